@@ -1,12 +1,13 @@
 """A store of blobs that remembers what it was asked for."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
-from core.storage.store import BlobInfo, BlobWriter, FolderBlobs
+from core.storage.store import CHUNK_BYTES, BlobInfo, BlobWriter, FolderBlobs
 
 
 class WatchedBlobs(FolderBlobs):
-    """`begun`: keys of writers; `written`: bytes of each write; `downloaded`: keys.
+    """`begun`: keys of writers; `written`: bytes of each write; `opened`: keys.
 
     While it is not `reachable`, nothing can be deleted.
     """
@@ -15,7 +16,7 @@ class WatchedBlobs(FolderBlobs):
         super().__init__(root)
         self.begun: list[str] = []
         self.written: list[int] = []
-        self.downloaded: list[str] = []
+        self.opened: list[str] = []
         self.reachable = True
 
     def writer(self, key: str, *, if_absent: bool = False) -> BlobWriter:
@@ -27,9 +28,9 @@ class WatchedBlobs(FolderBlobs):
             raise TimeoutError("the store")
         super().delete(key)
 
-    def download(self, key: str, path: Path, *, sha256: str | None = None) -> None:
-        self.downloaded.append(key)
-        super().download(key, path, sha256=sha256)
+    def open(self, key: str, *, chunk_size: int = CHUNK_BYTES) -> Iterator[bytes]:
+        self.opened.append(key)
+        return super().open(key, chunk_size=chunk_size)
 
 
 class _WatchedWriter(BlobWriter):

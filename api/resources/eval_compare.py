@@ -14,7 +14,7 @@ from core.database.tables import Eval, Project
 from core.errors import EvalNotFound, InvalidRequest
 from core.evals import catalog, items, summary
 from core.results import rollouts
-from core.results.rollouts import Wanted
+from core.results.rollout_filters import Wanted
 
 router = APIRouter(prefix="/regraft/evals", tags=["regraft"])
 

@@ -22,7 +22,7 @@ from core.database.tables import Eval, EvalRun, File, Job, Project, RolloutPage
 from core.errors import EvalNotFound, InvalidRequest
 from core.evals import catalog, items, lifecycle, summary
 from core.results import evals, rollouts
-from core.results.rollouts import Wanted
+from core.results.rollout_filters import Wanted
 from core.storage import files
 from core.storage.store import BlobStore
 from core.tenancy import tenants

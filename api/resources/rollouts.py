@@ -9,21 +9,29 @@ from typing import Annotated, Any, BinaryIO, Literal, cast
 import pyarrow.parquet as pq
 from fastapi import APIRouter, Depends, Query
 from fastapi.responses import StreamingResponse
+from pydantic import BaseModel, Field
 
 from api.http.deps import CurrentProject, ReadSession, Service, ServiceDep
-from api.http.shapes import After, Listing, Measured
+from api.http.shapes import After, Listing, Measured, SchemaOf
 from core.database.tables import RolloutPage
 from core.errors import InvalidRequest, NotFound
 from core.jobs import events, lifecycle
-from core.results import rollouts
-from core.results.rollouts import SamplePosition, Wanted
+from core.results import evals, prompt_histories, rollout_order, rollouts
+from core.results.prompt_histories import Outcome, PromptHistory, SortKey
+from core.results.rollout_filters import Wanted
+from core.results.rollout_order import SortColumn
+from core.results.rollouts import SamplePosition
 from core.storage.store import CHUNK_BYTES, BlobNotFound, BlobStore
 
 router = APIRouter(prefix="/regraft/jobs", tags=["regraft"])
 
 MAX_CONCURRENT = 1000
 AT_ONCE = 100
+MAX_SEARCHED = 1000
 
+_PROMPT = "prompt_"
+
+Order = Literal["asc", "desc"]
 Step = Annotated[int | None, Query(ge=0, le=999_999_999)]
 Split = Annotated[Literal["train", "valid"] | None, Query(description="With `step`, the default is train.")]
 
@@ -31,6 +39,9 @@ Split = Annotated[Literal["train", "valid"] | None, Query(description="With `ste
 def _wanted(
     line: Annotated[
         int | None, Query(ge=1, le=2**31 - 1, description="Line of the dataset file, from 1.")
+    ] = None,
+    group: Annotated[
+        int | None, Query(ge=0, le=2**31 - 1, description="Index of the prompt in its step.")
     ] = None,
     finish_reason: Literal["stop", "length"] | None = None,
     graded: Annotated[bool | None, Query(description="Whether the sample has a score.")] = None,
@@ -40,8 +51,16 @@ def _wanted(
     ] = None,
     min_score: Annotated[float | None, Query(allow_inf_nan=False)] = None,
     max_score: Annotated[float | None, Query(allow_inf_nan=False)] = None,
+    q: Annotated[
+        str | None,
+        Query(
+            min_length=1,
+            max_length=MAX_SEARCHED,
+            description="Text in the prompt, the dataset row, the answer or the grader's output, in any case.",
+        ),
+    ] = None,
 ) -> Wanted:
-    return Wanted(line, finish_reason, graded, error, grader, min_score, max_score)
+    return Wanted(line, group, finish_reason, graded, error, grader, min_score, max_score, q)
 
 
 def _pages(
@@ -83,7 +102,41 @@ class StepListing(Listing[Measured]):
     pass
 
 
-class RolloutListing(Listing[dict[str, Any]]):
+class RolloutOut(BaseModel):
+    """A stored sample and its grade. The objects are by part of a multi grader, and empty or null for others."""
+
+    id: str
+    step: int
+    split: Literal["train", "valid"]
+    group: int
+    member: int
+    line: int
+    messages: list[dict[str, Any]] | None
+    item: dict[str, Any] | None
+    output_text: str | None
+    output_reasoning: str | None
+    finish_reason: str | None
+    prompt_tokens: int | None
+    completion_tokens: int | None
+    reasoning_tokens: int | None
+    grammar_start: int | None
+    score: float | None
+    reason: str | None
+    error: str | None
+    output: str | None
+    sub_scores: dict[str, float | None] | None
+    sub_reasons: dict[str, str] | None
+    sub_errors: dict[str, str] | None
+    sub_outputs: dict[str, str] | None
+    centered_reward: float | None
+    centred_reward: float | None
+    advantage: float | None
+    trained: bool | None
+    replacement: bool | None
+    steps: list[dict[str, Any]] | None
+
+
+class RolloutListing(Listing[Annotated[dict[str, Any], SchemaOf(RolloutOut)]]):
     # Over the selected steps, regardless of the filters: the number of samples, and of those stored.
     total: int
     stored: int
@@ -100,23 +153,129 @@ def list_rollouts(
     limit: Annotated[
         int | None, Query(description=f"Maximum number of samples, at most {MAX_CONCURRENT}.")
     ] = None,
-    order: Literal["asc", "desc"] = "asc",
+    order: Order = "asc",
+    sort: Annotated[
+        SortColumn | None, Query(description="Default: by position. Samples without the value come last.")
+    ] = None,
 ) -> RolloutListing:
     """List stored samples with their grades, by step. Those of one `step` come in one page unless `limit` is set."""
     place = None
     if after is not None and (place := SamplePosition.parse(after)) is None:
-        raise InvalidRequest(f"No item with id '{after}' in this list.", param="after")
+        raise _no_cursor(after)
     if limit is None and (step is None or after is not None):
         limit = AT_ONCE
     most = None if limit is None else max(1, min(limit, MAX_CONCURRENT))
-    matches = rollouts.find(service.blobs, pages, wanted, after=place, descending=order == "desc")
+    descending = order == "desc"
     # One more than the limit, to determine has_more.
-    rows = list(matches if most is None else islice(matches, most + 1))
+    if sort is None:
+        matches = rollouts.find(service.blobs, pages, wanted, after=place, descending=descending)
+        rows = list(matches if most is None else islice(matches, most + 1))
+    else:
+        try:
+            rows = rollout_order.page_of(
+                service.blobs,
+                pages,
+                wanted,
+                by=sort,
+                descending=descending,
+                after=place,
+                limit=None if most is None else most + 1,
+            )
+        except KeyError:
+            raise _no_cursor(str(after)) from None
     return RolloutListing(
         data=rows[:most],
         has_more=most is not None and len(rows) > most,
         total=sum(max(page.total, page.samples) for page in pages),
         stored=sum(page.samples for page in pages),
+    )
+
+
+class PromptOut(BaseModel):
+    """The rewards of one prompt over the steps."""
+
+    id: str
+    line: int
+    text: Annotated[str | None, Field(description="The first characters of the last message.")]
+    outcome: Outcome
+    first_mean: Annotated[
+        float | None, Field(description="Mean reward of the first step with a graded sample.")
+    ]
+    last_mean: float | None
+    change: Annotated[float | None, Field(description="`last_mean` minus `first_mean`.")]
+    steps: Annotated[list[int], Field(description="Steps with samples of this prompt, ascending.")]
+    mean_rewards: Annotated[
+        list[float | None], Field(description="By step; null where no sample has a score.")
+    ]
+    samples: Annotated[list[int], Field(description="The number of stored samples by step.")]
+
+    @classmethod
+    def of(cls, history: PromptHistory, text: str | None) -> "PromptOut":
+        return cls(
+            id=_PROMPT + str(history.line),
+            line=history.line,
+            text=text,
+            outcome=history.outcome,
+            first_mean=history.first_mean,
+            last_mean=history.last_mean,
+            change=history.change,
+            steps=list(history.steps),
+            mean_rewards=list(history.means),
+            samples=list(history.samples),
+        )
+
+
+class PromptListing(Listing[PromptOut]):
+    steps: Annotated[list[int], Field(description="All selected steps with stored samples, ascending.")]
+    pass_threshold: Annotated[
+        float, Field(description="The mean reward from which a prompt counts as solved.")
+    ]
+    outcomes: Annotated[
+        dict[Outcome, int], Field(description="The number of prompts by outcome, of all prompts.")
+    ]
+    stored: Annotated[int, Field(description="The number of samples behind this list.")]
+
+
+@router.get("/{job_id}/rollouts/prompts")
+def list_prompts(
+    job_id: str,
+    project: CurrentProject,
+    service: ServiceDep,
+    split: Literal["train", "valid"] = "valid",
+    step_from: Step = None,
+    step_to: Step = None,
+    outcome: Outcome | None = None,
+    sort: SortKey = "line",
+    order: Order = "asc",
+    after: After = None,
+    limit: Annotated[
+        int, Query(description=f"Maximum number of prompts, at most {MAX_CONCURRENT}.")
+    ] = AT_ONCE,
+) -> PromptListing:
+    """List the mean reward of each prompt at each step, and whether the prompt was learned, forgotten, or is stuck."""
+    with service.database.read() as session:
+        job = lifecycle.get(session, project.id, job_id)
+        threshold = evals.pass_threshold(job.body.get("grader", {}))
+        pages = rollouts.pages(session, job.id, first_step=step_from, last_step=step_to, split=split)
+    everything = prompt_histories.histories(service.blobs, pages, threshold)
+    matches = [history for history in everything if outcome in (None, history.outcome)]
+    matches = prompt_histories.ordered(matches, sort, descending=order == "desc")
+    start = 0
+    if after is not None:
+        lines = [f"{_PROMPT}{history.line}" for history in matches]
+        if after not in lines:
+            raise _no_cursor(after)
+        start = lines.index(after) + 1
+    most = max(1, min(limit, MAX_CONCURRENT))
+    shown = matches[start : start + most]
+    texts = prompt_histories.texts(service.blobs, pages, shown)
+    return PromptListing(
+        data=[PromptOut.of(history, texts.get(history.line)) for history in shown],
+        has_more=len(matches) > start + most,
+        steps=sorted({step for history in everything for step in history.steps}),
+        pass_threshold=threshold,
+        outcomes=prompt_histories.outcomes(everything),
+        stored=sum(sum(history.samples) for history in everything),
     )
 
 
@@ -144,6 +303,10 @@ def list_metrics(job_id: str, project: CurrentProject, session: ReadSession) -> 
     """List the metrics of all finished steps; step 0 is the validation of the base model."""
     job = lifecycle.get(session, project.id, job_id)
     return StepListing(data=[{"step": row.step, **row.data} for row in events.steps(session, job.id)])
+
+
+def _no_cursor(after: str) -> InvalidRequest:
+    return InvalidRequest(f"No item with id '{after}' in this list.", param="after")
 
 
 def _lines(service: Service, pages: Sequence[RolloutPage], wanted: Wanted) -> Iterator[bytes]:

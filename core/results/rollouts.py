@@ -1,30 +1,36 @@
 """Graded samples in columns: one Parquet blob per page, one page per step and split of a job (docs/howto/rollouts.md).
 
-Pages are read from a temporary file, one row group at a time, starting with the filtered columns, so the memory of a
-request does not grow with the job. Pages with the suffix .jsonl were written by versions before this format.
+Pages of more than IN_MEMORY_BYTES are read from a temporary file, one row group at a time, starting with the filtered
+columns, so the memory of a request does not grow with the job. Pages with the suffix .jsonl were written by versions
+before this format.
 """
 
 import json
 import random
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from core.database.tables import RolloutPage
+from core.results.ahead import ahead
+from core.results.rollout_filters import SEARCHED, Wanted, all_of, contains
 from core.storage.store import BlobNotFound, BlobStore
 
 Split = Literal["train", "valid"]
 Row = dict[str, Any]
 """One sample, with the keys of SCHEMA."""
 
+IN_MEMORY_BYTES = (
+    1 << 20
+)  # a page of at most this size is read in one go; a larger one from disk, by row group
 ROWS_AT_ONCE = 256  # per row group: bounds memory, and is the unit that a filter can skip
 
 _TEXTS = pa.map_(pa.string(), pa.string())
@@ -69,9 +75,6 @@ SCHEMA = pa.schema(
 EARLIER_NAMES = {"centered_reward": "centred_reward"}
 _MAPS = ("sub_scores", "sub_reasons", "sub_errors", "sub_outputs")
 _JSON = ("messages", "item")
-# The columns for filters and for sorting.
-_FILTERED = ["group", "member", "line", "finish_reason", "score", "error", "sub_scores"]
-
 _ID = re.compile(r"rollout_(\d{1,9})_([tv])_(\d{1,9})_(\d{1,9})")
 
 
@@ -100,37 +103,6 @@ class SamplePosition:
     @property
     def id(self) -> str:
         return f"rollout_{self.step}_{self.split[0]}_{self.group}_{self.member}"
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """A filter; None means any. With `grader` the bounds and `graded` apply to that part of a multi grader."""
-
-    line: int | None = None
-    finish_reason: str | None = None
-    graded: bool | None = None
-    error: str | None = None
-    grader: str | None = None
-    min_score: float | None = None
-    max_score: float | None = None
-
-    @property
-    def all(self) -> bool:
-        return self == Wanted()
-
-    def matches(self, row: Row) -> bool:
-        scores = row["sub_scores"] or {}
-        score = row["score"] if self.grader is None else scores.get(self.grader)
-        return (
-            (self.grader is None or self.grader in scores)
-            and self.line in (None, row["line"])
-            and self.finish_reason in (None, row["finish_reason"])
-            and self.graded in (None, score is not None)
-            and self.error in (None, row["error"])
-            # A missing score is within no bounds.
-            and (self.min_score is None or (score is not None and score >= self.min_score))
-            and (self.max_score is None or (score is not None and score <= self.max_score))
-        )
 
 
 # Writing.
@@ -233,14 +205,9 @@ def find(
 
 def at(blobs: BlobStore, page: RolloutPage, place: SamplePosition) -> Row | None:
     """One sample of a page; None if it is not stored."""
-
-    def keep(row: Row) -> bool:
-        return (row["group"], row["member"]) == (place.group, place.member)
-
-    try:
-        return next((row for table in tables(blobs, page, keep) for row in records(table)), None)
-    except BlobNotFound:
-        return None
+    return next(
+        (row for row in find(blobs, [page], Wanted(group=place.group)) if row["member"] == place.member), None
+    )
 
 
 def found_tables(
@@ -251,51 +218,122 @@ def found_tables(
     after: SamplePosition | None = None,
     descending: bool = False,
 ) -> Iterator[pa.Table]:
-    """As `find`, in batches of at most ROWS_AT_ONCE. A page whose blob was just deleted by retention is empty."""
-    here = (after.step, after.split) if after is not None else None
-    for page in reversed(pages) if descending else pages:
-        at = (page.step, page.split)
-        if here is not None and at != here and (at > here) == descending:
-            continue
-        if after is not None and at == here:
-            keep: Keep | None = _behind(after, descending, wanted)
-        else:
-            keep = None if wanted.all else wanted.matches
-        try:
-            yield from tables(blobs, page, keep, descending=descending)
-        except BlobNotFound:
-            continue
-
-
-Keep = Callable[[Row], bool]
-
-
-def _behind(after: SamplePosition, descending: bool, wanted: Wanted) -> Keep:
-    """A predicate for the page of the cursor: matching samples after it."""
-
-    def keep(row: Row) -> bool:
-        place, cursor = (row["group"], row["member"]), (after.group, after.member)
-        return (place < cursor if descending else place > cursor) and wanted.matches(row)
-
-    return keep
-
-
-def tables(
-    blobs: BlobStore, page: RolloutPage, keep: Keep | None = None, *, descending: bool = False
-) -> Iterator[pa.Table]:
-    """Yield the samples of a page that `keep` selects (None: all), in batches of at most ROWS_AT_ONCE.
-
-    `keep` sees only the columns in _FILTERED.
-
-    Raises, with the first next(): BlobNotFound.
-    """
-    with tempfile.TemporaryDirectory(prefix="regraft-rollouts-") as folder:
-        path = Path(folder) / "page"
-        blobs.download(page.blob_key, path)
-        batches = _older(path, page, keep) if is_older(page) else _parquet(path, keep, descending)
-        for table in batches:
+    """As `find`, by row group or small page. A page whose blob was just deleted by retention is empty."""
+    for opened, masks in scan(blobs, pages, wanted, after=after, descending=descending):
+        for number, mask in masks:
+            table = (
+                opened.part(number)
+                if mask is None
+                else opened.take(number, pc.indices_nonzero(mask).to_pylist())
+            )
             if table.num_rows:
                 yield table.take(list(range(table.num_rows))[::-1]) if descending else table
+
+
+class OpenPage(Protocol):
+    """The samples of a page, in parts: row groups, or the whole of a small page."""
+
+    page: RolloutPage
+    parts: int
+
+    def part(self, number: int, columns: Sequence[str] | None = None) -> pa.Table:
+        """The samples of one part, with these columns of SCHEMA or all of them."""
+        ...
+
+    def take(self, number: int, rows: Sequence[int]) -> pa.Table:
+        """Some samples of one part, by ascending index, with all columns."""
+        ...
+
+    def close(self) -> None: ...
+
+
+Scanned = tuple[OpenPage, list[tuple[int, Any]]]
+"""A page, and of each of its parts with matching samples the number and which ones match (None: all)."""
+
+
+def scan(
+    blobs: BlobStore,
+    pages: Sequence[RolloutPage],
+    wanted: Wanted,
+    *,
+    after: SamplePosition | None = None,
+    descending: bool = False,
+) -> Iterator[Scanned]:
+    """Yield each page, open until the next one. Texts are read only to search them."""
+    here = (after.step, after.split) if after is not None else None
+
+    def one(page: RolloutPage) -> Scanned:
+        behind = after if (page.step, page.split) == here else None
+        opened = open_page(blobs, page)
+        try:
+            masks = [
+                (number, matching(opened, number, wanted, _behind(opened, number, behind, descending)))
+                for number in range(opened.parts)[:: -1 if descending else 1]
+            ]
+        except BaseException:
+            opened.close()
+            raise
+        return opened, [(number, mask) for number, mask in masks if mask is None or pc.any(mask).as_py()]
+
+    ordered = reversed(pages) if descending else pages
+    left = (
+        page
+        for page in ordered
+        if here is None or (at := (page.step, page.split)) == here or (at > here) != descending
+    )
+    for scanned in ahead(one, left, lambda scanned: scanned[0].close()):
+        try:
+            yield scanned
+        finally:
+            scanned[0].close()
+
+
+def matching(opened: OpenPage, number: int, wanted: Wanted, *conditions: Any) -> Any:
+    """Whether each sample of a part matches, and the conditions hold that are not None. None: all do."""
+    narrow = opened.part(number, wanted.columns) if wanted.columns else None
+    own = None if narrow is None else wanted.mask(narrow)
+    mask = all_of(one for one in (own, *conditions) if one is not None)
+    if wanted.text is None or (mask is not None and not pc.any(mask).as_py()):
+        return mask
+    text = contains(opened.part(number, SEARCHED), wanted.text)
+    return text if mask is None else pc.and_(mask, text)
+
+
+def _behind(opened: OpenPage, number: int, after: SamplePosition | None, descending: bool) -> Any:
+    """Whether each sample of a part comes after the cursor; None without one in this page."""
+    if after is None:
+        return None
+    beyond = pc.less if descending else pc.greater
+    place = opened.part(number, ["group", "member"])
+    same = pc.and_(pc.equal(place["group"], after.group), beyond(place["member"], after.member))
+    return pc.or_(beyond(place["group"], after.group), same)
+
+
+def open_page(blobs: BlobStore, page: RolloutPage) -> OpenPage:
+    """The samples of a page. There are none if retention has just deleted its blob."""
+    try:
+        if 0 < page.bytes <= IN_MEMORY_BYTES:
+            data = blobs.read(page.blob_key)
+            return (
+                _Rows(page, _older(data.splitlines(), page))
+                if is_older(page)
+                else _Parquet(page, pa.BufferReader(data), whole=True)
+            )
+        chunks = blobs.open(page.blob_key)
+    except BlobNotFound:
+        return _Rows(page, SCHEMA.empty_table())
+    file = tempfile.TemporaryFile(prefix="regraft-rollouts-")  # noqa: SIM115 - closed with the page
+    try:
+        for chunk in chunks:
+            file.write(chunk)
+        file.seek(0)
+        if not is_older(page):
+            return _Parquet(page, file)
+        with file:
+            return _Rows(page, _older(file, page))
+    except BaseException:
+        file.close()
+        raise
 
 
 def is_older(page: RolloutPage) -> bool:
@@ -321,47 +359,81 @@ def with_earlier_names(table: pa.Table) -> pa.Table:
     return table
 
 
-def _parquet(path: Path, keep: Keep | None, descending: bool) -> Iterator[pa.Table]:
-    with pq.ParquetFile(path) as file:
-        numbers = range(file.num_row_groups)
-        for number in reversed(numbers) if descending else numbers:
-            if keep is None:
-                yield _current(file.read_row_group(number))
-                continue
-            looked_at = file.read_row_group(number, columns=_FILTERED).to_pylist(maps_as_pydicts="strict")
-            places = [place for place, row in enumerate(looked_at) if keep(row)]
-            if places:  # otherwise the texts of this row group are not read
-                yield _current(file.read_row_group(number).take(places))
+class _Parquet(OpenPage):
+    def __init__(self, page: RolloutPage, file: Any, *, whole: bool = False) -> None:
+        self.page = page
+        self._source = file
+        self._file = pq.ParquetFile(file)
+        groups = range(self._file.num_row_groups)
+        self._parts = [list(groups)] if whole else [[number] for number in groups]
+        self.parts = len(self._parts)
+
+    def part(self, number: int, columns: Sequence[str] | None = None) -> pa.Table:
+        return self._read(self._parts[number], columns)
+
+    def take(self, number: int, rows: Sequence[int]) -> pa.Table:
+        tables, start = [SCHEMA.empty_table()], 0
+        for group in self._parts[number]:  # only those with one of these rows are read
+            end = start + self._rows(group)
+            if here := [row - start for row in rows if start <= row < end]:
+                tables.append(self._read([group]).take(here))
+            start = end
+        return pa.concat_tables(tables)
+
+    def _rows(self, group: int) -> int:
+        return int(self._file.metadata.row_group(group).num_rows)
+
+    def _read(self, groups: Sequence[int], columns: Sequence[str] | None = None) -> pa.Table:
+        """Pages of earlier versions lack some columns, which are null, and have earlier names of others."""
+        stored = (
+            None
+            if columns is None
+            else [*columns, *(EARLIER_NAMES[one] for one in columns if one in EARLIER_NAMES)]
+        )
+        table = self._file.read_row_groups(groups, columns=stored, use_threads=False)
+        now = {earlier: name for name, earlier in EARLIER_NAMES.items()}
+        table = table.rename_columns([now.get(name, name) for name in table.column_names])
+        names = SCHEMA.names if columns is None else list(columns)
+        for name in names:
+            if name not in table.column_names:
+                field = SCHEMA.field(name)
+                table = table.append_column(field, pa.nulls(sum(map(self._rows, groups)), field.type))
+        return table.select(names)
+
+    def close(self) -> None:
+        self._source.close()
 
 
-def _current(table: pa.Table) -> pa.Table:
-    """The table with all columns of SCHEMA under their names of today.
+class _Rows(OpenPage):
+    parts = 1
 
-    Pages of earlier versions lack some, which are null, and have earlier names of others.
-    """
-    now = {earlier: name for name, earlier in EARLIER_NAMES.items()}
-    table = table.rename_columns([now.get(name, name) for name in table.column_names])
-    for field in SCHEMA:
-        if field.name not in table.column_names:
-            table = table.append_column(field, pa.nulls(table.num_rows, field.type))
-    return table.select(SCHEMA.names)
+    def __init__(self, page: RolloutPage, table: pa.Table) -> None:
+        self.page = page
+        self._table = table
+
+    def part(self, number: int, columns: Sequence[str] | None = None) -> pa.Table:
+        return self._table if columns is None else self._table.select(columns)
+
+    def take(self, number: int, rows: Sequence[int]) -> pa.Table:
+        return self._table.take(rows)
+
+    def close(self) -> None:
+        pass
 
 
-def _older(path: Path, page: RolloutPage, keep: Keep | None) -> Iterator[pa.Table]:
+def _older(lines: Iterable[bytes], page: RolloutPage) -> pa.Table:
     """A page in JSON lines, without groups and advantages: groups are derived from the members."""
     rows: list[Row] = []
     group, last = -1, -1
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines):
-            stored = json.loads(line)
-            member = stored.get("member", number)
-            group, last = (group if member > last >= 0 else group + 1), member
-            row = dict.fromkeys(SCHEMA.names) | stored | {"group": group, "member": member}
-            row |= {"step": page.step, "split": page.split, "sub_scores": stored.get("sub_scores") or {}}
-            row |= {"messages": json.dumps(stored["messages"]) if "messages" in stored else None}
-            if keep is None or keep(row):
-                rows.append(row)
-    yield _table(rows, SCHEMA)
+    for number, line in enumerate(lines):
+        stored = json.loads(line)
+        member = stored.get("member", number)
+        group, last = (group if member > last >= 0 else group + 1), member
+        row = dict.fromkeys(SCHEMA.names) | stored | {"group": group, "member": member}
+        row |= {"step": page.step, "split": page.split, "sub_scores": stored.get("sub_scores") or {}}
+        row |= {"messages": json.dumps(stored["messages"]) if "messages" in stored else None}
+        rows.append(row)
+    return _table(rows, SCHEMA)
 
 
 def _table(rows: Iterable[Row], schema: pa.Schema) -> pa.Table:

@@ -73,7 +73,7 @@ def store(
 ) -> None:
     rows = rows or [row(step, split, group, member) for group in range(groups) for member in range(4)]
     key = f"projects/p/jobs/{job_id}/{split}-{step:06d}.parquet"
-    house.blobs.put_bytes(key, rollouts.encode(rows, total or len(rows)))
+    size = house.blobs.put_bytes(key, rollouts.encode(rows, total or len(rows))).size
     page = RolloutPage(
         job_id=job_id,
         step=step,
@@ -82,6 +82,7 @@ def store(
         blob_key=key,
         samples=len(rows),
         total=total or len(rows),
+        bytes=size,
     )
     for name, value in fields.items():
         setattr(page, name, value)
@@ -201,6 +202,15 @@ def test_pages_put_together_are_the_whole(
     ("filters", "expected"),
     [
         ({"line": 2}, [4, 5, 6, 7]),
+        ({"group": 0}, [0, 1, 2, 3]),
+        ({"group": 1, "graded": "false"}, [7]),
+        ({"q": "ANSWER 1 1"}, [4, 5, 6, 7]),
+        ({"q": "answer 1 0", "min_score": 0.1}, [1, 2]),
+        ({"q": "cut OFF"}, [3, 7]),
+        ({"q": "2+2"}, [0, 1, 2, 3, 4, 5, 6, 7]),
+        ({"q": "content"}, []),  # a key of the stored JSON
+        ({"q": "user"}, []),
+        ({"q": "answer", "line": 3}, []),
         ({"min_score": 0.1}, [1, 2, 5, 6]),
         ({"max_score": 0.1}, [0, 1, 4, 5]),
         ({"min_score": 0.1, "max_score": 0.1}, [1, 5]),
@@ -227,6 +237,195 @@ def test_steps_can_be_bounded(listed: Callable[..., Any]) -> None:
 
     assert {one["step"] for one in answer["data"]} == {2, 3}
     assert (answer["total"], answer["stored"]) == (16, 16)
+
+
+TEXTS = {
+    "messages": json.dumps(
+        [{"role": "user", "content": [{"type": "text", "text": 'Wie groß ist "Ödipus"?\\n'}]}]
+    ),
+    "item": json.dumps({"answer": {"parts": ["Ja", 7.25]}}),
+    "output_text": "Die Lösung (2.)",
+    "output_reasoning": "Hmm, 50% sure",
+    "output": "printed",
+}
+
+
+@pytest.mark.parametrize("size", ["in memory", "from disk"])
+@pytest.mark.parametrize(
+    ("text", "matches"),
+    [
+        ("LÖSUNG (2.)", True),
+        ("GROß IST", True),
+        ("ödipus", True),
+        ('"Öd', True),
+        ("ja", True),
+        ("7.25", True),
+        ("Printed", True),
+        ("50%", True),
+        ("l.sung", False),
+        ("5_% sure", False),
+        ("parts", False),
+        ("type", False),
+        ("u00d6", False),  # as JSON writes it
+    ],
+)
+def test_texts_are_found_wherever_they_are_and_in_any_case(
+    house: House, listed: Callable[..., Any], job_id: str, text: str, matches: bool, size: str
+) -> None:
+    rows = [row(4, "train", 0, 0, **TEXTS), row(4, "train", 1, 0)]
+    fields: dict[str, Any] = {} if size == "in memory" else {"bytes": 0}
+    store(house, job_id, 4, rows=rows, **fields)
+
+    assert ids(listed(step=4, q=text)) == (["rollout_4_t_0_0"] if matches else [])
+
+
+def places(answer: Any) -> list[tuple[int, int, int]]:
+    return [(one["step"], one["group"], one["member"]) for one in answer["data"]]
+
+
+@pytest.mark.both_databases
+def test_answers_are_sorted_over_all_steps_and_those_without_the_value_come_last(
+    listed: Callable[..., Any],
+) -> None:
+    best_first = listed(split="train", sort="advantage", order="desc", limit=1000)["data"]
+    worst_first = listed(split="train", sort="advantage", limit=1000)["data"]
+
+    for rows, descending in ((best_first, True), (worst_first, False)):
+        assert len(rows) == 24
+        values = [one["advantage"] for one in rows if one["advantage"] is not None]
+        assert values == sorted(values, reverse=descending)
+        assert [one["advantage"] for one in rows[18:]] == [None] * 6
+        assert [one["id"] for one in rows[18:]] == [f"rollout_{s}_t_{g}_3" for s in (1, 2, 3) for g in (0, 1)]
+
+
+def test_a_sorted_list_has_filters_and_pages(listed: Callable[..., Any]) -> None:
+    params: dict[str, Any] = {
+        "sort": "score",
+        "order": "desc",
+        "graded": "true",
+        "split": "train",
+        "q": "answer",
+    }
+    whole = places(listed(limit=1000, **params))
+    seen: list[tuple[int, int, int]] = []
+    after: dict[str, Any] = {}
+    for _ in range(10):
+        answer = listed(limit=4, **params, **after)
+        seen += places(answer)
+        if not answer["has_more"]:
+            break
+        after = {"after": answer["data"][-1]["id"]}
+
+    assert seen == whole
+    assert whole[:6] == [(step, group, 2) for step in (1, 2, 3) for group in (0, 1)]
+    assert len(whole) == 18
+
+
+def test_a_sorted_step_comes_whole(house: House, listed: Callable[..., Any], job_id: str) -> None:
+    store(house, job_id, 4, groups=300)
+    store_old(house, job_id, 7)
+
+    assert [one["member"] for one in listed(step=4, sort="score")["data"]] == [
+        member for member in range(4) for _ in range(300)
+    ]
+    assert [one["score"] for one in listed(step=7, sort="score")["data"]] == [0.0, 1.0, None]
+    assert listed(step_from=8, sort="score")["data"] == []
+
+
+@pytest.fixture
+def solved(house: House, create_job: Callable[..., dict[str, Any]]) -> str:
+    """A job with three validations of five prompts, with two answers each. The grader's threshold is one half."""
+    by_line: dict[int, list[list[float | None]]] = {
+        1: [[0.0, 0.2], [1.0, 0.0], [1.0, 1.0]],
+        2: [[1.0, 1.0], [1.0, 1.0], [0.0, 0.0]],
+        3: [[0.0, 0.0], [0.0, None], [0.0, 0.4]],
+        4: [[1.0, 0.5], [0.0, 0.0], [1.0, 1.0]],
+        5: [[None, None], [None, None], [None, None]],
+    }
+    job_id: str = create_job()["id"]
+    for step, number in ((0, 0), (5, 1), (10, 2)):
+        rows = [
+            row(step, "valid", line - 1, member, line=line, score=score, advantage=None)
+            for line, steps in by_line.items()
+            for member, score in enumerate(steps[number])
+        ]
+        store(house, job_id, step, "valid", rows=rows)
+    return job_id
+
+
+@pytest.fixture
+def prompts(api: TestClient, solved: str) -> Callable[..., Any]:
+    def prompts(**params: Any) -> Any:
+        answer = api.get(f"/v1/regraft/jobs/{solved}/rollouts/prompts", params=params)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    return prompts
+
+
+@pytest.mark.both_databases
+def test_the_rewards_of_each_prompt_say_what_became_of_it(prompts: Callable[..., Any]) -> None:
+    answer = prompts()
+
+    assert [(one["line"], one["outcome"], one["mean_rewards"]) for one in answer["data"]] == [
+        (1, "learned", [0.1, 0.5, 1.0]),
+        (2, "forgotten", [1.0, 1.0, 0.0]),
+        (3, "stuck", [0.0, 0.0, 0.2]),
+        (4, "kept", [0.75, 0.0, 1.0]),
+        (5, "ungraded", [None, None, None]),
+    ]
+    assert answer["outcomes"] == {"learned": 1, "kept": 1, "forgotten": 1, "stuck": 1, "ungraded": 1}
+    assert (answer["steps"], answer["pass_threshold"], answer["stored"]) == ([0, 5, 10], 0.5, 30)
+    first = answer["data"][0]
+    assert (first["text"], first["first_mean"], first["last_mean"], first["change"]) == (
+        "2+2?",
+        0.1,
+        1.0,
+        0.9,
+    )
+    assert (first["steps"], first["samples"]) == ([0, 5, 10], [2, 2, 2])
+
+
+@pytest.mark.parametrize(
+    ("params", "lines"),
+    [
+        ({"outcome": "stuck"}, [3]),
+        ({"sort": "change"}, [2, 3, 4, 1, 5]),
+        ({"sort": "change", "order": "desc"}, [1, 4, 3, 2, 5]),
+        ({"sort": "last_mean"}, [2, 3, 1, 4, 5]),
+        ({"order": "desc"}, [5, 4, 3, 2, 1]),
+        ({"limit": 2, "after": "prompt_2"}, [3, 4]),
+        ({"step_to": 5, "outcome": "learned"}, [1]),
+        ({"step_to": 5, "outcome": "forgotten"}, [4]),
+        ({"split": "train"}, []),
+    ],
+)
+def test_prompts_are_filtered_sorted_and_paged(
+    prompts: Callable[..., Any], params: dict[str, Any], lines: list[int]
+) -> None:
+    assert [one["line"] for one in prompts(**params)["data"]] == lines
+
+
+def test_prompts_of_a_step_range_have_its_steps_only(prompts: Callable[..., Any]) -> None:
+    answer = prompts(step_from=5, step_to=5, limit=1)
+
+    assert (answer["steps"], answer["has_more"], answer["data"][0]["steps"]) == ([5], True, [5])
+
+
+def test_a_prompt_is_listed_with_the_steps_that_retention_has_left(
+    house: House, solved: str, prompts: Callable[..., Any]
+) -> None:
+    house.blobs.delete(f"projects/p/jobs/{solved}/valid-000000.parquet")
+
+    assert prompts()["steps"] == [5, 10]
+
+
+def test_prompts_have_no_cursor_of_another_list(api: TestClient, solved: str) -> None:
+    answer = api.get(
+        f"/v1/regraft/jobs/{solved}/rollouts/prompts", params={"outcome": "stuck", "after": "prompt_1"}
+    )
+
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "after")
 
 
 @pytest.mark.both_databases
@@ -294,6 +493,10 @@ def test_a_step_whose_samples_retention_has_taken_is_a_404_and_others_are_listed
     ("params", "param"),
     [
         ({"step": -1}, "step"),
+        ({"sort": "best"}, "sort"),
+        ({"sort": "score", "after": "rollout_9_t_0_0"}, "after"),
+        ({"q": ""}, "q"),
+        ({"group": -1}, "group"),
         ({"step": 10**10}, "step"),
         ({"step": 1, "split": "test"}, "split"),
         ({"step": 1, "step_to": 2}, "step"),
@@ -357,7 +560,7 @@ def test_only_the_pages_that_are_needed_are_fetched(
 ) -> None:
     listed(limit=3, split="train")
 
-    assert [key.rsplit("/", 1)[1] for key in house.blobs.downloaded] == ["train-000001.parquet"]
+    assert [key.rsplit("/", 1)[1] for key in house.blobs.opened] == ["train-000001.parquet"]
 
 
 @pytest.mark.both_databases

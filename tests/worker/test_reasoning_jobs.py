@@ -12,6 +12,7 @@ from sqlalchemy import select
 from core.database.tables import File, Job
 from core.jobs import events
 from core.results import rollouts
+from core.results.rollout_filters import Wanted
 from core.settings import Settings
 from tests.thinking import DISTILL, HYBRID, make_thinking_model
 from tests.tiny import make_byte_model
@@ -101,7 +102,7 @@ def test_a_job_with_a_schema_trains_on_answers_after_their_thoughts(
     with bench.database.read() as session:
         pages = rollouts.pages(session, job.id)
         steps = [row.data for row in events.steps(session, job.id)]
-    rows = list(rollouts.find(bench.blobs, pages, rollouts.Wanted()))
+    rows = list(rollouts.find(bench.blobs, pages, Wanted()))
     answered = [row for row in rows if row["output_text"]]
     assert len(answered) > len(rows) / 2
     assert all(json.loads(row["output_text"])["letter"] in ("a", "b") for row in answered)
@@ -125,7 +126,7 @@ def test_arguments_of_the_template_are_defaults_of_the_delivered_one(
     assert job.resolved["thinking_budget"] is None
     with bench.database.read() as session:
         pages = rollouts.pages(session, job.id)
-    [row, *_] = rollouts.find(bench.blobs, pages, rollouts.Wanted())
+    [row, *_] = rollouts.find(bench.blobs, pages, Wanted())
     # <user> w <assistant>, and an empty thought that the template closed.
     assert row["prompt_tokens"] == 3 + len(["<think>", "\n", "\n", "</think>", "\n", "\n"])
 

@@ -14,7 +14,7 @@ import pytest
 from core.database.tables import RolloutPage
 from core.jobs.hyperparameters import Hyperparameters, Resolved, resolve
 from core.results import rollouts
-from core.results.rollouts import Wanted
+from core.results.rollout_filters import Wanted
 from graders.types import ErrorKind, Grade, Sample, StepScore
 from tests.fakes import EveryFourthFails, Halves, SameForAll, Skill
 from tests.present import present

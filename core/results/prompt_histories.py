@@ -1,0 +1,142 @@
+"""Rewards of each prompt over the steps of a job: what was learned, forgotten, or stays unsolved.
+
+An aggregate of line x step: clients need not load the samples themselves. "Forgotten" is used as in
+Toneva et al. 2019, "An Empirical Study of Example Forgetting during Deep Neural Network Learning": solved before, and
+not any more.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Literal
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from core.database.tables import RolloutPage
+from core.results import rollouts
+from core.results.rollout_filters import Wanted
+from core.storage.store import BlobStore
+
+Outcome = Literal["learned", "kept", "forgotten", "stuck", "ungraded"]
+OUTCOMES: tuple[Outcome, ...] = ("learned", "kept", "forgotten", "stuck", "ungraded")
+SortKey = Literal["line", "change", "last_mean"]
+SHOWN_CHARACTERS = 200
+_CELLS = pa.schema(
+    [("line", pa.int32()), ("step", pa.int32()), ("mean", pa.float64()), ("samples", pa.int64())]
+)
+
+
+@dataclass(frozen=True)
+class PromptHistory:
+    """One line of the dataset file: of each step with samples of it, the mean reward (None: all ungraded)."""
+
+    line: int
+    steps: Sequence[int]
+    means: Sequence[float | None]
+    samples: Sequence[int]
+    outcome: Outcome
+
+    @property
+    def first_mean(self) -> float | None:
+        return next((mean for mean in self.means if mean is not None), None)
+
+    @property
+    def last_mean(self) -> float | None:
+        return next((mean for mean in reversed(self.means) if mean is not None), None)
+
+    @property
+    def change(self) -> float | None:
+        """The last mean minus the first."""
+        first, last = self.first_mean, self.last_mean
+        return None if first is None or last is None else last - first
+
+
+def outcome_of(means: Iterable[float | None], threshold: float) -> Outcome:
+    """Classify a prompt by the steps whose mean reward is at least `threshold`.
+
+    learned: the last one is, the first is not. kept: the last and the first are. forgotten: the last is not, an earlier
+    one is. stuck: none is. ungraded: no sample has a score.
+    """
+    solved = [mean >= threshold for mean in means if mean is not None]
+    if not solved:
+        return "ungraded"
+    if solved[-1]:
+        return "kept" if solved[0] else "learned"
+    return "forgotten" if any(solved) else "stuck"
+
+
+def histories(blobs: BlobStore, pages: Sequence[RolloutPage], threshold: float) -> list[PromptHistory]:
+    """The history of every line, by line. Only two columns of the samples are read."""
+    cells = [_CELLS.empty_table()]
+    for opened, parts in rollouts.scan(blobs, pages, Wanted()):
+        narrow = [opened.part(number, ["line", "score"]) for number, _ in parts]
+        if narrow:
+            cells.append(_cells(pa.concat_tables(narrow), opened.page.step))
+    whole = pa.concat_tables(cells)
+    whole = whole.take(pc.sort_indices(whole, sort_keys=[("line", "ascending"), ("step", "ascending")]))
+    columns = zip(*(whole[name].to_pylist() for name in _CELLS.names), strict=True)
+    return [
+        _history(line, list(of_line), threshold) for line, of_line in groupby(columns, lambda cell: cell[0])
+    ]
+
+
+def _cells(samples: pa.Table, step: int) -> pa.Table:
+    """The mean and the number of the samples of each line."""
+    means = samples.group_by("line", use_threads=False).aggregate([("score", "mean"), ([], "count_all")])
+    table = means.select(["line", "score_mean", "count_all"]).rename_columns(["line", "mean", "samples"])
+    table = table.append_column("step", pa.repeat(pa.scalar(step, pa.int32()), table.num_rows))
+    return table.select(_CELLS.names).cast(_CELLS)
+
+
+def _history(
+    line: int, cells: Sequence[tuple[int, int, float | None, int]], threshold: float
+) -> PromptHistory:
+    _, steps, means, samples = zip(*cells, strict=True)
+    return PromptHistory(line, steps, means, samples, outcome_of(means, threshold))
+
+
+def outcomes(found: Iterable[PromptHistory]) -> dict[Outcome, int]:
+    """The number of prompts by outcome."""
+    counts = Counter(history.outcome for history in found)
+    return {outcome: counts[outcome] for outcome in OUTCOMES}
+
+
+def ordered(found: Iterable[PromptHistory], by: SortKey, *, descending: bool) -> list[PromptHistory]:
+    """Sorted by a key and then by line; prompts without a graded sample come last."""
+    known = [history for history in found if getattr(history, by) is not None]
+    unknown = [history for history in found if getattr(history, by) is None]
+    known.sort(key=lambda history: getattr(history, by), reverse=descending)
+    return known + unknown
+
+
+def texts(
+    blobs: BlobStore, pages: Sequence[RolloutPage], wanted: Iterable[PromptHistory]
+) -> Mapping[int, str | None]:
+    """The first characters of the last message of each prompt, by line, read from the step where each came first."""
+    left: dict[int, set[int]] = {}
+    for history in wanted:
+        left.setdefault(history.steps[0], set()).add(history.line)
+    found: dict[int, str | None] = {}
+    for opened, parts in rollouts.scan(blobs, [page for page in pages if page.step in left], Wanted()):
+        lines = left[opened.page.step]
+        for number, _ in parts:
+            table = opened.part(number, ["line", "messages"])
+            mask = pc.is_in(table["line"], pa.array(sorted(lines), pa.int32()))
+            for row in table.filter(mask).to_pylist():
+                if row["line"] not in found:
+                    found[row["line"]] = _shown(row["messages"])
+    return found
+
+
+def _shown(messages: str | None) -> str | None:
+    """The text of the last message, shortened."""
+    said: Any = json.loads(messages) if messages else None
+    if not said:
+        return None
+    content = said[-1].get("content")
+    if isinstance(content, list):
+        content = " ".join(part["text"] for part in content if isinstance(part.get("text"), str))
+    return content[:SHOWN_CHARACTERS] if isinstance(content, str) else None

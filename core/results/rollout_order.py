@@ -1,0 +1,102 @@
+"""Samples sorted by a column. A few columns rank the whole selection; only one page of it is read."""
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from core.database.tables import RolloutPage
+from core.results import rollouts
+from core.results.ahead import ahead
+from core.results.rollout_filters import Wanted
+from core.results.rollouts import SCHEMA, Row, SamplePosition
+from core.storage.store import BlobStore
+
+SortColumn = Literal["score", "advantage", "centered_reward", "completion_tokens"]
+_EMPTY = pa.table({name: pa.array([], pa.int32()) for name in ("page", "part", "row", "group", "member")})
+
+
+def page_of(
+    blobs: BlobStore,
+    pages: Sequence[RolloutPage],
+    wanted: Wanted,
+    *,
+    by: SortColumn,
+    descending: bool,
+    after: SamplePosition | None,
+    limit: int | None,
+) -> list[Row]:
+    """The first `limit` (None: all) matching samples after `after`, by a column and then by position; nulls come last.
+
+    Raises:
+        KeyError: `after` is not among the matching samples.
+    """
+    ranked = _ranked(blobs, pages, wanted, by, descending)
+    start = 0 if after is None else _index(ranked, pages, after) + 1
+    places = [Place(**place) for place in ranked.slice(start, limit).select(Place._fields).to_pylist()]
+    rows = _read(blobs, pages, places)
+    return [rows[place] for place in places if place in rows]  # retention may have deleted some since
+
+
+class Place(NamedTuple):
+    """The location of a sample: the index of its page, of the part in it, and of the row in that."""
+
+    page: int
+    part: int
+    row: int
+
+
+def _ranked(
+    blobs: BlobStore, pages: Sequence[RolloutPage], wanted: Wanted, by: SortColumn, descending: bool
+) -> pa.Table:
+    """The places of the matching samples in their order, with group and member."""
+    number_of = {(page.step, page.split): number for number, page in enumerate(pages)}
+    tables = [_EMPTY.append_column(by, pa.array([], SCHEMA.field(by).type))]
+    for opened, masks in rollouts.scan(blobs, pages, wanted):
+        number = number_of[opened.page.step, opened.page.split]
+        for part, mask in masks:
+            table = opened.part(part, ["group", "member", by])
+            place = [pa.repeat(pa.scalar(one, pa.int32()), table.num_rows) for one in (number, part)]
+            place.append(pa.array(range(table.num_rows), pa.int32()))
+            columns = dict(zip(Place._fields, place, strict=True)) | dict(
+                zip(table.column_names, table.columns, strict=True)
+            )
+            table = pa.table(columns)
+            tables.append(table if mask is None else table.filter(mask))
+    whole = pa.concat_tables(tables)
+    whole = whole.append_column("is_missing", pc.is_null(whole[by]))
+    # The sort is stable, so that equal samples stay in the order of their places.
+    keys = [("is_missing", "ascending"), (by, "descending" if descending else "ascending")]
+    return whole.take(pc.sort_indices(whole, sort_keys=keys))
+
+
+def _index(ranked: pa.Table, pages: Sequence[RolloutPage], after: SamplePosition) -> int:
+    """The index of a sample in the order."""
+    numbers = [n for n, page in enumerate(pages) if (page.step, page.split) == (after.step, after.split)]
+    place = {"page": numbers[0] if numbers else -1, "group": after.group, "member": after.member}
+    same = [pc.equal(ranked[name], value) for name, value in place.items()]
+    found: int = pc.index(pc.and_(pc.and_(same[0], same[1]), same[2]), True).as_py()
+    if found < 0:
+        raise KeyError(after.id)
+    return found
+
+
+def _read(blobs: BlobStore, pages: Sequence[RolloutPage], places: Sequence[Place]) -> dict[Place, Row]:
+    """The samples at these places; without those that retention has deleted since."""
+
+    def read(number: int) -> list[tuple[Place, Row]]:
+        opened = rollouts.open_page(blobs, pages[number])
+        found: list[tuple[Place, Row]] = []
+        try:
+            for part in range(opened.parts):
+                here = sorted(place for place in places if (place.page, place.part) == (number, part))
+                if here and opened.part(part, ["group"]).num_rows:
+                    table = opened.take(part, [place.row for place in here])
+                    found += zip(here, rollouts.records(table), strict=True)
+        finally:
+            opened.close()
+        return found
+
+    numbers = sorted({place.page for place in places})
+    return {place: row for rows in ahead(read, numbers, lambda rows: None) for place, row in rows}
