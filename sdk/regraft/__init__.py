@@ -36,7 +36,16 @@ if TYPE_CHECKING:
     )
     from regraft.jobs import FINAL, events, metrics, rollouts, show
     from regraft.requests import InvalidRequestFile
-    from regraft.types import Estimate, GraderTest, JobEvent, Preview, Rollout, StepMetrics, Verdict
+    from regraft.types import (
+        Estimate,
+        GraderTest,
+        JobEvent,
+        Preview,
+        PromptHistory,
+        Rollout,
+        StepMetrics,
+        Verdict,
+    )
 
 _HOME = {
     "regraft._rules.datasets": "InvalidDataset LineError",
@@ -47,7 +56,7 @@ _HOME = {
     "NotARegraftServer NotSupportedByServer QuotaExceeded RateLimited",
     "regraft.jobs": "FINAL events metrics rollouts show",
     "regraft.requests": "InvalidRequestFile",
-    "regraft.types": "Estimate GraderTest JobEvent Preview Rollout StepMetrics Verdict",
+    "regraft.types": "Estimate GraderTest JobEvent Preview PromptHistory Rollout StepMetrics Verdict",
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names.split()}
 
@@ -86,6 +95,7 @@ __all__ = [
     "NotConfigured",
     "NotSupportedByServer",
     "Preview",
+    "PromptHistory",
     "QuotaExceeded",
     "RateLimited",
     "Regraft",

@@ -128,6 +128,23 @@ class Rollout(BaseModel):
     steps: list[RolloutStep] | None = None
 
 
+class PromptHistory(BaseModel):
+    """The rewards of one prompt over the steps of a job."""
+
+    id: str  # prompt_3
+    line: int  # line of the file
+    text: str | None = None  # the first characters of the last message
+    # By the steps whose mean reward reaches `pass_threshold`: learned (the last one, not the first), kept (both),
+    # forgotten (an earlier one, not the last), stuck (none), ungraded (no answer has a score).
+    outcome: Literal["learned", "kept", "forgotten", "stuck", "ungraded"]
+    first_mean: float | None = None
+    last_mean: float | None = None
+    change: float | None = None  # last_mean - first_mean
+    steps: list[int]  # steps with answers to this prompt
+    mean_rewards: list[float | None]  # by step; None: all ungraded
+    samples: list[int]  # the number of answers by step
+
+
 class Estimate(BaseModel):
     """The estimate of a job. `estimate` is None if unknown, with the `reason`."""
 

@@ -455,10 +455,49 @@ def test_answers_of_several_steps_are_a_table_or_a_file(
     )
 
 
+def test_answers_are_searched_and_sorted(
+    regraft: Callable[..., tuple[int, str, str]], in_json: Callable[..., Any], learned: str
+) -> None:
+    assert [one["line"] for one in in_json("rollouts", learned, "--search", "FIVE")] == [2]
+    assert [one["line"] for one in in_json("rollouts", learned, "--group", "0", "--step", "3")] == [1]
+    assert [one["line"] for one in in_json("rollouts", learned, "--sort", "score")] == [1, 2, 3]
+    _, out, _ = regraft("rollouts", learned, "--sort", "advantage")
+    assert out.split()[:4] == ["line", "member", "reward", "advantage"]
+
+
+def test_prompts_are_a_table_of_what_was_learned(
+    regraft: Callable[..., tuple[int, str, str]], in_json: Callable[..., Any], house: House, learned: str
+) -> None:
+    answer = {"split": "train", "member": 0, "finish_reason": "stop", "reason": ""}
+    answer["messages"] = [{"role": "user", "content": "2 + 2\n?"}]
+    house.rollouts(learned, 2, [answer | {"step": 2, "line": 1, "output_text": "vier", "score": 0.25}])
+
+    _, out, err = regraft("prompts", learned, "--split", "train")
+
+    rows = [re.split(r"  +", line.strip()) for line in out.splitlines()]
+    assert rows[1:] == [
+        ["1", "learned", "0.250", "1.000", "+0.750", "2", "2 + 2 ?"],
+        ["2", "stuck", "0.000", "0.000", "+0.000", "1"],
+        ["3", "ungraded", "-", "-", "-", "1"],
+    ]
+    assert err == "1 learned, 1 stuck, 1 ungraded; a prompt is solved from a mean reward of 0.5\n"
+    chosen = ("prompts", learned, "--split", "train", "--sort", "last_mean", "--limit", "1")
+    assert [one["line"] for one in in_json(*chosen)] == [2]
+    assert regraft("prompts", learned)[1:] == (
+        "line  outcome  first  last  change  steps  prompt\n",
+        "no prompts; a prompt is solved from a mean reward of 0.5\n",
+    )
+
+
 def test_what_belongs_to_a_file_of_answers_and_what_to_a_table(
     regraft: Callable[..., tuple[int, str, str]], learned: str
 ) -> None:
-    for wrong in (["--format", "parquet"], ["--to", "x", "--worst"], ["--to", "x", "--limit", "1"]):
+    for wrong in (
+        ["--format", "parquet"],
+        ["--to", "x", "--worst"],
+        ["--to", "x", "--sort", "score"],
+        ["--to", "x", "--limit", "1"],
+    ):
         assert regraft("rollouts", learned, *wrong)[0] == 2
 
 

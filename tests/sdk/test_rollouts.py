@@ -66,6 +66,9 @@ def test_filters_hold_on_every_page(client: regraft.Regraft, job_id: str) -> Non
         ({"line": 4}, []),
         ({"finish_reason": "length"}, []),
         ({"step": 1, "split": None, "line": None}, ["1_t_0_0", "1_t_0_1"]),
+        ({"group": 0, "step_to": 1}, ["1_t_0_0", "1_t_0_1"]),
+        ({"q": "?", "step_from": 2}, ["2_t_0_1", "3_t_0_1"]),
+        ({"sort": "score", "order": "desc", "step_from": 2}, ["3_t_0_0", "2_t_0_0", "2_t_0_1", "3_t_0_1"]),
     ]
 
     for filters, places in expected:
@@ -73,10 +76,37 @@ def test_filters_hold_on_every_page(client: regraft.Regraft, job_id: str) -> Non
         assert [one.id for one in listed] == [f"rollout_{place}" for place in places], filters
 
 
+def test_prompts_have_their_mean_rewards_and_the_page_what_all_come_to(
+    client: regraft.Regraft, make_async: Callable[[], AsyncRegraft], house: House, job_id: str
+) -> None:
+    async def walk() -> list[Any]:
+        async with make_async() as client:
+            return [one.id async for one in client.rollouts.prompts(job_id, split="train", limit=1)]
+
+    answer = {"split": "train", "member": 0, "messages": [], "finish_reason": "stop", "completion_tokens": 1}
+    house.rollouts(job_id, 4, [answer | {"line": 8, "output_text": "?", "score": 0.0}])
+
+    page = client.rollouts.prompts(job_id, split="train", limit=1)
+    shown = untyped(client.get(f"/regraft/jobs/{job_id}/rollouts/prompts?split=train", cast_to=object))
+
+    [third] = page.data
+    assert (third.line, third.outcome, third.change) == (3, "learned", 0.5)
+    assert (third.steps, third.mean_rewards, third.samples) == ([1, 2, 3], [0.25, 0.5, 0.75], [2, 2, 2])
+    assert (page.steps, page.pass_threshold, page.stored) == ([1, 2, 3, 4], 0.5, 7)
+    assert page.outcomes == {"learned": 1, "kept": 0, "forgotten": 0, "stuck": 1, "ungraded": 0}
+    assert [one.id for one in page] == ["prompt_3", "prompt_8"] == asyncio.run(walk())
+    assert [one.line for one in client.rollouts.prompts(job_id, split="train", outcome="stuck")] == [8]
+    assert [
+        one.line for one in client.rollouts.prompts(job_id, split="train", sort="change", order="desc")
+    ] == [3, 8]
+    assert client.rollouts.prompts(job_id).data == []
+    assert set(regraft.PromptHistory.model_fields) == set(shown["data"][0])
+
+
 def test_a_filter_that_there_is_not_is_refused_before_anything_is_sent(
     client: regraft.Regraft, job_id: str
 ) -> None:
-    with pytest.raises(TypeError, match=r"no filter 'max_scores'; available: step, .*, max_score\."):
+    with pytest.raises(TypeError, match=r"no filter 'max_scores'; available: step, .*, q\."):
         untyped(client.rollouts).list(job_id, max_scores=0.5)
 
 

@@ -581,7 +581,8 @@ def rollouts(arguments: argparse.Namespace) -> int:
             asked["step"] = _last_step(client, arguments.job_id, asked["split"])
     limit = 20 if arguments.limit is None else arguments.limit
     in_full = not over_steps or arguments.worst or limit == 0 or arguments.output == "json"
-    listed = client.rollouts.list(arguments.job_id, limit=1000 if over_steps else None, **asked)
+    sorting: Any = {} if arguments.sort is None else {"sort": arguments.sort, "order": "desc"}
+    listed = client.rollouts.list(arguments.job_id, limit=1000 if over_steps else None, **sorting, **asked)
     answers = list(listed if in_full else islice(listed, limit + 1))
     if arguments.worst:
         # Ungraded answers sort last, but must not be hidden by the limit.
@@ -591,19 +592,21 @@ def rollouts(arguments: argparse.Namespace) -> int:
         return DONE
     shown = answers[:limit] if limit else answers
     places = [[one.step, one.split] if over_steps else [] for one in shown]
+    sorted_by = [arguments.sort] if arguments.sort not in (None, "score") else []
     rows = [
         [
             *place,
             one.line,
             one.member,
             one.score if one.score is None else float(one.score),
+            *(getattr(one, name) for name in sorted_by),
             one.finish_reason,
             shortened(one.output_text, WIDE),
             shortened(one.reason or "", WIDE) if one.score is None else "",
         ]
         for place, one in zip(places, shown, strict=True)
     ]
-    head = ["line", "member", "reward", "finish", "answer", ""]
+    head = ["line", "member", "reward", *sorted_by, "finish", "answer", ""]
     print(table(["step", "split", *head] if over_steps else head, rows))
     if in_full or len(answers) <= limit:
         where = "" if over_steps else f"step {asked['step']}, {asked['split']}: "
@@ -623,13 +626,49 @@ def _last_step(client: Regraft, job_id: str, split: str) -> int:
 
 
 def _rollouts_file(arguments: argparse.Namespace) -> int:
-    if arguments.worst or arguments.limit is not None:
-        raise Refused("--worst and --limit are for the table; a file has all matching answers.")
+    if arguments.worst or arguments.sort is not None or arguments.limit is not None:
+        raise Refused(
+            "--worst, --sort and --limit are for the table; a file has all matching answers by step."
+        )
     asked: Any = {name: getattr(arguments, name) for name in Filters.__annotations__}
     form: Any = arguments.format or "jsonl"
     path = _client().rollouts.download(arguments.job_id, arguments.to, format=form, **asked)
     size = path.stat().st_size
     return _answer(arguments, {"path": str(path), "bytes": size}, lambda: f"{path}: {size} bytes")
+
+
+def prompts(arguments: argparse.Namespace) -> int:
+    limit = arguments.limit
+    page = _client().rollouts.prompts(
+        arguments.job_id,
+        split=arguments.split,
+        step_from=arguments.step_from,
+        step_to=arguments.step_to,
+        outcome=arguments.outcome,
+        sort=arguments.sort,
+        limit=min(limit, 1000) if limit else 1000,
+    )
+    listed = list(islice(page, limit) if limit else page)
+
+    def text() -> str:
+        rows = [
+            [
+                one.line,
+                one.outcome,
+                one.first_mean,
+                one.last_mean,
+                _signed(one.change),
+                len(one.steps),
+                shortened(one.text or "", WIDE),
+            ]
+            for one in listed
+        ]
+        return table(["line", "outcome", "first", "last", "change", "steps", "prompt"], rows)
+
+    done = _answer(arguments, listed, text)
+    counts = ", ".join(f"{count} {outcome}" for outcome, count in page.outcomes.items() if count)
+    say(f"{counts or 'no prompts'}; a prompt is solved from a mean reward of {page.pass_threshold:g}")
+    return done
 
 
 def checkpoints_list(arguments: argparse.Namespace) -> int:
@@ -805,6 +844,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
         jobs_resume,
         jobs_cancel,
         rollouts,
+        prompts,
         checkpoints_list,
         checkpoints_download,
         models_list,

@@ -201,6 +201,7 @@ def _results(top: Commands) -> None:
         "--split", choices=("train", "valid"), help="default: train for a single step, otherwise both"
     )
     rollouts.add_argument("--line", type=int, metavar="N", help="line of the dataset file")
+    rollouts.add_argument("--group", type=int, metavar="N", help="index of the prompt in its step")
     rollouts.add_argument("--finish-reason", choices=("stop", "length"))
     graded = rollouts.add_mutually_exclusive_group()
     graded.add_argument("--graded", action="store_true", default=None, help="only answers with a score")
@@ -211,7 +212,21 @@ def _results(top: Commands) -> None:
     rollouts.add_argument("--grader", metavar="NAME", help="part of a multi grader whose scores are filtered")
     rollouts.add_argument("--min-score", type=float, metavar="X")
     rollouts.add_argument("--max-score", type=float, metavar="X")
-    rollouts.add_argument("--worst", action="store_true", help="sort by reward, lowest first")
+    rollouts.add_argument(
+        "--search",
+        dest="q",
+        metavar="TEXT",
+        help="text in the prompt, the dataset row, the answer or the grader's output, in any case",
+    )
+    order = rollouts.add_mutually_exclusive_group()
+    order.add_argument(
+        "--worst", action="store_true", help="sort by reward, lowest first, ungraded answers before"
+    )
+    order.add_argument(
+        "--sort",
+        choices=("score", "advantage", "centered_reward", "completion_tokens"),
+        help="sort by a field, highest first, answers without it last",
+    )
     rollouts.add_argument(
         "--limit", type=int, metavar="N", help="default: 20; 0: all. JSON output always has all"
     )
@@ -221,6 +236,22 @@ def _results(top: Commands) -> None:
     rollouts.add_argument(
         "--format", choices=("jsonl", "parquet"), help="format of the file (default: jsonl)"
     )
+    prompts = top.add(
+        "prompts",
+        "show the mean reward of each prompt over the steps",
+        "prompts",
+        example="regraft prompts ftjob-... --outcome forgotten\n"
+        "  regraft prompts ftjob-... --split train --sort change --step-from 10",
+    )
+    _id(prompts, "job_id")
+    prompts.add_argument("--split", choices=("train", "valid"), default="valid")
+    prompts.add_argument("--step-from", type=int, metavar="N", help="first step of a range")
+    prompts.add_argument("--step-to", type=int, metavar="N", help="last step of a range")
+    prompts.add_argument("--outcome", choices=("learned", "kept", "forgotten", "stuck", "ungraded"))
+    prompts.add_argument(
+        "--sort", choices=("line", "change", "last_mean"), default="line", help="lowest first (default: line)"
+    )
+    prompts.add_argument("--limit", type=int, default=20, metavar="N", help="default: 20; 0: all")
     checkpoints = top.group("checkpoints", "list and download the checkpoints of a job")
     _id(checkpoints.add("list", "list the checkpoints of a job, newest first", "checkpoints_list"), "job_id")
     download = checkpoints.add("download", "download an adapter in PEFT format", "checkpoints_download")

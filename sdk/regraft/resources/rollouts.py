@@ -8,7 +8,7 @@ from openai import AsyncStream, Stream
 from openai.pagination import AsyncCursorPage, SyncCursorPage
 
 from regraft.saving import async_chunks, chunks, whole
-from regraft.types import Rollout
+from regraft.types import PromptHistory, Rollout
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI, OpenAI
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 Split = Literal["train", "valid"]
 Format = Literal["jsonl", "parquet"]
 Order = Literal["asc", "desc"]
+Sort = Literal["score", "advantage", "centered_reward", "completion_tokens"]
+Outcome = Literal["learned", "kept", "forgotten", "stuck", "ungraded"]
+PromptSort = Literal["line", "change", "last_mean"]
 SILENCE_SECONDS = 60.0
 
 
@@ -28,12 +31,30 @@ class Filters(TypedDict, total=False):
     step_to: int | None
     split: Split | None  # with `step` the default is "train"
     line: int | None  # of the dataset file, from 1
+    group: int | None  # index of the prompt in its step
     finish_reason: Literal["stop", "length"] | None
     graded: bool | None  # whether the answer has a score
     error: str | None  # kind of the grading error
     grader: str | None  # part of a multi grader; `graded` and the score bounds apply to its score
     min_score: float | None
     max_score: float | None
+    q: str | None  # text in the prompt, the dataset row, the answer or the grader's output, in any case
+
+
+class PromptPage(SyncCursorPage[PromptHistory]):
+    """A page of prompts, and facts about all prompts of the selected steps."""
+
+    steps: list[int]
+    pass_threshold: float  # the mean reward from which a prompt counts as solved
+    outcomes: dict[str, int]  # the number of prompts by outcome
+    stored: int  # the number of answers behind the list
+
+
+class AsyncPromptPage(AsyncCursorPage[PromptHistory]):
+    steps: list[int]
+    pass_threshold: float
+    outcomes: dict[str, int]
+    stored: int
 
 
 class Rollouts:
@@ -46,17 +67,52 @@ class Rollouts:
         *,
         limit: int | None = None,
         order: Order | None = None,
+        sort: Sort | None = None,
         **filters: Unpack[Filters],
     ) -> SyncCursorPage[Rollout]:
-        """A page of answers, ordered by step; iterating over it fetches all pages.
+        """A page of answers, ordered by step or `sort`; iterating over it fetches all pages.
 
+        With `sort`, answers without the value come last.
         A page has at most `limit` answers: by default 100, at most 1000; with `step`, by default all of that step.
         """
         return self._client.get_api_list(
             _path(job_id),
             model=Rollout,
             page=SyncCursorPage[Rollout],
-            options=_asking(filters, limit=limit, order=order),
+            options=_asking(filters, limit=limit, order=order, sort=sort),
+        )
+
+    def prompts(
+        self,
+        job_id: str,
+        *,
+        split: Split = "valid",
+        step_from: int | None = None,
+        step_to: int | None = None,
+        outcome: Outcome | None = None,
+        sort: PromptSort | None = None,
+        order: Order | None = None,
+        limit: int | None = None,
+    ) -> PromptPage:
+        """A page of prompts with their mean reward at each step; iterating over it fetches all pages.
+
+        The server computes the means, so the answers are not transferred. A page has at most `limit` prompts: by
+        default 100, at most 1000.
+        """
+        options = {
+            "split": split,
+            "step_from": step_from,
+            "step_to": step_to,
+            "outcome": outcome,
+            "sort": sort,
+            "order": order,
+            "limit": limit,
+        }
+        return self._client.get_api_list(
+            f"{_path(job_id)}/prompts",
+            model=PromptHistory,
+            page=PromptPage,
+            options=_asking({}, **options),
         )
 
     def download(
@@ -95,6 +151,7 @@ class AsyncRollouts:
         *,
         limit: int | None = None,
         order: Order | None = None,
+        sort: Sort | None = None,
         **filters: Unpack[Filters],
     ) -> "AsyncPaginator[Rollout, AsyncCursorPage[Rollout]]":
         """As Rollouts.list: `async for rollout in client.rollouts.list(...)`, or await it for one page."""
@@ -102,7 +159,36 @@ class AsyncRollouts:
             _path(job_id),
             model=Rollout,
             page=AsyncCursorPage[Rollout],
-            options=_asking(filters, limit=limit, order=order),
+            options=_asking(filters, limit=limit, order=order, sort=sort),
+        )
+
+    def prompts(
+        self,
+        job_id: str,
+        *,
+        split: Split = "valid",
+        step_from: int | None = None,
+        step_to: int | None = None,
+        outcome: Outcome | None = None,
+        sort: PromptSort | None = None,
+        order: Order | None = None,
+        limit: int | None = None,
+    ) -> "AsyncPaginator[PromptHistory, AsyncPromptPage]":
+        """As Rollouts.prompts."""
+        options = {
+            "split": split,
+            "step_from": step_from,
+            "step_to": step_to,
+            "outcome": outcome,
+            "sort": sort,
+            "order": order,
+            "limit": limit,
+        }
+        return self._client.get_api_list(
+            f"{_path(job_id)}/prompts",
+            model=PromptHistory,
+            page=AsyncPromptPage,
+            options=_asking({}, **options),
         )
 
     async def download(
