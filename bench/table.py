@@ -27,6 +27,7 @@ BENCHES = (
     "data",
     "serve",
     "sdk",
+    "console",
     "grpo_vs_trl",
 )
 # The slowest takes a few minutes on two cores that do nothing else.
@@ -79,6 +80,15 @@ GOALS: dict[str, tuple[str, float]] = {
     "throughput_ratio_32": (">=", 3),
     "cold_adapter_seconds": ("<=", 2),
     # the client
+    # the console
+    "filter_score_ms": ("<=", 200),
+    "filter_line_ms": ("<=", 200),
+    "filter_grader_ms": ("<=", 200),
+    "search_once_ms": ("<=", 200),
+    "search_nothing_ms": ("<=", 200),
+    "sort_advantage_ms": ("<=", 200),
+    "prompts_ms": ("<=", 200),
+    # the command lines
     "import_ms": ("<=", 300),
     "server_help_ms": ("<=", 300),
     "help_ms": ("<=", 400),

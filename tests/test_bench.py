@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import gpu, scale_sim, sdk, table
+from bench import console, gpu, scale_sim, sdk, table
 
 
 def test_the_gpu_bench_runs_small_on_a_cpu(
@@ -71,6 +71,20 @@ def test_the_bench_of_the_client_runs_small(
     assert found["bench"] == "sdk"
     assert found["figures"].keys() >= {"import_ms", "help_ms", "server_help_ms"}
     assert all(value > 0 for value in found["figures"].values())
+
+
+@pytest.mark.slow
+def test_the_bench_of_the_console_runs_small(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["console", "--rounds", "1", "--steps", "2", "--groups", "3"])
+
+    console.main()
+
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["bench"] == "console"
+    assert found["figures"].keys() >= {"filter_score_ms", "short_search_once_ms", "prompts_kb"}
+    assert (found["figures"]["rollouts"], found["figures"]["short_rollouts"]) == (48, 64)
 
 
 def test_a_small_fleet_loses_nothing_and_runs_nothing_twice() -> None:

@@ -18,6 +18,7 @@ import pyarrow.compute as pc
 from core.database.tables import RolloutPage
 from core.results import rollouts
 from core.results.rollout_filters import Wanted
+from core.results.rollouts import Matches, OpenPage
 from core.storage.store import BlobStore
 
 Outcome = Literal["learned", "kept", "forgotten", "stuck", "ungraded"]
@@ -70,11 +71,7 @@ def outcome_of(means: Iterable[float | None], threshold: float) -> Outcome:
 
 def histories(blobs: BlobStore, pages: Sequence[RolloutPage], threshold: float) -> list[PromptHistory]:
     """The history of every line, by line. Only two columns of the samples are read."""
-    cells = [_CELLS.empty_table()]
-    for opened, parts in rollouts.scan(blobs, pages, Wanted()):
-        narrow = [opened.part(number, ["line", "score"]) for number, _ in parts]
-        if narrow:
-            cells.append(_cells(pa.concat_tables(narrow), opened.page.step))
+    cells = [_CELLS.empty_table(), *rollouts.map_pages(blobs, pages, Wanted(), _cells)]
     whole = pa.concat_tables(cells)
     whole = whole.take(pc.sort_indices(whole, sort_keys=[("line", "ascending"), ("step", "ascending")]))
     columns = zip(*(whole[name].to_pylist() for name in _CELLS.names), strict=True)
@@ -83,11 +80,15 @@ def histories(blobs: BlobStore, pages: Sequence[RolloutPage], threshold: float) 
     ]
 
 
-def _cells(samples: pa.Table, step: int) -> pa.Table:
-    """The mean and the number of the samples of each line."""
+def _cells(opened: OpenPage, matches: Matches) -> pa.Table:
+    """The mean and the number of the samples of each line of a step."""
+    if not matches:
+        return _CELLS.empty_table()
+    samples = pa.concat_tables(opened.part(number, ["line", "score"]) for number, _ in matches)
+    samples = samples.filter(pc.is_valid(samples["line"]))  # early versions stored none
     means = samples.group_by("line", use_threads=False).aggregate([("score", "mean"), ([], "count_all")])
     table = means.select(["line", "score_mean", "count_all"]).rename_columns(["line", "mean", "samples"])
-    table = table.append_column("step", pa.repeat(pa.scalar(step, pa.int32()), table.num_rows))
+    table = table.append_column("step", pa.repeat(pa.scalar(opened.page.step, pa.int32()), table.num_rows))
     return table.select(_CELLS.names).cast(_CELLS)
 
 
@@ -116,19 +117,26 @@ def texts(
     blobs: BlobStore, pages: Sequence[RolloutPage], wanted: Iterable[PromptHistory]
 ) -> Mapping[int, str | None]:
     """The first characters of the last message of each prompt, by line, read from the step where each came first."""
-    left: dict[int, set[int]] = {}
+    lines: dict[int, set[int]] = {}
     for history in wanted:
-        left.setdefault(history.steps[0], set()).add(history.line)
-    found: dict[int, str | None] = {}
-    for opened, parts in rollouts.scan(blobs, [page for page in pages if page.step in left], Wanted()):
-        lines = left[opened.page.step]
-        for number, _ in parts:
+        lines.setdefault(history.steps[0], set()).add(history.line)
+
+    def read(opened: OpenPage, matches: Matches) -> dict[int, str | None]:
+        found: dict[int, str | None] = {}
+        for number, _ in matches:
             table = opened.part(number, ["line", "messages"])
-            mask = pc.is_in(table["line"], pa.array(sorted(lines), pa.int32()))
+            mask = pc.is_in(table["line"], pa.array(sorted(lines[opened.page.step]), pa.int32()))
             for row in table.filter(mask).to_pylist():
                 if row["line"] not in found:
                     found[row["line"]] = _shown(row["messages"])
-    return found
+        return found
+
+    first = [page for page in pages if page.step in lines]
+    return {
+        line: text
+        for found in rollouts.map_pages(blobs, first, Wanted(), read)
+        for line, text in found.items()
+    }
 
 
 def _shown(messages: str | None) -> str | None:

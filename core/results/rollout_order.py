@@ -1,7 +1,7 @@
 """Samples sorted by a column. A few columns rank the whole selection; only one page of it is read."""
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -10,7 +10,7 @@ from core.database.tables import RolloutPage
 from core.results import rollouts
 from core.results.ahead import ahead
 from core.results.rollout_filters import Wanted
-from core.results.rollouts import SCHEMA, Row, SamplePosition
+from core.results.rollouts import SCHEMA, Matches, OpenPage, Row, SamplePosition
 from core.storage.store import BlobStore
 
 SortColumn = Literal["score", "advantage", "centered_reward", "completion_tokens"]
@@ -34,12 +34,12 @@ def page_of(
     """
     ranked = _ranked(blobs, pages, wanted, by, descending)
     start = 0 if after is None else _index(ranked, pages, after) + 1
-    places = [Place(**place) for place in ranked.slice(start, limit).select(Place._fields).to_pylist()]
+    places = [StoredAt(**place) for place in ranked.slice(start, limit).select(StoredAt._fields).to_pylist()]
     rows = _read(blobs, pages, places)
     return [rows[place] for place in places if place in rows]  # retention may have deleted some since
 
 
-class Place(NamedTuple):
+class StoredAt(NamedTuple):
     """The location of a sample: the index of its page, of the part in it, and of the row in that."""
 
     page: int
@@ -52,23 +52,29 @@ def _ranked(
 ) -> pa.Table:
     """The places of the matching samples in their order, with group and member."""
     number_of = {(page.step, page.split): number for number, page in enumerate(pages)}
-    tables = [_EMPTY.append_column(by, pa.array([], SCHEMA.field(by).type))]
-    for opened, masks in rollouts.scan(blobs, pages, wanted):
+
+    def places(opened: OpenPage, matches: Matches) -> list[pa.Table]:
         number = number_of[opened.page.step, opened.page.split]
-        for part, mask in masks:
-            table = opened.part(part, ["group", "member", by])
-            place = [pa.repeat(pa.scalar(one, pa.int32()), table.num_rows) for one in (number, part)]
-            place.append(pa.array(range(table.num_rows), pa.int32()))
-            columns = dict(zip(Place._fields, place, strict=True)) | dict(
-                zip(table.column_names, table.columns, strict=True)
-            )
-            table = pa.table(columns)
-            tables.append(table if mask is None else table.filter(mask))
+        return [
+            _places(opened.part(part, ["group", "member", by]), number, part, mask) for part, mask in matches
+        ]
+
+    tables = [_EMPTY.append_column(by, pa.array([], SCHEMA.field(by).type))]
+    for found in rollouts.map_pages(blobs, pages, wanted, places):
+        tables += found
     whole = pa.concat_tables(tables)
     whole = whole.append_column("is_missing", pc.is_null(whole[by]))
     # The sort is stable, so that equal samples stay in the order of their places.
     keys = [("is_missing", "ascending"), (by, "descending" if descending else "ascending")]
     return whole.take(pc.sort_indices(whole, sort_keys=keys))
+
+
+def _places(samples: pa.Table, page: int, part: int, mask: Any) -> pa.Table:
+    """The samples that match, with their places."""
+    place = [pa.repeat(pa.scalar(number, pa.int32()), samples.num_rows) for number in (page, part)]
+    place.append(pa.array(range(samples.num_rows), pa.int32()))
+    table = pa.table([*place, *samples.columns], [*StoredAt._fields, *samples.column_names])
+    return table if mask is None else table.filter(mask)
 
 
 def _index(ranked: pa.Table, pages: Sequence[RolloutPage], after: SamplePosition) -> int:
@@ -82,12 +88,12 @@ def _index(ranked: pa.Table, pages: Sequence[RolloutPage], after: SamplePosition
     return found
 
 
-def _read(blobs: BlobStore, pages: Sequence[RolloutPage], places: Sequence[Place]) -> dict[Place, Row]:
+def _read(blobs: BlobStore, pages: Sequence[RolloutPage], places: Sequence[StoredAt]) -> dict[StoredAt, Row]:
     """The samples at these places; without those that retention has deleted since."""
 
-    def read(number: int) -> list[tuple[Place, Row]]:
+    def read(number: int) -> list[tuple[StoredAt, Row]]:
         opened = rollouts.open_page(blobs, pages[number])
-        found: list[tuple[Place, Row]] = []
+        found: list[tuple[StoredAt, Row]] = []
         try:
             for part in range(opened.parts):
                 here = sorted(place for place in places if (place.page, place.part) == (number, part))

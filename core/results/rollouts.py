@@ -9,9 +9,9 @@ import json
 import random
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -219,7 +219,7 @@ def found_tables(
     descending: bool = False,
 ) -> Iterator[pa.Table]:
     """As `find`, by row group or small page. A page whose blob was just deleted by retention is empty."""
-    for opened, masks in scan(blobs, pages, wanted, after=after, descending=descending):
+    for opened, masks in _scan(blobs, pages, wanted, after, descending):
         for number, mask in masks:
             table = (
                 opened.part(number)
@@ -247,33 +247,39 @@ class OpenPage(Protocol):
     def close(self) -> None: ...
 
 
-Scanned = tuple[OpenPage, list[tuple[int, Any]]]
-"""A page, and of each of its parts with matching samples the number and which ones match (None: all)."""
+Matches = list[tuple[int, Any]]
+"""Of each part of a page with matching samples the number, and which of its samples match (None: all)."""
+T = TypeVar("T")
 
 
-def scan(
+def map_pages(
+    blobs: BlobStore, pages: Sequence[RolloutPage], wanted: Wanted, use: Callable[[OpenPage, Matches], T]
+) -> Iterator[T]:
+    """Yield `use` of each page and its matching samples, which runs in a thread."""
+
+    def one(page: RolloutPage) -> T:
+        opened, matches = _scanned(blobs, page, wanted)
+        try:
+            return use(opened, matches)
+        finally:
+            opened.close()
+
+    return ahead(one, pages, lambda result: None)
+
+
+def _scan(
     blobs: BlobStore,
     pages: Sequence[RolloutPage],
     wanted: Wanted,
-    *,
-    after: SamplePosition | None = None,
-    descending: bool = False,
-) -> Iterator[Scanned]:
+    after: SamplePosition | None,
+    descending: bool,
+) -> Iterator[tuple[OpenPage, Matches]]:
     """Yield each page, open until the next one. Texts are read only to search them."""
     here = (after.step, after.split) if after is not None else None
 
-    def one(page: RolloutPage) -> Scanned:
+    def one(page: RolloutPage) -> tuple[OpenPage, Matches]:
         behind = after if (page.step, page.split) == here else None
-        opened = open_page(blobs, page)
-        try:
-            masks = [
-                (number, matching(opened, number, wanted, _behind(opened, number, behind, descending)))
-                for number in range(opened.parts)[:: -1 if descending else 1]
-            ]
-        except BaseException:
-            opened.close()
-            raise
-        return opened, [(number, mask) for number, mask in masks if mask is None or pc.any(mask).as_py()]
+        return _scanned(blobs, page, wanted, behind, descending)
 
     ordered = reversed(pages) if descending else pages
     left = (
@@ -281,14 +287,33 @@ def scan(
         for page in ordered
         if here is None or (at := (page.step, page.split)) == here or (at > here) != descending
     )
-    for scanned in ahead(one, left, lambda scanned: scanned[0].close()):
+    for opened, matches in ahead(one, left, lambda scanned: scanned[0].close()):
         try:
-            yield scanned
+            yield opened, matches
         finally:
-            scanned[0].close()
+            opened.close()
 
 
-def matching(opened: OpenPage, number: int, wanted: Wanted, *conditions: Any) -> Any:
+def _scanned(
+    blobs: BlobStore,
+    page: RolloutPage,
+    wanted: Wanted,
+    after: SamplePosition | None = None,
+    descending: bool = False,
+) -> tuple[OpenPage, Matches]:
+    opened = open_page(blobs, page)
+    try:
+        masks = [
+            (number, _matching(opened, number, wanted, _behind(opened, number, after, descending)))
+            for number in range(opened.parts)[:: -1 if descending else 1]
+        ]
+    except BaseException:
+        opened.close()
+        raise
+    return opened, [(number, mask) for number, mask in masks if mask is None or pc.any(mask).as_py()]
+
+
+def _matching(opened: OpenPage, number: int, wanted: Wanted, *conditions: Any) -> Any:
     """Whether each sample of a part matches, and the conditions hold that are not None. None: all do."""
     narrow = opened.part(number, wanted.columns) if wanted.columns else None
     own = None if narrow is None else wanted.mask(narrow)

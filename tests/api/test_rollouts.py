@@ -12,6 +12,7 @@ from starlette.testclient import TestClient
 from core.database.tables import RolloutPage
 from core.jobs import lifecycle, run_logs
 from core.results import rollouts
+from tests import many_rollouts
 from tests.api.conftest import House
 from tests.present import untyped
 
@@ -418,6 +419,32 @@ def test_a_prompt_is_listed_with_the_steps_that_retention_has_left(
     house.blobs.delete(f"projects/p/jobs/{solved}/valid-000000.parquet")
 
     assert prompts()["steps"] == [5, 10]
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_samples_are_searched_sorted_and_summed_up(
+    house: House, api: TestClient, create_job: Callable[..., dict[str, Any]]
+) -> None:
+    job_id = create_job()["id"]
+    with house.database.write() as session:
+        session.add_all(many_rollouts.pages(house.blobs, job_id, steps=100, groups=125))
+    path = f"/v1/regraft/jobs/{job_id}/rollouts"
+
+    found = api.get(path, params={"q": many_rollouts.NEEDLE.upper()}).json()
+    first, second = (
+        api.get(path, params={"sort": "advantage", "order": "desc", "limit": "5"} | after).json()["data"]
+        for after in ({}, {"after": found["data"][0]["id"]})
+    )
+    prompts = api.get(f"{path}/prompts", params={"split": "train"})
+
+    assert (ids(found), found["stored"]) == (["rollout_50_t_62_0"], 100_000)
+    advantages = [one["advantage"] for one in first]
+    assert advantages == sorted(advantages, reverse=True)
+    assert all(one["advantage"] <= found["data"][0]["advantage"] for one in second)
+    assert prompts.json()["stored"] == 100_000
+    assert sum(prompts.json()["outcomes"].values()) > 1900
+    assert len(prompts.json()["steps"]) == 100
+    assert len(prompts.content) < 200_000, "a hundred prompts, and not their answers"
 
 
 def test_prompts_have_no_cursor_of_another_list(api: TestClient, solved: str) -> None:
