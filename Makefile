@@ -57,10 +57,12 @@ check: setup site    ## Format, lint, English, types, the console, and the docum
 	$(BIN)/ruff check .
 	$(BIN)/python .ci/english.py
 	$(BIN)/mypy
+	$(BIN)/python .ci/console_types.py --check
 	cd console && PATH="$(CURDIR)/$(BIN):$$PATH" npm run --silent check
 
-docs: setup    ## Write docs/reference/ anew from the code, then build the site, which the API serves at /docs
+docs: setup    ## Write docs/reference/ and the types of the console anew from the code, then build the site, which the API serves at /docs
 	$(BIN)/python .ci/reference.py
+	$(BIN)/python .ci/console_types.py
 	$(MAKE) site
 	mkdir -p $(VENV)/share/regraft/docs
 	rm -rf $(VENV)/share/regraft/docs

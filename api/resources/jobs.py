@@ -26,7 +26,7 @@ from api.http.deps import CurrentProject, ReadSession, Service, ServiceDep, Unit
 from api.http.idempotency import Once
 from api.http.openapi import refusals
 from api.http.schema_checks import refuse_unusable_schema
-from api.http.shapes import After, Body, EndedListing, Limit, Listing, Measured, clamped, ends
+from api.http.shapes import After, Body, EndedListing, Limit, Listing, Measured, SchemaOf, clamped, ends
 from api.resources.graders import refuse
 from api.resources.integrations import Integrations, to_rows
 from core.database.engine import Work
@@ -303,6 +303,18 @@ class VerdictOut(BaseModel):
     ground: str | None = None  # null: decided by the interval alone
 
 
+class JobErrorOut(BaseModel):
+    code: str
+    message: str
+    param: str | None
+
+
+class MethodOut(BaseModel, extra="allow"):
+    """The method, and under its type its object, as in the request."""
+
+    type: Literal["reinforcement", "supervised", "dpo"]
+
+
 class JobOut(BaseModel):
     """Every key of OpenAI's job is always present, with null for no value."""
 
@@ -319,10 +331,10 @@ class JobOut(BaseModel):
     validation_file: str | None
     result_files: list[str]
     trained_tokens: int | None
-    error: dict[str, Any] | None
+    error: Annotated[dict[str, Any], SchemaOf(JobErrorOut)] | None
     seed: int
     hyperparameters: dict[str, Any] | None  # of a supervised job, as in method.supervised; else null
-    method: dict[str, Any]
+    method: Annotated[dict[str, Any], SchemaOf(MethodOut)]
     integrations: list[Any]
     metadata: dict[str, str] | None
     user_provided_suffix: str | None

@@ -111,13 +111,13 @@ class RolloutOut(BaseModel):
     group: int
     member: int
     line: int
-    messages: list[dict[str, Any]] | None
+    messages: list[dict[str, Any]]
     item: dict[str, Any] | None
-    output_text: str | None
+    output_text: str
     output_reasoning: str | None
-    finish_reason: str | None
+    finish_reason: str
     prompt_tokens: int | None
-    completion_tokens: int | None
+    completion_tokens: int
     reasoning_tokens: int | None
     grammar_start: int | None
     score: float | None

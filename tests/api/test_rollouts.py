@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from starlette.testclient import TestClient
 
+from api.resources.rollouts import RolloutOut
 from core.database.tables import RolloutPage
 from core.jobs import lifecycle, run_logs
 from core.results import rollouts
@@ -143,6 +144,7 @@ def test_a_sample_shows_what_it_was_asked_said_and_was_worth(listed: Callable[..
         "reasoning_tokens": None,
         "grammar_start": None,
     }
+    assert third.keys() == RolloutOut.model_fields.keys(), "what the OpenAPI document says"
 
 
 def test_a_page_with_an_earlier_name_of_a_column_is_read_under_both(

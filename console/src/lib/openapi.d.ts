@@ -1,0 +1,888 @@
+// Written by .ci/console_types.py from the OpenAPI document; do not edit.
+export type paths = Record<string, never>;
+export type webhooks = Record<string, never>;
+export interface components {
+    schemas: {
+        /** ByGrader */
+        ByGrader: {
+            /**
+             * Graders
+             * @default []
+             */
+            graders: {
+                [key: string]: unknown;
+            }[];
+        };
+        /** CheckpointOut */
+        CheckpointOut: {
+            /** Id */
+            id: string;
+            /**
+             * Object
+             * @default fine_tuning.job.checkpoint
+             * @constant
+             */
+            object: "fine_tuning.job.checkpoint";
+            /** Created At */
+            created_at: number;
+            /** Fine Tuned Model Checkpoint */
+            fine_tuned_model_checkpoint: string | null;
+            /** Fine Tuning Job Id */
+            fine_tuning_job_id: string;
+            /** Step Number */
+            step_number: number;
+            /** Metrics */
+            metrics: {
+                [key: string]: number;
+            };
+            /** Adapter */
+            adapter: string | null;
+        };
+        /** EventOut */
+        EventOut: {
+            /** Id */
+            id: string;
+            /**
+             * Object
+             * @default fine_tuning.job.event
+             * @constant
+             */
+            object: "fine_tuning.job.event";
+            /** Created At */
+            created_at: number;
+            /** Level */
+            level: string;
+            /** Message */
+            message: string;
+            /** Type */
+            type: string;
+            /** Data */
+            data: components["schemas"]["StepMetrics"] | {
+                [key: string]: unknown;
+            };
+        };
+        /**
+         * JobOut
+         * @description Every key of OpenAI's job is always present, with null for no value.
+         */
+        JobOut: {
+            /** Id */
+            id: string;
+            /**
+             * Object
+             * @default fine_tuning.job
+             * @constant
+             */
+            object: "fine_tuning.job";
+            /** Created At */
+            created_at: number;
+            /** Finished At */
+            finished_at: number | null;
+            /** Estimated Finish */
+            estimated_finish: number | null;
+            /** Model */
+            model: string;
+            /** Fine Tuned Model */
+            fine_tuned_model: string | null;
+            /** Organization Id */
+            organization_id: string;
+            /** Status */
+            status: string;
+            /** Training File */
+            training_file: string;
+            /** Validation File */
+            validation_file: string | null;
+            /** Result Files */
+            result_files: string[];
+            /** Trained Tokens */
+            trained_tokens: number | null;
+            /** Error */
+            error: {
+                /** Code */
+                code: string;
+                /** Message */
+                message: string;
+                /** Param */
+                param: string | null;
+            } | null;
+            /** Seed */
+            seed: number;
+            /** Hyperparameters */
+            hyperparameters: {
+                [key: string]: unknown;
+            } | null;
+            /**
+             * MethodOut
+             * @description The method, and under its type its object, as in the request.
+             */
+            method: {
+                /**
+                 * Type
+                 * @enum {string}
+                 */
+                type: "reinforcement" | "supervised" | "dpo";
+            } & {
+                [key: string]: unknown;
+            };
+            /** Integrations */
+            integrations: unknown[];
+            /** Metadata */
+            metadata: {
+                [key: string]: string;
+            } | null;
+            /** User Provided Suffix */
+            user_provided_suffix: string | null;
+            /** Usage Metrics */
+            usage_metrics: {
+                [key: string]: unknown;
+            } | null;
+            queue: components["schemas"]["QueueOut"] | null;
+            /**
+             * Shared With Openai
+             * @default false
+             * @constant
+             */
+            shared_with_openai: false;
+            /** Eval Id */
+            eval_id: string;
+            /** Lineage */
+            lineage: {
+                [key: string]: unknown;
+            } | null;
+            /** Budget */
+            budget: {
+                [key: string]: unknown;
+            } | null;
+            /** Estimate */
+            estimate: {
+                [key: string]: unknown;
+            } | null;
+            verdict: components["schemas"]["VerdictOut"] | null;
+        };
+        /** PhaseSeconds */
+        PhaseSeconds: {
+            /**
+             * Sampling
+             * @description Seconds of the phase sampling.
+             * @default 0
+             */
+            sampling: number;
+            /**
+             * Grading
+             * @description Seconds of the phase grading, beyond sampling.
+             * @default 0
+             */
+            grading: number;
+            /**
+             * Training
+             * @description Seconds of the phase training.
+             * @default 0
+             */
+            training: number;
+            /**
+             * Eval
+             * @description Seconds of the validation.
+             * @default 0
+             */
+            eval: number;
+            /**
+             * Full Iteration
+             * @description Seconds of the whole step.
+             * @default 0
+             */
+            full_iteration: number;
+        };
+        /** PromptListing */
+        PromptListing: {
+            /**
+             * Object
+             * @default list
+             * @constant
+             */
+            object: "list";
+            /** Data */
+            data: components["schemas"]["PromptOut"][];
+            /**
+             * Has More
+             * @default false
+             */
+            has_more: boolean;
+            /**
+             * Steps
+             * @description All selected steps with stored samples, ascending.
+             */
+            steps: number[];
+            /**
+             * Pass Threshold
+             * @description The mean reward from which a prompt counts as solved.
+             */
+            pass_threshold: number;
+            /**
+             * Outcomes
+             * @description The number of prompts by outcome, of all prompts.
+             */
+            outcomes: {
+                [key: string]: number;
+            };
+            /**
+             * Stored
+             * @description The number of samples behind this list.
+             */
+            stored: number;
+        };
+        /**
+         * PromptOut
+         * @description The rewards of one prompt over the steps.
+         */
+        PromptOut: {
+            /** Id */
+            id: string;
+            /** Line */
+            line: number;
+            /**
+             * Text
+             * @description The first characters of the last message.
+             */
+            text: string | null;
+            /**
+             * Outcome
+             * @enum {string}
+             */
+            outcome: "learned" | "kept" | "forgotten" | "stuck" | "ungraded";
+            /**
+             * First Mean
+             * @description Mean reward of the first step with a graded sample.
+             */
+            first_mean: number | null;
+            /** Last Mean */
+            last_mean: number | null;
+            /**
+             * Change
+             * @description `last_mean` minus `first_mean`.
+             */
+            change: number | null;
+            /**
+             * Steps
+             * @description Steps with samples of this prompt, ascending.
+             */
+            steps: number[];
+            /**
+             * Mean Rewards
+             * @description By step; null where no sample has a score.
+             */
+            mean_rewards: (number | null)[];
+            /**
+             * Samples
+             * @description The number of stored samples by step.
+             */
+            samples: number[];
+        };
+        /**
+         * QueueOut
+         * @description Position of a waiting job in its queue, from 1, and what blocks it.
+         */
+        QueueOut: {
+            /** Position */
+            position: number;
+            /** Reason */
+            reason: string;
+        };
+        /** RolloutListing */
+        RolloutListing: {
+            /**
+             * Object
+             * @default list
+             * @constant
+             */
+            object: "list";
+            /** Data */
+            data: {
+                /** Id */
+                id: string;
+                /** Step */
+                step: number;
+                /**
+                 * Split
+                 * @enum {string}
+                 */
+                split: "train" | "valid";
+                /** Group */
+                group: number;
+                /** Member */
+                member: number;
+                /** Line */
+                line: number;
+                /** Messages */
+                messages: {
+                    [key: string]: unknown;
+                }[];
+                /** Item */
+                item: {
+                    [key: string]: unknown;
+                } | null;
+                /** Output Text */
+                output_text: string;
+                /** Output Reasoning */
+                output_reasoning: string | null;
+                /** Finish Reason */
+                finish_reason: string;
+                /** Prompt Tokens */
+                prompt_tokens: number | null;
+                /** Completion Tokens */
+                completion_tokens: number;
+                /** Reasoning Tokens */
+                reasoning_tokens: number | null;
+                /** Grammar Start */
+                grammar_start: number | null;
+                /** Score */
+                score: number | null;
+                /** Reason */
+                reason: string | null;
+                /** Error */
+                error: string | null;
+                /** Output */
+                output: string | null;
+                /** Sub Scores */
+                sub_scores: {
+                    [key: string]: number | null;
+                } | null;
+                /** Sub Reasons */
+                sub_reasons: {
+                    [key: string]: string;
+                } | null;
+                /** Sub Errors */
+                sub_errors: {
+                    [key: string]: string;
+                } | null;
+                /** Sub Outputs */
+                sub_outputs: {
+                    [key: string]: string;
+                } | null;
+                /** Centered Reward */
+                centered_reward: number | null;
+                /** Centred Reward */
+                centred_reward: number | null;
+                /** Advantage */
+                advantage: number | null;
+                /** Trained */
+                trained: boolean | null;
+                /** Replacement */
+                replacement: boolean | null;
+                /** Steps */
+                steps: {
+                    [key: string]: unknown;
+                }[] | null;
+            }[];
+            /**
+             * Has More
+             * @default false
+             */
+            has_more: boolean;
+            /** Total */
+            total: number;
+            /** Stored */
+            stored: number;
+        };
+        /** Scores */
+        Scores: {
+            /**
+             * Graders
+             * @default []
+             */
+            graders: {
+                [key: string]: unknown;
+            }[];
+            /** Train Reward Mean */
+            train_reward_mean?: number | null;
+            /** Valid Reward Mean */
+            valid_reward_mean?: number | null;
+        };
+        /** SessionOut */
+        SessionOut: {
+            /**
+             * Object
+             * @default regraft.session
+             * @constant
+             */
+            object: "regraft.session";
+            /** Key Id */
+            key_id: string;
+            /** Key Name */
+            key_name: string;
+            /** Scope */
+            scope: string;
+            /** Project Id */
+            project_id: string;
+            /** Project Name */
+            project_name: string;
+            /** Expires At */
+            expires_at: number | null;
+        };
+        /**
+         * StepMetrics
+         * @description The metrics of one step. What a step did not measure is None here, and absent or null in its event.
+         */
+        StepMetrics: {
+            /**
+             * Step
+             * @description Number of the step. Step 0 is the validation of the base model.
+             */
+            step: number;
+            /**
+             * Total Steps
+             * @description Number of steps of the job.
+             * @default 0
+             */
+            total_steps: number;
+            /**
+             * Gpus
+             * @description GPUs of the run, if more than one.
+             */
+            gpus?: number | null;
+            /**
+             * Train Loss
+             * @description Supervised: mean -log p of the learned tokens. dpo: mean loss of the pairs. Before the update.
+             */
+            train_loss?: number | null;
+            /**
+             * Train Accuracy
+             * @description The accuracy of the next two, by OpenAI's second name.
+             */
+            train_accuracy?: number | null;
+            /**
+             * Valid Loss
+             * @description The same loss on a part of the validation file.
+             */
+            valid_loss?: number | null;
+            /**
+             * Valid Mean Token Accuracy
+             * @description The token accuracy there.
+             */
+            valid_mean_token_accuracy?: number | null;
+            /**
+             * Full Valid Loss
+             * @description The loss on the whole validation file.
+             */
+            full_valid_loss?: number | null;
+            /**
+             * Full Valid Mean Token Accuracy
+             * @description The token accuracy there.
+             */
+            full_valid_mean_token_accuracy?: number | null;
+            /**
+             * Train Mean Token Accuracy
+             * @description Supervised: share of the learned tokens that the model thinks likeliest.
+             */
+            train_mean_token_accuracy?: number | null;
+            /**
+             * Train Mean Reward Accuracy
+             * @description dpo: share of the pairs in which the preferred answer has the higher reward: beta times the log-probability ratio to the reference.
+             */
+            train_mean_reward_accuracy?: number | null;
+            /**
+             * Train Mean Reward Margin
+             * @description dpo: reward of the preferred less the other answer.
+             */
+            train_mean_reward_margin?: number | null;
+            /**
+             * Train Mean Chosen Reward
+             * @description dpo: reward of the preferred answers.
+             */
+            train_mean_chosen_reward?: number | null;
+            /**
+             * Train Mean Rejected Reward
+             * @description dpo: reward of the other answers.
+             */
+            train_mean_rejected_reward?: number | null;
+            /**
+             * Valid Mean Reward Accuracy
+             * @description On a part of the validation file.
+             */
+            valid_mean_reward_accuracy?: number | null;
+            /**
+             * Valid Mean Reward Margin
+             * @description On a part of the validation file.
+             */
+            valid_mean_reward_margin?: number | null;
+            /**
+             * Full Valid Mean Reward Accuracy
+             * @description On the whole validation file.
+             */
+            full_valid_mean_reward_accuracy?: number | null;
+            /**
+             * Full Valid Mean Reward Margin
+             * @description On the whole validation file.
+             */
+            full_valid_mean_reward_margin?: number | null;
+            /**
+             * Full Valid Mean Chosen Reward
+             * @description On the whole validation file.
+             */
+            full_valid_mean_chosen_reward?: number | null;
+            /**
+             * Full Valid Mean Rejected Reward
+             * @description On the whole validation file.
+             */
+            full_valid_mean_rejected_reward?: number | null;
+            /**
+             * Train Mean Reward
+             * @description Mean reward of the graded answers.
+             */
+            train_mean_reward?: number | null;
+            /**
+             * Train Reward Mean
+             * @description The same, by OpenAI's second name.
+             */
+            train_reward_mean?: number | null;
+            /**
+             * Train Reward Std
+             * @description Standard deviation of the rewards over all answers.
+             */
+            train_reward_std?: number | null;
+            /**
+             * Full Valid Mean Reward
+             * @description Mean reward of the graded validation answers.
+             */
+            full_valid_mean_reward?: number | null;
+            /**
+             * Valid Reward Mean
+             * @description The same, by OpenAI's second name.
+             */
+            valid_reward_mean?: number | null;
+            /**
+             * Full Valid Stderr
+             * @description Standard error of the validation reward over rows.
+             */
+            full_valid_stderr?: number | null;
+            /**
+             * Full Valid Difference
+             * @description Validation reward less the base model's, paired by row.
+             */
+            full_valid_difference?: number | null;
+            /**
+             * Full Valid Difference Low
+             * @description Lower end of its 95 % interval.
+             */
+            full_valid_difference_low?: number | null;
+            /**
+             * Full Valid Difference High
+             * @description Upper end of its 95 % interval.
+             */
+            full_valid_difference_high?: number | null;
+            /**
+             * Full Valid Pass At 1
+             * @description With `eval_samples` above 1: share of the validation answers whose score is at least `pass_score`.
+             */
+            full_valid_pass_at_1?: number | null;
+            /**
+             * Full Valid Pass At K
+             * @description Then, too: share of the rows in which at least one of the k = `eval_samples` answers passes.
+             */
+            full_valid_pass_at_k?: number | null;
+            /**
+             * Full Valid Maj At K
+             * @description Then, too: share of the rows in which the commonest of the k final answers passes.
+             */
+            full_valid_maj_at_k?: number | null;
+            /**
+             * Full Valid Mean Parse Error
+             * @description Share of the validation answers that could not be parsed.
+             */
+            full_valid_mean_parse_error?: number | null;
+            /**
+             * Valid Completion Tokens Mean
+             * @description Mean length of the validation answers.
+             */
+            valid_completion_tokens_mean?: number | null;
+            /**
+             * Valid Truncated Share
+             * @description Share of the validation answers that reached the token limit.
+             */
+            valid_truncated_share?: number | null;
+            /**
+             * Valid Unresponsive Rewards
+             * @description Share of the validation answers that could not be graded.
+             */
+            valid_unresponsive_rewards?: number | null;
+            /**
+             * Completion Tokens Mean
+             * @description Mean length of the answers.
+             */
+            completion_tokens_mean?: number | null;
+            /**
+             * Completion Tokens Max
+             * @description Length of the longest answer.
+             */
+            completion_tokens_max?: number | null;
+            /**
+             * Mean Unresponsive Rewards
+             * @description Share of the answers that could not be graded.
+             */
+            mean_unresponsive_rewards?: number | null;
+            /**
+             * Truncated Share
+             * @description Share of the answers that reached the token limit.
+             */
+            truncated_share?: number | null;
+            /**
+             * Reasoning Tokens Mean
+             * @description Mean length of the thoughts, of a reasoning model.
+             */
+            reasoning_tokens_mean?: number | null;
+            /**
+             * Answer Tokens Mean
+             * @description Mean length of the final answers, of a reasoning model.
+             */
+            answer_tokens_mean?: number | null;
+            /**
+             * Cut Thoughts Share
+             * @description Share of the answers that ended within their thought.
+             */
+            cut_thoughts_share?: number | null;
+            /**
+             * Groups Mixed Share
+             * @description Share of the groups with signal: their rewards differ.
+             */
+            groups_mixed_share?: number | null;
+            /**
+             * Groups All Zero Share
+             * @description Share of the groups in which all rewards are 0.
+             */
+            groups_all_zero_share?: number | null;
+            /**
+             * Groups All One Share
+             * @description Share of the groups in which all rewards are 1.
+             */
+            groups_all_one_share?: number | null;
+            /**
+             * Groups Equal Share
+             * @description Share of the groups in which all rewards are another equal number.
+             */
+            groups_equal_share?: number | null;
+            /**
+             * Groups Ungraded Share
+             * @description Share of the groups with fewer than two graded answers.
+             */
+            groups_ungraded_share?: number | null;
+            /**
+             * Loss
+             * @description Loss of the update, mean over the trained tokens.
+             */
+            loss?: number | null;
+            /**
+             * Kl
+             * @description KL divergence to the reference per token (k3), on one pack a step unless `kl` is set.
+             */
+            kl?: number | null;
+            /**
+             * Entropy
+             * @description Mean entropy of the policy per trained token.
+             */
+            entropy?: number | null;
+            /**
+             * Sampling Entropy
+             * @description Mean of -log p over all sampled tokens, groups without signal included.
+             */
+            sampling_entropy?: number | null;
+            /**
+             * Clip Fraction
+             * @description Share of the trained tokens whose ratio was clipped.
+             */
+            clip_fraction?: number | null;
+            /**
+             * Grad Norm
+             * @description Norm of the gradient before clipping.
+             */
+            grad_norm?: number | null;
+            /**
+             * Logprob Gap
+             * @description Mean |log p of the sampler - log p of the trainer| per token.
+             */
+            logprob_gap?: number | null;
+            /**
+             * Logprob Gap Max
+             * @description The largest such difference.
+             */
+            logprob_gap_max?: number | null;
+            /**
+             * Logprob Gap K1
+             * @description KL(sampler || trainer) by the estimator k1.
+             */
+            logprob_gap_k1?: number | null;
+            /**
+             * Logprob Gap K3
+             * @description KL(sampler || trainer) by the estimator k3.
+             */
+            logprob_gap_k3?: number | null;
+            /**
+             * Logprob Gap Ess
+             * @description Effective share of the sample under the weights pi_trainer / pi_sampler.
+             */
+            logprob_gap_ess?: number | null;
+            /**
+             * Skipped Updates
+             * @description 1 if a gradient was not finite and the step was not taken, else 0.
+             */
+            skipped_updates?: number | null;
+            /**
+             * Trained Sequences
+             * @description Answers that were trained on.
+             */
+            trained_sequences?: number | null;
+            /**
+             * Trained Tokens
+             * @description Tokens that were trained on, once for each update.
+             */
+            trained_tokens?: number | null;
+            /**
+             * Dropped Sequences
+             * @description Answers without signal, which were not computed.
+             */
+            dropped_sequences?: number | null;
+            /**
+             * Resampled Prompts
+             * @description Prompts sampled in addition, for groups without signal.
+             */
+            resampled_prompts?: number | null;
+            /**
+             * Discarded Groups
+             * @description Groups without signal, if prompts were resampled.
+             */
+            discarded_groups?: number | null;
+            /**
+             * Discarded Tokens
+             * @description Tokens of those groups.
+             */
+            discarded_tokens?: number | null;
+            /**
+             * Discarded Seconds
+             * @description Their part of the sampling time, by tokens.
+             */
+            discarded_seconds?: number | null;
+            /**
+             * Sampled Tokens
+             * @description Tokens of all answers of the step.
+             */
+            sampled_tokens?: number | null;
+            /**
+             * Sampling Tokens Per Second
+             * @description Sampled tokens per second of the phase sampling.
+             */
+            sampling_tokens_per_second?: number | null;
+            /**
+             * Training Tokens Per Second
+             * @description Trained tokens per second of the phase training.
+             */
+            training_tokens_per_second?: number | null;
+            /**
+             * @description Mean reward by split and grader.
+             * @default {
+             *       "graders": []
+             *     }
+             */
+            scores: components["schemas"]["Scores"];
+            /**
+             * @description Number and share of the grades that failed, by category, split and grader.
+             * @default {
+             *       "graders": []
+             *     }
+             */
+            errors: components["schemas"]["ByGrader"];
+            /**
+             * @description Seconds by phase of the step, and mean seconds per grade by split and grader.
+             * @default {
+             *       "graders": [],
+             *       "step": {
+             *         "eval": 0,
+             *         "full_iteration": 0,
+             *         "grading": 0,
+             *         "sampling": 0,
+             *         "training": 0
+             *       }
+             *     }
+             */
+            timing: components["schemas"]["Timing"];
+            /**
+             * Model Graders Token Usage
+             * @description Tokens read and written by judge models, by model.
+             * @default {}
+             */
+            model_graders_token_usage: {
+                [key: string]: {
+                    [key: string]: number;
+                };
+            };
+            /**
+             * @description Tokens read and written by judge models, by grader.
+             * @default {
+             *       "graders": []
+             *     }
+             */
+            usage: components["schemas"]["ByGrader"];
+        } & {
+            [key: string]: unknown;
+        };
+        /** Timing */
+        Timing: {
+            /**
+             * Graders
+             * @default []
+             */
+            graders: {
+                [key: string]: unknown;
+            }[];
+            /**
+             * @default {
+             *       "sampling": 0,
+             *       "grading": 0,
+             *       "training": 0,
+             *       "eval": 0,
+             *       "full_iteration": 0
+             *     }
+             */
+            step: components["schemas"]["PhaseSeconds"];
+        };
+        /**
+         * VerdictOut
+         * @description The delivered model compared with its base on the validation rows (docs/howto/training.md, Verdict).
+         */
+        VerdictOut: {
+            /**
+             * Outcome
+             * @enum {string}
+             */
+            outcome: "improved" | "no_difference" | "worse";
+            /** Base Reward */
+            base_reward: number;
+            /** Tuned Reward */
+            tuned_reward: number;
+            /** Difference */
+            difference: number;
+            /** Ci Low */
+            ci_low: number | null;
+            /** Ci High */
+            ci_high: number | null;
+            /** Wins */
+            wins: number;
+            /** Losses */
+            losses: number;
+            /** Ties */
+            ties: number;
+            /** Rows */
+            rows: number;
+            /** Ungraded */
+            ungraded: number;
+            /** Step */
+            step: number;
+            /** Ground */
+            ground?: string | null;
+        };
+    };
+    responses: never;
+    parameters: never;
+    requestBodies: never;
+    headers: never;
+    pathItems: never;
+}
+export type $defs = Record<string, never>;
+export type operations = Record<string, never>;
