@@ -33,13 +33,12 @@ _PROMPT = "prompt_"
 
 Order = Literal["asc", "desc"]
 Step = Annotated[int | None, Query(ge=0, le=999_999_999)]
+Line = Annotated[int | None, Query(ge=1, le=2**31 - 1, description="Line of the dataset file, from 1.")]
 Split = Annotated[Literal["train", "valid"] | None, Query(description="With `step`, the default is train.")]
 
 
 def _wanted(
-    line: Annotated[
-        int | None, Query(ge=1, le=2**31 - 1, description="Line of the dataset file, from 1.")
-    ] = None,
+    line: Line = None,
     group: Annotated[
         int | None, Query(ge=0, le=2**31 - 1, description="Index of the prompt in its step.")
     ] = None,
@@ -244,6 +243,7 @@ def list_prompts(
     split: Literal["train", "valid"] = "valid",
     step_from: Step = None,
     step_to: Step = None,
+    line: Line = None,
     outcome: Outcome | None = None,
     sort: SortKey = "line",
     order: Order = "asc",
@@ -257,7 +257,7 @@ def list_prompts(
         job = lifecycle.get(session, project.id, job_id)
         threshold = evals.pass_threshold(job.body.get("grader", {}))
         pages = rollouts.pages(session, job.id, first_step=step_from, last_step=step_to, split=split)
-    everything = prompt_histories.histories(service.blobs, pages, threshold)
+    everything = prompt_histories.histories(service.blobs, pages, threshold, line=line)
     matches = [history for history in everything if outcome in (None, history.outcome)]
     matches = prompt_histories.ordered(matches, sort, descending=order == "desc")
     start = 0

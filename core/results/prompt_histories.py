@@ -69,9 +69,11 @@ def outcome_of(means: Iterable[float | None], threshold: float) -> Outcome:
     return "forgotten" if any(solved) else "stuck"
 
 
-def histories(blobs: BlobStore, pages: Sequence[RolloutPage], threshold: float) -> list[PromptHistory]:
-    """The history of every line, by line. Only two columns of the samples are read."""
-    cells = [_CELLS.empty_table(), *rollouts.map_pages(blobs, pages, Wanted(), _cells)]
+def histories(
+    blobs: BlobStore, pages: Sequence[RolloutPage], threshold: float, *, line: int | None = None
+) -> list[PromptHistory]:
+    """The history of every line or of one, by line. Only two columns of the samples are read."""
+    cells = [_CELLS.empty_table(), *rollouts.map_pages(blobs, pages, Wanted(line=line), _cells)]
     whole = pa.concat_tables(cells)
     whole = whole.take(pc.sort_indices(whole, sort_keys=[("line", "ascending"), ("step", "ascending")]))
     columns = zip(*(whole[name].to_pylist() for name in _CELLS.names), strict=True)
@@ -84,7 +86,8 @@ def _cells(opened: OpenPage, matches: Matches) -> pa.Table:
     """The mean and the number of the samples of each line of a step."""
     if not matches:
         return _CELLS.empty_table()
-    samples = pa.concat_tables(opened.part(number, ["line", "score"]) for number, _ in matches)
+    parts = [(opened.part(number, ["line", "score"]), mask) for number, mask in matches]
+    samples = pa.concat_tables(table if mask is None else table.filter(mask) for table, mask in parts)
     samples = samples.filter(pc.is_valid(samples["line"]))  # early versions stored none
     means = samples.group_by("line", use_threads=False).aggregate([("score", "mean"), ([], "count_all")])
     table = means.select(["line", "score_mean", "count_all"]).rename_columns(["line", "mean", "samples"])

@@ -393,6 +393,8 @@ def test_the_rewards_of_each_prompt_say_what_became_of_it(prompts: Callable[...,
     ("params", "lines"),
     [
         ({"outcome": "stuck"}, [3]),
+        ({"line": 4}, [4]),
+        ({"line": 4, "outcome": "stuck"}, []),
         ({"sort": "change"}, [2, 3, 4, 1, 5]),
         ({"sort": "change", "order": "desc"}, [1, 4, 3, 2, 5]),
         ({"sort": "last_mean"}, [2, 3, 1, 4, 5]),

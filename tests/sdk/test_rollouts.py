@@ -96,6 +96,7 @@ def test_prompts_have_their_mean_rewards_and_the_page_what_all_come_to(
     assert page.outcomes == {"learned": 1, "kept": 0, "forgotten": 0, "stuck": 1, "ungraded": 0}
     assert [one.id for one in page] == ["prompt_3", "prompt_8"] == asyncio.run(walk())
     assert [one.line for one in client.rollouts.prompts(job_id, split="train", outcome="stuck")] == [8]
+    assert [one.line for one in client.rollouts.prompts(job_id, split="train", line=3)] == [3]
     assert [
         one.line for one in client.rollouts.prompts(job_id, split="train", sort="change", order="desc")
     ] == [3, 8]

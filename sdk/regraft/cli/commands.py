@@ -644,6 +644,7 @@ def prompts(arguments: argparse.Namespace) -> int:
         split=arguments.split,
         step_from=arguments.step_from,
         step_to=arguments.step_to,
+        line=arguments.line,
         outcome=arguments.outcome,
         sort=arguments.sort,
         limit=min(limit, 1000) if limit else 1000,

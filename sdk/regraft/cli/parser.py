@@ -247,6 +247,7 @@ def _results(top: Commands) -> None:
     prompts.add_argument("--split", choices=("train", "valid"), default="valid")
     prompts.add_argument("--step-from", type=int, metavar="N", help="first step of a range")
     prompts.add_argument("--step-to", type=int, metavar="N", help="last step of a range")
+    prompts.add_argument("--line", type=int, metavar="N", help="line of the dataset file")
     prompts.add_argument("--outcome", choices=("learned", "kept", "forgotten", "stuck", "ungraded"))
     prompts.add_argument(
         "--sort", choices=("line", "change", "last_mean"), default="line", help="lowest first (default: line)"
