@@ -2,7 +2,11 @@
 
 import gzip
 import json
+import os
 import re
+import shlex
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,15 +14,17 @@ from typing import Any
 import openai
 import pytest
 from playwright.sync_api import BrowserContext, Page, expect
+from regraft import Regraft
 
 from core.settings import Settings
 from tests.console.conftest import Watched, log_in, rows
 from tests.e2e.conftest import Server
+from tests.present import untyped
 
 pytestmark = pytest.mark.slow
 
 Accessible = Callable[[Page], None]
-HOSTILE = '<script>document.title = "taken"</script><img src=x onerror=alert(1)> \u202egnikool'
+HOSTILE = '<script>document.title = "taken"</script><img src=x onerror=alert(1)> it\'s \u202egnikool'
 QUESTIONS = ["say yes", "say it", "tell me now", "is it a cat"]
 GRADER: Any = {
     "type": "multi",
@@ -116,10 +122,25 @@ def test_every_page_is_accessible_in_both_themes(
     page.keyboard.press("g")
     page.get_by_role("heading", name="Group").wait_for()
     accessible(page)
+    readable_on_a_telephone(page)
+    page.goto(f"/#/jobs/{finished}/prompts")
+    page.locator("td.cell").first.wait_for()
+    accessible(page)
+    readable_on_a_telephone(page)
+    page.goto(f"/#/jobs/{finished}/prompts/1?split=valid")
+    page.locator("ins, del, pre").first.wait_for()
+    accessible(page)
+    readable_on_a_telephone(page)
+    assert page.evaluate("document.documentElement.dataset.theme") == theme
+
+
+def readable_on_a_telephone(page: Page) -> None:
+    before = page.viewport_size
+    assert before is not None
     page.set_viewport_size({"width": 360, "height": 740})
     wider: Any = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
-    assert wider <= 0, "readable at 360 px"
-    assert page.evaluate("document.documentElement.dataset.theme") == theme
+    assert wider <= 0, page.url
+    page.set_viewport_size(before)
 
 
 def test_a_running_job_is_watched_paused_and_resumed(logged_in: Page, server: Server) -> None:
@@ -161,6 +182,160 @@ def test_a_group_is_read_by_keyboard(logged_in: Page, finished: str) -> None:
     logged_in.keyboard.type("zzz-nothing")
     expect(logged_in.get_by_text("No rollout matches.")).to_be_visible()
     assert "q=zzz-nothing" in logged_in.url, "deep-linkable"
+
+
+def test_a_cell_of_the_heatmap_leads_to_what_changed_since_the_step_before(
+    logged_in: Page, server: Server, finished: str
+) -> None:
+    logged_in.goto(f"/#/jobs/{finished}")
+    logged_in.get_by_role("link", name="Prompts").click()
+    logged_in.locator("td.cell").first.wait_for()
+    page = untyped(server.client().get(f"/regraft/jobs/{finished}/rollouts/prompts", cast_to=object))
+    assert logged_in.locator("thead th").count() == 2 + len(page["steps"])
+    assert logged_in.locator("tbody tr").count() == len(page["data"]) == 2
+
+    logged_in.locator("tbody tr").nth(1).locator("td.cell a").nth(2).click()
+
+    expect(logged_in.get_by_role("heading", level=1)).to_contain_text("Line 2 over the steps of validation")
+    expect(logged_in.get_by_role("heading", level=2, name="Step 2")).to_be_visible()
+    expect(logged_in.get_by_role("heading", name="compared with that of step 1")).to_be_visible()
+    shown = answers(server, finished, line=2, step=2)[0]["output_text"]
+    before = answers(server, finished, line=2, step=1)[0]["output_text"]
+    assert shown_of(logged_in, kept="ins") == shown
+    assert shown_of(logged_in, kept="del") == before
+
+
+def answers(server: Server, job_id: str, *, line: int, step: int) -> list[dict[str, Any]]:
+    """The answers of a validation to one prompt, the best first."""
+    query = f"line={line}&step={step}&split=valid&sort=centered_reward&order=desc"
+    found: list[dict[str, Any]] = untyped(
+        server.client().get(f"/regraft/jobs/{job_id}/rollouts?{query}", cast_to=object)
+    )["data"]
+    return found
+
+
+def shown_of(page: Page, *, kept: str) -> str:
+    """The text of the differences that is in both, and only in one of the two."""
+    dropped = "del" if kept == "ins" else "ins"
+    text: str = (
+        page.get_by_label("Differences", exact=True)
+        .and_(page.locator("pre"))
+        .evaluate(
+            f"pre => [...pre.childNodes].filter(one => one.nodeName !== '{dropped.upper()}')"
+            ".map(one => one.nodeType === 8 ? '' : one.textContent).join('')"
+        )
+    )
+    return text
+
+
+def test_one_prompt_is_read_over_its_steps_by_keyboard(
+    logged_in: Page, server: Server, finished: str
+) -> None:
+    logged_in.goto(f"/#/jobs/{finished}/prompts?sort=line")
+    logged_in.locator("td.cell").first.wait_for()
+    logged_in.keyboard.press("j")
+    logged_in.keyboard.press("Enter")
+    expect(logged_in.get_by_role("heading", level=1)).to_contain_text("Line 2")
+    logged_in.goto(f"/#/jobs/{finished}/prompts/1?split=valid&step=1")
+    expect(logged_in.get_by_role("heading", level=2, name="Step 1")).to_be_visible()
+
+    logged_in.keyboard.press("n")
+    expect(logged_in.get_by_role("heading", level=2, name="Step 2")).to_be_visible()
+    logged_in.keyboard.press("p")
+    logged_in.keyboard.press("p")
+    expect(logged_in.get_by_role("heading", level=2, name="Step 0")).to_be_visible()
+    expect(logged_in.get_by_role("button", name="Differences")).to_be_disabled()  # there is no step before
+    logged_in.keyboard.press("n")
+    logged_in.keyboard.press("d")
+
+    expect(logged_in.get_by_test_id("answer")).to_have_text(
+        answers(server, finished, line=1, step=1)[0]["output_text"]
+    )
+    assert all(part in logged_in.url for part in ("step=1", "diff=no")), "deep-linkable"
+    logged_in.keyboard.press("g")
+    expect(logged_in.get_by_role("heading", level=1)).to_contain_text("Group")
+    expect(logged_in.get_by_label("Split")).to_have_value("valid")
+
+
+def test_prompts_are_filtered_by_what_became_of_them(logged_in: Page, finished: str) -> None:
+    logged_in.goto(f"/#/jobs/{finished}/prompts")
+    logged_in.locator("td.cell").first.wait_for()
+    chips = logged_in.get_by_role("group", name="Outcome").get_by_role("button")
+    word, count = chips.nth(1).inner_text().split()[1:]
+
+    chips.nth(1).click()
+
+    expect(logged_in.locator("tbody tr")).to_have_count(int(count))
+    expect(chips.nth(1)).to_have_attribute("aria-pressed", "true")
+    assert f"outcome={word}" in logged_in.url
+    logged_in.get_by_label("Split").select_option("train")
+    expect(logged_in.locator("tbody tr")).to_have_count(5)
+
+
+def test_rollouts_of_all_steps_are_searched_and_sorted_by_the_server(
+    logged_in: Page, server: Server, finished: str
+) -> None:
+    logged_in.goto(f"/#/jobs/{finished}/rollouts?step=all&split=train")
+    logged_in.locator("tbody tr").first.wait_for()
+    logged_in.get_by_label("Sort").select_option("advantage")
+    logged_in.get_by_label("Search").fill("IS IT A CAT")
+
+    found = list(
+        untyped(server.client()).get(
+            f"/regraft/jobs/{finished}/rollouts?split=train&q=is+it+a+cat&sort=advantage&order=desc",
+            cast_to=object,
+        )["data"]
+    )
+    assert {one["line"] for one in found} == {4}
+    places = [f"{one['group']}.{one['member']}" for one in found]
+    expect(logged_in.locator("tbody tr td:nth-child(2)")).to_have_text(places)
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "prompts?split=valid&sort=change&order=desc",
+        "prompts/2?split=valid&step=1",
+        "rollouts?step=all&split=train&q=it's&sort=score",
+        "rollouts?step=1&split=train&group=1",
+    ],
+)
+def test_what_is_copied_fetches_what_the_page_shows(
+    logged_in: Page, server: Server, finished: str, place: str
+) -> None:
+    logged_in.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    logged_in.goto(f"/#/jobs/{finished}/{place}")
+    logged_in.get_by_role("button", name="curl").wait_for()
+    base = f"http://127.0.0.1:{server.port}/v1"
+    environment = os.environ | {
+        "REGRAFT_BASE_URL": base,
+        "REGRAFT_API_KEY": server.key,
+        "REGRAFT_OUTPUT": "json",
+    }
+
+    by_curl = subprocess.run(
+        ["bash", "-c", copied(logged_in, "curl")], env=environment, capture_output=True, check=True
+    )
+    by_command = subprocess.run(
+        [sys.executable, "-m", *shlex.split(copied(logged_in, "CLI")), "--output", "json"],
+        env=environment,
+        capture_output=True,
+        check=True,
+    )
+    with Regraft(base_url=base, api_key=server.key) as client:
+        by_python = [one.id for one in eval(copied(logged_in, "Python"), {"client": client})]
+
+    expected = [one["id"] for one in json.loads(by_curl.stdout)["data"]]
+    assert expected
+    assert by_python == expected
+    assert sorted(one["id"] for one in json.loads(by_command.stdout)) == sorted(expected)
+
+
+def copied(page: Page, kind: str) -> str:
+    page.get_by_role("button", name=kind, exact=True).click()
+    expect(page.get_by_text(f"Copied as {kind}.")).to_be_visible()
+    text: str = page.evaluate("navigator.clipboard.readText()")
+    return text
 
 
 def test_hostile_texts_are_shown_as_text(logged_in: Page, finished: str) -> None:

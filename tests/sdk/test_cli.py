@@ -483,7 +483,9 @@ def test_prompts_are_a_table_of_what_was_learned(
     assert err == "1 learned, 1 stuck, 1 ungraded; a prompt is solved from a mean reward of 0.5\n"
     chosen = ("prompts", learned, "--split", "train", "--sort", "last_mean", "--limit", "1")
     assert [one["line"] for one in in_json(*chosen)] == [2]
-    assert [one["steps"] for one in in_json("prompts", learned, "--split", "train", "--line", "1")] == [[2, 3]]
+    assert [one["steps"] for one in in_json("prompts", learned, "--split", "train", "--line", "1")] == [
+        [2, 3]
+    ]
     assert regraft("prompts", learned)[1:] == (
         "line  outcome  first  last  change  steps  prompt\n",
         "no prompts; a prompt is solved from a mean reward of 0.5\n",
