@@ -126,12 +126,12 @@ def _in_json(text: str) -> str:
 
 def _strings(value: Any) -> Iterator[str]:
     """The texts and numbers of a JSON value, without the keys of its objects and the roles of messages."""
-    if isinstance(value, dict):
-        for key, below in value.items():
-            if key != "role":
-                yield from _strings(below)
-    elif isinstance(value, list):
-        for below in value:
-            yield from _strings(below)
-    elif value is not None:
-        yield str(value)
+    left = [value]
+    while left:
+        value = left.pop()
+        if isinstance(value, dict):
+            left += (below for key, below in value.items() if key != "role")
+        elif isinstance(value, list):
+            left += value
+        elif value is not None:
+            yield str(value)

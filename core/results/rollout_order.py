@@ -32,9 +32,13 @@ def page_of(
     Raises:
         KeyError: `after` is not among the matching samples.
     """
-    ranked = _ranked(blobs, pages, wanted, by, descending)
-    start = 0 if after is None else _index(ranked, pages, after) + 1
-    places = [StoredAt(**place) for place in ranked.slice(start, limit).select(StoredAt._fields).to_pylist()]
+    matches = _matches(blobs, pages, wanted, by)
+    # The sort is stable, so that equal samples stay in the order of their places.
+    keys = [("is_missing", "ascending"), (by, "descending" if descending else "ascending")]
+    order = pc.sort_indices(matches, sort_keys=keys)
+    start = 0 if after is None else pc.index(order, _row(matches, pages, after)).as_py() + 1
+    shown = matches.select(StoredAt._fields).take(order.slice(start, limit))
+    places = [StoredAt(**place) for place in shown.to_pylist()]
     rows = _read(blobs, pages, places)
     return [rows[place] for place in places if place in rows]  # retention may have deleted some since
 
@@ -47,10 +51,8 @@ class StoredAt(NamedTuple):
     row: int
 
 
-def _ranked(
-    blobs: BlobStore, pages: Sequence[RolloutPage], wanted: Wanted, by: SortColumn, descending: bool
-) -> pa.Table:
-    """The places of the matching samples in their order, with group and member."""
+def _matches(blobs: BlobStore, pages: Sequence[RolloutPage], wanted: Wanted, by: SortColumn) -> pa.Table:
+    """The matching samples by position: where each is stored, its group and member, and its value."""
     number_of = {(page.step, page.split): number for number, page in enumerate(pages)}
 
     def places(opened: OpenPage, matches: Matches) -> list[pa.Table]:
@@ -63,10 +65,7 @@ def _ranked(
     for found in rollouts.map_pages(blobs, pages, wanted, places):
         tables += found
     whole = pa.concat_tables(tables)
-    whole = whole.append_column("is_missing", pc.is_null(whole[by]))
-    # The sort is stable, so that equal samples stay in the order of their places.
-    keys = [("is_missing", "ascending"), (by, "descending" if descending else "ascending")]
-    return whole.take(pc.sort_indices(whole, sort_keys=keys))
+    return whole.append_column("is_missing", pc.is_null(whole[by]))
 
 
 def _places(samples: pa.Table, page: int, part: int, mask: Any) -> pa.Table:
@@ -77,15 +76,15 @@ def _places(samples: pa.Table, page: int, part: int, mask: Any) -> pa.Table:
     return table if mask is None else table.filter(mask)
 
 
-def _index(ranked: pa.Table, pages: Sequence[RolloutPage], after: SamplePosition) -> int:
-    """The index of a sample in the order."""
+def _row(matches: pa.Table, pages: Sequence[RolloutPage], after: SamplePosition) -> pa.Scalar:
+    """The row of the cursor."""
     numbers = [n for n, page in enumerate(pages) if (page.step, page.split) == (after.step, after.split)]
     place = {"page": numbers[0] if numbers else -1, "group": after.group, "member": after.member}
-    same = [pc.equal(ranked[name], value) for name, value in place.items()]
-    found: int = pc.index(pc.and_(pc.and_(same[0], same[1]), same[2]), True).as_py()
+    same = [pc.equal(matches[name], value) for name, value in place.items()]
+    found = pc.index(pc.and_(pc.and_(same[0], same[1]), same[2]), True).as_py()
     if found < 0:
         raise KeyError(after.id)
-    return found
+    return pa.scalar(found, pa.uint64())
 
 
 def _read(blobs: BlobStore, pages: Sequence[RolloutPage], places: Sequence[StoredAt]) -> dict[StoredAt, Row]:
