@@ -23,6 +23,7 @@ from core.model_templates import is_reasoning
 from core.registry import BaseModelEntry
 from core.storage import datasets, files
 from core.storage.datasets import InvalidDataset
+from core.storage.splitting import validation_size
 from core.storage.store import BlobNotFound, BlobStore
 from graders.build import missing_fields
 from graders.spec import GraderSpec
@@ -120,7 +121,6 @@ def _estimate(body: JobCreate, project: Project, service: Service) -> EstimateOu
 def asked(body: JobCreate, project: Project, service: Service) -> Asked:
     """Read the inputs of the job, with the validation of job creation that follows `refuse_unusable`."""
     reinforcement = body.reinforcement("An estimate")
-    assert body.validation_file is not None, "reinforcement jobs have one"
     name, _ = start(body, service, project)
     model = usable_model(body, name, service)
     price = Price.of(service.settings)
@@ -130,12 +130,17 @@ def asked(body: JobCreate, project: Project, service: Service) -> Asked:
     with service.database.read() as session:
         find = partial(files.get_dataset, session, project.id)
         training = find(body.training_file, param="training_file")
-        validation = find(body.validation_file, param="validation_file")
+        validation = find(body.validation_file, param="validation_file") if body.validation_file else None
         past = estimates.history(session, model=name, gpu_class=gpu_class)
     # No connection is held while reading files, which may be large.
     spec = reinforcement.grader
     train_rows = _rows(service.blobs, training, "training_file", spec, datasets.MAX_TRAINING_ROWS)
-    valid_rows = _rows(service.blobs, validation, "validation_file", spec, datasets.MAX_VALIDATION_ROWS)
+    if validation is not None:
+        valid_rows = _rows(service.blobs, validation, "validation_file", spec, datasets.MAX_VALIDATION_ROWS)
+    else:
+        assert body.validation_split is not None, "reinforcement jobs have one of both"
+        valid_rows = validation_size(train_rows, body.validation_split, datasets.MAX_VALIDATION_ROWS)
+        train_rows -= valid_rows
     hyperparameters = reinforcement.hyperparameters
     return Asked(
         name=name,

@@ -27,6 +27,7 @@ from api.http.idempotency import Once
 from api.http.openapi import refusals
 from api.http.schema_checks import refuse_unusable_schema
 from api.http.shapes import After, Body, EndedListing, Limit, Listing, Measured, SchemaOf, clamped, ends
+from api.resources import validation_split
 from api.resources.graders import refuse
 from api.resources.integrations import Integrations, to_rows
 from core.database.engine import Work
@@ -51,6 +52,7 @@ from core.results import evals, lineage, tuned_models
 from core.results.lineage import Parent
 from core.settings import Settings
 from core.storage import files
+from core.storage.splitting import MAX_SHARE
 from core.strict import StrictModel
 from core.tenancy import tenants
 from graders.build import reads_tools
@@ -209,6 +211,8 @@ class JobCreate(Body):
     model: str
     training_file: str
     method: Method
+    # Extension: extra_body={"validation_split": 0.1}. This part of the training rows becomes the validation file.
+    validation_split: Annotated[float, Field(gt=0, le=MAX_SHARE)] | None = None
     # Required for reinforcement, as in OpenAI's guide.
     validation_file: str | None = Field(default=None, validate_default=True)
     suffix: Suffix | None = None
@@ -232,7 +236,10 @@ class JobCreate(Body):
     @classmethod
     def _required(cls, file_id: Any, info: ValidationInfo) -> Any:
         method = info.data.get("method")
-        if file_id is None and method is not None and method.type == "reinforcement":
+        split = info.data.get("validation_split")
+        if file_id is not None and split is not None:
+            raise ValueError("send either validation_file or validation_split")
+        if file_id is None and split is None and method is not None and method.type == "reinforcement":
             raise PydanticKnownError("missing")
         return file_id
 
@@ -443,22 +450,50 @@ async def create_job(
 ) -> JobOut | JSONResponse:
     """Create a fine-tuning job."""
     await refuse_unusable(body, service, project)
-    return await to_thread.run_sync(_created, body, project, service, once)
+    if body.validation_split is None:
+        return await to_thread.run_sync(_created, body, project, service, once)
+    made = partial(_created_with_split, body, body.validation_split, project, service, once)
+    return await service.admission.file_reads.in_thread(project.id, made, service.file_readers)
 
 
-def _created(body: JobCreate, project: Project, service: Service, once: Once) -> JobOut | JSONResponse:
+def _created_with_split(
+    body: JobCreate, share: float, project: Project, service: Service, once: Once
+) -> JobOut | JSONResponse:
+    accept(body, service, project)  # before anything is stored
+    parts = validation_split.split(service, project, body.training_file, share, body.method.type)
+    kept: tuple[str, ...] = ()
+    try:
+        made = _created(body, project, service, once, parts)
+        if isinstance(made, JobOut):
+            kept = tuple(filter(None, (made.training_file, made.validation_file)))
+        return made
+    finally:
+        validation_split.discard(service, parts, kept)
+
+
+def _created(
+    body: JobCreate,
+    project: Project,
+    service: Service,
+    once: Once,
+    parts: validation_split.SplitFiles | None = None,
+) -> JobOut | JSONResponse:
     accepted = accept(body, service, project)
 
     def create(work: Work) -> JobOut:
         find = partial(files.get_dataset, work.session, project.id)
+        training = find(body.training_file, param="training_file")
+        validation = find(body.validation_file, param="validation_file") if body.validation_file else None
+        source = training
+        if parts is not None:
+            split = validation_split.added(work, service, project, parts)
+            training, validation = split.training, split.validation
         job = lifecycle.create(
             work,
             project=project,
             model=accepted.base_model,
-            training_file=find(body.training_file, param="training_file"),
-            validation_file=find(body.validation_file, param="validation_file")
-            if body.validation_file
-            else None,
+            training_file=training,
+            validation_file=validation,
             suffix=body.suffix,
             seed=secrets.randbelow(2**31) if body.seed is None else body.seed,
             metadata=body.metadata,
@@ -469,6 +504,8 @@ def _created(body: JobCreate, project: Project, service: Service, once: Once) ->
             budget=accepted.budget,
             warnings=body.warnings,
         )
+        if parts is not None:
+            events.append(work.session, job.id, f"Divided {source.id} into these files by validation_split")
         limits = tenants.limits(project, service.settings.default_limits)
         tenants.refuse_job_beyond(work.session, project.id, limits)
         return render(work.session, service, job)[0]

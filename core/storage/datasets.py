@@ -150,7 +150,7 @@ def read_objects(
 ) -> Iterator[tuple[int, dict[str, Any]] | LineError]:
     """Yield the number and the object of each line, or its LineErrors. As `read_rows`, for rows of any keys."""
     blank = 0
-    for number, line in _lines(chunks, max_line_bytes):
+    for number, line in numbered_lines(chunks, max_line_bytes):
         if line is not None and not line.strip():
             blank += 1
             continue
@@ -192,7 +192,9 @@ def _too_few(rows: int, min_rows: int) -> str:
     return f"the file has {rows} example(s), but must have at least {min_rows} examples"
 
 
-def _lines(chunks: Iterable[bytes], max_line_bytes: int) -> Iterator[tuple[int, bytes | None]]:
+def numbered_lines(
+    chunks: Iterable[bytes], max_line_bytes: int = MAX_LINE_BYTES
+) -> Iterator[tuple[int, bytes | None]]:
     """Numbered lines without their newline, the first also without its byte order mark.
 
     A line that is too long is None; its bytes are discarded.

@@ -1,0 +1,115 @@
+"""The `validation_split` of a job: two files made from its training file, which are files like any other."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+
+from sqlalchemy import select
+
+from api.http.deps import Service
+from core.database.engine import Work
+from core.database.ids import new_id
+from core.database.tables import File, Project
+from core.errors import ContentDamaged, InvalidRequest
+from core.storage import datasets, files, splitting
+from core.storage.datasets import InvalidDataset
+from core.storage.offline_rows import MAX_ROWS
+from core.storage.store import BlobNotFound
+from core.tenancy import tenants
+
+
+@dataclass(frozen=True)
+class SplitFiles:
+    """Files whose contents are stored and whose rows are not."""
+
+    training: File
+    validation: File
+
+
+def most_rows(method: str) -> int:
+    """The maximum number of validation rows of a job."""
+    return datasets.MAX_VALIDATION_ROWS if method == "reinforcement" else MAX_ROWS
+
+
+def split(service: Service, project: Project, file_id: str, share: float, method: str) -> SplitFiles:
+    """Store both parts of a training file. Reads the file three times, a line at a time.
+
+    Raises:
+        InvalidRequest: there is no such training file, or it cannot be divided.
+        ContentDamaged: its content is missing or damaged.
+    """
+    with service.database.read() as session:
+        source = files.get_dataset(session, project.id, file_id, param="training_file")
+    read = partial(files.read_content, service.blobs, source)
+    try:
+        hashes = splitting.hashes_of(read())
+        chosen = splitting.choose(hashes, share, most_rows(method))
+        parts = (
+            splitting.part(read, hashes, chosen, is_validation=False),
+            splitting.part(read, hashes, chosen, is_validation=True),
+        )
+        stem = source.filename.removesuffix(".jsonl")
+        names = (f"{stem}.{1 - share:.4g}.train.jsonl", f"{stem}.{share:.4g}.valid.jsonl")
+        return SplitFiles(*(_stored(service, source, *one) for one in zip(names, parts, strict=True)))
+    except InvalidDataset as invalid:
+        raise InvalidRequest(str(invalid), param="training_file", code="invalid_training_file") from None
+    except (files.FileDamaged, BlobNotFound) as damage:
+        raise ContentDamaged(str(damage)) from None
+
+
+def _stored(service: Service, source: File, filename: str, lines: Iterable[bytes]) -> File:
+    file_id = new_id("file-", 22)
+    key = f"projects/{source.project_id}/files/{file_id}"
+    info = service.blobs.put_stream(key, lines)
+    return File(
+        id=file_id,
+        project_id=source.project_id,
+        filename=filename[-512:],
+        purpose=files.FINE_TUNE,
+        bytes=info.size,
+        sha256=info.sha256,
+        blob_key=key,
+        expires_at=source.expires_at,
+    )
+
+
+def added(work: Work, service: Service, project: Project, parts: SplitFiles) -> SplitFiles:
+    """The rows of both files: earlier ones with the same content, or new ones.
+
+    Raises:
+        the errors of an upload beyond the project's storage.
+    """
+    return SplitFiles(
+        _added(work, service, project, parts.training), _added(work, service, project, parts.validation)
+    )
+
+
+def _added(work: Work, service: Service, project: Project, file: File) -> File:
+    earlier = work.session.scalar(
+        select(File)
+        .where(
+            File.project_id == project.id,
+            File.filename == file.filename,
+            File.sha256 == file.sha256,
+            File.purpose == file.purpose,
+            File.deleted_at.is_(None),
+            File.expires_at.is_(file.expires_at)
+            if file.expires_at is None
+            else File.expires_at == file.expires_at,
+        )
+        .order_by(File.seq)
+        .limit(1)
+    )
+    if earlier is not None:
+        return earlier
+    limits = tenants.limits(project, service.settings.default_limits)
+    tenants.refuse_file_beyond(work.session, project.id, limits, file.bytes)
+    files.add(work, file)
+    return file
+
+
+def discard(service: Service, parts: SplitFiles, kept: Iterable[str]) -> None:
+    """Delete the contents of files that got no row."""
+    for file in (parts.training, parts.validation):
+        if file.id not in kept:
+            service.blobs.delete(file.blob_key)
