@@ -11,7 +11,7 @@ ServiceError                    500 server_error
 │   ├── JobNotFound
 │   ├── CheckpointNotFound
 │   ├── ModelNotFound           lists the available models
-│   ├── TunedModelGiven         a base model is required
+│   ├── TunedModelNotFound
 │   ├── ResponseNotFound        responses are not stored
 │   ├── PermissionNotFound
 │   ├── UploadNotFound
@@ -156,13 +156,14 @@ class ModelNotFound(NotFound):
         super().__init__(f"The model '{model}' does not exist. Available: {names}.", param="model")
 
 
-class TunedModelGiven(NotFound):
+class TunedModelNotFound(NotFound):
     code = "model_not_found"
 
     def __init__(self, model: str, available: Iterable[str]) -> None:
         names = ", ".join(sorted(available)) or "none"
         super().__init__(
-            f"'{model}' names a tuned model, which cannot be trained further. Base models: {names}.",
+            f"This project has no tuned model or checkpoint with the name '{model}' (GET /v1/models lists its tuned "
+            f"models). Base models: {names}.",
             param="model",
         )
 

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic_core import ErrorDetails
 
 from core import chat_templates
-from core.errors import ModelNotFound, TunedModelGiven
+from core.errors import ModelNotFound, TunedModelNotFound
 
 SamplerName = Literal["transformers", "vllm"]
 Device = Literal["cpu", "cuda"]
@@ -177,12 +177,12 @@ class Registry(BaseModel):
         """Look up a model by its id or an alias.
 
         Raises:
-            TunedModelGiven: it looks like the id of a tuned model.
+            TunedModelNotFound: it looks like the id of a tuned model.
             ModelNotFound: the name is neither.
         """
         entry = self.models.get(self.resolve(model))
         if entry is None and model.startswith("ft:"):
-            raise TunedModelGiven(model, self.names)
+            raise TunedModelNotFound(model, self.names)
         if entry is None:
             raise ModelNotFound(model, self.names)
         return entry

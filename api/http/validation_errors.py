@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from core.errors import InvalidParameter, InvalidRequest
-from core.jobs import hyperparameters
+from core.jobs import hyperparameters, offline_hyperparameters
 from graders import complaints as translator
 from graders.complaints import Complaint
 from graders.spec import InvalidGrader
@@ -32,9 +32,14 @@ def explain(complaints: Sequence[Complaint], sent: Any) -> InvalidRequest:
     if not param and len(about) == 1:
         return _whole_body(about[0])
     mistake = translator.explain(param, about)
-    meant = hyperparameters.meant(param) if mistake.code == "unknown_parameter" else None
+    meant = _meant(param) if mistake.code == "unknown_parameter" else None
     hint = f" Did you mean '{meant}'?" if meant else ""
     return InvalidRequest(f"{mistake.message}{hint}", param=mistake.param, code=mistake.code)
+
+
+def _meant(param: str) -> str | None:
+    offline = param.startswith(("method.supervised.", "method.dpo."))
+    return offline_hyperparameters.meant(param) if offline else hyperparameters.meant(param)
 
 
 def _whole_body(complaint: Complaint) -> InvalidRequest:

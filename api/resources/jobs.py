@@ -293,7 +293,7 @@ class QueueOut(BaseModel):
 
 
 class VerdictOut(BaseModel):
-    """The delivered model compared with its base on the validation rows (docs/howto/training.md, Verdict)."""
+    """The delivered model against the start of the job on the validation rows (docs/howto/training.md, Verdict)."""
 
     outcome: Literal["improved", "no_difference", "worse"]
     base_reward: float
@@ -308,6 +308,7 @@ class VerdictOut(BaseModel):
     ungraded: int
     step: int
     ground: str | None = None  # null: decided by the interval alone
+    start: str | None = None  # the tuned model that the job trained further; null: the base model
 
 
 class JobErrorOut(BaseModel):

@@ -98,6 +98,9 @@ def create(
     files = f"training file: {training_file.id}"
     if validation_file:
         files += f" and validation file: {validation_file.id}"
+    if parent is not None:
+        start = f"Starts from {parent['model']} (step {parent['step']} of {parent['job_id']})"
+        events.append(work.session, job.id, start)
     for warning in warnings:
         events.append(work.session, job.id, warning, level="warn")
     events.append(work.session, job.id, f"Validating {files}")

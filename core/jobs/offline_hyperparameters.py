@@ -3,13 +3,15 @@
 OpenAI's names are at the top; `advanced` has the rest. "auto" is resolved when the job starts (`resolve`).
 """
 
+import difflib
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, model_validator
 
 from core import chat_templates
+from core.errors import InvalidParameter
 from core.jobs.hyperparameter_groups import (
     Auto,
     LearningRateSchedule,
@@ -22,6 +24,23 @@ from core.jobs.hyperparameter_groups import (
 PreferenceLoss = Literal["sigmoid", "ipo", "simpo", "orpo"]
 # SimPO's own settings; 0.1 is the usual beta of the other losses.
 _SIMPO_BETA, _SIMPO_GAMMA = 2.0, 1.0
+# Other trainers' names.
+_ELSEWHERE = {
+    "lr": "learning_rate",
+    "epochs": "n_epochs",
+    "num_epochs": "n_epochs",
+    "num_train_epochs": "n_epochs",
+    "train_batch_size": "batch_size",
+    "per_device_train_batch_size": "batch_size",
+    "loss_type": "loss",
+    "r": "rank",
+    "lora_r": "rank",
+    "lora_rank": "rank",
+    "lora_alpha": "alpha",
+    "lora_target_modules": "targets",
+    "target_modules": "targets",
+    "simpo_gamma": "gamma",
+}
 # Losses that compare with a reference model.
 WITH_REFERENCE: frozenset[PreferenceLoss] = frozenset({"sigmoid", "ipo"})
 
@@ -56,7 +75,7 @@ class OfflineAdvanced(Value):
 
 
 class Preference(Value):
-    """The loss of a pair of answers (docs/howto/preference.md)."""
+    """The loss of a pair of answers (docs/howto/supervised.md)."""
 
     # DPO (sigmoid), IPO, SimPO or ORPO.
     type: PreferenceLoss = "sigmoid"
@@ -66,6 +85,13 @@ class Preference(Value):
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
     # simpo: the margin by which the preferred answer is to lead. Null: 1.
     gamma: float | None = Field(default=None, ge=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_an_object(cls, sent: Any) -> Any:
+        if isinstance(sent, str):
+            raise ValueError(f'expected an object such as {{"type": "{get_args(PreferenceLoss)[2]}"}}')
+        return sent
 
     @model_validator(mode="after")
     def _fields_of_this_loss(self) -> "Preference":
@@ -109,8 +135,19 @@ class SupervisedHyperparameters(Value):
 class DpoHyperparameters(SupervisedHyperparameters):
     """method.dpo.hyperparameters."""
 
-    beta: Auto | Annotated[float, Field(gt=0, le=2)] = "auto"
+    # At most 2, as at OpenAI, and 10 for simpo, which divides log-probabilities by the length of the answer.
+    beta: Auto | Annotated[float, Field(gt=0, le=10)] = "auto"
     advanced: DpoAdvanced = DpoAdvanced()
+
+    @model_validator(mode="after")
+    def _beta_of_this_loss(self) -> "DpoHyperparameters":
+        if self.beta != "auto" and self.beta > 2 and self.advanced.loss.type != "simpo":
+            raise InvalidParameter(
+                f"Invalid beta: expected 'auto' or a number <= 2 (<= 10 for the loss simpo), but got {self.beta:g}.",
+                param="method.dpo.hyperparameters.beta",
+                code="invalid_value",
+            )
+        return self
 
 
 class ResolvedOffline(Value):
@@ -139,6 +176,24 @@ class ResolvedOffline(Value):
     @property
     def has_reference(self) -> bool:
         return self.preference_loss in WITH_REFERENCE
+
+
+def meant(param: str) -> str | None:
+    """The hyperparameter of a supervised or dpo job that an unknown dotted path probably means; None: none."""
+    _, method, path = f".{param}".partition(".method.")
+    method, _, path = path.partition(".hyperparameters.")
+    kind = DpoHyperparameters if method == "dpo" else SupervisedHyperparameters
+    advanced = DpoAdvanced if method == "dpo" else OfflineAdvanced
+    places = {name: f"hyperparameters.{name}" for name in kind.model_fields}
+    for group, field in advanced.model_fields.items():
+        places[group] = f"hyperparameters.advanced.{group}"
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Value):
+            inside = {name: f"{places[group]}.{name}" for name in field.annotation.model_fields}
+            places = inside | places
+    name = path.rpartition(".")[2]
+    close = difflib.get_close_matches(_ELSEWHERE.get(name, name), places, n=1, cutoff=0.75)
+    found = places[close[0]] if close else None
+    return None if found is None or f".{param}".endswith(f".{found}") else found
 
 
 def asked(method: str, hyperparameters: Mapping[str, Any]) -> SupervisedHyperparameters:

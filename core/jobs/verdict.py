@@ -12,7 +12,7 @@ Outcome = Literal["improved", "no_difference", "worse"]
 
 @dataclass(frozen=True)
 class Verdict:
-    """The delivered checkpoint against the base model on the same validation rows, paired by row.
+    """The delivered checkpoint against the model that the job started from, on the same validation rows, paired by row.
 
     `improved` means that the whole 95 % interval of the mean difference is above 0, `worse` that it is below 0, and
     `no_difference` that it includes 0 or cannot be computed. A model with a clearly lower mean and damage in the run is
@@ -33,20 +33,20 @@ class Verdict:
     step: int  # of the delivered checkpoint
     # The damage (worker/record/monitors.py) that makes it `worse`; None: decided by the interval alone.
     ground: str | None = None
+    # The tuned model that the job trained further and that is compared here; None: the base model.
+    start: str | None = None
 
     @classmethod
     def read(cls, stored: Mapping[str, Any]) -> "Verdict":
         """From Job.verdict."""
-        return cls(
-            **{"ground": None} | {name: stored[name] for name in cls.__dataclass_fields__ if name in stored}
-        )
+        return cls(**{name: stored[name] for name in cls.__dataclass_fields__ if name in stored})
 
     def to_row(self) -> dict[str, Any]:
         return asdict(self)
 
     @property
     def below_base(self) -> bool:
-        """Whether the delivered model's mean reward is lower than its base's by any amount."""
+        """Whether the delivered model's mean reward is lower than at the start by any amount."""
         return self.difference < 0
 
     def sentence(self) -> str:
@@ -57,7 +57,7 @@ class Verdict:
             interval = f"95 % interval {self.ci_low:.2f} to {self.ci_high:.2f}"
         left_out = f" ({self.ungraded} more could not be graded)" if self.ungraded else ""
         return (
-            f"Compared with the base model on {counted(self.rows, 'validation row')}{left_out}: "
+            f"Compared with {self.start or 'the base model'} on {counted(self.rows, 'validation row')}{left_out}: "
             f"{self.base_reward:.2f} -> {self.tuned_reward:.2f}, difference {self.difference:+.2f} ({interval}), "
             f"{counted(self.wins, 'win')}, {counted(self.losses, 'loss', 'losses')}, "
             f"{counted(self.ties, 'tie')}: {self._conclusion()}."
@@ -65,9 +65,7 @@ class Verdict:
 
     def _conclusion(self) -> str:
         if self.ground is not None:
-            return (
-                f"worse, for it is below the base and the run shows damage ({self.ground.replace('_', ' ')})"
-            )
+            return f"worse, for it is lower and the run shows damage ({self.ground.replace('_', ' ')})"
         if self.outcome == "no_difference" and self.ci_low is None:
             return "too few rows to tell"
         if self.outcome == "no_difference" and self.below_base:

@@ -233,7 +233,7 @@ def _recipe(
         "lineage": None if parent is None else parent.shown(),
         "sampler": _announced(session, job, "sampler"),
         "grader_environments": _announced(session, job, "grader_environments") or [],
-        # The delivered checkpoint against the base model; null for any other checkpoint of the job.
+        # The delivered checkpoint against the start of the job; null for any other checkpoint of the job.
         "verdict": job.verdict if job.verdict and job.verdict["step"] == checkpoint.step else None,
         "checkpoint": {
             "id": checkpoint.id,
@@ -311,7 +311,7 @@ def model_card(name: str, recipe: Mapping[str, Any], steps: Sequence[StepMetrics
     if method == "reinforcement":
         _write_rewards(card, recipe, steps)
     else:
-        _write_losses(card, steps)
+        _write_losses(card, recipe, steps)
     what = "Data and grader" if recipe["grader_sha256"] else "Data"
     card.write(f"\n## {what}\n\n| | sha256 |\n|---|---|\n")
     for role, file in data.items():
@@ -330,8 +330,13 @@ def model_card(name: str, recipe: Mapping[str, Any], steps: Sequence[StepMetrics
     return card.getvalue()
 
 
-def _write_losses(card: io.StringIO, steps: Sequence[StepMetrics]) -> None:
-    card.write("## Losses\n\nStep 0 is the base model.\n\n")
+def _start(recipe: Mapping[str, Any]) -> str:
+    lineage = recipe["lineage"]
+    return "the base model" if lineage is None else f"`{lineage['model']}`"
+
+
+def _write_losses(card: io.StringIO, recipe: Mapping[str, Any], steps: Sequence[StepMetrics]) -> None:
+    card.write(f"## Losses\n\nStep 0 is {_start(recipe)}.\n\n")
     card.write("| step | whole validation file | training |\n|---|---|---|\n")
     last = steps[-1].step if steps else 0
     for step in steps:
@@ -340,9 +345,10 @@ def _write_losses(card: io.StringIO, steps: Sequence[StepMetrics]) -> None:
 
 
 def _write_rewards(card: io.StringIO, recipe: Mapping[str, Any], steps: Sequence[StepMetrics]) -> None:
-    card.write(f"## Compared with the base model\n\n{_comparison(recipe)}\n\n")
+    card.write(f"## Compared with {_start(recipe)}\n\n{_comparison(recipe)}\n\n")
     card.write(
-        "## Rewards\n\nMean reward on the validation file with its standard error; step 0 is the base model.\n\n"
+        "## Rewards\n\nMean reward on the validation file with its standard error; "
+        f"step 0 is {_start(recipe)}.\n\n"
     )
     card.write("| step | validation | standard error | training |\n|---|---|---|---|\n")
     for step in steps:
@@ -357,8 +363,8 @@ def _comparison(recipe: Mapping[str, Any]) -> str:
     if recipe["verdict"] is not None:
         verdict = Verdict.read(recipe["verdict"])
         warning = {
-            "worse": "**This model is worse than its base model on these rows.** ",
-            "no_difference": "**No difference to the base model was found.** ",
+            "worse": f"**This model is worse than {_start(recipe)} on these rows.** ",
+            "no_difference": f"**No difference to {_start(recipe)} was found.** ",
             "improved": "",
         }[verdict.outcome]
         return (
@@ -367,7 +373,7 @@ def _comparison(recipe: Mapping[str, Any]) -> str:
         )
     difference = recipe["checkpoint"]["valid_difference"]
     if difference is None:
-        return "This checkpoint was not compared with its base model."
+        return f"This checkpoint was not compared with {_start(recipe)}."
     return f"The mean paired difference on the validation rows is {difference:+.4f}."
 
 

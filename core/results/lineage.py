@@ -40,11 +40,16 @@ class Parent:
         return {"model": self.model, "job_id": self.job_id, "step": self.step}
 
 
+def start_name(parent: Parent | None) -> str:
+    """The model of a job's step 0, as sentences name it."""
+    return "the base model" if parent is None else parent.model
+
+
 def start_of(session: Session, project_id: str, model: str, registry: Registry) -> tuple[str, Parent | None]:
     """The base model of a job that names `model`, and the tuned model that it trains further, if any.
 
     Raises:
-        TunedModelGiven, ModelNotFound: the project may use no model of this name.
+        TunedModelNotFound, ModelNotFound: the project may use no model of this name.
         InvalidRequest: the tuned model cannot be trained further.
     """
     found = None if model in registry.names else tuned_models.find(session, project_id, model)

@@ -36,6 +36,16 @@ def format_of(row: Mapping[str, Any]) -> str | None:
     return "dpo" if {"input", "preferred_output", "non_preferred_output"} & row.keys() else None
 
 
+def method_of(row: Mapping[str, Any]) -> str | None:
+    """The method that a row seems to be made for, by its format and who speaks last; None: unknown."""
+    if (found := format_of(row)) != "supervised":
+        return found
+    messages = row["messages"]
+    if not isinstance(messages, list) or not messages:
+        return None
+    return "supervised" if _role(messages[-1]) == "assistant" else "reinforcement"
+
+
 def supervised_problems(row: Mapping[str, Any]) -> Iterator[Problem]:
     yield from _unknown_keys(row, {"messages", "tools", "parallel_tool_calls", "functions"})
     yield from _tool_problems(row)

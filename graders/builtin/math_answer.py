@@ -50,7 +50,7 @@ class MathAnswer:
 
 async def judge(output: str, reference: str, pool: HazardPool) -> Grade:
     """Grade a whole output against a reference, which may be a bare answer or have the same markup."""
-    marked = _marked_answer(reference)
+    marked = marked_answer(reference)
     want, answer = reference if marked is None else marked, final_answer(output)
     # An answer that is too long counts as missing.
     readable = answer if answer is not None and len(answer) <= MAX_LENGTH else None
@@ -89,14 +89,15 @@ def compare(reference: str, answer: str | None) -> bool | None:
 
 def final_answer(text: str) -> str | None:
     """Extract the final answer of a text as written, or None."""
-    marked = _marked_answer(text)
+    marked = marked_answer(text)
     if marked is not None:
         return marked
     numbers = _NUMBER.findall(text)
     return numbers[-1] if numbers else None
 
 
-def _marked_answer(text: str) -> str | None:
+def marked_answer(text: str) -> str | None:
+    r"""Extract the content of the last \boxed{...} or \fbox{...}, else of the last <answer>, or None."""
     boxed = _last_boxed(text)
     return boxed if boxed is not None else _last_tagged(text)
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from regraft._rules import datasets as rules
 from regraft._rules import offline_rows
@@ -64,6 +64,14 @@ def validate(
     for example in examples:
         common = set(example.item) if common is None else common & set(example.item)
     return Summary(path, len(examples), tuple(sorted((common or set()) - {"messages"})))
+
+
+def method_of(file: str | Path) -> Method | None:
+    """The method that the first row of a file seems to be made for; None: it has no readable row."""
+    for row in rules.read_objects(_chunks(Path(file))):
+        found = None if isinstance(row, rules.LineError) else offline_rows.method_of(row[1])
+        return next((method for method in get_args(Method) if method == found), None)
+    return None
 
 
 def item_paths(spec: Mapping[str, Any]) -> list[tuple[str | int, ...]]:

@@ -38,27 +38,29 @@ class Verdict(BaseModel):
     ungraded: int  # rows excluded because one of the two has no graded answer
     step: int  # of the delivered checkpoint
     ground: str | None = None  # the damage that makes it worse; None: decided by the interval alone
+    start: str | None = None  # the tuned model that the job trained further; None: the base model
 
     def __str__(self) -> str:
         """`worse than the base model: 0.59 -> 0.00 (difference -0.59, 95 % interval ...)`."""
-        start = {
-            "improved": "better than the base model",
-            "worse": "worse than the base model",
-            "no_difference": "no difference to the base model"
+        base = self.start or "the base model"
+        finding = {
+            "improved": f"better than {base}",
+            "worse": f"worse than {base}",
+            "no_difference": f"no difference to {base}"
             if self.difference >= 0
-            else "not significantly different from the base model",
+            else f"not significantly different from {base}",
         }[self.outcome]
         if self.ground is not None:
-            start = f"{start}, damaged ({self.ground.replace('_', ' ')})"
+            finding = f"{finding}, damaged ({self.ground.replace('_', ' ')})"
         interval = ""
         if self.ci_low is None or self.ci_high is None:
             if self.outcome != "worse":
-                start = "too few rows to compare with the base model"
+                finding = f"too few rows to compare with {base}"
         else:
             interval = f", 95 % interval {self.ci_low:.2f} to {self.ci_high:.2f}"
         left_out = f", {self.ungraded} ungraded" if self.ungraded else ""
         return (
-            f"{start}: {self.base_reward:.2f} -> {self.tuned_reward:.2f} "
+            f"{finding}: {self.base_reward:.2f} -> {self.tuned_reward:.2f} "
             f"(difference {self.difference:+.2f}{interval}; "
             f"{_counted(self.wins, 'win', 'wins')}, {_counted(self.losses, 'loss', 'losses')}, "
             f"{_counted(self.ties, 'tie', 'ties')} in {_counted(self.rows, 'row', 'rows')}{left_out})"

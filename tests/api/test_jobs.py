@@ -493,6 +493,65 @@ def test_an_unknown_hyperparameter_hears_what_it_is_called_here(
     assert answer.json()["error"]["message"].endswith(f"'. Did you mean '{meant}'?")
 
 
+@pytest.mark.parametrize(
+    ("method", "asked", "meant"),
+    [
+        ("supervised", {"epochs": 2}, "hyperparameters.n_epochs"),
+        ("supervised", {"lora_rank": 4}, "hyperparameters.advanced.lora.rank"),
+        ("supervised", {"beta": 0.1}, None),
+        ("dpo", {"advanced": {"loss": {"simpo_gamma": 1}}}, "hyperparameters.advanced.loss.gamma"),
+        ("dpo", {"loss_type": "simpo"}, "hyperparameters.advanced.loss"),
+    ],
+    ids=str,
+)
+def test_jobs_without_a_grader_hear_of_their_own_hyperparameters(
+    api: TestClient, method: str, asked: dict[str, Any], meant: str | None
+) -> None:
+    body = {"model": "tiny", "training_file": "file-1"}
+    answer = api.post(
+        JOBS, json=body | {"method": {"type": method, method: {"hyperparameters": asked}}}
+    ).json()
+
+    hint = "'." if meant is None else f"'. Did you mean '{meant}'?"
+    assert answer["error"]["message"].endswith(hint)
+
+
+@pytest.mark.parametrize(
+    ("asked", "param", "said"),
+    [
+        ({"beta": 2.5}, "beta", "a number <= 2 (<= 10 for the loss simpo), but got 2.5"),
+        ({"advanced": {"loss": "simpo"}}, "advanced.loss", 'an object such as {"type": "simpo"}'),
+    ],
+)
+def test_the_loss_of_a_dpo_job_is_explained(
+    api: TestClient, asked: dict[str, Any], param: str, said: str
+) -> None:
+    body = {"model": "tiny", "training_file": "file-1"}
+    answer = api.post(JOBS, json=body | {"method": {"type": "dpo", "dpo": {"hyperparameters": asked}}})
+
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, f"method.dpo.hyperparameters.{param}")
+    assert said in error["message"]
+
+
+def test_simpo_may_have_its_papers_beta(api: TestClient, upload: Callable[..., str]) -> None:
+    hyperparameters = {"beta": 2.5, "advanced": {"loss": {"type": "simpo"}}}
+    body = {"model": "tiny", "training_file": upload()}
+    made = api.post(
+        JOBS, json=body | {"method": {"type": "dpo", "dpo": {"hyperparameters": hyperparameters}}}
+    )
+
+    assert made.json()["method"]["dpo"]["hyperparameters"]["beta"] == 2.5
+
+
+def test_a_tuned_model_that_does_not_exist_is_not_called_unsupported(api: TestClient) -> None:
+    answer = api.post(JOBS, json={"model": "ft:tiny:acme::none:ckpt-step-9", "training_file": "file-1"})
+
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (404, "model_not_found", "model")
+    assert "no tuned model or checkpoint with the name 'ft:tiny:acme::none:ckpt-step-9'" in error["message"]
+
+
 def test_a_hyperparameter_like_no_other_and_other_unknown_names_get_no_guess(
     api: TestClient, job_request: Callable[..., dict[str, Any]]
 ) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from core.errors import ModelNotFound, TunedModelGiven
+from core.errors import ModelNotFound, TunedModelNotFound
 from core.registry import BaseModelEntry, Device, InvalidRegistry, Registry, SamplerName, sampler_of
 from core.settings import SamplerChoice
 
@@ -38,7 +38,8 @@ def test_an_unknown_model_is_answered_with_those_there_are(registry_of: Callable
     registry = registry_of('[models.one]\nhub = "a/one"\n[models.two]\nhub = "a/two"\n')
 
     with pytest.raises(
-        TunedModelGiven, match=r"tuned model, which cannot be trained further. Base models: one, two\."
+        TunedModelNotFound,
+        match=r"no tuned model or checkpoint .*'ft:one:acme::abc'.* Base models: one, two\.",
     ):
         registry.get("ft:one:acme::abc")
     with pytest.raises(ModelNotFound, match=r"'three' does not exist. Available: one, two\."):

@@ -1,5 +1,6 @@
 """Supervised and preference jobs, one after the other on one model, with the official client."""
 
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -90,7 +91,7 @@ def test_a_preference_job_starts_from_a_checkpoint_as_its_reference(
 
 
 def test_a_reinforcement_job_continues_a_supervised_model(
-    client: openai.OpenAI, supervised: FineTuningJob
+    client: openai.OpenAI, supervised: FineTuningJob, tmp_path: Path
 ) -> None:
     grader = {
         "type": "string_check",
@@ -118,6 +119,17 @@ def test_a_reinforcement_job_continues_a_supervised_model(
     assert child.status == "succeeded"
     assert steps[0]["full_valid_mean_reward"] > 0.5  # the base model hardly ever says a color
     assert steps[1]["kl"] == pytest.approx(0.0, abs=1e-6)
+
+    # Its step 0 is the model that it started from, and is called so.
+    events = [one.message for one in client.fine_tuning.jobs.list_events(child.id, limit=100).data]
+    verdict = present(regraft.types.verdict_of(child))
+    assert verdict.start == supervised.fine_tuned_model
+    assert any(one.startswith(f"Starts from {supervised.fine_tuned_model} (step 18 of ") for one in events)
+    assert any(f"Compared with {supervised.fine_tuned_model} on 6 validation rows" in one for one in events)
+    assert not any("base model" in one for one in events)
+    with regraft.Regraft(base_url=str(client.base_url), api_key=client.api_key) as ours:
+        card = (ours.checkpoints.download(child.id, to=tmp_path / "model") / "README.md").read_text()
+    assert f"step 0 is `{supervised.fine_tuned_model}`" in card
 
 
 def test_an_adapter_of_another_shape_is_refused(client: openai.OpenAI, supervised: FineTuningJob) -> None:

@@ -26,6 +26,9 @@ from tests.sdk.conftest import GRADER, ROWS, House
 SDK = Path(__file__).parents[2] / "sdk"
 
 
+ASK, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}
+
+
 @pytest.fixture
 def regraft(
     house: House, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
@@ -93,6 +96,34 @@ def test_files_are_uploaded_listed_shown_downloaded_and_deleted(
     assert in_json("files", "show", made["id"])["filename"] == "train.jsonl"
     assert regraft("files", "delete", made["id"])[:2] == (0, f"Deleted {made['id']}\n")
     assert regraft("files", "show", made["id"])[0] == 3
+
+
+@pytest.mark.parametrize(
+    ("row", "given", "fitting"),
+    [
+        ({"messages": [ASK, ANSWER]}, "reinforcement", "supervised"),
+        ({"messages": [ASK]}, "supervised", "reinforcement"),
+        (
+            {"input": {"messages": [ASK]}, "preferred_output": [ANSWER], "non_preferred_output": []},
+            "supervised",
+            "dpo",
+        ),
+    ],
+)
+def test_validate_names_the_method_that_the_rows_seem_to_be_for(
+    row: dict[str, Any],
+    given: str,
+    fitting: str,
+    regraft: Callable[..., tuple[int, str, str]],
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join([json.dumps(row)] * 12))
+
+    code, out, _ = regraft("validate", str(path), "--method", given)
+
+    hint = f"the first row looks like one for --method {fitting}, and this was --method {given}"
+    assert (code, out.splitlines()[0]) == (1, f"{path}: {hint}")
 
 
 def test_validate_names_lines_as_compilers_do(
@@ -309,6 +340,7 @@ VERDICT = {
     "ungraded": 0,
     "step": 2,
     "ground": None,
+    "start": None,
 }
 WORSE = (
     "worse than the base model: 0.59 -> 0.00 "

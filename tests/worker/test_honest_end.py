@@ -147,7 +147,7 @@ class TestRequireImprovement:
     def test_fails_a_job_that_is_not_better_and_keeps_its_checkpoints(self, bench: Bench) -> None:
         run = trained(bench, trainer=RuiningTrainer, chance=0.6, n_epochs=2, advanced=self.ADVANCED)
         with pytest.raises(
-            UserMistake, match=r"not significantly above the base model.* 0 wins.*: worse\."
+            UserMistake, match=r"not significantly above that of the base model.* 0 wins.*: worse\."
         ) as failed:
             asyncio.run(run.train())
         run.recorder.fail(code=failed.value.code, message=failed.value.message, param=failed.value.param)
@@ -189,7 +189,7 @@ def test_a_base_that_could_not_be_graded_has_no_verdict_and_a_warning(bench: Ben
     assert bench.job().status == "succeeded"
     assert bench.job().verdict is None
     assert told(bench, "warn")[-1][0] == (
-        "The model cannot be compared with its base model: no validation row was graded for both."
+        "The model cannot be compared with the base model: no validation row was graded for both."
     )
 
 

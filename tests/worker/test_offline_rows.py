@@ -9,8 +9,8 @@ from transformers import PreTrainedTokenizerFast
 from core.storage.datasets import Example
 from tests.tiny import TEMPLATE, tiny_tokenizer
 from worker.model.policy import render
-from worker.offline.rows import ChatTemplate, RowTooLong, preference_packs, supervised_packs, tokenize
-from worker.refusals import ChatTemplateFailed
+from worker.offline.rows import ChatTemplate, preference_packs, supervised_packs, tokenize
+from worker.refusals import ChatTemplateFailed, UserMistake
 from worker.types import Pack
 
 # Turns end with a stop token and a newline's worth of padding, as those of SmolLM2 do.
@@ -81,7 +81,7 @@ def whole(pack: Pack, tokenizer: PreTrainedTokenizerFast) -> str:
         (said("say it", "yes", "again", "no", m3=0), "yes <end>"),
         (said("say it", "yes", "again", "no", m1=1, m3=1), "yes <end> no <end>"),
         (said("say it", "yes", "again"), "yes <end>"),
-        ([{"role": "assistant", "content": "red"}, *said("again")], "<assistant> red <end>"),
+        ([{"role": "assistant", "content": "red"}, *said("again")], "red <end>"),
     ],
 )
 def test_the_answers_are_learned_through_the_token_that_ends_them(
@@ -91,8 +91,7 @@ def test_the_answers_are_learned_through_the_token_that_ends_them(
 
     [pack] = supervised_packs({"messages": messages}, form)
 
-    # The first token of all is not predicted by anything.
-    assert learned(pack, tokenizer) == expected.removeprefix("<assistant> ")
+    assert learned(pack, tokenizer) == expected
 
 
 def test_nothing_behind_the_last_learned_answer_is_computed() -> None:
@@ -130,7 +129,31 @@ def test_a_template_that_changes_the_messages_before_is_refused_with_the_line() 
     row = Example(7, [], {"messages": said("say it", "yes")})
 
     with pytest.raises(ChatTemplateFailed, match="Line 7 of file-1: the chat template renders earlier"):
-        tokenize("supervised", [row], form, file="file-1", context=100)
+        tokenize("supervised", [row], form, file="file-1", field="training_file", context=100)
+
+
+def test_what_the_template_writes_before_a_first_answer_is_not_learned() -> None:
+    form, tokenizer = template("<system> please " + CLOSED)
+
+    [pack] = supervised_packs({"messages": [{"role": "assistant", "content": "red"}, *said("again")]}, form)
+
+    assert whole(pack, tokenizer) == "<system> please <assistant> red <end>"
+    assert learned(pack, tokenizer) == "red <end>"
+
+
+@pytest.mark.parametrize("name", ["preferred_output", "non_preferred_output"])
+def test_calls_in_either_answer_of_a_pair_need_a_place_in_the_template(name: str) -> None:
+    form, _ = template()
+    call = {"id": "1", "type": "function", "function": {"name": "say", "arguments": "{}"}}
+    row: dict[str, Any] = {
+        "input": {"messages": said("say it")},
+        "preferred_output": [{"role": "assistant", "content": "yes"}],
+        "non_preferred_output": [{"role": "assistant", "content": "no"}],
+    }
+    row[name] = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+
+    with pytest.raises(ChatTemplateFailed, match="has no place for tool calls"):
+        preference_packs(row, form)
 
 
 def test_calls_of_tools_are_learned() -> None:
@@ -183,5 +206,9 @@ def test_rows_beyond_the_context_are_named_by_line() -> None:
         Example(2, [], {"messages": said("say it", "yes " * 20)}),
     ]
 
-    with pytest.raises(RowTooLong, match=r"1 rows of file-1 .* context of 16 tokens: line 2: 27 tokens"):
-        tokenize("supervised", rows, form, file="file-1", context=16)
+    with pytest.raises(
+        UserMistake, match=r"1 rows of file-1 .* context of 16 tokens: line 2: 27 tokens"
+    ) as long:
+        tokenize("supervised", rows, form, file="file-1", field="validation_file", context=16)
+
+    assert (long.value.code, long.value.param) == ("example_too_long", "validation_file")

@@ -125,6 +125,38 @@ def test_loss_and_gradient_are_those_of_single_rows(
     assert torch.allclose(gradient(policy) / counted, wanted, rtol=1e-4, atol=1e-6)
 
 
+def test_accuracy_is_a_share_of_the_learned_tokens(make_policy: Callable[..., Policy]) -> None:
+    policy = make_policy(moved=True)
+    packs = conversations()
+    right = []
+    for pack in packs:
+        [one] = pack.sequences
+        ids = torch.tensor([[*pack.prompt_ids, *one.output_ids_T]])
+        top = policy.model(input_ids=ids, use_cache=False).logits[0, len(pack.prompt_ids) - 1 : -1].argmax(-1)
+        hit = top == torch.tensor(one.output_ids_T)
+        right.append(hit[torch.tensor(one.learned_T)] if one.learned_T else hit)
+
+    measured = trainer(policy, settings()).measure(packs)
+
+    assert measured.tokens == len(torch.cat(right)) > len(packs)
+    assert measured.token_accuracy == pytest.approx(torch.cat(right).float().mean().item())
+
+
+def test_a_skipped_step_counts_for_the_schedule(make_policy: Callable[..., Policy]) -> None:
+    policy = make_policy()
+    one = trainer(policy, settings().model_copy(update={"schedule": "linear", "total_steps": 4}))
+    first = policy.trainable[0].detach().clone()
+    with torch.no_grad():
+        policy.trainable[0].fill_(float("inf"))
+
+    assert one.step(conversations()).skipped
+    with torch.no_grad():
+        policy.trainable[0].copy_(first)
+    assert not one.step(conversations()).skipped
+
+    assert one.optimizer.adamw.param_groups[0]["lr"] == pytest.approx(settings().learning_rate * 0.75)
+
+
 def test_the_reference_of_dpo_is_the_base_bit_for_bit(make_policy: Callable[..., Policy]) -> None:
     policy = make_policy()
 

@@ -34,6 +34,19 @@ def test_the_final_answer_is_the_marked_one_or_all(text: str, final: str) -> Non
     assert final_answer(text) == final
 
 
+def test_braces_may_be_nested_and_boxes_framed() -> None:
+    assert final_answer(r"so \boxed{\frac{\sqrt{2}}{3}}.") == r"\frac{\sqrt{2}}{3}"
+    assert final_answer(r"so \fbox{x^{2^{3}}}") == "x^{2^{3}}"
+
+
+def test_where_numbers_are_compared_the_last_one_is_the_answer() -> None:
+    prose = ["So 2 + 2 is 4.", "The answer: 4", "5"]
+
+    assert majority(prose, [True, True, False], numeric=True) == 1
+    assert majority(prose, [True, True, False]) == pytest.approx(2 / 3)
+    assert final_answer("no number", numeric=True) == "no number"
+
+
 def test_the_commonest_final_answer_decides_and_ties_count_in_parts() -> None:
     assert majority(["so #### 3", "#### 3", "#### 4"], [True, True, False]) == 1
     assert majority(["3", "4", "4"], [True, False, False]) == 0

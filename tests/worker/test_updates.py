@@ -266,6 +266,16 @@ class TestPasses:
 
         assert rates == pytest.approx([1, 1, 0.75, 0.5, 0.25])
 
+    def test_steps_without_an_update_count_for_the_schedule(self, policy: Policy, groups: list[Any]) -> None:
+        settings = asked({"learning_rate_schedule": "linear"})
+        trainer = PeftTrainer(policy, settings.model_copy(update={"total_steps": 4}), token_budget=4096)
+
+        trainer.step()
+        trainer.step()
+        learn(trainer, groups)
+
+        assert trainer.optimizer.adamw.param_groups[0]["lr"] == pytest.approx(settings.learning_rate / 2)
+
     def test_the_clip_acts_in_later_passes_only(self, policy: Policy, groups: list[Any]) -> None:
         settings = {"clip_low": 1e-4, "clip_high": 1e-4}
         one, two = (asked(settings | {"updates_per_batch": n}) for n in (1, 2))

@@ -157,7 +157,7 @@ class TestADamagedModel:
         assert (verdict.outcome, verdict.ground, verdict.ci_high) == ("worse", "truncation", 0.0)
         assert verdict.ci_low == pytest.approx(-0.52, abs=0.02)
         assert verdict.sentence().endswith(
-            "0 wins, 3 losses, 5 ties: worse, for it is below the base and the run shows damage (truncation)."
+            "0 wins, 3 losses, 5 ties: worse, for it is lower and the run shows damage (truncation)."
         )
         assert Verdict.read(verdict.to_row()) == verdict
 

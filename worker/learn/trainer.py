@@ -89,6 +89,12 @@ class PeftTrainer:
 
     def step(self) -> UpdateMetrics:
         """Pass `updates_per_batch` times over the answers (DeepSeekMath's mu), with an optimizer step after each."""
+        metrics = self._update()
+        self.steps_taken += 1  # also without an update, so that the schedule depends on the step alone
+        self._refresh_reference()
+        return metrics
+
+    def _update(self) -> UpdateMetrics:
         settings = self.settings
         shares, answers = batch_of(self._shares, settings), self._answers
         self._shares, self._answers = [], 0
@@ -116,9 +122,6 @@ class PeftTrainer:
             norms.append(norm)
             self._updated = True
         self.gradient.end()
-        if norms:
-            self.steps_taken += 1
-            self._refresh_reference()
 
         first, total = passes[0], sum(passes[1:], passes[0])
         return UpdateMetrics(
@@ -164,7 +167,7 @@ class PeftTrainer:
 
     def _refresh_reference(self) -> None:
         """Iterative GRPO (DeepSeekMath, Algorithm 1): copy the policy into the reference every
-        `reference_refresh_steps` steps."""
+        `reference_refresh_steps` steps of the run."""
         every = self.settings.reference_refresh_steps
         if every and self.steps_taken % every == 0:
             self.start_from_policy()

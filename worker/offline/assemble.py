@@ -8,7 +8,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from core.jobs import offline_hyperparameters
-from core.results.lineage import Parent
+from core.results.lineage import Parent, start_name
 from core.settings import Settings
 from core.storage.offline_rows import FORMS
 from worker.assemble import BaseModel, inspect_model, refuse_absent_targets
@@ -69,8 +69,8 @@ def assemble(
         base, read_tokenizer(base.entry, base.source, resolved.chat_template, resolved.chat_template_kwargs)
     )
     tokens = partial(tokenize, job.method, template=template, context=base.entry.context, beat=beat)
-    train_rows = tokens(train, file=job.training_file)
-    valid_rows = tokens(valid, file=job.validation_file or "")
+    train_rows = tokens(train, file=job.training_file, field="training_file")
+    valid_rows = tokens(valid, file=job.validation_file or "", field="validation_file")
     plan = plan_memory(job.model, base, resolved, [*train_rows, *valid_rows], settings)
     beat()
     model = Model(
@@ -117,6 +117,7 @@ def assemble(
         checkpoints=checkpoints,
         stop_requested=stop_requested,
         feeds=feeds_of(job, resolved, settings, recorder.warn),
+        start=start_name(parent),
     )
 
 

@@ -3,11 +3,11 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from core.storage.datasets import Example
 from core.storage.offline_rows import is_learned
-from worker.refusals import ChatTemplateFailed, Refusal
+from worker.refusals import ChatTemplateFailed, UserMistake
 from worker.types import Pack, TrainingSequence
 
 Message = Mapping[str, Any]
@@ -15,13 +15,6 @@ Message = Mapping[str, Any]
 Render = Callable[[Sequence[Message], Sequence[Mapping[str, Any]], bool], list[int]]
 
 MAX_REPORTED = 20
-
-
-class RowTooLong(Refusal):
-    """Rows exceed the model's context."""
-
-    code = "example_too_long"
-    param = "training_file"
 
 
 @dataclass(frozen=True)
@@ -61,13 +54,14 @@ def tokenize(
     template: ChatTemplate,
     *,
     file: str,
+    field: Literal["training_file", "validation_file"],
     context: int,
     beat: Callable[[], None] = lambda: None,
 ) -> list[TokenizedRow]:
-    """Convert rows to packs. `context` is the model's, in tokens.
+    """Convert the rows of `file`, which is the job's `field`, to packs. `context` is the model's, in tokens.
 
     Raises:
-        RowTooLong: names the lines (up to 20) that exceed the context.
+        UserMistake: rows exceed the context. Names up to 20 of their lines.
         ChatTemplateFailed: names the line that the chat template rejects.
     """
     packs_of = preference_packs if method == "dpo" else supervised_packs
@@ -86,9 +80,11 @@ def tokenize(
             long.append(f"line {row.line}: {longest} tokens")
         rows.append(row)
     if long:
-        raise RowTooLong(
+        raise UserMistake(
+            "example_too_long",
             f"{len(long)} rows of {file} are longer than the model's context of {context} tokens: "
-            f"{'; '.join(long[:MAX_REPORTED])}"
+            f"{'; '.join(long[:MAX_REPORTED])}",
+            field,
         )
     return rows
 
@@ -113,15 +109,13 @@ def supervised_packs(row: Mapping[str, Any], template: ChatTemplate) -> list[Pac
 def preference_packs(row: Mapping[str, Any], template: ChatTemplate) -> list[Pack]:
     """One pack: the prompt, the preferred answer and the other one."""
     messages, tools = _messages(row["input"]["messages"]), row["input"].get("tools") or []
-    _refuse_ignored_tools(messages, tools, template)
-    turns = [
-        _turn(messages, _messages(row[name])[0], tools, template)
-        for name in ("preferred_output", "non_preferred_output")
-    ]
+    answers = [_messages(row[name])[0] for name in ("preferred_output", "non_preferred_output")]
+    for answer in answers:
+        _refuse_ignored_tools([*messages, answer], tools, template)
+    turns = [_turn(messages, answer, tools, template) for answer in answers]
     start = min(turn.start for turn in turns)
     prompt = turns[0].ids[:start]
-    answers = tuple(_sequence(turn.ids[start:], ()) for turn in turns)
-    return [Pack(prompt, answers)]
+    return [Pack(prompt, tuple(_sequence(turn.ids[start:], ()) for turn in turns))]
 
 
 def _turn(
@@ -129,14 +123,17 @@ def _turn(
 ) -> _Turn:
     """Render an answer after the messages before it, through the token that ends it.
 
-    The answer starts where the rendering with it leaves the one with a generation prompt.
+    The answer starts where the rendering with it leaves the one with a generation prompt, or, for the first message,
+    those of other answers: templates may write a system message or the tools before it.
 
     Raises:
         ChatTemplateFailed: the template renders the messages before the answer differently once it follows.
     """
     whole = template.render([*before, answer], tools, False)
-    start = 1  # the first token is not predicted
-    if before:
+    if not before:
+        others = [template.render([{"role": "assistant", "content": text}], tools, False) for text in "0x"]
+        start = max(1, min(_common(other, whole) for other in others))  # the first token is not predicted
+    else:
         asked = template.render(before, tools, True)
         start = max(1, _common(asked, whole))
         if start < _common(template.render(before, tools, False), asked):

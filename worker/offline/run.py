@@ -48,6 +48,7 @@ class OfflineRun:
     checkpoints: Checkpoints
     stop_requested: Callable[[], bool] = lambda: False
     feeds: Feeds = field(default_factory=Feeds)  # who else gets the metrics
+    start: str = "the base model"  # the model that the job started from
     gpus: int = 1  # GPU-seconds in each second of this run
     losses: dict[int, float] = field(
         default_factory=dict, init=False
@@ -152,7 +153,7 @@ class OfflineRun:
         return bool(self.valid_rows) and step % self.settings.steps_per_epoch == 0
 
     def report_the_end(self) -> None:
-        """Warn if the delivered model has a clearly higher validation loss than the base or an earlier epoch."""
+        """Warn if the delivered model has a clearly higher validation loss than the start or an earlier epoch."""
         last = self.losses.get(self.settings.total_steps)
         if last is None:
             return
@@ -162,7 +163,7 @@ class OfflineRun:
         data = {"step": self.settings.total_steps, "full_valid_loss": last, "lowest_at_step": best}
         if best == 0:
             self.recorder.warn(
-                f"The validation loss is {last:.3f}, and that of the base model was {self.losses[0]:.3f}: training "
+                f"The validation loss is {last:.3f}, and that of {self.start} was {self.losses[0]:.3f}: training "
                 "made the model worse on these rows. A lower learning_rate_multiplier or fewer epochs may help.",
                 data,
             )

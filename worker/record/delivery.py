@@ -1,8 +1,9 @@
-"""The end of a run: select the best checkpoint, compare it with the base model, and record the job's success."""
+"""The end of a run: select the best checkpoint, compare it with the start, and record the job's success."""
 
 from core.jobs.hyperparameters import Resolved
 from core.jobs.thresholds import Thresholds
 from core.jobs.verdict import Verdict
+from core.results.lineage import Parent, start_name
 from worker.record import monitors
 from worker.record.checkpoints import Checkpoints
 from worker.record.exporters.feed import Feeds
@@ -35,7 +36,8 @@ def deliver(
         numbers = "" if verdict is None else f" {verdict.sentence()}"
         raise UserMistake(
             "no_improvement",
-            "require_improvement is set, and the validation reward is not significantly above the base model's."
+            "require_improvement is set, and the validation reward is not significantly above that of "
+            f"{start_name(Parent.of(recorder.job))}."
             f"{numbers} The checkpoints are kept.",
             "method.reinforcement.hyperparameters.advanced.require_improvement",
         )
@@ -45,7 +47,7 @@ def deliver(
 
 
 def judge(step: int, recorder: Recorder, history: History, thresholds: Thresholds) -> Verdict | None:
-    """Compare the checkpoint of this step with the base model, and record the verdict.
+    """Compare the checkpoint of this step with the model that the job started from, and record the verdict.
 
     Returns:
         None if no validation rows can be compared. A warning says so.
@@ -59,20 +61,26 @@ def judge(step: int, recorder: Recorder, history: History, thresholds: Threshold
             if known
             else "an earlier version of the service recorded their validations without the scores of the rows"
         )
-        recorder.warn(f"The model cannot be compared with its base model: {reason}.", {})
+        recorder.warn(
+            f"The model cannot be compared with {start_name(Parent.of(recorder.job))}: {reason}.", {}
+        )
         return None
     damage = monitors.damage(history.steps, step, thresholds)
-    verdict = compared.verdict(step, None if damage is None else damage[0])
+    parent = Parent.of(recorder.job)
+    start = start_name(parent)
+    verdict = compared.verdict(
+        step, None if damage is None else damage[0], start=None if parent is None else parent.model
+    )
     if not verdict.below_base:
         recorder.judged(verdict, verdict.sentence(), level="info", data={})
         return verdict
     cause, evidence = monitors.likely_cause(history.steps, verdict, thresholds)
     if verdict.outcome == "worse":
-        finding = "is worse than the base model"
+        finding = f"is worse than {start}"
     elif verdict.ci_low is None:
-        finding = "is below the base model, with too few validation rows to tell them apart"
+        finding = f"is below {start}, with too few validation rows to tell them apart"
     else:
-        finding = "is below the base model, not significantly"
+        finding = f"is below {start}, not significantly"
     message = f"The delivered model {finding}. {verdict.sentence()} Likely cause: {evidence}"
     recorder.judged(verdict, message, level="error", data={"cause": cause})
     return verdict

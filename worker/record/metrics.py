@@ -9,7 +9,7 @@ from typing import Any
 
 from core.jobs.hyperparameter_groups import Supervision
 from core.results.step_metrics import StepMetrics
-from graders.spec import GraderSpec, LabelModelSpec, MultiSpec, ScoreModelSpec
+from graders.spec import GraderSpec, LabelModelSpec, MathSpec, MultiSpec, ScoreModelSpec
 from graders.types import ErrorKind, Grade, TokenUsage, summed
 from worker.learn import grpo
 from worker.record import passes
@@ -61,7 +61,7 @@ def of_step(
     for split, groups_P in splits:
         data |= _split(split, groups_P)
     if valid_P is not None:
-        data |= passes.of_validation(valid_P, pass_score)
+        data |= passes.of_validation(valid_P, pass_score, numeric=_compares_numbers(spec))
     if valid_P is not None and base_scores is not None:
         data |= _against_base(base_scores, valid_P)
     if train_P:
@@ -220,6 +220,11 @@ def _split(split: str, groups_P: Sequence[Group]) -> dict[str, Any]:
         **_reasoning(rollouts),
         "mean_unresponsive_rewards": len(failed) / len(grades),
     }
+
+
+def _compares_numbers(spec: GraderSpec) -> bool:
+    parts = spec.graders.values() if isinstance(spec, MultiSpec) else [spec]
+    return any(isinstance(part, MathSpec) for part in parts)
 
 
 def _against_base(base_scores: RowScores, valid_P: Sequence[Group]) -> dict[str, float | None]:

@@ -180,7 +180,7 @@ def _collapse(steps: Steps, share: float) -> Found | None:
 
 
 def _below_base(steps: Steps, margin: float) -> Found | None:
-    """Validation is below the base model's by more than chance. Reads the last step's paired difference."""
+    """Validation is below that of step 0 by more than chance. Reads the last step's paired difference."""
     now, base = steps[-1], first(steps, "full_valid_mean_reward")
     high, low, difference = (
         now.full_valid_difference_high,
@@ -190,7 +190,7 @@ def _below_base(steps: Steps, margin: float) -> Found | None:
     if high is None or low is None or difference is None or base is None or high >= -margin:
         return None
     return (
-        f"Validation is below the base model: {base[1]:.2f} -> {now.full_valid_mean_reward:.2f}, paired difference "
+        f"Validation is below that of step 0: {base[1]:.2f} -> {now.full_valid_mean_reward:.2f}, paired difference "
         f"{difference:+.2f} (95 % interval {low:.2f} to {high:.2f}).",
         {"difference": difference, "low": low, "high": high},
     )

@@ -1,18 +1,12 @@
 """How often a row is solved by one of several answers, and by the answer that most of them give. Pure functions."""
 
 import math
-import re
 from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean
 
+from graders.builtin import math_answer
 from worker.types import Group
-
-_MARKED = (
-    re.compile(r"\\boxed\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}"),
-    re.compile(r"<answer>(.*?)</answer>", re.DOTALL),
-    re.compile(r"####(.*)"),
-)
 
 
 def pass_at(answers: int, passing: int, k: int) -> float:
@@ -23,28 +17,31 @@ def pass_at(answers: int, passing: int, k: int) -> float:
     return 1.0 - math.comb(answers - passing, k) / math.comb(answers, k)
 
 
-def final_answer(text: str) -> str:
-    r"""The result of an answer: its last \boxed{...}, else its last <answer>, else what follows ####, else all.
+def final_answer(text: str, *, numeric: bool = False) -> str:
+    r"""The result of an answer: its last \boxed{...}, else its last <answer>, else the line after ####, or all.
 
-    White space and case do not count.
+    With `numeric` the last number takes the place of all. White space and case do not count.
     """
-    for mark in _MARKED:
-        if found := mark.findall(text):
-            text = found[-1]
-            break
-    return " ".join(text.split()).casefold()
+    found = math_answer.marked_answer(text)
+    if found is None and "####" in text:
+        found = text.rpartition("####")[2].partition("\n")[0]
+    if found is None and numeric:
+        found = math_answer.final_answer(text)
+    return " ".join((text if found is None else found).split()).casefold()
 
 
-def majority(texts: Sequence[str], passes: Sequence[bool]) -> float:
+def majority(texts: Sequence[str], passes: Sequence[bool], *, numeric: bool = False) -> float:
     """Whether the commonest final answer passes: the share of its answers that do. With a tie, the mean of those."""
-    finals = [final_answer(text) for text in texts]
+    finals = [final_answer(text, numeric=numeric) for text in texts]
     counts = Counter(finals)
     most = max(counts.values())
     return fmean(passed for final, passed in zip(finals, passes, strict=True) if counts[final] == most)
 
 
-def of_validation(groups_P: Sequence[Group], pass_score: float) -> dict[str, float]:
+def of_validation(groups_P: Sequence[Group], pass_score: float, *, numeric: bool = False) -> dict[str, float]:
     """The metrics of a validation with several answers to each row; empty with one.
+
+    `numeric`: a grader compares final answers as mathematics (`final_answer`).
 
     Rows with an answer that could not be graded are left out, because it is neither a pass nor a failure.
     """
@@ -59,7 +56,7 @@ def of_validation(groups_P: Sequence[Group], pass_score: float) -> dict[str, flo
         passes = [reward is not None and reward >= pass_score for reward in rewards_G]
         pass_1.append(pass_at(k, sum(passes), 1))
         pass_k.append(pass_at(k, sum(passes), k))
-        maj_k.append(majority([rollout.text for rollout in group.rollouts_G], passes))
+        maj_k.append(majority([one.text for one in group.rollouts_G], passes, numeric=numeric))
     if not pass_1:
         return {}
     return {

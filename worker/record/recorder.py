@@ -54,6 +54,14 @@ class Recorder:
         """Show on the job what "auto" became, and say what it is sampled with, if it is."""
 
         def write(session: Session, job: Job) -> None:
+            if job.resolved is None and settings.warmup_steps >= settings.total_steps:
+                events.append(
+                    session,
+                    job.id,
+                    f"The learning rate never reaches {settings.learning_rate:g}: the job has "
+                    f"{settings.total_steps} steps, and warmup_steps is {settings.warmup_steps}.",
+                    level="warn",
+                )
             job.resolved = settings.model_dump()
             if sampler is not None:
                 events.append(session, job.id, f"Sampling with {sampler}", data={"sampler": sampler})

@@ -61,8 +61,8 @@ class RewardComparison:
             return "worse"
         return "no_difference"
 
-    def verdict(self, step: int, damage: str | None = None) -> Verdict:
-        """As the verdict on a job that delivers the checkpoint of this step.
+    def verdict(self, step: int, damage: str | None = None, *, start: str | None = None) -> Verdict:
+        """As the verdict on a job that delivers the checkpoint of this step, and started from the tuned model `start`.
 
         With `damage` (worker/record/monitors.py), a model that is clearly lower and loses as many rows as it wins, or
         more, is `worse` without an interval below 0: a few rows cannot show one, and chance does not explain the
@@ -84,6 +84,7 @@ class RewardComparison:
             ungraded=self.ungraded,
             step=step,
             ground=ground,
+            start=start,
         )
 
 

@@ -844,7 +844,7 @@ export interface components {
         };
         /**
          * VerdictOut
-         * @description The delivered model compared with its base on the validation rows (docs/howto/training.md, Verdict).
+         * @description The delivered model against the start of the job on the validation rows (docs/howto/training.md, Verdict).
          */
         VerdictOut: {
             /**
@@ -876,6 +876,8 @@ export interface components {
             step: number;
             /** Ground */
             ground?: string | null;
+            /** Start */
+            start?: string | null;
         };
     };
     responses: never;

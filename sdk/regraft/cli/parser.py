@@ -110,7 +110,7 @@ def _data(top: Commands) -> None:
         "--method",
         choices=("supervised", "dpo", "reinforcement"),
         default="reinforcement",
-        help="which method's rows the files have",
+        help="which method's rows the files have (default: reinforcement; a job without a method is supervised)",
     )
 
 
