@@ -339,3 +339,15 @@ def test_a_run_warns_of_a_model_that_is_worse_than_its_start(
 
     [warning] = bench.events("warn")
     assert warning.startswith("The validation loss is 1.500, and that of the base model was 1.000")
+
+
+def test_a_warm_up_that_is_longer_than_the_job_is_warned_of_once(bench: Bench) -> None:
+    long = settings(advanced={"optimizer": {"warmup_steps": 1000, "learning_rate": 0.001}})
+    recorder = Recorder(bench.attempt())
+
+    recorder.resolved(long)
+    recorder.resolved(long)
+
+    assert bench.events("warn") == [
+        f"The learning rate never reaches 0.001: the job has {long.total_steps} steps, and warmup_steps is 1000."
+    ]
