@@ -69,6 +69,7 @@ FLAT = {
     "fail_below_signal": Flat(("stopping", "fail_below_signal"), 0.0),
     "require_improvement": Flat(("evaluation", "require_improvement"), False),
     "updates_per_batch": Flat(("optimizer", "updates_per_batch"), 1),
+    "mini_batches": Flat(("optimizer", "mini_batches"), 1),
     "clip_low": Flat(("loss", "clip_low"), "auto", _CLIP),
     "clip_high": Flat(("loss", "clip_high"), "auto", _CLIP),
     "cispo_cap": Flat(

@@ -250,8 +250,10 @@ class Optimizer(Value):
 
     # Auto: by the size of the model, times learning_rate_multiplier.
     learning_rate: Auto | Annotated[float, Field(gt=0, le=1)] = "auto"
-    # Passes over the same answers, with one optimizer step each.
+    # Passes over the same answers, with one optimizer step each, or for each mini-batch.
     updates_per_batch: int = Field(default=1, ge=1, le=16)
+    # Parts into which the groups of a step are divided, with an optimizer step for each.
+    mini_batches: int = Field(default=1, ge=1, le=64)
     max_grad_norm: float = Field(default=1.0, gt=0)
     warmup_steps: int = Field(default=0, ge=0)
     # After the warm-up: constant, in a line to 0 at the end of the job, or along a cosine to a tenth.

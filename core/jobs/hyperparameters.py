@@ -108,6 +108,10 @@ class Advanced(Value):
                 f"{self.path('overlap')} needs kl 0: the reference of the penalty is the model without its adapter, "
                 "which is busy sampling"
             )
+        if self.schedule.type == "on_policy" and self.schedule.overlap and self.optimizer.mini_batches > 1:
+            raise ValueError(
+                f"{self.path('overlap')} needs {self.path('mini_batches')} 1: they are drawn from the whole step"
+            )
         if self.supervision == "process" and self.overlong.type == "soft":
             raise ValueError("overlong 'soft' needs supervision 'outcome': use 'mask' with 'process'")
         if self.overlong.type == "soft" and self.overlong.buffer != "auto":
@@ -159,6 +163,8 @@ class Hyperparameters(Value):
             raise ValueError(
                 f"eval_samples above 1 needs {advanced.path('eval_temperature')} above 0: greedy answers are identical"
             )
+        if self.batch_size != "auto" and advanced.optimizer.mini_batches > self.batch_size:
+            raise ValueError(f"{advanced.path('mini_batches')} cannot be more than batch_size")
         if advanced.optimizer.learning_rate != "auto" and self.learning_rate_multiplier != "auto":
             raise ValueError(
                 "learning_rate_multiplier scales the automatic learning rate: give only one of it and "
@@ -235,6 +241,7 @@ class Resolved(Value):
     lora_targets: LoraTargets = "all-linear"
     learning_rate_schedule: LearningRateSchedule = "constant"
     eval_pass_score: float = 1.0
+    mini_batches: int = 1
 
     @property
     def ratio_bounds(self) -> tuple[float, float]:
@@ -267,6 +274,7 @@ ELSEWHERE = {
     "max_response_length": "max_completion_tokens",
     "num_iterations": "updates_per_batch",
     "ppo_epochs": "updates_per_batch",
+    "num_mini_batches": "mini_batches",
     "mask_truncated_completions": "overlong",
     "ref_model_sync_steps": "reference_refresh_steps",
     "vllm_importance_sampling_correction": "importance",
@@ -364,6 +372,7 @@ _BEFORE: dict[str, Any] = {
     "lora_targets": "all-linear",
     "learning_rate_schedule": "constant",
     "eval_pass_score": 1.0,
+    "mini_batches": 1,
 }
 
 

@@ -171,6 +171,7 @@ def without_adam(*trainers: PeftTrainer) -> None:
     [
         ({"loss": "dapo"}, {}),
         ({"loss": "grpo", "overlap": True}, {"budget": 48}),  # distributed while others are being sampled
+        ({"loss": "grpo", "kl": 0.1, "mini_batches": 2}, {"budget": 48}),
         ({"loss": "gspo", "kl": 0.1, "reference_refresh_steps": 1}, {"budget": 128, "checkpointed": True}),
     ],
 )

@@ -284,6 +284,73 @@ class TestPasses:
         assert present(learn(PeftTrainer(policy, two, token_budget=4096), groups).clip_fraction) > 0.2
 
 
+class TestMiniBatches:
+    FOUR = ([1.0, 0.0, 0.5, 0.0], [1.0] * 4, [0.0, 1.0, 1.0, 0.2], [0.0, 0.0, 1.0, 0.0])
+
+    def test_each_part_is_a_step_clipped_against_the_policy_that_sampled(self, policy: Policy) -> None:
+        settings = asked({"loss": "grpo", "kl": 0.1, "mini_batches": 2, "updates_per_batch": 2})
+        groups = [with_gap(group, n) for n, group in enumerate(sampled(policy, list(self.FOUR)))]
+        shares = [batch.share_of(group, settings, policy.text) for group in groups]
+        parts = [
+            [group for group in groups if group.prompt.line in {share.line for share in part}]
+            for part in batch.in_mini_batches(shares, 2, seed=0)
+        ]
+        began = {
+            r.output_ids_T: plain_logprobs(policy, g.prompt.ids, r.output_ids_T).detach()
+            for g in groups
+            for r in g.rollouts_G
+        }
+        expected: list[list[torch.Tensor]] = []
+
+        class SignDescent(RecordingOptimizer):
+            def descend(self, steps_taken: int) -> None:
+                super().descend(steps_taken)
+                taken = [parameter.grad for parameter in policy.trainable]
+                expected.append(plain_gradients(policy, parts[len(expected) % 2], settings, began))
+                with torch.no_grad():
+                    for parameter, gradient in zip(policy.trainable, taken, strict=True):
+                        parameter.add_(0.01 * present(gradient).sign())
+
+        trainer = RecordingTrainer(policy, settings, token_budget=24, kind=SignDescent)
+        learn(trainer, groups)
+
+        assert [len(part) for part in parts] == [2, 2]
+        assert len(trainer.gradients) == len(expected) == 4
+        for ours, plain in zip(trainer.gradients, expected, strict=True):
+            assert relative_difference(ours, plain) < 1e-5
+
+    def test_their_gradients_at_one_policy_add_up_to_that_of_the_whole_step(self, policy: Policy) -> None:
+        groups = sampled(policy, list(self.FOUR))
+        one, three = (
+            asked({"loss": "dr_grpo", "advantage_scale": "batch", "mini_batches": n}) for n in (1, 3)
+        )
+        whole, divided = (RecordingTrainer(policy, how, token_budget=4096) for how in (one, three))
+
+        learn(whole, groups[::-1])
+        metrics = learn(divided, groups)
+
+        shares = [batch.share_of(group, three, policy.text) for group in groups]
+        parts = batch.in_mini_batches(shares, 3, seed=0)
+        weights = [sum(len(share.lengths) for share in part) / 16 for part in parts]
+        assert 1 < len(parts) == len(divided.gradients)
+        total = [
+            sum((weight * one for weight, one in zip(weights, values, strict=True)), torch.zeros(()))
+            for values in zip(*divided.gradients, strict=True)
+        ]
+        assert relative_difference(total, whole.gradients[0]) < 1e-5
+        assert metrics.trained_sequences == 12
+
+    def test_the_division_depends_on_the_lines_and_the_seed_alone(self, policy: Policy) -> None:
+        settings = asked({})
+        shares = [batch.share_of(group, settings, policy.text) for group in sampled(policy, list(self.FOUR))]
+
+        def lines(order: list[Any], seed: int) -> list[set[int]]:
+            return [{one.line for one in part} for part in batch.in_mini_batches(order, 2, seed=seed)]
+
+        assert lines(shares, 1) == lines(shares[::-1], 1)
+        assert len({tuple(map(frozenset, lines(shares, seed))) for seed in range(9)}) > 1
+
+
 class TestGap:
     def test_it_is_reported_by_its_definitions(self, policy: Policy, groups: list[Any]) -> None:
         groups = [with_gap(group, number) for number, group in enumerate(groups)]

@@ -121,6 +121,7 @@ THEN = RESOLVED | {
     "lora_targets": "all-linear",
     "learning_rate_schedule": "constant",
     "eval_pass_score": 1.0,
+    "mini_batches": 1,
 }
 
 

@@ -8,6 +8,7 @@ A pack is one row: the prompt once, then its answers one after the other.
 A prompt of 256 tokens with eight answers of 16 is 376 tokens this way and 2,168 without.
 """
 
+import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, compress
@@ -98,6 +99,18 @@ def batch_of(shares: Sequence[Share], settings: Resolved) -> list[Share]:
     """Return the shares of the groups that the step's update uses: see `in_batch`."""
     chosen = in_batch([(share.line, share.rewards_N) for share in shares], settings)
     return [share for share, is_in in zip(shares, chosen, strict=True) if is_in]
+
+
+def in_mini_batches(shares: Sequence[Share], parts: int, *, seed: int) -> list[list[Share]]:
+    """Divide the groups of a step into `parts` of equal or nearly equal numbers, at random.
+
+    They are sorted by line first, so that the division does not depend on the order in which they were graded. Parts
+    without anything to compute are left out.
+    """
+    order = sorted(range(len(shares)), key=lambda number: shares[number].line)
+    random.Random(seed).shuffle(order)
+    divided = ([shares[number] for number in sorted(order[first::parts])] for first in range(parts))
+    return [part for part in divided if any(share.pack is not None for share in part)]
 
 
 def divisors(shares: Sequence[Share], settings: Resolved) -> tuple[float, float]:

@@ -52,8 +52,15 @@ class AddPacks:
 
 
 @dataclass(frozen=True)
+class RememberPacks:
+    packs: Sequence[Pack]
+    part: int
+
+
+@dataclass(frozen=True)
 class RepeatPacks:
     std: float
+    part: int
 
 
 @dataclass(frozen=True)
@@ -71,7 +78,7 @@ class WatchReference:
     """Rank 0 computes the reference of one pack."""
 
 
-Order = ReceiveAdapter | AddPacks | RepeatPacks | SumGradients | EndStep | WatchReference
+Order = ReceiveAdapter | AddPacks | RememberPacks | RepeatPacks | SumGradients | EndStep | WatchReference
 
 
 class DistributedGradient:
@@ -92,12 +99,19 @@ class DistributedGradient:
         if not packs:
             return
         self._share_adapter()
-        hands = deal(packs, self.world.size, rows=self.own.policy.route.forward == "rows")
-        self._order([AddPacks(hand, std) for hand in hands])
+        self._order([AddPacks(hand, std) for hand in self._hands(packs)])
 
-    def again(self, std: float) -> None:
+    def remember(self, packs: Sequence[Pack], part: int) -> None:
         self._share_adapter()
-        self._order([RepeatPacks(std)] * self.world.size)
+        self._order([RememberPacks(hand, part) for hand in self._hands(packs)])
+
+    def _hands(self, packs: Sequence[Pack]) -> list[list[Pack]]:
+        """The packs of each rank."""
+        return deal(packs, self.world.size, rows=self.own.policy.route.forward == "rows")
+
+    def again(self, std: float, part: int = 0) -> None:
+        self._share_adapter()
+        self._order([RepeatPacks(std, part)] * self.world.size)
 
     def collect(self) -> Totals:
         self._has_adapter = False  # the caller updates it
@@ -149,8 +163,15 @@ def carry_out(order: Order, own: OwnGradient, world: World) -> Any:
             own.fill_up(missing)
         case AddPacks(packs, std):
             own.add(packs, std)
-        case RepeatPacks(std):
-            own.again(std)
+        case RememberPacks(packs, part) if own.policy.is_sharded:
+            parts = list(own.micro_batches(packs))
+            missing = world.most(len(parts)) - len(parts)
+            own.remember_micro_batches(parts, part)
+            own.fill_up(missing, part)
+        case RememberPacks(packs, part):
+            own.remember(packs, part)
+        case RepeatPacks(std, part):
+            own.again(std, part)
         case WatchReference() if world.rank == 0:
             return own.watched_kl()
         case WatchReference():

@@ -4,6 +4,7 @@ The results are sums over tokens: the trainer divides them once the whole step i
 process; `DistributedGradient` (worker/learn/distributed.py) computes on all ranks of the run.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -29,7 +30,10 @@ _NOTHING = Pack((0, 0), (TrainingSequence((0, 0), (0.0, 0.0), (0.0, 0.0), 0.0),)
 
 
 class Gradient(Protocol):
-    """The gradient of one step. Call `add` any number of times, then `collect`; per further pass `again`, `collect`."""
+    """The gradient of one step. Call `add` any number of times, then `collect`; per further pass `again`, `collect`.
+
+    With mini-batches, call `remember` for all but the first part before its `collect`, then `again` for each of them.
+    """
 
     @property
     def capacity(self) -> int:
@@ -40,8 +44,12 @@ class Gradient(Protocol):
         """Add packs. Multiplies penalties by `std`, by which everything is divided later."""
         ...
 
-    def again(self, std: float) -> None:
-        """Add all packs of the step again, under the current policy."""
+    def remember(self, packs: Sequence[Pack], part: int) -> None:
+        """Keep the packs of a mini-batch, with their log-probabilities under the policy that sampled them."""
+        ...
+
+    def again(self, std: float, part: int = 0) -> None:
+        """Add all packs of this mini-batch, under the current policy. Those of `add` are part 0."""
         ...
 
     def collect(self) -> Totals:
@@ -68,7 +76,8 @@ class OwnGradient:
         # The adapter of the KL's reference, unless the reference is the base model.
         self.reference: list[Tensor] | None = None
         self._batches: list[Batch] = []
-        self._filled_up = 0  # micro-batches of the step that other ranks have and this one has not
+        # Micro-batches of the step that other ranks have and this one has not, by part.
+        self._filled_up: Counter[int] = Counter()
         self._totals = Totals()
 
     def add(self, packs: Sequence[Pack], std: float) -> None:
@@ -84,11 +93,32 @@ class OwnGradient:
             self._batches.append(batch)
             self._totals += self._backward(batch, std)
 
-    def fill_up(self, missing: int) -> None:
+    def remember(self, packs: Sequence[Pack], part: int) -> None:
+        self.remember_micro_batches(self.micro_batches(packs), part)
+
+    @torch.no_grad()
+    def remember_micro_batches(self, parts: Iterable[Sequence[Pack]], part: int) -> None:
+        for packs in parts:
+            tensors = self.tensors(packs)
+            reference = self._reference_logprobs(tensors) if self.settings.kl > 0 else None
+            self._batches.append(Batch(packs, part, self.logprobs(tensors)[0], reference))
+
+    def fill_up(self, missing: int, part: int = 0) -> None:
         """Gather the layers of a sharded base for as many micro-batches of other ranks, also in later passes."""
-        self._filled_up += missing
+        self._filled_up[part] += missing
         for _ in range(missing):
-            self._gather_along(first=True)
+            if part:
+                self._gather_along_memory()
+            else:
+                self._gather_along(first=True)
+
+    @torch.no_grad()
+    def _gather_along_memory(self) -> None:
+        """Compute passes as `remember` does, and keep nothing."""
+        tensors = tensors_of([_NOTHING], self.policy.device)
+        if self.settings.kl > 0:
+            self._reference_logprobs(tensors)
+        self.logprobs(tensors)
 
     def _gather_along(self, *, first: bool) -> None:
         """Compute passes as `_backward` does, and add nothing. `first`: the reference of the KL too."""
@@ -105,10 +135,11 @@ class OwnGradient:
     def _cost(self) -> RowCost | None:
         return row_cost(self.policy)
 
-    def again(self, std: float) -> None:
+    def again(self, std: float, part: int = 0) -> None:
         for batch in self._batches:
-            self._totals += self._backward(batch, std)
-        for _ in range(self._filled_up):
+            if batch.part == part:
+                self._totals += self._backward(batch, std)
+        for _ in range(self._filled_up[part]):
             self._gather_along(first=False)
 
     def collect(self) -> Totals:
@@ -116,7 +147,7 @@ class OwnGradient:
         return totals
 
     def end(self) -> None:
-        self._batches, self._filled_up = [], 0
+        self._batches, self._filled_up = [], Counter()
 
     def _backward(self, batch: "Batch", std: float) -> Totals:
         settings = self.settings
@@ -281,5 +312,6 @@ class Batch:
     """A micro-batch, with the values of its first pass that later passes reuse."""
 
     packs: Sequence[Pack]
+    part: int = 0  # the mini-batch
     old_logp: Tensor | None = None
     ref_logp: Tensor | None = None

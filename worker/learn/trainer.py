@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from core.jobs.hyperparameters import Resolved
-from worker.learn.batch import Share, batch_of, divisors, share_of
+from worker.learn.batch import Share, batch_of, divisors, in_mini_batches, share_of
 from worker.learn.distributed import DistributedGradient
 from worker.learn.gradient import Gradient, OwnGradient
 from worker.learn.optimizer import AdapterOptimizer
@@ -88,7 +88,9 @@ class PeftTrainer:
             self._compute_waiting(std=1.0)
 
     def step(self) -> UpdateMetrics:
-        """Pass `updates_per_batch` times over the answers (DeepSeekMath's mu), with an optimizer step after each."""
+        """Pass `updates_per_batch` times over the answers (DeepSeekMath's mu), with an optimizer step after each, or
+        after each of its `mini_batches`: the ratio of all of them is to the policy before the first (DeepSeek-R1).
+        """
         metrics = self._update()
         self.steps_taken += 1  # also without an update, so that the schedule depends on the step alone
         self._refresh_reference()
@@ -104,28 +106,38 @@ class PeftTrainer:
         trained = sum(len(pack.sequences) for pack in _packs(shares))
         if not trained:
             return UpdateMetrics(0.0, 0, 0, answers, None, None, None, None, None)
-        whole, std = divisors(shares, settings)
+        _, std = divisors(shares, settings)
+        parts = in_mini_batches(shares, settings.mini_batches, seed=self.steps_taken)
+        wholes = [divisors(part, settings)[0] for part in parts]
+        if len(parts) > 1:
+            self._waiting = parts[0]
+            for number, part in enumerate(parts[1:], start=1):
+                self.gradient.remember(_packs(part), number)
         self._compute_waiting(std)
         passes = [self.gradient.collect()]
         self._check_sampler(passes[0])
         watched = self.gradient.watched_kl() if settings.kl == 0 else None
 
         norms: list[float] = []
-        for number in range(settings.updates_per_batch):
+        losses: list[float] = []
+        for number in range(settings.updates_per_batch * len(parts)):
+            part_number = number % len(parts)
             if number > 0:
-                self.gradient.again(std)
+                self.gradient.again(std, part_number)
                 passes.append(self.gradient.collect())
+            divisor = wholes[part_number] * std
+            losses.append(passes[-1].loss / divisor)
             # Warm-up counts steps of the run, however many updates each makes.
-            norm = self.optimizer.step(whole * std, self.steps_taken)
+            norm = self.optimizer.step(divisor, self.steps_taken)
             if norm is None:  # another pass over the same answers would not be finite either
                 break
             norms.append(norm)
             self._updated = True
         self.gradient.end()
 
-        first, total = passes[0], sum(passes[1:], passes[0])
+        first, total = sum(passes[1 : len(parts)], passes[0]), sum(passes[1:], passes[0])
         return UpdateMetrics(
-            loss=total.loss / (whole * std) / len(passes),
+            loss=sum(losses) / len(losses),
             trained_sequences=trained,
             trained_tokens=total.tokens,
             dropped_sequences=answers - trained,
