@@ -29,6 +29,8 @@ BENCHES = (
     "sdk",
     "console",
     "grpo_vs_trl",
+    "sft_vs_trl",
+    "dpo_vs_trl",
 )
 # The slowest takes a few minutes on two cores that do nothing else.
 PATIENCE = 1800
@@ -44,6 +46,8 @@ GOALS: dict[str, tuple[str, float]] = {
     "ratio_long_completion": (">=", 1.5),
     "ratio_seconds_to_reward": (">=", 1),
     "memory_ratio_long_prompt": ("<=", 1),
+    "ratio": (">=", 1.5),
+    "memory_ratio": ("<=", 1),
     "memory_ratio_long_completion": ("<=", 1),
     "seconds_per_step_50k": ("<=", 0.05),
     **{

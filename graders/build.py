@@ -10,6 +10,7 @@ from graders.builtin.format_check import Pattern, ThinkAnswer
 from graders.builtin.math_answer import MathAnswer
 from graders.builtin.multi import Multi
 from graders.builtin.python import PythonGrader
+from graders.builtin.select import Select
 from graders.builtin.string_check import StringCheck
 from graders.builtin.text_similarity import TextSimilarity
 from graders.calls import RateLimit
@@ -33,11 +34,24 @@ from graders.spec import (
     PythonSpec,
     SamplingParams,
     ScoreModelSpec,
+    SelectSpec,
+    SimpleSpec,
     StringCheckSpec,
     TextSimilaritySpec,
+    parts_of,
 )
-from graders.template import MissingPath, Path, Reference, Template, dotted, quoted, resolve
-from graders.types import Grader, Item
+from graders.template import (
+    MissingPath,
+    Path,
+    Reference,
+    RenderError,
+    Template,
+    dotted,
+    quoted,
+    resolve,
+    unknown_choice,
+)
+from graders.types import Grader, Item, Sample
 
 
 class NotConfigured(InvalidGrader):
@@ -118,6 +132,12 @@ def build(
             return Multi(
                 spec.name, graders, Formula.parse(spec.calculate_output, spec.graders), spec.invalid_grade
             )
+        case SelectSpec():
+            choices = {
+                key: build(sub, judges, endpoints, environments, owner=owner, param=f"{param}.graders.{key}")
+                for key, sub in spec.graders.items()
+            }
+            return Select(spec.name, Template.parse(spec.key), choices)
         case _:
             assert_never(spec)
 
@@ -127,8 +147,8 @@ def python_parts(spec: GraderSpec, param: str = "grader") -> Iterator[tuple[str,
     match spec:
         case PythonSpec():
             yield param, spec
-        case MultiSpec():
-            for key, sub in spec.graders.items():
+        case MultiSpec() | SelectSpec():
+            for key, sub in parts_of(spec).items():
                 yield from python_parts(sub, f"{param}.graders.{key}")
 
 
@@ -142,21 +162,42 @@ def item_paths(spec: GraderSpec) -> list[Path]:
     return list(dict.fromkeys(path for template in _templates(spec) for path in template.item_paths))
 
 
+def for_row(spec: GraderSpec, row: Item) -> SimpleSpec | MultiSpec | None:
+    """Return the grader of this row: the one that a select chooses, else the spec itself. None: it chooses none."""
+    if not isinstance(spec, SelectSpec):
+        return spec
+    try:
+        return spec.graders.get(Template.parse(spec.key).render(Sample.from_text(""), row))
+    except RenderError:
+        return None
+
+
 def missing_item_paths(spec: GraderSpec, row: Item) -> list[str]:
-    """Return the paths that the spec reads and this row lacks, such as "item.answer". A null is not missing."""
-    return [dotted("item", path) for path in item_paths(spec) if not _present(row, path)]
+    """Return the paths that the spec reads and this row lacks, such as "item.answer". A null is not missing.
+
+    Of a select, only the grader of the row counts.
+    """
+    paths = item_paths(spec)
+    if isinstance(spec, SelectSpec):
+        chosen = for_row(spec, row)
+        paths = [*Template.parse(spec.key).item_paths, *([] if chosen is None else item_paths(chosen))]
+    return [dotted("item", path) for path in dict.fromkeys(paths) if not _present(row, path)]
 
 
 def missing_fields(spec: GraderSpec, row: Item) -> list[str]:
-    """Return an error message for each of missing_item_paths."""
+    """Return an error message for each of missing_item_paths, or for a row that chooses no grader."""
     missing = missing_item_paths(spec, row)
-    return [f"the grader reads {{{{{path}}}}}, which this row does not have" for path in missing]
+    problems = [f"the grader reads {{{{{path}}}}}, which this row does not have" for path in missing]
+    if isinstance(spec, SelectSpec) and not problems and for_row(spec, row) is None:
+        chosen = Template.parse(spec.key).render(Sample.from_text(""), row)
+        problems.append(unknown_choice(chosen, spec.graders))
+    return problems
 
 
 def reads_tools(spec: GraderSpec, param: str) -> str | None:
     """Return the path of the first grader whose template reads sample.output_tools, or None. `param` is the root."""
-    if isinstance(spec, MultiSpec):
-        found = (reads_tools(sub, f"{param}.graders.{key}") for key, sub in spec.graders.items())
+    if parts := parts_of(spec):
+        found = (reads_tools(sub, f"{param}.graders.{key}") for key, sub in parts.items())
         return next((path for path in found if path), None)
     references = (part for one in _templates(spec) for part in one.parts if isinstance(part, Reference))
     reads = any(one.namespace == "sample" and one.path[:1] == ("output_tools",) for one in references)
@@ -168,6 +209,10 @@ def _templates(spec: GraderSpec) -> Iterator[Template]:
         case MultiSpec():
             for sub in spec.graders.values():
                 yield from _templates(sub)
+        case SelectSpec():
+            yield Template.parse(spec.key)
+            for choice in spec.graders.values():
+                yield from _templates(choice)
         case ScoreModelSpec() | LabelModelSpec():
             for message in spec.input:
                 yield from map(Template.parse, message.templates)

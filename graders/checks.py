@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from graders import complaints
 from graders.hazards import table
 from graders.hazards.pool import HazardPool, LimitExceeded, shared
-from graders.spec import FormatSpec, GraderSpec, InvalidGrader, MultiSpec
+from graders.spec import FormatSpec, GraderSpec, InvalidGrader, parts_of
 
 
 def check_patterns(spec: GraderSpec, param: str = "grader", pool: HazardPool | None = None) -> None:
@@ -38,8 +38,7 @@ def has_patterns(spec: GraderSpec) -> bool:
 
 def _patterns(spec: GraderSpec, param: str) -> Iterator[tuple[str, str]]:
     """Yield the path and text of each pattern of a spec."""
-    if isinstance(spec, MultiSpec):
-        for key, sub in spec.graders.items():
-            yield from _patterns(sub, f"{param}.graders.{key}")
+    for key, sub in parts_of(spec).items():
+        yield from _patterns(sub, f"{param}.graders.{key}")
     if isinstance(spec, FormatSpec) and spec.pattern is not None:
         yield f"{param}.pattern", spec.pattern

@@ -34,7 +34,7 @@ from graders.complaints import Mistake
 from graders.endpoint import checked_headers, checked_url
 from graders.environments.catalog import pins
 from graders.formula import Formula, is_name
-from graders.template import Template, quoted
+from graders.template import Reference, Template, quoted
 
 
 class InvalidGrader(ValueError):
@@ -355,9 +355,26 @@ class MultiSpec(BaseModel, extra="forbid", frozen=True, strict=True):
         return text
 
 
-GraderSpec = Annotated[SimpleSpec | MultiSpec, Field(discriminator="type")]
+class SelectSpec(BaseModel, extra="forbid", frozen=True, strict=True):
+    """Grade each row with the grader that it names. An extension of OpenAI's API."""
 
-_MODELS: dict[str, type[SimpleSpec | MultiSpec]] = {
+    type: Literal["select"] = "select"
+    name: GraderName
+    key: TemplateText  # reads the name of the grader from the row, as in {{item.grader}}
+    graders: dict[str, Annotated[SimpleSpec | MultiSpec, Field(discriminator="type")]]
+
+    @field_validator("key")
+    @classmethod
+    def _reads_the_row(cls, text: str) -> str:
+        references = [part for part in Template.parse(text).parts if isinstance(part, Reference)]
+        if not references or any(one.namespace != "item" for one in references):
+            raise ValueError("the key must read the row, as in {{item.grader}}, and not the sample")
+        return text
+
+
+GraderSpec = Annotated[SimpleSpec | MultiSpec | SelectSpec, Field(discriminator="type")]
+
+_MODELS: dict[str, type[SimpleSpec | MultiSpec | SelectSpec]] = {
     "string_check": StringCheckSpec,
     "text_similarity": TextSimilaritySpec,
     "python": PythonSpec,
@@ -367,6 +384,7 @@ _MODELS: dict[str, type[SimpleSpec | MultiSpec]] = {
     "label_model": LabelModelSpec,
     "endpoint": EndpointSpec,
     "multi": MultiSpec,
+    "select": SelectSpec,
 }
 # Hints for some unsupported values.
 _NOTES = {
@@ -399,6 +417,8 @@ def _parsed(fields: dict[str, Any], param: str) -> GraderSpec:
         del fields["name"]
     if model is MultiSpec and "graders" in fields:
         fields["graders"] = _sub_graders(fields["graders"], f"{param}.graders")
+    if model is SelectSpec and "graders" in fields:
+        fields["graders"] = _choices(fields["graders"], f"{param}.graders")
     try:
         return model.model_validate(fields)
     except ValidationError as invalid:
@@ -418,6 +438,11 @@ def _with_one_unknown(fields: dict[str, Any], model: type[BaseModel]) -> dict[st
     return {key: value for key, value in fields.items() if key in model.model_fields or key == unknown}
 
 
+def parts_of(spec: GraderSpec) -> Mapping[str, SimpleSpec | MultiSpec]:
+    """Return the graders inside a multi or a select by key; empty for any other."""
+    return spec.graders if isinstance(spec, MultiSpec | SelectSpec) else {}
+
+
 def dump(spec: GraderSpec, *, masked: bool = False) -> dict[str, Any]:
     """Return the spec as JSON for a response: `type` and `name` on every grader, without unset fields.
 
@@ -428,7 +453,7 @@ def dump(spec: GraderSpec, *, masked: bool = False) -> dict[str, Any]:
 
 
 def hide_secrets(dumped: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a dumped spec with the header values of endpoint graders masked, also inside a multi."""
+    """Return a dumped spec with the header values of endpoint graders masked, also inside a multi or a select."""
     shown = dict(dumped)
     if "headers" in shown:
         shown["headers"] = dict.fromkeys(shown["headers"], MASK)
@@ -446,6 +471,23 @@ def _sub_graders(raw: object, param: str) -> dict[str, SubGraderSpec]:
     graders = _listed_graders(raw, param) if isinstance(raw, list) else _keyed_graders(raw, param)
     if not graders:
         raise _invalid_value(param, "expected at least one grader.")
+    return graders
+
+
+def _choices(raw: object, param: str) -> dict[str, SubGraderSpec | MultiSpec]:
+    """Return the graders of a select by the names that rows have."""
+    keyed = _object(raw, param)
+    if not 0 < len(keyed) <= MAX_GRADERS:
+        raise _invalid_value(param, f"expected 1 to {MAX_GRADERS} graders, but got {len(keyed)}.")
+    graders: dict[str, SubGraderSpec | MultiSpec] = {}
+    for key, sub in keyed.items():
+        fields = _object(sub, f"{param}.{key}")
+        if fields.get("type") == "select":
+            raise _invalid_value(
+                f"{param}.{key}.type", "a select grader cannot contain another select grader."
+            )
+        graders[key] = spec = _parsed(fields, f"{param}.{key}")  # type: ignore[assignment]
+        assert not isinstance(spec, SelectSpec)
     return graders
 
 
@@ -472,11 +514,14 @@ def _listed_graders(raw: list[object], param: str) -> dict[str, SubGraderSpec]:
 
 def _sub_grader(raw: object, param: str) -> SubGraderSpec:
     fields = _object(raw, param)
-    if fields.get("type") == "multi":
-        raise _invalid_value(f"{param}.type", "a multi grader cannot contain another multi grader.")
-    _one_of([kind for kind in _MODELS if kind != "multi"], fields, f"{param}.type")
+    if (kind := fields.get("type")) in ("multi", "select"):
+        raise _invalid_value(
+            f"{param}.type",
+            f"a multi grader cannot contain {'another' if kind == 'multi' else 'a'} {kind} grader.",
+        )
+    _one_of([kind for kind in _MODELS if kind not in ("multi", "select")], fields, f"{param}.type")
     spec = _parsed(fields, param)
-    assert not isinstance(spec, MultiSpec)
+    assert not isinstance(spec, MultiSpec | SelectSpec)
     return spec
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -158,6 +158,11 @@ def dotted(namespace: str, path: Path) -> str:
 def quoted(text: str, limit: int = 120) -> str:
     """Format a text for a reason: quoted, on one line, truncated."""
     return repr(text) if len(text) <= limit else f"{text[:limit]!r}..."
+
+
+def unknown_choice(chosen: str, graders: Iterable[str]) -> str:
+    """Explain why a row cannot be graded that chooses none of these graders."""
+    return f"the row chooses the grader {quoted(chosen)}, which is none of {', '.join(map(repr, graders))}"
 
 
 def _resolve_sample(sample: Sample, path: Path) -> Any:

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, writ
 from core.jobs.claim import Claim
 from core.results.step_metrics import StepMetrics
 from core.telemetry import logs, tracing
-from graders.spec import GraderSpec, MultiSpec
+from graders.spec import GraderSpec, parts_of
 from graders.types import Grade, Grader, Item, Sample
 from worker import process
 from worker.rollout.samplers import Answer, Sampler, Sampling
@@ -123,13 +123,12 @@ class ObservedSampler:
 
 
 class ObservedGrader:
-    """Counts each grader of a multi by its own type."""
+    """Counts each grader of a multi or a select by its own type."""
 
     def __init__(self, grader: Grader, spec: GraderSpec) -> None:
         self._grader = grader
         self.name, self.type = grader.name, grader.type
-        parts = spec.graders if isinstance(spec, MultiSpec) else {}
-        self._types = {key: part.type for key, part in parts.items()}
+        self._types = {key: part.type for key, part in parts_of(spec).items()}
 
     async def grade(self, sample: Sample, item: Item) -> Grade:
         started = time.perf_counter()

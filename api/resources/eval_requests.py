@@ -62,8 +62,8 @@ def parse_criteria(raw: list[Any]) -> list[GraderSpec]:
     specs = []
     for number, sent in enumerate(raw):
         param = f"testing_criteria[{number}]"
-        if isinstance(sent, Mapping) and sent.get("type") == "multi":
-            message = "An eval has several criteria instead of a multi grader: list its graders."
+        if isinstance(sent, Mapping) and sent.get("type") in ("multi", "select"):
+            message = f"An eval has several criteria instead of a {sent['type']} grader: list its graders."
             raise InvalidGrader(
                 f"Invalid value for '{param}.type': {message}", f"{param}.type", "invalid_value"
             )

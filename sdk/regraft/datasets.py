@@ -8,7 +8,16 @@ from typing import Any, Literal, get_args
 from regraft._rules import datasets as rules
 from regraft._rules import offline_rows
 from regraft._rules.datasets import Example
-from regraft._rules.template import MissingPath, Template, TemplateSyntaxError, dotted, resolve
+from regraft._rules.template import (
+    MissingPath,
+    RenderError,
+    Template,
+    TemplateSyntaxError,
+    dotted,
+    resolve,
+    unknown_choice,
+)
+from regraft._rules.types import Sample
 from regraft.requests import Source, read_grader
 
 # The limits of OpenAI and of the server for reinforcement jobs.
@@ -44,10 +53,17 @@ def validate(
         InvalidDataset: with the first invalid lines, with the server's messages.
     """
     path = Path(file)
-    paths = item_paths(read_grader(grader)) if grader is not None else []
+    spec = None if grader is None else read_grader(grader)
+    paths = [] if spec is None else item_paths(spec)
 
     def lacks(row: Example) -> Iterator[str]:
-        for wanted in paths:
+        wanted_here = paths
+        if spec is not None and spec.get("type") == "select":
+            part, problem = _chosen(spec, row)
+            wanted_here = [*item_paths({"input": spec.get("key")}), *item_paths(part)]
+            if problem:
+                yield problem
+        for wanted in wanted_here:
             try:
                 resolve(row.item, wanted)
             except MissingPath:
@@ -72,6 +88,19 @@ def method_of(file: str | Path) -> Method | None:
         found = None if isinstance(row, rules.LineError) else offline_rows.method_of(row[1])
         return next((method for method in get_args(Method) if method == found), None)
     return None
+
+
+def _chosen(spec: Mapping[str, Any], row: Example) -> tuple[Mapping[str, Any], str]:
+    """The grader of a select for this row; empty, with the problem if the row has a key, if it chooses none."""
+    graders = spec.get("graders")
+    if not isinstance(graders, Mapping):
+        return {}, ""
+    try:
+        chosen = Template.parse(str(spec.get("key"))).render(Sample(""), row.item)
+    except (TemplateSyntaxError, RenderError):
+        return {}, ""
+    part = graders.get(chosen)
+    return (part, "") if isinstance(part, Mapping) else ({}, unknown_choice(chosen, graders))
 
 
 def item_paths(spec: Mapping[str, Any]) -> list[tuple[str | int, ...]]:

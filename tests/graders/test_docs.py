@@ -20,7 +20,7 @@ ITEM = {"answer": "42", "question": "6 * 7?"}
 
 
 def test_every_example_says_its_score() -> None:
-    assert len(EXAMPLES) == PAGE.count("```json") == 10
+    assert len(EXAMPLES) == PAGE.count("```json") == 11
 
 
 @pytest.mark.parametrize(("score", "example"), EXAMPLES)

@@ -123,3 +123,28 @@ def test_a_file_that_is_too_long_for_validation(write: Callable[..., Path]) -> N
     with pytest.raises(InvalidDataset, match="line 1001: the file must have at most 1000 examples"):
         datasets.validate(path, split="valid")
     assert datasets.validate(path).rows == 1001
+
+
+def test_rows_that_choose_their_grader_need_its_fields_only(write: Callable[[bytes], Path]) -> None:
+    word = {
+        "type": "string_check",
+        "name": "w",
+        "input": "{{item.word}}",
+        "reference": "x",
+        "operation": "eq",
+    }
+    total = {"type": "math", "name": "t", "input": "{{sample.output_text}}", "reference": "{{item.total}}"}
+    spec = {"type": "select", "name": "s", "key": "{{item.by}}", "graders": {"word": word, "total": total}}
+    ask = {"messages": [{"role": "user", "content": "?"}]}
+    good = [ask | {"by": "word", "word": "x"}, ask | {"by": "total", "total": "1"}]
+    bad = [ask | {"by": "word", "total": "1"}, ask | {"by": "other"}, ask]
+
+    assert datasets.validate(write("\n".join(map(json.dumps, good)).encode()), grader=spec).rows == 2
+    with pytest.raises(InvalidDataset) as refused:
+        datasets.validate(write("\n".join(map(json.dumps, bad)).encode()), grader=spec)
+
+    assert [error.message for error in refused.value.errors] == [
+        "the grader reads {{item.word}}, which this row does not have",
+        "the row chooses the grader 'other', which is none of 'word', 'total'",
+        "the grader reads {{item.by}}, which this row does not have",
+    ]

@@ -9,7 +9,7 @@ from typing import Any
 
 from core.jobs.hyperparameter_groups import Supervision
 from core.results.step_metrics import StepMetrics
-from graders.spec import GraderSpec, LabelModelSpec, MathSpec, MultiSpec, ScoreModelSpec
+from graders.spec import GraderSpec, LabelModelSpec, MathSpec, ScoreModelSpec, parts_of
 from graders.types import ErrorKind, Grade, TokenUsage, summed
 from worker.learn import grpo
 from worker.record import passes
@@ -223,8 +223,7 @@ def _split(split: str, groups_P: Sequence[Group]) -> dict[str, Any]:
 
 
 def _compares_numbers(spec: GraderSpec) -> bool:
-    parts = spec.graders.values() if isinstance(spec, MultiSpec) else [spec]
-    return any(isinstance(part, MathSpec) for part in parts)
+    return isinstance(spec, MathSpec) or any(map(_compares_numbers, parts_of(spec).values()))
 
 
 def _against_base(base_scores: RowScores, valid_P: Sequence[Group]) -> dict[str, float | None]:
@@ -313,8 +312,8 @@ def _mean(values: Iterable[float]) -> float | None:
 def _per_grader(
     spec: GraderSpec, splits: Sequence[tuple[str, Sequence[Group]]], fields: Any
 ) -> list[dict[str, Any]]:
-    """One entry a grader: the sub-graders of a multi, or the only one."""
-    parts = spec.graders.items() if isinstance(spec, MultiSpec) else [(None, spec)]
+    """One entry a grader: those of a multi or a select, or the only one."""
+    parts = parts_of(spec).items() or [(None, spec)]
     rows = []
     for key, part in parts:
         row: dict[str, Any] = {"name": part.name, "type": part.type}

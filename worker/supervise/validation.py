@@ -22,17 +22,17 @@ from core.storage.datasets import MAX_TRAINING_ROWS, MAX_VALIDATION_ROWS, Exampl
 from core.storage.store import BlobStore
 from core.telemetry import logs, tracing
 from graders.backends import Backends
-from graders.build import environments_of, missing_fields
+from graders.build import environments_of, for_row, missing_fields
 from graders.environments.catalog import EnvironmentNotBuilt
 from graders.run import grade_all
 from graders.spec import (
     GraderSpec,
     InvalidGrader,
     MathSpec,
-    MultiSpec,
     StringCheckSpec,
     TextSimilaritySpec,
     parse_grader,
+    parts_of,
 )
 from graders.template import Path, Reference, RenderError, Template
 from graders.types import Grader, Item, Sample
@@ -269,7 +269,7 @@ def _replies(spec: GraderSpec, item: Item, schema: Mapping[str, Any] | None) -> 
 
 def _placed(spec: GraderSpec, item: Item) -> Iterator[tuple[Path, str]]:
     """Return the paths of a JSON answer that the grader compares with values of the row, and these values."""
-    for part in spec.graders.values() if isinstance(spec, MultiSpec) else [spec]:
+    for part in _graders_of(spec, item):
         if isinstance(part, StringCheckSpec | TextSimilaritySpec | MathSpec):
             read, reference = Template.parse(part.input).parts, Template.parse(part.reference)
             match read:
@@ -280,9 +280,14 @@ def _placed(spec: GraderSpec, item: Item) -> Iterator[tuple[Path, str]]:
 
 def reference_answers(spec: GraderSpec, item: Item) -> list[str]:
     """Return the grader's reference for this row; if its spec has none, a field whose name suggests it."""
-    parts = spec.graders.values() if isinstance(spec, MultiSpec) else [spec]
-    references = [getattr(part, "reference", None) for part in parts]
+    references = [getattr(part, "reference", None) for part in _graders_of(spec, item)]
     templates = [Template.parse(text) for text in references if isinstance(text, str)]
     named = [template.render(Sample.from_text(""), item) for template in templates if template.item_paths]
     guessed = [item[key] for key in _ANSWER_FIELDS if isinstance(item.get(key), str)]
     return list(dict.fromkeys(named or guessed[:1]))
+
+
+def _graders_of(spec: GraderSpec, item: Item) -> list[GraderSpec]:
+    """Return the graders of this row: that which a select chooses, and those of a multi."""
+    chosen = for_row(spec, item)
+    return [] if chosen is None else [*(parts_of(chosen).values() or [chosen])]
