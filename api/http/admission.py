@@ -25,7 +25,7 @@ ARRIVING_BODIES, PARSED_BODIES = 64, 8
 ARRIVING_BODIES_PER_PROJECT = 8
 # Of the 40 threads of the default pool, leaving the others to ordinary endpoints. A name server that does not answer
 # holds a check of an address for as long as the resolver waits.
-CHECKS, ADDRESS_CHECKS = 12, 8
+CHECKS, ADDRESS_CHECKS, SEARCHES = 12, 8, 8
 
 T = TypeVar("T")
 
@@ -175,10 +175,12 @@ class Admission:
         self.streams = ConcurrencyLimit("streams", places=STREAMS, per_project=settings.streams_per_project)
         # Rejected instead of queued: each takes minutes.
         self.previews = ConcurrencyLimit("previews", places=PREVIEWS, per_project=2)
-        # Requests that read whole files first: estimates, and the start of a preview.
+        # Requests that read whole files first: estimates, the start of a preview, and jobs with a validation_split.
         self.file_reads = ConcurrencyLimit(
-            "estimates and previews", places=FILE_READS, per_project=2, waiting=16
+            "estimates, previews and validation splits", places=FILE_READS, per_project=2, waiting=16
         )
+        # Lists of rollouts and of their prompts, which may read all samples of a job.
+        self.searches = ConcurrencyLimit("searches of rollouts", places=SEARCHES, per_project=4, waiting=64)
         # Checks of schemas and patterns (api/http/schema_checks.py).
         self.checks = ConcurrencyLimit(
             "checks of schemas and patterns", places=CHECKS, per_project=4, waiting=16

@@ -2,7 +2,7 @@
 
 import json
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from itertools import islice
 from typing import Annotated, Any, BinaryIO, Literal, cast
 
@@ -93,6 +93,15 @@ def _is_there(blobs: BlobStore, page: RolloutPage) -> bool:
         return False
 
 
+async def _place(project: CurrentProject, service: ServiceDep) -> AsyncIterator[None]:
+    """Hold a place among the searches until the response is made."""
+    place = await service.admission.searches.enter(project.id)
+    try:
+        yield
+    finally:
+        place.leave()
+
+
 Pages = Annotated[Sequence[RolloutPage], Depends(_pages)]
 Filters = Annotated[Wanted, Depends(_wanted)]
 
@@ -141,7 +150,7 @@ class RolloutListing(Listing[Annotated[dict[str, Any], SchemaOf(RolloutOut)]]):
     stored: int
 
 
-@router.get("/{job_id}/rollouts")
+@router.get("/{job_id}/rollouts", dependencies=[Depends(_place)])
 def list_rollouts(
     job_id: str,
     service: ServiceDep,
@@ -235,7 +244,7 @@ class PromptListing(Listing[PromptOut]):
     stored: Annotated[int, Field(description="The number of samples behind this list.")]
 
 
-@router.get("/{job_id}/rollouts/prompts")
+@router.get("/{job_id}/rollouts/prompts", dependencies=[Depends(_place)])
 def list_prompts(
     job_id: str,
     project: CurrentProject,

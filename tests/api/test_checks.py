@@ -178,6 +178,24 @@ def test_a_project_that_has_all_its_checks_of_addresses_is_refused_alone(
     assert others.post("/v1/webhook_endpoints", json=HOOK).status_code == 200
 
 
+@pytest.mark.parametrize("path", ["rollouts", "rollouts/prompts"])
+def test_a_project_that_has_all_its_searches_is_refused_alone(
+    house: House, api: TestClient, path: str
+) -> None:
+    searches = house.app.state.service.admission.searches
+    searches.waiting = 0
+    places = [house.portal.call(searches.enter, house.project.id) for _ in range(searches.per_project)]
+
+    refused = api.get(f"/v1/regraft/jobs/ftjob-1/{path}")
+    allowed = house.client(house.other_key).get(f"/v1/regraft/jobs/ftjob-1/{path}")
+    for place in places:
+        house.portal.call(place.leave)
+
+    assert is_refused(refused)
+    assert (allowed.status_code, searches.taken) == (404, 0)
+    assert api.get(f"/v1/regraft/jobs/ftjob-1/{path}").status_code == 404
+
+
 def test_a_project_that_reads_as_many_files_as_it_may_downloads_no_archive(
     full: None, house: House, api: TestClient
 ) -> None:
