@@ -3,7 +3,8 @@
 `... EVENT member PARENT`: worker.members.launcher, whose rank it is.
 
 drain: the launcher gets SIGTERM in the first step of an attempt. SIGKILL, SIGSTOP: rank 1 gets it in the second step.
-none: nothing happens.
+shard: as drain, and both ranks share one copy of the base model, as GPUs do on which it does not fit whole; each that
+does leaves a file in the data folder. none: nothing happens.
 """
 
 import os
@@ -17,6 +18,7 @@ from worker import child
 from worker.learn.distributed import SumGradients
 from worker.learn.world import World
 from worker.members import launcher
+from worker.model import sharding, sizing
 
 
 class Eventful(World):
@@ -26,7 +28,7 @@ class Eventful(World):
         super().give(orders_R)
         if isinstance(orders_R[0], SumGradients):
             self.sums += 1
-            if os.environ["EVENT"] == "drain" and self.sums == 1:
+            if os.environ["EVENT"] in ("drain", "shard") and self.sums == 1:
                 os.kill(os.getppid(), signal.SIGTERM)
 
     def receive(self) -> Any:
@@ -38,11 +40,25 @@ class Eventful(World):
         return order
 
 
+def share_the_base() -> None:
+    """Sharding is planned for GPUs only, whose memory is not enough for the whole base model."""
+    shard = sharding.shard
+
+    def noted(*args: Any, **how: Any) -> None:
+        shard(*args, **how)
+        Path(os.environ["REGRAFT_DATA_DIR"], f"sharded-{os.getpid()}").touch()
+
+    sharding.shard = noted
+    sizing.degrees_of = lambda machine, gpus: (gpus,)
+
+
 def be_member(parent: int) -> None:
     child.be_member(parent, Eventful)
 
 
 def be_rank(parent: int, progress: Path, stopping: Any, claims: Any) -> None:
+    if os.environ["EVENT"] == "shard":
+        share_the_base()
     child.be_rank(parent, progress, stopping, claims, Eventful)
 
 

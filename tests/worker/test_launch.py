@@ -20,9 +20,11 @@ from core.database.tables import File, Job
 from core.jobs import lifecycle
 from core.settings import Settings
 from tests.servers import reserve_port
+from tests.tiny import make_tiny_model
 from tests.worker.conftest import Bench
 from worker.learn.world import forget_launcher
 from worker.members.member import Member
+from worker.rollout.samplers.vllm import installed
 from worker.supervise.supervisor import Supervisor
 
 pytestmark = [
@@ -128,6 +130,22 @@ def test_a_lost_rank_ends_the_attempt_as_a_crash(
         "rank 1 was killed by SIGKILL|another rank of this run|no progress", " ".join(bench.events())
     )
     assert [step["step"] for step in bench.steps()] == [0, 1]
+    wait_for_processes(tmp_path)
+
+
+@pytest.mark.skipif(not installed(), reason="no vLLM")
+def test_a_job_whose_base_model_is_shared_by_its_ranks_is_sampled_by_vllm_and_resumes(
+    queued: Callable[..., Supervisor], bench: Bench, tmp_path: Path
+) -> None:
+    """The whole way, on gloo. The gate compares what vLLM sampled with the log-probabilities of the sharded trainer."""
+    queued("shard", model=make_tiny_model(tmp_path / "model", head_dim=32), sampler="vllm").run_waiting()
+
+    job = bench.job()
+    assert (job.status, job.failures) == ("succeeded", 0), bench.events()
+    assert [step["step"] for step in bench.steps()] == [0, 1, 2]
+    assert all(step["trained_tokens"] > 0 for step in bench.steps()[1:])
+    assert all(step["logprob_gap_max"] < 1e-3 for step in bench.steps()[1:])
+    assert len(list(tmp_path.glob("sharded-*"))) == 2 * 2, "each rank of each of two attempts"
     wait_for_processes(tmp_path)
 
 

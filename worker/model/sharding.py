@@ -117,7 +117,9 @@ def shard(policy: Policy, stand_in: Policy, mesh: DeviceMesh, *, seed: int) -> N
     outside = set(policy.outside_of_layers)
     for layer in policy.layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True, ignored_params=adapter)
-    fully_shard(policy.text_decoder, mesh=mesh, reshard_after_forward=False, ignored_params=adapter | outside)
+    # The last norm is sharded again after each forward too: a state dict shards it on the one rank that saves a
+    # checkpoint, and that rank alone would gather it in the next step.
+    fully_shard(policy.text_decoder, mesh=mesh, reshard_after_forward=True, ignored_params=adapter | outside)
 
     def placed(tensor: Tensor) -> Tensor:
         return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
