@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
@@ -16,6 +17,11 @@ from tests.e2e.conftest import Server, start_server, tiny_model
 __all__ = ["tiny_model"]
 
 expect.set_options(timeout=60_000)  # on a busy machine
+
+Accessible = Callable[[Page], None]
+
+HOSTILE = '<script>document.title = "taken"</script><img src=x onerror=alert(1)> it\'s \u202egnikool'
+QUESTIONS = ["say yes", "say it", "tell me now", "is it a cat"]
 
 ROOT = Path(__file__).parents[2]
 CONSOLE = ROOT / "console"
@@ -129,3 +135,75 @@ def accessible() -> Callable[[Page], None]:
 def rows(texts: list[str]) -> bytes:
     lines = [{"messages": [{"role": "user", "content": text}], "answer": "yes"} for text in texts]
     return "".join(json.dumps(line) + "\n" for line in lines).encode()
+
+
+def readable_on_a_telephone(page: Page) -> None:
+    before = page.viewport_size
+    assert before is not None
+    page.set_viewport_size({"width": 360, "height": 740})
+    wider: Any = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+    assert wider <= 0, page.url
+    page.set_viewport_size(before)
+
+
+def copied(page: Page, kind: str) -> str:
+    page.get_by_role("button", name=kind, exact=True).click()
+    expect(page.get_by_text(f"Copied as {kind}.")).to_be_visible()
+    text: str = page.evaluate("navigator.clipboard.readText()")
+    return text
+
+
+GRADER: Any = {
+    "type": "multi",
+    "name": "m",
+    "graders": {
+        "says": {
+            "type": "string_check",
+            "name": "says",
+            "input": "{{sample.output_text}}",
+            "reference": "{{item.answer}}",
+            "operation": "ilike",
+        },
+        "close": {
+            "type": "text_similarity",
+            "name": "close",
+            "input": "{{sample.output_text}}",
+            "reference": "{{item.answer}}",
+            "evaluation_metric": "fuzzy_match",
+        },
+    },
+    "calculate_output": "0.5*says+0.5*close",
+}
+
+
+def create(client: openai.OpenAI, *, epochs: int, suffix: str, texts: list[str] = QUESTIONS) -> str:
+    files = [
+        client.files.create(file=(f"{name}.jsonl", rows(some)), purpose="fine-tune").id
+        for name, some in (("train", texts), ("valid", ["tell me", "is it green"]))
+    ]
+    advanced = {"group_size": 4, "max_completion_tokens": 3, "lora_rank": 4, "eval_temperature": 1.0}
+    asked = {"batch_size": 2, "n_epochs": epochs, "eval_interval": 1, "advanced": advanced}
+    method: Any = {"type": "reinforcement", "reinforcement": {"grader": GRADER, "hyperparameters": asked}}
+    job = client.fine_tuning.jobs.create(
+        model="tiny", training_file=files[0], validation_file=files[1], suffix=suffix, seed=1, method=method
+    )
+    return job.id
+
+
+@pytest.fixture(scope="module")
+def finished(server: Server) -> str:
+    """A job that has ended, one of whose questions is hostile."""
+    client = server.client()
+    job = create(client, epochs=2, suffix="finished", texts=[*QUESTIONS, HOSTILE])
+    follow = client.get(
+        f"/regraft/jobs/{job}/stream", cast_to=object, stream=True, stream_cls=openai.Stream[object]
+    )
+    for _ in follow:
+        pass
+    assert client.fine_tuning.jobs.retrieve(job).status == "succeeded"
+    return job
+
+
+def project_of(client: openai.OpenAI) -> str:
+    session: Any = client.get("/regraft/session", cast_to=object)
+    return str(session["project_id"])

@@ -7,74 +7,27 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 from playwright.sync_api import BrowserContext, Page, expect
 from regraft import Regraft
 
 from core.settings import Settings
-from tests.console.conftest import Watched, log_in, rows
+from tests.console.conftest import (
+    Accessible,
+    Watched,
+    copied,
+    create,
+    log_in,
+    project_of,
+    readable_on_a_telephone,
+)
 from tests.e2e.conftest import Server
 from tests.present import untyped
 
 pytestmark = pytest.mark.slow
-
-Accessible = Callable[[Page], None]
-HOSTILE = '<script>document.title = "taken"</script><img src=x onerror=alert(1)> it\'s \u202egnikool'
-QUESTIONS = ["say yes", "say it", "tell me now", "is it a cat"]
-GRADER: Any = {
-    "type": "multi",
-    "name": "m",
-    "graders": {
-        "says": {
-            "type": "string_check",
-            "name": "says",
-            "input": "{{sample.output_text}}",
-            "reference": "{{item.answer}}",
-            "operation": "ilike",
-        },
-        "close": {
-            "type": "text_similarity",
-            "name": "close",
-            "input": "{{sample.output_text}}",
-            "reference": "{{item.answer}}",
-            "evaluation_metric": "fuzzy_match",
-        },
-    },
-    "calculate_output": "0.5*says+0.5*close",
-}
-
-
-def create(client: openai.OpenAI, *, epochs: int, suffix: str, texts: list[str] = QUESTIONS) -> str:
-    files = [
-        client.files.create(file=(f"{name}.jsonl", rows(some)), purpose="fine-tune").id
-        for name, some in (("train", texts), ("valid", ["tell me", "is it green"]))
-    ]
-    advanced = {"group_size": 4, "max_completion_tokens": 3, "lora_rank": 4, "eval_temperature": 1.0}
-    asked = {"batch_size": 2, "n_epochs": epochs, "eval_interval": 1, "advanced": advanced}
-    method: Any = {"type": "reinforcement", "reinforcement": {"grader": GRADER, "hyperparameters": asked}}
-    job = client.fine_tuning.jobs.create(
-        model="tiny", training_file=files[0], validation_file=files[1], suffix=suffix, seed=1, method=method
-    )
-    return job.id
-
-
-@pytest.fixture(scope="module")
-def finished(server: Server) -> str:
-    """A job that has ended, one of whose questions is hostile."""
-    client = server.client()
-    job = create(client, epochs=2, suffix="finished", texts=[*QUESTIONS, HOSTILE])
-    follow = client.get(
-        f"/regraft/jobs/{job}/stream", cast_to=object, stream=True, stream_cls=openai.Stream[object]
-    )
-    for _ in follow:
-        pass
-    assert client.fine_tuning.jobs.retrieve(job).status == "succeeded"
-    return job
 
 
 def test_the_printed_address_logs_in_once(
@@ -133,15 +86,6 @@ def test_every_page_is_accessible_in_both_themes(
     accessible(page)
     readable_on_a_telephone(page)
     assert page.evaluate("document.documentElement.dataset.theme") == theme
-
-
-def readable_on_a_telephone(page: Page) -> None:
-    before = page.viewport_size
-    assert before is not None
-    page.set_viewport_size({"width": 360, "height": 740})
-    wider: Any = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
-    assert wider <= 0, page.url
-    page.set_viewport_size(before)
 
 
 def test_a_running_job_is_watched_paused_and_resumed(logged_in: Page, server: Server) -> None:
@@ -337,13 +281,6 @@ def test_what_is_copied_fetches_what_the_page_shows(
     assert sorted(one["id"] for one in json.loads(by_command.stdout)) == sorted(expected)
 
 
-def copied(page: Page, kind: str) -> str:
-    page.get_by_role("button", name=kind, exact=True).click()
-    expect(page.get_by_text(f"Copied as {kind}.")).to_be_visible()
-    text: str = page.evaluate("navigator.clipboard.readText()")
-    return text
-
-
 def test_hostile_texts_are_shown_as_text(logged_in: Page, finished: str) -> None:
     open_rollouts(logged_in, finished, "step=all&split=train&q=onerror")
 
@@ -367,11 +304,6 @@ def test_a_revoked_key_logs_out(page: Page, server: Server, watched: tuple[Brows
 
     expect(page.get_by_label("API key")).to_be_visible()
     expect(page.get_by_role("status")).to_contain_text("was revoked")
-
-
-def project_of(client: openai.OpenAI) -> str:
-    session: Any = client.get("/regraft/session", cast_to=object)
-    return str(session["project_id"])
 
 
 def test_the_first_load_is_small() -> None:

@@ -4,6 +4,8 @@ export class ApiError extends Error {
   constructor(
     readonly status: number,
     message: string,
+    /** The field of the request that the server refuses, such as `method.reinforcement.grader.input`. */
+    readonly param: string | null = null,
   ) {
     super(message);
   }
@@ -16,27 +18,34 @@ export function onLoggedOut(act: () => void): void {
   whenLoggedOut = act;
 }
 
-async function request<T>(method: string, path: string, body?: unknown): Promise<T> {
+async function send(method: string, path: string, body?: unknown, signal?: AbortSignal): Promise<Response> {
+  const isForm = body instanceof FormData; // the browser adds the content type of a form, with its boundary
   let answer: Response;
   try {
     answer = await fetch(`/v1${path}`, {
       method,
-      headers: { "x-regraft-console": "1", ...(body === undefined ? {} : { "content-type": "application/json" }) },
-      body: body === undefined ? undefined : JSON.stringify(body),
+      signal,
+      headers: { "x-regraft-console": "1", ...(body === undefined || isForm ? {} : { "content-type": "application/json" }) },
+      body: body === undefined ? undefined : isForm ? body : JSON.stringify(body),
     });
-  } catch {
+  } catch (cause) {
+    if (signal?.aborted) throw cause;
     throw new ApiError(0, "The server does not answer. It may be restarting; this page tries again.");
   }
-  if (answer.status === 204) return undefined as T;
-  const content: unknown = await answer.json().catch(() => null);
-  if (answer.ok) return content as T;
-  const message = (content as { error?: { message?: string } } | null)?.error?.message ?? answer.statusText;
+  if (answer.ok) return answer;
+  const content = (await answer.json().catch(() => null)) as { error?: { message?: string; param?: string | null } } | null;
   if (answer.status === 401 && path !== "/regraft/session") whenLoggedOut();
-  throw new ApiError(answer.status, message);
+  throw new ApiError(answer.status, content?.error?.message ?? answer.statusText, content?.error?.param ?? null);
+}
+
+async function request<T>(method: string, path: string, body?: unknown, signal?: AbortSignal): Promise<T> {
+  const answer = await send(method, path, body, signal);
+  return (answer.status === 204 ? undefined : await answer.json().catch(() => null)) as T;
 }
 
 export const get = <T>(path: string): Promise<T> => request("GET", path);
-export const post = <T>(path: string, body?: unknown): Promise<T> => request("POST", path, body ?? {});
+export const post = <T>(path: string, body?: unknown, signal?: AbortSignal): Promise<T> =>
+  request("POST", path, body ?? {}, signal);
 export const remove = <T>(path: string): Promise<T> => request("DELETE", path);
 
 /** All pages of a list, up to `most` entries. */
@@ -50,4 +59,39 @@ export async function all<T extends { id: string }>(path: string, most = 2000): 
     after = page.data[page.data.length - 1]!.id;
   }
   return found;
+}
+
+/** Upload a file of a dataset. */
+export function upload<T>(file: File): Promise<T> {
+  const form = new FormData();
+  form.append("purpose", "fine-tune");
+  form.append("file", file);
+  return request("POST", "/files", form);
+}
+
+/** The first lines of a file: at most `count`, and at most `bytes` of text. The rest is not downloaded. */
+export async function firstLines(id: string, count: number, bytes = 4 << 20): Promise<{ lines: string[]; isAll: boolean }> {
+  const stop = new AbortController();
+  const answer = await send("GET", `/files/${id}/content`, undefined, stop.signal);
+  const reader = answer.body!.pipeThrough(new TextDecoderStream()).getReader();
+  let text = "";
+  let breaks = 0;
+  let isAll = false;
+  while (breaks < count && text.length < bytes) {
+    const { done, value } = await reader.read();
+    if (done) {
+      isAll = true;
+      break;
+    }
+    breaks += value.split("\n").length - 1;
+    text += value;
+  }
+  if (!isAll) {
+    await reader.cancel().catch(() => {});
+    stop.abort();
+  }
+  const lines = text.split("\n");
+  if (lines[lines.length - 1] === "") lines.pop();
+  else if (!isAll) lines.pop(); // cut off
+  return { lines: lines.slice(0, count), isAll: isAll && lines.length <= count };
 }

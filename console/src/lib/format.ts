@@ -27,3 +27,22 @@ export function contentOf(content: unknown): string {
   if (!Array.isArray(content)) return content === null || content === undefined ? "" : JSON.stringify(content);
   return content.map((part) => (typeof part?.text === "string" ? part.text : `[${part?.type ?? "part"}]`)).join("\n");
 }
+
+export function bytes(size: number): string {
+  if (size < 1000) return `${size} B`;
+  if (size < 1e6) return `${(size / 1e3).toFixed(1)} kB`;
+  return size < 1e9 ? `${(size / 1e6).toFixed(1)} MB` : `${(size / 1e9).toFixed(2)} GB`;
+}
+
+/** A value as a Python literal. */
+export function python(value: unknown, indent = ""): string {
+  const inner = `${indent}    `;
+  if (value === null || value === undefined) return "None";
+  if (typeof value === "boolean") return value ? "True" : "False";
+  if (Array.isArray(value)) return value.length ? `[\n${value.map((one) => `${inner}${python(one, inner)},\n`).join("")}${indent}]` : "[]";
+  if (typeof value === "object") {
+    const entries = Object.entries(value);
+    return entries.length ? `{\n${entries.map(([name, one]) => `${inner}${JSON.stringify(name)}: ${python(one, inner)},\n`).join("")}${indent}}` : "{}";
+  }
+  return JSON.stringify(value);
+}

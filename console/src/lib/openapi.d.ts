@@ -3,6 +3,54 @@ export type paths = Record<string, never>;
 export type webhooks = Record<string, never>;
 export interface components {
     schemas: {
+        /**
+         * BaseModelOut
+         * @description A base model of the registry. The fields after `sampler` are null until a worker has tried the model.
+         */
+        BaseModelOut: {
+            /** Id */
+            id: string;
+            /**
+             * Object
+             * @default regraft.model
+             * @constant
+             */
+            object: "regraft.model";
+            /** Aliases */
+            aliases: string[];
+            /** Context */
+            context: number;
+            /** Dtype */
+            dtype: string;
+            /** Gpu Class */
+            gpu_class: string;
+            /** Sampler */
+            sampler: ("transformers" | "vllm") | null;
+            /** Forward */
+            forward?: string | null;
+            /** Decode */
+            decode?: string | null;
+            /** Largest Difference */
+            largest_difference?: number | null;
+            /** Adapted Modules */
+            adapted_modules?: number | null;
+            /** Adapted Share */
+            adapted_share?: number | null;
+            /** Adapted By Kind */
+            adapted_by_kind?: {
+                [key: string]: components["schemas"]["KindOut"];
+            } | null;
+            /** Reasons */
+            reasons?: boolean | null;
+            /** Checked At */
+            checked_at?: number | null;
+            /** Versions */
+            versions?: {
+                [key: string]: string;
+            } | null;
+            /** Outdated */
+            outdated?: boolean | null;
+        };
         /** ByGrader */
         ByGrader: {
             /**
@@ -38,6 +86,41 @@ export interface components {
             /** Adapter */
             adapter: string | null;
         };
+        /** EstimateOut */
+        EstimateOut: {
+            /** Model */
+            model: string;
+            /** Gpu Class */
+            gpu_class: string;
+            /** Training Rows */
+            training_rows: number;
+            /** Validation Rows */
+            validation_rows: number;
+            /** N Epochs */
+            n_epochs: number;
+            /** Batch Size */
+            batch_size: number;
+            /** Group Size */
+            group_size: number;
+            /** Max Completion Tokens */
+            max_completion_tokens: number;
+            /** Total Steps */
+            total_steps: number;
+            /** Estimate */
+            estimate: {
+                [key: string]: unknown;
+            } | null;
+            /** Reason */
+            reason: string | null;
+            /** Warnings */
+            warnings: string[];
+            /**
+             * Object
+             * @default regraft.estimate
+             * @constant
+             */
+            object: "regraft.estimate";
+        };
         /** EventOut */
         EventOut: {
             /** Id */
@@ -60,6 +143,35 @@ export interface components {
             data: components["schemas"]["StepMetrics"] | {
                 [key: string]: unknown;
             };
+        };
+        /** FileOut */
+        FileOut: {
+            /** Id */
+            id: string;
+            /**
+             * Object
+             * @default file
+             * @constant
+             */
+            object: "file";
+            /** Bytes */
+            bytes: number;
+            /** Created At */
+            created_at: number;
+            /** Expires At */
+            expires_at: number | null;
+            /** Filename */
+            filename: string;
+            /** Purpose */
+            purpose: string;
+            /**
+             * Status
+             * @default processed
+             * @constant
+             */
+            status: "processed";
+            /** Status Details */
+            status_details?: null;
         };
         /**
          * JobOut
@@ -158,6 +270,57 @@ export interface components {
                 [key: string]: unknown;
             } | null;
             verdict: components["schemas"]["VerdictOut"] | null;
+        };
+        /**
+         * JobValidation
+         * @description The job as it would be created.
+         */
+        JobValidation: {
+            /**
+             * Object
+             * @default regraft.job_validation
+             * @constant
+             */
+            object: "regraft.job_validation";
+            /** Model */
+            model: string;
+            /** Method */
+            method: {
+                [key: string]: unknown;
+            };
+            /** Warnings */
+            warnings: string[];
+        };
+        /**
+         * KindOut
+         * @description The adapted layers of one kind.
+         */
+        KindOut: {
+            /** Modules */
+            modules: number;
+            /** Share */
+            share: number;
+        };
+        /** ModelOut */
+        ModelOut: {
+            /** Id */
+            id: string;
+            /**
+             * Object
+             * @default model
+             * @constant
+             */
+            object: "model";
+            /** Created */
+            created: number;
+            /** Owned By */
+            owned_by: string;
+            /** Root */
+            root: string;
+            /** Parent */
+            parent: string | null;
+            /** Shutdown Date */
+            shutdown_date?: null;
         };
         /** PhaseSeconds */
         PhaseSeconds: {

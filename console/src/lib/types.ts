@@ -14,5 +14,24 @@ export type Rollout = RolloutList["data"][number];
 export type PromptList = Schemas["PromptListing"];
 export type Prompt = PromptList["data"][number];
 export type Outcome = Prompt["outcome"];
+export type FileInfo = Schemas["FileOut"];
+export type Model = Schemas["ModelOut"];
+export type BaseModel = Schemas["BaseModelOut"];
+export type Estimate = Schemas["EstimateOut"];
+export type JobValidation = Schemas["JobValidation"];
+
+export type Grader = { type?: unknown; [name: string]: unknown };
+/** The response of graders/run, which has no schema in the OpenAPI document. */
+export type GraderReport = {
+  reward: number;
+  sub_rewards: Record<string, number>;
+  metadata: {
+    errors: Record<string, unknown>;
+    scores: Record<string, number | null>;
+    reason: string;
+    output: string;
+    execution_time: number;
+  };
+};
 
 export type List<T> = { data: T[]; has_more: boolean };

@@ -1,0 +1,246 @@
+"""The form of a new job: its files, its grader's test, what it refuses, and what it creates and copies."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import BrowserContext, Locator, Page, expect
+from regraft import Regraft
+
+from tests.console.conftest import Accessible, Watched, copied, log_in, readable_on_a_telephone, rows
+from tests.e2e.conftest import Server
+
+pytestmark = pytest.mark.slow
+
+QUESTIONS = ["say yes", "say it", "tell me now", "is it a cat"]
+REFUSAL = "400"  # browsers report each response with an error status
+
+
+@pytest.fixture
+def form(logged_in: Page, watched: tuple[BrowserContext, Watched], files: dict[str, str]) -> Page:
+    """The form with two files. Its requests may be refused while a test fills it in."""
+    watched[1].expected.append(REFUSAL)
+    logged_in.get_by_role("link", name="New job").click()
+    logged_in.get_by_label("Training file", exact=True).select_option(files["train"])
+    logged_in.get_by_label("Validation file", exact=True).and_(logged_in.locator("select")).select_option(
+        files["valid"]
+    )
+    return logged_in
+
+
+@pytest.fixture(scope="module")
+def files(server: Server) -> dict[str, str]:
+    client = server.client()
+    texts = {"train": QUESTIONS, "valid": ["tell me", "is it green"]}
+    return {
+        name: client.files.create(file=(f"{name}.jsonl", rows(lines)), purpose="fine-tune").id
+        for name, lines in texts.items()
+    }
+
+
+def with_template(form: Page, name: str = "The answer contains a field, in any case") -> None:
+    # The fields of the rows are in the templates.
+    form.get_by_text("{{item.answer}}").wait_for()
+    form.get_by_label("Start from").select_option(name)
+
+
+def refusal(form: Page, label: str) -> Locator:
+    """What is refused of the field with this label."""
+    return form.locator(".field", has=form.get_by_label(label, exact=True)).get_by_role("alert")
+
+
+def test_the_form_is_accessible_in_both_themes(form: Page, theme: str, accessible: Accessible) -> None:
+    with_template(form)
+    form.get_by_text("The server accepts this job.").wait_for()
+    form.get_by_label("Test of the grader").wait_for()
+    accessible(form)
+    readable_on_a_telephone(form)
+
+    form.get_by_text("Advanced", exact=True).click()
+    form.get_by_label("n epochs").fill("90")
+
+    expect(refusal(form, "n epochs")).to_be_visible()
+    accessible(form)
+    readable_on_a_telephone(form)
+    assert form.evaluate("document.documentElement.dataset.theme") == theme
+
+
+def test_a_job_made_in_the_form_runs(form: Page, server: Server, tmp_path: Path) -> None:
+    uploaded = tmp_path / "uploaded.jsonl"
+    uploaded.write_bytes(rows([*QUESTIONS, "anything"]))
+    form.get_by_label("Upload training file").set_input_files(uploaded)
+    expect(form.get_by_text("All 5 rows.")).to_be_visible()
+    with_template(form)
+    for label, value in {
+        "n epochs": "1",
+        "batch size": "2",
+        "Suffix of the tuned model's name": "from-the-form",
+        "Seed": "3",
+    }.items():
+        form.get_by_label(label).fill(value)
+    form.get_by_text("Advanced", exact=True).click()
+    for label, value in {"group size": "4", "max completion tokens": "3", "rank": "4"}.items():
+        form.get_by_label(label, exact=True).fill(value)
+    expect(form.get_by_text("All rows are valid: 5 for training, 2 for validation.")).to_be_visible()
+    expect(form.get_by_text("3: 5 prompts, 1 epoch, 2 prompts a step, 4 answers a prompt")).to_be_visible()
+
+    form.get_by_role("button", name="Create job").click()
+
+    expect(form.get_by_role("heading", level=1)).to_contain_text("from-the-form on tiny")
+    job_id = form.url.rpartition("/")[2]
+    job: Any = server.client().fine_tuning.jobs.retrieve(job_id).model_dump()
+    assert job["seed"] == 3
+    method = job["method"]["reinforcement"]
+    assert method["hyperparameters"]["n_epochs"] == 1
+    assert method["hyperparameters"]["advanced"]["lora"]["rank"] == 4
+    assert method["grader"]["operation"] == "ilike"
+    expect(form.locator(".badge").first).to_contain_text("succeeded")
+    expect(form.get_by_text("on 2 rows, difference")).to_be_visible()
+
+
+def test_a_refusal_is_beside_its_field(form: Page) -> None:
+    with_template(form)
+    form.get_by_text("The server accepts this job.").wait_for()
+    create = form.get_by_role("button", name="Create job")
+
+    form.get_by_label("batch size").fill("many")
+    expect(refusal(form, "batch size")).to_contain_text("batch_size")
+    expect(create).to_be_disabled()
+    form.get_by_label("batch size").fill("")
+
+    form.get_by_label("Seed").fill("-1")
+    expect(refusal(form, "Seed")).to_contain_text("'seed'")
+    form.get_by_label("Seed").fill("")
+
+    form.get_by_label("Budget, in GPU-seconds").fill("0")
+    expect(refusal(form, "Budget, in GPU-seconds")).to_contain_text("budget")
+    form.get_by_label("Budget, in GPU-seconds").fill("")
+
+    grader = form.get_by_label("Grader, as JSON")
+    grader.fill(grader.input_value().replace("ilike", "sounds like"))
+    expect(refusal(form, "Grader, as JSON")).to_contain_text("operation")
+    grader.fill("{")
+    expect(refusal(form, "Grader, as JSON")).to_contain_text("This is not JSON")
+    with_template(form)
+    grader.fill(grader.input_value().replace("item.answer", "item.reply"))
+    expect(refusal(form, "Training file")).to_contain_text("the grader reads {{item.reply}}")
+    with_template(form)
+
+    form.get_by_label("A share of the training file").check()
+    form.get_by_label("Share of the rows").fill("2")
+    expect(refusal(form, "Share of the rows")).to_contain_text("validation_split")
+    form.get_by_label("Share of the rows").fill("0.25")
+    expect(form.get_by_text("All rows are valid: 3 for training, 1 for validation.")).to_be_visible()
+    expect(create).to_be_enabled()
+
+
+def test_the_grader_is_tested_while_it_is_written(form: Page) -> None:
+    with_template(form, "Python code")
+    form.get_by_label("Another answer").fill("no")
+    results = form.get_by_label("Test of the grader").locator("tbody tr")
+
+    expect(results).to_have_count(2 * len(QUESTIONS))
+    expect(results.nth(0)).to_contain_text("1.00")
+    expect(results.nth(1)).to_contain_text("0.00")
+    form.get_by_label("Grader: its Python source").fill("def grade(sample, item):\n    return item['none']\n")
+    expect(results.nth(0)).to_contain_text("KeyError")
+    expect(results.nth(0)).to_contain_text("none")
+
+
+def test_other_methods_have_their_own_hyperparameters(form: Page) -> None:
+    form.get_by_label("Preference (DPO)").check()
+
+    expect(form.get_by_label("beta", exact=True)).to_have_attribute("placeholder", "auto")
+    expect(form.get_by_label("Grader, as JSON")).to_have_count(0)
+    form.get_by_label("beta", exact=True).fill("-1")
+    expect(refusal(form, "beta")).to_contain_text("beta")
+
+
+def test_the_copied_request_creates_the_job_of_the_form(form: Page, server: Server, tmp_path: Path) -> None:
+    form.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    with_template(form)
+    form.get_by_label("Suffix of the tuned model's name").fill('it\'s "copied"')
+    form.get_by_label("n epochs").fill("2")
+    form.get_by_text("The server accepts this job.").wait_for()
+    environment = os.environ | {
+        "REGRAFT_BASE_URL": server.base_url,
+        "REGRAFT_API_KEY": server.key,
+        "REGRAFT_OUTPUT": "json",
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    }
+
+    def in_shell(script: str) -> str:
+        done = subprocess.run(
+            ["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, check=True, text=True
+        )
+        return done.stdout
+
+    made = [json.loads(in_shell(copied(form, "curl")))["id"]]
+    command = in_shell(copied(form, "CLI"))
+    made.append(next(word for word in command.replace('"', " ").split() if word.startswith("ftjob-")))
+    with Regraft(base_url=server.base_url, api_key=server.key) as regraft:
+        made.append(eval(copied(form, "Python"), {"client": regraft}).id)
+
+    client = server.client()
+    requests: list[Any] = [client.get(f"/regraft/jobs/{job_id}/request", cast_to=object) for job_id in made]
+    for request in requests:
+        del request["seed"]  # random
+    assert requests[0] == requests[1] == requests[2]
+    assert requests[0]["suffix"] == 'it\'s "copied"'
+    assert requests[0]["method"]["reinforcement"]["hyperparameters"]["n_epochs"] == 2
+
+
+def test_a_job_is_cloned_into_the_form(form: Page, server: Server, files: dict[str, str]) -> None:
+    method: Any = {
+        "type": "reinforcement",
+        "reinforcement": {
+            "grader": {
+                "type": "string_check",
+                "name": "g",
+                "input": "{{sample.output_text}}",
+                "reference": "{{item.answer}}",
+                "operation": "eq",
+            },
+            "hyperparameters": {"n_epochs": 7, "advanced": {"loss": {"type": "cispo", "cap": 4.0}}},
+        },
+    }
+    client = server.client()
+    job = client.fine_tuning.jobs.create(
+        model="tiny",
+        training_file=files["train"],
+        validation_file=files["valid"],
+        method=method,
+        seed=11,
+        metadata={"team": "blue"},
+    )
+    form.goto(f"/#/jobs/{job.id}")
+    form.get_by_role("link", name="Clone").click()
+
+    expect(form.get_by_label("n epochs")).to_have_value("7")
+    expect(form.get_by_label("Seed")).to_have_value("11")
+    expect(form.get_by_label("Training file", exact=True)).to_have_value(files["train"])
+    expect(form.get_by_label("batch size")).to_have_value("")
+    expect(form.get_by_text("cloned from: metadata.")).to_be_visible()
+    form.get_by_text("Advanced: 2 set").click()
+    expect(form.get_by_label("cap", exact=True).first).to_have_value("4")
+
+
+def test_a_key_that_only_reads_creates_nothing(
+    page: Page, server: Server, watched: tuple[BrowserContext, Watched]
+) -> None:
+    watched[1].expected.append(REFUSAL)
+    client = server.client()
+    session: Any = client.get("/regraft/session", cast_to=object)
+    path = f"/organization/projects/{session['project_id']}/api_keys"
+    made: Any = client.post(path, cast_to=object, body={"name": "reader", "scope": "read"})
+    log_in(page, made["value"])
+
+    page.get_by_role("link", name="New job").click()
+
+    expect(page.get_by_text("Creating a job needs a key with the scope “write”.")).to_be_visible()
+    expect(page.get_by_role("button", name="Create job")).to_be_disabled()
+    expect(page.get_by_label("Upload training file")).to_have_count(0)

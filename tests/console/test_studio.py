@@ -1,0 +1,163 @@
+"""The grader studio: a grader edited and run on stored answers of a job and on rows of a file."""
+
+import json
+from typing import Any
+
+import pytest
+from playwright.sync_api import BrowserContext, Page, expect
+
+from tests.console.conftest import (
+    GRADER,
+    Accessible,
+    Watched,
+    copied,
+    log_in,
+    project_of,
+    readable_on_a_telephone,
+)
+from tests.e2e.conftest import Server
+from tests.present import untyped
+
+pytestmark = pytest.mark.slow
+
+FAILS_SOMETIMES = """def grade(sample, item):
+    print("graded", item["answer"])
+    if len(sample["output_text"]) % 2:
+        raise ValueError("odd")
+    return 0.5
+"""
+
+
+@pytest.fixture
+def studio(logged_in: Page, finished: str) -> Page:
+    logged_in.goto(f"/#/graders?job={finished}&n=200")
+    logged_in.get_by_text("The server accepts this grader.").wait_for()
+    return logged_in
+
+
+def run(page: Page) -> None:
+    page.get_by_role("button", name="Run on").click()
+    page.get_by_role("heading", name="Scores", exact=True).wait_for()
+    page.get_by_role("button", name="Run on").wait_for()
+
+
+def fact(page: Page, name: str) -> str:
+    """The value of a line of the comparison."""
+    return page.locator("dt", has_text=name).locator("xpath=following-sibling::dd[1]").inner_text()
+
+
+def stored(server: Server, job_id: str, split: str = "valid") -> list[dict[str, Any]]:
+    path = f"/regraft/jobs/{job_id}/rollouts?split={split}&limit=1000"
+    found: list[dict[str, Any]] = untyped(server.client().get(path, cast_to=object))["data"]
+    return found
+
+
+def test_the_studio_is_accessible_in_both_themes(studio: Page, theme: str, accessible: Accessible) -> None:
+    run(studio)
+
+    accessible(studio)
+    readable_on_a_telephone(studio)
+    assert studio.evaluate("document.documentElement.dataset.theme") == theme
+
+
+def test_the_same_grader_gives_the_stored_scores_again(studio: Page, server: Server, finished: str) -> None:
+    """And the job keeps them."""
+    before = stored(server, finished)
+
+    run(studio)
+
+    assert int(fact(studio, "Same")) == len(before)
+    assert (fact(studio, "Higher"), fact(studio, "Lower")) == ("0", "0")
+    assert stored(server, finished) == before
+
+
+def test_an_edited_grader_shows_what_changes(studio: Page, server: Server, finished: str) -> None:
+    scores = [one["score"] for one in stored(server, finished, "train")]
+    studio.get_by_label("Split").select_option("train")
+    edited = {**GRADER, "calculate_output": "0.5*says+0.5*close+1"}
+    studio.get_by_label("Grader, as JSON").fill(json.dumps(edited))
+    studio.get_by_text("The server accepts this grader.").wait_for()
+    expect(studio.get_by_role("button", name=f"Run on {len(scores)} answers")).to_be_enabled()
+
+    run(studio)
+
+    assert int(fact(studio, "Higher")) == len(scores)
+    mean = sum(scores) / len(scores)
+    assert fact(studio, "Mean") == f"{mean:.3f} → {mean + 1:.3f}"
+    bins = studio.locator("table.bins tbody tr td:last-child")
+    assert sum(map(int, bins.all_inner_texts())) == len(scores)
+    studio.get_by_role("button", name="Load the grader of finished").click()
+    expect(studio.get_by_label("Grader, as JSON")).not_to_have_value(json.dumps(edited))
+
+
+def test_errors_are_counted_and_shown_with_the_output(studio: Page, server: Server, finished: str) -> None:
+    answers = [one["output_text"] for one in stored(server, finished, "train")]
+    odd = sum(len(answer) % 2 for answer in answers)
+    assert odd, "else this tests nothing"
+    studio.get_by_label("Split").select_option("train")
+    studio.get_by_label("Start from").select_option("Python code")
+    studio.get_by_label("Grader: its Python source").fill(FAILS_SOMETIMES)
+    expect(studio.get_by_role("button", name=f"Run on {len(answers)} answers")).to_be_enabled()
+
+    run(studio)
+
+    kinds = studio.locator("section", has=studio.get_by_role("heading", name="Errors")).locator("tr")
+    expect(kinds).to_have_text([f"python_grader_runtime_error {odd}"], use_inner_text=True)
+    assert int(fact(studio, "No longer with a score")) == odd
+    studio.get_by_label("Sort").select_option("lowest")
+    first = studio.get_by_label("Graded answers").locator("tbody tr").first
+    first.locator("summary").click()
+    expect(first.locator("pre")).to_contain_text("graded yes")
+    expect(first.locator("pre")).to_contain_text("ValueError: odd")
+
+
+def test_rows_of_a_file_are_graded_with_one_of_their_fields(studio: Page) -> None:
+    studio.get_by_label("A field of the rows of a file").check()
+    studio.get_by_label("Start from").select_option("The answer equals a field")
+    studio.get_by_text("The server accepts this grader.").wait_for()
+
+    run(studio)
+
+    expect(studio.get_by_text("0 without a score, mean 1.000.")).to_be_visible()
+    assert "on=rows" in studio.url, "deep-linkable"
+
+
+def test_a_refused_grader_does_not_run(studio: Page, watched: tuple[BrowserContext, Watched]) -> None:
+    watched[1].expected.append("400")
+    studio.get_by_label("Grader, as JSON").fill('{"type": "string_check", "name": "x"}')
+
+    expect(studio.get_by_role("alert")).to_contain_text("grader.input")
+    expect(studio.get_by_role("button", name="Run on")).to_be_disabled()
+
+
+def test_a_grader_goes_from_the_studio_into_a_new_job(studio: Page) -> None:
+    studio.get_by_label("Start from").select_option("The answer is similar to a field")
+    text = studio.get_by_label("Grader, as JSON").input_value()
+
+    studio.get_by_role("link", name="Use in a new job").click()
+
+    expect(studio.get_by_role("heading", level=1)).to_have_text("New job")
+    expect(studio.get_by_label("Grader, as JSON")).to_have_value(text)
+
+
+def test_the_copied_run_grades_the_first_answer(studio: Page, server: Server, finished: str) -> None:
+    studio.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    run(studio)
+
+    client = server.client()
+    report: Any = eval(copied(studio, "Python"), {"client": client.fine_tuning.alpha})
+
+    last = stored(server, finished)[-1]
+    assert report.reward == pytest.approx(last["score"])
+
+
+def test_a_key_that_only_reads_runs_no_grader(page: Page, server: Server, finished: str) -> None:
+    client = server.client()
+    path = f"/organization/projects/{project_of(client)}/api_keys"
+    made: Any = client.post(path, cast_to=object, body={"name": "reader", "scope": "read"})
+    log_in(page, made["value"])
+    page.goto(f"/#/graders?job={finished}")
+
+    page.get_by_text("The server accepts this grader.").wait_for()
+    expect(page.get_by_role("button", name="Run on")).to_be_disabled()
+    expect(page.get_by_text("Running a grader needs a key with the scope “write”.")).to_be_visible()
