@@ -86,6 +86,19 @@ export interface components {
             /** Adapter */
             adapter: string | null;
         };
+        /** Deleted */
+        Deleted: {
+            /** Id */
+            id: string;
+            /** Object */
+            object: string;
+            /**
+             * Deleted
+             * @default true
+             * @constant
+             */
+            deleted: true;
+        };
         /** EstimateOut */
         EstimateOut: {
             /** Model */
@@ -291,6 +304,33 @@ export interface components {
             /** Warnings */
             warnings: string[];
         };
+        /** KeyOut */
+        KeyOut: {
+            /** Id */
+            id: string;
+            /**
+             * Object
+             * @default organization.project.api_key
+             * @constant
+             */
+            object: "organization.project.api_key";
+            /** Name */
+            name: string;
+            /** Redacted Value */
+            redacted_value: string;
+            /** Scope */
+            scope: string;
+            /** Owner */
+            owner: string;
+            /** Created At */
+            created_at: number;
+            /** Expires At */
+            expires_at: number | null;
+            /** Revoked At */
+            revoked_at: number | null;
+            /** Last Used At */
+            last_used_at: number | null;
+        };
         /**
          * KindOut
          * @description The adapted layers of one kind.
@@ -300,6 +340,34 @@ export interface components {
             modules: number;
             /** Share */
             share: number;
+        };
+        /**
+         * LimitsOut
+         * @description The effective limits, including the operator's defaults; null: unlimited.
+         */
+        LimitsOut: {
+            /** Running Jobs */
+            running_jobs?: number | null;
+            /** Queued Jobs */
+            queued_jobs?: number | null;
+            /** Running Eval Runs */
+            running_eval_runs?: number | null;
+            /** Queued Eval Runs */
+            queued_eval_runs?: number | null;
+            /** Storage Bytes */
+            storage_bytes?: number | null;
+            /** Gpu Seconds Per 30 Days */
+            gpu_seconds_per_30_days?: number | null;
+            /** Grader Tokens Per 30 Days */
+            grader_tokens_per_30_days?: number | null;
+            /** Requests Per Minute */
+            requests_per_minute?: number | null;
+            /**
+             * Object
+             * @default organization.project.limits
+             * @constant
+             */
+            object: "organization.project.limits";
         };
         /** ModelOut */
         ModelOut: {
@@ -321,6 +389,35 @@ export interface components {
             parent: string | null;
             /** Shutdown Date */
             shutdown_date?: null;
+        };
+        /** NewKeyOut */
+        NewKeyOut: {
+            /** Id */
+            id: string;
+            /**
+             * Object
+             * @default organization.project.api_key
+             * @constant
+             */
+            object: "organization.project.api_key";
+            /** Name */
+            name: string;
+            /** Redacted Value */
+            redacted_value: string;
+            /** Scope */
+            scope: string;
+            /** Owner */
+            owner: string;
+            /** Created At */
+            created_at: number;
+            /** Expires At */
+            expires_at: number | null;
+            /** Revoked At */
+            revoked_at: number | null;
+            /** Last Used At */
+            last_used_at: number | null;
+            /** Value */
+            value: string;
         };
         /** PhaseSeconds */
         PhaseSeconds: {
@@ -1004,6 +1101,32 @@ export interface components {
              *     }
              */
             step: components["schemas"]["PhaseSeconds"];
+        };
+        /**
+         * UsageOut
+         * @description Current usage by the name of the limit.
+         */
+        UsageOut: {
+            /**
+             * Object
+             * @default organization.project.usage
+             * @constant
+             */
+            object: "organization.project.usage";
+            /** Running Jobs */
+            running_jobs: number;
+            /** Queued Jobs */
+            queued_jobs: number;
+            /** Running Eval Runs */
+            running_eval_runs: number;
+            /** Queued Eval Runs */
+            queued_eval_runs: number;
+            /** Storage Bytes */
+            storage_bytes: number;
+            /** Gpu Seconds Per 30 Days */
+            gpu_seconds_per_30_days: number;
+            /** Grader Tokens Per 30 Days */
+            grader_tokens_per_30_days: number;
         };
         /**
          * VerdictOut

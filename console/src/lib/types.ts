@@ -20,6 +20,12 @@ export type BaseModel = Schemas["BaseModelOut"];
 export type Estimate = Schemas["EstimateOut"];
 export type JobValidation = Schemas["JobValidation"];
 
+export type Key = Schemas["KeyOut"];
+export type NewKey = Schemas["NewKeyOut"];
+export type Limits = Schemas["LimitsOut"];
+export type Usage = Schemas["UsageOut"];
+export type Deleted = Schemas["Deleted"];
+
 export type Grader = { type?: unknown; [name: string]: unknown };
 /** The response of graders/run, which has no schema in the OpenAPI document. */
 export type GraderReport = {

@@ -1,0 +1,102 @@
+"""Two jobs side by side."""
+
+from typing import Any
+
+import openai
+import pytest
+from playwright.sync_api import Page, expect
+
+from tests.console.conftest import Accessible, create, readable_on_a_telephone
+from tests.e2e.conftest import Server
+from tests.present import untyped
+
+pytestmark = pytest.mark.slow
+
+NONE = "\N{EN DASH}"
+
+
+@pytest.fixture(scope="module")
+def other(server: Server, finished: str) -> str:
+    """A job that differs from `finished` in its epochs and files."""
+    client = server.client()
+    job = create(client, epochs=3, suffix="other")
+    path = f"/regraft/jobs/{job}/stream"
+    for _ in client.get(path, cast_to=object, stream=True, stream_cls=openai.Stream[object]):
+        pass
+    return job
+
+
+def open_comparison(page: Page, first: str, second: str, more: str = "") -> None:
+    page.goto(f"/#/compare?a={first}&b={second}{more}")
+    page.locator("figure").first.wait_for()
+
+
+def metrics(server: Server, job_id: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = untyped(
+        server.client().get(f"/regraft/jobs/{job_id}/metrics", cast_to=object)
+    )["data"]
+    return found
+
+
+def test_the_comparison_is_accessible_in_both_themes(
+    logged_in: Page, finished: str, other: str, theme: str, accessible: Accessible
+) -> None:
+    open_comparison(logged_in, finished, other)
+
+    accessible(logged_in)
+    readable_on_a_telephone(logged_in)
+    assert logged_in.evaluate("document.documentElement.dataset.theme") == theme
+
+
+def test_two_jobs_picked_in_the_list_are_compared(logged_in: Page, finished: str, other: str) -> None:
+    logged_in.get_by_label("Compare finished").check()
+    logged_in.get_by_label("Compare other").check()
+    logged_in.get_by_role("link", name="Compare the two").click()
+
+    results = logged_in.get_by_role("region", name="Results")
+    expect(results).to_contain_text("finished")
+    expect(results).to_contain_text("other")
+    differences = logged_in.get_by_role("region", name="Differences of the requests")
+    epochs = differences.locator("tr", has_text="n_epochs")
+    expect(epochs.locator("td")).to_have_text(["hyperparameters.n_epochs", "2", "3"])
+    assert f"a={finished}" in logged_in.url, "deep-linkable"
+
+
+def test_the_curves_have_the_values_of_both_jobs(
+    logged_in: Page, server: Server, finished: str, other: str
+) -> None:
+    open_comparison(logged_in, finished, other)
+    chart = logged_in.locator("figure", has_text="Reward of the validation")
+    chart.locator("summary").click()
+
+    rows = chart.locator("details tbody tr")
+    both = [metrics(server, job) for job in (finished, other)]
+    steps = sorted({step["step"] for some in both for step in some})
+    expect(rows).to_have_count(len(steps))
+    for step, row in zip(steps, rows.all(), strict=True):
+        shown = [cell.inner_text() for cell in row.locator("td").all()]
+        values = [
+            next((one.get("full_valid_mean_reward") for one in some if one["step"] == step), None)
+            for some in both
+        ]
+        assert shown == [str(step), *(NONE if value is None else f"{value:.3f}" for value in values)]
+
+
+def test_the_axis_may_be_tokens(logged_in: Page, server: Server, finished: str, other: str) -> None:
+    open_comparison(logged_in, finished, other)
+    logged_in.get_by_label("Axis").select_option("tokens")
+    chart = logged_in.locator("figure", has_text="Reward of training")
+    chart.locator("summary").click()
+
+    last = int(chart.locator("details tbody tr td:first-child").last.inner_text())
+    sums = [
+        sum(step.get("sampled_tokens") or 0 for step in metrics(server, job)) for job in (finished, other)
+    ]
+    assert last == max(sums)
+    assert "x=tokens" in logged_in.url
+
+
+def test_a_job_compared_with_itself_differs_in_nothing(logged_in: Page, finished: str) -> None:
+    open_comparison(logged_in, finished, finished)
+
+    expect(logged_in.get_by_text("Nothing.", exact=True)).to_be_visible()

@@ -1,0 +1,197 @@
+"""The pages of files, models, usage and keys."""
+
+import io
+import re
+import tarfile
+from typing import Any
+
+import pytest
+from playwright.sync_api import BrowserContext, Page, expect
+
+from tests.console.conftest import (
+    Accessible,
+    Watched,
+    copied,
+    log_in,
+    project_of,
+    readable_on_a_telephone,
+    rows,
+)
+from tests.e2e.conftest import Server
+from tests.present import untyped
+
+pytestmark = pytest.mark.slow
+
+HOSTILE = "<img src=x onerror=alert(1)>.jsonl"
+
+
+def open_page(page: Page, name: str) -> None:
+    page.get_by_role("navigation").get_by_role("link", name=name, exact=True).click()
+    page.get_by_role("heading", level=1, name=name, exact=True).wait_for()
+
+
+@pytest.mark.parametrize("name", ["Files", "Models", "Usage", "Keys"])
+def test_the_lists_are_accessible_in_both_themes(
+    logged_in: Page, finished: str, name: str, theme: str, accessible: Accessible
+) -> None:
+    open_page(logged_in, name)
+    logged_in.locator("tbody tr").first.wait_for()
+
+    accessible(logged_in)
+    readable_on_a_telephone(logged_in)
+    assert logged_in.evaluate("document.documentElement.dataset.theme") == theme
+
+
+def test_the_pages_of_a_file_and_a_model_are_accessible_in_both_themes(
+    logged_in: Page, server: Server, finished: str, theme: str, accessible: Accessible
+) -> None:
+    job = server.client().fine_tuning.jobs.retrieve(finished)
+    for place, region in (
+        (f"files/{job.training_file}", "First rows"),
+        (f"models/{job.fine_tuned_model}", "Checkpoints"),
+    ):
+        logged_in.goto(f"/#/{place}")
+        logged_in.get_by_role("region", name=region).wait_for()
+        accessible(logged_in)
+        readable_on_a_telephone(logged_in)
+    assert logged_in.evaluate("document.documentElement.dataset.theme") == theme
+
+
+def test_a_file_is_uploaded_shown_and_deleted(logged_in: Page, server: Server) -> None:
+    open_page(logged_in, "Files")
+    content = rows(["first", "second", "third"])
+    logged_in.get_by_label("Upload a dataset").set_input_files(
+        {"name": HOSTILE, "mimeType": "application/jsonl", "buffer": content}
+    )
+    expect(logged_in.get_by_role("status").first).to_contain_text("Uploaded")
+    logged_in.get_by_role("link", name=HOSTILE).click()
+
+    expect(logged_in.get_by_role("heading", level=1)).to_have_text(HOSTILE)
+    expect(logged_in.locator("dt:text-is('Rows') + dd")).to_have_text("3")
+    expect(logged_in.get_by_role("region", name="First rows").locator("tbody tr")).to_have_count(3)
+    with logged_in.expect_download() as download:
+        logged_in.get_by_role("link", name="Download").click()
+    assert download.value.path().read_bytes() == content
+    file_id = logged_in.url.rpartition("/")[2]
+    logged_in.on("dialog", lambda dialog: dialog.accept())
+    logged_in.get_by_role("button", name="Delete").click()
+    expect(logged_in.get_by_role("heading", level=1)).to_have_text("Files")
+    assert file_id not in [file.id for file in server.client().files.list()]
+
+
+def test_a_line_that_is_not_json_is_named(logged_in: Page, server: Server) -> None:
+    made = server.client().files.create(file=("bad.jsonl", b'{"messages": []}\nno\n'), purpose="fine-tune")
+
+    logged_in.goto(f"/#/files/{made.id}")
+
+    expect(logged_in.get_by_role("alert")).to_contain_text("Line 2: not JSON")
+
+
+def test_a_file_goes_into_a_new_job(logged_in: Page, server: Server, finished: str) -> None:
+    job = server.client().fine_tuning.jobs.retrieve(finished)
+    logged_in.goto(f"/#/files/{job.training_file}")
+    expect(logged_in.get_by_role("link", name="finished")).to_be_visible()
+
+    logged_in.get_by_role("link", name="Use in a new job").click()
+
+    expect(logged_in.get_by_label("Training file", exact=True)).to_have_value(job.training_file)
+
+
+def test_a_tuned_model_shows_its_job_and_its_archives(logged_in: Page, server: Server, finished: str) -> None:
+    job = server.client().fine_tuning.jobs.retrieve(finished)
+    assert job.fine_tuned_model is not None
+    open_page(logged_in, "Models")
+    logged_in.get_by_role("link", name=job.fine_tuned_model, exact=True).click()
+
+    expect(logged_in.get_by_role("link", name="finished", exact=True)).to_be_visible()
+    expect(logged_in.get_by_text("Its job:")).to_be_visible()
+    checkpoints = server.client().fine_tuning.jobs.checkpoints.list(finished).data
+    table = logged_in.get_by_role("region", name="Checkpoints")
+    expect(table.locator("tbody tr")).to_have_count(len(checkpoints))
+    with logged_in.expect_download() as download:
+        table.get_by_role("link", name="Download").first.click()
+    with tarfile.open(fileobj=io.BytesIO(download.value.path().read_bytes())) as archive:
+        assert any(name.endswith("adapter_config.json") for name in archive.getnames())
+    logged_in.get_by_role("link", name="Train it further").click()
+    expect(logged_in.get_by_label("Model", exact=True)).to_have_value(job.fine_tuned_model)
+
+
+def test_the_copied_call_of_a_model_answers(logged_in: Page, server: Server) -> None:
+    logged_in.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    logged_in.goto("/#/models/tiny")
+
+    answer: Any = eval(copied(logged_in, "Python"), {"client": server.client()})
+
+    assert answer.choices[0].message.role == "assistant"
+
+
+def test_usage_sums_the_jobs(logged_in: Page, server: Server, finished: str) -> None:
+    jobs = untyped(server.client().get("/fine_tuning/jobs?limit=100", cast_to=object))["data"]
+    sampled = sum((job["usage_metrics"] or {}).get("sampled_tokens", 0) for job in jobs)
+    open_page(logged_in, "Usage")
+    table = logged_in.get_by_role("region", name="Usage of jobs")
+
+    expect(table.locator("tbody tr")).to_have_count(len(jobs))
+    expect(table.locator("tfoot td").nth(2)).to_have_text(f"{sampled:,}")
+    expect(logged_in.get_by_role("region", name="Limits")).to_contain_text("6,000")
+    logged_in.get_by_label(re.compile("^By")).select_option("model")
+    expect(table.locator("tbody tr")).to_have_count(1)
+    expect(table.locator("tbody td").nth(1)).to_have_text(str(len(jobs)))
+
+
+def test_a_key_is_created_rotated_and_revoked(logged_in: Page, server: Server) -> None:
+    open_page(logged_in, "Keys")
+    logged_in.get_by_label("Name", exact=True).fill("for a test")
+    logged_in.get_by_label("Scope").select_option("read")
+    logged_in.get_by_label("Expires after days").fill("7")
+    logged_in.get_by_role("button", name="Create key").click()
+    value = logged_in.locator(".value")
+    first = value.inner_text()
+    assert server.client(api_key=first).models.list().data
+    row = logged_in.get_by_role("region", name="Keys of the project").locator("tr", has_text="for a test")
+    expect(row).to_contain_text("read")
+    logged_in.on("dialog", lambda dialog: dialog.accept())
+
+    row.get_by_role("button", name="Rotate").click()
+    expect(value).not_to_have_text(first)
+    second = value.inner_text()
+    assert server.client(api_key=second).models.list().data
+    logged_in.get_by_role("button", name="Done").click()
+    expect(value).to_have_count(0)
+    row.get_by_role("button", name="Revoke").last.click()
+
+    expect(row.get_by_role("button")).to_have_count(0)
+    for key in (first, second):
+        with pytest.raises(Exception, match="revoked"):
+            server.client(api_key=key).models.list()
+
+
+def test_a_key_that_only_reads_manages_nothing(page: Page, server: Server, finished: str) -> None:
+    client = server.client()
+    path = f"/organization/projects/{project_of(client)}/api_keys"
+    made: Any = client.post(path, cast_to=object, body={"name": "reader", "scope": "read"})
+    log_in(page, made["value"])
+
+    open_page(page, "Files")
+    page.locator("tbody tr").first.wait_for()
+    expect(page.get_by_role("button", name="Delete")).to_have_count(0)
+    open_page(page, "Keys")
+    expect(page.get_by_text("needs a key with the scope “admin”")).to_be_visible()
+    open_page(page, "Usage")
+    expect(page.get_by_text("need a key with the scope “admin”")).to_be_visible()
+    page.get_by_role("region", name="Usage of jobs").wait_for()
+
+
+def test_a_refused_deletion_is_shown(
+    logged_in: Page, server: Server, watched: tuple[BrowserContext, Watched]
+) -> None:
+    watched[1].expected.append("404")
+    made = server.client().files.create(file=("gone.jsonl", rows(["x"])), purpose="fine-tune")
+    logged_in.goto(f"/#/files/{made.id}")
+    logged_in.get_by_role("region", name="First rows").wait_for()
+    server.client().files.delete(made.id)
+    logged_in.on("dialog", lambda dialog: dialog.accept())
+
+    logged_in.get_by_role("button", name="Delete").click()
+
+    expect(logged_in.get_by_role("alert")).to_contain_text(made.id)
