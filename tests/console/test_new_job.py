@@ -151,6 +151,21 @@ def test_the_grader_is_tested_while_it_is_written(form: Page) -> None:
     expect(results.nth(0)).to_contain_text("none")
 
 
+def test_a_preview_samples_the_model(form: Page) -> None:
+    with_template(form)
+    form.get_by_text("Advanced", exact=True).click()
+    form.get_by_label("max completion tokens", exact=True).fill("3")
+    form.get_by_text("All rows are valid").wait_for()
+
+    form.get_by_role("button", name="Sample 6 rows, 4 answers each").click()
+
+    expect(form.get_by_role("region", name="Preview").locator("tbody tr")).to_have_count(len(QUESTIONS))
+    expect(form.locator("dt:text-is('Passed') + dd")).to_contain_text("of 16")
+    expect(form.get_by_text("the preview's answers")).to_be_visible()
+    form.get_by_label("Seed").fill("5")
+    expect(form.get_by_role("region", name="Preview")).to_have_count(0)  # it was of another request
+
+
 def test_other_methods_have_their_own_hyperparameters(form: Page) -> None:
     form.get_by_label("Preference (DPO)").check()
 

@@ -187,6 +187,19 @@ export interface components {
             status_details?: null;
         };
         /**
+         * Grading
+         * @description Statistics of the grader. Seconds are of one grade among concurrent ones, as in a job.
+         */
+        Grading: {
+            /** Failed */
+            failed: number;
+            /** Reasons */
+            reasons: string[];
+            seconds: components["schemas"]["Spread"];
+            /** Tokens */
+            tokens: number;
+        };
+        /**
          * JobOut
          * @description Every key of OpenAI's job is always present, with null for no value.
          */
@@ -452,6 +465,86 @@ export interface components {
              */
             full_iteration: number;
         };
+        /**
+         * PreviewOut
+         * @description The job's size and estimate as in /v1/regraft/estimate, with the measured answer lengths, and the results of the
+         *     preview. core/results/preview.py documents each number.
+         */
+        PreviewOut: {
+            /** Model */
+            model: string;
+            /** Gpu Class */
+            gpu_class: string;
+            /** Training Rows */
+            training_rows: number;
+            /** Validation Rows */
+            validation_rows: number;
+            /** N Epochs */
+            n_epochs: number;
+            /** Batch Size */
+            batch_size: number;
+            /** Group Size */
+            group_size: number;
+            /** Max Completion Tokens */
+            max_completion_tokens: number;
+            /** Total Steps */
+            total_steps: number;
+            /** Estimate */
+            estimate: {
+                [key: string]: unknown;
+            } | null;
+            /** Reason */
+            reason: string | null;
+            /** Warnings */
+            warnings: string[];
+            /**
+             * Object
+             * @default regraft.preview
+             * @constant
+             */
+            object: "regraft.preview";
+            /** Prompts */
+            prompts: components["schemas"]["ShownPrompt"][];
+            /** Answers */
+            answers: number;
+            /** Passed */
+            passed: number;
+            /** Pass Threshold */
+            pass_threshold: number;
+            /** Pass Rate */
+            pass_rate: {
+                [key: string]: number;
+            } | null;
+            /** Mean Reward */
+            mean_reward: number | null;
+            /** Signal */
+            signal: components["schemas"]["Signal"][];
+            prompt_tokens: components["schemas"]["Spread"];
+            completion_tokens: components["schemas"]["Spread"];
+            /** Cut Off */
+            cut_off: number;
+            /** Cut Thoughts */
+            cut_thoughts: number;
+            grading: components["schemas"]["Grading"];
+            sampling: components["schemas"]["PreviewSampling"];
+            /**
+             * Verdict
+             * @enum {string}
+             */
+            verdict: "good" | "little_signal" | "too_hard" | "too_easy" | "uneven" | "cut_off" | "grader_fails" | "does_not_fit";
+            /** Recommendation */
+            recommendation: string;
+        };
+        /**
+         * PreviewSampling
+         * @description Throughput of the inference server, without loading the model.
+         */
+        PreviewSampling: {
+            /** Seconds */
+            seconds: number;
+            /** Tokens Per Second */
+            tokens_per_second: number;
+        };
         /** PromptListing */
         PromptListing: {
             /**
@@ -677,6 +770,48 @@ export interface components {
             project_name: string;
             /** Expires At */
             expires_at: number | null;
+        };
+        /**
+         * ShownPrompt
+         * @description A row in the report: the rewards (null: not graded), and the first answer, cut at 500 characters.
+         */
+        ShownPrompt: {
+            /** Line */
+            line: number;
+            /** Tokens */
+            tokens: number;
+            /** Rewards */
+            rewards: (number | null)[];
+            /** Answer */
+            answer: string;
+        };
+        /**
+         * Signal
+         * @description The share of groups of one size whose rewards would not all be equal.
+         *
+         *     `at_least`: the group size exceeds the number of samples, so the share is that of the largest possible groups.
+         */
+        Signal: {
+            /** Group Size */
+            group_size: number;
+            /** Share */
+            share: {
+                [key: string]: number;
+            };
+            /** At Least */
+            at_least: boolean;
+        };
+        /**
+         * Spread
+         * @description A distribution, such as of tokens or seconds.
+         */
+        Spread: {
+            /** Mean */
+            mean: number;
+            /** P90 */
+            p90: number;
+            /** Max */
+            max: number;
         };
         /**
          * StepMetrics

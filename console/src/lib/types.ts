@@ -18,6 +18,7 @@ export type FileInfo = Schemas["FileOut"];
 export type Model = Schemas["ModelOut"];
 export type BaseModel = Schemas["BaseModelOut"];
 export type Estimate = Schemas["EstimateOut"];
+export type Preview = Schemas["PreviewOut"];
 export type JobValidation = Schemas["JobValidation"];
 
 export type Key = Schemas["KeyOut"];
