@@ -1,8 +1,12 @@
 """The pages of files, models, usage and keys."""
 
 import io
+import os
 import re
+import subprocess
+import sys
 import tarfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -77,6 +81,24 @@ def test_a_file_is_uploaded_shown_and_deleted(logged_in: Page, server: Server) -
     logged_in.get_by_role("button", name="Delete").click()
     expect(logged_in.get_by_role("heading", level=1)).to_have_text("Files")
     assert file_id not in [file.id for file in server.client().files.list()]
+
+
+def test_a_hostile_name_is_one_word_of_the_copied_command(
+    logged_in: Page, server: Server, tmp_path: Path
+) -> None:
+    logged_in.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    name = "$(touch taken) `touch taken` it's.jsonl"
+    made = server.client().files.create(file=(name, rows(["x"])), purpose="fine-tune")
+    logged_in.goto(f"/#/files/{made.id}")
+    environment = os.environ | {
+        "REGRAFT_BASE_URL": server.base_url,
+        "REGRAFT_API_KEY": server.key,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    }
+
+    subprocess.run(["bash", "-c", copied(logged_in, "CLI")], cwd=tmp_path, env=environment, check=True)
+
+    assert [file.name for file in tmp_path.iterdir()] == [name]
 
 
 def test_a_line_that_is_not_json_is_named(logged_in: Page, server: Server) -> None:

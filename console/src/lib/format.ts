@@ -46,3 +46,8 @@ export function python(value: unknown, indent = ""): string {
   }
   return JSON.stringify(value);
 }
+
+/** A text as one word of a shell command. */
+export function shellWord(text: string): string {
+  return /^[\w@%+=:,./-]+$/.test(text) ? text : `'${text.replaceAll("'", "'\\''")}'`;
+}
