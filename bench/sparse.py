@@ -138,9 +138,7 @@ def trl(seed: int) -> list[float]:
     means: list[float] = []
 
     def reward(completions: list[list[dict[str, str]]], color: list[str], **kwargs: Any) -> list[float]:
-        scores = [
-            score(one[0]["content"], wanted) for one, wanted in zip(completions, color, strict=True)
-        ]
+        scores = [score(one[0]["content"], wanted) for one, wanted in zip(completions, color, strict=True)]
         means.append(statistics.fmean(scores))
         return scores
 
