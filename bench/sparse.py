@@ -1,8 +1,8 @@
 """GRPO on a sparse task, ours beside TRL's GRPOTrainer: a reward of 0 or 1 that few answers get at first, many seeds.
 
 A tiny random Llama is to write the color that the prompt names. Both sides have the same model, prompts, LoRA, loss
-(dapo, rewards divided by the std of the batch), learning rate and number of steps; a seed decides the adapter and what is
-sampled. At first one answer in twenty is right, so most groups have no signal.
+(dapo, rewards divided by the std of the batch), learning rate and number of steps; a seed decides the adapter and the
+samples. At first one answer in twenty is right, so most groups have no signal.
 """
 
 import argparse
