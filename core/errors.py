@@ -16,6 +16,7 @@ ServiceError                    500 server_error
 │   ├── PermissionNotFound
 │   ├── UploadNotFound
 │   ├── EvalNotFound            an eval, a run or an output item
+│   ├── PipelineNotFound
 │   ├── WebhookEndpointNotFound
 │   ├── OrganizationNotFound
 │   ├── ProjectNotFound
@@ -188,6 +189,11 @@ class EvalNotFound(NotFound):
     def __init__(self, what: str, its_id: str, *, param: str | None = None) -> None:
         """`what` is the kind (eval, run, output_item), which also names the parameter."""
         super().__init__(f"No such {what.replace('_', ' ')}: {its_id}", param=param or f"{what}_id")
+
+
+class PipelineNotFound(NotFound):
+    def __init__(self, pipeline_id: str) -> None:
+        super().__init__(f"No such pipeline: {pipeline_id}", param="pipeline_id")
 
 
 class WebhookEndpointNotFound(NotFound):

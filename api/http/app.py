@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import cache
 
+import anyio
 from anyio import CapacityLimiter
 from fastapi import APIRouter, FastAPI
 from starlette.routing import BaseRoute
@@ -20,6 +21,7 @@ from api.http.rate_limits import LocalRates, Rates
 from api.http.request_metrics import Measured
 from api.http.shapes import Error
 from api.http.shutdown import Shutdown
+from api.pipelines.driver import PipelineDriver
 from api.resources import (
     archive,
     attempts,
@@ -40,6 +42,7 @@ from api.resources import (
     models,
     organization,
     permissions,
+    pipelines,
     preview,
     responses,
     rollouts,
@@ -78,7 +81,10 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        yield
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(PipelineDriver(app.state.service).run)
+            yield
+            tasks.cancel_scope.cancel()
         await app.state.upstream.close()
         app.state.service.graders.close()
 
@@ -158,6 +164,7 @@ def all_routes() -> list[BaseRoute]:
         eval_runs,
         eval_compare,
         eval_import,
+        pipelines,
         webhooks,
         organization,
         sessions,

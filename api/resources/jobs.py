@@ -445,6 +445,17 @@ def render(session: Session, service: Service, *some: Job) -> list[JobOut]:
     return [JobOut.of(job, price, places.get(job.id)) for job in some]
 
 
+@dataclass(frozen=True)
+class Accepted:
+    """The validated parts of a job request, without its files."""
+
+    base_model: str  # aliases are resolved
+    parent: Parent | None  # the tuned model that the job trains further
+    model: BaseModelEntry
+    budget: dict[str, Any] | None
+    integrations: list[dict[str, Any]]
+
+
 @router.post("", response_model=JobOut, responses=refusals(404))
 async def create_job(
     body: JobCreate, project: CurrentProject, service: ServiceDep, once: Once
@@ -482,36 +493,53 @@ def _created(
     accepted = accept(body, service, project)
 
     def create(work: Work) -> JobOut:
-        find = partial(files.get_dataset, work.session, project.id)
-        training = find(body.training_file, param="training_file")
-        validation = find(body.validation_file, param="validation_file") if body.validation_file else None
-        source = training
-        if parts is not None:
-            split = validation_split.added(work, service, project, parts)
-            training, validation = split.training, split.validation
-        job = lifecycle.create(
-            work,
-            project=project,
-            model=accepted.base_model,
-            training_file=training,
-            validation_file=validation,
-            suffix=body.suffix,
-            seed=secrets.randbelow(2**31) if body.seed is None else body.seed,
-            metadata=body.metadata,
-            method=body.method.type,
-            body=integrations.pin(body.method_body(), accepted.integrations),
-            parent=None if accepted.parent is None else accepted.parent.to_row(),
-            gpu_class=accepted.model.gpu_class or service.settings.gpu_class,
-            budget=accepted.budget,
-            warnings=body.warnings,
-        )
-        if parts is not None:
-            events.append(work.session, job.id, f"Divided {source.id} into these files by validation_split")
-        limits = tenants.limits(project, service.settings.default_limits)
-        tenants.refuse_job_beyond(work.session, project.id, limits)
-        return render(work.session, service, job)[0]
+        return render(work.session, service, added(work, body, accepted, project, service, parts))[0]
 
     return once(create)
+
+
+def added(
+    work: Work,
+    body: JobCreate,
+    accepted: Accepted,
+    project: Project,
+    service: Service,
+    parts: validation_split.SplitFiles | None = None,
+) -> Job:
+    """Create the job in a transaction. The body passed `refuse_unusable`, and `accept` made the rest of it.
+
+    Raises:
+        InvalidRequest: there is no such file, or none of training data.
+        QuotaExceeded: the project may queue no further job.
+    """
+    find = partial(files.get_dataset, work.session, project.id)
+    training = find(body.training_file, param="training_file")
+    validation = find(body.validation_file, param="validation_file") if body.validation_file else None
+    source = training
+    if parts is not None:
+        split = validation_split.added(work, service, project, parts)
+        training, validation = split.training, split.validation
+    job = lifecycle.create(
+        work,
+        project=project,
+        model=accepted.base_model,
+        training_file=training,
+        validation_file=validation,
+        suffix=body.suffix,
+        seed=secrets.randbelow(2**31) if body.seed is None else body.seed,
+        metadata=body.metadata,
+        method=body.method.type,
+        body=integrations.pin(body.method_body(), accepted.integrations),
+        parent=None if accepted.parent is None else accepted.parent.to_row(),
+        gpu_class=accepted.model.gpu_class or service.settings.gpu_class,
+        budget=accepted.budget,
+        warnings=body.warnings,
+    )
+    if parts is not None:
+        events.append(work.session, job.id, f"Divided {source.id} into these files by validation_split")
+    limits = tenants.limits(project, service.settings.default_limits)
+    tenants.refuse_job_beyond(work.session, project.id, limits)
+    return job
 
 
 @router.get("")
@@ -626,17 +654,6 @@ async def refuse_unusable(body: JobCreate, service: Service, project: Project) -
     await refuse(asked.grader, service, project, GRADER_PARAM)
     where = "method.reinforcement.response_format"
     await refuse_unusable_schema(asked.response_format, where, service, project)
-
-
-@dataclass(frozen=True)
-class Accepted:
-    """The validated parts of a job request, without its files."""
-
-    base_model: str  # aliases are resolved
-    parent: Parent | None  # the tuned model that the job trains further
-    model: BaseModelEntry
-    budget: dict[str, Any] | None
-    integrations: list[dict[str, Any]]
 
 
 def accept(body: JobCreate, service: Service, project: Project) -> Accepted:

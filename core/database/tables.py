@@ -399,6 +399,27 @@ class EvalJournal(Table):
     data: Mapped[dict[str, Any]]
 
 
+class Pipeline(Table):
+    """Named stages, each a job or a file made from others (core/pipelines/lifecycle.py, the only writer)."""
+
+    __tablename__ = "pipelines"
+    __table_args__ = (Index(None, "project_id", "seq"), Index(None, "status", "held_until"))
+    seq: Mapped[int] = mapped_column(Seq, primary_key=True, autoincrement=True)
+    id: Mapped[str] = mapped_column(String(64), unique=True, default=lambda: new_id("ftpipe-"))
+    project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"))
+    created_at: Mapped[int] = mapped_column(BigInteger, default=now)
+    name: Mapped[str | None] = mapped_column(String(256), default=None)
+    metadata_: Mapped[dict[str, Any] | None] = mapped_column("metadata", default=None)
+    actor: Mapped[str] = mapped_column(String(64))  # who created it, and on whose behalf its stages start
+    cloned_from: Mapped[str | None] = mapped_column(String(64), default=None)
+    stages: Mapped[list[Any]]  # core/pipelines/lifecycle.py, Stage
+    status: Mapped[str] = mapped_column(String(16), default="running")
+    finished_at: Mapped[int | None] = mapped_column(BigInteger, default=None)
+    # The process that advances it holds it until this time; `epoch` is the fencing token, as of a job.
+    epoch: Mapped[int] = mapped_column(Integer, default=0)
+    held_until: Mapped[float] = mapped_column(Double, default=0.0)
+
+
 class Checkpoint(Table):
     """A complete manifest in the blob store; the row is written after it."""
 

@@ -17,6 +17,7 @@ from regraft.resources.checkpoints import AsyncCheckpoints, Checkpoints
 from regraft.resources.evals import AsyncEvals, Evals
 from regraft.resources.graders import AsyncGraders, Graders
 from regraft.resources.jobs import AsyncJobs, Jobs
+from regraft.resources.pipelines import AsyncPipelines, Pipelines
 from regraft.resources.rollouts import AsyncRollouts, Rollouts
 from regraft.types import Estimate, Preview
 
@@ -42,7 +43,7 @@ class Datasets:
 
 class Regraft(openai.OpenAI):
     """OpenAI's client for a regraft server, with all of its resources and `jobs`, `rollouts`, `checkpoints`, `graders`,
-    `evals`, `datasets`, `estimate` and `preview`.
+    `evals`, `pipelines`, `datasets`, `estimate` and `preview`.
 
     Server and key are the arguments, else REGRAFT_BASE_URL and REGRAFT_API_KEY, else the login saved by `regraft
     login`.
@@ -79,6 +80,10 @@ class Regraft(openai.OpenAI):
     @cached_property
     def evals(self) -> Evals:
         return Evals(self)
+
+    @cached_property
+    def pipelines(self) -> Pipelines:
+        return Pipelines(self)
 
     @cached_property
     def datasets(self) -> Datasets:
@@ -156,6 +161,10 @@ class AsyncRegraft(openai.AsyncOpenAI):
     @cached_property
     def evals(self) -> AsyncEvals:
         return AsyncEvals(self)
+
+    @cached_property
+    def pipelines(self) -> AsyncPipelines:
+        return AsyncPipelines(self)
 
     @cached_property
     def datasets(self) -> Datasets:

@@ -51,6 +51,10 @@ def read_job(source: Source, changes: Sequence[str] = ()) -> JobRequest:
     else:
         path = Path(source)
         fields, folder, name = read_table(path), path.parent, str(path)
+    return _job_of(fields, folder, name, changes)
+
+
+def _job_of(fields: dict[str, Any], folder: Path, name: str, changes: Sequence[str] = ()) -> JobRequest:
     # A top-level grader marks the short form; any other file is the API's body, which the server validates.
     is_short = "grader" in fields or any(re.match(r"\s*grader\b", change) for change in changes)
     body = _with_method(fields, name) if is_short else fields
@@ -67,6 +71,69 @@ def read_job(source: Source, changes: Sequence[str] = ()) -> JobRequest:
             uploads[field] = _existing(folder / value, f"{name}: {field}")
             del body[field]
     return JobRequest(body, uploads)
+
+
+@dataclass(frozen=True)
+class PipelineRequest:
+    """The body of POST /regraft/pipelines, in which `uploads` are the local files, by their place."""
+
+    body: dict[str, Any]
+    uploads: dict[tuple[str | int, ...], Path]
+
+    def with_ids(self, ids: Mapping[tuple[str | int, ...], str]) -> dict[str, Any]:
+        body = deepcopy(self.body)
+        for (*way, last), file_id in ids.items():
+            place: Any = body
+            for key in way:
+                place = place[key]
+            place[last] = file_id
+        return body
+
+
+def read_pipeline(source: Source) -> PipelineRequest:
+    """Read a pipeline: a table with `stages`, whose jobs have the form of job files. Paths are relative to the file.
+
+    Raises:
+        InvalidRequestFile: the file is not a pipeline. The server validates its values.
+    """
+    if isinstance(source, Mapping):
+        fields, folder, name = deepcopy(dict(source)), Path(), "the request"
+    else:
+        path = Path(source)
+        fields, folder, name = read_table(path), path.parent, str(path)
+    stages = fields.get("stages")
+    if not isinstance(stages, list) or not all(isinstance(stage, dict) for stage in stages):
+        raise InvalidRequestFile(f"{name}: 'stages' must be a list of tables")
+    uploads: dict[tuple[str | int, ...], Path] = {}
+    for number, stage in enumerate(stages):
+        where = f"{name}: stages[{number}]"
+        if isinstance(stage.get("job"), dict):
+            job = _job_of(stage["job"], folder, where)
+            stage["job"] = job.body
+            uploads |= {("stages", number, "job", field): path for field, path in job.uploads.items()}
+        for kind in ("sample", "select"):
+            if isinstance(stage.get(kind), dict):
+                _note_file(uploads, ("stages", number, kind), stage[kind], folder, where)
+        mix = stage.get("mix")
+        for index, one in enumerate(mix.get("files", ()) if isinstance(mix, dict) else ()):
+            if isinstance(one, dict):
+                _note_file(uploads, ("stages", number, "mix", "files", index), one, folder, where)
+        sample = stage.get("sample")
+        if isinstance(sample, dict) and isinstance(sample.get("grader"), str):
+            sample["grader"] = read_grader(folder / sample["grader"])
+    return PipelineRequest(fields, uploads)
+
+
+def _note_file(
+    uploads: dict[tuple[str | int, ...], Path],
+    way: tuple[str | int, ...],
+    table: dict[str, Any],
+    folder: Path,
+    where: str,
+) -> None:
+    value = table.get("file")
+    if isinstance(value, str) and not _is_id(value):
+        uploads[*way, "file"] = _existing(folder / value, where)
 
 
 def read_grader(source: Source) -> dict[str, Any]:
@@ -149,6 +216,9 @@ def _with_method(fields: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _is_id(value: str) -> bool:
+    """Whether it is the id of a file, or a reference to the result of a pipeline's stage."""
+    if value.strip().startswith("{{"):
+        return True
     return value.startswith("file-") and "." not in value and "/" not in value
 
 

@@ -271,3 +271,40 @@ class EvalComparison(BaseModel):
     unpaired: int
     passed: EvalDifference
     criteria: dict[str, EvalDifference]
+
+
+class StageError(BaseModel):
+    code: str
+    message: str
+
+
+class PipelineStage(BaseModel):
+    """A stage of a pipeline. Its result is `model` or `file`, once it has succeeded."""
+
+    name: str
+    kind: Literal["job", "sample", "select", "mix"]
+    status: Literal["waiting", "running", "succeeded", "failed", "cancelled"]
+    needs: list[str]
+    job_id: str | None = None
+    job_status: str | None = None
+    eval_id: str | None = None
+    run_id: str | None = None
+    progress: dict[str, int] | None = None  # of a sample stage: finished, total
+    model: str | None = None
+    file: str | None = None
+    rows: int | None = None
+    error: StageError | None = None
+    note: str | None = None  # why the stage cannot start yet
+
+
+class Pipeline(BaseModel):
+    """Named stages, each a job or a file made from the results of others."""
+
+    id: str
+    created_at: int
+    finished_at: int | None = None
+    name: str | None = None
+    status: Literal["running", "paused", "succeeded", "failed", "cancelled"]
+    metadata: dict[str, str] | None = None
+    cloned_from: str | None = None
+    stages: list[PipelineStage]

@@ -32,6 +32,10 @@ BODIES = {
 }
 
 
+def mixture(file_id: str) -> dict[str, Any]:
+    return {"name": "m", "mix": {"files": [{"file": file_id}]}}
+
+
 @pytest.fixture
 def rows(house: House, api: TestClient, create_job: Callable[..., dict[str, Any]]) -> dict[str, str]:
     """One row of everything that has an id, by the name the id has in a path."""
@@ -75,6 +79,9 @@ def rows(house: House, api: TestClient, create_job: Callable[..., dict[str, Any]
         "key_id": house.key_id(),
         "webhook_endpoint_id": api.post("/v1/webhook_endpoints", json=ENDPOINT).json()["id"],
         "upload_id": api.post("/v1/uploads", json=UPLOAD).json()["id"],
+        "pipeline_id": api.post(
+            "/v1/regraft/pipelines", json={"stages": [mixture(job["training_file"])]}
+        ).json()["id"],
         "checkpoint_id": "ftckpt_1",
     }
 

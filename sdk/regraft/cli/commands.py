@@ -21,6 +21,17 @@ from regraft import config
 from regraft._rules.datasets import InvalidDataset
 from regraft.cli.evals import evals_compare, evals_export, evals_gate, evals_import, evals_run
 from regraft.cli.output import duration, plain, print_json, print_json_line, say, shortened, table, when
+from regraft.cli.pipelines import (
+    pipelines_cancel,
+    pipelines_clone,
+    pipelines_create,
+    pipelines_list,
+    pipelines_pause,
+    pipelines_resume,
+    pipelines_retry,
+    pipelines_show,
+    pipelines_wait,
+)
 from regraft.client import Regraft
 from regraft.config import NotConfigured
 from regraft.datasets import method_of
@@ -861,5 +872,14 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
         evals_compare,
         evals_gate,
         evals_import,
+        pipelines_create,
+        pipelines_list,
+        pipelines_show,
+        pipelines_wait,
+        pipelines_pause,
+        pipelines_resume,
+        pipelines_cancel,
+        pipelines_retry,
+        pipelines_clone,
     )
 }

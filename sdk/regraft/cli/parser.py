@@ -64,7 +64,7 @@ def build() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=Version)
     _output(parser, default="text")
     top = Commands(parser)
-    for add in (_account, _data, _graders, _jobs, _results, _evals, _models, _others):
+    for add in (_account, _data, _graders, _jobs, _results, _evals, _pipelines, _models, _others):
         add(top)
     return parser
 
@@ -325,6 +325,44 @@ def _evals(top: Commands) -> None:
     )
     imported = evals.add("import", "create the evals of an export, with their runs", "evals_import")
     imported.add_argument("folder", type=Path, metavar="DIR")
+
+
+def _pipelines(top: Commands) -> None:
+    pipelines = top.group("pipelines", "run stages of jobs and files, each on the results of others")
+    create = pipelines.add(
+        "create",
+        "create a pipeline from a file and upload its local files",
+        "pipelines_create",
+        example="regraft pipelines create -f pipeline.toml --wait",
+    )
+    create.add_argument(
+        "-f", "--file", type=Path, required=True, metavar="PIPELINE", help=".toml, .json or .yaml"
+    )
+    create.add_argument("--wait", action="store_true", help="wait until it ends")
+    listing = pipelines.add("list", "list pipelines, newest first", "pipelines_list")
+    listing.add_argument("--limit", type=int, default=20, metavar="N")
+    _id(pipelines.add("show", "show the stages of a pipeline", "pipelines_show"), "pipeline_id")
+    _id(
+        pipelines.add("wait", "wait until a pipeline ends; exit with 1 if it failed", "pipelines_wait"),
+        "pipeline_id",
+    )
+    _id(
+        pipelines.add("pause", "start no further stage, and pause the running jobs", "pipelines_pause"),
+        "pipeline_id",
+    )
+    _id(pipelines.add("resume", "resume a paused pipeline", "pipelines_resume"), "pipeline_id")
+    _id(pipelines.add("cancel", "cancel a pipeline and its running jobs", "pipelines_cancel"), "pipeline_id")
+    _id(pipelines.add("retry", "start failed and cancelled stages again", "pipelines_retry"), "pipeline_id")
+    clone = pipelines.add(
+        "clone",
+        "create a copy of a pipeline",
+        "pipelines_clone",
+        example="regraft pipelines clone ftpipe-... --from sft",
+    )
+    _id(clone, "pipeline_id")
+    clone.add_argument(
+        "--from", dest="first", metavar="STAGE", help="keep the results of the stages before this one"
+    )
 
 
 def _others(top: Commands) -> None:

@@ -1,0 +1,90 @@
+"""The task that advances pipelines. Any number of processes run it; each pipeline is advanced by one at a time."""
+
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import TypeVar
+
+import anyio
+from anyio import to_thread
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from api.http.deps import Service
+from api.pipelines.stages import Advance
+from core.database.engine import db_now
+from core.database.ids import new_id
+from core.database.tables import Pipeline
+from core.jobs.claim import Claim, LeaseLost
+from core.pipelines import lifecycle
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class PipelineDriver:
+    """Advances every running pipeline once per `settings.reconcile_seconds`."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        self.owner = new_id("api-")
+
+    async def run(self) -> None:
+        """Until cancelled. What fails is logged and tried again."""
+        while True:
+            try:
+                while await self.advance_next():
+                    pass
+            except Exception:
+                log.exception("a pipeline could not be advanced; it will be tried again")
+            await anyio.sleep(self.service.settings.reconcile_seconds)
+
+    async def advance_next(self) -> bool:
+        """Advance the pipeline that was looked at longest ago; False: none is due."""
+        claim = await to_thread.run_sync(self._claim)
+        if claim is None:
+            return False
+        try:
+            async with self._held(claim):
+                await Advance(self.service, claim).run()
+        except LeaseLost as lost:
+            log.info("%s", lost)
+        return True
+
+    def _claim(self) -> Claim | None:
+        due = (Pipeline.status == "running") & (Pipeline.held_until <= db_now())
+        with self.service.database.read() as session:  # without a write while there is nothing to do
+            if session.scalar(select(Pipeline.seq).where(due).limit(1)) is None:
+                return None
+        return self._written(lambda session: lifecycle.claim(session, self.owner))
+
+    def _written(self, write: Callable[[Session], T]) -> T:
+        with self.service.database.write() as session:
+            return write(session)
+
+    @asynccontextmanager
+    async def _held(self, claim: Claim) -> AsyncIterator[None]:
+        """Renew the hold while the block runs, then hand the pipeline back until the next round."""
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._renew, claim)
+            failure: BaseException | None = None
+            try:
+                yield
+            except Exception as cause:  # outside of the task group, which would wrap it
+                failure = cause
+            tasks.cancel_scope.cancel()
+        pause = self.service.settings.reconcile_seconds
+        with suppress(Exception):  # the hold ends by itself
+            await to_thread.run_sync(
+                self._written, lambda session: lifecycle.hold(session, claim, seconds=pause)
+            )
+        if failure is not None:
+            raise failure
+
+    async def _renew(self, claim: Claim) -> None:
+        while True:
+            await anyio.sleep(lifecycle.HOLD_SECONDS / 3)
+            try:
+                await to_thread.run_sync(self._written, lambda session: lifecycle.hold(session, claim))
+            except Exception as cause:
+                log.warning("could not renew the hold on %s: %r", claim.job_id, cause)

@@ -1,0 +1,376 @@
+"""What each kind of stage does when it starts, and when what it has started has ended."""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, TypeVar
+
+from anyio import to_thread
+from sqlalchemy import select
+
+from api.http.deps import Service
+from api.resources import eval_checks, jobs, validation_split
+from api.resources.estimates import in_reader
+from api.resources.eval_requests import RunCreate
+from api.resources.jobs import JobCreate
+from api.resources.pipeline_requests import MixStage, SampleStage, SelectStage, most_rows, parsed_job
+from core.database.engine import Work, unit_of_work
+from core.database.ids import new_id
+from core.database.tables import Eval, EvalRun, File, Job, Pipeline, Project
+from core.errors import NotFound, ServiceError
+from core.evals import catalog, items, summary
+from core.evals import lifecycle as eval_runs
+from core.jobs.claim import Claim
+from core.pipelines import graph, lifecycle, rows
+from core.pipelines.lifecycle import Stage
+from core.storage import files
+from core.storage.datasets import LineError, numbered_lines, read_objects
+from core.storage.store import BlobNotFound
+from core.tenancy import tenants
+from core.tenancy.audit import Actor
+from graders.spec import dump
+
+T = TypeVar("T")
+
+
+class StageFailed(Exception):
+    """The stage cannot have a result. The message is for users."""
+
+
+@dataclass
+class Advance:
+    """One look at a pipeline that `claim` holds: follow its running stages, then start those that are ready."""
+
+    service: Service
+    claim: Claim
+
+    async def run(self) -> None:
+        """Raises LeaseLost when a user or another process has changed the pipeline."""
+        pipeline = await to_thread.run_sync(self._read)
+        for stage in pipeline.stages:
+            if stage["status"] == "running":
+                await self._guarded(stage, self._follow)
+        pipeline = await to_thread.run_sync(self._read)
+        known = {stage["name"]: stage for stage in pipeline.stages}
+        for name in lifecycle.ready(pipeline.stages):
+            await self._guarded(known[name], partial(self._start, pipeline))
+        await self._write(lambda work, row: lifecycle.settle(work, row))
+
+    async def _guarded(self, stage: Stage, act: Callable[[Stage], Any]) -> None:
+        """A mistake of the user fails the stage. What passes by itself is noted, and tried again."""
+        try:
+            await act(stage)
+        except ServiceError as cause:
+            if cause.status_code == 429 or cause.status_code >= 500:
+                note = cause.message
+                if stage.get("note") != note:
+                    await self._write(lambda work, row: lifecycle.update_stage(row, stage["name"], note=note))
+                return
+            await self._fail(stage, cause.code, cause.message)
+        except StageFailed as cause:
+            await self._fail(stage, "invalid_stage", str(cause))
+
+    async def _fail(self, stage: Stage, code: str | None, message: str) -> None:
+        await self._write(lambda work, row: lifecycle.failed(row, stage["name"], code, message))
+
+    # Reading and writing.
+
+    def _read(self) -> Pipeline:
+        with self.service.database.read() as session:
+            return session.scalars(select(Pipeline).where(Pipeline.id == self.claim.job_id)).one()
+
+    @cached_property
+    def project(self) -> Project:
+        with self.service.database.read() as session:
+            found = session.scalars(select(Pipeline).where(Pipeline.id == self.claim.job_id)).one()
+            return tenants.get_project(session, found.project_id)
+
+    async def _write(self, change: Callable[[Work, Pipeline], T]) -> T:
+        """Change the pipeline in one transaction, if it is still held."""
+        project = await to_thread.run_sync(lambda: self.project)
+
+        def write() -> T:
+            with self.service.database.read() as session:
+                actor = session.scalars(select(Pipeline.actor).where(Pipeline.id == self.claim.job_id)).one()
+            author = Actor(actor, project.organization_id, project.id)
+            with unit_of_work(self.service.database, self.service.send, author) as work:
+                return change(work, lifecycle.fenced(work.session, self.claim))
+
+        return await to_thread.run_sync(write)
+
+    # Starting.
+
+    async def _start(self, pipeline: Pipeline, stage: Stage) -> None:
+        spec = graph.filled(stage["spec"], lifecycle.results(pipeline.stages))
+        match stage["kind"]:
+            case "job":
+                await self._start_job(pipeline, stage, spec)
+            case "sample":
+                await self._start_sampling(pipeline, stage, spec)
+            case _:
+                await self._write(lambda work, row: lifecycle.started(row, stage["name"]))
+                await self._make_file(stage, spec)
+
+    async def _start_job(self, pipeline: Pipeline, stage: Stage, spec: Mapping[str, Any]) -> None:
+        project, service = self.project, self.service
+        body = parsed_job(of_pipeline(spec, pipeline, stage["name"]), stage["name"])
+        await jobs.refuse_unusable(body, service, project)
+        accepted = await to_thread.run_sync(jobs.accept, body, service, project)
+        parts = None if body.validation_split is None else await self._split(body, body.validation_split)
+        kept: list[str] = []
+
+        def create(work: Work, row: Pipeline) -> None:
+            job = jobs.added(work, body, accepted, project, service, parts)
+            kept.extend(filter(None, (job.training_file, job.validation_file)))
+            lifecycle.started(row, stage["name"], job_id=job.id)
+
+        try:
+            await self._write(create)
+        except BaseException:
+            kept.clear()
+            raise
+        finally:
+            if parts is not None:
+                await to_thread.run_sync(validation_split.discard, service, parts, kept)
+
+    async def _split(self, body: JobCreate, share: float) -> validation_split.SplitFiles:
+        made = partial(
+            validation_split.split, self.service, self.project, body.training_file, share, body.method.type
+        )
+        return await in_reader(self.service, self.project, made)
+
+    async def _start_sampling(self, pipeline: Pipeline, stage: Stage, spec: Mapping[str, Any]) -> None:
+        project, service = self.project, self.service
+        asked = SampleStage.model_validate(spec)
+        criteria = [] if asked.grader is None else [asked.grader]
+        name = f"{pipeline.name or pipeline.id}: {stage['name']}"
+
+        def prepared() -> File:
+            content = rows.prompts(self._objects(asked.file), asked.n)
+            return self._stored(f"{pipeline.id}.{stage['name']}.prompts.jsonl", content, purpose="evals")
+
+        file = await in_reader(service, project, partial(self._made, prepared))
+        added = False
+        try:
+            run = RunCreate.model_validate(
+                {
+                    "data_source": {
+                        "type": "completions",
+                        "model": asked.model,
+                        "source": {"type": "file_id", "id": file.id},
+                        "input_messages": {"type": "item_reference", "item_reference": "item.messages"},
+                        "sampling_params": spec.get("sampling_params") or {},
+                    },
+                    "budget": spec.get("budget"),
+                }
+            )
+            await eval_checks.refuse_run(run, {}, criteria, service, project)
+
+            def checked() -> int:
+                eval_checks.refuse_model(run.data_source, service, project)  # type: ignore[arg-type]
+                return eval_checks.count_rows(run, file, {}, criteria, service, project)
+
+            total = await in_reader(service, project, checked)
+            if total > most_rows(asked.n) * asked.n:
+                raise StageFailed(
+                    f"With n = {asked.n}, a sample stage has at most {most_rows(asked.n)} prompts."
+                )
+
+            def create(work: Work, row: Pipeline) -> None:
+                self._add(work, file)
+                made = Eval(
+                    project_id=project.id,
+                    name=name[:256],
+                    data_source_config={"type": "custom", "item_schema": {"type": "object"}},
+                    testing_criteria=[dump(one) for one in criteria],
+                )
+                catalog.create(work, made)
+                eval_run = EvalRun(
+                    eval_id=made.id,
+                    project_id=project.id,
+                    name=name[:256],
+                    model=asked.model,
+                    data_source=run.stored_source(),
+                    file_id=file.id,
+                    total=total,
+                    budget=None if asked.budget is None else asked.budget.to_row(),
+                    summary=summary.empty([one.name for one in criteria]),
+                )
+                eval_runs.create(work, eval_run)
+                limits = tenants.limits(project, service.settings.default_limits)
+                tenants.refuse_eval_run_beyond(work.session, project.id, limits)
+                lifecycle.started(row, stage["name"], eval_id=made.id, run_id=eval_run.id)
+
+            await self._write(create)
+            added = True
+        finally:
+            if not added:
+                await to_thread.run_sync(service.blobs.delete, file.blob_key)
+
+    # Following.
+
+    async def _follow(self, stage: Stage) -> None:
+        if "job_id" in stage:
+            await self._follow_job(stage)
+        elif "run_id" in stage:
+            await self._follow_sampling(stage)
+        else:  # a process was stopped while it made the file
+            pipeline = await to_thread.run_sync(self._read)
+            await self._make_file(stage, graph.filled(stage["spec"], lifecycle.results(pipeline.stages)))
+
+    async def _follow_job(self, stage: Stage) -> None:
+        job = await to_thread.run_sync(self._job, stage["job_id"])
+        name = stage["name"]
+        if job.status == "succeeded" and job.fine_tuned_model:
+            model = job.fine_tuned_model
+            await self._write(lambda work, row: lifecycle.succeeded(row, name, model=model))
+        elif job.status in ("failed", "cancelled"):
+            error = job.error or {"code": None, "message": "The job was cancelled."}
+            await self._write(
+                lambda work, row: lifecycle.failed(
+                    row, name, error["code"], error["message"], status=job.status
+                )
+            )
+
+    def _job(self, job_id: str) -> Job:
+        with self.service.database.read() as session:
+            return session.scalars(select(Job).where(Job.id == job_id)).one()
+
+    async def _follow_sampling(self, stage: Stage) -> None:
+        with self.service.database.read() as session:
+            run = session.scalars(select(EvalRun).where(EvalRun.id == stage["run_id"])).one()
+        name = stage["name"]
+        if run.status == "completed":
+            spec = SampleStage.model_validate({**stage["spec"], "file": "x", "model": "x"})
+
+            def answers() -> Iterator[rows.Row]:
+                with self.service.database.read() as session:
+                    where = items.stored(session, run.id)
+                for item in items.find(self.service.blobs, where):
+                    if (row := rows.answered(item, spec.n)) is not None:
+                        yield row
+
+            def forget_prompts(work: Work) -> None:
+                with suppress(NotFound):  # deleted by the user
+                    files.delete(work, self.project.id, run.file_id or "")
+
+            failed = "Every answer failed: see the items of the eval run."
+            await self._succeed(stage, answers, failed, then=forget_prompts)
+        elif run.status in eval_runs.FINAL:
+            status = "cancelled" if run.status == "canceled" else "failed"
+            error = run.error or {"code": None, "message": "The eval run was cancelled."}
+            await self._write(
+                lambda work, row: lifecycle.failed(row, name, error["code"], error["message"], status=status)
+            )
+
+    # Files.
+
+    async def _make_file(self, stage: Stage, spec: Mapping[str, Any]) -> None:
+        if stage["kind"] == "select":
+            select_stage = SelectStage.model_validate(spec)
+
+            def selected() -> Iterator[rows.Row]:
+                return rows.selected(self._samples(select_stage.file), select_stage.selection())
+
+            await self._succeed(stage, selected, "No row is left: no answer meets the conditions.")
+            return
+        mix = MixStage.model_validate(spec)
+        parts = [rows.Part(partial(self._lines, one.file), one.weight) for one in mix.files]
+        await self._succeed(stage, lambda: rows.mixed(parts, mix.seed), "The files have no rows.")
+
+    async def _succeed(
+        self,
+        stage: Stage,
+        content: Callable[[], Iterable[rows.Row | bytes]],
+        if_empty: str,
+        then: Callable[[Work], None] = lambda work: None,
+    ) -> None:
+        """Store the stage's file and end the stage; `then` is part of its transaction."""
+        service, project, name = self.service, self.project, stage["name"]
+        count = 0
+
+        def counted() -> Iterator[rows.Row | bytes]:
+            nonlocal count
+            for row in content():
+                count += 1
+                yield row
+
+        def stored() -> File:
+            return self._stored(f"{self.claim.job_id}.{name}.jsonl", counted(), purpose=files.FINE_TUNE)
+
+        file = await in_reader(service, project, partial(self._made, stored))
+        added = False
+        try:
+            if count == 0:
+                raise StageFailed(if_empty)
+
+            def finish(work: Work, row: Pipeline) -> None:
+                self._add(work, file)
+                lifecycle.succeeded(row, name, file=file.id, rows=count)
+                then(work)
+
+            await self._write(finish)
+            added = True
+        finally:
+            if not added:
+                await to_thread.run_sync(service.blobs.delete, file.blob_key)
+
+    def _made(self, make: Callable[[], File]) -> File:
+        try:
+            return make()
+        except (ValueError, KeyError, files.FileDamaged, BlobNotFound) as cause:
+            raise StageFailed(f"The file could not be made: {cause}") from cause
+
+    def _stored(self, filename: str, content: Iterable[rows.Row | bytes], *, purpose: str) -> File:
+        file_id = new_id("file-", 22)
+        key = f"projects/{self.project.id}/files/{file_id}"
+        lines = (
+            row if isinstance(row, bytes) else json.dumps(row, ensure_ascii=False).encode() + b"\n"
+            for row in content
+        )
+        info = self.service.blobs.put_stream(key, lines)
+        return File(
+            id=file_id,
+            project_id=self.project.id,
+            filename=filename,
+            purpose=purpose,
+            bytes=info.size,
+            sha256=info.sha256,
+            blob_key=key,
+        )
+
+    def _add(self, work: Work, file: File) -> None:
+        limits = tenants.limits(self.project, self.service.settings.default_limits)
+        tenants.refuse_file_beyond(work.session, self.project.id, limits, file.bytes)
+        files.add(work, file)
+
+    def _content(self, file_id: str) -> Iterator[bytes]:
+        with self.service.database.read() as session:
+            file = files.get(session, self.project.id, file_id)
+        return files.read_content(self.service.blobs, file)
+
+    def _objects(self, file_id: str) -> Iterator[rows.Row]:
+        for row in read_objects(self._content(file_id)):
+            if isinstance(row, LineError):
+                raise StageFailed(f"{file_id}: {row}")
+            yield row[1]
+
+    def _samples(self, file_id: str) -> Iterator[rows.Row]:
+        for row in self._objects(file_id):
+            if not isinstance(row.get("sample"), dict):
+                raise StageFailed(f"{file_id} is not the file of a sample stage: a row has no 'sample'.")
+            yield row
+
+    def _lines(self, file_id: str) -> Iterator[bytes]:
+        for number, line in numbered_lines(self._content(file_id)):
+            if line is None:
+                raise StageFailed(f"{file_id}: line {number} is too long.")
+            yield line
+
+
+def of_pipeline(spec: Mapping[str, Any], pipeline: Pipeline, name: str) -> dict[str, Any]:
+    """The body of a job with the metadata that name its pipeline and stage, by which jobs can be listed."""
+    ours = {"pipeline": pipeline.id, "stage": name}
+    return {**spec, "metadata": ours | dict(spec.get("metadata") or {})}

@@ -1,0 +1,153 @@
+"""Bodies of POST /v1/regraft/pipelines, and the checks of their stages before anything starts."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
+
+from api.http.shapes import Body
+from api.http.validation_errors import explain
+from api.resources.eval_requests import CompletionsParams, Metadata, Name, RunBudget, parse_criteria
+from api.resources.jobs import JobCreate
+from core.errors import InvalidParameter, InvalidRequest
+from core.evals.items import MAX_ROWS
+from core.pipelines.graph import KINDS, MAX_STAGES, PlannedStage
+from core.pipelines.rows import Form, Selection
+from core.strict import StrictModel
+from graders.spec import GraderSpec, InvalidGrader, dump
+
+StageName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+FileOrReference = Annotated[str, Field(min_length=1, max_length=128)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1, le=10_000)]
+Characters = Annotated[int, Field(ge=0, le=10_000_000)]
+
+
+def _one_grader(sent: Any) -> Any:
+    """Parse it as a criterion of an eval, which samples and grades for this stage."""
+    if sent is None or not isinstance(sent, Mapping):
+        return sent
+    try:
+        return parse_criteria([sent])[0]
+    except InvalidGrader as cause:
+        raise InvalidParameter(
+            cause.message.replace("testing_criteria[0]", "grader").replace(
+                "An eval has several criteria instead of a", "A sample stage does not support a"
+            ),
+            param=cause.param.replace("testing_criteria[0]", "grader"),
+            code=cause.code,
+        ) from None
+
+
+class SampleStage(StrictModel):
+    """A model answers each prompt of a file `n` times, and a grader scores the answers."""
+
+    model: Annotated[str, Field(min_length=1, max_length=512)]
+    file: FileOrReference
+    n: Annotated[int, Field(ge=1, le=256)] = 1
+    grader: Annotated[GraderSpec | None, BeforeValidator(_one_grader)] = None
+    sampling_params: CompletionsParams | None = None
+    budget: RunBudget | None = None
+
+
+class SelectStage(StrictModel):
+    """Some answers of a sample stage, as rows for the next one (core/pipelines/rows.py, Selection)."""
+
+    file: FileOrReference
+    form: Form = "supervised"
+    min_score: Finite | None = None
+    max_score: Finite | None = None
+    min_pass_rate: Finite | None = None
+    max_pass_rate: Finite | None = None
+    best: Count | None = None
+    min_characters: Characters | None = None
+    max_characters: Characters | None = None
+    finished: bool = True
+    deduplicate: bool = True
+    script: Annotated[str, Field(pattern=r"^[A-Z][A-Z -]{0,39}$")] | None = None
+    script_share: Share = 0.9
+    max_similarity: Share | None = None
+
+    def selection(self) -> Selection:
+        return Selection(**self.model_dump(exclude={"file"}))
+
+
+class MixedFile(StrictModel):
+    file: FileOrReference
+    weight: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] = 1.0
+
+
+class MixStage(StrictModel):
+    """The lines of several files, shuffled."""
+
+    files: Annotated[list[MixedFile], Field(min_length=1, max_length=32)]
+    seed: Annotated[int, Field(ge=0, le=2147483647)] = 0
+
+
+class StageCreate(StrictModel):
+    """A stage: its name and one of job, sample, select and mix. A job is the body of POST /v1/fine_tuning/jobs."""
+
+    name: StageName
+    job: dict[str, Any] | None = None
+    sample: SampleStage | None = None
+    select: SelectStage | None = None
+    mix: MixStage | None = None
+    after: Annotated[list[StageName], Field(max_length=MAX_STAGES)] = []
+
+    @model_validator(mode="after")
+    def _is_one_kind(self) -> "StageCreate":
+        if sum(getattr(self, kind) is not None for kind in KINDS) != 1:
+            raise ValueError(f"a stage has exactly one of {', '.join(KINDS)}")
+        return self
+
+    def planned(self) -> PlannedStage:
+        kind = next(kind for kind in KINDS if getattr(self, kind) is not None)
+        sent = getattr(self, kind)
+        # As sent: a later version's defaults must not change a pipeline that is cloned.
+        spec = sent if isinstance(sent, dict) else sent.model_dump(mode="json", exclude_unset=True)
+        if self.sample is not None and self.sample.grader is not None:
+            spec["grader"] = dump(self.sample.grader)
+        return PlannedStage(self.name, kind, spec, tuple(self.after))
+
+
+class PipelineCreate(Body):
+    name: Name | None = None
+    metadata: Metadata = None
+    stages: Annotated[list[StageCreate], Field(min_length=1, max_length=MAX_STAGES, fail_fast=True)]
+
+
+class PipelineClone(Body):
+    """`from`: this stage and all that need it start again, the others keep their results; null: all start again."""
+
+    first: StageName | None = Field(default=None, alias="from")
+    name: Name | None = None
+    metadata: Metadata = None
+
+
+def parsed_job(sent: Mapping[str, Any], where: str) -> JobCreate:
+    """The body of a job, as a request for it would be parsed; references are strings like any other.
+
+    Raises:
+        InvalidRequest: it is invalid; the parameter begins with `where`.
+    """
+    try:
+        return JobCreate.model_validate(sent)
+    except ValidationError as invalid:
+        complaints = [error | {"loc": ("body", *error["loc"])} for error in invalid.errors()]
+        mistake = explain(complaints, sent)
+        raise named_within(mistake, where) from None
+
+
+def named_within(mistake: InvalidRequest, where: str) -> InvalidRequest:
+    """The same mistake, whose parameter is inside `where`."""
+    param = where if not mistake.param else f"{where}.{mistake.param}"
+    message = mistake.message
+    if mistake.param:
+        message = message.replace(f"'{mistake.param}'", f"'{param}'")
+    return InvalidRequest(message, param=param, code=mistake.code)
+
+
+def most_rows(samples: int) -> int:
+    """The maximum number of prompts of a sample stage."""
+    return MAX_ROWS // samples

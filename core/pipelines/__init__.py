@@ -1,0 +1,1 @@
+"""Pipelines: named stages that are jobs or make files, each from the results of earlier ones."""

@@ -1,0 +1,152 @@
+"""client.pipelines: stages of jobs and files, each from the results of others."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from openai.pagination import AsyncCursorPage, SyncCursorPage
+
+from regraft.requests import Source, read_pipeline
+from regraft.types import Pipeline
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI, OpenAI
+    from openai._base_client import AsyncPaginator
+
+PATH = "/regraft/pipelines"
+ENDS = frozenset({"succeeded", "failed", "cancelled", "paused"})
+POLL_SECONDS = 2.0
+
+
+class Pipelines:
+    def __init__(self, client: "OpenAI") -> None:
+        self._client = client
+
+    def create(
+        self,
+        *,
+        stages: Sequence[Mapping[str, Any]],
+        name: str | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> Pipeline:
+        """Create a pipeline from stages as the API reads them (docs/howto/pipelines.md)."""
+        return self._post("", {"stages": list(stages), "name": name, "metadata": metadata})
+
+    def submit(self, source: Source) -> Pipeline:
+        """Create a pipeline from a .toml, .json or .yaml file, and upload its local files."""
+        asked, files = read_pipeline(source), self._client.files
+        ids = {way: files.create(file=path, purpose="fine-tune").id for way, path in asked.uploads.items()}
+        return self._post("", asked.with_ids(ids))
+
+    def list(self, *, after: str | None = None, limit: int = 20) -> SyncCursorPage[Pipeline]:
+        """Newest first."""
+        return self._client.get_api_list(
+            PATH, page=SyncCursorPage[Pipeline], model=Pipeline, options=_listed(after, limit)
+        )
+
+    def retrieve(self, pipeline_id: str) -> Pipeline:
+        return self._client.get(f"{PATH}/{pipeline_id}", cast_to=Pipeline)
+
+    def wait(
+        self,
+        pipeline_id: str,
+        *,
+        progress: Callable[[Pipeline], None] = lambda pipeline: None,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> Pipeline:
+        """Return the pipeline once it has ended or is paused; `progress` gets it every few seconds until then."""
+        while (pipeline := self.retrieve(pipeline_id)).status not in ENDS:
+            progress(pipeline)
+            sleep(POLL_SECONDS)
+        return pipeline
+
+    def cancel(self, pipeline_id: str) -> Pipeline:
+        """Cancel it and the jobs of its running stages."""
+        return self._post(f"/{pipeline_id}/cancel")
+
+    def pause(self, pipeline_id: str) -> Pipeline:
+        """Start no further stage, and pause the running jobs."""
+        return self._post(f"/{pipeline_id}/pause")
+
+    def resume(self, pipeline_id: str) -> Pipeline:
+        return self._post(f"/{pipeline_id}/resume")
+
+    def retry(self, pipeline_id: str) -> Pipeline:
+        """Start its failed and cancelled stages again."""
+        return self._post(f"/{pipeline_id}/retry")
+
+    def clone(self, pipeline_id: str, *, first: str | None = None, name: str | None = None) -> Pipeline:
+        """Create a copy. Stages before `first` keep their results; without it all start again."""
+        return self._post(f"/{pipeline_id}/clone", {"from": first, "name": name})
+
+    def _post(self, path: str, body: object = None) -> Pipeline:
+        return self._client.post(PATH + path, body=body, cast_to=Pipeline)
+
+
+class AsyncPipelines:
+    """The asynchronous Pipelines."""
+
+    def __init__(self, client: "AsyncOpenAI") -> None:
+        self._client = client
+
+    async def create(
+        self,
+        *,
+        stages: Sequence[Mapping[str, Any]],
+        name: str | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> Pipeline:
+        return await self._post("", {"stages": list(stages), "name": name, "metadata": metadata})
+
+    async def submit(self, source: Source) -> Pipeline:
+        asked, files = await asyncio.to_thread(read_pipeline, source), self._client.files
+        ids = {
+            way: (await files.create(file=path, purpose="fine-tune")).id
+            for way, path in asked.uploads.items()
+        }
+        return await self._post("", asked.with_ids(ids))
+
+    def list(
+        self, *, after: str | None = None, limit: int = 20
+    ) -> "AsyncPaginator[Pipeline, AsyncCursorPage[Pipeline]]":
+        return self._client.get_api_list(
+            PATH, page=AsyncCursorPage[Pipeline], model=Pipeline, options=_listed(after, limit)
+        )
+
+    async def retrieve(self, pipeline_id: str) -> Pipeline:
+        return await self._client.get(f"{PATH}/{pipeline_id}", cast_to=Pipeline)
+
+    async def wait(
+        self,
+        pipeline_id: str,
+        *,
+        progress: Callable[[Pipeline], None] = lambda pipeline: None,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> Pipeline:
+        while (pipeline := await self.retrieve(pipeline_id)).status not in ENDS:
+            progress(pipeline)
+            await sleep(POLL_SECONDS)
+        return pipeline
+
+    async def cancel(self, pipeline_id: str) -> Pipeline:
+        return await self._post(f"/{pipeline_id}/cancel")
+
+    async def pause(self, pipeline_id: str) -> Pipeline:
+        return await self._post(f"/{pipeline_id}/pause")
+
+    async def resume(self, pipeline_id: str) -> Pipeline:
+        return await self._post(f"/{pipeline_id}/resume")
+
+    async def retry(self, pipeline_id: str) -> Pipeline:
+        return await self._post(f"/{pipeline_id}/retry")
+
+    async def clone(self, pipeline_id: str, *, first: str | None = None, name: str | None = None) -> Pipeline:
+        return await self._post(f"/{pipeline_id}/clone", {"from": first, "name": name})
+
+    async def _post(self, path: str, body: object = None) -> Pipeline:
+        return await self._client.post(PATH + path, body=body, cast_to=Pipeline)
+
+
+def _listed(after: str | None, limit: int) -> Any:
+    return {"params": {"limit": limit} | ({} if after is None else {"after": after})}

@@ -1,0 +1,353 @@
+"""Pipelines: what is refused at once, and how stages start, end, fail, and start again."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from sqlalchemy import select, update
+from starlette.testclient import TestClient
+
+from api.pipelines.driver import PipelineDriver
+from api.pipelines.stages import Advance
+from api.resources.pipelines import shown_spec
+from core.database.tables import Job, Pipeline
+from core.jobs.claim import LeaseLost
+from core.pipelines import lifecycle
+from tests.api.conftest import House
+
+PIPELINES = "/v1/regraft/pipelines"
+Upload = Callable[..., str]
+
+
+def learned(n: int) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": str(n)}]}
+
+
+def sampled(n: int, score: float) -> dict[str, Any]:
+    messages = [{"role": "user", "content": f"{n}?"}]
+    return {
+        "messages": messages,
+        "sample": {"answer": f"{score}", "score": score, "finish_reason": "stop", "prompt": n},
+    }
+
+
+def lines(*rows: Any) -> bytes:
+    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+
+
+def supervised(file: str, **fields: Any) -> dict[str, Any]:
+    return {"model": "tiny", "training_file": file, "method": {"type": "supervised"}} | fields
+
+
+@pytest.fixture
+def advance(house: House) -> Callable[[], None]:
+    """Every running pipeline is looked at once, whoever looked at it just before."""
+    driver = PipelineDriver(house.app.state.service)
+
+    def advance() -> None:
+        with house.database.write() as session:
+            session.execute(update(Pipeline).values(held_until=0.0))
+        while house.portal.call(driver.advance_next):
+            pass
+
+    return advance
+
+
+def end_job(house: House, job_id: str, status: str = "succeeded", model: str | None = "tiny") -> None:
+    """As a worker ends it."""
+    with house.database.write() as session:
+        job = session.scalars(select(Job).where(Job.id == job_id)).one()
+        job.status, job.fine_tuned_model = status, model
+        if status == "failed":
+            job.error = {"code": "invalid_training_file", "message": "no rows", "param": None}
+
+
+def stages(api: TestClient, pipeline_id: str) -> dict[str, dict[str, Any]]:
+    return {stage["name"]: stage for stage in api.get(f"{PIPELINES}/{pipeline_id}").json()["stages"]}
+
+
+def three(upload: Upload) -> list[dict[str, Any]]:
+    """A selection of samples, a job on it, and a job that trains the first one's model further."""
+    samples = upload(lines(*(sampled(n, n % 2) for n in range(20))), name="samples.jsonl")
+    return [
+        {"name": "best", "select": {"file": samples, "min_score": 1}},
+        {"name": "sft", "job": supervised("{{stages.best.file}}", suffix="s")},
+        {"name": "more", "job": supervised("{{stages.best.file}}", model="{{stages.sft.model}}")},
+    ]
+
+
+@pytest.mark.both_databases
+def test_stages_run_one_after_the_other_on_each_others_results(
+    api: TestClient, house: House, upload: Upload, advance: Callable[[], None]
+) -> None:
+    made = api.post(PIPELINES, json={"name": "r", "metadata": {"a": "b"}, "stages": three(upload)})
+    assert made.status_code == 201, made.text
+    pipeline = made.json()
+    assert [stage["needs"] for stage in pipeline["stages"]] == [[], ["best"], ["sft", "best"]]
+
+    advance()
+    now = stages(api, pipeline["id"])
+    assert (now["best"]["status"], now["best"]["rows"]) == ("succeeded", 10)
+    kept = api.get(f"/v1/files/{now['best']['file']}/content").text.splitlines()
+    assert json.loads(kept[0]) == {
+        "messages": [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "1"}]
+    }
+    advance()
+    now = stages(api, pipeline["id"])
+    assert (now["sft"]["status"], now["more"]["status"]) == ("running", "waiting")
+    job = api.get(f"/v1/fine_tuning/jobs/{now['sft']['job_id']}").json()
+    assert job["training_file"] == now["best"]["file"]
+    assert job["metadata"] == {"pipeline": pipeline["id"], "stage": "sft"}
+    advance()
+    assert len(api.get("/v1/fine_tuning/jobs").json()["data"]) == 1
+
+    end_job(house, job["id"])
+    advance()
+    now = stages(api, pipeline["id"])
+    assert (now["sft"]["status"], now["sft"]["model"], now["more"]["status"]) == (
+        "succeeded",
+        "tiny",
+        "running",
+    )
+    end_job(house, now["more"]["job_id"])
+    advance()
+    ended = api.get(f"{PIPELINES}/{pipeline['id']}").json()
+    assert (ended["status"], ended["name"], ended["metadata"]) == ("succeeded", "r", {"a": "b"})
+    assert ended["finished_at"] is not None
+
+
+def test_a_failed_stage_ends_the_pipeline_and_is_tried_again_on_request(
+    api: TestClient, house: House, upload: Upload, advance: Callable[[], None]
+) -> None:
+    pipeline = api.post(PIPELINES, json={"stages": three(upload)}).json()
+    advance()
+    advance()
+    first = stages(api, pipeline["id"])["sft"]["job_id"]
+    end_job(house, first, "failed", None)
+    advance()
+    failed = api.get(f"{PIPELINES}/{pipeline['id']}").json()
+    assert failed["status"] == "failed"
+    assert failed["stages"][1]["error"] == {"code": "invalid_training_file", "message": "no rows"}
+    assert failed["stages"][2]["status"] == "waiting"
+
+    assert api.post(f"{PIPELINES}/{pipeline['id']}/retry").json()["status"] == "running"
+    advance()
+    now = stages(api, pipeline["id"])
+    assert now["sft"]["status"] == "running"
+    assert now["sft"]["earlier"] == [first] != [now["sft"]["job_id"]]
+    assert now["best"]["file"] == failed["stages"][0]["file"]
+
+
+def test_a_clone_keeps_the_results_before_the_stage_that_it_starts_from(
+    api: TestClient, house: House, upload: Upload, advance: Callable[[], None]
+) -> None:
+    pipeline = api.post(PIPELINES, json={"stages": three(upload)}).json()
+    clone = f"{PIPELINES}/{pipeline['id']}/clone"
+    refused = api.post(clone, json={"from": "sft"}).json()["error"]
+    assert refused["message"] == "The stages best have no results that a clone from 'sft' on could use."
+    advance()
+
+    made = api.post(clone, json={"from": "sft", "name": "again"}).json()
+
+    assert (made["cloned_from"], made["name"]) == (pipeline["id"], "again")
+    assert [stage["status"] for stage in made["stages"]] == ["succeeded", "waiting", "waiting"]
+    assert made["stages"][0]["reused_from"] == pipeline["id"]
+    assert api.post(clone, json={"from": "none"}).json()["error"]["param"] == "from"
+    assert {stage["status"] for stage in api.post(clone, json={}).json()["stages"]} == {"waiting"}
+
+
+def test_cancelling_ends_the_running_jobs_and_starts_no_other(
+    api: TestClient, upload: Upload, advance: Callable[[], None]
+) -> None:
+    pipeline = api.post(PIPELINES, json={"stages": three(upload)}).json()
+    advance()
+    advance()
+    path = f"{PIPELINES}/{pipeline['id']}"
+
+    cancelled = api.post(f"{path}/cancel").json()
+
+    assert (cancelled["status"], api.post(f"{path}/cancel").json()["status"]) == ("cancelled", "cancelled")
+    assert [stage["status"] for stage in cancelled["stages"]] == ["succeeded", "cancelled", "waiting"]
+    assert cancelled["stages"][1]["job_status"] == "cancelled"
+    advance()
+    assert len(api.get("/v1/fine_tuning/jobs").json()["data"]) == 1
+
+
+def test_a_paused_pipeline_waits_with_its_jobs(
+    api: TestClient, house: House, upload: Upload, advance: Callable[[], None]
+) -> None:
+    pipeline = api.post(PIPELINES, json={"stages": three(upload)}).json()
+    path = f"{PIPELINES}/{pipeline['id']}"
+    assert api.post(f"{path}/pause").json()["status"] == "paused"
+    advance()
+    assert stages(api, pipeline["id"])["best"]["status"] == "waiting"
+    assert api.post(f"{path}/retry").json()["error"]["code"] == "invalid_job_state"
+    assert api.post(f"{path}/resume").json()["status"] == "running"
+    advance()
+    advance()
+    job_id = stages(api, pipeline["id"])["sft"]["job_id"]
+    end_job(house, job_id, "queued", None)  # its files are validated
+
+    assert api.post(f"{path}/pause").json()["stages"][1]["job_status"] == "paused"
+    assert api.post(f"{path}/resume").json()["stages"][1]["job_status"] == "queued"
+
+
+def test_a_mixture_is_a_file_of_the_project(
+    api: TestClient, upload: Upload, advance: Callable[[], None]
+) -> None:
+    a, b = upload(lines(*map(learned, range(10)))), upload(lines(*map(learned, range(100, 120))))
+    files = [{"file": a}, {"file": b, "weight": 0.5}]
+    pipeline = api.post(PIPELINES, json={"stages": [{"name": "m", "mix": {"files": files}}]}).json()
+
+    advance()
+
+    made = stages(api, pipeline["id"])["m"]
+    assert (made["status"], made["rows"]) == ("succeeded", 20)
+    assert api.get(f"/v1/files/{made['file']}").json()["purpose"] == "fine-tune"
+    assert api.get(f"{PIPELINES}/{pipeline['id']}").json()["status"] == "succeeded"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (lines(learned(1)), "is not the file of a sample stage"),
+        (lines(sampled(1, 0.0)), "No row is left"),
+        (b"{\n", "line 1"),
+    ],
+)
+def test_a_file_that_gives_no_rows_fails_its_stage(
+    api: TestClient, upload: Upload, advance: Callable[[], None], content: bytes, words: str
+) -> None:
+    one = {"name": "s", "select": {"file": upload(content), "min_score": 1}}
+    pipeline = api.post(PIPELINES, json={"stages": [one]}).json()
+
+    advance()
+
+    failed = stages(api, pipeline["id"])["s"]
+    assert failed["status"] == "failed"
+    assert words in failed["error"]["message"]
+    assert len(api.get("/v1/files").json()["data"]) == 1
+
+
+def test_a_limit_delays_a_stage_instead_of_failing_it(
+    api: TestClient, house: House, upload: Upload, advance: Callable[[], None]
+) -> None:
+    file = upload(lines(*map(learned, range(10))))
+    house.limit(queued_jobs=1)
+    waiting = api.post("/v1/fine_tuning/jobs", json=supervised(file)).json()
+    pipeline = api.post(PIPELINES, json={"stages": [{"name": "a", "job": supervised(file)}]}).json()
+
+    advance()
+    held = stages(api, pipeline["id"])["a"]
+    assert held["status"] == "waiting"
+    assert "queued_jobs" in held["note"]
+    end_job(house, waiting["id"])
+    advance()
+    now = stages(api, pipeline["id"])["a"]
+    assert (now["status"], now["note"]) == ("running", None)
+
+
+def test_a_job_that_no_longer_exists_as_requested_fails_its_stage_by_name(
+    api: TestClient, upload: Upload, advance: Callable[[], None]
+) -> None:
+    file = upload(lines(*map(learned, range(10))))
+    pipeline = api.post(PIPELINES, json={"stages": [{"name": "a", "job": supervised(file)}]}).json()
+    api.delete(f"/v1/files/{file}")
+
+    advance()
+
+    failed = api.get(f"{PIPELINES}/{pipeline['id']}").json()
+    assert failed["status"] == "failed"
+    assert file in failed["stages"][0]["error"]["message"]
+
+
+def test_two_processes_do_not_advance_one_pipeline_at_a_time(
+    api: TestClient, house: House, upload: Upload
+) -> None:
+    api.post(PIPELINES, json={"stages": three(upload)})
+    one, two = PipelineDriver(house.app.state.service), PipelineDriver(house.app.state.service)
+
+    assert house.portal.call(one.advance_next)
+    assert not house.portal.call(two.advance_next)
+
+
+def test_a_process_that_lost_the_pipeline_starts_nothing(
+    api: TestClient, house: House, upload: Upload
+) -> None:
+    file = upload(lines(*map(learned, range(10))))
+    pipeline = api.post(PIPELINES, json={"stages": [{"name": "a", "job": supervised(file)}]}).json()
+    with house.database.write() as session:
+        claim = lifecycle.claim(session, "slow")
+    assert claim is not None
+    api.post(f"{PIPELINES}/{pipeline['id']}/pause")
+    api.post(f"{PIPELINES}/{pipeline['id']}/resume")
+
+    with pytest.raises(LeaseLost):
+        house.portal.call(Advance(house.app.state.service, claim).run)
+
+    assert api.get("/v1/fine_tuning/jobs").json()["data"] == []
+    assert stages(api, pipeline["id"])["a"]["status"] == "waiting"
+
+
+def test_a_file_whose_process_was_killed_is_made_by_the_next_one(
+    api: TestClient, house: House, upload: Upload, advance: Callable[[], None]
+) -> None:
+    file = upload(lines(*map(learned, range(10))))
+    one = {"name": "m", "mix": {"files": [{"file": file}]}}
+    pipeline = api.post(PIPELINES, json={"stages": [one]}).json()
+    with house.database.write() as session:
+        lifecycle.started(session.scalars(select(Pipeline)).one(), "m")
+
+    advance()
+
+    assert stages(api, pipeline["id"])["m"]["status"] == "succeeded"
+
+
+def test_another_project_sees_no_pipeline(api: TestClient, house: House, upload: Upload) -> None:
+    pipeline = api.post(PIPELINES, json={"stages": three(upload)}).json()
+    others = house.client(house.other_key)
+
+    assert others.get(PIPELINES).json()["data"] == []
+    for method, path in (("get", ""), ("post", "/cancel"), ("post", "/retry"), ("post", "/clone")):
+        answer = others.request(method, f"{PIPELINES}/{pipeline['id']}{path}", json={})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (404, "pipeline_id")
+    [mine] = api.get(PIPELINES).json()["data"]
+    assert mine["id"] == pipeline["id"]
+
+
+@pytest.mark.parametrize(
+    ("stage", "param"),
+    [
+        ({"name": "a"}, "stages[0]"),
+        ({"name": "a b", "mix": {"files": [{"file": "f"}]}}, "stages[0].name"),
+        ({"name": "a", "job": {"model": "tiny"}}, "stages[0].job.training_file"),
+        ({"name": "a", "job": supervised("file-none")}, "stages[0].job.training_file"),
+        ({"name": "a", "job": supervised("file-none", model="nobody")}, "stages[0].job.model"),
+        ({"name": "a", "job": supervised("f", method={"type": "magic"})}, "stages[0].job.method.type"),
+        ({"name": "a", "select": {"file": "file-none"}}, "stages[0].select.file"),
+        ({"name": "a", "mix": {"files": [{"file": "file-none"}]}}, "stages[0].mix.files[0].file"),
+        ({"name": "a", "mix": {"files": [{"file": "{{stages.b.file}}"}]}}, "stages[0].mix.files[0].file"),
+        ({"name": "a", "select": {"file": "f", "form": "poem"}}, "stages[0].select.form"),
+    ],
+)
+def test_a_stage_that_cannot_work_is_refused_before_anything_starts(
+    api: TestClient, stage: dict[str, Any], param: str
+) -> None:
+    answer = api.post(PIPELINES, json={"stages": [stage]})
+
+    assert answer.status_code in (400, 404), answer.text
+    assert answer.json()["error"]["param"] == param
+    assert api.get(PIPELINES).json()["data"] == []
+
+
+def test_headers_of_endpoint_graders_are_masked() -> None:
+    grader = {"type": "endpoint", "name": "e", "url": "https://x", "headers": {"authorization": "secret"}}
+
+    of_job = shown_spec(
+        {"model": "m", "method": {"type": "reinforcement", "reinforcement": {"grader": grader}}}
+    )
+    of_sample = shown_spec({"model": "m", "grader": grader})
+
+    assert "secret" not in json.dumps([of_job, of_sample])
+    assert of_sample["grader"]["headers"].keys() == {"authorization"}
