@@ -1,13 +1,16 @@
-"""A pipeline on a live server: supervised, its own best answers, a mixture, and supervised again."""
+"""Pipelines on a live server: learning from the best answers of its own model, failing, and being killed."""
 
+import os
+import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 import regraft
 
-from tests.e2e.conftest import jsonl
+from tests.e2e.conftest import jsonl, start_server
 from tests.e2e.test_offline_jobs import PAIRS, ROWS
 from tests.present import present
 
@@ -86,3 +89,32 @@ def test_a_failed_stage_names_the_error_of_its_job(client: regraft.Regraft) -> N
 
     assert done.status == "failed"
     assert present(done.stages[0].error).code == "invalid_training_file"
+
+
+def test_a_killed_server_neither_loses_nor_repeats_a_stage(tmp_path: Path, tiny_model: Path) -> None:
+    server = start_server(tmp_path, tiny_model, REGRAFT_LEASE_SECONDS="6")
+    client = regraft.Regraft(base_url=server.base_url, api_key=server.key)
+    rows = uploaded(client, ROWS)
+    stages = [
+        {"name": "first", "job": learn(rows)},
+        {"name": "mixed", "mix": {"files": [{"file": rows, "weight": 2}]}},
+        {"name": "second", "job": learn("{{stages.mixed.file}}", model="{{stages.first.model}}")},
+    ]
+    made = client.pipelines.create(stages=stages)
+    deadline = time.monotonic() + 60
+    while client.pipelines.retrieve(made.id).stages[0].job_status != "running":
+        assert time.monotonic() < deadline
+
+    os.killpg(server.process.pid, signal.SIGKILL)
+    server.process.wait(60)
+    again = start_server(tmp_path, tiny_model, REGRAFT_LEASE_SECONDS="6")
+    try:
+        client = regraft.Regraft(base_url=again.base_url, api_key=again.key)
+        done = client.pipelines.wait(made.id)
+        jobs = [job.id for job in client.fine_tuning.jobs.list()]
+    finally:
+        again.stop()
+
+    assert done.status == "succeeded"
+    assert sorted(jobs) == sorted(present(stage.job_id) for stage in (done.stages[0], done.stages[2]))
+    assert done.stages[1].rows == 2 * len(ROWS)
