@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 from regraft.cli import parser as client_cli
+from regraft.requests import read_pipeline
 
+from api.resources.pipeline_requests import PipelineCreate, parsed_job
+from core.pipelines import graph
 from core.registry import BaseModelEntry
 from core.storage.datasets import Example, read_rows
 from graders.build import build
@@ -22,6 +25,12 @@ from tests.graders.servers import ScriptedServer, verdict
 from tests.present import present
 from worker.cli import parser as server_cli
 
+GRADER_OF_AN_EXAMPLE = {
+    "type": "math",
+    "name": "correct",
+    "input": "{{sample.output_text}}",
+    "reference": "{{item.answer}}",
+}
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = {str(path.relative_to(DOCS)): path.read_text() for path in sorted(DOCS.rglob("*.md"))}
@@ -55,6 +64,23 @@ def test_the_job_of_the_first_tutorial_has_a_valid_grader() -> None:
     [job] = blocks("tutorial/first-job.md", "toml")
 
     assert parse_grader(tomllib.loads(job)["grader"]).type == "text_similarity"
+
+
+def test_the_pipeline_of_its_page_is_valid(tmp_path: Path) -> None:
+    [text] = blocks("howto/pipelines.md", "toml")
+    (tmp_path / "pipeline.toml").write_text(text)
+    (tmp_path / "grader.json").write_text(json.dumps(GRADER_OF_AN_EXAMPLE))
+    for name in ("train", "prompts"):
+        (tmp_path / f"{name}.jsonl").touch()
+
+    asked = read_pipeline(tmp_path / "pipeline.toml")
+    body = PipelineCreate.model_validate(asked.with_ids(dict.fromkeys(asked.uploads, "file-1")))
+
+    graph.check([stage.planned() for stage in body.stages])
+    assert len(asked.uploads) == 3
+    for stage in body.stages:
+        if stage.job is not None:
+            assert parsed_job(stage.job, stage.name).method.type == "supervised"
 
 
 def test_the_models_file_for_one_gpu_is_valid() -> None:
