@@ -80,6 +80,61 @@ def learned(house: House) -> str:
     return job_id
 
 
+def pipeline_file(folder: Path) -> Path:
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (folder / "grader.json").write_text(json.dumps(GRADER))
+    stages = [
+        {"name": "more", "mix": {"files": [{"file": "train.jsonl", "weight": 2}]}},
+        {
+            "name": "learn",
+            "job": {
+                "model": "tiny",
+                "training_file": "{{stages.more.file}}",
+                "validation_file": "train.jsonl",
+                "grader": "grader.json",
+            },
+        },
+    ]
+    path = folder / "pipeline.json"
+    path.write_text(json.dumps({"name": "two", "stages": stages}))
+    return path
+
+
+def test_a_pipeline_is_created_from_a_file_shown_paused_resumed_cloned_and_cancelled(
+    regraft: Callable[..., tuple[int, str, str]], in_json: Callable[..., Any], tmp_path: Path
+) -> None:
+    made = in_json("pipelines", "create", "-f", str(pipeline_file(tmp_path)))
+
+    assert [stage["status"] for stage in made["stages"]] == ["waiting", "waiting"]
+    assert made["stages"][1]["spec"]["method"]["reinforcement"]["grader"]["name"] == "exact"
+    _, shown, _ = regraft("pipelines", "show", made["id"])
+    assert re.search(r"learn +job +waiting +more", shown)
+    assert in_json("pipelines", "pause", made["id"])["status"] == "paused"
+    code, waited, _ = regraft("pipelines", "wait", made["id"])
+    assert (code, "paused (two)" in waited) == (1, True)
+    assert in_json("pipelines", "resume", made["id"])["status"] == "running"
+    clone = in_json("pipelines", "clone", made["id"])
+    assert clone["cloned_from"] == made["id"]
+    assert in_json("pipelines", "cancel", made["id"])["status"] == "cancelled"
+    assert in_json("pipelines", "retry", made["id"])["status"] == "running"
+    _, listed, _ = regraft("pipelines", "list")
+    assert listed.index(clone["id"]) < listed.index(made["id"])
+    assert "0 of 2" in listed
+    code, _, refused = regraft("pipelines", "clone", made["id"], "--from", "learn")
+    assert (code, "no results" in refused) == (2, True)
+
+
+def test_a_pipeline_file_without_stages_is_refused(
+    regraft: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    path = tmp_path / "p.toml"
+    path.write_text('stages = "none"\n')
+
+    code, _, refused = regraft("pipelines", "create", "-f", str(path))
+
+    assert (code, "'stages' must be a list of tables" in refused) == (2, True)
+
+
 def test_files_are_uploaded_listed_shown_downloaded_and_deleted(
     regraft: Callable[..., tuple[int, str, str]], in_json: Callable[..., Any], tmp_path: Path
 ) -> None:

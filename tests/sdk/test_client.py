@@ -275,3 +275,26 @@ def test_everything_it_promises_is_there() -> None:
         assert getattr(regraft, name) is not None
     assert set(dir(regraft)) == set(regraft.__all__)
     assert len(ROWS) == 4
+
+
+def test_the_asynchronous_client_has_pipelines(make_async: Callable[[], AsyncRegraft]) -> None:
+    async def use() -> None:
+        async with make_async() as client:
+            rows = (
+                b'{"messages": [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "1"}]}\n'
+            )
+            file = await client.files.create(file=("rows.jsonl", rows), purpose="fine-tune")
+            stages = [{"name": "m", "mix": {"files": [{"file": file.id}]}}]
+            made = await client.pipelines.create(stages=stages, name="one")
+            submitted = await client.pipelines.submit({"stages": stages})
+
+            assert (await client.pipelines.retrieve(made.id)).name == "one"
+            assert [one.id async for one in client.pipelines.list()] == [submitted.id, made.id]
+            assert (await client.pipelines.pause(made.id)).status == "paused"
+            assert (await client.pipelines.wait(made.id)).status == "paused"
+            assert (await client.pipelines.resume(made.id)).status == "running"
+            assert (await client.pipelines.cancel(made.id)).status == "cancelled"
+            assert (await client.pipelines.retry(made.id)).status == "running"
+            assert (await client.pipelines.clone(made.id, name="two")).cloned_from == made.id
+
+    asyncio.run(use())
