@@ -465,6 +465,35 @@ export interface components {
              */
             full_iteration: number;
         };
+        /** PipelineOut */
+        PipelineOut: {
+            /** Id */
+            id: string;
+            /**
+             * Object
+             * @default regraft.pipeline
+             */
+            object: string;
+            /** Created At */
+            created_at: number;
+            /** Finished At */
+            finished_at: number | null;
+            /** Name */
+            name: string | null;
+            /**
+             * Status
+             * @description running, paused, succeeded, failed or cancelled.
+             */
+            status: string;
+            /** Metadata */
+            metadata: {
+                [key: string]: string;
+            } | null;
+            /** Cloned From */
+            cloned_from: string | null;
+            /** Stages */
+            stages: components["schemas"]["StageOut"][];
+        };
         /**
          * PreviewOut
          * @description The job's size and estimate as in /v1/regraft/estimate, with the measured answer lengths, and the results of the
@@ -812,6 +841,88 @@ export interface components {
             p90: number;
             /** Max */
             max: number;
+        };
+        /** StageErrorOut */
+        StageErrorOut: {
+            /** Code */
+            code: string;
+            /** Message */
+            message: string;
+        };
+        /**
+         * StageOut
+         * @description A stage. Its results are `model` or `file`, once it has succeeded.
+         */
+        StageOut: {
+            /** Name */
+            name: string;
+            /**
+             * Kind
+             * @description job, sample, select or mix.
+             */
+            kind: string;
+            /**
+             * Status
+             * @description waiting, running, succeeded, failed or cancelled.
+             */
+            status: string;
+            /**
+             * Needs
+             * @description The stages that must succeed before this one starts.
+             */
+            needs: string[];
+            /**
+             * Spec
+             * @description The request, without secrets.
+             */
+            spec: {
+                [key: string]: unknown;
+            };
+            /** Job Id */
+            job_id?: string | null;
+            /** Job Status */
+            job_status?: string | null;
+            /** Eval Id */
+            eval_id?: string | null;
+            /** Run Id */
+            run_id?: string | null;
+            /**
+             * Progress
+             * @description Of a sample stage: finished, total.
+             */
+            progress?: {
+                [key: string]: number;
+            } | null;
+            /** Model */
+            model?: string | null;
+            /** File */
+            file?: string | null;
+            /**
+             * Rows
+             * @description Of the file.
+             */
+            rows?: number | null;
+            error?: components["schemas"]["StageErrorOut"] | null;
+            /**
+             * Note
+             * @description The reason why the stage cannot start yet.
+             */
+            note?: string | null;
+            /** Started At */
+            started_at?: number | null;
+            /** Finished At */
+            finished_at?: number | null;
+            /**
+             * Reused From
+             * @description The pipeline that made the result of a clone.
+             */
+            reused_from?: string | null;
+            /**
+             * Earlier
+             * @description The jobs of failed attempts.
+             * @default []
+             */
+            earlier: string[];
         };
         /**
          * StepMetrics

@@ -21,6 +21,9 @@ export type Estimate = Schemas["EstimateOut"];
 export type Preview = Schemas["PreviewOut"];
 export type JobValidation = Schemas["JobValidation"];
 
+export type Pipeline = Schemas["PipelineOut"];
+export type Stage = Schemas["StageOut"];
+
 export type Key = Schemas["KeyOut"];
 export type NewKey = Schemas["NewKeyOut"];
 export type Limits = Schemas["LimitsOut"];
