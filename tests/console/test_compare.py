@@ -1,5 +1,6 @@
 """Two jobs side by side."""
 
+import json
 from typing import Any
 
 import openai
@@ -100,3 +101,25 @@ def test_a_job_compared_with_itself_differs_in_nothing(logged_in: Page, finished
     open_comparison(logged_in, finished, finished)
 
     expect(logged_in.get_by_text("Nothing.", exact=True)).to_be_visible()
+
+
+def test_jobs_of_two_methods_are_compared(logged_in: Page, server: Server, finished: str) -> None:
+    """Both have hyperparameters of the same names."""
+    client = server.client()
+    lines = [
+        {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "yes"}]}
+        for text in "abcdefghij"
+    ]
+    content = "".join(json.dumps(line) + "\n" for line in lines).encode()
+    file = client.files.create(file=("answers.jsonl", content), purpose="fine-tune")
+    job = client.fine_tuning.jobs.create(
+        model="tiny", training_file=file.id, seed=1, method={"type": "supervised"}
+    )
+
+    logged_in.goto(f"/#/compare?a={finished}&b={job.id}")
+
+    differences = logged_in.get_by_role("region", name="Differences of the requests")
+    method = differences.locator("tr", has=logged_in.get_by_text("method", exact=True))
+    expect(method.locator("td")).to_have_text(["method", "reinforcement", "supervised"])
+    epochs = differences.locator("tr", has_text="n_epochs")
+    expect(epochs.locator("td").first).to_have_text("hyperparameters.n_epochs")

@@ -108,6 +108,19 @@ def test_a_running_job_is_watched_paused_and_resumed(logged_in: Page, server: Se
     assert client.fine_tuning.jobs.retrieve(job).status == "cancelled"
 
 
+def test_a_long_error_leaves_the_list_of_jobs_readable(logged_in: Page, server: Server) -> None:
+    client = server.client()
+    file = client.files.create(file=("wrong.jsonl", b'{"nothing": 1}\n' * 20), purpose="fine-tune")
+    job = client.fine_tuning.jobs.create(model="tiny", training_file=file.id, suffix="wrong")
+    row = logged_in.locator("tr", has=logged_in.get_by_role("link", name="wrong"))
+    expect(row).to_contain_text("messages: is missing")
+
+    box = row.bounding_box()
+
+    assert box is not None and box["height"] < 150
+    assert str(untyped(client.fine_tuning.jobs.retrieve(job.id)).error.message).count("\n") > 15
+
+
 def open_rollouts(page: Page, job_id: str, query: str) -> None:
     """Go there from another page, and wait for the answers: that page may have a table, too."""
     page.goto(f"/#/jobs/{job_id}/rollouts?{query}")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -259,3 +260,22 @@ def test_a_key_that_only_reads_creates_nothing(
     expect(page.get_by_text("Creating a job needs a key with the scope “write”.")).to_be_visible()
     expect(page.get_by_role("button", name="Create job")).to_be_disabled()
     expect(page.get_by_label("Upload training file")).to_have_count(0)
+
+
+def test_rows_of_a_supervised_file_show_question_and_answer(form: Page, tmp_path: Path) -> None:
+    row = {"messages": [{"role": "user", "content": "Peru?"}, {"role": "assistant", "content": "Lima"}]}
+    pair = {
+        "input": {"messages": [{"role": "user", "content": "Chile?"}]},
+        "preferred_output": [{"role": "assistant", "content": "Santiago"}],
+        "non_preferred_output": [{"role": "assistant", "content": "Lima"}],
+    }
+    path = tmp_path / "answers.jsonl"
+    path.write_text(f"{json.dumps(row)}\n{json.dumps(pair)}\n")
+
+    form.get_by_label("Upload training file").set_input_files(path)
+
+    rows = form.get_by_role("region", name="First rows of the training file").locator("tbody tr")
+    expect(rows.nth(0).locator("td")).to_have_text(["1", "Peru?", "assistant Lima"])
+    expect(rows.nth(1).locator("td")).to_have_text(
+        ["2", "Chile?", re.compile("^preferred_output Santiago ?non_preferred_output Lima$")]
+    )

@@ -15,12 +15,28 @@ export function parseRow(text: string, line: number): Row {
   }
 }
 
-/** The last message of the prompt, of any format of rows. */
-export function promptOf(item: Record<string, unknown>): string {
-  const input = item.input as { messages?: unknown } | undefined;
+type Message = { role?: unknown; content?: unknown; tool_calls?: unknown } | null;
+
+function messagesOf(item: Record<string, unknown>): Message[] {
+  const input = item.input as { messages?: unknown } | null | undefined;
   const messages = item.messages ?? input?.messages;
-  if (!Array.isArray(messages) || !messages.length) return "";
-  return contentOf((messages[messages.length - 1] as { content?: unknown } | null)?.content);
+  return Array.isArray(messages) ? (messages as Message[]) : [];
+}
+
+/** The last message that is not an answer, of any format of rows. */
+export function promptOf(item: Record<string, unknown>): string {
+  return contentOf(messagesOf(item).filter((message) => message?.role !== "assistant").at(-1)?.content);
+}
+
+/** The answers that a row has: the last message of a supervised one, both of a preference. */
+export function answersOf(item: Record<string, unknown>): [string, string][] {
+  const given: [string, unknown][] = ["preferred_output", "non_preferred_output"].map((name) => [name, item[name]]);
+  const last = messagesOf(item).at(-1);
+  if (last?.role === "assistant") given.unshift(["assistant", [last]]);
+  return given
+    .map(([name, messages]): [string, Message | undefined] => [name, Array.isArray(messages) ? (messages as Message[])[0] : undefined])
+    .filter(([, message]) => message !== undefined)
+    .map(([name, message]) => [name, contentOf(message?.content) || textOf(message?.tool_calls)]);
 }
 
 const RESERVED = new Set(["messages", "tools", "input", "preferred_output", "non_preferred_output", "parallel_tool_calls"]);
