@@ -168,7 +168,8 @@ def read_table(path: Path) -> dict[str, Any]:
 def set_path(body: dict[str, Any], assignment: str) -> None:
     """Apply an assignment such as `hyperparameters.n_epochs=2`. Values are JSON, or else text.
 
-    `grader`, `hyperparameters` and `response_format` are looked up inside the method.
+    `grader`, `hyperparameters` and `response_format` are those of the job's method. `hyperparameters` of a job
+    without `method`, which is supervised, stay at the top level, as in OpenAI's earlier API.
     """
     name, equals, text = assignment.partition("=")
     keys = name.strip().split(".")
@@ -179,13 +180,21 @@ def set_path(body: dict[str, Any], assignment: str) -> None:
     except ValueError:
         value = Path(text).absolute() if keys in PATHS and not _is_id(text) else text
     if keys[0] in OF_THE_METHOD:
-        keys = ["method", "reinforcement", *keys]
+        keys = [*_place_of(keys[0], body.get("method")), *keys]
     table = body
     for depth, key in enumerate(keys[:-1]):
         table = table.setdefault(key, {})
         if not isinstance(table, dict):
             raise InvalidRequestFile(f"--set {assignment}: {'.'.join(keys[: depth + 1])} is not a table")
     table[keys[-1]] = value
+
+
+def _place_of(field: str, method: Any) -> list[str]:
+    """The tables around a field of the method."""
+    if method is None and field == "hyperparameters":
+        return []
+    kind = method.get("type") if isinstance(method, dict) else None
+    return ["method", kind if isinstance(kind, str) else "reinforcement"]
 
 
 def refuse_masked(body: Mapping[str, Any], path: str = "") -> None:

@@ -138,3 +138,27 @@ def test_masks_are_found_wherever_they_are() -> None:
 
     with pytest.raises(InvalidRequestFile, match=r"grader\.graders\.e\.headers\.key"):
         refuse_masked(json.loads(json.dumps(body)))
+
+
+@pytest.mark.parametrize(
+    ("body", "changed"),
+    [
+        (
+            {"method": {"type": "dpo"}},
+            {"method": {"type": "dpo", "dpo": {"hyperparameters": {"n_epochs": 2}}}},
+        ),
+        (
+            {"method": {"type": "supervised", "supervised": {"hyperparameters": {"batch_size": 4}}}},
+            {
+                "method": {
+                    "type": "supervised",
+                    "supervised": {"hyperparameters": {"batch_size": 4, "n_epochs": 2}},
+                }
+            },
+        ),
+        ({"model": "tiny"}, {"model": "tiny", "hyperparameters": {"n_epochs": 2}}),
+    ],
+    ids=["dpo", "supervised", "no method"],
+)
+def test_a_hyperparameter_is_that_of_the_jobs_method(body: dict[str, Any], changed: dict[str, Any]) -> None:
+    assert read_job(body, ["hyperparameters.n_epochs=2"]).body == changed
