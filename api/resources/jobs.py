@@ -349,7 +349,7 @@ class JobOut(BaseModel):
     usage_metrics: dict[str, Any] | None
     queue: QueueOut | None  # null: the job is not waiting
     shared_with_openai: Literal[False] = False
-    eval_id: str  # the eval of its validations; empty before the first one
+    eval_id: str | None  # the eval of its validations; null: nothing is graded
     # Extensions.
     lineage: dict[str, Any] | None  # the tuned model that the job trains further; null: a base model
     budget: dict[str, Any] | None
@@ -386,7 +386,7 @@ class JobOut(BaseModel):
             user_provided_suffix=job.suffix,
             usage_metrics=usage.render(job, price),
             queue=None if place is None else QueueOut(position=place.position, reason=place.reason),
-            eval_id="" if job.method in methods.OFFLINE else evals.eval_id(job.id),
+            eval_id=None if job.method in methods.OFFLINE else evals.eval_id(job.id),
             budget=budgets.render(job),
             lineage=None if parent is None else parent.shown() | {"base_model": job.model},
             verdict=None if job.verdict is None else VerdictOut(**job.verdict),

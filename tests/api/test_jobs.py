@@ -626,7 +626,7 @@ def test_every_spelling_of_a_supervised_job_is_the_same_job(
     assert job["method"]["type"] == "supervised"
     assert job["hyperparameters"] == asked
     assert (asked["n_epochs"], asked["batch_size"], asked["learning_rate_multiplier"]) == (3, "auto", "auto")
-    assert (job["validation_file"], job["eval_id"]) == (None, "")
+    assert (job["validation_file"], job["eval_id"]) == (None, None)
 
 
 def test_openais_quickstart_is_a_supervised_job(api: TestClient, upload: Callable[..., str]) -> None:

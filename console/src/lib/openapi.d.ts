@@ -282,7 +282,7 @@ export interface components {
              */
             shared_with_openai: false;
             /** Eval Id */
-            eval_id: string;
+            eval_id: string | null;
             /** Lineage */
             lineage: {
                 [key: string]: unknown;
