@@ -1,8 +1,8 @@
 """Rewrites the URLs of Azure's clients.
 
 `AzureOpenAI(azure_endpoint=..., api_version=...)` of the `openai` package sends /openai/files?api-version=..., and for
-chat /openai/deployments/{model}/chat/completions. Azure's v1 API has /openai/v1/files. All map to the routes below
-/v1; `api-version` is ignored.
+answers /openai/deployments/{model}/chat/completions and .../completions. Azure's v1 API has /openai/v1/files. All map
+to the routes below /v1; `api-version` is ignored.
 """
 
 from typing import Annotated, Any
@@ -12,7 +12,9 @@ from fastapi.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from api.http.deps import CurrentProject, ServiceDep
+from api.resources import completions
 from api.resources.chat import ChatCreate, Inference, create_chat_completion, described
+from api.resources.completions import CompletionCreate, create_completion
 
 PREFIX, DEPLOYMENTS = "/openai/", "/openai/deployments/"
 
@@ -45,6 +47,12 @@ class DeploymentChat(ChatCreate):
     model: str = ""
 
 
+class DeploymentCompletion(CompletionCreate):
+    """A text completion whose model is the deployment in the path."""
+
+    model: str = ""
+
+
 async def _described(
     deployment: str, body: DeploymentChat, project: CurrentProject, service: ServiceDep, upstream: Inference
 ) -> dict[str, Any]:
@@ -57,3 +65,23 @@ async def create_deployment_chat_completion(
 ) -> Response:
     """Create a chat completion with the model of the deployment: a base model, an alias, or a tuned model."""
     return await create_chat_completion(request, body, upstream)
+
+
+async def _completion_described(
+    deployment: str,
+    body: DeploymentCompletion,
+    project: CurrentProject,
+    service: ServiceDep,
+    upstream: Inference,
+) -> dict[str, Any]:
+    return await completions.described(
+        body.model_copy(update={"model": deployment}), project, service, upstream
+    )
+
+
+@router.post(DEPLOYMENTS + "{deployment:path}/completions")
+async def create_deployment_completion(
+    request: Request, body: Annotated[dict[str, Any], Depends(_completion_described)], upstream: Inference
+) -> Response:
+    """Create a text completion with the model of the deployment."""
+    return await create_completion(request, body, upstream)

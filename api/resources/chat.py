@@ -47,6 +47,12 @@ CHAT, COMPLETIONS = "chat/completions", "completions"
 def _default_only(value: Any, info: ValidationInfo) -> None:
     """Accept only no-op values; reject anything else by name."""
     if value not in (None, 0, [], {}, "auto", "none", "default"):
+        _null_only(value, info)
+
+
+def _null_only(value: Any, info: ValidationInfo) -> None:
+    """Reject a parameter of which every value, also an empty one, asks for something."""
+    if value is not None:
         name = str(info.field_name)
         message = f"Unsupported parameter: '{name}' is not supported by this server; leave it out."
         raise InvalidParameter(message, param=name, code="unsupported_parameter")
@@ -83,7 +89,7 @@ class ChatCreate(Chat, Generation):
     function_call: Unsupported = None
     audio: Unsupported = None
     prediction: Unsupported = None
-    web_search_options: Unsupported = None
+    web_search_options: Annotated[None, BeforeValidator(_null_only)] = None  # {} searches with the defaults
     moderation: Unsupported = None
     modalities: Annotated[None, BeforeValidator(_text_only)] = None
 

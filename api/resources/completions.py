@@ -32,9 +32,10 @@ class CompletionCreate(TextCompletion, Body):
         return forwarded(self, set(TextCompletion.model_fields), served)
 
 
-async def _described(
+async def described(
     body: CompletionCreate, project: CurrentProject, service: ServiceDep, upstream: Inference
 ) -> dict[str, Any]:
+    """The request with the weights that its model name resolves to."""
     return await to_thread.run_sync(with_weights, body, project, service, upstream)
 
 
@@ -45,7 +46,7 @@ ANSWERS: dict[int | str, dict[str, Any]] = {
 
 @router.post("", responses=ANSWERS | refusals(404, 503))
 async def create_completion(
-    request: Request, completion: Annotated[dict[str, Any], Depends(_described)], upstream: Inference
+    request: Request, completion: Annotated[dict[str, Any], Depends(described)], upstream: Inference
 ) -> Response:
     """Create a text completion, in one piece or as server-sent events. Only models that vLLM serves have it."""
     return await passed_on(request, completion, upstream, COMPLETIONS)

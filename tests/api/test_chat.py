@@ -169,6 +169,17 @@ def test_azures_deployment_in_the_path_is_the_model(
     assert web.post(f"{url}nothing/chat/completions", json=body).status_code == 404
 
 
+def test_azures_completions_name_the_deployment_in_the_path(web: httpx.Client, inference: Inference) -> None:
+    url = str(web.base_url).removesuffix("/v1/") + "/openai/deployments/"
+
+    answer = web.post(f"{url}o4-mini-2025-04-16/completions?api-version=2024-10-21", json={"prompt": "Say"})
+
+    assert answer.status_code == 200
+    served = {"base_model": "tiny", "adapter": None}
+    assert inference.asked == [{"model": "tiny", "prompt": "Say", "regraft": served}]
+    assert web.post(f"{url}nothing/completions", json={"prompt": "Say"}).status_code == 404
+
+
 @pytest.mark.both_databases
 def test_a_tuned_model_is_asked_for_by_the_hash_of_its_weights(
     web: httpx.Client, inference: Inference, tuned: str
@@ -254,6 +265,14 @@ def test_a_part_that_is_no_text_is_refused_by_what_it_is(
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, "messages[0].content[1]")
     assert {"image_url": "image", "input_audio": "audio", "file": "file"}[kind] in error["message"]
+    assert inference.asked == []
+
+
+def test_a_search_with_its_defaults_is_refused(web: httpx.Client, inference: Inference) -> None:
+    """As OpenAI's guide asks for one: `web_search_options={}`."""
+    error = ask(web, web_search_options={}).json()["error"]
+
+    assert (error["param"], error["code"]) == ("web_search_options", "unsupported_parameter")
     assert inference.asked == []
 
 
