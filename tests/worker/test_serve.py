@@ -59,7 +59,7 @@ class Broken:
 
 
 class ScriptedBuilder:
-    """Implements worker.engines.Builder: room for `room` models, each of size 1."""
+    """Implements worker.serve.engines.Builder: room for `room` models, each of size 1."""
 
     def __init__(self, tokenizer: Any, room: int = 1) -> None:
         self.tokenizer, self.room = tokenizer, room

@@ -245,7 +245,7 @@ class OfflineTrainer:
         token_budget: int,
         beat: Callable[[], None] = lambda: None,
     ) -> None:
-        """`beat` is called after each micro-batch of a step, and between parts of a validation."""
+        """`beat` is called after each step, and after each part of a validation."""
         self.policy = policy
         self.gradient = OfflineGradient(policy, settings, token_budget=token_budget)
         self.optimizer = AdapterOptimizer(

@@ -50,7 +50,7 @@ class ChatInProgress:
         """Yield the increments of all choices. Closing the iterator aborts them.
 
         Raises:
-            Refused: the engine rejected the request only now.
+            EngineRefused: the engine rejected the request only now.
         """
         arrived: asyncio.Queue[tuple[int, Token | Exception]] = asyncio.Queue()
 

@@ -95,7 +95,7 @@ class Engines:
         """Yield the model, which stays loaded during the context, and the folder of its adapter.
 
         Raises:
-            Refused: the model does not exist, does not fit, or takes too long to load.
+            EngineRefused: the model does not exist, does not fit, or takes too long to load.
         """
         name = served.base_model
         loaded = await self._in_time(self._task(name), name, self.patience)

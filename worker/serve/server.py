@@ -52,7 +52,7 @@ class Places:
 
     @contextmanager
     def take(self, answers: int) -> Iterator[None]:
-        """Reserve `count` answers. Raises Refused if the queue is full, to bound the waiting time."""
+        """Reserve places for `answers` answers. Raises EngineRefused if too few are free, to bound the waiting time."""
         if self._taken + answers > self.most:
             raise EngineRefused(
                 f"{self._taken} answers are in flight, and this server accepts {self.most} at once; retry later.",

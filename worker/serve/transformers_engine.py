@@ -17,7 +17,7 @@ MARGIN_BYTES = 512 * 2**20
 
 
 class TransformersBuilder:
-    """Implements worker.engines.Builder."""
+    """Implements worker.serve.engines.Builder."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings

@@ -23,7 +23,7 @@ EMBEDDED_SEQUENCES = 16  # of the model's whole context, beside jobs on the same
 
 
 class VllmBuilder:
-    """Implements worker.engines.Builder."""
+    """Implements worker.serve.engines.Builder."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -51,7 +51,7 @@ class VllmBuilder:
         """Return the minimum KV cache in bytes: the operator's setting, or the minimum of vLLM.
 
         Raises:
-            Refused: what is set does not hold one sequence of the model's context.
+            EngineRefused: what is set does not hold one sequence of the model's context.
         """
         if self.cache == "auto":
             on_cpu = self.device == "cpu"
