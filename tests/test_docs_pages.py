@@ -6,13 +6,14 @@ import re
 import shlex
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from regraft.cli import parser as client_cli
 from regraft.requests import read_pipeline
 
 from api.resources.pipeline_requests import PipelineCreate, parsed_job
+from core.jobs.hyperparameter_groups import Loss
 from core.pipelines import graph
 from core.registry import BaseModelEntry
 from core.storage.datasets import Example, read_rows
@@ -132,6 +133,19 @@ def test_answers_of_the_cookbook_get_the_scores_that_it_shows(title: str, text: 
             assert grade.score < 0.1, answer
         else:
             assert grade.score == pytest.approx(float(score)), answer
+
+
+def test_the_readme_names_every_grader_and_every_loss() -> None:
+    text = re.sub(r"\s+", " ", (ROOT / "README.md").read_text())
+    [graders] = re.findall(r"\*\*Graders\*\*: (.*?) - \*\*", text)
+    [training] = re.findall(r"\*\*Training\*\*: (.*?) - \*\*", text)
+
+    table = [line.split("|")[1] for line in PAGES["howto/graders.md"].splitlines() if "| alone" in line]
+    types = {name for cell in table for name in re.findall(r"`(\w+)`", cell)}
+    assert {"string_check", "select"} < types <= set(re.findall(r"`(\w+)`", graders))
+    assert {loss.replace("dr_", "dr. ").upper() for loss in get_args(Loss)} <= {
+        name.upper() for name in re.findall(r"(?:Dr\. )?\b[A-Z]{4,}\b", training)
+    }
 
 
 def test_every_file_of_the_tree_that_a_page_names_exists() -> None:
