@@ -23,6 +23,7 @@ from tests.console.conftest import (
     log_in,
     project_of,
     readable_on_a_telephone,
+    rows,
 )
 from tests.e2e.conftest import Server
 from tests.present import untyped
@@ -119,6 +120,33 @@ def test_a_long_error_leaves_the_list_of_jobs_readable(logged_in: Page, server: 
 
     assert box is not None and box["height"] < 150
     assert str(untyped(client.fine_tuning.jobs.retrieve(job.id)).error.message).count("\n") > 15
+
+
+def test_a_warning_that_came_again_is_shown_once(logged_in: Page, server: Server) -> None:
+    client = server.client()
+    files = [
+        client.files.create(file=("rows.jsonl", rows(some)), purpose="fine-tune").id
+        for some in (["a", "b"], ["c"])
+    ]
+    never: Any = {
+        "type": "string_check",
+        "name": "never",
+        "operation": "eq",
+        "input": "{{sample.output_text}}",
+        "reference": "{{item.answer}} never",
+    }
+    asked = {"batch_size": 1, "n_epochs": 4, "advanced": {"group_size": 2, "max_completion_tokens": 2}}
+    method: Any = {"type": "reinforcement", "reinforcement": {"grader": never, "hyperparameters": asked}}
+    job = client.fine_tuning.jobs.create(
+        model="tiny", training_file=files[0], validation_file=files[1], suffix="silent", method=method
+    )
+    logged_in.goto(f"/#/jobs/{job.id}")
+    expect(logged_in.locator(".badge").first).to_contain_text("succeeded")
+    messages = [event.message for event in client.fine_tuning.jobs.list_events(job.id, limit=100)]
+    again = [message for message in messages if message.startswith("No signal")]
+    assert len(again) > len(set(again)), again
+
+    expect(logged_in.locator("p.note.warn", has_text="No signal")).to_have_count(len(set(again)))
 
 
 def open_rollouts(page: Page, job_id: str, query: str) -> None:

@@ -13,7 +13,7 @@ from tests.present import present, untyped
 from tests.thinking import DISTILL, make_thinking_model
 
 CHOSEN = {"Qwen 3.5": "hybrid", "Gemma 3": "window", "Qwen 3 MoE": "mixture"}
-PACKED = "packs the answers of a group behind their prompt"
+PACKED = "computes a prompt once for all its answers"
 ROWS = "computes each answer in a separate row"
 
 

@@ -116,7 +116,7 @@ class ForwardVerdict:
     def described(self, coverage: Coverage) -> str:
         """For an event of the job."""
         how = (
-            "Training packs the answers of a group behind their prompt"
+            "Training computes a prompt once for all its answers"
             if self.route.forward == "packed"
             else "Training computes each answer in a separate row"
         )
