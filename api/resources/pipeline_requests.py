@@ -3,18 +3,18 @@
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
 from api.http.shapes import Body
 from api.http.validation_errors import explain
-from api.resources.eval_requests import CompletionsParams, Metadata, Name, RunBudget, parse_criteria
+from api.resources.eval_requests import CompletionsParams, Metadata, Name, RunBudget
 from api.resources.jobs import JobCreate
-from core.errors import InvalidParameter, InvalidRequest
+from core.errors import InvalidRequest
 from core.evals.items import MAX_ROWS
 from core.pipelines.graph import KINDS, MAX_STAGES, PlannedStage
 from core.pipelines.rows import Form, Selection
 from core.strict import StrictModel
-from graders.spec import GraderSpec, InvalidGrader, dump
+from graders.spec import GraderSpec, dump, parse_grader
 
 StageName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 FileOrReference = Annotated[str, Field(min_length=1, max_length=128)]
@@ -25,19 +25,7 @@ Characters = Annotated[int, Field(ge=0, le=10_000_000)]
 
 
 def _one_grader(sent: Any) -> Any:
-    """Parse it as a criterion of an eval, which samples and grades for this stage."""
-    if sent is None or not isinstance(sent, Mapping):
-        return sent
-    try:
-        return parse_criteria([sent])[0]
-    except InvalidGrader as cause:
-        raise InvalidParameter(
-            cause.message.replace("testing_criteria[0]", "grader").replace(
-                "An eval has several criteria instead of a", "A sample stage does not support a"
-            ),
-            param=cause.param.replace("testing_criteria[0]", "grader"),
-            code=cause.code,
-        ) from None
+    return None if sent is None else parse_grader(sent, "grader")
 
 
 class SampleStage(StrictModel):
@@ -115,6 +103,16 @@ class PipelineCreate(Body):
     name: Name | None = None
     metadata: Metadata = None
     stages: Annotated[list[StageCreate], Field(min_length=1, max_length=MAX_STAGES, fail_fast=True)]
+
+    @field_validator("stages", mode="before")
+    @classmethod
+    def _graders_parse(cls, sent: Any) -> Any:
+        """Parse the graders of samples first, here, where the number of their stage is known for an error."""
+        for number, stage in enumerate(sent[:MAX_STAGES] if isinstance(sent, list) else ()):
+            sample = stage.get("sample") if isinstance(stage, Mapping) else None
+            if isinstance(sample, Mapping) and sample.get("grader") is not None:
+                parse_grader(sample["grader"], f"stages[{number}].sample.grader")
+        return sent
 
 
 class PipelineClone(Body):

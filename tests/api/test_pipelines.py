@@ -329,6 +329,12 @@ def test_another_project_sees_no_pipeline(api: TestClient, house: House, upload:
         ({"name": "a", "mix": {"files": [{"file": "file-none"}]}}, "stages[0].mix.files[0].file"),
         ({"name": "a", "mix": {"files": [{"file": "{{stages.b.file}}"}]}}, "stages[0].mix.files[0].file"),
         ({"name": "a", "select": {"file": "f", "form": "poem"}}, "stages[0].select.form"),
+        ({"name": "a", "sample": {"model": "nobody", "file": "{{stages.a.file}}"}}, "stages"),
+        ({"name": "a", "sample": {"model": "nobody", "file": "f"}}, "stages[0].sample.file"),
+        (
+            {"name": "a", "sample": {"model": "m", "file": "f", "grader": {"type": "x"}}},
+            "stages[0].sample.grader.type",
+        ),
     ],
 )
 def test_a_stage_that_cannot_work_is_refused_before_anything_starts(

@@ -14,13 +14,14 @@ from tests.e2e.conftest import jsonl, start_server
 from tests.e2e.test_offline_jobs import PAIRS, ROWS
 from tests.present import present
 
-GRADER = {
+SAYS = {
     "type": "string_check",
     "name": "says",
     "input": "{{sample.output_text}}",
     "reference": "{{item.color}}",
     "operation": "eq",
 }
+GRADER = {"type": "multi", "name": "m", "graders": {"says": SAYS}, "calculate_output": "2 * says - 1"}
 
 
 @pytest.fixture(scope="module")
