@@ -35,7 +35,7 @@ def pipelines_show(arguments: argparse.Namespace) -> int:
 
 
 def pipelines_wait(arguments: argparse.Namespace) -> int:
-    """Exit code 1: it did not succeed."""
+    """Exit code 1: it failed or was cancelled."""
     client = Regraft()
     return _waited(arguments, client, client.pipelines.retrieve(arguments.pipeline_id))
 
@@ -73,7 +73,7 @@ def _waited(arguments: argparse.Namespace, client: Regraft, made: Pipeline) -> i
 
     done = client.pipelines.wait(made.id, progress=tell)
     _answer(arguments, done)
-    return DONE if done.status == "succeeded" else NO
+    return DONE if done.status in ("succeeded", "paused") else NO
 
 
 def _answer(arguments: argparse.Namespace, pipeline: Pipeline) -> int:
