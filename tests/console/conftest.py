@@ -176,7 +176,9 @@ GRADER: Any = {
 }
 
 
-def create(client: openai.OpenAI, *, epochs: int, suffix: str, texts: list[str] = QUESTIONS) -> str:
+def create(
+    client: openai.OpenAI, *, epochs: int, suffix: str, texts: list[str] = QUESTIONS, model: str = "tiny"
+) -> str:
     files = [
         client.files.create(file=(f"{name}.jsonl", rows(some)), purpose="fine-tune").id
         for name, some in (("train", texts), ("valid", ["tell me", "is it green"]))
@@ -185,7 +187,7 @@ def create(client: openai.OpenAI, *, epochs: int, suffix: str, texts: list[str] 
     asked = {"batch_size": 2, "n_epochs": epochs, "eval_interval": 1, "advanced": advanced}
     method: Any = {"type": "reinforcement", "reinforcement": {"grader": GRADER, "hyperparameters": asked}}
     job = client.fine_tuning.jobs.create(
-        model="tiny", training_file=files[0], validation_file=files[1], suffix=suffix, seed=1, method=method
+        model=model, training_file=files[0], validation_file=files[1], suffix=suffix, seed=1, method=method
     )
     return job.id
 

@@ -149,6 +149,22 @@ def test_a_warning_that_came_again_is_shown_once(logged_in: Page, server: Server
     expect(logged_in.locator("p.note.warn", has_text="No signal")).to_have_count(len(set(again)))
 
 
+def test_a_tuned_model_that_was_trained_further_is_named_in_the_verdict(
+    logged_in: Page, server: Server, finished: str
+) -> None:
+    client = server.client()
+    tuned = client.fine_tuning.jobs.retrieve(finished).fine_tuned_model
+    assert tuned is not None
+    job = create(client, epochs=1, suffix="further", model=tuned)
+
+    logged_in.goto(f"/#/jobs/{job}")
+
+    verdict = logged_in.locator("p.note", has_text="wins")
+    expect(verdict).to_contain_text(re.compile(f"(than|from) {re.escape(tuned)}"))
+    expect(logged_in.locator("figure", has_text="Reward").first).to_contain_text(tuned)
+    expect(logged_in.get_by_text("base model")).to_have_count(0)
+
+
 def open_rollouts(page: Page, job_id: str, query: str) -> None:
     """Go there from another page, and wait for the answers: that page may have a table, too."""
     page.goto(f"/#/jobs/{job_id}/rollouts?{query}")
