@@ -13,7 +13,7 @@ from core.database.tables import File, Project
 from core.errors import ContentDamaged, InvalidRequest
 from core.storage import datasets, files, splitting
 from core.storage.datasets import InvalidDataset
-from core.storage.offline_rows import MAX_ROWS
+from core.storage.offline_rows import MAX_ROWS, MIN_ROWS
 from core.storage.store import BlobNotFound
 from core.tenancy import tenants
 
@@ -35,7 +35,7 @@ def split(service: Service, project: Project, file_id: str, share: float, method
     """Store both parts of a training file. Reads the file three times, a line at a time.
 
     Raises:
-        InvalidRequest: there is no such training file, or it cannot be divided.
+        InvalidRequest: there is no such training file, it cannot be divided, or too few rows are left for training.
         ContentDamaged: its content is missing or damaged.
     """
     with service.database.read() as session:
@@ -44,6 +44,14 @@ def split(service: Service, project: Project, file_id: str, share: float, method
     try:
         hashes = splitting.hashes_of(read())
         chosen = splitting.choose(hashes, share, most_rows(method))
+        left = sum(one not in chosen for one in hashes)
+        if method != "reinforcement" and left < MIN_ROWS <= len(hashes):
+            raise InvalidRequest(
+                f"The split leaves {left} of {len(hashes)} rows for training, and a {method} job needs at least "
+                f"{MIN_ROWS}.",
+                param="validation_split",
+                code="invalid_n_examples",
+            )
         parts = (
             splitting.part(read, hashes, chosen, is_validation=False),
             splitting.part(read, hashes, chosen, is_validation=True),

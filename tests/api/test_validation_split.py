@@ -137,3 +137,24 @@ def test_files_that_are_not_used_are_not_kept(
     with house.database.read() as session:
         known = set(session.scalars(select(File.blob_key)))
     assert {entry for entry in house.blobs.list("projects/") if "/files/" in entry} == known - {key}
+
+
+def test_a_split_that_leaves_too_few_rows_is_refused_before_there_is_a_job(
+    api: TestClient, upload: Upload
+) -> None:
+    lines = [
+        {"messages": [{"role": "user", "content": str(n)}, {"role": "assistant", "content": "yes"}]}
+        for n in range(11)
+    ]
+    source = upload("\n".join(json.dumps(line) for line in lines).encode())
+
+    answer = api.post(JOBS, json={"model": "tiny", "training_file": source, "validation_split": 0.3})
+
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["code"]) == (
+        400,
+        "validation_split",
+        "invalid_n_examples",
+    )
+    assert "leaves 8 of 11 rows" in error["message"]
+    assert api.get(JOBS).json()["data"] == []
