@@ -56,6 +56,14 @@ TEXT_OR_LIST = Discriminator(
 )
 
 
+def _text_or_object(value: Any) -> str:
+    return "text" if isinstance(value, str) else "object"
+
+
+# As above, between a word and an object.
+TEXT_OR_OBJECT = Discriminator(_text_or_object)
+
+
 # Extra fields of an assistant message that is an earlier response of ours, sent back by OpenAI's client.
 SENT_BACK = ("annotations", "audio", "function_call", "tool_calls")
 
@@ -194,7 +202,14 @@ class Chat(StrictModel):
     reasoning_effort: ReasoningEffort = None
     # Only vLLM's server has these; models that transformers serves refuse them.
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
+    tool_choice: (
+        Annotated[
+            Annotated[Literal["none", "auto", "required"], Tag("text")]
+            | Annotated[ChosenTool, Tag("object")],
+            TEXT_OR_OBJECT,
+        ]
+        | None
+    ) = None
     parallel_tool_calls: bool | None = None
     frequency_penalty: Penalty = None
     presence_penalty: Penalty = None

@@ -35,6 +35,7 @@ from core.chat import (
     MAX_PARTS,
     MAX_TOOLS,
     TEXT_OR_LIST,
+    TEXT_OR_OBJECT,
     AnyObject,
     ContentPart,
     MaxTokens,
@@ -266,7 +267,14 @@ class ResponseCreate(Generation):
     stream_options: StreamOptions | None = None
 
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ChosenFunction | None = None
+    tool_choice: (
+        Annotated[
+            Annotated[Literal["none", "auto", "required"], Tag("text")]
+            | Annotated[ChosenFunction, Tag("object")],
+            TEXT_OR_OBJECT,
+        ]
+        | None
+    ) = None
     parallel_tool_calls: bool | None = None
 
     reasoning: Reasoning | None = None
