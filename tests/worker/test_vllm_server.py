@@ -356,6 +356,14 @@ def test_a_prompt_that_is_too_long_has_openais_code(client: openai.OpenAI) -> No
     assert refused.value.code == "context_length_exceeded"
 
 
+def test_a_refusal_of_vllms_names_the_parameter(client: openai.OpenAI) -> None:
+    words: Any = [{"role": "user", "content": "word"}]
+    with pytest.raises(openai.BadRequestError, match="50256") as refused:
+        client.chat.completions.create(model="caller", messages=words, logit_bias={"50256": -100})
+
+    assert (refused.value.param, refused.value.code) == ("logit_bias", "invalid_value")
+
+
 def test_the_tokens_of_an_answer_are_counted_here_and_by_vllm(client: openai.OpenAI, folder: Path) -> None:
     def counted(name: str) -> float:
         text = httpx.get((folder / "metrics").read_text()).text

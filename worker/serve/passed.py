@@ -182,8 +182,11 @@ def error_of(status: int, content: bytes) -> dict[str, Any]:
         message, param = str(error["message"]), error.get("param")
     except (ValueError, TypeError, LookupError):
         message, param = f"the model failed with status {status}", None
-    code = "context_length_exceeded" if param in _LENGTH_PARAMS else None
-    return envelope(status, message, code)
+    if param in _LENGTH_PARAMS:
+        return envelope(status, message, "context_length_exceeded")
+    if status < 500 and (param in InternalChat.model_fields or param in InternalCompletion.model_fields):
+        return envelope(status, message, "invalid_value", param)
+    return envelope(status, message)
 
 
 class _Writer:
