@@ -4,7 +4,7 @@ What can be refused is refused before the weights are loaded, which may take min
 torch, peft and transformers, which takes seconds: worker/child.py does it before it waits for its job.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,13 +13,16 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
+from core.database.tables import Job
+from core.errors import InvalidRequest, NotFound
 from core.jobs import hyperparameters
+from core.jobs.distillation import asked_of, teacher_of
 from core.jobs.hyperparameter_groups import LoraTargets
 from core.jobs.hyperparameters import Hyperparameters, Resolved
 from core.model_checks import ModelChecks, installed_versions
 from core.registry import BaseModelEntry, Device, Registry, SamplerName
 from core.response_format import stored_held_to
-from core.results.lineage import Parent
+from core.results.lineage import Parent, start_of
 from core.settings import Settings
 from graders.spec import GraderSpec
 from graders.types import Grader
@@ -28,9 +31,10 @@ from worker.heartbeat import Beat, WatchedSampler, WatchedTrainer
 from worker.instruments import ObservedSampler
 from worker.learn.distributed import LoadModel, load_checked, loading
 from worker.learn.rank_model import Model
+from worker.learn.teacher import PolicyTeacher
 from worker.learn.trainer import PeftTrainer
 from worker.learn.world import World
-from worker.model import memory, quantized, sizing, support, verdicts
+from worker.model import memory, quantized, sizing, support, teachers, verdicts
 from worker.model.adapters import adapter_targets
 from worker.model.architecture import refusing, without_weights
 from worker.model.parent import continuing, start_from
@@ -38,12 +42,13 @@ from worker.model.policy import DTYPES, Policy, read_config, read_tokenizer, ren
 from worker.model.reasoning import Reasoning, detect, plan_effort
 from worker.model.sizing import MemoryPlan, Shape, Workload
 from worker.model.support import ForwardVerdict
+from worker.model.teachers import TeacherModel
 from worker.record.checkpoints import Checkpoints
 from worker.record.exporters.choice import feeds_of
 from worker.record.recorder import Quota, Recorder
 from worker.refusals import InvalidTargets, UserMistake
 from worker.rollout.prompts import PromptStream, PromptTooLong, tokenize
-from worker.rollout.rewards import Rewards
+from worker.rollout.rewards import Rewards, Scoring
 from worker.rollout.rows import Rows, read_rows
 from worker.rollout.sampler_gate import SamplerGate
 from worker.rollout.samplers import choice
@@ -51,6 +56,7 @@ from worker.rollout.samplers.fleet import BlobAdapters
 from worker.rollout.samplers.fleet_members import FleetConfig
 from worker.rollout.samplers.placement import NO_ENGINE, ONE_ENGINE, NotPlaceable, Placement
 from worker.rollout.samplers.steering import Bounds, UnsupportedTags, grammar_of
+from worker.rollout.taught import TeacherRewards
 from worker.run import Run
 from worker.types import Prompt
 
@@ -92,15 +98,15 @@ class Task:
 
 def assemble(
     attempt: Attempt,
-    spec: GraderSpec,
-    grader: Grader,
+    spec: GraderSpec | None,
+    grader: Grader | None,
     settings: Settings,
     scratch: Path,
     stop_requested: Callable[[], bool],
     beat: Beat,
     world: World | None = None,
 ) -> Run:
-    """Build the Run of a claimed job.
+    """Build the Run of a claimed job. Without a grader it has a teacher.
 
     Raises:
         UserMistake, Refusal: the job cannot succeed as it is, on any worker.
@@ -112,9 +118,10 @@ def assemble(
     job = attempt.job
     rows = read_rows(attempt)
     local = 1 if world is None else world.local_size
-    base = inspect_model(job.model, settings, local, off_policy=is_off_policy(job.body))
-    task = prepare_task(attempt, rows, base)
-    plan = plan_memory(job.model, base, task, settings, local)
+    base = inspect_model(job.model, settings, local, off_policy=is_off_policy(job))
+    teacher = teacher_model(attempt, settings)
+    task = prepare_task(attempt, rows, base, teacher)
+    plan = plan_memory(job.model, base, task, settings, local, teacher)
     beat()
     policy, verdict = load_policy(attempt, base, task, plan, settings, beat, world)
 
@@ -127,7 +134,7 @@ def assemble(
         recorder.inform(verdict.described(policy.coverage), verdict.as_data(policy.coverage))
         if base.precision:
             recorder.inform(base.precision, {})
-    if policy.reasoning is None and (effort := effort_of(job.body)) != "default":
+    if policy.reasoning is None and (effort := effort_of(job)) != "default":
         recorder.warn(
             f"reasoning_effort '{effort}' has no effect: the model's chat template has no thoughts.", {}
         )
@@ -174,6 +181,12 @@ def assemble(
     parent = Parent.of(job)
     if parent is not None and start_from(parent, policy, checkpoints):
         trainer.start_from_policy()
+    rewards: Scoring
+    if teacher is not None:
+        rewards = taught_by(teacher, policy, task, plan, checkpoints, settings, beat)
+    else:
+        assert grader is not None, "a job has a grader or a teacher"
+        rewards = Rewards(grader, parse_json=bool(task.held_to))
     return Run(
         settings=task.settings,
         seed=job.seed,
@@ -181,7 +194,7 @@ def assemble(
         train_prompts=PromptStream(task.train, batch_size=task.settings.batch_size, seed=job.seed),
         valid_prompts=task.valid,
         sampler=ObservedSampler(WatchedSampler(sampler, beat)),
-        rewards=Rewards(grader, parse_json=bool(task.held_to)),
+        rewards=rewards,
         trainer=WatchedTrainer(trainer, beat),
         recorder=recorder,
         checkpoints=checkpoints,
@@ -192,6 +205,56 @@ def assemble(
         gpus=gpus_of(world, settings) if base.device == "cuda" else 1,
         thresholds=settings.warnings,
     )
+
+
+def teacher_model(attempt: Attempt, settings: Settings) -> TeacherModel | None:
+    """The teacher of a distillation job; None for other jobs.
+
+    Raises:
+        UserMistake: there is none of this name any more, or it does not share the student's tokens.
+    """
+    job = attempt.job
+    name = teacher_of(job)
+    if name is None:
+        return None
+    registry = Registry.load(settings.models_file)
+    try:
+        base, parent = attempt.read(
+            lambda session: start_of(session, job.project_id, name, registry, param=teachers.PARAM)
+        )
+    except (NotFound, InvalidRequest) as cause:
+        raise UserMistake("model_not_available", str(cause), teachers.PARAM) from cause
+    entries = {one: registry.get(one) for one in (base, job.model)}
+    return teachers.inspect_teacher(name, base, parent, job.model, entries, settings.model_cache)
+
+
+def taught_by(
+    teacher: TeacherModel,
+    policy: Policy,
+    task: Task,
+    plan: MemoryPlan,
+    checkpoints: Checkpoints,
+    settings: Settings,
+    beat: Beat,
+) -> TeacherRewards:
+    """Load the teacher beside the policy.
+
+    Raises:
+        UserMistake: the student's weights are divided over GPUs, or the teacher's adapter is gone.
+        UnsupportedModel: a second model whose forward pass is not right here.
+    """
+    if policy.is_sharded:
+        raise UserMistake(
+            "not_enough_memory",
+            "The model does not fit on one GPU, and a model whose weights are divided over GPUs cannot have a teacher "
+            "in this version.",
+            "model",
+        )
+    teaching, context = teachers.load_teacher(
+        teacher, policy, task.settings, checkpoints, settings.model_cache, beat
+    )
+    own = PolicyTeacher(teaching, context, plan.token_budget, beat)
+    return TeacherRewards(own, temperature=task.settings.temperature)
 
 
 def gpus_of(world: World | None, settings: Settings) -> int:
@@ -265,7 +328,7 @@ def fleet_of(name: str, base: BaseModel, task: Task, settings: Settings) -> Flee
     )
 
 
-def prepare_task(attempt: Attempt, rows: Rows, base: BaseModel) -> Task:
+def prepare_task(attempt: Attempt, rows: Rows, base: BaseModel, teacher: TeacherModel | None = None) -> Task:
     """Resolve the hyperparameters and render the prompts.
 
     Raises:
@@ -273,7 +336,7 @@ def prepare_task(attempt: Attempt, rows: Rows, base: BaseModel) -> Task:
     """
     job = attempt.job
     assert job.validation_file is not None, "the API requires one"
-    asked = Hyperparameters.model_validate(job.body["hyperparameters"])
+    asked = asked_of(job)
     named = None if asked.advanced.sampling.chat_template == "auto" else asked.advanced.sampling.chat_template
     reasoning = detect(read_tokenizer(base.entry, base.source, named))
     resolved = hyperparameters.resolve(
@@ -283,9 +346,12 @@ def prepare_task(attempt: Attempt, rows: Rows, base: BaseModel) -> Task:
         context=base.entry.context,
         reasons=reasoning is not None and not reasoning.form.off,
     )
-    resolved = continuing(with_effort(resolved, asked, reasoning), Parent.of(job))
+    # An adapter that teaches takes turns with the student's own, so both have one shape.
+    start = Parent.of(job) or (None if teacher is None else teacher.adapter)
+    resolved = continuing(with_effort(resolved, asked, reasoning), start)
     resolved = hyperparameters.kept(resolved, job.resolved)
-    refuse_absent_targets(base, resolved.lora_targets, asked.advanced.path("lora_targets"))
+    place = f"method.{job.method}.hyperparameters.advanced.{asked.advanced.path('lora_targets')}"
+    refuse_absent_targets(base, resolved.lora_targets, place)
     tokenizer = read_tokenizer(base.entry, base.source, resolved.chat_template, resolved.chat_template_kwargs)
     room = {"context": base.entry.context, "max_completion_tokens": resolved.max_completion_tokens}
     try:
@@ -297,7 +363,7 @@ def prepare_task(attempt: Attempt, rows: Rows, base: BaseModel) -> Task:
         raise UserMistake(
             "invalid_value", hyperparameters.NO_SAMPLER_OF_ITS_OWN, "method.reinforcement.hyperparameters"
         )
-    schema = stored_held_to(job.body["response_format"])
+    schema = stored_held_to(job.body.get("response_format"))
     if base.sampler == "vllm":
         try:
             grammar_of(detect(tokenizer), Bounds(schema, resolved.thinking_budget))
@@ -318,7 +384,7 @@ def prepare_task(attempt: Attempt, rows: Rows, base: BaseModel) -> Task:
 
 
 def refuse_absent_targets(base: BaseModel, targets: LoraTargets, path: str) -> None:
-    """Check the names before the weights are loaded. `path` is that of the hyperparameter below `advanced`.
+    """Check the names before the weights are loaded. `path` is that of the hyperparameter in the request.
 
     Raises:
         UserMistake: layers with these names do not exist, or cannot have an adapter.
@@ -328,16 +394,15 @@ def refuse_absent_targets(base: BaseModel, targets: LoraTargets, path: str) -> N
     try:
         adapter_targets(without_weights(read_config(base.source)), targets)
     except InvalidTargets as cause:
-        raise UserMistake(cause.code, str(cause), f"{ADVANCED}.{path}") from cause
+        raise UserMistake(cause.code, str(cause), path) from cause
 
 
-def is_off_policy(reinforcement: Mapping[str, Any]) -> bool:
-    asked = Hyperparameters.model_validate(reinforcement["hyperparameters"])
-    return asked.advanced.schedule.type == "off_policy"
+def is_off_policy(job: Job) -> bool:
+    return asked_of(job).advanced.schedule.type == "off_policy"
 
 
-def effort_of(reinforcement: Mapping[str, Any]) -> str:
-    return Hyperparameters.model_validate(reinforcement["hyperparameters"]).reasoning_effort
+def effort_of(job: Job) -> str:
+    return asked_of(job).reasoning_effort
 
 
 def with_effort(resolved: Resolved, asked: Hyperparameters, reasoning: Reasoning | None) -> Resolved:
@@ -369,8 +434,15 @@ def with_effort(resolved: Resolved, asked: Hyperparameters, reasoning: Reasoning
     return resolved.model_copy(update={"chat_template_kwargs": arguments, "thinking_budget": budget})
 
 
-def plan_memory(name: str, base: BaseModel, task: Task, settings: Settings, ranks: int) -> MemoryPlan:
-    """Divide the free memory between weights, KV cache and micro-batches.
+def plan_memory(
+    name: str,
+    base: BaseModel,
+    task: Task,
+    settings: Settings,
+    ranks: int,
+    teacher: TeacherModel | None = None,
+) -> MemoryPlan:
+    """Divide the free memory, without that of the teacher's weights, between weights, KV cache and micro-batches.
 
     Raises:
         UserMistake: the job does not fit.
@@ -382,6 +454,8 @@ def plan_memory(name: str, base: BaseModel, task: Task, settings: Settings, rank
         sampling = base.engines.processes
         processes = ranks + sampling if split else max(ranks, sampling)
     free = memory.available(base.device) // processes
+    if teacher is not None:
+        free = max(0, free - teacher.weight_bytes)
     packed = base.device == "cpu" and base.entry.dtype == "float32"
     machine = sizing.machine(
         settings,

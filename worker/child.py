@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from core.database.engine import Database
 from core.jobs import lifecycle, methods
 from core.jobs.claim import Claim, LeaseLost
+from core.jobs.distillation import teacher_of
 from core.response_format import SchemaTooLarge
 from core.settings import Settings
 from core.storage.store import blobs_of
@@ -72,6 +73,11 @@ async def run_attempt(
             offline: OfflineRun = assemble_offline(attempt, settings, scratch, stop_requested, beat)
         with closed_at_the_end(offline.feeds):
             return await trained(offline)
+    if teacher_of(attempt.job) is not None:
+        with failing_once():
+            run = assemble(attempt, None, None, settings, scratch, stop_requested, beat, world)
+        with closed_at_the_end(run.feeds):
+            return await trained(run)
     try:
         spec = parse_grader(attempt.job.body["grader"])
         # The grader may hold connections, which belong to the running event loop.

@@ -26,7 +26,7 @@ from worker.record.rollouts import GradedStep
 from worker.record.verdict import row_scores
 from worker.rollout.collect import Collector
 from worker.rollout.prompts import PromptStream
-from worker.rollout.rewards import Rewards
+from worker.rollout.rewards import Scoring
 from worker.rollout.samplers import Sampler, Sampling
 from worker.types import Group, Prompt, UpdateMetrics
 
@@ -42,11 +42,11 @@ class Run:
 
     settings: Resolved
     seed: int
-    spec: GraderSpec
+    spec: GraderSpec | None  # None: a teacher scores the answers
     train_prompts: PromptStream
     valid_prompts: Sequence[Prompt]
     sampler: Sampler
-    rewards: Rewards
+    rewards: Scoring
     trainer: Trainer
     recorder: Recorder
     checkpoints: Checkpoints

@@ -38,6 +38,7 @@ class Rollout:
     forced: int = (
         0  # tokens before `grammar_start` that closed a thought at its budget: they were not sampled
     )
+    teacher_T: tuple[float, ...] = ()  # log-probabilities under a teacher, in jobs that have one
 
     @property
     def sampled_tokens(self) -> int:
@@ -60,6 +61,11 @@ class Group:
     def rewards_G(self) -> list[float | None]:
         return [grade.score for grade in self.grades_G]
 
+    @property
+    def has_teacher(self) -> bool:
+        """Whether its tokens learn from a teacher, and not from the differences of the rewards."""
+        return any(rollout.teacher_T for rollout in self.rollouts_G)
+
     def taught_by(self, supervision: Supervision) -> list[float | None]:
         """Return the training rewards: of the answers, or of all their steps."""
         if supervision == "outcome":
@@ -78,6 +84,9 @@ class TrainingSequence:
     grammar_start: int = 0  # as in Rollout
     forced: int = 0  # as in Rollout: these tokens are not trained on
     learned_T: tuple[bool, ...] = ()  # which tokens are trained on; empty: all but the forced ones
+    teacher_T: tuple[
+        float, ...
+    ] = ()  # as in Rollout; their advantages follow from it, not from `advantages_T`
 
 
 @dataclass(frozen=True)

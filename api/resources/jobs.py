@@ -32,9 +32,10 @@ from api.resources.graders import refuse
 from api.resources.integrations import Integrations, to_rows
 from core.database.engine import Work
 from core.database.tables import Checkpoint, Event, Job, Project
-from core.errors import InvalidParameter, InvalidRequest
+from core.errors import InvalidParameter, InvalidRequest, NotFound
 from core.jobs import (
     budgets,
+    distillation,
     events,
     fairness,
     integrations,
@@ -45,6 +46,8 @@ from core.jobs import (
 )
 from core.jobs.budgets import Price
 from core.jobs.devices import device_of
+from core.jobs.distillation import Distillation
+from core.jobs.hyperparameter_groups import Lora
 from core.jobs.hyperparameters import NO_SAMPLER_OF_ITS_OWN, Hyperparameters, shown_advanced
 from core.registry import BaseModelEntry, SamplerName, sampler_of
 from core.response_format import ResponseFormat
@@ -143,6 +146,7 @@ class Method(StrictModel):
     supervised: Annotated[SupervisedMethod | None, OfItsType] = Field(default=None, validate_default=True)
     dpo: Annotated[DpoMethod | None, OfItsType] = Field(default=None, validate_default=True)
     reinforcement: Annotated[Reinforcement | None, OfItsType] = Field(default=None, validate_default=True)
+    distillation: Annotated[Distillation | None, OfItsType] = Field(default=None, validate_default=True)
 
 
 # Above any realistic budget; keeps sums of such numbers finite.
@@ -213,7 +217,7 @@ class JobCreate(Body):
     method: Method
     # Extension: extra_body={"validation_split": 0.1}. This part of the training rows becomes the validation file.
     validation_split: Annotated[float, Field(gt=0, le=MAX_SHARE)] | None = None
-    # Required for reinforcement, as in OpenAI's guide.
+    # Required for reinforcement, as in OpenAI's guide, and for distillation.
     validation_file: str | None = Field(default=None, validate_default=True)
     suffix: Suffix | None = None
     seed: Annotated[int, Field(ge=0, le=2147483647)] | None = None
@@ -239,7 +243,7 @@ class JobCreate(Body):
         split = info.data.get("validation_split")
         if file_id is not None and split is not None:
             raise ValueError("send either validation_file or validation_split")
-        if file_id is None and split is None and method is not None and method.type == "reinforcement":
+        if file_id is None and split is None and method is not None and method.type not in methods.OFFLINE:
             raise PydanticKnownError("missing")
         return file_id
 
@@ -271,6 +275,8 @@ class JobCreate(Body):
         offline = self.method.supervised or self.method.dpo
         if offline is not None:
             return {"hyperparameters": offline.hyperparameters.model_dump(mode="json")}
+        if self.method.distillation is not None:
+            return self.method.distillation.model_dump(mode="json")
         asked = self.reinforcement("A grader")
         return {
             "grader": dump(asked.grader),
@@ -320,7 +326,7 @@ class JobErrorOut(BaseModel):
 class MethodOut(BaseModel, extra="allow"):
     """The method, and under its type its object, as in the request."""
 
-    type: Literal["reinforcement", "supervised", "dpo"]
+    type: Literal["reinforcement", "supervised", "dpo", "distillation"]
 
 
 class JobOut(BaseModel):
@@ -662,6 +668,8 @@ def accept(body: JobCreate, service: Service, project: Project) -> Accepted:
     Creating a job and validating one share these rules.
     """
     base_model, parent = start(body, service, project)
+    if body.method.distillation is not None:
+        refuse_unusable_teacher(body.method.distillation, base_model, parent, service, project)
     return Accepted(
         base_model=base_model,
         parent=parent,
@@ -681,17 +689,64 @@ def start(body: JobCreate, service: Service, project: Project) -> tuple[str, Par
         base_model, parent = lineage.start_of(session, project.id, body.model, service.registry)
     if parent is None:
         return base_model, None
-    asked = body.method.supervised or body.method.dpo or body.reinforcement("An adapter")
-    lora = asked.hyperparameters.advanced.lora
-    for name in sorted(lora.model_fields_set):
-        value, has = getattr(lora, name), parent.settings[f"lora_{name}"]
-        if value not in ("auto", has):
-            raise InvalidRequest(
-                f"'{body.model}' has an adapter with lora {name} {has}, which the job trains further: leave that "
-                "out. An adapter of another shape on top of it is not supported by this version.",
-                param=f"method.{body.method.type}.hyperparameters.advanced.lora.{name}",
-            )
+    method = body.method
+    asked = method.supervised or method.dpo or method.distillation or body.reinforcement("An adapter")
+    if (other := _other_shape(asked.hyperparameters.advanced.lora, parent)) is not None:
+        raise InvalidRequest(
+            f"'{body.model}' has an adapter with lora {other} {parent.settings[f'lora_{other}']}, which the job trains "
+            "further: leave that out. An adapter of another shape on top of it is not supported by this version.",
+            param=f"method.{method.type}.hyperparameters.advanced.lora.{other}",
+        )
     return base_model, parent
+
+
+def _other_shape(lora: Lora, parent: Parent) -> str | None:
+    """The field in which the adapter of a tuned model differs from what a request asks for."""
+    return next(
+        (
+            name
+            for name in sorted(lora.model_fields_set)
+            if getattr(lora, name) not in ("auto", parent.settings[f"lora_{name}"])
+        ),
+        None,
+    )
+
+
+TEACHER_PARAM = "method.distillation.teacher.model"
+
+
+def refuse_unusable_teacher(
+    asked: Distillation, base_model: str, parent: Parent | None, service: Service, project: Project
+) -> None:
+    """Check the teacher of a student on `base_model`. Whether both have the same tokenizer is for the worker to say.
+
+    Raises:
+        TunedModelNotFound, ModelNotFound: the project may use no model of this name.
+        InvalidRequest: its adapter is on another base model, or has another shape than the student's.
+    """
+    name = asked.teacher.model
+    try:
+        with service.database.read() as session:
+            teacher_base, teacher = lineage.start_of(
+                session, project.id, name, service.registry, param=TEACHER_PARAM
+            )
+    except NotFound as absent:
+        absent.param = TEACHER_PARAM
+        raise
+    if teacher is None:
+        return
+    if teacher_base != base_model:
+        raise InvalidRequest(distillation.other_base(name, teacher_base, base_model), param=TEACHER_PARAM)
+    student = asked.hyperparameters.advanced.lora
+    differs = _other_shape(student, teacher)
+    if differs is None and parent is not None:
+        differs = next((one for one in lineage.SHAPE if parent.settings[one] != teacher.settings[one]), None)
+    if differs is not None:
+        raise InvalidRequest(
+            f"The adapter of the teacher '{name}' has another {differs.removeprefix('lora_')} than the student's. "
+            "They take turns on one base model, so they need the same shape: leave 'lora' out.",
+            param=TEACHER_PARAM,
+        )
 
 
 def usable_model(body: JobCreate, base_model: str, service: Service) -> BaseModelEntry:
@@ -730,6 +785,8 @@ def render_hyperparameters(job: Job) -> dict[str, Any]:
         return asked
     if job.method in methods.OFFLINE:
         return offline_hyperparameters.shown(asked, resolved)
+    if job.method == distillation.METHOD:
+        return distillation.shown(asked, resolved)
     # OpenAI's own names stay at the top level, where its users expect them.
     known = {name: value for name, value in resolved.items() if name in asked}
     ours = {name: value for name, value in resolved.items() if name not in asked}

@@ -11,6 +11,7 @@ from core.database.engine import Work
 from core.database.ids import new_id
 from core.database.tables import File, Project
 from core.errors import ContentDamaged, InvalidRequest
+from core.jobs.methods import OFFLINE
 from core.storage import datasets, files, splitting
 from core.storage.datasets import InvalidDataset
 from core.storage.offline_rows import MAX_ROWS, MIN_ROWS
@@ -28,7 +29,7 @@ class SplitFiles:
 
 def most_rows(method: str) -> int:
     """The maximum number of validation rows of a job."""
-    return datasets.MAX_VALIDATION_ROWS if method == "reinforcement" else MAX_ROWS
+    return MAX_ROWS if method in OFFLINE else datasets.MAX_VALIDATION_ROWS
 
 
 def split(service: Service, project: Project, file_id: str, share: float, method: str) -> SplitFiles:

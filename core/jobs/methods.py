@@ -2,7 +2,7 @@
 
 from typing import Literal, get_args
 
-Method = Literal["supervised", "dpo", "reinforcement"]
+Method = Literal["supervised", "dpo", "reinforcement", "distillation"]
 METHODS: tuple[Method, ...] = get_args(Method)
 
 # These learn from the answers in their file; no answers are sampled.

@@ -17,6 +17,7 @@ from core.database.engine import Database
 from core.database.tables import Checkpoint, Event, File, Job, TunedModel
 from core.errors import CheckpointDamaged, CheckpointNotFound, NotFound
 from core.jobs import events
+from core.jobs.methods import OFFLINE
 from core.jobs.verdict import Verdict
 from core.registry import Registry
 from core.results import tuned_models
@@ -203,6 +204,7 @@ def _recipe(
 ) -> dict[str, Any]:
     """reproduce.json: `request` recreates the job once the two files are uploaded."""
     method = {"hyperparameters": job.body["hyperparameters"]}
+    method |= {name: job.body[name] for name in ("mode", "teacher") if name in job.body}
     if "grader" in job.body:
         method["grader"] = hide_secrets(job.body["grader"])
     if job.body.get("response_format"):
@@ -279,11 +281,17 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-TAGS = {"supervised": "supervised-fine-tuning", "dpo": "dpo", "reinforcement": "reinforcement-fine-tuning"}
+TAGS = {
+    "supervised": "supervised-fine-tuning",
+    "dpo": "dpo",
+    "reinforcement": "reinforcement-fine-tuning",
+    "distillation": "distillation",
+}
 TRAINED_BY = {
     "supervised": "supervised fine-tuning",
     "dpo": "preference fine-tuning",
     "reinforcement": "reinforcement fine-tuning",
+    "distillation": "distillation from a teacher",
 }
 
 
@@ -308,7 +316,7 @@ def model_card(name: str, recipe: Mapping[str, Any], steps: Sequence[StepMetrics
     card.write(
         f'model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{known}"), "THIS FOLDER")\n```\n\n'
     )
-    if method == "reinforcement":
+    if method not in OFFLINE:
         _write_rewards(card, recipe, steps)
     else:
         _write_losses(card, recipe, steps)
@@ -322,7 +330,7 @@ def model_card(name: str, recipe: Mapping[str, Any], steps: Sequence[StepMetrics
         card.write(f"| grader | `{recipe['grader_sha256']}` |\n")
     card.write("\n## Hyperparameters\n\n| | |\n|---|---|\n")
     card.write(f"| seed | {recipe['request']['seed']} |\n")
-    if method == "reinforcement":
+    if method not in OFFLINE:
         card.write(f"| sampler | {recipe['sampler'] or 'unknown'} |\n")
     for key, value in (recipe["resolved_hyperparameters"] or {}).items():
         card.write(f"| {key} | {value} |\n")

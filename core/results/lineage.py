@@ -45,8 +45,12 @@ def start_name(parent: Parent | None) -> str:
     return "the base model" if parent is None else parent.model
 
 
-def start_of(session: Session, project_id: str, model: str, registry: Registry) -> tuple[str, Parent | None]:
+def start_of(
+    session: Session, project_id: str, model: str, registry: Registry, *, param: str = "model"
+) -> tuple[str, Parent | None]:
     """The base model of a job that names `model`, and the tuned model that it trains further, if any.
+
+    `param` is where the request names it.
 
     Raises:
         TunedModelNotFound, ModelNotFound: the project may use no model of this name.
@@ -61,8 +65,8 @@ def start_of(session: Session, project_id: str, model: str, registry: Registry) 
     job = session.scalar(select(Job).where(Job.id == found.job_id))
     if checkpoint is None or job is None or job.resolved is None:
         raise InvalidRequest(
-            f"The files of '{model}' were deleted, so it cannot be trained further.",
-            param="model",
+            f"The files of '{model}' were deleted, so it cannot be used.",
+            param=param,
             code="model_not_available",
         )
     settings = {name: job.resolved.get(name) for name in (*SHAPE, *RENDERING)}

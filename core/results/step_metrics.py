@@ -139,6 +139,11 @@ class StepMetrics(_Part):
     full_valid_mean_parse_error: float | None = metric(
         "Share of the validation answers that could not be parsed.", csv=True
     )
+    full_valid_teacher_kl: float | None = metric(
+        "distillation: reverse KL to the teacher per token of the validation answers, estimated from what was sampled.",
+        "nats",
+        csv=True,
+    )
     valid_completion_tokens_mean: float | None = metric("Mean length of the validation answers.", "tokens")
     valid_truncated_share: float | None = metric(
         "Share of the validation answers that reached the token limit."
@@ -176,6 +181,12 @@ class StepMetrics(_Part):
     loss: float | None = metric("Loss of the update, mean over the trained tokens.", csv=True)
     kl: float | None = metric(
         "KL divergence to the reference per token (k3), on one pack a step unless `kl` is set.",
+        "nats",
+        csv=True,
+    )
+    teacher_kl: float | None = metric(
+        "distillation: reverse KL to the teacher per sampled token, mean of log p_student - log p_teacher before the "
+        "update.",
         "nats",
         csv=True,
     )

@@ -23,7 +23,7 @@ from regraft.requests import Source, read_grader
 # The limits of OpenAI and of the server for reinforcement jobs.
 MAX_ROWS: Mapping[str, int] = {"train": 50_000, "valid": 1_000}
 Split = Literal["train", "valid"]
-Method = Literal["supervised", "dpo", "reinforcement"]
+Method = Literal["supervised", "dpo", "reinforcement", "distillation"]
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def validate(
 
     common: set[str] | None = None
     form, most, least = None, MAX_ROWS[split], 1
-    if method != "reinforcement":
+    if method in offline_rows.FORMS:
         form, most = offline_rows.FORMS[method], offline_rows.MAX_ROWS
         least = offline_rows.MIN_ROWS if split == "train" else 1
     examples = rules.read_examples(

@@ -231,6 +231,7 @@ def test_estimate_preview_and_worker_give_answers_the_same_room(
         training_file="file-a",
         validation_file="file-b",
         parent=None,
+        method="reinforcement",
         body={"hyperparameters": hyperparameters, "response_format": None},
         resolved=None,
     )

@@ -152,3 +152,80 @@ def test_the_export_has_the_losses_and_the_request(
     card = (folder / "README.md").read_text()
     assert "trained by supervised fine-tuning" in card
     assert "| 0 |" in card and "## Losses" in card
+
+
+def test_a_student_is_distilled_from_a_tuned_model(
+    client: openai.OpenAI, supervised: FineTuningJob, tmp_path: Path
+) -> None:
+    prompts: list[dict[str, Any]] = [{"messages": row["messages"][:1]} for row in ROWS]
+    hyperparameters = {
+        "n_epochs": 8,
+        "batch_size": 6,
+        "learning_rate_multiplier": 40,
+        "eval_samples": 8,
+        "advanced": {"sampling": {"group_size": 16, "max_completion_tokens": 4}},
+    }
+    method = {
+        "type": "distillation",
+        "distillation": {
+            "teacher": {"model": supervised.fine_tuned_model},
+            "hyperparameters": hyperparameters,
+        },
+    }
+
+    student = train(client, prompts, model="tiny", method=method)
+
+    assert student.status == "succeeded", student.error
+    steps = regraft.metrics(client, student.id)
+    curve = [one["full_valid_teacher_kl"] for one in steps if "full_valid_teacher_kl" in one]
+    assert curve[-1] < curve[0] / 2, curve
+    shown = untyped(student).method.distillation
+    assert shown["mode"] == "on_policy"
+    assert shown["teacher"] == {"model": supervised.fine_tuned_model}
+    assert shown["hyperparameters"]["advanced"]["sampling"]["group_size"] == 16
+    assert shown["hyperparameters"]["batch_size"] == 6
+    assert shown["hyperparameters"]["advanced"]["lora"]["rank"] == 16
+    answer = client.chat.completions.create(
+        model=present(student.fine_tuned_model),
+        messages=[{"role": "user", "content": "say blue"}],
+        temperature=0,
+        max_tokens=3,
+    )
+    assert answer.choices[0].message.content
+    with regraft.Regraft(base_url=str(client.base_url), api_key=client.api_key) as ours:
+        card = (ours.checkpoints.download(student.id, to=tmp_path / "model") / "README.md").read_text()
+    assert "trained by distillation from a teacher" in card
+
+
+@pytest.mark.parametrize(
+    ("distillation", "status", "param"),
+    [
+        ({}, 400, "method.distillation.teacher"),
+        ({"teacher": {"model": "none"}}, 404, "method.distillation.teacher.model"),
+        ({"teacher": {"url": "https://example.com"}}, 400, "method.distillation.teacher.model"),
+        ({"teacher": {"model": "tiny"}, "mode": "logits"}, 400, "method.distillation.mode"),
+        (
+            {"teacher": {"model": "tiny"}, "hyperparameters": {"advanced": {"loss": {"type": "grpo"}}}},
+            400,
+            "method.distillation.hyperparameters.advanced.loss",
+        ),
+    ],
+    ids=["no teacher", "unknown teacher", "endpoint", "mode", "loss"],
+)
+def test_what_distillation_does_not_do_is_refused_by_name(
+    client: openai.OpenAI, distillation: Any, status: int, param: str
+) -> None:
+    with pytest.raises(openai.APIStatusError) as refused:
+        train(client, ROWS, model="tiny", method={"type": "distillation", "distillation": distillation})
+
+    assert refused.value.status_code == status
+    assert untyped(refused.value.body)["param"] == param
+
+
+def test_a_teacher_of_another_shape_is_refused(client: openai.OpenAI, supervised: FineTuningJob) -> None:
+    asked = {
+        "teacher": {"model": supervised.fine_tuned_model},
+        "hyperparameters": {"advanced": {"lora": {"rank": 4}}},
+    }
+    with pytest.raises(openai.BadRequestError, match="has another rank than the student's"):
+        train(client, ROWS, model="tiny", method={"type": "distillation", "distillation": asked})

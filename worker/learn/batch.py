@@ -46,9 +46,9 @@ def share_of(group: Group, settings: Resolved, decode: Decode) -> Share:
     on every graded answer. With `normalize` "papers" dropping changes nothing but the time: the loss is a mean over all
     graded answers, dropped ones too. With "signal" it is one over those of groups that are computed. Answers that
     `overlong` masks are in the baseline of their group, and neither in the loss nor in its normalisation (DAPO section
-    3.4, overlong filtering).
+    3.4, overlong filtering). Under a teacher, each token has its own advantage, so every answer is computed.
     """
-    keep_all = settings.kl > 0
+    keep_all = settings.kl > 0 or group.has_teacher
     rewards_N, advantages_GT = _advantages(group, settings, decode)
     line = group.prompt.line
     if settings.normalize == "signal" and not keep_all and not any(map(any, advantages_GT)):
@@ -66,6 +66,7 @@ def share_of(group: Group, settings: Resolved, decode: Decode) -> Share:
             grpo.token_weight(rollout.sampled_tokens, settings.loss),
             rollout.grammar_start,
             rollout.forced,
+            teacher_T=rollout.teacher_T,
         )
         for rollout, advantages_T in counted
         if keep_all or any(advantages_T)
@@ -132,7 +133,8 @@ def divisors(shares: Sequence[Share], settings: Resolved) -> tuple[float, float]
 class Lesson:
     """The training signal of one answer."""
 
-    advantage: float | None  # of its first token; with outcome rewards of all tokens; None: not trained on
+    # Of its first token; with outcome rewards of all tokens; under a teacher their mean; None: not trained on.
+    advantage: float | None
     steps_J: tuple[float, ...]  # under process supervision: of the tokens of each step
 
 
@@ -184,6 +186,11 @@ def _taught(group: Group, settings: Resolved) -> list[float | None]:
 def _lessons(
     group: Group, first_G: Sequence[float], steps_GJ: Sequence[tuple[float, ...]], settings: Resolved
 ) -> list[Lesson]:
+    if group.has_teacher:
+        return [
+            Lesson(grpo.mean_distillation_advantage(rollout.logprobs_T, rollout.teacher_T), ())
+            for rollout in group.rollouts_G
+        ]
     return [
         Lesson(
             first if _counts(*pair, settings) and (settings.kl > 0 or first or any(steps_J)) else None,
@@ -338,6 +345,7 @@ class Tensors:
     advantage_M: Tensor  # float32 [M]
     weight_M: Tensor  # float32 [M]
     allowed_M: Tensor | None = None  # int32 [M, V / 32]: bits of the tokens that the sampler could have drawn
+    teacher_logp_M: Tensor | None = None  # float32 [M], in jobs with a teacher
 
 
 def row_width(tokens: int, device: torch.device | str) -> int:
@@ -361,6 +369,7 @@ def tensors_of(packs: Sequence[Pack], device: torch.device | str = "cpu") -> Ten
     sampled_logp: list[float] = []
     advantage: list[float] = []
     weight: list[float] = []
+    teacher_logp: list[float] = []
     for b, pack in enumerate(packs):
         prompt = len(pack.prompt_ids)
         input_ids[b, :prompt] = torch.tensor(pack.prompt_ids)
@@ -378,6 +387,7 @@ def tensors_of(packs: Sequence[Pack], device: torch.device | str = "cpu") -> Ten
             target += compress(answer.output_ids_T, learned)
             sampled_logp += compress(answer.logprobs_T, learned)
             advantage += compress(answer.advantages_T, learned)
+            teacher_logp += compress(answer.teacher_T, learned)
             lengths.append(sum(learned))
             row += [b] * lengths[-1]
             weight += [answer.weight] * lengths[-1]
@@ -393,4 +403,7 @@ def tensors_of(packs: Sequence[Pack], device: torch.device | str = "cpu") -> Ten
         sampled_logp_M=torch.tensor(sampled_logp, dtype=torch.float32, device=device),
         advantage_M=torch.tensor(advantage, dtype=torch.float32, device=device),
         weight_M=torch.tensor(weight, dtype=torch.float32, device=device),
+        teacher_logp_M=torch.tensor(teacher_logp, dtype=torch.float32, device=device)
+        if teacher_logp
+        else None,
     )

@@ -162,10 +162,13 @@ class OwnGradient:
         # Without a correction the ratio is to the sampler's probabilities, so the clip also acts on their gap.
         old_M = batch.old_logp if settings.importance != "none" else sampled_M
         importance_M = grpo.importance_weight(old_M, sampled_M, settings.importance, settings.importance_cap)
+        advantage_M = tensors.advantage_M
+        if tensors.teacher_logp_M is not None:
+            advantage_M = grpo.distillation_advantages(batch.old_logp, tensors.teacher_logp_M)
         part = grpo.loss(
             logp_M,
             old_M,
-            tensors.advantage_M,
+            advantage_M,
             tensors.weight_M * importance_M,
             answer_M,
             name=settings.loss,
@@ -177,7 +180,7 @@ class OwnGradient:
         part.backward()  # type: ignore[no-untyped-call]
         with torch.no_grad():
             clipped = grpo.was_clipped(
-                settings.loss, logp_M - old_M, tensors.advantage_M, answer_M, settings.ratio_bounds
+                settings.loss, logp_M - old_M, advantage_M, answer_M, settings.ratio_bounds
             )
             # In float64, because the weight of a broken sampler may overflow float32.
             gap_M = batch.old_logp.double() - sampled_M.double()

@@ -25,6 +25,9 @@ from core.jobs.hyperparameter_groups import Importance, KlEstimator, Loss, Norma
 # Rewards this close are equal: the std of a group that agrees must not be its rounding error.
 _EQUAL = 1e-8
 
+# The bound of an advantage under a teacher.
+MOST_NATS = 5.0
+
 
 def centred(rewards_G: Sequence[float | None]) -> list[float]:
     """Each reward less the mean of its group: better than your siblings is positive.
@@ -211,6 +214,21 @@ def importance_weight(old_logp: Tensor, sampled_logp: Tensor, kind: Importance, 
     if kind == "truncate":
         return ratio.clamp(max=cap)
     return torch.where((ratio >= 1.0 / cap) & (ratio <= cap), ratio, 0.0)
+
+
+def distillation_advantages(logp: Tensor, teacher_logp: Tensor) -> Tensor:
+    """Each token's advantage under a teacher: log pi_teacher - log pi_student, within 5 nats of 0. No gradient.
+
+    The policy gradient with it is that of the reverse KL of the next token, KL(student || teacher), where the student
+    samples (GKD, arXiv 2306.13649, with lambda = 1; MiniLLM, arXiv 2306.08543). Without the bound, one token that the
+    teacher excludes would outweigh the others of its step.
+    """
+    return (teacher_logp - logp).detach().clamp(-MOST_NATS, MOST_NATS)
+
+
+def mean_distillation_advantage(logprobs_T: Sequence[float], teacher_T: Sequence[float]) -> float:
+    """The mean of an answer's `distillation_advantages`, for reports."""
+    return distillation_advantages(torch.tensor(logprobs_T), torch.tensor(teacher_T)).mean().item()
 
 
 def kl_k1(logp: Tensor, ref_logp: Tensor) -> Tensor:

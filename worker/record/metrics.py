@@ -37,7 +37,7 @@ def of_step(
     *,
     step: int,
     total_steps: int,
-    spec: GraderSpec,
+    spec: GraderSpec | None,
     supervision: Supervision,
     train_P: Sequence[Group],
     others_P: Sequence[Group],
@@ -60,11 +60,11 @@ def of_step(
         data["gpus"] = gpus
     for split, groups_P in splits:
         data |= _split(split, groups_P)
-    if valid_P is not None:
+    if valid_P is not None and spec is not None:
         data |= passes.of_validation(valid_P, pass_score, numeric=_compares_numbers(spec))
     if valid_P is not None and base_scores is not None:
         data |= _against_base(base_scores, valid_P)
-    if train_P:
+    if train_P and spec is not None:
         data |= _signal(train_P, supervision)
     if update is not None:
         data |= _update(update)
@@ -155,7 +155,7 @@ def no_signal(
     model has learned the task. With `cause_known`, after a warning of collapse, the sentence names no cause.
     """
     kinds = Counter(grpo.signal(group.taught_by(supervision)) for group in groups_P)
-    if kinds["mixed"]:
+    if kinds["mixed"] or any(group.has_teacher for group in groups_P):
         return None
     what = {
         "all_zero": "all answers scored 0: the task is too hard for the model, or the grader gives no partial credit",
@@ -207,6 +207,7 @@ def _split(split: str, groups_P: Sequence[Group]) -> dict[str, Any]:
             "valid_completion_tokens_mean": statistics.fmean(lengths),
             "valid_truncated_share": truncated,
             "valid_unresponsive_rewards": len(failed) / len(grades),
+            **_teacher_kl("full_valid_teacher_kl", rollouts),
         }
     scores = [grade.score for grade in grades if grade.score is not None]
     return {
@@ -219,7 +220,14 @@ def _split(split: str, groups_P: Sequence[Group]) -> dict[str, Any]:
         "truncated_share": truncated,
         **_reasoning(rollouts),
         "mean_unresponsive_rewards": len(failed) / len(grades),
+        **_teacher_kl("teacher_kl", rollouts),
     }
+
+
+def _teacher_kl(name: str, rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """The mean of log p_student - log p_teacher over all sampled tokens; empty without a teacher."""
+    pairs = [pair for one in rollouts for pair in zip(one.logprobs_T, one.teacher_T, strict=False)]
+    return {name: statistics.fmean(own - teacher for own, teacher in pairs)} if pairs else {}
 
 
 def _compares_numbers(spec: GraderSpec) -> bool:
@@ -310,9 +318,11 @@ def _mean(values: Iterable[float]) -> float | None:
 
 
 def _per_grader(
-    spec: GraderSpec, splits: Sequence[tuple[str, Sequence[Group]]], fields: Any
+    spec: GraderSpec | None, splits: Sequence[tuple[str, Sequence[Group]]], fields: Any
 ) -> list[dict[str, Any]]:
-    """One entry a grader: those of a multi or a select, or the only one."""
+    """One entry a grader: those of a multi or a select, or the only one. None without a grader."""
+    if spec is None:
+        return []
     parts = parts_of(spec).items() or [(None, spec)]
     rows = []
     for key, part in parts:

@@ -208,7 +208,7 @@ class Recorder:
             samples=fitted.samples,
             total=fitted.total,
             bytes=len(fitted.data),
-            summary=self._summary(groups) if graded.split == "valid" else None,
+            summary=self._summary(groups) if graded.split == "valid" and "grader" in self.job.body else None,
         )
         return page, fitted.data
 

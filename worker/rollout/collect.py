@@ -14,7 +14,7 @@ from worker.clock import Clock
 from worker.learn import grpo
 from worker.learn.trainer import Trainer
 from worker.rollout.prompts import PromptStream
-from worker.rollout.rewards import Rewards
+from worker.rollout.rewards import Scoring
 from worker.rollout.samplers import Sampler, Sampling
 from worker.rollout.steps import with_steps_only
 from worker.types import Group, Prompt
@@ -28,7 +28,7 @@ class Collector:
     seed: int
     prompts: PromptStream
     sampler: Sampler
-    rewards: Rewards
+    rewards: Scoring
     trainer: Trainer
     held_to: str = ""  # response schema of the answers
     _ahead: asyncio.Task[list[Group]] | None = field(default=None, init=False)

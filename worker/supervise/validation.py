@@ -12,7 +12,7 @@ from core.database.engine import Database
 from core.database.tables import File, Job
 from core.jobs import estimates, events, lifecycle
 from core.jobs.claim import Claim, LeaseLost
-from core.jobs.hyperparameters import Hyperparameters
+from core.jobs.distillation import asked_of, teacher_of
 from core.jobs.methods import OFFLINE
 from core.model_templates import is_reasoning
 from core.registry import Registry
@@ -94,9 +94,11 @@ def _validate(
         stored = {file.id: file for file in session.query(File).where(File.project_id == job.project_id)}
     if job.method in OFFLINE:
         return validate_offline(database, blobs, claim, job, stored, lease.progressed)
+    spec: GraderSpec | None = None
     try:
-        spec = parse_grader(job.body["grader"])
-        backends.check(spec)  # checked by the API, but this machine may be configured differently
+        if teacher_of(job) is None:
+            spec = parse_grader(job.body["grader"])
+            backends.check(spec)  # checked by the API, but this machine may be configured differently
         rows = check("training_file", stored.get(job.training_file), MAX_TRAINING_ROWS)
         valid_rows = check("validation_file", stored.get(job.validation_file or ""), MAX_VALIDATION_ROWS)
     except BadFile as bad:
@@ -114,10 +116,12 @@ def _validate(
         with lifecycle.fenced(database, claim) as (session, job):
             lifecycle.fail(session, job, code="not_enough_memory", message=problem, param="model")
         return []
-    form = job.body["response_format"]
-    schema = None if form is None else form["json_schema"]["schema"]
+    doubt = None
     try:
-        doubt = asyncio.run(_doubt(backends, spec, job.project_id, rows[:DRY_RUN_ROWS], schema, lease))
+        if spec is not None:
+            form = job.body["response_format"]
+            schema = None if form is None else form["json_schema"]["schema"]
+            doubt = asyncio.run(_doubt(backends, spec, job.project_id, rows[:DRY_RUN_ROWS], schema, lease))
     except GraderCannotRun as never:
         with lifecycle.fenced(database, claim) as (session, job):
             param = "method.reinforcement.grader"
@@ -129,7 +133,7 @@ def _validate(
             job.usage = {"estimate": estimate}
         for warning in filter(None, (doubt, _not_held_out(rows, valid_rows))):
             events.append(session, job.id, warning, level="warn")
-        if environments := environments_of(spec):
+        if spec is not None and (environments := environments_of(spec)):
             message = f"Python graders run in the environment {', '.join(environments)}"
             events.append(session, job.id, message, data={"grader_environments": environments})
         wake = lifecycle.validated(session, job)
@@ -152,7 +156,7 @@ def _does_not_fit(settings: Settings, job: Job, rows: int, valid_rows: int) -> s
     entry = Registry.load(settings.models_file).models.get(job.model)
     if entry is None:  # the run reports it
         return None
-    asked = Hyperparameters.model_validate(job.body["hyperparameters"])
+    asked = asked_of(job)
     return capacity.job_problem(
         settings, job.model, entry, gpu_class=job.gpu_class, asked=asked, rows=rows, valid_rows=valid_rows
     )
@@ -167,7 +171,7 @@ def _estimate(
         past = estimates.history(session, model=job.model, gpu_class=job.gpu_class)
     if entry is None or past is None:
         return None
-    asked = Hyperparameters.model_validate(job.body["hyperparameters"])
+    asked = asked_of(job)
     reasons = is_reasoning(entry, settings.model_cache, asked.advanced.sampling.chat_template)
     sizes = estimates.sizes(asked, rows=train_rows, context=entry.context, reasons=reasons)
     return estimates.before_start(past, sizes, train_rows=train_rows, valid_rows=valid_rows)
@@ -202,7 +206,7 @@ async def _doubt(
 def check_file(
     blobs: BlobStore,
     file: File | None,
-    spec: GraderSpec,
+    spec: GraderSpec | None,
     param: str,
     max_rows: int,
     progressed: Callable[[], None] = lambda: None,
@@ -216,7 +220,7 @@ def check_file(
 
     def fields_the_grader_needs(row: Example) -> list[str]:
         progressed()
-        return missing_fields(spec, row.item)
+        return [] if spec is None else missing_fields(spec, row.item)
 
     try:
         return files.read_rows(blobs, file, check=fields_the_grader_needs, max_rows=max_rows)

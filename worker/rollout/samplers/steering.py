@@ -167,6 +167,7 @@ def without_forced(tensors: Tensors, answers: Sequence[TrainingSequence]) -> Ten
         advantage_M=tensors.advantage_M[keep],
         weight_M=tensors.weight_M[keep],
         allowed_M=None if tensors.allowed_M is None else tensors.allowed_M[keep],
+        teacher_logp_M=None if tensors.teacher_logp_M is None else tensors.teacher_logp_M[keep],
     )
 
 

@@ -1,0 +1,154 @@
+"""Jobs with the method `distillation`: a student samples answers, and learns from a teacher's probabilities of them."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from core.database.tables import Job
+from core.jobs.flat_hyperparameters import FLAT
+from core.jobs.hyperparameter_groups import (
+    Auto,
+    ImportanceGroup,
+    Lora,
+    Optimizer,
+    Sampling,
+    Truncate,
+    Value,
+)
+from core.jobs.hyperparameters import Hyperparameters
+
+METHOD = "distillation"
+
+# Answers to each prompt. Each token has its own advantage, so fewer are needed than for one score per answer.
+GROUP_SIZE = 4
+
+
+class TeacherName(Value):
+    # A model of the registry, or a tuned model of the project.
+    model: str
+
+
+class DistillationSampling(Sampling):
+    """Sampling of the student, in training and in validation."""
+
+    # No thought is cut off: tokens that a budget forces are not the student's.
+    thinking_budget: Auto = "auto"
+
+
+class DistillationStopping(Value):
+    """Criteria for early stopping; 0 is off."""
+
+    # Validations without a lower reverse KL to the teacher.
+    after_flat_evals: int = Field(default=0, ge=0)
+    above_kl: float = Field(default=0.0, ge=0)  # to the start of the job, nats per token
+    below_entropy: float = Field(default=0.0, ge=0)  # nats per token
+
+
+class DistillationEvaluation(Value):
+    # The job fails unless its verdict is `improved` (core/jobs/verdict.py).
+    require_improvement: bool = False
+
+
+class DistillationAdvanced(Value):
+    """Hyperparameters beyond OpenAI's, in the groups of reinforcement jobs that distillation reads."""
+
+    importance: ImportanceGroup = Truncate()
+    sampling: DistillationSampling = DistillationSampling()
+    optimizer: Optimizer = Optimizer()
+    lora: Lora = Lora()
+    stopping: DistillationStopping = DistillationStopping()
+    evaluation: DistillationEvaluation = DistillationEvaluation()
+
+
+class DistillationHyperparameters(Value):
+    """method.distillation.hyperparameters, with the names and bounds of reinforcement jobs."""
+
+    batch_size: Auto | Annotated[int, Field(ge=1, le=256)] = "auto"  # prompts a step
+    learning_rate_multiplier: Auto | Annotated[float, Field(gt=0)] = "auto"
+    n_epochs: Auto | Annotated[int, Field(ge=1, le=50)] = "auto"
+    eval_interval: Auto | Annotated[int, Field(ge=1)] = "auto"
+    eval_samples: Auto | Annotated[int, Field(ge=1, le=64)] = "auto"
+    advanced: DistillationAdvanced = DistillationAdvanced()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, sent: Any) -> Any:
+        """OpenAI's client types serialize unset fields as null."""
+        return {k: v for k, v in sent.items() if v is not None} if isinstance(sent, dict) else sent
+
+    @model_validator(mode="after")
+    def _combinations_that_work(self) -> "DistillationHyperparameters":
+        self.as_reinforcement()
+        return self
+
+    def as_reinforcement(self) -> Hyperparameters:
+        """The same values for the loop of reinforcement jobs.
+
+        The loss is a mean over the tokens. Validation samples at the temperature of training: the KL of greedy answers
+        is another quantity.
+        """
+        asked = self.model_dump()
+        advanced = asked.pop("advanced")
+        sampling = advanced["sampling"]
+        if sampling["group_size"] == "auto":
+            sampling["group_size"] = GROUP_SIZE
+        evaluation = advanced["evaluation"] | {"temperature": sampling["temperature"]}
+        loss = {"type": "dapo", "advantage_scale": "none"}
+        return Hyperparameters.model_validate(
+            asked | {"advanced": advanced | {"loss": loss, "evaluation": evaluation}}
+        )
+
+
+class Distillation(Value):
+    """method.distillation."""
+
+    mode: Literal["on_policy"] = "on_policy"
+    teacher: TeacherName
+    hyperparameters: DistillationHyperparameters = DistillationHyperparameters()
+
+    @field_validator("mode", mode="before")
+    @classmethod
+    def _known_mode(cls, mode: Any) -> Any:
+        if mode in ("sequence", "logits"):
+            raise ValueError(
+                f"mode '{mode}' is not supported by this version: the student samples the answers ('on_policy')"
+            )
+        return mode
+
+    @field_validator("hyperparameters", mode="before")
+    @classmethod
+    def _empty_for_null(cls, value: Any) -> Any:
+        return {} if value is None else value
+
+
+def teacher_of(job: Job) -> str | None:
+    """The name of the job's teacher; None: a grader scores its answers."""
+    return job.body["teacher"]["model"] if job.method == METHOD else None
+
+
+def other_base(name: str, base_model: str, student: str) -> str:
+    """The refusal of a teacher that is a tuned model on another base model."""
+    return (
+        f"The teacher '{name}' is a tuned model on '{base_model}', and the student's base model is '{student}'. A "
+        "tuned model can teach students on its own base model only."
+    )
+
+
+def asked_of(job: Job) -> Hyperparameters:
+    """The hyperparameters of a job that samples answers, as its loop reads them."""
+    asked = job.body["hyperparameters"]
+    if job.method == METHOD:
+        return DistillationHyperparameters.model_validate(asked).as_reinforcement()
+    return Hyperparameters.model_validate(asked)
+
+
+def shown(asked: Mapping[str, Any], resolved: Mapping[str, Any]) -> dict[str, Any]:
+    """The requested hyperparameters with their resolved values, as the API shows them."""
+    advanced = {group: dict(values) for group, values in asked["advanced"].items()}
+    for name, flat in FLAT.items():
+        group, field = flat.place
+        if field in advanced.get(group, {}) and resolved.get(name) is not None:
+            advanced[group][field] = resolved[name]
+    known = {name: resolved[name] for name in asked if name in resolved}
+    return {**asked, **known, "advanced": advanced}

@@ -1,0 +1,130 @@
+"""Load the teacher of a distillation job: an adapter on the student's base, that base itself, or a second model."""
+
+import tempfile
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from core.jobs.distillation import other_base
+from core.jobs.hyperparameters import Resolved
+from core.registry import BaseModelEntry
+from core.results.lineage import Parent
+from core.storage.manifests import Damaged
+from worker.learn.distributed import load_checked
+from worker.learn.rank_model import Model
+from worker.model import memory
+from worker.model.architecture import refusing
+from worker.model.parent import Adapters
+from worker.model.policy import DTYPES, Policy, read_config, read_tokenizer, source_of
+from worker.model.sizing import Shape
+from worker.refusals import UserMistake
+
+PARAM = "method.distillation.teacher.model"
+
+
+@dataclass(frozen=True)
+class TeacherModel:
+    """A teacher, known from its configuration alone."""
+
+    name: str
+    adapter: Parent | None  # a tuned model on the student's base
+    second: BaseModelEntry | None  # a model beside the student's base. None for both: the base itself
+    shape: Shape | None = None  # of `second`
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory beside that of a job without a teacher."""
+        return 0 if self.shape is None else self.shape.weight_bytes
+
+
+def inspect_teacher(
+    name: str,
+    base_model: str,
+    parent: Parent | None,
+    student: str,
+    entries: dict[str, BaseModelEntry],
+    cache: Path,
+) -> TeacherModel:
+    """Read what the teacher is, and refuse one that does not share the student's tokens.
+
+    Args:
+        base_model, parent: the teacher's name as `core.results.lineage.start_of` resolves it.
+        student: the base model of the student.
+        entries: of both base models, by name.
+
+    Raises:
+        UserMistake: it is a tuned model on another base, or a model with another tokenizer.
+    """
+    if parent is not None:
+        if base_model != student:
+            raise UserMistake("invalid_value", other_base(name, base_model, student), PARAM)
+        return TeacherModel(name, parent, None)
+    if base_model == student:
+        return TeacherModel(name, None, None)
+    entry = entries[base_model]
+    source = source_of(entry, cache)
+    own = read_tokenizer(entries[student], source_of(entries[student], cache))
+    if read_tokenizer(entry, source).get_vocab() != own.get_vocab():
+        raise UserMistake(
+            "invalid_value",
+            f"The teacher '{name}' has another tokenizer than '{student}': their tokens cannot be compared. A teacher "
+            "needs the same vocabulary.",
+            PARAM,
+        )
+    config = read_config(source)
+    with refusing(config):
+        return TeacherModel(name, None, entry, memory.shape_of(config, DTYPES[entry.dtype]))
+
+
+def load_teacher(
+    teacher: TeacherModel,
+    student: Policy,
+    settings: Resolved,
+    adapters: Adapters,
+    cache: Path,
+    beat: Callable[[], None],
+) -> tuple[Policy, Callable[[], AbstractContextManager[None]]]:
+    """The policy that computes the teacher's log-probabilities, and the context in which it does.
+
+    Raises:
+        UserMistake: the files of its adapter were deleted or are damaged.
+        UnsupportedModel: it is a second model whose forward pass is not right here.
+    """
+    if teacher.adapter is not None:
+        weights = read_adapter(teacher.adapter, student, adapters)
+        return student, partial(student.wearing, weights)
+    if teacher.second is None:
+        return student, student.as_base
+    device = str(student.device)
+    changes = {
+        "lora_rank": 1,
+        "lora_targets": "all-linear",
+        "chat_template": None,
+        "chat_template_kwargs": {},
+    }
+    plain = settings.model_copy(update=changes)
+    model = Model(teacher.name, teacher.second, cache, plain, seed=0, checkpointed=False, sampled=False)
+    policy, _ = load_checked(model, device, 1, None, beat)
+    policy.model.requires_grad_(False)
+    return policy, policy.as_base
+
+
+def read_adapter(parent: Parent, policy: Policy, adapters: Adapters) -> list[torch.Tensor]:
+    """The weights of a tuned model's adapter, one tensor for each of the policy's `trainable`, which do not change."""
+    weights = [torch.zeros_like(parameter) for parameter in policy.trainable]
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            adapters.download(parent.blob_prefix, Path(folder))
+        except Damaged as damage:
+            raise UserMistake(
+                "model_not_available",
+                f"The adapter of '{parent.model}', which is the job's teacher, cannot be read: {damage}.",
+                PARAM,
+            ) from damage
+        with policy.wearing(weights), torch.no_grad():
+            policy.load(Path(folder))
+    return weights

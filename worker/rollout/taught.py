@@ -1,0 +1,69 @@
+"""Score answers by a teacher, in place of a grader: by how likely their tokens are to it and to the student."""
+
+import asyncio
+import statistics
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+
+from graders.types import Grade
+from worker.clock import Clock
+from worker.learn.teacher import Teacher
+from worker.rollout.samplers import Answer
+from worker.types import Group, Prompt, Rollout
+
+
+class TeacherRewards:
+    """Grades as `Rewards` does: an answer's score is the mean of log p_teacher - log p_student over its tokens.
+
+    Its negative is an estimate of the reverse KL per token, so a score is 0 at best in the mean.
+    """
+
+    def __init__(self, teacher: Teacher, *, temperature: float) -> None:
+        """`temperature` is that at which answers are sampled, in training and in validation."""
+        self.teacher = teacher
+        self.temperature = temperature
+
+    async def grade(
+        self,
+        prompts_P: Sequence[Prompt],
+        answers: AsyncIterator[Answer],
+        group_size: int,
+        clock: Clock,
+        use: Callable[[Group], None] | None = None,
+    ) -> list[Group]:
+        """Return the scored groups, with prompts and members in order.
+
+        The teacher reads the answers when all of them are there: it may be the model that samples them.
+        """
+        members_P: list[dict[int, Rollout]] = [{} for _ in prompts_P]
+        with clock("sampling"):
+            async for answer in answers:
+                members_P[answer.prompt][answer.member] = answer.rollout
+        answers_P = [
+            (prompt, [members[member] for member in range(group_size)])
+            for prompt, members in zip(prompts_P, members_P, strict=True)
+        ]
+        with clock("grading"):
+            logprobs_PG = await asyncio.to_thread(self.teacher.logprobs, answers_P, self.temperature)
+        groups_P = [
+            _group(prompt, rollouts_G, logprobs_G)
+            for (prompt, rollouts_G), logprobs_G in zip(answers_P, logprobs_PG, strict=True)
+        ]
+        if use is not None:
+            with clock("training"):
+                for group in groups_P:
+                    await asyncio.to_thread(use, group)
+        return groups_P
+
+
+def _group(prompt: Prompt, rollouts_G: Sequence[Rollout], logprobs_G: Sequence[tuple[float, ...]]) -> Group:
+    taught_G = tuple(
+        replace(rollout, teacher_T=teacher_T)
+        for rollout, teacher_T in zip(rollouts_G, logprobs_G, strict=True)
+    )
+    return Group(prompt, taught_G, tuple(Grade(_score(rollout)) for rollout in taught_G))
+
+
+def _score(rollout: Rollout) -> float:
+    pairs = zip(rollout.teacher_T, rollout.logprobs_T, strict=True)
+    return statistics.fmean(teacher - own for teacher, own in pairs)
