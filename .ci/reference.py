@@ -28,7 +28,13 @@ from regraft.cli import parser as client_cli
 from api.http import openapi
 from api.http.app import all_routes
 from core import errors, settings
-from core.jobs import flat_hyperparameters, hyperparameter_groups, hyperparameters, offline_hyperparameters
+from core.jobs import (
+    distillation,
+    flat_hyperparameters,
+    hyperparameter_groups,
+    hyperparameters,
+    offline_hyperparameters,
+)
 from core.registry import SamplerName
 from core.results import step_metrics
 from worker.cli import parser as server_cli
@@ -201,7 +207,14 @@ def hyperparameters_page() -> Page:
     for name in ("Scale", "Std", "Normalize", "Supervision", "KlEstimator"):
         values = getattr(hyperparameter_groups, name).__args__
         lines.append(f"| `{name}` | {', '.join(f'`{value}`' for value in values)} |")
-    return [*lines, "", *_offline_section(), *_flat_names_section(), *_refused_combinations()]
+    return [
+        *lines,
+        "",
+        *_offline_section(),
+        *_distillation_section(),
+        *_flat_names_section(),
+        *_refused_combinations(),
+    ]
 
 
 def _offline_section() -> Page:
@@ -229,6 +242,25 @@ def _offline_section() -> Page:
             "- `type`: `sigmoid`, `ipo`, `simpo` or `orpo`.",
             "",
         ),
+    ]
+
+
+def _distillation_section() -> Page:
+    """The hyperparameters of distillation jobs."""
+    table = partial(_fields_table, distillation)
+    return [
+        "## Distillation jobs",
+        "",
+        "Fields of `method.distillation.hyperparameters`, all optional, and its groups of `advanced`. "
+        "[Distillation](../howto/distillation.md) says what they do.",
+        "",
+        *table("DistillationHyperparameters"),
+        "",
+        *("### advanced.stopping", "", *table("DistillationStopping"), ""),
+        *("### advanced.evaluation", "", *table("DistillationEvaluation"), ""),
+        "`advanced.importance`, `advanced.optimizer`, `advanced.lora` and `advanced.sampling` are those above. "
+        "`group_size` is 4 if it is automatic, and there is no `thinking_budget`.",
+        "",
     ]
 
 

@@ -153,8 +153,8 @@ def distilling(
     bench: Bench, make_policy: MakePolicy, *, epochs: int, student: Policy | None = None, **parts: Any
 ) -> Run:
     policy = student or make_policy()
-    parts = {"advanced": ADVANCED, "eval_interval": 4, "eval_samples": 8} | parts
-    run = bench.run(n_epochs=epochs, **parts)
+    chosen: dict[str, Any] = {"advanced": ADVANCED, "eval_interval": 4, "eval_samples": 8} | parts
+    run = bench.run(n_epochs=epochs, **chosen)
     trainer = PeftTrainer(policy, run.settings, token_budget=512)
     weights = moved(make_policy(), 0.3)
     teaching = PolicyTeacher(policy, partial(policy.wearing, weights), token_budget=512)

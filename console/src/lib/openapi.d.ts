@@ -258,7 +258,7 @@ export interface components {
                  * Type
                  * @enum {string}
                  */
-                type: "reinforcement" | "supervised" | "dpo";
+                type: "reinforcement" | "supervised" | "dpo" | "distillation";
             } & {
                 [key: string]: unknown;
             };
@@ -1096,6 +1096,11 @@ export interface components {
              */
             full_valid_mean_parse_error?: number | null;
             /**
+             * Full Valid Teacher Kl
+             * @description distillation: reverse KL to the teacher per token of the validation answers, estimated from what was sampled.
+             */
+            full_valid_teacher_kl?: number | null;
+            /**
              * Valid Completion Tokens Mean
              * @description Mean length of the validation answers.
              */
@@ -1180,6 +1185,11 @@ export interface components {
              * @description KL divergence to the reference per token (k3), on one pack a step unless `kl` is set.
              */
             kl?: number | null;
+            /**
+             * Teacher Kl
+             * @description distillation: reverse KL to the teacher per sampled token, mean of log p_student - log p_teacher before the update.
+             */
+            teacher_kl?: number | null;
             /**
              * Entropy
              * @description Mean entropy of the policy per trained token.
