@@ -155,11 +155,11 @@ async def _refuse_stage(stage: StageCreate, where: str, service: Service, projec
         try:
             if not any(path.startswith(".method") for path in named):
                 await jobs.refuse_unusable(job, service, project)
-            if ".model" not in named:
+            if named.isdisjoint((".model", f".{jobs.TEACHER_PARAM}")):
                 await to_thread.run_sync(jobs.accept, job, service, project)
             await to_thread.run_sync(_refuse_files, job, named, service, project)
         except ModelNotFound as missing:
-            missing.param = f"{where}.model"
+            missing.param = f"{where}.{missing.param}"
             raise
         except InvalidRequest as mistake:
             raise pipeline_requests.named_within(mistake, where) from None

@@ -347,6 +347,45 @@ def test_a_stage_that_cannot_work_is_refused_before_anything_starts(
     assert api.get(PIPELINES).json()["data"] == []
 
 
+def distilled(upload: Upload, teacher: str) -> dict[str, Any]:
+    prompts = [{"messages": [{"role": "user", "content": f"{n}?"}]} for n in range(12)]
+    method = {"type": "distillation", "distillation": {"teacher": {"model": teacher}}}
+    return {
+        "model": "tiny",
+        "training_file": upload(lines(*prompts), name="prompts.jsonl"),
+        "validation_file": upload(lines(*prompts[:3]), name="valid.jsonl"),
+        "method": method,
+    }
+
+
+@pytest.mark.both_databases
+def test_a_stage_teaches_a_later_one(
+    api: TestClient, house: House, upload: Upload, advance: Callable[[], None]
+) -> None:
+    body = [
+        {"name": "sft", "job": supervised(upload(lines(*map(learned, range(12)))))},
+        {"name": "student", "job": distilled(upload, "{{stages.sft.model}}")},
+    ]
+
+    made = api.post(PIPELINES, json={"name": "p", "stages": body}).json()
+    advance()
+    end_job(house, stages(api, made["id"])["sft"]["job_id"])
+    advance()
+
+    job_id = stages(api, made["id"])["student"]["job_id"]
+    job = api.get(f"/v1/fine_tuning/jobs/{job_id}").json()
+    assert job["method"]["distillation"]["teacher"] == {"model": "tiny"}
+
+
+def test_an_unknown_teacher_of_a_stage_is_refused_at_its_place(api: TestClient, upload: Upload) -> None:
+    refused = api.post(
+        PIPELINES, json={"name": "p", "stages": [{"name": "student", "job": distilled(upload, "none")}]}
+    )
+
+    assert refused.status_code == 404
+    assert refused.json()["error"]["param"] == "stages[0].job.method.distillation.teacher.model"
+
+
 def test_headers_of_endpoint_graders_are_masked() -> None:
     grader = {"type": "endpoint", "name": "e", "url": "https://x", "headers": {"authorization": "secret"}}
 
