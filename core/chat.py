@@ -92,6 +92,8 @@ class CalledFunction(StrictModel):
 class ToolCall(StrictModel):
     """A call of an earlier answer."""
 
+    # Clients that put the pieces of a stream together send the place of the call back. The order says the same.
+    index: Annotated[int | None, Field(ge=0, exclude=True)] = None
     id: NotEmpty
     type: Literal["function"] = "function"
     function: CalledFunction

@@ -1,3 +1,4 @@
+import "./lib/locale";
 import { mount } from "svelte";
 import App from "./App.svelte";
 import "./style.css";

@@ -316,7 +316,7 @@ CALL = {"id": "1", "type": "function", "function": {"name": "weather", "argument
 def test_tools_penalties_and_biases_reach_the_inference_server(
     web: httpx.Client, inference: Inference
 ) -> None:
-    sent = {
+    sent: dict[str, Any] = {
         "tools": [WEATHER],
         "tool_choice": "required",
         "parallel_tool_calls": False,
@@ -329,8 +329,13 @@ def test_tools_penalties_and_biases_reach_the_inference_server(
             {"role": "tool", "content": "sun", "tool_call_id": "1"},
         ],
     }
+    collected = [
+        sent["messages"][0],
+        {"role": "assistant", "tool_calls": [CALL | {"index": 0}]},
+        sent["messages"][2],
+    ]
 
-    assert ask(web, **sent).status_code == 200
+    assert ask(web, **sent | {"messages": collected}).status_code == 200
     assert inference.asked == [sent | {"model": "tiny", "regraft": {"base_model": "tiny", "adapter": None}}]
 
 

@@ -347,6 +347,16 @@ def test_hostile_texts_are_shown_as_text(logged_in: Page, finished: str) -> None
     assert logged_in.locator("img").count() == 0
 
 
+def test_a_browser_whose_language_is_no_language_tag_shows_the_pages(page: Page, server: Server) -> None:
+    page.add_init_script(
+        "Object.defineProperty(Navigator.prototype, 'language', { get: () => 'en-US@posix', configurable: true })"
+    )
+
+    log_in(page, server.key)
+
+    expect(page.get_by_role("heading", name="Jobs", exact=True)).to_be_visible()
+
+
 def test_a_revoked_key_logs_out(page: Page, server: Server, watched: tuple[BrowserContext, Watched]) -> None:
     client = server.client()
     made: Any = client.post(
