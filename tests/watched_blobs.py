@@ -9,7 +9,7 @@ from core.storage.store import CHUNK_BYTES, BlobInfo, BlobWriter, FolderBlobs
 class WatchedBlobs(FolderBlobs):
     """`begun`: keys of writers; `written`: bytes of each write; `opened`: keys.
 
-    While it is not `reachable`, nothing can be deleted.
+    While it is not `reachable`, nothing can be deleted; while it is not `writable`, nothing written.
     """
 
     def __init__(self, root: Path) -> None:
@@ -18,8 +18,11 @@ class WatchedBlobs(FolderBlobs):
         self.written: list[int] = []
         self.opened: list[str] = []
         self.reachable = True
+        self.writable = True
 
     def writer(self, key: str, *, if_absent: bool = False) -> BlobWriter:
+        if not self.writable:
+            raise OSError("the store")
         self.begun.append(key)
         return _WatchedWriter(super().writer(key, if_absent=if_absent), self.written)
 

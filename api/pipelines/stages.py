@@ -1,6 +1,7 @@
 """What each kind of stage does when it starts, and when what it has started has ended."""
 
 import json
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,14 +16,15 @@ from api.resources import eval_checks, jobs, validation_split
 from api.resources.estimates import in_reader
 from api.resources.eval_requests import RunCreate
 from api.resources.jobs import JobCreate
-from api.resources.pipeline_requests import MixStage, SampleStage, SelectStage, most_rows, parsed_job
-from core.database.engine import Work, unit_of_work
+from api.resources.pipeline_requests import MixStage, SampleStage, SelectStage, parsed_job
+from core.database.engine import Work, is_away, unit_of_work
 from core.database.ids import new_id
 from core.database.tables import Eval, EvalRun, File, Job, Pipeline, Project
 from core.errors import NotFound, ServiceError
 from core.evals import catalog, items, summary
 from core.evals import lifecycle as eval_runs
-from core.jobs.claim import Claim
+from core.evals.items import MAX_ROWS
+from core.jobs.claim import Claim, LeaseLost
 from core.pipelines import graph, lifecycle, rows
 from core.pipelines.lifecycle import Stage
 from core.storage import files
@@ -32,7 +34,9 @@ from core.tenancy import tenants
 from core.tenancy.audit import Actor
 from graders.spec import dump
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
+MAX_ERRORS = 5  # of the service, not of the request, before a stage fails
 
 
 class StageFailed(Exception):
@@ -49,6 +53,9 @@ class Advance:
     async def run(self) -> None:
         """Raises LeaseLost when a user or another process has changed the pipeline."""
         pipeline = await to_thread.run_sync(self._read)
+        if (await to_thread.run_sync(lambda: self.project)).archived_at is not None:
+            await self._write(lambda work, row: lifecycle.cancel(work, row))
+            return
         for stage in pipeline.stages:
             if stage["status"] == "running":
                 await self._guarded(stage, self._follow)
@@ -71,6 +78,25 @@ class Advance:
             await self._fail(stage, cause.code, cause.message)
         except StageFailed as cause:
             await self._fail(stage, "invalid_stage", str(cause))
+        except LeaseLost:
+            raise
+        except Exception as cause:
+            if is_away(cause):
+                raise
+            log.exception("the stage %s of %s failed", stage["name"], self.claim.job_id)
+            await self._try_again(stage)
+
+    async def _try_again(self, stage: Stage) -> None:
+        """After an error of the service: at most MAX_ERRORS times."""
+        errors = stage.get("errors", 0) + 1
+        if errors > MAX_ERRORS:
+            message = "The service failed repeatedly; its log has the reason. Retry the pipeline later."
+            await self._fail(stage, "internal_error", message)
+            return
+        note = "The service had an error; the stage is tried again."
+        await self._write(
+            lambda work, row: lifecycle.update_stage(row, stage["name"], errors=errors, note=note)
+        )
 
     async def _fail(self, stage: Stage, code: str | None, message: str) -> None:
         await self._write(lambda work, row: lifecycle.failed(row, stage["name"], code, message))
@@ -148,7 +174,7 @@ class Advance:
         name = f"{pipeline.name or pipeline.id}: {stage['name']}"
 
         def prepared() -> File:
-            content = rows.prompts(self._objects(asked.file), asked.n)
+            content = self._most(rows.prompts(self._objects(asked.file), asked.n), asked.n)
             return self._stored(f"{pipeline.id}.{stage['name']}.prompts.jsonl", content, purpose="evals")
 
         file = await in_reader(service, project, partial(self._made, prepared))
@@ -173,10 +199,6 @@ class Advance:
                 return eval_checks.count_rows(run, file, {}, criteria, service, project)
 
             total = await in_reader(service, project, checked)
-            if total > most_rows(asked.n) * asked.n:
-                raise StageFailed(
-                    f"With n = {asked.n}, a sample stage has at most {most_rows(asked.n)} prompts."
-                )
 
             def create(work: Work, row: Pipeline) -> None:
                 self._add(work, file)
@@ -326,11 +348,13 @@ class Advance:
     def _stored(self, filename: str, content: Iterable[rows.Row | bytes], *, purpose: str) -> File:
         file_id = new_id("file-", 22)
         key = f"projects/{self.project.id}/files/{file_id}"
-        lines = (
-            row if isinstance(row, bytes) else json.dumps(row, ensure_ascii=False).encode() + b"\n"
-            for row in content
-        )
-        info = self.service.blobs.put_stream(key, lines)
+        try:
+            info = self.service.blobs.put_stream(
+                key, bounded(content, self.service.settings.max_upload_bytes)
+            )
+        except BaseException:
+            self.service.blobs.delete(key)
+            raise
         return File(
             id=file_id,
             project_id=self.project.id,
@@ -357,17 +381,36 @@ class Advance:
                 raise StageFailed(f"{file_id}: {row}")
             yield row[1]
 
+    def _most(self, found: Iterable[rows.Row], samples: int) -> Iterator[rows.Row]:
+        for number, row in enumerate(found, 1):
+            if number > MAX_ROWS:
+                most = MAX_ROWS // samples
+                raise StageFailed(f"With n = {samples}, a sample stage has at most {most:,} prompts.")
+            yield row
+
     def _samples(self, file_id: str) -> Iterator[rows.Row]:
         for row in self._objects(file_id):
-            if not isinstance(row.get("sample"), dict):
-                raise StageFailed(f"{file_id} is not the file of a sample stage: a row has no 'sample'.")
-            yield row
+            try:
+                yield rows.checked(row)
+            except ValueError as cause:
+                raise StageFailed(f"{file_id} is not the file of a sample stage: {cause}.") from None
 
     def _lines(self, file_id: str) -> Iterator[bytes]:
         for number, line in numbered_lines(self._content(file_id)):
             if line is None:
                 raise StageFailed(f"{file_id}: line {number} is too long.")
             yield line
+
+
+def bounded(content: Iterable[rows.Row | bytes], most: int) -> Iterator[bytes]:
+    """The rows as lines of JSON. Raises StageFailed beyond `most` bytes, those of the largest upload."""
+    size = 0
+    for row in content:
+        line = row if isinstance(row, bytes) else json.dumps(row, ensure_ascii=False).encode() + b"\n"
+        size += len(line)
+        if size > most:
+            raise StageFailed(f"The file would be larger than {most:,} bytes, the limit of an upload.")
+        yield line
 
 
 def of_pipeline(spec: Mapping[str, Any], pipeline: Pipeline, name: str) -> dict[str, Any]:

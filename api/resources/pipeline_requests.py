@@ -10,12 +10,13 @@ from api.http.validation_errors import explain
 from api.resources.eval_requests import CompletionsParams, Metadata, Name, RunBudget
 from api.resources.jobs import JobCreate
 from core.errors import InvalidRequest
-from core.evals.items import MAX_ROWS
 from core.pipelines.graph import KINDS, MAX_STAGES, PlannedStage
 from core.pipelines.rows import Form, Selection
 from core.strict import StrictModel
 from graders.spec import GraderSpec, dump, parse_grader
 
+# Of all stages: a list of pipelines reads a hundred of them.
+MAX_BYTES = 512 << 10
 StageName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 FileOrReference = Annotated[str, Field(min_length=1, max_length=128)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -114,6 +115,13 @@ class PipelineCreate(Body):
                 parse_grader(sample["grader"], f"stages[{number}].sample.grader")
         return sent
 
+    @model_validator(mode="after")
+    def _is_not_too_large(self) -> "PipelineCreate":
+        size = sum(len(stage.model_dump_json()) for stage in self.stages)
+        if size > MAX_BYTES:
+            raise ValueError(f"the stages have {size:,} bytes of JSON, at most {MAX_BYTES:,} are supported")
+        return self
+
 
 class PipelineClone(Body):
     """`from`: this stage and all that need it start again, the others keep their results; null: all start again."""
@@ -144,8 +152,3 @@ def named_within(mistake: InvalidRequest, where: str) -> InvalidRequest:
     if mistake.param:
         message = message.replace(f"'{mistake.param}'", f"'{param}'")
     return InvalidRequest(message, param=param, code=mistake.code)
-
-
-def most_rows(samples: int) -> int:
-    """The maximum number of prompts of a sample stage."""
-    return MAX_ROWS // samples

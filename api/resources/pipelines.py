@@ -43,7 +43,7 @@ class StageOut(BaseModel):
     kind: str = Field(description="job, sample, select or mix.")
     status: str = Field(description="waiting, running, succeeded, failed or cancelled.")
     needs: list[str] = Field(description="The stages that must succeed before this one starts.")
-    spec: dict[str, Any] = Field(description="The request, without secrets.")
+    spec: dict[str, Any] | None = Field(description="The request, without secrets; null in lists.")
     job_id: str | None = None
     job_status: str | None = None
     eval_id: str | None = None
@@ -72,7 +72,7 @@ class PipelineOut(BaseModel):
     stages: list[StageOut]
 
     @classmethod
-    def of(cls, session: Session, pipeline: Pipeline) -> "PipelineOut":
+    def of(cls, session: Session, pipeline: Pipeline, *, is_listed: bool = False) -> "PipelineOut":
         statuses = _statuses(session, pipeline.stages)
         runs = _progress(session, pipeline.stages)
         return cls(
@@ -89,7 +89,7 @@ class PipelineOut(BaseModel):
                     job_status=statuses.get(stage.get("job_id", "")),
                     progress=runs.get(stage.get("run_id", "")),
                     **{name: value for name, value in stage.items() if name not in ("spec", "after")},
-                    spec=shown_spec(stage["spec"]),
+                    spec=None if is_listed else shown_spec(stage["spec"]),
                 )
                 for stage, plan in zip(pipeline.stages, lifecycle.planned(pipeline.stages), strict=True)
             ],
@@ -203,7 +203,7 @@ def list_pipelines(
 ) -> EndedListing[PipelineOut]:
     """List the pipelines, newest first."""
     page = lifecycle.page(session, project.id, after=after, limit=clamped(limit))
-    shown = [PipelineOut.of(session, one) for one in page.items]
+    shown = [PipelineOut.of(session, one, is_listed=True) for one in page.items]
     return EndedListing(data=shown, has_more=page.has_more, **ends(page))
 
 

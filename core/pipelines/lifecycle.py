@@ -12,14 +12,14 @@ job, so that a kill neither loses nor repeats one.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import select, update
+from sqlalchemy import func, select, update
 from sqlalchemy.orm import Session
 
 from core.database import pages
 from core.database.engine import Work, db_now
 from core.database.pages import Page
 from core.database.tables import EvalRun, Job, Pipeline, now
-from core.errors import InvalidJobState, PipelineNotFound
+from core.errors import InvalidJobState, PipelineNotFound, QuotaExceeded
 from core.evals import lifecycle as eval_runs
 from core.jobs import lifecycle as jobs
 from core.jobs.claim import Claim, LeaseLost
@@ -32,6 +32,8 @@ rows, error, note, started_at, finished_at, reused_from and earlier, the jobs of
 
 FINAL = frozenset({"succeeded", "failed", "cancelled"})
 HOLD_SECONDS = 60.0
+# Of a project: each is looked at every few seconds.
+MAX_UNFINISHED = 100
 
 
 def new_stage(planned: PlannedStage) -> Stage:
@@ -52,7 +54,13 @@ def planned(stages: Sequence[Stage]) -> list[PlannedStage]:
 
 
 def create(work: Work, made: Pipeline) -> None:
-    pages.keep_order(work.session, made.project_id)
+    """Add a pipeline, which starts at once.
+
+    Raises:
+        QuotaExceeded: the project has MAX_UNFINISHED pipelines.
+    """
+    pages.keep_order(work.session, made.project_id)  # locks the project's row
+    _refuse_many(work.session, made.project_id)
     work.session.add(made)
     work.session.flush()
     work.record("pipeline.created", made.id, {"stages": len(made.stages)})
@@ -130,9 +138,19 @@ def retry(work: Work, pipeline: Pipeline) -> None:
         raise InvalidJobState(
             f"The pipeline {pipeline.id} is {pipeline.status}: only a failed or cancelled one can be retried."
         )
+    pages.keep_order(work.session, pipeline.project_id)
+    _refuse_many(work.session, pipeline.project_id)
     pipeline.stages = [_again(stage) for stage in pipeline.stages]
     pipeline.finished_at = None
     _change(work, pipeline, "running")
+
+
+def _refuse_many(session: Session, project_id: str) -> None:
+    unfinished = (Pipeline.project_id == project_id) & Pipeline.status.in_(("running", "paused"))
+    count = session.scalar(select(func.count()).where(unfinished)) or 0
+    if count >= MAX_UNFINISHED:
+        hint = "wait until one has ended, or cancel one"
+        raise QuotaExceeded("unfinished_pipelines", used=count, maximum=MAX_UNFINISHED, hint=hint)
 
 
 def _again(stage: Stage) -> Stage:

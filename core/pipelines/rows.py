@@ -10,13 +10,20 @@ be graded.
 
 import hashlib
 import json
+import math
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Any, Literal
 
 Row = dict[str, Any]
+# Of answers to one prompt that a selection compares with each other: as many as a sample stage makes.
+MAX_ANSWERS = 256
+# Of a mixture.
+MAX_LINES = 1_000_000
+# Of an answer whose similarity to others is computed.
+COMPARED_WORDS = 1000
 Form = Literal["supervised", "dpo", "prompts", "samples"]
 
 
@@ -51,11 +58,41 @@ class Selection:
     max_similarity: float | None = None
 
 
+def checked(row: Row) -> Row:
+    """The row, if it is one of a `sample` stage.
+
+    Raises:
+        ValueError: it is not.
+    """
+    sample = row.get("sample")
+    messages = row.get("messages")
+    if not isinstance(sample, dict) or not isinstance(messages, list):
+        raise ValueError("a row has no 'sample' and 'messages', as those of a sample stage do")
+    score = sample.get("score")
+    is_number = isinstance(score, int | float) and not isinstance(score, bool) and math.isfinite(score)
+    if (
+        not isinstance(sample.get("answer"), str)
+        or not isinstance(sample.get("finish_reason"), str)
+        or not isinstance(sample.get("prompt"), int)
+        or not (score is None or is_number)
+    ):
+        raise ValueError(
+            "a 'sample' needs an answer, a score or null, a finish_reason and the number of its prompt"
+        )
+    return row
+
+
 def selected(samples: Iterable[Row], wanted: Selection) -> Iterator[Row]:
-    """The rows that a selection keeps, in order. `samples` has the answers to a prompt next to each other."""
+    """The rows that a selection keeps, in order. `samples` has the answers to a prompt next to each other.
+
+    Raises:
+        ValueError: a prompt has more than MAX_ANSWERS answers.
+    """
     seen: set[bytes] = set()
     for _, group in groupby(samples, key=lambda row: row["sample"]["prompt"]):
-        rows = list(group)
+        rows = list(islice(group, MAX_ANSWERS + 1))
+        if len(rows) > MAX_ANSWERS:
+            raise ValueError(f"a prompt has more than {MAX_ANSWERS} answers next to each other")
         rate = pass_rate(rows)
         if not _has_pass_rate(rate, wanted):
             continue
@@ -126,8 +163,8 @@ def _diverse(rows: Sequence[Row], most: float) -> list[Row]:
 
 
 def trigrams(text: str) -> frozenset[tuple[str, ...]]:
-    """The runs of three words; of a shorter text, all of its words as one."""
-    words = text.lower().split()
+    """The runs of three words, of the first COMPARED_WORDS; of a shorter text, all of its words as one."""
+    words = text.lower().split()[:COMPARED_WORDS]
     return frozenset(tuple(words[start : start + 3]) for start in range(max(1, len(words) - 2)))
 
 
@@ -178,16 +215,23 @@ class Part:
     weight: float
 
 
-def mixed(parts: Sequence[Part], seed: int) -> Iterator[bytes]:
-    """The lines of a mixture, shuffled. A weight of 1 takes each line of the file once, 0.1 a tenth of the lines, 2.5
-    each twice and half of them a third time. The same files, weights and seed give the same bytes.
+def mixed(parts: Sequence[Part], seed: int, most: int = MAX_LINES) -> Iterator[bytes]:
+    """At most `most` lines of a mixture, shuffled.
+
+    A weight of 1 takes each line of the file once, 0.1 a tenth of the lines, 2.5 each twice and half of them a third
+    time. The same files, weights and seed give the same bytes.
 
     Holds the lines in memory.
+
+    Raises:
+        ValueError: there are more lines.
     """
     chosen: list[tuple[bytes, bytes]] = []
     for number, part in enumerate(parts):
         lines = [line for line in part.lines() if line.strip()]
         whole, rest = divmod(part.weight, 1)
+        if len(chosen) + round(part.weight * len(lines)) > most:
+            raise ValueError(f"the mixture has more than {most:,} lines")
         for copy in range(int(whole) + 1):
             places = [(_place(seed, number, copy, index), index) for index in range(len(lines))]
             if copy == whole:

@@ -11,7 +11,7 @@ from starlette.testclient import TestClient
 from api.pipelines.driver import PipelineDriver
 from api.pipelines.stages import Advance
 from api.resources.pipelines import shown_spec
-from core.database.tables import Job, Pipeline
+from core.database.tables import Job, Pipeline, Project
 from core.jobs.claim import LeaseLost
 from core.pipelines import lifecycle
 from tests.api.conftest import House
@@ -302,6 +302,71 @@ def test_a_file_whose_process_was_killed_is_made_by_the_next_one(
     advance()
 
     assert stages(api, pipeline["id"])["m"]["status"] == "succeeded"
+
+
+def test_a_project_has_a_number_of_unfinished_pipelines(api: TestClient, upload: Upload) -> None:
+    one = {"name": "m", "mix": {"files": [{"file": upload(lines(learned(1)))}]}}
+    made = [api.post(PIPELINES, json={"stages": [one]}).json() for _ in range(lifecycle.MAX_UNFINISHED)]
+
+    refused = api.post(PIPELINES, json={"stages": [one]})
+
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "insufficient_quota")
+    api.post(f"{PIPELINES}/{made[0]['id']}/cancel")
+    assert api.post(PIPELINES, json={"stages": [one]}).status_code == 201
+    assert api.post(f"{PIPELINES}/{made[0]['id']}/retry").status_code == 429
+
+
+def test_a_list_leaves_out_what_was_requested(api: TestClient, upload: Upload) -> None:
+    one = {"name": "m", "mix": {"files": [{"file": upload(lines(learned(1)))}]}}
+    made = api.post(PIPELINES, json={"stages": [one]}).json()
+
+    assert made["stages"][0]["spec"] == one["mix"]
+    assert api.get(PIPELINES).json()["data"][0]["stages"][0]["spec"] is None
+
+
+def test_stages_beyond_half_a_megabyte_are_refused(api: TestClient) -> None:
+    job = supervised("{{stages.b.file}}", metadata={"a": "x" * 512})
+    many = [{"name": f"s{n}", "job": job | {"suffix": "x" * 60, "note": "x" * 9000}} for n in range(64)]
+
+    refused = api.post(PIPELINES, json={"stages": many})
+
+    assert refused.status_code == 400
+    assert "524,288" in refused.json()["error"]["message"]
+
+
+def test_an_error_of_the_service_is_tried_again_and_then_fails_the_stage(
+    api: TestClient, house: House, upload: Upload, advance: Callable[[], None]
+) -> None:
+    one = {"name": "m", "mix": {"files": [{"file": upload(lines(learned(1)))}]}}
+    pipeline = api.post(PIPELINES, json={"stages": [one]}).json()
+    house.blobs.writable = False
+
+    advance()
+    waiting = stages(api, pipeline["id"])["m"]
+    for _ in range(5):
+        advance()
+
+    assert (waiting["status"], "tried again" in waiting["note"]) == ("running", True)
+    failed = stages(api, pipeline["id"])["m"]
+    assert (failed["status"], failed["error"]["code"]) == ("failed", "internal_error")
+    house.blobs.writable = True
+    api.post(f"{PIPELINES}/{pipeline['id']}/retry")
+    advance()
+    assert stages(api, pipeline["id"])["m"]["status"] == "succeeded"
+
+
+def test_an_archived_project_has_no_running_pipeline(
+    api: TestClient, house: House, upload: Upload, advance: Callable[[], None]
+) -> None:
+    one = {"name": "m", "mix": {"files": [{"file": upload(lines(learned(1)))}]}}
+    api.post(PIPELINES, json={"stages": [one]})
+    with house.database.write() as session:
+        session.get_one(Project, house.project.id).archived_at = 1
+
+    advance()
+
+    with house.database.read() as session:
+        assert session.scalars(select(Pipeline.status)).one() == "cancelled"
 
 
 def test_another_project_sees_no_pipeline(api: TestClient, house: House, upload: Upload) -> None:

@@ -201,6 +201,43 @@ def test_an_item_becomes_a_sample_of_its_prompt() -> None:
     assert rows.answered(item | {"sample": {"output": [], "finish_reason": "stop"}}, samples=4) is None
 
 
+def test_a_prompt_with_more_answers_than_are_compared_is_refused() -> None:
+    many = [sample(1, str(n)) for n in range(rows.MAX_ANSWERS + 1)]
+
+    assert len(answers(many[:-1])) == rows.MAX_ANSWERS
+    with pytest.raises(ValueError, match="more than 256 answers"):
+        answers(many)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"answer": None},
+        {"score": "1"},
+        {"score": True},
+        {"score": float("nan")},
+        {"finish_reason": None},
+        {"prompt": "1"},
+    ],
+)
+def test_a_row_that_no_sample_stage_made_is_refused(changed: dict[str, Any]) -> None:
+    row = sample(1, "a")
+    assert rows.checked(row) == row
+
+    with pytest.raises(ValueError, match="a 'sample' needs"):
+        rows.checked(row | {"sample": row["sample"] | changed})
+    with pytest.raises(ValueError, match="no 'sample' and 'messages'"):
+        rows.checked(row | {"messages": None})
+
+
+def test_a_mixture_of_too_many_lines_is_refused_before_it_is_made() -> None:
+    parts = [part([b"1"] * 60, 1), part([b"2"] * 50, 0.8)]
+
+    assert len(list(rows.mixed(parts, 0, most=100))) == 100
+    with pytest.raises(ValueError, match="more than 99 lines"):
+        list(rows.mixed(parts, 0, most=99))
+
+
 def part(lines: list[bytes], weight: float) -> Part:
     def read() -> Iterator[bytes]:
         yield from lines

@@ -873,11 +873,11 @@ export interface components {
             needs: string[];
             /**
              * Spec
-             * @description The request, without secrets.
+             * @description The request, without secrets; null in lists.
              */
             spec: {
                 [key: string]: unknown;
-            };
+            } | null;
             /** Job Id */
             job_id?: string | null;
             /** Job Status */
