@@ -454,9 +454,9 @@ def plan_memory(
         sampling = base.engines.processes
         processes = ranks + sampling if split else max(ranks, sampling)
     free = memory.available(base.device) // processes
-    if teacher is not None:
-        free = max(0, free - teacher.weight_bytes)
     packed = base.device == "cpu" and base.entry.dtype == "float32"
+    if teacher is not None:
+        free = max(0, free - teacher.weight_bytes(packed=packed))
     machine = sizing.machine(
         settings,
         base.device,

@@ -15,15 +15,18 @@ from transformers import LlamaForCausalLM
 
 from core.registry import BaseModelEntry
 from core.results.lineage import Parent
+from core.settings import Settings
 from graders.types import Grade
 from tests.tiny import make_byte_model, make_tiny_model
 from tests.worker.conftest import Bench
+from worker.assemble import BaseModel, Task, plan_memory
 from worker.clock import Clock
 from worker.learn import grpo
 from worker.learn.teacher import PolicyTeacher
 from worker.learn.trainer import PeftTrainer
-from worker.model.policy import Policy
-from worker.model.teachers import inspect_teacher, load_teacher, read_adapter
+from worker.model import memory, sizing
+from worker.model.policy import Policy, read_config
+from worker.model.teachers import TeacherModel, inspect_teacher, load_teacher, read_adapter
 from worker.refusals import UserMistake
 from worker.rollout.samplers import Sampling, grouped
 from worker.rollout.samplers.transformers import TransformersSampler
@@ -232,6 +235,37 @@ def test_a_tuned_model_on_another_base_is_refused(tmp_path: Path) -> None:
         inspect_teacher("ft:larger:x", "larger", tuned, "tiny", entries(tmp_path), tmp_path)
 
 
+def test_the_memory_plan_counts_a_second_model(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = entries(tmp_path)
+    shape = memory.shape_of(read_config(tmp_path / "tiny"), torch.float32)
+    base = BaseModel(models["tiny"], tmp_path / "tiny", shape, "cpu", "transformers", "5")
+    work = sizing.Workload(rank=4, prompt=2, completion=8, in_flight=120)
+    task = Task(bench.run(advanced=ADVANCED).settings, PROMPTS, PROMPTS, work, "")
+    second = inspect_teacher("larger", "larger", None, "tiny", models, tmp_path)
+    free = [0.0]
+    monkeypatch.setattr("worker.model.memory.available", lambda device: int(free[0]))
+
+    def fits(free_bytes: float, teacher: TeacherModel | None) -> bool:
+        free[0] = free_bytes
+        try:
+            plan_memory("tiny", base, task, Settings(), 1, teacher)
+        except UserMistake as refused:
+            assert refused.code == "not_enough_memory"
+            return False
+        return True
+
+    low, high = 0, 1 << 40
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle, None) else (middle, high)
+    more = second.weight_bytes(packed=True)
+    assert more > 4 * 3 * 1000
+    assert not fits(high + more - 1, second)
+    assert fits(high + more, second)
+
+
 class Folder:
     """Adapters that lie in a folder."""
 
@@ -253,7 +287,7 @@ def test_a_second_model_teaches_with_its_own_weights(
 
     policy, teaching = load_teacher(found, student, settings, Folder(tmp_path), tmp_path, lambda: None)
 
-    assert found.weight_bytes == 4 * sum(
+    assert found.weight_bytes(packed=False) == 4 * sum(
         one.numel() for name, one in policy.model.named_parameters() if ".lora_" not in name
     )
     assert policy is not student and not policy.trainable

@@ -35,10 +35,12 @@ class TeacherModel:
     second: BaseModelEntry | None  # a model beside the student's base. None for both: the base itself
     shape: Shape | None = None  # of `second`
 
-    @property
-    def weight_bytes(self) -> int:
-        """Memory beside that of a job without a teacher."""
-        return 0 if self.shape is None else self.shape.weight_bytes
+    def weight_bytes(self, *, packed: bool) -> int:
+        """Memory beside that of a job without a teacher. `packed` as in `sizing.Machine`."""
+        if self.shape is None:
+            return 0
+        copies = 2 * self.shape.linear_parameters * self.shape.bytes_each if packed else 0
+        return self.shape.weight_bytes + copies
 
 
 def inspect_teacher(
