@@ -63,16 +63,16 @@ class Watched:
         self.expected: list[str] = []  # parts of complaints that a test provokes
         self.host = host
         context.on("request", lambda request: self._asked(request.url))
-        context.on("console", lambda message: self._said(message.type, message.text))
+        context.on("console", lambda message: self._said(message.type, message.text, message.location["url"]))
         context.on("weberror", lambda error: self.complaints.append(str(error.error)))
 
     def _asked(self, url: str) -> None:
         if not url.startswith((self.host, "data:")):
             self.complaints.append(f"asked {url}")
 
-    def _said(self, kind: str, text: str) -> None:
+    def _said(self, kind: str, text: str, url: str) -> None:
         if kind in ("error", "warning"):
-            self.complaints.append(text)
+            self.complaints.append(f"{text} at {url}")
 
     def unexpected(self) -> list[str]:
         return [one for one in self.complaints if not any(part in one for part in self.expected)]
