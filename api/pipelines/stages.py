@@ -300,7 +300,10 @@ class Advance:
             return
         mix = MixStage.model_validate(spec)
         parts = [rows.Part(partial(self._lines, one.file), one.weight) for one in mix.files]
-        await self._succeed(stage, lambda: rows.mixed(parts, mix.seed), "The files have no rows.")
+        most = self.service.settings.max_upload_bytes
+        await self._succeed(
+            stage, lambda: rows.mixed(parts, mix.seed, most_bytes=most), "The files have no rows."
+        )
 
     async def _succeed(
         self,

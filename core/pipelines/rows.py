@@ -9,19 +9,23 @@ be graded.
 """
 
 import hashlib
+import heapq
 import json
 import math
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 Row = dict[str, Any]
+Placed = TypeVar("Placed", tuple[bytes, int], tuple[bytes, bytes])
 # Of answers to one prompt that a selection compares with each other: as many as a sample stage makes.
 MAX_ANSWERS = 256
-# Of a mixture.
+# Of a mixture, and of each file of it.
 MAX_LINES = 1_000_000
+# Lines that are sorted at once: a sort holds the interpreter, and with it every request of the process.
+SORTED_LINES = 50_000
 # Of an answer whose similarity to others is computed.
 COMPARED_WORDS = 1000
 Form = Literal["supervised", "dpo", "prompts", "samples"]
@@ -215,30 +219,44 @@ class Part:
     weight: float
 
 
-def mixed(parts: Sequence[Part], seed: int, most: int = MAX_LINES) -> Iterator[bytes]:
-    """At most `most` lines of a mixture, shuffled.
+def mixed(
+    parts: Sequence[Part], seed: int, *, most: int = MAX_LINES, most_bytes: int | None = None
+) -> Iterator[bytes]:
+    """At most `most` lines of a mixture, of files of at most as many, shuffled.
 
     A weight of 1 takes each line of the file once, 0.1 a tenth of the lines, 2.5 each twice and half of them a third
     time. The same files, weights and seed give the same bytes.
 
-    Holds the lines in memory.
+    Holds the lines in memory: those of the mixture and of one file.
 
     Raises:
-        ValueError: there are more lines.
+        ValueError: there are more lines, or more than `most_bytes` in the mixture.
     """
     chosen: list[tuple[bytes, bytes]] = []
+    size = 0
     for number, part in enumerate(parts):
-        lines = [line for line in part.lines() if line.strip()]
+        lines = list(islice((line for line in part.lines() if line.strip()), most + 1))
+        if len(lines) > most:
+            raise ValueError(f"a file of the mixture has more than {most:,} lines")
         whole, rest = divmod(part.weight, 1)
         if len(chosen) + round(part.weight * len(lines)) > most:
             raise ValueError(f"the mixture has more than {most:,} lines")
         for copy in range(int(whole) + 1):
             places = [(_place(seed, number, copy, index), index) for index in range(len(lines))]
             if copy == whole:
-                places = sorted(places)[: round(rest * len(lines))]
+                places = list(islice(_ordered(places), round(rest * len(lines))))
+            size += sum(len(lines[index]) for _, index in places)
+            if most_bytes is not None and size > most_bytes:
+                raise ValueError(f"the mixture is larger than {most_bytes:,} bytes, the limit of an upload")
             chosen += [(place, lines[index]) for place, index in places]
-    for _, line in sorted(chosen):
+    for _, line in _ordered(chosen):
         yield line.rstrip(b"\r\n") + b"\n"
+
+
+def _ordered(placed: Sequence[Placed]) -> Iterator[Placed]:
+    """Sorted, without one long call."""
+    starts = range(0, len(placed), SORTED_LINES)
+    return heapq.merge(*(sorted(placed[start : start + SORTED_LINES]) for start in starts))
 
 
 def _place(*where: int) -> bytes:

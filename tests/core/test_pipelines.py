@@ -238,6 +238,40 @@ def test_a_mixture_of_too_many_lines_is_refused_before_it_is_made() -> None:
         list(rows.mixed(parts, 0, most=99))
 
 
+def test_a_file_of_too_many_lines_is_not_read_to_its_end() -> None:
+    read = 0
+
+    def endless() -> Iterator[bytes]:
+        nonlocal read
+        while True:
+            read += 1
+            yield b"{}"
+
+    with pytest.raises(ValueError, match="file of the mixture has more than 100 lines"):
+        list(rows.mixed([Part(endless, 0.001)], 0, most=100))
+    assert read == 101
+
+
+def test_a_mixture_of_too_many_bytes_reads_no_further_file() -> None:
+    def unread() -> Iterator[bytes]:
+        raise AssertionError("the file was read")
+
+    parts = [part([b"12345"] * 10, 2.5), Part(unread, 1)]
+
+    with pytest.raises(ValueError, match="larger than 120 bytes"):
+        list(rows.mixed(parts, 0, most_bytes=120))
+    assert len(list(rows.mixed(parts[:1], 0, most_bytes=125))) == 25
+
+
+def test_lines_that_are_sorted_in_parts_have_the_same_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = [part([b"%d" % n for n in range(40)], 1.5)]
+    whole = list(rows.mixed(parts, 0))
+
+    monkeypatch.setattr(rows, "SORTED_LINES", 7)
+
+    assert list(rows.mixed(parts, 0)) == whole
+
+
 def part(lines: list[bytes], weight: float) -> Part:
     def read() -> Iterator[bytes]:
         yield from lines
