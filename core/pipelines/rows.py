@@ -11,7 +11,7 @@ be graded.
 import hashlib
 import heapq
 import json
-import math
+import sys
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -73,7 +73,9 @@ def checked(row: Row) -> Row:
     if not isinstance(sample, dict) or not isinstance(messages, list):
         raise ValueError("a row has no 'sample' and 'messages', as those of a sample stage do")
     score = sample.get("score")
-    is_number = isinstance(score, int | float) and not isinstance(score, bool) and math.isfinite(score)
+    is_number = isinstance(score, int | float) and not isinstance(score, bool)
+    # An integer may be beyond every float, which math.isfinite cannot say.
+    is_number = is_number and abs(score) <= sys.float_info.max
     if (
         not isinstance(sample.get("answer"), str)
         or not isinstance(sample.get("finish_reason"), str)

@@ -216,6 +216,7 @@ def test_a_prompt_with_more_answers_than_are_compared_is_refused() -> None:
         {"score": "1"},
         {"score": True},
         {"score": float("nan")},
+        {"score": -(10**390)},
         {"finish_reason": None},
         {"prompt": "1"},
     ],
