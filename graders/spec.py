@@ -453,12 +453,19 @@ def dump(spec: GraderSpec, *, masked: bool = False) -> dict[str, Any]:
 
 
 def hide_secrets(dumped: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a dumped spec with the header values of endpoint graders masked, also inside a multi or a select."""
+    """Return a spec with the header values of endpoint graders masked, also inside a multi or a select.
+
+    Args:
+        dumped: as `dump` returns it, or as a valid request has it: a multi's graders may be a list, headers null.
+    """
     shown = dict(dumped)
-    if "headers" in shown:
+    if shown.get("headers"):
         shown["headers"] = dict.fromkeys(shown["headers"], MASK)
-    if "graders" in shown:
-        shown["graders"] = {key: hide_secrets(sub) for key, sub in shown["graders"].items()}
+    inner = shown.get("graders")
+    if isinstance(inner, list):
+        shown["graders"] = [hide_secrets(sub) for sub in inner]
+    elif inner:
+        shown["graders"] = {key: hide_secrets(sub) for key, sub in inner.items()}
     return shown
 
 

@@ -16,7 +16,7 @@ from api.resources import eval_checks, jobs, validation_split
 from api.resources.estimates import in_reader
 from api.resources.eval_requests import RunCreate
 from api.resources.jobs import JobCreate
-from api.resources.pipeline_requests import MixStage, SampleStage, SelectStage, parsed_job
+from api.resources.pipeline_requests import MixStage, SampleStage, SelectStage, of_pipeline, parsed_job
 from core.database.engine import Work, is_away, unit_of_work
 from core.database.ids import new_id
 from core.database.tables import Eval, EvalRun, File, Job, Pipeline, Project
@@ -75,7 +75,7 @@ class Advance:
                 if stage.get("note") != note:
                     await self._write(lambda work, row: lifecycle.update_stage(row, stage["name"], note=note))
                 return
-            await self._fail(stage, cause.code, cause.message)
+            await self._fail(stage, cause.code or "invalid_stage", cause.message)
         except StageFailed as cause:
             await self._fail(stage, "invalid_stage", str(cause))
         except LeaseLost:
@@ -141,7 +141,7 @@ class Advance:
 
     async def _start_job(self, pipeline: Pipeline, stage: Stage, spec: Mapping[str, Any]) -> None:
         project, service = self.project, self.service
-        body = parsed_job(of_pipeline(spec, pipeline, stage["name"]), stage["name"])
+        body = parsed_job(of_pipeline(spec, pipeline.id, stage["name"]), stage["name"])
         await jobs.refuse_unusable(body, service, project)
         accepted = await to_thread.run_sync(jobs.accept, body, service, project)
         parts = None if body.validation_split is None else await self._split(body, body.validation_split)
@@ -414,9 +414,3 @@ def bounded(content: Iterable[rows.Row | bytes], most: int) -> Iterator[bytes]:
         if size > most:
             raise StageFailed(f"The file would be larger than {most:,} bytes, the limit of an upload.")
         yield line
-
-
-def of_pipeline(spec: Mapping[str, Any], pipeline: Pipeline, name: str) -> dict[str, Any]:
-    """The body of a job with the metadata that name its pipeline and stage, by which jobs can be listed."""
-    ours = {"pipeline": pipeline.id, "stage": name}
-    return {**spec, "metadata": ours | dict(spec.get("metadata") or {})}

@@ -145,6 +145,12 @@ def parsed_job(sent: Mapping[str, Any], where: str) -> JobCreate:
         raise named_within(mistake, where) from None
 
 
+def of_pipeline(spec: Mapping[str, Any], pipeline_id: str, name: str) -> dict[str, Any]:
+    """The body of a job with the metadata that name its pipeline and stage, by which jobs can be listed."""
+    ours = {"pipeline": pipeline_id, "stage": name}
+    return {**spec, "metadata": ours | dict(spec.get("metadata") or {})}
+
+
 def named_within(mistake: InvalidRequest, where: str) -> InvalidRequest:
     """The same mistake, whose parameter is inside `where`."""
     param = where if not mistake.param else f"{where}.{mistake.param}"

@@ -151,6 +151,8 @@ async def _refuse_stage(stage: StageCreate, where: str, service: Service, projec
     if stage.job is not None:
         where = f"{where}.job"
         job = pipeline_requests.parsed_job(stage.job, where)
+        # The job gets two entries of metadata more than the request has, and the same limit.
+        pipeline_requests.parsed_job(pipeline_requests.of_pipeline(stage.job, "", stage.name), where)
         named = {path for path, _ in graph.references(stage.job)}
         try:
             if not any(path.startswith(".method") for path in named):

@@ -461,3 +461,48 @@ def test_headers_of_endpoint_graders_are_masked() -> None:
 
     assert "secret" not in json.dumps([of_job, of_sample])
     assert of_sample["grader"]["headers"].keys() == {"authorization"}
+
+
+def test_graders_of_a_job_are_masked_in_every_form_that_a_request_may_have() -> None:
+    endpoint = {"type": "endpoint", "name": "e", "url": "https://x", "headers": {"authorization": "secret"}}
+    multi = {"type": "multi", "name": "m", "graders": [endpoint, endpoint | {"headers": None}]}
+
+    shown = shown_spec({"method": {"type": "reinforcement", "reinforcement": {"grader": multi}}})
+
+    first, second = shown["method"]["reinforcement"]["grader"]["graders"]
+    assert "secret" not in json.dumps(shown)
+    assert first["headers"].keys() == {"authorization"}
+    assert second["headers"] is None
+
+
+def test_the_metadata_of_a_job_leaves_room_for_the_names_of_its_pipeline_and_stage(
+    api: TestClient, upload: Upload, advance: Callable[[], None]
+) -> None:
+    file = upload(lines(*map(learned, range(10))))
+
+    def create(entries: int) -> Any:
+        job = supervised(file, metadata={f"k{n}": "v" for n in range(entries)})
+        return api.post(PIPELINES, json={"stages": [{"name": "a", "job": job}]})
+
+    refused, made = create(15), create(14)
+
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "stages[0].job.metadata"
+    advance()
+    assert stages(api, made.json()["id"])["a"]["status"] == "running"
+
+
+def test_a_deleted_file_is_not_called_an_error_of_the_service(
+    api: TestClient, upload: Upload, advance: Callable[[], None]
+) -> None:
+    file = upload(lines({}))
+    pipeline = api.post(
+        PIPELINES, json={"stages": [{"name": "m", "mix": {"files": [{"file": file}]}}]}
+    ).json()
+    api.delete(f"/v1/files/{file}")
+
+    advance()
+
+    error = stages(api, pipeline["id"])["m"]["error"]
+    assert error["code"] == "invalid_stage"
+    assert file in error["message"]
