@@ -73,9 +73,10 @@ def checked(row: Row) -> Row:
     if not isinstance(sample, dict) or not isinstance(messages, list):
         raise ValueError("a row has no 'sample' and 'messages', as those of a sample stage do")
     score = sample.get("score")
-    is_number = isinstance(score, int | float) and not isinstance(score, bool)
     # An integer may be beyond every float, which math.isfinite cannot say.
-    is_number = is_number and abs(score) <= sys.float_info.max
+    is_number = (
+        isinstance(score, int | float) and not isinstance(score, bool) and abs(score) <= sys.float_info.max
+    )
     if (
         not isinstance(sample.get("answer"), str)
         or not isinstance(sample.get("finish_reason"), str)
@@ -222,7 +223,12 @@ class Part:
 
 
 def mixed(
-    parts: Sequence[Part], seed: int, *, most: int = MAX_LINES, most_bytes: int | None = None
+    parts: Sequence[Part],
+    seed: int,
+    *,
+    most: int = MAX_LINES,
+    most_bytes: int | None = None,
+    sorted_at_once: int = SORTED_LINES,
 ) -> Iterator[bytes]:
     """At most `most` lines of a mixture, of files of at most as many, shuffled.
 
@@ -246,19 +252,19 @@ def mixed(
         for copy in range(int(whole) + 1):
             places = [(_place(seed, number, copy, index), index) for index in range(len(lines))]
             if copy == whole:
-                places = list(islice(_ordered(places), round(rest * len(lines))))
+                places = list(islice(_ordered(places, sorted_at_once), round(rest * len(lines))))
             size += sum(len(lines[index]) for _, index in places)
             if most_bytes is not None and size > most_bytes:
                 raise ValueError(f"the mixture is larger than {most_bytes:,} bytes, the limit of an upload")
             chosen += [(place, lines[index]) for place, index in places]
-    for _, line in _ordered(chosen):
+    for _, line in _ordered(chosen, sorted_at_once):
         yield line.rstrip(b"\r\n") + b"\n"
 
 
-def _ordered(placed: Sequence[Placed]) -> Iterator[Placed]:
+def _ordered(placed: Sequence[Placed], at_once: int) -> Iterator[Placed]:
     """Sorted, without one long call."""
-    starts = range(0, len(placed), SORTED_LINES)
-    return heapq.merge(*(sorted(placed[start : start + SORTED_LINES]) for start in starts))
+    starts = range(0, len(placed), at_once)
+    return heapq.merge(*(sorted(placed[start : start + at_once]) for start in starts))
 
 
 def _place(*where: int) -> bytes:

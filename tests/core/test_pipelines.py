@@ -264,13 +264,10 @@ def test_a_mixture_of_too_many_bytes_reads_no_further_file() -> None:
     assert len(list(rows.mixed(parts[:1], 0, most_bytes=125))) == 25
 
 
-def test_lines_that_are_sorted_in_parts_have_the_same_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_that_are_sorted_in_parts_have_the_same_order() -> None:
     parts = [part([b"%d" % n for n in range(40)], 1.5)]
-    whole = list(rows.mixed(parts, 0))
 
-    monkeypatch.setattr(rows, "SORTED_LINES", 7)
-
-    assert list(rows.mixed(parts, 0)) == whole
+    assert list(rows.mixed(parts, 0, sorted_at_once=7)) == list(rows.mixed(parts, 0))
 
 
 def part(lines: list[bytes], weight: float) -> Part:
