@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class PipelineDriver:
-    """Advances every running pipeline once per `settings.reconcile_seconds`."""
+    """Looks at every unfinished pipeline once per `settings.reconcile_seconds`."""
 
     def __init__(self, service: Service) -> None:
         self.service = service
@@ -52,7 +52,7 @@ class PipelineDriver:
         return True
 
     def _claim(self) -> Claim | None:
-        due = (Pipeline.status == "running") & (Pipeline.held_until <= db_now())
+        due = Pipeline.status.in_(lifecycle.FOLLOWED) & (Pipeline.held_until <= db_now())
         with self.service.database.read() as session:  # without a write while there is nothing to do
             if session.scalar(select(Pipeline.seq).where(due).limit(1)) is None:
                 return None

@@ -54,7 +54,10 @@ class Advance:
         """Raises LeaseLost when a user or another process has changed the pipeline."""
         pipeline = await to_thread.run_sync(self._read)
         if (await to_thread.run_sync(lambda: self.project)).archived_at is not None:
-            await self._write(lambda work, row: lifecycle.cancel(work, row))
+            await self._write(lambda work, row: lifecycle.cancel(work, row), pipeline.status)
+            return
+        if pipeline.status == "paused":
+            await self._write(lambda work, row: lifecycle.pause_validated(work, row), "paused")
             return
         for stage in pipeline.stages:
             if stage["status"] == "running":
@@ -113,8 +116,8 @@ class Advance:
             found = session.scalars(select(Pipeline).where(Pipeline.id == self.claim.job_id)).one()
             return tenants.get_project(session, found.project_id)
 
-    async def _write(self, change: Callable[[Work, Pipeline], T]) -> T:
-        """Change the pipeline in one transaction, if it is still held."""
+    async def _write(self, change: Callable[[Work, Pipeline], T], status: str = "running") -> T:
+        """Change the pipeline in one transaction, if it is still held and has this status."""
         project = await to_thread.run_sync(lambda: self.project)
 
         def write() -> T:
@@ -122,7 +125,7 @@ class Advance:
                 actor = session.scalars(select(Pipeline.actor).where(Pipeline.id == self.claim.job_id)).one()
             author = Actor(actor, project.organization_id, project.id)
             with unit_of_work(self.service.database, self.service.send, author) as work:
-                return change(work, lifecycle.fenced(work.session, self.claim))
+                return change(work, lifecycle.fenced(work.session, self.claim, status))
 
         return await to_thread.run_sync(write)
 
@@ -249,7 +252,7 @@ class Advance:
             model = job.fine_tuned_model
             await self._write(lambda work, row: lifecycle.succeeded(row, name, model=model))
         elif job.status in ("failed", "cancelled"):
-            error = job.error or {"code": None, "message": "The job was cancelled."}
+            error = job.error or {"code": "cancelled", "message": "The job was cancelled."}
             await self._write(
                 lambda work, row: lifecycle.failed(
                     row, name, error["code"], error["message"], status=job.status
@@ -264,6 +267,11 @@ class Advance:
         with self.service.database.read() as session:
             run = session.scalars(select(EvalRun).where(EvalRun.id == stage["run_id"])).one()
         name = stage["name"]
+
+        def forget_prompts(work: Work) -> None:
+            with suppress(NotFound):  # deleted by the user
+                files.delete(work, self.project.id, run.file_id or "")
+
         if run.status == "completed":
             spec = SampleStage.model_validate({**stage["spec"], "file": "x", "model": "x"})
 
@@ -274,18 +282,17 @@ class Advance:
                     if (row := rows.answered(item, spec.n)) is not None:
                         yield row
 
-            def forget_prompts(work: Work) -> None:
-                with suppress(NotFound):  # deleted by the user
-                    files.delete(work, self.project.id, run.file_id or "")
-
             failed = "Every answer failed: see the items of the eval run."
             await self._succeed(stage, answers, failed, then=forget_prompts)
         elif run.status in eval_runs.FINAL:
             status = "cancelled" if run.status == "canceled" else "failed"
-            error = run.error or {"code": None, "message": "The eval run was cancelled."}
-            await self._write(
-                lambda work, row: lifecycle.failed(row, name, error["code"], error["message"], status=status)
-            )
+            error = run.error or {"code": "cancelled", "message": "The eval run was cancelled."}
+
+            def end(work: Work, row: Pipeline) -> None:
+                lifecycle.failed(row, name, error["code"], error["message"], status=status)
+                forget_prompts(work)
+
+            await self._write(end)
 
     # Files.
 

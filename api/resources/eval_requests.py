@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasChoices, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from api.http.shapes import Body
-from api.resources.jobs import MetadataKey, MetadataValue
+from api.resources.jobs import MetadataKey, MetadataValue, NoNul
 from core.chat import AnyObject, MaxTokens, ReasoningEffort, Temperature, Text, TopP
 from core.errors import InvalidParameter
 from core.evals.items import MAX_ROWS
@@ -18,7 +18,7 @@ from graders.spec import GraderSpec, InvalidGrader, parse_grader
 MAX_CRITERIA = 100
 MAX_TOOLS = 128
 Metadata = Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None
-Name = Annotated[str, Field(max_length=256)]
+Name = Annotated[str, Field(max_length=256, pattern=NoNul)]
 # Sources that need stored chat completions or responses, which this server does not keep.
 _STORED = ("stored_completions", "logs", "responses")
 

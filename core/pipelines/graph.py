@@ -40,15 +40,21 @@ class PlannedStage:
 
 def references(value: Any, path: str = "") -> Iterator[tuple[str, StageReference]]:
     """Yield (path, reference) for each string anywhere in `value` that is one."""
+    for place, text in _texts(value, path):
+        if found := _REFERENCE.fullmatch(text.strip()):
+            yield place, StageReference(found[1], found[2])
+
+
+def _texts(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """The strings in a value of JSON, with their paths."""
     if isinstance(value, str):
-        if found := _REFERENCE.fullmatch(value.strip()):
-            yield path, StageReference(found[1], found[2])
+        yield path, value
     elif isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from references(inner, f"{path}.{key}")
+            yield from _texts(inner, f"{path}.{key}")
     elif isinstance(value, Sequence):
         for index, inner in enumerate(value):
-            yield from references(inner, f"{path}[{index}]")
+            yield from _texts(inner, f"{path}[{index}]")
 
 
 def filled(value: Any, results: Mapping[StageReference, str]) -> Any:
@@ -94,6 +100,13 @@ def check(stages: Sequence[PlannedStage]) -> None:
                 raise InvalidRequest(
                     f"Invalid value for '{param}': the stage '{reference.stage}' has a '{has}' and no "
                     f"'{reference.result}'.",
+                    param=param,
+                )
+        for path, text in _texts(stage.spec):
+            if _REFERENCE.search(text) and not _REFERENCE.fullmatch(text.strip()):
+                param = f"{where}.{stage.kind}{path}"
+                raise InvalidRequest(
+                    f"Invalid value for '{param}': a reference to a stage must be the whole text.",
                     param=param,
                 )
         for index, name in enumerate(stage.after):

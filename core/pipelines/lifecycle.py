@@ -31,6 +31,7 @@ Stage = dict[str, Any]
 rows, error, note, started_at, finished_at, reused_from and earlier, the jobs of failed attempts."""
 
 FINAL = frozenset({"succeeded", "failed", "cancelled"})
+FOLLOWED = ("running", "paused")
 HOLD_SECONDS = 60.0
 # Of a project: each is looked at every few seconds.
 MAX_UNFINISHED = 100
@@ -197,6 +198,13 @@ def _change(work: Work, pipeline: Pipeline, status: str) -> None:
     work.record(f"pipeline.{status}", pipeline.id)
 
 
+def pause_validated(work: Work, pipeline: Pipeline) -> None:
+    """Pause the jobs of a paused pipeline whose files were still being validated when it was paused."""
+    for job in _running_jobs(work.session, pipeline):
+        if job.status == "queued" and job.started_at is None:
+            jobs.pause(work, job)
+
+
 def _running_jobs(session: Session, pipeline: Pipeline) -> Sequence[Job]:
     return session.scalars(select(Job).where(Job.id.in_(_ids(pipeline, "job_id")))).all()
 
@@ -213,10 +221,10 @@ def _ids(pipeline: Pipeline, name: str) -> list[str]:
 
 
 def claim(session: Session, owner: str) -> Claim | None:
-    """Claim the running pipeline that was looked at longest ago; None: all are held, or none is running."""
+    """Claim the unfinished pipeline that was looked at longest ago; None: all are held, or have ended."""
     due = (
         select(Pipeline.seq)
-        .where(Pipeline.status == "running", Pipeline.held_until <= db_now())
+        .where(Pipeline.status.in_(FOLLOWED), Pipeline.held_until <= db_now())
         .order_by(Pipeline.held_until, Pipeline.seq)
         .limit(1)
         .with_for_update(skip_locked=True)
@@ -243,14 +251,14 @@ def hold(session: Session, claim: Claim, seconds: float = HOLD_SECONDS) -> None:
     )
 
 
-def fenced(session: Session, claim: Claim) -> Pipeline:
-    """The pipeline, locked until the commit.
+def fenced(session: Session, claim: Claim, status: str = "running") -> Pipeline:
+    """The pipeline, in this status and locked until the commit.
 
     Raises:
         LeaseLost: a user changed it meanwhile, or another process advances it.
     """
     found = session.scalar(select(Pipeline).where(Pipeline.id == claim.job_id).with_for_update())
-    if found is None or found.epoch != claim.epoch or found.status != "running":
+    if found is None or found.epoch != claim.epoch or found.status != status:
         raise LeaseLost(f"{claim.owner} no longer holds {claim.job_id} (epoch {claim.epoch})")
     return found
 

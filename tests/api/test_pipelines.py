@@ -193,6 +193,25 @@ def test_a_paused_pipeline_waits_with_its_jobs(
     assert api.post(f"{path}/resume").json()["stages"][1]["job_status"] == "queued"
 
 
+def test_a_job_that_is_validated_while_its_pipeline_is_paused_is_paused_as_well(
+    api: TestClient, house: House, upload: Upload, advance: Callable[[], None]
+) -> None:
+    pipeline = api.post(PIPELINES, json={"stages": three(upload)}).json()
+    advance()
+    advance()
+    job_id = stages(api, pipeline["id"])["sft"]["job_id"]
+    assert (
+        api.post(f"{PIPELINES}/{pipeline['id']}/pause").json()["stages"][1]["job_status"]
+        == "validating_files"
+    )
+    end_job(house, job_id, "queued", None)
+
+    advance()
+
+    assert stages(api, pipeline["id"])["sft"]["job_status"] == "paused"
+    assert api.post(f"{PIPELINES}/{pipeline['id']}/resume").json()["stages"][1]["job_status"] == "queued"
+
+
 def test_a_mixture_is_a_file_of_the_project(
     api: TestClient, upload: Upload, advance: Callable[[], None]
 ) -> None:

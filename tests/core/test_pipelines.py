@@ -67,6 +67,7 @@ def test_references_are_whole_strings_and_are_filled_in_everywhere() -> None:
         ([PlannedStage("a", "job", {}, after=["z"])], "stages[0].after[0]", "no stage 'z'"),
         ([job("a", model="{{stages.b.model}}"), job("b", model="{{stages.a.model}}")], "stages", "circle"),
         ([job("a", model="{{stages.a.model}}")], "stages", "circle"),
+        ([job("a"), job("b", suffix="x-{{stages.a.model}}")], "stages[1].job.suffix", "the whole text"),
     ],
 )
 def test_stages_that_cannot_run_are_refused_by_name(
