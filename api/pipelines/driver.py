@@ -20,6 +20,7 @@ from core.pipelines import lifecycle
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+AT_ONCE = 4
 
 
 class PipelineDriver:
@@ -30,7 +31,13 @@ class PipelineDriver:
         self.owner = new_id("api-")
 
     async def run(self) -> None:
-        """Until cancelled. What fails is logged and tried again."""
+        """Until cancelled: several pipelines at once, because one may make a large file."""
+        async with anyio.create_task_group() as tasks:
+            for _ in range(AT_ONCE):
+                tasks.start_soon(self._run_one_at_a_time)
+
+    async def _run_one_at_a_time(self) -> None:
+        """What fails is logged and tried again."""
         while True:
             try:
                 while await self.advance_next():
