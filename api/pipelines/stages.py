@@ -18,7 +18,6 @@ from api.resources.eval_requests import RunCreate
 from api.resources.jobs import JobCreate
 from api.resources.pipeline_requests import MixStage, SampleStage, SelectStage, of_pipeline, parsed_job
 from core.database.engine import Work, is_away, unit_of_work
-from core.database.ids import new_id
 from core.database.tables import Eval, EvalRun, File, Job, Pipeline, Project
 from core.errors import NotFound, ServiceError
 from core.evals import catalog, items, summary
@@ -111,20 +110,20 @@ class Advance:
             return session.scalars(select(Pipeline).where(Pipeline.id == self.claim.job_id)).one()
 
     @cached_property
+    def author(self) -> Actor:
+        """Who created the pipeline, on whose behalf its stages start."""
+        return Actor(self._read().actor, self.project.organization_id, self.project.id)
+
+    @cached_property
     def project(self) -> Project:
         with self.service.database.read() as session:
-            found = session.scalars(select(Pipeline).where(Pipeline.id == self.claim.job_id)).one()
-            return tenants.get_project(session, found.project_id)
+            return tenants.get_project(session, self._read().project_id)
 
     async def _write(self, change: Callable[[Work, Pipeline], T], status: str = "running") -> T:
         """Change the pipeline in one transaction, if it is still held and has this status."""
-        project = await to_thread.run_sync(lambda: self.project)
 
         def write() -> T:
-            with self.service.database.read() as session:
-                actor = session.scalars(select(Pipeline.actor).where(Pipeline.id == self.claim.job_id)).one()
-            author = Actor(actor, project.organization_id, project.id)
-            with unit_of_work(self.service.database, self.service.send, author) as work:
+            with unit_of_work(self.service.database, self.service.send, self.author) as work:
                 return change(work, lifecycle.fenced(work.session, self.claim, status))
 
         return await to_thread.run_sync(write)
@@ -356,24 +355,8 @@ class Advance:
             raise StageFailed(f"The file could not be made: {cause}") from cause
 
     def _stored(self, filename: str, content: Iterable[rows.Row | bytes], *, purpose: str) -> File:
-        file_id = new_id("file-", 22)
-        key = f"projects/{self.project.id}/files/{file_id}"
-        try:
-            info = self.service.blobs.put_stream(
-                key, bounded(content, self.service.settings.max_upload_bytes)
-            )
-        except BaseException:
-            self.service.blobs.delete(key)
-            raise
-        return File(
-            id=file_id,
-            project_id=self.project.id,
-            filename=filename,
-            purpose=purpose,
-            bytes=info.size,
-            sha256=info.sha256,
-            blob_key=key,
-        )
+        lines = bounded(content, self.service.settings.max_upload_bytes)
+        return files.put(self.service.blobs, self.project.id, filename, lines, purpose=purpose)
 
     def _add(self, work: Work, file: File) -> None:
         limits = tenants.limits(self.project, self.service.settings.default_limits)

@@ -8,7 +8,6 @@ from sqlalchemy import select
 
 from api.http.deps import Service
 from core.database.engine import Work
-from core.database.ids import new_id
 from core.database.tables import File, Project
 from core.errors import ContentDamaged, InvalidRequest
 from core.jobs.methods import OFFLINE
@@ -59,27 +58,16 @@ def split(service: Service, project: Project, file_id: str, share: float, method
         )
         stem = source.filename.removesuffix(".jsonl")
         names = (f"{stem}.{1 - share:.4g}.train.jsonl", f"{stem}.{share:.4g}.valid.jsonl")
-        return SplitFiles(*(_stored(service, source, *one) for one in zip(names, parts, strict=True)))
+        return SplitFiles(
+            *(
+                files.put(service.blobs, project.id, name, lines, expires_at=source.expires_at)
+                for name, lines in zip(names, parts, strict=True)
+            )
+        )
     except InvalidDataset as invalid:
         raise InvalidRequest(str(invalid), param="training_file", code="invalid_training_file") from None
     except (files.FileDamaged, BlobNotFound) as damage:
         raise ContentDamaged(str(damage)) from None
-
-
-def _stored(service: Service, source: File, filename: str, lines: Iterable[bytes]) -> File:
-    file_id = new_id("file-", 22)
-    key = f"projects/{source.project_id}/files/{file_id}"
-    info = service.blobs.put_stream(key, lines)
-    return File(
-        id=file_id,
-        project_id=source.project_id,
-        filename=filename[-512:],
-        purpose=files.FINE_TUNE,
-        bytes=info.size,
-        sha256=info.sha256,
-        blob_key=key,
-        expires_at=source.expires_at,
-    )
 
 
 def added(work: Work, service: Service, project: Project, parts: SplitFiles) -> SplitFiles:

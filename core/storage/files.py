@@ -9,6 +9,7 @@ from sqlalchemy.orm import Session
 
 from core.database import pages
 from core.database.engine import Work
+from core.database.ids import new_id
 from core.database.pages import Page
 from core.database.tables import EvalRun, File, Job, now
 from core.errors import FileNotFound, InvalidRequest
@@ -179,6 +180,31 @@ def page(
     # Deleted and expired files stay valid cursors.
     cursors = select(File).where(File.project_id == project_id)
     return read(session, statement, File, after=after, limit=limit, cursors=cursors, owner=project_id)
+
+
+def put(
+    blobs: BlobStore,
+    project_id: str,
+    filename: str,
+    lines: Iterable[bytes],
+    *,
+    purpose: str = FINE_TUNE,
+    expires_at: int | None = None,
+) -> File:
+    """Store the content of a file that the service makes, and return its row for `add`."""
+    file_id = new_id("file-", 22)
+    key = f"projects/{project_id}/files/{file_id}"
+    info = blobs.put_stream(key, lines)
+    return File(
+        id=file_id,
+        project_id=project_id,
+        filename=filename[-512:],
+        purpose=purpose,
+        bytes=info.size,
+        sha256=info.sha256,
+        blob_key=key,
+        expires_at=expires_at,
+    )
 
 
 def add(work: Work, file: File) -> None:

@@ -42,7 +42,7 @@ def supervised(file: str, **fields: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def advance(house: House) -> Callable[[], None]:
-    """Every running pipeline is looked at once, whoever looked at it just before."""
+    """Advance each running pipeline, even if a process has just done so."""
     driver = PipelineDriver(house.app.state.service)
 
     def advance() -> None:
@@ -407,14 +407,14 @@ def test_another_project_sees_no_pipeline(api: TestClient, house: House, upload:
         ({"name": "a b", "mix": {"files": [{"file": "f"}]}}, "stages[0].name"),
         ({"name": "a", "job": {"model": "tiny"}}, "stages[0].job.training_file"),
         ({"name": "a", "job": supervised("file-none")}, "stages[0].job.training_file"),
-        ({"name": "a", "job": supervised("file-none", model="nobody")}, "stages[0].job.model"),
+        ({"name": "a", "job": supervised("file-none", model="unknown")}, "stages[0].job.model"),
         ({"name": "a", "job": supervised("f", method={"type": "magic"})}, "stages[0].job.method.type"),
         ({"name": "a", "select": {"file": "file-none"}}, "stages[0].select.file"),
         ({"name": "a", "mix": {"files": [{"file": "file-none"}]}}, "stages[0].mix.files[0].file"),
         ({"name": "a", "mix": {"files": [{"file": "{{stages.b.file}}"}]}}, "stages[0].mix.files[0].file"),
         ({"name": "a", "select": {"file": "f", "form": "poem"}}, "stages[0].select.form"),
-        ({"name": "a", "sample": {"model": "nobody", "file": "{{stages.a.file}}"}}, "stages"),
-        ({"name": "a", "sample": {"model": "nobody", "file": "f"}}, "stages[0].sample.file"),
+        ({"name": "a", "sample": {"model": "unknown", "file": "{{stages.a.file}}"}}, "stages"),
+        ({"name": "a", "sample": {"model": "unknown", "file": "f"}}, "stages[0].sample.file"),
         (
             {"name": "a", "sample": {"model": "m", "file": "f", "grader": {"type": "x"}}},
             "stages[0].sample.grader.type",

@@ -13,6 +13,7 @@ import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
 from tests.e2e.conftest import Server, start_server, tiny_model
+from tests.e2e.test_openai_client import GRADER
 
 __all__ = ["tiny_model"]
 
@@ -151,29 +152,6 @@ def copied(page: Page, kind: str) -> str:
     expect(page.get_by_text(f"Copied as {kind}.")).to_be_visible()
     text: str = page.evaluate("navigator.clipboard.readText()")
     return text
-
-
-GRADER: Any = {
-    "type": "multi",
-    "name": "m",
-    "graders": {
-        "says": {
-            "type": "string_check",
-            "name": "says",
-            "input": "{{sample.output_text}}",
-            "reference": "{{item.answer}}",
-            "operation": "ilike",
-        },
-        "close": {
-            "type": "text_similarity",
-            "name": "close",
-            "input": "{{sample.output_text}}",
-            "reference": "{{item.answer}}",
-            "evaluation_metric": "fuzzy_match",
-        },
-    },
-    "calculate_output": "0.5*says+0.5*close",
-}
 
 
 def create(

@@ -7,7 +7,6 @@ import pytest
 from playwright.sync_api import BrowserContext, Page, expect
 
 from tests.console.conftest import (
-    GRADER,
     Accessible,
     Watched,
     copied,
@@ -16,6 +15,7 @@ from tests.console.conftest import (
     readable_on_a_telephone,
 )
 from tests.e2e.conftest import Server
+from tests.e2e.test_openai_client import GRADER
 from tests.present import untyped
 
 pytestmark = pytest.mark.slow
