@@ -211,6 +211,7 @@ def hyperparameters_page() -> Page:
         *lines,
         "",
         *_offline_section(),
+        *_reward_model_section(),
         *_distillation_section(),
         *_flat_names_section(),
         *_refused_combinations(),
@@ -242,6 +243,18 @@ def _offline_section() -> Page:
             "- `type`: `sigmoid`, `ipo`, `simpo` or `orpo`.",
             "",
         ),
+    ]
+
+
+def _reward_model_section() -> Page:
+    """The hyperparameters of reward_model jobs."""
+    return [
+        "## Reward model jobs",
+        "",
+        "Fields of `method.reward_model.hyperparameters`, all optional: those of supervised jobs, and one more. "
+        "[Reward models](../howto/reward-models.md) says what they do.",
+        "",
+        *("### advanced", "", *_fields_table(offline_hyperparameters, "RewardAdvanced"), ""),
     ]
 
 

@@ -10,6 +10,7 @@ from graders.builtin.format_check import Pattern, ThinkAnswer
 from graders.builtin.math_answer import MathAnswer
 from graders.builtin.multi import Multi
 from graders.builtin.python import PythonGrader
+from graders.builtin.reward_model import RewardModel
 from graders.builtin.select import Select
 from graders.builtin.string_check import StringCheck
 from graders.builtin.text_similarity import TextSimilarity
@@ -32,6 +33,7 @@ from graders.spec import (
     MessageSpec,
     MultiSpec,
     PythonSpec,
+    RewardModelSpec,
     SamplingParams,
     ScoreModelSpec,
     SelectSpec,
@@ -124,6 +126,8 @@ def build(
                 )
             environment = find(environments or default_folder(), spec.image_tag or DEFAULT)
             return PythonGrader(spec.name, spec.source, environment=environment, owner=owner)
+        case RewardModelSpec():
+            return RewardModel(spec.name, spec.model)
         case MultiSpec():
             graders = {
                 key: build(sub, judges, endpoints, environments, owner=owner, param=f"{param}.graders.{key}")
@@ -150,6 +154,14 @@ def python_parts(spec: GraderSpec, param: str = "grader") -> Iterator[tuple[str,
         case MultiSpec() | SelectSpec():
             for key, sub in parts_of(spec).items():
                 yield from python_parts(sub, f"{param}.graders.{key}")
+
+
+def reward_model_parts(spec: GraderSpec, param: str = "grader") -> Iterator[tuple[str, RewardModelSpec]]:
+    """Yield the reward models of the spec, each with its path."""
+    if isinstance(spec, RewardModelSpec):
+        yield param, spec
+    for key, sub in parts_of(spec).items():
+        yield from reward_model_parts(sub, f"{param}.graders.{key}")
 
 
 def environments_of(spec: GraderSpec) -> list[str]:
@@ -222,6 +234,8 @@ def _templates(spec: GraderSpec) -> Iterator[Template]:
             return  # the fields that the function reads are unknown
         case EndpointSpec():
             return  # endpoints get the whole row
+        case RewardModelSpec():
+            return  # reads the conversation
         case _:
             yield Template.parse(spec.input)
             yield Template.parse(spec.reference)

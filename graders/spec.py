@@ -324,6 +324,15 @@ class PythonSpec(BaseModel, extra="forbid", frozen=True, strict=True):
     pass_threshold: Finite | None = None
 
 
+class RewardModelSpec(BaseModel, extra="forbid", frozen=True, strict=True):
+    """Score the conversation and the answer with a reward model of the project. An extension of OpenAI's API."""
+
+    type: Literal["reward_model"] = "reward_model"
+    name: GraderName
+    model: Name
+    pass_threshold: Finite | None = None
+
+
 SimpleSpec = (
     StringCheckSpec
     | TextSimilaritySpec
@@ -333,6 +342,7 @@ SimpleSpec = (
     | ScoreModelSpec
     | LabelModelSpec
     | EndpointSpec
+    | RewardModelSpec
 )
 SubGraderSpec = Annotated[SimpleSpec, Field(discriminator="type")]
 
@@ -383,6 +393,7 @@ _MODELS: dict[str, type[SimpleSpec | MultiSpec | SelectSpec]] = {
     "score_model": ScoreModelSpec,
     "label_model": LabelModelSpec,
     "endpoint": EndpointSpec,
+    "reward_model": RewardModelSpec,
     "multi": MultiSpec,
     "select": SelectSpec,
 }

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from sqlalchemy.orm import Session
 from transformers import PretrainedConfig
 
 from core.database.tables import Job
@@ -22,8 +23,9 @@ from core.jobs.hyperparameters import Hyperparameters, Resolved
 from core.model_checks import ModelChecks, installed_versions
 from core.registry import BaseModelEntry, Device, Registry, SamplerName
 from core.response_format import stored_held_to
-from core.results.lineage import Parent, start_of
+from core.results.lineage import Parent, grading_model, start_of
 from core.settings import Settings
+from graders.build import reward_model_parts
 from graders.spec import GraderSpec
 from graders.types import Grader
 from worker.attempt import Attempt
@@ -43,11 +45,13 @@ from worker.model.reasoning import Reasoning, detect, plan_effort
 from worker.model.sizing import MemoryPlan, Shape, Workload
 from worker.model.support import ForwardVerdict
 from worker.model.teachers import TeacherModel
+from worker.offline.templates import template_of
 from worker.record.checkpoints import Checkpoints
 from worker.record.exporters.choice import feeds_of
 from worker.record.recorder import Quota, Recorder
 from worker.refusals import InvalidTargets, UserMistake
 from worker.rollout.prompts import PromptStream, PromptTooLong, tokenize
+from worker.rollout.reward_models import LoadedRewardModel, PolicyScores, read_reward_model
 from worker.rollout.rewards import Rewards, Scoring
 from worker.rollout.rows import Rows, read_rows
 from worker.rollout.sampler_gate import SamplerGate
@@ -67,6 +71,7 @@ class TooFewGpus(Exception):
 
 NO_THOUGHTS = "thinking_budget needs a model that reasons, and this model's chat template has no thoughts."
 ADVANCED = "method.reinforcement.hyperparameters.advanced"
+GRADER_PARAM = "method.reinforcement.grader"
 
 
 @dataclass(frozen=True)
@@ -120,6 +125,7 @@ def assemble(
     local = 1 if world is None else world.local_size
     base = inspect_model(job.model, settings, local, off_policy=is_off_policy(job))
     teacher = teacher_model(attempt, settings)
+    judges = reward_models(attempt, spec, settings)
     task = prepare_task(attempt, rows, base, teacher)
     plan = plan_memory(job.model, base, task, settings, local, teacher)
     beat()
@@ -186,7 +192,11 @@ def assemble(
         rewards = taught_by(teacher, policy, task, plan, checkpoints, settings, beat)
     else:
         assert grader is not None, "a job has a grader or a teacher"
-        rewards = Rewards(grader, parse_json=bool(task.held_to))
+        scores = None
+        if judges:
+            loaded = [load_reward_model(one, policy, base, checkpoints) for one in judges]
+            scores = PolicyScores(policy, loaded, plan.token_budget, beat)
+        rewards = Rewards(grader, parse_json=bool(task.held_to), models=scores)
     return Run(
         settings=task.settings,
         seed=job.seed,
@@ -226,6 +236,53 @@ def teacher_model(attempt: Attempt, settings: Settings) -> TeacherModel | None:
         raise UserMistake("model_not_available", str(cause), teachers.PARAM) from cause
     entries = {one: registry.get(one) for one in (base, job.model)}
     return teachers.inspect_teacher(name, base, parent, job.model, entries, settings.model_cache)
+
+
+def reward_models(attempt: Attempt, spec: GraderSpec | None, settings: Settings) -> list[Parent]:
+    """The reward models that the grader reads.
+
+    Raises:
+        UserMistake: there is none of this name any more, or it is on another base model.
+    """
+    job = attempt.job
+    registry = Registry.load(settings.models_file)
+    found: dict[str, Parent] = {}
+    for param, part in () if spec is None else reward_model_parts(spec, GRADER_PARAM):
+        try:
+            found[part.model] = attempt.read(
+                partial(reward_model_of, registry=registry, job=job, name=part.model, param=f"{param}.model")
+            )
+        except (NotFound, InvalidRequest) as cause:
+            raise UserMistake("model_not_available", str(cause), f"{param}.model") from cause
+    return list(found.values())
+
+
+def reward_model_of(session: Session, *, registry: Registry, job: Job, name: str, param: str) -> Parent:
+    return grading_model(session, job.project_id, name, job.model, registry, param=param)
+
+
+def load_reward_model(
+    parent: Parent, policy: Policy, base: BaseModel, checkpoints: Checkpoints
+) -> LoadedRewardModel:
+    """Read a reward model's weights, and the chat template that it learned with.
+
+    Raises:
+        UserMistake: the weights of the base model are divided over GPUs, or its files were deleted or do not fit.
+    """
+    if policy.is_sharded:
+        raise UserMistake(
+            "not_enough_memory",
+            "The model does not fit on one GPU, and a model whose weights are divided over GPUs cannot have a reward "
+            "model as a grader in this version.",
+            "model",
+        )
+    tokenizer = read_tokenizer(
+        base.entry,
+        base.source,
+        parent.settings["chat_template"],
+        parent.settings["chat_template_kwargs"],
+    )
+    return read_reward_model(parent, policy, tokenizer, template_of(base.source, tokenizer), checkpoints)
 
 
 def taught_by(

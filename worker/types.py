@@ -87,6 +87,7 @@ class TrainingSequence:
     teacher_T: tuple[
         float, ...
     ] = ()  # as in Rollout; their advantages follow from it, not from `advantages_T`
+    score: float = 0.0  # of rows of a reward model: the answer's score, or the margin of its pair
 
 
 @dataclass(frozen=True)

@@ -258,6 +258,8 @@ def with_weights(body: Generating, project: Project, service: Service, upstream:
         if model is None or checkpoint is None:
             made = [other.name for other in tuned_models.models(session, project.id)]
             raise ModelNotFound(body.model, [*service.registry.names, *made])
+        if tuned_models.is_reward_model(session, model):
+            raise tuned_models.only_scores(body.model, "model")
     try:
         adapter = upstream.adapter(service.blobs, checkpoint)
     except BlobNotFound:

@@ -17,7 +17,7 @@ from core.database.tables import Project
 from core.disconnect import until_gone
 from core.errors import GraderEnvironmentMissing, InvalidRequest, Unavailable
 from graders.backends import Backends
-from graders.build import python_parts
+from graders.build import python_parts, reward_model_parts
 from graders.checks import has_patterns
 from graders.environments.catalog import EnvironmentNotBuilt
 from graders.hazards.pool import OWNER, HazardFailed
@@ -64,8 +64,32 @@ class GraderRun(Body):
     trace_id: str | None = None  # sent to endpoints, to correlate their logs
 
 
-async def refuse(spec: GraderSpec, service: Service, project: Project, param: str = "grader") -> None:
+def refuse_reward_models(spec: GraderSpec, param: str) -> None:
+    """Reject a grader with a reward model where no job loads its weights.
+
+    Raises:
+        InvalidRequest: names the first one.
+    """
+    for where, part in reward_model_parts(spec, param):
+        raise InvalidRequest(
+            f"The reward model '{part.model}' scores answers in reinforcement jobs only: its weights are not loaded "
+            "elsewhere in this version.",
+            param=f"{where}.type",
+            code="unsupported_parameter",
+        )
+
+
+async def refuse(
+    spec: GraderSpec,
+    service: Service,
+    project: Project,
+    param: str = "grader",
+    *,
+    in_job: bool = False,
+) -> None:
     """Reject graders that `_refuse_unusable` rejects, and python graders whose source does not compile.
+
+    `in_job`: a job grades with it, and has the weights of reward models.
 
     Compiling a pattern counts as a check of the project, compiling a source in the sandbox as a grader run.
 
@@ -74,6 +98,8 @@ async def refuse(spec: GraderSpec, service: Service, project: Project, param: st
     """
     # Creating and validating a job do not watch for a disconnect, and may wait here for minutes.
     body_is_read()
+    if not in_job:
+        refuse_reward_models(spec, param)
     check = partial(_refuse_unusable, spec, service.backends, param)
     if has_patterns(spec):
         await in_turn(check, service, project)
@@ -97,7 +123,7 @@ async def validate_grader(
     """Validate a grader without running it, and return it in normalized form."""
 
     async def validated() -> dict[str, Any]:
-        await refuse(body.grader, service, project)
+        await refuse(body.grader, service, project, in_job=True)
         return {"grader": dump(body.grader, masked=True)}
 
     valid = await until_gone(request.receive, validated())

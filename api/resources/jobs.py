@@ -58,7 +58,7 @@ from core.storage import files
 from core.storage.splitting import MAX_SHARE
 from core.strict import StrictModel
 from core.tenancy import tenants
-from graders.build import reads_tools
+from graders.build import reads_tools, reward_model_parts
 from graders.spec import GIVE_STEPS, GraderSpec, dump, hide_secrets, parse_grader
 
 router = APIRouter(prefix="/fine_tuning/jobs", tags=["Fine-tuning"])
@@ -95,6 +95,12 @@ def _empty_for_null(value: Any) -> Any:
     return {} if value is None else value
 
 
+class RewardModelMethod(StrictModel):
+    hyperparameters: Annotated[
+        offline_hyperparameters.RewardHyperparameters, BeforeValidator(_empty_for_null)
+    ] = offline_hyperparameters.RewardHyperparameters()
+
+
 class Reinforcement(StrictModel):
     grader: Annotated[GraderSpec, Checked]
     hyperparameters: Annotated[Hyperparameters, BeforeValidator(_empty_for_null)] = Hyperparameters()
@@ -108,6 +114,17 @@ class Reinforcement(StrictModel):
             raise ValueError(
                 f"supervision 'process' needs a grader that scores steps ({' or '.join(GIVE_STEPS)}), "
                 f"and '{self.grader.type}' gives one score per answer"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _reward_models_have_the_weights_to_themselves(self) -> "Reinforcement":
+        schedule = self.hyperparameters.advanced.schedule
+        while_sampling = schedule.type == "off_policy" or schedule.overlap
+        if while_sampling and any(reward_model_parts(self.grader)):
+            raise ValueError(
+                "a grader with a reward model needs the schedule on_policy without overlap: it computes with the "
+                "weights of the policy, which sample or learn meanwhile"
             )
         return self
 
@@ -145,6 +162,7 @@ class Method(StrictModel):
     type: methods.Method
     supervised: Annotated[SupervisedMethod | None, OfItsType] = Field(default=None, validate_default=True)
     dpo: Annotated[DpoMethod | None, OfItsType] = Field(default=None, validate_default=True)
+    reward_model: Annotated[RewardModelMethod | None, OfItsType] = Field(default=None, validate_default=True)
     reinforcement: Annotated[Reinforcement | None, OfItsType] = Field(default=None, validate_default=True)
     distillation: Annotated[Distillation | None, OfItsType] = Field(default=None, validate_default=True)
 
@@ -272,7 +290,7 @@ class JobCreate(Body):
 
     def method_body(self) -> dict[str, Any]:
         """The object of the method as the job stores and shows it."""
-        offline = self.method.supervised or self.method.dpo
+        offline = self.method.supervised or self.method.dpo or self.method.reward_model
         if offline is not None:
             return {"hyperparameters": offline.hyperparameters.model_dump(mode="json")}
         if self.method.distillation is not None:
@@ -326,7 +344,7 @@ class JobErrorOut(BaseModel):
 class MethodOut(BaseModel, extra="allow"):
     """The method, and under its type its object, as in the request."""
 
-    type: Literal["reinforcement", "supervised", "dpo", "distillation"]
+    type: methods.Method
 
 
 class JobOut(BaseModel):
@@ -657,7 +675,7 @@ async def refuse_unusable(body: JobCreate, service: Service, project: Project) -
     asked = body.method.reinforcement
     if asked is None:
         return
-    await refuse(asked.grader, service, project, GRADER_PARAM)
+    await refuse(asked.grader, service, project, GRADER_PARAM, in_job=True)
     where = "method.reinforcement.response_format"
     await refuse_unusable_schema(asked.response_format, where, service, project)
 
@@ -670,6 +688,8 @@ def accept(body: JobCreate, service: Service, project: Project) -> Accepted:
     base_model, parent = start(body, service, project)
     if body.method.distillation is not None:
         refuse_unusable_teacher(body.method.distillation, base_model, parent, service, project)
+    if body.method.reinforcement is not None:
+        refuse_unusable_reward_models(body.method.reinforcement.grader, base_model, service, project)
     return Accepted(
         base_model=base_model,
         parent=parent,
@@ -686,11 +706,23 @@ def start(body: JobCreate, service: Service, project: Project) -> tuple[str, Par
         InvalidRequest: the job asks for an adapter of another shape than the one that it continues.
     """
     with service.database.read() as session:
-        base_model, parent = lineage.start_of(session, project.id, body.model, service.registry)
+        base_model, parent = lineage.start_of(
+            session,
+            project.id,
+            body.model,
+            service.registry,
+            reward_model=body.method.type == methods.REWARD_MODEL,
+        )
     if parent is None:
         return base_model, None
     method = body.method
-    asked = method.supervised or method.dpo or method.distillation or body.reinforcement("An adapter")
+    asked = (
+        method.supervised
+        or method.dpo
+        or method.reward_model
+        or method.distillation
+        or body.reinforcement("An adapter")
+    )
     if (other := _other_shape(asked.hyperparameters.advanced.lora, parent)) is not None:
         raise InvalidRequest(
             f"'{body.model}' has an adapter with lora {other} {parent.settings[f'lora_{other}']}, which the job trains "
@@ -710,6 +742,27 @@ def _other_shape(lora: Lora, parent: Parent) -> str | None:
         ),
         None,
     )
+
+
+def refuse_unusable_reward_models(
+    grader: GraderSpec, base_model: str, service: Service, project: Project
+) -> None:
+    """Check the reward models that grade answers of a job on `base_model`.
+
+    Raises:
+        TunedModelNotFound, ModelNotFound: the project may use no model of this name.
+        InvalidRequest: it is no reward model, or on another base model.
+    """
+    for where, part in reward_model_parts(grader, GRADER_PARAM):
+        param = f"{where}.model"
+        try:
+            with service.database.read() as session:
+                lineage.grading_model(
+                    session, project.id, part.model, base_model, service.registry, param=param
+                )
+        except NotFound as absent:
+            absent.param = param
+            raise
 
 
 TEACHER_PARAM = "method.distillation.teacher.model"

@@ -24,20 +24,24 @@ class ModelOut(BaseModel):
     root: str
     parent: str | None
     shutdown_date: None = None
+    kind: Literal["base", "tuned", "reward_model"]  # extension
 
     @classmethod
     def base(cls, name: str, registry: Registry) -> "ModelOut":
         """A base model, or an alias of one with its target as `root`."""
-        return cls(id=name, created=0, owned_by="regraft", root=registry.resolve(name), parent=None)
+        return cls(
+            id=name, created=0, owned_by="regraft", root=registry.resolve(name), parent=None, kind="base"
+        )
 
     @classmethod
-    def tuned(cls, model: TunedModel, project: Project) -> "ModelOut":
+    def tuned(cls, model: TunedModel, project: Project, *, is_reward_model: bool) -> "ModelOut":
         return cls(
             id=model.name,
             created=model.created_at,
             owned_by=project.organization_id,
             root=model.base_model,
             parent=model.base_model,
+            kind="reward_model" if is_reward_model else "tuned",
         )
 
 
@@ -48,7 +52,9 @@ class ModelOut(BaseModel):
 def list_models(project: CurrentProject, session: ReadSession, service: ServiceDep) -> Listing[ModelOut]:
     """List the base models and their aliases, then the project's tuned models, newest first."""
     base = [ModelOut.base(name, service.registry) for name in service.registry.names]
-    made = [ModelOut.tuned(model, project) for model in tuned_models.models(session, project.id)]
+    found = tuned_models.models(session, project.id)
+    rewards = tuned_models.reward_models(session, found)
+    made = [ModelOut.tuned(model, project, is_reward_model=model.name in rewards) for model in found]
     return Listing(data=[*base, *made])
 
 
@@ -63,7 +69,8 @@ def retrieve_model(
     if tuned_model is None:
         made = [other.name for other in tuned_models.models(session, project.id)]
         raise ModelNotFound(model, [*service.registry.names, *made])
-    return ModelOut.tuned(tuned_model, project)
+    is_reward_model = tuned_models.is_reward_model(session, tuned_model)
+    return ModelOut.tuned(tuned_model, project, is_reward_model=is_reward_model)
 
 
 @router.delete("/{model:path}", responses=refusals(400))

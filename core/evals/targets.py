@@ -13,7 +13,10 @@ from core.storage.store import BlobNotFound, BlobStore
 def served(
     session: Session, blobs: BlobStore, registry: Registry, project_id: str, name: str
 ) -> Served | None:
-    """A base model of the registry, or one of the project's tuned models and checkpoints; None if it is neither."""
+    """A base model of the registry, or one of the project's tuned models and checkpoints; None if it is neither.
+
+    Raises InvalidRequest for a reward model.
+    """
     base = registry.resolve(name)
     if base in registry.models:
         return Served(base_model=base)
@@ -21,6 +24,8 @@ def served(
     checkpoint = None if model is None else tuned_models.checkpoint_of(session, model)
     if model is None or checkpoint is None:
         return None
+    if tuned_models.is_reward_model(session, model):
+        raise tuned_models.only_scores(name, "data_source.model")
     try:
         manifest = blobs.read(f"{checkpoint.blob_prefix}/manifest.json")
     except BlobNotFound:

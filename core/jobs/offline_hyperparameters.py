@@ -1,4 +1,4 @@
-"""Hyperparameters of the methods that learn from the answers in their file: supervised and dpo.
+"""Hyperparameters of the methods that learn from the answers in their file: supervised, dpo and reward_model.
 
 OpenAI's names are at the top; `advanced` has the rest. "auto" is resolved when the job starts (`resolve`).
 """
@@ -6,6 +6,7 @@ OpenAI's names are at the top; `advanced` has the rest. "auto" is resolved when 
 import difflib
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, model_validator
@@ -20,6 +21,7 @@ from core.jobs.hyperparameter_groups import (
     TemplateArgument,
     Value,
 )
+from core.jobs.methods import REWARD_MODEL
 
 PreferenceLoss = Literal["sigmoid", "ipo", "simpo", "orpo"]
 # SimPO's own settings; 0.1 is the usual beta of the other losses.
@@ -43,6 +45,10 @@ _ELSEWHERE = {
 }
 # Losses that compare with a reference model.
 WITH_REFERENCE: frozenset[PreferenceLoss] = frozenset({"sigmoid", "ipo"})
+
+
+# These methods overfit in a second epoch over a file that is not small.
+_ONE_EPOCH = frozenset({"dpo", REWARD_MODEL})
 
 
 class OfflineOptimizer(Value):
@@ -150,6 +156,17 @@ class DpoHyperparameters(SupervisedHyperparameters):
         return self
 
 
+class RewardAdvanced(OfflineAdvanced):
+    # Pairs: pulls the rewards of both answers towards a sum of 0, which their difference alone leaves open.
+    centering: float = Field(default=0.01, ge=0, le=1)
+
+
+class RewardHyperparameters(SupervisedHyperparameters):
+    """method.reward_model.hyperparameters."""
+
+    advanced: RewardAdvanced = RewardAdvanced()
+
+
 class ResolvedOffline(Value):
     """Hyperparameters with every "auto" resolved, as the run uses them. None: not used by the method."""
 
@@ -172,18 +189,25 @@ class ResolvedOffline(Value):
     length_normalize: bool = False
     label_smoothing: float = 0.0
     gamma: float | None = None
+    reward_kind: Literal["pairs", "scores"] | None = None
+    centering: float | None = None  # of pairs
 
     @property
     def has_reference(self) -> bool:
         return self.preference_loss in WITH_REFERENCE
 
 
+KINDS: Mapping[str, type[SupervisedHyperparameters]] = MappingProxyType(
+    {"supervised": SupervisedHyperparameters, "dpo": DpoHyperparameters, REWARD_MODEL: RewardHyperparameters}
+)
+
+
 def meant(param: str) -> str | None:
     """The hyperparameter of a supervised or dpo job that an unknown dotted path probably means; None: none."""
     _, method, path = f".{param}".partition(".method.")
     method, _, path = path.partition(".hyperparameters.")
-    kind = DpoHyperparameters if method == "dpo" else SupervisedHyperparameters
-    advanced = DpoAdvanced if method == "dpo" else OfflineAdvanced
+    kind = KINDS.get(method, SupervisedHyperparameters)
+    advanced = type(kind().advanced)
     places = {name: f"hyperparameters.{name}" for name in kind.model_fields}
     for group, field in advanced.model_fields.items():
         places[group] = f"hyperparameters.advanced.{group}"
@@ -198,9 +222,7 @@ def meant(param: str) -> str | None:
 
 def asked(method: str, hyperparameters: Mapping[str, Any]) -> SupervisedHyperparameters:
     """The hyperparameters of a job, as they are stored."""
-    return (DpoHyperparameters if method == "dpo" else SupervisedHyperparameters).model_validate(
-        hyperparameters
-    )
+    return KINDS[method].model_validate(hyperparameters)
 
 
 def epochs(rows: int) -> int:
@@ -216,21 +238,25 @@ def base_learning_rate(method: str, parameters: int) -> float:
     """The automatic learning rate for LoRA on all linear layers; small models need a higher one.
 
     About ten times what is published for full fine-tuning. Preference losses act on sums over whole answers, and need
-    a tenth of the supervised rate.
+    a tenth of the supervised rate, reward models half of it.
     """
     rate = 5e-4 if parameters <= 300e6 else 2e-4 if parameters <= 14e9 else 1e-4
-    return rate / 10 if method == "dpo" else rate
+    return rate / {"dpo": 10, REWARD_MODEL: 2}.get(method, 1)
 
 
-def resolve(method: str, asked: SupervisedHyperparameters, *, rows: int, parameters: int) -> ResolvedOffline:
+def resolve(
+    method: str, asked: SupervisedHyperparameters, *, rows: int, parameters: int, scored: bool = False
+) -> ResolvedOffline:
     """Resolve every "auto". `rows` of training data, `parameters` of the base model.
+
+    `scored`: the rows of a reward model are answers with scores, and not pairs.
 
     An epoch has ceil(rows / batch_size) steps, of which the last may be smaller, so that epochs end between steps.
     """
     advanced = asked.advanced
     optimizer, lora, template = advanced.optimizer, advanced.lora, advanced.template
     batch_size = min(rows, _or(asked.batch_size, max(1, min(16, rows // 20))))
-    n_epochs = _or(asked.n_epochs, 1 if method == "dpo" and rows >= 100 else epochs(rows))
+    n_epochs = _or(asked.n_epochs, 1 if method in _ONE_EPOCH and rows >= 100 else epochs(rows))
     steps_per_epoch = math.ceil(rows / batch_size)
     base = base_learning_rate(method, parameters) * _or(asked.learning_rate_multiplier, 1.0)
     preference: dict[str, Any] = {}
@@ -243,6 +269,9 @@ def resolve(method: str, asked: SupervisedHyperparameters, *, rows: int, paramet
             "label_smoothing": loss.label_smoothing,
             "gamma": _SIMPO_GAMMA if loss.type == "simpo" and loss.gamma is None else loss.gamma,
         }
+    if isinstance(asked, RewardHyperparameters):
+        pairs = {"reward_kind": "pairs", "centering": asked.advanced.centering}
+        preference = {"reward_kind": "scores"} if scored else pairs
     return ResolvedOffline(
         batch_size=batch_size,
         learning_rate=_or(optimizer.learning_rate, base),

@@ -17,7 +17,7 @@ from core.database.engine import Database
 from core.database.tables import Checkpoint, Event, File, Job, TunedModel
 from core.errors import CheckpointDamaged, CheckpointNotFound, NotFound
 from core.jobs import events
-from core.jobs.methods import OFFLINE
+from core.jobs.methods import OFFLINE, REWARD_MODEL
 from core.jobs.verdict import Verdict
 from core.registry import Registry
 from core.results import tuned_models
@@ -281,17 +281,20 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+TASKS = {REWARD_MODEL: "text-classification"}
 TAGS = {
     "supervised": "supervised-fine-tuning",
     "dpo": "dpo",
     "reinforcement": "reinforcement-fine-tuning",
     "distillation": "distillation",
+    REWARD_MODEL: "reward-model",
 }
 TRAINED_BY = {
     "supervised": "supervised fine-tuning",
     "dpo": "preference fine-tuning",
     "reinforcement": "reinforcement fine-tuning",
     "distillation": "distillation from a teacher",
+    REWARD_MODEL: "a loss of preferences as a reward model",
 }
 
 
@@ -301,7 +304,11 @@ def model_card(name: str, recipe: Mapping[str, Any], steps: Sequence[StepMetrics
     known = base.get("hub") or base["name"]
     checkpoint, data, method = recipe["checkpoint"], recipe["data"], recipe["request"]["method"]["type"]
     card = io.StringIO()
-    front = ["base_model: " + json.dumps(known), "library_name: peft", "pipeline_tag: text-generation"]
+    front = [
+        "base_model: " + json.dumps(known),
+        "library_name: peft",
+        f"pipeline_tag: {TASKS.get(method, 'text-generation')}",
+    ]
     card.write("---\n" + "\n".join([*front, f"tags: [lora, regraft, {TAGS[method]}]"]) + "\n---\n\n")
     card.write(f"# {name}\n\n")
     card.write(
@@ -312,10 +319,7 @@ def model_card(name: str, recipe: Mapping[str, Any], steps: Sequence[StepMetrics
         card.write(
             f"It was trained further from `{parent['model']}` (job `{parent['job_id']}`, step {parent['step']}).\n\n"
         )
-    card.write("```python\nfrom peft import PeftModel\nfrom transformers import AutoModelForCausalLM\n\n")
-    card.write(
-        f'model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{known}"), "THIS FOLDER")\n```\n\n'
-    )
+    _write_loading(card, known, method)
     if method not in OFFLINE:
         _write_rewards(card, recipe, steps)
     else:
@@ -336,6 +340,21 @@ def model_card(name: str, recipe: Mapping[str, Any], steps: Sequence[StepMetrics
         card.write(f"| {key} | {value} |\n")
     card.write("\n`reproduce.json` has the whole request, and the hash of every file here.\n")
     return card.getvalue()
+
+
+def _write_loading(card: io.StringIO, base: str, method: str) -> None:
+    kind, labels = "AutoModelForCausalLM", ""
+    if method == REWARD_MODEL:
+        kind, labels = "AutoModelForSequenceClassification", ", num_labels=1"
+    card.write(f"```python\nfrom peft import PeftModel\nfrom transformers import {kind}\n\n")
+    card.write(f'base = {kind}.from_pretrained("{base}"{labels})\n')
+    card.write('model = PeftModel.from_pretrained(base, "THIS FOLDER")\n```\n\n')
+    if method == REWARD_MODEL:
+        card.write(
+            "Its output for a conversation that ends with the last token of an answer is the reward; `mean` and `std` "
+            "in `reward_model.json` make a score of it: (reward - mean) / std. Score one conversation at a time, or "
+            "set `pad_token_id` to a token that conversations do not contain.\n\n"
+        )
 
 
 def _start(recipe: Mapping[str, Any]) -> str:

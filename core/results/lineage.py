@@ -8,6 +8,7 @@ from sqlalchemy.orm import Session
 
 from core.database.tables import Job
 from core.errors import InvalidRequest
+from core.jobs.methods import REWARD_MODEL
 from core.registry import Registry
 from core.results import tuned_models
 
@@ -27,6 +28,7 @@ class Parent:
     checkpoint_id: str
     blob_prefix: str
     settings: dict[str, Any]  # SHAPE and RENDERING of its job
+    is_reward_model: bool = False
 
     @classmethod
     def of(cls, job: Job) -> Self | None:
@@ -40,21 +42,52 @@ class Parent:
         return {"model": self.model, "job_id": self.job_id, "step": self.step}
 
 
+def grading_model(
+    session: Session, project_id: str, model: str, base_model: str, registry: Registry, *, param: str
+) -> Parent:
+    """The reward model of this name, for the answers of a job on `base_model`.
+
+    Raises:
+        TunedModelNotFound, ModelNotFound: the project may use no model of this name.
+        InvalidRequest: it is no reward model, or on another base model.
+    """
+    base, found = start_of(session, project_id, model, registry, param=param, reward_model=True)
+    if found is None or not found.is_reward_model:
+        raise InvalidRequest(
+            f"'{model}' is not a reward model. A job with the method 'reward_model' trains one.", param=param
+        )
+    if base != base_model:
+        raise InvalidRequest(
+            f"The reward model '{model}' is on '{base}', and the job's base model is '{base_model}'. A reward model "
+            "can score answers of models on its own base model only.",
+            param=param,
+        )
+    return found
+
+
 def start_name(parent: Parent | None) -> str:
     """The model of a job's step 0, as sentences name it."""
     return "the base model" if parent is None else parent.model
 
 
 def start_of(
-    session: Session, project_id: str, model: str, registry: Registry, *, param: str = "model"
+    session: Session,
+    project_id: str,
+    model: str,
+    registry: Registry,
+    *,
+    param: str = "model",
+    reward_model: bool = False,
 ) -> tuple[str, Parent | None]:
     """The base model of a job that names `model`, and the tuned model that it trains further, if any.
 
-    `param` is where the request names it.
+    Args:
+        param: where the request names it.
+        reward_model: a reward model may be named as well.
 
     Raises:
         TunedModelNotFound, ModelNotFound: the project may use no model of this name.
-        InvalidRequest: the tuned model cannot be trained further.
+        InvalidRequest: its files were deleted, or it is a reward model.
     """
     found = None if model in registry.names else tuned_models.find(session, project_id, model)
     if found is None:
@@ -69,7 +102,15 @@ def start_of(
             param=param,
             code="model_not_available",
         )
+    if job.method == REWARD_MODEL and not reward_model:
+        raise tuned_models.only_scores(model, param)
     settings = {name: job.resolved.get(name) for name in (*SHAPE, *RENDERING)}
     return found.base_model, Parent(
-        model, job.id, checkpoint.step, checkpoint.id, checkpoint.blob_prefix, settings
+        model,
+        job.id,
+        checkpoint.step,
+        checkpoint.id,
+        checkpoint.blob_prefix,
+        settings,
+        job.method == REWARD_MODEL,
     )

@@ -83,7 +83,8 @@ class StepMetrics(_Part):
     gpus: int | None = metric("GPUs of the run, if more than one.")
 
     train_loss: float | None = metric(
-        "Supervised: mean -log p of the learned tokens. dpo: mean loss of the pairs. Before the update.",
+        "Supervised: mean -log p of the learned tokens. dpo and reward_model: mean loss of the pairs or of the scored "
+        "answers. Before the update.",
         offline=True,
     )
     train_accuracy: float | None = metric(
@@ -97,15 +98,19 @@ class StepMetrics(_Part):
         "Supervised: share of the learned tokens that the model thinks likeliest.", offline="supervised"
     )
     train_mean_reward_accuracy: float | None = metric(
-        "dpo: share of the pairs in which the preferred answer has the higher reward: beta times the log-probability "
-        "ratio to the reference.",
+        "dpo and reward_model: share of the pairs in which the preferred answer has the higher reward. That of dpo is "
+        "beta times the log-probability ratio to the reference.",
         offline="dpo",
     )
     train_mean_reward_margin: float | None = metric(
-        "dpo: reward of the preferred less the other answer.", offline="dpo"
+        "dpo and reward_model: reward of the preferred less the other answer.", offline="dpo"
     )
-    train_mean_chosen_reward: float | None = metric("dpo: reward of the preferred answers.", offline="dpo")
-    train_mean_rejected_reward: float | None = metric("dpo: reward of the other answers.", offline="dpo")
+    train_mean_chosen_reward: float | None = metric(
+        "dpo and reward_model: reward of the preferred answers.", offline="dpo"
+    )
+    train_mean_rejected_reward: float | None = metric(
+        "dpo and reward_model: reward of the other answers.", offline="dpo"
+    )
     valid_mean_reward_accuracy: float | None = metric("On a part of the validation file.", offline="dpo")
     valid_mean_reward_margin: float | None = metric("On a part of the validation file.", offline="dpo")
     full_valid_mean_reward_accuracy: float | None = metric("On the whole validation file.", offline="dpo")

@@ -11,6 +11,7 @@ from core.database.engine import Work
 from core.database.pages import Page
 from core.database.tables import Checkpoint, CheckpointPermission, Job, Project, TunedModel
 from core.errors import InvalidRequest, PermissionNotFound
+from core.jobs.methods import REWARD_MODEL
 
 
 def models(session: Session, project_id: str) -> Sequence[TunedModel]:
@@ -40,6 +41,27 @@ def _callable_by(project_id: str) -> ColumnElement[bool]:
 
 def checkpoint_of(session: Session, model: TunedModel) -> Checkpoint | None:
     return session.scalar(select(Checkpoint).where(Checkpoint.id == model.checkpoint_id))
+
+
+def reward_models(session: Session, models: Sequence[TunedModel]) -> set[str]:
+    """The names of those that are reward models."""
+    jobs = select(Job.id).where(Job.method == REWARD_MODEL, Job.id.in_({model.job_id for model in models}))
+    found = set(session.scalars(jobs))
+    return {model.name for model in models if model.job_id in found}
+
+
+def is_reward_model(session: Session, model: TunedModel) -> bool:
+    return session.scalar(select(Job.method).where(Job.id == model.job_id)) == REWARD_MODEL
+
+
+def only_scores(name: str, param: str) -> InvalidRequest:
+    """The refusal of a reward model where a model is to give answers."""
+    return InvalidRequest(
+        f"'{name}' is a reward model: it scores answers, and gives none. Use it as a grader "
+        '{"type": "reward_model", "model": "..."} of a reinforcement job.',
+        param=param,
+        code="invalid_model",
+    )
 
 
 def delete(work: Work, project_id: str, name: str) -> bool:

@@ -5,10 +5,16 @@
                  "preferred_output": [{"role": "assistant", "content": "4"}],
                  "non_preferred_output": [{"role": "assistant", "content": "Five."}]}
 
+Those of a reward model are ours: rows of dpo, which may have a `margin`, or answers with scores. A file has one kind.
+
+    reward_model: {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}],
+                   "score": 1.0}
+
 Functions here yield the problems of a row as (path, message) pairs. An assistant message of a supervised row with
 `"weight": 0` is read and not learned.
 """
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -30,9 +36,9 @@ TOOL_KEYS = {"tool_calls", "tool_call_id", "function_call"}
 
 
 def format_of(row: Mapping[str, Any]) -> str | None:
-    """The method whose format the row seems to have; None: neither."""
+    """The method whose format the row seems to have; None: none of them. Pairs are dpo's."""
     if "messages" in row:
-        return "supervised"
+        return "reward_model" if "score" in row else "supervised"
     return "dpo" if {"input", "preferred_output", "non_preferred_output"} & row.keys() else None
 
 
@@ -59,6 +65,32 @@ def supervised_problems(row: Mapping[str, Any]) -> Iterator[Problem]:
             yield from _message_problems(f"messages[{index}]", message)
         if not any(map(is_learned, messages)):
             yield "messages", "has no message to learn from: no assistant message has a weight other than 0"
+
+
+def reward_problems(row: Mapping[str, Any]) -> Iterator[Problem]:
+    """Of a pair, or of an answer with a score."""
+    if not is_scored(row):
+        margin = row.get("margin")
+        if margin is not None and not (_is_finite(margin) and margin >= 0):
+            yield "margin", "must be a number >= 0"
+        yield from preference_problems({key: value for key, value in row.items() if key != "margin"})
+        return
+    score = row.get("score")
+    if not _is_finite(score):
+        yield "score", "is missing" if score is None else "must be a finite number"
+    yield from supervised_problems({key: value for key, value in row.items() if key != "score"})
+    messages = row.get("messages")
+    if isinstance(messages, list) and messages and _role(messages[-1]) != "assistant":
+        yield "messages", "must end with the answer of the assistant that has the score"
+
+
+def is_scored(row: Mapping[str, Any]) -> bool:
+    """Whether a row of a reward model is an answer with a score, and not a pair."""
+    return "messages" in row
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def preference_problems(row: Mapping[str, Any]) -> Iterator[Problem]:
@@ -176,5 +208,8 @@ FORMS: Mapping[str, RowForm] = MappingProxyType(
     {
         "supervised": RowForm(supervised_problems, lambda row: row["messages"]),
         "dpo": RowForm(preference_problems, lambda row: row["input"]["messages"]),
+        "reward_model": RowForm(
+            reward_problems, lambda row: row["messages"] if is_scored(row) else row["input"]["messages"]
+        ),
     }
 )

@@ -23,7 +23,7 @@ from regraft.requests import Source, read_grader
 # The limits of OpenAI and of the server for reinforcement jobs.
 MAX_ROWS: Mapping[str, int] = {"train": 50_000, "valid": 1_000}
 Split = Literal["train", "valid"]
-Method = Literal["supervised", "dpo", "reinforcement", "distillation"]
+Method = Literal["supervised", "dpo", "reward_model", "reinforcement", "distillation"]
 
 
 @dataclass(frozen=True)

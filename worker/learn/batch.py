@@ -344,6 +344,7 @@ class Tensors:
     sampled_logp_M: Tensor  # float32 [M]
     advantage_M: Tensor  # float32 [M]
     weight_M: Tensor  # float32 [M]
+    score_M: Tensor  # float32 [M]: of the row of a reward model
     allowed_M: Tensor | None = None  # int32 [M, V / 32]: bits of the tokens that the sampler could have drawn
     teacher_logp_M: Tensor | None = None  # float32 [M], in jobs with a teacher
 
@@ -370,6 +371,7 @@ def tensors_of(packs: Sequence[Pack], device: torch.device | str = "cpu") -> Ten
     advantage: list[float] = []
     weight: list[float] = []
     teacher_logp: list[float] = []
+    score: list[float] = []
     for b, pack in enumerate(packs):
         prompt = len(pack.prompt_ids)
         input_ids[b, :prompt] = torch.tensor(pack.prompt_ids)
@@ -390,6 +392,7 @@ def tensors_of(packs: Sequence[Pack], device: torch.device | str = "cpu") -> Ten
             teacher_logp += compress(answer.teacher_T, learned)
             lengths.append(sum(learned))
             row += [b] * lengths[-1]
+            score += [answer.score] * lengths[-1]
             weight += [answer.weight] * lengths[-1]
             at += read
     return Tensors(
@@ -406,4 +409,5 @@ def tensors_of(packs: Sequence[Pack], device: torch.device | str = "cpu") -> Ten
         teacher_logp_M=torch.tensor(teacher_logp, dtype=torch.float32, device=device)
         if teacher_logp
         else None,
+        score_M=torch.tensor(score, dtype=torch.float32, device=device),
     )

@@ -72,7 +72,7 @@ class OfflineGradient:
         """Add the gradient of the summed loss of these packs, and return its totals."""
         totals = Totals()
         for part in self._micro_batches(packs):
-            loss, of_part = self._loss(part)
+            loss, of_part = self.loss(part)
             loss.backward()  # type: ignore[no-untyped-call]
             totals += of_part
         return totals
@@ -80,7 +80,7 @@ class OfflineGradient:
     def measure(self, packs: Sequence[Pack]) -> Totals:
         """The totals of these packs, without a gradient."""
         with torch.no_grad():
-            return sum((self._loss(part)[1] for part in self._micro_batches(packs)), Totals())
+            return sum((self.loss(part)[1] for part in self._micro_batches(packs)), Totals())
 
     def _micro_batches(self, packs: Sequence[Pack]) -> Iterator[list[Pack]]:
         rows = self.policy.route.forward == "rows"
@@ -89,7 +89,7 @@ class OfflineGradient:
     def _as_reference(self) -> AbstractContextManager[None]:
         return self.policy.as_base() if self.reference is None else self.policy.wearing(self.reference)
 
-    def _loss(self, packs: Sequence[Pack]) -> tuple[Tensor, Totals]:
+    def loss(self, packs: Sequence[Pack]) -> tuple[Tensor, Totals]:
         """The sum of the loss over a micro-batch, and its totals."""
         tensors = tensors_of(packs, self.policy.device)
         if self.settings.preference_loss is None:
@@ -97,7 +97,7 @@ class OfflineGradient:
             loss = -logp_M.sum()
             correct = is_top_M.sum().item()
             return loss, Totals(
-                loss=loss.item(), tokens=len(logp_M), correct=correct, sequences=_sequences(packs)
+                loss=loss.item(), tokens=len(logp_M), correct=correct, sequences=sequences(packs)
             )
         ref_logp_M: Tensor | None = None
         if self.settings.has_reference:
@@ -110,7 +110,7 @@ class OfflineGradient:
         return loss, Totals(
             loss=loss.item(),
             tokens=len(logp_M),
-            sequences=_sequences(packs),
+            sequences=sequences(packs),
             pairs=len(chosen_N),
             correct=(chosen_N > rejected_N).sum().item(),
             chosen=chosen_N.sum().item(),
@@ -230,8 +230,24 @@ def whole_batches(
         yield batch
 
 
-def _sequences(packs: Sequence[Pack]) -> int:
+def sequences(packs: Sequence[Pack]) -> int:
     return sum(len(pack.sequences) for pack in packs)
+
+
+def optimizer_of(
+    policy: Policy, settings: ResolvedOffline, head: Sequence[torch.nn.Parameter] = ()
+) -> AdapterOptimizer:
+    return AdapterOptimizer(
+        policy,
+        learning_rate=settings.learning_rate,
+        betas=(0.9, 0.999),
+        max_grad_norm=settings.max_grad_norm,
+        warmup_steps=settings.warmup_steps,
+        weight_decay=settings.weight_decay,
+        schedule=settings.schedule,
+        total_steps=settings.total_steps,
+        head=head,
+    )
 
 
 class OfflineTrainer:
@@ -248,16 +264,7 @@ class OfflineTrainer:
         """`beat` is called after each step, and after each part of a validation."""
         self.policy = policy
         self.gradient = OfflineGradient(policy, settings, token_budget=token_budget)
-        self.optimizer = AdapterOptimizer(
-            policy,
-            learning_rate=settings.learning_rate,
-            betas=(0.9, 0.999),
-            max_grad_norm=settings.max_grad_norm,
-            warmup_steps=settings.warmup_steps,
-            weight_decay=settings.weight_decay,
-            schedule=settings.schedule,
-            total_steps=settings.total_steps,
-        )
+        self.optimizer = optimizer_of(policy, settings)
         self.steps_taken = 0
         self.beat = beat
 

@@ -1,6 +1,7 @@
 """AdamW on the weights of the adapter, with the schedule of its learning rate."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,16 +27,21 @@ class AdapterOptimizer:
         weight_decay: float = 0.0,
         schedule: LearningRateSchedule = "constant",
         total_steps: int = 0,
+        head: Sequence[torch.nn.Parameter] = (),
     ) -> None:
+        """`head`: weights beside the adapter that are trained with it."""
         self.policy = policy
         self.learning_rate = learning_rate
         self.max_grad_norm = max_grad_norm
         self.warmup_steps = warmup_steps
         self.schedule: LearningRateSchedule = schedule
         self.total_steps = total_steps  # of the schedule
-        self.adamw = torch.optim.AdamW(
-            policy.trainable, lr=learning_rate, betas=betas, weight_decay=weight_decay
-        )
+        self.head = head
+        self.adamw = torch.optim.AdamW(self.trained, lr=learning_rate, betas=betas, weight_decay=weight_decay)
+
+    @property
+    def trained(self) -> list[torch.nn.Parameter]:
+        return [*self.policy.trainable, *self.head]
 
     def step(self, divisor: float, steps_taken: int) -> float | None:
         """Divide the gradient, clip its norm and take a step. Clears the gradient.
@@ -44,10 +50,10 @@ class AdapterOptimizer:
             The norm before clipping. None: it is not finite, and no step was taken.
         """
         self.policy.drop_left_out()
-        for parameter in self.policy.trainable:
+        for parameter in self.trained:
             if parameter.grad is not None:
                 parameter.grad.div_(divisor)
-        norm = torch.nn.utils.clip_grad_norm_(self.policy.trainable, self.max_grad_norm).item()
+        norm = torch.nn.utils.clip_grad_norm_(self.trained, self.max_grad_norm).item()
         finite = math.isfinite(norm)
         if finite:
             self.descend(steps_taken)

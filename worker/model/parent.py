@@ -1,6 +1,7 @@
 """Start a policy from the adapter of a tuned model."""
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -36,8 +37,15 @@ def continuing(settings: Settings, parent: Parent | None) -> Settings:
     return settings.model_validate(settings.model_dump() | kept)
 
 
-def start_from(parent: Parent, policy: Policy, checkpoints: Adapters) -> bool:
+def start_from(
+    parent: Parent,
+    policy: Policy,
+    checkpoints: Adapters,
+    *also: Callable[[Path], None],
+) -> bool:
     """Load the parent's adapter into the policy. Returns False for a job with a checkpoint, which has its own.
+
+    Each of `also` reads what else the parent's folder has.
 
     Raises:
         UserMistake: its files were deleted or are damaged.
@@ -55,4 +63,6 @@ def start_from(parent: Parent, policy: Policy, checkpoints: Adapters) -> bool:
                 "model",
             ) from damage
         policy.load(Path(folder))
+        for read in also:
+            read(Path(folder))
     return True

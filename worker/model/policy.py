@@ -61,6 +61,8 @@ from worker.refusals import (
 )
 from worker.rollout.samplers.json_schema import Vocabulary
 
+# The name of a reward model's head beside its adapter: as PEFT saves that of a sequence classifier.
+REWARD_HEAD = "base_model.model.score.weight"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -375,6 +377,11 @@ class Policy:
         return Vocabulary(self.tokenizer, int(self._head.weight.shape[0]), self.stop_ids)
 
     @property
+    def width(self) -> int:
+        """Of a hidden state."""
+        return int(self._head.weight.shape[1])
+
+    @property
     def layers(self) -> Sequence[nn.Module]:
         """The decoder's layers; none where they are not in one list."""
         return list(self._parts.layers or [])
@@ -529,6 +536,34 @@ class Policy:
             for parameter, weight in zip(self.trainable, own, strict=True):
                 parameter.data = weight
 
+    def fitted(self, tensors: Mapping[str, Tensor], scale: float) -> list[Tensor]:
+        """The weights of another adapter on the same base, for `wearing`: one tensor for each of `trainable`.
+
+        Its rank may differ: the layers compute with any. Layers that it leaves out get none.
+
+        Args:
+            tensors: by the names of `adapter`.
+            scale: its alpha / rank.
+
+        Raises:
+            InvalidModel: it is on layers that have no adapter here.
+        """
+        own = get_peft_model_state_dict(self.model, save_embedding_layers=False)
+        if missing := sorted(tensors.keys() - own.keys()):
+            raise InvalidModel(f"has an adapter on layers where this job has none, such as {missing[0]}")
+        config = self.model.peft_config["default"]
+        rescaled = scale / (config.lora_alpha / config.r)
+        fitted = []
+        for (name, mine), parameter in zip(own.items(), self.trainable, strict=True):
+            if mine.data_ptr() != parameter.data_ptr():
+                raise AssertionError("PEFT lists the adapter's weights in another order than the model")
+            other = tensors.get(name)
+            if other is None:
+                fitted.append(torch.zeros_like(parameter))
+            else:
+                fitted.append(other.to(parameter) * (rescaled if ".lora_B." in name else 1.0))
+        return fitted
+
     def render(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         return render(self.tokenizer, messages)
 
@@ -571,6 +606,7 @@ class Policy:
             weights = load_peft_weights(str(folder), device=str(self.device))
         except SafetensorError as cause:
             raise InvalidModel(f"The adapter cannot be read: {first_line(cause)}") from cause
+        weights.pop(REWARD_HEAD, None)  # the adapter of a reward model is one like any other
         shapes = {name: tensor.shape for name, tensor in own.items()}
         if {name: tensor.shape for name, tensor in weights.items()} != shapes:
             raise InvalidModel(

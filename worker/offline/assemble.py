@@ -1,32 +1,41 @@
-"""From a claimed supervised or dpo job to its run. What can be refused is refused before the weights are loaded."""
+"""From a claimed job that samples nothing to its run. What can be refused is refused before the weights are loaded."""
 
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
-from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from core.jobs import offline_hyperparameters
+from core.jobs.methods import REWARD_MODEL
 from core.results.lineage import Parent, start_name
 from core.settings import Settings
-from core.storage.offline_rows import FORMS
+from core.storage.offline_rows import FORMS, is_scored
 from worker.assemble import BaseModel, inspect_model, refuse_absent_targets
 from worker.attempt import Attempt
 from worker.heartbeat import Beat
 from worker.learn.offline import OfflineTrainer
 from worker.learn.rank_model import Model
+from worker.learn.reward import RewardTrainer
 from worker.model import memory, sizing
 from worker.model.parent import continuing, start_from
-from worker.model.policy import read_tokenizer, render, stop_ids_of
-from worker.offline.rows import ChatTemplate, TokenizedRow, tokenize
+from worker.model.policy import read_tokenizer
+from worker.model.reward_head import RewardHead, Scale
+from worker.offline.rows import TokenizedRow, tokenize
 from worker.offline.run import OfflineRun
-from worker.offline.stream import RowStream
+from worker.offline.stream import RowStream, sample
+from worker.offline.templates import template_of
 from worker.record.checkpoints import Checkpoints
 from worker.record.exporters.choice import feeds_of
 from worker.record.recorder import Quota, Recorder
 from worker.refusals import UserMistake
 from worker.rollout.rows import read_file
+from worker.types import Pack
+
+# Rows whose answers tell the scale of a reward model's rewards.
+SCALED_ROWS = 256
 
 
 def assemble(
@@ -57,8 +66,9 @@ def assemble(
     )
     base = inspect_model(job.model, settings, 1, samples=False)
     asked = offline_hyperparameters.asked(job.method, job.body["hyperparameters"])
+    scored = job.method == REWARD_MODEL and is_scored(train[0].item)
     resolved = offline_hyperparameters.resolve(
-        job.method, asked, rows=len(train), parameters=base.shape.parameters
+        job.method, asked, rows=len(train), parameters=base.shape.parameters, scored=scored
     )
     parent = Parent.of(job)
     resolved = offline_hyperparameters.kept(continuing(resolved, parent), job.resolved)
@@ -66,11 +76,15 @@ def assemble(
         base, resolved.lora_targets, f"method.{job.method}.hyperparameters.advanced.lora.targets"
     )
     template = template_of(
-        base, read_tokenizer(base.entry, base.source, resolved.chat_template, resolved.chat_template_kwargs)
+        base.source,
+        read_tokenizer(base.entry, base.source, resolved.chat_template, resolved.chat_template_kwargs),
     )
     tokens = partial(tokenize, job.method, template=template, context=base.entry.context, beat=beat)
     train_rows = tokens(train, file=job.training_file, field="training_file")
     valid_rows = tokens(valid, file=job.validation_file or "", field="validation_file")
+    scale = None
+    if scored:
+        scale, [train_rows, valid_rows] = standardized([train_rows, valid_rows])
     plan = plan_memory(job.model, base, resolved, [*train_rows, *valid_rows], settings)
     beat()
     model = Model(
@@ -88,7 +102,21 @@ def assemble(
     )
     checkpoints = Checkpoints(attempt, scratch)
     trainer = OfflineTrainer(policy, resolved, token_budget=plan.token_budget, beat=beat)
-    if parent is not None and start_from(parent, policy, checkpoints):
+    also: list[Callable[[Path], None]] = []
+    if resolved.reward_kind is not None:
+        head = RewardHead(policy.width, policy.device)
+        trainer = RewardTrainer(
+            policy,
+            head,
+            resolved,
+            token_budget=plan.token_budget,
+            scale=scale,
+            measured=sample(train_rows, SCALED_ROWS, seed=job.seed, step=0),
+            beat=beat,
+        )
+        if parent is not None and parent.is_reward_model:
+            also.append(trainer.start_from_head)
+    if parent is not None and start_from(parent, policy, checkpoints, *also):
         trainer.start_from_policy()
     first = job.resolved is None
     recorder.resolved(resolved)
@@ -121,28 +149,26 @@ def assemble(
     )
 
 
-def template_of(base: BaseModel, tokenizer: PreTrainedTokenizerBase) -> ChatTemplate:
-    """The model's chat template and the tokens that end its answers.
+def standardized(files: Sequence[Sequence[TokenizedRow]]) -> tuple[Scale, list[list[TokenizedRow]]]:
+    """The rows of both files with scores whose mean over the first is 0 and whose standard deviation is 1.
 
     Raises:
-        UserMistake: no token ends an answer, so the model could not learn where to stop.
+        UserMistake: all scores of the first file are equal.
     """
-    try:
-        configured = GenerationConfig.from_pretrained(base.source).eos_token_id
-    except OSError:  # many models have no generation_config.json
-        configured = None
-    stops = stop_ids_of(configured, tokenizer)
-    if not stops:
-        raise UserMistake("invalid_model", "The model's tokenizer has no token that ends an answer.", "model")
-    eos = tokenizer.eos_token_id
+    scores = [one.score for row in files[0] for pack in row.packs for one in pack.sequences]
+    mean, std = statistics.fmean(scores), statistics.pstdev(scores)
+    if std == 0.0:
+        same = "All answers have the same score: there is nothing to learn."
+        raise UserMistake("invalid_value", same, "training_file")
 
-    return ChatTemplate(
-        render=lambda messages, tools, generation_prompt: render(
-            tokenizer, messages, generation_prompt=generation_prompt, tools=tools
-        ),
-        stop_ids=stops,
-        eos_id=min(stops) if eos is None else int(eos),
-    )
+    def changed(pack: Pack) -> Pack:
+        return replace(
+            pack, sequences=tuple(replace(one, score=(one.score - mean) / std) for one in pack.sequences)
+        )
+
+    return Scale.undoing(mean, std), [
+        [replace(row, packs=tuple(map(changed, row.packs))) for row in rows] for rows in files
+    ]
 
 
 def plan_memory(

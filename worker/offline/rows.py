@@ -2,11 +2,13 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Literal
 
+from core.jobs.methods import REWARD_MODEL
 from core.storage.datasets import Example
-from core.storage.offline_rows import is_learned
+from core.storage.offline_rows import is_learned, is_scored
 from worker.refusals import ChatTemplateFailed, UserMistake
 from worker.types import Pack, TrainingSequence
 
@@ -64,7 +66,7 @@ def tokenize(
         UserMistake: rows exceed the context. Names up to 20 of their lines.
         ChatTemplateFailed: names the line that the chat template rejects.
     """
-    packs_of = preference_packs if method == "dpo" else supervised_packs
+    packs_of = PACKS[method]
     rows, long = [], []
     for number, example in enumerate(examples):
         if number % 100 == 0:
@@ -108,14 +110,44 @@ def supervised_packs(row: Mapping[str, Any], template: ChatTemplate) -> list[Pac
 
 def preference_packs(row: Mapping[str, Any], template: ChatTemplate) -> list[Pack]:
     """One pack: the prompt, the preferred answer and the other one."""
-    messages, tools = _messages(row["input"]["messages"]), row["input"].get("tools") or []
-    answers = [_messages(row[name])[0] for name in ("preferred_output", "non_preferred_output")]
-    for answer in answers:
+    answers = [row[name][0] for name in ("preferred_output", "non_preferred_output")]
+    return [answers_pack(row["input"]["messages"], answers, row["input"].get("tools") or [], template)]
+
+
+def reward_packs(row: Mapping[str, Any], template: ChatTemplate) -> list[Pack]:
+    """One pack: both answers of a pair with its margin, or an answer with its score; `scored_at_the_end`."""
+    if is_scored(row):
+        *before, answer = row["messages"]
+        pack = answers_pack(before, [answer], row.get("tools") or [], template)
+        return [scored_at_the_end(pack, float(row["score"]))]
+    return [scored_at_the_end(preference_packs(row, template)[0], float(row.get("margin") or 0.0))]
+
+
+def scored_at_the_end(pack: Pack, score: float = 0.0) -> Pack:
+    """The pack with each answer's last token as an input, and nothing else of it learned: a reward is read there."""
+    ended = []
+    for one in pack.sequences:
+        ids_T = (*one.output_ids_T, one.output_ids_T[-1])  # the second is never read
+        last = (False,) * (len(ids_T) - 1) + (True,)
+        ended.append(replace(_sequence(ids_T, last), score=score))
+    return Pack(pack.prompt_ids, tuple(ended))
+
+
+def answers_pack(
+    before: Sequence[Message],
+    answers: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]],
+    template: ChatTemplate,
+) -> Pack:
+    """A conversation and different answers to it, each rendered through the token that ends it."""
+    messages = _messages(before)
+    said = _messages(answers)
+    for answer in said:
         _refuse_ignored_tools([*messages, answer], tools, template)
-    turns = [_turn(messages, answer, tools, template) for answer in answers]
+    turns = [_turn(messages, answer, tools, template) for answer in said]
     start = min(turn.start for turn in turns)
     prompt = turns[0].ids[:start]
-    return [Pack(prompt, tuple(_sequence(turn.ids[start:], ()) for turn in turns))]
+    return Pack(prompt, tuple(_sequence(turn.ids[start:], ()) for turn in turns))
 
 
 def _turn(
@@ -208,3 +240,8 @@ def _refuse_ignored_tools(
         silent, tools, False
     ):
         raise ChatTemplateFailed("the model's chat template has no place for tool calls.")
+
+
+PACKS: Mapping[str, Callable[[Mapping[str, Any], ChatTemplate], list[Pack]]] = MappingProxyType(
+    {"supervised": supervised_packs, "dpo": preference_packs, REWARD_MODEL: reward_packs}
+)

@@ -2,11 +2,13 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from graders.run import grade_one
 from graders.types import Grade, Grader, Sample
 from worker.clock import Clock
+from worker.rollout.reward_models import AnswerScores, Scores
 from worker.rollout.samplers import Answer
 from worker.types import Group, Prompt, Rollout
 
@@ -27,15 +29,24 @@ class Scoring(Protocol):
 class Rewards:
     """Grades answers as they are sampled. A failed grade is None with a reason, never 0."""
 
-    def __init__(self, grader: Grader, *, concurrency: int = 64, parse_json: bool = False) -> None:
+    def __init__(
+        self,
+        grader: Grader,
+        *,
+        concurrency: int = 64,
+        parse_json: bool = False,
+        models: AnswerScores | None = None,
+    ) -> None:
         """`concurrency` limits grades in flight; a sandbox, a judge or an endpoint may have its own lower limit.
-        `parse_json` also gives graders the answer as `sample.output_json`.
+        `parse_json` also gives graders the answer as `sample.output_json`. `models` are the reward models that the
+        grader reads; they score the answers when all of them are there, because they may share the policy's weights.
 
         There is no deadline here, because it would include queueing; each grader that can hang has its own.
         """
         self.grader = grader
         self.concurrency = concurrency
         self.parse_json = parse_json
+        self.models = models
 
     async def grade(
         self,
@@ -51,6 +62,9 @@ class Rewards:
         of `use` beyond both. Calls `use` with each group in a thread, in the order in which the groups completed
         sampling, so that grading time does not affect the order and a run is bit-reproducible.
         """
+        scores: dict[tuple[int, int], Scores] = {}
+        if self.models is not None:
+            answers, scores = await self._scored(self.models, prompts_P, answers, clock)
         slots = asyncio.Semaphore(self.concurrency)
         grading_P: list[dict[int, tuple[Rollout, asyncio.Task[Grade]]]] = [{} for _ in prompts_P]
         sampled: asyncio.Queue[int | None] = asyncio.Queue()
@@ -58,7 +72,9 @@ class Rewards:
 
         async def read(tasks: asyncio.TaskGroup) -> None:
             async for answer in answers:
-                task = tasks.create_task(self._grade(slots, prompts_P[answer.prompt], answer.rollout))
+                of_models = scores.get((answer.prompt, answer.member), {})
+                grading = self._grade(slots, prompts_P[answer.prompt], answer.rollout, of_models)
+                task = tasks.create_task(grading)
                 grading_P[answer.prompt][answer.member] = answer.rollout, task
                 if len(grading_P[answer.prompt]) == group_size:
                     sampled.put_nowait(answer.prompt)
@@ -84,9 +100,29 @@ class Rewards:
                 await putting
         return [groups[place] for place in range(len(prompts_P))]
 
-    async def _grade(self, slots: asyncio.Semaphore, prompt: Prompt, rollout: Rollout) -> Grade:
+    @staticmethod
+    async def _scored(
+        models: AnswerScores, prompts_P: Sequence[Prompt], answers: AsyncIterator[Answer], clock: Clock
+    ) -> tuple[AsyncIterator[Answer], dict[tuple[int, int], Scores]]:
+        """All answers, and the scores of the reward models by prompt and member."""
+        with clock("sampling"):
+            sampled = [answer async for answer in answers]
+        with clock("grading"):
+            texts = [(prompts_P[answer.prompt], [answer.rollout.text]) for answer in sampled]
+            scores_PG = await models.score(texts)
+
+        async def again() -> AsyncIterator[Answer]:
+            for answer in sampled:
+                yield answer
+
+        scores = zip(sampled, scores_PG, strict=True)
+        return again(), {(answer.prompt, answer.member): one for answer, [one] in scores}
+
+    async def _grade(
+        self, slots: asyncio.Semaphore, prompt: Prompt, rollout: Rollout, of_models: Scores
+    ) -> Grade:
         async with slots:
             sample = Sample.from_text(
                 rollout.text, rollout.finish_reason, self.parse_json, reasoning=rollout.reasoning
             )
-            return await grade_one(self.grader, sample, prompt.item)
+            return await grade_one(self.grader, replace(sample, model_scores=of_models), prompt.item)

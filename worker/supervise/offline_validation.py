@@ -1,4 +1,4 @@
-"""validating_files of supervised and dpo jobs: check every row of both files, and report every bad line.
+"""validating_files of supervised, dpo and reward_model jobs: check every row of both files, and report every bad line.
 
 The order is OpenAI's: a file in the format of another method is reported as that, and only then its number of rows.
 """
@@ -11,10 +11,10 @@ from core.database.engine import Database
 from core.database.tables import File, Job
 from core.jobs import events, lifecycle
 from core.jobs.claim import Claim
-from core.jobs.methods import FORMATS
+from core.jobs.methods import FORMATS, REWARD_MODEL
 from core.storage import files
 from core.storage.datasets import Example, InvalidDataset, read_objects
-from core.storage.offline_rows import FORMS, MAX_ROWS, MIN_ROWS, format_of
+from core.storage.offline_rows import FORMS, MAX_ROWS, MIN_ROWS, format_of, is_scored
 from core.storage.store import BlobNotFound, BlobStore
 from worker.supervise.bad_files import BadFile, failed
 
@@ -48,6 +48,11 @@ def validate_offline(
         if job.validation_file is not None:
             found = stored.get(job.validation_file)
             valid_rows = checked(blobs, found, job.method, "validation_file", progressed)
+        if job.method == REWARD_MODEL and len({is_scored(row.item) for row in [*rows, *valid_rows]}) == 2:
+            raise BadFile(
+                "validation_file",
+                "One of the files has pairs, and the other answers with scores; use the same.",
+            )
     except BadFile as bad:
         return failed(database, claim, bad)
     learned = {json.dumps(row.item, sort_keys=True) for row in rows}
@@ -86,11 +91,16 @@ def checked(
 
     try:
         refuse_other_format(blobs, file, method, param)
-        return files.read_rows(blobs, file, form=FORMS[method], check=watched, max_rows=MAX_ROWS)
+        rows = files.read_rows(blobs, file, form=FORMS[method], check=watched, max_rows=MAX_ROWS)
     except InvalidDataset as cause:
         raise BadFile(param, f"{name.capitalize()} {file.id}: {cause}") from cause
     except files.FileDamaged as damage:
         raise BadFile(param, str(damage)) from damage
+    if method == REWARD_MODEL and len({is_scored(row.item) for row in rows}) == 2:
+        raise BadFile(
+            param, f"{name.capitalize()} {file.id} has both pairs and answers with scores; use one of them."
+        )
+    return rows
 
 
 def refuse_other_format(blobs: BlobStore, file: File, method: str, param: str) -> None:
@@ -101,7 +111,7 @@ def refuse_other_format(blobs: BlobStore, file: File, method: str, param: str) -
         return  # reported when the file is read
     found = {format_of(row[1]) for row in rows if isinstance(row, tuple)}
     [other] = found if len(found) == 1 else [None]
-    if other is None or other == method:
+    if other is None or other == method or (method, other) == (REWARD_MODEL, "dpo"):
         return
     raise BadFile(
         param,

@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from core.database.engine import Database
@@ -22,7 +23,7 @@ from core.storage.datasets import MAX_TRAINING_ROWS, MAX_VALIDATION_ROWS, Exampl
 from core.storage.store import BlobStore
 from core.telemetry import logs, tracing
 from graders.backends import Backends
-from graders.build import environments_of, for_row, missing_fields
+from graders.build import environments_of, for_row, missing_fields, reward_model_parts
 from graders.environments.catalog import EnvironmentNotBuilt
 from graders.run import grade_all
 from graders.spec import (
@@ -247,7 +248,18 @@ async def dry_run(
     except NoProbe as cause:
         log.info("no dry run of the grader: %s", cause)
         return None
-    pairs = [(Sample.from_text(reply, parse_json=schema is not None), row.item) for reply, row in replies]
+    # The weights of reward models are not loaded here, so their scores are made up, and differ.
+    models = [part.model for _, part in reward_model_parts(spec)]
+    pairs = [
+        (
+            replace(
+                Sample.from_text(reply, parse_json=schema is not None),
+                model_scores=dict.fromkeys(models, float(number)),
+            ),
+            row.item,
+        )
+        for number, (reply, row) in enumerate(replies)
+    ]
     # Sequential, because the deadline of a grade must not include queueing.
     grades = await grade_all(grader, pairs, concurrency=1, timeout_s=DRY_RUN_SECONDS)
     failed = [grade.reason for grade in grades if grade.score is None]

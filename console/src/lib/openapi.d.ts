@@ -258,7 +258,7 @@ export interface components {
                  * Type
                  * @enum {string}
                  */
-                type: "reinforcement" | "supervised" | "dpo" | "distillation";
+                type: "supervised" | "dpo" | "reward_model" | "reinforcement" | "distillation";
             } & {
                 [key: string]: unknown;
             };
@@ -402,6 +402,11 @@ export interface components {
             parent: string | null;
             /** Shutdown Date */
             shutdown_date?: null;
+            /**
+             * Kind
+             * @enum {string}
+             */
+            kind: "base" | "tuned" | "reward_model";
         };
         /** NewKeyOut */
         NewKeyOut: {
@@ -947,7 +952,7 @@ export interface components {
             gpus?: number | null;
             /**
              * Train Loss
-             * @description Supervised: mean -log p of the learned tokens. dpo: mean loss of the pairs. Before the update.
+             * @description Supervised: mean -log p of the learned tokens. dpo and reward_model: mean loss of the pairs or of the scored answers. Before the update.
              */
             train_loss?: number | null;
             /**
@@ -982,22 +987,22 @@ export interface components {
             train_mean_token_accuracy?: number | null;
             /**
              * Train Mean Reward Accuracy
-             * @description dpo: share of the pairs in which the preferred answer has the higher reward: beta times the log-probability ratio to the reference.
+             * @description dpo and reward_model: share of the pairs in which the preferred answer has the higher reward. That of dpo is beta times the log-probability ratio to the reference.
              */
             train_mean_reward_accuracy?: number | null;
             /**
              * Train Mean Reward Margin
-             * @description dpo: reward of the preferred less the other answer.
+             * @description dpo and reward_model: reward of the preferred less the other answer.
              */
             train_mean_reward_margin?: number | null;
             /**
              * Train Mean Chosen Reward
-             * @description dpo: reward of the preferred answers.
+             * @description dpo and reward_model: reward of the preferred answers.
              */
             train_mean_chosen_reward?: number | null;
             /**
              * Train Mean Rejected Reward
-             * @description dpo: reward of the other answers.
+             * @description dpo and reward_model: reward of the other answers.
              */
             train_mean_rejected_reward?: number | null;
             /**

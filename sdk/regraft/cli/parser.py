@@ -108,7 +108,7 @@ def _data(top: Commands) -> None:
     )
     validate.add_argument(
         "--method",
-        choices=("supervised", "dpo", "reinforcement", "distillation"),
+        choices=("supervised", "dpo", "reward_model", "reinforcement", "distillation"),
         default="reinforcement",
         help="which method's rows the files have (default: reinforcement; a job without a method is supervised)",
     )
