@@ -129,7 +129,7 @@ def test_the_key_in_a_map_is_the_variable_whatever_the_name_says() -> None:
             "grader.type",
             "invalid_value",
             "Invalid value: 'exact'. Supported values are: 'string_check', 'text_similarity', 'python', "
-            + "'math', 'format', 'score_model', 'label_model', 'endpoint', 'multi' or 'select'.",
+            + "'math', 'format', 'score_model', 'label_model', 'endpoint', 'reward_model', 'multi' or 'select'.",
         ),
         (
             {**EXACT, "operation": "neq"},
