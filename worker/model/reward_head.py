@@ -35,7 +35,7 @@ class RewardHead:
 
 @dataclass(frozen=True)
 class Scale:
-    """A score is (reward - mean) / std: rewards that are learned from pairs have no zero and no unit of their own."""
+    """A score is (reward - mean) / std: rewards that are learned from pairs have neither a zero nor a unit."""
 
     mean: float
     std: float
