@@ -84,7 +84,7 @@ MAX_PARTS = 100  # of one message
 MAX_GRADERS = 100  # in a multi
 MAX_HEADERS = 50
 MAX_REFERENCES = 20_000  # in all templates of a grader: parsing them takes 0.1 s
-GIVE_STEPS = ("python", "endpoint")  # the types whose grades may have steps
+GIVE_STEPS = ("python", "endpoint", "reward_model")  # the types whose grades may have steps
 Source = Annotated[str, AfterValidator(_checked_source)]
 Name = Annotated[str, Field(min_length=1)]
 # OpenAI's API generates missing names, and the examples of its guide rely on that.

@@ -25,8 +25,8 @@ class Sample:
     output_tools: tuple[Mapping[str, Any], ...] = ()
     finish_reason: str = "stop"
     output_reasoning: str = ""
-    # By reward models of the project, by name; a text says why there is no score. Templates cannot read them.
-    model_scores: Mapping[str, float | str] = field(default_factory=dict)
+    # By reward models of the project, by name: a score, those of the steps, or why there is none. Not for templates.
+    model_scores: Mapping[str, float | tuple[StepScore, ...] | str] = field(default_factory=dict)
 
     @classmethod
     def from_text(

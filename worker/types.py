@@ -87,7 +87,8 @@ class TrainingSequence:
     teacher_T: tuple[
         float, ...
     ] = ()  # as in Rollout; their advantages follow from it, not from `advantages_T`
-    score: float = 0.0  # of rows of a reward model: the answer's score, or the margin of its pair
+    # Of rows of a reward model, for each trained token: the score, the label of the step, or the margin of the pair.
+    scores: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -689,7 +689,7 @@ def accept(body: JobCreate, service: Service, project: Project) -> Accepted:
     if body.method.distillation is not None:
         refuse_unusable_teacher(body.method.distillation, base_model, parent, service, project)
     if body.method.reinforcement is not None:
-        refuse_unusable_reward_models(body.method.reinforcement.grader, base_model, service, project)
+        refuse_unusable_reward_models(body.method.reinforcement, base_model, service, project)
     return Accepted(
         base_model=base_model,
         parent=parent,
@@ -745,24 +745,31 @@ def _other_shape(lora: Lora, parent: Parent) -> str | None:
 
 
 def refuse_unusable_reward_models(
-    grader: GraderSpec, base_model: str, service: Service, project: Project
+    asked: Reinforcement, base_model: str, service: Service, project: Project
 ) -> None:
     """Check the reward models that grade answers of a job on `base_model`.
 
     Raises:
         TunedModelNotFound, ModelNotFound: the project may use no model of this name.
-        InvalidRequest: it is no reward model, or on another base model.
+        InvalidRequest: it is no reward model, on another base model, or gives no steps to a job that needs them.
     """
-    for where, part in reward_model_parts(grader, GRADER_PARAM):
+    for where, part in reward_model_parts(asked.grader, GRADER_PARAM):
         param = f"{where}.model"
         try:
             with service.database.read() as session:
-                lineage.grading_model(
+                model = lineage.grading_model(
                     session, project.id, part.model, base_model, service.registry, param=param
                 )
         except NotFound as absent:
             absent.param = param
             raise
+        of_steps = asked.hyperparameters.advanced.supervision == "process"
+        if of_steps and part is asked.grader and model.reward_kind != "steps":
+            raise InvalidRequest(
+                f"supervision 'process' needs a grader that scores steps, and the reward model '{part.model}' gives "
+                "one score per answer: it learned from rows without step_labels.",
+                param=param,
+            )
 
 
 TEACHER_PARAM = "method.distillation.teacher.model"

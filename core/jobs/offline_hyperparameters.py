@@ -22,6 +22,7 @@ from core.jobs.hyperparameter_groups import (
     Value,
 )
 from core.jobs.methods import REWARD_MODEL
+from core.storage.offline_rows import RewardKind
 
 PreferenceLoss = Literal["sigmoid", "ipo", "simpo", "orpo"]
 # SimPO's own settings; 0.1 is the usual beta of the other losses.
@@ -189,7 +190,7 @@ class ResolvedOffline(Value):
     length_normalize: bool = False
     label_smoothing: float = 0.0
     gamma: float | None = None
-    reward_kind: Literal["pairs", "scores"] | None = None
+    reward_kind: RewardKind | None = None
     centering: float | None = None  # of pairs
 
     @property
@@ -245,11 +246,16 @@ def base_learning_rate(method: str, parameters: int) -> float:
 
 
 def resolve(
-    method: str, asked: SupervisedHyperparameters, *, rows: int, parameters: int, scored: bool = False
+    method: str,
+    asked: SupervisedHyperparameters,
+    *,
+    rows: int,
+    parameters: int,
+    reward_kind: RewardKind = "pairs",
 ) -> ResolvedOffline:
     """Resolve every "auto". `rows` of training data, `parameters` of the base model.
 
-    `scored`: the rows of a reward model are answers with scores, and not pairs.
+    `reward_kind`: what the rows of a reward model have.
 
     An epoch has ceil(rows / batch_size) steps, of which the last may be smaller, so that epochs end between steps.
     """
@@ -271,7 +277,7 @@ def resolve(
         }
     if isinstance(asked, RewardHyperparameters):
         pairs = {"reward_kind": "pairs", "centering": asked.advanced.centering}
-        preference = {"reward_kind": "scores"} if scored else pairs
+        preference = pairs if reward_kind == "pairs" else {"reward_kind": reward_kind}
     return ResolvedOffline(
         batch_size=batch_size,
         learning_rate=_or(optimizer.learning_rate, base),

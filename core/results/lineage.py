@@ -28,7 +28,11 @@ class Parent:
     checkpoint_id: str
     blob_prefix: str
     settings: dict[str, Any]  # SHAPE and RENDERING of its job
-    is_reward_model: bool = False
+    reward_kind: str | None = None  # of a reward model: what it learned from
+
+    @property
+    def is_reward_model(self) -> bool:
+        return self.reward_kind is not None
 
     @classmethod
     def of(cls, job: Job) -> Self | None:
@@ -112,5 +116,5 @@ def start_of(
         checkpoint.id,
         checkpoint.blob_prefix,
         settings,
-        job.method == REWARD_MODEL,
+        job.resolved.get("reward_kind"),
     )

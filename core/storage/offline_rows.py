@@ -5,10 +5,13 @@
                  "preferred_output": [{"role": "assistant", "content": "4"}],
                  "non_preferred_output": [{"role": "assistant", "content": "Five."}]}
 
-Those of a reward model are ours: rows of dpo, which may have a `margin`, or answers with scores. A file has one kind.
+Those of a reward model are ours: rows of dpo, which may have a `margin`, answers with a `score`, or answers with a
+label for each step, which is a line with text in it. A file has one kind.
 
     reward_model: {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}],
                    "score": 1.0}
+                  {"messages": [{"role": "user", "content": "1 + 2 + 3?"},
+                                {"role": "assistant", "content": "1 + 2 = 3\n3 + 3 = 7"}], "step_labels": [1, 0]}
 
 Functions here yield the problems of a row as (path, message) pairs. An assistant message of a supervised row with
 `"weight": 0` is read and not learned.
@@ -17,7 +20,7 @@ Functions here yield the problems of a row as (path, message) pairs. An assistan
 import math
 from collections.abc import Collection, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from .datasets import (
     EMPTY_KEYS,
@@ -29,6 +32,7 @@ from .datasets import (
     kind,
 )
 
+RewardKind = Literal["pairs", "scores", "steps"]
 # OpenAI's minimum; it refuses smaller files with `invalid_n_examples`.
 MIN_ROWS = 10
 MAX_ROWS = 1_000_000
@@ -38,7 +42,7 @@ TOOL_KEYS = {"tool_calls", "tool_call_id", "function_call"}
 def format_of(row: Mapping[str, Any]) -> str | None:
     """The method whose format the row seems to have; None: none of them. Pairs are dpo's."""
     if "messages" in row:
-        return "reward_model" if "score" in row else "supervised"
+        return "reward_model" if {"score", "step_labels"} & row.keys() else "supervised"
     return "dpo" if {"input", "preferred_output", "non_preferred_output"} & row.keys() else None
 
 
@@ -68,25 +72,63 @@ def supervised_problems(row: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def reward_problems(row: Mapping[str, Any]) -> Iterator[Problem]:
-    """Of a pair, or of an answer with a score."""
-    if not is_scored(row):
+    """Of a pair, or of an answer with a score or with labels of its steps."""
+    kind_of_row = reward_kind(row)
+    if kind_of_row == "pairs":
         margin = row.get("margin")
         if margin is not None and not (_is_finite(margin) and margin >= 0):
             yield "margin", "must be a number >= 0"
         yield from preference_problems({key: value for key, value in row.items() if key != "margin"})
         return
     score = row.get("score")
-    if not _is_finite(score):
+    if kind_of_row == "scores" and not _is_finite(score):
         yield "score", "is missing" if score is None else "must be a finite number"
-    yield from supervised_problems({key: value for key, value in row.items() if key != "score"})
+    own = {"score"} if kind_of_row == "scores" else {"step_labels"}
+    yield from supervised_problems({key: value for key, value in row.items() if key not in own})
     messages = row.get("messages")
-    if isinstance(messages, list) and messages and _role(messages[-1]) != "assistant":
-        yield "messages", "must end with the answer of the assistant that has the score"
+    if not isinstance(messages, list) or not messages:
+        return
+    if _role(messages[-1]) != "assistant":
+        yield "messages", "must end with the answer of the assistant that is judged"
+    elif kind_of_row == "steps":
+        yield from _label_problems(row["step_labels"], messages[-1].get("content"))
 
 
-def is_scored(row: Mapping[str, Any]) -> bool:
-    """Whether a row of a reward model is an answer with a score, and not a pair."""
-    return "messages" in row
+def _label_problems(labels: Any, answer: Any) -> Iterator[Problem]:
+    if not isinstance(labels, list) or not all(_is_finite(one) and 0 <= one <= 1 for one in labels):
+        yield "step_labels", "must be a list of numbers from 0 to 1"
+    elif not isinstance(answer, str):
+        yield "messages", "must end with an answer whose content is one text"
+    elif len(labels) != (steps := len(step_ends(answer))):
+        yield (
+            "step_labels",
+            f"has {len(labels)} labels, and the answer has {steps} steps: lines with text in them",
+        )
+
+
+def reward_kind(row: Mapping[str, Any]) -> RewardKind:
+    """What a row of a reward model has."""
+    if "step_labels" in row:
+        return "steps"
+    return "scores" if "messages" in row else "pairs"
+
+
+def step_ends(answer: str) -> list[int]:
+    """The ends of the steps of an answer in characters. A step is a line with text, with the line end after it.
+
+    Lines without text belong to the step before them, or to the first one. A text without any is one step.
+    """
+    ends: list[int] = []
+    place = 0
+    for line in answer.splitlines(keepends=True):
+        place += len(line)
+        if line.strip() or not ends:
+            ends.append(place)
+        else:
+            ends[-1] = place
+    if len(ends) > 1 and not answer[: ends[0]].strip():
+        ends = ends[1:]
+    return ends or [0]
 
 
 def _is_finite(value: Any) -> bool:
@@ -209,7 +251,8 @@ FORMS: Mapping[str, RowForm] = MappingProxyType(
         "supervised": RowForm(supervised_problems, lambda row: row["messages"]),
         "dpo": RowForm(preference_problems, lambda row: row["input"]["messages"]),
         "reward_model": RowForm(
-            reward_problems, lambda row: row["messages"] if is_scored(row) else row["input"]["messages"]
+            reward_problems,
+            lambda row: row["input"]["messages"] if reward_kind(row) == "pairs" else row["messages"],
         ),
     }
 )

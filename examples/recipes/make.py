@@ -5,6 +5,7 @@
 
 cold.jsonl        supervised   questions with worked solutions, thoughts and answer in tags
 general.jsonl     supervised   short instructions that are no mathematics
+steps.jsonl       reward_model  worked solutions in lines, some of them wrong from a line on, with labels
 prompts.jsonl     reinforcement, with `answer`, `language` and `kind`
 valid.jsonl       the same, other questions
 cold_valid.jsonl  supervised, of the questions of valid.jsonl
@@ -41,6 +42,7 @@ def main() -> None:
         for source, number in ((train, args.rows), (train, args.rows), (test, max(10, args.rows // 4)))
     )
     write(args.to / "cold.jsonl", map(solved, cold))
+    write(args.to / "steps.jsonl", labeled(cold, random.Random(3)))
     write(args.to / "general.jsonl", islice(instructions(random.Random(2)), args.rows))
     write(args.to / "prompts.jsonl", map(question, prompts))
     write(args.to / "valid.jsonl", map(question, valid))
@@ -90,6 +92,24 @@ def solved(problem: tuple[str, str, str]) -> dict[str, Any]:
     text, thoughts, answer = problem
     content = f"<think>{thoughts}</think>\n<answer>{answer}</answer>"
     return {"messages": [*asked(text), {"role": "assistant", "content": content}]}
+
+
+def labeled(problems: list[tuple[str, str, str]], random: random.Random) -> Iterator[dict[str, Any]]:
+    """Each solution as it is, and with another last number in one line, which is wrong from there on."""
+    for text, thoughts, answer in problems:
+        lines = [*filter(str.strip, thoughts.splitlines()), f"The answer is {answer}."]
+        wrong = random.randrange(len(lines))
+        number = re.compile(r"\d+(?=\D*$)")
+        changed = number.sub(lambda found: str(int(found[0]) + random.randint(1, 9)), lines[wrong])
+        yield steps(text, lines, [1] * len(lines))
+        if changed != lines[wrong]:
+            labels = [int(place < wrong) for place in range(len(lines))]
+            yield steps(text, [*lines[:wrong], changed, *lines[wrong + 1 :]], labels)
+
+
+def steps(text: str, lines: list[str], labels: list[int]) -> dict[str, Any]:
+    messages = [{"role": "user", "content": text}, {"role": "assistant", "content": "\n".join(lines)}]
+    return {"messages": messages, "step_labels": labels}
 
 
 def question(problem: tuple[str, str, str]) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """reward_model: the score of a reward model of the project. An extension of OpenAI's API.
 
 The worker of a job computes the scores of all answers of a step at once, on the device that trains; they are in
-`sample.model_scores` when the answers are graded.
+`sample.model_scores` when the answers are graded. Of a process reward model, the score of an answer is that of its
+worst step.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ class RewardModel:
         score = sample.model_scores.get(self.model)
         if isinstance(score, float):
             return Grade(score)
+        if isinstance(score, tuple):
+            return Grade(min(step.score for step in score), steps=score)
         why = score or "answers are scored in reinforcement jobs only"
         return Grade(
             None, f"The reward model {quoted(self.model)} gave no score: {why}", ErrorKind.other_error

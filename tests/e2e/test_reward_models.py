@@ -92,6 +92,30 @@ def test_scored_answers_are_learned_in_their_own_unit(client: openai.OpenAI) -> 
     assert job.status == "succeeded" and 1.0 < rewards[-1] < 6.5
 
 
+def test_a_process_reward_model_supervises_steps(client: openai.OpenAI) -> None:
+    rows = [
+        {"messages": [*row["input"]["messages"], row[name][0]], "step_labels": [label]}
+        for row in PAIRS
+        for name, label in (("preferred_output", 1), ("non_preferred_output", 0))
+    ]
+    fast = {"optimizer": {"learning_rate": 0.01}}
+    method = asked("reward_model", n_epochs=10, batch_size=6, advanced=fast)
+
+    judge = train(client, rows, model="tiny", method=method)
+    job = reinforced(client, judge.fine_tuned_model, loss={"type": "grpo", "supervision": "process"})
+
+    last = regraft.metrics(client, judge.id)[-1]
+    assert last["full_valid_mean_reward_accuracy"] == 1.0 and "full_valid_mean_token_accuracy" not in last
+    rewards = [one.get("full_valid_mean_reward") for one in regraft.metrics(client, job.id)]
+    assert job.status == "succeeded", job.error
+    assert rewards[-1] > rewards[0] and 0.0 <= rewards[-1] <= 1.0
+
+
+def test_a_reward_model_of_pairs_gives_no_steps(client: openai.OpenAI, learned: FineTuningJob) -> None:
+    with pytest.raises(openai.BadRequestError, match="learned from rows without step_labels"):
+        reinforced(client, learned.fine_tuned_model, loss={"type": "grpo", "supervision": "process"})
+
+
 def test_a_reward_model_is_trained_further(client: openai.OpenAI, learned: FineTuningJob) -> None:
     child = train(client, PAIRS, model=learned.fine_tuned_model, method=asked("reward_model", n_epochs=1))
 
@@ -148,7 +172,7 @@ def test_files_with_pairs_and_scores_are_refused(client: openai.OpenAI) -> None:
     job = train(client, [*PAIRS, *scored], model="tiny", method=asked("reward_model"))
 
     assert job.status == "failed"
-    assert "has both pairs and answers with scores" in present(present(job.error).message)
+    assert "has rows with pairs and with scores; use one kind" in present(present(job.error).message)
 
 
 def test_the_export_names_what_it_is(client: openai.OpenAI, learned: FineTuningJob, tmp_path: Path) -> None:

@@ -45,7 +45,10 @@ def template(text: str | None = CLOSED) -> tuple[ChatTemplate, PreTrainedTokeniz
     ) -> list[int]:
         return render(tokenizer, messages, generation_prompt=generation_prompt, tools=tools)
 
-    return ChatTemplate(rendered, frozenset({end}), end), tokenizer
+    def decoded(ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    return ChatTemplate(rendered, frozenset({end}), end, decoded), tokenizer
 
 
 def said(*turns: str, **weights: int) -> list[dict[str, Any]]:

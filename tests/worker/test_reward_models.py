@@ -15,16 +15,18 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
 from core.jobs.offline_hyperparameters import ResolvedOffline, RewardHyperparameters, resolve
+from core.registry import BaseModelEntry
 from core.results.lineage import Parent
+from core.storage.offline_rows import RewardKind, reward_problems, step_ends
 from graders.builtin.reward_model import RewardModel
 from graders.types import Sample
-from tests.tiny import make_tiny_model
+from tests.tiny import make_byte_model, make_tiny_model
 from tests.worker.conftest import Bench
 from worker.clock import Clock
 from worker.learn.batch import tensors_of
-from worker.learn.reward import RewardTrainer, bradley_terry, squared_error
+from worker.learn.reward import RewardTrainer, bradley_terry, cross_entropy, squared_error
 from worker.model import reward_head
-from worker.model.policy import Policy, Route
+from worker.model.policy import Policy, Route, load_base
 from worker.model.reward_head import RewardHead, Scale
 from worker.offline.rows import ChatTemplate, TokenizedRow, reward_packs, scored_at_the_end
 from worker.offline.run import OfflineRun
@@ -73,6 +75,57 @@ def test_a_scored_answer_is_learned_by_its_squared_error() -> None:
     assert squared_error(predicted, scores).mean().item() == pytest.approx(0.025)
 
 
+def test_a_step_is_learned_by_the_cross_entropy_of_its_label() -> None:
+    rewards = torch.tensor([0.8, 0.5, 0.25], dtype=torch.float64).logit()
+
+    found = cross_entropy(rewards, torch.tensor([1.0, 1.0, 0.0], dtype=torch.float64)).mean()
+
+    assert found.item() == pytest.approx(0.4013242681, abs=1e-9)
+    halves = torch.tensor([0.5, 0.75], dtype=torch.float64).logit()
+    soft = cross_entropy(halves, torch.tensor([0.75, 0.75], dtype=torch.float64))
+    assert soft.tolist() == pytest.approx([0.6931471806, 0.5623351446], abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("answer", "ends"),
+    [
+        ("one line", [8]),
+        ("a\nb", [2, 3]),
+        ("a\n\nb\n", [3, 5]),
+        ("\n\na\nb", [4, 5]),
+        ("", [0]),
+        ("\n \n", [3]),
+    ],
+)
+def test_a_step_is_a_line_with_text(answer: str, ends: list[int]) -> None:
+    assert step_ends(answer) == ends
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"step_labels": [1, 0]}, None),
+        ({"step_labels": [1]}, "has 1 labels, and the answer has 2 steps: lines with text in them"),
+        ({"step_labels": [1, 2]}, "must be a list of numbers from 0 to 1"),
+        ({"step_labels": "yes"}, "must be a list of numbers from 0 to 1"),
+        ({"score": 0.5}, None),
+        ({"score": "good"}, "must be a finite number"),
+        ({}, "is missing"),
+    ],
+)
+def test_rows_of_answers_are_checked(row: dict[str, Any], problem: str | None) -> None:
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "a\nb"}]
+
+    found = [told for _, told in reward_problems({"messages": messages} | row)]
+
+    assert found == ([] if problem is None else [problem])
+
+
+@pytest.mark.parametrize(("margin", "told"), [(0.5, []), (-1, ["margin"]), ("x", ["margin"])])
+def test_a_margin_is_not_negative(margin: Any, told: list[str]) -> None:
+    assert [path for path, _ in reward_problems(pair(0) | {"margin": margin})] == told
+
+
 def test_a_scale_gives_its_rewards_the_mean_0_and_the_deviation_1() -> None:
     scale = Scale.of(torch.tensor([0.5, 1.5, 2.5, 3.5]))
 
@@ -82,9 +135,9 @@ def test_a_scale_gives_its_rewards_the_mean_0_and_the_deviation_1() -> None:
     assert Scale.undoing(3.0, 2.0).score((5.0 - 3.0) / 2.0) == pytest.approx(5.0)
 
 
-def sequence(ids: Sequence[int], score: float = 0.0) -> TrainingSequence:
+def sequence(ids: Sequence[int]) -> TrainingSequence:
     nothing = (0.0,) * len(ids)
-    return TrainingSequence(tuple(ids), nothing, nothing, 1.0, score=score)
+    return TrainingSequence(tuple(ids), nothing, nothing, 1.0)
 
 
 def pairs() -> list[Pack]:
@@ -104,9 +157,25 @@ def scored() -> list[Pack]:
     ]
 
 
-def settings(kind: str = "pairs", **asked: Any) -> ResolvedOffline:
+def stepwise() -> list[Pack]:
+    """Answers whose rewards are read at every second token and at the end."""
+    packs = []
+    for row in range(ROWS):
+        ids = (*[8 + row, 20] * (1 + row % 3), 2, 2)
+        learned = tuple((place % 2 == 0 and place > 0) or place == len(ids) - 1 for place in range(len(ids)))
+        labels = tuple(float((row + number) % 2) for number in range(sum(learned)))
+        nothing = (0.0,) * len(ids)
+        one = TrainingSequence(ids, nothing, nothing, 1.0, learned_T=learned, scores=labels)
+        packs.append(Pack((3, 10 + row, 4), (one,)))
+    return packs
+
+
+PACKS = {"pairs": pairs, "scores": scored, "steps": stepwise}
+
+
+def settings(kind: RewardKind = "pairs", **asked: Any) -> ResolvedOffline:
     chosen = RewardHyperparameters.model_validate({"batch_size": 3, "n_epochs": 4} | asked)
-    return resolve("reward_model", chosen, rows=ROWS, parameters=1000, scored=kind == "scores")
+    return resolve("reward_model", chosen, rows=ROWS, parameters=1000, reward_kind=kind)
 
 
 def head_of(policy: Policy, *, moved: bool = False) -> RewardHead:
@@ -119,14 +188,19 @@ def head_of(policy: Policy, *, moved: bool = False) -> RewardHead:
 
 
 def trainer(
-    policy: Policy, kind: str = "pairs", *, head: RewardHead | None = None, budget: int = 10_000, **asked: Any
+    policy: Policy,
+    kind: RewardKind = "pairs",
+    *,
+    head: RewardHead | None = None,
+    budget: int = 10_000,
+    **asked: Any,
 ) -> RewardTrainer:
     return RewardTrainer(
         policy,
         head or head_of(policy),
         settings(kind, **asked),
         token_budget=budget,
-        scale=Scale.undoing(0.0, 2.0) if kind == "scores" else None,
+        scale={"pairs": None, "scores": Scale.undoing(0.0, 2.0), "steps": Scale.of_steps()}[kind],
         measured=pairs(),
     )
 
@@ -141,30 +215,39 @@ def plain_reward(policy: Policy, head: RewardHead, ids: Sequence[int]) -> Tensor
 
 def of_pack(policy: Policy, head: RewardHead, pack: Pack) -> list[Tensor]:
     return [
-        plain_reward(policy, head, [*pack.prompt_ids, *each.output_ids_T[:-1]]) for each in pack.sequences
+        plain_reward(policy, head, [*pack.prompt_ids, *each.output_ids_T[:place]])
+        for each in pack.sequences
+        for place, learned in enumerate(each.learned_T)
+        if learned
     ]
 
 
 @pytest.mark.parametrize("forward", ["packed", "rows"])
 @pytest.mark.parametrize("budget", [10_000, 24], ids=["one micro-batch", "several"])
-@pytest.mark.parametrize("kind", ["pairs", "scores"])
+@pytest.mark.parametrize("kind", ["pairs", "scores", "steps"])
 def test_loss_and_gradient_are_those_of_single_rows(
-    make_policy: MakePolicy, kind: str, budget: int, forward: Any
+    make_policy: MakePolicy, kind: RewardKind, budget: int, forward: Any
 ) -> None:
     policy = make_policy(moved=True)
     head = head_of(policy, moved=True)
-    packs = pairs() if kind == "pairs" else scored()
+    packs = PACKS[kind]()
     policy.use(Route("rows"))
     rewards = [of_pack(policy, head, pack) for pack in packs]
     if kind == "pairs":
         losses = [
-            -torch.nn.functional.logsigmoid(first - second - pack.sequences[0].score)
+            -torch.nn.functional.logsigmoid(first - second - pack.sequences[0].scores[0])
             + 0.01 * (first + second) ** 2
             for (first, second), pack in zip(rewards, packs, strict=True)
         ]
+    elif kind == "scores":
+        losses = [
+            (reward - pack.sequences[0].scores[0]) ** 2 for [reward], pack in zip(rewards, packs, strict=True)
+        ]
     else:
         losses = [
-            (reward - pack.sequences[0].score) ** 2 for [reward], pack in zip(rewards, packs, strict=True)
+            -torch.nn.functional.logsigmoid(reward if label else -reward)
+            for rewards_J, pack in zip(rewards, packs, strict=True)
+            for reward, label in zip(rewards_J, pack.sequences[0].scores, strict=True)
         ]
     wanted = torch.stack(losses).mean()
     weights = [*policy.trainable, head.weight]
@@ -173,12 +256,13 @@ def test_loss_and_gradient_are_those_of_single_rows(
     policy.use(Route(forward))
     totals = trainer(policy, kind, head=head, budget=budget).gradient.add(packs)
 
-    assert totals.loss / ROWS == pytest.approx(wanted.item(), rel=1e-5)
-    assert (totals.pairs or totals.tokens) == ROWS
+    counted = totals.pairs or totals.tokens
+    assert totals.loss / counted == pytest.approx(wanted.item(), rel=1e-5)
+    assert counted == len(losses)
     for weight, expected in zip(weights, gradients, strict=True):
         assert weight.grad is not None
         close = 1e-4 * expected.abs().max().item()
-        assert torch.allclose(weight.grad / ROWS, expected, rtol=1e-4, atol=close)
+        assert torch.allclose(weight.grad / counted, expected, rtol=1e-4, atol=close)
 
 
 def test_the_first_loss_of_pairs_without_a_margin_is_ln_2(make_policy: MakePolicy) -> None:
@@ -208,8 +292,8 @@ def test_a_saved_model_is_a_sequence_classifier_of_transformers(
     assert rewards.tolist() == pytest.approx(found, rel=1e-5, abs=1e-5)
 
 
-def run(bench: Bench, policy: Policy, kind: str, *, stop_at: int = 0) -> OfflineRun:
-    packs = pairs() if kind == "pairs" else scored()
+def run(bench: Bench, policy: Policy, kind: RewardKind, *, stop_at: int = 0) -> OfflineRun:
+    packs = PACKS[kind]()
     rows = [TokenizedRow(line, (pack,)) for line, pack in enumerate(packs, start=1)]
     attempt = bench.attempt()
     own = trainer(policy, kind)
@@ -225,10 +309,10 @@ def run(bench: Bench, policy: Policy, kind: str, *, stop_at: int = 0) -> Offline
     )
 
 
-@pytest.mark.parametrize("kind", ["pairs", "scores"])
+@pytest.mark.parametrize("kind", ["pairs", "scores", "steps"])
 @pytest.mark.parametrize("stop_at", [1, 3, 8])
 def test_a_run_that_is_stopped_and_resumed_ends_as_if_it_had_not_been(
-    bench: Bench, make_policy: MakePolicy, kind: str, stop_at: int
+    bench: Bench, make_policy: MakePolicy, kind: RewardKind, stop_at: int
 ) -> None:
     assert asyncio.run(run(bench, make_policy(), kind, stop_at=stop_at).train()) is RunOutcome.INTERRUPTED
     bench.again()
@@ -318,11 +402,15 @@ class Folder:
 
 
 def read(
-    folder: Path, policy: Policy, *, rank: int = 4, tokenizer: PreTrainedTokenizerBase | None = None
+    folder: Path,
+    policy: Policy,
+    *,
+    kind: RewardKind = "pairs",
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> LoadedRewardModel:
-    shape = {"lora_rank": rank, "lora_alpha": 8, "lora_targets": "all-linear"}
+    shape = {"lora_rank": 4, "lora_alpha": 8, "lora_targets": "all-linear"}
     rendering: dict[str, Any] = {"chat_template": None, "chat_template_kwargs": {}}
-    parent = Parent("ft:tiny:rm", "ftjob-1", 9, "ckpt-1", "adapter", shape | rendering, True)
+    parent = Parent("ft:tiny:rm", "ftjob-1", 9, "ckpt-1", "adapter", shape | rendering, kind)
     return read_reward_model(parent, policy, tokenizer or policy.tokenizer, template(policy), Folder(folder))
 
 
@@ -449,3 +537,64 @@ def test_the_reward_is_read_at_the_token_that_ends_the_answer(make_policy: MakeP
     plain = [each.item() for each in of_pack(policy, head, pack)]
     policy.use(Route("packed"))
     assert reward_head.rewards(policy, head, tensors).tolist() == pytest.approx(plain, abs=1e-5)
+
+
+SUMS = ["1 + 1 = 2", "2 + 3 = 5", "4 + 4 = 8", "3 + 6 = 9"]
+WRONG = ["1 + 1 = x", "2 + 3 = x", "4 + 4 = x", "3 + 6 = x"]
+
+
+def stepwise_row(number: int) -> dict[str, Any]:
+    """Lines of sums; those that end in x are wrong."""
+    right = [(number >> bit) % 2 == 0 for bit in range(3)]
+    lines = [(SUMS if good else WRONG)[(number + place) % 4] for place, good in enumerate(right)]
+    answer = {"role": "assistant", "content": "\n".join(lines)}
+    asked = {"role": "user", "content": f"Add {number}."}
+    return {"messages": [asked, answer], "step_labels": [int(good) for good in right]}
+
+
+@pytest.fixture(scope="module")
+def bytes_policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
+    folder = make_byte_model(tmp_path_factory.mktemp("bytes"))
+    base = load_base("bytes", BaseModelEntry(path=folder, dtype="float32", context=256), folder, "cpu")
+    return Policy(base, rank=4, alpha=8, seed=0)
+
+
+def test_a_process_reward_model_tells_the_wrong_step(bytes_policy: Policy, tmp_path: Path) -> None:
+    policy = bytes_policy
+    rows = [reward_packs(stepwise_row(number), template(policy))[0] for number in range(48)]
+    fast = {"optimizer": {"learning_rate": 0.01}}
+    asked = RewardHyperparameters.model_validate({"batch_size": 8, "n_epochs": 8, "advanced": fast})
+    resolved = resolve("reward_model", asked, rows=48, parameters=1000, reward_kind="steps")
+    own = RewardTrainer(
+        policy, head_of(policy), resolved, token_budget=4096, scale=Scale.of_steps(), measured=[]
+    )
+    for step in range(resolved.total_steps):
+        own.step(rows[step % 6 * 8 :][:8])
+    assert own.measure(rows).reward_accuracy == 1.0
+    own.save(tmp_path / "adapter")
+    for parameter in policy.trainable:
+        torch.nn.init.zeros_(parameter)
+
+    model = read(tmp_path, policy, kind="steps")
+    text = "4 + 4 = 8\n\n3 + 6 = x\n2 + 3 = 5"
+    [[scores]] = asyncio.run(PolicyScores(policy, [model], 4096).score([(prompts(1)[0], [text])]))
+    grade = asyncio.run(RewardModel("rm", "ft:tiny:rm").grade(Sample(text, model_scores=scores), {}))
+
+    first, second, third = grade.steps
+    assert [step.end for step in grade.steps] == step_ends(text)
+    assert second.score < 0.2 and first.score > 0.8 and third.score > 0.5
+    assert grade.score == second.score
+
+
+def test_a_step_ends_at_the_token_that_completes_its_line(bytes_policy: Policy) -> None:
+    row = stepwise_row(0)
+    [pack] = reward_packs(row, template(bytes_policy))
+
+    tensors = tensors_of([pack])
+
+    read_at = tensors.column_M.tolist()
+    spelt = [bytes_policy.tokenizer.decode(tensors.input_ids[0, : end + 1]) for end in read_at]
+    answer = row["messages"][-1]["content"]
+    first, second, _ = step_ends(answer)
+    assert spelt[0].endswith(answer[:first]) and spelt[1].endswith(answer[:second])
+    assert tensors.input_ids[0, read_at[2]].item() in bytes_policy.stop_ids

@@ -344,9 +344,9 @@ class Tensors:
     sampled_logp_M: Tensor  # float32 [M]
     advantage_M: Tensor  # float32 [M]
     weight_M: Tensor  # float32 [M]
-    score_M: Tensor  # float32 [M]: of the row of a reward model
     allowed_M: Tensor | None = None  # int32 [M, V / 32]: bits of the tokens that the sampler could have drawn
     teacher_logp_M: Tensor | None = None  # float32 [M], in jobs with a teacher
+    score_M: Tensor | None = None  # float32 [M], of rows of a reward model
 
 
 def row_width(tokens: int, device: torch.device | str) -> int:
@@ -392,7 +392,7 @@ def tensors_of(packs: Sequence[Pack], device: torch.device | str = "cpu") -> Ten
             teacher_logp += compress(answer.teacher_T, learned)
             lengths.append(sum(learned))
             row += [b] * lengths[-1]
-            score += [answer.score] * lengths[-1]
+            score += answer.scores
             weight += [answer.weight] * lengths[-1]
             at += read
     return Tensors(
@@ -409,5 +409,5 @@ def tensors_of(packs: Sequence[Pack], device: torch.device | str = "cpu") -> Ten
         teacher_logp_M=torch.tensor(teacher_logp, dtype=torch.float32, device=device)
         if teacher_logp
         else None,
-        score_M=torch.tensor(score, dtype=torch.float32, device=device),
+        score_M=torch.tensor(score, dtype=torch.float32, device=device) if score else None,
     )

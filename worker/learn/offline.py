@@ -274,7 +274,7 @@ class OfflineTrainer:
         norm = self.optimizer.step(totals.pairs or totals.tokens, self.steps_taken)
         self.steps_taken += 1  # also of a skipped step, so that the schedule depends on the step alone
         self.beat()
-        return OfflineMetrics.of(totals, grad_norm=norm, skipped=norm is None)
+        return self.metrics(totals, grad_norm=norm, skipped=norm is None)
 
     def measure(self, packs: Sequence[Pack]) -> OfflineMetrics:
         """The metrics of these rows under the current policy."""
@@ -282,7 +282,10 @@ class OfflineTrainer:
         for first in range(0, len(packs), 64):
             totals += self.gradient.measure(packs[first : first + 64])
             self.beat()
-        return OfflineMetrics.of(totals)
+        return self.metrics(totals)
+
+    def metrics(self, totals: Totals, **update: Any) -> OfflineMetrics:
+        return OfflineMetrics.of(totals, **update)
 
     def start_from_policy(self) -> None:
         """Take the current adapter for the reference, in place of the base model."""

@@ -51,12 +51,17 @@ class Scale:
         """By which rewards that were learned as (score - mean) / std are scores again."""
         return cls(-mean / std, 1 / std)
 
+    @classmethod
+    def of_steps(cls) -> "Scale":
+        """By which rewards stay as they are."""
+        return cls(0.0, 1.0)
+
     def score(self, reward: float) -> float:
         return (reward - self.mean) / self.std
 
 
 def rewards(policy: Policy, head: RewardHead, tensors: Tensors) -> Tensor:
-    """The reward [N] of each answer of packs that are `worker.offline.rows.scored_at_the_end`."""
+    """The rewards [N] at the learned tokens of packs, which end answers or steps."""
     hidden = policy.hidden(tensors.input_ids, tensors.position_ids, tensors.segment)
     return head(hidden[tensors.row_M, tensors.column_M])
 

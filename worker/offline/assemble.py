@@ -9,10 +9,9 @@ from pathlib import Path
 import torch
 
 from core.jobs import offline_hyperparameters
-from core.jobs.methods import REWARD_MODEL
 from core.results.lineage import Parent, start_name
 from core.settings import Settings
-from core.storage.offline_rows import FORMS, is_scored
+from core.storage.offline_rows import FORMS, reward_kind
 from worker.assemble import BaseModel, inspect_model, refuse_absent_targets
 from worker.attempt import Attempt
 from worker.heartbeat import Beat
@@ -66,9 +65,9 @@ def assemble(
     )
     base = inspect_model(job.model, settings, 1, samples=False)
     asked = offline_hyperparameters.asked(job.method, job.body["hyperparameters"])
-    scored = job.method == REWARD_MODEL and is_scored(train[0].item)
+    kind = reward_kind(train[0].item)
     resolved = offline_hyperparameters.resolve(
-        job.method, asked, rows=len(train), parameters=base.shape.parameters, scored=scored
+        job.method, asked, rows=len(train), parameters=base.shape.parameters, reward_kind=kind
     )
     parent = Parent.of(job)
     resolved = offline_hyperparameters.kept(continuing(resolved, parent), job.resolved)
@@ -82,8 +81,8 @@ def assemble(
     tokens = partial(tokenize, job.method, template=template, context=base.entry.context, beat=beat)
     train_rows = tokens(train, file=job.training_file, field="training_file")
     valid_rows = tokens(valid, file=job.validation_file or "", field="validation_file")
-    scale = None
-    if scored:
+    scale = Scale.of_steps() if kind == "steps" else None
+    if resolved.reward_kind == "scores":
         scale, [train_rows, valid_rows] = standardized([train_rows, valid_rows])
     plan = plan_memory(job.model, base, resolved, [*train_rows, *valid_rows], settings)
     beat()
@@ -155,7 +154,9 @@ def standardized(files: Sequence[Sequence[TokenizedRow]]) -> tuple[Scale, list[l
     Raises:
         UserMistake: all scores of the first file are equal.
     """
-    scores = [one.score for row in files[0] for pack in row.packs for one in pack.sequences]
+    scores = [
+        score for row in files[0] for pack in row.packs for one in pack.sequences for score in one.scores
+    ]
     mean, std = statistics.fmean(scores), statistics.pstdev(scores)
     if std == 0.0:
         same = "All answers have the same score: there is nothing to learn."
@@ -163,7 +164,11 @@ def standardized(files: Sequence[Sequence[TokenizedRow]]) -> tuple[Scale, list[l
 
     def changed(pack: Pack) -> Pack:
         return replace(
-            pack, sequences=tuple(replace(one, score=(one.score - mean) / std) for one in pack.sequences)
+            pack,
+            sequences=tuple(
+                replace(one, scores=tuple((score - mean) / std for score in one.scores))
+                for one in pack.sequences
+            ),
         )
 
     return Scale.undoing(mean, std), [

@@ -8,8 +8,9 @@ from typing import Any, Literal
 
 from core.jobs.methods import REWARD_MODEL
 from core.storage.datasets import Example
-from core.storage.offline_rows import is_learned, is_scored
+from core.storage.offline_rows import is_learned, reward_kind, step_ends
 from worker.refusals import ChatTemplateFailed, UserMistake
+from worker.rollout.steps import token_ends
 from worker.types import Pack, TrainingSequence
 
 Message = Mapping[str, Any]
@@ -26,6 +27,7 @@ class ChatTemplate:
     render: Render
     stop_ids: frozenset[int]  # the tokens that end an answer
     eos_id: int  # ends an answer whose rendering has no such token
+    decode: Callable[[Sequence[int]], str]  # without special tokens
 
 
 @dataclass(frozen=True)
@@ -115,22 +117,55 @@ def preference_packs(row: Mapping[str, Any], template: ChatTemplate) -> list[Pac
 
 
 def reward_packs(row: Mapping[str, Any], template: ChatTemplate) -> list[Pack]:
-    """One pack: both answers of a pair with its margin, or an answer with its score; `scored_at_the_end`."""
-    if is_scored(row):
-        *before, answer = row["messages"]
-        pack = answers_pack(before, [answer], row.get("tools") or [], template)
-        return [scored_at_the_end(pack, float(row["score"]))]
-    return [scored_at_the_end(preference_packs(row, template)[0], float(row.get("margin") or 0.0))]
+    """One pack: both answers of a pair with its margin, or an answer with its score or the labels of its steps."""
+    kind = reward_kind(row)
+    if kind == "pairs":
+        return [scored_at_the_end(preference_packs(row, template)[0], float(row.get("margin") or 0.0))]
+    *before, answer = row["messages"]
+    pack = answers_pack(before, [answer], row.get("tools") or [], template)
+    if kind == "steps":
+        return [scored_at_steps(pack, answer["content"], template, row["step_labels"])]
+    return [scored_at_the_end(pack, float(row["score"]))]
 
 
 def scored_at_the_end(pack: Pack, score: float = 0.0) -> Pack:
     """The pack with each answer's last token as an input, and nothing else of it learned: a reward is read there."""
-    ended = []
-    for one in pack.sequences:
-        ids_T = (*one.output_ids_T, one.output_ids_T[-1])  # the second is never read
-        last = (False,) * (len(ids_T) - 1) + (True,)
-        ended.append(replace(_sequence(ids_T, last), score=score))
-    return Pack(pack.prompt_ids, tuple(ended))
+    return Pack(
+        pack.prompt_ids,
+        tuple(_scored(one.output_ids_T, [len(one.output_ids_T)], [score]) for one in pack.sequences),
+    )
+
+
+def scored_at_steps(
+    pack: Pack, answer: str, template: ChatTemplate, labels: Sequence[float] | None = None
+) -> Pack:
+    """The pack of one answer, of which the tokens that end steps are learned (`step_ends`).
+
+    Raises:
+        ChatTemplateFailed: the template does not render the text of the answer as it is.
+    """
+    [one] = pack.sequences
+    ids_T, ends = one.output_ids_T, step_ends(answer)
+
+    def decode(ids: Sequence[int]) -> str:
+        return template.decode(ids).lstrip()
+
+    text = answer.lstrip()
+    cut = len(answer) - len(text)  # templates strip answers
+    if not decode(ids_T).startswith(text.rstrip()):
+        raise ChatTemplateFailed(
+            "the chat template changes the text of the answer, so its steps are not found."
+        )
+    tokens = token_ends(ids_T, text.rstrip(), [max(0, end - cut) for end in ends], decode)
+    return Pack(pack.prompt_ids, (_scored(ids_T, tokens, labels or [0.0] * len(tokens)),))
+
+
+def _scored(ids_T: Sequence[int], ends: Sequence[int], scores: Sequence[float]) -> TrainingSequence:
+    """An answer whose rewards are read at the tokens that end at `ends`, counted from 1."""
+    read = dict(zip(ends, scores, strict=True))  # of two steps that end within one token, the second counts
+    learned = tuple(place in read for place in range(len(ids_T) + 1))
+    whole = (*ids_T, ids_T[-1])  # so that the last token is an input; the copy is never read
+    return replace(_sequence(whole, learned), scores=tuple(float(read[end]) for end in sorted(read)))
 
 
 def answers_pack(

@@ -30,4 +30,5 @@ def template_of(source: Path | str, tokenizer: PreTrainedTokenizerBase) -> ChatT
         ),
         stop_ids=stops,
         eos_id=min(stops) if eos is None else int(eos),
+        decode=lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True)),
     )

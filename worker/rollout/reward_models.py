@@ -1,6 +1,7 @@
 """Score the answers of a step by reward models: adapters on the policy's base that take its place for a while."""
 
 import asyncio
+import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,18 +15,21 @@ from transformers import PreTrainedTokenizerBase
 
 from core.results.lineage import Parent
 from core.storage.manifests import Damaged
+from core.storage.offline_rows import step_ends
+from graders.types import MAX_STEPS, StepScore
 from worker.learn.batch import tensors_of
 from worker.learn.offline import whole_batches
 from worker.model import reward_head
 from worker.model.parent import Adapters
 from worker.model.policy import REWARD_HEAD, Policy
 from worker.model.reward_head import RewardHead, Scale
-from worker.offline.rows import ChatTemplate, answers_pack, scored_at_the_end
+from worker.offline.rows import ChatTemplate, answers_pack, scored_at_steps, scored_at_the_end
 from worker.refusals import ChatTemplateFailed, InvalidModel, UserMistake
 from worker.types import Pack, Prompt
 
 # Of one answer, by the name of the model; a text says why there is none.
-Scores = Mapping[str, float | str]
+Score = float | tuple[StepScore, ...] | str
+Scores = Mapping[str, Score]
 
 
 class AnswerScores(Protocol):
@@ -41,6 +45,18 @@ class LoadedRewardModel:
     head: RewardHead
     scale: Scale
     template: ChatTemplate  # of the answers that it learned from
+    of_steps: bool = False  # a process reward model: the scores are probabilities that steps are right
+
+    def scores(self, rewards_J: Sequence[float], text: str) -> Score:
+        """The score of an answer from its rewards: one, or one for each of its steps."""
+        if not self.of_steps:
+            return self.scale.score(rewards_J[0])
+        ends = step_ends(text)
+        if len(ends) > MAX_STEPS:
+            return f"the answer has {len(ends)} steps, more than {MAX_STEPS}"
+        if len(ends) != len(rewards_J):
+            return "two steps of the answer end within one token"
+        return tuple(StepScore(sigmoid(reward), end) for reward, end in zip(rewards_J, ends, strict=True))
 
 
 @dataclass
@@ -68,10 +84,10 @@ class PolicyScores:
     @torch.no_grad()
     def _of_model(
         self, model: LoadedRewardModel, answers_P: Sequence[tuple[Prompt, Sequence[str]]]
-    ) -> list[list[float | str]]:
-        scores_PG: list[list[float | str]] = [["" for _ in texts_G] for _, texts_G in answers_P]
+    ) -> list[list[Score]]:
+        scores_PG: list[list[Score]] = [["" for _ in texts_G] for _, texts_G in answers_P]
         packs: list[Pack] = []
-        places: dict[int, tuple[int, int]] = {}  # of a sequence, by its identity
+        places: dict[int, tuple[int, int, str]] = {}  # of a sequence, by its identity: where and what it is
         for p, (prompt, texts_G) in enumerate(answers_P):
             for g, text in enumerate(texts_G):
                 try:
@@ -86,21 +102,24 @@ class PolicyScores:
                     )
                     continue
                 packs.append(pack)
-                places[id(pack.sequences[0])] = p, g
+                places[id(pack.sequences[0])] = p, g, text
         rows = self.policy.route.forward == "rows"
         with self.policy.wearing(model.weights):
             for part in whole_batches(packs, self.token_budget, self.policy.device, rows=rows):
                 rewards_N = reward_head.rewards(self.policy, model.head, tensors_of(part, self.policy.device))
-                for pack, reward in zip(part, rewards_N.tolist(), strict=True):
-                    p, g = places[id(pack.sequences[0])]
-                    scores_PG[p][g] = model.scale.score(reward)
+                left = rewards_N.tolist()
+                for [one] in (pack.sequences for pack in part):
+                    p, g, text = places[id(one)]
+                    own, left = left[: sum(one.learned_T)], left[sum(one.learned_T) :]
+                    scores_PG[p][g] = model.scores(own, text)
                 self.beat()
         return scores_PG
 
     @staticmethod
     def _pack(model: LoadedRewardModel, prompt: Prompt, text: str) -> Pack:
         answer = {"role": "assistant", "content": text}
-        return scored_at_the_end(answers_pack(prompt.item["messages"], [answer], [], model.template))
+        pack = answers_pack(prompt.item["messages"], [answer], [], model.template)
+        return scored_at_steps(pack, text, model.template) if model.of_steps else scored_at_the_end(pack)
 
 
 def read_reward_model(
@@ -132,7 +151,12 @@ def read_reward_model(
         weights = policy.fitted(tensors, parent.settings["lora_alpha"] / parent.settings["lora_rank"])
     except InvalidModel as cause:
         raise _unusable(parent, str(cause)) from cause
-    return LoadedRewardModel(parent.model, weights, head, scale, template)
+    of_steps = parent.reward_kind == "steps"
+    return LoadedRewardModel(parent.model, weights, head, scale, template, of_steps)
+
+
+def sigmoid(reward: float) -> float:
+    return 1 / (1 + math.exp(-reward)) if reward >= 0 else 1 - sigmoid(-reward)
 
 
 def _unusable(parent: Parent, why: str) -> UserMistake:

@@ -4,7 +4,7 @@ The order is OpenAI's: a file in the format of another method is reported as tha
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 
 from core.database.engine import Database
@@ -14,7 +14,7 @@ from core.jobs.claim import Claim
 from core.jobs.methods import FORMATS, REWARD_MODEL
 from core.storage import files
 from core.storage.datasets import Example, InvalidDataset, read_objects
-from core.storage.offline_rows import FORMS, MAX_ROWS, MIN_ROWS, format_of, is_scored
+from core.storage.offline_rows import FORMS, MAX_ROWS, MIN_ROWS, format_of, reward_kind
 from core.storage.store import BlobNotFound, BlobStore
 from worker.supervise.bad_files import BadFile, failed
 
@@ -48,11 +48,8 @@ def validate_offline(
         if job.validation_file is not None:
             found = stored.get(job.validation_file)
             valid_rows = checked(blobs, found, job.method, "validation_file", progressed)
-        if job.method == REWARD_MODEL and len({is_scored(row.item) for row in [*rows, *valid_rows]}) == 2:
-            raise BadFile(
-                "validation_file",
-                "One of the files has pairs, and the other answers with scores; use the same.",
-            )
+        if job.method == REWARD_MODEL and len(kinds := _kinds([*rows, *valid_rows])) > 1:
+            raise BadFile("validation_file", f"One of the files has {kinds[0]}, and the other {kinds[1]}.")
     except BadFile as bad:
         return failed(database, claim, bad)
     learned = {json.dumps(row.item, sort_keys=True) for row in rows}
@@ -96,11 +93,16 @@ def checked(
         raise BadFile(param, f"{name.capitalize()} {file.id}: {cause}") from cause
     except files.FileDamaged as damage:
         raise BadFile(param, str(damage)) from damage
-    if method == REWARD_MODEL and len({is_scored(row.item) for row in rows}) == 2:
+    if method == REWARD_MODEL and len(kinds := _kinds(rows)) > 1:
         raise BadFile(
-            param, f"{name.capitalize()} {file.id} has both pairs and answers with scores; use one of them."
+            param, f"{name.capitalize()} {file.id} has rows with {' and with '.join(kinds)}; use one kind."
         )
     return rows
+
+
+def _kinds(rows: Sequence[Example]) -> list[str]:
+    """What the rows of a reward model have."""
+    return sorted({reward_kind(row.item) for row in rows})
 
 
 def refuse_other_format(blobs: BlobStore, file: File, method: str, param: str) -> None:
