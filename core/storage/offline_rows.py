@@ -107,7 +107,7 @@ def _label_problems(labels: Any, answer: Any) -> Iterator[Problem]:
 
 
 def reward_kind(row: Mapping[str, Any]) -> RewardKind:
-    """What a row of a reward model has."""
+    """Return what a reward model learns from this row."""
     if "step_labels" in row:
         return "steps"
     return "scores" if "messages" in row else "pairs"

@@ -101,7 +101,7 @@ def checked(
 
 
 def _kinds(rows: Sequence[Example]) -> list[str]:
-    """What the rows of a reward model have."""
+    """Return what a reward model learns from these rows."""
     return sorted({reward_kind(row.item) for row in rows})
 
 
