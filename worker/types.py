@@ -79,7 +79,7 @@ class TrainingSequence:
 
     output_ids_T: tuple[int, ...]
     logprobs_T: tuple[float, ...]
-    advantages_T: tuple[float, ...]
+    advantages_T: tuple[float, ...]  # with rewards of tokens: the answer's reward, at each token
     weight: float  # of each token; the weights of a step contain the whole normalisation of its loss
     grammar_start: int = 0  # as in Rollout
     forced: int = 0  # as in Rollout: these tokens are not trained on

@@ -49,7 +49,8 @@ FLAT = {
     "supervision": Flat(
         ("loss", "supervision"),
         "outcome",
-        "losses 'gspo' and 'rloo' have one ratio per answer, so they need supervision 'outcome'",
+        "losses 'gspo' and 'rloo' have one ratio per answer, and 'reinforce_plus_plus' has one reward per answer, so "
+        "they need supervision 'outcome'",
     ),
     "group_size": Flat(("sampling", "group_size"), "auto"),
     "learning_rate": Flat(("optimizer", "learning_rate"), "auto"),

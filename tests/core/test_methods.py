@@ -162,6 +162,41 @@ def test_the_kl_is_estimated_by_k3_where_there_is_one() -> None:
     assert resolved({"kl": 0.1, "kl_estimator": "k1"}).kl_estimator == "k1"
 
 
+def test_the_kl_in_a_reward_is_estimated_by_k1() -> None:
+    loss = {"loss": "reinforce_plus_plus"}
+
+    assert resolved(loss).kl_estimator is None
+    assert resolved(loss | {"kl": 0.1}).kl_estimator == "k1"
+    assert resolved(loss | {"kl": 0.1, "kl_estimator": "k1"}).kl_estimator == "k1"
+
+
+@pytest.mark.parametrize("loss", ["reinforce_plus_plus"])
+@pytest.mark.parametrize(
+    ("advanced", "says"),
+    [
+        ({"off_policy_steps": 1}, "off_policy_steps cannot be combined with loss '{}'"),
+        ({"overlap": True}, "overlap cannot be combined with loss '{}'"),
+        ({"resample_prompts": 8}, "resample_prompts cannot be combined with loss '{}'"),
+        ({"stop_after_silent_steps": 2}, "stop_after_silent_steps cannot be combined with loss '{}'"),
+        ({"fail_below_signal": 0.1}, "fail_below_signal cannot be combined with loss '{}'"),
+        ({"kl": 0.1, "kl_estimator": "k3"}, "kl_estimator 'k3' cannot be combined with loss '{}'"),
+        ({"kl": {"weight": 0.1, "estimator": "k3"}}, "kl.estimator 'k3' cannot be combined with loss '{}'"),
+        (
+            {"schedule": {"type": "on_policy", "resample_prompts": 8}},
+            "schedule.resample_prompts cannot be combined with loss '{}'",
+        ),
+        ({"supervision": "process"}, "'{}' has one reward per answer"),
+        ({"normalize": "signal"}, "normalize"),
+        ({"advantage_scale": "group"}, "advantage_scale"),
+    ],
+)
+def test_rewards_of_tokens_refuse_what_they_cannot_be_combined_with(
+    loss: str, advanced: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ValidationError, match=says.format(loss)):
+        ask({"loss": loss} | advanced)
+
+
 def test_the_samplers_gap_is_corrected_up_to_twice() -> None:
     assert (resolved().importance, resolved().importance_cap) == ("truncate", 2.0)
     assert resolved({"importance": "mask", "importance_cap": 1.5}).importance_cap == 1.5
@@ -445,7 +480,9 @@ NEEDS = {
 }
 
 choices = {
-    "loss": st.sampled_from(["grpo", "dr_grpo", "bnpo", "dapo", "cispo", "gspo", "rloo"]),
+    "loss": st.sampled_from(
+        ["grpo", "dr_grpo", "bnpo", "dapo", "cispo", "gspo", "rloo", "reinforce_plus_plus"]
+    ),
     "overlong": st.sampled_from(["score", "mask", "soft"]),
     "importance": st.sampled_from(["truncate", "mask", "none"]),
     "kl": st.sampled_from([0.0, 0.1]),

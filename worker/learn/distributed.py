@@ -18,6 +18,7 @@ from core.jobs.hyperparameters import Resolved
 from worker.learn.deal import deal
 from worker.learn.gradient import OwnGradient
 from worker.learn.rank_model import Model
+from worker.learn.token_rewards import Moments
 from worker.learn.totals import Totals
 from worker.learn.world import World
 from worker.model import recompute, sharding, support
@@ -58,6 +59,17 @@ class RememberPacks:
 
 
 @dataclass(frozen=True)
+class RewardTokens:
+    pass
+
+
+@dataclass(frozen=True)
+class NormalizeAdvantages:
+    mean: float
+    std: float
+
+
+@dataclass(frozen=True)
 class RepeatPacks:
     std: float
     part: int
@@ -78,7 +90,17 @@ class WatchReference:
     """Rank 0 computes the reference of one pack."""
 
 
-Order = ReceiveAdapter | AddPacks | RememberPacks | RepeatPacks | SumGradients | EndStep | WatchReference
+Order = (
+    ReceiveAdapter
+    | AddPacks
+    | RememberPacks
+    | RewardTokens
+    | NormalizeAdvantages
+    | RepeatPacks
+    | SumGradients
+    | EndStep
+    | WatchReference
+)
 
 
 class DistributedGradient:
@@ -108,6 +130,13 @@ class DistributedGradient:
     def _hands(self, packs: Sequence[Pack]) -> list[list[Pack]]:
         """The packs of each rank."""
         return deal(packs, self.world.size, rows=self.own.policy.route.forward == "rows")
+
+    def reward_tokens(self) -> Moments:
+        moments: list[Moments] = self._order([RewardTokens()] * self.world.size)
+        return reduce(add, moments)
+
+    def normalize(self, mean: float, std: float) -> None:
+        self._order([NormalizeAdvantages(mean, std)] * self.world.size)
 
     def again(self, std: float, part: int = 0) -> None:
         self._share_adapter()
@@ -143,7 +172,7 @@ class DistributedGradient:
 
 
 def carry_out(order: Order, own: OwnGradient, world: World) -> Any:
-    """Do what all ranks do together. SumGradients returns the totals of all ranks on rank 0.
+    """Do what all ranks do together. RewardTokens and SumGradients return the results of all ranks on rank 0.
 
     A forward or backward pass of a sharded base is a collective operation, so all ranks compute as many of each kind:
     the one with the fewest micro-batches fills up with passes that add nothing.
@@ -167,9 +196,13 @@ def carry_out(order: Order, own: OwnGradient, world: World) -> Any:
             parts = list(own.micro_batches(packs))
             missing = world.most(len(parts)) - len(parts)
             own.remember_micro_batches(parts, part)
-            own.fill_up(missing, part)
+            own.fill_up(missing, part, remembered=True)
         case RememberPacks(packs, part):
             own.remember(packs, part)
+        case RewardTokens():
+            return world.gather(own.reward_tokens())
+        case NormalizeAdvantages(mean, std):
+            own.normalize(mean, std)
         case RepeatPacks(std, part):
             own.again(std, part)
         case WatchReference() if world.rank == 0:

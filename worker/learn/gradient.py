@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from core.jobs.hyperparameters import Resolved
-from worker.learn import grpo
+from worker.learn import grpo, token_rewards
 from worker.learn.batch import RowCost, Tensors, micro_batches, tensors_of
 from worker.learn.row_cost import row_cost
+from worker.learn.token_rewards import Moments
 from worker.learn.totals import Totals
 from worker.model.policy import Policy
 from worker.model.sizing import HEAD_CHUNK
@@ -33,6 +34,7 @@ class Gradient(Protocol):
     """The gradient of one step. Call `add` any number of times, then `collect`; per further pass `again`, `collect`.
 
     With mini-batches, call `remember` for all but the first part before its `collect`, then `again` for each of them.
+    With rewards of tokens, call `remember` for all parts, `reward_tokens`, `normalize`, then `again` for each part.
     """
 
     @property
@@ -46,6 +48,14 @@ class Gradient(Protocol):
 
     def remember(self, packs: Sequence[Pack], part: int) -> None:
         """Keep the packs of a mini-batch, with their log-probabilities under the policy that sampled them."""
+        ...
+
+    def reward_tokens(self) -> Moments:
+        """Compute the advantages of all remembered tokens, and return their moments."""
+        ...
+
+    def normalize(self, mean: float, std: float) -> None:
+        """Normalize the advantages of all remembered tokens."""
         ...
 
     def again(self, std: float, part: int = 0) -> None:
@@ -103,11 +113,29 @@ class OwnGradient:
             reference = self._reference_logprobs(tensors) if self.settings.kl > 0 else None
             self._batches.append(Batch(packs, part, self.logprobs(tensors)[0], reference))
 
-    def fill_up(self, missing: int, part: int = 0) -> None:
+    def reward_tokens(self) -> Moments:
+        settings, moments = self.settings, Moments()
+        for batch in self._batches:
+            tensors = self.tensors(batch.packs)
+            assert batch.old_logp is not None, "the micro-batches are remembered"
+            kl_M = torch.zeros_like(batch.old_logp)
+            if batch.ref_logp is not None:
+                kl_M = grpo.kl_k1(batch.old_logp, batch.ref_logp)
+            reward_M = token_rewards.token_rewards(tensors.advantage_M, kl_M, tensors.answer_M, settings.kl)
+            batch.advantage = token_rewards.reinforce_plus_plus(reward_M, tensors.answer_M)
+            moments += Moments.of(batch.advantage)
+        return moments
+
+    def normalize(self, mean: float, std: float) -> None:
+        for batch in self._batches:
+            assert batch.advantage is not None, "`reward_tokens` comes first"
+            batch.advantage = token_rewards.normalized(batch.advantage, mean, std).float()
+
+    def fill_up(self, missing: int, part: int = 0, *, remembered: bool = False) -> None:
         """Gather the layers of a sharded base for as many micro-batches of other ranks, also in later passes."""
         self._filled_up[part] += missing
         for _ in range(missing):
-            if part:
+            if remembered:
                 self._gather_along_memory()
             else:
                 self._gather_along(first=True)
@@ -162,7 +190,7 @@ class OwnGradient:
         # Without a correction the ratio is to the sampler's probabilities, so the clip also acts on their gap.
         old_M = batch.old_logp if settings.importance != "none" else sampled_M
         importance_M = grpo.importance_weight(old_M, sampled_M, settings.importance, settings.importance_cap)
-        advantage_M = tensors.advantage_M
+        advantage_M = tensors.advantage_M if batch.advantage is None else batch.advantage
         if tensors.teacher_logp_M is not None:
             advantage_M = grpo.distillation_advantages(batch.old_logp, tensors.teacher_logp_M)
         part = grpo.loss(
@@ -173,7 +201,8 @@ class OwnGradient:
             answer_M,
             name=settings.loss,
             bounds=settings.ratio_bounds,
-            kl=settings.kl * std,
+            # A penalty in the reward is in the advantages already.
+            kl=0.0 if settings.has_token_rewards else settings.kl * std,
             kl_estimator=settings.kl_estimator,
             ref_logp=batch.ref_logp,
         )
@@ -318,3 +347,4 @@ class Batch:
     part: int = 0  # the mini-batch
     old_logp: Tensor | None = None
     ref_logp: Tensor | None = None
+    advantage: Tensor | None = None  # with rewards of tokens

@@ -109,11 +109,14 @@ class PeftTrainer:
         _, std = divisors(shares, settings)
         parts = in_mini_batches(shares, settings.mini_batches, seed=self.steps_taken)
         wholes = [divisors(part, settings)[0] for part in parts]
-        if len(parts) > 1:
-            self._waiting = parts[0]
-            for number, part in enumerate(parts[1:], start=1):
-                self.gradient.remember(_packs(part), number)
-        self._compute_waiting(std)
+        if settings.has_token_rewards:
+            self._reward_tokens(parts)
+        else:
+            if len(parts) > 1:
+                self._waiting = parts[0]
+                for number, part in enumerate(parts[1:], start=1):
+                    self.gradient.remember(_packs(part), number)
+            self._compute_waiting(std)
         passes = [self.gradient.collect()]
         self._check_sampler(passes[0])
         watched = self.gradient.watched_kl() if settings.kl == 0 else None
@@ -152,6 +155,16 @@ class PeftTrainer:
             logprob_gap_ess=first.effective_sample_size,
             skipped=len(norms) < len(passes),
         )
+
+    def _reward_tokens(self, parts: Sequence[Sequence[Share]]) -> None:
+        """Compute the advantages of all tokens of the step, then the gradient of the first mini-batch."""
+        assert self.settings.std is not None
+        for number, part in enumerate(parts):
+            self.gradient.remember(_packs(part), number)
+        self._waiting = []
+        moments = self.gradient.reward_tokens()
+        self.gradient.normalize(moments.mean, moments.std(self.settings.std))
+        self.gradient.again(1.0, 0)
 
     def _check_sampler(self, first: Totals) -> None:
         """Check the sampler before the first update of the step, so that a refused step changes nothing.
