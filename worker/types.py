@@ -126,4 +126,6 @@ class UpdateMetrics:
     logprob_gap_ess: float | None = (
         None  # effective sample size of the weights pi_trainer / pi_sampler, 1 at best
     )
+    value_loss: float | None = None  # with a value head, like the next
+    explained_variance: float | None = None  # of the returns by the values before the update
     skipped: bool = False  # a gradient was not finite, so the step was not taken

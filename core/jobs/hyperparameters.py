@@ -275,6 +275,11 @@ class Resolved(Value):
     learning_rate_schedule: LearningRateSchedule = "constant"
     eval_pass_score: float = 1.0
     mini_batches: int = 1
+    gae_lambda: float | None = None
+    gamma: float | None = None
+    value_clip: float | None = None
+    value_weight: float | None = None
+    value_learning_rate: float | None = None
 
     @property
     def has_token_rewards(self) -> bool:
@@ -313,6 +318,12 @@ ELSEWHERE = {
     "num_iterations": "updates_per_batch",
     "ppo_epochs": "updates_per_batch",
     "num_mini_batches": "mini_batches",
+    "lam": "gae_lambda",
+    "lambd": "gae_lambda",
+    "cliprange": "clip_low",
+    "cliprange_value": "value_clip",
+    "vf_coef": "value_weight",
+    "critic_learning_rate": "value_learning_rate",
     "mask_truncated_completions": "overlong",
     "ref_model_sync_steps": "reference_refresh_steps",
     "vllm_importance_sampling_correction": "importance",
@@ -380,11 +391,16 @@ def resolve(
     eval_samples = _or(asked.eval_samples, 1)
     room = max(2048, context // 4) if reasons else 512
     max_completion_tokens = _or(advanced.sampling.max_completion_tokens, min(room, context // 2))
+    learning_rate = _or(
+        advanced.optimizer.learning_rate,
+        base_learning_rate(parameters) * _or(asked.learning_rate_multiplier, 1.0),
+    )
     automatic = {
         "kl_estimator": "k1" if isinstance(advanced.loss, TokenRewardLoss) else "k3",
         "std": None if advanced.loss.advantage_scale == "none" else "population",
         "group_size": max(2, round(8 * _or(asked.compute_multiplier, 1.0))),
-        "learning_rate": base_learning_rate(parameters) * _or(asked.learning_rate_multiplier, 1.0),
+        "learning_rate": learning_rate,
+        "value_learning_rate": learning_rate,
         "max_completion_tokens": max_completion_tokens,
         "overlong_buffer": max(1, round(0.2 * max_completion_tokens)),
         "chat_template": None,

@@ -73,7 +73,9 @@ def share_of_e(policy: Policy, rollout: Rollout) -> float:
 
 
 @pytest.mark.parametrize(
-    "advanced", [PLAINEST, {"loss": "reinforce_plus_plus", "kl": 0.01}], ids=lambda advanced: advanced["loss"]
+    "advanced",
+    [PLAINEST, {"loss": "reinforce_plus_plus", "kl": 0.01}, {"loss": "ppo", "kl": 0.01}],
+    ids=lambda advanced: advanced["loss"],
 )
 def test_reward_rises_to_where_it_should(advanced: dict[str, Any]) -> None:
     means = learn(18, advanced)

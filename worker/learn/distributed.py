@@ -1,7 +1,7 @@
 """Compute the gradient of a step on all ranks of a world: rank 0 gives orders, the others follow them.
 
-The adapter is replicated in float32. In each pass rank 0 broadcasts it, every rank adds up the gradient of its packs,
-and one all-reduce adds up the ranks. Only rank 0 has an optimizer.
+The adapter and a value head are replicated in float32. In each pass rank 0 broadcasts them, every rank adds up the
+gradient of its packs, and one all-reduce adds up the ranks. Only rank 0 has an optimizer.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +18,7 @@ from core.jobs.hyperparameters import Resolved
 from worker.learn.deal import deal
 from worker.learn.gradient import OwnGradient
 from worker.learn.rank_model import Model
-from worker.learn.token_rewards import Moments
+from worker.learn.token_rewards import StepMoments
 from worker.learn.totals import Totals
 from worker.learn.world import World
 from worker.model import recompute, sharding, support
@@ -131,8 +131,8 @@ class DistributedGradient:
         """The packs of each rank."""
         return deal(packs, self.world.size, rows=self.own.policy.route.forward == "rows")
 
-    def reward_tokens(self) -> Moments:
-        moments: list[Moments] = self._order([RewardTokens()] * self.world.size)
+    def reward_tokens(self) -> StepMoments:
+        moments: list[StepMoments] = self._order([RewardTokens()] * self.world.size)
         return reduce(add, moments)
 
     def normalize(self, mean: float, std: float) -> None:
@@ -177,11 +177,11 @@ def carry_out(order: Order, own: OwnGradient, world: World) -> Any:
     A forward or backward pass of a sharded base is a collective operation, so all ranks compute as many of each kind:
     the one with the fewest micro-batches fills up with passes that add nothing.
     """
-    trainable = own.policy.trainable
+    trainable = own.trainable
     match order:
         case ReceiveAdapter(is_reference=True):
             if own.reference is None:
-                own.reference = [torch.zeros_like(parameter) for parameter in trainable]
+                own.reference = [torch.zeros_like(parameter) for parameter in own.policy.trainable]
             world.broadcast(own.reference)
         case ReceiveAdapter():
             world.broadcast(trainable)

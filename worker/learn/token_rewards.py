@@ -78,3 +78,22 @@ class Moments:
         """Over n (population) or n - 1 (sample); 0 for fewer than two values."""
         degrees = self.count if kind == "population" else self.count - 1
         return math.sqrt(self.squares / degrees) if self.count > 1 else 0.0
+
+
+@dataclass(frozen=True)
+class StepMoments:
+    """Of all tokens of a step, before its first update."""
+
+    advantages: Moments = Moments()
+    returns: Moments = Moments()  # with a value head
+
+    def __add__(self, other: "StepMoments") -> "StepMoments":
+        return StepMoments(self.advantages + other.advantages, self.returns + other.returns)
+
+    @property
+    def explained_variance(self) -> float | None:
+        """1 - Var(R - V) / Var(R), where R - V is the advantage: 1 at best, 0 for a constant.
+
+        None: there are no values, or all returns are equal.
+        """
+        return None if self.returns.squares == 0 else 1 - self.advantages.squares / self.returns.squares
