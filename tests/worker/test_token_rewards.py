@@ -23,6 +23,7 @@ from tests.worker.test_training import (
 )
 from tests.worker.test_updates import MIXED, sampled, weights_of
 from worker.learn import batch, token_rewards
+from worker.learn.gradient import OwnGradient
 from worker.learn.token_rewards import Moments
 from worker.learn.trainer import PeftTrainer
 from worker.model.policy import Policy
@@ -222,6 +223,25 @@ class TestReinforcePlusPlus:
 
         assert results[0] == results[1]
         assert all(map(torch.equal, first.policy.trainable, second.policy.trainable))
+
+    def test_tokens_that_a_budget_forced_have_no_reward(self, policy: Policy, groups: list[Any]) -> None:
+        """They were not sampled, so their KL is not that of the policy. The first answer has two of them."""
+        settings = asked({"loss": "reinforce_plus_plus", "kl": 0.5})
+        rollouts = groups[0].rollouts_G
+        long = next(rollout for rollout in rollouts if len(rollout.output_ids_T) > 4)
+        forced = tuple(replace(one, forced=2, grammar_start=3) if one is long else one for one in rollouts)
+        own = OwnGradient(policy, settings, token_budget=4096)
+
+        shares = [
+            batch.share_of(group, settings, policy.text)
+            for group in (replace(groups[0], rollouts_G=forced), *groups[1:])
+        ]
+        own.remember([present(share.pack) for share in shares], 0)
+
+        whole, _ = batch.divisors(shares, settings)
+        every = sum(len(one.output_ids_T) for group in groups for one in group.rollouts_G)
+        ungraded = len(groups[2].rollouts_G[0].output_ids_T)
+        assert own.reward_tokens().advantages.count == whole == every - ungraded - 2
 
     def test_reports_say_who_was_trained_on_and_no_single_advantage(
         self, policy: Policy, groups: list[Any]
