@@ -79,7 +79,7 @@ class TrainingSequence:
 
     output_ids_T: tuple[int, ...]
     logprobs_T: tuple[float, ...]
-    advantages_T: tuple[float, ...]
+    advantages_T: tuple[float, ...]  # with rewards of tokens: the answer's reward, at each token
     weight: float  # of each token; the weights of a step contain the whole normalisation of its loss
     grammar_start: int = 0  # as in Rollout
     forced: int = 0  # as in Rollout: these tokens are not trained on
@@ -128,4 +128,6 @@ class UpdateMetrics:
     logprob_gap_ess: float | None = (
         None  # effective sample size of the weights pi_trainer / pi_sampler, 1 at best
     )
+    value_loss: float | None = None  # with a value head, like the next
+    explained_variance: float | None = None  # of the returns by the values before the update
     skipped: bool = False  # a gradient was not finite, so the step was not taken

@@ -37,6 +37,7 @@ class Flat:
 
 
 _CLIP = "clip_low and clip_high have no effect with loss 'cispo': use cispo_cap"
+_PPO = "{} is only for loss 'ppo'"
 _KL = "kl_estimator and reference_refresh_steps have no effect with kl 0"
 _OFF_POLICY = "{} and off_policy_steps cannot be combined"
 
@@ -49,7 +50,8 @@ FLAT = {
     "supervision": Flat(
         ("loss", "supervision"),
         "outcome",
-        "losses 'gspo' and 'rloo' have one ratio per answer, so they need supervision 'outcome'",
+        "losses 'gspo' and 'rloo' have one ratio per answer, and 'reinforce_plus_plus' and 'ppo' have one reward per "
+        "answer, so they need supervision 'outcome'",
     ),
     "group_size": Flat(("sampling", "group_size"), "auto"),
     "learning_rate": Flat(("optimizer", "learning_rate"), "auto"),
@@ -75,6 +77,11 @@ FLAT = {
     "cispo_cap": Flat(
         ("loss", "cap"), "auto", "cispo_cap is only for loss 'cispo': use clip_low and clip_high"
     ),
+    "gae_lambda": Flat(("loss", "gae_lambda"), "auto", _PPO.format("gae_lambda")),
+    "gamma": Flat(("loss", "gamma"), "auto", _PPO.format("gamma")),
+    "value_clip": Flat(("loss", "value_clip"), "auto", _PPO.format("value_clip")),
+    "value_weight": Flat(("loss", "value_weight"), "auto", _PPO.format("value_weight")),
+    "value_learning_rate": Flat(("loss", "value_learning_rate"), "auto", _PPO.format("value_learning_rate")),
     "overlap": Flat(("schedule", "overlap"), "auto", _OFF_POLICY.format("overlap"), unset=(False,)),
     "importance": Flat(("importance", "type"), "truncate"),
     "importance_cap": Flat(

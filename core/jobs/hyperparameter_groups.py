@@ -13,7 +13,9 @@ from core import chat_templates
 # The bounds apply to the number, not to the field: pydantic would also compare "auto" with them and raise TypeError.
 Auto = Literal["auto"]
 
-Loss = Literal["grpo", "dr_grpo", "bnpo", "dapo", "cispo", "gspo", "rloo"]
+Loss = Literal["grpo", "dr_grpo", "bnpo", "dapo", "cispo", "gspo", "rloo", "reinforce_plus_plus", "ppo"]
+# Losses with a reward for each token (see TokenRewardLoss).
+TokenRewards = Literal["reinforce_plus_plus", "ppo"]
 Scale = Literal["group", "batch", "none"]
 Std = Literal["population", "sample"]
 Supervision = Literal["outcome", "process"]
@@ -131,7 +133,43 @@ class Rloo(AnyLoss):
     clip_high: ClipHigh = 0.2
 
 
-LossGroup = Annotated[Grpo | DrGrpo | Bnpo | Dapo | Cispo | Gspo | Rloo, Field(discriminator="type")]
+class TokenRewardLoss(AnyLoss):
+    """A loss with a reward for each token: the KL penalty is a part of it, and not a term of the loss.
+
+    Advantages are normalized over all tokens of the step, so groups without signal are trained on as well.
+    """
+
+    advantage_scale: Literal["batch"] = "batch"
+    normalize: Literal["papers"] = "papers"
+    clip_low: ClipLow = 0.2
+    clip_high: ClipHigh = 0.2
+
+
+class ReinforcePlusPlus(TokenRewardLoss):
+    """REINFORCE++: the reward less the KL from each token on, without a baseline of the group."""
+
+    type: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
+
+
+class Ppo(TokenRewardLoss):
+    """PPO: a value head, trained beside the adapter, says what each token's reward to go was expected to be."""
+
+    type: Literal["ppo"] = "ppo"
+    # Of generalized advantage estimation: 1 is the return less the value, 0 looks one token ahead.
+    gae_lambda: Annotated[float, Field(ge=0, le=1)] = 0.95
+    # Discount of later rewards, per token.
+    gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
+    # How far a value may move from that of sampling, in units of the reward.
+    value_clip: Annotated[float, Field(gt=0, le=1000)] = 0.2
+    # Of the value loss in the adapter's gradient (c1 of PPO's eq. 9). 0: it trains the value head alone.
+    value_weight: Annotated[float, Field(ge=0, le=10)] = 0.1
+    # Of the value head. Auto: the adapter's learning rate.
+    value_learning_rate: Auto | Annotated[float, Field(gt=0, le=1)] = "auto"
+
+
+LossGroup = Annotated[
+    Grpo | DrGrpo | Bnpo | Dapo | Cispo | Gspo | Rloo | ReinforcePlusPlus | Ppo, Field(discriminator="type")
+]
 
 
 # Corrections of the mismatch between the probabilities of sampler and trainer.
@@ -236,11 +274,12 @@ class Sampling(Value):
 class Kl(Value):
     """A penalty on the KL divergence to a reference model. Without this group its computation is skipped."""
 
-    # Factor of the penalty in the loss. Required.
+    # Factor of the penalty in the loss, or in the reward of each token with losses 'reinforce_plus_plus' and
+    # 'ppo'. Required.
     weight: float = Field(gt=0, le=10)
     # The unbiased estimator k1, or k3, which has less variance and is never negative; k3_plain is DeepSeekMath's
-    # penalty, without the ratio.
-    estimator: KlEstimator = "k3"
+    # penalty, without the ratio. Auto: k3, or k1 where the KL is part of the reward.
+    estimator: Auto | KlEstimator = "auto"
     # Steps after which the current policy becomes the reference. 0: the reference stays the base model.
     reference_refresh_steps: int = Field(default=0, ge=0)
 

@@ -3,7 +3,7 @@
 import difflib
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     ConfigDict,
@@ -45,6 +45,8 @@ from core.jobs.hyperparameter_groups import (
     Stopping,
     Supervision,
     TokenLoss,
+    TokenRewardLoss,
+    TokenRewards,
     Truncate,
     Value,
 )
@@ -112,6 +114,8 @@ class Advanced(Value):
             raise ValueError(
                 f"{self.path('overlap')} needs {self.path('mini_batches')} 1: they are drawn from the whole step"
             )
+        if isinstance(self.loss, TokenRewardLoss):
+            self._fits_token_rewards()
         if self.supervision == "process" and self.overlong.type == "soft":
             raise ValueError("overlong 'soft' needs supervision 'outcome': use 'mask' with 'process'")
         if self.overlong.type == "soft" and self.overlong.buffer != "auto":
@@ -122,6 +126,35 @@ class Advanced(Value):
                     "large"
                 )
         return self
+
+    def _fits_token_rewards(self) -> None:
+        loss = f"loss '{self.loss.type}'"
+        if self.schedule.type == "off_policy":
+            raise ValueError(
+                f"{self.path('off_policy_steps')} cannot be combined with {loss}: its rewards have the KL of the "
+                "policy that sampled, which is not known any more"
+            )
+        if self.schedule.overlap:
+            raise ValueError(
+                f"{self.path('overlap')} cannot be combined with {loss}: its advantages are normalized over the whole "
+                "step"
+            )
+        zero_variance = {
+            "resample_prompts": self.schedule.resample_prompts,
+            "stop_after_silent_steps": self.stopping.after_silent_steps,
+            "fail_below_signal": self.stopping.fail_below_signal,
+        }
+        for name, value in zero_variance.items():
+            if value:
+                raise ValueError(
+                    f"{self.path(name)} cannot be combined with {loss}: it has no baseline of the group, so it learns "
+                    "from zero-variance groups as well"
+                )
+        if self.kl is not None and self.kl.estimator not in ("auto", "k1"):
+            raise ValueError(
+                f"{self.path('kl_estimator')} '{self.kl.estimator}' cannot be combined with {loss}: its KL is part of "
+                "the reward, where the estimator is 'k1'"
+            )
 
     def path(self, name: str) -> str:
         """The path below `advanced` at which the request has, or may have, the hyperparameter with this flat name."""
@@ -242,6 +275,16 @@ class Resolved(Value):
     learning_rate_schedule: LearningRateSchedule = "constant"
     eval_pass_score: float = 1.0
     mini_batches: int = 1
+    gae_lambda: float | None = None
+    gamma: float | None = None
+    value_clip: float | None = None
+    value_weight: float | None = None
+    value_learning_rate: float | None = None
+
+    @property
+    def has_token_rewards(self) -> bool:
+        """Whether the KL is a part of each token's reward, and advantages are normalized over all tokens of a step."""
+        return self.loss in get_args(TokenRewards)
 
     @property
     def ratio_bounds(self) -> tuple[float, float]:
@@ -275,6 +318,12 @@ ELSEWHERE = {
     "num_iterations": "updates_per_batch",
     "ppo_epochs": "updates_per_batch",
     "num_mini_batches": "mini_batches",
+    "lam": "gae_lambda",
+    "lambd": "gae_lambda",
+    "cliprange": "clip_low",
+    "cliprange_value": "value_clip",
+    "vf_coef": "value_weight",
+    "critic_learning_rate": "value_learning_rate",
     "mask_truncated_completions": "overlong",
     "ref_model_sync_steps": "reference_refresh_steps",
     "vllm_importance_sampling_correction": "importance",
@@ -342,10 +391,16 @@ def resolve(
     eval_samples = _or(asked.eval_samples, 1)
     room = max(2048, context // 4) if reasons else 512
     max_completion_tokens = _or(advanced.sampling.max_completion_tokens, min(room, context // 2))
+    learning_rate = _or(
+        advanced.optimizer.learning_rate,
+        base_learning_rate(parameters) * _or(asked.learning_rate_multiplier, 1.0),
+    )
     automatic = {
+        "kl_estimator": "k1" if isinstance(advanced.loss, TokenRewardLoss) else "k3",
         "std": None if advanced.loss.advantage_scale == "none" else "population",
         "group_size": max(2, round(8 * _or(asked.compute_multiplier, 1.0))),
-        "learning_rate": base_learning_rate(parameters) * _or(asked.learning_rate_multiplier, 1.0),
+        "learning_rate": learning_rate,
+        "value_learning_rate": learning_rate,
         "max_completion_tokens": max_completion_tokens,
         "overlong_buffer": max(1, round(0.2 * max_completion_tokens)),
         "chat_template": None,

@@ -200,6 +200,12 @@ class StepMetrics(_Part):
         "Mean of -log p over all sampled tokens, groups without signal included.", "nats", csv=True
     )
     clip_fraction: float | None = metric("Share of the trained tokens whose ratio was clipped.", csv=True)
+    value_loss: float | None = metric("Loss ppo: mean loss of the value head per trained token.", csv=True)
+    explained_variance: float | None = metric(
+        "Loss ppo: share of the variance of the returns that the values of the step explain, before its update. 1 at "
+        "best, 0 for a constant, negative if they are worse than one.",
+        csv=True,
+    )
     grad_norm: float | None = metric("Norm of the gradient before clipping.", csv=True, offline=True)
     logprob_gap: float | None = metric(
         "Mean |log p of the sampler - log p of the trainer| per token.", "nats", csv=True

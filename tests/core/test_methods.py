@@ -162,6 +162,58 @@ def test_the_kl_is_estimated_by_k3_where_there_is_one() -> None:
     assert resolved({"kl": 0.1, "kl_estimator": "k1"}).kl_estimator == "k1"
 
 
+def test_the_kl_in_a_reward_is_estimated_by_k1() -> None:
+    loss = {"loss": "reinforce_plus_plus"}
+
+    assert resolved(loss).kl_estimator is None
+    assert resolved(loss | {"kl": 0.1}).kl_estimator == "k1"
+    assert resolved(loss | {"kl": 0.1, "kl_estimator": "k1"}).kl_estimator == "k1"
+
+
+def test_ppo_has_a_value_head_that_learns_as_fast_as_the_adapter() -> None:
+    run = resolved({"loss": "ppo", "learning_rate": 0.01})
+
+    assert (run.gae_lambda, run.gamma, run.value_clip, run.value_weight) == (0.95, 1.0, 0.2, 0.1)
+    assert run.value_learning_rate == 0.01
+    assert resolved({"loss": "ppo"}).value_learning_rate == resolved().learning_rate
+    assert resolved({"loss": "ppo", "value_learning_rate": 0.5}).value_learning_rate == 0.5
+    assert (run.ratio_bounds, run.advantage_scale, run.supervision) == ((0.8, 1.2), "batch", "outcome")
+
+
+@pytest.mark.parametrize("name", ["gae_lambda", "gamma", "value_clip", "value_weight", "value_learning_rate"])
+def test_other_losses_have_no_value_head(name: str) -> None:
+    assert getattr(resolved(), name) is None
+    with pytest.raises(ValidationError, match=f"{name} is only for loss 'ppo'"):
+        ask({"loss": "reinforce_plus_plus", name: 0.5})
+
+
+@pytest.mark.parametrize("loss", ["reinforce_plus_plus", "ppo"])
+@pytest.mark.parametrize(
+    ("advanced", "says"),
+    [
+        ({"off_policy_steps": 1}, "off_policy_steps cannot be combined with loss '{}'"),
+        ({"overlap": True}, "overlap cannot be combined with loss '{}'"),
+        ({"resample_prompts": 8}, "resample_prompts cannot be combined with loss '{}'"),
+        ({"stop_after_silent_steps": 2}, "stop_after_silent_steps cannot be combined with loss '{}'"),
+        ({"fail_below_signal": 0.1}, "fail_below_signal cannot be combined with loss '{}'"),
+        ({"kl": 0.1, "kl_estimator": "k3"}, "kl_estimator 'k3' cannot be combined with loss '{}'"),
+        ({"kl": {"weight": 0.1, "estimator": "k3"}}, "kl.estimator 'k3' cannot be combined with loss '{}'"),
+        (
+            {"schedule": {"type": "on_policy", "resample_prompts": 8}},
+            "schedule.resample_prompts cannot be combined with loss '{}'",
+        ),
+        ({"supervision": "process"}, "'reinforce_plus_plus' and 'ppo' have one reward per answer"),
+        ({"normalize": "signal"}, "normalize"),
+        ({"advantage_scale": "group"}, "advantage_scale"),
+    ],
+)
+def test_rewards_of_tokens_refuse_what_they_cannot_be_combined_with(
+    loss: str, advanced: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ValidationError, match=says.format(loss)):
+        ask({"loss": loss} | advanced)
+
+
 def test_the_samplers_gap_is_corrected_up_to_twice() -> None:
     assert (resolved().importance, resolved().importance_cap) == ("truncate", 2.0)
     assert resolved({"importance": "mask", "importance_cap": 1.5}).importance_cap == 1.5
@@ -270,7 +322,13 @@ def test_the_default_reasoning_effort_warns_of_nothing() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("loss", "ppo"),
+        ("loss", "trpo"),
+        ("gae_lambda", 1.1),
+        ("gae_lambda", -0.1),
+        ("gamma", 0),
+        ("value_clip", 0),
+        ("value_weight", -0.1),
+        ("value_learning_rate", 0),
         ("advantage_scale", "token"),
         ("group_size", 1),
         ("group_size", 257),
@@ -421,6 +479,11 @@ OTHER_VALUES = {
     "clip_low": 0.1,
     "clip_high": 0.5,
     "cispo_cap": 3.0,
+    "gae_lambda": 0.9,
+    "gamma": 0.99,
+    "value_clip": 0.5,
+    "value_weight": 1.0,
+    "value_learning_rate": 0.002,
     "overlap": True,
     "importance": "mask",
     "importance_cap": 1.5,
@@ -440,12 +503,19 @@ OTHER_VALUES = {
 NEEDS = {
     "overlong_buffer": {"overlong": "soft", "max_completion_tokens": 200},
     "cispo_cap": {"loss": "cispo"},
+    "gae_lambda": {"loss": "ppo"},
+    "gamma": {"loss": "ppo"},
+    "value_clip": {"loss": "ppo"},
+    "value_weight": {"loss": "ppo"},
+    "value_learning_rate": {"loss": "ppo"},
     "kl_estimator": {"kl": 0.1},
     "reference_refresh_steps": {"kl": 0.1},
 }
 
 choices = {
-    "loss": st.sampled_from(["grpo", "dr_grpo", "bnpo", "dapo", "cispo", "gspo", "rloo"]),
+    "loss": st.sampled_from(
+        ["grpo", "dr_grpo", "bnpo", "dapo", "cispo", "gspo", "rloo", "reinforce_plus_plus", "ppo"]
+    ),
     "overlong": st.sampled_from(["score", "mask", "soft"]),
     "importance": st.sampled_from(["truncate", "mask", "none"]),
     "kl": st.sampled_from([0.0, 0.1]),
@@ -581,8 +651,8 @@ def test_python_code_may_build_the_groups() -> None:
         ({"lora": {"rank": 0}}, ("lora", "rank")),
         ({"temperature": 1.0, "eval_temperature": 9.0}, ("eval_temperature",)),
         ({"evaluation": {"temperature": 9.0}}, ("evaluation", "temperature")),
-        ({"loss": "ppo"}, ("loss",)),
-        ({"loss": {"type": "ppo"}}, ("loss", "type")),
+        ({"loss": "trpo"}, ("loss",)),
+        ({"loss": {"type": "trpo"}}, ("loss", "type")),
         ({"loss": {"cap": 5.0}}, ("loss", "type")),
         ({"loss": {"type": "cispo", "cap": 0.5}}, ("loss", "cap")),
         ({"kl": -1.0}, ("kl",)),

@@ -116,6 +116,31 @@ def test_the_job_succeeds_and_its_reward_rises(client: openai.OpenAI, finished: 
     assert steps[-1]["full_valid_mean_reward"] > steps[0]["full_valid_mean_reward"] + 0.3
 
 
+@pytest.mark.parametrize(
+    "loss", [{"type": "reinforce_plus_plus"}, {"type": "ppo", "gae_lambda": 1.0}], ids=str
+)
+def test_losses_with_rewards_of_tokens_raise_the_reward_as_well(
+    client: openai.OpenAI, loss: dict[str, Any]
+) -> None:
+    hyperparameters = HYPERPARAMETERS | {
+        "advanced": {"loss": loss, "kl": 0.01} | untyped(HYPERPARAMETERS["advanced"])
+    }
+    method = {
+        "type": "reinforcement",
+        "reinforcement": {"grader": GRADER, "hyperparameters": hyperparameters},
+    }
+    job = create(client, method=method)
+
+    finished = wait(client, job)
+
+    steps = regraft.metrics(client, job.id)
+    shown = untyped(finished.to_dict()["method"])["reinforcement"]["hyperparameters"]["advanced"]["loss"]
+    assert finished.status == "succeeded"
+    assert shown["type"] == loss["type"]
+    assert steps[-1]["full_valid_mean_reward"] > steps[0]["full_valid_mean_reward"] + 0.3
+    assert (steps[-1]["explained_variance"] is not None) == (loss["type"] == "ppo")
+
+
 def test_auto_and_asked_hyperparameters_are_shown_resolved(finished: FineTuningJob) -> None:
     shown = untyped(finished.to_dict()["method"])["reinforcement"]["hyperparameters"]
 

@@ -131,13 +131,15 @@ class MortalBlobs:
         return call
 
 
-def mortal(bench: Bench, make_policy: Callable[..., Policy], fate: Fate, longest: int = 6) -> Any:
+def mortal(
+    bench: Bench, make_policy: Callable[..., Policy], fate: Fate, longest: int = 6, **advanced: Any
+) -> Any:
     """A run on the real sampler and trainer that dies when its fate says so. Answers have up to `longest` tokens."""
     policy = make_policy()
     attempt = bench.attempt(
         database=MortalDatabase(bench.database, fate), blobs=MortalBlobs(bench.blobs, fate)
     )
-    asked = {"group_size": 4, "max_completion_tokens": longest}
+    asked = {"group_size": 4, "max_completion_tokens": longest} | advanced
     run = bench.run(MortalGrader(fate), attempt=attempt, advanced=asked)
     settings = replace(run, settings=run.settings.model_copy(update={"total_steps": STEPS})).settings
     sampler, trainer = MortalSampler(policy), MortalTrainer(policy, settings, token_budget=512)
@@ -206,19 +208,21 @@ def undisturbed(
 
 
 def measured_in(
-    folder: Path, migrated_sqlite: Path, make_policy: Callable[..., Policy], longest: int = 6
+    folder: Path, migrated_sqlite: Path, make_policy: Callable[..., Policy], longest: int = 6, **advanced: Any
 ) -> Undisturbed:
     """In a database of its own."""
     shutil.copy(migrated_sqlite, folder / "regraft.db")
     database = Database(f"sqlite:///{folder}/regraft.db")
-    result = measured(claimed_job(database, folder), make_policy, longest)
+    result = measured(claimed_job(database, folder), make_policy, longest, **advanced)
     database.close()
     return result
 
 
-def measured(bench: Bench, make_policy: Callable[..., Policy], longest: int = 6) -> Undisturbed:
+def measured(
+    bench: Bench, make_policy: Callable[..., Policy], longest: int = 6, **advanced: Any
+) -> Undisturbed:
     fate = Fate()
-    asyncio.run(mortal(bench, make_policy, fate, longest).train())
+    asyncio.run(mortal(bench, make_policy, fate, longest, **advanced).train())
     return Undisturbed(left_by(bench), fate.moments)
 
 
@@ -286,6 +290,24 @@ def test_a_run_whose_long_answers_share_no_row_resumes_bit_for_bit(
 
     assert 1 in own.rows  # a group with signal has at least two answers to train on
     assert left_by(bench) == whole.left
+
+
+@pytest.mark.parametrize("loss", ["reinforce_plus_plus", "ppo"])
+def test_a_run_with_rewards_of_tokens_resumes_bit_for_bit(
+    bench: Bench, make_policy: Callable[..., Policy], migrated_sqlite: Path, tmp_path: Path, loss: str
+) -> None:
+    """With a KL in the reward, and for ppo with the value head of the checkpoint and its optimizer."""
+    advanced = {"loss": loss, "kl": 0.1, "mini_batches": 2}
+    (tmp_path / "undisturbed").mkdir()
+    whole = measured_in(tmp_path / "undisturbed", migrated_sqlite, make_policy, **advanced)
+    die(mortal(bench, make_policy, Fate(moment(whole, "before the update", 3)), **advanced))
+    crash(bench)
+
+    asyncio.run(mortal(bench, make_policy, Fate(), **advanced).train())
+
+    assert left_by(bench) == whole.left
+    steps = [json.loads(step) for step in whole.left["metrics"]]
+    assert all((step["value_loss"] is not None) == (loss == "ppo") for step in steps if step["step"])
 
 
 def die(run: Any) -> None:

@@ -98,6 +98,33 @@ def test_a_run_without_signal_says_so_and_not_at_every_step(bench: Bench) -> Non
     assert "all answers scored 0: the task is too hard" in warnings[0]
 
 
+class OneTopic:
+    """Scores all answers to a prompt alike, and those to some prompts higher."""
+
+    name, type = "topic", "string_check"
+
+    async def grade(self, sample: Sample, item: Item) -> Grade:
+        return Grade(float(item["answer"] in ("red", "blue")))
+
+
+@pytest.mark.parametrize(("loss", "warnings"), [("dapo", 1), ("reinforce_plus_plus", 0), ("ppo", 0)])
+def test_rewards_of_tokens_have_signal_where_only_prompts_differ(
+    bench: Bench, loss: str, warnings: int
+) -> None:
+    bench.train(OneTopic(), n_epochs=2, batch_size=8, advanced={"group_size": 4, "loss": loss})
+
+    assert all(step["groups_mixed_share"] == 0 for step in bench.steps()[1:])
+    assert sum(event.startswith("No signal") for event in bench.events("warn")) == warnings
+
+
+@pytest.mark.parametrize("loss", ["reinforce_plus_plus", "ppo"])
+def test_rewards_of_tokens_that_are_all_equal_are_reported(bench: Bench, loss: str) -> None:
+    bench.train(SameForAll(0.0), advanced={"group_size": 4, "loss": loss})
+
+    [warning] = [event for event in bench.events("warn") if event.startswith("No signal")]
+    assert "all answers scored 0" in warning
+
+
 def test_a_grader_that_fails_most_answers_step_after_step_fails_the_job(bench: Bench) -> None:
     with pytest.raises(UserMistake, match="In 3 steps in a row most answers could not be graded") as failed:
         bench.train(NeverGrades(), n_epochs=4)

@@ -1,13 +1,15 @@
 """A real model learns a toy task within eighteen steps, and learns nothing from rewards that say nothing.
 
 The reward is the share of tokens with an "e" in them. Loss dr_grpo with importance truncated, advantages not scaled:
-the plainest of the family (reward less its group's mean, one constant for all answers).
+the plainest of the family (reward less its group's mean, one constant for all answers). Losses whose tokens have
+rewards of their own learn the same task.
 """
 
 import random
 import statistics
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,11 +35,14 @@ TOPICS = ("rivers", "cats", "music", "trains")
 GROUP, TOKENS = 16, 8
 
 
-def learn(steps: int, *, shuffled: bool = False) -> list[float]:
+PLAINEST = {"loss": "dr_grpo", "advantage_scale": "none"}
+
+
+def learn(steps: int, advanced: dict[str, Any] = PLAINEST, *, shuffled: bool = False) -> list[float]:
     """The mean reward of each step. `shuffled` gives the answers of a step each other's rewards."""
     base = load_base(MODEL, Registry.load(None).get(MODEL), cache(), "cpu")
     policy = Policy(base, rank=8, alpha=16, seed=0)
-    asked = {"loss": "dr_grpo", "advantage_scale": "none", "learning_rate": 1e-3, "group_size": GROUP}
+    asked = advanced | {"learning_rate": 1e-3, "group_size": GROUP}
     asked |= {"max_completion_tokens": TOKENS, "lora_rank": 8, "lora_alpha": 16}
     settings = resolve(Hyperparameters.model_validate({"advanced": asked}), rows=4, parameters=1, context=512)
     trainer, sampler = PeftTrainer(policy, settings, token_budget=2048), TransformersSampler(policy)
@@ -67,8 +72,13 @@ def share_of_e(policy: Policy, rollout: Rollout) -> float:
     return statistics.fmean("e" in policy.tokenizer.decode([token]) for token in rollout.output_ids_T)
 
 
-def test_reward_rises_to_where_it_should() -> None:
-    means = learn(18)
+@pytest.mark.parametrize(
+    "advanced",
+    [PLAINEST, {"loss": "reinforce_plus_plus", "kl": 0.01}, {"loss": "ppo", "kl": 0.01}],
+    ids=lambda advanced: advanced["loss"],
+)
+def test_reward_rises_to_where_it_should(advanced: dict[str, Any]) -> None:
+    means = learn(18, advanced)
 
     assert statistics.fmean(means[15:]) >= 0.75, means
 

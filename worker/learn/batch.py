@@ -46,9 +46,10 @@ def share_of(group: Group, settings: Resolved, decode: Decode) -> Share:
     on every graded answer. With `normalize` "papers" dropping changes nothing but the time: the loss is a mean over all
     graded answers, dropped ones too. With "signal" it is one over those of groups that are computed. Answers that
     `overlong` masks are in the baseline of their group, and neither in the loss nor in its normalisation (DAPO section
-    3.4, overlong filtering). Under a teacher, each token has its own advantage, so every answer is computed.
+    3.4, overlong filtering). Under a teacher, and with rewards of tokens, each token has its own advantage, so every
+    answer is computed.
     """
-    keep_all = settings.kl > 0 or group.has_teacher
+    keep_all = settings.kl > 0 or group.has_teacher or settings.has_token_rewards
     rewards_N, advantages_GT = _advantages(group, settings, decode)
     line = group.prompt.line
     if settings.normalize == "signal" and not keep_all and not any(map(any, advantages_GT)):
@@ -122,7 +123,7 @@ def divisors(shares: Sequence[Share], settings: Resolved) -> tuple[float, float]
     """
     lengths = [length for share in shares for length in share.lengths]
     whole = grpo.normaliser(lengths, settings.loss, settings.max_completion_tokens)
-    if settings.advantage_scale != "batch":
+    if settings.advantage_scale != "batch" or settings.has_token_rewards:
         return whole, 1.0
     assert settings.std is not None
     rewards_PN = [share.rewards_N for share in shares]
@@ -133,9 +134,11 @@ def divisors(shares: Sequence[Share], settings: Resolved) -> tuple[float, float]
 class Lesson:
     """The training signal of one answer."""
 
-    # Of its first token; with outcome rewards of all tokens; under a teacher their mean; None: not trained on.
+    # Of its first token; with outcome rewards of all tokens; under a teacher their mean. None: not trained on, or each
+    # token has its own, which depends on the policy's log-probabilities.
     advantage: float | None
     steps_J: tuple[float, ...]  # under process supervision: of the tokens of each step
+    is_trained: bool
 
 
 def lessons(groups_P: Sequence[Group], settings: Resolved) -> list[list[Lesson]]:
@@ -145,13 +148,15 @@ def lessons(groups_P: Sequence[Group], settings: Resolved) -> list[list[Lesson]]
         _batch_lessons([group for group, is_in in zip(groups_P, chosen, strict=True) if is_in], settings)
     )
     return [
-        next(batch) if is_in else [Lesson(None, (0.0,) * len(grade.steps)) for grade in group.grades_G]
+        next(batch) if is_in else [Lesson(None, (0.0,) * len(grade.steps), False) for grade in group.grades_G]
         for group, is_in in zip(groups_P, chosen, strict=True)
     ]
 
 
 def _batch_lessons(groups_P: Sequence[Group], settings: Resolved) -> list[list[Lesson]]:
     scale, std, normalize = settings.advantage_scale, settings.std, settings.normalize
+    if settings.has_token_rewards:
+        return [[Lesson(None, (), _counts(*pair, settings)) for pair in _pairs(group)] for group in groups_P]
     if settings.supervision == "outcome":
         rewards_PG = [_taught(group, settings) for group in groups_P]
         steps_PGJ: list[list[tuple[float, ...]]] = [[()] * len(group.rollouts_G) for group in groups_P]
@@ -188,15 +193,16 @@ def _lessons(
 ) -> list[Lesson]:
     if group.has_teacher:
         return [
-            Lesson(grpo.mean_distillation_advantage(rollout.logprobs_T, rollout.teacher_T), ())
+            Lesson(grpo.mean_distillation_advantage(rollout.logprobs_T, rollout.teacher_T), (), True)
             for rollout in group.rollouts_G
         ]
-    return [
-        Lesson(
-            first if _counts(*pair, settings) and (settings.kl > 0 or first or any(steps_J)) else None,
-            steps_J,
-        )
+    is_trained_G = [
+        _counts(*pair, settings) and (settings.kl > 0 or bool(first) or any(steps_J))
         for pair, first, steps_J in zip(_pairs(group), first_G, steps_GJ, strict=True)
+    ]
+    return [
+        Lesson(first if is_trained else None, steps_J, is_trained)
+        for first, steps_J, is_trained in zip(first_G, steps_GJ, is_trained_G, strict=True)
     ]
 
 
@@ -213,7 +219,14 @@ def _counts(rollout: Rollout, reward: float | None, settings: Resolved) -> bool:
 def _advantages(
     group: Group, settings: Resolved, decode: Decode
 ) -> tuple[tuple[float | None, ...], list[tuple[float, ...]]]:
-    """Return the training rewards, and an advantage per token of each answer, before division by the batch's std."""
+    """Return the training rewards, and an advantage per token of each answer, before division by the batch's std.
+
+    With rewards of tokens, the trainer computes the advantages: each token has the reward of its answer here.
+    """
+    if settings.has_token_rewards:
+        rewards_G = _taught(group, settings)
+        lengths = [len(rollout.output_ids_T) for rollout in group.rollouts_G]
+        return tuple(rewards_G), [(reward or 0.0,) * n for reward, n in zip(rewards_G, lengths, strict=True)]
     scale = "none" if settings.advantage_scale == "batch" else settings.advantage_scale
     rewards_N = _taught(group, settings)
     if settings.supervision == "outcome":

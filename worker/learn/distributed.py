@@ -1,7 +1,7 @@
 """Compute the gradient of a step on all ranks of a world: rank 0 gives orders, the others follow them.
 
-The adapter is replicated in float32. In each pass rank 0 broadcasts it, every rank adds up the gradient of its packs,
-and one all-reduce adds up the ranks. Only rank 0 has an optimizer.
+The adapter and a value head are replicated in float32. In each pass rank 0 broadcasts them, every rank adds up the
+gradient of its packs, and one all-reduce adds up the ranks. Only rank 0 has an optimizer.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +18,7 @@ from core.jobs.hyperparameters import Resolved
 from worker.learn.deal import deal
 from worker.learn.gradient import OwnGradient
 from worker.learn.rank_model import Model
+from worker.learn.token_rewards import StepMoments
 from worker.learn.totals import Totals
 from worker.learn.world import World
 from worker.model import recompute, sharding, support
@@ -58,6 +59,17 @@ class RememberPacks:
 
 
 @dataclass(frozen=True)
+class RewardTokens:
+    pass
+
+
+@dataclass(frozen=True)
+class NormalizeAdvantages:
+    mean: float
+    std: float
+
+
+@dataclass(frozen=True)
 class RepeatPacks:
     std: float
     part: int
@@ -78,7 +90,17 @@ class WatchReference:
     """Rank 0 computes the reference of one pack."""
 
 
-Order = ReceiveAdapter | AddPacks | RememberPacks | RepeatPacks | SumGradients | EndStep | WatchReference
+Order = (
+    ReceiveAdapter
+    | AddPacks
+    | RememberPacks
+    | RewardTokens
+    | NormalizeAdvantages
+    | RepeatPacks
+    | SumGradients
+    | EndStep
+    | WatchReference
+)
 
 
 class DistributedGradient:
@@ -108,6 +130,13 @@ class DistributedGradient:
     def _hands(self, packs: Sequence[Pack]) -> list[list[Pack]]:
         """The packs of each rank."""
         return deal(packs, self.world.size, rows=self.own.policy.route.forward == "rows")
+
+    def reward_tokens(self) -> StepMoments:
+        moments: list[StepMoments] = self._order([RewardTokens()] * self.world.size)
+        return reduce(add, moments)
+
+    def normalize(self, mean: float, std: float) -> None:
+        self._order([NormalizeAdvantages(mean, std)] * self.world.size)
 
     def again(self, std: float, part: int = 0) -> None:
         self._share_adapter()
@@ -143,16 +172,16 @@ class DistributedGradient:
 
 
 def carry_out(order: Order, own: OwnGradient, world: World) -> Any:
-    """Do what all ranks do together. SumGradients returns the totals of all ranks on rank 0.
+    """Do what all ranks do together. RewardTokens and SumGradients return the results of all ranks on rank 0.
 
     A forward or backward pass of a sharded base is a collective operation, so all ranks compute as many of each kind:
     the one with the fewest micro-batches fills up with passes that add nothing.
     """
-    trainable = own.policy.trainable
+    trainable = own.trainable
     match order:
         case ReceiveAdapter(is_reference=True):
             if own.reference is None:
-                own.reference = [torch.zeros_like(parameter) for parameter in trainable]
+                own.reference = [torch.zeros_like(parameter) for parameter in own.policy.trainable]
             world.broadcast(own.reference)
         case ReceiveAdapter():
             world.broadcast(trainable)
@@ -167,9 +196,13 @@ def carry_out(order: Order, own: OwnGradient, world: World) -> Any:
             parts = list(own.micro_batches(packs))
             missing = world.most(len(parts)) - len(parts)
             own.remember_micro_batches(parts, part)
-            own.fill_up(missing, part)
+            own.fill_up(missing, part, remembered=True)
         case RememberPacks(packs, part):
             own.remember(packs, part)
+        case RewardTokens():
+            return world.gather(own.reward_tokens())
+        case NormalizeAdvantages(mean, std):
+            own.normalize(mean, std)
         case RepeatPacks(std, part):
             own.again(std, part)
         case WatchReference() if world.rank == 0:

@@ -13,14 +13,17 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from core.jobs.hyperparameters import Resolved
-from worker.learn import grpo
+from worker.learn import grpo, ppo, token_rewards
 from worker.learn.batch import RowCost, Tensors, micro_batches, tensors_of
 from worker.learn.row_cost import row_cost
+from worker.learn.token_rewards import Moments, StepMoments
 from worker.learn.totals import Totals
 from worker.model.policy import Policy
 from worker.model.sizing import HEAD_CHUNK
+from worker.model.value_head import ValueHead
 from worker.rollout.samplers import steering
 from worker.rollout.samplers.json_schema import masked
 from worker.types import Pack, TrainingSequence
@@ -33,6 +36,7 @@ class Gradient(Protocol):
     """The gradient of one step. Call `add` any number of times, then `collect`; per further pass `again`, `collect`.
 
     With mini-batches, call `remember` for all but the first part before its `collect`, then `again` for each of them.
+    With rewards of tokens, call `remember` for all parts, `reward_tokens`, `normalize`, then `again` for each part.
     """
 
     @property
@@ -46,6 +50,14 @@ class Gradient(Protocol):
 
     def remember(self, packs: Sequence[Pack], part: int) -> None:
         """Keep the packs of a mini-batch, with their log-probabilities under the policy that sampled them."""
+        ...
+
+    def reward_tokens(self) -> StepMoments:
+        """Compute the advantages of all remembered tokens, and return their moments."""
+        ...
+
+    def normalize(self, mean: float, std: float) -> None:
+        """Normalize the advantages of all remembered tokens."""
         ...
 
     def again(self, std: float, part: int = 0) -> None:
@@ -73,12 +85,23 @@ class OwnGradient:
         self.settings = settings
         self.capacity = token_budget
         self.held_to = held_to
+        self.value_head: ValueHead | None = None
+        if settings.value_weight is not None:
+            self.value_head = ValueHead(
+                policy.hidden_size, policy.device, adapter_weight=settings.value_weight
+            )
         # The adapter of the KL's reference, unless the reference is the base model.
         self.reference: list[Tensor] | None = None
         self._batches: list[Batch] = []
         # Micro-batches of the step that other ranks have and this one has not, by part.
         self._filled_up: Counter[int] = Counter()
         self._totals = Totals()
+
+    @property
+    def trainable(self) -> list[Parameter]:
+        """The weights of the adapter, and of a value head."""
+        head = [] if self.value_head is None else list(self.value_head.parameters())
+        return [*self.policy.trainable, *head]
 
     def add(self, packs: Sequence[Pack], std: float) -> None:
         self.add_micro_batches(self.micro_batches(packs), std)
@@ -101,13 +124,39 @@ class OwnGradient:
         for packs in parts:
             tensors = self.tensors(packs)
             reference = self._reference_logprobs(tensors) if self.settings.kl > 0 else None
-            self._batches.append(Batch(packs, part, self.logprobs(tensors)[0], reference))
+            logp_M, _, value_M = self.forward(tensors)
+            self._batches.append(Batch(packs, part, logp_M, reference, old_value=value_M))
 
-    def fill_up(self, missing: int, part: int = 0) -> None:
+    def reward_tokens(self) -> StepMoments:
+        return sum(map(self._reward_tokens, self._batches), StepMoments())
+
+    def _reward_tokens(self, batch: "Batch") -> StepMoments:
+        settings, tensors = self.settings, self.tensors(batch.packs)
+        assert batch.old_logp is not None, "the micro-batches are remembered"
+        kl_M = torch.zeros_like(batch.old_logp)
+        if batch.ref_logp is not None:
+            kl_M = grpo.kl_k1(batch.old_logp, batch.ref_logp)
+        answer_M = tensors.answer_M
+        reward_M = token_rewards.token_rewards(tensors.advantage_M, kl_M, answer_M, settings.kl)
+        if batch.old_value is None:
+            batch.advantage = token_rewards.reinforce_plus_plus(reward_M, answer_M)
+            return StepMoments(Moments.of(batch.advantage))
+        assert settings.gamma is not None and settings.gae_lambda is not None
+        batch.advantage = ppo.gae(reward_M, batch.old_value, answer_M, settings.gamma, settings.gae_lambda)
+        return_M = batch.advantage + batch.old_value.double()
+        batch.returns = return_M.float()
+        return StepMoments(Moments.of(batch.advantage), Moments.of(return_M))
+
+    def normalize(self, mean: float, std: float) -> None:
+        for batch in self._batches:
+            assert batch.advantage is not None, "`reward_tokens` comes first"
+            batch.advantage = token_rewards.normalized(batch.advantage, mean, std).float()
+
+    def fill_up(self, missing: int, part: int = 0, *, remembered: bool = False) -> None:
         """Gather the layers of a sharded base for as many micro-batches of other ranks, also in later passes."""
         self._filled_up[part] += missing
         for _ in range(missing):
-            if part:
+            if remembered:
                 self._gather_along_memory()
             else:
                 self._gather_along(first=True)
@@ -154,7 +203,7 @@ class OwnGradient:
         tensors = self.tensors(batch.packs)
         if settings.kl > 0 and batch.ref_logp is None:
             batch.ref_logp = self._reference_logprobs(tensors)
-        logp_M, entropy_M = self.logprobs(tensors)
+        logp_M, entropy_M, value_M = self.forward(tensors)
         if batch.old_logp is None:
             # The policy of the first pass is the one that sampled, so its log-probabilities are the old ones.
             batch.old_logp = logp_M.detach()
@@ -162,7 +211,7 @@ class OwnGradient:
         # Without a correction the ratio is to the sampler's probabilities, so the clip also acts on their gap.
         old_M = batch.old_logp if settings.importance != "none" else sampled_M
         importance_M = grpo.importance_weight(old_M, sampled_M, settings.importance, settings.importance_cap)
-        advantage_M = tensors.advantage_M
+        advantage_M = tensors.advantage_M if batch.advantage is None else batch.advantage
         if tensors.teacher_logp_M is not None:
             advantage_M = grpo.distillation_advantages(batch.old_logp, tensors.teacher_logp_M)
         part = grpo.loss(
@@ -173,11 +222,13 @@ class OwnGradient:
             answer_M,
             name=settings.loss,
             bounds=settings.ratio_bounds,
-            kl=settings.kl * std,
+            # A penalty in the reward is in the advantages already.
+            kl=0.0 if settings.has_token_rewards else settings.kl * std,
             kl_estimator=settings.kl_estimator,
             ref_logp=batch.ref_logp,
         )
-        part.backward()  # type: ignore[no-untyped-call]
+        value_loss = self._value_loss(batch, value_M, tensors.weight_M)
+        (part + value_loss).backward()  # type: ignore[no-untyped-call]
         with torch.no_grad():
             clipped = grpo.was_clipped(
                 settings.loss, logp_M - old_M, advantage_M, answer_M, settings.ratio_bounds
@@ -187,6 +238,7 @@ class OwnGradient:
             ratio_M = gap_M.exp()
             return Totals(
                 loss=part.item(),
+                value_loss=value_loss.item(),
                 tokens=len(logp_M),
                 clipped=clipped.sum().item(),
                 entropy=entropy_M.sum().item(),
@@ -198,6 +250,16 @@ class OwnGradient:
                 ratio=ratio_M.sum().item(),
                 ratio_squared=(ratio_M**2).sum().item(),
             )
+
+    def _value_loss(self, batch: "Batch", value_M: Tensor | None, weight_M: Tensor) -> Tensor:
+        """The sum over the tokens; 0 without a value head."""
+        if value_M is None:
+            return torch.zeros((), device=weight_M.device)
+        assert (
+            batch.old_value is not None and batch.returns is not None and self.settings.value_clip is not None
+        )
+        losses_M = ppo.value_loss(value_M, batch.old_value, batch.returns, self.settings.value_clip)
+        return (weight_M * losses_M).sum()
 
     def watched_kl(self) -> float:
         """As Gradient says. Not during sampling, because the reference is the same model with its adapter disabled."""
@@ -226,6 +288,12 @@ class OwnGradient:
     def logprobs(self, batch: Tensors) -> tuple[Tensor, Tensor]:
         return logprobs(self.policy, batch, self.settings.temperature)
 
+    def forward(self, batch: Tensors) -> tuple[Tensor, Tensor, Tensor | None]:
+        """As `logprobs`, and the value [M] of the position that predicts each token; None without a value head."""
+        hidden = predicting(self.policy, batch)
+        value_M = None if self.value_head is None else self.value_head(hidden)
+        return *logprobs_of(self.policy, hidden, batch, self.settings.temperature), value_M
+
 
 def logprobs(policy: Policy, batch: Tensors, temperature: float) -> tuple[Tensor, Tensor]:
     """Compute the log-probability [M] of each trained token and the entropy [M] (nats, no gradient) at its position.
@@ -233,7 +301,16 @@ def logprobs(policy: Policy, batch: Tensors, temperature: float) -> tuple[Tensor
     Only positions that predict an answer's token pass through the head, in chunks that are recomputed in the backward
     pass, so no [tokens x vocabulary] tensor is ever materialized.
     """
-    hidden = policy.hidden(batch.input_ids, batch.position_ids, batch.segment)[batch.row_M, batch.column_M]
+    return logprobs_of(policy, predicting(policy, batch), batch, temperature)
+
+
+def predicting(policy: Policy, batch: Tensors) -> Tensor:
+    """Compute the hidden state [M, h] that predicts each trained token."""
+    return policy.hidden(batch.input_ids, batch.position_ids, batch.segment)[batch.row_M, batch.column_M]
+
+
+def logprobs_of(policy: Policy, hidden: Tensor, batch: Tensors, temperature: float) -> tuple[Tensor, Tensor]:
+    """As `logprobs`, from the result of `predicting`."""
     head = partial(_log_probabilities, policy, temperature)
     return through_head(head, hidden, batch.target_M, batch.allowed_M, _entropy)
 
@@ -318,3 +395,6 @@ class Batch:
     part: int = 0  # the mini-batch
     old_logp: Tensor | None = None
     ref_logp: Tensor | None = None
+    advantage: Tensor | None = None  # with rewards of tokens
+    old_value: Tensor | None = None  # with a value head, like `returns`
+    returns: Tensor | None = None

@@ -2,7 +2,8 @@
 
 Sources: GRPO is DeepSeekMath (arXiv 2402.03300, eqs. 3 and 4, sections 4.1.2 and 4.1.3), Dr. GRPO is arXiv 2503.20783,
 DAPO is arXiv 2503.14476 (eqs. 8 and 13), CISPO is MiniMax-M1 (arXiv 2506.13585, eqs. 4-5), GSPO is arXiv 2507.18071
-(eqs. 5-7), RLOO is arXiv 2402.14740, bnpo is the name TRL gave to its token mean over a local batch.
+(eqs. 5-7), RLOO is arXiv 2402.14740, bnpo is the name TRL gave to its token mean over a local batch. The
+advantages of reinforce_plus_plus are in worker/learn/token_rewards.py, those of ppo in worker/learn/ppo.py.
 docs/howto/training.md says when to use which.
 
 A token's part of the loss is a product: its weight in its answer (known with the answer), its advantage (known with
@@ -145,17 +146,17 @@ def token_weight(length: int, loss: Loss) -> float:
 def normaliser(lengths: Sequence[int], loss: Loss, max_completion_tokens: int) -> float:
     """Return the divisor of the sum over a batch, so that the loss of a step is one plain sum.
 
-    grpo, gspo, rloo: the answers. dapo, bnpo, cispo: their tokens. dr_grpo: answers x the longest answer allowed (a
-    constant: no length bias). `lengths` are those of all answers that count in one optimizer step
-    (worker/learn/batch.py says which), whatever the micro-batches; a batch is in one process, so the local batch of
-    bnpo is the batch.
+    grpo, gspo, rloo: the answers. dapo, bnpo, cispo, reinforce_plus_plus, ppo: their tokens. dr_grpo: answers x the
+    longest answer allowed (a constant: no length bias). `lengths` are those of all answers that count in one optimizer
+    step (worker/learn/batch.py says which), whatever the micro-batches; a batch is in one process, so the local batch
+    of bnpo is the batch.
     """
     match loss:
         case "grpo" | "gspo" | "rloo":
             return float(len(lengths))
         case "dr_grpo":
             return float(len(lengths) * max_completion_tokens)
-        case "dapo" | "bnpo" | "cispo":
+        case "dapo" | "bnpo" | "cispo" | "reinforce_plus_plus" | "ppo":
             return float(sum(lengths))
 
 
@@ -287,7 +288,7 @@ def loss(
             objective = whole / torch.bincount(answer)[answer]
         case "cispo":
             objective = capped_likelihood(logp, log_ratio, advantage, *bounds)
-        case "grpo" | "dr_grpo" | "bnpo" | "dapo":
+        case "grpo" | "dr_grpo" | "bnpo" | "dapo" | "reinforce_plus_plus" | "ppo":
             objective = surrogate(log_ratio, advantage, *bounds)
     if kl > 0.0:
         assert ref_logp is not None and kl_estimator is not None, "a KL penalty needs a reference"

@@ -8,6 +8,7 @@ class Totals:
     """Sums over the tokens of a step (and one maximum), added up micro-batch by micro-batch."""
 
     loss: float = 0.0
+    value_loss: float = 0.0
     tokens: int = 0
     clipped: float = 0.0
     entropy: float = 0.0

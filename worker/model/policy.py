@@ -371,6 +371,11 @@ class Policy:
         device: torch.device = self._head.weight.device
         return device
 
+    @property
+    def hidden_size(self) -> int:
+        """The width of the hidden states that the head reads."""
+        return self._head.in_features
+
     @cached_property
     def vocabulary(self) -> Vocabulary:
         """Build the grammar vocabulary. Uses the head's size, which may exceed the tokenizer's."""

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from core.jobs.hyperparameters import Resolved
 from core.results.step_metrics import StepMetrics
+from worker.learn import grpo
 from worker.record import metrics, stopping
 from worker.record.history import History
 from worker.record.recorder import Recorder
@@ -37,6 +38,11 @@ def report(
         if failed >= failing_steps:
             message = f"In {failed} steps in a row most answers could not be graded. {failures.message}"
             raise UserMistake("grader_failed", message, "method.reinforcement.grader")
+    if (
+        settings.has_token_rewards
+        and grpo.signal([r for group in groups_P for r in group.rewards_G]) == "mixed"
+    ):
+        return  # answers to different prompts are compared with each other
     silence = metrics.no_signal(
         groups_P, settings.supervision, earlier, cause_known="collapse" in history.warned
     )

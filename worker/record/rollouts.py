@@ -88,7 +88,7 @@ def _lesson(grade: Grade, learned: Lesson | None) -> dict[str, Any]:
     advantages_J = learned.steps_J if learned is not None and learned.steps_J else [None] * len(grade.steps)
     return {
         "advantage": None if learned is None else learned.advantage,
-        "trained": learned is not None and learned.advantage is not None,
+        "trained": learned is not None and learned.is_trained,
         "steps": [
             {"end": step.end, "score": step.score, "advantage": advantage}
             for step, advantage in zip(grade.steps, advantages_J, strict=True)

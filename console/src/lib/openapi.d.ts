@@ -1211,6 +1211,16 @@ export interface components {
              */
             clip_fraction?: number | null;
             /**
+             * Value Loss
+             * @description Loss ppo: mean loss of the value head per trained token.
+             */
+            value_loss?: number | null;
+            /**
+             * Explained Variance
+             * @description Loss ppo: share of the variance of the returns that the values of the step explain, before its update. 1 at best, 0 for a constant, negative if they are worse than one.
+             */
+            explained_variance?: number | null;
+            /**
              * Grad Norm
              * @description Norm of the gradient before clipping.
              */
