@@ -297,7 +297,7 @@ def test_a_run_with_rewards_of_tokens_resumes_bit_for_bit(
     bench: Bench, make_policy: Callable[..., Policy], migrated_sqlite: Path, tmp_path: Path, loss: str
 ) -> None:
     """With a KL in the reward, and for ppo with the value head of the checkpoint and its optimizer."""
-    advanced = {"loss": loss, "kl": 0.1, "mini_batches": 2}
+    advanced: dict[str, Any] = {"loss": loss, "kl": 0.1, "mini_batches": 2}
     (tmp_path / "undisturbed").mkdir()
     whole = measured_in(tmp_path / "undisturbed", migrated_sqlite, make_policy, **advanced)
     die(mortal(bench, make_policy, Fate(moment(whole, "before the update", 3)), **advanced))

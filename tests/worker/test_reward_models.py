@@ -179,11 +179,11 @@ def settings(kind: RewardKind = "pairs", **asked: Any) -> ResolvedOffline:
 
 
 def head_of(policy: Policy, *, moved: bool = False) -> RewardHead:
-    head = RewardHead(policy.width, policy.device)
+    head = RewardHead(policy.hidden_size, policy.device)
     if moved:
         drawn = torch.Generator().manual_seed(2)
         with torch.no_grad():
-            head.weight.copy_(torch.randn(policy.width, generator=drawn))
+            head.weight.copy_(torch.randn(policy.hidden_size, generator=drawn))
     return head
 
 

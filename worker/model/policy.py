@@ -382,11 +382,6 @@ class Policy:
         return Vocabulary(self.tokenizer, int(self._head.weight.shape[0]), self.stop_ids)
 
     @property
-    def width(self) -> int:
-        """Of a hidden state."""
-        return int(self._head.weight.shape[1])
-
-    @property
     def layers(self) -> Sequence[nn.Module]:
         """The decoder's layers; none where they are not in one list."""
         return list(self._parts.layers or [])

@@ -103,7 +103,7 @@ def assemble(
     trainer = OfflineTrainer(policy, resolved, token_budget=plan.token_budget, beat=beat)
     also: list[Callable[[Path], None]] = []
     if resolved.reward_kind is not None:
-        head = RewardHead(policy.width, policy.device)
+        head = RewardHead(policy.hidden_size, policy.device)
         trainer = RewardTrainer(
             policy,
             head,
