@@ -50,7 +50,7 @@ from worker.record.checkpoints import Checkpoints
 from worker.record.exporters.choice import feeds_of
 from worker.record.recorder import Quota, Recorder
 from worker.refusals import InvalidTargets, UserMistake
-from worker.rollout.prompts import PromptStream, PromptTooLong, tokenize
+from worker.rollout.prompts import NoPassRate, PromptStream, PromptTooLong, tokenize
 from worker.rollout.reward_models import LoadedRewardModel, PolicyScores, read_reward_model
 from worker.rollout.rewards import Rewards, Scoring
 from worker.rollout.rows import Rows, read_rows
@@ -100,6 +100,20 @@ class Task:
     workload: Workload
     held_to: str  # the schema that answers are JSON of, or ""
 
+    def prompts(self, seed: int) -> PromptStream:
+        """The training prompts in the order of their epochs.
+
+        Raises:
+            UserMistake: rows lack what they are ordered by.
+        """
+        settings = self.settings
+        try:
+            return PromptStream(
+                self.train, batch_size=settings.batch_size, seed=seed, order=settings.prompt_order
+            )
+        except NoPassRate as cause:
+            raise UserMistake("invalid_value", str(cause), "training_file") from cause
+
 
 def assemble(
     attempt: Attempt,
@@ -127,6 +141,7 @@ def assemble(
     teacher = teacher_model(attempt, settings)
     judges = reward_models(attempt, spec, settings)
     task = prepare_task(attempt, rows, base, teacher)
+    prompts = task.prompts(job.seed)
     plan = plan_memory(job.model, base, task, settings, local, teacher)
     beat()
     policy, verdict = load_policy(attempt, base, task, plan, settings, beat, world)
@@ -201,7 +216,7 @@ def assemble(
         settings=task.settings,
         seed=job.seed,
         spec=spec,
-        train_prompts=PromptStream(task.train, batch_size=task.settings.batch_size, seed=job.seed),
+        train_prompts=prompts,
         valid_prompts=task.valid,
         sampler=ObservedSampler(WatchedSampler(sampler, beat)),
         rewards=rewards,

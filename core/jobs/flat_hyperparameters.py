@@ -54,6 +54,7 @@ FLAT = {
         "answer, so they need supervision 'outcome'",
     ),
     "group_size": Flat(("sampling", "group_size"), "auto"),
+    "prompt_order": Flat(("sampling", "order"), "shuffled"),
     "learning_rate": Flat(("optimizer", "learning_rate"), "auto"),
     "lora_rank": Flat(("lora", "rank"), 16),
     "lora_alpha": Flat(("lora", "alpha"), 32),

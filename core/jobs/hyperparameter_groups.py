@@ -16,6 +16,7 @@ Auto = Literal["auto"]
 Loss = Literal["grpo", "dr_grpo", "bnpo", "dapo", "cispo", "gspo", "rloo", "reinforce_plus_plus", "ppo"]
 # Losses with a reward for each token (see TokenRewardLoss).
 TokenRewards = Literal["reinforce_plus_plus", "ppo"]
+PromptOrder = Literal["shuffled", "file", "easiest_first"]
 Scale = Literal["group", "batch", "none"]
 Std = Literal["population", "sample"]
 Supervision = Literal["outcome", "process"]
@@ -269,6 +270,9 @@ class Sampling(Value):
     chat_template_kwargs: dict[TemplateArgument, bool | int | float | str] = {}
     # Tokens after which a thought is closed; auto: by reasoning_effort.
     thinking_budget: Auto | Annotated[int, Field(ge=0, le=131072)] = "auto"
+    # Of the prompts in each epoch: shuffled anew, as in the file, or by falling `pass_rate` of the rows, which a
+    # select stage of a pipeline measures.
+    order: PromptOrder = "shuffled"
 
 
 class Kl(Value):

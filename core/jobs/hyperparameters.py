@@ -37,6 +37,7 @@ from core.jobs.hyperparameter_groups import (
     Optimizer,
     Overlong,
     OverlongGroup,
+    PromptOrder,
     Sampling,
     Scale,
     ScheduleGroup,
@@ -275,6 +276,7 @@ class Resolved(Value):
     learning_rate_schedule: LearningRateSchedule = "constant"
     eval_pass_score: float = 1.0
     mini_batches: int = 1
+    prompt_order: PromptOrder = "shuffled"
     gae_lambda: float | None = None
     gamma: float | None = None
     value_clip: float | None = None
@@ -318,6 +320,8 @@ ELSEWHERE = {
     "num_iterations": "updates_per_batch",
     "ppo_epochs": "updates_per_batch",
     "num_mini_batches": "mini_batches",
+    "shuffle": "prompt_order",
+    "shuffle_dataset": "prompt_order",
     "lam": "gae_lambda",
     "lambd": "gae_lambda",
     "cliprange": "clip_low",
@@ -428,6 +432,7 @@ _BEFORE: dict[str, Any] = {
     "learning_rate_schedule": "constant",
     "eval_pass_score": 1.0,
     "mini_batches": 1,
+    "prompt_order": "shuffled",
 }
 
 

@@ -476,6 +476,7 @@ OTHER_VALUES = {
     "require_improvement": True,
     "updates_per_batch": 2,
     "mini_batches": 3,
+    "prompt_order": "file",
     "clip_low": 0.1,
     "clip_high": 0.5,
     "cispo_cap": 3.0,

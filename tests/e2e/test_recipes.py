@@ -1,6 +1,7 @@
 """The recipes of examples/recipes run to their end on a tiny model with small budgets."""
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,7 +22,9 @@ RECIPES = sorted(path.name for path in FOLDER.glob("*.toml"))
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The rows and graders that recipes name."""
-    folder = tmp_path_factory.mktemp("recipes")
+    folder = tmp_path_factory.mktemp("examples") / "recipes"
+    folder.mkdir()
+    shutil.copytree(FOLDER.parent / "support_desk", folder.parent / "support_desk")
     command = [sys.executable, str(FOLDER / "make.py"), "--to", str(folder), "--rows", "12"]
     subprocess.run(command, check=True)
     for grader in FOLDER.glob("*.json"):
@@ -32,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def bytes_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     model = make_byte_model(tmp_path_factory.mktemp("bytes"))
-    registry = f'[models.tiny]\npath = "{model}"\ndtype = "float32"\ncontext = 512\n'
+    registry = f'[models.tiny]\npath = "{model}"\ndtype = "float32"\ncontext = 1024\n'
     server = launch(tmp_path_factory.mktemp("server"), registry)
     yield server
     server.stop()
@@ -53,6 +56,8 @@ def small(recipe: dict[str, Any]) -> dict[str, Any]:
                 [hyperparameters] = [job["method"][job["method"]["type"]]["hyperparameters"]]
                 hyperparameters |= {"n_epochs": 1}
         if "sample" in stage:
+            if not stage["sample"]["model"].startswith("{{"):
+                stage["sample"]["model"] = "tiny"
             stage["sample"] |= {"n": 2, "sampling_params": {"max_completion_tokens": 8}}
             stage["sample"]["grader"] = "length.json"
         if "select" in stage:
@@ -90,7 +95,7 @@ def test_a_recipe_is_read_as_it_is_printed(name: str, folder: Path, monkeypatch:
 
     asked = read_pipeline(read_table(FOLDER / name))
 
-    assert {path.name for path in asked.uploads.values()} <= {path.name for path in folder.iterdir()}
+    assert all(path.exists() for path in asked.uploads.values())
     for stage in asked.body["stages"]:
         if "job" in stage and "reinforcement" in stage["job"]["method"]:
             assert isinstance(stage["job"]["method"]["reinforcement"]["grader"], dict)

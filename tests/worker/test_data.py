@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from worker.rollout.prompts import PromptStream
+from worker.rollout.prompts import NoPassRate, PromptStream
 from worker.types import Prompt
 
 
@@ -64,3 +64,25 @@ def test_stand_ins_are_all_prompts_outside_the_batch_in_an_order_of_the_step() -
 
     assert lines(stream.others(2)) == rest
     assert lines(stream.others(3)) != rest
+
+
+def rated(*rates: Any) -> list[Any]:
+    return [Prompt(line, (1,), {"pass_rate": rate}) for line, rate in enumerate(rates, start=1)]
+
+
+def test_prompts_come_as_in_the_file_in_every_epoch() -> None:
+    stream = PromptStream(prompts(5), batch_size=2, seed=5, order="file")
+
+    assert [lines(stream.batch(step)) for step in (1, 2, 3, 4)] == [[1, 2], [3, 4], [5, 1], [2, 3]]
+
+
+def test_the_easiest_prompts_come_first() -> None:
+    stream = PromptStream(rated(0.1, 1, 0.5, 0.5), batch_size=4, seed=5, order="easiest_first")
+
+    assert lines(stream.batch(1)) == lines(stream.batch(2)) == [2, 3, 4, 1]
+
+
+@pytest.mark.parametrize("rate", [None, "half", True])
+def test_a_row_without_a_pass_rate_is_named(rate: Any) -> None:
+    with pytest.raises(NoPassRate, match="line 2 has none"):
+        PromptStream(rated(0.5, rate), batch_size=1, seed=5, order="easiest_first")

@@ -5,6 +5,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from core.jobs.hyperparameter_groups import PromptOrder
 from core.storage.datasets import Example
 from worker.refusals import ChatTemplateFailed
 from worker.types import Prompt
@@ -14,11 +15,29 @@ class PromptTooLong(ValueError):
     """Some rows leave no room for an answer in the model's context."""
 
 
-class PromptStream:
-    """The training prompts, epoch after epoch, shuffled anew in each epoch."""
+class NoPassRate(ValueError):
+    """A row has no `pass_rate` to order it by."""
 
-    def __init__(self, prompts: Sequence[Prompt], *, batch_size: int, seed: int) -> None:
-        self.prompts = prompts
+
+def _failure_rate(prompt: Prompt) -> float:
+    rate = prompt.item.get("pass_rate")
+    if not isinstance(rate, int | float) or isinstance(rate, bool):
+        raise NoPassRate(
+            f"The order 'easiest_first' needs a number `pass_rate` in every row, and line {prompt.line} has none. "
+            "A select stage of a pipeline with the form 'prompts' writes them."
+        )
+    return -rate
+
+
+class PromptStream:
+    """The training prompts, epoch after epoch, in the same order or shuffled anew in each epoch."""
+
+    def __init__(
+        self, prompts: Sequence[Prompt], *, batch_size: int, seed: int, order: PromptOrder = "shuffled"
+    ) -> None:
+        """Raises NoPassRate if the order is easiest_first and a row has none."""
+        self.prompts = sorted(prompts, key=_failure_rate) if order == "easiest_first" else prompts
+        self.is_shuffled = order == "shuffled"
         self.batch_size = batch_size
         self.seed = seed
         self._orders: dict[int, array[int]] = {}  # by epoch; see `order`
@@ -52,7 +71,8 @@ class PromptStream:
         order = self._orders.get(epoch)
         if order is None:
             order = array("q", range(len(self.prompts)))
-            random.Random(f"{self.seed}/{epoch}").shuffle(order)
+            if self.is_shuffled:
+                random.Random(f"{self.seed}/{epoch}").shuffle(order)
             self._orders = {one: kept for one, kept in self._orders.items() if one == epoch - 1} | {
                 epoch: order
             }
