@@ -365,7 +365,7 @@ REFUSED_INSIDE = {
         "unknown_parameter",
     ),
     "an unknown loss": (
-        hyperparameters(advanced={"loss": "ppo"}),
+        hyperparameters(advanced={"loss": "trpo"}),
         "hyperparameters.advanced.loss",
         "invalid_value",
     ),
@@ -380,7 +380,7 @@ REFUSED_INSIDE = {
         "invalid_value",
     ),
     "an unknown loss in a group": (
-        hyperparameters(advanced={"loss": {"type": "ppo"}}),
+        hyperparameters(advanced={"loss": {"type": "trpo"}}),
         "hyperparameters.advanced.loss.type",
         "invalid_value",
     ),
