@@ -24,7 +24,7 @@ from core.jobs.hyperparameter_groups import (
 from core.jobs.methods import REWARD_MODEL
 from core.storage.offline_rows import RewardKind
 
-PreferenceLoss = Literal["sigmoid", "ipo", "simpo", "orpo"]
+PreferenceLoss = Literal["sigmoid", "ipo", "simpo", "orpo", "kto"]
 # SimPO's own settings; 0.1 is the usual beta of the other losses.
 _SIMPO_BETA, _SIMPO_GAMMA = 2.0, 1.0
 # Other trainers' names.
@@ -45,7 +45,7 @@ _ELSEWHERE = {
     "simpo_gamma": "gamma",
 }
 # Losses that compare with a reference model.
-WITH_REFERENCE: frozenset[PreferenceLoss] = frozenset({"sigmoid", "ipo"})
+WITH_REFERENCE: frozenset[PreferenceLoss] = frozenset({"sigmoid", "ipo", "kto"})
 
 
 # These methods overfit in a second epoch over a file that is not small.
@@ -84,7 +84,7 @@ class OfflineAdvanced(Value):
 class Preference(Value):
     """The loss of a pair of answers (docs/howto/supervised.md)."""
 
-    # DPO (sigmoid), IPO, SimPO or ORPO.
+    # DPO (sigmoid), IPO, SimPO, ORPO or KTO.
     type: PreferenceLoss = "sigmoid"
     # sigmoid and ipo: divide the log-probabilities of an answer by its length. The papers add them up.
     length_normalize: bool = False
@@ -92,6 +92,9 @@ class Preference(Value):
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
     # simpo: the margin by which the preferred answer is to lead. Null: 1.
     gamma: float | None = Field(default=None, ge=0)
+    # kto: factors of the losses of desirable (preferred) and undesirable answers. Null: 1.
+    desirable_weight: float | None = Field(default=None, gt=0, le=100)
+    undesirable_weight: float | None = Field(default=None, gt=0, le=100)
 
     @model_validator(mode="before")
     @classmethod
@@ -102,12 +105,15 @@ class Preference(Value):
 
     @model_validator(mode="after")
     def _fields_of_this_loss(self) -> "Preference":
-        if self.length_normalize and self.type not in WITH_REFERENCE:
+        if self.length_normalize and self.type not in ("sigmoid", "ipo"):
             raise ValueError("length_normalize is for the losses sigmoid and ipo")
         if self.label_smoothing and self.type != "sigmoid":
             raise ValueError("label_smoothing is for the loss sigmoid")
         if self.gamma is not None and self.type != "simpo":
             raise ValueError("gamma is for the loss simpo")
+        for name in ("desirable_weight", "undesirable_weight"):
+            if getattr(self, name) is not None and self.type != "kto":
+                raise ValueError(f"{name} is for the loss kto")
         return self
 
 
@@ -156,6 +162,17 @@ class DpoHyperparameters(SupervisedHyperparameters):
             )
         return self
 
+    @model_validator(mode="after")
+    def _more_than_one_row(self) -> "DpoHyperparameters":
+        if self.batch_size == 1 and self.advanced.loss.type == "kto":
+            raise InvalidParameter(
+                "Invalid batch_size: the loss kto needs at least 2 rows a step, because it compares each answer with "
+                "those of other rows.",
+                param="method.dpo.hyperparameters.batch_size",
+                code="invalid_value",
+            )
+        return self
+
 
 class RewardAdvanced(OfflineAdvanced):
     # Pairs: pulls the rewards of both answers towards a sum of 0, which their difference alone leaves open.
@@ -190,6 +207,8 @@ class ResolvedOffline(Value):
     length_normalize: bool = False
     label_smoothing: float = 0.0
     gamma: float | None = None
+    desirable_weight: float | None = None
+    undesirable_weight: float | None = None
     reward_kind: RewardKind | None = None
     centering: float | None = None  # of pairs
 
@@ -275,6 +294,13 @@ def resolve(
             "label_smoothing": loss.label_smoothing,
             "gamma": _SIMPO_GAMMA if loss.type == "simpo" and loss.gamma is None else loss.gamma,
         }
+        if loss.type == "kto":
+            preference |= {
+                "desirable_weight": 1.0 if loss.desirable_weight is None else loss.desirable_weight,
+                "undesirable_weight": 1.0 if loss.undesirable_weight is None else loss.undesirable_weight,
+            }
+            batch_size = max(2, batch_size)
+            steps_per_epoch = math.ceil(rows / batch_size)
     if isinstance(asked, RewardHyperparameters):
         pairs = {"reward_kind": "pairs", "centering": asked.advanced.centering}
         preference = pairs if reward_kind == "pairs" else {"reward_kind": reward_kind}

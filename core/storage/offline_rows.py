@@ -5,6 +5,8 @@
                  "preferred_output": [{"role": "assistant", "content": "4"}],
                  "non_preferred_output": [{"role": "assistant", "content": "Five."}]}
 
+Rows of dpo with one labeled answer are ours, for the loss kto: {"input": ..., "output": [...], "label": true}.
+
 Those of a reward model are ours: rows of dpo, which may have a `margin`, answers with a `score`, or answers with a
 label for each step, which is a line with text in it. A file has one kind.
 
@@ -43,7 +45,7 @@ def format_of(row: Mapping[str, Any]) -> str | None:
     """The method whose format the row seems to have; None: none of them. Pairs are dpo's."""
     if "messages" in row:
         return "reward_model" if {"score", "step_labels"} & row.keys() else "supervised"
-    return "dpo" if {"input", "preferred_output", "non_preferred_output"} & row.keys() else None
+    return "dpo" if {"input", "output", "preferred_output", "non_preferred_output"} & row.keys() else None
 
 
 def method_of(row: Mapping[str, Any]) -> str | None:
@@ -136,7 +138,11 @@ def _is_finite(value: Any) -> bool:
 
 
 def preference_problems(row: Mapping[str, Any]) -> Iterator[Problem]:
-    yield from _unknown_keys(row, {"input", "preferred_output", "non_preferred_output"})
+    """Of a pair, or of an answer with a label."""
+    outputs = ["output"] if is_labeled(row) else ["preferred_output", "non_preferred_output"]
+    yield from _unknown_keys(row, {"input", "label", *outputs} if is_labeled(row) else {"input", *outputs})
+    if is_labeled(row) and not isinstance(row.get("label"), bool):
+        yield "label", "is missing" if row.get("label") is None else "must be true (desirable) or false"
     given = row.get("input")
     if not isinstance(given, Mapping):
         yield "input", "is missing" if given is None else f"must be an object, not {kind(given)}"
@@ -152,12 +158,17 @@ def preference_problems(row: Mapping[str, Any]) -> Iterator[Problem]:
                 yield from _message_problems(f"input.messages[{index}]", message)
             if _role(messages[-1]) == "assistant":
                 yield "input.messages", "must not end with a message of the assistant"
-    for name in ("preferred_output", "non_preferred_output"):
+    for name in outputs:
         yield from _answer_problems(name, row.get(name))
-    if not isinstance(given, Mapping) or row.get("preferred_output") is None:
+    if is_labeled(row) or not isinstance(given, Mapping) or row.get("preferred_output") is None:
         return
     if row.get("preferred_output") == row.get("non_preferred_output"):
         yield "non_preferred_output", "is the same as preferred_output"
+
+
+def is_labeled(row: Mapping[str, Any]) -> bool:
+    """Whether a row of dpo is an answer with a label, and not a pair."""
+    return "output" in row
 
 
 def is_learned(message: Any) -> bool:

@@ -3,6 +3,7 @@
 import asyncio
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,15 @@ def pairs() -> list[Pack]:
     ]
 
 
+def labeled() -> list[Pack]:
+    """Single answers with labels, as unpaired rows of the loss kto have them."""
+    return [
+        Pack(pack.prompt_ids, (replace(one, scores=(float(row % 2),) * len(one.output_ids_T)),))
+        for row, pack in enumerate(pairs())
+        for one in pack.sequences[:1]
+    ]
+
+
 def settings(method: str = "supervised", **asked: Any) -> ResolvedOffline:
     kind = DpoHyperparameters if method == "dpo" else SupervisedHyperparameters
     return resolve(method, kind.model_validate(asked), rows=ROWS, parameters=1000)
@@ -93,6 +103,31 @@ def dpo_loss(policy: Policy, packs: Sequence[Pack], beta: float) -> Tensor:
     return torch.stack(losses).mean()
 
 
+def kto_loss(policy: Policy, reference: Sequence[Tensor], packs: Sequence[Pack], beta: float) -> Tensor:
+    """As the paper has it, row by row: z0 from the answers of the next row to each prompt."""
+
+    def ratio(prompt: Sequence[int], answer: Sequence[int]) -> Tensor:
+        with torch.no_grad(), policy.wearing(reference):
+            of_reference = logprobs(policy, prompt, answer).sum()
+        return logprobs(policy, prompt, answer).sum() - of_reference
+
+    with torch.no_grad():
+        mismatched = [
+            ratio(pack.prompt_ids, other.output_ids_T)
+            for number, pack in enumerate(packs)
+            for other in packs[(number + 1) % len(packs)].sequences
+        ]
+    z0 = max(0.0, float(torch.stack(mismatched).mean()))
+    losses = []
+    for pack in packs:
+        for number, one in enumerate(pack.sequences):
+            h = ratio(pack.prompt_ids, one.output_ids_T)
+            is_desirable = one.scores[0] == 1.0 if one.scores else number == 0
+            value = torch.sigmoid(beta * (h - z0)) if is_desirable else torch.sigmoid(beta * (z0 - h))
+            losses.append((1.0 if is_desirable else 1.5) * (1 - value))
+    return torch.stack(losses).mean()
+
+
 def gradient(policy: Policy) -> Tensor:
     found = [parameter.grad for parameter in policy.trainable]
     for parameter in policy.trainable:
@@ -123,6 +158,44 @@ def test_loss_and_gradient_are_those_of_single_rows(
     counted = totals.pairs or totals.tokens
     assert totals.loss / counted == pytest.approx(expected.item(), rel=1e-5)
     assert torch.allclose(gradient(policy) / counted, wanted, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("forward", ["packed", "rows"])
+@pytest.mark.parametrize("budget", [10_000, 24], ids=["one micro-batch", "several"])
+@pytest.mark.parametrize("rows", [pairs, labeled])
+def test_kto_compares_with_the_answers_of_the_whole_step(
+    make_policy: Callable[..., Policy], rows: Callable[[], list[Pack]], budget: int, forward: Any
+) -> None:
+    policy = make_policy(moved=True)
+    drawn = torch.Generator().manual_seed(4)
+    reference = [one.detach() + 0.5 * torch.randn(one.shape, generator=drawn) for one in policy.trainable]
+    packs = rows()
+    policy.use(Route("rows"))
+    expected = kto_loss(policy, reference, packs, 0.5)
+    expected.backward()  # type: ignore[no-untyped-call]
+    wanted = gradient(policy)
+    weighted = {"loss": {"type": "kto", "undesirable_weight": 1.5}}
+
+    policy.use(Route(forward))
+    one = trainer(policy, settings("dpo", beta=0.5, advanced=weighted), budget=budget)
+    one.gradient.reference = reference
+    totals = one.gradient.add(packs)
+
+    counted = sum(len(pack.sequences) for pack in packs)
+    assert totals.counted == counted and one.gradient.z0 > 0.0
+    assert totals.loss / counted == pytest.approx(expected.item(), rel=1e-5)
+    assert torch.allclose(gradient(policy) / counted, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_rows_with_labels_have_rewards_and_no_accuracy(make_policy: Callable[..., Policy]) -> None:
+    policy = make_policy(moved=True)
+    one = trainer(policy, settings("dpo", advanced={"loss": {"type": "kto"}}))
+
+    found, of_pairs = one.measure(labeled()), one.measure(pairs())
+
+    assert found.chosen_reward is not None and found.rejected_reward is not None
+    assert found.reward_accuracy is None and found.token_accuracy is None
+    assert of_pairs.reward_accuracy is not None and of_pairs.reward_margin is not None
 
 
 def test_accuracy_is_a_share_of_the_learned_tokens(make_policy: Callable[..., Policy]) -> None:
@@ -241,6 +314,8 @@ def test_automatic_epochs_are_openais(rows: int, expected: int) -> None:
 def run(
     bench: Bench, policy: Policy, *, method: str = "supervised", stop_at: int = 0, **asked: Any
 ) -> OfflineRun:
+    if method == "kto":
+        method, asked = "dpo", asked | {"advanced": {"loss": {"type": "kto"}}}
     resolved = settings(method, **({"batch_size": 3, "n_epochs": 4} | asked))
     packs = pairs() if method == "dpo" else conversations()
     rows = [TokenizedRow(line, (pack,)) for line, pack in enumerate(packs, start=1)]
@@ -293,7 +368,7 @@ def test_the_last_three_epochs_are_kept_and_the_last_one_is_the_model(
     assert len(losses) == 5 and losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize("method", ["supervised", "dpo"])
+@pytest.mark.parametrize("method", ["supervised", "dpo", "kto"])
 @pytest.mark.parametrize("stop_at", [1, 3, 8])
 def test_a_run_that_is_stopped_and_resumed_ends_as_if_it_had_not_been(
     bench: Bench, make_policy: Callable[..., Policy], tmp_path: Path, method: str, stop_at: int

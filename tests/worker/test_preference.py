@@ -112,3 +112,23 @@ def test_losses_without_a_reference_compare_means(name: str) -> None:
 
     assert not resolved.has_reference
     assert pair_loss(resolved, Pairs.of(LOGP_M, None, ANSWER_M)).shape == (2,)
+
+
+def kto(h: float, *, desirable: bool, z0: float, **weights: float) -> Tensor:
+    return preference.kto(one(h), torch.tensor([desirable]), beta=1.0, z0=z0, **weights)
+
+
+@pytest.mark.parametrize(
+    ("h", "desirable", "z0", "loss"),
+    [(math.log(4), True, LN2, 1 / 3), (0.0, False, LN2, 1 / 3), (math.log(4), True, 0.0, 0.2)],
+)
+def test_kto_is_the_papers_equation_8(h: float, desirable: bool, z0: float, loss: float) -> None:
+    assert kto(h, desirable=desirable, z0=z0).item() == pytest.approx(loss, abs=1e-9)
+
+
+def test_kto_weighs_desirable_and_undesirable_answers() -> None:
+    weights = {"desirable_weight": 1.0, "undesirable_weight": 1.33}
+    first = kto(math.log(4), desirable=True, z0=LN2, **weights)
+    second = kto(0.0, desirable=False, z0=LN2, **weights)
+
+    assert (first + second).item() / 2 == pytest.approx(0.3883333333, abs=1e-9)

@@ -1,6 +1,7 @@
 """Learn from given answers: the gradients of supervised and preference losses, and their trainer.
 
-Both losses are sums over a step, divided once by what they count: learned tokens (supervised) or pairs (preference).
+Both losses are sums over a step, divided once by what they count: learned tokens (supervised), pairs (preference) or
+answers (the loss kto).
 Each supervised row is a pack with one sequence, of which `learned_T` says what is learned. Each pair of answers is a
 pack with two sequences, the preferred one first; both are always in one micro-batch, because the loss couples them.
 """
@@ -45,8 +46,13 @@ class OfflineMetrics:
 
     @classmethod
     def of(cls, totals: Totals, *, grad_norm: float | None = None, skipped: bool = False) -> "OfflineMetrics":
-        measured = cls(totals.loss / (totals.pairs or totals.tokens), totals.tokens, totals.sequences)
+        measured = cls(totals.loss / totals.counted, totals.tokens, totals.sequences)
         measured = replace(measured, grad_norm=grad_norm, skipped=skipped)
+        if totals.answers and not totals.pairs:
+            others = totals.answers - totals.desirable
+            chosen = totals.chosen / totals.desirable if totals.desirable else None
+            rejected = totals.rejected / others if others else None
+            return replace(measured, chosen_reward=chosen, rejected_reward=rejected)
         if not totals.pairs:
             return replace(measured, token_accuracy=totals.correct / totals.tokens)
         return replace(
@@ -67,10 +73,12 @@ class OfflineGradient:
         self.capacity = token_budget
         # The adapter of the preference loss's reference, unless the reference is the base model.
         self.reference: list[Tensor] | None = None
+        self.z0 = 0.0  # of the loss kto
 
     def add(self, packs: Sequence[Pack]) -> Totals:
         """Add the gradient of the summed loss of these packs, and return its totals."""
         totals = Totals()
+        self._prepare(packs)
         for part in self._micro_batches(packs):
             loss, of_part = self.loss(part)
             loss.backward()  # type: ignore[no-untyped-call]
@@ -80,17 +88,81 @@ class OfflineGradient:
     def measure(self, packs: Sequence[Pack]) -> Totals:
         """The totals of these packs, without a gradient."""
         with torch.no_grad():
+            self._prepare(packs)
             return sum((self.loss(part)[1] for part in self._micro_batches(packs)), Totals())
 
     def _micro_batches(self, packs: Sequence[Pack]) -> Iterator[list[Pack]]:
         rows = self.policy.route.forward == "rows"
         return whole_batches(packs, self.capacity, self.policy.device, rows=rows)
 
+    def _prepare(self, packs: Sequence[Pack]) -> None:
+        """Compute what the loss needs of the whole step.
+
+        For kto it is z0: each prompt gets the answers of the next row. TRL takes the same mismatches.
+        """
+        if self.settings.preference_loss != "kto":
+            return
+        self.z0 = 0.0
+        if len(packs) < 2:  # the last step of an epoch may have one row
+            return
+        mismatched = [
+            Pack(pack.prompt_ids, other.sequences)
+            for pack, other in zip(packs, [*packs[1:], packs[0]], strict=True)
+        ]
+        with torch.no_grad():
+            parts = [self._log_ratios(part) for part in self._micro_batches(mismatched)]
+        self.z0 = max(0.0, torch.cat([h_A for h_A, _ in parts]).mean().item())
+
+    def _log_ratios(self, packs: Sequence[Pack]) -> tuple[Tensor, Tensors]:
+        """log pi - log pi_ref of each answer, [A], summed over its tokens."""
+        tensors = tensors_of(packs, self.policy.device)
+        with torch.no_grad(), self._as_reference():
+            ref_logp_M = predicted(self.policy, tensors)[0]
+        logp_M = predicted(self.policy, tensors)[0]
+        h_A = logp_M.new_zeros(int(tensors.answer_M.max()) + 1)
+        return h_A.index_add(0, tensors.answer_M, logp_M - ref_logp_M), tensors
+
+    def _kto(self, packs: Sequence[Pack]) -> tuple[Tensor, Totals]:
+        settings = self.settings
+        assert settings.beta is not None
+        assert settings.desirable_weight is not None and settings.undesirable_weight is not None
+        h_A, tensors = self._log_ratios(packs)
+        if tensors.score_M is None:  # pairs: the preferred answer comes first
+            is_desirable_A = torch.arange(len(h_A), device=h_A.device) % 2 == 0
+        else:
+            is_desirable_A = (
+                tensors.score_M.new_zeros(len(h_A)).index_put((tensors.answer_M,), tensors.score_M) > 0
+            )
+        loss = preference.kto(
+            h_A,
+            is_desirable_A,
+            beta=settings.beta,
+            z0=self.z0,
+            desirable_weight=settings.desirable_weight,
+            undesirable_weight=settings.undesirable_weight,
+        ).sum()
+        reward_A = settings.beta * h_A.detach()
+        totals = Totals(
+            loss=loss.item(),
+            tokens=len(tensors.target_M),
+            sequences=len(h_A),
+            answers=len(h_A),
+            desirable=int(is_desirable_A.sum()),
+            chosen=reward_A[is_desirable_A].sum().item(),
+            rejected=reward_A[~is_desirable_A].sum().item(),
+        )
+        if tensors.score_M is None:
+            correct = (reward_A[0::2] > reward_A[1::2]).sum().item()
+            totals += Totals(pairs=len(h_A) // 2, correct=correct)
+        return loss, totals
+
     def _as_reference(self) -> AbstractContextManager[None]:
         return self.policy.as_base() if self.reference is None else self.policy.wearing(self.reference)
 
     def loss(self, packs: Sequence[Pack]) -> tuple[Tensor, Totals]:
         """The sum of the loss over a micro-batch, and its totals."""
+        if self.settings.preference_loss == "kto":
+            return self._kto(packs)
         tensors = tensors_of(packs, self.policy.device)
         if self.settings.preference_loss is None:
             logp_M, is_top_M = predicted(self.policy, tensors)
@@ -164,8 +236,8 @@ def pair_loss(settings: ResolvedOffline, pairs: Pairs) -> Tensor:
             return preference.simpo(chosen, rejected, beta=beta, gamma=settings.gamma)
         case "orpo":
             return preference.orpo(chosen, rejected, beta=beta)
-        case None:
-            raise AssertionError("supervised rows have no pairs")
+        case "kto" | None:
+            raise AssertionError("only losses of pairs have one")
 
 
 @torch.no_grad()
@@ -271,7 +343,7 @@ class OfflineTrainer:
     def step(self, packs: Sequence[Pack]) -> OfflineMetrics:
         """One update with these rows."""
         totals = self.gradient.add(packs)
-        norm = self.optimizer.step(totals.pairs or totals.tokens, self.steps_taken)
+        norm = self.optimizer.step(totals.counted, self.steps_taken)
         self.steps_taken += 1  # also of a skipped step, so that the schedule depends on the step alone
         self.beat()
         return self.metrics(totals, grad_norm=norm, skipped=norm is None)

@@ -27,6 +27,13 @@ class Totals:
     )
     chosen: float = 0.0  # reward of the preferred answers
     rejected: float = 0.0
+    answers: int = 0  # of the loss kto
+    desirable: int = 0
+
+    @property
+    def counted(self) -> int:
+        """What a loss of given answers is a mean over."""
+        return self.answers or self.pairs or self.tokens
 
     @property
     def effective_sample_size(self) -> float:

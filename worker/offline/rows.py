@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from core.jobs.methods import REWARD_MODEL
 from core.storage.datasets import Example
-from core.storage.offline_rows import is_learned, reward_kind, step_ends
+from core.storage.offline_rows import is_labeled, is_learned, reward_kind, step_ends
 from worker.refusals import ChatTemplateFailed, UserMistake
 from worker.rollout.steps import token_ends
 from worker.types import Pack, TrainingSequence
@@ -111,7 +111,14 @@ def supervised_packs(row: Mapping[str, Any], template: ChatTemplate) -> list[Pac
 
 
 def preference_packs(row: Mapping[str, Any], template: ChatTemplate) -> list[Pack]:
-    """One pack: the prompt, the preferred answer and the other one."""
+    """One pack: the prompt, the preferred answer and the other one, or the one answer with its label."""
+    if is_labeled(row):
+        pack = answers_pack(
+            row["input"]["messages"], row["output"], row["input"].get("tools") or [], template
+        )
+        [one] = pack.sequences
+        label = float(row["label"])
+        return [Pack(pack.prompt_ids, (replace(one, scores=(label,) * len(one.output_ids_T)),))]
     answers = [row[name][0] for name in ("preferred_output", "non_preferred_output")]
     return [answers_pack(row["input"]["messages"], answers, row["input"].get("tools") or [], template)]
 
