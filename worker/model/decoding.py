@@ -1,6 +1,7 @@
-"""Decode the answers to some prompts token by token, in the way that the probe found to be exact for the model.
+"""Compute the hidden states of answers token by token, in the way that the probe found to be exact for the model.
 
 `Decoding` starts with the hidden state that predicts each answer's first token, and then takes one token per row.
+worker/model/generation.py chooses the tokens.
 """
 
 import inspect
@@ -50,12 +51,10 @@ class GroupDecoding:
         self.cache = GroupCache(lengths_P, joined=joined)
 
     def start(self) -> Tensor:
-        hidden = self._forward(self.ids_P)
-        prompts = torch.arange(len(hidden), device=self.device)
-        group_R = prompts.repeat_interleave(self.size)
-        last: Tensor = hidden[prompts, self.cache.lengths_P - 1][group_R]
+        hidden = self._prompts()
+        group_R = torch.arange(len(hidden), device=self.device).repeat_interleave(self.size)
         self.cache.expand(group_R)
-        return last
+        return hidden[group_R]
 
     def next(self, token_R: Tensor) -> Tensor:
         self.cache.start_token()
@@ -63,6 +62,12 @@ class GroupDecoding:
 
     def keep(self, rows: Tensor) -> None:
         self.cache.keep(rows)
+
+    def _prompts(self) -> Tensor:
+        """Compute the prompts. Hidden states [P, h] of their last tokens."""
+        hidden = self._forward(self.ids_P)
+        last: Tensor = hidden[torch.arange(len(hidden), device=self.device), self.cache.lengths_P - 1]
+        return last
 
     def _forward(self, ids: Tensor) -> Tensor:
         layout = self.cache.layout()
@@ -75,6 +80,33 @@ class GroupDecoding:
                 use_cache=True,
             ).last_hidden_state
         return hidden
+
+
+class CopiedDecoding(GroupDecoding):
+    """With a GroupCache in which each row has a copy of its prompt: rows join and leave at any token.
+
+    A prompt with several answers is still computed once. Row r answers prompt prompt_R[r].
+    """
+
+    def __init__(
+        self,
+        decoder: Any,
+        prompts_P: Sequence[Sequence[int]],
+        prompt_R: Sequence[int],
+        device: torch.device,
+        joined: bool,
+    ) -> None:
+        super().__init__(decoder, prompts_P, 1, device, joined)
+        self.prompt_R = torch.tensor(prompt_R, device=device)
+
+    def start(self) -> Tensor:
+        hidden = self._prompts()[self.prompt_R]
+        self.cache.copy(self.prompt_R)
+        return hidden
+
+    def join(self, other: "CopiedDecoding") -> None:
+        """Continue with these rows and, behind them, the other's, which have not been given a token yet."""
+        self.cache.join(other.cache)
 
 
 class RowDecoding:
