@@ -86,11 +86,11 @@ class TestForked:
 
 
 class TestRowsThatJoin:
-    """Keys and values of the prompt apart from the answer's, in windows, and in one tensor with latent attention."""
+    """Keys and values of the prompt apart from the answer's, and in one tensor with latent attention."""
 
     @pytest.mark.parametrize(
         ("title", "joined"),
-        [("Llama 2, 3", False), ("Gemma 3", False), ("DeepSeek V3, R1", True)],
+        [("Llama 2, 3", False), ("DeepSeek V3, R1", True), ("Falcon", True)],
     )
     def test_a_row_is_computed_as_if_it_were_alone(self, title: str, joined: bool, tmp_path: Path) -> None:
         """The second prompt has two answers; row 3 joins after two tokens, rows leave, others change places."""

@@ -336,7 +336,8 @@ class GroupCache(Cache):  # type: ignore[misc]  # transformers is not typed for 
             return tail
         prompt = self.prompt_keys[layer_idx], self.prompt_values[layer_idx]
         keys, values = (
-            torch.cat([shared[self.group_R], own], dim=2) for shared, own in zip(prompt, tail, strict=True)
+            torch.cat([shared if self.copied else shared[self.group_R], own], dim=2)
+            for shared, own in zip(prompt, tail, strict=True)
         )
         return keys, values
 

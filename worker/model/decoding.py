@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
+from transformers.masking_utils import causal_mask_function
 
 from worker.model import attention
 from worker.model.attention import GroupCache
@@ -75,17 +76,22 @@ class GroupDecoding:
             hidden: Tensor = self.decoder(
                 input_ids=ids,
                 position_ids=layout.query_position,
-                attention_mask=torch.ones_like(layout.key_position),
+                attention_mask=self._mask(layout),
                 past_key_values=self.cache,
                 use_cache=True,
             ).last_hidden_state
         return hidden
 
+    def _mask(self, layout: attention.Layout) -> Tensor:
+        """A 2-D mask: the model makes its own for each type of layer, with the rules of attention.NAME."""
+        return torch.ones_like(layout.key_position)
+
 
 class CopiedDecoding(GroupDecoding):
     """With a GroupCache in which each row has a copy of its prompt: rows join and leave at any token.
 
-    A prompt with several answers is still computed once. Row r answers prompt prompt_R[r].
+    A prompt with several answers is still computed once. Row r answers prompt prompt_R[r]. For models in which all
+    layers attend to all earlier tokens.
     """
 
     def __init__(
@@ -107,6 +113,10 @@ class CopiedDecoding(GroupDecoding):
     def join(self, other: "CopiedDecoding") -> None:
         """Continue with these rows and, behind them, the other's, which have not been given a token yet."""
         self.cache.join(other.cache)
+
+    def _mask(self, layout: attention.Layout) -> Tensor:
+        """A 4-D mask, which the attention of every model takes as it is (Falcon's does not know attention.NAME)."""
+        return attention.visible(layout, causal_mask_function)
 
 
 class RowDecoding:

@@ -121,16 +121,26 @@ class ServedModel:
             )
 
     def _gap(self, base: Base) -> float:
-        """The largest difference of a log-probability, in nats."""
-        ids = [i % 67 + 3 for i in range(24)]
-        with support.eager(base.model):
-            whole = torch.tensor([ids], device=self.device)
-            reference = base.model(input_ids=whole, use_cache=False).logits[0, -2:]
-        self.use([None])
-        decoding = self.decoding([ids[:-1]], [0])
-        hidden = [decoding.start(), decoding.next(torch.tensor(ids[-1:], device=self.device))]
-        ours = self.logits(torch.cat(hidden))
-        return float((reference.float().log_softmax(-1) - ours.log_softmax(-1)).abs().max())
+        """The largest difference of a log-probability, in nats, in rows of unequal length of which one joins later."""
+        texts = [[(i * step) % 23 + 3 for i in range(length)] for step, length in ((1, 24), (3, 11), (5, 17))]
+        tokens = torch.tensor([text[-2:] for text in texts], device=self.device)
+        self.use([])
+        decoding, other = (
+            self.decoding([text[:-3] for text in texts[:2]], [0, 1]),
+            self.decoding([texts[2][:-2]], [0]),
+        )
+        decoding.start()
+        third = torch.tensor([text[-3] for text in texts[:2]], device=self.device)
+        first = torch.cat([decoding.next(third), other.start()])
+        decoding.join(other)
+        hidden = torch.stack([first, decoding.next(tokens[:, 0]), decoding.next(tokens[:, 1])], dim=1)
+        gaps = []
+        for text, ours in zip(texts, self.logits(hidden), strict=True):
+            with support.eager(base.model):
+                whole = torch.tensor([text], device=self.device)
+                reference = base.model(input_ids=whole, use_cache=False).logits[0, -3:]
+            gaps.append((reference.float().log_softmax(-1) - ours.log_softmax(-1)).abs().max())
+        return float(torch.stack(gaps).nan_to_num(float("inf")).max())
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
