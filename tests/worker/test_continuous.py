@@ -15,8 +15,10 @@ from core.registry import BaseModelEntry
 from core.response_format import SchemaTooLarge, held_to
 from tests.present import untyped
 from tests.tiny import make_byte_model
+from worker.model.decoding import CopiedDecoding
+from worker.model.generation import choose
 from worker.model.policy import Policy, load_base
-from worker.serve.continuous import ContinuousEngine, RowCache, ServedAdapter, ServedModel, sample
+from worker.serve.continuous import ContinuousEngine, ServedAdapter, ServedModel
 from worker.serve.engine import Ask, Token
 
 # Of which llguidance cannot follow all: each of the branches is open when an answer begins.
@@ -188,19 +190,28 @@ def test_a_schema_that_allows_too_much_at_once_ends_its_own_answer_alone(
     assert asyncio.run(beside())[-1].last
 
 
+class FailingDecoding(CopiedDecoding):
+    failures: Sequence[Exception] = ()
+
+    def next(self, token_R: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.failures, list) and self.failures:
+            raise self.failures.pop()
+        return super().next(token_R)
+
+
 class Failing(ServedModel):
     """Fails to write with each of `failures` once, after the model has checked itself."""
 
-    failures: tuple[Exception, ...] | list[Exception] = ()
+    failures: Sequence[Exception] = ()
 
     def __init__(self, base: Any) -> None:
         super().__init__(base)
         self.failures = [ZeroDivisionError()]
 
-    def write(self, *given: Any) -> torch.Tensor:
-        if isinstance(self.failures, list) and self.failures:
-            raise self.failures.pop()
-        return super().write(*given)
+    def decoding(self, prompts_P: Sequence[Sequence[int]], prompt_R: Sequence[int]) -> CopiedDecoding:
+        decoding = FailingDecoding(self._decoder, prompts_P, prompt_R, self.device, self._joined)
+        decoding.failures = self.failures
+        return decoding
 
 
 class Gated(ServedModel):
@@ -217,17 +228,13 @@ class Gated(ServedModel):
         super().__init__(base)
         self.checked = True
 
-    def read(
-        self, prompts: Sequence[Sequence[int]], loras: Sequence[ServedAdapter | None]
-    ) -> tuple[RowCache, torch.Tensor]:
-        if not self.checked:
-            return super().read(prompts, loras)
-        if not self.go.is_set():
+    def decoding(self, prompts_P: Sequence[Sequence[int]], prompt_R: Sequence[int]) -> CopiedDecoding:
+        if self.checked and not self.go.is_set():
             self.begun.set()
             assert self.go.wait(10)
-        else:
-            self.readings.append([len(prompt) for prompt in prompts])
-        return super().read(prompts, loras)
+        elif self.checked:
+            self.readings.append([len(prompt) for prompt in prompts_P])
+        return super().decoding(prompts_P, prompt_R)
 
 
 class GatedFailing(Gated, Failing):
@@ -348,7 +355,7 @@ def test_closing_an_engine_ends_its_thread_and_frees_its_weights(
 def test_top_p_keeps_the_likeliest_tokens_that_reach_it() -> None:
     logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
     draws = [number / 100 for number in range(100)]
-    chosen = [sample(logits, [ask(temperature=1.0, top_p=0.7)], [draw]).item() for draw in draws]
+    chosen = [choose(logits, torch.tensor([draw]), 1.0, torch.tensor([0.7]))[0].item() for draw in draws]
 
     assert set(chosen) == {0, 1}
     assert chosen.count(0) == pytest.approx(62, abs=2)
@@ -356,6 +363,7 @@ def test_top_p_keeps_the_likeliest_tokens_that_reach_it() -> None:
 
 def test_each_row_has_its_own_temperature() -> None:
     logits = torch.tensor([[1.0, 0.9], [1.0, 0.9]])
-    asks = [ask(temperature=0.0), ask(temperature=1.0)]
 
-    assert sample(logits, asks, [0.99, 0.99]).tolist() == [0, 1]
+    tokens, _ = choose(logits, torch.tensor([0.99, 0.99]), torch.tensor([0.0, 1.0]))
+
+    assert tokens.tolist() == [0, 1]

@@ -13,6 +13,7 @@ from tests.families.zoo import CONTEXT, FAMILIES
 from tests.present import untyped
 from worker.model import memory, sizing
 from worker.model.architecture import without_weights
+from worker.model.decoding import CopiedDecoding
 from worker.model.policy import Policy, Route, load_base
 from worker.rollout.samplers import Sampling, choice, grouped
 from worker.rollout.samplers.transformers import TransformersSampler
@@ -82,6 +83,78 @@ class TestForked:
         assert [[r.output_ids_T for r in group] for group in together] == [
             [r.output_ids_T for r in group] for group in apart
         ]
+
+
+class TestRowsThatJoin:
+    """Keys and values of the prompt apart from the answer's, and in one tensor with latent attention."""
+
+    @pytest.mark.parametrize(
+        ("title", "joined"),
+        [("Llama 2, 3", False), ("DeepSeek V3, R1", True), ("Falcon", True)],
+    )
+    def test_a_row_is_computed_as_if_it_were_alone(self, title: str, joined: bool, tmp_path: Path) -> None:
+        """The second prompt has two answers; row 3 joins after two tokens, rows leave, others change places."""
+        policy = policy_of(title, tmp_path)
+        answers = [tuple(range(5 + row, 29 + row)) for row in range(4)]
+        prompts = [PROMPTS[0], PROMPTS[1], PROMPTS[1], tuple(range(30, 54))]
+        found: list[dict[int, torch.Tensor]] = []
+
+        with torch.inference_mode():
+            decoding = CopiedDecoding(policy.text_decoder, PROMPTS, [0, 1, 1], policy.device, joined)
+            found.append(dict(enumerate(decoding.start())))
+            written = {0: 0, 1: 0, 2: 0}
+
+            def write(times: int) -> None:
+                for _ in range(times):
+                    tokens = [answers[row][at] for row, at in written.items()]
+                    hidden = decoding.next(torch.tensor(tokens))
+                    written.update({row: at + 1 for row, at in written.items()})
+                    found.append(dict(zip(written, hidden, strict=True)))
+
+            write(2)
+            other = CopiedDecoding(policy.text_decoder, [prompts[3]], [0], policy.device, joined)
+            found.append({3: other.start()[0]})
+            decoding.join(other)
+            written[3] = 0
+            write(3)
+            decoding.keep(torch.tensor([3, 1]))
+            written = {row: written[row] for row in (3, 1)}
+            write(4)
+            decoding.keep(torch.tensor([0]))
+            del written[1]
+            write(15)
+
+            for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+                ours = torch.stack([step[row] for step in found if row in step])
+                alone = CopiedDecoding(policy.text_decoder, [prompt], [0], policy.device, joined)
+                expected = [alone.start()[0], *(alone.next(torch.tensor([id]))[0] for id in answer)]
+                torch.testing.assert_close(ours, torch.stack(expected[: len(ours)]), atol=1e-4, rtol=1e-4)
+                whole = policy.text_decoder(
+                    input_ids=torch.tensor([[*prompt, *answer[: len(ours) - 1]]]), use_cache=False
+                )
+                torch.testing.assert_close(
+                    ours, whole.last_hidden_state[0, -len(ours) :], atol=1e-4, rtol=1e-4
+                )
+
+    def test_columns_that_no_row_reads_are_dropped(self, tmp_path: Path) -> None:
+        """A server may never be without a row, and its cache must not grow for as long as it runs."""
+        policy = policy_of("Llama 2, 3", tmp_path)
+
+        def begun() -> CopiedDecoding:
+            decoding = CopiedDecoding(policy.text_decoder, [PROMPTS[1]], [0], policy.device, False)
+            decoding.start()
+            return decoding
+
+        with torch.inference_mode():
+            decoding = begun()
+            for _ in range(12):
+                for _ in range(3):
+                    decoding.next(torch.zeros(len(decoding.cache.lengths_P), dtype=torch.int64))
+                decoding.join(begun())
+                decoding.keep(torch.tensor([1]))
+
+        assert decoding.cache.length == 0
+        assert decoding.cache.get_seq_length() < len(PROMPTS[1]) + 3
 
 
 class TestCacheOfARow:

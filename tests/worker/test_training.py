@@ -18,9 +18,10 @@ from tests.tiny import WORDS
 from worker.learn import batch, grpo
 from worker.learn.trainer import PeftTrainer
 from worker.model import attention
+from worker.model.generation import choose
 from worker.model.policy import Policy, Route
 from worker.rollout.samplers import Sampling, grouped
-from worker.rollout.samplers.transformers import TransformersSampler, Wave, choose, waves
+from worker.rollout.samplers.transformers import TransformersSampler, Wave, waves
 from worker.types import Group, Pack, Prompt, Rollout, TrainingSequence
 
 SETTINGS = resolve(

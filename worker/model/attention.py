@@ -190,7 +190,9 @@ class GroupCache(Cache):  # type: ignore[misc]  # transformers is not typed for 
     """Keys and values: of P prompts once, and of R rows' own tokens (Hkv heads of size d).
 
     Fill it with one forward over the prompts, call `expand` with the group of each row, then decode. Remove
-    finished rows with `keep`, so that they are not computed.
+    finished rows with `keep`, so that they are not computed. Rows that each have a copy of their prompt (`copy`) can be
+    put in another order, and rows of another such cache can join them. All rows write the same column of the tails, so
+    those that joined later have padding before their own tokens.
     """
 
     def __init__(self, prompt_lengths_P: Tensor, *, joined: bool = False) -> None:
@@ -206,8 +208,10 @@ class GroupCache(Cache):  # type: ignore[misc]  # transformers is not typed for 
         self._keys: dict[int, Tensor] = {}  # by layer: [R, Hkv, capacity, d]
         self._values: dict[int, Tensor] = {}
         self.layers: list[Any] = []  # transformers' own storage, unused
-        self.length = 0  # tokens in every row's tail, the one being computed included
+        self.length = 0  # columns of the tails, the one being computed included
         self.group_R: Tensor | None = None
+        self.start_R: Tensor | None = None  # the column of each row's first own token
+        self.copied = False
         self.slot_R: Tensor | None = None
         self.slots = 0
         self._width = int(prompt_lengths_P.max())
@@ -222,17 +226,57 @@ class GroupCache(Cache):  # type: ignore[misc]  # transformers is not typed for 
 
     def expand(self, group_R: Tensor) -> None:
         """Start decoding R rows; row r answers prompt group_R[r]. Rows of a group must be adjacent."""
-        self.group_R = group_R
+        self.group_R, self.start_R = group_R, torch.zeros_like(group_R)
         self._place()
 
+    def copy(self, prompt_R: Tensor) -> None:
+        """Start decoding R rows, each with its own copy of prompt prompt_R[r]."""
+        self._select_prompts(prompt_R)
+        self.copied = True
+        self.expand(torch.arange(len(prompt_R), device=prompt_R.device))
+
     def keep(self, rows: Tensor) -> None:
-        """Keep only these rows (indices into the current ones, ascending)."""
-        assert self.group_R is not None
-        self.group_R = self.group_R[rows]
+        """Keep only these rows (indices into the current ones): ascending, or in any order after `copy`."""
+        assert self.group_R is not None and self.start_R is not None
+        self.start_R = self.start_R[rows]
+        first = 0
+        if self.copied:
+            self._select_prompts(rows)
+            self.group_R = torch.arange(len(rows), device=rows.device)
+            first = int(self.start_R.min())  # no row has a token before this column
+            self.start_R, self.length = self.start_R - first, self.length - first
+        else:
+            self.group_R = self.group_R[rows]
         for tails in (self._keys, self._values):
             for layer, tail in tails.items():
-                tails[layer] = tail[rows]
+                tails[layer] = tail[:, :, first:][rows]
         self._place()
+
+    def join(self, other: "GroupCache") -> None:
+        """Append the rows of another cache, whose tails are still empty. Both have copied prompts."""
+        assert self.start_R is not None and self.copied and other.copied and other.length == 0
+        joining, width = len(other.lengths_P), max(self._width, other._width)
+        self.start_R = torch.cat([self.start_R, self.start_R.new_full((joining,), self.length)])
+        for mine, theirs in (
+            (self.prompt_keys, other.prompt_keys),
+            (self.prompt_values, other.prompt_values),
+        ):
+            for layer in mine:
+                mine[layer] = torch.cat([_widened(mine[layer], width), _widened(theirs[layer], width)])
+        for tails in (self._keys, self._values):
+            for layer, tail in tails.items():
+                # Zeros, not what is in memory: padding has a weight of 0, and 0 times NaN is NaN.
+                tails[layer] = torch.cat([tail, tail.new_zeros(joining, *tail.shape[1:])])
+        self.lengths_P, self._width = torch.cat([self.lengths_P, other.lengths_P]), width
+        self.group_R = torch.arange(len(self.lengths_P), device=self.lengths_P.device)
+        self._place()
+
+    def _select_prompts(self, rows: Tensor) -> None:
+        self.lengths_P = self.lengths_P[rows]
+        self._width = int(self.lengths_P.max())
+        for tensors in (self.prompt_keys, self.prompt_values):
+            for layer, tensor in tensors.items():
+                tensors[layer] = tensor[:, :, : self._width][rows]
 
     def _place(self) -> None:
         """Assign each row a slot in its group, so that the queries of a group are one block."""
@@ -248,12 +292,13 @@ class GroupCache(Cache):  # type: ignore[misc]  # transformers is not typed for 
         if self.group_R is None:
             position = place.expand(len(self.lengths_P), -1)
             return Layout.of_rows(position, torch.where(padding, PADDING, PROMPT))
+        assert self.start_R is not None
         length_R = self.lengths_P[self.group_R][:, None]
-        tail = torch.arange(self.length, device=place.device)
+        tail = torch.arange(self.length, device=place.device) - self.start_R[:, None]
         position = torch.cat([place.expand(len(length_R), -1), length_R + tail], dim=1)
-        own = torch.ones_like(length_R).expand(-1, self.length)
+        own = torch.where(tail < 0, PADDING, 1)
         segment = torch.cat([torch.where(padding, PADDING, PROMPT)[self.group_R], own], dim=1)
-        return Layout(length_R + self.length - 1, torch.ones_like(length_R), position, segment)
+        return Layout(position[:, -1:], torch.ones_like(length_R), position, segment)
 
     def to_groups(self, rows: Tensor) -> Tensor:
         """[R, Hkv, share, n] -> [P, Hkv, slots * share, n]: the queries of each group in one block."""
@@ -276,7 +321,7 @@ class GroupCache(Cache):  # type: ignore[misc]  # transformers is not typed for 
         return block[self.group_R, self.slot_R]
 
     def start_token(self) -> None:
-        """Extend every row's tail by one token. Call it before each decoding step."""
+        """Extend the tails by one token of each row. Call it before each decoding step."""
         self.length += 1
 
     def update(
@@ -291,7 +336,8 @@ class GroupCache(Cache):  # type: ignore[misc]  # transformers is not typed for 
             return tail
         prompt = self.prompt_keys[layer_idx], self.prompt_values[layer_idx]
         keys, values = (
-            torch.cat([shared[self.group_R], own], dim=2) for shared, own in zip(prompt, tail, strict=True)
+            torch.cat([shared if self.copied else shared[self.group_R], own], dim=2)
+            for shared, own in zip(prompt, tail, strict=True)
         )
         return keys, values
 
@@ -317,6 +363,11 @@ class GroupCache(Cache):  # type: ignore[misc]  # transformers is not typed for 
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0
+
+
+def _widened(tensor: Tensor, width: int) -> Tensor:
+    """[P, Hkv, T, d] with zeros behind, up to `width`: padding has a weight of 0, and 0 times NaN is NaN."""
+    return torch.nn.functional.pad(tensor, (0, 0, 0, width - tensor.shape[2]))
 
 
 def _attend(

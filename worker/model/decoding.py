@@ -1,6 +1,7 @@
-"""Decode the answers to some prompts token by token, in the way that the probe found to be exact for the model.
+"""Compute the hidden states of answers token by token, in the way that the probe found to be exact for the model.
 
 `Decoding` starts with the hidden state that predicts each answer's first token, and then takes one token per row.
+worker/model/generation.py chooses the tokens.
 """
 
 import inspect
@@ -10,6 +11,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
+from transformers.masking_utils import causal_mask_function
 
 from worker.model import attention
 from worker.model.attention import GroupCache
@@ -50,12 +52,10 @@ class GroupDecoding:
         self.cache = GroupCache(lengths_P, joined=joined)
 
     def start(self) -> Tensor:
-        hidden = self._forward(self.ids_P)
-        prompts = torch.arange(len(hidden), device=self.device)
-        group_R = prompts.repeat_interleave(self.size)
-        last: Tensor = hidden[prompts, self.cache.lengths_P - 1][group_R]
+        hidden = self._prompts()
+        group_R = torch.arange(len(hidden), device=self.device).repeat_interleave(self.size)
         self.cache.expand(group_R)
-        return last
+        return hidden[group_R]
 
     def next(self, token_R: Tensor) -> Tensor:
         self.cache.start_token()
@@ -64,17 +64,59 @@ class GroupDecoding:
     def keep(self, rows: Tensor) -> None:
         self.cache.keep(rows)
 
+    def _prompts(self) -> Tensor:
+        """Compute the prompts. Hidden states [P, h] of their last tokens."""
+        hidden = self._forward(self.ids_P)
+        last: Tensor = hidden[torch.arange(len(hidden), device=self.device), self.cache.lengths_P - 1]
+        return last
+
     def _forward(self, ids: Tensor) -> Tensor:
         layout = self.cache.layout()
         with attention.laid_out(layout, self.cache):
             hidden: Tensor = self.decoder(
                 input_ids=ids,
                 position_ids=layout.query_position,
-                attention_mask=torch.ones_like(layout.key_position),
+                attention_mask=self._mask(layout),
                 past_key_values=self.cache,
                 use_cache=True,
             ).last_hidden_state
         return hidden
+
+    def _mask(self, layout: attention.Layout) -> Tensor:
+        """A 2-D mask: the model makes its own for each type of layer, with the rules of attention.NAME."""
+        return torch.ones_like(layout.key_position)
+
+
+class CopiedDecoding(GroupDecoding):
+    """With a GroupCache in which each row has a copy of its prompt: rows join and leave at any token.
+
+    A prompt with several answers is still computed once. Row r answers prompt prompt_R[r]. For models in which all
+    layers attend to all earlier tokens.
+    """
+
+    def __init__(
+        self,
+        decoder: Any,
+        prompts_P: Sequence[Sequence[int]],
+        prompt_R: Sequence[int],
+        device: torch.device,
+        joined: bool,
+    ) -> None:
+        super().__init__(decoder, prompts_P, 1, device, joined)
+        self.prompt_R = torch.tensor(prompt_R, device=device)
+
+    def start(self) -> Tensor:
+        hidden = self._prompts()[self.prompt_R]
+        self.cache.copy(self.prompt_R)
+        return hidden
+
+    def join(self, other: "CopiedDecoding") -> None:
+        """Continue with these rows and, behind them, the other's, which have not been given a token yet."""
+        self.cache.join(other.cache)
+
+    def _mask(self, layout: attention.Layout) -> Tensor:
+        """A 4-D mask, which the attention of every model takes as it is (Falcon's does not know attention.NAME)."""
+        return attention.visible(layout, causal_mask_function)
 
 
 class RowDecoding:

@@ -357,11 +357,15 @@ class Replay(TransformersSampler):
             self._tokens_RT[row, : len(answer)] = torch.tensor(answer)
         self._tokens_RT = self._tokens_RT.to(policy.device)
 
+    def _draws(self, seeds: Sequence[int], tokens: int) -> Tensor:
+        """The given tokens [R, T], where a sampler has random numbers."""
+        return self._tokens_RT
+
+    @staticmethod
     def _choose(
-        self, logits_RV: Tensor, row_R: Tensor, t: int, draws_RT: Tensor, temperature: float
+        logits_RV: Tensor, draw_R: Tensor, temperature: float | Tensor, top_p_R: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        token_R = self._tokens_RT[row_R, t]
-        return token_R, logits_RV.log_softmax(-1).gather(-1, token_R[:, None])[:, 0]
+        return draw_R, logits_RV.log_softmax(-1).gather(-1, draw_R[:, None])[:, 0]
 
     def logprobs(self) -> Tensor:
         """Of all answers' tokens, in order."""

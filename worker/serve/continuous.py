@@ -10,23 +10,21 @@ import queue
 import random
 import threading
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 from peft import LoraConfig
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import linear
-from transformers.cache_utils import Cache
 
 from worker.model import attention, policy, support
 from worker.model.architecture import refuse_beyond_full_attention, refusing, suspects
-from worker.model.decoding import right_padded
+from worker.model.decoding import CopiedDecoding
+from worker.model.generation import DecodingBatch, RowSettings, join
 from worker.model.lora import FrozenLinear
 from worker.model.policy import Base
 from worker.refusals import UnsupportedModel
@@ -37,7 +35,9 @@ from worker.serve.engine import Ask, Token
 log = logging.getLogger(__name__)
 
 MAX_ROWS = 64
-MAX_CACHED_TOKENS = 131_072  # rows times the longest of them: bounds the cache
+# Rows times the longest of them: bounds the cache, which takes up to twice that where the longest prompt and the
+# longest answer are in different rows.
+MAX_CACHED_TOKENS = 131_072
 MAX_PROMPT_TOKENS = (
     8192  # read at once, padding included, so that the rows which are being written do not wait for long
 )
@@ -78,88 +78,13 @@ class Span:
     end: int
 
 
-class RowCache(Cache):  # type: ignore[misc]  # transformers is not typed for us
-    """Keys and values of rows of different lengths: by layer [R, Hkv, capacity, d]; row r has `lengths[r]` tokens."""
-
-    def __init__(self, lengths_R: Tensor) -> None:
-        self.lengths = lengths_R
-        self.keys: dict[int, Tensor] = {}
-        self.values: dict[int, Tensor] = {}
-        self.reading = True  # prompts; afterwards each forward adds one token a row
-
-    @property
-    def rows(self) -> int:
-        return len(self.lengths)
-
-    @property
-    def width(self) -> int:
-        """Tokens of the longest row, the one that is being computed included."""
-        return int(self.lengths.max()) + (0 if self.reading else 1)
-
-    @property
-    def mask(self) -> Tensor:
-        """What each row's next token sees: bool [R, 1, 1, width]."""
-        columns = torch.arange(self.width, device=self.lengths.device)
-        return (columns[None] <= self.lengths[:, None])[:, None, None]
-
-    def update(
-        self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Called by the model. Returns all keys and values so far."""
-        if self.reading:
-            self.keys[layer_idx], self.values[layer_idx] = key, value
-            return key, value
-        return self._append(self.keys, layer_idx, key), self._append(self.values, layer_idx, value)
-
-    def _append(self, tensors: dict[int, Tensor], layer: int, new: Tensor) -> Tensor:
-        width = self.width
-        if tensors[layer].shape[2] < width:
-            # By a quarter at a time: appending with cat would copy the whole cache for every token.
-            tensors[layer] = _padded(tensors[layer], width + max(32, width // 4))
-        rows = torch.arange(self.rows, device=self.lengths.device)
-        tensors[layer][rows, :, self.lengths] = new[:, :, 0]
-        return tensors[layer][:, :, :width]
-
-    def take(self, rows: Sequence[int]) -> None:
-        """Keep these rows, in this order; one may be named more than once."""
-        index = torch.tensor(rows, device=self.lengths.device)
-        self.lengths = self.lengths[index]
-        width = int(self.lengths.max())
-        for tensors in (self.keys, self.values):
-            for layer, tensor in tensors.items():
-                tensors[layer] = tensor[:, :, :width][index]
-
-    def join(self, other: "RowCache") -> None:
-        """Have the other's rows behind our own."""
-        width = max(int(self.lengths.max()), int(other.lengths.max()))
-        self.lengths = torch.cat([self.lengths, other.lengths])
-        for mine, theirs in ((self.keys, other.keys), (self.values, other.values)):
-            for layer in mine:
-                mine[layer] = torch.cat(
-                    [_padded(mine[layer], width)[:, :, :width], _padded(theirs[layer], width)[:, :, :width]]
-                )
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0 if self.reading else self.width - 1
-
-    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
-        return -1
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return self.get_seq_length() + query_length, 0
-
-
-def _padded(tensor: Tensor, width: int) -> Tensor:
-    """With zeros, not with whatever is in memory: a weight of 0 times NaN is NaN."""
-    return nn.functional.pad(tensor, (0, 0, 0, max(0, width - tensor.shape[2])))
-
-
 class ServedModel:
     """A base model whose linear layers apply a separate adapter to each span of rows. Used by one thread."""
 
     def __init__(self, base: Base) -> None:
         self.context, self.tokenizer = base.context, base.tokenizer
         self._spans: list[Span] = []
+        self._joined = False  # the prompt's keys and the answer's are given to the model in one tensor
         head = base.model.get_output_embeddings()
         for name, module in base.model.named_modules():
             if isinstance(module, nn.Linear) and module is not head:
@@ -178,23 +103,44 @@ class ServedModel:
         Raises:
             UnsupportedModel: they differ, or the config says that they would.
         """
-        config, ids = base.model.config, [i % 67 + 3 for i in range(24)]
+        config = base.model.config
         support.refuse_by_config(config, self.context)
         refuse_beyond_full_attention(config, self.context)
-        layers = list(base.parts.layers or [])
-        with refusing(config), support.in_float32(base.model, layers):
-            with support.eager(base.model):
-                whole = torch.tensor([ids], device=self.device)
-                reference = base.model(input_ids=whole, use_cache=False).logits[0, -2:]
-            cache, read = self.read([ids[:-1]], [None])
-            cache.take([0])
-            ours = torch.cat([read, self.write(ids[-1:], cache, [None])])
-        gap = (reference.float().log_softmax(-1) - ours.log_softmax(-1)).abs().max().item()
+        with refusing(config), support.in_float32(base.model, list(base.parts.layers or [])):
+            try:
+                gap = self._gap(base)
+            except Exception:  # latent attention, which needs prompt and answer in one tensor
+                gap = float("inf")
+            if not gap <= support.TOLERANCE:
+                self._joined = True
+                gap = self._gap(base)
         if not gap <= support.TOLERANCE:
             raise UnsupportedModel(
                 f"{type(base.model).__name__} is not supported: its log-probabilities differ from transformers' own by "
                 f"{gap:.3g}. Likely because of: {suspects(config)}."
             )
+
+    def _gap(self, base: Base) -> float:
+        """The largest difference of a log-probability, in nats, in rows of unequal length of which one joins later."""
+        texts = [[(i * step) % 23 + 3 for i in range(length)] for step, length in ((1, 24), (3, 11), (5, 17))]
+        tokens = torch.tensor([text[-2:] for text in texts], device=self.device)
+        self.use([])
+        decoding, other = (
+            self.decoding([text[:-3] for text in texts[:2]], [0, 1]),
+            self.decoding([texts[2][:-2]], [0]),
+        )
+        decoding.start()
+        third = torch.tensor([text[-3] for text in texts[:2]], device=self.device)
+        first = torch.cat([decoding.next(third), other.start()])
+        decoding.join(other)
+        hidden = torch.stack([first, decoding.next(tokens[:, 0]), decoding.next(tokens[:, 1])], dim=1)
+        gaps = []
+        for text, ours in zip(texts, self.logits(hidden), strict=True):
+            with support.eager(base.model):
+                whole = torch.tensor([text], device=self.device)
+                reference = base.model(input_ids=whole, use_cache=False).logits[0, -3:]
+            gaps.append((reference.float().log_softmax(-1) - ours.log_softmax(-1)).abs().max())
+        return float(torch.stack(gaps).nan_to_num(float("inf")).max())
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
@@ -218,47 +164,16 @@ class ServedModel:
     def lora(self, folder: Path) -> ServedAdapter:
         return ServedAdapter.load(folder, self.device)
 
-    def read(
-        self, prompts: Sequence[Sequence[int]], loras: Sequence[ServedAdapter | None]
-    ) -> tuple[RowCache, Tensor]:
-        """The prompts' keys and values, and the logits [P, V] of each first token. Equal adapters are neighbours."""
-        input_ids, lengths = right_padded(prompts, self.device)
-        width = input_ids.shape[1]
-        mask = torch.ones(width, width, dtype=torch.bool, device=self.device).tril()[None, None]
-        positions = torch.arange(width, device=self.device)[None].expand(len(prompts), -1)
-        cache = RowCache(lengths)
-        hidden = self._hidden(input_ids, positions, mask.expand(len(prompts), 1, -1, -1), cache, loras)
-        cache.reading = False
-        return cache, self._logits(hidden[torch.arange(len(prompts), device=self.device), lengths - 1])
-
-    @torch.inference_mode()
-    def write(self, tokens: Sequence[int], cache: RowCache, loras: Sequence[ServedAdapter | None]) -> Tensor:
-        """The logits [R, V] of what follows each row's newest token."""
-        input_ids = torch.tensor(tokens, device=self.device)[:, None]
-        hidden = self._hidden(input_ids, cache.lengths[:, None], cache.mask, cache, loras)
-        cache.lengths = cache.lengths + 1
-        return self._logits(hidden[:, 0])
-
-    def _hidden(
-        self,
-        input_ids: Tensor,
-        positions: Tensor,
-        mask: Tensor,
-        cache: RowCache,
-        loras: Sequence[ServedAdapter | None],
-    ) -> Tensor:
+    def use(self, loras: Sequence[ServedAdapter | None]) -> None:
+        """Compute the rows of the next forward pass with these adapters. Equal ones are neighbours."""
         self._spans = _spans(loras)
-        output = self._decoder(
-            input_ids=input_ids,
-            position_ids=positions,
-            attention_mask=mask,
-            past_key_values=cache,
-            use_cache=True,
-        )
-        last: Tensor = output.last_hidden_state
-        return last
 
-    def _logits(self, hidden: Tensor) -> Tensor:
+    def decoding(self, prompts_P: Sequence[Sequence[int]], prompt_R: Sequence[int]) -> CopiedDecoding:
+        """Begin answers to these prompts; row r answers prompt prompt_R[r]."""
+        return CopiedDecoding(self._decoder, prompts_P, prompt_R, self.device, self._joined)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states [..., h] -> logits [..., V] in float32."""
         return self._of_head(self._head(hidden).float())
 
 
@@ -287,9 +202,6 @@ class DecodingRow:
     loop: asyncio.AbstractEventLoop
     tokens: "asyncio.Queue[Token | Exception]" = field(default_factory=asyncio.Queue)
     left: bool = False  # abandoned: its tokens are no longer read
-    written: int = 0
-    newest: int = 0
-    steering: Steering | None = None
 
     def __post_init__(self) -> None:
         self.dice = random.Random(self.ask.seed)
@@ -329,7 +241,7 @@ class ContinuousEngine:
         self._arrivals: queue.SimpleQueue[DecodingRow | None] = queue.SimpleQueue()
         self._waiting: list[DecodingRow] = []
         self._rows: list[DecodingRow] = []
-        self._cache: RowCache | None = None
+        self._batch: DecodingBatch[CopiedDecoding] | None = None  # of `_rows`, in their order
         self._thread = threading.Thread(target=self._run, name="inference", daemon=True)
         self._thread.start()
 
@@ -377,13 +289,14 @@ class ContinuousEngine:
     def _run(self) -> None:
         while self._arrive():
             try:
-                self._drop(lambda row: row.left)
+                self._drop()
                 self._admit()
-                if self._rows:
-                    self._write()
+                if self._batch is not None:
+                    self._write(self._batch)
+                    self._drop()
             except Exception as cause:
                 log.exception("a batch of %d failed", len(self._rows))
-                failed, self._rows, self._cache = self._rows, [], None
+                failed, self._rows, self._batch = self._rows, [], None
                 if not failed:  # or it would be tried for ever
                     failed, self._waiting = self._waiting, []
                 for row in failed:
@@ -423,85 +336,85 @@ class ContinuousEngine:
             chosen.append(row)
         if not chosen:
             return
-        # Moved to `_rows` at once: if this method raises, its caller passes the exception to the rows in `_rows`.
         self._waiting = self._waiting[len(chosen) :]
         chosen.sort(key=lambda row: id(row.lora))
-        old, cache, self._cache = self._rows, self._cache, None
-        self._rows = [*old, *chosen]
         places = {prompt: place for place, prompt in enumerate(dict.fromkeys(row.prompt for row in chosen))}
+        # Moved to `_rows` at once: if this method raises, its caller passes the exception to the rows in `_rows`.
+        old, batch, self._batch = self._rows, self._batch, None
+        self._rows = [*old, *chosen]
         loras: dict[int, ServedAdapter | None] = {id(row.lora): row.lora for row in chosen}
-        read, logits = self.model.read([ids for _, ids in places], [loras[key] for key, _ in places])
-        prompt_of = [places[row.prompt] for row in chosen]
-        read.take(prompt_of)
-        for row in chosen:
-            if is_steered(row.ask):
-                with self._own_fault(row):
-                    row.steering = Steering.of(
-                        RequestedModel(self.model.vocabulary, row.ask.reasoning), row.ask, 1
-                    )
-        if cache is None:
-            cache = read
-        else:
-            cache.join(read)
-            order = sorted(range(len(self._rows)), key=lambda at: id(self._rows[at].lora))
-            cache.take(order)
-        self._cache = cache
-        first = dict(zip(map(id, chosen), logits[prompt_of], strict=True))
-        self._rows.sort(key=lambda row: id(row.lora))
-        fresh = [row for row in self._rows if id(row) in first]
-        self._next(fresh, torch.stack([first[id(row)] for row in fresh]))
+        self.model.use([loras[key] for key, _ in places])
+        decoding = self.model.decoding([ids for _, ids in places], [places[row.prompt] for row in chosen])
+        settings = [RowSettings(row.ask.temperature, row.ask.max_tokens, row.ask.top_p) for row in chosen]
+        fresh = DecodingBatch(self.model, decoding, settings, [self._steering(row) for row in chosen])
+        self._choose(chosen, fresh)
+        chosen = _staying(chosen, fresh)
+        rows = [*old, *chosen]
+        if batch is None:
+            batch = fresh
+        elif chosen:
+            join(batch, fresh)
+            order = sorted(range(len(rows)), key=lambda at: id(rows[at].lora))
+            if order != sorted(order):
+                batch.keep(torch.tensor(order, device=self.model.device))
+                rows = [rows[at] for at in order]
+        self._rows, self._batch = rows, batch if rows else None
 
-    def _write(self) -> None:
-        assert self._cache is not None
+    def _steering(self, row: DecodingRow) -> Steering | None:
+        """None if every token may always come, or if its schema raises an exception, which ends this answer alone."""
+        if not is_steered(row.ask):
+            return None
+        model = RequestedModel(self.model.vocabulary, row.ask.reasoning)
+        try:
+            [steering] = Steering.of(model, row.ask, 1)
+        except Exception as cause:
+            _fail(row, cause)
+            return None
+        return steering
+
+    def _write(self, batch: DecodingBatch[CopiedDecoding]) -> None:
         self.steps += 1
-        logits = self.model.write(
-            [row.newest for row in self._rows], self._cache, [row.lora for row in self._rows]
-        )
-        self._next(list(self._rows), logits)
+        self.model.use([row.lora for row in self._rows])
+        batch.advance()
+        self._choose(self._rows, batch)
 
-    def _next(self, rows: Sequence[DecodingRow], logits_RV: Tensor) -> None:
-        """Choose a token for each of these rows, hand it on, and let those go that have ended."""
-        free = logits_RV
-        if any(row.steering for row in rows):
-            logits_RV = logits_RV.clone()
-            for at, row in enumerate(rows):
-                if row.steering is not None:
-                    with self._own_fault(row):
-                        logits_RV[at] = row.steering.masked(logits_RV[at : at + 1], [0])[0]
-        chosen = sample(logits_RV, [row.ask for row in rows], [_draw(row.dice) for row in rows])
-        found = logprobs(free, [row.ask for row in rows], chosen)
+    def _choose(self, rows: Sequence[DecodingRow], batch: DecodingBatch[CopiedDecoding]) -> None:
+        """Choose a token for each of these rows, hand it on, and mark those that have ended."""
+        logits_RV = batch.logits()
+        step = batch.step(logits_RV, torch.tensor([_draw(row.dice) for row in rows]))
+        found = logprobs(logits_RV, [row.ask for row in rows], step.token_R)
+        chosen = zip(rows, step.token_R.tolist(), step.last_R.tolist(), found, strict=True)
         news: dict[asyncio.AbstractEventLoop, list[tuple[DecodingRow, Token]]] = {}
-        for row, token_id, (logprob, top) in zip(rows, chosen.tolist(), found, strict=True):
-            if row.steering is not None and not row.left:
-                with self._own_fault(row):
-                    row.steering.take([0], [token_id])
-            row.newest, row.written = token_id, row.written + 1
-            last = token_id in self.stop_ids or row.written == row.ask.max_tokens
+        for at, (row, token_id, last, (logprob, top)) in enumerate(chosen):
+            if at in step.failed:
+                _fail(row, step.failed[at])
+                continue
             row.left = row.left or last
             news.setdefault(row.loop, []).append((row, Token(token_id, last, logprob, top)))
         for loop, tokens in news.items():
             # One call for all of them: each wakes the loop up.
             loop.call_soon_threadsafe(_hand_on, tokens)
-        self._drop(lambda row: row.left)
 
-    @contextmanager
-    def _own_fault(self, row: DecodingRow) -> Iterator[None]:
-        """End only this answer if its schema raises an exception; the other answers of the batch continue."""
-        try:
-            yield
-        except Exception as cause:
-            row.left = True
-            row.loop.call_soon_threadsafe(row.tokens.put_nowait, cause)
+    def _drop(self) -> None:
+        """Drop the rows that have ended, or that are no longer read."""
+        if self._batch is not None:
+            self._rows = _staying(self._rows, self._batch)
+        if not self._rows:
+            self._batch = None
 
-    def _drop(self, gone: Callable[[DecodingRow], bool]) -> None:
-        stay = [at for at, row in enumerate(self._rows) if not gone(row)]
-        if len(stay) == len(self._rows):
-            return
-        self._rows = [self._rows[at] for at in stay]
-        if not stay:
-            self._cache = None
-        elif self._cache is not None:
-            self._cache.take(stay)
+
+def _staying(rows: Sequence[DecodingRow], batch: DecodingBatch[CopiedDecoding]) -> list[DecodingRow]:
+    """The rows that have not left; the batch keeps these alone, unless there are none."""
+    stay = [at for at, row in enumerate(rows) if not row.left]
+    if 0 < len(stay) < len(rows):
+        batch.keep(torch.tensor(stay, device=batch.model.device))
+    return [rows[at] for at in stay]
+
+
+def _fail(row: DecodingRow, cause: Exception) -> None:
+    """End only this answer; the others of the batch continue."""
+    row.left = True
+    row.loop.call_soon_threadsafe(row.tokens.put_nowait, cause)
 
 
 def _hand_on(tokens: Sequence[tuple[DecodingRow, Token]]) -> None:
@@ -511,33 +424,6 @@ def _hand_on(tokens: Sequence[tuple[DecodingRow, Token]]) -> None:
 
 def _draw(dice: random.Random) -> float:
     return dice.getrandbits(24) / 2**24  # exact in float32, and never 1
-
-
-def sample(logits_RV: Tensor, asks: Sequence[Ask], draws: Sequence[float]) -> Tensor:
-    """A token [R] for each row, by inversion: the first one at which the cumulative probability passes the draw."""
-    greedy = logits_RV.argmax(-1)
-    if all(ask.temperature == 0 for ask in asks):
-        return greedy
-    device = logits_RV.device
-    temperature = torch.tensor([ask.temperature for ask in asks], device=device)
-    scaled = logits_RV / torch.where(temperature == 0, 1.0, temperature)[:, None]
-    probabilities = scaled.softmax(-1)
-    if narrow := [at for at, ask in enumerate(asks) if ask.top_p < 1]:
-        top_p = torch.tensor([asks[at].top_p for at in narrow], device=device)[:, None]
-        probabilities[narrow] = _nucleus(probabilities[narrow], top_p)
-    cumulative = probabilities.cumsum(-1)
-    # Scaled by the last entry, because a rounded sum may stop short of 1 and leave a draw nowhere to land.
-    draw = torch.tensor(draws, device=device)[:, None] * cumulative[:, -1:]
-    drawn = torch.searchsorted(cumulative, draw, right=True)[:, 0].clamp(max=logits_RV.shape[-1] - 1)
-    return torch.where(temperature == 0, greedy, drawn)
-
-
-def _nucleus(probabilities_RV: Tensor, top_p_R1: Tensor) -> Tensor:
-    """The most likely tokens that together reach top_p (always the first one), the others at 0."""
-    ordered, index = probabilities_RV.sort(-1, descending=True)
-    outside = ordered.cumsum(-1) - ordered >= top_p_R1
-    outside[:, 0] = False
-    return torch.zeros_like(probabilities_RV).scatter(-1, index, ordered.masked_fill(outside, 0.0))
 
 
 Top = tuple[tuple[int, float], ...]

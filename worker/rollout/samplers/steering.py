@@ -8,15 +8,17 @@ sampled, so the trainer leaves them out (`without_forced`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+from llguidance import LLMatcher
 from torch import Tensor
 
 from worker.model.reasoning import AnswerPart, Reasoning
-from worker.rollout.samplers.json_schema import Vocabulary, check, every_token, fill, masked, take
+from worker.rollout.samplers.json_schema import Vocabulary, check, every_token, fill, masked
+from worker.rollout.samplers.json_schema import take as take_token
 from worker.types import FinishReason, Rollout, TrainingSequence
 
 if TYPE_CHECKING:
@@ -63,62 +65,86 @@ class RequestedModel:
 
 
 class Steering:
-    """The answers of one batch, each at its place. Rows are numbered as the batch began."""
+    """What may come next in one answer."""
 
-    def __init__(self, model: SteeredModel, limits: AnswerLimits, rows: int) -> None:
-        self._model, self._budget = model, limits.thinking_budget
-        self._matchers = []
-        if limits.held_to:
-            first = model.vocabulary.start(limits.held_to)
-            self._matchers = [first, *(first.deep_copy() for _ in range(rows - 1))]
-        reasoning = model.reasoning
-        self._places = [] if reasoning is None else [AnswerPart(reasoning) for _ in range(rows)]
+    def __init__(self, model: SteeredModel, budget: int | None, matcher: LLMatcher | None) -> None:
+        self.words = model.vocabulary.size
+        self._budget, self._matcher = budget, matcher
+        self._place = None if model.reasoning is None else AnswerPart(model.reasoning)
 
     @classmethod
-    def of(cls, model: SteeredModel, limits: AnswerLimits, rows: int) -> Steering | None:
-        """None if every token may always come."""
-        budget = limits.thinking_budget is not None and model.reasoning is not None
-        return cls(model, limits, rows) if limits.held_to or budget else None
+    def of(cls, model: SteeredModel, limits: AnswerLimits, rows: int) -> Sequence[Steering | None]:
+        """For each of `rows` answers: None if every token may always come."""
+        budget = limits.thinking_budget
+        if not limits.held_to and (budget is None or model.reasoning is None):
+            return [None] * rows
+        first = model.vocabulary.start(limits.held_to) if limits.held_to else None
+        matchers = [first, *(None if first is None else first.deep_copy() for _ in range(rows - 1))]
+        return [cls(model, budget, matcher) for matcher in matchers]
 
-    def masked(self, logits_RV: Tensor, row_R: Sequence[int]) -> Tensor:
-        """The logits of the live rows with every token that must not come next at -inf.
+    def limit(self, words: Tensor, at: int) -> bool:
+        """Forbid in row `at` of the words what must not come next. Returns whether that is anything.
 
         Raises:
-            SchemaTooLarge: for one of them, that cannot be said.
+            SchemaTooLarge: that cannot be said.
         """
-        words = every_token(len(row_R), self._model.vocabulary.size)
-        limited = [self._limit(words, at, row) for at, row in enumerate(row_R)]
-        return masked(logits_RV, words.to(logits_RV.device)) if any(limited) else logits_RV
-
-    def take(self, row_R: Sequence[int], token_R: Sequence[int]) -> None:
-        """Each row has gone on by a token that `masked` left it. Raises SchemaTooLarge."""
-        for row, token in zip(row_R, token_R, strict=True):
-            place = self._places[row] if self._places else None
-            before = place.at if place is not None else "answer"
-            if place is not None:
-                place.take(token)
-            # An answer without a thought begins with its first token.
-            begins = before == "undecided" and place is not None and place.at == "answer"
-            if self._matchers and (before == "answer" or begins):
-                take(self._matchers[row], token)
-
-    def _limit(self, words: Tensor, at: int, row: int) -> bool:
-        place = self._places[row] if self._places else None
+        place = self._place
         if place is not None and place.at == "thought":
             if self._budget is None or place.thinking < self._budget:
                 return False
             only(words, at, place.reasoning.closing_ids[place.thinking - self._budget])
             return True
-        if not self._matchers:
+        if self._matcher is None:
             return False
         if place is not None and place.at == "undecided" and place.ids:
             only(words, at, place.reasoning.start_ids[len(place.ids)])
             return True
-        fill(words, at, self._matchers[row])
-        check(self._matchers[row])
+        fill(words, at, self._matcher)
+        check(self._matcher)
         if place is not None and place.at == "undecided":
             add(words, at, place.reasoning.start_ids[0])
         return True
+
+    def take(self, token: int) -> None:
+        """The answer continues with a token that `limit` left it. Raises SchemaTooLarge."""
+        place = self._place
+        before = place.at if place is not None else "answer"
+        if place is not None:
+            place.take(token)
+        # An answer without a thought begins with its first token.
+        begins = before == "undecided" and place is not None and place.at == "answer"
+        if self._matcher is not None and (before == "answer" or begins):
+            take_token(self._matcher, token)
+
+
+def steer(logits_RV: Tensor, steering_R: Sequence[Steering | None]) -> tuple[Tensor, dict[int, Exception]]:
+    """The logits with every token that must not come next at -inf, and the rows of which that cannot be said."""
+    steered = [(at, steering) for at, steering in enumerate(steering_R) if steering is not None]
+    failed: dict[int, Exception] = {}
+    if not steered:
+        return logits_RV, failed
+    words = every_token(len(logits_RV), steered[0][1].words)
+    limited = False
+    for at, steering in steered:
+        try:
+            limited = steering.limit(words, at) or limited
+        except Exception as cause:
+            failed[at] = cause
+            words[at] = -1
+    return masked(logits_RV, words.to(logits_RV.device)) if limited else logits_RV, failed
+
+
+def take(steering_R: Sequence[Steering | None], token_R: Tensor, but: Container[int]) -> dict[int, Exception]:
+    """Continue each answer with its token, apart from the rows in `but`. Returns the rows that fail."""
+    steered = [(at, one) for at, one in enumerate(steering_R) if one is not None and at not in but]
+    failed: dict[int, Exception] = {}
+    tokens = token_R.tolist() if steered else []
+    for at, steering in steered:
+        try:
+            steering.take(tokens[at])
+        except Exception as cause:
+            failed[at] = cause
+    return failed
 
 
 def only(words: Tensor, at: int, token: int) -> None:

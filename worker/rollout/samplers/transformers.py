@@ -1,8 +1,8 @@
 """Sampling with the trainer's own model: no second engine, no copy of the weights, any machine.
 
 Each prompt is computed once for its whole group, all groups decode in one batch, and an answer that has ended
-leaves the batch at once and is graded while the others are still being sampled. worker/model/decoding.py has what is
-different for models whose cache cannot be copied.
+leaves the batch at once and is graded while the others are still being sampled. worker/model/generation.py has the
+loop, and worker/model/decoding.py what is different for models whose cache cannot be copied.
 """
 
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from worker.model.generation import DecodingBatch, RowSettings, choose
 from worker.model.policy import Policy, Route
 from worker.model.sizing import MAX_TOKENS_IN_FLIGHT
 from worker.rollout.samplers import Answer, Sampling, from_thread
@@ -71,69 +72,43 @@ class TransformersSampler:
 
     @torch.inference_mode()
     def _sample_wave(self, prompts_P: Sequence[Prompt], wave: Wave, sampling: Sampling) -> Iterator[Answer]:
-        policy, size = self.policy, len(wave.members)
-        decoding = policy.decoding([prompt.ids for prompt in prompts_P], size)
-        hidden = decoding.start()
+        policy, size, most = self.policy, len(wave.members), sampling.max_completion_tokens
         rows = len(prompts_P) * size
-
-        draws_RT = _draws([sampling.seed(prompt, g) for prompt in prompts_P for g in wave.members], sampling)
+        batch = DecodingBatch(
+            policy,
+            policy.decoding([prompt.ids for prompt in prompts_P], size),
+            [RowSettings(sampling.temperature, most)] * rows,
+            Steering.of(policy, sampling, rows),
+            self._choose,
+        )
+        draws_RT = self._draws([sampling.seed(prompt, g) for prompt in prompts_P for g in wave.members], most)
         draws_RT = draws_RT.to(policy.device)
-        stop = torch.tensor(sorted(policy.stop_ids), device=policy.device)
         row_R = torch.arange(rows, device=policy.device)  # which answer each live row is
-        tokens = torch.zeros(rows, sampling.max_completion_tokens, dtype=torch.int64, device=policy.device)
-        logprobs = torch.zeros(rows, sampling.max_completion_tokens, device=policy.device)
-        steering = Steering.of(policy, sampling, rows)
-        for t in range(sampling.max_completion_tokens):
-            logits = policy.logits(hidden)
-            if steering is not None:
-                logits = steering.masked(logits, row_R.tolist())
-            token, logprob = self._choose(logits, row_R, t, draws_RT, sampling.temperature)
-            if steering is not None:
-                steering.take(row_R.tolist(), token.tolist())
-            tokens[row_R, t], logprobs[row_R, t] = token, logprob
-            stopped = torch.isin(token, stop)
-            last = t + 1 == sampling.max_completion_tokens
-            for row in (row_R if last else row_R[stopped]).tolist():
+        tokens = torch.zeros(rows, most, dtype=torch.int64, device=policy.device)
+        logprobs = torch.zeros(rows, most, device=policy.device)
+        for t in range(most):
+            step = batch.step(batch.logits(), draws_RT[row_R, t])
+            for cause in step.failed.values():
+                raise cause
+            tokens[row_R, t], logprobs[row_R, t] = step.token_R, step.logprob_R
+            for row in row_R[step.last_R].tolist():
                 ids, logps = tokens[row, : t + 1].tolist(), logprobs[row, : t + 1].tolist()
                 rollout = rollout_of(policy, ids, logps, sampling)
                 yield Answer(wave.prompts[row // size], wave.members[row % size], rollout)
-            live = (~stopped).nonzero()[:, 0]
-            if last or len(live) == 0:
+            live = (~step.last_R).nonzero()[:, 0]
+            if len(live) == 0:
                 return
             if len(live) < len(row_R):
-                decoding.keep(live)
-                row_R, token = row_R[live], token[live]
-            hidden = decoding.next(token)
+                batch.keep(live)
+                row_R = row_R[live]
+            batch.advance()
 
-    def _choose(
-        self, logits_RV: Tensor, row_R: Tensor, t: int, draws_RT: Tensor, temperature: float
-    ) -> tuple[Tensor, Tensor]:
-        """Token t of each live row and its log-probability; worker/model/support.py replays given tokens here."""
-        return choose(logits_RV, draws_RT[row_R, t], temperature)
+    def _draws(self, seeds: Sequence[int], tokens: int) -> Tensor:
+        """Uniform numbers [R, T], a row from each answer's own seed: its text depends on its batch by rounding only.
 
+        worker/model/support.py replays given tokens by replacing this and `_choose`.
+        """
+        rows = [torch.rand(tokens, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+        return torch.stack(rows)
 
-def _draws(seeds: Sequence[int], sampling: Sampling) -> Tensor:
-    """Uniform numbers [R, T], a row from each answer's own seed: its text depends on its batch by rounding only."""
-    rows = [
-        torch.rand(sampling.max_completion_tokens, generator=torch.Generator().manual_seed(seed))
-        for seed in seeds
-    ]
-    return torch.stack(rows)
-
-
-def choose(logits_RV: Tensor, draw_R: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """The next token [R] and its log-probability [R] under the distribution it was drawn from.
-
-    By inversion: the first token at which the cumulative probability passes the draw. Greedy (temperature 0)
-    takes the best one and reports its log-probability at temperature 1.
-    """
-    if temperature == 0:
-        logp_RV = logits_RV.log_softmax(-1)
-        token_R = logits_RV.argmax(-1)
-    else:
-        logp_RV = (logits_RV / temperature).log_softmax(-1)
-        cumulative = logp_RV.exp().cumsum(-1)
-        # Scaled by the last entry, because a rounded sum may stop short of 1 and leave a draw nowhere to land.
-        token_R = torch.searchsorted(cumulative, (draw_R * cumulative[:, -1])[:, None], right=True)[:, 0]
-        token_R = token_R.clamp(max=logits_RV.shape[-1] - 1)
-    return token_R, logp_RV.gather(-1, token_R[:, None])[:, 0]
+    _choose = staticmethod(choose)
