@@ -240,7 +240,7 @@ def _offline_section() -> Page:
             "For dpo only.",
             "",
             *table("Preference"),
-            "- `type`: `sigmoid`, `ipo`, `simpo` or `orpo`.",
+            "- `type`: `sigmoid`, `ipo`, `simpo`, `orpo` or `kto`.",
             "",
         ),
     ]

@@ -76,6 +76,9 @@ def supervised_problems(row: Mapping[str, Any]) -> Iterator[Problem]:
 def reward_problems(row: Mapping[str, Any]) -> Iterator[Problem]:
     """Of a pair, or of an answer with a score or with labels of its steps."""
     kind_of_row = reward_kind(row)
+    if kind_of_row == "pairs" and is_labeled(row):
+        yield "output", "has a label, which only the loss kto of dpo reads; give it a score instead"
+        return
     if kind_of_row == "pairs":
         margin = row.get("margin")
         if margin is not None and not (_is_finite(margin) and margin >= 0):

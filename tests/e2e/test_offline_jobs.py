@@ -132,6 +132,46 @@ def test_a_reinforcement_job_continues_a_supervised_model(
     assert f"step 0 is `{supervised.fine_tuned_model}`" in card
 
 
+LABELED: list[dict[str, Any]] = [
+    {"input": row["input"], "output": row[name], "label": name == "preferred_output"}
+    for row in PAIRS
+    for name in ("preferred_output", "non_preferred_output")
+]
+
+
+def preferring(**loss: Any) -> Any:
+    hyperparameters = {"n_epochs": 4, "batch_size": 6, "advanced": {"loss": loss}}
+    return {"type": "dpo", "dpo": {"hyperparameters": hyperparameters}}
+
+
+@pytest.mark.parametrize("rows", [PAIRS, LABELED], ids=["pairs", "labels"])
+def test_kto_learns_from_pairs_and_from_labels(
+    client: openai.OpenAI, supervised: FineTuningJob, rows: list[dict[str, Any]]
+) -> None:
+    child = train(client, rows, model=supervised.fine_tuned_model, method=preferring(type="kto"))
+
+    steps = regraft.metrics(client, child.id)
+    assert child.status == "succeeded", child.error
+    assert steps[0]["full_valid_loss"] == pytest.approx(0.5, abs=1e-6)
+    assert steps[-1]["full_valid_loss"] < 0.5
+    assert steps[-1]["full_valid_mean_chosen_reward"] > steps[-1]["full_valid_mean_rejected_reward"]
+
+
+def test_labels_need_the_loss_that_reads_them(client: openai.OpenAI) -> None:
+    job = train(client, LABELED, model="tiny", method=preferring(type="sigmoid"))
+    mixed = train(client, [*PAIRS, *LABELED], model="tiny", method=preferring(type="kto"))
+
+    assert "need the loss kto" in present(present(job.error).message)
+    assert "has rows with labels and with pairs; use one kind" in present(present(mixed.error).message)
+
+
+def test_kto_needs_more_than_one_row_a_step(client: openai.OpenAI) -> None:
+    alone = preferring(type="kto")
+    alone["dpo"]["hyperparameters"]["batch_size"] = 1
+    with pytest.raises(openai.BadRequestError, match="needs at least 2 rows a step"):
+        train(client, PAIRS, model="tiny", method=alone)
+
+
 def test_an_adapter_of_another_shape_is_refused(client: openai.OpenAI, supervised: FineTuningJob) -> None:
     asked: Any = {
         "type": "supervised",

@@ -14,10 +14,11 @@ from core.jobs.claim import Claim
 from core.jobs.methods import FORMATS, REWARD_MODEL
 from core.storage import files
 from core.storage.datasets import Example, InvalidDataset, read_objects
-from core.storage.offline_rows import FORMS, MAX_ROWS, MIN_ROWS, format_of, reward_kind
+from core.storage.offline_rows import FORMS, MAX_ROWS, MIN_ROWS, format_of, is_labeled, reward_kind
 from core.storage.store import BlobNotFound, BlobStore
 from worker.supervise.bad_files import BadFile, failed
 
+LABELS = "labels"
 # Rows that tell the format of a file.
 FIRST_ROWS = 20
 
@@ -48,8 +49,14 @@ def validate_offline(
         if job.validation_file is not None:
             found = stored.get(job.validation_file)
             valid_rows = checked(blobs, found, job.method, "validation_file", progressed)
-        if job.method == REWARD_MODEL and len(kinds := _kinds([*rows, *valid_rows])) > 1:
+        if len(kinds := _kinds(job.method, [*rows, *valid_rows])) > 1:
             raise BadFile("validation_file", f"One of the files has {kinds[0]}, and the other {kinds[1]}.")
+        if kinds == [LABELS] and job.body["hyperparameters"]["advanced"]["loss"]["type"] != "kto":
+            raise BadFile(
+                "training_file",
+                'Rows with one answer and its label need the loss kto: set advanced.loss to {"type": "kto"}, or give '
+                "pairs.",
+            )
     except BadFile as bad:
         return failed(database, claim, bad)
     learned = {json.dumps(row.item, sort_keys=True) for row in rows}
@@ -93,16 +100,20 @@ def checked(
         raise BadFile(param, f"{name.capitalize()} {file.id}: {cause}") from cause
     except files.FileDamaged as damage:
         raise BadFile(param, str(damage)) from damage
-    if method == REWARD_MODEL and len(kinds := _kinds(rows)) > 1:
+    if len(kinds := _kinds(method, rows)) > 1:
         raise BadFile(
             param, f"{name.capitalize()} {file.id} has rows with {' and with '.join(kinds)}; use one kind."
         )
     return rows
 
 
-def _kinds(rows: Sequence[Example]) -> list[str]:
-    """Return what a reward model learns from these rows."""
-    return sorted({reward_kind(row.item) for row in rows})
+def _kinds(method: str, rows: Sequence[Example]) -> list[str]:
+    """Return what a job learns from these rows; methods with one kind of rows have none here."""
+    if method == REWARD_MODEL:
+        return sorted({reward_kind(row.item) for row in rows})
+    if method == "dpo":
+        return sorted({LABELS if is_labeled(row.item) else "pairs" for row in rows})
+    return []
 
 
 def refuse_other_format(blobs: BlobStore, file: File, method: str, param: str) -> None:
