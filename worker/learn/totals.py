@@ -32,7 +32,7 @@ class Totals:
 
     @property
     def counted(self) -> int:
-        """What a loss of given answers is a mean over."""
+        """The number that a loss of given answers is divided by."""
         return self.answers or self.pairs or self.tokens
 
     @property
