@@ -176,6 +176,16 @@ def test_other_methods_have_their_own_hyperparameters(form: Page) -> None:
     expect(refusal(form, "beta")).to_contain_text("beta")
 
 
+def test_a_reward_model_is_a_method_of_the_form(form: Page) -> None:
+    form.get_by_label("Reward model").check()
+
+    form.get_by_text("Advanced").first.click()
+    centering = form.get_by_label("centering", exact=True)
+    expect(centering).to_have_attribute("placeholder", "0.01")
+    centering.fill("2")
+    expect(refusal(form, "centering")).to_contain_text("Expected a value <= 1")
+
+
 def test_the_copied_request_creates_the_job_of_the_form(form: Page, server: Server, tmp_path: Path) -> None:
     form.context.grant_permissions(["clipboard-read", "clipboard-write"])
     with_template(form)

@@ -4,7 +4,7 @@ import { get } from "./api";
 import { read } from "./graders";
 import type { Grader } from "./types";
 
-export type MethodName = "reinforcement" | "supervised" | "dpo";
+export type MethodName = "reinforcement" | "supervised" | "dpo" | "reward_model";
 export type Draft = {
   model: string;
   method: MethodName;

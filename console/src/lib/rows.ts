@@ -30,7 +30,7 @@ export function promptOf(item: Record<string, unknown>): string {
 
 /** The answers that a row has: the last message of a supervised one, both of a preference. */
 export function answersOf(item: Record<string, unknown>): [string, string][] {
-  const given: [string, unknown][] = ["preferred_output", "non_preferred_output"].map((name) => [name, item[name]]);
+  const given: [string, unknown][] = ["output", "preferred_output", "non_preferred_output"].map((name) => [name, item[name]]);
   const last = messagesOf(item).at(-1);
   if (last?.role === "assistant") given.unshift(["assistant", [last]]);
   return given
@@ -39,7 +39,7 @@ export function answersOf(item: Record<string, unknown>): [string, string][] {
     .map(([name, message]) => [name, contentOf(message?.content) || textOf(message?.tool_calls)]);
 }
 
-const RESERVED = new Set(["messages", "tools", "input", "preferred_output", "non_preferred_output", "parallel_tool_calls"]);
+const RESERVED = new Set(["messages", "tools", "input", "output", "preferred_output", "non_preferred_output", "parallel_tool_calls"]);
 
 /** The fields that graders may read as `item.<field>`. */
 export function fieldsOf(rows: Row[]): string[] {
