@@ -342,18 +342,27 @@ def model_card(name: str, recipe: Mapping[str, Any], steps: Sequence[StepMetrics
     return card.getvalue()
 
 
-def _write_loading(card: io.StringIO, base: str, method: str) -> None:
-    kind, labels = "AutoModelForCausalLM", ""
+def loading_code(base: str, method: str) -> str:
+    """Python that loads the adapter in "THIS FOLDER" on a base model of transformers."""
+    kind, labels, padding = "AutoModelForCausalLM", "", ""
     if method == REWARD_MODEL:
         kind, labels = "AutoModelForSequenceClassification", ", num_labels=1"
-    card.write(f"```python\nfrom peft import PeftModel\nfrom transformers import {kind}\n\n")
-    card.write(f'base = {kind}.from_pretrained("{base}"{labels})\n')
-    card.write('model = PeftModel.from_pretrained(base, "THIS FOLDER")\n```\n\n')
+        # Classifiers read at the last token that is not for padding. Many models pad with the token that ends answers.
+        padding = "base.config.get_text_config().pad_token_id = None  # read at the very last token\n"
+    return (
+        f"from peft import PeftModel\nfrom transformers import {kind}\n\n"
+        f'base = {kind}.from_pretrained("{base}"{labels})\n{padding}'
+        'model = PeftModel.from_pretrained(base, "THIS FOLDER").eval()\n'
+    )
+
+
+def _write_loading(card: io.StringIO, base: str, method: str) -> None:
+    card.write(f"```python\n{loading_code(base, method)}```\n\n")
     if method == REWARD_MODEL:
         card.write(
-            "Its output for a conversation that ends with the last token of an answer is the reward; `mean` and `std` "
-            "in `reward_model.json` make a score of it: (reward - mean) / std. Score one conversation at a time, or "
-            "set `pad_token_id` to a token that conversations do not contain.\n\n"
+            "Its output for one conversation that ends with the token that ends the answer is the reward; `mean` and "
+            "`std` in `reward_model.json` make a score of it: (reward - mean) / std. To score several at once, set "
+            "`pad_token_id` to a token that conversations do not contain.\n\n"
         )
 
 

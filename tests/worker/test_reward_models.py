@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import json
 import math
 import shutil
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -10,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
 from torch import Tensor
-from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from core.jobs.offline_hyperparameters import ResolvedOffline, RewardHyperparameters, resolve
 from core.registry import BaseModelEntry
+from core.results.export import loading_code
 from core.results.lineage import Parent
 from core.storage.offline_rows import RewardKind, reward_problems, step_ends
 from graders.builtin.reward_model import RewardModel
@@ -277,11 +278,16 @@ def test_a_saved_model_is_a_sequence_classifier_of_transformers(
     policy = make_policy(moved=True)
     head = head_of(policy, moved=True)
     make_tiny_model(tmp_path / "base")
+    ending = pairs()[0].sequences[0].output_ids_T[-1]
+    pads_with_it = json.loads((tmp_path / "base/config.json").read_text()) | {"pad_token_id": ending}
+    (tmp_path / "base/config.json").write_text(json.dumps(pads_with_it))
 
     trainer(policy, head=head).save(tmp_path / "adapter")
 
-    base = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=1)
-    theirs = PeftModel.from_pretrained(base, str(tmp_path / "adapter")).eval()
+    code = loading_code(str(tmp_path / "base"), "reward_model")
+    loaded: dict[str, Any] = {}
+    exec(code.replace("THIS FOLDER", str(tmp_path / "adapter")), loaded)
+    theirs = loaded["model"]
     rewards = trainer(policy, head=head).of_rewards.rewards(pairs()[:1])
     with torch.no_grad():
         found = [
