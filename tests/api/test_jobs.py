@@ -133,6 +133,7 @@ def test_hyperparameters_in_groups_are_shown_in_groups(create_job: Callable[...,
     assert shown["loss"].items() >= GROUPS["loss"].items()
     assert shown["sampling"] == {
         "group_size": 4,
+        "order": "shuffled",
         "temperature": 1.0,
         "max_completion_tokens": "auto",
         "chat_template": "auto",
