@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -18,6 +19,10 @@ import httpx
 import pytest
 import torch
 from sqlalchemy import select
+from starlette.applications import Starlette
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+from starlette.testclient import TestClient
 
 from core.chat import Adapter
 from core.database.tables import File, Job
@@ -40,6 +45,7 @@ from worker.rollout.samplers.fleet import BlobAdapters, FleetSampler, adapter_na
 from worker.rollout.samplers.fleet_members import FleetConfig, MemberLost, NoMember, finished_of, parameters
 from worker.rollout.samplers.vllm import VllmSampler, installed
 from worker.rollout.samplers.wire import AdapterBytes, Request
+from worker.serve.vllm_app import RequiresKey
 from worker.types import Prompt, Rollout
 
 with_vllm = [
@@ -305,6 +311,19 @@ class TestTwoProcesses:
         with pytest.raises(SamplerUnusable, match="REGRAFT_SAMPLERS_KEY differs"):
             asyncio.run(answers_of(sampler, HOW))
 
+    def test_no_route_but_health_and_metrics_answers_without_the_key(self, fleet: RunningFleet) -> None:
+        """vLLM leaves /invocations, /tokenize and /scale_elastic_ep open beside its guarded routes."""
+        address = fleet.addresses[0]
+        with httpx.Client(base_url=address, trust_env=False) as client:
+            document = client.get("/openapi.json", headers={"authorization": f"Bearer {KEY}"}).json()
+            paths = {path: list(methods) for path, methods in document["paths"].items()}
+            statuses = {
+                path: client.request(methods[0], path, json={}).status_code for path, methods in paths.items()
+            }
+
+        assert "/invocations" in statuses
+        assert {path for path, status in statuses.items() if status != 401} <= {"/health", "/metrics"}
+
     def test_a_fleet_of_another_precision_or_a_smaller_context_is_refused(
         self, fleet: RunningFleet, policy: Policy, bench: Bench
     ) -> None:
@@ -355,6 +374,21 @@ class TestWithoutProcesses:
                 NoMember, match=rf"No sampler of tiny at {address} has answered.*ConnectError"
             ):
                 asyncio.run(answers_of(sampler, HOW))
+
+    def test_only_requests_with_the_key_reach_the_server(self) -> None:
+        server = Starlette(routes=[Route("/{path:path}", lambda request: PlainTextResponse("answered"))])
+        server.add_middleware(RequiresKey)
+        server.state.args = Namespace(api_key=[KEY])
+        client = TestClient(server)
+
+        def status(path: str, authorization: bytes) -> int:
+            return client.get(path, headers={b"authorization": authorization}).status_code
+
+        assert [
+            status("/invocations", given) for given in (b"", KEY.encode(), b"Bearer x", b"Bearer \xe9")
+        ] == [401] * 4
+        assert status("/invocations", f"Bearer {KEY}".encode()) == 200
+        assert status("/health", b"") == status("/metrics", b"") == 200
 
     def test_an_adapter_is_found_by_its_name(self) -> None:
         adapter = Adapter(prefix="projects/p/jobs/j/attempts/1/sampling/x", manifest_sha256="0f" * 32)

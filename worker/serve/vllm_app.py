@@ -4,12 +4,45 @@ These calls are into what vLLM does not promise to keep; tests/worker/test_vllm_
 """
 
 import asyncio
+import secrets
 from argparse import Namespace
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+OPEN_PATHS = frozenset({"/health", "/metrics"})
+
+
+class RequiresKey:
+    """vLLM's middleware that rejects requests without its key, except for OPEN_PATHS.
+
+    vLLM itself checks the key for paths below /v1 and /inference only: `/invocations`, which generates from any adapter
+    whose name `/metrics` shows, and `/scale_elastic_ep` would be open.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan" or scope["path"] in OPEN_PATHS or _has_key(scope):
+            await self.app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            await JSONResponse({"error": "Unauthorized"}, 401)(scope, receive, send)
+
+
+def _has_key(scope: Scope) -> bool:
+    sent = Headers(scope=scope).get("authorization", "")
+    return any(
+        secrets.compare_digest(sent.encode(), f"Bearer {key}".encode())
+        for key in scope["app"].state.args.api_key
+    )
 
 
 @asynccontextmanager
@@ -21,7 +54,7 @@ async def vllm_app(
     Args:
         options: Command-line options of vLLM, by their names in Python.
         name: The model's name in requests.
-        key: What requests must send as a bearer token; None: nothing.
+        key: What all requests must send as a bearer token, except those to OPEN_PATHS; None: nothing.
         adapters: A LoRAResolver, which finds the adapter of any other name.
     """
     from vllm.config import StructuredOutputsConfig
@@ -38,7 +71,9 @@ async def vllm_app(
     for option, value in options.items():
         setattr(args, option, value)
     args.structured_outputs_config = StructuredOutputsConfig(**args.structured_outputs_config)
-    args.served_model_name, args.api_key = [name], [key] if key else None
+    args.served_model_name = [name]
+    if key:
+        args.api_key, args.middleware = [key], [f"{RequiresKey.__module__}.{RequiresKey.__name__}"]
     validate_parsed_serve_args(args)
     LoRAResolverRegistry.register_resolver("regraft", adapters)
     # In a thread: it blocks for as long as vLLM takes to start, and other models answer meanwhile.
