@@ -1,7 +1,8 @@
 """The task that advances pipelines. Any number of processes run it; each pipeline is advanced by one at a time."""
 
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import TypeVar
 
@@ -12,7 +13,6 @@ from sqlalchemy.orm import Session
 
 from api.http.deps import Service
 from api.pipelines.stages import Advance
-from core.database.engine import db_now
 from core.database.ids import new_id
 from core.database.tables import Pipeline
 from core.jobs.claim import Claim, LeaseLost
@@ -20,7 +20,7 @@ from core.pipelines import lifecycle
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-AT_ONCE = 4
+AT_ONCE, PER_PROJECT = 8, 2
 
 
 class PipelineDriver:
@@ -29,9 +29,11 @@ class PipelineDriver:
     def __init__(self, service: Service) -> None:
         self.service = service
         self.owner = new_id("api-")
+        self._in_work: Counter[str] = Counter()  # by project
+        self._claiming = anyio.Lock()
 
     async def run(self) -> None:
-        """Until cancelled: several pipelines at once, because one may make a large file."""
+        """Until cancelled: several pipelines at once, because one may make large files for an hour."""
         async with anyio.create_task_group() as tasks:
             for _ in range(AT_ONCE):
                 tasks.start_soon(self._run_one_at_a_time)
@@ -48,22 +50,45 @@ class PipelineDriver:
 
     async def advance_next(self) -> bool:
         """Advance the pipeline that was looked at longest ago; False: none is due."""
-        claim = await to_thread.run_sync(self._claim)
-        if claim is None:
+        claimed = await self.claim_next()
+        if claimed is None:
             return False
+        claim, project_id = claimed
         try:
             async with self._held(claim):
                 await Advance(self.service, claim).run()
         except LeaseLost as lost:
             log.info("%s", lost)
+        finally:
+            self._in_work[project_id] -= 1
+            self._in_work += Counter()  # drops zeros: the number of projects is unbounded
         return True
 
-    def _claim(self) -> Claim | None:
-        due = Pipeline.status.in_(lifecycle.FOLLOWED) & (Pipeline.held_until <= db_now())
+    async def claim_next(self) -> tuple[Claim, str] | None:
+        """Claim a pipeline, and count it as in work for its project; None: none is due.
+
+        Those of a project that has PER_PROJECT in work here wait, so that no project has all places.
+        """
+        async with self._claiming:
+            busy = [project for project, count in self._in_work.items() if count >= PER_PROJECT]
+            claimed = await to_thread.run_sync(self._claim, busy)
+            if claimed is not None:
+                self._in_work[claimed[1]] += 1
+            return claimed
+
+    def _claim(self, busy: Sequence[str]) -> tuple[Claim, str] | None:
+        due = lifecycle.due_of_others(busy)
         with self.service.database.read() as session:  # without a write while there is nothing to do
             if session.scalar(select(Pipeline.seq).where(due).limit(1)) is None:
                 return None
-        return self._written(lambda session: lifecycle.claim(session, self.owner))
+
+        def claim(session: Session) -> tuple[Claim, str] | None:
+            made = lifecycle.claim(session, self.owner, busy)
+            if made is None:
+                return None
+            return made, session.scalars(select(Pipeline.project_id).where(Pipeline.id == made.job_id)).one()
+
+        return self._written(claim)
 
     def _written(self, write: Callable[[Session], T]) -> T:
         with self.service.database.write() as session:

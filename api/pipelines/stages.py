@@ -240,9 +240,8 @@ class Advance:
             await self._follow_job(stage)
         elif "run_id" in stage:
             await self._follow_sampling(stage)
-        else:  # a process was stopped while it made the file
-            pipeline = await to_thread.run_sync(self._read)
-            await self._make_file(stage, graph.filled(stage["spec"], lifecycle.results(pipeline.stages)))
+        else:
+            await self._make_file_again(stage)
 
     async def _follow_job(self, stage: Stage) -> None:
         job = await to_thread.run_sync(self._job, stage["job_id"])
@@ -294,6 +293,15 @@ class Advance:
             await self._write(end)
 
     # Files.
+
+    async def _make_file_again(self, stage: Stage) -> None:
+        """A process was stopped while it made the file. At most MAX_ERRORS times: the file may be why it was."""
+        restarts, name = stage.get("restarts", 0) + 1, stage["name"]
+        if restarts > MAX_ERRORS:
+            raise StageFailed("The service was stopped repeatedly while it made the file.")
+        await self._write(lambda work, row: lifecycle.update_stage(row, name, restarts=restarts))
+        pipeline = await to_thread.run_sync(self._read)
+        await self._make_file(stage, graph.filled(stage["spec"], lifecycle.results(pipeline.stages)))
 
     async def _make_file(self, stage: Stage, spec: Mapping[str, Any]) -> None:
         if stage["kind"] == "select":

@@ -9,10 +9,10 @@ row, so that the writes of an outdated process fail the comparison. A stage star
 job, so that a kill neither loses nor repeats one.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import func, select, update
+from sqlalchemy import ColumnElement, func, select, update
 from sqlalchemy.orm import Session
 
 from core.database import pages
@@ -28,7 +28,7 @@ from core.pipelines.graph import PlannedStage, StageReference
 
 Stage = dict[str, Any]
 """A stage as stored: name, kind, spec, after, status, and what it has so far of job_id, eval_id, run_id, model, file,
-rows, error, note, started_at, finished_at, reused_from and earlier, the jobs of failed attempts."""
+rows, error, note, errors, restarts, started_at, finished_at, reused_from and earlier, the jobs of failed attempts."""
 
 FINAL = frozenset({"succeeded", "failed", "cancelled"})
 FOLLOWED = ("running", "paused")
@@ -220,11 +220,15 @@ def _ids(pipeline: Pipeline, name: str) -> list[str]:
 # Operations of the process that advances pipelines.
 
 
-def claim(session: Session, owner: str) -> Claim | None:
-    """Claim the unfinished pipeline that was looked at longest ago; None: all are held, or have ended."""
+def claim(session: Session, owner: str, passed_over: Collection[str] = ()) -> Claim | None:
+    """Claim the unfinished pipeline that was looked at longest ago; None: all are held, or have ended.
+
+    Args:
+        passed_over: Projects whose pipelines are not claimed.
+    """
     due = (
         select(Pipeline.seq)
-        .where(Pipeline.status.in_(FOLLOWED), Pipeline.held_until <= db_now())
+        .where(due_of_others(passed_over))
         .order_by(Pipeline.held_until, Pipeline.seq)
         .limit(1)
         .with_for_update(skip_locked=True)
@@ -239,6 +243,15 @@ def claim(session: Session, owner: str) -> Claim | None:
     )
     row = session.execute(take).one_or_none()
     return None if row is None else Claim(row.id, row.epoch, owner)
+
+
+def due_of_others(passed_over: Collection[str]) -> ColumnElement[bool]:
+    """The unfinished pipelines that no process holds, but for those of some projects."""
+    return (
+        Pipeline.status.in_(FOLLOWED)
+        & (Pipeline.held_until <= db_now())
+        & Pipeline.project_id.not_in(sorted(passed_over))
+    )
 
 
 def hold(session: Session, claim: Claim, seconds: float = HOLD_SECONDS) -> None:

@@ -11,18 +11,22 @@ be graded.
 import hashlib
 import heapq
 import json
-import sys
+import os
+import tempfile
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 Row = dict[str, Any]
-Placed = TypeVar("Placed", tuple[bytes, int], tuple[bytes, bytes])
 # Of answers to one prompt that a selection compares with each other: as many as a sample stage makes.
 MAX_ANSWERS = 256
-# Of a mixture, and of each file of it.
+# Of those, as JSON. They are compared in memory, where a megabyte of JSON can be 20 MB of objects.
+MAX_BYTES_OF_A_PROMPT = 64 << 20
+# The sum of MAX_ANSWERS scores is a float.
+MAX_SCORE = 1e300
+# Of a mixture, of each file of it, and of a selection's file.
 MAX_LINES = 1_000_000
 # Lines that are sorted at once: a sort holds the interpreter, and with it every request of the process.
 SORTED_LINES = 50_000
@@ -73,10 +77,7 @@ def checked(row: Row) -> Row:
     if not isinstance(sample, dict) or not isinstance(messages, list):
         raise ValueError("a row has no 'sample' and 'messages', as those of a sample stage do")
     score = sample.get("score")
-    # An integer may be beyond every float, which math.isfinite cannot say.
-    is_number = (
-        isinstance(score, int | float) and not isinstance(score, bool) and abs(score) <= sys.float_info.max
-    )
+    is_number = isinstance(score, int | float) and not isinstance(score, bool) and abs(score) <= MAX_SCORE
     if (
         not isinstance(sample.get("answer"), str)
         or not isinstance(sample.get("finish_reason"), str)
@@ -89,23 +90,38 @@ def checked(row: Row) -> Row:
     return row
 
 
+@dataclass(frozen=True)
+class _Candidate:
+    """A row of a sample stage while the other answers to its prompt are read."""
+
+    prompt: int
+    score: float | None
+    line: bytes | None  # the row as JSON, far smaller than its objects; None: it does not meet the conditions
+    digest: bytes
+
+    def row(self) -> Row:
+        assert self.line is not None, "only rows that meet the conditions are kept"
+        row: Row = json.loads(self.line)
+        return row
+
+
 def selected(samples: Iterable[Row], wanted: Selection) -> Iterator[Row]:
     """The rows that a selection keeps, in order. `samples` has the answers to a prompt next to each other.
 
     Raises:
-        ValueError: a prompt has more than MAX_ANSWERS answers.
+        ValueError: a prompt has more than MAX_ANSWERS answers or MAX_BYTES_OF_A_PROMPT, or there are more than
+            MAX_LINES rows.
     """
     seen: set[bytes] = set()
-    for _, group in groupby(samples, key=lambda row: row["sample"]["prompt"]):
-        rows = list(islice(group, MAX_ANSWERS + 1))
-        if len(rows) > MAX_ANSWERS:
-            raise ValueError(f"a prompt has more than {MAX_ANSWERS} answers next to each other")
-        rate = pass_rate(rows)
+    candidates = (_candidate(row, wanted) for row in _at_most(samples, MAX_LINES))
+    for _, group in groupby(candidates, key=lambda candidate: candidate.prompt):
+        answers = _compared(group)
+        rate = pass_rate([answer.score for answer in answers])
         if not _has_pass_rate(rate, wanted):
             continue
-        kept = [row for row in rows if _fits(row, wanted)]
+        kept = [answer for answer in answers if answer.line is not None]
         if wanted.deduplicate:
-            kept = [row for row in kept if _is_new(row, seen)]
+            kept = [answer for answer in kept if _is_new(answer, seen)]
         if wanted.max_similarity is not None:
             kept = _diverse(kept, wanted.max_similarity)
         if wanted.best is not None:
@@ -113,10 +129,44 @@ def selected(samples: Iterable[Row], wanted: Selection) -> Iterator[Row]:
         yield from _shaped(kept, rate, wanted.form)
 
 
-def pass_rate(rows: Sequence[Row]) -> float | None:
+def _at_most(samples: Iterable[Row], most: int) -> Iterator[Row]:
+    for number, row in enumerate(samples, 1):
+        if number > most:
+            raise ValueError(f"the file has more than {most:,} rows")
+        yield row
+
+
+def _candidate(row: Row, wanted: Selection) -> _Candidate:
+    sample = row["sample"]
+    text = json.dumps([row["messages"], " ".join(sample["answer"].split())], sort_keys=True)
+    return _Candidate(
+        prompt=sample["prompt"],
+        score=sample["score"],
+        line=json.dumps(row).encode() if _fits(row, wanted) else None,
+        digest=hashlib.sha256(text.encode()).digest()[:16],
+    )
+
+
+def _compared(group: Iterable[_Candidate]) -> list[_Candidate]:
+    """The answers to one prompt. Raises ValueError if they are too many or too large to compare."""
+    answers: list[_Candidate] = []
+    size = 0
+    for answer in group:
+        answers.append(answer)
+        size += len(answer.line or b"")
+        if len(answers) > MAX_ANSWERS:
+            raise ValueError(f"a prompt has more than {MAX_ANSWERS} answers next to each other")
+        if size > MAX_BYTES_OF_A_PROMPT:
+            raise ValueError(
+                f"the answers to a prompt have more than {MAX_BYTES_OF_A_PROMPT:,} bytes of JSON"
+            )
+    return answers
+
+
+def pass_rate(scores: Sequence[float | None]) -> float | None:
     """The mean score of the answers to a prompt; None: none was graded."""
-    scores = [row["sample"]["score"] for row in rows if row["sample"]["score"] is not None]
-    return sum(scores) / len(scores) if scores else None
+    graded = [score for score in scores if score is not None]
+    return sum(graded) / len(graded) if graded else None
 
 
 def _has_pass_rate(rate: float | None, wanted: Selection) -> bool:
@@ -149,29 +199,27 @@ def script_share(text: str, script: str) -> float:
     return sum(unicodedata.name(sign, "").startswith(script) for sign in letters) / len(letters)
 
 
-def _is_new(row: Row, seen: set[bytes]) -> bool:
+def _is_new(answer: _Candidate, seen: set[bytes]) -> bool:
     """Whether no kept answer to the same messages has the same text, apart from white space."""
-    text = json.dumps([row["messages"], " ".join(row["sample"]["answer"].split())], sort_keys=True)
-    digest = hashlib.sha256(text.encode()).digest()
-    if digest in seen:
+    if answer.digest in seen:
         return False
-    seen.add(digest)
+    seen.add(answer.digest)
     return True
 
 
-def _diverse(rows: Sequence[Row], most: float) -> list[Row]:
+def _diverse(answers: Sequence[_Candidate], most: float) -> list[_Candidate]:
     """Answers of the highest scores first, each unless it is too similar to one before; in the order of the rows."""
     kept: list[tuple[int, frozenset[tuple[str, ...]]]] = []
-    for index in sorted(range(len(rows)), key=lambda one: -_score(rows[one])):
-        grams = trigrams(rows[index]["sample"]["answer"])
+    for index in sorted(range(len(answers)), key=lambda one: -_score(answers[one])):
+        grams = trigrams(answers[index].row()["sample"]["answer"])
         if all(similarity(grams, other) <= most for _, other in kept):
             kept.append((index, grams))
-    return [rows[index] for index in sorted(index for index, _ in kept)]
+    return [answers[index] for index in sorted(index for index, _ in kept)]
 
 
 def trigrams(text: str) -> frozenset[tuple[str, ...]]:
     """The runs of three words, of the first COMPARED_WORDS; of a shorter text, all of its words as one."""
-    words = text.lower().split()[:COMPARED_WORDS]
+    words = text.lower().split(maxsplit=COMPARED_WORDS)[:COMPARED_WORDS]
     return frozenset(tuple(words[start : start + 3]) for start in range(max(1, len(words) - 2)))
 
 
@@ -180,33 +228,35 @@ def similarity(a: frozenset[Any], b: frozenset[Any]) -> float:
     return len(a & b) / len(a | b)
 
 
-def _best(rows: Sequence[Row], number: int) -> list[Row]:
-    order = sorted(range(len(rows)), key=lambda one: -_score(rows[one]))[:number]
-    return [rows[index] for index in sorted(order)]
+def _best(answers: Sequence[_Candidate], number: int) -> list[_Candidate]:
+    order = sorted(range(len(answers)), key=lambda one: -_score(answers[one]))[:number]
+    return [answers[index] for index in sorted(order)]
 
 
-def _score(row: Row) -> float:
-    score = row["sample"]["score"]
-    return float("-inf") if score is None else float(score)
+def _score(answer: _Candidate) -> float:
+    return float("-inf") if answer.score is None else float(answer.score)
 
 
-def _shaped(rows: Sequence[Row], rate: float | None, form: Form) -> Iterator[Row]:
-    if not rows:
+def _shaped(answers: Sequence[_Candidate], rate: float | None, form: Form) -> Iterator[Row]:
+    if not answers:
         return
     if form == "samples":
-        yield from rows
+        yield from (answer.row() for answer in answers)
     elif form == "supervised":
-        yield from ({"messages": [*row["messages"], _answer(row)]} for row in rows)
+        for answer in answers:
+            row = answer.row()
+            yield {"messages": [*row["messages"], _answer(row)]}
     elif form == "prompts":
-        prompt = {name: value for name, value in rows[0].items() if name != "sample"}
+        prompt = {name: value for name, value in answers[0].row().items() if name != "sample"}
         yield prompt if rate is None else prompt | {"pass_rate": rate}
     else:
-        best, worst = max(rows, key=_score), min(rows, key=_score)
+        best, worst = max(answers, key=_score), min(answers, key=_score)
         if _score(best) > _score(worst):
+            better, worse = best.row(), worst.row()
             yield {
-                "input": {"messages": best["messages"]},
-                "preferred_output": [_answer(best)],
-                "non_preferred_output": [_answer(worst)],
+                "input": {"messages": better["messages"]},
+                "preferred_output": [_answer(better)],
+                "non_preferred_output": [_answer(worse)],
             }
 
 
@@ -235,40 +285,86 @@ def mixed(
     A weight of 1 takes each line of the file once, 0.1 a tenth of the lines, 2.5 each twice and half of them a third
     time. The same files, weights and seed give the same bytes.
 
-    Holds the lines in memory: those of the mixture and of one file.
+    Reads each file twice, and holds the lines in a temporary file, where they need up to `most_bytes`.
 
     Raises:
         ValueError: there are more lines, or more than `most_bytes` in the mixture.
     """
-    chosen: list[tuple[bytes, bytes]] = []
+    chosen: list[bytes] = []
     size = 0
-    for number, part in enumerate(parts):
-        lines = list(islice((line for line in part.lines() if line.strip()), most + 1))
-        if len(lines) > most:
-            raise ValueError(f"a file of the mixture has more than {most:,} lines")
-        whole, rest = divmod(part.weight, 1)
-        if len(chosen) + round(part.weight * len(lines)) > most:
-            raise ValueError(f"the mixture has more than {most:,} lines")
-        for copy in range(int(whole) + 1):
-            places = [(_place(seed, number, copy, index), index) for index in range(len(lines))]
-            if copy == whole:
-                places = list(islice(_ordered(places, sorted_at_once), round(rest * len(lines))))
-            size += sum(len(lines[index]) for _, index in places)
-            if most_bytes is not None and size > most_bytes:
-                raise ValueError(f"the mixture is larger than {most_bytes:,} bytes, the limit of an upload")
-            chosen += [(place, lines[index]) for place, index in places]
-    for _, line in _ordered(chosen, sorted_at_once):
-        yield line.rstrip(b"\r\n") + b"\n"
+    with tempfile.TemporaryFile() as spool:
+        for number, part in enumerate(parts):
+            count = _count(part, most)
+            whole, rest = divmod(part.weight, 1)
+            if len(chosen) + round(part.weight * count) > most:
+                raise ValueError(f"the mixture has more than {most:,} lines")
+            places = _Places(seed, number)
+            has_another = places.first(round(rest * count), count, copy=int(whole), at_once=sorted_at_once)
+            for index, line in enumerate(_filled(part)):
+                copies = int(whole) + has_another[index]
+                size += copies * len(line)
+                if most_bytes is not None and size > most_bytes:
+                    raise ValueError(
+                        f"the mixture is larger than {most_bytes:,} bytes, the limit of an upload"
+                    )
+                offset = spool.tell()
+                if copies:
+                    spool.write(line)
+                for copy in range(copies):
+                    chosen.append(places.of(copy, index) + _span(offset, len(line)))
+        spool.flush()
+        for entry in _ordered(chosen, sorted_at_once):
+            offset, length = _of_span(entry[_PLACE_BYTES:])
+            yield os.pread(spool.fileno(), length, offset).rstrip(b"\r\n") + b"\n"
 
 
-def _ordered(placed: Sequence[Placed], at_once: int) -> Iterator[Placed]:
+def _filled(part: Part) -> Iterator[bytes]:
+    return (line for line in part.lines() if line.strip())
+
+
+def _count(part: Part, most: int) -> int:
+    count = sum(1 for _ in islice(_filled(part), most + 1))
+    if count > most:
+        raise ValueError(f"a file of the mixture has more than {most:,} lines")
+    return count
+
+
+_PLACE_BYTES = 16
+
+
+@dataclass(frozen=True)
+class _Places:
+    """The places of a file's lines in the order of a mixture: hashes, so that they need no memory."""
+
+    seed: int
+    number: int  # of the file
+
+    def of(self, copy: int, index: int) -> bytes:
+        where = repr((self.seed, self.number, copy, index))
+        return hashlib.sha256(where.encode()).digest()[:_PLACE_BYTES]
+
+    def first(self, wanted: int, count: int, *, copy: int, at_once: int) -> bytearray:
+        """1 for each of the `wanted` lines that come first in a copy of the file, 0 for the others."""
+        flags = bytearray(count)
+        if wanted:
+            places = [self.of(copy, index) + index.to_bytes(4, "big") for index in range(count)]
+            for entry in islice(_ordered(places, at_once), wanted):
+                flags[int.from_bytes(entry[_PLACE_BYTES:], "big")] = 1
+        return flags
+
+
+def _span(offset: int, length: int) -> bytes:
+    return offset.to_bytes(8, "big") + length.to_bytes(4, "big")
+
+
+def _of_span(span: bytes) -> tuple[int, int]:
+    return int.from_bytes(span[:8], "big"), int.from_bytes(span[8:], "big")
+
+
+def _ordered(entries: Sequence[bytes], at_once: int) -> Iterator[bytes]:
     """Sorted, without one long call."""
-    starts = range(0, len(placed), at_once)
-    return heapq.merge(*(sorted(placed[start : start + at_once]) for start in starts))
-
-
-def _place(*where: int) -> bytes:
-    return hashlib.sha256(repr(where).encode()).digest()
+    starts = range(0, len(entries), at_once)
+    return heapq.merge(*(sorted(entries[start : start + at_once]) for start in starts))
 
 
 def prompts(rows: Iterable[Row], samples: int) -> Iterator[Row]:

@@ -8,8 +8,8 @@ import pytest
 from sqlalchemy import select, update
 from starlette.testclient import TestClient
 
-from api.pipelines.driver import PipelineDriver
-from api.pipelines.stages import Advance
+from api.pipelines.driver import AT_ONCE, PER_PROJECT, PipelineDriver
+from api.pipelines.stages import MAX_ERRORS, Advance
 from api.resources.pipelines import shown_spec
 from core.database.tables import Job, Pipeline, Project
 from core.jobs.claim import LeaseLost
@@ -321,6 +321,48 @@ def test_a_file_whose_process_was_killed_is_made_by_the_next_one(
     advance()
 
     assert stages(api, pipeline["id"])["m"]["status"] == "succeeded"
+    with house.database.read() as session:
+        assert session.scalars(select(Pipeline)).one().stages[0]["restarts"] == 1
+
+
+def test_a_file_that_stops_the_service_again_and_again_fails_its_stage(
+    api: TestClient, house: House, upload: Upload, advance: Callable[[], None]
+) -> None:
+    one = {"name": "m", "mix": {"files": [{"file": upload(lines(learned(1)))}]}}
+    pipeline = api.post(PIPELINES, json={"stages": [one]}).json()
+    with house.database.write() as session:
+        row = session.scalars(select(Pipeline)).one()
+        lifecycle.started(row, "m")
+        lifecycle.update_stage(row, "m", restarts=MAX_ERRORS)
+
+    advance()
+
+    failed = stages(api, pipeline["id"])["m"]
+    assert failed["status"] == "failed"
+    assert "stopped repeatedly" in failed["error"]["message"]
+
+
+@pytest.mark.both_databases
+def test_a_project_with_many_pipelines_keeps_no_other_project_waiting(
+    api: TestClient, house: House, upload: Upload
+) -> None:
+    one = {"name": "m", "mix": {"files": [{"file": upload(lines(learned(1)))}]}}
+    for _ in range(AT_ONCE):
+        api.post(PIPELINES, json={"stages": [one]})
+    others = house.client(house.other_key)
+    file = others.post(
+        "/v1/files", files={"file": ("a.jsonl", lines(learned(1)))}, data={"purpose": "fine-tune"}
+    )
+    mix = {"name": "m", "mix": {"files": [{"file": file.json()["id"]}]}}
+    assert others.post(PIPELINES, json={"stages": [mix]}).status_code == 201
+    driver = PipelineDriver(house.app.state.service)
+
+    claimed = [house.portal.call(driver.claim_next) for _ in range(PER_PROJECT + 2)]
+
+    projects = [None if one is None else one[1] for one in claimed]
+    assert projects[:PER_PROJECT] == [house.project.id] * PER_PROJECT
+    assert projects[PER_PROJECT] not in (house.project.id, None)
+    assert projects[PER_PROJECT + 1] is None
 
 
 def test_a_project_has_a_number_of_unfinished_pipelines(api: TestClient, upload: Upload) -> None:

@@ -1,6 +1,7 @@
 """The graph of a pipeline, and the rows that its stages make."""
 
 import json
+import tracemalloc
 from collections.abc import Iterator
 from typing import Any
 
@@ -208,6 +209,58 @@ def test_a_prompt_with_more_answers_than_are_compared_is_refused() -> None:
     assert len(answers(many[:-1])) == rows.MAX_ANSWERS
     with pytest.raises(ValueError, match="more than 256 answers"):
         answers(many)
+
+
+def test_answers_to_a_prompt_are_compared_in_little_memory() -> None:
+    """A list of empty lists has 20 times the bytes of its JSON."""
+    bomb = json.dumps([[]] * 20_000)
+
+    def samples() -> Iterator[rows.Row]:
+        for number in range(16):
+            yield sample(1, str(number)) | {"x": json.loads(bomb)}
+
+    tracemalloc.start()
+    try:
+        kept = sum(1 for _ in rows.selected(samples(), Selection(form="samples")))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+    assert kept == 16
+    assert peak < 10 << 20
+
+
+def test_answers_to_a_prompt_that_are_too_large_to_compare_are_refused() -> None:
+    large = "x" * (rows.MAX_BYTES_OF_A_PROMPT // 64)
+    samples = [sample(1, f"{number}{large}") for number in range(64)]
+
+    with pytest.raises(ValueError, match="more than 67,108,864 bytes"):
+        answers(samples)
+    assert len(answers([sample(n, large) for n in range(64)])) == 64
+
+
+def test_scores_whose_sum_is_no_float_are_refused() -> None:
+    with pytest.raises(ValueError, match="a 'sample' needs"):
+        rows.checked(sample(1, "a", 1.7e308))
+    assert rows.pass_rate([rows.MAX_SCORE] * rows.MAX_ANSWERS) == pytest.approx(rows.MAX_SCORE)
+
+
+def test_a_mixture_holds_no_file_in_memory() -> None:
+    line = b"x" * 1_000_000
+
+    def large() -> Iterator[bytes]:
+        for number in range(60):
+            yield line + b"%d" % number
+
+    tracemalloc.start()
+    try:
+        size = sum(len(found) for found in rows.mixed([Part(large, 1), Part(large, 0.5)], 0))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+    assert size > 90 * len(line)
+    assert peak < 10 << 20
 
 
 @pytest.mark.parametrize(
