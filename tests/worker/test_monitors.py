@@ -63,6 +63,23 @@ def test_lost_reward_and_no_signal_are_collapse_whatever_the_entropy() -> None:
     assert finding.event_data(2)["threshold"] == 0.1
 
 
+@pytest.mark.parametrize(("start", "now"), [(-1.0, -0.9), (0.02, -0.05), (0.0, -0.2)])
+def test_scores_below_zero_that_rise_or_move_by_less_than_their_spread_are_no_collapse(
+    start: float, now: float
+) -> None:
+    scores = {"train_reward_std": 1.0, "sampling_entropy": 0.8}
+
+    low = {"train_mean_reward": now, "sampling_entropy": 0.3}
+
+    assert raised(scores | {"train_mean_reward": start}, scores | low) == []
+
+
+def test_scores_below_zero_that_fall_by_half_their_unit_are_collapse() -> None:
+    start = {"train_mean_reward": -1.0, "train_reward_std": 1.0}
+
+    assert raised(start, start | {"train_mean_reward": -1.8, "groups_mixed_share": 0.0}) == ["collapse"]
+
+
 def test_validation_below_the_base_is_told_when_the_interval_is_below_it() -> None:
     below = {
         "full_valid_mean_reward": 0.3,

@@ -46,3 +46,16 @@ def last(steps: Steps, name: str, count: int) -> list[float]:
     return list(
         islice((value for step in reversed(steps) if (value := getattr(step, name)) is not None), count)
     )
+
+
+def reward_unit(steps: Steps) -> float:
+    """The unit of falls of the training reward: its mean at the start.
+
+    Scores of reward models have no bounds, and a mean near 0 is no unit. Scores from 0 to 1 have a variance of at most
+    mean (1 - mean) (Bhatia and Davis 2000); for those with more, the unit is at least their standard deviation.
+    """
+    mean, std = first(steps, "train_mean_reward"), first(steps, "train_reward_std")
+    if mean is None:
+        return 0.0
+    unbounded = std is not None and std[1] ** 2 > mean[1] * (1 - mean[1]) + 1e-9
+    return max(abs(mean[1]), std[1]) if std is not None and unbounded else abs(mean[1])

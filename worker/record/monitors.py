@@ -10,7 +10,7 @@ from typing import Any
 
 from core.jobs.thresholds import Thresholds
 from core.jobs.verdict import Verdict
-from worker.record.history import Steps, first, last
+from worker.record.history import Steps, first, last, reward_unit
 
 WINDOW = 3  # steps over which noisy means of single batches are averaged
 # `kl` is measured on one pack a step. In healthy runs of the demo it jumps by 1.5 nats for two steps at the start, and
@@ -22,7 +22,7 @@ TRUNCATED = 5
 CUT_OFF = 0.5
 # Also only at the end: the entropy of a model that has become noise, against step 1 and in nats a token above it.
 NOISE_FACTOR, NOISE_NATS = 3.0, 0.5
-LOST = 0.1  # a training reward lower than at the start by this share of it is lost, not noise
+LOST = 0.1  # a training reward lower than at the start by this share of its unit is lost, not noise
 NORMAL_95 = 1.96
 
 
@@ -73,9 +73,9 @@ def likely_cause(steps: Steps, verdict: Verdict, thresholds: Thresholds) -> tupl
     if start is not None and recent:
         training = f"training reward {start[1]:.2f} (step {start[0]}) -> {statistics.fmean(recent):.2f}"
         validation = f"validation {verdict.base_reward:.2f} -> {verdict.tuned_reward:.2f}"
-        if statistics.fmean(recent) > start[1] + LOST * abs(start[1]):
+        if statistics.fmean(recent) > start[1] + LOST * reward_unit(steps):
             return "overfitting", f"Validation falls while training rises: {training}, {validation}."
-        if statistics.fmean(recent) < start[1] - LOST * abs(start[1]):
+        if statistics.fmean(recent) < start[1] - LOST * reward_unit(steps):
             return "unstable", f"Training falls as well: {training}, {validation}. Lower the learning rate."
     return "unknown", "No cause was found in the metrics."
 
@@ -166,7 +166,8 @@ def _collapse(steps: Steps, share: float) -> Found | None:
     now_entropy = now.sampling_entropy
     left = now_entropy / entropy[1] if entropy and entropy[1] and now_entropy is not None else 1.0
     silent = now.groups_mixed_share == 0.0
-    lost, halved = reward < start[1] - LOST * abs(start[1]), reward < start[1] / 2
+    fell, unit = start[1] - reward, reward_unit(steps)
+    lost, halved = fell > LOST * unit, fell > unit / 2
     if not (lost and left < share) and not (halved and (silent or left < 0.5)):
         return None
     data = {"train_mean_reward": reward, "first_train_mean_reward": start[1]}
@@ -230,7 +231,7 @@ def _kl_jump(steps: Steps, bound: float) -> Found | None:
     rewards = last(steps, "train_mean_reward", KL_HIGH + KL_BEFORE)
     if len(rewards) > KL_HIGH:
         reward, earlier = statistics.fmean(rewards[:KL_HIGH]), statistics.fmean(rewards[KL_HIGH:])
-        if reward >= earlier - LOST * abs(earlier):
+        if reward >= earlier - LOST * max(abs(earlier), reward_unit(steps)):
             return None
     usual = statistics.median(before)
     return (
