@@ -267,6 +267,8 @@ def _distillation_section() -> Page:
         "Fields of `method.distillation.hyperparameters`, all optional, and its groups of `advanced`. "
         "[Distillation](../howto/distillation.md) says what they do.",
         "",
+        "In the mode `on_policy`:",
+        "",
         *table("DistillationHyperparameters"),
         "",
         *("### advanced.stopping", "", *table("DistillationStopping"), ""),
@@ -274,6 +276,9 @@ def _distillation_section() -> Page:
         "`advanced.importance`, `advanced.optimizer`, `advanced.lora` and `advanced.sampling` are those above. "
         "`group_size` is 4 if it is automatic, and there is no `thinking_budget`.",
         "",
+        "In the mode `logits` they are those of supervised jobs, and one more group:",
+        "",
+        *("### advanced.loss", "", *_fields_table(offline_hyperparameters, "SoftTargets"), ""),
     ]
 
 

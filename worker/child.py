@@ -66,7 +66,7 @@ async def run_attempt(
         UserMistake: the job cannot succeed as it is.
         LeaseLost: the job was cancelled or claimed by another worker.
     """
-    if attempt.job.method in methods.OFFLINE:
+    if methods.variant(attempt.job.method, attempt.job.body) in methods.OFFLINE:
         # Imports torch, so it is imported where it is needed.
         assemble_offline = import_module("worker.offline.assemble").assemble
         with failing_once():

@@ -5,6 +5,7 @@ from typing import Any
 
 from core.errors import InvalidParameter, InvalidRequest
 from core.jobs import hyperparameters, offline_hyperparameters
+from core.jobs.methods import LOGITS
 from graders import complaints as translator
 from graders.complaints import Complaint
 from graders.spec import InvalidGrader
@@ -32,14 +33,18 @@ def explain(complaints: Sequence[Complaint], sent: Any) -> InvalidRequest:
     if not param and len(about) == 1:
         return _whole_body(about[0])
     mistake = translator.explain(param, about)
-    meant = _meant(param) if mistake.code == "unknown_parameter" else None
+    meant = _meant(param, about[0]["loc"]) if mistake.code == "unknown_parameter" else None
     hint = f" Did you mean '{meant}'?" if meant else ""
     return InvalidRequest(f"{mistake.message}{hint}", param=mistake.param, code=mistake.code)
 
 
-def _meant(param: str) -> str | None:
-    offline = param.startswith(("method.supervised.", "method.dpo."))
-    return offline_hyperparameters.meant(param) if offline else hyperparameters.meant(param)
+def _meant(param: str, loc: Sequence[int | str]) -> str | None:
+    """`loc` has the tags of unions, such as the mode of a distillation, which are not in `param`."""
+    *_, method = f".{param}".partition(".method.")
+    method = LOGITS if "logits" in loc else method.partition(".")[0]
+    if method in offline_hyperparameters.KINDS:
+        return offline_hyperparameters.meant(param, method)
+    return hyperparameters.meant(param)
 
 
 def _whole_body(complaint: Complaint) -> InvalidRequest:

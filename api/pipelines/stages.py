@@ -165,7 +165,13 @@ class Advance:
 
     async def _split(self, body: JobCreate, share: float) -> validation_split.SplitFiles:
         made = partial(
-            validation_split.split, self.service, self.project, body.training_file, share, body.method.type
+            validation_split.split,
+            self.service,
+            self.project,
+            body.training_file,
+            share,
+            body.method.type,
+            learns_from_file=body.method.learns_from_file,
         )
         return await in_reader(self.service, self.project, made)
 

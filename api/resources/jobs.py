@@ -166,6 +166,12 @@ class Method(StrictModel):
     reinforcement: Annotated[Reinforcement | None, OfItsType] = Field(default=None, validate_default=True)
     distillation: Annotated[Distillation | None, OfItsType] = Field(default=None, validate_default=True)
 
+    @property
+    def learns_from_file(self) -> bool:
+        """Whether the answers are in the file, so that none are sampled."""
+        mode = None if self.distillation is None else self.distillation.mode
+        return methods.variant(self.type, {"mode": mode}) in methods.OFFLINE
+
 
 # Above any realistic budget; keeps sums of such numbers finite.
 Positive = Annotated[float, Field(gt=0, le=1e12, allow_inf_nan=False)]
@@ -235,7 +241,7 @@ class JobCreate(Body):
     method: Method
     # Extension: extra_body={"validation_split": 0.1}. This part of the training rows becomes the validation file.
     validation_split: Annotated[float, Field(gt=0, le=MAX_SHARE)] | None = None
-    # Required for reinforcement, as in OpenAI's guide, and for distillation.
+    # Required by jobs that sample answers, as in OpenAI's guide.
     validation_file: str | None = Field(default=None, validate_default=True)
     suffix: Suffix | None = None
     seed: Annotated[int, Field(ge=0, le=2147483647)] | None = None
@@ -261,7 +267,7 @@ class JobCreate(Body):
         split = info.data.get("validation_split")
         if file_id is not None and split is not None:
             raise ValueError("send either validation_file or validation_split")
-        if file_id is None and split is None and method is not None and method.type not in methods.OFFLINE:
+        if file_id is None and split is None and method is not None and not method.learns_from_file:
             raise PydanticKnownError("missing")
         return file_id
 
@@ -410,7 +416,9 @@ class JobOut(BaseModel):
             user_provided_suffix=job.suffix,
             usage_metrics=usage.render(job, price),
             queue=None if place is None else QueueOut(position=place.position, reason=place.reason),
-            eval_id=None if job.method in methods.OFFLINE else evals.eval_id(job.id),
+            eval_id=None
+            if methods.variant(job.method, job.body) in methods.OFFLINE
+            else evals.eval_id(job.id),
             budget=budgets.render(job),
             lineage=None if parent is None else parent.shown() | {"base_model": job.model},
             verdict=None if job.verdict is None else VerdictOut(**job.verdict),
@@ -496,7 +504,10 @@ def _created_with_split(
     body: JobCreate, share: float, project: Project, service: Service, once: Once
 ) -> JobOut | JSONResponse:
     accept(body, service, project)  # before anything is stored
-    parts = validation_split.split(service, project, body.training_file, share, body.method.type)
+    method = body.method
+    parts = validation_split.split(
+        service, project, body.training_file, share, method.type, learns_from_file=method.learns_from_file
+    )
     kept: tuple[str, ...] = ()
     try:
         made = _created(body, project, service, once, parts)
@@ -772,6 +783,10 @@ def refuse_unusable_reward_models(
             )
 
 
+def _checkpoint_of(tuned: Parent | None) -> str | None:
+    return None if tuned is None else tuned.checkpoint_id
+
+
 TEACHER_PARAM = "method.distillation.teacher.model"
 
 
@@ -782,7 +797,8 @@ def refuse_unusable_teacher(
 
     Raises:
         TunedModelNotFound, ModelNotFound: the project may use no model of this name.
-        InvalidRequest: its adapter is on another base model, or has another shape than the student's.
+        InvalidRequest: it is what the student starts from, or its adapter is on another base model or has another shape
+            than the student's.
     """
     name = asked.teacher.model
     try:
@@ -793,6 +809,11 @@ def refuse_unusable_teacher(
     except NotFound as absent:
         absent.param = TEACHER_PARAM
         raise
+    if (teacher_base, _checkpoint_of(teacher)) == (base_model, _checkpoint_of(parent)):
+        raise InvalidRequest(
+            f"The teacher '{name}' is the model that the student starts from: there is nothing to learn from it.",
+            param=TEACHER_PARAM,
+        )
     if teacher is None:
         return
     if teacher_base != base_model:
@@ -843,7 +864,7 @@ def render_hyperparameters(job: Job) -> dict[str, Any]:
     resolved = job.resolved
     if resolved is None:
         return asked
-    if job.method in methods.OFFLINE:
+    if methods.variant(job.method, job.body) in methods.OFFLINE:
         return offline_hyperparameters.shown(asked, resolved)
     if job.method == distillation.METHOD:
         return distillation.shown(asked, resolved)

@@ -10,7 +10,6 @@ from api.http.deps import Service
 from core.database.engine import Work
 from core.database.tables import File, Project
 from core.errors import ContentDamaged, InvalidRequest
-from core.jobs.methods import OFFLINE
 from core.storage import datasets, files, splitting
 from core.storage.datasets import InvalidDataset
 from core.storage.offline_rows import MAX_ROWS, MIN_ROWS
@@ -26,12 +25,9 @@ class SplitFiles:
     validation: File
 
 
-def most_rows(method: str) -> int:
-    """The maximum number of validation rows of a job."""
-    return MAX_ROWS if method in OFFLINE else datasets.MAX_VALIDATION_ROWS
-
-
-def split(service: Service, project: Project, file_id: str, share: float, method: str) -> SplitFiles:
+def split(
+    service: Service, project: Project, file_id: str, share: float, method: str, *, learns_from_file: bool
+) -> SplitFiles:
     """Store both parts of a training file. Reads the file three times, a line at a time.
 
     Raises:
@@ -43,7 +39,8 @@ def split(service: Service, project: Project, file_id: str, share: float, method
     read = partial(files.read_content, service.blobs, source)
     try:
         hashes = splitting.hashes_of(read())
-        chosen = splitting.choose(hashes, share, most_rows(method))
+        most = MAX_ROWS if learns_from_file else datasets.MAX_VALIDATION_ROWS
+        chosen = splitting.choose(hashes, share, most)
         left = sum(one not in chosen for one in hashes)
         if method != "reinforcement" and left < MIN_ROWS <= len(hashes):
             raise InvalidRequest(

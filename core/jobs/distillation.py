@@ -1,11 +1,15 @@
-"""Jobs with the method `distillation`: a student samples answers, and learns from a teacher's probabilities of them."""
+"""Jobs with the method `distillation`: a student learns from a teacher's probabilities of answers.
+
+They are the student's own (`on_policy`) or those of a file (`logits`).
+"""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from core.database.tables import Job
+from core.errors import InvalidParameter
 from core.jobs.flat_hyperparameters import FLAT
 from core.jobs.hyperparameter_groups import (
     Auto,
@@ -17,6 +21,7 @@ from core.jobs.hyperparameter_groups import (
     Value,
 )
 from core.jobs.hyperparameters import Hyperparameters
+from core.jobs.offline_hyperparameters import LogitsHyperparameters
 
 METHOD = "distillation"
 
@@ -51,7 +56,7 @@ class DistillationEvaluation(Value):
 
 
 class DistillationAdvanced(Value):
-    """Hyperparameters beyond OpenAI's, in the groups of reinforcement jobs that distillation reads."""
+    """Hyperparameters beyond OpenAI's, in the groups of reinforcement jobs that `on_policy` reads."""
 
     importance: ImportanceGroup = Truncate()
     sampling: DistillationSampling = DistillationSampling()
@@ -62,7 +67,7 @@ class DistillationAdvanced(Value):
 
 
 class DistillationHyperparameters(Value):
-    """method.distillation.hyperparameters, with the names and bounds of reinforcement jobs."""
+    """method.distillation.hyperparameters in the mode `on_policy`, with the names and bounds of reinforcement jobs."""
 
     batch_size: Auto | Annotated[int, Field(ge=1, le=256)] = "auto"  # prompts a step
     learning_rate_multiplier: Auto | Annotated[float, Field(gt=0)] = "auto"
@@ -100,26 +105,48 @@ class DistillationHyperparameters(Value):
         )
 
 
-class Distillation(Value):
-    """method.distillation."""
-
-    mode: Literal["on_policy"] = "on_policy"
+class _Distillation(Value):
     teacher: TeacherName
-    hyperparameters: DistillationHyperparameters = DistillationHyperparameters()
 
-    @field_validator("mode", mode="before")
-    @classmethod
-    def _known_mode(cls, mode: Any) -> Any:
-        if mode in ("sequence", "logits"):
-            raise ValueError(
-                f"mode '{mode}' is not supported by this version: the student samples the answers ('on_policy')"
-            )
-        return mode
-
-    @field_validator("hyperparameters", mode="before")
+    @field_validator("hyperparameters", mode="before", check_fields=False)
     @classmethod
     def _empty_for_null(cls, value: Any) -> Any:
         return {} if value is None else value
+
+
+class OnPolicyDistillation(_Distillation):
+    """method.distillation: the student samples the answers."""
+
+    mode: Literal["on_policy"] = "on_policy"
+    hyperparameters: DistillationHyperparameters = DistillationHyperparameters()
+
+
+class LogitsDistillation(_Distillation):
+    """method.distillation: the answers are in the file."""
+
+    mode: Literal["logits"]
+    hyperparameters: LogitsHyperparameters = LogitsHyperparameters()
+
+
+def _with_mode(sent: Any) -> Any:
+    """`on_policy` unless there is a mode."""
+    if not isinstance(sent, Mapping):
+        return sent
+    if sent.get("mode") == "sequence":
+        raise InvalidParameter(
+            "The mode 'sequence' is not supported by this version. It is a pipeline: let the teacher answer the "
+            "prompts (a stage 'sample'), keep the answers that a grader finds right ('select'), and train on them with "
+            "the method 'supervised'. examples/recipes/r1_distill.toml is one.",
+            param=f"method.{METHOD}.mode",
+            code="invalid_value",
+        )
+    return {**sent, "mode": "on_policy"} if sent.get("mode") is None else sent
+
+
+Distillation = Annotated[
+    Annotated[OnPolicyDistillation | LogitsDistillation, Field(discriminator="mode")],
+    BeforeValidator(_with_mode),
+]
 
 
 def teacher_of(job: Job) -> str | None:

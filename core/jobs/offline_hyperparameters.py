@@ -1,4 +1,4 @@
-"""Hyperparameters of the methods that learn from the answers in their file: supervised, dpo and reward_model.
+"""Hyperparameters of what learns from the answers in a file: supervised, dpo, reward_model, distillation's `logits`.
 
 OpenAI's names are at the top; `advanced` has the rest. "auto" is resolved when the job starts (`resolve`).
 """
@@ -21,7 +21,7 @@ from core.jobs.hyperparameter_groups import (
     TemplateArgument,
     Value,
 )
-from core.jobs.methods import REWARD_MODEL
+from core.jobs.methods import LOGITS, REWARD_MODEL
 from core.storage.offline_rows import RewardKind
 
 PreferenceLoss = Literal["sigmoid", "ipo", "simpo", "orpo", "kto"]
@@ -185,6 +185,25 @@ class RewardHyperparameters(SupervisedHyperparameters):
     advanced: RewardAdvanced = RewardAdvanced()
 
 
+class SoftTargets(Value):
+    """The loss of distillation in the mode `logits`: the forward KL to the teacher (docs/howto/distillation.md)."""
+
+    # The teacher's likeliest tokens, which are compared one by one; all others count as one. Auto: every token.
+    top_k: Auto | Annotated[int, Field(ge=1, le=1_000_000)] = "auto"
+    # Divides the logits of both models; the loss is multiplied by its square.
+    temperature: float = Field(default=1.0, gt=0, le=20)
+
+
+class LogitsAdvanced(OfflineAdvanced):
+    loss: SoftTargets = SoftTargets()
+
+
+class LogitsHyperparameters(SupervisedHyperparameters):
+    """method.distillation.hyperparameters in the mode `logits`."""
+
+    advanced: LogitsAdvanced = LogitsAdvanced()
+
+
 class ResolvedOffline(Value):
     """Hyperparameters with every "auto" resolved, as the run uses them. None: not used by the method."""
 
@@ -211,6 +230,8 @@ class ResolvedOffline(Value):
     undesirable_weight: float | None = None
     reward_kind: RewardKind | None = None
     centering: float | None = None  # of pairs
+    top_k: int | None = None  # None: every token
+    soft_temperature: float | None = None  # of a teacher's and the student's probabilities
 
     @property
     def has_reference(self) -> bool:
@@ -218,15 +239,19 @@ class ResolvedOffline(Value):
 
 
 KINDS: Mapping[str, type[SupervisedHyperparameters]] = MappingProxyType(
-    {"supervised": SupervisedHyperparameters, "dpo": DpoHyperparameters, REWARD_MODEL: RewardHyperparameters}
+    {
+        "supervised": SupervisedHyperparameters,
+        "dpo": DpoHyperparameters,
+        REWARD_MODEL: RewardHyperparameters,
+        LOGITS: LogitsHyperparameters,
+    }
 )
 
 
-def meant(param: str) -> str | None:
-    """The hyperparameter of a supervised or dpo job that an unknown dotted path probably means; None: none."""
-    _, method, path = f".{param}".partition(".method.")
-    method, _, path = path.partition(".hyperparameters.")
-    kind = KINDS.get(method, SupervisedHyperparameters)
+def meant(param: str, variant: str) -> str | None:
+    """The hyperparameter of this variant of a method that an unknown dotted path probably means; None: none."""
+    _, _, path = f".{param}".partition(".hyperparameters.")
+    kind = KINDS[variant]
     advanced = type(kind().advanced)
     places = {name: f"hyperparameters.{name}" for name in kind.model_fields}
     for group, field in advanced.model_fields.items():
@@ -240,9 +265,9 @@ def meant(param: str) -> str | None:
     return None if found is None or f".{param}".endswith(f".{found}") else found
 
 
-def asked(method: str, hyperparameters: Mapping[str, Any]) -> SupervisedHyperparameters:
-    """The hyperparameters of a job, as they are stored."""
-    return KINDS[method].model_validate(hyperparameters)
+def asked(variant: str, hyperparameters: Mapping[str, Any]) -> SupervisedHyperparameters:
+    """The hyperparameters of a job with this variant of a method, as they are stored."""
+    return KINDS[variant].model_validate(hyperparameters)
 
 
 def epochs(rows: int) -> int:
@@ -284,10 +309,10 @@ def resolve(
     n_epochs = _or(asked.n_epochs, 1 if method in _ONE_EPOCH and rows >= 100 else epochs(rows))
     steps_per_epoch = math.ceil(rows / batch_size)
     base = base_learning_rate(method, parameters) * _or(asked.learning_rate_multiplier, 1.0)
-    preference: dict[str, Any] = {}
+    of_loss: dict[str, Any] = {}
     if isinstance(asked, DpoHyperparameters):
         loss = asked.advanced.loss
-        preference = {
+        of_loss = {
             "beta": _or(asked.beta, _SIMPO_BETA if loss.type == "simpo" else 0.1),
             "preference_loss": loss.type,
             "length_normalize": loss.length_normalize,
@@ -295,7 +320,7 @@ def resolve(
             "gamma": _SIMPO_GAMMA if loss.type == "simpo" and loss.gamma is None else loss.gamma,
         }
         if loss.type == "kto":
-            preference |= {
+            of_loss |= {
                 "desirable_weight": 1.0 if loss.desirable_weight is None else loss.desirable_weight,
                 "undesirable_weight": 1.0 if loss.undesirable_weight is None else loss.undesirable_weight,
             }
@@ -303,7 +328,10 @@ def resolve(
             steps_per_epoch = math.ceil(rows / batch_size)
     if isinstance(asked, RewardHyperparameters):
         pairs = {"reward_kind": "pairs", "centering": asked.advanced.centering}
-        preference = pairs if reward_kind == "pairs" else {"reward_kind": reward_kind}
+        of_loss = pairs if reward_kind == "pairs" else {"reward_kind": reward_kind}
+    if isinstance(asked, LogitsHyperparameters):
+        soft = asked.advanced.loss
+        of_loss = {"top_k": _or(soft.top_k, None), "soft_temperature": soft.temperature}
     return ResolvedOffline(
         batch_size=batch_size,
         learning_rate=_or(optimizer.learning_rate, base),
@@ -319,7 +347,7 @@ def resolve(
         lora_targets=_or(lora.targets, "all-linear"),
         chat_template=None if template.chat_template == "auto" else template.chat_template,
         chat_template_kwargs=dict(template.chat_template_kwargs),
-        **preference,
+        **of_loss,
     )
 
 

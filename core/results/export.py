@@ -17,7 +17,7 @@ from core.database.engine import Database
 from core.database.tables import Checkpoint, Event, File, Job, TunedModel
 from core.errors import CheckpointDamaged, CheckpointNotFound, NotFound
 from core.jobs import events
-from core.jobs.methods import OFFLINE, REWARD_MODEL
+from core.jobs.methods import OFFLINE, REWARD_MODEL, variant
 from core.jobs.verdict import Verdict
 from core.registry import Registry
 from core.results import tuned_models
@@ -302,7 +302,9 @@ def model_card(name: str, recipe: Mapping[str, Any], steps: Sequence[StepMetrics
     """README.md with the front matter of the Hugging Face Hub."""
     base = recipe["base_model"]
     known = base.get("hub") or base["name"]
-    checkpoint, data, method = recipe["checkpoint"], recipe["data"], recipe["request"]["method"]["type"]
+    checkpoint, data, asked = recipe["checkpoint"], recipe["data"], recipe["request"]["method"]
+    method = asked["type"]
+    samples = variant(method, asked[method]) not in OFFLINE
     card = io.StringIO()
     front = [
         "base_model: " + json.dumps(known),
@@ -320,7 +322,7 @@ def model_card(name: str, recipe: Mapping[str, Any], steps: Sequence[StepMetrics
             f"It was trained further from `{parent['model']}` (job `{parent['job_id']}`, step {parent['step']}).\n\n"
         )
     _write_loading(card, known, method)
-    if method not in OFFLINE:
+    if samples:
         _write_rewards(card, recipe, steps)
     else:
         _write_losses(card, recipe, steps)
@@ -334,7 +336,7 @@ def model_card(name: str, recipe: Mapping[str, Any], steps: Sequence[StepMetrics
         card.write(f"| grader | `{recipe['grader_sha256']}` |\n")
     card.write("\n## Hyperparameters\n\n| | |\n|---|---|\n")
     card.write(f"| seed | {recipe['request']['seed']} |\n")
-    if method not in OFFLINE:
+    if samples:
         card.write(f"| sampler | {recipe['sampler'] or 'unknown'} |\n")
     for key, value in (recipe["resolved_hyperparameters"] or {}).items():
         card.write(f"| {key} | {value} |\n")

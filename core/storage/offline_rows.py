@@ -260,9 +260,11 @@ def _call_problems(path: str, calls: Any, role: Any) -> Iterator[Problem]:
             yield f"{path}[{index}].function.arguments", "must be a string of JSON"
 
 
+_SUPERVISED = RowForm(supervised_problems, lambda row: row["messages"])
 FORMS: Mapping[str, RowForm] = MappingProxyType(
     {
-        "supervised": RowForm(supervised_problems, lambda row: row["messages"]),
+        "supervised": _SUPERVISED,
+        "distillation_logits": _SUPERVISED,
         "dpo": RowForm(preference_problems, lambda row: row["input"]["messages"]),
         "reward_model": RowForm(
             reward_problems,

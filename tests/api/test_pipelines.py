@@ -495,12 +495,12 @@ def test_a_stage_teaches_a_later_one(
 
     made = api.post(PIPELINES, json={"name": "p", "stages": body}).json()
     advance()
-    end_job(house, stages(api, made["id"])["sft"]["job_id"])
+    end_job(house, stages(api, made["id"])["sft"]["job_id"], model="org/large")
     advance()
 
     job_id = stages(api, made["id"])["student"]["job_id"]
     job = api.get(f"/v1/fine_tuning/jobs/{job_id}").json()
-    assert job["method"]["distillation"]["teacher"] == {"model": "tiny"}
+    assert job["method"]["distillation"]["teacher"] == {"model": "org/large"}
 
 
 def test_an_unknown_teacher_of_a_stage_is_refused_at_its_place(api: TestClient, upload: Upload) -> None:

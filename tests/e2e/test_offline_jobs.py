@@ -7,6 +7,7 @@ import openai
 import pytest
 import regraft
 from openai.types.fine_tuning import FineTuningJob
+from regraft.types import verdict_of
 
 from tests.e2e.conftest import jsonl
 from tests.e2e.test_openai_client import wait
@@ -122,7 +123,7 @@ def test_a_reinforcement_job_continues_a_supervised_model(
 
     # Its step 0 is the model that it started from, and is called so.
     events = [one.message for one in client.fine_tuning.jobs.list_events(child.id, limit=100).data]
-    verdict = present(regraft.types.verdict_of(child))
+    verdict = present(verdict_of(child))
     assert verdict.start == supervised.fine_tuned_model
     assert any(one.startswith(f"Starts from {supervised.fine_tuned_model} (step 18 of ") for one in events)
     assert any(f"Compared with {supervised.fine_tuned_model} on 6 validation rows" in one for one in events)
@@ -243,14 +244,20 @@ def test_a_student_is_distilled_from_a_tuned_model(
         ({}, 400, "method.distillation.teacher"),
         ({"teacher": {"model": "none"}}, 404, "method.distillation.teacher.model"),
         ({"teacher": {"url": "https://example.com"}}, 400, "method.distillation.teacher.model"),
-        ({"teacher": {"model": "tiny"}, "mode": "logits"}, 400, "method.distillation.mode"),
+        ({"teacher": {"model": "tiny"}, "mode": "sequence"}, 400, "method.distillation.mode"),
+        ({"teacher": {"model": "tiny"}, "mode": "soft"}, 400, "method.distillation.mode"),
+        (
+            {"teacher": {"model": "tiny"}, "mode": "logits", "hyperparameters": {"eval_samples": 2}},
+            400,
+            "method.distillation.hyperparameters.eval_samples",
+        ),
         (
             {"teacher": {"model": "tiny"}, "hyperparameters": {"advanced": {"loss": {"type": "grpo"}}}},
             400,
             "method.distillation.hyperparameters.advanced.loss",
         ),
     ],
-    ids=["no teacher", "unknown teacher", "endpoint", "mode", "loss"],
+    ids=["no teacher", "unknown teacher", "endpoint", "sequence", "mode", "sampling", "loss"],
 )
 def test_what_distillation_does_not_do_is_refused_by_name(
     client: openai.OpenAI, distillation: Any, status: int, param: str
@@ -260,6 +267,61 @@ def test_what_distillation_does_not_do_is_refused_by_name(
 
     assert refused.value.status_code == status
     assert untyped(refused.value.body)["param"] == param
+
+
+def test_a_student_learns_the_probabilities_of_a_tuned_model(
+    client: openai.OpenAI, supervised: FineTuningJob
+) -> None:
+    """Its file has answers, its loss is the forward KL, and it needs no validation file."""
+    method = {
+        "type": "distillation",
+        "distillation": {
+            "mode": "logits",
+            "teacher": {"model": supervised.fine_tuned_model},
+            "hyperparameters": {
+                "n_epochs": 8,
+                "batch_size": 6,
+                "learning_rate_multiplier": 40,
+                "advanced": {"loss": {"top_k": 20}},
+            },
+        },
+    }
+
+    student = train(client, ROWS, model="tiny", method=method)
+
+    assert student.status == "succeeded", student.error
+    steps = regraft.metrics(client, student.id)
+    assert steps[-1]["full_valid_loss"] < steps[0]["full_valid_loss"] / 3
+    shown = untyped(student).method.distillation
+    assert shown["mode"] == "logits"
+    assert shown["hyperparameters"]["batch_size"] == 6
+    assert shown["hyperparameters"]["advanced"]["loss"] == {"top_k": 20, "temperature": 1.0}
+    answer = client.chat.completions.create(
+        model=present(student.fine_tuned_model),
+        messages=[{"role": "user", "content": "say blue"}],
+        temperature=0,
+        max_tokens=3,
+    )
+    assert answer.choices[0].message.content == "blue"
+
+
+def test_a_file_in_another_format_has_no_probabilities_to_learn(
+    client: openai.OpenAI, supervised: FineTuningJob
+) -> None:
+    teacher = {"model": supervised.fine_tuned_model}
+    method = {"type": "distillation", "distillation": {"mode": "logits", "teacher": teacher}}
+    job = train(client, PAIRS, model="tiny", method=method)
+
+    assert "is not using 'dpo' as the training method (provided method=distillation)" in present(
+        present(job.error).message
+    )
+
+
+def test_a_student_does_not_teach_itself(client: openai.OpenAI, supervised: FineTuningJob) -> None:
+    for model in ("tiny", supervised.fine_tuned_model):
+        method = {"type": "distillation", "distillation": {"teacher": {"model": model}}}
+        with pytest.raises(openai.BadRequestError, match="is the model that the student starts from"):
+            train(client, ROWS, model=model, method=method)
 
 
 def test_a_teacher_of_another_shape_is_refused(client: openai.OpenAI, supervised: FineTuningJob) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from core.jobs.distillation import other_base
 from core.jobs.hyperparameters import Resolved
+from core.jobs.offline_hyperparameters import ResolvedOffline
 from core.registry import BaseModelEntry
 from core.results.lineage import Parent
 from core.storage.manifests import Damaged
@@ -85,7 +86,7 @@ def inspect_teacher(
 def load_teacher(
     teacher: TeacherModel,
     student: Policy,
-    settings: Resolved,
+    settings: Resolved | ResolvedOffline,
     adapters: Adapters,
     cache: Path,
     beat: Callable[[], None],

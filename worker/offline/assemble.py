@@ -8,20 +8,22 @@ from pathlib import Path
 
 import torch
 
-from core.jobs import offline_hyperparameters
+from core.jobs import methods, offline_hyperparameters
 from core.results.lineage import Parent, start_name
 from core.settings import Settings
 from core.storage.offline_rows import FORMS, reward_kind
-from worker.assemble import BaseModel, inspect_model, refuse_absent_targets
+from worker.assemble import BaseModel, inspect_model, refuse_absent_targets, teacher_model
 from worker.attempt import Attempt
 from worker.heartbeat import Beat
 from worker.learn.offline import OfflineTrainer
 from worker.learn.rank_model import Model
 from worker.learn.reward import RewardTrainer
-from worker.model import memory, sizing
+from worker.learn.soft_targets import SoftTargetTrainer, TeacherPolicy
+from worker.model import memory, sizing, teachers
 from worker.model.parent import continuing, start_from
 from worker.model.policy import read_tokenizer
 from worker.model.reward_head import RewardHead, Scale
+from worker.model.teachers import TeacherModel
 from worker.offline.rows import TokenizedRow, tokenize
 from worker.offline.run import OfflineRun
 from worker.offline.stream import RowStream, sample
@@ -56,7 +58,8 @@ def assemble(
     alone = {"sampler": "transformers", "samplers": {}, "sampling_gpus": 0}
     settings = settings.of_class(settings.gpu_class).model_copy(update=alone)
     job = attempt.job
-    form = FORMS[job.method]
+    kind = methods.variant(job.method, job.body)
+    form = FORMS[kind]
     train = read_file(attempt, "training_file", job.training_file, form)
     valid = (
         []
@@ -64,13 +67,15 @@ def assemble(
         else read_file(attempt, "validation_file", job.validation_file, form)
     )
     base = inspect_model(job.model, settings, 1, samples=False)
-    asked = offline_hyperparameters.asked(job.method, job.body["hyperparameters"])
-    kind = reward_kind(train[0].item)
+    asked = offline_hyperparameters.asked(kind, job.body["hyperparameters"])
+    rewards = reward_kind(train[0].item)
     resolved = offline_hyperparameters.resolve(
-        job.method, asked, rows=len(train), parameters=base.shape.parameters, reward_kind=kind
+        kind, asked, rows=len(train), parameters=base.shape.parameters, reward_kind=rewards
     )
-    parent = Parent.of(job)
-    resolved = offline_hyperparameters.kept(continuing(resolved, parent), job.resolved)
+    parent, teacher = Parent.of(job), teacher_model(attempt, settings)
+    # An adapter that teaches takes turns with the student's own, so both have one shape.
+    start = parent or (None if teacher is None else teacher.adapter)
+    resolved = offline_hyperparameters.kept(continuing(resolved, start), job.resolved)
     refuse_absent_targets(
         base, resolved.lora_targets, f"method.{job.method}.hyperparameters.advanced.lora.targets"
     )
@@ -78,13 +83,13 @@ def assemble(
         base.source,
         read_tokenizer(base.entry, base.source, resolved.chat_template, resolved.chat_template_kwargs),
     )
-    tokens = partial(tokenize, job.method, template=template, context=base.entry.context, beat=beat)
+    tokens = partial(tokenize, kind, template=template, context=base.entry.context, beat=beat)
     train_rows = tokens(train, file=job.training_file, field="training_file")
     valid_rows = tokens(valid, file=job.validation_file or "", field="validation_file")
-    scale = Scale.of_steps() if kind == "steps" else None
+    scale = Scale.of_steps() if rewards == "steps" else None
     if resolved.reward_kind == "scores":
         scale, [train_rows, valid_rows] = standardized([train_rows, valid_rows])
-    plan = plan_memory(job.model, base, resolved, [*train_rows, *valid_rows], settings)
+    plan = plan_memory(job.model, base, resolved, [*train_rows, *valid_rows], settings, teacher)
     beat()
     model = Model(
         job.model, base.entry, settings.model_cache, resolved, job.seed, plan.checkpointed, sampled=False
@@ -101,6 +106,11 @@ def assemble(
     )
     checkpoints = Checkpoints(attempt, scratch)
     trainer = OfflineTrainer(policy, resolved, token_budget=plan.token_budget, beat=beat)
+    if teacher is not None:
+        teaching = TeacherPolicy(
+            *teachers.load_teacher(teacher, policy, resolved, checkpoints, settings.model_cache, beat)
+        )
+        trainer = SoftTargetTrainer(policy, teaching, resolved, token_budget=plan.token_budget, beat=beat)
     also: list[Callable[[Path], None]] = []
     if resolved.reward_kind is not None:
         head = RewardHead(policy.hidden_size, policy.device)
@@ -182,8 +192,9 @@ def plan_memory(
     settings_of_job: offline_hyperparameters.ResolvedOffline,
     rows: list[TokenizedRow],
     settings: Settings,
+    teacher: TeacherModel | None = None,
 ) -> sizing.MemoryPlan:
-    """Divide the free memory between weights and micro-batches.
+    """Divide the free memory, without that of a teacher's weights, between weights and micro-batches.
 
     Raises:
         UserMistake: the job does not fit.
@@ -199,9 +210,10 @@ def plan_memory(
         eval_samples=1,
     )
     packed = base.device == "cpu" and base.entry.dtype == "float32"
-    machine = sizing.machine(
-        settings, base.device, memory.available(base.device), base.sampler, packed=packed
-    )
+    free = memory.available(base.device)
+    if teacher is not None:
+        free = max(0, free - teacher.weight_bytes(packed=packed))
+    machine = sizing.machine(settings, base.device, free, base.sampler, packed=packed)
     try:
         return sizing.plan(name, base.shape, work, machine)
     except sizing.DoesNotFit as cause:

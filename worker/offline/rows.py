@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
-from core.jobs.methods import REWARD_MODEL
+from core.jobs.methods import LOGITS, REWARD_MODEL
 from core.storage.datasets import Example
 from core.storage.offline_rows import is_labeled, is_learned, reward_kind, step_ends
 from worker.refusals import ChatTemplateFailed, UserMistake
@@ -53,7 +53,7 @@ class TokenizedRow:
 
 
 def tokenize(
-    method: str,
+    variant: str,
     examples: Sequence[Example],
     template: ChatTemplate,
     *,
@@ -68,7 +68,7 @@ def tokenize(
         UserMistake: rows exceed the context. Names up to 20 of their lines.
         ChatTemplateFailed: names the line that the chat template rejects.
     """
-    packs_of = PACKS[method]
+    packs_of = PACKS[variant]
     rows, long = [], []
     for number, example in enumerate(examples):
         if number % 100 == 0:
@@ -285,5 +285,10 @@ def _refuse_ignored_tools(
 
 
 PACKS: Mapping[str, Callable[[Mapping[str, Any], ChatTemplate], list[Pack]]] = MappingProxyType(
-    {"supervised": supervised_packs, "dpo": preference_packs, REWARD_MODEL: reward_packs}
+    {
+        "supervised": supervised_packs,
+        "dpo": preference_packs,
+        REWARD_MODEL: reward_packs,
+        LOGITS: supervised_packs,
+    }
 )

@@ -1,4 +1,4 @@
-"""validating_files of supervised, dpo and reward_model jobs: check every row of both files, and report every bad line.
+"""validating_files of jobs that learn from the answers in a file: check every row, and report every bad line.
 
 The order is OpenAI's: a file in the format of another method is reported as that, and only then its number of rows.
 """
@@ -11,7 +11,7 @@ from core.database.engine import Database
 from core.database.tables import File, Job
 from core.jobs import events, lifecycle
 from core.jobs.claim import Claim
-from core.jobs.methods import FORMATS, REWARD_MODEL
+from core.jobs.methods import FORMATS, LOGITS, REWARD_MODEL, variant
 from core.storage import files
 from core.storage.datasets import Example, InvalidDataset, read_objects
 from core.storage.offline_rows import FORMS, MAX_ROWS, MIN_ROWS, format_of, is_labeled, reward_kind
@@ -19,6 +19,8 @@ from core.storage.store import BlobNotFound, BlobStore
 from worker.supervise.bad_files import BadFile, failed
 
 LABELS = "labels"
+# Formats that a variant reads, where it is not the one with the same name.
+READ_BY: Mapping[str, tuple[str, ...]] = {REWARD_MODEL: (REWARD_MODEL, "dpo"), LOGITS: ("supervised",)}
 # Rows that tell the format of a file.
 FIRST_ROWS = 20
 
@@ -37,8 +39,9 @@ def validate_offline(
         stored: the files of the job's project by id.
         progressed: called for each row; may raise, to stop.
     """
+    kind = variant(job.method, job.body)
     try:
-        rows = checked(blobs, stored.get(job.training_file), job.method, "training_file", progressed)
+        rows = checked(blobs, stored.get(job.training_file), kind, "training_file", progressed)
         if len(rows) < MIN_ROWS:
             raise BadFile(
                 "training_file",
@@ -48,8 +51,8 @@ def validate_offline(
         valid_rows: list[Example] = []
         if job.validation_file is not None:
             found = stored.get(job.validation_file)
-            valid_rows = checked(blobs, found, job.method, "validation_file", progressed)
-        if len(kinds := _kinds(job.method, [*rows, *valid_rows])) > 1:
+            valid_rows = checked(blobs, found, kind, "validation_file", progressed)
+        if len(kinds := _kinds(kind, [*rows, *valid_rows])) > 1:
             raise BadFile("validation_file", f"One of the files has {kinds[0]}, and the other {kinds[1]}.")
         if kinds == [LABELS] and job.body["hyperparameters"]["advanced"]["loss"]["type"] != "kto":
             raise BadFile(
@@ -76,7 +79,7 @@ def validate_offline(
 def checked(
     blobs: BlobStore,
     file: File | None,
-    method: str,
+    variant: str,
     param: str,
     progressed: Callable[[], None] = lambda: None,
 ) -> list[Example]:
@@ -94,29 +97,29 @@ def checked(
         return []
 
     try:
-        refuse_other_format(blobs, file, method, param)
-        rows = files.read_rows(blobs, file, form=FORMS[method], check=watched, max_rows=MAX_ROWS)
+        refuse_other_format(blobs, file, variant, param)
+        rows = files.read_rows(blobs, file, form=FORMS[variant], check=watched, max_rows=MAX_ROWS)
     except InvalidDataset as cause:
         raise BadFile(param, f"{name.capitalize()} {file.id}: {cause}") from cause
     except files.FileDamaged as damage:
         raise BadFile(param, str(damage)) from damage
-    if len(kinds := _kinds(method, rows)) > 1:
+    if len(kinds := _kinds(variant, rows)) > 1:
         raise BadFile(
             param, f"{name.capitalize()} {file.id} has rows with {' and with '.join(kinds)}; use one kind."
         )
     return rows
 
 
-def _kinds(method: str, rows: Sequence[Example]) -> list[str]:
+def _kinds(variant: str, rows: Sequence[Example]) -> list[str]:
     """Return what a job learns from these rows; methods with one kind of rows have none here."""
-    if method == REWARD_MODEL:
+    if variant == REWARD_MODEL:
         return sorted({reward_kind(row.item) for row in rows})
-    if method == "dpo":
+    if variant == "dpo":
         return sorted({LABELS if is_labeled(row.item) else "pairs" for row in rows})
     return []
 
 
-def refuse_other_format(blobs: BlobStore, file: File, method: str, param: str) -> None:
+def refuse_other_format(blobs: BlobStore, file: File, variant: str, param: str) -> None:
     """Raise BadFile if the first rows are all in the format of another method."""
     try:
         rows = list(islice(read_objects(blobs.open(file.blob_key)), FIRST_ROWS))
@@ -124,8 +127,9 @@ def refuse_other_format(blobs: BlobStore, file: File, method: str, param: str) -
         return  # reported when the file is read
     found = {format_of(row[1]) for row in rows if isinstance(row, tuple)}
     [other] = found if len(found) == 1 else [None]
-    if other is None or other == method or (method, other) == (REWARD_MODEL, "dpo"):
+    if other is None or other in READ_BY.get(variant, (variant,)):
         return
+    method = "distillation" if variant == LOGITS else variant
     raise BadFile(
         param,
         f"The job failed due to an invalid {param.replace('_', ' ')}. Invalid file format. Input file {file.id} is in "

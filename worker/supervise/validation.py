@@ -14,7 +14,7 @@ from core.database.tables import File, Job
 from core.jobs import estimates, events, lifecycle
 from core.jobs.claim import Claim, LeaseLost
 from core.jobs.distillation import asked_of, teacher_of
-from core.jobs.methods import OFFLINE
+from core.jobs.methods import OFFLINE, variant
 from core.model_templates import is_reasoning
 from core.registry import Registry
 from core.settings import Settings
@@ -93,7 +93,7 @@ def _validate(
     with database.read() as session:
         job = session.query(Job).where(Job.id == claim.job_id).one()
         stored = {file.id: file for file in session.query(File).where(File.project_id == job.project_id)}
-    if job.method in OFFLINE:
+    if variant(job.method, job.body) in OFFLINE:
         return validate_offline(database, blobs, claim, job, stored, lease.progressed)
     spec: GraderSpec | None = None
     try:
