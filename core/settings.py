@@ -146,6 +146,8 @@ class Settings(BaseSettings):
     drain_seconds: float = Field(default=30.0, ge=0)
     # A run without progress (no answer, no grade, no update) for this long is considered hung, killed and retried.
     hang_seconds: float = Field(default=3600.0, gt=0)
+    # A machine of a group (REGRAFT_NODES) that does not answer for this long is lost: the attempt ends as a crash.
+    lost_machine_seconds: float = Field(default=60.0, ge=1)
     # How long a run retries an unavailable database, blob store or disk before it fails as crashed.
     patience_seconds: float = Field(default=600.0, ge=0)
     # Consecutive crashes (not drains, not user errors) that a job survives; a new checkpoint resets the count.

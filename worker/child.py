@@ -14,6 +14,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -179,6 +180,7 @@ def be_rank(
         settings = Settings()
         assemble = import_module("worker.assemble").assemble
         ranks = (world or World).join(settings.hang_seconds)
+        ranks.watch_machines(settings.lost_machine_seconds, partial(end_without, settings))
         if ranks.rank > 0:
             follow_rank_0(ranks)
         status = run_claim(claims.get, settings, assemble, progress, stopping.is_set, ranks)
@@ -214,7 +216,9 @@ def be_member(parent: int, world: "type[World] | None" = None) -> NoReturn:
         from worker.learn.distributed import follow
         from worker.learn.world import BrokenWorld, World
 
-        ranks = (world or World).join(Settings().hang_seconds)
+        settings = Settings()
+        ranks = (world or World).join(settings.hang_seconds)
+        ranks.watch_machines(settings.lost_machine_seconds, partial(end_without, settings))
         try:
             follow(ranks)
         except BrokenWorld:
@@ -225,6 +229,13 @@ def be_member(parent: int, world: "type[World] | None" = None) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+def end_without(settings: Settings, machine: int) -> NoReturn:
+    """End this process because another machine of the run is lost. Its threads may wait for that one for long."""
+    waited = f"{settings.lost_machine_seconds:g} s (REGRAFT_LOST_MACHINE_SECONDS)"
+    print(f"machine {machine} of the run has not answered for {waited}", file=sys.stderr, flush=True)  # noqa: T201
+    os._exit(process.FAILED)
 
 
 def run_claim(

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -174,6 +175,15 @@ class Machine:
         self.member = Member(command)
         self.folder = folder
 
+    def power_off(self) -> None:
+        for process in Path("/proc").iterdir():
+            with suppress(OSError):
+                marks = (b"REGRAFT_NODE_RANK=1\0", f"REGRAFT_DATA_DIR={self.folder}\0".encode())
+                if process.name.isdecimal() and all(
+                    mark in (process / "environ").read_bytes() for mark in marks
+                ):
+                    os.kill(int(process.name), signal.SIGKILL)
+
     def __enter__(self) -> "Machine":
         self.member.start()
         return self
@@ -220,6 +230,21 @@ def test_a_lost_rank_of_another_machine_ends_the_attempt_as_a_crash(
     job = bench.job()
     assert (job.status, job.failures) == ("queued", 1), bench.events()
     assert "another rank of this run" in " ".join(bench.events())
+    assert [step["step"] for step in bench.steps()] == [0, 1]
+
+
+def test_a_machine_that_vanishes_is_noticed_although_its_connections_stay_open(
+    queued: Callable[..., Supervisor], bench: Bench, tmp_path: Path, group: dict[str, Any]
+) -> None:
+    """Its rank stops and answers nothing."""
+    supervisor = queued("none", **group, lost_machine_seconds=2)
+    with Machine("SIGSTOP", tmp_path) as machine:
+        supervisor.run_waiting()
+        machine.power_off()
+
+    job = bench.job()
+    assert (job.status, job.failures) == ("queued", 1), bench.events()
+    assert "machine 1 of the run has not answered for 2 s" in " ".join(bench.events())
     assert [step["step"] for step in bench.steps()] == [0, 1]
 
 

@@ -6,7 +6,7 @@ Rank 0 is the run: it samples, grades, steps the optimizer and uses the database
 
 import os
 import threading
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from types import TracebackType
@@ -16,6 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.rendezvous import rendezvous
+
+from worker.learn import presence
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -34,7 +37,8 @@ class BrokenWorld(Exception):
 class World:
     """This process's place among the ranks of a run."""
 
-    def __init__(self, rank: int, size: int, local_size: int, local_rank: int) -> None:
+    def __init__(self, rank: int, size: int, local_size: int, local_rank: int, store: "Store") -> None:
+        self._store = store
         self.rank = rank
         self.size = size
         self.local_size = local_size  # processes on this machine
@@ -54,12 +58,11 @@ class World:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         limit = timedelta(seconds=seconds)
         if store is None:
-            dist.init_process_group(backend, timeout=limit)
-        else:
-            dist.init_process_group(backend, timeout=limit, store=store, rank=rank, world_size=size)
-        size = dist.get_world_size()
+            store, rank, size = next(iter(rendezvous("env://", timeout=limit)))
+            store.set_timeout(limit)
+        dist.init_process_group(backend, timeout=limit, store=store, rank=rank, world_size=size)
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-        world = cls(dist.get_rank(), size, local_size, int(os.environ.get("LOCAL_RANK", 0)))
+        world = cls(rank, size, local_size, int(os.environ.get("LOCAL_RANK", 0)), store)
         forget_launcher(os.environ)
         if world.rank == 0:
             world._keep_alive(seconds / 4)
@@ -77,6 +80,18 @@ class World:
 
         self._alive = threading.Thread(target=give, name="orders", daemon=True)
         self._alive.start()
+
+    def watch_machines(self, limit_seconds: float, on_vanished: Callable[[int], None]) -> None:
+        """Have `on_vanished` called, in a thread, with the number of a machine that has not answered for the limit.
+
+        The first machine watches all others, and they watch it. One rank of each does.
+        """
+        if self.size == self.local_size or self.local_rank > 0:
+            return
+        others = range(self.local_size, self.size, self.local_size) if self.rank == 0 else [0]
+        store = self._store.clone()  # type: ignore[attr-defined]  # its stub is missing
+        present = presence.Presence(store, self.rank, others, limit_seconds)
+        presence.keep(present, lambda rank: on_vanished(rank // self.local_size), self._left)
 
     def __enter__(self) -> Self:
         return self
