@@ -18,6 +18,8 @@ from core.telemetry import logs, tracing
 from graders.spec import GraderSpec, parts_of
 from graders.types import Grade, Grader, Item, Sample
 from worker import process
+from worker import progress as what_it_does
+from worker.progress import PROGRESS
 from worker.rollout.samplers import Answer, Sampler, Sampling
 from worker.supervise.telemetry import Sandbox
 from worker.types import Prompt
@@ -81,6 +83,7 @@ def attempt(claim: Claim, progress: Path, otlp_endpoint: str) -> Iterator[None]:
     """Attribute metrics, logs and traces during the context to this attempt."""
     with (
         written_to(process.figures_of(progress)),
+        what_it_does.written_to(process.now_of(progress)),
         logs.bound(job_id=claim.job_id, attempt=claim.epoch),
         tracing.exported(otlp_endpoint, "regraft-run"),
         tracing.attempt(claim.job_id, claim.epoch),
@@ -103,6 +106,7 @@ def recorded(step: StepMetrics) -> None:
 @contextmanager
 def step(number: int) -> Iterator[None]:
     """Attribute logs and traces during the context to this step."""
+    PROGRESS.step(number)
     with logs.bound(step=number), tracing.span("step", **{"regraft.step": number}):
         yield
 
@@ -112,6 +116,7 @@ class ObservedSampler:
         self._sampler = sampler
 
     def sample(self, prompts_P: Sequence[Prompt], sampling: Sampling) -> AsyncIterator[Answer]:
+        PROGRESS.sampling(len(prompts_P) * sampling.group_size, validates=sampling.step == 0)
         return self._observed(
             self._sampler.sample(prompts_P, sampling)
         )  # called eagerly, as in WatchedSampler
@@ -119,6 +124,7 @@ class ObservedSampler:
     async def _observed(self, answers: AsyncIterator[Answer]) -> AsyncIterator[Answer]:
         async for answer in answers:
             SAMPLED.inc(len(answer.rollout.output_ids_T))
+            PROGRESS.sampled()
             yield answer
 
 
@@ -129,6 +135,7 @@ class ObservedGrader:
         self._grader = grader
         self.name, self.type = grader.name, grader.type
         self._types = {key: part.type for key, part in parts_of(spec).items()}
+        PROGRESS.with_grader()
 
     async def grade(self, sample: Sample, item: Item) -> Grade:
         started = time.perf_counter()
@@ -139,6 +146,7 @@ class ObservedGrader:
             self._count(self.type, "raised", time.perf_counter() - started)
             raise
         self._count(self.type, _result(grade), time.perf_counter() - started)
+        PROGRESS.graded()
         for key, part in grade.sub_grades.items():
             self._count(self._types[key], _result(part), part.seconds)
         return grade

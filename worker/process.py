@@ -26,6 +26,11 @@ def figures_of(progress: Path) -> Path:
     return progress.with_name(f"{progress.name}.prom")
 
 
+def now_of(progress: Path) -> Path:
+    """Return the file of what a run is doing (worker/progress.py), next to its progress file."""
+    return progress.with_name(f"{progress.name}.now")
+
+
 def quiet_environment() -> dict[str, str]:
     """This process's environment for one whose output is a log: no progress bars, unless the operator asks for them.
 

@@ -17,6 +17,7 @@ from graders.spec import GraderSpec
 from worker import instruments
 from worker.clock import Clock
 from worker.learn.trainer import Trainer
+from worker.progress import PROGRESS
 from worker.record import alerts, delivery, metrics, monitors, stopping
 from worker.record.checkpoints import Checkpoints
 from worker.record.exporters.feed import Feeds
@@ -94,7 +95,7 @@ class Run:
         """One turn of the loop. If it is the run's last one, the policy is checkpointed and the answer says why."""
         clock = Clock()
         groups_P, others_P = await self.collector.collect(step, clock)
-        with clock("training"):
+        with clock("training"), PROGRESS.phase("training"):
             update = await asyncio.to_thread(self.trainer.step)
         valid_P = await self.validate(clock) if self.is_measured(step) else None
 
@@ -109,9 +110,10 @@ class Run:
         alerts.require_signal(data, self.settings)
         if valid_P is not None or stop:
             reward = metrics.mean_reward(valid_P) if valid_P is not None else None
-            self.checkpoints.save(
-                self.trainer, step=step, valid_reward=reward, metrics=data.to_data(), for_pause=pause
-            )
+            with PROGRESS.phase("saving"):
+                self.checkpoints.save(
+                    self.trainer, step=step, valid_reward=reward, metrics=data.to_data(), for_pause=pause
+                )
         if early is not None:
             self.recorder.inform(early.message, {"step": step, **early.evidence})
             return RunOutcome.DONE

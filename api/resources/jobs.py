@@ -341,6 +341,16 @@ class VerdictOut(BaseModel):
     start: str | None = None  # the tuned model that the job trained further; null: the base model
 
 
+class ProgressOut(BaseModel):
+    """What the job's run is doing inside of its step, about a second ago."""
+
+    step: int | None  # null: no step has begun. 0: the validation of the model that the job starts from
+    phase: Literal["loading", "sampling", "grading", "training", "validation", "saving"]
+    done: int | None  # answers of this phase; null: none are counted
+    of: int | None
+    since: int  # Unix time in seconds
+
+
 class JobErrorOut(BaseModel):
     code: str
     message: str
@@ -385,6 +395,7 @@ class JobOut(BaseModel):
     budget: dict[str, Any] | None
     estimate: dict[str, Any] | None
     verdict: VerdictOut | None  # null: the job has not ended, or there was nothing to compare
+    progress: ProgressOut | None  # null: the job is not running
 
     @classmethod
     def of(cls, job: Job, price: Price, place: fairness.QueuePosition | None) -> "JobOut":
@@ -422,6 +433,7 @@ class JobOut(BaseModel):
             budget=budgets.render(job),
             lineage=None if parent is None else parent.shown() | {"base_model": job.model},
             verdict=None if job.verdict is None else VerdictOut(**job.verdict),
+            progress=lifecycle.progress_of(job),
             estimate=None if job.status in lifecycle.FINAL else usage.render_estimate(job, price),
         )
 

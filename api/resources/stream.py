@@ -2,17 +2,19 @@
 
     id: ftevent-…                                        data: the event, as /events has it
     event: status    data: {"object": "regraft.job.status", "id": "ftjob-…", "status": "running"}
+    event: progress  data: {"object": "regraft.job.progress", "id": "ftjob-…", "step": 3, "phase": "sampling", ...}
 
-A status is sent at the start and on every change, after the events that led to it, and has no id. A final status is
-followed by `data: [DONE]`, as in OpenAI's streams. A client that reconnects with `Last-Event-ID`, as every EventSource
-does, misses nothing. Shutdown of the server closes all streams.
+A status is sent at the start and on every change, after the events that led to it, and has no id. With `?progress=true`
+so is the progress inside of a step, of which only the newest is kept. A final status is followed by `data: [DONE]`, as
+in OpenAI's streams. A client that reconnects with `Last-Event-ID`, as every EventSource does, misses nothing. Shutdown
+of the server closes all streams.
 """
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 from anyio import CapacityLimiter, to_thread
 from fastapi import APIRouter, Header
@@ -39,12 +41,13 @@ async def stream_events(
     project: CurrentProject,
     service: ServiceDep,
     last_event_id: Annotated[str | None, Header()] = None,
+    progress: bool = False,
 ) -> StreamingResponse:
-    """Stream the events of a job, past and future, until it ends."""
+    """Stream the events of a job, past and future, until it ends; with `progress` what it does inside of its steps."""
     # Both raise here, because a stream that has started cannot return 429 or 404.
     place = await service.admission.streams.enter(project.id)
     try:
-        log = JobLog(service.database, project.id, job_id, service.stream_readers)
+        log = JobLog(service.database, project.id, job_id, service.stream_readers, with_progress=progress)
         first = await log.read(last_event_id)
     except BaseException:
         place.leave()
@@ -69,11 +72,12 @@ class Following(StreamingResponse):
 
 @dataclass(frozen=True)
 class News:
-    """The events after a cursor, and the job's status in the same snapshot."""
+    """The events after a cursor, and the job's status and progress in the same snapshot."""
 
     events: list[EventOut]
     status: str
     has_more: bool
+    progress: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,7 @@ class JobLog:
     project_id: str
     job_id: str
     readers: CapacityLimiter
+    with_progress: bool = False
 
     async def read(self, after: str | None) -> News:
         """Raise JobNotFound, or InvalidRequest if `after` is not an event of this job."""
@@ -94,7 +99,9 @@ class JobLog:
         with self.database.read() as session:
             job = lifecycle.get(session, self.project_id, self.job_id)
             page = events.onwards(session, job.id, after=after, limit=PAGE)
-            return News([EventOut.of(event) for event in page.items], job.status, page.has_more)
+            found = [EventOut.of(event) for event in page.items]
+            progress = lifecycle.progress_of(job) if self.with_progress else None
+            return News(found, job.status, page.has_more, progress)
 
 
 async def follow(
@@ -102,18 +109,23 @@ async def follow(
 ) -> AsyncIterator[bytes]:
     """Yield `news` (read after `after`) and all later events as server-sent events, until shutdown."""
     last, status, silence = after, "", 0.0
+    progress: dict[str, Any] | None = None
     while True:
         for event in news.events:
             last = event.id
             yield f"id: {event.id}\ndata: {event.model_dump_json()}\n\n".encode()
         if not news.has_more and news.status != status:
             status = news.status
-            yield _status(log.job_id, status)
+            yield _named("status", log.job_id, {"status": status})
             if status in lifecycle.FINAL:
                 yield b"data: [DONE]\n\n"
                 return
             silence = 0.0
         elif news.events:
+            silence = 0.0
+        if not news.has_more and news.progress is not None and news.progress != progress:
+            progress = news.progress
+            yield _named("progress", log.job_id, progress)
             silence = 0.0
         elif silence >= KEEP_ALIVE_SECONDS:
             # No empty line follows: OpenAI's decoder would parse it as the end of an empty message.
@@ -127,6 +139,6 @@ async def follow(
         news = await log.read(last)
 
 
-def _status(job_id: str, status: str) -> bytes:
-    data = json.dumps({"object": "regraft.job.status", "id": job_id, "status": status})
-    return f"event: status\ndata: {data}\n\n".encode()
+def _named(event: str, job_id: str, data: Mapping[str, Any]) -> bytes:
+    text = json.dumps({"object": f"regraft.job.{event}", "id": job_id, **data})
+    return f"event: {event}\ndata: {text}\n\n".encode()

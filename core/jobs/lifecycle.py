@@ -246,6 +246,24 @@ def heartbeat(session: Session, claim: Claim, lease_seconds: float) -> bool:
     return session.scalar(renewal) is not None
 
 
+def report(session: Session, claim: Claim, progress: Mapping[str, Any]) -> None:
+    """Store what a run is doing; nothing if the claim has lost the job."""
+    statement = (
+        update(Job)
+        .where(Job.id == claim.job_id, Job.epoch == claim.epoch, Job.status.in_(HELD))
+        .values(progress={"epoch": claim.epoch, **progress})
+        .execution_options(synchronize_session=False)
+    )
+    session.execute(statement)
+
+
+def progress_of(job: Job) -> dict[str, Any] | None:
+    """What the job's run is doing, as `Progress.now` has it; None: it does not run, or has not said it yet."""
+    if job.status != "running" or job.progress is None or job.progress["epoch"] != job.epoch:
+        return None
+    return {name: value for name, value in job.progress.items() if name != "epoch"}
+
+
 @contextmanager
 def fenced(database: Database, claim: Claim) -> Iterator[tuple[Session, Job]]:
     """A write transaction that locks the job's row; all writes of a run use it.

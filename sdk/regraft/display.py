@@ -1,7 +1,8 @@
 """Displays a job's events as they occur: one live line in a terminal, one line per event in a pipe."""
 
 import shutil
-from typing import TextIO
+from collections.abc import Mapping
+from typing import Any, TextIO
 
 from openai.types.fine_tuning import FineTuningJobEvent
 
@@ -39,6 +40,12 @@ class Display:
 
     def status(self, status: str) -> None:
         self.progress.status = status
+        if self.live:
+            self._draw()
+
+    def inside_step(self, now: Mapping[str, Any]) -> None:
+        """What the job does now; only for a live line."""
+        self.progress.now = now
         if self.live:
             self._draw()
 

@@ -38,6 +38,7 @@ class Progress:
 
     status: str = ""
     axis: tuple[float, float] = AXIS  # of the sparkline
+    now: Mapping[str, Any] | None = None  # what the run does inside of its step
     steps: dict[int, Mapping[str, Any]] = field(default_factory=dict)
 
     def add(self, metrics: Mapping[str, Any]) -> None:
@@ -45,6 +46,7 @@ class Progress:
         # A run that resumes from a checkpoint repeats the steps after it.
         self.steps = {number: seen for number, seen in self.steps.items() if number < step}
         self.steps[step] = metrics
+        self.now = None
 
     @property
     def rewards(self) -> list[float]:
@@ -55,8 +57,9 @@ class Progress:
     def line(self, *, bar: int = 20, spark: int = 24, marks: Marks | None = None) -> str:
         """The state in one line; `spark` = 0 omits the sparkline."""
         marks = marks or Marks()
+        doing = [] if self.now is None else [doing_now(self.now)]
         if not self.steps:
-            return self.status
+            return "  ".join([self.status, *doing])
         last = self.steps[max(self.steps)]
         step, total = last["step"], max(last["total_steps"], 1)
         filled = round(bar * min(step / total, 1.0))
@@ -65,8 +68,16 @@ class Progress:
         parts.append(f"step {step:>{width}}/{total} {marks.full * filled}{marks.empty * (bar - filled)}")
         if spark and len(self.rewards) > 1:
             parts.append(sparkline(self.rewards, spark, marks.blocks, self.axis))
+        parts += doing
         parts += described(last, marks)
         return "  ".join(parts)
+
+
+def doing_now(now: Mapping[str, Any]) -> str:
+    """Such as `3: sampling 37/64`: a step, its phase, and how many of its answers are there."""
+    place = "" if now["step"] is None else f"{now['step']}: "
+    counted = "" if now["of"] is None else f" {now['done']}/{now['of']}"
+    return f"{place}{now['phase']}{counted}"
 
 
 def described(metrics: Mapping[str, Any], marks: Marks | None = None) -> list[str]:

@@ -121,9 +121,13 @@ class Clock(Shutdown):
             await asyncio.to_thread(happens)
 
 
-def follow_to_the_end(house: House, job_id: str, script: Mapping[float, Callable[[], object]]) -> str:
+def follow_to_the_end(
+    house: House, job_id: str, script: Mapping[float, Callable[[], object]], *, with_progress: bool = False
+) -> str:
     async def collect() -> bytes:
-        log = JobLog(house.database, house.project.id, job_id, CapacityLimiter(1))
+        log = JobLog(
+            house.database, house.project.id, job_id, CapacityLimiter(1), with_progress=with_progress
+        )
         first = await log.read(None)
         return b"".join([chunk async for chunk in follow(log, first, Clock(script))])
 
@@ -146,6 +150,43 @@ def test_what_is_written_meanwhile_arrives_with_every_change_of_the_status(
 
     end = ["step", "Fine-tuning job cancelled", "cancelled", "done"]
     assert told[2:] == ["validating_files", "started", "running", *end]
+
+
+@pytest.mark.both_databases
+@pytest.mark.parametrize("is_asked_for", [True, False])
+def test_progress_inside_of_a_step_is_sent_when_it_changes_to_those_who_ask(
+    api: TestClient, house: House, create_job: Callable[..., dict[str, Any]], is_asked_for: bool
+) -> None:
+    job_id = create_job()["id"]
+
+    def does(phase: str, done: int | None) -> Callable[[], object]:
+        of = None if done is None else 8
+        now = {"step": 1, "phase": phase, "done": done, "of": of, "since": 1700000000}
+
+        def report() -> None:
+            with house.database.write() as session:
+                job = session.query(Job).where(Job.id == job_id).one()
+                job.status, job.progress = "running", {"epoch": job.epoch, **now}
+
+        return report
+
+    shown: list[Any] = []
+    script = {
+        2.0: does("sampling", 3),
+        5.0: does("training", None),
+        6.0: lambda: shown.append(api.get(f"/v1/fine_tuning/jobs/{job_id}").json()["progress"]),
+        9.0: lambda: cancel(house, job_id),
+    }
+    told = parse(follow_to_the_end(house, job_id, script, with_progress=is_asked_for))
+
+    sent = [one for one in told if one.get("object") == "regraft.job.progress"]
+    now = {"step": 1, "phase": "training", "done": None, "of": None, "since": 1700000000}
+    assert [(one["phase"], one["done"]) for one in sent] == is_asked_for * [
+        ("sampling", 3),
+        ("training", None),
+    ]
+    assert shown == [now]
+    assert api.get(f"/v1/fine_tuning/jobs/{job_id}").json()["progress"] is None, "it has ended"
 
 
 def test_a_silent_job_keeps_its_connection_alive(

@@ -58,3 +58,13 @@ def test_the_base_models_validation_is_no_training_reward() -> None:
 
 def test_before_the_first_step_there_is_the_status() -> None:
     assert Progress(status="queued").line() == "queued"
+
+
+def test_a_line_says_what_happens_inside_of_the_step() -> None:
+    now = {"step": 0, "phase": "validation", "done": 3, "of": 16, "since": 1700000000}
+    progress = Progress(status="running", now=now)
+    assert progress.line() == "running  0: validation 3/16"
+
+    progress.add({"step": 0, "total_steps": 10, "full_valid_mean_reward": 0.3})
+    progress.now = {"step": 1, "phase": "training", "done": None, "of": None, "since": 1700000000}
+    assert progress.line(bar=4) == "running  step  0/10 ░░░░  1: training  valid 0.30"

@@ -18,6 +18,7 @@ from worker.clock import Clock
 from worker.learn.offline import OfflineMetrics
 from worker.offline.rows import TokenizedRow
 from worker.offline.stream import RowStream, packs_of, sample
+from worker.progress import PROGRESS
 from worker.record.checkpoints import Checkpoints
 from worker.record.exporters.feed import Feeds
 from worker.record.recorder import Recorder
@@ -75,12 +76,12 @@ class OfflineRun:
     async def step(self, step: int) -> bool:
         """One turn of the loop. Returns whether the run is to stop at this step."""
         clock, settings = Clock(), self.settings
-        with clock("training"):
+        with clock("training"), PROGRESS.phase("training"):
             update = await asyncio.to_thread(self.trainer.step, self.train_rows.batch(step))
         is_end = step % settings.steps_per_epoch == 0
         some = whole = None
         if self.valid_rows:
-            with clock("eval"):
+            with clock("eval"), PROGRESS.phase("validation"):
                 if step % self.interval == 0 or step == settings.total_steps:
                     rows = sample(self.valid_rows, settings.batch_size, seed=self.seed, step=step)
                     some = await asyncio.to_thread(self.trainer.measure, rows)
@@ -104,7 +105,7 @@ class OfflineRun:
     async def measure_base(self) -> bool:
         """Step 0: the validation loss before anything is learned. Returns whether the job is to pause."""
         clock = Clock()
-        with instruments.step(0), clock("eval"):
+        with instruments.step(0), clock("eval"), PROGRESS.phase("validation"):
             whole = await asyncio.to_thread(self.trainer.measure, packs_of(self.valid_rows))
         return self.record(self.measured(0, clock, None, None, whole))
 

@@ -5,6 +5,7 @@ a child that blocks in a long GPU call keeps its job, and a machine that dies lo
 """
 
 import contextlib
+import json
 import logging
 import os
 import signal
@@ -17,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from sqlalchemy import select
 from sqlalchemy.exc import SQLAlchemyError
@@ -37,6 +39,8 @@ from worker.supervise.telemetry import Runs
 log = logging.getLogger(__name__)
 
 Command = Callable[[Path], Sequence[str]]
+
+REPORT_SECONDS = 1.0  # between two reports of what a run is doing
 
 
 def run_command(progress: Path) -> Sequence[str]:
@@ -162,6 +166,7 @@ class Supervisor:
         since_heartbeat = 0.0
         while True:
             peak.look()
+            self._report(claim, progress)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 status = child.wait(timeout=pause)
                 # The child had not installed its own handler yet.
@@ -185,6 +190,16 @@ class Supervisor:
                     # The job resumes from its last checkpoint. The operator chose the deadline, so this is no failure.
                     _kill(child)
                     return process.DRAINED
+
+    def _report(self, claim: Claim, progress: "RunProgress") -> None:
+        """Copy what the run is doing to the job's row. Best effort: the next change is another chance."""
+        if (now := progress.news()) is None:
+            return
+        try:
+            with self.database.write() as session:
+                lifecycle.report(session, claim, now)
+        except SQLAlchemyError as cause:
+            log.warning("the database did not answer: %s", cause)
 
     def _is_ours(self, claim: Claim, renew: bool) -> bool:
         """Return whether the claim is still valid. Called often, so that a cancel takes effect within a second."""
@@ -266,6 +281,7 @@ class RunProcess:
         _kill(self.process)
         assert self.process.stdin is not None
         self.process.stdin.close()
+        process.now_of(Path(self._progress.name)).unlink(missing_ok=True)
         with self._progress, self.words:
             return end_of(self.words.fileno())
 
@@ -278,6 +294,8 @@ class RunProgress:
         self._clock = clock
         self._seen = path.stat().st_mtime_ns
         self._since = clock()
+        self._told: dict[str, Any] | None = None
+        self._told_at = clock() - REPORT_SECONDS
 
     def still_for(self) -> float:
         """Return the seconds since the call that first saw the latest progress."""
@@ -285,6 +303,19 @@ class RunProgress:
         if now != self._seen:
             self._seen, self._since = now, self._clock()
         return self._clock() - self._since
+
+    def news(self) -> dict[str, Any] | None:
+        """Return what the run is doing if that has changed, at most once in `REPORT_SECONDS`; else None."""
+        if self._clock() - self._told_at < REPORT_SECONDS:
+            return None
+        try:
+            now = json.loads(process.now_of(self.path).read_text())
+        except FileNotFoundError:  # it has not started
+            return None
+        if now == self._told:
+            return None
+        self._told, self._told_at = now, self._clock()
+        return self._told
 
 
 class Peak:

@@ -1,3 +1,5 @@
+import type { Progress } from "./types";
+
 export function number(value: unknown, digits = 2): string {
   return typeof value === "number" && Number.isFinite(value) ? value.toFixed(digits) : "–";
 }
@@ -14,6 +16,13 @@ export function duration(seconds: number): string {
   if (seconds < 90) return `${Math.max(0, Math.round(seconds))} s`;
   if (seconds < 5400) return `${Math.round(seconds / 60)} min`;
   return `${(seconds / 3600).toFixed(1)} h`;
+}
+
+/** What a run does inside of its step: "Step 3: sampling 37 of 64". */
+export function doing(now: Progress): string {
+  const place = now.step === null ? "" : `Step ${now.step}: `;
+  const counted = now.of === null ? "" : ` ${now.done ?? 0} of ${now.of}`;
+  return `${place}${now.phase}${counted}`;
 }
 
 export function signed(value: number | null | undefined, digits = 2): string {

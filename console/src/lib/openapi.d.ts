@@ -296,6 +296,7 @@ export interface components {
                 [key: string]: unknown;
             } | null;
             verdict: components["schemas"]["VerdictOut"] | null;
+            progress: components["schemas"]["ProgressOut"] | null;
         };
         /**
          * JobValidation
@@ -578,6 +579,25 @@ export interface components {
             seconds: number;
             /** Tokens Per Second */
             tokens_per_second: number;
+        };
+        /**
+         * ProgressOut
+         * @description What the job's run is doing inside of its step, about a second ago.
+         */
+        ProgressOut: {
+            /** Step */
+            step: number | null;
+            /**
+             * Phase
+             * @enum {string}
+             */
+            phase: "loading" | "sampling" | "grading" | "training" | "validation" | "saving";
+            /** Done */
+            done: number | null;
+            /** Of */
+            of: number | null;
+            /** Since */
+            since: number;
         };
         /** PromptListing */
         PromptListing: {

@@ -6,6 +6,7 @@ type Schemas = components["schemas"];
 
 export type Session = Schemas["SessionOut"];
 export type Job = Schemas["JobOut"];
+export type Progress = NonNullable<Job["progress"]>;
 export type JobEvent = Schemas["EventOut"];
 export type Step = Schemas["StepMetrics"];
 export type Checkpoint = Schemas["CheckpointOut"];

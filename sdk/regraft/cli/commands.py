@@ -40,7 +40,7 @@ from regraft.errors import DownloadCorrupt, JobFailed, NotARegraftServer, NotSup
 from regraft.jobs import FINAL, grader_of
 from regraft.migrate import NO_MODEL
 from regraft.migrate import migrate as migrated
-from regraft.progress import Marks, axis_of, marks_for, sparkline
+from regraft.progress import Marks, axis_of, doing_now, marks_for, sparkline
 from regraft.requests import FILES, InvalidRequestFile, read_grader, read_job, read_table
 from regraft.resources.checkpoints import best
 from regraft.resources.evals import InvalidGate
@@ -423,11 +423,18 @@ def jobs_list(arguments: argparse.Namespace) -> int:
             break
         listed.append(job)
     rows = [
-        [job.id, job.status, when(job.created_at), job.model, job.fine_tuned_model or "-"] for job in listed
+        [job.id, job.status, _now(job), when(job.created_at), job.model, job.fine_tuned_model or "-"]
+        for job in listed
     ]
     return _answer(
-        arguments, listed, lambda: table(["id", "status", "created", "model", "tuned model"], rows)
+        arguments, listed, lambda: table(["id", "status", "now", "created", "model", "tuned model"], rows)
     )
+
+
+def _now(job: FineTuningJob) -> str:
+    """What a running job does inside of its step."""
+    now = getattr(job, "progress", None)
+    return "-" if now is None else doing_now(now)
 
 
 def jobs_show(arguments: argparse.Namespace) -> int:
@@ -498,6 +505,10 @@ def _job(job: FineTuningJob, steps: list[dict[str, Any]]) -> str:
         shown["error"] = f"{job.error.message} ({job.error.code})"
     if steps:
         shown["step"] = f"{steps[-1]['step']} of {steps[-1]['total_steps']}"
+    if now := getattr(job, "progress", None):
+        shown["now"] = f"{doing_now(now)}, since {when(now['since'])}"
+    if job.estimated_finish is not None and job.status not in FINAL:
+        shown["estimated finish"] = when(job.estimated_finish)
     marks, axis = marks_for(sys.stdout.encoding), axis_of(grader_of(job))
     for name, key in (("train reward", "train_mean_reward"), ("valid reward", "full_valid_mean_reward")):
         values = [step[key] for step in steps if step.get(key) is not None]

@@ -4,7 +4,7 @@ import asyncio
 import sys
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TextIO, get_args, overload
@@ -35,6 +35,9 @@ SPLITS: dict[str, datasets.Split] = {"training_file": "train", "validation_file"
 SILENCE_SECONDS = 60.0
 MAX_FAILURES = 10  # in a row: about three minutes, longer than the start of a server
 
+# An event, a new status, or what the job does inside of its step.
+News = JobEvent | str | Mapping[str, Any]
+
 
 @dataclass
 class Cursor:
@@ -47,7 +50,7 @@ class Cursor:
 
     @property
     def path(self) -> str:
-        return f"/regraft/jobs/{self.job_id}/stream"
+        return f"/regraft/jobs/{self.job_id}/stream?progress=true"
 
     @property
     def options(self) -> Any:
@@ -55,13 +58,14 @@ class Cursor:
         # Retries are up to `retry_in` alone.
         return {"headers": headers, "timeout": SILENCE_SECONDS, "max_retries": 0}
 
-    def read(self, message: object) -> JobEvent | str:
-        """An event, or a new status."""
+    def read(self, message: object) -> News:
         assert isinstance(message, dict)
         self.failures = 0
         if message.get("object") == "regraft.job.status":
             self.status = message["status"]
             return self.status
+        if message.get("object") == "regraft.job.progress":
+            return message
         event = JobEvent.construct(**message)
         self.last = event.id
         return event
@@ -133,7 +137,7 @@ class Jobs(OpenAIJobs):
         """
         with closing(self._follow(Cursor(job_id, after))) as news:
             for one in news:
-                if not isinstance(one, str):
+                if isinstance(one, JobEvent):
                     yield one
 
     def wait(self, job_id: str, *, progress: bool | TextIO = False) -> FineTuningJob:
@@ -178,7 +182,7 @@ class Jobs(OpenAIJobs):
     def _create(self, body: dict[str, Any]) -> FineTuningJob:
         return self._client.post("/fine_tuning/jobs", body=body, cast_to=FineTuningJob, options=_once())
 
-    def _follow(self, cursor: Cursor) -> Generator[JobEvent | str, None, None]:
+    def _follow(self, cursor: Cursor) -> Generator[News, None, None]:
         while True:
             failed: openai.APIError | None = None
             try:
@@ -233,7 +237,7 @@ class AsyncJobs(OpenAIAsyncJobs):
         """As Jobs.watch: `async for event in client.jobs.watch(job_id)`."""
         async with aclosing(self._follow(Cursor(job_id, after))) as news:
             async for one in news:
-                if not isinstance(one, str):
+                if isinstance(one, JobEvent):
                     yield one
 
     async def wait(self, job_id: str, *, progress: bool | TextIO = False) -> FineTuningJob:
@@ -269,7 +273,7 @@ class AsyncJobs(OpenAIAsyncJobs):
     async def _create(self, body: dict[str, Any]) -> FineTuningJob:
         return await self._client.post("/fine_tuning/jobs", body=body, cast_to=FineTuningJob, options=_once())
 
-    async def _follow(self, cursor: Cursor) -> AsyncGenerator[JobEvent | str, None]:
+    async def _follow(self, cursor: Cursor) -> AsyncGenerator[News, None]:
         while True:
             failed: openai.APIError | None = None
             try:
@@ -345,11 +349,13 @@ def _display(progress: bool | TextIO, job: FineTuningJob) -> Display:
     return Display(sys.stderr if isinstance(progress, bool) else progress, axis_of(grader_of(job)))
 
 
-def _show(display: Display, one: JobEvent | str) -> None:
+def _show(display: Display, one: News) -> None:
     if isinstance(one, str):
         display.status(one)
-    else:
+    elif isinstance(one, JobEvent):
         display.event(one)
+    else:
+        display.inside_step(one)
 
 
 def _say_it_goes_on(display: Display | None, job_id: str) -> None:

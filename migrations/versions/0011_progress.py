@@ -1,0 +1,17 @@
+"""What a run is doing inside of its step."""
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0011"
+down_revision = "0010"
+branch_labels = None
+depends_on = None
+
+
+def upgrade() -> None:
+    op.add_column("jobs", sa.Column("progress", sa.JSON()))
+
+
+def downgrade() -> None:
+    op.drop_column("jobs", "progress")

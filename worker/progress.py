@@ -1,0 +1,135 @@
+"""What a run is doing inside of its step, in a small file that its supervisor copies to the job's row.
+
+Steps may take minutes, and nothing is recorded before their end.
+"""
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+WRITE_SECONDS = 1.0
+
+
+class Progress:
+    """Counts the answers of a step. Every method is cheap, and may be called in any thread."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._step: int | None = None
+        self._phase, self._since = "loading", clock()  # the newest one without answers
+        self._is_in_phase = False
+        # The answers that are wanted now.
+        self._kind, self._sampling_since = "sampling", clock()
+        self._wanted = self._sampled = self._graded = 0
+        self._has_grader = False
+
+    def step(self, number: int) -> None:
+        """Step `number` begins; 0 is the validation of the start."""
+        with self._lock:
+            self._step = number
+
+    def sampling(self, answers: int, *, validates: bool) -> None:
+        """So many answers are wanted, for training or for a validation."""
+        with self._lock:
+            self._kind, self._sampling_since = "validation" if validates else "sampling", self._clock()
+            self._wanted, self._sampled, self._graded = answers, 0, 0
+
+    def with_grader(self) -> None:
+        """Answers are done when they are graded."""
+        with self._lock:
+            self._has_grader = True
+
+    def sampled(self) -> None:
+        with self._lock:
+            self._sampled += 1
+
+    def graded(self) -> None:
+        with self._lock:
+            self._graded += 1
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """A part of the step in which no answers are waited for, though those of the next step may arrive."""
+        with self._lock:
+            self._phase, self._since, self._is_in_phase = name, self._clock(), True
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._is_in_phase = False
+
+    def now(self) -> dict[str, Any]:
+        """{"step", "phase", "done", "of", "since"}; `done` and `of` are null where nothing is counted."""
+        with self._lock:
+            are_sampled = self._sampled >= self._wanted
+            if self._is_in_phase or (are_sampled and not (self._has_grader and self._graded < self._wanted)):
+                counted: dict[str, Any] = {
+                    "phase": self._phase,
+                    "done": None,
+                    "of": None,
+                    "since": self._since,
+                }
+            else:
+                is_grading = are_sampled and self._kind == "sampling"
+                counted = {
+                    "phase": "grading" if is_grading else self._kind,
+                    "done": self._graded if are_sampled else self._sampled,
+                    "of": self._wanted,
+                    "since": self._sampling_since,
+                }
+            return {"step": self._step, **counted, "since": int(counted["since"])}
+
+
+PROGRESS = Progress()
+"""That of this process, which is one attempt."""
+
+
+@contextmanager
+def written_to(
+    path: Path, progress: Progress = PROGRESS, every_seconds: float = WRITE_SECONDS
+) -> Iterator[None]:
+    """Write the progress to `path` whenever it has changed, at most once in `every_seconds`, during the context."""
+    ended = threading.Event()
+    write = Writer(path, progress)
+
+    def keep_writing() -> None:
+        while not ended.wait(every_seconds):
+            write()
+
+    thread = threading.Thread(target=keep_writing, name="progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+class Writer:
+    """Writes a progress to a file. A disk that does not take it stops the writing, and not the run."""
+
+    def __init__(self, path: Path, progress: Progress) -> None:
+        self.path, self.progress = path, progress
+        self._last: dict[str, Any] | None = None
+        self._failed = False
+
+    def __call__(self) -> None:
+        now = self.progress.now()
+        if self._failed or now == self._last:
+            return
+        try:
+            beside = self.path.with_name(f"{self.path.name}.new")
+            beside.write_text(json.dumps(now))
+            beside.replace(self.path)
+        except OSError as cause:
+            self._failed = True
+            log.warning("the progress of the run cannot be written: %s", cause)
+        self._last = now
