@@ -1,4 +1,4 @@
-"""What a run is doing inside of its step, in a small file that its supervisor copies to the job's row.
+"""The work of a run inside of its step, in a small file that its supervisor copies to the job's row.
 
 Steps may take minutes, and nothing is recorded before their end.
 """
@@ -37,7 +37,7 @@ class Progress:
             self._step = number
 
     def sampling(self, answers: int, *, validates: bool) -> None:
-        """So many answers are wanted, for training or for a validation."""
+        """`answers` are wanted, for training or for a validation."""
         with self._lock:
             self._kind, self._sampling_since = "validation" if validates else "sampling", self._clock()
             self._wanted, self._sampled, self._graded = answers, 0, 0

@@ -342,7 +342,7 @@ class VerdictOut(BaseModel):
 
 
 class ProgressOut(BaseModel):
-    """What the job's run is doing inside of its step, about a second ago."""
+    """The work of the job's run inside of its step, about a second ago."""
 
     step: int | None  # null: no step has begun. 0: the validation of the model that the job starts from
     phase: Literal["loading", "sampling", "grading", "training", "validation", "saving"]

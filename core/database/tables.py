@@ -245,7 +245,7 @@ class Job(Table):
     lease_expires_at: Mapped[float | None] = mapped_column(Double, default=None)
     next_run_at: Mapped[float] = mapped_column(Double, default=0.0)
     dispatched_at: Mapped[float] = mapped_column(Double, default=0.0)
-    # What the run is doing inside of its step (worker/progress.py), with the epoch of its claim.
+    # The work of the run inside of its step (worker/progress.py), with the epoch of its claim.
     progress: Mapped[dict[str, Any] | None] = mapped_column(default=None)
 
 

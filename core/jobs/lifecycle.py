@@ -258,7 +258,7 @@ def report(session: Session, claim: Claim, progress: Mapping[str, Any]) -> None:
 
 
 def progress_of(job: Job) -> dict[str, Any] | None:
-    """What the job's run is doing, as `Progress.now` has it; None: it does not run, or has not said it yet."""
+    """The work of the job's run, as `Progress.now` has it; None: it does not run, or has not said it yet."""
     if job.status != "running" or job.progress is None or job.progress["epoch"] != job.epoch:
         return None
     return {name: value for name, value in job.progress.items() if name != "epoch"}

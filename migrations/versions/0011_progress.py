@@ -1,4 +1,4 @@
-"""What a run is doing inside of its step."""
+"""The work of a run inside of its step."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -44,7 +44,7 @@ class Display:
             self._draw()
 
     def inside_step(self, now: Mapping[str, Any]) -> None:
-        """What the job does now; only for a live line."""
+        """Show the work inside of a step; only in a live line."""
         self.progress.now = now
         if self.live:
             self._draw()

@@ -582,7 +582,7 @@ export interface components {
         };
         /**
          * ProgressOut
-         * @description What the job's run is doing inside of its step, about a second ago.
+         * @description The work of the job's run inside of its step, about a second ago.
          */
         ProgressOut: {
             /** Step */

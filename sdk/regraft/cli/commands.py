@@ -432,7 +432,7 @@ def jobs_list(arguments: argparse.Namespace) -> int:
 
 
 def _now(job: FineTuningJob) -> str:
-    """What a running job does inside of its step."""
+    """The work of a running job inside of its step, in a few words."""
     now = getattr(job, "progress", None)
     return "-" if now is None else doing_now(now)
 
