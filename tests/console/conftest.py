@@ -155,13 +155,24 @@ def copied(page: Page, kind: str) -> str:
 
 
 def create(
-    client: openai.OpenAI, *, epochs: int, suffix: str, texts: list[str] = QUESTIONS, model: str = "tiny"
+    client: openai.OpenAI,
+    *,
+    epochs: int,
+    suffix: str,
+    texts: list[str] = QUESTIONS,
+    model: str = "tiny",
+    **sampling: int,
 ) -> str:
     files = [
         client.files.create(file=(f"{name}.jsonl", rows(some)), purpose="fine-tune").id
         for name, some in (("train", texts), ("valid", ["tell me", "is it green"]))
     ]
-    advanced = {"group_size": 4, "max_completion_tokens": 3, "lora_rank": 4, "eval_temperature": 1.0}
+    advanced = {
+        "group_size": 4,
+        "max_completion_tokens": 3,
+        "lora_rank": 4,
+        "eval_temperature": 1.0,
+    } | sampling
     asked = {"batch_size": 2, "n_epochs": epochs, "eval_interval": 1, "advanced": advanced}
     method: Any = {"type": "reinforcement", "reinforcement": {"grader": GRADER, "hyperparameters": asked}}
     job = client.fine_tuning.jobs.create(

@@ -109,6 +109,21 @@ def test_a_running_job_is_watched_paused_and_resumed(logged_in: Page, server: Se
     assert client.fine_tuning.jobs.retrieve(job).status == "cancelled"
 
 
+def test_the_work_inside_of_a_step_is_told_live(logged_in: Page, server: Server) -> None:
+    """A run writes it once a second, so the job has steps of seconds."""
+    client = server.client()
+    work = re.compile(r"Step \d+: (sampling|grading|training|validation|saving)")
+    job_id = create(client, epochs=40, suffix="slow", group_size=64, max_completion_tokens=60)
+    logged_in.goto(f"/#/jobs/{job_id}")
+
+    expect(logged_in.get_by_text(work)).to_be_visible(timeout=120_000)
+    expect(logged_in.get_by_role("progressbar", name="Answers of this phase")).to_be_visible(timeout=120_000)
+    logged_in.goto("/#/jobs")
+    expect(logged_in.get_by_text(work)).to_be_visible()
+    client.fine_tuning.jobs.cancel(job_id)
+    expect(logged_in.get_by_text(work)).to_be_hidden(timeout=60_000)
+
+
 def test_a_long_error_leaves_the_list_of_jobs_readable(logged_in: Page, server: Server) -> None:
     client = server.client()
     file = client.files.create(file=("wrong.jsonl", b'{"nothing": 1}\n' * 20), purpose="fine-tune")
