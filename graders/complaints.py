@@ -129,7 +129,7 @@ def _no_branch(param: str, complaints: Sequence[Complaint]) -> Mistake:
     # The last branch is the most specific: those before it are literals such as "auto".
     kind = complaints[-1]["type"]
     if kind in _BOUNDS:
-        code = f"{_number(complaints[-1]).split()[-1]}_{_BOUNDS[kind][2]}"
+        code = f"{_kind(complaints[-1])}_{_BOUNDS[kind][2]}"
         return Mistake(
             f"Invalid value for '{param}': expected {expected}, but got {value} instead.", param, code
         )
@@ -151,16 +151,19 @@ def _wanted(complaint: Complaint) -> str:
 
 
 def _number(complaint: Complaint) -> str:
-    branch = str(complaint["loc"][-1])  # in a union pydantic adds the branch: "constrained-float"
-    value = complaint["input"]  # a string if it is a path or query parameter
-    is_integer = (isinstance(value, int) or str(value).isdecimal()) and "float" not in branch
-    return "an integer" if is_integer else "a number"
+    return "an integer" if _kind(complaint) == "integer" else "a number"
+
+
+def _kind(complaint: Complaint) -> str:
+    """Name what the field wants by OpenAI's word, whatever was sent: its bound has the field's type."""
+    bound = complaint["ctx"][_BOUNDS[complaint["type"]][1]]
+    return "integer" if isinstance(bound, int) else "decimal"
 
 
 def _out_of_bounds(param: str, complaint: Complaint) -> Mistake:
     sign, bound, code, words = _BOUNDS[complaint["type"]]
     limit = _shown(complaint["ctx"][bound])
-    kind = _number(complaint).split()[-1]
+    kind = _kind(complaint)
     expected = f"Expected a value {sign} {limit}, but got {complaint['input']} instead."
     return Mistake(f"Invalid '{param}': {kind} {words} value. {expected}", param, f"{kind}_{code}")
 

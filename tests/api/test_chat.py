@@ -258,6 +258,17 @@ def test_what_would_not_be_honoured_is_refused_by_its_name(
     assert inference.asked == []
 
 
+@pytest.mark.parametrize("sent", [3, 3.0, 200])
+def test_a_number_beyond_its_bound_is_refused_in_openais_words(web: httpx.Client, sent: float) -> None:
+    """OpenAI's code is that of the field, also for a number without decimals."""
+    error = ask(web, temperature=sent).json()["error"]
+
+    assert error["code"] == "decimal_above_max_value"
+    assert error["message"] == (
+        f"Invalid 'temperature': decimal above maximum value. Expected a value <= 2, but got {sent} instead."
+    )
+
+
 @pytest.mark.parametrize("kind", ["image_url", "input_audio", "file"])
 def test_a_part_that_is_no_text_is_refused_by_what_it_is(
     web: httpx.Client, inference: Inference, kind: str

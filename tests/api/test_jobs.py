@@ -75,6 +75,7 @@ def test_a_new_job_has_every_key_of_openais(
         "budget": None,
         "estimate": None,
         "verdict": None,
+        "progress": None,
     }
     assert job["id"].startswith("ftjob-")
 
@@ -353,7 +354,7 @@ REFUSED_INSIDE = {
     "no learning rate": (
         hyperparameters(learning_rate_multiplier=0),
         "hyperparameters.learning_rate_multiplier",
-        "number_below_min_value",
+        "decimal_below_min_value",
     ),
     "an unknown effort": (
         hyperparameters(reasoning_effort="extreme"),
@@ -403,12 +404,12 @@ REFUSED_INSIDE = {
     "a bound of a flat name that is auto": (
         hyperparameters(advanced={"eval_temperature": 9.0, "temperature": 1.0}),
         "hyperparameters.advanced.eval_temperature",
-        "number_above_max_value",
+        "decimal_above_max_value",
     ),
     "a bound of a flat name that is a number in its group": (
         hyperparameters(advanced={"clip_low": 0}),
         "hyperparameters.advanced.clip_low",
-        "number_below_min_value",
+        "decimal_below_min_value",
     ),
     "both names of one": (
         hyperparameters(advanced={"lora": {"rank": 8}, "lora_rank": 8}),
