@@ -31,6 +31,11 @@ def now_of(progress: Path) -> Path:
     return progress.with_name(f"{progress.name}.now")
 
 
+def unfinished(file: Path) -> Path:
+    """Return the file that is written first and then takes the place of `file`."""
+    return file.with_name(f"{file.name}.new")
+
+
 def quiet_environment() -> dict[str, str]:
     """This process's environment for one whose output is a log: no progress bars, unless the operator asks for them.
 

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from worker import process
+
 log = logging.getLogger(__name__)
 
 WRITE_SECONDS = 1.0
@@ -126,9 +128,9 @@ class Writer:
         if self._failed or now == self._last:
             return
         try:
-            beside = self.path.with_name(f"{self.path.name}.new")
-            beside.write_text(json.dumps(now))
-            beside.replace(self.path)
+            new = process.unfinished(self.path)
+            new.write_text(json.dumps(now))
+            new.replace(self.path)
         except OSError as cause:
             self._failed = True
             log.warning("the progress of the run cannot be written: %s", cause)

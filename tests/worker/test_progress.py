@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from worker import instruments, process
 from worker.instruments import ObservedGrader, ObservedSampler
 from worker.progress import PROGRESS, Progress, Writer
 from worker.rollout.samplers import Answer, Sampling
-from worker.supervise.supervisor import REPORT_SECONDS, RunProgress
+from worker.supervise.supervisor import REPORT_SECONDS, RunProcess, RunProgress
 from worker.types import Prompt, Rollout
 
 
@@ -179,6 +180,18 @@ def test_the_supervisor_reads_it_at_most_once_a_second(
     assert read.news() == progress.now()
     clock.now += REPORT_SECONDS
     assert read.news() is None, "nothing has changed"
+
+
+def test_its_files_end_with_the_run() -> None:
+    """A kill may come between the two."""
+    run = RunProcess(lambda progress: [sys.executable, "-c", "import sys; sys.stdin.read()"])
+    now = process.now_of(Path(str(run.figures).removesuffix(".prom")))
+    for file in (now, process.unfinished(now)):
+        file.write_text("{}")
+
+    run.end()
+
+    assert not now.exists() and not process.unfinished(now).exists()
 
 
 def reported(database: Database, bench: Bench, **now: Any) -> dict[str, Any] | None:

@@ -281,7 +281,9 @@ class RunProcess:
         _kill(self.process)
         assert self.process.stdin is not None
         self.process.stdin.close()
-        process.now_of(Path(self._progress.name)).unlink(missing_ok=True)
+        now = process.now_of(Path(self._progress.name))
+        for file in (now, process.unfinished(now)):
+            file.unlink(missing_ok=True)
         with self._progress, self.words:
             return end_of(self.words.fileno())
 
