@@ -270,6 +270,15 @@ def test_importing_it_imports_nothing_heavy() -> None:
     assert done.stdout.strip() == "[]"
 
 
+def test_its_types_are_there_without_another_import() -> None:
+    import subprocess
+
+    code = "import regraft; print(regraft.types.Verdict is regraft.Verdict)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert done.stdout == "True\n"
+
+
 def test_everything_it_promises_is_there() -> None:
     for name in regraft.__all__:
         assert getattr(regraft, name) is not None
