@@ -20,7 +20,7 @@ WRITE_SECONDS = 1.0
 
 
 class Progress:
-    """Counts the answers of a step. Every method is cheap, and may be called in any thread."""
+    """Counts the answers of a step, or its rows. Every method is cheap, and may be called in any thread."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
@@ -28,6 +28,8 @@ class Progress:
         self._step: int | None = None
         self._phase, self._since = "loading", clock()  # the newest one without answers
         self._is_in_phase = False
+        self._rows: int | None = None  # of the phase; None: it has none
+        self._rows_done = 0
         # The answers that are wanted now.
         self._kind, self._sampling_since = "sampling", clock()
         self._wanted = self._sampled = self._graded = 0
@@ -58,25 +60,36 @@ class Progress:
             self._graded += 1
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """A part of the step in which no answers are waited for, though those of the next step may arrive."""
+    def phase(self, name: str, rows: int | None = None) -> Iterator[None]:
+        """A part of the step in which no answers are waited for, though those of the next step may arrive.
+
+        Args:
+            rows: those of a file that it goes through, told by `row`.
+        """
         with self._lock:
             self._phase, self._since, self._is_in_phase = name, self._clock(), True
+            self._rows, self._rows_done = rows, 0
         try:
             yield
         finally:
             with self._lock:
                 self._is_in_phase = False
 
+    def row(self, count: int) -> None:
+        """`count` more rows of the phase are done."""
+        with self._lock:
+            self._rows_done += count
+
     def now(self) -> dict[str, Any]:
         """{"step", "phase", "done", "of", "since"}; `done` and `of` are null where nothing is counted."""
         with self._lock:
             are_sampled = self._sampled >= self._wanted
             if self._is_in_phase or (are_sampled and not (self._has_grader and self._graded < self._wanted)):
+                done = None if self._rows is None else min(self._rows_done, self._rows)
                 counted: dict[str, Any] = {
                     "phase": self._phase,
-                    "done": None,
-                    "of": None,
+                    "done": done,
+                    "of": self._rows,
                     "since": self._since,
                 }
             else:

@@ -346,7 +346,7 @@ class ProgressOut(BaseModel):
 
     step: int | None  # null: no step has begun. 0: the validation of the model that the job starts from
     phase: Literal["loading", "sampling", "grading", "training", "validation", "saving"]
-    done: int | None  # answers of this phase; null: none are counted
+    done: int | None  # answers of this phase, or rows of a file; null: none are counted
     of: int | None
     since: int  # Unix time in seconds
 

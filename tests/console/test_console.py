@@ -117,7 +117,7 @@ def test_the_work_inside_of_a_step_is_told_live(logged_in: Page, server: Server)
     logged_in.goto(f"/#/jobs/{job_id}")
 
     expect(logged_in.get_by_text(work)).to_be_visible(timeout=120_000)
-    expect(logged_in.get_by_role("progressbar", name="Answers of this phase")).to_be_visible(timeout=120_000)
+    expect(logged_in.get_by_role("progressbar", name="Done in this phase")).to_be_visible(timeout=120_000)
     logged_in.goto("/#/jobs")
     expect(logged_in.get_by_text(work)).to_be_visible()
     client.fine_tuning.jobs.cancel(job_id)

@@ -25,6 +25,7 @@ from worker.model.policy import Policy, Route
 from worker.offline.rows import TokenizedRow
 from worker.offline.run import OfflineRun
 from worker.offline.stream import RowStream
+from worker.progress import PROGRESS
 from worker.record.checkpoints import Checkpoints
 from worker.record.recorder import Recorder
 from worker.run import RunOutcome
@@ -101,6 +102,19 @@ def dpo_loss(policy: Policy, packs: Sequence[Pack], beta: float) -> Tensor:
             h.append(logprobs(policy, pack.prompt_ids, one.output_ids_T).sum() - reference)
         losses.append(-torch.nn.functional.logsigmoid(beta * (h[0] - h[1])))
     return torch.stack(losses).mean()
+
+
+@pytest.mark.parametrize("budget", [10_000, 30])
+def test_the_rows_of_an_update_and_of_a_validation_are_counted(
+    make_policy: Callable[..., Policy], budget: int
+) -> None:
+    learner = trainer(make_policy(), settings(), budget=budget)
+
+    for act, name in ((learner.step, "training"), (learner.measure, "validation")):
+        with PROGRESS.phase(name, ROWS):
+            assert (PROGRESS.now()["done"], PROGRESS.now()["of"]) == (0, ROWS)
+            act(conversations())
+            assert (PROGRESS.now()["phase"], PROGRESS.now()["done"]) == (name, ROWS)
 
 
 def kto_loss(policy: Policy, reference: Sequence[Tensor], packs: Sequence[Pack], beta: float) -> Tensor:

@@ -24,6 +24,7 @@ from worker.learn.gradient import through_head
 from worker.learn.optimizer import AdapterOptimizer
 from worker.learn.totals import Totals
 from worker.model.policy import Policy
+from worker.progress import PROGRESS
 from worker.refusals import InvalidModel
 from worker.types import Pack
 
@@ -83,13 +84,18 @@ class OfflineGradient:
             loss, of_part = self.loss(part)
             loss.backward()  # type: ignore[no-untyped-call]
             totals += of_part
+            PROGRESS.row(len(part))
         return totals
 
     def measure(self, packs: Sequence[Pack]) -> Totals:
         """The totals of these packs, without a gradient."""
         with torch.no_grad():
             self._prepare(packs)
-            return sum((self.loss(part)[1] for part in self._micro_batches(packs)), Totals())
+            totals = Totals()
+            for part in self._micro_batches(packs):
+                totals += self.loss(part)[1]
+                PROGRESS.row(len(part))
+            return totals
 
     def _micro_batches(self, packs: Sequence[Pack]) -> Iterator[list[Pack]]:
         rows = self.policy.route.forward == "rows"

@@ -76,17 +76,18 @@ class OfflineRun:
     async def step(self, step: int) -> bool:
         """One turn of the loop. Returns whether the run is to stop at this step."""
         clock, settings = Clock(), self.settings
-        with clock("training"), PROGRESS.phase("training"):
-            update = await asyncio.to_thread(self.trainer.step, self.train_rows.batch(step))
+        batch = self.train_rows.batch(step)
+        with clock("training"), PROGRESS.phase("training", len(batch)):
+            update = await asyncio.to_thread(self.trainer.step, batch)
         is_end = step % settings.steps_per_epoch == 0
         some = whole = None
         if self.valid_rows:
-            with clock("eval"), PROGRESS.phase("validation"):
+            with clock("eval"):
                 if step % self.interval == 0 or step == settings.total_steps:
                     rows = sample(self.valid_rows, settings.batch_size, seed=self.seed, step=step)
-                    some = await asyncio.to_thread(self.trainer.measure, rows)
+                    some = await self.validate(rows)
                 if is_end:
-                    whole = await asyncio.to_thread(self.trainer.measure, packs_of(self.valid_rows))
+                    whole = await self.validate(packs_of(self.valid_rows))
         data = self.measured(step, clock, update, some, whole)
         pause = self.record(data)
         stop = pause or self.stop_requested()
@@ -105,9 +106,13 @@ class OfflineRun:
     async def measure_base(self) -> bool:
         """Step 0: the validation loss before anything is learned. Returns whether the job is to pause."""
         clock = Clock()
-        with instruments.step(0), clock("eval"), PROGRESS.phase("validation"):
-            whole = await asyncio.to_thread(self.trainer.measure, packs_of(self.valid_rows))
+        with instruments.step(0), clock("eval"):
+            whole = await self.validate(packs_of(self.valid_rows))
         return self.record(self.measured(0, clock, None, None, whole))
+
+    async def validate(self, rows: Sequence[Pack]) -> OfflineMetrics:
+        with PROGRESS.phase("validation", len(rows)):
+            return await asyncio.to_thread(self.trainer.measure, rows)
 
     @property
     def interval(self) -> int:
