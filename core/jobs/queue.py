@@ -51,6 +51,8 @@ def open_celery(broker_url: str, gpu_class: str) -> Celery:
         worker_disable_prefetch=broker_url.startswith("redis"),
         worker_hijack_root_logger=False,
         broker_connection_retry_on_startup=True,
+        # Celery's default, 100, ends a worker's consumer after about 50 minutes, and no job starts after the outage.
+        broker_connection_max_retries=None,
         # kombu's default accepts any certificate. An option in the URL, such as ?ssl_cert_reqs=none, has precedence.
         broker_use_ssl={"ssl_cert_reqs": ssl.CERT_REQUIRED} if broker_url.startswith("rediss://") else None,
         broker_transport_options=options,

@@ -30,6 +30,11 @@ def test_a_broker_without_encryption_is_asked_for_none(url: str) -> None:
         assert not connection.ssl
 
 
+def test_a_worker_reconnects_to_its_broker_however_long_that_is_gone() -> None:
+    """Celery's own default ends the worker's consumer after 100 attempts, about 50 minutes."""
+    assert open_celery("redis://redis.example.com:6379/0", "cpu").conf.broker_connection_max_retries is None
+
+
 class Broker:
     """Takes a wake-up when it is let, and keeps what it got."""
 
