@@ -51,7 +51,7 @@ STARTED, RESUMED = "Fine-tuning job started", "Fine-tuning job resumed"
 RESUMING = "Resuming fine-tuning job, moving job to queued state"
 MAX_BACK_OFF = 60.0
 # Limit for the event of a crashed run and the error of a job; the run's log has the rest.
-MAX_CRASH_MESSAGE = 200
+MAX_CRASH_MESSAGE = 400
 
 
 # Requests of users.

@@ -576,7 +576,7 @@ def test_however_much_a_run_said_its_crash_is_told_in_one_short_line(
 ) -> None:
     job = factories.job(session, project, status="running", failures=failures)
 
-    lifecycle.crashed(session, job, reason=f"\r 9%|#\r{'x' * 300}\nmore\r", max_failures=3)
+    lifecycle.crashed(session, job, reason=f"\r 9%|#\r{'x' * 500}\nmore\r", max_failures=3)
 
     event = last_event(session, job)
     assert event is not None
