@@ -15,8 +15,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from core.errors import InsufficientStorage, ServiceError
-from core.storage import disk
+from core.errors import InsufficientStorage, ServiceError, Unavailable
+from core.storage import disk, store
 from core.telemetry import logs
 
 log = logging.getLogger(__name__)
@@ -193,9 +193,13 @@ def no_room(cause: BaseException) -> InsufficientStorage:
 
 
 def _crash(cause: Exception, scope: Scope, request_id: str) -> ServiceError:
-    """The error for an unexpected exception. Any library may raise one that means that a store is full."""
+    """The error for an unexpected exception. Any library may raise one that means that a store is full or gone."""
     if disk.is_full(cause):
         return no_room(cause)
+    # An OSError may come from anywhere: a time-out, a closed connection.
+    if not isinstance(cause, OSError) and store.is_away(cause):
+        log.error("the blob store fails: %s %s: %s", scope["method"], scope["path"], cause)
+        return Unavailable("The service cannot reach its storage. Try again in a moment.")
     log.error("request failed: %s %s", scope["method"], scope["path"], exc_info=cause)
     return ServiceError(
         f"The server had an error while processing your request. The request ID is {request_id}."

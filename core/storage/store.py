@@ -34,25 +34,64 @@ PART_BYTES = 8 << 20
 DELETED_AT_ONCE = 1000
 # A download fails after this many broken connections without a whole chunk in between.
 BREAKS_IN_A_ROW = 6
+# botocore waits 50 ms and doubles that: ten attempts cover about 13 seconds, its default less than one.
+ATTEMPTS = 10
 
 T = TypeVar("T")
 
 
+# Codes of S3 for credentials that are wrong or expired, or signed by a clock that is.
+_REJECTED = {
+    "ExpiredToken",
+    "ExpiredTokenException",
+    "InvalidAccessKeyId",
+    "InvalidToken",
+    "RequestTimeTooSkewed",
+    "SignatureDoesNotMatch",
+    "TokenRefreshRequired",
+}
+
+
 def is_away(error: BaseException) -> bool:
-    """Whether a retry may succeed: the store is unreachable, overloaded, disconnected, full, or empty."""
+    """Whether a retry may succeed: the store is unreachable, overloaded, disconnected, full, or empty.
+
+    Or it rejects the credentials of the service: those expire and are rotated while jobs run.
+    """
     if isinstance(error, OSError):
         return isinstance(error, ConnectionError | TimeoutError) or error.errno in _PASSING_ERRNOS
     if isinstance(error, StoreEmpty):
         return True
     if "botocore" not in sys.modules:
         return False
-    from botocore.exceptions import ClientError, HTTPClientError, IncompleteReadError
+    from botocore.exceptions import (
+        ClientError,
+        CredentialRetrievalError,
+        HTTPClientError,
+        IncompleteReadError,
+        NoCredentialsError,
+        TokenRetrievalError,
+    )
     from botocore.exceptions import ConnectionError as Unconnected
 
     if isinstance(error, ClientError):
         status: int = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-        return status >= 500 or status == 429 or error.response["Error"]["Code"] == "RequestTimeout"
-    return isinstance(error, Unconnected | HTTPClientError | IncompleteReadError)
+        return (
+            status >= 500 or status == 429 or _code(error) in {"RequestTimeout", "NoSuchBucket", *_REJECTED}
+        )
+    without_credentials = NoCredentialsError | CredentialRetrievalError | TokenRetrievalError
+    return isinstance(error, Unconnected | HTTPClientError | IncompleteReadError | without_credentials)
+
+
+def is_refused(error: BaseException) -> bool:
+    """Whether S3 rejects the credentials, or does not let them do this: all requests, or those for one object."""
+    if "botocore" not in sys.modules:
+        return False
+    from botocore.exceptions import ClientError, NoCredentialsError
+
+    if isinstance(error, NoCredentialsError):
+        return True
+    # The number if the response has no body, as that of a HEAD request.
+    return isinstance(error, ClientError) and _code(error) in {"AccessDenied", "403", *_REJECTED}
 
 
 def is_bad_sector(error: OSError) -> bool:
@@ -593,10 +632,12 @@ def open_blobs(
     endpoint_url: str | None = None,
     region: str | None = None,
     checksums: Checksums = "when_supported",
+    attempts: int = ATTEMPTS,
 ) -> BlobStore:
     """Open the store of a setting: a path, `file:///path`, or `s3://bucket/prefix`.
 
     Credentials come from boto3's default chain. `when_required` is for S3-compatible stores without checksums.
+    `attempts` is how often S3 is sent a request that fails.
     """
     if "://" not in url:
         if not url:
@@ -606,19 +647,20 @@ def open_blobs(
     if parts.scheme == "file" and not parts.netloc and parts.path:
         return FolderBlobs(Path(unquote(parts.path)))
     if parts.scheme == "s3" and parts.netloc:
-        client = s3_client(endpoint_url, region, checksums)
+        client = s3_client(endpoint_url, region, checksums, attempts=attempts)
         sent = checksums == "when_supported"
         return S3Blobs(parts.netloc, parts.path.strip("/"), client=client, checksums=sent)
     raise ValueError(_accepted(url))
 
 
-def blobs_of(settings: Settings) -> BlobStore:
+def blobs_of(settings: Settings, *, attempts: int = ATTEMPTS) -> BlobStore:
     """Open the store of the settings."""
     return open_blobs(
         settings.blobs,
         endpoint_url=settings.s3_endpoint_url,
         region=settings.s3_region,
         checksums=settings.s3_checksums,
+        attempts=attempts,
     )
 
 
@@ -636,7 +678,7 @@ def _accepted(url: str) -> str:
 
 
 def s3_client(
-    endpoint_url: str | None, region: str | None, checksums: Checksums, *, attempts: int = 10
+    endpoint_url: str | None, region: str | None, checksums: Checksums, *, attempts: int = ATTEMPTS
 ) -> Any:
     """A boto3 client that makes up to `attempts` attempts on network and 5xx errors."""
     # Imported lazily: boto3 loads slowly, and a folder store does not need it.
@@ -644,7 +686,6 @@ def s3_client(
     from botocore.config import Config
 
     config = Config(
-        # botocore waits 50 ms and doubles that: ten attempts cover about 13 seconds, its default less than one.
         retries={"mode": "standard", "total_max_attempts": attempts},
         connect_timeout=5,
         read_timeout=60,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import psycopg.errors
 import pytest
-from botocore.exceptions import ClientError
+from botocore.exceptions import ClientError, EndpointConnectionError
 from fastapi import APIRouter
 from sqlalchemy.exc import OperationalError
 from starlette.testclient import TestClient
@@ -249,6 +249,25 @@ def test_another_error_of_a_store_is_none_of_room(house: House, api: TestClient,
     house.app.state.service = replace(house.app.state.service, database=answers_of(other))
 
     assert envelope(api.get(JOBS), 500)["code"] == "internal_error"
+
+
+@pytest.mark.parametrize(
+    "outage",
+    [
+        EndpointConnectionError(endpoint_url="s3"),
+        ClientError({"Error": {"Code": "ExpiredToken"}}, "PutObject"),
+    ],
+)
+def test_a_blob_store_that_does_not_respond_is_a_503_that_clients_retry(
+    house: House, api: TestClient, outage: Any
+) -> None:
+    house.app.state.service = replace(house.app.state.service, database=answers_of(outage))
+
+    answer = api.get(JOBS)
+
+    assert envelope(answer, 503)["code"] == "unavailable"
+    assert "storage" in answer.json()["error"]["message"]
+    assert answer.headers["retry-after"]
 
 
 def test_a_file_for_which_the_folder_has_no_room_is_507_and_leaves_nothing(

@@ -22,6 +22,9 @@ BUSY = ClientError({"Error": {"Code": "SlowDown"}, "ResponseMetadata": {"HTTPSta
 DENIED = ClientError(
     {"Error": {"Code": "AccessDenied"}, "ResponseMetadata": {"HTTPStatusCode": 403}}, "PutObject"
 )
+EXPIRED = ClientError(
+    {"Error": {"Code": "ExpiredToken"}, "ResponseMetadata": {"HTTPStatusCode": 400}}, "PutObject"
+)
 FULL = OSError(errno.ENOSPC, "No space left on device")
 
 
@@ -64,8 +67,8 @@ def patience(time: Time, told: list[Any]) -> RetryPolicy:
 
 @pytest.mark.parametrize(
     "cause",
-    [REFUSED, BUSY, FULL, EndpointConnectionError(endpoint_url="s3"), ConnectionResetError("cut")],
-    ids=["database", "busy store", "full disk", "no store", "cut connection"],
+    [REFUSED, BUSY, FULL, EXPIRED, EndpointConnectionError(endpoint_url="s3"), ConnectionResetError("cut")],
+    ids=["database", "busy store", "full disk", "expired credentials", "no store", "cut connection"],
 )
 def test_what_is_away_is_waited_for_and_told_of(
     patience: RetryPolicy, told: list[Any], time: Time, cause: Any
