@@ -2,6 +2,8 @@
 
 import re
 import sys
+from collections.abc import Mapping
+from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -47,14 +49,20 @@ class Settings(BaseSettings):
     # Error messages omit the value, which may be a key.
     model_config = SettingsConfigDict(env_prefix="REGRAFT_", frozen=True, hide_input_in_errors=True)
 
+    # Folder of the embedded database, blobs and first key, and of a worker's heartbeat file and caches.
     data_dir: Path = Path(".regraft")
+    # postgresql://user:password@host:5432/name, or sqlite:////folder/regraft.db. Empty: SQLite in the data folder.
     database_url: str = ""
+    # s3://bucket/prefix, file:///folder or a path (docs/howto/storage.md). Empty: `blobs` in the data folder.
     blob_url: str = ""
-    s3_endpoint_url: str | None = None
+    # https://host:port of an S3-compatible store, and its region. Unset: AWS, and the region that boto3 finds.
+    s3_endpoint_url: str | None = Field(default=None, pattern=r"^https?://[^\s/]+/?$")
     s3_region: str | None = None
     # when_required: for S3-compatible stores that do not support checksums.
     s3_checksums: Checksums = "when_supported"
-    broker_url: str = "memory://"
+    # redis://:password@host:6379/0, or rediss:// for TLS. memory:// works only within one process, that of `up`.
+    broker_url: str = Field(default="memory://", pattern=r"^(memory|rediss?)://")
+    # TOML file of the base models, instead of the included ones (docs/howto/models.md).
     models_file: Path | None = None
     # Judge models and the hosts that endpoint graders may call (docs/howto/graders.md). Unset: neither.
     graders_file: Path | None = None
@@ -71,6 +79,7 @@ class Settings(BaseSettings):
     # up` starts one and sets this; `regraft-server inference` runs one. Several servers, as JSON: {"qwen3-4b":
     # "http://a:8100/v1", "*": "http://b:8100/v1"}, by base model; `*` stands for all others.
     inference_url: InferenceUrl = ""
+    # Secret that the API and the inference server share.
     inference_key: str = Field(default="", repr=False)
     # The inference server that `up` started stops after this many seconds without a request; the next request restarts
     # it.
@@ -91,8 +100,10 @@ class Settings(BaseSettings):
         default="", pattern=r"^( *(wandb|mlflow|trackio) *(, *(wandb|mlflow|trackio) *)*)?$"
     )
 
+    # Address that the API and the metrics listen on; 0.0.0.0: all.
     host: str = "127.0.0.1"
-    port: int = 8000
+    # Port of the API.
+    port: int = Field(default=8000, ge=0, le=65535)
     # json: one object per line with request, job and step ids, and a line per request (docs/howto/observability.md).
     log_format: Literal["text", "json"] = "text"
     # OTLP endpoint for traces, over HTTP: http://collector:4318. Needs regraft-server[otel]. Empty: off.
@@ -281,10 +292,34 @@ class Settings(BaseSettings):
         return self.broker_url.startswith("memory://")
 
 
+# Variables of the client library and of the sandbox of python graders (docs/howto/sandbox.md).
+_OTHERS = {"REGRAFT_API_KEY", "REGRAFT_BASE_URL", "REGRAFT_CONFIG", "REGRAFT_PYTHON_GRADERS"}
+# Kubernetes sets these in every pod for a Service whose name begins with regraft.
+_SERVICE_LINK = re.compile(r"_SERVICE_(HOST|PORT)|_PORT_\d+_")
+
+
+def unknown_variables(environment: Mapping[str, str]) -> list[str]:
+    """Describe the REGRAFT_* variables that no code reads, with the setting that each may be a misspelling of."""
+    settings = [name.upper() for name in Settings.model_fields]
+    lines = []
+    for variable, value in sorted(environment.items()):
+        name = variable.removeprefix("REGRAFT_")
+        if name == variable or variable in _OTHERS or name.upper() in settings:
+            continue
+        if _SERVICE_LINK.search(name) or value.startswith("tcp://"):
+            continue
+        meant = get_close_matches(name, settings, n=1, cutoff=0.8)
+        hint = f"; did you mean REGRAFT_{meant[0]}?" if meant else ""
+        lines.append(f"{variable} is not a setting and has no effect{hint}")
+    return lines
+
+
 def problems(invalid: ValidationError | SettingsError) -> str:
     """Describe the invalid environment variables by name."""
-    if isinstance(invalid, SettingsError):
-        return f"{invalid}: {invalid.__cause__}"
+    if isinstance(invalid, SettingsError):  # a value that must be JSON and is not
+        field = re.search(r'field "(\w+)"', str(invalid))
+        name = _variable(field[1]) if field else str(invalid)
+        return f"{name}: is not JSON: {invalid.__cause__}"
     return "; ".join(
         _problem(error)
         for error in invalid.errors(include_url=False)

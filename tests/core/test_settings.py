@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from pydantic_settings import SettingsError
 
 from core.jobs import devices
-from core.settings import Settings, problems
+from core.settings import Settings, problems, unknown_variables
 from tests.present import untyped
 from worker.cli import main
 
@@ -31,7 +31,10 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             '{"running_jobs": -1}',
             "REGRAFT_DEFAULT_LIMITS.running_jobs: Input should be greater",
         ),
-        ("DEFAULT_LIMITS", '{"running', 'error parsing value for field "default_limits"'),
+        ("DEFAULT_LIMITS", '{"running', "REGRAFT_DEFAULT_LIMITS: is not JSON: "),
+        ("PORT", "80000", "REGRAFT_PORT: Input should be less than or equal to 65535"),
+        ("BROKER_URL", "amqp://broker", "REGRAFT_BROKER_URL: String should match pattern"),
+        ("S3_ENDPOINT_URL", "127.0.0.1:9000", "REGRAFT_S3_ENDPOINT_URL: String should match pattern"),
         ("KV_CACHE_GIB", "0", "REGRAFT_KV_CACHE_GIB: Input should be greater than 0, or 'auto'"),
         ("TRAIN_TOKEN_BUDGET", "some", "REGRAFT_TRAIN_TOKEN_BUDGET: Input should be a valid integer"),
         (
@@ -69,6 +72,28 @@ def test_a_wrong_variable_is_named(
         Settings()
 
     assert problems(untyped(invalid.value)).startswith(said)
+
+
+def test_a_misspelled_variable_is_named_with_the_setting_that_is_meant() -> None:
+    environment = {"REGRAFT_LEAS_SECONDS": "5", "REGRAFT_LEASE_SECONDS": "5", "REGRAFT_ANYTHING": "x"}
+
+    assert unknown_variables(environment) == [
+        "REGRAFT_ANYTHING is not a setting and has no effect",
+        "REGRAFT_LEAS_SECONDS is not a setting and has no effect; did you mean REGRAFT_LEASE_SECONDS?",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("REGRAFT_API_KEY", "rg-1"),
+        ("REGRAFT_PYTHON_GRADERS", "insecure"),
+        ("REGRAFT_API_SERVICE_HOST", "10.0.0.1"),
+        ("REGRAFT_API_PORT", "tcp://10.0.0.1:80"),
+    ],
+)
+def test_variables_of_the_client_the_sandbox_and_kubernetes_are_known(name: str, value: str) -> None:
+    assert unknown_variables({name: value}) == []
 
 
 def test_a_base_model_of_the_inference_servers_that_does_not_exist_ends_the_command(

@@ -22,6 +22,7 @@ from core.database.tables import ApiKey
 from core.settings import Settings
 from core.tenancy import keys
 from tests.present import untyped
+from tests.servers import SeaweedFS
 from worker.cli import admin, main, parser, service
 from worker.cli.parser import UsageError
 
@@ -137,6 +138,55 @@ def test_the_mode_of_a_data_folder_that_exists_is_kept(tmp_path: Path) -> None:
     service.prepare(Settings(data_dir=tmp_path))
 
     assert tmp_path.stat().st_mode & 0o777 == 0o750
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("database_url", "postgresql://regraft:secret@127.0.0.1:1/regraft"),
+        ("data_dir", "/proc/regraft"),
+    ],
+)
+def test_a_start_without_its_database_or_folder_names_the_variable_and_no_password(
+    tmp_path: Path, setting: str, value: str
+) -> None:
+    with pytest.raises(UsageError) as ended:
+        service.prepare(Settings.model_validate({"data_dir": tmp_path, setting: value}))
+
+    assert str(ended.value).startswith(f"REGRAFT_{setting.upper()}: ")
+    assert "secret" not in str(ended.value)
+
+
+def test_a_blob_store_that_cannot_be_one_is_named() -> None:
+    with pytest.raises(UsageError, match=r"^REGRAFT_BLOB_URL: 'ftp://host' names no blob store"):
+        service.check_store(Settings(blob_url="ftp://host"))
+
+
+def test_a_blob_store_that_refuses_the_credentials_ends_the_start(
+    seaweed: SeaweedFS, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker would claim jobs and fail each of them."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", seaweed.access_key)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another")
+    stored_in = f"s3://{seaweed.new_bucket()}"
+
+    with pytest.raises(
+        UsageError, match=r"^REGRAFT_BLOB_URL: s3://.* refuses the service: .*SignatureDoesNotMatch"
+    ):
+        service.check_store(
+            Settings(blob_url=stored_in, s3_endpoint_url=seaweed.endpoint, s3_region="us-east-1")
+        )
+
+
+def test_a_blob_store_that_does_not_respond_delays_no_start(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+
+    service.check_store(Settings(blob_url="s3://bucket", s3_endpoint_url="http://127.0.0.1:1"))
+
+    assert "the blob store s3://bucket does not respond" in caplog.text
 
 
 def test_a_first_key_that_cannot_be_written_is_not_made(tmp_path: Path) -> None:

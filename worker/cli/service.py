@@ -18,6 +18,7 @@ from pathlib import Path
 from types import FrameType
 
 import uvicorn
+from sqlalchemy.exc import OperationalError
 
 from api.http.app import create_app
 from api.http.rate_limits import open_rates
@@ -28,10 +29,10 @@ from core.database.migrate import InvalidDatabaseUrl, SchemaNotReady, open_uncha
 from core.errors import InvalidApiKey
 from core.jobs.queue import WakeUps, open_celery, sender
 from core.registry import Registry
-from core.settings import Settings
-from core.storage import fsck
+from core.settings import Settings, unknown_variables
+from core.storage import fsck, store
 from core.storage.disk import Disks
-from core.storage.store import BlobStore, StoreEmpty, blobs_of
+from core.storage.store import ATTEMPTS, BlobStore, StoreEmpty, blobs_of
 from core.telemetry import logs, metrics, tracing
 from core.telemetry.metrics import MetricsCollector
 from core.telemetry.service_metrics import ServiceFigures
@@ -61,12 +62,15 @@ def configured() -> Settings:
     """
     settings = read_settings()
     logs.configure([logs.handler(settings.log_format)], requests=settings.log_format == "json")
+    for line in unknown_variables(os.environ):
+        log.warning("%s", line)
     return settings
 
 
 def up(arguments: argparse.Namespace) -> int:
     settings, listening = own_address(configured())
     backends = _backends(settings)
+    check_store(settings)
     _check_exporters(settings)
     prepare(settings)
     _describe_python_graders(settings)
@@ -82,6 +86,7 @@ def api(arguments: argparse.Namespace) -> int:
     settings = configured()
     backends = _backends(settings)
     _require_broker(settings)
+    check_store(settings)
     prepare(settings)
     _describe_python_graders(settings)
     send = sender(open_celery(settings.broker_url, settings.gpu_class))
@@ -95,6 +100,7 @@ def worker(arguments: argparse.Namespace) -> int:
     settings = configured()
     backends = _backends(settings)
     _require_broker(settings)
+    check_store(settings)
     _check_exporters(settings)
     prepare(settings, first_key=False)  # the API creates it
     _describe_python_graders(settings)
@@ -139,9 +145,11 @@ def check_blobs(arguments: argparse.Namespace) -> int:
     """Print every missing, damaged and orphaned blob. The exit status is 1 if there is one."""
     settings = configured()
     try:
-        database, blobs = open_unchanged(settings.database), blobs_of(settings)
+        database, blobs = open_unchanged(settings.database), open_blobs_of(settings)
     except InvalidDatabaseUrl as invalid:
         raise UsageError(f"REGRAFT_DATABASE_URL: {invalid}") from invalid
+    except OperationalError as cause:
+        raise _database_fails(cause) from cause
     except SchemaNotReady as refused:
         raise UsageError(str(refused)) from refused
     count = 0
@@ -205,6 +213,21 @@ def _require_broker(settings: Settings) -> None:
 def _check_exporters(settings: Settings) -> None:
     if (problem := sinks_problem(settings)) is not None:
         raise UsageError(problem)
+
+
+def check_store(settings: Settings) -> None:
+    """Send the blob store one request, and warn if it does not respond: that passes, and jobs wait for it.
+
+    Raises:
+        UsageError: it rejects the service's credentials. A worker would fail every job that it claims.
+    """
+    blobs = open_blobs_of(settings, attempts=1)  # an outage delays no start
+    try:
+        next(iter(blobs.list("")), None)
+    except Exception as cause:
+        if store.is_refused(cause):
+            raise UsageError(f"REGRAFT_BLOB_URL: {settings.blobs} refuses the service: {cause}") from cause
+        log.warning("the blob store %s does not respond: %s", settings.blobs, cause)
 
 
 def serve_all(settings: Settings, backends: Backends, listening: socket.socket | None) -> None:
@@ -360,7 +383,19 @@ def measured(settings: Settings, *figures: MetricsCollector) -> AbstractContextM
 
 
 def open_stores(settings: Settings) -> tuple[Database, BlobStore]:
-    return Database(settings.database), blobs_of(settings)
+    return Database(settings.database), open_blobs_of(settings)
+
+
+def open_blobs_of(settings: Settings, *, attempts: int = ATTEMPTS) -> BlobStore:
+    """Open the store of the settings.
+
+    Raises:
+        UsageError: REGRAFT_BLOB_URL names no blob store.
+    """
+    try:
+        return blobs_of(settings, attempts=attempts)
+    except ValueError as invalid:
+        raise UsageError(f"REGRAFT_BLOB_URL: {invalid}") from invalid
 
 
 def prepare(settings: Settings, *, first_key: bool = True) -> None:
@@ -369,14 +404,20 @@ def prepare(settings: Settings, *, first_key: bool = True) -> None:
     The key is printed only on a terminal, because other output ends up in a log.
 
     Raises:
-        UsageError: REGRAFT_DATABASE_URL is not the URL of a supported database, or the file of the first key cannot be
-            written. No key is created then, and the next start retries.
+        UsageError: REGRAFT_DATABASE_URL is not the URL of a supported database, or that does not respond. Or
+            REGRAFT_DATA_DIR, or the file of the first key in it, cannot be written. No key is created then, and the
+            next start retries.
     """
-    private.make_folder(settings.data_dir)
+    try:
+        private.make_folder(settings.data_dir)
+    except OSError as cause:
+        raise UsageError(f"REGRAFT_DATA_DIR: {cause}") from cause
     try:
         upgrade(settings.database)
     except InvalidDatabaseUrl as invalid:
         raise UsageError(f"REGRAFT_DATABASE_URL: {invalid}") from invalid
+    except OperationalError as cause:
+        raise _database_fails(cause) from cause
     if not first_key:
         return
     path = settings.data_dir / "api_key"
@@ -400,6 +441,11 @@ def prepare(settings: Settings, *, first_key: bool = True) -> None:
             f"The first API key is in {path}. Run `regraft-server admin key create` to create others.",
             file=sys.stderr,
         )
+
+
+def _database_fails(cause: OperationalError) -> UsageError:
+    """Quote the driver. SQLAlchemy's own text has the statement, and the address of a page about it."""
+    return UsageError(f"REGRAFT_DATABASE_URL: {str(cause.orig).strip()}")
 
 
 def _write_first_key(path: Path, key: str) -> None:
