@@ -19,7 +19,7 @@ from standardwebhooks import Webhook
 from core.database import pages
 from core.database.ids import new_id
 from core.database.pages import Page
-from core.database.tables import EvalRun, Job, Project, WebhookDelivery, WebhookEndpoint, now
+from core.database.tables import EvalRun, Job, Pipeline, Project, WebhookDelivery, WebhookEndpoint, now
 from core.errors import InvalidRequest, WebhookEndpointNotFound
 from core.outbound.http import Outgoing, UrlNotAllowed
 from core.results.step_metrics import StepMetrics
@@ -36,7 +36,14 @@ _EVAL_RUN_EVENTS = {
     "failed": "eval.run.failed",
     "canceled": "eval.run.canceled",
 }
-EVENT_TYPES = (*_STATUS_EVENTS.values(), RESUMED, THRESHOLD_REACHED, *_EVAL_RUN_EVENTS.values())
+_PIPELINE_EVENTS = {status: f"pipeline.{status}" for status in ("succeeded", "failed", "cancelled")}
+EVENT_TYPES = (
+    *_STATUS_EVENTS.values(),
+    RESUMED,
+    THRESHOLD_REACHED,
+    *_EVAL_RUN_EVENTS.values(),
+    *_PIPELINE_EVENTS.values(),
+)
 
 MAX_ENDPOINTS = 20
 OLD_SECRET_SECONDS = 24 * 3600
@@ -151,21 +158,26 @@ def status_changed(job: Job) -> None:
 
 def emit(job: Job, type: str) -> None:
     """Add one delivery per subscribed endpoint of the job's project; sent after the session commits."""
-    session = _session_of(job)
-    data: dict[str, Any] = {"id": job.id}
-    if job.verdict is not None and type in _WITH_VERDICT:
-        data["verdict"] = job.verdict
-    body = event_body(type, data)
-    for endpoint in _listeners(session, job, type):
-        session.add(WebhookDelivery(endpoint_id=endpoint.id, job_id=job.id, type=type, body=body))
+    with_verdict = job.verdict is not None and type in _WITH_VERDICT
+    _queue(job, type, {"id": job.id} | ({"verdict": job.verdict} if with_verdict else {}))
 
 
 def eval_run_ended(run: EvalRun) -> None:
     """Add one delivery per endpoint that is subscribed to this final status."""
-    session, type = _session_of(run), _EVAL_RUN_EVENTS[run.status]
-    body = event_body(type, {"id": run.id})
-    for endpoint in _listeners(session, run, type):
-        session.add(WebhookDelivery(endpoint_id=endpoint.id, job_id=run.id, type=type, body=body))
+    _queue(run, _EVAL_RUN_EVENTS[run.status], {"id": run.id})
+
+
+def pipeline_ended(pipeline: Pipeline) -> None:
+    """Add one delivery per endpoint that is subscribed to this final status."""
+    failed = [stage["name"] for stage in pipeline.stages if stage["status"] == "failed"]
+    data = {"id": pipeline.id} | ({"failed_stages": failed} if pipeline.status == "failed" else {})
+    _queue(pipeline, _PIPELINE_EVENTS[pipeline.status], data)
+
+
+def _queue(row: Job | EvalRun | Pipeline, type: str, data: Mapping[str, Any]) -> None:
+    session, body = _session_of(row), event_body(type, data)
+    for endpoint in _listeners(session, row, type):
+        session.add(WebhookDelivery(endpoint_id=endpoint.id, job_id=row.id, type=type, body=body))
 
 
 def emit_thresholds(job: Job, step: StepMetrics) -> None:
@@ -207,21 +219,24 @@ def event_body(type: str, data: Mapping[str, Any]) -> str:
 
 
 def sample_body(type: str) -> str:
-    """A sample event of this type about a job or eval run that does not exist."""
-    data: dict[str, Any] = {"id": "evalrun_sample" if type.startswith("eval.") else "ftjob-sample"}
+    """A sample event of this type about a job, eval run or pipeline that does not exist."""
+    ids = {"eval": "evalrun_sample", "pipeline": "ftpipe-sample"}
+    data: dict[str, Any] = {"id": ids.get(type.partition(".")[0], "ftjob-sample")}
+    if type == _PIPELINE_EVENTS["failed"]:
+        data |= {"failed_stages": ["judge"]}
     if type == THRESHOLD_REACHED:
         data |= {"threshold": "full_valid_mean_reward", "value": 0.8, "step": 10}
     return event_body(type, data)
 
 
-def _session_of(row: Job | EvalRun) -> Session:
+def _session_of(row: Job | EvalRun | Pipeline) -> Session:
     session = object_session(row)
     assert session is not None, "a row is only changed inside a session"
     return session
 
 
-def _listeners(session: Session, job: Job | EvalRun, type: str) -> list[WebhookEndpoint]:
-    endpoints = session.scalars(select(WebhookEndpoint).where(WebhookEndpoint.project_id == job.project_id))
+def _listeners(session: Session, row: Job | EvalRun | Pipeline, type: str) -> list[WebhookEndpoint]:
+    endpoints = session.scalars(select(WebhookEndpoint).where(WebhookEndpoint.project_id == row.project_id))
     return [endpoint for endpoint in endpoints if type in endpoint.event_types]
 
 

@@ -23,6 +23,7 @@ from core.errors import InvalidJobState, PipelineNotFound, QuotaExceeded
 from core.evals import lifecycle as eval_runs
 from core.jobs import lifecycle as jobs
 from core.jobs.claim import Claim, LeaseLost
+from core.outbound import webhooks
 from core.pipelines import graph
 from core.pipelines.graph import PlannedStage, StageReference
 
@@ -127,6 +128,7 @@ def cancel(work: Work, pipeline: Pipeline) -> None:
     pipeline.stages = [ended(stage) for stage in pipeline.stages]
     _change(work, pipeline, "cancelled")
     pipeline.finished_at = now()
+    webhooks.pipeline_ended(pipeline)
 
 
 def retry(work: Work, pipeline: Pipeline) -> None:
@@ -331,3 +333,4 @@ def settle(work: Work, pipeline: Pipeline) -> None:
     pipeline.status = "succeeded" if all(status == "succeeded" for status in statuses) else "failed"
     pipeline.finished_at = now()
     work.record(f"pipeline.{pipeline.status}", pipeline.id)
+    webhooks.pipeline_ended(pipeline)

@@ -190,6 +190,9 @@ def test_the_event_types_are_those_that_are_sent(client: OpenAI) -> None:
         "eval.run.succeeded",
         "eval.run.failed",
         "eval.run.canceled",
+        "pipeline.succeeded",
+        "pipeline.failed",
+        "pipeline.cancelled",
     ]
 
 

@@ -10,11 +10,12 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from core.database.engine import Database, Work
-from core.database.tables import Job, Project, WebhookDelivery, WebhookEndpoint
+from core.database.tables import Job, Pipeline, Project, WebhookDelivery, WebhookEndpoint
 from core.errors import InvalidRequest, WebhookEndpointNotFound
 from core.jobs import lifecycle
 from core.jobs.claim import Claim
 from core.outbound import webhooks
+from core.pipelines import lifecycle as pipelines
 from core.results.step_metrics import StepMetrics
 from tests import factories
 from tests.present import present
@@ -91,6 +92,51 @@ def test_a_second_cancel_tells_nobody_anything_new(session: Session, project: Pr
     lifecycle.cancel(Work(session), job)
 
     assert told(session) == ["cancelled"]
+
+
+def pipeline(session: Session, project: Project, *statuses: str) -> Pipeline:
+    stages = [
+        {"name": f"s{number}", "kind": "job", "spec": {}, "after": [], "status": status}
+        for number, status in enumerate(statuses)
+    ]
+    made = Pipeline(project_id=project.id, name="r1", stages=stages, actor="key_1")
+    pipelines.create(Work(session), made)
+    return made
+
+
+@pytest.mark.both_databases
+@pytest.mark.parametrize(
+    ("statuses", "event", "more"),
+    [
+        (["succeeded", "succeeded"], "pipeline.succeeded", {}),
+        (["succeeded", "failed"], "pipeline.failed", {"failed_stages": ["s1"]}),
+    ],
+)
+def test_a_pipeline_that_ends_is_told_of_with_its_failed_stages(
+    session: Session, project: Project, statuses: list[str], event: str, more: dict[str, Any]
+) -> None:
+    everything(session, project)
+    made = pipeline(session, project, *statuses)
+
+    pipelines.settle(Work(session), made)
+
+    [delivery] = deliveries(session)
+    body = json.loads(delivery.body)
+    assert (body["type"], body["data"]) == (event, {"id": made.id} | more)
+
+
+def test_a_pipeline_that_is_cancelled_twice_is_told_of_once_and_a_running_one_not_at_all(
+    session: Session, project: Project
+) -> None:
+    everything(session, project)
+    made = pipeline(session, project, "running")
+
+    pipelines.settle(Work(session), made)
+    assert told(session) == []
+
+    pipelines.cancel(Work(session), made)
+    pipelines.cancel(Work(session), made)
+    assert told(session) == ["pipeline.cancelled"]
 
 
 def test_pausing_a_waiting_job_and_resuming_it_are_told_of(session: Session, project: Project) -> None:
