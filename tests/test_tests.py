@@ -50,6 +50,8 @@ ALLOWED = {
         "monkeypatch.setattr('worker.model.memory.available', lambda device: int(free[0]))",
     ): "stands in for machines with other amounts of memory",
     ("worker/test_losses.py", "trainer._compute_loss"): INTERNALS,
+    ("worker/test_trl.py", "trl._compute_loss"): INTERNALS,
+    ("worker/test_trl.py", "trl._compute_kl_logps"): INTERNALS,
     (
         "worker/test_refusals.py",
         "monkeypatch.setattr(LlamaForCausalLM, 'from_pretrained', fails)",
