@@ -12,17 +12,23 @@ from pydantic import BaseModel
 from api.http.deps import ReadProject, Service, ServiceDep
 from api.http.openapi import FOR_ANY_KEY, refusals
 from api.resources.jobs import JobCreate, refuse_unusable, start, usable_model
+from api.resources.validation_split import refuse_few_left
 from core.database.tables import File, Project
 from core.disconnect import until_gone
 from core.errors import InvalidRequest
-from core.jobs import estimates, usage
+from core.jobs import estimates, job_files, usage
 from core.jobs.budgets import Price
 from core.jobs.estimates import PastJobs
 from core.jobs.hyperparameters import Resolved
+from core.jobs.job_files import BadFile
+from core.jobs.methods import OFFLINE
+from core.jobs.offline_hyperparameters import asked as offline_asked
+from core.jobs.offline_hyperparameters import resolve
 from core.model_templates import is_reasoning
 from core.registry import BaseModelEntry
 from core.storage import datasets, files
 from core.storage.datasets import InvalidDataset
+from core.storage.offline_rows import MAX_ROWS
 from core.storage.splitting import validation_size
 from core.storage.store import BlobNotFound, BlobStore
 from graders.build import missing_fields
@@ -33,7 +39,7 @@ router = APIRouter(prefix="/regraft/estimate", tags=["regraft"])
 T = TypeVar("T")
 
 
-class Size(BaseModel):
+class JobSize(BaseModel):
     """The size of the job with every "auto" resolved, and ranges of its duration and cost."""
 
     model: str
@@ -42,16 +48,25 @@ class Size(BaseModel):
     validation_rows: int
     n_epochs: int
     batch_size: int
-    group_size: int
-    max_completion_tokens: int
     total_steps: int
     estimate: dict[str, Any] | None  # in the shape of a job's estimate
     reason: str | None  # reason for a missing estimate
     warnings: list[str]  # accepted parameters without effect, as in the job's events
 
 
-class EstimateOut(Size):
+class Size(JobSize):
+    """The size of a reinforcement job."""
+
+    group_size: int
+    max_completion_tokens: int
+
+
+class EstimateOut(JobSize):
+    """Jobs that sample no answers have no `group_size` and no `max_completion_tokens`."""
+
     object: Literal["regraft.estimate"] = "regraft.estimate"
+    group_size: int | None = None
+    max_completion_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -110,6 +125,14 @@ async def in_reader(service: Service, project: Project, read: Callable[[], T]) -
 
 
 def _estimate(body: JobCreate, project: Project, service: Service) -> EstimateOut:
+    if body.method.type in OFFLINE:
+        return _offline(body, project, service)
+    if body.method.distillation is not None:
+        raise InvalidRequest(
+            "Jobs with method 'distillation' have no estimate.",
+            param="method.type",
+            code="unsupported_method",
+        )
     job = asked(body, project, service)
     return EstimateOut(
         **job.size(),
@@ -118,9 +141,51 @@ def _estimate(body: JobCreate, project: Project, service: Service) -> EstimateOu
     )
 
 
+def _offline(body: JobCreate, project: Project, service: Service) -> EstimateOut:
+    """Count and check the rows of a job that learns from the answers in its file."""
+    method = body.method.type
+    name, _ = start(body, service, project)
+    model = usable_model(body, name, service)
+    if body.budget:
+        body.budget.to_row(Price.of(service.settings))
+    with service.database.read() as session:
+        find = partial(files.get_dataset, session, project.id)
+        training = find(body.training_file, param="training_file")
+        validation = find(body.validation_file, param="validation_file") if body.validation_file else None
+    given = body.method_body()["hyperparameters"]
+    try:
+        rows = job_files.count_rows(service.blobs, training, method, "training_file")
+        job_files.refuse_few_rows(rows.number)
+        train_rows, valid_rows, kinds = rows.number, 0, rows.kinds
+        if validation is not None:
+            others = job_files.count_rows(service.blobs, validation, method, "validation_file")
+            valid_rows, kinds = others.number, [*kinds, *others.kinds]
+        job_files.refuse_other_kinds(kinds, given)
+    except BadFile as bad:
+        raise InvalidRequest(bad.message, param=bad.param, code=bad.code) from None
+    if body.validation_split is not None:
+        valid_rows = validation_size(train_rows, body.validation_split, MAX_ROWS)
+        refuse_few_left(train_rows - valid_rows, train_rows, method)
+        train_rows -= valid_rows
+    # The number of parameters decides only the learning rate.
+    resolved = resolve(method, offline_asked(method, given), rows=train_rows, parameters=1)
+    return EstimateOut(
+        model=name,
+        gpu_class=model.gpu_class or service.settings.gpu_class,
+        training_rows=train_rows,
+        validation_rows=valid_rows,
+        n_epochs=resolved.n_epochs,
+        batch_size=resolved.batch_size,
+        total_steps=resolved.total_steps,
+        estimate=None,
+        reason=f"the time of {method} jobs is not estimated before they start",
+        warnings=body.warnings,
+    )
+
+
 def asked(body: JobCreate, project: Project, service: Service) -> Asked:
     """Read the inputs of the job, with the validation of job creation that follows `refuse_unusable`."""
-    reinforcement = body.reinforcement("An estimate")
+    reinforcement = body.reinforcement("A preview")
     name, _ = start(body, service, project)
     model = usable_model(body, name, service)
     price = Price.of(service.settings)

@@ -42,13 +42,8 @@ def split(
         most = MAX_ROWS if learns_from_file else datasets.MAX_VALIDATION_ROWS
         chosen = splitting.choose(hashes, share, most)
         left = sum(one not in chosen for one in hashes)
-        if method != "reinforcement" and left < MIN_ROWS <= len(hashes):
-            raise InvalidRequest(
-                f"The split leaves {left} of {len(hashes)} rows for training, and a {method} job needs at least "
-                f"{MIN_ROWS}.",
-                param="validation_split",
-                code="invalid_n_examples",
-            )
+        if method != "reinforcement":
+            refuse_few_left(left, len(hashes), method)
         parts = (
             splitting.part(read, hashes, chosen, is_validation=False),
             splitting.part(read, hashes, chosen, is_validation=True),
@@ -65,6 +60,16 @@ def split(
         raise InvalidRequest(str(invalid), param="training_file", code="invalid_training_file") from None
     except (files.FileDamaged, BlobNotFound) as damage:
         raise ContentDamaged(str(damage)) from None
+
+
+def refuse_few_left(left: int, rows: int, method: str) -> None:
+    """Refuse a split of enough rows that leaves too few of them for training."""
+    if left < MIN_ROWS <= rows:
+        raise InvalidRequest(
+            f"The split leaves {left} of {rows} rows for training, and a {method} job needs at least {MIN_ROWS}.",
+            param="validation_split",
+            code="invalid_n_examples",
+        )
 
 
 def added(work: Work, service: Service, project: Project, parts: SplitFiles) -> SplitFiles:

@@ -94,13 +94,14 @@ def read_examples(
 def count_examples(
     chunks: Iterable[bytes],
     *,
+    form: "RowForm | None" = None,
     check: Callable[[Example], Iterable[str]] | None = None,
     max_rows: int | None = None,
     min_rows: int = 1,
 ) -> int:
     """Count the rows that `read_examples` would return, or raise the same errors. Holds one row at a time."""
     problems = _Problems()
-    count = sum(1 for _ in _good_rows(chunks, problems, check, max_rows))
+    count = sum(1 for _ in _good_rows(chunks, problems, check, max_rows, form))
     problems.refuse(count, min_rows)
     return count
 

@@ -156,7 +156,7 @@ class Estimate(BaseModel):
     total_steps: int
     n_epochs: int
     batch_size: int
-    group_size: int
+    group_size: int | None = None  # None: the job samples no answers
     estimate: dict[str, Any] | None = None
     reason: str | None = None
     warnings: list[str] = []  # accepted parameters without effect

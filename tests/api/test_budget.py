@@ -15,6 +15,7 @@ from core.database.engine import Work
 from core.database.tables import Checkpoint, File, Job
 from core.jobs import lifecycle, usage
 from core.jobs.estimates import Ahead
+from core.jobs.job_files import BadFile
 from core.registry import Registry
 from core.results.step_metrics import StepMetrics
 from core.storage.datasets import MAX_LINE_BYTES
@@ -24,7 +25,6 @@ from tests import factories
 from tests.api.conftest import MODELS, House
 from tests.api.test_jobs import JOBS, change, error, post
 from tests.present import present, untyped
-from worker.supervise.bad_files import BadFile
 from worker.supervise.validation import check_file
 
 ESTIMATE = "/v1/regraft/estimate"
@@ -383,6 +383,86 @@ def test_an_estimate_refuses_a_row_that_the_job_would_refuse_in_the_same_words(
     with pytest.raises(BadFile) as of_the_job:
         check_file(house.blobs, file, spec, "training_file", 50_000)
     assert of_the_job.value.message == refused.json()["error"]["message"]
+
+
+CHAT = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+
+
+def learned_rows(number: int, last: dict[str, Any] | None = None) -> bytes:
+    rows: list[Any] = [{"messages": CHAT}] * number + ([] if last is None else [last])
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def test_an_estimate_of_a_supervised_job_checks_its_rows_and_counts_its_steps(
+    api: TestClient, upload: Callable[..., str]
+) -> None:
+    asked = {
+        "model": "tiny",
+        "training_file": upload(learned_rows(40)),
+        "validation_split": 0.25,
+        "method": {"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": 2, "batch_size": 8}}},
+    }
+
+    answer = api.post(ESTIMATE, json=asked).json()
+
+    assert (answer["training_rows"], answer["validation_rows"]) == (30, 10)
+    assert (answer["n_epochs"], answer["batch_size"], answer["total_steps"]) == (2, 8, 8)
+    assert answer["estimate"] is answer["group_size"] is answer["max_completion_tokens"] is None
+    assert answer["reason"] == "the time of supervised jobs is not estimated before they start"
+
+
+@pytest.mark.parametrize(
+    ("content", "more", "refusal"),
+    [
+        (learned_rows(12, {"messages": CHAT[:1]}), {}, ("training_file", "invalid_training_file", "line 13")),
+        (learned_rows(9), {}, ("training_file", "invalid_n_examples", "has 9 example(s)")),
+        (
+            learned_rows(12),
+            {"validation_split": 0.5},
+            ("validation_split", "invalid_n_examples", "leaves 6 of 12"),
+        ),
+        (
+            learned_rows(12),
+            {"method": {"type": "dpo"}},
+            ("training_file", "invalid_training_file", "fine-tune-chat format"),
+        ),
+    ],
+)
+def test_an_estimate_refuses_the_files_that_a_supervised_or_dpo_job_would(
+    api: TestClient,
+    upload: Callable[..., str],
+    content: bytes,
+    more: dict[str, Any],
+    refusal: tuple[str, str, str],
+) -> None:
+    asked = {"model": "tiny", "training_file": upload(content)} | more
+
+    answer = api.post(ESTIMATE, json=asked)
+
+    assert error(answer) == refusal[:2]
+    assert refusal[2] in answer.json()["error"]["message"]
+
+
+def test_there_is_no_estimate_of_a_distillation_job(api: TestClient, upload: Callable[..., str]) -> None:
+    method = {"type": "distillation", "distillation": {"teacher": {"model": "tiny"}}}
+    asked = {"model": "tiny", "training_file": upload(), "validation_split": 0.5, "method": method}
+
+    assert error(api.post(ESTIMATE, json=asked)) == ("method.type", "unsupported_method")
+
+
+def test_labels_without_their_loss_are_refused_before_the_job_is_created(
+    api: TestClient, upload: Callable[..., str]
+) -> None:
+    row = {"input": {"messages": CHAT[:1]}, "output": CHAT[1:], "label": True}
+    file = upload((json.dumps(row) + "\n").encode() * 10)
+
+    def refused(loss: str) -> Any:
+        hyperparameters = {"advanced": {"loss": {"type": loss}}}
+        method = {"type": "dpo", "dpo": {"hyperparameters": hyperparameters}}
+        return api.post(ESTIMATE, json={"model": "tiny", "training_file": file, "method": method})
+
+    assert error(refused("sigmoid")) == ("training_file", "invalid_training_file")
+    assert refused("kto").json()["training_rows"] == 10
 
 
 # With OpenAI's own client.

@@ -649,11 +649,8 @@ def test_a_preference_job_is_shown_as_at_openai(api: TestClient, upload: Callabl
     assert job["method"]["dpo"]["hyperparameters"]["advanced"]["loss"]["type"] == "sigmoid"
 
 
-@pytest.mark.parametrize("route", ["/v1/regraft/estimate", "/v1/regraft/preview"])
-def test_an_estimate_and_a_preview_are_for_reinforcement_jobs(
-    api: TestClient, upload: Callable[..., str], route: str
-) -> None:
-    answer = api.post(route, json={"model": "tiny", "training_file": upload()})
+def test_a_preview_is_for_reinforcement_jobs(api: TestClient, upload: Callable[..., str]) -> None:
+    answer = api.post("/v1/regraft/preview", json={"model": "tiny", "training_file": upload()})
 
     assert error(answer) == ("method.type", "unsupported_method")
 

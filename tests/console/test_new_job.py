@@ -289,3 +289,21 @@ def test_rows_of_a_supervised_file_show_question_and_answer(form: Page, tmp_path
     expect(rows.nth(1).locator("td")).to_have_text(
         ["2", "Chile?", re.compile("^preferred_output Santiago ?non_preferred_output Lima$")]
     )
+
+
+def test_a_bad_row_of_a_supervised_file_is_shown_before_the_job_is_created(
+    form: Page, tmp_path: Path
+) -> None:
+    row = {"messages": [{"role": "user", "content": "Peru?"}, {"role": "assistant", "content": "Lima"}]}
+    good, bad = tmp_path / "good.jsonl", tmp_path / "bad.jsonl"
+    good.write_text(f"{json.dumps(row)}\n" * 12)
+    bad.write_text(f"{json.dumps(row)}\n" * 12 + json.dumps({"messages": row["messages"][:1]}) + "\n")
+    form.get_by_role("radio", name="Supervised").check()
+    form.get_by_label("Validation file", exact=True).and_(form.locator("select")).select_option("")
+
+    form.get_by_label("Upload training file").set_input_files(bad)
+    expect(form.get_by_text(re.compile("line 13: "))).to_be_visible()
+
+    form.get_by_label("Upload training file").set_input_files(good)
+    expect(form.get_by_text("All rows are valid: 12 for training, 0 for validation.")).to_be_visible()
+    expect(form.get_by_text(re.compile("12 rows, 8 epochs, 1 row a step"))).to_be_visible()

@@ -11,6 +11,7 @@ from regraft import InvalidDataset, datasets
 from regraft._rules import datasets as shipped
 
 from core.database.tables import File
+from core.jobs.job_files import BadFile
 from core.storage import datasets as core
 from core.storage.datasets import MAX_TRAINING_ROWS, MAX_VALIDATION_ROWS
 from core.storage.store import FolderBlobs
@@ -18,7 +19,6 @@ from graders.build import item_paths
 from graders.spec import parse_grader
 from tests.sdk.conftest import GRADER, ROWS
 from worker.supervise import validation
-from worker.supervise.bad_files import BadFile
 
 BAD = b"""{"messages": [{"role": "user", "content": "hi"}]}
 {"messages": []}

@@ -14,6 +14,7 @@ from core.database.tables import File, Job
 from core.jobs import estimates, events, lifecycle
 from core.jobs.claim import Claim, LeaseLost
 from core.jobs.distillation import asked_of, teacher_of
+from core.jobs.job_files import BadFile
 from core.jobs.methods import OFFLINE, variant
 from core.model_templates import is_reasoning
 from core.registry import Registry
@@ -39,7 +40,7 @@ from graders.template import Path, Reference, RenderError, Template
 from graders.types import Grader, Item, Sample
 from worker.heartbeat import WatchedGrader
 from worker.model import capacity
-from worker.supervise.bad_files import BadFile, failed
+from worker.supervise.bad_files import failed
 from worker.supervise.lease import LeaseKeeper
 from worker.supervise.offline_validation import validate_offline
 from worker.supervise.probes import NoProbe, probe

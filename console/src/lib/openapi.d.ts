@@ -99,7 +99,10 @@ export interface components {
              */
             deleted: true;
         };
-        /** EstimateOut */
+        /**
+         * EstimateOut
+         * @description Jobs that sample no answers have no `group_size` and no `max_completion_tokens`.
+         */
         EstimateOut: {
             /** Model */
             model: string;
@@ -113,10 +116,6 @@ export interface components {
             n_epochs: number;
             /** Batch Size */
             batch_size: number;
-            /** Group Size */
-            group_size: number;
-            /** Max Completion Tokens */
-            max_completion_tokens: number;
             /** Total Steps */
             total_steps: number;
             /** Estimate */
@@ -133,6 +132,10 @@ export interface components {
              * @constant
              */
             object: "regraft.estimate";
+            /** Group Size */
+            group_size?: number | null;
+            /** Max Completion Tokens */
+            max_completion_tokens?: number | null;
         };
         /** EventOut */
         EventOut: {
@@ -518,10 +521,6 @@ export interface components {
             n_epochs: number;
             /** Batch Size */
             batch_size: number;
-            /** Group Size */
-            group_size: number;
-            /** Max Completion Tokens */
-            max_completion_tokens: number;
             /** Total Steps */
             total_steps: number;
             /** Estimate */
@@ -532,6 +531,10 @@ export interface components {
             reason: string | null;
             /** Warnings */
             warnings: string[];
+            /** Group Size */
+            group_size: number;
+            /** Max Completion Tokens */
+            max_completion_tokens: number;
             /**
              * Object
              * @default regraft.preview

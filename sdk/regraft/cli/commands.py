@@ -539,10 +539,15 @@ def _course(values: list[float], marks: Marks, axis: tuple[float, float]) -> str
 
 
 def estimate_text(estimate: dict[str, Any]) -> str:
+    group_size = estimate["group_size"]
+    of_a_step = (
+        f"{estimate['batch_size']} rows per step"
+        if group_size is None
+        else f"{estimate['batch_size']} prompts per step, {group_size} answers per prompt"
+    )
     lines = [
         f"{estimate['training_rows']} training rows, {estimate['validation_rows']} validation rows",
-        f"{estimate['total_steps']} steps: {estimate['n_epochs']} epochs, {estimate['batch_size']} prompts per step, "
-        f"{estimate['group_size']} answers per prompt",
+        f"{estimate['total_steps']} steps: {estimate['n_epochs']} epochs, {of_a_step}",
     ]
     known = estimate.get("estimate")
     if not known:
