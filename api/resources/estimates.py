@@ -159,7 +159,7 @@ def _offline(body: JobCreate, project: Project, service: Service) -> EstimateOut
         train_rows, valid_rows, kinds = rows.number, 0, rows.kinds
         if validation is not None:
             others = job_files.count_rows(service.blobs, validation, method, "validation_file")
-            valid_rows, kinds = others.number, [*kinds, *others.kinds]
+            valid_rows, kinds = others.number, (*kinds, *others.kinds)
         job_files.refuse_other_kinds(kinds, given)
     except BadFile as bad:
         raise InvalidRequest(bad.message, param=bad.param, code=bad.code) from None

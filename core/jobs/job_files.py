@@ -1,10 +1,11 @@
 """The files of jobs that learn from the answers in them: which rows make a file unusable."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 from core.database.tables import File
 from core.jobs.methods import FORMATS, LOGITS, REWARD_MODEL
@@ -34,7 +35,7 @@ class CountedRows:
     """The number of rows of a valid file, and what a job learns from them (`kinds_of`)."""
 
     number: int
-    kinds: list[str]
+    kinds: tuple[str, ...]
 
 
 def count_rows(blobs: BlobStore, file: File, variant: str, param: str) -> CountedRows:
@@ -43,21 +44,28 @@ def count_rows(blobs: BlobStore, file: File, variant: str, param: str) -> Counte
     Raises:
         BadFile: it has the format of another method, bad lines, or rows of several kinds, or its content is missing.
     """
+    with problems_of(file, param):
+        refuse_other_format(blobs, file, variant, param)
+        try:
+            counted = _counted(cast(Hashable, blobs), file.blob_key, file.sha256, variant)
+        except BlobNotFound:
+            raise files.FileDamaged(file, files.MISSING) from None
+    refuse_several_kinds(file, param, counted.kinds)
+    return counted
+
+
+# A form requests an estimate after each change, and a million rows take about 15 seconds. Errors are not kept.
+@lru_cache(maxsize=256)
+def _counted(blobs: BlobStore, blob_key: str, sha256: str, variant: str) -> CountedRows:
     kinds: set[str] = set()
 
     def noted(row: Example) -> list[str]:
         kinds.update(kinds_of(variant, [row]))
         return []
 
-    with problems_of(file, param):
-        refuse_other_format(blobs, file, variant, param)
-        try:
-            chunks = blobs.open(file.blob_key)
-            number = datasets.count_examples(chunks, form=FORMS[variant], check=noted, max_rows=MAX_ROWS)
-        except BlobNotFound:
-            raise files.FileDamaged(file, files.MISSING) from None
-    refuse_several_kinds(file, param, kinds)
-    return CountedRows(number, sorted(kinds))
+    chunks = blobs.open(blob_key)
+    number = datasets.count_examples(chunks, form=FORMS[variant], check=noted, max_rows=MAX_ROWS)
+    return CountedRows(number, tuple(sorted(kinds)))
 
 
 @contextmanager

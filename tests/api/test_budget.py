@@ -411,6 +411,18 @@ def test_an_estimate_of_a_supervised_job_checks_its_rows_and_counts_its_steps(
     assert answer["reason"] == "the time of supervised jobs is not estimated before they start"
 
 
+def test_a_file_whose_rows_are_counted_is_not_read_to_its_end_by_the_next_estimate(
+    api: TestClient, house: House, upload: Callable[..., str]
+) -> None:
+    asked = {"model": "tiny", "training_file": upload(learned_rows(20))}
+    first = api.post(ESTIMATE, json=asked).json()
+    with house.database.read() as session:
+        key = session.query(File).where(File.id == asked["training_file"]).one().blob_key
+    house.blobs.delete(key)
+
+    assert api.post(ESTIMATE, json=asked).json() == first
+
+
 @pytest.mark.parametrize(
     ("content", "more", "refusal"),
     [
