@@ -28,8 +28,11 @@ FLEETS = {"small": "Qwen3-4B", "large": "Qwen3-14B"}
 
 
 def environment(pod: Pod, secrets: str = "secret" * 6) -> dict[str, Any]:
-    """The environment of a pod's container, with the same word for all that comes from Secrets."""
-    return {one["name"]: one.get("value", secrets) for one in pod.containers[0]["env"]}
+    """The environment of a pod's container, with the same word for all that comes from Secrets except the broker."""
+    stored = {"REGRAFT_BROKER_URL": "redis://:secret@valkey:6379/0"}
+    return {
+        one["name"]: one.get("value", stored.get(one["name"], secrets)) for one in pod.containers[0]["env"]
+    }
 
 
 @pytest.fixture(params=VARIATIONS)

@@ -23,7 +23,7 @@ from core.settings import Settings
 from core.tenancy import keys
 from tests.present import untyped
 from tests.servers import SeaweedFS
-from worker.cli import admin, main, parser, service
+from worker.cli import admin, configuration, main, parser, service
 from worker.cli.parser import UsageError
 
 HELP = [
@@ -155,6 +155,22 @@ def test_a_start_without_its_database_or_folder_names_the_variable_and_no_passwo
 
     assert str(ended.value).startswith(f"REGRAFT_{setting.upper()}: ")
     assert "secret" not in str(ended.value)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "extra"),
+    [
+        ("database_url", "postgresql://127.0.0.1/regraft", "postgres"),
+        ("broker_url", "rediss://127.0.0.1:6379/0", "redis"),
+    ],
+)
+def test_an_extra_that_a_setting_needs_is_named(setting: str, value: str, extra: str) -> None:
+    settings = Settings.model_validate({setting: value})
+    configuration.check_packages(settings, is_installed=lambda package: True)
+
+    with pytest.raises(UsageError, match=rf"^REGRAFT_{setting.upper()} .*'regraft-server\[{extra}\]'"):
+        configuration.check_packages(settings, is_installed=lambda package: False)
+    configuration.check_packages(Settings(), is_installed=lambda package: False)
 
 
 def test_a_blob_store_that_cannot_be_one_is_named() -> None:

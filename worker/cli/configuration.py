@@ -1,5 +1,8 @@
 """Read the operator's configuration for a command. Errors are UsageErrors that name the variable or the file."""
 
+from collections.abc import Callable
+from importlib.util import find_spec
+
 from pydantic import ValidationError
 from pydantic_settings import SettingsError
 
@@ -15,6 +18,24 @@ def read_settings() -> Settings:
         return Settings()
     except (ValidationError, SettingsError) as invalid:
         raise UsageError(problems(invalid)) from invalid
+
+
+def _is_installed(package: str) -> bool:
+    return find_spec(package) is not None
+
+
+def check_packages(settings: Settings, is_installed: Callable[[str], bool] = _is_installed) -> None:
+    """Raise UsageError if the settings need an extra of regraft-server that is not installed."""
+    needed = [
+        ("REGRAFT_DATABASE_URL", settings.database, "postgresql", "psycopg", "postgres"),
+        ("REGRAFT_BROKER_URL", settings.broker_url, "redis", "redis", "redis"),
+    ]
+    for variable, url, scheme, package, extra in needed:
+        if url.startswith(scheme) and not is_installed(package):
+            raise UsageError(
+                f"{variable} needs the package {package}, which is not installed: "
+                f"pip install 'regraft-server[{extra}]'"
+            )
 
 
 def check_models(settings: Settings) -> None:

@@ -40,7 +40,7 @@ from core.tenancy import keys, sessions
 from graders.backends import Backends, InvalidBackends
 from graders.sandbox import pool
 from worker.backends import open_backends
-from worker.cli.configuration import check_models, read_settings
+from worker.cli.configuration import check_models, check_packages, read_settings
 from worker.cli.parser import UsageError
 from worker.members.member import Member
 from worker.model.export import export_to
@@ -70,6 +70,7 @@ def configured() -> Settings:
 def up(arguments: argparse.Namespace) -> int:
     settings, listening = own_address(configured())
     backends = _backends(settings)
+    check_packages(settings)
     check_store(settings)
     _check_exporters(settings)
     prepare(settings)
@@ -86,6 +87,7 @@ def api(arguments: argparse.Namespace) -> int:
     settings = configured()
     backends = _backends(settings)
     _require_broker(settings)
+    check_packages(settings)
     check_store(settings)
     prepare(settings)
     _describe_python_graders(settings)
@@ -100,6 +102,7 @@ def worker(arguments: argparse.Namespace) -> int:
     settings = configured()
     backends = _backends(settings)
     _require_broker(settings)
+    check_packages(settings)
     check_store(settings)
     _check_exporters(settings)
     prepare(settings, first_key=False)  # the API creates it
@@ -200,7 +203,7 @@ def _backends(settings: Settings) -> Backends:
     try:
         return open_backends(settings)
     except InvalidBackends as invalid:
-        raise UsageError(str(invalid)) from invalid
+        raise UsageError(f"REGRAFT_GRADERS_FILE: {invalid}") from invalid
 
 
 def _require_broker(settings: Settings) -> None:
