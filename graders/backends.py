@@ -1,4 +1,4 @@
-"""The operator's TOML file: judge models, hosts that endpoint graders may call, and models for eval runs."""
+"""The operator's TOML file: judge models, hosts that endpoint graders may call, and other models on servers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class JudgeEntry(BaseModel, extra="forbid", frozen=True, strict=True):
 
 
 class ModelEntry(BaseModel, extra="forbid", frozen=True, strict=True):
-    """[models.NAME]: a model on an OpenAI-compatible server that eval runs may sample from, as NAME."""
+    """[models.NAME]: a model on an OpenAI-compatible server, which eval runs may sample from and which may teach."""
 
     base_url: str = Field(pattern=r"^https?://[^\s/]+.*$")  # ends with /v1
     api_key_env: str | None = None
@@ -96,7 +96,9 @@ class Backends:
     endpoints: Endpoints | None = None
     registry_models: frozenset[str] = frozenset()  # the models that judges use
     environments: Path = field(default_factory=default_folder)  # folder of the environments of python graders
-    models: Mapping[str, JudgeModel] = field(default_factory=dict)  # the operator's models for eval runs
+    models: Mapping[str, JudgeModel] = field(
+        default_factory=dict
+    )  # on servers, for eval runs and as teachers
 
     @classmethod
     def none(cls) -> Backends:

@@ -15,7 +15,7 @@ import httpx
 from core.outbound.http import NoAddress, UrlNotAllowed
 from graders.template import quoted
 
-MAX_ANSWER = 1_000_000  # bytes
+MAX_ANSWER = 1_000_000  # bytes, unless a caller says more
 MAX_WAIT_S = 60.0  # upper bound of Retry-After
 Sleep = Callable[[float], Awaitable[None]]
 
@@ -86,11 +86,13 @@ async def post(
     patience: CallRetryPolicy,
     pace: RateLimit,
     timeout_s: float,
+    max_bytes: int = MAX_ANSWER,
 ) -> Reply:
     """Return the server's last response. Redirects are not followed.
 
     Args:
         timeout_s: Limit of each attempt, from its start to the last byte of the response.
+        max_bytes: Limit of the response.
 
     Raises:
         NoAnswer: No attempt got a response, or the client rejected the address, which is not retried.
@@ -102,7 +104,7 @@ async def post(
         failure = ""
         try:
             async with asyncio.timeout(timeout_s):
-                answer = await _post_once(client, url, body, headers, timeout_s)
+                answer = await _post_once(client, url, body, headers, timeout_s, max_bytes)
         except TimeoutError:
             failure = f"no response within {timeout_s:g} seconds"
         except (httpx.HTTPError, NoAddress) as error:
@@ -127,7 +129,12 @@ async def post(
 
 
 async def _post_once(
-    client: httpx.AsyncClient, url: str, body: bytes, headers: dict[str, str], timeout_s: float
+    client: httpx.AsyncClient,
+    url: str,
+    body: bytes,
+    headers: dict[str, str],
+    timeout_s: float,
+    max_bytes: int,
 ) -> Reply:
     # A compressed response of a megabyte can expand to a gigabyte, so compression is neither requested nor accepted.
     sent = {**headers, "content-type": "application/json", "accept-encoding": "identity"}
@@ -142,8 +149,8 @@ async def _post_once(
         read = bytearray()
         async for chunk in response.aiter_raw():
             read += chunk
-            if len(read) > MAX_ANSWER:
-                raise NoAnswer(f"the answer is longer than {MAX_ANSWER} bytes")
+            if len(read) > max_bytes:
+                raise NoAnswer(f"the answer is longer than {max_bytes} bytes")
         text = read.decode("utf-8", errors="replace")
         return Reply(response.status_code, text, response.headers.get("retry-after"))
 

@@ -29,6 +29,7 @@ from graders.build import reward_model_parts
 from graders.spec import GraderSpec
 from graders.types import Grader
 from worker.attempt import Attempt
+from worker.backends import open_backends
 from worker.heartbeat import Beat, WatchedSampler, WatchedTrainer
 from worker.instruments import ObservedSampler
 from worker.learn.distributed import LoadModel, load_checked, loading
@@ -60,6 +61,7 @@ from worker.rollout.samplers.fleet import BlobAdapters
 from worker.rollout.samplers.fleet_members import FleetConfig
 from worker.rollout.samplers.placement import NO_ENGINE, ONE_ENGINE, NotPlaceable, Placement
 from worker.rollout.samplers.steering import Bounds, UnsupportedTags, grammar_of
+from worker.rollout.served_teacher import ServedTeacher
 from worker.rollout.taught import TeacherRewards
 from worker.run import Run
 from worker.types import Prompt
@@ -237,6 +239,7 @@ def teacher_model(attempt: Attempt, settings: Settings) -> TeacherModel | None:
 
     Raises:
         UserMistake: there is none of this name any more, or it does not share the student's tokens.
+        ModelUnavailable: its server does not answer.
     """
     job = attempt.job
     name = teacher_of(job)
@@ -247,7 +250,15 @@ def teacher_model(attempt: Attempt, settings: Settings) -> TeacherModel | None:
         base, parent = attempt.read(
             lambda session: start_of(session, job.project_id, name, registry, param=teachers.PARAM)
         )
-    except (NotFound, InvalidRequest) as cause:
+    except NotFound as absent:
+        server = open_backends(settings).models.get(name)
+        if server is None:
+            raise UserMistake("model_not_available", str(absent), teachers.PARAM) from absent
+        student = registry.get(job.model)
+        tokenizer = read_tokenizer(student, source_of(student, settings.model_cache))
+        ServedTeacher(name, server).refuse_other_tokens(tokenizer)
+        return TeacherModel(name, None, None, server=server)
+    except InvalidRequest as cause:
         raise UserMistake("model_not_available", str(cause), teachers.PARAM) from cause
     entries = {one: registry.get(one) for one in (base, job.model)}
     return teachers.inspect_teacher(name, base, parent, job.model, entries, settings.model_cache)
@@ -309,17 +320,21 @@ def taught_by(
     settings: Settings,
     beat: Beat,
 ) -> TeacherRewards:
-    """Load the teacher beside the policy.
+    """Load the teacher beside the policy, unless it is on a server.
 
     Raises:
-        UserMistake: the student's weights are divided over GPUs, or the teacher's adapter is gone.
+        UserMistake: the student's weights are divided over GPUs and the teacher is not on a server, or the teacher's
+            adapter is gone.
         UnsupportedModel: a second model whose forward pass is not right here.
     """
+    if teacher.server is not None:
+        served = ServedTeacher(teacher.name, teacher.server, beat)
+        return TeacherRewards(served, temperature=task.settings.temperature, paid=teacher.name)
     if policy.is_sharded:
         raise UserMistake(
             "not_enough_memory",
             "The model does not fit on one GPU, and a model whose weights are divided over GPUs cannot have a teacher "
-            "in this version.",
+            "in its memory: one on a server can teach it.",
             "model",
         )
     teaching, context = teachers.load_teacher(

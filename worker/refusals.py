@@ -70,7 +70,7 @@ class SamplerUnusable(Refusal):
 
 
 class ModelUnavailable(Exception):
-    """The model could not be downloaded. The job is retried, because another attempt may succeed."""
+    """A model could not be downloaded, or its server does not answer. Another attempt may succeed."""
 
 
 @contextmanager

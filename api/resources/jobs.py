@@ -819,6 +819,9 @@ def refuse_unusable_teacher(
                 session, project.id, name, service.registry, param=TEACHER_PARAM
             )
     except NotFound as absent:
+        if name in service.backends.models:
+            refuse_unusable_server(asked)
+            return
         absent.param = TEACHER_PARAM
         raise
     if (teacher_base, _checkpoint_of(teacher)) == (base_model, _checkpoint_of(parent)):
@@ -839,6 +842,26 @@ def refuse_unusable_teacher(
             f"The adapter of the teacher '{name}' has another {differs.removeprefix('lora_')} than the student's. "
             "They take turns on one base model, so they need the same shape: leave 'lora' out.",
             param=TEACHER_PARAM,
+        )
+
+
+def refuse_unusable_server(asked: Distillation) -> None:
+    """Check what a teacher on a server cannot do. Whether it has the student's tokenizer is for the worker to say.
+
+    Raises:
+        InvalidRequest: the mode needs more than the log-probability of a token, or another temperature than 1.
+    """
+    if not isinstance(asked, distillation.OnPolicyDistillation):
+        raise InvalidRequest(
+            f"The teacher '{asked.teacher.model}' is on a server, which gives the probability of a token but not those "
+            f"of the whole vocabulary: it can teach in the mode 'on_policy' and not in '{asked.mode}'.",
+            param=TEACHER_PARAM,
+        )
+    if (temperature := asked.hyperparameters.advanced.sampling.temperature) != 1:
+        raise InvalidRequest(
+            f"The teacher '{asked.teacher.model}' is on a server, which gives log-probabilities at temperature 1, not "
+            f"{temperature:g}.",
+            param="method.distillation.hyperparameters.advanced.sampling.temperature",
         )
 
 

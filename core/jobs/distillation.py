@@ -30,7 +30,7 @@ GROUP_SIZE = 4
 
 
 class TeacherName(Value):
-    # A model of the registry, or a tuned model of the project.
+    # A model of the registry, a tuned model of the project, or a model on a server that the operator names.
     model: str
 
 

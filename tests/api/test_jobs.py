@@ -12,6 +12,7 @@ from core.jobs.hyperparameters import Hyperparameters, resolve
 from core.settings import GpuClass
 from graders.backends import Backends
 from graders.endpoint import Endpoints
+from graders.judge.judges import JudgeModel
 from tests.api.conftest import House
 
 if TYPE_CHECKING:
@@ -1115,3 +1116,52 @@ def test_a_schema_that_takes_too_long_or_too_much_memory_is_a_400(
     error = answer.json()["error"]
     assert says in error["message"]
     assert error["param"] == "method.reinforcement.response_format.json_schema.schema"
+
+
+@pytest.fixture
+def teachers(house: House) -> None:
+    """A model on a server that the operator names."""
+    backends = Backends({}, models={"large": JudgeModel("http://127.0.0.1:9/v1")})
+    house.app.state.service = replace(house.app.state.service, backends=backends)
+
+
+def distilled(upload: Callable[..., str], **asked: Any) -> dict[str, Any]:
+    distillation = {"teacher": {"model": "large"}} | asked
+    return {
+        "model": "tiny",
+        "training_file": upload(),
+        "validation_file": upload(),
+        "method": {"type": "distillation", "distillation": distillation},
+    }
+
+
+@pytest.mark.usefixtures("teachers")
+def test_a_model_on_a_server_that_the_operator_names_may_teach(
+    api: TestClient, upload: Callable[..., str]
+) -> None:
+    made = api.post(JOBS, json=distilled(upload))
+
+    assert made.status_code == 200, made.text
+    assert made.json()["method"]["distillation"]["teacher"] == {"model": "large"}
+
+
+@pytest.mark.usefixtures("teachers")
+@pytest.mark.parametrize(
+    ("asked", "param", "says"),
+    [
+        ({"mode": "logits"}, "teacher.model", "can teach in the mode 'on_policy' and not in 'logits'"),
+        (
+            {"hyperparameters": {"advanced": {"sampling": {"temperature": 0.7}}}},
+            "hyperparameters.advanced.sampling.temperature",
+            "gives log-probabilities at temperature 1, not 0.7",
+        ),
+    ],
+)
+def test_what_a_teacher_on_a_server_does_not_give_is_refused(
+    api: TestClient, upload: Callable[..., str], asked: Any, param: str, says: str
+) -> None:
+    refused = api.post(JOBS, json=distilled(upload, **asked))
+
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == f"method.distillation.{param}"
+    assert says in refused.json()["error"]["message"]

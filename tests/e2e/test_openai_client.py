@@ -20,9 +20,10 @@ from openai.types.fine_tuning.fine_tuning_job import FineTuningJob
 from openai.types.fine_tuning.fine_tuning_job_event import FineTuningJobEvent
 
 from tests.e2e.conftest import Server, jsonl, start_server
+from tests.echo import echoes_of
 from tests.graders.servers import serving, verdict
 from tests.present import present, untyped
-from tests.tiny import make_byte_model
+from tests.tiny import make_byte_model, make_tiny_model
 
 GRADER: Any = {
     "type": "multi",
@@ -329,6 +330,32 @@ def test_judges_and_endpoints_that_the_operator_named_train_a_job(tmp_path: Path
     used = steps[1]["usage"]["graders"][0]
     assert (used["name"], used["model"]) == ("j", "wise")
     assert used["train_prompt_tokens_count"] > 0
+
+
+def test_a_model_on_a_server_that_the_operator_named_teaches_a_student(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    teacher = make_tiny_model(tmp_path / "teacher", layers=3, seed=5)
+    with serving(echoes_of(teacher)) as address:
+        (tmp_path / "graders.toml").write_text(f'[models.large]\nbase_url = "{address}/v1"\n')
+        server = start_server(
+            tmp_path / "data", tiny_model, REGRAFT_GRADERS_FILE=str(tmp_path / "graders.toml")
+        )
+        try:
+            client = server.client()
+            hyperparameters: dict[str, Any] = {"n_epochs": 2, "batch_size": 4, "learning_rate_multiplier": 40}
+            hyperparameters |= {"advanced": {"sampling": {"max_completion_tokens": 4}}}
+            distillation = {"teacher": {"model": "large"}, "hyperparameters": hyperparameters}
+            method = {"type": "distillation", "distillation": distillation}
+            job = wait(client, create(client, method=method))
+            steps = regraft.metrics(client, job.id)
+        finally:
+            server.stop()
+
+    assert job.status == "succeeded", job.error
+    assert steps[-1]["full_valid_teacher_kl"] < steps[0]["full_valid_teacher_kl"]
+    tokens = untyped(job.to_dict()["usage_metrics"])["model_grader_tokens"]["large"]
+    assert tokens["prompt_tokens"] > tokens["completion_tokens"] > 0
 
 
 def test_a_model_of_the_registry_judges_a_job(tmp_path: Path, tiny_model: Path) -> None:

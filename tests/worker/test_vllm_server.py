@@ -21,11 +21,15 @@ from httpx._client import AsyncClient
 
 from core.registry import BaseModelEntry
 from core.storage.store import FolderBlobs
+from graders.judge.judges import JudgeModel
 from tests.present import present, untyped
 from tests.thinking import FAMILIES, make_thinking_model
 from tests.tiny import WORDS, make_tiny_model
+from worker.learn.teacher import PolicyTeacher
 from worker.model.policy import Policy, load_base
 from worker.rollout.samplers.vllm import installed
+from worker.rollout.served_teacher import ServedTeacher
+from worker.types import Prompt, Rollout
 
 # As Qwen's: tools are told to the model, and it writes its calls between tags.
 CALLER = (
@@ -323,6 +327,20 @@ def test_a_completion_has_no_chat_template(client: openai.OpenAI, folder: Path) 
         assert answer.model == "tiny"
     parts = client.completions.create(model="tiny", prompt="say it", temperature=0, max_tokens=6, stream=True)
     assert "".join(part.choices[0].text for part in parts).strip() == right
+
+
+def test_a_model_on_it_teaches_as_in_the_trainers_memory(server: str, folder: Path) -> None:
+    policy = policy_of(folder, 0)
+    prompt = Prompt(0, tuple(policy.tokenizer.encode("say it", add_special_tokens=False)), {"messages": []})
+    rollouts = [Rollout(ids, (-1.0,) * len(ids), "", "stop") for ids in ((9, 8, 7, 6, 5), (12, 13))]
+    teacher = ServedTeacher("base", JudgeModel(f"{server}/v1", "key", "tiny"))
+
+    teacher.refuse_other_tokens(policy.tokenizer)
+    [served_G] = teacher.logprobs([(prompt, rollouts)], 1.0)
+
+    [own_G] = PolicyTeacher(policy, policy.as_base, 512).logprobs([(prompt, rollouts)], 1.0)
+    for served, own in zip(served_G, own_G, strict=True):
+        assert served == pytest.approx(own, abs=1e-4)
 
 
 def test_a_thought_and_its_answer_come_apart_whole_and_streamed(client: openai.OpenAI) -> None:

@@ -1,4 +1,7 @@
-"""Load the teacher of a distillation job: an adapter on the student's base, that base itself, or a second model."""
+"""Load the teacher of a distillation job: an adapter on the student's base, that base itself, or a second model.
+
+One on a server is not loaded: `worker.rollout.served_teacher`.
+"""
 
 import tempfile
 from collections.abc import Callable
@@ -15,6 +18,7 @@ from core.jobs.offline_hyperparameters import ResolvedOffline
 from core.registry import BaseModelEntry
 from core.results.lineage import Parent
 from core.storage.manifests import Damaged
+from graders.judge.judges import JudgeModel
 from worker.learn.distributed import load_checked
 from worker.learn.rank_model import Model
 from worker.model import memory
@@ -33,8 +37,9 @@ class TeacherModel:
 
     name: str
     adapter: Parent | None  # a tuned model on the student's base
-    second: BaseModelEntry | None  # a model beside the student's base. None for both: the base itself
+    second: BaseModelEntry | None  # a model beside the student's base
     shape: Shape | None = None  # of `second`
+    server: JudgeModel | None = None  # has it. None for all: the student's base itself
 
     def weight_bytes(self, *, packed: bool) -> int:
         """Memory beside that of a job without a teacher. `packed` as in `sizing.Machine`."""

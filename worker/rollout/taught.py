@@ -5,7 +5,7 @@ import statistics
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 
-from graders.types import Grade
+from graders.types import Grade, TokenUsage
 from worker.clock import Clock
 from worker.learn.teacher import Teacher
 from worker.rollout.samplers import Answer
@@ -18,10 +18,14 @@ class TeacherRewards:
     Its negative is an estimate of the reverse KL per token, so a score is 0 at best in the mean.
     """
 
-    def __init__(self, teacher: Teacher, *, temperature: float) -> None:
-        """`temperature` is that at which answers are sampled, in training and in validation."""
+    def __init__(self, teacher: Teacher, *, temperature: float, paid: str | None = None) -> None:
+        """`temperature` is that at which answers are sampled, in training and in validation.
+
+        `paid` is the name of a teacher on a server, under which its tokens are counted.
+        """
         self.teacher = teacher
         self.temperature = temperature
+        self.paid = paid
 
     async def grade(
         self,
@@ -46,7 +50,7 @@ class TeacherRewards:
         with clock("grading"):
             logprobs_PG = await asyncio.to_thread(self.teacher.logprobs, answers_P, self.temperature)
         groups_P = [
-            _group(prompt, rollouts_G, logprobs_G)
+            self._group(prompt, rollouts_G, logprobs_G)
             for (prompt, rollouts_G), logprobs_G in zip(answers_P, logprobs_PG, strict=True)
         ]
         if use is not None:
@@ -55,13 +59,20 @@ class TeacherRewards:
                     await asyncio.to_thread(use, group)
         return groups_P
 
+    def _group(
+        self, prompt: Prompt, rollouts_G: Sequence[Rollout], logprobs_G: Sequence[tuple[float, ...]]
+    ) -> Group:
+        taught_G = tuple(
+            replace(rollout, teacher_T=teacher_T)
+            for rollout, teacher_T in zip(rollouts_G, logprobs_G, strict=True)
+        )
+        grades_G = (Grade(_score(rollout), usage=self._usage(prompt, rollout)) for rollout in taught_G)
+        return Group(prompt, taught_G, tuple(grades_G))
 
-def _group(prompt: Prompt, rollouts_G: Sequence[Rollout], logprobs_G: Sequence[tuple[float, ...]]) -> Group:
-    taught_G = tuple(
-        replace(rollout, teacher_T=teacher_T)
-        for rollout, teacher_T in zip(rollouts_G, logprobs_G, strict=True)
-    )
-    return Group(prompt, taught_G, tuple(Grade(_score(rollout)) for rollout in taught_G))
+    def _usage(self, prompt: Prompt, rollout: Rollout) -> dict[str, TokenUsage]:
+        if self.paid is None:
+            return {}
+        return {self.paid: TokenUsage(len(prompt.ids) + len(rollout.output_ids_T), 1, 0)}
 
 
 def _score(rollout: Rollout) -> float:

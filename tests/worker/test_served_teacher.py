@@ -1,0 +1,194 @@
+"""A teacher on a server: its log-probabilities of the student's tokens, and what it is refused for."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from graders.calls import CallRetryPolicy
+from graders.judge.judges import JudgeModel
+from graders.types import TokenUsage
+from tests.echo import echoes_of
+from tests.graders.servers import Time, serving
+from tests.tiny import make_byte_model, make_tiny_model
+from worker.clock import Clock
+from worker.learn.teacher import PolicyTeacher
+from worker.model.policy import Policy
+from worker.refusals import ModelUnavailable, UserMistake
+from worker.rollout.samplers import Sampling, grouped
+from worker.rollout.samplers.transformers import TransformersSampler
+from worker.rollout.served_teacher import ServedTeacher, legible_tokens
+from worker.rollout.taught import TeacherRewards
+from worker.types import Prompt, Rollout
+
+PROMPTS = [Prompt(line, (8 + line, 9), {"messages": []}) for line in range(3)]
+HOW = Sampling(4, 1.0, 8, job_seed=0, step=1)
+
+MakePolicy = Callable[..., Policy]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("served")
+    make_tiny_model(folder / "tiny")
+    make_byte_model(folder / "bytes")
+    return folder
+
+
+def teacher(address: str, **server: Any) -> ServedTeacher:
+    patience = CallRetryPolicy(retries=2, sleep=Time().sleep)
+    return ServedTeacher("large", JudgeModel(f"{address}/v1", **server), patience=patience)
+
+
+def sampled(policy: Policy) -> list[tuple[Prompt, list[Rollout]]]:
+    answers = TransformersSampler(policy).answers(PROMPTS, HOW)
+    return [
+        (prompt, list(rollouts))
+        for prompt, rollouts in zip(PROMPTS, grouped(answers, len(PROMPTS), 4), strict=True)
+    ]
+
+
+def test_it_gives_what_the_same_model_gives_in_memory(folder: Path, make_policy: MakePolicy) -> None:
+    policy = make_policy()
+    answers_P = sampled(policy)
+
+    with serving(echoes_of(folder / "tiny")) as address:
+        served = teacher(address, max_concurrency=3).logprobs(answers_P, 1.0)
+
+    inside = PolicyTeacher(policy, policy.as_base, 512).logprobs(answers_P, 1.0)
+    for own_G, others_G in zip(inside, served, strict=True):
+        for own, others in zip(own_G, others_G, strict=True):
+            assert others == pytest.approx(own, abs=1e-5)
+
+
+def test_it_is_asked_under_its_name_on_the_server_with_its_key() -> None:
+    seen: list[Any] = []
+
+    def answer(path: str, asked: Any) -> tuple[int, str]:
+        seen.append(asked)
+        tokens = [str(token) for token in (*asked["prompt"], 0)]
+        values = [None, *[-1.5] * len(asked["prompt"])]
+        return 200, json.dumps({"choices": [{"logprobs": {"tokens": tokens, "token_logprobs": values}}]})
+
+    rollout = Rollout((4, 5), (-1.0, -1.0), "ab", "stop")
+    with serving(answer) as address:
+        found = teacher(address, served_as="org/large").logprobs([(PROMPTS[0], [rollout])], 1.0)
+
+    assert found == [[(-1.5, -1.5)]]
+    assert seen[0]["model"] == "org/large"
+    assert seen[0]["prompt"] == [8, 9, 4, 5]
+
+
+def test_its_tokens_are_counted_under_its_name(folder: Path, make_policy: MakePolicy) -> None:
+    policy = make_policy()
+    with serving(echoes_of(folder / "tiny")) as address:
+        rewards = TeacherRewards(teacher(address), temperature=1.0, paid="large")
+        answers = TransformersSampler(policy).sample(PROMPTS, HOW)
+        groups = asyncio.run(rewards.grade(PROMPTS, answers, 4, Clock()))
+
+    for group in groups:
+        for rollout, grade in zip(group.rollouts_G, group.grades_G, strict=True):
+            assert grade.usage == {"large": TokenUsage(2 + len(rollout.output_ids_T), 1, 0)}
+
+
+def test_a_teacher_with_the_students_tokens_is_accepted(folder: Path) -> None:
+    with serving(echoes_of(folder / "tiny")) as address:
+        teacher(address).refuse_other_tokens(AutoTokenizer.from_pretrained(folder / "tiny"))
+
+
+def test_a_teacher_with_other_tokens_is_refused_by_the_first_that_differs(folder: Path) -> None:
+    with serving(echoes_of(folder / "bytes")) as address, pytest.raises(UserMistake) as refused:
+        teacher(address).refuse_other_tokens(AutoTokenizer.from_pretrained(folder / "tiny"))
+
+    assert "The teacher 'large' has another tokenizer than the student: token" in refused.value.message
+    assert refused.value.param == "method.distillation.teacher.model"
+
+
+def test_a_server_may_name_tokens_by_their_ids(folder: Path) -> None:
+    def answer(path: str, asked: Any) -> tuple[int, str]:
+        tokens = [f"token_id:{token}" for token in asked["prompt"]]
+        values = [None, *[-1.0] * (len(tokens) - 1)]
+        return 200, json.dumps({"choices": [{"logprobs": {"tokens": tokens, "token_logprobs": values}}]})
+
+    with serving(answer) as address:
+        teacher(address).refuse_other_tokens(AutoTokenizer.from_pretrained(folder / "tiny"))
+
+
+def test_the_compared_tokens_are_from_all_over_the_vocabulary(folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder / "bytes")
+
+    few = list(legible_tokens(tokenizer, 10))
+
+    every = list(legible_tokens(tokenizer, 10**6))
+    assert len(few) <= 10
+    assert few[0] == every[0]
+    assert few[-1] >= every[-1] * 0.8
+    assert not set(every) & set(tokenizer.all_special_ids)
+
+
+COMPLETION = {"index": 0, "text": "x"}
+
+
+@pytest.mark.parametrize(
+    ("status", "choice", "says"),
+    [
+        (404, {}, "refuses 4 tokens: HTTP 404"),
+        (200, COMPLETION, "gives no log-probabilities of a prompt"),
+        (200, COMPLETION | {"logprobs": None}, "gives no log-probabilities of a prompt"),
+        (
+            200,
+            COMPLETION | {"logprobs": {"tokens": ["x"], "token_logprobs": [-1.0]}},
+            r"gives no log-probabilities of a prompt \(the answer has 1 tokens of 4\)",
+        ),
+        (
+            200,
+            COMPLETION | {"logprobs": {"tokens": ["x"] * 4, "token_logprobs": [None, 1.0, -1.0, -1.0]}},
+            "a log-probability is above 0",
+        ),
+    ],
+)
+def test_a_server_that_cannot_teach_fails_the_job_with_the_reason(
+    status: int, choice: Any, says: str
+) -> None:
+    rollout = Rollout((4, 5), (-1.0, -1.0), "ab", "stop")
+    with (
+        serving(lambda path, asked: (status, json.dumps({"choices": [choice]}))) as address,
+        pytest.raises(UserMistake, match=says) as refused,
+    ):
+        teacher(address).logprobs([(PROMPTS[0], [rollout])], 1.0)
+
+    assert refused.value.code == "teacher_unusable"
+
+
+def test_a_server_that_is_away_is_asked_again_and_then_by_another_attempt() -> None:
+    asked: list[Any] = []
+
+    def answer(path: str, body: Any) -> tuple[int, str]:
+        asked.append(body)
+        return 503, "{}"
+
+    rollout = Rollout((4, 5), (-1.0, -1.0), "ab", "stop")
+    with (
+        serving(answer) as address,
+        pytest.raises(ModelUnavailable, match="'large' does not answer: HTTP 503"),
+    ):
+        teacher(address).logprobs([(PROMPTS[0], [rollout])], 1.0)
+
+    assert len(asked) == 3
+
+
+def test_another_temperature_is_never_answered_with_that_of_1(folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"at temperature 1, not 0\.7"):
+        teacher("http://127.0.0.1:9").logprobs([], 0.7)
+
+
+def test_it_is_reached_from_within_a_running_event_loop(folder: Path) -> None:
+    async def inside() -> None:
+        with serving(echoes_of(folder / "tiny")) as address:
+            teacher(address).refuse_other_tokens(AutoTokenizer.from_pretrained(folder / "tiny"))
+
+    asyncio.run(inside())
