@@ -34,7 +34,8 @@ if TYPE_CHECKING:
         QuotaExceeded,
         RateLimited,
     )
-    from regraft.jobs import FINAL, events, metrics, rollouts, show
+    from regraft.jobs import events, metrics, rollouts, show
+    from regraft.progress import FINAL
     from regraft.requests import InvalidRequestFile
     from regraft.types import (
         Estimate,
@@ -54,7 +55,8 @@ _HOME = {
     "regraft.errors": "BudgetReached CheckpointNotFound DownloadCorrupt FileNotFound InsufficientPermissions "
     "InvalidApiKey InvalidGrader InvalidJobState JobFailed JobNotFound ModelNotFound "
     "NotARegraftServer NotSupportedByServer QuotaExceeded RateLimited",
-    "regraft.jobs": "FINAL events metrics rollouts show",
+    "regraft.jobs": "events metrics rollouts show",
+    "regraft.progress": "FINAL",
     "regraft.requests": "InvalidRequestFile",
     "regraft.types": "Estimate GraderTest JobEvent Preview PromptHistory Rollout StepMetrics Verdict",
 }

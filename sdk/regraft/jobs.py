@@ -9,9 +9,7 @@ from openai import OpenAI
 from openai.types.fine_tuning import FineTuningJob, FineTuningJobEvent
 
 from regraft.display import Display
-from regraft.progress import axis_of
-
-FINAL: frozenset[str] = frozenset({"succeeded", "failed", "cancelled"})
+from regraft.progress import FINAL, axis_of
 
 
 def events(client: OpenAI, job_id: str, *, poll_seconds: float = 1.0) -> Iterator[FineTuningJobEvent]:

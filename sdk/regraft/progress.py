@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+FINAL: frozenset[str] = frozenset({"succeeded", "failed", "cancelled"})  # of a job's status
 BLOCKS, ASCII_BLOCKS = "▁▂▃▄▅▆▇█", "_.-~=*%#"
 AXIS = (0.0, 1.0)  # of rewards
 
@@ -57,7 +58,7 @@ class Progress:
     def line(self, *, bar: int = 20, spark: int = 24, marks: Marks | None = None) -> str:
         """The state in one line; `spark` = 0 omits the sparkline."""
         marks = marks or Marks()
-        doing = [] if self.now is None else [doing_now(self.now)]
+        doing = [] if self.now is None or self.status in FINAL else [doing_now(self.now)]
         if not self.steps:
             return "  ".join([self.status, *doing])
         last = self.steps[max(self.steps)]

@@ -68,3 +68,13 @@ def test_a_line_says_what_happens_inside_of_the_step() -> None:
     progress.add({"step": 0, "total_steps": 10, "full_valid_mean_reward": 0.3})
     progress.now = {"step": 1, "phase": "training", "done": None, "of": None, "since": 1700000000}
     assert progress.line(bar=4) == "running  step  0/10 ░░░░  1: training  valid 0.30"
+
+
+def test_a_run_that_has_ended_does_nothing_inside_of_a_step() -> None:
+    """The last phase may be told after the last step."""
+    now = {"step": 10, "phase": "training", "done": None, "of": None, "since": 1700000000}
+    progress = Progress(status="succeeded")
+    progress.add({"step": 10, "total_steps": 10, "train_mean_reward": 0.3})
+    progress.now = now
+
+    assert progress.line(bar=4) == "succeeded  step 10/10 ████  train 0.30"

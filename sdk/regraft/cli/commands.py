@@ -37,10 +37,10 @@ from regraft.config import NotConfigured
 from regraft.datasets import method_of
 from regraft.datasets import validate as validate_dataset
 from regraft.errors import DownloadCorrupt, JobFailed, NotARegraftServer, NotSupportedByServer, is_page
-from regraft.jobs import FINAL, grader_of
+from regraft.jobs import grader_of
 from regraft.migrate import NO_MODEL
 from regraft.migrate import migrate as migrated
-from regraft.progress import Marks, axis_of, doing_now, marks_for, sparkline
+from regraft.progress import FINAL, Marks, axis_of, doing_now, marks_for, sparkline
 from regraft.requests import FILES, InvalidRequestFile, read_grader, read_job, read_table
 from regraft.resources.checkpoints import best
 from regraft.resources.evals import InvalidGate

@@ -18,8 +18,8 @@ from openai.types.fine_tuning import FineTuningJob
 from regraft import datasets
 from regraft.display import Display
 from regraft.errors import JobFailed
-from regraft.jobs import FINAL, grader_of
-from regraft.progress import axis_of
+from regraft.jobs import grader_of
+from regraft.progress import FINAL, axis_of
 from regraft.requests import InvalidRequestFile, JobRequest, Source, read_grader, read_job, refuse_masked
 from regraft.types import JobEvent, Verdict, verdict_of
 
