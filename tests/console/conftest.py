@@ -36,7 +36,9 @@ FLAGS = [
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Server]:
-    server = start_server(tmp_path_factory.mktemp("server"), tiny_model)
+    server = start_server(
+        tmp_path_factory.mktemp("server"), tiny_model, REGRAFT_WEBHOOK_PRIVATE_HOSTS="127.0.0.1"
+    )
     yield server
     server.stop()
 

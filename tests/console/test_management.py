@@ -1,6 +1,7 @@
 """The pages of files, models, usage and keys."""
 
 import io
+import json
 import os
 import re
 import subprocess
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import BrowserContext, Page, expect
+from playwright.sync_api import BrowserContext, Locator, Page, expect
 
 from tests.console.conftest import (
     Accessible,
@@ -22,7 +23,9 @@ from tests.console.conftest import (
     rows,
 )
 from tests.e2e.conftest import Server
-from tests.present import untyped
+from tests.e2e.test_openai_client import GRADER
+from tests.hooks import Receiver
+from tests.present import present, untyped
 
 pytestmark = pytest.mark.slow
 
@@ -30,7 +33,11 @@ HOSTILE = "<img src=x onerror=alert(1)>.jsonl"
 
 
 def open_page(page: Page, name: str) -> None:
-    page.get_by_role("navigation").get_by_role("link", name=name, exact=True).click()
+    if name in ("Webhooks", "Audit log"):
+        open_page(page, "Keys")
+    page.get_by_role("main" if name in ("Webhooks", "Audit log") else "banner").get_by_role(
+        "link", name=name, exact=True
+    ).click()
     page.get_by_role("heading", level=1, name=name, exact=True).wait_for()
 
 
@@ -217,3 +224,151 @@ def test_a_refused_deletion_is_shown(
     logged_in.get_by_role("button", name="Delete").click()
 
     expect(logged_in.get_by_role("alert")).to_contain_text(made.id)
+
+
+def arena(page: Page, server: Server, finished: str) -> str:
+    """Open it with the tuned model and its base. Returns the tuned model."""
+    model = present(server.client().fine_tuning.jobs.retrieve(finished).fine_tuned_model)
+    page.goto(f"/#/models/{model}")
+    page.get_by_role("link", name="Compare answers").click()
+    page.get_by_role("heading", level=1, name="Arena").wait_for()
+    page.get_by_label("Tokens, at most").fill("4")
+    return model
+
+
+def answer(page: Page, name: str) -> Locator:
+    return page.get_by_role("region", name=f"Answer of {name}")
+
+
+def ask(page: Page) -> None:
+    page.get_by_role("button", name="Answer with 2 models").click()
+    page.get_by_role("button", name="Equally good").wait_for()
+
+
+def test_the_arena_has_two_models_answer_side_by_side(
+    logged_in: Page, server: Server, finished: str, theme: str, accessible: Accessible
+) -> None:
+    model = arena(logged_in, server, finished)
+    logged_in.get_by_label("Message", exact=True).fill("say it")
+    ask(logged_in)
+
+    for name in ("tiny", model):
+        said = server.client().chat.completions.create(
+            model=name,
+            messages=[{"role": "user", "content": "say it"}],
+            temperature=0,
+            seed=1,
+            max_completion_tokens=4,
+        )
+        expect(answer(logged_in, name).locator(".answer")).to_have_text(
+            present(said.choices[0].message.content)
+        )
+    logged_in.get_by_role("button", name="Equally good").click()
+    logged_in.get_by_role("region", name="Votes by model").wait_for()
+    accessible(logged_in)
+    readable_on_a_telephone(logged_in)
+
+
+def test_answers_to_a_row_are_scored_by_the_grader_of_the_models_job(
+    logged_in: Page, server: Server, finished: str
+) -> None:
+    model = arena(logged_in, server, finished)
+    logged_in.get_by_label("From").select_option("valid.jsonl")
+    logged_in.get_by_text("Scored by the grader of").wait_for()
+    logged_in.get_by_role("button", name="Next row").click()
+    expect(logged_in.locator(".prompt")).to_have_text("is it green")
+    ask(logged_in)
+
+    graders = server.client().fine_tuning.alpha.graders
+    for name in ("tiny", model):
+        text = answer(logged_in, name).locator(".answer").inner_text()
+        reward = graders.run(grader=GRADER, model_sample=text, item={"answer": "yes"}).reward
+        expect(answer(logged_in, name)).to_contain_text(f"Score {reward:.2f}")
+
+
+def test_a_blind_vote_hides_the_models_until_it_is_given(
+    logged_in: Page, server: Server, finished: str
+) -> None:
+    model = arena(logged_in, server, finished)
+    logged_in.get_by_label("Hide which model answered").check()
+    logged_in.get_by_label("Message", exact=True).fill("say it")
+    ask(logged_in)
+    expect(answer(logged_in, "tiny")).to_have_count(0)
+
+    logged_in.get_by_role("button", name="Model A is better").click()
+    expect(answer(logged_in, "tiny")).to_have_count(1)
+    with logged_in.expect_download() as waiting:
+        logged_in.get_by_role("button", name="Download as JSONL").click()
+
+    [vote] = [json.loads(line) for line in waiting.value.path().read_text().splitlines()]
+    assert vote["winner"] in ("tiny", model)
+    assert vote["winner"] == vote["answers"][0]["model"]
+    assert {one["model"] for one in vote["answers"]} == {"tiny", model}
+    assert vote["messages"] == [{"role": "user", "content": "say it"}]
+    assert vote["blind"] is True
+
+
+def test_a_refused_prompt_is_said_in_each_answer(
+    logged_in: Page, server: Server, finished: str, watched: tuple[BrowserContext, Watched]
+) -> None:
+    watched[1].expected.append("400")
+    arena(logged_in, server, finished)
+    logged_in.get_by_label("Message", exact=True).fill("it " * 500)
+
+    logged_in.get_by_role("button", name="Answer with 2 models").click()
+
+    expect(logged_in.locator(".answers .bad")).to_have_count(2)
+    expect(logged_in.get_by_role("button", name="Equally good")).to_have_count(0)
+
+
+def test_an_endpoint_of_webhooks_is_created_tested_and_deleted(
+    logged_in: Page, theme: str, accessible: Accessible
+) -> None:
+    logged_in.on("dialog", lambda dialog: dialog.accept())
+    with Receiver() as receiver:
+        open_page(logged_in, "Webhooks")
+        logged_in.get_by_label("Name", exact=True).fill("mine")
+        logged_in.get_by_label("URL").fill(receiver.url)
+        logged_in.get_by_label("fine_tuning.job.succeeded").check()
+        logged_in.get_by_role("button", name="Create endpoint").click()
+        expect(logged_in.get_by_role("heading", name="The secret of “mine”")).to_be_visible()
+        assert logged_in.locator(".value").inner_text().startswith("whsec_")
+        accessible(logged_in)
+        readable_on_a_telephone(logged_in)
+
+        logged_in.get_by_role("button", name="Test mine").click()
+        expect(logged_in.get_by_text("answered fine_tuning.job.succeeded with status 200.")).to_be_visible()
+        assert len(receiver.received) == 1
+
+    logged_in.get_by_role("button", name="Delete mine").click()
+    expect(logged_in.get_by_text("No endpoints:")).to_be_visible()
+
+
+def test_the_audit_log_names_the_key_of_each_change(
+    logged_in: Page, server: Server, theme: str, accessible: Accessible
+) -> None:
+    client = server.client()
+    path = f"/organization/projects/{project_of(client)}/api_keys"
+    made = untyped(client.post(path, body={"name": "short-lived", "scope": "read"}, cast_to=object))
+    client.delete(f"{path}/{made['id']}", cast_to=object)
+
+    open_page(logged_in, "Audit log")
+
+    changes = logged_in.get_by_role("region", name="Changes, newest first").locator("tbody tr")
+    expect(changes.nth(0)).to_contain_text(made["id"])
+    logged_in.get_by_label("Type").select_option("api_key.created")
+    expect(changes.nth(0)).to_contain_text("api_key.created")
+    assert "type=api_key.created" in logged_in.url
+    accessible(logged_in)
+    readable_on_a_telephone(logged_in)
+
+
+def test_the_audit_log_is_for_admins(page: Page, server: Server) -> None:
+    client = server.client()
+    path = f"/organization/projects/{project_of(client)}/api_keys"
+    reader = untyped(client.post(path, body={"name": "reader", "scope": "read"}, cast_to=object))
+    log_in(page, reader["value"])
+
+    open_page(page, "Audit log")
+
+    expect(page.get_by_text("needs a key with the scope “admin”")).to_be_visible()

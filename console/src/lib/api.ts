@@ -48,6 +48,25 @@ export const post = <T>(path: string, body?: unknown, signal?: AbortSignal): Pro
   request("POST", path, body ?? {}, signal);
 export const remove = <T>(path: string): Promise<T> => request("DELETE", path);
 
+/** The data of the server-sent events of a response, as JSON, until `[DONE]`. */
+export async function* events<T>(path: string, body: unknown, signal: AbortSignal): AsyncGenerator<T> {
+  const answer = await send("POST", path, body, signal);
+  const reader = answer.body!.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { done, value } = await reader.read();
+    if (done) return;
+    const lines = (rest + value).split("\n");
+    rest = lines.pop()!;
+    for (const line of lines) {
+      if (!line.startsWith("data:")) continue;
+      const data = line.slice(5).trim();
+      if (data === "[DONE]") return;
+      yield JSON.parse(data) as T;
+    }
+  }
+}
+
 /** All pages of a list, up to `most` entries. */
 export async function all<T extends { id: string }>(path: string, most = 2000): Promise<T[]> {
   const found: T[] = [];

@@ -4,6 +4,40 @@ export type webhooks = Record<string, never>;
 export interface components {
     schemas: {
         /**
+         * AuditOut
+         * @description One change, in the shape of OpenAI's audit log.
+         */
+        AuditOut: {
+            /** Id */
+            id: string;
+            /**
+             * Object
+             * @default organization.audit_log
+             * @constant
+             */
+            object: "organization.audit_log";
+            /** Type */
+            type: string;
+            /** Effective At */
+            effective_at: number;
+            /** Actor */
+            actor: {
+                [key: string]: unknown;
+            };
+            /** Project */
+            project: {
+                [key: string]: string | null;
+            };
+            /** Target */
+            target: string;
+            /** Request Id */
+            request_id: string | null;
+            /** Data */
+            data: {
+                [key: string]: unknown;
+            };
+        };
+        /**
          * BaseModelOut
          * @description A base model of the registry. The fields after `sampler` are null until a worker has tried the model.
          */
@@ -1458,6 +1492,83 @@ export interface components {
             ground?: string | null;
             /** Start */
             start?: string | null;
+        };
+        /** WebhookEndpointOut */
+        WebhookEndpointOut: {
+            /** Id */
+            id: string;
+            /**
+             * Object
+             * @default webhook_endpoint
+             * @constant
+             */
+            object: "webhook_endpoint";
+            /** Created At */
+            created_at: number;
+            /** Updated At */
+            updated_at: number;
+            /** Name */
+            name: string;
+            /** Url */
+            url: string;
+            /** Event Types */
+            event_types: string[];
+            /** Thresholds */
+            thresholds: {
+                [key: string]: number;
+            } | null;
+            /** Signing Secret Hint */
+            signing_secret_hint: string;
+        };
+        /** WebhookEndpointTestOut */
+        WebhookEndpointTestOut: {
+            /**
+             * Object
+             * @default webhook_endpoint.test
+             * @constant
+             */
+            object: "webhook_endpoint.test";
+            /** Webhook Endpoint Id */
+            webhook_endpoint_id: string;
+            /** Event Type */
+            event_type: string;
+            /** Status Code */
+            status_code: number;
+            /**
+             * Success
+             * @default true
+             * @constant
+             */
+            success: true;
+        };
+        /** WebhookEndpointWithSecret */
+        WebhookEndpointWithSecret: {
+            /** Id */
+            id: string;
+            /**
+             * Object
+             * @default webhook_endpoint
+             * @constant
+             */
+            object: "webhook_endpoint";
+            /** Created At */
+            created_at: number;
+            /** Updated At */
+            updated_at: number;
+            /** Name */
+            name: string;
+            /** Url */
+            url: string;
+            /** Event Types */
+            event_types: string[];
+            /** Thresholds */
+            thresholds: {
+                [key: string]: number;
+            } | null;
+            /** Signing Secret Hint */
+            signing_secret_hint: string;
+            /** Signing Secret */
+            signing_secret: string;
         };
     };
     responses: never;

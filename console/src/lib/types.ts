@@ -29,6 +29,10 @@ export type Key = Schemas["KeyOut"];
 export type NewKey = Schemas["NewKeyOut"];
 export type Limits = Schemas["LimitsOut"];
 export type Usage = Schemas["UsageOut"];
+export type AuditEntry = Schemas["AuditOut"];
+export type WebhookEndpoint = Schemas["WebhookEndpointOut"];
+export type NewWebhookEndpoint = Schemas["WebhookEndpointWithSecret"];
+export type WebhookTest = Schemas["WebhookEndpointTestOut"];
 export type Deleted = Schemas["Deleted"];
 
 export type Grader = { type?: unknown; [name: string]: unknown };
