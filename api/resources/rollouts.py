@@ -2,7 +2,8 @@
 
 import json
 import tempfile
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from itertools import islice
 from typing import Annotated, Any, BinaryIO, Literal, cast
 
@@ -16,18 +17,20 @@ from api.http.shapes import After, Listing, Measured, SchemaOf
 from core.database.tables import RolloutPage
 from core.errors import InvalidRequest, NotFound
 from core.jobs import events, lifecycle
-from core.results import evals, prompt_histories, rollout_order, rollouts
+from core.results import evals, prompt_histories, rollout_order, rollouts, what_if
 from core.results.prompt_histories import Outcome, PromptHistory, SortKey
 from core.results.rollout_filters import Wanted
 from core.results.rollout_order import SortColumn
 from core.results.rollouts import SamplePosition
 from core.storage.store import CHUNK_BYTES, BlobNotFound, BlobStore
+from graders.formula import MAX_LENGTH, Formula, FormulaDomainError, FormulaError
 
 router = APIRouter(prefix="/regraft/jobs", tags=["regraft"])
 
 MAX_CONCURRENT = 1000
 AT_ONCE = 100
 MAX_SEARCHED = 1000
+MAX_RESCORED = 100_000
 
 _PROMPT = "prompt_"
 
@@ -285,6 +288,95 @@ def list_prompts(
         pass_threshold=threshold,
         outcomes=prompt_histories.outcomes(everything),
         stored=sum(sum(history.samples) for history in everything),
+    )
+
+
+class RewardsOut(BaseModel):
+    """The rewards of one formula."""
+
+    graded: int
+    mean: float | None
+    passed: Annotated[int, Field(description="Answers with a score of at least `pass_threshold`.")]
+    groups_with_signal: Annotated[int, Field(description="Groups with answers of different scores.")]
+
+
+class WhatIfOut(BaseModel):
+    """Another formula over the stored scores of a multi grader's parts. The job and its scores do not change."""
+
+    object: Literal["regraft.what_if"] = "regraft.what_if"
+    formula: str
+    pass_threshold: float
+    answers: int
+    groups: Annotated[int, Field(description="Groups with at least two answers.")]
+    before: RewardsOut
+    after: RewardsOut
+    higher: int
+    lower: int
+    same: int
+    gained: Annotated[int, Field(description="Answers that only the formula gives a score.")]
+    lost: Annotated[int, Field(description="Answers that the formula gives no score.")]
+    now_passed: int
+    now_failed: int
+    changed_signs: Annotated[
+        int, Field(description="Answers whose reward, minus the mean of their group, has the opposite sign.")
+    ]
+    rank_correlation: Annotated[
+        float | None, Field(description="Spearman's, of the stored and the new scores.")
+    ]
+
+    @classmethod
+    def of(cls, formula: str, threshold: float, found: what_if.Comparison) -> "WhatIfOut":
+        return cls(formula=formula, pass_threshold=threshold, **asdict(found))
+
+
+@router.get("/{job_id}/rollouts/what-if", dependencies=[Depends(_place)])
+def rescore(
+    job_id: str,
+    project: CurrentProject,
+    service: ServiceDep,
+    pages: Pages,
+    formula: Annotated[
+        str, Query(max_length=MAX_LENGTH, description="As `calculate_output` of a multi grader.")
+    ],
+    pass_threshold: Annotated[
+        float | None, Query(allow_inf_nan=False, description="Default: as in evals of the job.")
+    ] = None,
+) -> WhatIfOut:
+    """Say what another formula over the scores of the multi grader's parts would have changed."""
+    with service.database.read() as session:
+        grader = lifecycle.get(session, project.id, job_id).body.get("grader", {})
+    names = what_if.part_names(grader)
+    if not names:
+        raise InvalidRequest(
+            "The job has no multi grader, so there are no parts for a formula.", param="job_id"
+        )
+    if (selected := sum(page.samples for page in pages)) > MAX_RESCORED:
+        raise InvalidRequest(
+            f"{selected} answers are selected, and at most {MAX_RESCORED} are scored at once: select fewer steps with "
+            "step_from and step_to.",
+            param="step_from",
+        )
+    try:
+        parsed = Formula.parse(formula, names)
+    except FormulaError as wrong:
+        raise InvalidRequest(
+            f"Invalid formula: {wrong}. Its names are {', '.join(names)}.", param="formula"
+        ) from None
+
+    def score(parts: Mapping[str, float | None]) -> float | None:
+        stand_in = grader.get("invalid_grade")
+        values = {name: stand_in if parts.get(name) is None else parts[name] for name in names}
+        known = {name: value for name, value in values.items() if value is not None}
+        if len(known) < len(names):
+            return None
+        try:
+            return parsed.evaluate(known)
+        except FormulaDomainError:
+            return None
+
+    threshold = evals.pass_threshold(grader) if pass_threshold is None else pass_threshold
+    return WhatIfOut.of(
+        formula, threshold, what_if.compare(what_if.rescored(service.blobs, pages, score), threshold)
     )
 
 

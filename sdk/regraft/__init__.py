@@ -46,6 +46,7 @@ if TYPE_CHECKING:
         Rollout,
         StepMetrics,
         Verdict,
+        WhatIf,
     )
 
 _HOME = {
@@ -58,7 +59,7 @@ _HOME = {
     "regraft.jobs": "events metrics rollouts show",
     "regraft.progress": "FINAL",
     "regraft.requests": "InvalidRequestFile",
-    "regraft.types": "Estimate GraderTest JobEvent Preview PromptHistory Rollout StepMetrics Verdict",
+    "regraft.types": "Estimate GraderTest JobEvent Preview PromptHistory Rollout StepMetrics Verdict WhatIf",
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names.split()}
 
@@ -106,6 +107,7 @@ __all__ = [
     "Rollout",
     "StepMetrics",
     "Verdict",
+    "WhatIf",
     "events",
     "metrics",
     "rollouts",

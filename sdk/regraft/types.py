@@ -130,6 +130,35 @@ class Rollout(BaseModel):
     steps: list[RolloutStep] | None = None
 
 
+class Rewards(BaseModel):
+    """The rewards of one formula."""
+
+    graded: int
+    mean: float | None = None
+    passed: int  # answers with a score of at least `pass_threshold`
+    groups_with_signal: int  # groups with answers of different scores
+
+
+class WhatIf(BaseModel):
+    """Another formula over the stored scores of a multi grader's parts."""
+
+    formula: str
+    pass_threshold: float
+    answers: int
+    groups: int  # with at least two answers
+    before: Rewards
+    after: Rewards
+    higher: int
+    lower: int
+    same: int
+    gained: int  # answers that only the formula gives a score
+    lost: int
+    now_passed: int
+    now_failed: int
+    changed_signs: int  # of the reward minus the mean of its group
+    rank_correlation: float | None = None
+
+
 class PromptHistory(BaseModel):
     """The rewards of one prompt over the steps of a job."""
 

@@ -14,7 +14,7 @@ from core.database.tables import RolloutPage
 from core.jobs import lifecycle, run_logs
 from core.results import rollouts
 from tests import many_rollouts
-from tests.api.conftest import House
+from tests.api.conftest import GRADER, House
 from tests.present import untyped
 
 OLD = [
@@ -646,3 +646,124 @@ def test_the_logs_of_runs_can_be_read_and_so_far_that_of_one_under_way(
         "--- attempt 4: running; its log is up to 30 s behind",
         "Schritt für Schritt",
     ]
+
+
+BOTH = {
+    "type": "multi",
+    "name": "both",
+    "graders": {"says": GRADER | {"name": "says"}, "close": GRADER | {"name": "close"}},
+    "calculate_output": "says",
+}
+
+
+def scored(step: int, group: int, member: int, says: float | None, close: float) -> dict[str, Any]:
+    sub_scores = {"says": says, "close": close}
+    return row(step, "train", group, member, score=says, sub_scores=sub_scores)
+
+
+@pytest.fixture
+def graded_twice(
+    house: House, create_job: Callable[..., dict[str, Any]], job_request: Callable[..., Any]
+) -> str:
+    """A job whose grader has two parts and returns the first: two groups of three answers."""
+    job_id: str = create_job(reinforcement={"grader": BOTH})["id"]
+    rows = [
+        *(
+            scored(1, 0, member, says, close)
+            for member, (says, close) in enumerate([(1, 0), (0, 1), (0, 0.4)])
+        ),
+        *(
+            scored(1, 1, member, says, close)
+            for member, (says, close) in enumerate([(1, 0.5), (1, 0.25), (None, 1)])
+        ),
+    ]
+    store(house, job_id, 1, rows=rows)
+    return job_id
+
+
+def test_another_formula_says_what_it_would_have_changed(api: TestClient, graded_twice: str) -> None:
+    path = f"/v1/regraft/jobs/{graded_twice}/rollouts/what-if"
+
+    found = api.get(path, params={"formula": "close", "pass_threshold": 0.5})
+
+    assert found.status_code == 200, found.text
+    assert found.json() == {
+        "object": "regraft.what_if",
+        "formula": "close",
+        "pass_threshold": 0.5,
+        "answers": 6,
+        "groups": 2,
+        "before": {"graded": 5, "mean": 0.6, "passed": 3, "groups_with_signal": 1},
+        "after": {"graded": 5, "mean": pytest.approx(0.43), "passed": 2, "groups_with_signal": 2},
+        "higher": 2,
+        "lower": 3,
+        "same": 0,
+        "gained": 0,
+        "lost": 0,
+        "now_passed": 1,
+        "now_failed": 2,
+        # In the first group all but the last: its 0.4 is below the mean of 0.467, as its 0 was below 0.333.
+        "changed_signs": 2,
+        "rank_correlation": pytest.approx(-0.577, abs=1e-3),
+    }
+
+
+def test_the_jobs_own_formula_changes_nothing(api: TestClient, graded_twice: str) -> None:
+    path = f"/v1/regraft/jobs/{graded_twice}/rollouts/what-if"
+
+    found = api.get(path, params={"formula": "says"}).json()
+
+    assert found["before"] == found["after"]
+    assert (found["same"], found["higher"], found["lower"], found["changed_signs"]) == (5, 0, 0, 0)
+    assert found["rank_correlation"] == pytest.approx(1)
+
+
+def test_an_answer_whose_parts_have_no_score_or_value_loses_its_own(
+    api: TestClient, graded_twice: str
+) -> None:
+    found = api.get(
+        f"/v1/regraft/jobs/{graded_twice}/rollouts/what-if", params={"formula": "says / (close - 1)"}
+    ).json()
+
+    assert found["lost"] == 1  # the one with close = 1; the other one had no score before either
+    assert found["after"]["graded"] == 4
+
+
+@pytest.mark.parametrize(
+    ("formula", "says"),
+    [
+        ("says +", "Invalid formula"),
+        ("says + length", "Its names are says, close"),
+        ("__import__('os')", "Invalid formula"),
+    ],
+)
+def test_an_invalid_formula_is_refused_with_the_names_that_there_are(
+    api: TestClient, graded_twice: str, formula: str, says: str
+) -> None:
+    refused = api.get(f"/v1/regraft/jobs/{graded_twice}/rollouts/what-if", params={"formula": formula})
+
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "formula"
+    assert says in refused.json()["error"]["message"]
+
+
+def test_a_job_with_one_grader_has_no_parts_for_a_formula(api: TestClient, job_id: str) -> None:
+    refused = api.get(f"/v1/regraft/jobs/{job_id}/rollouts/what-if", params={"formula": "close"})
+
+    assert refused.status_code == 400
+    assert "has no multi grader" in refused.json()["error"]["message"]
+
+
+def test_too_many_answers_at_once_are_refused_with_how_to_select_fewer(
+    api: TestClient, house: House, graded_twice: str
+) -> None:
+    store(house, graded_twice, 2, samples=100_000)
+
+    refused = api.get(f"/v1/regraft/jobs/{graded_twice}/rollouts/what-if", params={"formula": "says"})
+    fewer = api.get(
+        f"/v1/regraft/jobs/{graded_twice}/rollouts/what-if", params={"formula": "says", "step_to": 1}
+    )
+
+    assert refused.status_code == 400
+    assert "100006 answers are selected" in refused.json()["error"]["message"]
+    assert fewer.json()["answers"] == 6

@@ -14,7 +14,7 @@ from core.database.tables import (
     StepMetric,
     TunedModel,
 )
-from tests.api.conftest import House
+from tests.api.conftest import GRADER, House
 
 pytestmark = pytest.mark.both_databases
 
@@ -39,7 +39,8 @@ def mixture(file_id: str) -> dict[str, Any]:
 @pytest.fixture
 def rows(house: House, api: TestClient, create_job: Callable[..., dict[str, Any]]) -> dict[str, str]:
     """One row of everything that has an id, by the name the id has in a path."""
-    job = create_job(metadata={"team": "a"})
+    both = {"type": "multi", "name": "both", "graders": {"says": GRADER}, "calculate_output": "says"}
+    job = create_job(metadata={"team": "a"}, reinforcement={"grader": both})
     api.post(f"/v1/fine_tuning/jobs/{job['id']}/cancel")  # or the stream of its events would have no end
     house.blobs.put_bytes("rollouts.jsonl", json.dumps({"score": 1.0}).encode())
     with house.database.write() as session:
@@ -92,7 +93,7 @@ def routes_with_an_id(house: House) -> list[tuple[str, str]]:
 
 
 def fill(path: str, rows: dict[str, str]) -> str:
-    queries = {"rollouts": "?step=1", "compare": "?runs={run_id},{run_id}"}
+    queries = {"rollouts": "?step=1", "compare": "?runs={run_id},{run_id}", "what-if": "?formula=says"}
     return (path + queries.get(path.rpartition("/")[2], "")).format(**rows)
 
 

@@ -150,7 +150,7 @@ def readable_on_a_telephone(page: Page) -> None:
 
 
 def copied(page: Page, kind: str) -> str:
-    page.get_by_role("button", name=kind, exact=True).click()
+    page.get_by_role("button", name=kind, exact=True).last.click()
     expect(page.get_by_text(f"Copied as {kind}.")).to_be_visible()
     text: str = page.evaluate("navigator.clipboard.readText()")
     return text

@@ -161,3 +161,34 @@ def test_a_key_that_only_reads_runs_no_grader(page: Page, server: Server, finish
     page.get_by_text("The server accepts this grader.").wait_for()
     expect(page.get_by_role("button", name="Run on")).to_be_disabled()
     expect(page.get_by_text("Running a grader needs a key with the scope “write”.")).to_be_visible()
+
+
+def test_another_formula_is_tried_on_all_stored_answers_while_it_is_written(
+    studio: Page, server: Server, finished: str, accessible: Accessible
+) -> None:
+    before = stored(server, finished)
+    table = studio.get_by_role("region", name="Rewards with the formula")
+    table.wait_for()
+    expect(table).to_contain_text(f"{len(before)} answers")
+
+    studio.get_by_label("Formula", exact=True).fill("close")
+
+    mean = sum(one["sub_scores"]["close"] for one in before) / len(before)
+    expect(table.locator("tr", has_text="Mean reward").locator("td").last).to_have_text(f"{mean:.3f}")
+    accessible(studio)
+    studio.get_by_label("Weight of says").fill("0.5")
+    expect(studio.get_by_label("Formula", exact=True)).to_have_value("0.5 * says + 1 * close")
+    studio.get_by_role("button", name="Use it in the grader").click()
+    assert json.loads(studio.get_by_label("Grader, as JSON").input_value())["calculate_output"] == (
+        "0.5 * says + 1 * close"
+    )
+
+
+def test_an_invalid_formula_is_refused_beside_it(
+    studio: Page, watched: tuple[BrowserContext, Watched]
+) -> None:
+    watched[1].expected.append("400")
+
+    studio.get_by_label("Formula", exact=True).fill("says + length")
+
+    expect(studio.locator("#what-if-problem")).to_contain_text("Its names are says, close")

@@ -580,6 +580,40 @@ def test_prompts_are_a_table_of_what_was_learned(
     )
 
 
+def test_another_formula_is_shown_beside_the_stored_scores(
+    regraft: Callable[..., tuple[int, str, str]], in_json: Callable[..., Any], house: House
+) -> None:
+    parts = {name: GRADER | {"name": name} for name in ("says", "close")}
+    grader = {"type": "multi", "name": "both", "graders": parts, "calculate_output": "says"}
+    job_id = house.job(status="running", body={"grader": grader})
+    answer = {"step": 1, "split": "train", "line": 1, "messages": [], "finish_reason": "stop"}
+    scores = [(0.0, 1.0), (1.0, 0.5)]
+    house.rollouts(
+        job_id,
+        1,
+        [
+            answer | {"member": n, "output_text": "4", "score": a, "sub_scores": {"says": a, "close": b}}
+            for n, (a, b) in enumerate(scores)
+        ],
+    )
+
+    _, out, _ = regraft("what-if", job_id, "close", "--split", "train")
+
+    lines = [re.split(r"  +", line.strip()) for line in out.splitlines()]
+    assert lines[:5] == [
+        ["2 answers", "stored", "with the formula"],
+        ["mean reward", "0.500", "0.750"],
+        ["graded answers", "2", "2"],
+        ["passed, from 0.5", "1", "2"],
+        ["groups with signal, of 1", "1", "1"],
+    ]
+    assert out.splitlines()[5] == (
+        "1 higher, 1 lower, 0 the same; 1 now pass, 0 now fail; 2 would be learned the other way, "
+        "rank correlation -1.000"
+    )
+    assert in_json("what-if", job_id, "close", "--step-from", "2")["answers"] == 0
+
+
 def test_what_belongs_to_a_file_of_answers_and_what_to_a_table(
     regraft: Callable[..., tuple[int, str, str]], learned: str
 ) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import openai
 import pyarrow.parquet as pq
 import pytest
 import regraft
@@ -136,3 +137,53 @@ def test_what_cannot_be_downloaded_leaves_no_file(
         client.rollouts.download("ftjob-none", tmp_path / "x.jsonl")
 
     assert list(tmp_path.glob("*x.jsonl*")) == []
+
+
+def test_another_formula_is_compared_with_the_stored_scores(
+    client: regraft.Regraft, make_async: Callable[[], AsyncRegraft], house: House
+) -> None:
+    parts = {
+        name: {"type": "string_check", "name": name, "input": "a", "reference": "a", "operation": "eq"}
+        for name in ("says", "close")
+    }
+    grader = {"type": "multi", "name": "both", "graders": parts, "calculate_output": "says"}
+    job_id = house.job(status="running", body={"grader": grader})
+    answer = {
+        "step": 1,
+        "split": "train",
+        "line": 3,
+        "messages": [],
+        "finish_reason": "stop",
+        "completion_tokens": 1,
+    }
+    scores = [(0.0, 1.0), (1.0, 0.5)]
+    house.rollouts(
+        job_id,
+        1,
+        [
+            answer
+            | {
+                "member": member,
+                "output_text": "4",
+                "score": says,
+                "sub_scores": {"says": says, "close": close},
+            }
+            for member, (says, close) in enumerate(scores)
+        ],
+    )
+
+    async def asked() -> regraft.WhatIf:
+        async with make_async() as client:
+            return await client.rollouts.what_if(job_id, "close", pass_threshold=0.75, split="train")
+
+    found = client.rollouts.what_if(job_id, "close", pass_threshold=0.75, split="train")
+
+    assert (found.before.mean, found.after.mean, found.changed_signs) == (0.5, 0.75, 2)
+    assert (found.now_passed, found.now_failed) == (1, 1)
+    assert found.rank_correlation == pytest.approx(-1)
+    assert asyncio.run(asked()) == found
+    assert client.rollouts.what_if(job_id, "close", step_from=2).answers == 0
+    shown = untyped(client.get(f"/regraft/jobs/{job_id}/rollouts/what-if?formula=close", cast_to=object))
+    assert set(regraft.WhatIf.model_fields) == set(shown) - {"object"}
+    with pytest.raises(openai.BadRequestError, match="Its names are says, close"):
+        client.rollouts.what_if(job_id, "length")

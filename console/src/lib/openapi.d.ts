@@ -731,6 +731,26 @@ export interface components {
             /** Reason */
             reason: string;
         };
+        /**
+         * RewardsOut
+         * @description The rewards of one formula.
+         */
+        RewardsOut: {
+            /** Graded */
+            graded: number;
+            /** Mean */
+            mean: number | null;
+            /**
+             * Passed
+             * @description Answers with a score of at least `pass_threshold`.
+             */
+            passed: number;
+            /**
+             * Groups With Signal
+             * @description Groups with answers of different scores.
+             */
+            groups_with_signal: number;
+        };
         /** RolloutListing */
         RolloutListing: {
             /**
@@ -1569,6 +1589,61 @@ export interface components {
             signing_secret_hint: string;
             /** Signing Secret */
             signing_secret: string;
+        };
+        /**
+         * WhatIfOut
+         * @description Another formula over the stored scores of a multi grader's parts. The job and its scores do not change.
+         */
+        WhatIfOut: {
+            /**
+             * Object
+             * @default regraft.what_if
+             * @constant
+             */
+            object: "regraft.what_if";
+            /** Formula */
+            formula: string;
+            /** Pass Threshold */
+            pass_threshold: number;
+            /** Answers */
+            answers: number;
+            /**
+             * Groups
+             * @description Groups with at least two answers.
+             */
+            groups: number;
+            before: components["schemas"]["RewardsOut"];
+            after: components["schemas"]["RewardsOut"];
+            /** Higher */
+            higher: number;
+            /** Lower */
+            lower: number;
+            /** Same */
+            same: number;
+            /**
+             * Gained
+             * @description Answers that only the formula gives a score.
+             */
+            gained: number;
+            /**
+             * Lost
+             * @description Answers that the formula gives no score.
+             */
+            lost: number;
+            /** Now Passed */
+            now_passed: number;
+            /** Now Failed */
+            now_failed: number;
+            /**
+             * Changed Signs
+             * @description Answers whose reward, minus the mean of their group, has the opposite sign.
+             */
+            changed_signs: number;
+            /**
+             * Rank Correlation
+             * @description Spearman's, of the stored and the new scores.
+             */
+            rank_correlation: number | null;
         };
     };
     responses: never;

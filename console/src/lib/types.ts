@@ -29,6 +29,7 @@ export type Key = Schemas["KeyOut"];
 export type NewKey = Schemas["NewKeyOut"];
 export type Limits = Schemas["LimitsOut"];
 export type Usage = Schemas["UsageOut"];
+export type WhatIf = Schemas["WhatIfOut"];
 export type AuditEntry = Schemas["AuditOut"];
 export type WebhookEndpoint = Schemas["WebhookEndpointOut"];
 export type NewWebhookEndpoint = Schemas["WebhookEndpointWithSecret"];

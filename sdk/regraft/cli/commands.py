@@ -704,6 +704,36 @@ def prompts(arguments: argparse.Namespace) -> int:
     return done
 
 
+def what_if(arguments: argparse.Namespace) -> int:
+    found = _client().rollouts.what_if(
+        arguments.job_id,
+        arguments.formula,
+        pass_threshold=arguments.pass_threshold,
+        split=arguments.split,
+        step_from=arguments.step_from,
+        step_to=arguments.step_to,
+    )
+
+    def text() -> str:
+        before, after = found.before, found.after
+        rows: list[list[object]] = [
+            ["mean reward", before.mean, after.mean],
+            ["graded answers", before.graded, after.graded],
+            [f"passed, from {found.pass_threshold:g}", before.passed, after.passed],
+            [f"groups with signal, of {found.groups}", before.groups_with_signal, after.groups_with_signal],
+        ]
+        correlation = (
+            "" if found.rank_correlation is None else f", rank correlation {found.rank_correlation:.3f}"
+        )
+        return (
+            table([f"{found.answers} answers", "stored", "with the formula"], rows)
+            + f"\n{found.higher} higher, {found.lower} lower, {found.same} the same; {found.now_passed} now pass, "
+            f"{found.now_failed} now fail; {found.changed_signs} would be learned the other way{correlation}"
+        )
+
+    return _answer(arguments, found, text)
+
+
 def checkpoints_list(arguments: argparse.Namespace) -> int:
     listed = _client().checkpoints.list(arguments.job_id)
 
@@ -878,6 +908,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
         jobs_cancel,
         rollouts,
         prompts,
+        what_if,
         checkpoints_list,
         checkpoints_download,
         models_list,

@@ -253,6 +253,18 @@ def _results(top: Commands) -> None:
         "--sort", choices=("line", "change", "last_mean"), default="line", help="lowest first (default: line)"
     )
     prompts.add_argument("--limit", type=int, default=20, metavar="N", help="default: 20; 0: all")
+    what_if = top.add(
+        "what-if",
+        "score stored answers by another formula over the parts of the job's multi grader",
+        "what_if",
+        example='regraft what-if ftjob-... "0.8 * correct + 0.2 * format"',
+    )
+    _id(what_if, "job_id")
+    what_if.add_argument("formula", metavar="FORMULA", help="as calculate_output of a multi grader")
+    what_if.add_argument("--pass-threshold", type=float, metavar="X", help="default: as in evals of the job")
+    what_if.add_argument("--split", choices=("train", "valid"))
+    what_if.add_argument("--step-from", type=int, metavar="N", help="first step of a range")
+    what_if.add_argument("--step-to", type=int, metavar="N", help="last step of a range")
     checkpoints = top.group("checkpoints", "list and download the checkpoints of a job")
     _id(checkpoints.add("list", "list the checkpoints of a job, newest first", "checkpoints_list"), "job_id")
     download = checkpoints.add("download", "download an adapter in PEFT format", "checkpoints_download")

@@ -8,7 +8,7 @@ from openai import AsyncStream, Stream
 from openai.pagination import AsyncCursorPage, SyncCursorPage
 
 from regraft.saving import async_chunks, chunks, whole
-from regraft.types import PromptHistory, Rollout
+from regraft.types import PromptHistory, Rollout, WhatIf
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI, OpenAI
@@ -117,6 +117,24 @@ class Rollouts:
             options=_asking({}, **options),
         )
 
+    def what_if(
+        self,
+        job_id: str,
+        formula: str,
+        *,
+        pass_threshold: float | None = None,
+        split: Split | None = None,
+        step_from: int | None = None,
+        step_to: int | None = None,
+    ) -> WhatIf:
+        """What another `calculate_output` of the job's multi grader would have changed, from the stored sub-scores.
+
+        Raises:
+            openai.BadRequestError: the job has no multi grader, or the formula is invalid.
+        """
+        options = _what_if(formula, pass_threshold, split, step_from, step_to)
+        return self._client.get(f"{_path(job_id)}/what-if", cast_to=WhatIf, options=options)
+
     def download(
         self, job_id: str, path: str | Path, *, format: Format = "jsonl", **filters: Unpack[Filters]
     ) -> Path:
@@ -195,6 +213,20 @@ class AsyncRollouts:
             options=_asking({}, **options),
         )
 
+    async def what_if(
+        self,
+        job_id: str,
+        formula: str,
+        *,
+        pass_threshold: float | None = None,
+        split: Split | None = None,
+        step_from: int | None = None,
+        step_to: int | None = None,
+    ) -> WhatIf:
+        """As Rollouts.what_if."""
+        options = _what_if(formula, pass_threshold, split, step_from, step_to)
+        return await self._client.get(f"{_path(job_id)}/what-if", cast_to=WhatIf, options=options)
+
     async def download(
         self, job_id: str, path: str | Path, *, format: Format = "jsonl", **filters: Unpack[Filters]
     ) -> Path:
@@ -215,6 +247,17 @@ class AsyncRollouts:
 
 def _path(job_id: str) -> str:
     return f"/regraft/jobs/{job_id}/rollouts"
+
+
+def _what_if(
+    formula: str,
+    pass_threshold: float | None,
+    split: Split | None,
+    step_from: int | None,
+    step_to: int | None,
+) -> Any:
+    steps: Filters = {"split": split, "step_from": step_from, "step_to": step_to}
+    return _asking(steps, formula=formula, pass_threshold=pass_threshold)
 
 
 def _asking(filters: Mapping[str, Any], **more: Any) -> Any:

@@ -1,0 +1,173 @@
+"""Another formula over the stored scores of a multi grader's parts: the rewards and signal that it would have given.
+
+No answer is graded again, so this takes milliseconds and costs no judge.
+"""
+
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from core.database.tables import RolloutPage
+from core.results import rollouts
+from core.results.rollout_filters import Wanted
+from core.results.rollouts import Matches, OpenPage
+from core.storage.store import BlobStore
+
+CLOSE = 1e-6  # equal rewards
+_COLUMNS = ["group", "score", "sub_scores"]
+
+
+@dataclass(frozen=True)
+class Rescored:
+    """A stored answer: its group, its score, and the one that the other formula gives. None: no score."""
+
+    group: tuple[int, int]  # step, index of the prompt
+    before: float | None
+    after: float | None
+
+
+@dataclass(frozen=True)
+class Rewards:
+    """What one formula gives."""
+
+    graded: int
+    mean: float | None
+    passed: int  # with a score of at least the threshold
+    groups_with_signal: int  # with answers of different scores: only these teach the model
+
+
+@dataclass(frozen=True)
+class Comparison:
+    answers: int
+    groups: int  # with at least two answers
+    before: Rewards
+    after: Rewards
+    higher: int
+    lower: int
+    same: int
+    gained: int  # only now with a score
+    lost: int  # no longer with a score
+    now_passed: int  # at least the threshold, and before below it
+    now_failed: int
+    changed_signs: int  # of the reward minus the mean of its group: the model learns the opposite
+    rank_correlation: (
+        float | None
+    )  # Spearman's, over answers with both scores; None where one of them never changes
+
+
+def rescored(
+    blobs: BlobStore,
+    pages: Sequence[RolloutPage],
+    score: Callable[[Mapping[str, float | None]], float | None],
+) -> list[Rescored]:
+    """All stored answers of the pages with the score that `score` gives their sub-scores."""
+    known: dict[tuple[tuple[str, float | None], ...], float | None] = {}
+
+    def again(parts: Sequence[tuple[str, float | None]] | None) -> float | None:
+        key = tuple(parts or ())
+        if key not in known:
+            known[key] = score(dict(key))
+        return known[key]
+
+    found: list[Rescored] = []
+    for step, table in rollouts.map_pages(blobs, pages, Wanted(), _columns):
+        columns = (table[name].to_pylist() for name in _COLUMNS)
+        found += [
+            Rescored((step, group), before, again(parts))
+            for group, before, parts in zip(*columns, strict=True)
+        ]
+    return found
+
+
+def _columns(opened: OpenPage, matches: Matches) -> tuple[int, pa.Table]:
+    parts = [opened.part(number, _COLUMNS) for number, _ in matches]
+    table = pa.concat_tables(parts) if parts else rollouts.SCHEMA.empty_table().select(_COLUMNS)
+    return opened.page.step, table
+
+
+def compare(answers: Sequence[Rescored], threshold: float) -> Comparison:
+    """Count the changes by the other formula; answers pass from `threshold` on."""
+    pairs = [(one.before, one.after) for one in answers if one.before is not None and one.after is not None]
+    sizes = Counter(one.group for one in answers)
+    before, after = ([one.before for one in answers], [one.after for one in answers])
+    groups = [one.group for one in answers]
+    centered_before, centered_after = _centered(groups, before), _centered(groups, after)
+    return Comparison(
+        answers=len(answers),
+        groups=sum(size > 1 for size in sizes.values()),
+        before=_rewards(groups, before, threshold),
+        after=_rewards(groups, after, threshold),
+        higher=sum(new > old + CLOSE for old, new in pairs),
+        lower=sum(new < old - CLOSE for old, new in pairs),
+        same=sum(abs(new - old) <= CLOSE for old, new in pairs),
+        gained=sum(one.before is None and one.after is not None for one in answers),
+        lost=sum(one.before is not None and one.after is None for one in answers),
+        now_passed=sum(old < threshold <= new for old, new in pairs),
+        now_failed=sum(new < threshold <= old for old, new in pairs),
+        changed_signs=sum(
+            old is not None and new is not None and old * new < 0
+            for old, new in zip(centered_before, centered_after, strict=True)
+        ),
+        rank_correlation=_rank_correlation(pairs),
+    )
+
+
+def _rewards(groups: Sequence[tuple[int, int]], scores: Sequence[float | None], threshold: float) -> Rewards:
+    values = [score for score in scores if score is not None]
+    return Rewards(
+        graded=len(values),
+        mean=statistics.fmean(values) if values else None,
+        passed=sum(value >= threshold for value in values),
+        groups_with_signal=sum(max(some) - min(some) > CLOSE for some in _by_group(groups, scores).values()),
+    )
+
+
+def _by_group(
+    groups: Iterable[tuple[int, int]], scores: Iterable[float | None]
+) -> dict[tuple[int, int], list[float]]:
+    found: dict[tuple[int, int], list[float]] = defaultdict(list)
+    for group, score in zip(groups, scores, strict=True):
+        if score is not None:
+            found[group].append(score)
+    return found
+
+
+def _centered(groups: Sequence[tuple[int, int]], scores: Sequence[float | None]) -> list[float | None]:
+    """Each score minus the mean of its group; 0 where they are equal up to rounding."""
+    means = {group: statistics.fmean(some) for group, some in _by_group(groups, scores).items()}
+
+    def centered(group: tuple[int, int], score: float) -> float:
+        gap = score - means[group]
+        return 0.0 if abs(gap) <= CLOSE else gap
+
+    return [
+        None if score is None else centered(group, score) for group, score in zip(groups, scores, strict=True)
+    ]
+
+
+def _rank_correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
+    """Pearson's correlation of the ranks, where equal values share the mean of their ranks (Spearman 1904)."""
+    if len(pairs) < 2:
+        return None
+    old, new = (_ranks(values) for values in zip(*pairs, strict=True))
+    if len(set(old)) == 1 or len(set(new)) == 1:
+        return None
+    return statistics.correlation(old, new)
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    ranks: dict[float, float] = {}
+    below = 0
+    for value, count in sorted(Counter(values).items()):
+        ranks[value] = below + (count + 1) / 2
+        below += count
+    return [ranks[value] for value in values]
+
+
+def part_names(grader: Mapping[str, Any]) -> list[str]:
+    """The names of a multi grader's parts, which a formula reads; empty for other graders."""
+    return list(grader["graders"]) if grader.get("type") == "multi" else []
