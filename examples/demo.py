@@ -53,7 +53,15 @@ def main() -> int:
     start = time.monotonic()
     folder = args.data_dir.resolve()
     with local_service(folder) as client:
-        return train_and_show(client, folder, start)
+        status = train_and_show(client, folder, start)
+        if sys.stdin.isatty() and sys.stdout.isatty():
+            console = str(client.base_url).removesuffix("v1/")
+            input(
+                f"\nThe console is at {console} until you press Enter. The key is in {folder / 'api_key'}\n"
+            )
+        else:
+            print(f"Console REGRAFT_DATA_DIR={folder} {Path(sys.executable).parent / 'regraft-server'} up")
+    return status
 
 
 def count(split: str) -> int:

@@ -13,6 +13,7 @@ from core.database.tables import Job
 from core.jobs import events, lifecycle
 from core.jobs.claim import Claim
 from core.storage.store import BlobStore
+from worker.progress import PROGRESS
 from worker.retry import RetryPolicy
 
 T = TypeVar("T")
@@ -34,7 +35,9 @@ class Attempt:
     @classmethod
     def begin(cls, claim: Claim, database: Database, blobs: BlobStore, *, patience_seconds: float) -> Self:
         """Read the claimed job. An outage that the attempt survives becomes an event of the job."""
-        retry = RetryPolicy(patience_seconds, partial(_report_outage, database, claim))
+        retry = RetryPolicy(
+            patience_seconds, partial(_report_outage, database, claim), during=PROGRESS.waiting
+        )
 
         def read() -> Job:
             with database.read() as session:

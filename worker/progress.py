@@ -34,6 +34,7 @@ class Progress:
         self._kind, self._sampling_since = "sampling", clock()
         self._wanted = self._sampled = self._graded = 0
         self._has_grader = False
+        self._outage: tuple[str, float] | None = None
 
     def step(self, number: int) -> None:
         """Step `number` begins; 0 is the validation of the start."""
@@ -75,6 +76,17 @@ class Progress:
             with self._lock:
                 self._is_in_phase = False
 
+    @contextmanager
+    def waiting(self, name: str) -> Iterator[None]:
+        """Nothing is done until the database or the blob store, `name`, is back."""
+        with self._lock:
+            self._outage = f"waiting for the {name}", self._clock()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._outage = None
+
     def row(self, count: int) -> None:
         """`count` more rows of the phase are done."""
         with self._lock:
@@ -83,6 +95,9 @@ class Progress:
     def now(self) -> dict[str, Any]:
         """{"step", "phase", "done", "of", "since"}; `done` and `of` are null where nothing is counted."""
         with self._lock:
+            if self._outage is not None:
+                phase, since = self._outage
+                return {"step": self._step, "phase": phase, "done": None, "of": None, "since": int(since)}
             are_sampled = self._sampled >= self._wanted
             if self._is_in_phase or (are_sampled and not (self._has_grader and self._graded < self._wanted)):
                 done = None if self._rows is None else min(self._rows_done, self._rows)

@@ -7,6 +7,7 @@ Operations are retried from the start, so they must be idempotent: transactions 
 import logging
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TypeVar
 
 from core.database import engine
@@ -29,11 +30,14 @@ class RetryPolicy:
         *,
         clock: Callable[[], float] = time.monotonic,
         wait: Callable[[float], None] = time.sleep,
+        during: Callable[[str], AbstractContextManager[None]] = lambda waiting_for: nullcontext(),
     ) -> None:
+        """`during` gets the name of the dependency, and is left when that is back or given up."""
         self.seconds = seconds
         self._tell = tell
         self._clock = clock
         self._wait = wait
+        self._during = during
 
     def __call__(self, do: Callable[[], T]) -> T:
         """Call `do`, with retries, and return its result.
@@ -44,27 +48,33 @@ class RetryPolicy:
         start = self._clock()
         pause = FIRST_PAUSE
         reason: Exception | None = None
-        while True:
-            try:
-                done = do()
-            except Exception as cause:
-                if (
-                    not (engine.is_away(cause) or store.is_away(cause))
-                    or self._clock() - start >= self.seconds
-                ):
-                    raise
-                if reason is None:
-                    log.warning("waiting: %r", cause)
-                reason = cause
-            else:
-                if reason is not None:
-                    self._tell(_incident(reason, self._clock() - start))
-                return done
-            self._wait(pause)
-            pause = min(2 * pause, MAX_PAUSE)
+        with ExitStack() as outage:
+            while True:
+                try:
+                    done = do()
+                except Exception as cause:
+                    if (
+                        not (engine.is_away(cause) or store.is_away(cause))
+                        or self._clock() - start >= self.seconds
+                    ):
+                        raise
+                    if reason is None:
+                        log.warning("waiting: %r", cause)
+                        outage.enter_context(self._during(_away(cause)))
+                    reason = cause
+                else:
+                    break
+                self._wait(pause)
+                pause = min(2 * pause, MAX_PAUSE)
+        if reason is not None:
+            self._tell(_incident(reason, self._clock() - start))
+        return done
 
 
 def _incident(reason: Exception, seconds: float) -> str:
-    what = "database" if engine.is_away(reason) else "blob store or the disk"
     first_line = str(reason).strip().split("\n", 1)[0]
-    return f"The {what} was unavailable; the run waited {seconds:.0f} s and resumed. Last error: {first_line}"
+    return f"The {_away(reason)} was unavailable; the run waited {seconds:.0f} s and resumed. Last error: {first_line}"
+
+
+def _away(reason: Exception) -> str:
+    return "database" if engine.is_away(reason) else "blob store or the disk"

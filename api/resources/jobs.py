@@ -345,7 +345,16 @@ class ProgressOut(BaseModel):
     """The work of the job's run inside of its step, about a second ago."""
 
     step: int | None  # null: no step has begun. 0: the validation of the model that the job starts from
-    phase: Literal["loading", "sampling", "grading", "training", "validation", "saving"]
+    phase: Literal[
+        "loading",
+        "sampling",
+        "grading",
+        "training",
+        "validation",
+        "saving",
+        "waiting for the database",
+        "waiting for the blob store or the disk",
+    ]
     done: int | None  # answers of this phase, or rows of a file; null: none are counted
     of: int | None
     since: int  # Unix time in seconds

@@ -325,7 +325,7 @@ class WhatIfOut(BaseModel):
     ]
 
     @classmethod
-    def of(cls, formula: str, threshold: float, found: what_if.Comparison) -> "WhatIfOut":
+    def of(cls, formula: str, threshold: float, found: what_if.FormulaComparison) -> "WhatIfOut":
         return cls(formula=formula, pass_threshold=threshold, **asdict(found))
 
 

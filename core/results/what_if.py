@@ -31,7 +31,7 @@ class Rescored:
 
 
 @dataclass(frozen=True)
-class Rewards:
+class RewardSummary:
     """What one formula gives."""
 
     graded: int
@@ -41,11 +41,11 @@ class Rewards:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class FormulaComparison:
     answers: int
     groups: int  # with at least two answers
-    before: Rewards
-    after: Rewards
+    before: RewardSummary
+    after: RewardSummary
     higher: int
     lower: int
     same: int
@@ -89,14 +89,14 @@ def _columns(opened: OpenPage, matches: Matches) -> tuple[int, pa.Table]:
     return opened.page.step, table
 
 
-def compare(answers: Sequence[Rescored], threshold: float) -> Comparison:
+def compare(answers: Sequence[Rescored], threshold: float) -> FormulaComparison:
     """Count the changes by the other formula; answers pass from `threshold` on."""
     pairs = [(one.before, one.after) for one in answers if one.before is not None and one.after is not None]
     sizes = Counter(one.group for one in answers)
     before, after = ([one.before for one in answers], [one.after for one in answers])
     groups = [one.group for one in answers]
     centered_before, centered_after = _centered(groups, before), _centered(groups, after)
-    return Comparison(
+    return FormulaComparison(
         answers=len(answers),
         groups=sum(size > 1 for size in sizes.values()),
         before=_rewards(groups, before, threshold),
@@ -116,9 +116,11 @@ def compare(answers: Sequence[Rescored], threshold: float) -> Comparison:
     )
 
 
-def _rewards(groups: Sequence[tuple[int, int]], scores: Sequence[float | None], threshold: float) -> Rewards:
+def _rewards(
+    groups: Sequence[tuple[int, int]], scores: Sequence[float | None], threshold: float
+) -> RewardSummary:
     values = [score for score in scores if score is not None]
-    return Rewards(
+    return RewardSummary(
         graded=len(values),
         mean=statistics.fmean(values) if values else None,
         passed=sum(value >= threshold for value in values),

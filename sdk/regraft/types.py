@@ -130,7 +130,7 @@ class Rollout(BaseModel):
     steps: list[RolloutStep] | None = None
 
 
-class Rewards(BaseModel):
+class RewardsOfFormula(BaseModel):
     """The rewards of one formula."""
 
     graded: int
@@ -146,8 +146,8 @@ class WhatIf(BaseModel):
     pass_threshold: float
     answers: int
     groups: int  # with at least two answers
-    before: Rewards
-    after: Rewards
+    before: RewardsOfFormula
+    after: RewardsOfFormula
     higher: int
     lower: int
     same: int

@@ -15,6 +15,7 @@ from core.jobs.claim import LeaseLost
 from core.storage.store import BlobNotFound
 from tests.fakes import Skill
 from tests.worker.conftest import Bench
+from worker.progress import Progress
 from worker.retry import RetryPolicy
 
 REFUSED = OperationalError("select 1", {}, Exception("connection refused"))
@@ -41,7 +42,7 @@ class Time:
 class Fails:
     """Raises what it is given, one after the other, and then succeeds."""
 
-    def __init__(self, *causes: OperationalError) -> None:
+    def __init__(self, *causes: Exception) -> None:
         self.causes = list(causes)
 
     def __call__(self) -> str:
@@ -96,6 +97,22 @@ def test_what_waiting_cannot_help_is_raised_at_once(patience: RetryPolicy, time:
         patience(Fails(cause))
 
     assert time.now == 0.0
+
+
+def test_while_it_is_away_the_progress_says_so(time: Time) -> None:
+    progress = Progress()
+    seen = []
+    fails = Fails(BUSY, BUSY)
+
+    def fail() -> str:
+        seen.append(progress.now()["phase"])
+        return fails()
+
+    done = RetryPolicy(600.0, print, clock=lambda: time.now, wait=time.wait, during=progress.waiting)(fail)
+
+    assert done == "done"
+    assert seen == ["loading", *["waiting for the blob store or the disk"] * 2]
+    assert progress.now()["phase"] == "loading"
 
 
 def test_patience_ends(patience: RetryPolicy, time: Time) -> None:

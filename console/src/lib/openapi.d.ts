@@ -628,7 +628,7 @@ export interface components {
              * Phase
              * @enum {string}
              */
-            phase: "loading" | "sampling" | "grading" | "training" | "validation" | "saving";
+            phase: "loading" | "sampling" | "grading" | "training" | "validation" | "saving" | "waiting for the database" | "waiting for the blob store or the disk";
             /** Done */
             done: number | null;
             /** Of */
