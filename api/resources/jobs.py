@@ -3,7 +3,7 @@
 import re
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -755,22 +755,32 @@ def start(body: JobCreate, service: Service, project: Project) -> tuple[str, Par
         or method.distillation
         or body.reinforcement("An adapter")
     )
-    if (other := _other_shape(asked.hyperparameters.advanced.lora, parent)) is not None:
+    lora = asked.hyperparameters.advanced.lora
+    parent = _grown(lora, parent)
+    if (other := _other_shape(lora, parent.shape)) is not None:
         raise InvalidRequest(
             f"'{body.model}' has an adapter with lora {other} {parent.settings[f'lora_{other}']}, which the job trains "
-            "further: leave that out. An adapter of another shape on top of it is not supported by this version.",
+            "further: leave that out. A larger rank, at the same alpha / rank, freezes it and learns a new one on top.",
             param=f"method.{method.type}.hyperparameters.advanced.lora.{other}",
         )
     return base_model, parent
 
 
-def _other_shape(lora: Lora, parent: Parent) -> str | None:
-    """The field in which the adapter of a tuned model differs from what a request asks for."""
+def _grown(lora: Lora, parent: Parent) -> Parent:
+    """The parent with the larger rank that the request asks for, if any."""
+    rank, alpha = (parent.settings[f"lora_{name}"] for name in ("rank", "alpha"))
+    asks = "rank" in lora.model_fields_set and isinstance(lora.rank, int) and lora.rank > rank
+    # An alpha that is no whole number cannot have the parent's alpha / rank.
+    return replace(parent, grown_rank=lora.rank) if asks and alpha * lora.rank % rank == 0 else parent
+
+
+def _other_shape(lora: Lora, shape: Mapping[str, Any]) -> str | None:
+    """The field in which an adapter of this shape differs from what a request asks for."""
     return next(
         (
             name
             for name in sorted(lora.model_fields_set)
-            if getattr(lora, name) not in ("auto", parent.settings[f"lora_{name}"])
+            if getattr(lora, name) not in ("auto", shape[f"lora_{name}"])
         ),
         None,
     )
@@ -843,9 +853,9 @@ def refuse_unusable_teacher(
     if teacher_base != base_model:
         raise InvalidRequest(distillation.other_base(name, teacher_base, base_model), param=TEACHER_PARAM)
     student = asked.hyperparameters.advanced.lora
-    differs = _other_shape(student, teacher)
+    differs = _other_shape(student, teacher.shape)
     if differs is None and parent is not None:
-        differs = next((one for one in lineage.SHAPE if parent.settings[one] != teacher.settings[one]), None)
+        differs = next((one for one in lineage.SHAPE if parent.shape[one] != teacher.shape[one]), None)
     if differs is not None:
         raise InvalidRequest(
             f"The adapter of the teacher '{name}' has another {differs.removeprefix('lora_')} than the student's. "

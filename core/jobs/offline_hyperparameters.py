@@ -361,7 +361,8 @@ def shown(asked: Mapping[str, Any], resolved: Mapping[str, Any]) -> dict[str, An
     advanced = asked["advanced"]
     optimizer, lora, template = (dict(advanced[group]) for group in ("optimizer", "lora", "template"))
     optimizer["learning_rate"] = resolved["learning_rate"]
-    lora["targets"] = resolved["lora_targets"]
+    # Those of a tuned model that is trained further, unless the request has others.
+    lora |= {name: resolved[f"lora_{name}"] for name in ("rank", "alpha", "targets")}
     known = {name: resolved[name] for name in ("batch_size", "n_epochs")}
     if "beta" in asked:
         known["beta"] = resolved["beta"]

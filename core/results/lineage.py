@@ -29,6 +29,22 @@ class Parent:
     blob_prefix: str
     settings: dict[str, Any]  # SHAPE and RENDERING of its job
     reward_kind: str | None = None  # of a reward model: what it learned from
+    # A rank above that of its adapter, which is then frozen: the job learns the rest of the rank on top of it.
+    grown_rank: int | None = None
+
+    @property
+    def frozen_rank(self) -> int:
+        """The part of the job's rank that it does not train."""
+        return 0 if self.grown_rank is None else int(self.settings["lora_rank"])
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        """SHAPE of the job's adapter. A grown one has the parent's scale, alpha / rank, so the parent's weights fit."""
+        shape = {name: self.settings[name] for name in SHAPE}
+        if self.grown_rank is not None:
+            alpha = shape["lora_alpha"] * self.grown_rank // shape["lora_rank"]
+            shape |= {"lora_rank": self.grown_rank, "lora_alpha": alpha}
+        return shape
 
     @property
     def is_reward_model(self) -> bool:

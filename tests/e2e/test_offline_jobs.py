@@ -8,6 +8,7 @@ import pytest
 import regraft
 from openai.types.fine_tuning import FineTuningJob
 from regraft.types import verdict_of
+from safetensors.numpy import load_file
 
 from tests.e2e.conftest import jsonl
 from tests.e2e.test_openai_client import wait
@@ -173,15 +174,57 @@ def test_kto_needs_more_than_one_row_a_step(client: openai.OpenAI) -> None:
         train(client, PAIRS, model="tiny", method=alone)
 
 
-def test_an_adapter_of_another_shape_is_refused(client: openai.OpenAI, supervised: FineTuningJob) -> None:
-    asked: Any = {
-        "type": "supervised",
-        "supervised": {"hyperparameters": {"advanced": {"lora": {"rank": 4}}}},
+def test_a_larger_rank_freezes_the_adapter_of_the_parent_and_learns_on_top_of_it(
+    client: openai.OpenAI, supervised: FineTuningJob, tmp_path: Path
+) -> None:
+    hyperparameters = {"n_epochs": 2, "batch_size": 4, "advanced": {"lora": {"rank": 24}}}
+    asked: Any = {"type": "supervised", "supervised": {"hyperparameters": hyperparameters}}
+    other: list[dict[str, Any]] = [
+        {"messages": [row["messages"][0], {"role": "assistant", "content": "please"}]} for row in ROWS
+    ]
+
+    child = train(client, other, model=supervised.fine_tuned_model, method=asked)
+
+    assert child.status == "succeeded", child.error
+    with regraft.Regraft(base_url=str(client.base_url), api_key=client.api_key) as ours:
+        parts = [
+            load_file(ours.checkpoints.download(job.id, to=tmp_path / job.id) / "adapter_model.safetensors")
+            for job in (supervised, child)
+        ]
+    for name, weight in parts[0].items():
+        grown = parts[1][name]
+        if ".lora_A." in name:
+            assert grown.shape[0] == 24 and (grown[:16] == weight).all()
+        else:
+            assert grown.shape[1] == 24 and (grown[:, :16] == weight).all()
+            assert (grown[:, 16:] != 0).any()
+    answer = client.chat.completions.create(
+        model=present(child.fine_tuned_model),
+        messages=[{"role": "user", "content": "say blue"}],
+        temperature=0,
+        max_tokens=1,
+    )
+    assert answer.choices[0].message.content
+    again = train(client, ROWS, model=child.fine_tuned_model, method={"type": "supervised"})
+    assert untyped(again).method.supervised.hyperparameters.advanced["lora"] == {
+        "rank": 24,
+        "alpha": 48,
+        "targets": "all-linear",
     }
-    with pytest.raises(openai.BadRequestError) as refused:
+
+
+@pytest.mark.parametrize(
+    ("lora", "field"),
+    [({"rank": 4}, "rank"), ({"rank": 24, "alpha": 24}, "alpha"), ({"targets": "attention"}, "targets")],
+)
+def test_an_adapter_of_another_shape_is_refused(
+    client: openai.OpenAI, supervised: FineTuningJob, lora: dict[str, Any], field: str
+) -> None:
+    asked: Any = {"type": "supervised", "supervised": {"hyperparameters": {"advanced": {"lora": lora}}}}
+    with pytest.raises(openai.BadRequestError, match="A larger rank, at the same alpha / rank") as refused:
         train(client, ROWS, model=supervised.fine_tuned_model, method=asked)
 
-    assert refused.value.param == "method.supervised.hyperparameters.advanced.lora.rank"
+    assert refused.value.param == f"method.supervised.hyperparameters.advanced.lora.{field}"
 
 
 def test_the_export_has_the_losses_and_the_request(

@@ -47,8 +47,8 @@ def tiny_base(tiny_model: Path) -> Base:
 def make_policy(tiny_base: Base) -> Callable[..., Policy]:
     """A policy on the tiny model; `moved` gives its adapter random weights, as if it had learned something."""
 
-    def make(*, moved: bool = False, seed: int = 0) -> Policy:
-        policy = Policy(copy.deepcopy(tiny_base), rank=4, alpha=8, seed=seed)
+    def make(*, moved: bool = False, seed: int = 0, rank: int = 4) -> Policy:
+        policy = Policy(copy.deepcopy(tiny_base), rank=rank, alpha=2 * rank, seed=seed)
         if moved:
             torch.manual_seed(seed + 1)
             for parameter in policy.trainable:

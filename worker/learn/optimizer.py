@@ -53,6 +53,8 @@ class AdapterOptimizer:
         for parameter in self.trained:
             if parameter.grad is not None:
                 parameter.grad.div_(divisor)
+        for part in self.policy.frozen_parts(lambda weight: weight.grad):
+            part.zero_()
         norm = torch.nn.utils.clip_grad_norm_(self.trained, self.max_grad_norm).item()
         finite = math.isfinite(norm)
         if finite:
@@ -66,7 +68,10 @@ class AdapterOptimizer:
             group["lr"] = self.learning_rate * factor(
                 steps_taken, self.warmup_steps, self.schedule, self.total_steps
             )
+        frozen = [(part, part.clone()) for part in self.policy.frozen_parts(lambda weight: weight.data)]
         self.adamw.step()
+        for part, before in frozen:  # weight decay moves weights without a gradient
+            part.copy_(before)
 
     def clear(self) -> None:
         self.adamw.zero_grad(set_to_none=True)

@@ -7,7 +7,7 @@ from typing import Protocol, TypeVar
 
 from core.jobs.hyperparameters import Resolved
 from core.jobs.offline_hyperparameters import ResolvedOffline
-from core.results.lineage import RENDERING, SHAPE, Parent
+from core.results.lineage import RENDERING, Parent
 from core.storage.manifests import Damaged
 from worker.model.policy import Policy
 from worker.refusals import UserMistake
@@ -27,11 +27,11 @@ class Adapters(Protocol):
 
 
 def continuing(settings: Settings, parent: Parent | None) -> Settings:
-    """The hyperparameters of a job that trains `parent` further: with the shape of its adapter, and rendering prompts
-    as its job did unless they ask for another template."""
+    """The hyperparameters of a job that trains `parent` further: with the shape of its adapter or a larger rank, and
+    rendering prompts as its job did unless they ask for another template."""
     if parent is None:
         return settings
-    kept = {name: parent.settings[name] for name in SHAPE}
+    kept = parent.shape
     if settings.chat_template is None and not settings.chat_template_kwargs:
         kept |= {name: parent.settings[name] for name in RENDERING if parent.settings[name] is not None}
     return settings.model_validate(settings.model_dump() | kept)
@@ -45,12 +45,15 @@ def start_from(
 ) -> bool:
     """Load the parent's adapter into the policy. Returns False for a job with a checkpoint, which has its own.
 
+    Freezes it in the policy, of either job, if the job's adapter has a larger rank.
+
     Each of `also` reads what else the parent's folder has.
 
     Raises:
         UserMistake: its files were deleted or are damaged.
         InvalidModel: they do not fit the model.
     """
+    policy.frozen_rank = parent.frozen_rank
     if not checkpoints.is_empty:
         return False
     with tempfile.TemporaryDirectory() as folder:
@@ -62,7 +65,7 @@ def start_from(
                 f"The adapter of '{parent.model}', which the job was to train further, cannot be read: {damage}.",
                 "model",
             ) from damage
-        policy.load(Path(folder))
+        (policy.load_frozen if parent.frozen_rank else policy.load)(Path(folder))
         for read in also:
             read(Path(folder))
     return True

@@ -9,7 +9,7 @@ import errno
 import json
 import pickle
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -365,6 +365,8 @@ class Policy:
         self.use(Route())
         self.stop_ids = stop_ids(causal, base.tokenizer)
         self.left_out: list[str] = []
+        # The first rows of each A and columns of each B that are not trained: the adapter of a parent.
+        self.frozen_rank = 0
 
     @property
     def device(self) -> torch.device:
@@ -597,11 +599,26 @@ class Policy:
         Raises:
             InvalidModel: its file is damaged, or it is an adapter on other layers or of another rank.
         """
-        from peft import load_peft_weights
-
         own = get_peft_model_state_dict(
             self.model, save_embedding_layers=False
         )  # the parameters' own storage
+        self._copy(folder, own)
+
+    def load_frozen(self, folder: Path) -> None:
+        """Load a saved adapter of the rank `frozen_rank` into the part that is not trained.
+
+        The rest computes nothing yet: its B is zero.
+
+        Raises:
+            InvalidModel: its file is damaged, or it is an adapter on other layers or of another rank.
+        """
+        own = get_peft_model_state_dict(self.model, save_embedding_layers=False)
+        self._copy(folder, {name: frozen_part(name, one, self.frozen_rank) for name, one in own.items()})
+
+    def _copy(self, folder: Path, own: Mapping[str, Tensor]) -> None:
+        """Copy the saved adapter into these parts of the parameters."""
+        from peft import load_peft_weights
+
         try:
             weights = load_peft_weights(str(folder), device=str(self.device))
         except SafetensorError as cause:
@@ -615,6 +632,18 @@ class Policy:
         # By name, and not by PEFT's own loader, which renames layers of some models and drops what it then misses.
         for name, tensor in own.items():
             tensor.copy_(weights[name])
+
+    def frozen_parts(self, of: Callable[[torch.nn.Parameter], Tensor | None]) -> list[Tensor]:
+        """Views of the part that is not trained, of each parameter's weight or gradient; empty if all is trained."""
+        if not self.frozen_rank:
+            return []
+        named = [(name, of(one)) for name, one in self.model.named_parameters() if one.requires_grad]
+        return [frozen_part(name, one, self.frozen_rank) for name, one in named if one is not None]
+
+
+def frozen_part(name: str, weight: Tensor, rank: int) -> Tensor:
+    """The first `rank` rows of an A [R, in], or columns of a B [out, R], as a view."""
+    return weight[:rank] if ".lora_A." in name else weight[:, :rank]
 
 
 def render(
