@@ -31,6 +31,8 @@ MAX_CONCURRENT = 1000
 AT_ONCE = 100
 MAX_SEARCHED = 1000
 MAX_RESCORED = 100_000
+# Of a formula, over all answers: a few seconds. Evaluating a long one takes milliseconds.
+MAX_RESCORED_CHARACTERS = 10_000_000
 
 _PROMPT = "prompt_"
 
@@ -350,10 +352,11 @@ def rescore(
         raise InvalidRequest(
             "The job has no multi grader, so there are no parts for a formula.", param="job_id"
         )
-    if (selected := sum(page.samples for page in pages)) > MAX_RESCORED:
+    most = min(MAX_RESCORED, MAX_RESCORED_CHARACTERS // max(1, len(formula)))
+    if (selected := sum(page.samples for page in pages)) > most:
         raise InvalidRequest(
-            f"{selected} answers are selected, and at most {MAX_RESCORED} are scored at once: select fewer steps with "
-            "step_from and step_to.",
+            f"{selected} answers are selected, and at most {most} are scored at once by a formula of {len(formula)} "
+            "characters: select fewer steps with step_from and step_to.",
             param="step_from",
         )
     try:

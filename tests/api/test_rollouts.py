@@ -764,6 +764,13 @@ def test_too_many_answers_at_once_are_refused_with_how_to_select_fewer(
         f"/v1/regraft/jobs/{graded_twice}/rollouts/what-if", params={"formula": "says", "step_to": 1}
     )
 
-    assert refused.status_code == 400
-    assert "100006 answers are selected" in refused.json()["error"]["message"]
+    long = api.get(
+        f"/v1/regraft/jobs/{graded_twice}/rollouts/what-if", params={"formula": " + ".join(["says"] * 500)}
+    )
+
+    assert refused.status_code == long.status_code == 400
+    assert "100006 answers are selected, and at most 100000" in refused.json()["error"]["message"]
+    assert (
+        "at most 2859 are scored at once by a formula of 3497 characters" in long.json()["error"]["message"]
+    )
     assert fewer.json()["answers"] == 6
