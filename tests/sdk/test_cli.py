@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from regraft import Regraft
 from regraft.cli import main
+from regraft.cli.output import expected_costs
 
 from core.database.tables import Job
 from tests import factories
@@ -949,3 +950,37 @@ def test_every_command_has_its_function() -> None:
             yield run
 
     assert sorted(named(build())) == sorted([*COMMANDS, "completion"])
+
+
+def test_the_show_of_a_running_job_has_ranges_of_time_and_gpu_time(
+    regraft: Callable[..., tuple[int, str, str]], house: House
+) -> None:
+    left = {"low": 3600.0, "expected": 7200.0, "high": 10800.0}
+    estimate = {"remaining_seconds": left, "based_on": "this job's steps", "gpus": 2}
+    job_id = house.job(
+        status="running",
+        usage={"estimate": estimate},
+        gpu_seconds=600.0,
+        estimated_finish=4_000_000_000,
+    )
+
+    _, out, _ = regraft("jobs", "show", job_id)
+
+    lines = dict(re.split(r"  +", line, maxsplit=1) for line in out.splitlines())
+    assert lines["time left"].endswith("done at 2096-10-02 07:06 UTC")
+    assert lines["GPU time"] == "4 h 10 min in all, between 2 h 10 min and 6 h 10 min"
+    assert "cost" not in lines
+
+
+def test_an_estimate_ages_until_the_next_step() -> None:
+    seconds = {"low": 60.0, "expected": 120.0, "high": 240.0}
+    cost = {"low": 1.0, "expected": 2.0, "high": 4.0, "currency": "USD"}
+    estimate = {"remaining_seconds": seconds, "total_gpu_seconds": seconds, "cost": cost}
+
+    shown = expected_costs(estimate, finish=1120, now=1090.0)
+
+    assert shown == {
+        "time left": "30 s, between 0 s and 2 min 30 s; done at 1970-01-01 00:18 UTC",
+        "GPU time": "2 min 00 s in all, between 1 min 00 s and 4 min 00 s",
+        "cost": "2.00 USD in all, between 1.00 and 4.00",
+    }

@@ -5,6 +5,7 @@ import getpass
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import islice
@@ -20,7 +21,17 @@ from openai.types.fine_tuning.jobs import FineTuningJobCheckpoint
 from regraft import config
 from regraft._rules.datasets import InvalidDataset
 from regraft.cli.evals import evals_compare, evals_export, evals_gate, evals_import, evals_run
-from regraft.cli.output import duration, plain, print_json, print_json_line, say, shortened, table, when
+from regraft.cli.output import (
+    duration,
+    expected_costs,
+    plain,
+    print_json,
+    print_json_line,
+    say,
+    shortened,
+    table,
+    when,
+)
 from regraft.cli.pipelines import (
     pipelines_cancel,
     pipelines_clone,
@@ -507,8 +518,9 @@ def _job(job: FineTuningJob, steps: list[dict[str, Any]]) -> str:
         shown["step"] = f"{steps[-1]['step']} of {steps[-1]['total_steps']}"
     if now := getattr(job, "progress", None):
         shown["now"] = f"{doing_now(now)}, since {when(now['since'])}"
-    if job.estimated_finish is not None and job.status not in FINAL:
-        shown["estimated finish"] = when(job.estimated_finish)
+    estimate = getattr(job, "estimate", None)
+    if estimate and job.estimated_finish is not None and job.status not in FINAL:
+        shown |= expected_costs(estimate, job.estimated_finish, time.time())
     marks, axis = marks_for(sys.stdout.encoding), axis_of(grader_of(job))
     for name, key in (("train reward", "train_mean_reward"), ("valid reward", "full_valid_mean_reward")):
         values = [step[key] for step in steps if step.get(key) is not None]

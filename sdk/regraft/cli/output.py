@@ -64,6 +64,27 @@ def duration(seconds: float) -> str:
     return f"{minutes} min {rest:02} s" if minutes else f"{rest} s"
 
 
+def expected_costs(estimate: Mapping[str, Any], finish: int, now: float) -> dict[str, str]:
+    """A running job's estimate as lines by name: the time that is left, GPU time, and cost where there is a price.
+
+    Args:
+        finish: when the job is estimated to end, by which the age of the estimate is known.
+    """
+    left, total = estimate["remaining_seconds"], estimate["total_gpu_seconds"]
+    age = left["expected"] - (finish - now)
+    least, likely, most = (duration(max(0.0, left[name] - age)) for name in ("low", "expected", "high"))
+    lines = {
+        "time left": f"{likely}, between {least} and {most}; done at {when(finish)}",
+        "GPU time": f"{duration(total['expected'])} in all, between {duration(total['low'])} and "
+        f"{duration(total['high'])}",
+    }
+    if cost := estimate.get("cost"):
+        lines["cost"] = (
+            f"{cost['expected']:.2f} {cost['currency']} in all, between {cost['low']:.2f} and {cost['high']:.2f}"
+        )
+    return lines
+
+
 def say(text: str) -> None:
     """Print to stderr."""
     print(text, file=sys.stderr, flush=True)
