@@ -276,7 +276,7 @@ class JobCreate(Body):
     def _differs(cls, file_id: str | None, info: ValidationInfo) -> str | None:
         if file_id is not None and file_id == info.data.get("training_file"):
             raise ValueError(
-                "it must not be the training file: its rewards would say nothing about new prompts"
+                "it must not be the training file: its figures would say nothing about new prompts"
             )
         return file_id
 
