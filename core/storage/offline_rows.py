@@ -77,7 +77,10 @@ def reward_problems(row: Mapping[str, Any]) -> Iterator[Problem]:
     """Of a pair, or of an answer with a score or with labels of its steps."""
     kind_of_row = reward_kind(row)
     if kind_of_row == "pairs" and is_labeled(row):
-        yield "output", "is one answer with a label, which only the loss kto of dpo reads; put it into messages, with a score"
+        yield (
+            "output",
+            "is one answer with a label, which only the loss kto of dpo reads; put it into messages, with a score",
+        )
         return
     if kind_of_row == "pairs":
         margin = row.get("margin")
