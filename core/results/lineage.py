@@ -56,7 +56,10 @@ class Parent:
         return None if job.parent is None else cls(**job.parent)
 
     def to_row(self) -> dict[str, Any]:
-        return asdict(self)
+        row = asdict(self)
+        if self.grown_rank is None:
+            del row["grown_rank"]  # workers of the version before, which an upgrade still has, do not know it
+        return row
 
     def shown(self) -> dict[str, Any]:
         return {"model": self.model, "job_id": self.job_id, "step": self.step}
