@@ -327,7 +327,7 @@ class WhatIfOut(BaseModel):
     ]
 
     @classmethod
-    def of(cls, formula: str, threshold: float, found: what_if.FormulaComparison) -> "WhatIfOut":
+    def of(cls, formula: str, threshold: float, found: what_if.ScoreComparison) -> "WhatIfOut":
         return cls(formula=formula, pass_threshold=threshold, **asdict(found))
 
 

@@ -1,4 +1,7 @@
-"""The rows of a run: from an uploaded file or from the request, each with an `item` and perhaps a `sample`."""
+"""The rows of a run: from an uploaded file, the request or the rollouts of a job (core/evals/regrades.py).
+
+Each has an `item` and perhaps a `sample`.
+"""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -9,11 +12,12 @@ from core.storage.datasets import MAX_REPORTED, LineError, is_nested_too_deeply,
 
 @dataclass(frozen=True)
 class EvalRow:
-    """One row; `line` counts from 1."""
+    """One row; `line` counts from 1. `rollout` is the stored answer of a regrade."""
 
     line: int
     item: dict[str, Any]
     sample: dict[str, Any] | None = None
+    rollout: dict[str, Any] | None = None
 
 
 class InvalidRows(ValueError):

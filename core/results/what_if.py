@@ -1,6 +1,7 @@
-"""Another formula over the stored scores of a multi grader's parts: the rewards and signal that it would have given.
+"""Other scores for the stored answers of a job: the rewards and signal that they would have given.
 
-No answer is graded again, so this takes milliseconds and costs no judge.
+They come from another formula over the stored scores of a multi grader's parts, which takes milliseconds and costs no
+judge, or from another grader (core/evals/regrades.py).
 """
 
 import statistics
@@ -18,21 +19,24 @@ from core.results.rollouts import Matches, OpenPage
 from core.storage.store import BlobStore
 
 CLOSE = 1e-6  # equal rewards
-_COLUMNS = ["group", "score", "sub_scores"]
+_COLUMNS = ["split", "group", "score", "sub_scores"]
+
+GroupKey = tuple[int, str, int]
+"""Step, split, and index of the prompt."""
 
 
 @dataclass(frozen=True)
 class Rescored:
-    """A stored answer: its group, its score, and the one that the other formula gives. None: no score."""
+    """A stored answer: its group, its score, and the new one. None: no score."""
 
-    group: tuple[int, int]  # step, index of the prompt
+    group: GroupKey
     before: float | None
     after: float | None
 
 
 @dataclass(frozen=True)
 class RewardSummary:
-    """What one formula gives."""
+    """The rewards by one formula or grader."""
 
     graded: int
     mean: float | None
@@ -41,7 +45,7 @@ class RewardSummary:
 
 
 @dataclass(frozen=True)
-class FormulaComparison:
+class ScoreComparison:
     answers: int
     groups: int  # with at least two answers
     before: RewardSummary
@@ -51,7 +55,7 @@ class FormulaComparison:
     same: int
     gained: int  # only now with a score
     lost: int  # no longer with a score
-    now_passed: int  # at least the threshold, and before below it
+    now_passed: int  # now at least the threshold, and before below it
     now_failed: int
     changed_signs: int  # of the reward minus the mean of its group: the model learns the opposite
     rank_correlation: (
@@ -77,8 +81,8 @@ def rescored(
     for step, table in rollouts.map_pages(blobs, pages, Wanted(), _columns):
         columns = (table[name].to_pylist() for name in _COLUMNS)
         found += [
-            Rescored((step, group), before, again(parts))
-            for group, before, parts in zip(*columns, strict=True)
+            Rescored((step, split, group), before, again(parts))
+            for split, group, before, parts in zip(*columns, strict=True)
         ]
     return found
 
@@ -89,25 +93,31 @@ def _columns(opened: OpenPage, matches: Matches) -> tuple[int, pa.Table]:
     return opened.page.step, table
 
 
-def compare(answers: Sequence[Rescored], threshold: float) -> FormulaComparison:
-    """Count the changes by the other formula; answers pass from `threshold` on."""
+def compare(
+    answers: Sequence[Rescored], threshold: float, *, threshold_before: float | None = None
+) -> ScoreComparison:
+    """Count the changes. Answers pass from `threshold` on, and with their stored score from `threshold_before` on.
+
+    The default of `threshold_before` is `threshold`.
+    """
+    passes = threshold if threshold_before is None else threshold_before
     pairs = [(one.before, one.after) for one in answers if one.before is not None and one.after is not None]
     sizes = Counter(one.group for one in answers)
     before, after = ([one.before for one in answers], [one.after for one in answers])
     groups = [one.group for one in answers]
     centered_before, centered_after = _centered(groups, before), _centered(groups, after)
-    return FormulaComparison(
+    return ScoreComparison(
         answers=len(answers),
         groups=sum(size > 1 for size in sizes.values()),
-        before=_rewards(groups, before, threshold),
+        before=_rewards(groups, before, passes),
         after=_rewards(groups, after, threshold),
         higher=sum(new > old + CLOSE for old, new in pairs),
         lower=sum(new < old - CLOSE for old, new in pairs),
         same=sum(abs(new - old) <= CLOSE for old, new in pairs),
         gained=sum(one.before is None and one.after is not None for one in answers),
         lost=sum(one.before is not None and one.after is None for one in answers),
-        now_passed=sum(old < threshold <= new for old, new in pairs),
-        now_failed=sum(new < threshold <= old for old, new in pairs),
+        now_passed=sum(old < passes and new >= threshold for old, new in pairs),
+        now_failed=sum(old >= passes and new < threshold for old, new in pairs),
         changed_signs=sum(
             old is not None and new is not None and old * new < 0
             for old, new in zip(centered_before, centered_after, strict=True)
@@ -116,9 +126,7 @@ def compare(answers: Sequence[Rescored], threshold: float) -> FormulaComparison:
     )
 
 
-def _rewards(
-    groups: Sequence[tuple[int, int]], scores: Sequence[float | None], threshold: float
-) -> RewardSummary:
+def _rewards(groups: Sequence[GroupKey], scores: Sequence[float | None], threshold: float) -> RewardSummary:
     values = [score for score in scores if score is not None]
     return RewardSummary(
         graded=len(values),
@@ -128,21 +136,19 @@ def _rewards(
     )
 
 
-def _by_group(
-    groups: Iterable[tuple[int, int]], scores: Iterable[float | None]
-) -> dict[tuple[int, int], list[float]]:
-    found: dict[tuple[int, int], list[float]] = defaultdict(list)
+def _by_group(groups: Iterable[GroupKey], scores: Iterable[float | None]) -> dict[GroupKey, list[float]]:
+    found: dict[GroupKey, list[float]] = defaultdict(list)
     for group, score in zip(groups, scores, strict=True):
         if score is not None:
             found[group].append(score)
     return found
 
 
-def _centered(groups: Sequence[tuple[int, int]], scores: Sequence[float | None]) -> list[float | None]:
+def _centered(groups: Sequence[GroupKey], scores: Sequence[float | None]) -> list[float | None]:
     """Each score minus the mean of its group; 0 where they are equal up to rounding."""
     means = {group: statistics.fmean(some) for group, some in _by_group(groups, scores).items()}
 
-    def centered(group: tuple[int, int], score: float) -> float:
+    def centered(group: GroupKey, score: float) -> float:
         gap = score - means[group]
         return 0.0 if abs(gap) <= CLOSE else gap
 

@@ -10,11 +10,12 @@ from functools import partial
 from typing import Any
 
 from sqlalchemy import select
+from sqlalchemy.orm import Session
 
 from core.database.engine import Database
 from core.database.tables import Eval, EvalRun, File, now
 from core.errors import BudgetReached
-from core.evals import budgets, items, lifecycle, rows, summary, targets
+from core.evals import budgets, items, lifecycle, regrades, rows, summary, targets
 from core.evals.rows import EvalRow
 from core.inference import not_served
 from core.jobs.claim import Claim, LeaseLost
@@ -36,7 +37,7 @@ from graders.prompts import (
     sample_of,
 )
 from graders.run import grade_within
-from graders.spec import GraderSpec, InvalidGrader, parse_grader
+from graders.spec import GraderSpec, InvalidGrader, parse_grader, parts_of
 from graders.template import RenderError
 from graders.types import Grader, Sample
 from worker.evals.grading import Result, result_of, status_of
@@ -77,7 +78,7 @@ class RunPlan:
     @property
     def judged(self) -> list[int]:
         """The criteria that call a judge, by index."""
-        return [index for index, spec in enumerate(self.criteria) if spec.type in budgets.JUDGES]
+        return [index for index, spec in enumerate(self.criteria) if _calls_a_judge(spec)]
 
     def calls(self, entry: Entry) -> Calls:
         """The calls that an item may still make."""
@@ -109,26 +110,35 @@ class RunAttempt:
         """
         with self.database.read() as session:
             run = session.scalars(select(EvalRun).where(EvalRun.id == self.claim.job_id)).one()
-            made = session.scalar(select(Eval).where(Eval.id == run.eval_id))
+            sent = _criteria(session, run)
             content = run.content
             file = session.scalar(select(File).where(File.id == run.file_id)) if run.file_id else None
+            pages = regrades.pages(session, run) if regrades.is_one(run) else None
             self.record.load(session, run)
-        if made is None:
-            raise LeaseLost(f"{run.eval_id} was deleted")
         OWNER.set(run.project_id)
-        source = partial(self._rows, content, file)
+        source = (
+            partial(self._rows, content, file) if pages is None else partial(regrades.rows, self.blobs, pages)
+        )
         async with AsyncExitStack() as stack:
-            plan = await self._plan(run, made, stack)
+            plan = await self._plan(run, sent, stack)
             await self._all(plan, source)
+        compared = None if pages is None else await asyncio.to_thread(self._compared, run)
         with lifecycle.fenced(self.database, self.claim) as (_, run):
+            if compared is not None:
+                run.summary = {**run.summary, "comparison": compared}
             lifecycle.complete(run)
 
-    async def _plan(self, run: EvalRun, made: Eval, stack: AsyncExitStack) -> RunPlan:
+    def _compared(self, run: EvalRun) -> dict[str, Any]:
+        with self.database.read() as session:
+            stored = items.stored(session, run.id)
+        return regrades.comparison(run, items.find(self.blobs, stored))
+
+    async def _plan(
+        self, run: EvalRun, sent: Sequence[tuple[str, dict[str, Any]]], stack: AsyncExitStack
+    ) -> RunPlan:
+        """`sent`: the criteria as they are stored, each with its parameter."""
         try:
-            criteria = [
-                parse_grader(sent, f"testing_criteria[{number}]")
-                for number, sent in enumerate(made.testing_criteria)
-            ]
+            criteria = [parse_grader(one, param) for param, one in sent]
             # One client for all criteria, so that the limits of a judge model hold for the run.
             judges = await stack.enter_async_context(HttpJudges(self.backends.judges))
             graders = [
@@ -153,6 +163,8 @@ class RunAttempt:
             sampler = self._sampler(run, fields)
             stack.push_async_callback(sampler.close)
         wants_json = fields.get("response_format", {}).get("type") in ("json_schema", "json_object")
+        if regrades.is_one(run):
+            wants_json = run.data_source["parse_json"]
         metered = sampler is not None and not sampler.ours
         kept = run.summary
         spending = Spending(run.budget, budgets.used(kept), summary.paid_items(kept))
@@ -314,6 +326,8 @@ class RunAttempt:
         )
 
     async def _sampled(self, plan: RunPlan, row: EvalRow, cost: ItemCost) -> dict[str, Any]:
+        if row.rollout is not None:
+            return _stored(row.rollout)
         if plan.sampler is None or plan.prompt is None:
             sample = Sample("") if row.sample is None else sample_of(row.sample)
             model = (row.sample or {}).get("model")
@@ -354,6 +368,10 @@ class RunAttempt:
         cost.add(call)
 
 
+def _calls_a_judge(spec: GraderSpec) -> bool:
+    return spec.type in budgets.JUDGES or any(_calls_a_judge(part) for part in parts_of(spec).values())
+
+
 @contextmanager
 def _timed(phase: str) -> Iterator[None]:
     """Observe the duration of a phase of an item that ends without an exception."""
@@ -389,6 +407,27 @@ def _sample(
     return shown if given is None else shown | {"graded": given}
 
 
+def _criteria(session: Session, run: EvalRun) -> list[tuple[str, dict[str, Any]]]:
+    """The graders of a run as they are stored, each with its parameter. Raises LeaseLost: their eval was deleted."""
+    if regrades.is_one(run):
+        return [("grader", run.data_source["grader"])]
+    made = session.scalar(select(Eval).where(Eval.id == run.eval_id))
+    if made is None:
+        raise LeaseLost(f"{run.eval_id} was deleted")
+    return [(f"testing_criteria[{number}]", one) for number, one in enumerate(made.testing_criteria)]
+
+
+def _stored(rollout: dict[str, Any]) -> dict[str, Any]:
+    """The `sample` of a regraded answer: what graders read of it, and its place and score in the job."""
+    kept = ("id", "step", "split", "group", "member", "line", "score", "output_reasoning")
+    return {
+        "output": [{"role": "assistant", "content": rollout["output_text"]}],
+        "finish_reason": rollout["finish_reason"],
+        "error": None,
+        "rollout": {name: rollout[name] for name in kept},
+    }
+
+
 def _text(content: Any) -> str:
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
@@ -397,7 +436,12 @@ def _for_graders(stored: dict[str, Any], plan: RunPlan) -> Sample:
     if "graded" in stored:
         return sample_of(stored["graded"]) if stored["graded"] else Sample("")
     [message] = stored["output"]
-    text = Sample.from_text(message["content"], stored["finish_reason"], parse_json=plan.parse_json)
+    reasoning = stored.get("rollout", {}).get("output_reasoning") or ""
+    text = Sample.from_text(
+        message["content"], stored["finish_reason"], parse_json=plan.parse_json, reasoning=reasoning
+    )
+    if "rollout" in stored:
+        return text
     return Sample(
         text.output_text, text.output_json, tuple(message.get("tool_calls", ())), text.finish_reason
     )
