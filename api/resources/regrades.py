@@ -21,7 +21,7 @@ from core.database.tables import EvalRun, Job, Project
 from core.errors import InvalidRequest
 from core.evals import budgets, items, lifecycle, regrades, summary
 from core.evals.items import MAX_ROWS, Item
-from core.evals.regrades import Change, Selection
+from core.evals.regrades import Change, SelectedSteps
 from core.jobs import lifecycle as jobs
 from core.results import rollouts
 from core.results.rollouts import SamplePosition, Split
@@ -195,7 +195,9 @@ async def create_regrade(
     return await to_thread.run_sync(once, create)
 
 
-def _selected(job_id: str, body: RegradeCreate, service: Service, project: Project) -> tuple[Selection, int]:
+def _selected(
+    job_id: str, body: RegradeCreate, service: Service, project: Project
+) -> tuple[SelectedSteps, int]:
     """The selected steps that are there, and how many answers are stored of them. Blocks.
 
     Raises:
@@ -221,7 +223,7 @@ def _selected(job_id: str, body: RegradeCreate, service: Service, project: Proje
             f"The grader reads {{{{{missing}}}}}, which the rows of the job do not have.", param="grader"
         )
     steps = [page.step for page in pages]
-    return Selection(min(steps), max(steps), body.split), total
+    return SelectedSteps(min(steps), max(steps), body.split), total
 
 
 def _missing(spec: GraderSpec, item: dict[str, Any]) -> str | None:

@@ -32,7 +32,7 @@ Change = Literal["flipped", "higher", "lower", "same", "gained", "lost"]
 
 
 @dataclass(frozen=True)
-class Selection:
+class SelectedSteps:
     """The rollouts of a job up to the newest step at the time of the request. None: both splits."""
 
     first_step: int
@@ -41,7 +41,7 @@ class Selection:
 
 
 def new(
-    job: Job, grader: dict[str, Any], selection: Selection, *, total: int, name: str, budget: Any
+    job: Job, grader: dict[str, Any], selection: SelectedSteps, *, total: int, name: str, budget: Any
 ) -> EvalRun:
     """A regrade of `total` rollouts of this job. `grader` is a specification as it is stored."""
     return EvalRun(
@@ -141,7 +141,7 @@ def _score(item: Item) -> float | None:
 
 
 def changes(run: EvalRun, item: Item) -> frozenset[Change]:
-    """How the score of one answer changed."""
+    """The changes of one answer's score."""
     before, after = item["sample"]["rollout"]["score"], _score(item)
     if before is None or after is None:
         if before is after:

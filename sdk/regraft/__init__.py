@@ -43,6 +43,8 @@ if TYPE_CHECKING:
         JobEvent,
         Preview,
         PromptHistory,
+        Regrade,
+        RegradedAnswer,
         Rollout,
         StepMetrics,
         Verdict,
@@ -59,7 +61,8 @@ _HOME = {
     "regraft.jobs": "events metrics rollouts show",
     "regraft.progress": "FINAL",
     "regraft.requests": "InvalidRequestFile",
-    "regraft.types": "Estimate GraderTest JobEvent Preview PromptHistory Rollout StepMetrics Verdict WhatIf",
+    "regraft.types": "Estimate GraderTest JobEvent Preview PromptHistory Regrade RegradedAnswer Rollout StepMetrics "
+    "Verdict WhatIf",
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names.split()}
 
@@ -103,6 +106,8 @@ __all__ = [
     "PromptHistory",
     "QuotaExceeded",
     "RateLimited",
+    "Regrade",
+    "RegradedAnswer",
     "Regraft",
     "Rollout",
     "StepMetrics",

@@ -18,6 +18,7 @@ from regraft.resources.evals import AsyncEvals, Evals
 from regraft.resources.graders import AsyncGraders, Graders
 from regraft.resources.jobs import AsyncJobs, Jobs
 from regraft.resources.pipelines import AsyncPipelines, Pipelines
+from regraft.resources.regrades import AsyncRegrades, Regrades
 from regraft.resources.rollouts import AsyncRollouts, Rollouts
 from regraft.types import Estimate, Preview
 
@@ -42,8 +43,8 @@ class Datasets:
 
 
 class Regraft(openai.OpenAI):
-    """OpenAI's client for a regraft server, with all of its resources and `jobs`, `rollouts`, `checkpoints`, `graders`,
-    `evals`, `pipelines`, `datasets`, `estimate` and `preview`.
+    """OpenAI's client for a regraft server, with all of its resources and `jobs`, `rollouts`, `regrades`,
+    `checkpoints`, `graders`, `evals`, `pipelines`, `datasets`, `estimate` and `preview`.
 
     Server and key are the arguments, else REGRAFT_BASE_URL and REGRAFT_API_KEY, else the login saved by `regraft
     login`.
@@ -68,6 +69,10 @@ class Regraft(openai.OpenAI):
     @cached_property
     def rollouts(self) -> Rollouts:
         return Rollouts(self)
+
+    @cached_property
+    def regrades(self) -> Regrades:
+        return Regrades(self)
 
     @cached_property
     def checkpoints(self) -> Checkpoints:
@@ -149,6 +154,10 @@ class AsyncRegraft(openai.AsyncOpenAI):
     @cached_property
     def rollouts(self) -> AsyncRollouts:
         return AsyncRollouts(self)
+
+    @cached_property
+    def regrades(self) -> AsyncRegrades:
+        return AsyncRegrades(self)
 
     @cached_property
     def checkpoints(self) -> AsyncCheckpoints:

@@ -130,8 +130,8 @@ class Rollout(BaseModel):
     steps: list[RolloutStep] | None = None
 
 
-class RewardsOfFormula(BaseModel):
-    """The rewards of one formula."""
+class Rewards(BaseModel):
+    """The rewards by one formula or grader."""
 
     graded: int
     mean: float | None = None
@@ -139,24 +139,69 @@ class RewardsOfFormula(BaseModel):
     groups_with_signal: int  # groups with answers of different scores
 
 
-class WhatIf(BaseModel):
-    """Another formula over the stored scores of a multi grader's parts."""
+class ComparedScores(BaseModel):
+    """The stored scores of a job's answers beside others."""
 
-    formula: str
-    pass_threshold: float
     answers: int
     groups: int  # with at least two answers
-    before: RewardsOfFormula
-    after: RewardsOfFormula
+    before: Rewards
+    after: Rewards
     higher: int
     lower: int
     same: int
-    gained: int  # answers that only the formula gives a score
+    gained: int  # answers that have a score only now
     lost: int
     now_passed: int
     now_failed: int
     changed_signs: int  # of the reward minus the mean of its group
     rank_correlation: float | None = None
+
+
+class WhatIf(ComparedScores):
+    """Another formula over the stored scores of a multi grader's parts."""
+
+    formula: str
+    pass_threshold: float
+
+
+class Regrade(BaseModel):
+    """Stored answers of a job scored by another grader."""
+
+    id: str
+    job_id: str
+    name: str
+    created_at: int
+    started_at: int | None = None
+    finished_at: int | None = None
+    status: str  # queued | in_progress | completed | failed | canceled
+    error: dict[str, Any] | None = None
+    grader: dict[str, Any]
+    split: str | None = None  # None: both
+    step_from: int
+    step_to: int
+    answers: int
+    graded: int  # so far, with or without a score
+    usage: list[dict[str, Any]]  # tokens of judges by model
+    budget: dict[str, int] | None = None
+    pass_threshold: float
+    comparison: ComparedScores | None = None  # once it is completed
+
+
+class RegradedAnswer(BaseModel):
+    """A stored answer with the job's score and the new one; `id` is that of the rollout."""
+
+    id: str
+    step: int
+    split: str
+    group: int
+    line: int
+    output_text: str
+    before: float | None = None
+    after: float | None = None
+    changes: list[str]  # flipped, higher, lower, same, gained, lost
+    reason: str | None = None
+    error: str | None = None
+    output: str | None = None  # printed by the new grader
 
 
 class PromptHistory(BaseModel):

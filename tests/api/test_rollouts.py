@@ -681,6 +681,16 @@ def graded_twice(
     return job_id
 
 
+def test_a_formula_over_both_splits_keeps_their_groups_apart(
+    house: House, api: TestClient, graded_twice: str
+) -> None:
+    store(house, graded_twice, 1, "valid", rows=[scored(1, 0, 0, 1, 0) | {"split": "valid"}])
+
+    found = api.get(f"/v1/regraft/jobs/{graded_twice}/rollouts/what-if", params={"formula": "says"}).json()
+
+    assert (found["answers"], found["groups"], found["changed_signs"]) == (7, 2, 0)
+
+
 def test_another_formula_says_what_it_would_have_changed(api: TestClient, graded_twice: str) -> None:
     path = f"/v1/regraft/jobs/{graded_twice}/rollouts/what-if"
 

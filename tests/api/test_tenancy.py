@@ -27,6 +27,7 @@ BODIES = {
     "/v1/fine_tuning/checkpoints/{checkpoint}/permissions": {"project_ids": ["proj_1"]},
     "/v1/evals/{eval_id}": {"name": "b"},
     "/v1/evals/{eval_id}/runs": {"data_source": {"type": "jsonl", "source": {"type": "file_id", "id": "f"}}},
+    "/v1/regraft/jobs/{job_id}/regrade": {"grader": GRADER},
     "/v1/webhook_endpoints/{webhook_endpoint_id}": {"name": "b"},
     "/v1/webhook_endpoints/{webhook_endpoint_id}/test": {"event_type": "fine_tuning.job.succeeded"},
 }
@@ -84,6 +85,9 @@ def rows(house: House, api: TestClient, create_job: Callable[..., dict[str, Any]
             "/v1/regraft/pipelines", json={"stages": [mixture(job["training_file"])]}
         ).json()["id"],
         "checkpoint_id": "ftckpt_1",
+        "regrade_id": api.post(
+            f"/v1/regraft/jobs/{job['id']}/regrade", json={"grader": GRADER | {"reference": "4"}}
+        ).json()["id"],
     }
 
 

@@ -192,3 +192,31 @@ def test_an_invalid_formula_is_refused_beside_it(
     studio.get_by_label("Formula", exact=True).fill("says + length")
 
     expect(studio.locator("#what-if-problem")).to_contain_text("Its names are says, close")
+
+
+def test_all_stored_answers_are_regraded_by_a_worker_and_compared(
+    studio: Page, server: Server, finished: str, accessible: Accessible
+) -> None:
+    before = stored(server, finished, "train")
+    studio.get_by_label("Split").select_option("train")
+    edited = {**GRADER, "calculate_output": "1-says"}
+    studio.get_by_label("Grader, as JSON").fill(json.dumps(edited))
+    studio.get_by_text("The server accepts this grader.").wait_for()
+
+    studio.get_by_role("button", name="Regrade all train answers").click()
+
+    table = studio.get_by_role("region", name="Rewards with the other grader")
+    table.wait_for()
+    expect(table).to_contain_text(f"{len(before)} answers")
+    mean = sum(1 - one["sub_scores"]["says"] for one in before) / len(before)
+    expect(table.locator("tr", has_text="Mean reward").locator("td").last).to_have_text(f"{mean:.3f}")
+    answers = studio.get_by_role("region", name="Regraded answers")
+    expect(answers.locator("tbody tr").first).to_be_visible()
+    accessible(studio)
+    readable_on_a_telephone(studio)
+    listed: Any = untyped(server.client().get(f"/regraft/jobs/{finished}/regrades", cast_to=object))
+    flipped = sum(listed["data"][0]["comparison"][name] for name in ("now_passed", "now_failed"))
+    assert answers.locator("tbody tr").count() == min(50, flipped)
+    studio.get_by_role("button", name="Delete").click()
+    expect(table).to_have_count(0)
+    assert stored(server, finished, "train") == before

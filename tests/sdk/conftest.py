@@ -7,6 +7,7 @@ import shutil
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from core.storage.store import FolderBlobs
 from core.tenancy import keys
 from graders.backends import Backends
 from tests import factories
+from worker.evals.runner import EvalRunner
 
 GRADER: Any = {
     "type": "string_check",
@@ -232,3 +234,54 @@ class Proxy:
                 sink.sendall(data)
         except OSError:
             pass  # cut
+
+
+@pytest.fixture
+def graded_job(house: House) -> str:
+    """A job with two stored answers, of which its grader passed the first."""
+    made = house.job(status="running")
+    answers = [("4", 1.0), ("4!", 0.0)]
+    house.rollouts(
+        made,
+        1,
+        [
+            {
+                "step": 1,
+                "split": "train",
+                "group": 0,
+                "member": member,
+                "line": 1,
+                "messages": [],
+                "item": json.dumps({"answer": "4"}),
+                "output_text": text,
+                "finish_reason": "stop",
+                "completion_tokens": 1,
+                "score": score,
+            }
+            for member, (text, score) in enumerate(answers)
+        ],
+    )
+    return made
+
+
+@pytest.fixture
+def runner(house: House, tmp_path: Path) -> EvalRunner:
+    return EvalRunner(Settings(data_dir=tmp_path), house.database, house.blobs, Backends({}), "worker/1")
+
+
+@contextmanager
+def working(runner: EvalRunner) -> Iterator[None]:
+    """A worker that looks for runs all the time."""
+    ended = threading.Event()
+
+    def work() -> None:
+        while not ended.wait(0.02):
+            runner.run_waiting()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()

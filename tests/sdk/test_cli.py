@@ -22,7 +22,8 @@ from regraft.cli.output import expected_costs
 from core.database.tables import Job
 from tests import factories
 from tests.present import present, untyped
-from tests.sdk.conftest import GRADER, ROWS, House
+from tests.sdk.conftest import GRADER, ROWS, House, working
+from worker.evals.runner import EvalRunner
 
 SDK = Path(__file__).parents[2] / "sdk"
 
@@ -613,6 +614,37 @@ def test_another_formula_is_shown_beside_the_stored_scores(
         "rank correlation -1.000"
     )
     assert in_json("what-if", job_id, "close", "--step-from", "2")["answers"] == 0
+
+
+def test_stored_answers_are_regraded_by_a_command_that_waits_and_shows_what_changed(
+    regraft: Callable[..., tuple[int, str, str]],
+    in_json: Callable[..., Any],
+    graded_job: str,
+    runner: EvalRunner,
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "lenient.json"
+    file.write_text(json.dumps(GRADER | {"operation": "ilike"}))
+
+    with working(runner):
+        code, out, err = regraft("regrade", graded_job, "--grader", str(file), "--name", "lenient")
+
+    lines = [re.split(r"  +", line.strip()) for line in out.splitlines()]
+    assert code == 0
+    assert re.match(r"regrade_\w+: 2 answers\n", err)
+    assert lines[:5] == [
+        ["2 answers", "stored", "with the grader"],
+        ["mean reward", "0.500", "1.000"],
+        ["graded answers", "2", "2"],
+        ["passed", "1", "2"],
+        ["groups with signal, of 1", "1", "0"],
+    ]
+    assert lines[5][0].startswith("1 higher, 0 lower, 1 the same; 1 now pass, 0 now fail")
+    _, listed, _ = regraft("regrades", graded_job)
+    assert re.search(r"regrade_\w+ +lenient +completed +2 of 2 +0\.500 +1\.000 +1", listed)
+    waiting = in_json("regrade", graded_job, "--grader", str(file), "--no-wait")
+    assert waiting["status"] == "queued"
+    assert regraft("regrade", graded_job, "--grader", str(file), "--step-from", "9")[0] == 2
 
 
 def test_what_belongs_to_a_file_of_answers_and_what_to_a_table(

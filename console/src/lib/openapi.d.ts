@@ -120,6 +120,51 @@ export interface components {
             /** Adapter */
             adapter: string | null;
         };
+        /**
+         * ComparisonOut
+         * @description The stored scores beside the new ones, of all selected answers.
+         */
+        ComparisonOut: {
+            /** Answers */
+            answers: number;
+            /**
+             * Groups
+             * @description Groups with at least two answers.
+             */
+            groups: number;
+            before: components["schemas"]["RewardsOut"];
+            after: components["schemas"]["RewardsOut"];
+            /** Higher */
+            higher: number;
+            /** Lower */
+            lower: number;
+            /** Same */
+            same: number;
+            /**
+             * Gained
+             * @description Answers that only the new grader gives a score.
+             */
+            gained: number;
+            /**
+             * Lost
+             * @description Answers that the new grader gives no score.
+             */
+            lost: number;
+            /** Now Passed */
+            now_passed: number;
+            /** Now Failed */
+            now_failed: number;
+            /**
+             * Changed Signs
+             * @description Answers whose reward, minus the mean of their group, has the opposite sign.
+             */
+            changed_signs: number;
+            /**
+             * Rank Correlation
+             * @description Spearman's, of the stored and the new scores.
+             */
+            rank_correlation: number | null;
+        };
         /** Deleted */
         Deleted: {
             /** Id */
@@ -730,6 +775,104 @@ export interface components {
             position: number;
             /** Reason */
             reason: string;
+        };
+        /** RegradeOut */
+        RegradeOut: {
+            /** Id */
+            id: string;
+            /**
+             * Object
+             * @default regraft.regrade
+             * @constant
+             */
+            object: "regraft.regrade";
+            /** Job Id */
+            job_id: string;
+            /** Name */
+            name: string;
+            /** Created At */
+            created_at: number;
+            /** Started At */
+            started_at: number | null;
+            /** Finished At */
+            finished_at: number | null;
+            /**
+             * Status
+             * @description queued, in_progress, completed, failed or canceled.
+             */
+            status: string;
+            /** Error */
+            error: {
+                [key: string]: unknown;
+            } | null;
+            /** Grader */
+            grader: {
+                [key: string]: unknown;
+            };
+            /** Split */
+            split: ("train" | "valid") | null;
+            /** Step From */
+            step_from: number;
+            /** Step To */
+            step_to: number;
+            /** Answers */
+            answers: number;
+            /**
+             * Graded
+             * @description Finished answers so far, with or without a score.
+             */
+            graded: number;
+            /**
+             * Usage
+             * @description Tokens of judges by model.
+             */
+            usage: {
+                [key: string]: unknown;
+            }[];
+            /** Budget */
+            budget: {
+                [key: string]: number;
+            } | null;
+            /** Pass Threshold */
+            pass_threshold: number;
+            /** @description Once it is completed. */
+            comparison: components["schemas"]["ComparisonOut"] | null;
+        };
+        /**
+         * RegradedOut
+         * @description An answer with both scores. `id` is that of the rollout.
+         */
+        RegradedOut: {
+            /** Id */
+            id: string;
+            /** Step */
+            step: number;
+            /**
+             * Split
+             * @enum {string}
+             */
+            split: "train" | "valid";
+            /** Group */
+            group: number;
+            /** Line */
+            line: number;
+            /** Output Text */
+            output_text: string;
+            /** Before */
+            before: number | null;
+            /** After */
+            after: number | null;
+            /** Changes */
+            changes: ("flipped" | "higher" | "lower" | "same" | "gained" | "lost")[];
+            /** Reason */
+            reason: string | null;
+            /** Error */
+            error: string | null;
+            /**
+             * Output
+             * @description Printed by the new grader.
+             */
+            output: string | null;
         };
         /**
          * RewardsOut

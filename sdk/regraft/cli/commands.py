@@ -58,7 +58,7 @@ from regraft.resources.evals import InvalidGate
 from regraft.resources.jobs import VALIDATE, validate_local, validation
 from regraft.resources.rollouts import Filters
 from regraft.saving import chunks, whole
-from regraft.types import GraderTest, verdict_of
+from regraft.types import ComparedScores, GraderTest, verdict_of
 
 DONE, NO, USAGE, NOT_FOUND, AUTH, UNREACHABLE, QUOTA, INTERRUPTED = 0, 1, 2, 3, 4, 5, 6, 130
 BY_STATUS = {401: AUTH, 403: AUTH, 404: NOT_FOUND, 408: UNREACHABLE, 429: QUOTA}
@@ -726,24 +726,78 @@ def what_if(arguments: argparse.Namespace) -> int:
         step_to=arguments.step_to,
     )
 
-    def text() -> str:
-        before, after = found.before, found.after
-        rows: list[list[object]] = [
-            ["mean reward", before.mean, after.mean],
-            ["graded answers", before.graded, after.graded],
-            [f"passed, from {found.pass_threshold:g}", before.passed, after.passed],
-            [f"groups with signal, of {found.groups}", before.groups_with_signal, after.groups_with_signal],
-        ]
-        correlation = (
-            "" if found.rank_correlation is None else f", rank correlation {found.rank_correlation:.3f}"
-        )
-        return (
-            table([f"{found.answers} answers", "stored", "with the formula"], rows)
-            + f"\n{found.higher} higher, {found.lower} lower, {found.same} the same; {found.now_passed} now pass, "
-            f"{found.now_failed} now fail; {found.changed_signs} would be learned the other way{correlation}"
-        )
+    return _answer(
+        arguments,
+        found,
+        lambda: _compared(found, "with the formula", f"passed, from {found.pass_threshold:g}"),
+    )
 
-    return _answer(arguments, found, text)
+
+def _compared(found: ComparedScores, new: str, passed: str) -> str:
+    """The stored scores beside the new ones; `new` and `passed` name a column and a row."""
+    before, after = found.before, found.after
+    rows: list[list[object]] = [
+        ["mean reward", before.mean, after.mean],
+        ["graded answers", before.graded, after.graded],
+        [passed, before.passed, after.passed],
+        [f"groups with signal, of {found.groups}", before.groups_with_signal, after.groups_with_signal],
+    ]
+    correlation = "" if found.rank_correlation is None else f", rank correlation {found.rank_correlation:.3f}"
+    return (
+        table([f"{found.answers} answers", "stored", new], rows)
+        + f"\n{found.higher} higher, {found.lower} lower, {found.same} the same; {found.now_passed} now pass, "
+        f"{found.now_failed} now fail; {found.changed_signs} would be learned the other way{correlation}"
+    )
+
+
+def regrade(arguments: argparse.Namespace) -> int:
+    """Exit code 1: it did not complete."""
+    client = _client()
+    made = client.regrades.create(
+        arguments.job_id,
+        arguments.grader,
+        split=arguments.split,
+        step_from=arguments.step_from,
+        step_to=arguments.step_to,
+        name=arguments.name,
+        max_tokens=arguments.max_tokens,
+    )
+    if arguments.no_wait:
+        return _answer(arguments, made, lambda: made.id)
+    say(f"{made.id}: {made.answers} answers")
+    ended = client.regrades.wait(
+        made.job_id, made.id, progress=lambda one: say(f"{one.status}: {one.graded} of {one.answers} graded")
+    )
+
+    def text() -> str:
+        if ended.comparison is None:
+            why = f": {ended.error['message']}" if ended.error else ""
+            return f"{ended.status} after {ended.graded} of {ended.answers} answers{why}"
+        return _compared(ended.comparison, "with the grader", "passed")
+
+    _answer(arguments, ended, text)
+    return DONE if ended.status == "completed" else NO
+
+
+def regrades(arguments: argparse.Namespace) -> int:
+    listed = list(_client().regrades.list(arguments.job_id))
+
+    def text() -> str:
+        rows: list[list[object]] = [
+            [
+                one.id,
+                shortened(one.name, WIDE),
+                one.status,
+                f"{one.graded} of {one.answers}",
+                one.comparison and one.comparison.before.mean,
+                one.comparison and one.comparison.after.mean,
+                one.comparison and one.comparison.now_passed + one.comparison.now_failed,
+            ]
+            for one in listed
+        ]
+        return table(["regrade", "name", "status", "graded", "stored", "new", "flipped"], rows)
+
+    return _answer(arguments, listed, text)
 
 
 def checkpoints_list(arguments: argparse.Namespace) -> int:
@@ -921,6 +975,8 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
         rollouts,
         prompts,
         what_if,
+        regrade,
+        regrades,
         checkpoints_list,
         checkpoints_download,
         models_list,

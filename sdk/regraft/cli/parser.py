@@ -265,6 +265,25 @@ def _results(top: Commands) -> None:
     what_if.add_argument("--split", choices=("train", "valid"))
     what_if.add_argument("--step-from", type=int, metavar="N", help="first step of a range")
     what_if.add_argument("--step-to", type=int, metavar="N", help="last step of a range")
+    regrade = top.add(
+        "regrade",
+        "score stored answers of a job by another grader, and show what changes",
+        "regrade",
+        example="regraft regrade ftjob-... --grader grader.py --split valid\n"
+        "  regraft regrade ftjob-... --grader judge.json --step-from 90 --max-tokens 200000",
+    )
+    _id(regrade, "job_id")
+    regrade.add_argument(
+        "--grader", type=Path, required=True, metavar="FILE", help=".py, .json, .toml, .yaml, or a job file"
+    )
+    regrade.add_argument("--name", help="shown in lists")
+    regrade.add_argument("--split", choices=("train", "valid"))
+    regrade.add_argument("--step-from", type=int, metavar="N", help="first step of a range")
+    regrade.add_argument("--step-to", type=int, metavar="N", help="last step of a range")
+    regrade.add_argument("--max-tokens", type=int, metavar="N", help="tokens of judges before it fails")
+    regrade.add_argument("--no-wait", action="store_true", help="print its id and return")
+    regrades = top.add("regrades", "list the regrades of a job, newest first", "regrades")
+    _id(regrades, "job_id")
     checkpoints = top.group("checkpoints", "list and download the checkpoints of a job")
     _id(checkpoints.add("list", "list the checkpoints of a job, newest first", "checkpoints_list"), "job_id")
     download = checkpoints.add("download", "download an adapter in PEFT format", "checkpoints_download")
