@@ -26,6 +26,7 @@ SHARES = re.compile(r"/v1/fine_tuning/checkpoints/.*/permissions")
 def answers(house: House, scope: Scope) -> dict[tuple[str, str], tuple[int, str | None]]:
     """Status and code of every endpoint, for a key with this scope; ids are made up."""
     client = house.client(house.new_key(scope))
+    house.app.state.service.shutdown.begin()  # which ends streams that have no end of their own
     found = {}
     for path, operations in house.app.openapi()["paths"].items():
         for method in operations:

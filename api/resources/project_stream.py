@@ -1,0 +1,105 @@
+"""/v1/regraft/stream: what changes in a project, as server-sent events.
+
+    id: 1764040000
+    event: job
+    data: {"object": "regraft.state", "kind": "job", "id": "ftjob-…", "status": "running", "progress": {…}, …}
+
+The stream begins with the state of every unfinished job, pipeline and eval run, and goes on with each change: one
+message has the whole state, of which only the newest matters. The id is a time; a client that reconnects with
+`Last-Event-ID`, as every EventSource does, gets what has ended since then. It has no end of its own; shutdown of the
+server closes it.
+"""
+
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated
+
+from anyio import CapacityLimiter, to_thread
+from fastapi import APIRouter, Header
+from fastapi.responses import StreamingResponse
+
+from api.http.deps import CurrentProject, ServiceDep
+from api.http.shutdown import Shutdown
+from api.resources.stream import KEEP_ALIVE_SECONDS, POLL_SECONDS, Following
+from core.database.engine import Database
+from core.errors import InvalidRequest
+from core.pipelines import activity
+from core.pipelines.activity import Snapshot, State
+
+router = APIRouter(prefix="/regraft/stream", tags=["regraft"])
+
+
+@router.get("", response_class=StreamingResponse)
+async def stream_project(
+    project: CurrentProject, service: ServiceDep, last_event_id: Annotated[str | None, Header()] = None
+) -> StreamingResponse:
+    """Stream the states of the project's jobs, pipelines and eval runs: all unfinished ones, then every change."""
+    since = _time(last_event_id)
+    place = await service.admission.streams.enter(project.id)
+    try:
+        log = ProjectLog(service.database, project.id, service.stream_readers)
+        first = await log.first(since)
+    except BaseException:
+        place.leave()
+        raise
+    return Following(follow(log, first, service.shutdown), place)
+
+
+def _time(last_event_id: str | None) -> int | None:
+    """Raise InvalidRequest for an id that no stream of a project has sent."""
+    if last_event_id is None:
+        return None
+    if not last_event_id.isascii() or not last_event_id.isdecimal() or len(last_event_id) > 12:
+        raise InvalidRequest(f"'{last_event_id}' is no id of this stream.", param="after")
+    return int(last_event_id)
+
+
+@dataclass(frozen=True)
+class ProjectLog:
+    """The states of a project, read in short sessions: between polls a stream holds no connection and no thread."""
+
+    database: Database
+    project_id: str
+    readers: CapacityLimiter
+
+    async def first(self, since: int | None) -> Snapshot:
+        return await to_thread.run_sync(partial(self._first, since), limiter=self.readers)
+
+    def _first(self, since: int | None) -> Snapshot:
+        with self.database.read() as session:
+            return activity.first(session, self.project_id, since=since)
+
+    async def following(self, before: Snapshot) -> Snapshot:
+        return await to_thread.run_sync(partial(self._following, before), limiter=self.readers)
+
+    def _following(self, before: Snapshot) -> Snapshot:
+        with self.database.read() as session:
+            return activity.following(session, self.project_id, before)
+
+
+async def follow(log: ProjectLog, snapshot: Snapshot, shutdown: Shutdown) -> AsyncIterator[bytes]:
+    """Yield the states of `snapshot` and all later changes as server-sent events, until shutdown."""
+    told: dict[str, State] = {}
+    silence = 0.0
+    yield b": open\n"  # some proxies hold the headers back until the first byte
+    while True:
+        news = [state for state in snapshot.states if told.get(state.id) != state]
+        for state in news:
+            yield _message(snapshot.at, state)
+        told = {state.id: state for state in snapshot.states}
+        silence = 0.0 if news else silence
+        if silence >= KEEP_ALIVE_SECONDS:
+            yield b": still here\n"
+            silence = 0.0
+        await shutdown.sleep(POLL_SECONDS)
+        silence += POLL_SECONDS
+        if shutdown.begun:
+            return
+        snapshot = await log.following(snapshot)
+
+
+def _message(at: int, state: State) -> bytes:
+    data = {"object": "regraft.state", "kind": state.kind, "id": state.id, **state.data}
+    return f"id: {at}\nevent: {state.kind}\ndata: {json.dumps(data)}\n\n".encode()
