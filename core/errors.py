@@ -201,6 +201,11 @@ class WebhookEndpointNotFound(NotFound):
         super().__init__(f"No such webhook endpoint: {endpoint_id}", param="webhook_endpoint_id")
 
 
+class WebhookDeliveryNotFound(NotFound):
+    def __init__(self, delivery_id: str) -> None:
+        super().__init__(f"No such webhook delivery: {delivery_id}", param="delivery_id")
+
+
 class OrganizationNotFound(NotFound):
     def __init__(self, organization_id: str) -> None:
         super().__init__(f"No such organization: {organization_id}", param="organization_id")

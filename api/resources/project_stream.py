@@ -4,10 +4,9 @@
     event: job
     data: {"object": "regraft.state", "kind": "job", "id": "ftjob-…", "status": "running", "progress": {…}, …}
 
-The stream begins with the state of every unfinished job, pipeline and eval run, and goes on with each change: one
+The stream begins with the state of every unfinished job, pipeline and eval run, and continues with each change: a
 message has the whole state, of which only the newest matters. The id is a time; a client that reconnects with
-`Last-Event-ID`, as every EventSource does, gets what has ended since then. It has no end of its own; shutdown of the
-server closes it.
+`Last-Event-ID`, as every EventSource does, gets what has ended since then. Only shutdown of the server ends it.
 """
 
 import json
@@ -52,7 +51,7 @@ def _time(last_event_id: str | None) -> int | None:
     if last_event_id is None:
         return None
     if not last_event_id.isascii() or not last_event_id.isdecimal() or len(last_event_id) > 12:
-        raise InvalidRequest(f"'{last_event_id}' is no id of this stream.", param="after")
+        raise InvalidRequest(f"'{last_event_id}' is not an id of this stream.", param="after")
     return int(last_event_id)
 
 

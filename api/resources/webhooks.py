@@ -1,19 +1,21 @@
 """/v1/webhook_endpoints: subscriptions to events of jobs."""
 
+import json
 from functools import partial
 from typing import Annotated, Any, Literal
 
 from anyio import to_thread
-from fastapi import APIRouter
+from fastapi import APIRouter, Query
 from pydantic import AfterValidator, BaseModel, Field
 
 from api.http.deps import CurrentProject, ReadSession, Service, ServiceDep, UnitOfWork
 from api.http.shapes import After, Body, Deleted, EndedListing, Limit, clamped, ends
 from core.database.ids import new_id
-from core.database.tables import Project, WebhookEndpoint, now
+from core.database.tables import Project, WebhookDelivery, WebhookEndpoint, now
 from core.errors import InvalidRequest
 from core.outbound import webhooks
 from core.outbound.http import Outgoing, Unreachable, UrlNotAllowed
+from core.outbound.webhooks import DeliveryState
 from core.strict import StrictModel
 
 router = APIRouter(tags=["Webhooks"])
@@ -110,6 +112,40 @@ class WebhookEndpointTestOut(BaseModel):
     event_type: str
     status_code: int
     success: Literal[True] = True  # the endpoint responded; see status_code
+
+
+class WebhookDeliveryOut(BaseModel):
+    """An event for one endpoint. `id` is the webhook-id, the same in each attempt."""
+
+    id: str
+    object: Literal["webhook_endpoint.delivery"] = "webhook_endpoint.delivery"
+    type: str
+    created_at: int
+    state: Annotated[DeliveryState, Field(description="failed: given up.")]
+    attempts: int
+    next_attempt_at: Annotated[int | None, Field(description="Unix time, while it is pending.")]
+    delivered_at: int | None
+    last_status: Annotated[int | None, Field(description="HTTP status of the last attempt.")]
+    last_error: str | None
+    event: dict[str, Any]
+
+    @classmethod
+    def of(cls, delivery: WebhookDelivery) -> "WebhookDeliveryOut":
+        state = webhooks.state_of(delivery)
+        return cls(
+            id=delivery.id,
+            type=delivery.type,
+            created_at=delivery.created_at,
+            state=state,
+            attempts=delivery.attempts,
+            next_attempt_at=max(int(delivery.next_attempt_at), delivery.created_at)
+            if state == "pending"
+            else None,
+            delivered_at=delivery.delivered_at,
+            last_status=delivery.last_status,
+            last_error=delivery.last_error,
+            event=json.loads(delivery.body),
+        )
 
 
 class EventTypeList(BaseModel):
@@ -235,6 +271,34 @@ async def test_webhook_endpoint(
     return WebhookEndpointTestOut(
         webhook_endpoint_id=endpoint.id, event_type=body.event_type, status_code=status
     )
+
+
+@router.get("/webhook_endpoints/{webhook_endpoint_id}/deliveries")
+def list_webhook_deliveries(
+    webhook_endpoint_id: str,
+    project: CurrentProject,
+    session: ReadSession,
+    state: Annotated[DeliveryState | None, Query(description="failed: given up.")] = None,
+    after: After = None,
+    limit: Limit = 20,
+) -> EndedListing[WebhookDeliveryOut]:
+    """List the events for an endpoint of the last 30 days, newest first."""
+    endpoint = webhooks.get(session, project.id, webhook_endpoint_id)
+    page = webhooks.deliveries(session, endpoint, state=state, after=after, limit=clamped(limit))
+    data = [WebhookDeliveryOut.of(delivery) for delivery in page.items]
+    return EndedListing(data=data, has_more=page.has_more, **ends(page))
+
+
+@router.post("/webhook_endpoints/{webhook_endpoint_id}/deliveries/{delivery_id}/redeliver")
+def redeliver_webhook(
+    webhook_endpoint_id: str, delivery_id: str, project: CurrentProject, uow: UnitOfWork
+) -> WebhookDeliveryOut:
+    """Send an event again, with the same id and body. More than 72 hours after the event it is tried once."""
+    with uow() as work:
+        endpoint = webhooks.get(work.session, project.id, webhook_endpoint_id)
+        delivery = webhooks.redeliver(work.session, endpoint, delivery_id)
+        work.record("webhook_endpoint.redelivered", endpoint.id, {"delivery": delivery.id})
+        return WebhookDeliveryOut.of(delivery)
 
 
 @router.get("/webhook_event_types")

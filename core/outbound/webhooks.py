@@ -10,7 +10,7 @@ import json
 import secrets
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Literal
 
 from sqlalchemy import func, select, update
 from sqlalchemy.orm import Session, object_session
@@ -20,7 +20,7 @@ from core.database import pages
 from core.database.ids import new_id
 from core.database.pages import Page
 from core.database.tables import EvalRun, Job, Pipeline, Project, WebhookDelivery, WebhookEndpoint, now
-from core.errors import InvalidRequest, WebhookEndpointNotFound
+from core.errors import InvalidRequest, WebhookDeliveryNotFound, WebhookEndpointNotFound
 from core.outbound.http import Outgoing, UrlNotAllowed
 from core.results.step_metrics import StepMetrics
 
@@ -44,6 +44,9 @@ EVENT_TYPES = (
     *_EVAL_RUN_EVENTS.values(),
     *_PIPELINE_EVENTS.values(),
 )
+
+DeliveryState = Literal["pending", "delivered", "failed"]
+"""failed: given up."""
 
 MAX_ENDPOINTS = 20
 OLD_SECRET_SECONDS = 24 * 3600
@@ -119,6 +122,48 @@ def delete(session: Session, endpoint: WebhookEndpoint) -> None:
         update(WebhookDelivery).where(*waiting).values(settled=True, last_error="the endpoint was deleted")
     )
     pages.delete_row(session, endpoint, owner=endpoint.project_id)
+
+
+def deliveries(
+    session: Session, endpoint: WebhookEndpoint, *, state: DeliveryState | None, after: str | None, limit: int
+) -> Page[WebhookDelivery]:
+    """List newest first.
+
+    Raises:
+        InvalidRequest: `after` is no delivery to this endpoint.
+    """
+    to_it = select(WebhookDelivery).where(WebhookDelivery.endpoint_id == endpoint.id)
+    wanted = to_it
+    if state == "pending":
+        wanted = wanted.where(WebhookDelivery.settled.is_(False))
+    elif state is not None:
+        arrived = WebhookDelivery.delivered_at
+        wanted = wanted.where(
+            WebhookDelivery.settled.is_(True),
+            arrived.is_not(None) if state == "delivered" else arrived.is_(None),
+        )
+    return pages.newest_first(session, wanted, WebhookDelivery, after=after, limit=limit, cursors=to_it)
+
+
+def state_of(delivery: WebhookDelivery) -> DeliveryState:
+    if not delivery.settled:
+        return "pending"
+    return "failed" if delivery.delivered_at is None else "delivered"
+
+
+def redeliver(session: Session, endpoint: WebhookEndpoint, delivery_id: str) -> WebhookDelivery:
+    """Send an event again, soon, with the same id and body.
+
+    Raises:
+        WebhookDeliveryNotFound: the endpoint has no such delivery, or it is older than a month.
+    """
+    its = WebhookDelivery.id == delivery_id, WebhookDelivery.endpoint_id == endpoint.id
+    found = session.scalar(select(WebhookDelivery).where(*its).with_for_update())
+    if found is None:
+        raise WebhookDeliveryNotFound(delivery_id)
+    found.settled, found.next_attempt_at, found.delivered_at = False, 0.0, None
+    session.flush()
+    return found
 
 
 def rotate_secret(endpoint: WebhookEndpoint, *, keep_old: bool) -> None:

@@ -1,4 +1,4 @@
-"""What is under way in a project: the states of its unfinished jobs, pipelines and eval runs, and how each ends."""
+"""The states of a project's unfinished jobs, pipelines and eval runs, and the end of each."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -162,9 +162,9 @@ def test_a_silent_project_keeps_its_connection_alive(house: House) -> None:
     assert text(house, {}, until=2.5 * KEEP_ALIVE_SECONDS + 0.5).count(": still here") == 2
 
 
-@pytest.mark.parametrize("last", ["yesterday", "-1", "1" * 13, "²"])
+@pytest.mark.parametrize("last", ["yesterday", "-1", "1" * 13, "1.5"])
 def test_an_id_of_another_stream_is_refused(api: TestClient, house: House, last: str) -> None:
-    refused = api.get("/v1/regraft/stream", headers={"Last-Event-ID": last.encode()})
+    refused = api.get("/v1/regraft/stream", headers={"Last-Event-ID": last})
 
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "after")
     assert house.app.state.service.admission.streams.taken == 0

@@ -85,6 +85,7 @@ def rows(house: House, api: TestClient, create_job: Callable[..., dict[str, Any]
             "/v1/regraft/pipelines", json={"stages": [mixture(job["training_file"])]}
         ).json()["id"],
         "checkpoint_id": "ftckpt_1",
+        "delivery_id": "wh_1",
         "regrade_id": api.post(
             f"/v1/regraft/jobs/{job['id']}/regrade", json={"grader": GRADER | {"reference": "4"}}
         ).json()["id"],

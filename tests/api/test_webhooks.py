@@ -288,6 +288,56 @@ def test_a_cancelled_job_reaches_whoever_asked_and_the_client_unwraps_it(
 
 
 @pytest.mark.both_databases
+def test_deliveries_are_listed_by_state_and_sent_again(client: OpenAI, house: House) -> None:
+    with Receiver() as receiver:
+        endpoint = create(client, receiver.url, ["fine_tuning.job.cancelled"])
+        path = f"/webhook_endpoints/{endpoint.id}/deliveries"
+        for _ in range(2):
+            with house.database.write() as session:
+                job = factories.job(session, session.get_one(Project, house.project.id)).id
+            client.fine_tuning.jobs.cancel(job)
+        waiting = untyped(client.get(path, cast_to=object))
+        deliver(house)
+        deliver(house)
+        arrived = untyped(client.get(f"{path}?state=delivered", cast_to=object))
+        with house.database.write() as session:
+            given_up = session.query(WebhookDelivery).order_by(WebhookDelivery.seq.desc()).first()
+            assert given_up is not None
+            given_up.delivered_at, given_up.last_status, given_up.last_error = None, 500, "it answered 500"
+        [failed] = untyped(client.get(f"{path}?state=failed", cast_to=object))["data"]
+        again = untyped(client.post(f"{path}/{failed['id']}/redeliver", cast_to=object))
+        deliver(house)
+
+    assert [one["state"] for one in waiting["data"]] == ["pending", "pending"]
+    assert waiting["data"][0]["event"]["data"] == {"id": job}
+    assert [one["attempts"] for one in arrived["data"]] == [1, 1]
+    assert (failed["state"], failed["last_status"], failed["last_error"]) == (
+        "failed",
+        500,
+        "it answered 500",
+    )
+    assert (again["state"], again["id"]) == ("pending", failed["id"])
+    ids = [one.headers["webhook-id"] for one in receiver.received]
+    assert ids == [waiting["data"][1]["id"], failed["id"], failed["id"]]
+    newest = untyped(client.get(f"{path}?limit=1", cast_to=object))
+    assert newest["has_more"]
+    older = untyped(client.get(f"{path}?after={newest['last_id']}", cast_to=object))
+    assert [one["id"] for one in [*newest["data"], *older["data"]]] == [one["id"] for one in waiting["data"]]
+
+
+def test_a_delivery_of_another_endpoint_is_not_sent_again(client: OpenAI, house: House) -> None:
+    mine, theirs = create(client, name="mine"), create(client, name="theirs")
+    with house.database.write() as session:
+        delivery = WebhookDelivery(endpoint_id=theirs.id, job_id="ftjob-1", type="t", body="{}")
+        session.add(delivery)
+        session.flush()
+        its_id = delivery.id
+
+    with pytest.raises(openai.NotFoundError):
+        client.post(f"/webhook_endpoints/{mine.id}/deliveries/{its_id}/redeliver", cast_to=object)
+
+
+@pytest.mark.both_databases
 def test_a_pause_and_a_resume_reach_whoever_asked(client: OpenAI, house: House) -> None:
     with Receiver() as receiver:
         endpoint = create(client, receiver.url, ["fine_tuning.job.paused", "fine_tuning.job.resumed"])

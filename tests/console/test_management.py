@@ -23,7 +23,7 @@ from tests.console.conftest import (
     rows,
 )
 from tests.e2e.conftest import Server
-from tests.e2e.test_openai_client import GRADER
+from tests.e2e.test_openai_client import GRADER, until
 from tests.hooks import Receiver
 from tests.present import present, untyped
 
@@ -342,6 +342,36 @@ def test_an_endpoint_of_webhooks_is_created_tested_and_deleted(
 
     logged_in.get_by_role("button", name="Delete mine").click()
     expect(logged_in.get_by_text("No endpoints:")).to_be_visible()
+
+
+def test_the_deliveries_to_an_endpoint_are_shown_and_sent_again(
+    logged_in: Page, server: Server, finished: str, accessible: Accessible
+) -> None:
+    client = server.client()
+    logged_in.on("dialog", lambda dialog: dialog.accept())
+    with Receiver() as receiver:
+        endpoint = client.webhooks.create(
+            name="mine", url=receiver.url, event_types=["fine_tuning.job.cancelled"]
+        )
+        request = untyped(client.get(f"/regraft/jobs/{finished}/request", cast_to=object))
+        job: Any = client.post("/fine_tuning/jobs", body=request, cast_to=object)
+        client.fine_tuning.jobs.cancel(job["id"])
+        until(lambda: receiver.received)
+        open_page(logged_in, "Webhooks")
+        logged_in.get_by_role("button", name="Deliveries to mine").click()
+        table = logged_in.get_by_role("region", name="Deliveries to mine")
+        expect(table).to_contain_text("delivered")
+        accessible(logged_in)
+        readable_on_a_telephone(logged_in)
+
+        table.get_by_role("button", name="Send").click()
+
+        until(lambda: len(receiver.received) == 2)
+    [first, again] = [one.headers["webhook-id"] for one in receiver.received]
+    assert first == again
+    logged_in.get_by_label("State").select_option("failed")
+    expect(logged_in.get_by_text("No failed deliveries in the last 30 days.")).to_be_visible()
+    client.webhooks.delete(endpoint.id)
 
 
 def test_the_audit_log_names_the_key_of_each_change(

@@ -275,7 +275,7 @@ def working(runner: EvalRunner) -> Iterator[None]:
     ended = threading.Event()
 
     def work() -> None:
-        while not ended.wait(0.02):
+        while not ended.is_set():
             runner.run_waiting()
 
     thread = threading.Thread(target=work)

@@ -1656,6 +1656,50 @@ export interface components {
             /** Start */
             start?: string | null;
         };
+        /**
+         * WebhookDeliveryOut
+         * @description An event for one endpoint. `id` is the webhook-id, the same in each attempt.
+         */
+        WebhookDeliveryOut: {
+            /** Id */
+            id: string;
+            /**
+             * Object
+             * @default webhook_endpoint.delivery
+             * @constant
+             */
+            object: "webhook_endpoint.delivery";
+            /** Type */
+            type: string;
+            /** Created At */
+            created_at: number;
+            /**
+             * State
+             * @description failed: given up.
+             * @enum {string}
+             */
+            state: "pending" | "delivered" | "failed";
+            /** Attempts */
+            attempts: number;
+            /**
+             * Next Attempt At
+             * @description Unix time, while it is pending.
+             */
+            next_attempt_at: number | null;
+            /** Delivered At */
+            delivered_at: number | null;
+            /**
+             * Last Status
+             * @description HTTP status of the last attempt.
+             */
+            last_status: number | null;
+            /** Last Error */
+            last_error: string | null;
+            /** Event */
+            event: {
+                [key: string]: unknown;
+            };
+        };
         /** WebhookEndpointOut */
         WebhookEndpointOut: {
             /** Id */

@@ -35,6 +35,7 @@ export type RegradedAnswer = Schemas["RegradedOut"];
 export type AuditEntry = Schemas["AuditOut"];
 export type WebhookEndpoint = Schemas["WebhookEndpointOut"];
 export type NewWebhookEndpoint = Schemas["WebhookEndpointWithSecret"];
+export type Delivery = Schemas["WebhookDeliveryOut"];
 export type WebhookTest = Schemas["WebhookEndpointTestOut"];
 export type Deleted = Schemas["Deleted"];
 
