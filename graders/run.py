@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from graders.types import ErrorKind, Grade, Grader, Item, Sample
@@ -16,8 +16,9 @@ async def grade_all(
     *,
     concurrency: int = 64,
     timeout_s: float = 120.0,
+    graded: Callable[[], None] = lambda: None,
 ) -> list[Grade]:
-    """Return one grade per pair, in order, with at most `concurrency` in flight.
+    """Return one grade per pair, in order, with at most `concurrency` in flight. Calls `graded` after each.
 
     A grader that raises or times out yields a Grade without a score; only cancellation of the caller stops the run.
     The deadline can interrupt a grader only at an await: a CPU-bound grader blocks the loop, so run untrusted code in
@@ -31,6 +32,7 @@ async def grade_all(
     async def work() -> None:
         for index, (sample, item) in todo:
             grades[index] = await grade_within(timeout_s, grader, sample, item)
+            graded()
 
     # A few workers share one iterator instead of one task per pair, because most graders never await.
     async with asyncio.TaskGroup() as workers:

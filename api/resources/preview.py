@@ -2,10 +2,12 @@
 
 import asyncio
 import hashlib
+import json
+import logging
 import random
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -21,6 +23,7 @@ from api.resources.chat import Inference, Upstream, whole
 from api.resources.estimates import Asked, Size
 from api.resources.graders import TIMEOUT_S
 from api.resources.jobs import JobCreate, refuse_unusable
+from api.resources.stream import Following
 from core.chat import Chat, Served
 from core.database.tables import File, Project
 from core.disconnect import until_gone
@@ -47,11 +50,14 @@ from graders.run import grade_all
 from graders.spec import dump
 from graders.types import Grade, Sample, TokenUsage, summed
 
+log = logging.getLogger(__name__)
+
 router = APIRouter(prefix="/regraft/preview", tags=["regraft"])
 
 MAX_ANSWERS = 512
 PREVIEW = "A preview"
 REQUESTS_AT_ONCE = 64
+PROGRESS_SECONDS = 0.5
 
 T = TypeVar("T")
 
@@ -61,6 +67,8 @@ class PreviewCreate(JobCreate):
 
     rows: Annotated[int, Field(ge=1, le=32)] = 8
     samples: Annotated[int, Field(ge=2, le=32)] = 8  # per row
+    # Server-sent events: `event: progress` while it runs, then `event: preview` or `event: error`, then [DONE].
+    stream: bool = False
 
     @model_validator(mode="after")
     def _bounded(self) -> "PreviewCreate":
@@ -102,6 +110,28 @@ class Prepared:
     chats: Sequence[dict[str, Any]]  # `samples` per row
 
 
+@dataclass
+class PreviewProgress:
+    """How far a preview is; of all answers, those that are sampled, and those that are graded."""
+
+    phase: Literal["loading", "sampling", "grading"]
+    of: int
+    sampled: int = 0
+    graded: int = 0
+
+    def began(self, phase: Literal["sampling", "grading"]) -> None:
+        self.phase = phase
+
+    def one_sampled(self) -> None:
+        self.sampled += 1
+
+    def one_graded(self) -> None:
+        self.graded += 1
+
+    def message(self) -> bytes:
+        return _event("progress", {"object": "regraft.preview.progress", **asdict(self)})
+
+
 @dataclass(frozen=True)
 class Completion:
     text: str
@@ -130,7 +160,7 @@ class Slot:
         grading = self._grading = asyncio.create_task(asyncio.to_thread(call))
         return await asyncio.shield(grading)
 
-    def release(self) -> None:
+    def leave(self) -> None:
         if self._grading is None:
             self._place.leave()
         else:
@@ -174,30 +204,78 @@ async def preview_job(
         slot = Slot(await service.admission.previews.enter(project.id))
     except TooManyAtOnce:
         raise NotReady("Other previews are still running; try again.", retry_after=10) from None
+    progress = PreviewProgress("loading", of=len(prepared.chats))
+    work = _in_time(_previewed(prepared, service, upstream, slot, progress), service.preview_seconds)
+    if body.stream:
+        return Following(_told(work, progress), slot)
     try:
-        async with asyncio.timeout(service.preview_seconds):
-            made = await until_gone(request.receive, _previewed(prepared, service, upstream, slot))
-    except TimeoutError:
-        raise InvalidRequest(
-            f"The preview took longer than {service.preview_seconds:.0f} s. Request fewer rows or samples, "
-            "or shorter answers.",
-            code="preview_too_slow",
-        ) from None
+        made = await until_gone(request.receive, work)
     finally:
-        slot.release()
+        slot.leave()
     return Response(status_code=499) if made is None else made
 
 
-async def _previewed(prepared: Prepared, service: Service, upstream: Upstream, slot: Slot) -> PreviewOut:
+async def _in_time(work: Awaitable[PreviewOut], seconds: float) -> PreviewOut:
+    """Raise InvalidRequest if the preview takes longer."""
+    try:
+        async with asyncio.timeout(seconds):
+            return await work
+    except TimeoutError:
+        raise InvalidRequest(
+            f"The preview took longer than {seconds:.0f} s. Request fewer rows or samples, or shorter answers.",
+            code="preview_too_slow",
+        ) from None
+
+
+async def _told(work: Coroutine[Any, Any, PreviewOut], progress: PreviewProgress) -> AsyncIterator[bytes]:
+    """The progress of a preview at most twice a second, and its report or error, as server-sent events."""
+    working = asyncio.create_task(work)
+    told = b""
+    try:
+        while not working.done():
+            if (message := progress.message()) != told:
+                told = message
+                yield message
+            await asyncio.wait([working], timeout=PROGRESS_SECONDS)
+        try:
+            yield _event("preview", working.result().model_dump(mode="json"))
+        except ServiceError as refused:
+            yield _event("error", refused.envelope())
+        except Exception:
+            log.exception("a preview failed")
+            broken = ServiceError("The preview failed by an error of the server, which is in its log.")
+            yield _event("error", broken.envelope())
+        yield b"data: [DONE]\n\n"
+    finally:
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
+
+
+def _event(name: str, data: Any) -> bytes:
+    return f"event: {name}\ndata: {json.dumps(data)}\n\n".encode()
+
+
+async def _previewed(
+    prepared: Prepared, service: Service, upstream: Upstream, slot: Slot, progress: PreviewProgress
+) -> PreviewOut:
     # One token first, so that the time to load the model does not count as sampling time.
     await _complete(upstream, prepared.chats[0] | {"max_completion_tokens": 1}, prepared.rows[0])
     started = time.perf_counter()
+    progress.began("sampling")
+
+    async def sampled(chat: dict[str, Any], row: Example) -> Completion:
+        completion = await _complete(upstream, chat, row)
+        progress.one_sampled()
+        return completion
+
     rows = [row for row in prepared.rows for _ in range(prepared.body.samples)]
     completions = await _all(
-        [partial(_complete, upstream, chat, row) for chat, row in zip(prepared.chats, rows, strict=True)]
+        [partial(sampled, chat, row) for chat, row in zip(prepared.chats, rows, strict=True)]
     )
     seconds = time.perf_counter() - started
-    grades, tokens = await slot.in_thread(partial(_graded, prepared, service, completions))
+    progress.began("grading")
+    grading = partial(_graded, prepared, service, completions, progress.one_graded)
+    grades, tokens = await slot.in_thread(grading)
 
     size, samples = prepared.asked.settings, prepared.body.samples
     judged = [_answer(*pair, size.supervision == "process") for pair in zip(completions, grades, strict=True)]
@@ -328,7 +406,7 @@ def _refusal(row: Example, status: int, error: dict[str, Any], retry_after: str 
 
 
 def _graded(
-    prepared: Prepared, service: Service, completions: Sequence[Completion]
+    prepared: Prepared, service: Service, completions: Sequence[Completion], graded: Callable[[], None]
 ) -> tuple[list[Grade], int]:
     """The grades, and the token usage of judges, which is recorded even after a disconnect.
 
@@ -353,7 +431,7 @@ def _graded(
 
     async def grade() -> list[Grade]:
         async with service.backends.open(reinforcement.grader, owner=prepared.project_id) as grader:
-            return await grade_all(grader, pairs, timeout_s=TIMEOUT_S)
+            return await grade_all(grader, pairs, timeout_s=TIMEOUT_S, graded=graded)
 
     grades = asyncio.run(grade())
     used = sum(summed(grade.usage for grade in grades).values(), TokenUsage())

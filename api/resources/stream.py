@@ -14,14 +14,13 @@ import json
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 from anyio import CapacityLimiter, to_thread
 from fastapi import APIRouter, Header
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from api.http.admission import AdmittedRequest
 from api.http.deps import CurrentProject, ServiceDep
 from api.http.shutdown import Shutdown
 from api.resources.jobs import EventOut
@@ -55,10 +54,16 @@ async def stream_events(
     return Following(follow(log, first, service.shutdown, after=last_event_id), place)
 
 
+class Place(Protocol):
+    """A place among the requests of one kind."""
+
+    def leave(self) -> None: ...
+
+
 class Following(StreamingResponse):
     """A streaming response that releases its place when it ends, even if the client left before the first event."""
 
-    def __init__(self, chunks: AsyncIterator[bytes], place: AdmittedRequest) -> None:
+    def __init__(self, chunks: AsyncIterator[bytes], place: Place) -> None:
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}  # disables buffering in nginx
         super().__init__(chunks, media_type="text/event-stream", headers=headers)
         self._place = place

@@ -205,6 +205,90 @@ def test_a_preview_reports_what_the_base_model_makes_of_a_few_rows(
     assert "32 of 64 answers pass" in found["recommendation"]
 
 
+def streamed(web: httpx.Client, asked: dict[str, Any]) -> list[tuple[str, Any]]:
+    """The names and data of the events of a preview that tells its progress."""
+    answer = web.post(PREVIEW, json=asked | {"stream": True})
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    told = []
+    for block in answer.text.strip().split("\n\n"):
+        fields = dict(line.split(": ", 1) for line in block.splitlines())
+        data = fields["data"]
+        told.append((fields.get("event", ""), data if data == "[DONE]" else json.loads(data)))
+    return told
+
+
+def test_a_preview_tells_how_far_it_is_and_ends_with_its_report(
+    web: httpx.Client, model: Model, body: Callable[..., dict[str, Any]]
+) -> None:
+    asked = body() | {"rows": 2, "samples": 2}
+
+    told = streamed(web, asked)
+    plain = web.post(PREVIEW, json=asked).json()
+
+    *progress, (name, report), (_, done) = told
+    assert progress[0] == (
+        "progress",
+        {"object": "regraft.preview.progress", "phase": "loading", "of": 4, "sampled": 0, "graded": 0},
+    )
+    assert {kind for kind, _ in progress} == {"progress"}
+    assert (name, done) == ("preview", "[DONE]")
+    assert report.keys() == plain.keys()
+    assert (report["answers"], report["passed"]) == (plain["answers"], plain["passed"])
+
+
+def test_a_preview_that_waits_for_its_model_says_so_meanwhile(
+    web: httpx.Client, model: Model, body: Callable[..., dict[str, Any]]
+) -> None:
+    asked = body() | {"rows": 1, "samples": 2, "stream": True}
+    model.go.clear()
+
+    with web.stream("POST", PREVIEW, json=asked) as answer:
+        lines = answer.iter_lines()
+        first = [next(lines), next(lines)]
+        model.go.set()
+        rest = "\n".join(lines)
+
+    assert first[0] == "event: progress"
+    assert '"phase": "loading"' in first[1]
+    assert "event: preview" in rest
+
+
+def test_an_error_after_the_stream_began_is_its_last_event(
+    house: House, web: httpx.Client, model: Model, body: Callable[..., dict[str, Any]]
+) -> None:
+    model.answer = lambda asked: refuses(400, "too long", "context_length_exceeded")
+
+    told = streamed(web, body() | {"rows": 1, "samples": 2})
+
+    assert [name for name, _ in told[-2:]] == ["error", ""]
+    assert told[-2][1]["error"]["code"] == "context_length_exceeded"
+    assert told[-2][1]["error"]["message"].startswith("line ")
+
+
+def test_what_can_be_refused_before_the_stream_has_a_status(
+    web: httpx.Client, body: Callable[..., dict[str, Any]]
+) -> None:
+    refused = web.post(PREVIEW, json=body() | {"model": "none", "stream": True})
+
+    assert error(refused, 404)["code"] == "model_not_found"
+
+
+def test_a_client_that_leaves_a_stream_ends_the_sampling_and_its_place_is_free(
+    house: House, inference: str, model: Model, body: Callable[..., dict[str, Any]]
+) -> None:
+    model.hangs = True
+    for web in opened(house, inference, places=1):
+        with web.stream("POST", PREVIEW, json=body() | {"rows": 1, "samples": 2, "stream": True}) as answer:
+            lines = answer.iter_lines()  # its end would be the end of the response
+            next(lines)
+            assert model.begun.wait(10)
+        assert model.left.wait(10)
+        model.hangs = False
+
+        assert streamed(web, body() | {"rows": 1, "samples": 2})[-2][0] == "preview"
+
+
 @pytest.mark.parametrize(
     ("template", "chosen", "room"),
     [(HYBRID, "auto", 2048), (HYBRID, "plain", 512), (WITHOUT_THOUGHTS, "auto", 512)],
