@@ -271,7 +271,7 @@ def _validated_job(path: Path) -> dict[str, Any]:
         validate_local(job)
     except InvalidDataset as bad:
         errors = [{"line": one.line, "path": one.path, "message": one.message} for one in bad.errors]
-        return {"file": str(path), "ok": False, "errors": errors, "more": bad.more}
+        return {"file": bad.file or str(path), "ok": False, "errors": errors, "more": bad.more}
     return {"file": str(path), "ok": True}
 
 
