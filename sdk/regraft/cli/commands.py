@@ -668,8 +668,8 @@ def _last_step(client: Regraft, job_id: str, split: str) -> int:
         job = client.fine_tuning.jobs.retrieve(job_id)
         if job.status in FINAL:
             raise Refused(
-                f"The job has ended without {split} rollouts. Only jobs that sample answers have them, and its method is "
-                f"'{_method(job)}'."
+                f"The job has ended without {split} rollouts. Only jobs that sample answers have them, and its "
+                f"method is '{_method(job)}'."
             )
         raise Refused(f"The job has no {split} rollouts yet.")
     return with_answers[-1]
