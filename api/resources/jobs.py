@@ -758,10 +758,17 @@ def start(body: JobCreate, service: Service, project: Project) -> tuple[str, Par
     lora = asked.hyperparameters.advanced.lora
     parent = _grown(lora, parent)
     if (other := _other_shape(lora, parent.shape)) is not None:
+        param = f"method.{method.type}.hyperparameters.advanced.lora.{other}"
+        if parent.grown_rank is not None and other == "alpha":
+            raise InvalidRequest(
+                f"lora rank {lora.rank} on top of the adapter of '{body.model}' needs alpha "
+                f"{parent.shape['lora_alpha']}, which keeps its alpha / rank: send that, or leave alpha out.",
+                param=param,
+            )
         raise InvalidRequest(
             f"'{body.model}' has an adapter with lora {other} {parent.settings[f'lora_{other}']}, which the job trains "
             "further: leave that out. A larger rank, at the same alpha / rank, freezes it and learns a new one on top.",
-            param=f"method.{method.type}.hyperparameters.advanced.lora.{other}",
+            param=param,
         )
     return base_model, parent
 
