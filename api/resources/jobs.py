@@ -436,9 +436,7 @@ class JobOut(BaseModel):
             user_provided_suffix=job.suffix,
             usage_metrics=usage.render(job, price),
             queue=None if place is None else QueueOut(position=place.position, reason=place.reason),
-            eval_id=None
-            if methods.variant(job.method, job.body) in methods.OFFLINE
-            else evals.eval_id(job.id),
+            eval_id=evals.eval_id(job.id) if evals.has_eval(job) else None,
             budget=budgets.render(job),
             lineage=None if parent is None else parent.shown() | {"base_model": job.model},
             verdict=None if job.verdict is None else VerdictOut(**job.verdict),

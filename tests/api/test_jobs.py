@@ -1146,6 +1146,15 @@ def test_a_model_on_a_server_that_the_operator_names_may_teach(
 
 
 @pytest.mark.usefixtures("teachers")
+def test_a_job_that_a_teacher_scores_has_no_eval(api: TestClient, upload: Callable[..., str]) -> None:
+    """Clients that follow an eval_id find the eval."""
+    job = api.post(JOBS, json=distilled(upload)).json()
+
+    assert job["eval_id"] is None
+    assert api.get("/v1/evals").json()["data"] == []
+
+
+@pytest.mark.usefixtures("teachers")
 @pytest.mark.parametrize(
     ("asked", "param", "says"),
     [
