@@ -165,6 +165,11 @@ def asked_of(job: Job) -> Hyperparameters:
     return Hyperparameters.model_validate(asked)
 
 
+def param_of(job: Job, name: str) -> str:
+    """The path in the job's request of the hyperparameter with this flat name."""
+    return f"method.{job.method}.hyperparameters.advanced.{asked_of(job).advanced.path(name)}"
+
+
 def shown(asked: Mapping[str, Any], resolved: Mapping[str, Any]) -> dict[str, Any]:
     """The requested hyperparameters with their resolved values, as the API shows them."""
     advanced = {group: dict(values) for group, values in asked["advanced"].items()}

@@ -12,7 +12,7 @@ from core.jobs.hyperparameter_groups import LoraTargets
 from core.jobs.hyperparameters import Hyperparameters, resolve
 from core.registry import BaseModelEntry
 from tests.families.zoo import CONTEXT, FAMILIES, Family
-from worker.assemble import ADVANCED, BaseModel, refuse_absent_targets
+from worker.assemble import BaseModel, refuse_absent_targets
 from worker.model import memory, sizing, support
 from worker.model.adapters import adaptable_layers, adapter_targets
 from worker.model.architecture import without_weights
@@ -179,7 +179,11 @@ class TestRefused:
         targets = resolve(asked, rows=8, parameters=1000, context=CONTEXT).lora_targets
 
         with pytest.raises(UserMistake, match="'qproj' names no layer") as refused:
-            refuse_absent_targets(base, targets, f"{ADVANCED}.{asked.advanced.path('lora_targets')}")
+            refuse_absent_targets(
+                base,
+                targets,
+                f"method.reinforcement.hyperparameters.advanced.{asked.advanced.path('lora_targets')}",
+            )
 
         assert refused.value.param == f"method.reinforcement.hyperparameters.advanced.{path}"
 
