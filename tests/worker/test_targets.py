@@ -8,6 +8,8 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+from core.database.tables import Job
+from core.jobs.distillation import param_of
 from core.jobs.hyperparameter_groups import LoraTargets
 from core.jobs.hyperparameters import Hyperparameters, resolve
 from core.registry import BaseModelEntry
@@ -177,13 +179,10 @@ class TestRefused:
         base = BaseModel(entry, tiny_model, shape, "cpu", "transformers", "5")
         asked = Hyperparameters.model_validate({"advanced": advanced})
         targets = resolve(asked, rows=8, parameters=1000, context=CONTEXT).lora_targets
+        job = Job(method="reinforcement", body={"hyperparameters": asked.model_dump()})
 
         with pytest.raises(UserMistake, match="'qproj' names no layer") as refused:
-            refuse_absent_targets(
-                base,
-                targets,
-                f"method.reinforcement.hyperparameters.advanced.{asked.advanced.path('lora_targets')}",
-            )
+            refuse_absent_targets(base, targets, param_of(job, "lora_targets"))
 
         assert refused.value.param == f"method.reinforcement.hyperparameters.advanced.{path}"
 
