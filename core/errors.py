@@ -149,12 +149,19 @@ class PermissionNotFound(NotFound):
         super().__init__(f"No such checkpoint permission: {permission_id}", param="permission_id")
 
 
+# Of the names that an error lists.
+MAX_NAMES = 20
+
+
 class ModelNotFound(NotFound):
     code = "model_not_found"
 
     def __init__(self, model: str, available: Iterable[str]) -> None:
-        names = ", ".join(sorted(available)) or "none"
-        super().__init__(f"The model '{model}' does not exist. Available: {names}.", param="model")
+        """`available`: the base models first. A project may have thousands of tuned models, so few are named."""
+        names = list(available)
+        shown = ", ".join(sorted(names[:MAX_NAMES])) or "none"
+        more = f" and {len(names) - MAX_NAMES} more (GET /v1/models)" if len(names) > MAX_NAMES else ""
+        super().__init__(f"The model '{model}' does not exist. Available: {shown}{more}.", param="model")
 
 
 class TunedModelNotFound(NotFound):

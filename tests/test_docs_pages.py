@@ -1,14 +1,18 @@
 """What the pages of docs/ show works: rows are valid, graders give the scores that are written, commands exist."""
 
+import ast
 import asyncio
+import inspect
 import json
 import re
 import shlex
 import tomllib
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+from regraft import Regraft
 from regraft.cli import parser as client_cli
 from regraft.requests import read_pipeline
 
@@ -34,6 +38,7 @@ GRADER_OF_AN_EXAMPLE = {
 }
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
+README_EXAMPLES = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.S)
 PAGES = {str(path.relative_to(DOCS)): path.read_text() for path in sorted(DOCS.rglob("*.md"))}
 COMMANDS = [
     (page, command)
@@ -59,6 +64,21 @@ def test_commands_of_the_tutorials_exist(page: str, command: Any) -> None:
 def test_rows_of_datasets_are_valid(page: Any) -> None:
     for block in blocks(page, "jsonl"):
         assert all(isinstance(row, Example) for row in read_rows([block.encode()])), block
+
+
+EXAMPLES = [(page, text) for page in PAGES for text in blocks(page, "python")]
+
+
+@pytest.mark.parametrize(("page", "text"), [*EXAMPLES, *(("README", text) for text in README_EXAMPLES)])
+def test_examples_call_the_client_with_arguments_that_it_has(page: str, text: str) -> None:
+    """OpenAI's methods refuse unknown ones, such as extensions of regraft outside of extra_body."""
+    client = Regraft(base_url="http://127.0.0.1:1", api_key="k")
+
+    for call in ast.walk(ast.parse(text)):
+        if isinstance(call, ast.Call) and (place := re.match(r"client\.([\w.]+)$", ast.unparse(call.func))):
+            parameters = inspect.signature(attrgetter(place[1])(client)).parameters
+            if all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+                assert {keyword.arg for keyword in call.keywords} <= {None, *parameters}, place[1]
 
 
 def test_the_job_of_the_first_tutorial_has_a_valid_grader() -> None:

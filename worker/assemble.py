@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 from core.database.tables import Job
 from core.errors import InvalidRequest, NotFound
 from core.jobs import hyperparameters
-from core.jobs.distillation import asked_of, teacher_of
+from core.jobs.distillation import asked_of, param_of, teacher_of
 from core.jobs.hyperparameter_groups import LoraTargets
 from core.jobs.hyperparameters import Hyperparameters, Resolved
 from core.model_checks import ModelChecks, installed_versions
@@ -72,7 +72,6 @@ class TooFewGpus(Exception):
 
 
 NO_THOUGHTS = "thinking_budget needs a model that reasons, and this model's chat template has no thoughts."
-ADVANCED = "method.reinforcement.hyperparameters.advanced"
 GRADER_PARAM = "method.reinforcement.grader"
 
 
@@ -437,15 +436,16 @@ def prepare_task(attempt: Attempt, rows: Rows, base: BaseModel, teacher: Teacher
     start = Parent.of(job) or (None if teacher is None else teacher.adapter)
     resolved = continuing(with_effort(resolved, asked, reasoning), start)
     resolved = hyperparameters.kept(resolved, job.resolved)
-    place = f"method.{job.method}.hyperparameters.advanced.{asked.advanced.path('lora_targets')}"
-    refuse_absent_targets(base, resolved.lora_targets, place)
+    refuse_absent_targets(base, resolved.lora_targets, param_of(job, "lora_targets"))
     tokenizer = read_tokenizer(base.entry, base.source, resolved.chat_template, resolved.chat_template_kwargs)
     room = {"context": base.entry.context, "max_completion_tokens": resolved.max_completion_tokens}
+    param = "training_file"
     try:
         train = tokenize(rows.train, partial(render, tokenizer), file=job.training_file, **room)
+        param = "validation_file"
         valid = tokenize(rows.valid, partial(render, tokenizer), file=job.validation_file, **room)
     except PromptTooLong as cause:
-        raise UserMistake("prompt_too_long", str(cause), "training_file") from cause
+        raise UserMistake("prompt_too_long", str(cause), param) from cause
     if resolved.off_policy_steps and base.sampler == "transformers":
         raise UserMistake(
             "invalid_value", hyperparameters.NO_SAMPLER_OF_ITS_OWN, "method.reinforcement.hyperparameters"
@@ -498,12 +498,13 @@ def with_effort(resolved: Resolved, asked: Hyperparameters, reasoning: Reasoning
     Raises:
         UserMistake: a thinking_budget without thoughts, or without room for an answer.
     """
+    param = f"method.reinforcement.hyperparameters.advanced.{asked.advanced.path('thinking_budget')}"
     if reasoning is None:
         if resolved.thinking_budget is not None:
             raise UserMistake(
                 "invalid_value",
                 NO_THOUGHTS,
-                f"{ADVANCED}.thinking_budget",
+                param,
             )
         return resolved
     longest, given = resolved.max_completion_tokens, resolved.thinking_budget
@@ -514,7 +515,7 @@ def with_effort(resolved: Resolved, asked: Hyperparameters, reasoning: Reasoning
             raise UserMistake(
                 "invalid_value",
                 f"thinking_budget {given} leaves no room for an answer in max_completion_tokens {longest}.",
-                f"{ADVANCED}.thinking_budget",
+                param,
             )
         budget = None
     arguments = {**effort.arguments, **resolved.chat_template_kwargs}

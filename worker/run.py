@@ -107,7 +107,7 @@ class Run:
         pause = self.record(data, groups_P, others_P, valid_P, is_last=early is not None)
         stop = pause or self.stop_requested()
         alerts.report(groups_P, self.history, self.recorder, self.settings, self.failing_steps)
-        alerts.require_signal(data, self.settings)
+        alerts.require_signal(data, self.recorder, self.settings)
         if valid_P is not None or stop:
             reward = metrics.mean_reward(valid_P) if valid_P is not None else None
             with PROGRESS.phase("saving"):

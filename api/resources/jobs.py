@@ -46,7 +46,7 @@ from core.jobs import (
 )
 from core.jobs.budgets import Price
 from core.jobs.devices import device_of
-from core.jobs.distillation import Distillation
+from core.jobs.distillation import Distillation, OnPolicyDistillation
 from core.jobs.hyperparameter_groups import Lora
 from core.jobs.hyperparameters import NO_SAMPLER_OF_ITS_OWN, Hyperparameters, shown_advanced
 from core.registry import BaseModelEntry, SamplerName, sampler_of
@@ -436,9 +436,7 @@ class JobOut(BaseModel):
             user_provided_suffix=job.suffix,
             usage_metrics=usage.render(job, price),
             queue=None if place is None else QueueOut(position=place.position, reason=place.reason),
-            eval_id=None
-            if methods.variant(job.method, job.body) in methods.OFFLINE
-            else evals.eval_id(job.id),
+            eval_id=evals.eval_id(job.id) if evals.has_eval(job) else None,
             budget=budgets.render(job),
             lineage=None if parent is None else parent.shown() | {"base_model": job.model},
             verdict=None if job.verdict is None else VerdictOut(**job.verdict),
@@ -722,6 +720,7 @@ def accept(body: JobCreate, service: Service, project: Project) -> Accepted:
         refuse_unusable_teacher(body.method.distillation, base_model, parent, service, project)
     if body.method.reinforcement is not None:
         refuse_unusable_reward_models(body.method.reinforcement, base_model, service, project)
+    refuse_full_context(body.method, service.registry.get(base_model).context)
     return Accepted(
         base_model=base_model,
         parent=parent,
@@ -729,6 +728,26 @@ def accept(body: JobCreate, service: Service, project: Project) -> Accepted:
         budget=body.budget.to_row(Price.of(service.settings)) if body.budget else None,
         integrations=to_rows(body.integrations, service.settings.enabled_integrations),
     )
+
+
+def refuse_full_context(method: Method, context: int) -> None:
+    """Refuse answers that leave no room for a prompt in the context.
+
+    Raises:
+        InvalidRequest: `max_completion_tokens` is not less than the context.
+    """
+    if method.reinforcement is not None:
+        asked = method.reinforcement.hyperparameters
+    elif isinstance(method.distillation, OnPolicyDistillation):
+        asked = method.distillation.hyperparameters.as_reinforcement()
+    else:
+        return
+    longest = asked.advanced.sampling.max_completion_tokens
+    if longest != "auto" and longest >= context:
+        raise InvalidRequest(
+            f"max_completion_tokens {longest} leaves no room for a prompt in the model's context of {context} tokens.",
+            param=f"method.{method.type}.hyperparameters.advanced.{asked.advanced.path('max_completion_tokens')}",
+        )
 
 
 def start(body: JobCreate, service: Service, project: Project) -> tuple[str, Parent | None]:
@@ -758,10 +777,17 @@ def start(body: JobCreate, service: Service, project: Project) -> tuple[str, Par
     lora = asked.hyperparameters.advanced.lora
     parent = _grown(lora, parent)
     if (other := _other_shape(lora, parent.shape)) is not None:
+        param = f"method.{method.type}.hyperparameters.advanced.lora.{other}"
+        if parent.grown_rank is not None and other == "alpha":
+            raise InvalidRequest(
+                f"lora rank {lora.rank} on top of the adapter of '{body.model}' needs alpha "
+                f"{parent.shape['lora_alpha']}, which keeps its alpha / rank: send that, or leave alpha out.",
+                param=param,
+            )
         raise InvalidRequest(
             f"'{body.model}' has an adapter with lora {other} {parent.settings[f'lora_{other}']}, which the job trains "
             "further: leave that out. A larger rank, at the same alpha / rank, freezes it and learns a new one on top.",
-            param=f"method.{method.type}.hyperparameters.advanced.lora.{other}",
+            param=param,
         )
     return base_model, parent
 

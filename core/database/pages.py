@@ -51,12 +51,10 @@ def newest_first(
     """At most `limit` rows of `statement`, newest first, starting after the row `after`.
 
     `statement` selects `table` and has the filters; an index on the filtered columns and `seq` makes every page cost
-    the
-    same. A concurrently inserted row sorts before the page, so later pages neither repeat nor skip one. `id_column` is
-    compared with `after` (default: `table.id`). `cursors` selects the valid values of `after` if they are more than the
-    listed rows. `owner` is the project or the job of the list: `after` may also name a row that `delete_row` removed
-    from
-    it.
+    the same. A concurrently inserted row sorts before the page, so later pages neither repeat nor skip one. `id_column`
+    is compared with `after` (default: `table.id`). `cursors` selects the valid values of `after` if they are more than
+    the listed rows. `owner` is the project or the job of the list: `after` may also name a row that `delete_row`
+    removed from it.
 
     Raises:
         InvalidRequest: `after` is not and was not a row of `cursors` (default: `statement`).

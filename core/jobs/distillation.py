@@ -19,6 +19,7 @@ from core.jobs.hyperparameter_groups import (
     Sampling,
     Truncate,
     Value,
+    WithoutNulls,
 )
 from core.jobs.hyperparameters import Hyperparameters
 from core.jobs.offline_hyperparameters import LogitsHyperparameters
@@ -66,7 +67,7 @@ class DistillationAdvanced(Value):
     evaluation: DistillationEvaluation = DistillationEvaluation()
 
 
-class DistillationHyperparameters(Value):
+class DistillationHyperparameters(WithoutNulls):
     """method.distillation.hyperparameters in the mode `on_policy`, with the names and bounds of reinforcement jobs."""
 
     batch_size: Auto | Annotated[int, Field(ge=1, le=256)] = "auto"  # prompts a step
@@ -75,12 +76,6 @@ class DistillationHyperparameters(Value):
     eval_interval: Auto | Annotated[int, Field(ge=1)] = "auto"
     eval_samples: Auto | Annotated[int, Field(ge=1, le=64)] = "auto"
     advanced: DistillationAdvanced = DistillationAdvanced()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, sent: Any) -> Any:
-        """OpenAI's client types serialize unset fields as null."""
-        return {k: v for k, v in sent.items() if v is not None} if isinstance(sent, dict) else sent
 
     @model_validator(mode="after")
     def _combinations_that_work(self) -> "DistillationHyperparameters":
@@ -168,6 +163,11 @@ def asked_of(job: Job) -> Hyperparameters:
     if job.method == METHOD:
         return DistillationHyperparameters.model_validate(asked).as_reinforcement()
     return Hyperparameters.model_validate(asked)
+
+
+def param_of(job: Job, name: str) -> str:
+    """The path in the job's request of the hyperparameter with this flat name."""
+    return f"method.{job.method}.hyperparameters.advanced.{asked_of(job).advanced.path(name)}"
 
 
 def shown(asked: Mapping[str, Any], resolved: Mapping[str, Any]) -> dict[str, Any]:

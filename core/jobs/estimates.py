@@ -59,8 +59,7 @@ class Pace:
         """Seconds of all remaining steps; None before the first training step.
 
         Low and high assume that all of them take as long as the fastest or the slowest tenth of the recent steps, with
-        a
-        margin of at least half / sqrt(recorded steps): a few similar steps prove little.
+        a margin of at least half / sqrt(recorded steps): a few similar steps prove little.
         """
         plain, validated = self._kinds()
         seen = len(self.plain) + len(self.validated)
@@ -181,8 +180,7 @@ def after_preview(
     """The estimate of a job from a preview, with its answer lengths in tokens and its speed.
 
     The lengths are those of the preview. So is the speed if no job of this model has run; the share of learning is then
-    the
-    guess in LEARNING.
+    the guess in LEARNING.
     """
     if past is not None:
         known = before_start(

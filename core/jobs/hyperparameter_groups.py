@@ -4,7 +4,7 @@ A `type` selects the variant of a group, so most combinations without effect can
 groups are in core/jobs/hyperparameters.py, the flat names of the same fields in core/jobs/flat_hyperparameters.py.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -34,6 +34,14 @@ ImportanceCap = Annotated[float, Field(gt=1, le=100)]
 class Value(BaseModel):
     # Strict: "8" is not coerced to 8, nor true to 1.
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class WithoutNulls(Value):
+    # Null is the default: OpenAI's client types serialize unset fields as null.
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, sent: Any) -> Any:
+        return {k: v for k, v in sent.items() if v is not None} if isinstance(sent, dict) else sent
 
 
 # Losses. The defaults are those of the papers: DeepSeekMath and Dr. GRPO have one epsilon, DAPO has clip-higher. Losses

@@ -50,6 +50,7 @@ from core.jobs.hyperparameter_groups import (
     TokenRewards,
     Truncate,
     Value,
+    WithoutNulls,
 )
 
 NO_SAMPLER_OF_ITS_OWN = (
@@ -172,7 +173,7 @@ class Advanced(Value):
         return flat_names.to_flat(self, requested=True) if self._flat == _ALL_FLAT else groups
 
 
-class Hyperparameters(Value):
+class Hyperparameters(WithoutNulls):
     """method.reinforcement.hyperparameters, with OpenAI's names and bounds."""
 
     batch_size: Auto | Annotated[int, Field(ge=1, le=256)] = "auto"  # prompts a step
@@ -183,12 +184,6 @@ class Hyperparameters(Value):
     eval_interval: Auto | Annotated[int, Field(ge=1)] = "auto"
     eval_samples: Auto | Annotated[int, Field(ge=1, le=64)] = "auto"
     advanced: Advanced = Advanced()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, sent: Any) -> Any:
-        """OpenAI's client types serialize unset fields as null."""
-        return {k: v for k, v in sent.items() if v is not None} if isinstance(sent, dict) else sent
 
     @model_validator(mode="after")
     def combinations_that_work(self) -> "Hyperparameters":

@@ -350,8 +350,7 @@ def crashed(session: Session, job: Job, *, reason: str, max_failures: int, outco
     """The worker crashed: retry after a back-off, at most `max_failures` times in a row.
 
     A pausing job becomes paused, and resumes from its last checkpoint. The message has the first line of the reason,
-    cut
-    to MAX_CRASH_MESSAGE, and names the run's log.
+    cut to MAX_CRASH_MESSAGE, and names the run's log.
     """
     reason = next(iter(logs.cleaned(reason).strip().splitlines()), "")
     # A validation writes no log.

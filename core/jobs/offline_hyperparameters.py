@@ -20,6 +20,7 @@ from core.jobs.hyperparameter_groups import (
     LoraTargets,
     TemplateArgument,
     Value,
+    WithoutNulls,
 )
 from core.jobs.methods import LOGITS, REWARD_MODEL
 from core.storage.offline_rows import RewardKind
@@ -121,19 +122,13 @@ class DpoAdvanced(OfflineAdvanced):
     loss: Preference = Preference()
 
 
-class SupervisedHyperparameters(Value):
+class SupervisedHyperparameters(WithoutNulls):
     """method.supervised.hyperparameters, with OpenAI's names and bounds."""
 
     batch_size: Auto | Annotated[int, Field(ge=1, le=256)] = "auto"  # rows a step
     learning_rate_multiplier: Auto | Annotated[float, Field(gt=0)] = "auto"
     n_epochs: Auto | Annotated[int, Field(ge=1, le=50)] = "auto"
     advanced: OfflineAdvanced = OfflineAdvanced()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, sent: Any) -> Any:
-        """OpenAI's client types serialize unset fields as null."""
-        return {k: v for k, v in sent.items() if v is not None} if isinstance(sent, dict) else sent
 
     @model_validator(mode="after")
     def _one_learning_rate(self) -> "SupervisedHyperparameters":

@@ -178,7 +178,7 @@ class Outgoing:
                 return
             raise UrlNotAllowed(
                 f"'{host}' resolves to a link-local or cloud-metadata address. {self.setting} accepts such a host as a "
-                "literal IP address only."
+                "literal IP address only"
             )
         if not is_public(address) and not matches(host, self.private_hosts):
             raise UrlNotAllowed(

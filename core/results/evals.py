@@ -21,6 +21,7 @@ from core.results.rollouts import Row, SamplePosition
 _JOB, _EVAL, _RUN, _ITEM = "ftjob-", "eval_", "evalrun_", "outputitem_"
 _RUN_ID = re.compile(r"evalrun_(.+)_(\d{1,9})")
 _ITEM_ID = re.compile(r"outputitem_(.+)_(\d{1,9})_(\d{1,9})_(\d{1,9})")
+_METHOD = "reinforcement"
 # The default pass threshold.
 HALF = 0.5
 
@@ -45,6 +46,11 @@ def place_of(item_id: str, job_id: str, step: int) -> SamplePosition | None:
     return SamplePosition(step, "valid", int(match[3]), int(match[4]))
 
 
+def has_eval(job: Job) -> bool:
+    """Whether the validations of the job are an eval: those that a grader scores, and not a teacher."""
+    return job.method == _METHOD
+
+
 def job_of(session: Session, project_id: str, eval_id: str) -> Job:
     """The job whose eval this is.
 
@@ -54,7 +60,7 @@ def job_of(session: Session, project_id: str, eval_id: str) -> Job:
     if eval_id.startswith(_EVAL):
         try:
             job = get_job(session, project_id, _JOB + eval_id.removeprefix(_EVAL))
-            if job.method == "reinforcement":
+            if has_eval(job):
                 return job
         except JobNotFound:
             pass
@@ -69,7 +75,7 @@ def page(
     Raises:
         InvalidRequest: `after` is not an eval of the project.
     """
-    statement = select(Job).where(Job.project_id == project_id, Job.method == "reinforcement")
+    statement = select(Job).where(Job.project_id == project_id, Job.method == _METHOD)
     ordered = pages.newest_first if newest_first else pages.oldest_first
     if after is not None:
         try:

@@ -54,6 +54,8 @@ class LineError:
 class InvalidDataset(ValueError):
     """The first errors of a file, at most MAX_REPORTED, and the number of further lines with errors."""
 
+    file: str | None = None  # its path, where it is a local file of a job
+
     def __init__(self, errors: Sequence[LineError], more: int = 0) -> None:
         super().__init__(errors, more)
         self.errors = list(errors)

@@ -317,18 +317,15 @@ class S3Blobs(BlobStore):
     """Blobs as objects of one bucket, under an optional prefix.
 
     A blob that fits in one part carries its sha256 as object metadata. A larger one does not: metadata is sent before
-    the
-    first part and the hash is known after the last, so only the returned `BlobInfo` has it, which belongs in the
-    database
-    row or the manifest. The ETag is never used as a hash: that of a multipart upload is not one.
+    the first part and the hash is known after the last, so only the returned `BlobInfo` has it, which belongs in the
+    database row or the manifest. The ETag is never used as a hash: that of a multipart upload is not one.
 
     With `checksums`, every part is sent with its SHA-256, and a store that supports them rejects a damaged part. boto3
     retries failed requests, each part of an upload separately; it does not resume interrupted downloads, so this class
     does.
 
     `if_absent` needs a store that supports If-None-Match, which is tested once. Without support an existing key is
-    still
-    detected, but of two concurrent writers both may succeed.
+    still detected, but of two concurrent writers both may succeed.
     """
 
     def __init__(

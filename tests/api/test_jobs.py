@@ -1146,6 +1146,27 @@ def test_a_model_on_a_server_that_the_operator_names_may_teach(
 
 
 @pytest.mark.usefixtures("teachers")
+def test_answers_that_leave_no_room_for_a_prompt_are_refused(
+    api: TestClient, upload: Callable[..., str]
+) -> None:
+    asked = {"hyperparameters": {"advanced": {"sampling": {"max_completion_tokens": 4096}}}}
+
+    error = api.post(JOBS, json=distilled(upload, **asked)).json()["error"]
+
+    assert "max_completion_tokens 4096 leaves no room for a prompt in the model's context" in error["message"]
+    assert error["param"] == "method.distillation.hyperparameters.advanced.sampling.max_completion_tokens"
+
+
+@pytest.mark.usefixtures("teachers")
+def test_a_job_that_a_teacher_scores_has_no_eval(api: TestClient, upload: Callable[..., str]) -> None:
+    """Clients that follow an eval_id find the eval."""
+    job = api.post(JOBS, json=distilled(upload)).json()
+
+    assert job["eval_id"] is None
+    assert api.get("/v1/evals").json()["data"] == []
+
+
+@pytest.mark.usefixtures("teachers")
 @pytest.mark.parametrize(
     ("asked", "param", "says"),
     [

@@ -198,3 +198,11 @@ def test_only_a_model_that_vllm_samples_is_divided_between_gpus() -> None:
     assert BaseModelEntry(hub="org/model", tensor_parallel=2).tensor_parallel == 2
     with pytest.raises(ValidationError, match="tensor_parallel is for the sampler vllm"):
         BaseModelEntry(hub="org/model", sampler="transformers", tensor_parallel=2)
+
+
+def test_an_error_names_twenty_models_and_counts_the_others() -> None:
+    message = ModelNotFound("three", ["tiny", *(f"ft:tiny:{number}" for number in range(10_000))]).message
+
+    assert "tiny" in message.split(", ")[-1]
+    assert message.endswith(" and 9981 more (GET /v1/models).")
+    assert len(message) < 500

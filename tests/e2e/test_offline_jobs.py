@@ -214,14 +214,18 @@ def test_a_larger_rank_freezes_the_adapter_of_the_parent_and_learns_on_top_of_it
 
 
 @pytest.mark.parametrize(
-    ("lora", "field"),
-    [({"rank": 4}, "rank"), ({"rank": 24, "alpha": 24}, "alpha"), ({"targets": "attention"}, "targets")],
+    ("lora", "field", "says"),
+    [
+        ({"rank": 4}, "rank", "A larger rank, at the same alpha / rank"),
+        ({"rank": 24, "alpha": 24}, "alpha", "needs alpha 48"),
+        ({"targets": "attention"}, "targets", "A larger rank, at the same alpha / rank"),
+    ],
 )
 def test_an_adapter_of_another_shape_is_refused(
-    client: openai.OpenAI, supervised: FineTuningJob, lora: dict[str, Any], field: str
+    client: openai.OpenAI, supervised: FineTuningJob, lora: dict[str, Any], field: str, says: str
 ) -> None:
     asked: Any = {"type": "supervised", "supervised": {"hyperparameters": {"advanced": {"lora": lora}}}}
-    with pytest.raises(openai.BadRequestError, match="A larger rank, at the same alpha / rank") as refused:
+    with pytest.raises(openai.BadRequestError, match=says) as refused:
         train(client, ROWS, model=supervised.fine_tuned_model, method=asked)
 
     assert refused.value.param == f"method.supervised.hyperparameters.advanced.lora.{field}"

@@ -520,6 +520,16 @@ def test_answers_of_the_last_step_are_a_table(
     assert in_json("rollouts", learned, "--ungraded")[0]["reason"] == "the judge is asleep"
 
 
+def test_a_job_that_ended_without_answers_is_not_worth_waiting_for(
+    regraft: Callable[..., tuple[int, str, str]], house: House
+) -> None:
+    running, failed = house.job(status="running"), house.job(status="running")
+    house.end(failed, "failed")
+
+    assert "no train rollouts yet" in regraft("rollouts", running)[2]
+    assert "ended without train rollouts" in regraft("rollouts", failed)[2]
+
+
 def test_answers_of_several_steps_are_a_table_or_a_file(
     regraft: Callable[..., tuple[int, str, str]], house: House, learned: str, tmp_path: Path
 ) -> None:

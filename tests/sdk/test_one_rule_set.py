@@ -7,8 +7,10 @@ from typing import Any
 import openai
 import pytest
 from openai import OpenAI
-from regraft import Regraft
+from regraft import InvalidDataset, Regraft
 from regraft.cli import main
+from regraft.requests import JobRequest, read_job
+from regraft.resources.jobs import validate_local
 
 from tests.sdk.conftest import GRADER, ROWS, House
 
@@ -156,8 +158,21 @@ def test_rows_of_another_method_are_reported_with_their_lines(
     (desk / "job.json").write_text(json.dumps({"model": RFT, "training_file": "train.jsonl"}))
 
     assert main(["validate", "job.json"]) == 1
-    assert "job.json:1: input: is not a key of this format" in capsys.readouterr().out
+    assert "train.jsonl:1: input: is not a key of this format" in capsys.readouterr().out
     assert main(["validate", "train.jsonl", "--method", "dpo"]) == 0
+
+
+def test_rows_with_answers_are_those_of_distillation_by_logits(desk: Path) -> None:
+    row = {"messages": [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]}
+    (desk / "train.jsonl").write_text((json.dumps(row) + "\n") * 10)
+
+    def distillation(mode: str) -> JobRequest:
+        method = {"type": "distillation", "distillation": {"mode": mode, "teacher": {"model": "larger"}}}
+        return read_job({"model": RFT, "method": method, "training_file": "train.jsonl"})
+
+    validate_local(distillation("logits"))
+    with pytest.raises(InvalidDataset, match="the last message must be from the user"):
+        validate_local(distillation("on_policy"))
 
 
 def test_the_refusal_is_the_servers(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:

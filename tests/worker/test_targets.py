@@ -8,11 +8,13 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+from core.database.tables import Job
+from core.jobs.distillation import param_of
 from core.jobs.hyperparameter_groups import LoraTargets
 from core.jobs.hyperparameters import Hyperparameters, resolve
 from core.registry import BaseModelEntry
 from tests.families.zoo import CONTEXT, FAMILIES, Family
-from worker.assemble import ADVANCED, BaseModel, refuse_absent_targets
+from worker.assemble import BaseModel, refuse_absent_targets
 from worker.model import memory, sizing, support
 from worker.model.adapters import adaptable_layers, adapter_targets
 from worker.model.architecture import without_weights
@@ -177,9 +179,10 @@ class TestRefused:
         base = BaseModel(entry, tiny_model, shape, "cpu", "transformers", "5")
         asked = Hyperparameters.model_validate({"advanced": advanced})
         targets = resolve(asked, rows=8, parameters=1000, context=CONTEXT).lora_targets
+        job = Job(method="reinforcement", body={"hyperparameters": asked.model_dump()})
 
         with pytest.raises(UserMistake, match="'qproj' names no layer") as refused:
-            refuse_absent_targets(base, targets, f"{ADVANCED}.{asked.advanced.path('lora_targets')}")
+            refuse_absent_targets(base, targets, param_of(job, "lora_targets"))
 
         assert refused.value.param == f"method.reinforcement.hyperparameters.advanced.{path}"
 

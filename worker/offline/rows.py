@@ -276,12 +276,16 @@ def _refuse_ignored_tools(
 ) -> None:
     """Raises ChatTemplateFailed if the template leaves out what the row says of tools."""
     if tools and template.render(messages, tools, False) == template.render(messages, [], False):
-        raise ChatTemplateFailed("the model's chat template has no place for tools.")
+        raise ChatTemplateFailed(
+            "the model's chat template has no place for tools: choose a model whose template has one."
+        )
     silent = [{key: value for key, value in one.items() if key != "tool_calls"} for one in messages]
     if silent != list(messages) and template.render(messages, tools, False) == template.render(
         silent, tools, False
     ):
-        raise ChatTemplateFailed("the model's chat template has no place for tool calls.")
+        raise ChatTemplateFailed(
+            "the model's chat template has no place for tool calls: choose a model whose template has one."
+        )
 
 
 PACKS: Mapping[str, Callable[[Mapping[str, Any], ChatTemplate], list[Pack]]] = MappingProxyType(

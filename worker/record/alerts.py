@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from core.jobs.distillation import param_of
 from core.jobs.hyperparameters import Resolved
 from core.results.step_metrics import StepMetrics
 from worker.learn import grpo
@@ -53,7 +54,7 @@ def report(
             emit(silence.message, {"step": step, "steps_in_a_row": silent})
 
 
-def require_signal(step: StepMetrics, settings: Resolved) -> None:
+def require_signal(step: StepMetrics, recorder: Recorder, settings: Resolved) -> None:
     """Fail the job after its first step if fewer groups had signal than `fail_below_signal` requires.
 
     Raises:
@@ -65,5 +66,5 @@ def require_signal(step: StepMetrics, settings: Resolved) -> None:
             "no_signal",
             f"In the first step {share:.0%} of the groups had signal, less than fail_below_signal ({bound:.0%}). A "
             "preview (POST /v1/regraft/preview) says what to do about it.",
-            "method.reinforcement.hyperparameters.advanced.fail_below_signal",
+            param_of(recorder.job, "fail_below_signal"),
         )

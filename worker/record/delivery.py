@@ -1,5 +1,6 @@
 """The end of a run: select the best checkpoint, compare it with the start, and record the job's success."""
 
+from core.jobs.distillation import param_of
 from core.jobs.hyperparameters import Resolved
 from core.jobs.thresholds import Thresholds
 from core.jobs.verdict import Verdict
@@ -39,7 +40,7 @@ def deliver(
             "require_improvement is set, and the validation reward is not significantly above that of "
             f"{start_name(Parent.of(recorder.job))}."
             f"{numbers} The checkpoints are kept.",
-            "method.reinforcement.hyperparameters.advanced.require_improvement",
+            param_of(recorder.job, "require_improvement"),
         )
     # Before the job's last status: after it the supervisor may end this process.
     feeds.close("succeeded")

@@ -271,7 +271,7 @@ def _validated_job(path: Path) -> dict[str, Any]:
         validate_local(job)
     except InvalidDataset as bad:
         errors = [{"line": one.line, "path": one.path, "message": one.message} for one in bad.errors]
-        return {"file": str(path), "ok": False, "errors": errors, "more": bad.more}
+        return {"file": bad.file or str(path), "ok": False, "errors": errors, "more": bad.more}
     return {"file": str(path), "ok": True}
 
 
@@ -665,6 +665,12 @@ def _last_step(client: Regraft, job_id: str, split: str) -> int:
     key = "train_mean_reward" if split == "train" else "full_valid_mean_reward"
     with_answers: list[int] = [one["step"] for one in steps if one.get(key) is not None]
     if not with_answers:
+        job = client.fine_tuning.jobs.retrieve(job_id)
+        if job.status in FINAL:
+            raise Refused(
+                f"The job has ended without {split} rollouts. Only jobs that sample answers have them, and its "
+                f"method is '{_method(job)}'."
+            )
         raise Refused(f"The job has no {split} rollouts yet.")
     return with_answers[-1]
 

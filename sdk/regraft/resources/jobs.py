@@ -16,6 +16,7 @@ from openai.resources.fine_tuning.jobs import Jobs as OpenAIJobs
 from openai.types.fine_tuning import FineTuningJob
 
 from regraft import datasets
+from regraft._rules.datasets import InvalidDataset
 from regraft.display import Display
 from regraft.errors import JobFailed
 from regraft.jobs import grader_of
@@ -306,9 +307,16 @@ def validate_local(job: JobRequest) -> None:
         return  # the server says so
     inside = method.get(kind)
     grader = inside.get("grader") if isinstance(inside, dict) else None
+    mode = inside.get("mode") if isinstance(inside, dict) else None
+    # Distillation in the mode `logits` learns from rows of supervised jobs.
+    rows: datasets.Method = "supervised" if kind == "distillation" and mode == "logits" else kind
     for field, split in SPLITS.items():
         if field in job.uploads:
-            datasets.validate(job.uploads[field], grader=grader, split=split, method=kind)
+            try:
+                datasets.validate(job.uploads[field], grader=grader, split=split, method=rows)
+            except InvalidDataset as bad:
+                bad.file = str(job.uploads[field])
+                raise
 
 
 def _once() -> Any:
