@@ -6,13 +6,13 @@ import json
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Request
-from fastapi.responses import Response
+from fastapi.responses import Response, StreamingResponse
 from pydantic import Field, ValidationError, model_validator
 
 from api.http.admission import AdmittedRequest
@@ -23,7 +23,7 @@ from api.resources.chat import Inference, Upstream, whole
 from api.resources.estimates import Asked, Size
 from api.resources.graders import TIMEOUT_S
 from api.resources.jobs import JobCreate, refuse_unusable
-from api.resources.stream import Following
+from api.resources.stream import UNBUFFERED
 from core.chat import Chat, Served
 from core.database.tables import File, Project
 from core.disconnect import until_gone
@@ -160,7 +160,7 @@ class Slot:
         grading = self._grading = asyncio.create_task(asyncio.to_thread(call))
         return await asyncio.shield(grading)
 
-    def leave(self) -> None:
+    def release(self) -> None:
         if self._grading is None:
             self._place.leave()
         else:
@@ -206,12 +206,12 @@ async def preview_job(
         raise NotReady("Other previews are still running; try again.", retry_after=10) from None
     progress = PreviewProgress("loading", of=len(prepared.chats))
     work = _in_time(_previewed(prepared, service, upstream, slot, progress), service.preview_seconds)
+    # A task beside the response, which a server may cancel before it has begun.
+    working = asyncio.create_task(until_gone(request.receive, work))
+    working.add_done_callback(lambda ended: slot.release())
     if body.stream:
-        return Following(_told(work, progress), slot)
-    try:
-        made = await until_gone(request.receive, work)
-    finally:
-        slot.leave()
+        return StreamingResponse(_told(working, progress), media_type="text/event-stream", headers=UNBUFFERED)
+    made = await working
     return Response(status_code=499) if made is None else made
 
 
@@ -227,28 +227,31 @@ async def _in_time(work: Awaitable[PreviewOut], seconds: float) -> PreviewOut:
         ) from None
 
 
-async def _told(work: Coroutine[Any, Any, PreviewOut], progress: PreviewProgress) -> AsyncIterator[bytes]:
+async def _told(working: asyncio.Task[PreviewOut | None], progress: PreviewProgress) -> AsyncIterator[bytes]:
     """The progress of a preview at most twice a second, and its report or error, as server-sent events."""
-    working = asyncio.create_task(work)
     told = b""
+    while not working.done():
+        if (message := progress.message()) != told:
+            told = message
+            yield message
+        await asyncio.wait([working], timeout=PROGRESS_SECONDS)
     try:
-        while not working.done():
-            if (message := progress.message()) != told:
-                told = message
-                yield message
-            await asyncio.wait([working], timeout=PROGRESS_SECONDS)
-        try:
-            yield _event("preview", working.result().model_dump(mode="json"))
-        except ServiceError as refused:
-            yield _event("error", refused.envelope())
-        except Exception:
-            log.exception("a preview failed")
-            broken = ServiceError("The preview failed by an error of the server, which is in its log.")
-            yield _event("error", broken.envelope())
-        yield b"data: [DONE]\n\n"
-    finally:
-        working.cancel()
-        await asyncio.gather(working, return_exceptions=True)
+        made = working.result()
+    except ServiceError as refused:
+        yield _refused(refused)
+    except Exception:
+        log.exception("a preview failed")
+        yield _refused(ServiceError("The preview failed by an error of the server, which is in its log."))
+    else:
+        if made is None:  # the client has left
+            return
+        yield _event("preview", made.model_dump(mode="json"))
+    yield b"data: [DONE]\n\n"
+
+
+def _refused(error: ServiceError) -> bytes:
+    """An error as the response would have it, with its status, which a stream that has begun cannot have."""
+    return _event("error", {"error": {**error.envelope()["error"], "status": error.status_code}})
 
 
 def _event(name: str, data: Any) -> bytes:

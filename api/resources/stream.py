@@ -14,13 +14,14 @@ import json
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 from anyio import CapacityLimiter, to_thread
 from fastapi import APIRouter, Header
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from api.http.admission import AdmittedRequest
 from api.http.deps import CurrentProject, ServiceDep
 from api.http.shutdown import Shutdown
 from api.resources.jobs import EventOut
@@ -32,6 +33,7 @@ router = APIRouter(prefix="/regraft/jobs", tags=["regraft"])
 POLL_SECONDS = 1.0
 KEEP_ALIVE_SECONDS = 15.0  # proxies close idle connections after a minute
 PAGE = 100  # events in memory per stream
+UNBUFFERED = {"cache-control": "no-store", "x-accel-buffering": "no"}  # the second one for nginx
 
 
 @router.get("/{job_id}/stream", response_class=StreamingResponse)
@@ -54,18 +56,11 @@ async def stream_events(
     return Following(follow(log, first, service.shutdown, after=last_event_id), place)
 
 
-class Place(Protocol):
-    """A place among the requests of one kind."""
-
-    def leave(self) -> None: ...
-
-
 class Following(StreamingResponse):
     """A streaming response that releases its place when it ends, even if the client left before the first event."""
 
-    def __init__(self, chunks: AsyncIterator[bytes], place: Place) -> None:
-        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}  # disables buffering in nginx
-        super().__init__(chunks, media_type="text/event-stream", headers=headers)
+    def __init__(self, chunks: AsyncIterator[bytes], place: AdmittedRequest) -> None:
+        super().__init__(chunks, media_type="text/event-stream", headers=UNBUFFERED)
         self._place = place
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

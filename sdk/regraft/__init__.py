@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         GraderTest,
         JobEvent,
         Preview,
+        PreviewProgress,
         PromptHistory,
         Regrade,
         RegradedAnswer,
@@ -61,8 +62,8 @@ _HOME = {
     "regraft.jobs": "events metrics rollouts show",
     "regraft.progress": "FINAL",
     "regraft.requests": "InvalidRequestFile",
-    "regraft.types": "Estimate GraderTest JobEvent Preview PromptHistory Regrade RegradedAnswer Rollout StepMetrics "
-    "Verdict WhatIf",
+    "regraft.types": "Estimate GraderTest JobEvent Preview PreviewProgress PromptHistory Regrade RegradedAnswer "
+    "Rollout StepMetrics Verdict WhatIf",
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names.split()}
 
@@ -103,6 +104,7 @@ __all__ = [
     "NotConfigured",
     "NotSupportedByServer",
     "Preview",
+    "PreviewProgress",
     "PromptHistory",
     "QuotaExceeded",
     "RateLimited",

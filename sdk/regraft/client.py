@@ -2,6 +2,7 @@
 
 import inspect
 import json
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,12 @@ from regraft.resources.jobs import AsyncJobs, Jobs
 from regraft.resources.pipelines import AsyncPipelines, Pipelines
 from regraft.resources.regrades import AsyncRegrades, Regrades
 from regraft.resources.rollouts import AsyncRollouts, Rollouts
-from regraft.types import Estimate, Preview
+from regraft.types import Estimate, Preview, PreviewProgress
 
 ESTIMATE, PREVIEW = "/regraft/estimate", "/regraft/preview"
 # Longer than the server's own limit: a retried preview would be charged twice.
 PREVIEW_SECONDS = 660.0
+UNFINISHED = "The connection was closed before the preview had ended."
 
 
 class Datasets:
@@ -105,21 +107,46 @@ class Regraft(openai.OpenAI):
         except NotSupportedByServer as old:
             raise _too_old("estimate", old) from old
 
-    def preview(self, request: Source, *, rows: int | None = None, samples: int | None = None) -> Preview:
+    def preview(
+        self,
+        request: Source,
+        *,
+        rows: int | None = None,
+        samples: int | None = None,
+        progress: Callable[[PreviewProgress], None] | None = None,
+    ) -> Preview:
         """Sample and grade a few rows with the base model, and estimate the job: how many answers pass, and whether
-        there is
-        signal to learn from. Uploads local files; creates nothing.
+        there is signal to learn from. Uploads local files; creates nothing.
 
-        The server samples `samples` answers to each of `rows`, by default 8 and 8.
+        The server samples `samples` answers to each of `rows`, by default 8 and 8. `progress` is called with how far
+        it is, at most twice a second.
 
         Raises:
             NotSupportedByServer: the server is too old.
         """
         body = _with_sizes(self.jobs.prepare(request), rows, samples)
+        options: Any = {"timeout": PREVIEW_SECONDS}
         try:
-            return self.post(PREVIEW, body=body, cast_to=Preview, options={"timeout": PREVIEW_SECONDS})
+            if progress is None:
+                return self.post(PREVIEW, body=body, cast_to=Preview, options=options)
+            # Not retried: the server would sample the answers once more.
+            options |= {"max_retries": 0}
+            with self.post(
+                PREVIEW,
+                body=body | {"stream": True},
+                cast_to=object,
+                options=options,
+                stream=True,
+                stream_cls=openai.Stream[object],
+            ) as told:
+                for message in told:
+                    if (made := _told(message, progress)) is not None:
+                        return made
         except NotSupportedByServer as old:
             raise _too_old("preview", old) from old
+        except openai.APIError as error:
+            raise _with_status(self, error) from error
+        raise openai.OpenAIError(UNFINISHED)
 
     def _process_response(self, *, response: httpx2.Response, **how: Any) -> Any:
         try:
@@ -187,14 +214,36 @@ class AsyncRegraft(openai.AsyncOpenAI):
             raise _too_old("estimate", old) from old
 
     async def preview(
-        self, request: Source, *, rows: int | None = None, samples: int | None = None
+        self,
+        request: Source,
+        *,
+        rows: int | None = None,
+        samples: int | None = None,
+        progress: Callable[[PreviewProgress], None] | None = None,
     ) -> Preview:
         """As Regraft.preview."""
         body = _with_sizes(await self.jobs.prepare(request), rows, samples)
+        options: Any = {"timeout": PREVIEW_SECONDS}
         try:
-            return await self.post(PREVIEW, body=body, cast_to=Preview, options={"timeout": PREVIEW_SECONDS})
+            if progress is None:
+                return await self.post(PREVIEW, body=body, cast_to=Preview, options=options)
+            options |= {"max_retries": 0}
+            async with await self.post(
+                PREVIEW,
+                body=body | {"stream": True},
+                cast_to=object,
+                options=options,
+                stream=True,
+                stream_cls=openai.AsyncStream[object],
+            ) as told:
+                async for message in told:
+                    if (made := _told(message, progress)) is not None:
+                        return made
         except NotSupportedByServer as old:
             raise _too_old("preview", old) from old
+        except openai.APIError as error:
+            raise _with_status(self, error) from error
+        raise openai.OpenAIError(UNFINISHED)
 
     async def _process_response(self, *, response: httpx2.Response, **how: Any) -> Any:
         try:
@@ -235,6 +284,24 @@ def _wants_json(cast_to: Any = None, stream: bool = False, **_: Any) -> bool:
 def _with_sizes(body: dict[str, Any], rows: int | None, samples: int | None) -> dict[str, Any]:
     sizes = {"rows": rows, "samples": samples}
     return body | {name: size for name, size in sizes.items() if size is not None}
+
+
+def _with_status(client: "Regraft | AsyncRegraft", error: openai.APIError) -> openai.APIError:
+    """The error of a stream as the one that a response with its status would raise; any other as it is."""
+    body = error.body
+    if isinstance(error, openai.APIStatusError) or not isinstance(body, dict) or "status" not in body:
+        return error
+    response = httpx2.Response(body["status"], request=error.request)
+    return client._make_status_error(error.message, body=body, response=response)
+
+
+def _told(message: object, progress: Callable[[PreviewProgress], None]) -> Preview | None:
+    """The report, if the message is one; `progress` is called with the others."""
+    assert isinstance(message, dict)
+    if message.get("object") != "regraft.preview.progress":
+        return Preview.construct(**message)
+    progress(PreviewProgress.construct(**message))
+    return None
 
 
 def _too_old(what: str, old: NotSupportedByServer) -> NotSupportedByServer:

@@ -285,6 +285,15 @@ class PreviewedPrompt(BaseModel):
     answer: str  # the first one
 
 
+class PreviewProgress(BaseModel):
+    """How far a preview is: of all answers, those that are sampled and graded."""
+
+    phase: str  # loading | sampling | grading
+    of: int
+    sampled: int
+    graded: int
+
+
 class Preview(Estimate):
     """The results of the base model on a few rows of a job, and the job's estimate."""
 

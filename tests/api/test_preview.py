@@ -264,6 +264,7 @@ def test_an_error_after_the_stream_began_is_its_last_event(
     assert [name for name, _ in told[-2:]] == ["error", ""]
     assert told[-2][1]["error"]["code"] == "context_length_exceeded"
     assert told[-2][1]["error"]["message"].startswith("line ")
+    assert told[-2][1]["error"]["status"] == 400
 
 
 def test_what_can_be_refused_before_the_stream_has_a_status(

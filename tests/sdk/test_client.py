@@ -217,7 +217,22 @@ def test_a_preview_has_the_models_answers_and_creates_none(
         async with client:
             return await client.preview(job_file, rows=2, samples=2)
 
-    for preview in (client.preview(job_file, rows=2, samples=2), asyncio.run(use(make_async()))):
+    told: list[str] = []
+
+    async def use_with_progress(client: AsyncRegraft) -> Any:
+        async with client:
+            return await client.preview(
+                job_file, rows=2, samples=2, progress=lambda now: told.append(now.phase)
+            )
+
+    previews = (
+        client.preview(job_file, rows=2, samples=2),
+        asyncio.run(use(make_async())),
+        client.preview(job_file, rows=2, samples=2, progress=lambda now: told.append(now.phase)),
+        asyncio.run(use_with_progress(make_async())),
+    )
+    assert told.count("loading") == 2
+    for preview in previews:
         assert (preview.answers, preview.passed, preview.training_rows) == (4, 2, 4)
         assert preview.pass_rate is not None
         assert preview.pass_rate.low < preview.pass_rate.expected == 0.5 < preview.pass_rate.high

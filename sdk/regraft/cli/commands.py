@@ -58,7 +58,7 @@ from regraft.resources.evals import InvalidGate
 from regraft.resources.jobs import VALIDATE, validate_local, validation
 from regraft.resources.rollouts import Filters
 from regraft.saving import chunks, whole
-from regraft.types import ComparedScores, GraderTest, verdict_of
+from regraft.types import ComparedScores, GraderTest, PreviewProgress, verdict_of
 
 DONE, NO, USAGE, NOT_FOUND, AUTH, UNREACHABLE, QUOTA, INTERRUPTED = 0, 1, 2, 3, 4, 5, 6, 130
 BY_STATUS = {401: AUTH, 403: AUTH, 404: NOT_FOUND, 408: UNREACHABLE, 429: QUOTA}
@@ -396,7 +396,9 @@ def jobs_create(arguments: argparse.Namespace) -> int:
 
 def _previewed(arguments: argparse.Namespace, client: Regraft, body: dict[str, Any]) -> int:
     """Show the preview, and create the job after confirmation or with --yes."""
-    preview = client.preview(body, rows=arguments.rows, samples=arguments.samples)
+    preview = client.preview(
+        body, rows=arguments.rows, samples=arguments.samples, progress=_preview_progress()
+    )
     if arguments.output == "json":
         if arguments.yes and arguments.watch:
             print_json_line(preview)
@@ -413,6 +415,21 @@ def _previewed(arguments: argparse.Namespace, client: Regraft, body: dict[str, A
         if input("Create the job? [y/N] ").strip().lower() not in ("y", "yes"):
             return DONE
     return _created(arguments, client.jobs.submit(body))
+
+
+def _preview_progress() -> Callable[[PreviewProgress], None]:
+    """Say each phase when it begins, and each quarter of its answers."""
+    said: set[tuple[str, int]] = set()
+
+    def tell(now: PreviewProgress) -> None:
+        done = now.graded if now.phase == "grading" else now.sampled
+        quarter = (now.phase, 4 * done // now.of)
+        if quarter not in said:
+            said.add(quarter)
+            doing = {"loading": "loading the model", "sampling": "sampling", "grading": "grading"}[now.phase]
+            say(doing if now.phase == "loading" else f"{doing}: {done} of {now.of} answers")
+
+    return tell
 
 
 def jobs_clone(arguments: argparse.Namespace) -> int:
