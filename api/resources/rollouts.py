@@ -39,6 +39,9 @@ _PROMPT = "prompt_"
 Order = Literal["asc", "desc"]
 Step = Annotated[int | None, Query(ge=0, le=999_999_999)]
 Line = Annotated[int | None, Query(ge=1, le=2**31 - 1, description="Line of the dataset file, from 1.")]
+PassThreshold = Annotated[
+    float | None, Query(allow_inf_nan=False, description="Default: as in evals of the job.")
+]
 Split = Annotated[Literal["train", "valid"] | None, Query(description="With `step`, the default is train.")]
 
 
@@ -259,6 +262,7 @@ def list_prompts(
     step_to: Step = None,
     line: Line = None,
     outcome: Outcome | None = None,
+    pass_threshold: PassThreshold = None,
     sort: SortKey = "line",
     order: Order = "asc",
     after: After = None,
@@ -269,7 +273,8 @@ def list_prompts(
     """List the mean reward of each prompt at each step, and whether the prompt was learned, forgotten, or is stuck."""
     with service.database.read() as session:
         job = lifecycle.get(session, project.id, job_id)
-        threshold = evals.pass_threshold(job.body.get("grader", {}))
+        grader = job.body.get("grader", {})
+        threshold = evals.pass_threshold(grader) if pass_threshold is None else pass_threshold
         pages = rollouts.pages(session, job.id, first_step=step_from, last_step=step_to, split=split)
     everything = prompt_histories.histories(service.blobs, pages, threshold, line=line)
     matches = [history for history in everything if outcome in (None, history.outcome)]
@@ -340,9 +345,7 @@ def rescore(
     formula: Annotated[
         str, Query(max_length=MAX_LENGTH, description="As `calculate_output` of a multi grader.")
     ],
-    pass_threshold: Annotated[
-        float | None, Query(allow_inf_nan=False, description="Default: as in evals of the job.")
-    ] = None,
+    pass_threshold: PassThreshold = None,
 ) -> WhatIfOut:
     """Say what another formula over the scores of the multi grader's parts would have changed."""
     with service.database.read() as session:

@@ -403,6 +403,8 @@ def test_the_rewards_of_each_prompt_say_what_became_of_it(prompts: Callable[...,
         ({"step_to": 5, "outcome": "learned"}, [1]),
         ({"step_to": 5, "outcome": "forgotten"}, [4]),
         ({"split": "train"}, []),
+        ({"outcome": "learned", "pass_threshold": 0.15}, [1, 3]),
+        ({"outcome": "stuck", "pass_threshold": -1}, []),
     ],
 )
 def test_prompts_are_filtered_sorted_and_paged(

@@ -101,6 +101,8 @@ def test_prompts_have_their_mean_rewards_and_the_page_what_all_come_to(
     assert [
         one.line for one in client.rollouts.prompts(job_id, split="train", sort="change", order="desc")
     ] == [3, 8]
+    lenient = client.rollouts.prompts(job_id, split="train", outcome="kept", pass_threshold=0.25)
+    assert ([one.line for one in lenient], lenient.pass_threshold) == ([3], 0.25)
     assert client.rollouts.prompts(job_id).data == []
     assert set(regraft.PromptHistory.model_fields) == set(shown["data"][0])
 

@@ -713,6 +713,7 @@ def prompts(arguments: argparse.Namespace) -> int:
         step_to=arguments.step_to,
         line=arguments.line,
         outcome=arguments.outcome,
+        pass_threshold=arguments.pass_threshold,
         sort=arguments.sort,
         limit=min(limit, 1000) if limit else 1000,
     )

@@ -250,6 +250,12 @@ def _results(top: Commands) -> None:
     prompts.add_argument("--line", type=int, metavar="N", help="line of the dataset file")
     prompts.add_argument("--outcome", choices=("learned", "kept", "forgotten", "stuck", "ungraded"))
     prompts.add_argument(
+        "--pass-threshold",
+        type=float,
+        metavar="X",
+        help="mean reward of a solved prompt; default: as in evals",
+    )
+    prompts.add_argument(
         "--sort", choices=("line", "change", "last_mean"), default="line", help="lowest first (default: line)"
     )
     prompts.add_argument("--limit", type=int, default=20, metavar="N", help="default: 20; 0: all")

@@ -91,6 +91,7 @@ class Rollouts:
         step_to: int | None = None,
         line: int | None = None,
         outcome: Outcome | None = None,
+        pass_threshold: float | None = None,
         sort: PromptSort | None = None,
         order: Order | None = None,
         limit: int | None = None,
@@ -98,7 +99,7 @@ class Rollouts:
         """A page of prompts with their mean reward at each step; iterating over it fetches all pages.
 
         The server computes the means, so the answers are not transferred. A page has at most `limit` prompts: by
-        default 100, at most 1000.
+        default 100, at most 1000. Outcomes are by `pass_threshold`; the default is that of the job's evals.
         """
         options = {
             "split": split,
@@ -106,6 +107,7 @@ class Rollouts:
             "step_to": step_to,
             "line": line,
             "outcome": outcome,
+            "pass_threshold": pass_threshold,
             "sort": sort,
             "order": order,
             "limit": limit,
@@ -191,6 +193,7 @@ class AsyncRollouts:
         step_to: int | None = None,
         line: int | None = None,
         outcome: Outcome | None = None,
+        pass_threshold: float | None = None,
         sort: PromptSort | None = None,
         order: Order | None = None,
         limit: int | None = None,
@@ -202,6 +205,7 @@ class AsyncRollouts:
             "step_to": step_to,
             "line": line,
             "outcome": outcome,
+            "pass_threshold": pass_threshold,
             "sort": sort,
             "order": order,
             "limit": limit,
