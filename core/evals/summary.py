@@ -169,9 +169,10 @@ def compare(first: Iterable[Item], second: Iterable[Item]) -> dict[str, Any]:
     return {
         "rows": len(pairs),
         "unpaired": unpaired,
-        "passed": _difference([(a.passed, b.passed) for a, b in pairs]),
+        "passed": paired_difference([(a.passed, b.passed) for a, b in pairs]),
         "criteria": {
-            name: _difference([(a.scores.get(name), b.scores.get(name)) for a, b in pairs]) for name in names
+            name: paired_difference([(a.scores.get(name), b.scores.get(name)) for a, b in pairs])
+            for name in names
         },
     }
 
@@ -186,7 +187,8 @@ def _paired(
     return pairs, len(first) + len(second) - 2 * len(pairs)
 
 
-def _difference(pairs: Sequence[tuple[float | None, float | None]]) -> dict[str, Any]:
+def paired_difference(pairs: Sequence[tuple[float | None, float | None]]) -> dict[str, Any]:
+    """The second values minus the first, with the 95 % interval of Student's t. Pairs with a None are counted only."""
     graded = [(a, b) for a, b in pairs if a is not None and b is not None]
     number = len(graded)
     differences = [b - a for a, b in graded]

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from regraft.types import (
         Estimate,
         GraderTest,
+        JobComparison,
         JobEvent,
         Preview,
         PreviewProgress,
@@ -62,8 +63,8 @@ _HOME = {
     "regraft.jobs": "events metrics rollouts show",
     "regraft.progress": "FINAL",
     "regraft.requests": "InvalidRequestFile",
-    "regraft.types": "Estimate GraderTest JobEvent Preview PreviewProgress PromptHistory Regrade RegradedAnswer "
-    "Rollout StepMetrics Verdict WhatIf",
+    "regraft.types": "Estimate GraderTest JobComparison JobEvent Preview PreviewProgress PromptHistory Regrade "
+    "RegradedAnswer Rollout StepMetrics Verdict WhatIf",
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names.split()}
 
@@ -95,6 +96,7 @@ __all__ = [
     "InvalidGrader",
     "InvalidJobState",
     "InvalidRequestFile",
+    "JobComparison",
     "JobEvent",
     "JobFailed",
     "JobNotFound",

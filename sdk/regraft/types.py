@@ -356,6 +356,34 @@ class EvalComparison(BaseModel):
     criteria: dict[str, EvalDifference]
 
 
+class ComparedJob(BaseModel):
+    """A job of a comparison: the step of the validation that counts; None: it has stored none."""
+
+    job_id: str
+    model: str  # the delivered one; the base model before there is one
+    step: int | None = None
+
+
+class ChangedField(BaseModel):
+    """A field of the request that two jobs have differently, by its dotted name."""
+
+    field: str
+    first: Any = None
+    second: Any = None
+
+
+class JobComparison(BaseModel):
+    """The validated rewards of two jobs on the prompts that both have: the second minus the first."""
+
+    first: ComparedJob
+    second: ComparedJob
+    prompts: int
+    unpaired: int  # prompts that only one of the jobs has
+    reward: EvalDifference | None = None  # of the mean reward of a prompt; None: a job has no validation
+    same_grader: bool  # if not, the rewards are not on one scale
+    config: list[ChangedField]
+
+
 class StageError(BaseModel):
     code: str
     message: str

@@ -10,7 +10,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from api.resources.rollouts import RolloutOut
-from core.database.tables import RolloutPage
+from core.database.tables import Job, RolloutPage
 from core.jobs import lifecycle, run_logs
 from core.results import rollouts
 from tests import many_rollouts
@@ -786,3 +786,46 @@ def test_too_many_answers_at_once_are_refused_with_how_to_select_fewer(
         "at most 2859 are scored at once by a formula of 3497 characters" in long.json()["error"]["message"]
     )
     assert fewer.json()["answers"] == 6
+
+
+def test_two_jobs_are_compared_on_the_prompts_that_both_validated(
+    house: House, api: TestClient, create_job: Callable[..., dict[str, Any]]
+) -> None:
+    """Prompts pair by their content; a secret of a grader is shown in neither."""
+    endpoint = {"type": "endpoint", "name": "mine", "url": "https://8.8.8.8/", "headers": {"x-key": "secret"}}
+    first = create_job()["id"]
+    second = create_job(seed=7)["id"]
+    with house.database.write() as session:
+        other = session.query(Job).where(Job.id == second).one()
+        other.body = other.body | {"grader": endpoint}
+
+    def prompt(text: str, score: float | None, member: int = 0) -> dict[str, Any]:
+        content = json.dumps([{"role": "user", "content": text}])
+        return row(4, "valid", 0, member, messages=content, score=score)
+
+    store(house, first, 4, "valid", rows=[prompt("a", 0.0), prompt("a", 1.0, 1), prompt("b", 0.25)])
+    store(house, second, 4, "valid", rows=[prompt("c", 1.0), prompt("b", 0.75), prompt("a", 0.5)])
+
+    found = api.get(f"/v1/regraft/jobs/{first}/compare", params={"other": second})
+
+    assert found.status_code == 200, found.text
+    compared = found.json()
+    assert (compared["prompts"], compared["unpaired"], compared["same_grader"]) == (2, 1, False)
+    reward = compared["reward"]
+    assert (reward["first"], reward["second"], reward["difference"]) == (0.375, 0.625, 0.25)
+    assert (reward["wins"], reward["losses"], reward["ties"]) == (1, 0, 1)
+    assert {one["field"] for one in compared["config"]} >= {"grader", "seed"}
+    assert "secret" not in found.text
+
+
+def test_jobs_without_a_stored_validation_are_compared_by_their_requests(
+    api: TestClient, create_job: Callable[..., dict[str, Any]]
+) -> None:
+    first, second = create_job(seed=1)["id"], create_job(seed=2)["id"]
+
+    compared = api.get(f"/v1/regraft/jobs/{first}/compare", params={"other": second}).json()
+
+    assert (compared["reward"], compared["first"]["step"]) == (None, None)
+    assert {"field": "seed", "first": 1, "second": 2} in compared["config"]
+    assert api.get(f"/v1/regraft/jobs/{first}/compare", params={"other": "ftjob-x"}).status_code == 404
+    assert api.get(f"/v1/regraft/jobs/{first}/compare").status_code == 400

@@ -99,6 +99,8 @@ def routes_with_an_id(house: House) -> list[tuple[str, str]]:
 
 def fill(path: str, rows: dict[str, str]) -> str:
     queries = {"rollouts": "?step=1", "compare": "?runs={run_id},{run_id}", "what-if": "?formula=says"}
+    if path == "/v1/regraft/jobs/{job_id}/compare":
+        return (path + "?other={job_id}").format(**rows)
     return (path + queries.get(path.rpartition("/")[2], "")).format(**rows)
 
 

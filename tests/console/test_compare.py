@@ -123,3 +123,17 @@ def test_jobs_of_two_methods_are_compared(logged_in: Page, server: Server, finis
     expect(method.locator("td")).to_have_text(["method", "reinforcement", "supervised"])
     epochs = differences.locator("tr", has_text="n_epochs")
     expect(epochs.locator("td").first).to_have_text("hyperparameters.n_epochs")
+
+
+def test_two_jobs_are_compared_prompt_by_prompt_with_an_interval(
+    logged_in: Page, server: Server, finished: str, other: str, accessible: Accessible
+) -> None:
+    path = f"/regraft/jobs/{finished}/compare?other={other}"
+    found = untyped(server.client().get(path, cast_to=object))
+
+    logged_in.goto(f"/#/compare?a={finished}&b={other}")
+
+    section = logged_in.locator("section", has=logged_in.get_by_role("heading", name="Prompt by prompt"))
+    expect(section).to_contain_text(f"On the {found['prompts']} validation prompts of both")
+    expect(section).to_contain_text(f"better on {found['reward']['wins']}")
+    accessible(logged_in)

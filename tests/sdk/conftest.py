@@ -82,11 +82,11 @@ class House:
                 setattr(job, name, value)
             events.append(session, job_id, f"now {status}")
 
-    def rollouts(self, job_id: str, step: int, lines: list[dict[str, Any]]) -> None:
-        key = f"jobs/{job_id}/{step}.jsonl"
+    def rollouts(self, job_id: str, step: int, lines: list[dict[str, Any]], *, split: str = "train") -> None:
+        key = f"jobs/{job_id}/{split}-{step}.jsonl"
         self.blobs.put_bytes(key, "".join(json.dumps(line) + "\n" for line in lines).encode())
         with self.database.write() as session:
-            page = RolloutPage(job_id=job_id, step=step, split="train", epoch=1, blob_key=key)
+            page = RolloutPage(job_id=job_id, step=step, split=split, epoch=1, blob_key=key)
             page.samples = len(lines)
             session.add(page)
 

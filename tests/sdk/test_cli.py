@@ -19,7 +19,7 @@ from regraft import Regraft
 from regraft.cli import main
 from regraft.cli.output import expected_costs
 
-from core.database.tables import Job
+from core.database.tables import Attempt, Job
 from tests import factories
 from tests.present import present, untyped
 from tests.sdk.conftest import GRADER, ROWS, House, working
@@ -660,6 +660,87 @@ def test_stored_answers_are_regraded_by_a_command_that_waits_and_shows_what_chan
     assert regraft("regrade", graded_job, "--grader", str(file), "--step-from", "9")[0] == 2
 
 
+def test_two_jobs_are_compared_prompt_by_prompt_and_by_their_requests(
+    regraft: Callable[..., tuple[int, str, str]], in_json: Callable[..., Any], house: House, client: Regraft
+) -> None:
+    first = house.job(seed=1)
+    second = house.job(seed=2, body={"grader": GRADER, "hyperparameters": {"n_epochs": 2, "advanced": {}}})
+    answer = {
+        "split": "valid",
+        "member": 0,
+        "finish_reason": "stop",
+        "completion_tokens": 1,
+        "output_text": "4",
+    }
+    for job_id, scores in ((first, [0.0, 0.5, 0.0]), (second, [1.0, 0.5, 0.5])):
+        lines = [
+            answer | {"messages": [{"role": "user", "content": str(n)}], "line": n + 1, "score": score}
+            for n, score in enumerate(scores)
+        ]
+        house.rollouts(job_id, 3, lines, split="valid")
+
+    _, out, _ = regraft("jobs", "compare", first, second)
+
+    found = client.jobs.compare(first, second)
+    assert found.reward is not None
+    assert (found.prompts, found.unpaired, found.same_grader) == (3, 0, True)
+    assert found.reward.difference == pytest.approx(0.5)
+    assert (found.first.step, found.second.model) == (3, "tiny")
+    assert "3 prompts in both: 0.167 and 0.667, difference +0.500 (-0.742 to +1.742)" in out
+    assert "the second is better on 2, worse on 0, equal on 1" in out
+    assert re.search(r"hyperparameters\.n_epochs +1 +2", out)
+    assert re.search(r"^seed +1 +2", out, re.MULTILINE)
+    fields = [one["field"] for one in in_json("jobs", "compare", first, second)["config"]]
+    assert fields == ["hyperparameters.n_epochs", "seed"]
+    empty = house.job()
+    assert "A job has no stored validation." in regraft("jobs", "compare", first, empty)[1]
+
+
+def test_attempts_and_logs_of_a_job_are_shown(
+    regraft: Callable[..., tuple[int, str, str]], in_json: Callable[..., Any], house: House
+) -> None:
+    job_id = house.job()
+    with house.database.write() as session:
+        attempt = Attempt(job_id=job_id, epoch=1, kind="run", worker="w", started_at=1_750_000_000.0)
+        attempt.ended_at, attempt.outcome, attempt.reason = 1_750_000_090.0, "crashed", "out of memory"
+        attempt.resumed_from = 3
+        session.add(attempt)
+
+    _, out, _ = regraft("jobs", "attempts", job_id)
+
+    assert re.search(r"1 +run +\S+ \S+ UTC +1 min 30 s +crashed +3 +out of memory", out), out
+    assert in_json("jobs", "attempts", job_id)[0]["resumed_from_step"] == 3
+    assert "--- attempt 1: crashed" in regraft("jobs", "logs", job_id)[1]
+    assert "attempt 1" in in_json("jobs", "logs", job_id)["log"]
+
+
+def test_a_budget_is_shown_changed_and_removed(
+    regraft: Callable[..., tuple[int, str, str]], house: House
+) -> None:
+    job_id = house.job(gpu_seconds=600.0)
+
+    assert regraft("jobs", "budget", job_id)[1] == f"{job_id} has no budget.\n"
+    _, out, _ = regraft("jobs", "budget", job_id, "--gpu-hours", "0.5")
+    assert out == f"{job_id}: 10 min 00 s of GPU time used, 20 min 00 s left of 30 min 00 s\n"
+    assert regraft("jobs", "budget", job_id)[1] == out
+    assert regraft("jobs", "budget", job_id, "--none")[1] == f"{job_id} has no budget.\n"
+    assert regraft("jobs", "budget", job_id, "--amount", "5")[0] == 2
+
+
+def test_usage_is_summed_by_model_day_or_job(
+    regraft: Callable[..., tuple[int, str, str]], in_json: Callable[..., Any], house: House
+) -> None:
+    used = {"gpu_seconds": 90.0, "trained_tokens": 10}
+    house.job(usage=used, created_at=1_600_000_000)  # long ago
+    jobs = [house.job(usage=used, gpu_seconds=90.0, trained_tokens=10) for _ in range(2)]
+
+    _, out, _ = regraft("usage")
+
+    assert re.search(r"^tiny +2 +3 min 00 s +20 +-$", out, re.MULTILINE), out
+    assert [one["job"] for one in in_json("usage", "--by", "job")] == jobs[::-1]
+    assert len(in_json("usage", "--by", "day", "--days", "5000")) == 2
+
+
 def test_what_belongs_to_a_file_of_answers_and_what_to_a_table(
     regraft: Callable[..., tuple[int, str, str]], learned: str
 ) -> None:
@@ -968,7 +1049,7 @@ def test_bash_completes_commands_options_and_choices(regraft: Callable[..., tupl
     script = regraft("completion", "bash")[1]
 
     assert completions(script, ["regraft", "jo"]) == ["jobs"]
-    assert completions(script, ["regraft", "jobs", "c"]) == ["create", "cancel", "clone"]
+    assert completions(script, ["regraft", "jobs", "c"]) == ["create", "cancel", "compare", "clone"]
     assert completions(script, ["regraft", "jobs", "create", "-f", "job.toml", "--w"]) == ["--watch"]
     assert completions(script, ["regraft", "completion", ""])[-3:] == ["bash", "zsh", "fish"]
 

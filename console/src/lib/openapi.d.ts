@@ -95,6 +95,18 @@ export interface components {
                 [key: string]: unknown;
             }[];
         };
+        /**
+         * ChangedField
+         * @description A field of the request, by its dotted name.
+         */
+        ChangedField: {
+            /** Field */
+            field: string;
+            /** First */
+            first: unknown;
+            /** Second */
+            second: unknown;
+        };
         /** CheckpointOut */
         CheckpointOut: {
             /** Id */
@@ -119,6 +131,21 @@ export interface components {
             };
             /** Adapter */
             adapter: string | null;
+        };
+        /** ComparedJob */
+        ComparedJob: {
+            /** Job Id */
+            job_id: string;
+            /**
+             * Model
+             * @description The delivered model; the base model before there is one.
+             */
+            model: string;
+            /**
+             * Step
+             * @description Of the validation that counts; null: the job has stored none.
+             */
+            step: number | null;
         };
         /**
          * ComparisonOut
@@ -177,6 +204,43 @@ export interface components {
              * @constant
              */
             deleted: true;
+        };
+        /**
+         * Difference
+         * @description The second run minus the first, over the rows that both graded; the interval is that of Student's t.
+         */
+        Difference: {
+            /** Compared */
+            compared: number;
+            /**
+             * Ungraded
+             * @description Paired rows that one of the runs could not grade.
+             */
+            ungraded: number;
+            /** First */
+            first: number | null;
+            /** Second */
+            second: number | null;
+            /** Difference */
+            difference: number | null;
+            /** Standard Error */
+            standard_error: number | null;
+            /**
+             * Ci Low
+             * @description Lower end of the 95 % interval; null: fewer than two rows.
+             */
+            ci_low: number | null;
+            /** Ci High */
+            ci_high: number | null;
+            /**
+             * Wins
+             * @description Rows on which the second run is better.
+             */
+            wins: number;
+            /** Losses */
+            losses: number;
+            /** Ties */
+            ties: number;
         };
         /**
          * EstimateOut
@@ -280,6 +344,36 @@ export interface components {
             seconds: components["schemas"]["Spread"];
             /** Tokens */
             tokens: number;
+        };
+        /**
+         * JobComparison
+         * @description The second job minus the first, over the validation prompts that both have.
+         */
+        JobComparison: {
+            /**
+             * Object
+             * @default regraft.job.comparison
+             * @constant
+             */
+            object: "regraft.job.comparison";
+            first: components["schemas"]["ComparedJob"];
+            second: components["schemas"]["ComparedJob"];
+            /** Prompts */
+            prompts: number;
+            /**
+             * Unpaired
+             * @description Prompts that only one of the jobs has.
+             */
+            unpaired: number;
+            /** @description Of the mean reward of a prompt. */
+            reward: components["schemas"]["Difference"] | null;
+            /**
+             * Same Grader
+             * @description If not, the rewards are not on one scale.
+             */
+            same_grader: boolean;
+            /** Config */
+            config: components["schemas"]["ChangedField"][];
         };
         /**
          * JobOut

@@ -30,6 +30,7 @@ export type NewKey = Schemas["NewKeyOut"];
 export type Limits = Schemas["LimitsOut"];
 export type Usage = Schemas["UsageOut"];
 export type WhatIf = Schemas["WhatIfOut"];
+export type JobComparison = Schemas["JobComparison"];
 export type Regrade = Schemas["RegradeOut"];
 export type RegradedAnswer = Schemas["RegradedOut"];
 export type AuditEntry = Schemas["AuditOut"];

@@ -7,8 +7,9 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
 from functools import cache
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -511,6 +512,130 @@ def jobs_cancel(arguments: argparse.Namespace) -> int:
     return _moved(arguments, _client().jobs.cancel(arguments.job_id))
 
 
+def jobs_compare(arguments: argparse.Namespace) -> int:
+    found = _client().jobs.compare(arguments.first, arguments.second)
+
+    def text() -> str:
+        rows: list[list[object]] = [[one.job_id, one.model, one.step] for one in (found.first, found.second)]
+        parts = [table(["job", "model", "validated at step"], rows)]
+        one = found.reward
+        if one is None:
+            parts.append("A job has no stored validation.")
+        else:
+            interval = "" if one.ci_low is None else f" ({one.ci_low:+.3f} to {_signed(one.ci_high)})"
+            parts.append(
+                f"{found.prompts} prompts in both: {_number(one.first)} and {_number(one.second)}, difference "
+                f"{_signed(one.difference)}{interval}; the second is better on {one.wins}, worse on {one.losses}, "
+                f"equal on {one.ties}"
+            )
+        if found.unpaired:
+            parts.append(f"{found.unpaired} prompts are in one of them only.")
+        if not found.same_grader:
+            parts.append("Their graders differ, so the rewards may not be on one scale.")
+        if found.config:
+            changed = [[one.field, _value(one.first), _value(one.second)] for one in found.config]
+            parts.append(table(["field", "first", "second"], changed))
+        return "\n".join(parts)
+
+    return _answer(arguments, found, text)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def _value(value: object) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return "-" if value is None else shortened(text, WIDE)
+
+
+def jobs_attempts(arguments: argparse.Namespace) -> int:
+    answer: Any = _client().get(f"/regraft/jobs/{arguments.job_id}/attempts", cast_to=object)
+
+    def text() -> str:
+        rows: list[list[object]] = []
+        for one in answer["data"]:
+            end = one["ended_at"]
+            lasted = "-" if end is None else duration(end - one["started_at"])
+            start, outcome = when(int(one["started_at"])), one["outcome"] or "running"
+            why = shortened(one["reason"] or "", WIDE)
+            rows.append([one["number"], one["kind"], start, lasted, outcome, one["resumed_from_step"], why])
+        head = ["attempt", "kind", "started", "lasted", "outcome", "resumed from step", "reason"]
+        return table(head, rows)
+
+    return _answer(arguments, answer["data"], text)
+
+
+def jobs_logs(arguments: argparse.Namespace) -> int:
+    log = _client().get(f"/regraft/jobs/{arguments.job_id}/logs", cast_to=str)
+    return _answer(arguments, {"log": log}, lambda: log.rstrip("\n"))
+
+
+def jobs_budget(arguments: argparse.Namespace) -> int:
+    client, asked = _client(), None
+    if (arguments.amount is None) != (arguments.currency is None):
+        raise Refused("--amount and --currency belong together.")
+    if arguments.gpu_hours is not None:
+        asked = {"gpu_seconds": 3600 * arguments.gpu_hours}
+    elif arguments.amount is not None:
+        asked = {"amount": arguments.amount, "currency": arguments.currency}
+    job: Any
+    if asked is None and not arguments.none:
+        job = client.jobs.retrieve(arguments.job_id)
+    else:
+        path = f"/fine_tuning/jobs/{arguments.job_id}/budget"
+        job = client.post(path, body={"budget": asked}, cast_to=FineTuningJob)
+
+    def text() -> str:
+        budget = getattr(job, "budget", None)
+        if budget is None:
+            return f"{job.id} has no budget."
+        names = ("used_gpu_seconds", "remaining_gpu_seconds", "gpu_seconds")
+        used, left, cap = (duration(budget[name]) for name in names)
+        return f"{job.id}: {used} of GPU time used, {left} left of {cap}"
+
+    return _answer(arguments, job, text)
+
+
+def usage(arguments: argparse.Namespace) -> int:
+    since = time.time() - 86400 * arguments.days
+    sums: dict[str, SummedUsage] = {}
+    for job in takewhile(lambda one: one.created_at >= since, _client().fine_tuning.jobs.list(limit=100)):
+        used: dict[str, Any] = getattr(job, "usage_metrics", None) or {}
+        key = {"day": when(job.created_at)[:10], "model": job.model, "job": job.id}[arguments.by]
+        sums.setdefault(key, SummedUsage()).add(used)
+
+    def text() -> str:
+        rows: list[list[object]] = [
+            [key, one.jobs, duration(one.gpu_seconds), one.trained_tokens, one.shown_cost]
+            for key, one in sums.items()
+        ]
+        return table([arguments.by, "jobs", "GPU time", "trained tokens", "cost"], rows)
+
+    return _answer(arguments, [{arguments.by: key} | asdict(one) for key, one in sums.items()], text)
+
+
+@dataclass
+class SummedUsage:
+    """The sums over some jobs; `cost` is by currency."""
+
+    jobs: int = 0
+    gpu_seconds: float = 0.0
+    trained_tokens: int = 0
+    cost: dict[str, float] = field(default_factory=dict)
+
+    def add(self, used: dict[str, Any]) -> None:
+        self.jobs += 1
+        self.gpu_seconds += used.get("gpu_seconds", 0.0)
+        self.trained_tokens += used.get("trained_tokens", 0)
+        if (cost := used.get("cost")) is not None:
+            self.cost[cost["currency"]] = self.cost.get(cost["currency"], 0.0) + cost["amount"]
+
+    @property
+    def shown_cost(self) -> str:
+        return ", ".join(f"{amount:.2f} {currency}" for currency, amount in self.cost.items()) or "-"
+
+
 def _moved(arguments: argparse.Namespace, job: FineTuningJob) -> int:
     return _answer(arguments, job, lambda: f"{job.id} is {job.status}")
 
@@ -996,6 +1121,11 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
         jobs_pause,
         jobs_resume,
         jobs_cancel,
+        jobs_compare,
+        jobs_attempts,
+        jobs_logs,
+        jobs_budget,
+        usage,
         rollouts,
         prompts,
         what_if,

@@ -172,6 +172,29 @@ def _jobs(top: Commands) -> None:
     _id(jobs.add("pause", "pause a job at its next checkpoint", "jobs_pause"), "job_id")
     _id(jobs.add("resume", "resume a paused job", "jobs_resume"), "job_id")
     _id(jobs.add("cancel", "cancel a job permanently", "jobs_cancel"), "job_id")
+    compare = jobs.add(
+        "compare",
+        "compare the validated rewards of two jobs prompt by prompt, and their requests",
+        "jobs_compare",
+        example="regraft jobs compare ftjob-1 ftjob-2",
+    )
+    compare.add_argument("first", metavar="FIRST")
+    compare.add_argument("second", metavar="SECOND")
+    _id(jobs.add("attempts", "list the attempts of a job, oldest first", "jobs_attempts"), "job_id")
+    _id(jobs.add("logs", "print the logs of a job's runs", "jobs_logs"), "job_id")
+    budget = jobs.add(
+        "budget",
+        "show or change the budget of a job",
+        "jobs_budget",
+        example="regraft jobs budget ftjob-... --gpu-hours 2\n"
+        "  regraft jobs budget ftjob-... --amount 10 --currency EUR",
+    )
+    _id(budget, "job_id")
+    cap = budget.add_mutually_exclusive_group()
+    cap.add_argument("--gpu-hours", type=float, metavar="N", help="pause the job when it has used these")
+    cap.add_argument("--amount", type=float, metavar="X", help="the same in money, at the server's price")
+    cap.add_argument("--none", action="store_true", help="remove the budget")
+    budget.add_argument("--currency", metavar="CODE", help="of the amount, such as EUR")
     clone = jobs.add(
         "clone",
         "create a copy of a job, with changes",
@@ -271,6 +294,14 @@ def _results(top: Commands) -> None:
     what_if.add_argument("--split", choices=("train", "valid"))
     what_if.add_argument("--step-from", type=int, metavar="N", help="first step of a range")
     what_if.add_argument("--step-to", type=int, metavar="N", help="last step of a range")
+    usage = top.add(
+        "usage",
+        "sum the GPU time, tokens and cost of the project's jobs",
+        "usage",
+        example="regraft usage --by day --days 7",
+    )
+    usage.add_argument("--by", choices=("day", "model", "job"), default="model", help="default: model")
+    usage.add_argument("--days", type=int, default=30, metavar="N", help="jobs created since (default: 30)")
     regrade = top.add(
         "regrade",
         "score stored answers of a job by another grader, and show what changes",

@@ -22,7 +22,7 @@ from regraft.errors import JobFailed
 from regraft.jobs import grader_of
 from regraft.progress import FINAL, axis_of
 from regraft.requests import InvalidRequestFile, JobRequest, Source, read_grader, read_job, refuse_masked
-from regraft.types import JobEvent, Verdict, verdict_of
+from regraft.types import JobComparison, JobEvent, Verdict, verdict_of
 
 if TYPE_CHECKING:
     import pandas
@@ -131,6 +131,10 @@ class Jobs(OpenAIJobs):
         asked: Any = self._client.get(f"/regraft/jobs/{job_id}/request", cast_to=object)
         return self._create(_changed(asked, set, grader))
 
+    def compare(self, first: str, second: str) -> JobComparison:
+        """Compare the validated rewards of two jobs prompt by prompt, and their requests."""
+        return self._client.get(f"/regraft/jobs/{first}/compare?other={second}", cast_to=JobComparison)
+
     def watch(self, job_id: str, *, after: str | None = None) -> Iterator[JobEvent]:
         """Yield the job's events as they occur, from the first or after `after`, until the job ends or is paused.
 
@@ -233,6 +237,10 @@ class AsyncJobs(OpenAIAsyncJobs):
         """As Jobs.clone."""
         asked: Any = await self._client.get(f"/regraft/jobs/{job_id}/request", cast_to=object)
         return await self._create(_changed(asked, set, grader))
+
+    async def compare(self, first: str, second: str) -> JobComparison:
+        """As Jobs.compare."""
+        return await self._client.get(f"/regraft/jobs/{first}/compare?other={second}", cast_to=JobComparison)
 
     async def watch(self, job_id: str, *, after: str | None = None) -> AsyncIterator[JobEvent]:
         """As Jobs.watch: `async for event in client.jobs.watch(job_id)`."""

@@ -1,0 +1,102 @@
+"""Two jobs side by side: the rewards of their models on the prompts that both validated, and what was requested."""
+
+import hashlib
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from core.database.tables import Checkpoint, File, Job, RolloutPage, TunedModel
+from core.evals.summary import paired_difference
+from core.results import rollouts
+from core.results.rollout_filters import Wanted
+from core.storage.store import BlobStore
+
+# Fields of the grader and of hyperparameters that are compared as a whole, because their parts mean nothing alone.
+_WHOLE = ("grader", "response_format")
+
+
+@dataclass(frozen=True)
+class Validated:
+    """The validation of a job that counts: of its delivered model, else the last one. None: it has none."""
+
+    job: Job
+    page: RolloutPage | None
+
+
+def validated(session: Session, job: Job) -> Validated:
+    pages = rollouts.pages(session, job.id, split="valid")
+    step = session.scalar(
+        select(Checkpoint.step)
+        .join(TunedModel, TunedModel.checkpoint_id == Checkpoint.id)
+        .where(TunedModel.job_id == job.id, TunedModel.name == job.fine_tuned_model)
+    )
+    of_step = [page for page in pages if page.step == step]
+    counting = of_step or list(pages)
+    return Validated(job, counting[-1] if counting else None)
+
+
+@dataclass(frozen=True)
+class PairedRewards:
+    """`difference` is the second job minus the first, as `paired_difference` gives it, over prompts."""
+
+    prompts: int
+    unpaired: int
+    difference: Mapping[str, Any]
+
+
+def paired(blobs: BlobStore, first: RolloutPage, second: RolloutPage) -> PairedRewards:
+    """The mean reward of each prompt that both validations have. Prompts pair by their content, not their line."""
+    means, others = _means(blobs, first), _means(blobs, second)
+    both = [key for key in means if key in others]
+    return PairedRewards(
+        prompts=len(both),
+        unpaired=len(means) + len(others) - 2 * len(both),
+        difference=paired_difference([(means[key], others[key]) for key in both]),
+    )
+
+
+def _means(blobs: BlobStore, page: RolloutPage) -> dict[str, float | None]:
+    """The mean reward by the hash of the prompt and its row; None: no answer has a score."""
+    scores: dict[str, list[float]] = defaultdict(list)
+    for row in rollouts.find(blobs, [page], Wanted()):
+        content = json.dumps([row["messages"], row["item"]], sort_keys=True)
+        mine = scores[hashlib.sha256(content.encode()).hexdigest()]
+        if row["score"] is not None:
+            mine.append(row["score"])
+    return {key: statistics.fmean(values) if values else None for key, values in scores.items()}
+
+
+def config(session: Session, job: Job) -> dict[str, Any]:
+    """The request of a job by dotted names. Files are compared by content, so they have their hash."""
+    flat: dict[str, Any] = {"model": job.model, "method": job.method, "seed": job.seed}
+    for name, file_id in (("training_file", job.training_file), ("validation_file", job.validation_file)):
+        sha256 = session.scalar(select(File.sha256).where(File.id == file_id)) if file_id else None
+        flat[name] = f"{file_id} (sha256 {sha256[:12]})" if sha256 else file_id
+    if job.parent is not None:
+        flat["parent"] = job.parent.get("model")
+    for name, value in _flat("", job.body):
+        flat[name] = value
+    return flat
+
+
+def _flat(prefix: str, value: Any) -> Sequence[tuple[str, Any]]:
+    if not isinstance(value, Mapping) or prefix in _WHOLE:
+        return [(prefix, value)]
+    found: list[tuple[str, Any]] = []
+    for name, inner in value.items():
+        found += _flat(f"{prefix}.{name}" if prefix else name, inner)
+    return found
+
+
+def differing(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """The fields with other values, by name. A missing field is None."""
+    names = sorted({*first, *second})
+    return [
+        (name, first.get(name), second.get(name)) for name in names if first.get(name) != second.get(name)
+    ]
