@@ -718,6 +718,13 @@ def test_the_jobs_own_formula_changes_nothing(api: TestClient, graded_twice: str
     assert found["rank_correlation"] == pytest.approx(1)
 
 
+def test_a_formula_with_huge_values_gives_no_scores(api: TestClient, graded_twice: str) -> None:
+    found = api.get(f"/v1/regraft/jobs/{graded_twice}/rollouts/what-if", params={"formula": "1e308 + says"})
+
+    assert found.status_code == 200, found.text
+    assert (found.json()["lost"], found.json()["after"]["mean"]) == (5, None)
+
+
 def test_an_answer_whose_parts_have_no_score_or_value_loses_its_own(
     api: TestClient, graded_twice: str
 ) -> None:
