@@ -781,3 +781,18 @@ def test_too_many_answers_at_once_are_refused_with_how_to_select_fewer(
         "at most 2859 are scored at once by a formula of 3497 characters" in long.json()["error"]["message"]
     )
     assert fewer.json()["answers"] == 6
+
+
+@pytest.mark.parametrize("data", [b"", b"PAR1" + bytes(3000) + b"PAR1"], ids=["empty", "altered"])
+@pytest.mark.parametrize(
+    "path", ["rollouts", "rollouts/what-if?formula=close", "rollouts/download?format=parquet"]
+)
+def test_a_damaged_page_is_named(
+    api: TestClient, house: House, graded_twice: str, path: str, data: bytes
+) -> None:
+    house.blobs.put_bytes(f"projects/p/jobs/{graded_twice}/train-000001.parquet", data)
+
+    refused = api.get(f"/v1/regraft/jobs/{graded_twice}/{path}")
+
+    assert (refused.status_code, refused.json()["error"]["code"]) == (410, "file_damaged")
+    assert "The stored train rollouts of step 1 are damaged" in refused.json()["error"]["message"]
