@@ -166,6 +166,6 @@ def _seconds(retry_after: str, now: float) -> float | None:
     except ValueError:
         try:
             seconds = email.utils.parsedate_to_datetime(retry_after).timestamp() - now
-        except ValueError:
+        except (ValueError, OverflowError):  # a year or an offset of many digits
             return None
     return max(0.0, seconds) if math.isfinite(seconds) else None

@@ -18,6 +18,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from graders.types import MAX_SCORE, is_score
+
 # Both limits guard against hostile input. The first bounds the tree; the second bounds recursion: parsing takes about
 # eight Python frames a level, and the default recursion limit is 1,000.
 MAX_LENGTH = 4096
@@ -63,7 +65,7 @@ class FormulaError(ValueError):
 
 
 class FormulaDomainError(ArithmeticError):
-    """The formula has no finite real value for these scores."""
+    """The formula has no real value for these scores, or one that is too large for a score."""
 
 
 class Node(Protocol):
@@ -85,8 +87,11 @@ class Formula:
         return cls(text, _Parser(_tokens(text), names).formula())
 
     def evaluate(self, values: Mapping[str, float]) -> float:
-        """Return the value for these scores, which is finite. Raises FormulaDomainError."""
-        return self.root.value(values)
+        """Return the value for these scores, which is a score. Raises FormulaDomainError."""
+        result = self.root.value(values)
+        if not is_score(result):
+            raise FormulaDomainError(f"{result:g} is not from {-MAX_SCORE:g} to {MAX_SCORE:g}")
+        return result
 
 
 def is_name(text: str) -> bool:

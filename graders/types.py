@@ -99,6 +99,15 @@ def summed(usages: Iterable[Mapping[str, TokenUsage]]) -> dict[str, TokenUsage]:
 MAX_STEPS = 256
 
 
+# Scores are summed and squared, in float32 as well. Above about 1e18 the square of one overflows.
+MAX_SCORE = 1e15
+
+
+def is_score(number: float) -> bool:
+    """Return whether training can compute with this score: it is finite and its magnitude at most MAX_SCORE."""
+    return -MAX_SCORE <= number <= MAX_SCORE
+
+
 @dataclass(frozen=True)
 class StepScore:
     """The score of one step of an answer, which ends before character `end` of the text."""
@@ -110,7 +119,7 @@ class StepScore:
 def steps_of(raw: Any, length: int) -> tuple[StepScore, ...]:
     """Parse the steps of an answer of `length` characters, from [{"end": int, "score": number}, ...].
 
-    The input is untrusted. Raises ValueError unless there are at most 256 steps, with finite scores and increasing
+    The input is untrusted. Raises ValueError unless there are at most 256 steps, with valid scores and increasing
     ends within the text; the step of an empty answer ends at 0.
     """
     if type(raw) is not list or len(raw) > MAX_STEPS:
@@ -125,23 +134,16 @@ def steps_of(raw: Any, length: int) -> tuple[StepScore, ...]:
             raise ValueError(
                 f"step {number} must end after the one before and within the {length} characters"
             )
-        if type(score) not in (int, float) or not _is_finite(score):
-            raise ValueError(f"the score of step {number} must be a finite number")
+        if type(score) not in (int, float) or not is_score(score):
+            raise ValueError(f"the score of step {number} must be a finite number, at most {MAX_SCORE:g}")
         steps.append(StepScore(float(score), end))
         last = end
     return tuple(steps)
 
 
-def _is_finite(number: float) -> bool:
-    try:
-        return math.isfinite(number)
-    except OverflowError:  # an integer too large for a float
-        return False
-
-
 @dataclass(frozen=True)
 class Grade:
-    """The grade of one sample: a finite score, or None with the reason and kind of the failure.
+    """The grade of one sample: a score (see `is_score`), or None with the reason and kind of the failure.
 
     None does not mean 0: the caller decides how to treat an ungraded sample. `output` is the printed output of the
     grader, truncated to 16 kB.
@@ -160,8 +162,11 @@ class Grade:
         if self.score is None:
             if not self.reason or self.error is None:
                 raise ValueError("A grade without a score must say why: give a reason and an error.")
-        elif not math.isfinite(self.score):
-            raise ValueError(f"A score must be finite, not {self.score!r}; None means 'could not be judged'.")
+        elif not is_score(self.score):
+            raise ValueError(
+                f"A score must be finite and at most {MAX_SCORE:g}, not {self.score!r}; None means 'could not be "
+                "judged'."
+            )
 
 
 class Grader(Protocol):

@@ -69,6 +69,13 @@ class SamplerUnusable(Refusal):
     code = "sampler_unusable"
 
 
+class TrainingDiverged(Refusal):
+    """The model's outputs or its gradients are no longer numbers, so further steps and the result are useless."""
+
+    code = "training_diverged"
+    param = None
+
+
 class ModelUnavailable(Exception):
     """A model could not be downloaded, or its server does not answer. Another attempt may succeed."""
 

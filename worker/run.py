@@ -18,7 +18,7 @@ from worker import instruments
 from worker.clock import Clock
 from worker.learn.trainer import Trainer
 from worker.progress import PROGRESS
-from worker.record import alerts, delivery, metrics, monitors, stopping
+from worker.record import alerts, delivery, divergence, metrics, monitors, stopping
 from worker.record.checkpoints import Checkpoints
 from worker.record.exporters.feed import Feeds
 from worker.record.history import History
@@ -108,6 +108,7 @@ class Run:
         stop = pause or self.stop_requested()
         alerts.report(groups_P, self.history, self.recorder, self.settings, self.failing_steps)
         alerts.require_signal(data, self.recorder, self.settings)
+        self.check([*groups_P, *others_P, *(valid_P or [])])
         if valid_P is not None or stop:
             reward = metrics.mean_reward(valid_P) if valid_P is not None else None
             with PROGRESS.phase("saving"):
@@ -124,7 +125,9 @@ class Run:
         with instruments.step(0):
             clock = Clock()
             valid_P = await self.validate(clock)
-            return self.record(self.measure(0, clock, [], [], None, valid_P), [], [], valid_P)
+            pause = self.record(self.measure(0, clock, [], [], None, valid_P), [], [], valid_P)
+            self.check(valid_P)
+            return pause
 
     async def validate(self, clock: Clock) -> list[Group]:
         await self.collector.sampler_is_free()
@@ -142,6 +145,12 @@ class Run:
         answers = self.sampler.sample(self.valid_prompts, sampling)
         with clock("eval"):
             return await self.rewards.grade(self.valid_prompts, answers, sampling.group_size, Clock())
+
+    def check(self, groups_P: Sequence[Group]) -> None:
+        """Raise TrainingDiverged if the newest step was computed by a model that is no longer usable."""
+        divergence.check_answers(rollout for group in groups_P for rollout in group.rollouts_G)
+        skipped = stopping.in_a_row(self.history.steps, lambda one: one.skipped_updates == 1)
+        divergence.check_updates(skipped, self.settings.total_steps)
 
     def is_measured(self, step: int) -> bool:
         return step % self.settings.eval_interval == 0 or step == self.settings.total_steps

@@ -6,7 +6,8 @@
 
 The stream begins with the state of every unfinished job, pipeline and eval run, and continues with each change: a
 message has the whole state, of which only the newest matters. The id is a time; a client that reconnects with
-`Last-Event-ID`, as every EventSource does, gets what has ended since then. Only shutdown of the server ends it.
+`Last-Event-ID`, as every EventSource does, gets what has ended since then. It ends when the server shuts down,
+the key is revoked or expires, or the project is archived.
 """
 
 import json
@@ -19,26 +20,31 @@ from anyio import CapacityLimiter, to_thread
 from fastapi import APIRouter, Header
 from fastapi.responses import StreamingResponse
 
-from api.http.deps import CurrentProject, ServiceDep
+from api.http.deps import CurrentCaller, CurrentProject, ServiceDep
 from api.http.shutdown import Shutdown
 from api.resources.stream import KEEP_ALIVE_SECONDS, POLL_SECONDS, Following
 from core.database.engine import Database
-from core.errors import InvalidRequest
+from core.database.tables import ApiKey
+from core.errors import InvalidApiKey, InvalidRequest
 from core.pipelines import activity
 from core.pipelines.activity import Snapshot, State
+from core.tenancy import keys
 
 router = APIRouter(prefix="/regraft/stream", tags=["regraft"])
 
 
 @router.get("", response_class=StreamingResponse)
 async def stream_project(
-    project: CurrentProject, service: ServiceDep, last_event_id: Annotated[str | None, Header()] = None
+    project: CurrentProject,
+    service: ServiceDep,
+    caller: CurrentCaller,
+    last_event_id: Annotated[str | None, Header()] = None,
 ) -> StreamingResponse:
     """Stream the states of the project's jobs, pipelines and eval runs: all unfinished ones, then every change."""
     since = _time(last_event_id)
     place = await service.admission.streams.enter(project.id)
     try:
-        log = ProjectLog(service.database, project.id, service.stream_readers)
+        log = ProjectLog(service.database, project.id, service.stream_readers, caller.key.id)
         first = await log.first(since)
     except BaseException:
         place.leave()
@@ -62,6 +68,7 @@ class ProjectLog:
     database: Database
     project_id: str
     readers: CapacityLimiter
+    key_id: str | None = None  # checked at each read
 
     async def first(self, since: int | None) -> Snapshot:
         return await to_thread.run_sync(partial(self._first, since), limiter=self.readers)
@@ -71,15 +78,18 @@ class ProjectLog:
             return activity.first(session, self.project_id, since=since)
 
     async def following(self, before: Snapshot) -> Snapshot:
+        """Raise InvalidApiKey if the key is no longer valid."""
         return await to_thread.run_sync(partial(self._following, before), limiter=self.readers)
 
     def _following(self, before: Snapshot) -> Snapshot:
         with self.database.read() as session:
+            if self.key_id is not None:
+                keys.usable(session, ApiKey.id == self.key_id, self.key_id)
             return activity.following(session, self.project_id, before)
 
 
 async def follow(log: ProjectLog, snapshot: Snapshot, shutdown: Shutdown) -> AsyncIterator[bytes]:
-    """Yield the states of `snapshot` and all later changes as server-sent events, until shutdown."""
+    """Yield the states of `snapshot` and all later changes as server-sent events. Ends with the server or the key."""
     told: dict[str, State] = {}
     silence = 0.0
     yield b": open\n"  # some proxies hold the headers back until the first byte
@@ -96,7 +106,10 @@ async def follow(log: ProjectLog, snapshot: Snapshot, shutdown: Shutdown) -> Asy
         silence += POLL_SECONDS
         if shutdown.begun:
             return
-        snapshot = await log.following(snapshot)
+        try:
+            snapshot = await log.following(snapshot)
+        except InvalidApiKey:
+            return  # a client that reconnects gets the reason as 401
 
 
 def _message(at: int, state: State) -> bytes:

@@ -7,7 +7,7 @@
 A status is sent at the start and on every change, after the events that led to it, and has no id. With `?progress=true`
 so is the progress inside of a step, of which only the newest is kept. A final status is followed by `data: [DONE]`, as
 in OpenAI's streams. A client that reconnects with `Last-Event-ID`, as every EventSource does, misses nothing. Shutdown
-of the server closes all streams.
+of the server closes all streams. A stream also ends when its key is revoked or expires, or its project is archived.
 """
 
 import json
@@ -22,11 +22,14 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from api.http.admission import AdmittedRequest
-from api.http.deps import CurrentProject, ServiceDep
+from api.http.deps import CurrentCaller, CurrentProject, ServiceDep
 from api.http.shutdown import Shutdown
 from api.resources.jobs import EventOut
 from core.database.engine import Database
+from core.database.tables import ApiKey
+from core.errors import InvalidApiKey
 from core.jobs import events, lifecycle
+from core.tenancy import keys
 
 router = APIRouter(prefix="/regraft/jobs", tags=["regraft"])
 
@@ -41,6 +44,7 @@ async def stream_events(
     job_id: str,
     project: CurrentProject,
     service: ServiceDep,
+    caller: CurrentCaller,
     last_event_id: Annotated[str | None, Header()] = None,
     progress: bool = False,
 ) -> StreamingResponse:
@@ -48,7 +52,14 @@ async def stream_events(
     # Both raise here, because a stream that has started cannot return 429 or 404.
     place = await service.admission.streams.enter(project.id)
     try:
-        log = JobLog(service.database, project.id, job_id, service.stream_readers, with_progress=progress)
+        log = JobLog(
+            service.database,
+            project.id,
+            job_id,
+            service.stream_readers,
+            with_progress=progress,
+            key_id=caller.key.id,
+        )
         first = await log.read(last_event_id)
     except BaseException:
         place.leave()
@@ -89,14 +100,23 @@ class JobLog:
     job_id: str
     readers: CapacityLimiter
     with_progress: bool = False
+    key_id: str | None = None  # checked at each read
 
     async def read(self, after: str | None) -> News:
-        """Raise JobNotFound, or InvalidRequest if `after` is not an event of this job."""
+        """Return the news after an event.
+
+        Raises:
+            InvalidApiKey: the key is no longer valid.
+            JobNotFound: there is no such job.
+            InvalidRequest: `after` is not an event of this job.
+        """
         return await to_thread.run_sync(partial(self._read, after), limiter=self.readers)
 
     def _read(self, after: str | None) -> News:
         # One snapshot for both, so that a final status comes with all of its events.
         with self.database.read() as session:
+            if self.key_id is not None:
+                keys.usable(session, ApiKey.id == self.key_id, self.key_id)
             job = lifecycle.get(session, self.project_id, self.job_id)
             page = events.onwards(session, job.id, after=after, limit=PAGE)
             found = [EventOut.of(event) for event in page.items]
@@ -107,7 +127,7 @@ class JobLog:
 async def follow(
     log: JobLog, news: News, shutdown: Shutdown, *, after: str | None = None
 ) -> AsyncIterator[bytes]:
-    """Yield `news` (read after `after`) and all later events as server-sent events, until shutdown."""
+    """Yield `news` (read after `after`) and all later events as server-sent events. Ends with the server or the key."""
     last, status, silence = after, "", 0.0
     progress: dict[str, Any] | None = None
     while True:
@@ -136,7 +156,10 @@ async def follow(
             silence += POLL_SECONDS
         if shutdown.begun:
             return
-        news = await log.read(last)
+        try:
+            news = await log.read(last)
+        except InvalidApiKey:
+            return  # a client that reconnects gets the reason as 401
 
 
 def _named(event: str, job_id: str, data: Mapping[str, Any]) -> bytes:

@@ -10,6 +10,7 @@ import random
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -20,6 +21,7 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from core.database.tables import RolloutPage
+from core.errors import ContentDamaged
 from core.results.ahead import ahead
 from core.results.rollout_filters import SEARCHED, Wanted, all_of, contains
 from core.storage.store import BlobNotFound, BlobStore
@@ -334,8 +336,27 @@ def _behind(opened: OpenPage, number: int, after: SamplePosition | None, descend
     return pc.or_(beyond(place["group"], after.group), same)
 
 
+@contextmanager
+def _intact(page: RolloutPage) -> Iterator[None]:
+    """Raise ContentDamaged for errors of a stored page that is not Parquet, or is truncated or altered."""
+    try:
+        yield
+    except (pa.ArrowException, OSError) as cause:
+        # pyarrow raises OSError for a page whose compressed data is altered; those of a disk have an errno.
+        if isinstance(cause, OSError) and cause.errno is not None:
+            raise
+        raise ContentDamaged(
+            f"The stored {page.split} rollouts of step {page.step} are damaged. Select other steps with step_from and "
+            "step_to."
+        ) from cause
+
+
 def open_page(blobs: BlobStore, page: RolloutPage) -> OpenPage:
-    """The samples of a page. There are none if retention has just deleted its blob."""
+    """The samples of a page. There are none if retention has just deleted its blob.
+
+    Raises:
+        ContentDamaged: the blob is not a page; reading a part of the page raises it, too.
+    """
     try:
         if 0 < page.bytes <= IN_MEMORY_BYTES:
             data = blobs.read(page.blob_key)
@@ -388,7 +409,8 @@ class _Parquet(OpenPage):
     def __init__(self, page: RolloutPage, file: Any, *, whole: bool = False) -> None:
         self.page = page
         self._source = file
-        self._file = pq.ParquetFile(file)
+        with _intact(page):
+            self._file = pq.ParquetFile(file)
         groups = range(self._file.num_row_groups)
         self._parts = [list(groups)] if whole else [[number] for number in groups]
         self.parts = len(self._parts)
@@ -415,7 +437,8 @@ class _Parquet(OpenPage):
             if columns is None
             else [*columns, *(EARLIER_NAMES[one] for one in columns if one in EARLIER_NAMES)]
         )
-        table = self._file.read_row_groups(groups, columns=stored, use_threads=False)
+        with _intact(self.page):
+            table = self._file.read_row_groups(groups, columns=stored, use_threads=False)
         now = {earlier: name for name, earlier in EARLIER_NAMES.items()}
         table = table.rename_columns([now.get(name, name) for name in table.column_names])
         names = SCHEMA.names if columns is None else list(columns)

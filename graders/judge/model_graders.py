@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from graders.judge.judges import Judge, JudgeFailed, JudgeReply, Message
 from graders.template import RenderError, Template, quoted
-from graders.types import ErrorKind, Grade, Item, Sample
+from graders.types import ErrorKind, Grade, Item, Sample, is_score
 
 _STEPS = {
     "type": "array",
@@ -72,7 +72,10 @@ class ScoreModel:
             number = float(result)
         except OverflowError:
             return None
-        return min(self.high, max(self.low, number)) if math.isfinite(number) else None
+        if not math.isfinite(number):
+            return None
+        score = min(self.high, max(self.low, number))
+        return score if is_score(score) else None
 
 
 @dataclass(frozen=True)

@@ -730,6 +730,13 @@ def test_the_jobs_own_formula_changes_nothing(api: TestClient, graded_twice: str
     assert found["rank_correlation"] == pytest.approx(1)
 
 
+def test_a_formula_with_huge_values_gives_no_scores(api: TestClient, graded_twice: str) -> None:
+    found = api.get(f"/v1/regraft/jobs/{graded_twice}/rollouts/what-if", params={"formula": "1e308 + says"})
+
+    assert found.status_code == 200, found.text
+    assert (found.json()["lost"], found.json()["after"]["mean"]) == (5, None)
+
+
 def test_an_answer_whose_parts_have_no_score_or_value_loses_its_own(
     api: TestClient, graded_twice: str
 ) -> None:
@@ -829,3 +836,18 @@ def test_jobs_without_a_stored_validation_are_compared_by_their_requests(
     assert {"field": "seed", "first": 1, "second": 2} in compared["config"]
     assert api.get(f"/v1/regraft/jobs/{first}/compare", params={"other": "ftjob-x"}).status_code == 404
     assert api.get(f"/v1/regraft/jobs/{first}/compare").status_code == 400
+
+
+@pytest.mark.parametrize("data", [b"", b"PAR1" + bytes(3000) + b"PAR1"], ids=["empty", "altered"])
+@pytest.mark.parametrize(
+    "path", ["rollouts", "rollouts/what-if?formula=close", "rollouts/download?format=parquet"]
+)
+def test_a_damaged_page_is_named(
+    api: TestClient, house: House, graded_twice: str, path: str, data: bytes
+) -> None:
+    house.blobs.put_bytes(f"projects/p/jobs/{graded_twice}/train-000001.parquet", data)
+
+    refused = api.get(f"/v1/regraft/jobs/{graded_twice}/{path}")
+
+    assert (refused.status_code, refused.json()["error"]["code"]) == (410, "file_damaged")
+    assert "The stored train rollouts of step 1 are damaged" in refused.json()["error"]["message"]

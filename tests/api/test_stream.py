@@ -14,10 +14,11 @@ from openai import OpenAI, Stream
 from starlette.requests import ClientDisconnect
 from starlette.testclient import TestClient
 
+from api.http.deps import Caller
 from api.http.shutdown import Server, Shutdown
 from api.resources.stream import KEEP_ALIVE_SECONDS, JobLog, follow, stream_events
 from core.database.engine import Work
-from core.database.tables import Job
+from core.database.tables import ApiKey, Job
 from core.errors import TooManyAtOnce
 from core.jobs import events, lifecycle
 from tests.api.conftest import House
@@ -32,6 +33,11 @@ def say(house: House, job_id: str, *messages: str) -> list[str]:
 def cancel(house: House, job_id: str) -> None:
     with house.database.write() as session:
         lifecycle.cancel(Work(session), session.query(Job).where(Job.id == job_id).one())
+
+
+def caller(house: House) -> Caller:
+    with house.database.read() as session:
+        return Caller(session.get_one(ApiKey, house.key_id()), house.project)
 
 
 def parse(text: str) -> list[dict[str, Any]]:
@@ -122,11 +128,21 @@ class Clock(Shutdown):
 
 
 def follow_to_the_end(
-    house: House, job_id: str, script: Mapping[float, Callable[[], object]], *, with_progress: bool = False
+    house: House,
+    job_id: str,
+    script: Mapping[float, Callable[[], object]],
+    *,
+    with_progress: bool = False,
+    key_id: str | None = None,
 ) -> str:
     async def collect() -> bytes:
         log = JobLog(
-            house.database, house.project.id, job_id, CapacityLimiter(1), with_progress=with_progress
+            house.database,
+            house.project.id,
+            job_id,
+            CapacityLimiter(1),
+            with_progress=with_progress,
+            key_id=key_id,
         )
         first = await log.read(None)
         return b"".join([chunk async for chunk in follow(log, first, Clock(script))])
@@ -271,7 +287,7 @@ def test_a_burst_is_refused_beyond_the_limit_and_nobody_hangs(
         sent.append(message.get("body", b""))
 
     async def burst() -> list[StreamingResponse | BaseException]:
-        asks = [stream_events(job_id, house.project, service) for _ in range(3)]
+        asks = [stream_events(job_id, house.project, service, caller(house)) for _ in range(3)]
         answers = await asyncio.gather(*asks, return_exceptions=True)
         for answer in answers:
             if isinstance(answer, StreamingResponse):
@@ -295,7 +311,7 @@ def test_neither_a_refusal_nor_a_client_that_has_left_takes_a_place(
         raise OSError
 
     async def leave() -> None:
-        await send_to(left, await stream_events(job_id, house.project, service))
+        await send_to(left, await stream_events(job_id, house.project, service, caller(house)))
 
     with pytest.raises(ClientDisconnect):
         asyncio.run(leave())

@@ -204,3 +204,9 @@ def test_a_formula_has_the_value_python_gives_it_or_neither_has_one(text: str) -
             value(text)
     else:
         assert value(text) == expected
+
+
+@pytest.mark.parametrize("text", ["1e16 + a", "-1e200 * b"])
+def test_a_value_too_large_for_a_score_is_none(text: str) -> None:
+    with pytest.raises(FormulaDomainError, match=r"is not from -1e\+15 to 1e\+15"):
+        value(text)

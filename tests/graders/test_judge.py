@@ -157,7 +157,9 @@ def test_a_date_to_retry_after_is_waited_for() -> None:
     assert asked.time.slept == [9.0]
 
 
-@pytest.mark.parametrize("nonsense", ["soon", "nan", "1e99"])
+@pytest.mark.parametrize(
+    "nonsense", ["soon", "nan", "1e99", f"1 Jan {'9' * 20} 00:00:00 GMT", f"1 Jan 2026 00:00:00 +{'9' * 14}"]
+)
 def test_what_makes_no_sense_to_wait_for_is_not_waited_for(nonsense: str) -> None:
     asked = Asked(SCORE, Reply(429, "", {"retry-after": nonsense}), verdict(1))
 

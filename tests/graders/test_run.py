@@ -77,6 +77,14 @@ def test_a_score_that_is_not_finite_is_reported_and_does_not_spread() -> None:
     assert "must be finite" in run(nan, "")[0].reason
 
 
+def test_a_score_too_large_to_be_summed_and_squared_is_reported() -> None:
+    async def huge(text: str) -> Grade:
+        return Grade(float(text))
+
+    assert run(huge, "-1e15")[0].score == -1e15
+    assert "at most 1e+15" in run(huge, "1e16")[0].reason
+
+
 def test_an_answer_that_is_no_grade_leaves_the_sample_ungraded() -> None:
     async def nothing(text: str) -> None:
         return None

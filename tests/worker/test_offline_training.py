@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,8 +27,10 @@ from worker.offline.rows import TokenizedRow
 from worker.offline.run import OfflineRun
 from worker.offline.stream import RowStream
 from worker.progress import PROGRESS
+from worker.record import alerts
 from worker.record.checkpoints import Checkpoints
 from worker.record.recorder import Recorder
+from worker.refusals import TrainingDiverged
 from worker.run import RunOutcome
 from worker.types import Pack, TrainingSequence
 
@@ -440,3 +443,48 @@ def test_a_warm_up_that_is_longer_than_the_job_is_warned_of_once(bench: Bench) -
     assert bench.events("warn") == [
         f"The learning rate never reaches 0.001: the job has {long.total_steps} steps, and warmup_steps is 1000."
     ]
+
+
+class RuinedAtTheEnd(OfflineTrainer):
+    """Stands in for a learning rate far too high in the last step."""
+
+    def step(self, packs: Sequence[Pack]) -> OfflineMetrics:
+        metrics = super().step(packs)
+        if self.steps_taken == self.gradient.settings.total_steps:
+            with torch.no_grad():
+                self.policy.trainable[0].fill_(math.nan)
+        return metrics
+
+
+class NeverFinite(OfflineTrainer):
+    """Stands in for gradients that always overflow."""
+
+    def step(self, packs: Sequence[Pack]) -> OfflineMetrics:
+        return replace(super().step(packs), skipped=True, grad_norm=None)
+
+
+@pytest.mark.parametrize("validated", [True, False])
+def test_a_run_whose_model_has_no_loss_fails_before_it_is_delivered(
+    bench: Bench, make_policy: Callable[..., Policy], validated: bool
+) -> None:
+    one = run(bench, policy := make_policy())
+    one.trainer = RuinedAtTheEnd(policy, one.settings, token_budget=4096)
+    one.stop_requested = lambda: False
+    if not validated:
+        one.valid_rows = ()
+
+    with pytest.raises(TrainingDiverged, match="The loss of the model is nan"):
+        asyncio.run(one.train())
+
+    assert bench.job().fine_tuned_model is None
+
+
+def test_a_run_whose_gradient_is_never_finite_fails(bench: Bench, make_policy: Callable[..., Policy]) -> None:
+    one = run(bench, policy := make_policy())
+    one.trainer = NeverFinite(policy, one.settings, token_budget=4096)
+    one.stop_requested = lambda: False
+
+    with pytest.raises(TrainingDiverged, match="In 3 steps in a row"):
+        asyncio.run(one.train())
+
+    assert bench.events("warn").count(alerts.SKIPPED) == 1

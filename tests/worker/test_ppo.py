@@ -3,6 +3,7 @@
 import math
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -338,7 +339,11 @@ class TestUpdates:
         self, policy: Policy, groups: list[Any]
     ) -> None:
         before = weights_of(policy)
-        broken = Group(groups[0].prompt, groups[0].rollouts_G, (Grade(1e300),) * 4)
+        rollouts_G = tuple(
+            replace(rollout, logprobs_T=(math.nan,) * len(rollout.logprobs_T))
+            for rollout in groups[0].rollouts_G
+        )
+        broken = replace(groups[0], rollouts_G=rollouts_G)
         trainer = PeftTrainer(policy, asked({"loss": "ppo"}), token_budget=4096)
 
         metrics = learn(trainer, [broken])

@@ -6,6 +6,7 @@ import io
 import json
 import math
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,8 @@ from tests.present import present
 from tests.worker.conftest import Bench
 from worker.child import trained
 from worker.clock import Clock
-from worker.refusals import UserMistake
+from worker.record import alerts
+from worker.refusals import TrainingDiverged, UserMistake
 from worker.rollout.prompts import PromptStream
 from worker.rollout.samplers import Answer, Sampling
 from worker.run import RunOutcome
@@ -373,10 +375,39 @@ def test_numbers_that_are_none_are_stored_as_null(bench: Bench) -> None:
     broken = UpdateMetrics(math.nan, 8, 16, 0, None, 0.0, math.inf, math.nan, 0.0, skipped=True)
     run = bench.run(trainer=MeasuredTrainer(Skill(), broken))
 
-    asyncio.run(run.train())
+    with pytest.raises(TrainingDiverged):
+        asyncio.run(run.train())
 
-    assert bench.job().status == "succeeded"
-    assert [(s["loss"], s["kl"], s["skipped_updates"]) for s in bench.steps()[1:]] == [(None, None, 1)] * 4
+    assert [(s["loss"], s["kl"], s["skipped_updates"]) for s in bench.steps()[1:]] == [(None, None, 1)] * 3
+
+
+def test_a_run_fails_after_three_skipped_updates_in_a_row(bench: Bench) -> None:
+    broken = UpdateMetrics(math.nan, 8, 16, 0, None, 0.0, math.inf, math.nan, 0.0, skipped=True)
+    run = bench.run(trainer=MeasuredTrainer(Skill(), broken))
+
+    with pytest.raises(TrainingDiverged, match="In 3 steps in a row the gradient was not finite"):
+        asyncio.run(run.train())
+
+    assert bench.events("warn").count(alerts.SKIPPED) == 1
+
+
+def test_a_run_whose_model_has_no_probabilities_fails_before_it_is_checkpointed(bench: Bench) -> None:
+    class Ruined(GuessingSampler):
+        async def sample(self, prompts_P: Sequence[Prompt], sampling: Sampling) -> AsyncIterator[Answer]:
+            async for answer in super().sample(prompts_P, sampling):
+                rollout = answer.rollout
+                if sampling.step:
+                    rollout = replace(rollout, logprobs_T=(math.nan,) * len(rollout.logprobs_T))
+                yield replace(answer, rollout=rollout)
+
+    run = bench.run()
+    run.sampler = run.collector.sampler = Ruined(run.sampler.skill)
+
+    with pytest.raises(TrainingDiverged, match="not numbers"):
+        asyncio.run(run.train())
+
+    assert len(bench.steps()) == 2
+    assert not bench.checkpoints()
 
 
 def test_groups_reach_the_trainer_while_the_rest_is_still_sampled(bench: Bench) -> None:

@@ -2,7 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import Callable
+import math
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ from tests.tiny import make_byte_model, make_tiny_model
 from worker.clock import Clock
 from worker.learn.teacher import PolicyTeacher
 from worker.model.policy import Policy
-from worker.refusals import ModelUnavailable, UserMistake
-from worker.rollout.samplers import Sampling, grouped
+from worker.refusals import ModelUnavailable, TrainingDiverged, UserMistake
+from worker.rollout.samplers import Answer, Sampling, grouped
 from worker.rollout.samplers.transformers import TransformersSampler
 from worker.rollout.served_teacher import ServedTeacher, legible_tokens
 from worker.rollout.taught import TeacherRewards
@@ -162,6 +163,38 @@ def test_a_server_that_cannot_teach_fails_the_job_with_the_reason(
         teacher(address).logprobs([(PROMPTS[0], [rollout])], 1.0)
 
     assert refused.value.code == "teacher_unusable"
+
+
+def test_a_log_probability_that_is_no_float_makes_the_server_unusable() -> None:
+    logprobs = {"tokens": ["x"] * 4, "token_logprobs": [None, *[-(10**400)] * 3]}
+    rollout = Rollout((4, 5), (-1.0, -1.0), "ab", "stop")
+    with (
+        serving(lambda path, asked: (200, json.dumps({"choices": [{"logprobs": logprobs}]}))) as address,
+        pytest.raises(UserMistake, match="int too large") as refused,
+    ):
+        teacher(address).logprobs([(PROMPTS[0], [rollout])], 1.0)
+
+    assert refused.value.code == "teacher_unusable"
+
+
+def test_a_very_low_log_probability_counts_as_vllms_lowest() -> None:
+    logprobs = {"tokens": ["x"] * 4, "token_logprobs": [None, -1.0, -1e308, -2.0]}
+    rollout = Rollout((4, 5), (-1.0, -1.0), "ab", "stop")
+    with serving(lambda path, asked: (200, json.dumps({"choices": [{"logprobs": logprobs}]}))) as address:
+        found = teacher(address).logprobs([(PROMPTS[0], [rollout])], 1.0)
+
+    assert found == [[(-9999.0, -2.0)]]
+
+
+def test_a_student_without_probabilities_has_diverged() -> None:
+    rollout = Rollout((4, 5), (math.nan, -1.0), "ab", "stop")
+
+    async def answers() -> AsyncIterator[Answer]:
+        yield Answer(0, 0, rollout)
+
+    rewards = TeacherRewards(teacher("http://127.0.0.1:9"), temperature=1.0)
+    with pytest.raises(TrainingDiverged, match="probabilities of its answers are not numbers"):
+        asyncio.run(rewards.grade(PROMPTS[:1], answers(), 1, Clock()))
 
 
 def test_a_server_that_is_away_is_asked_again_and_then_by_another_attempt() -> None:

@@ -19,6 +19,7 @@ from worker.learn.offline import OfflineMetrics
 from worker.offline.rows import TokenizedRow
 from worker.offline.stream import RowStream, packs_of, sample
 from worker.progress import PROGRESS
+from worker.record import alerts, divergence
 from worker.record.checkpoints import Checkpoints
 from worker.record.exporters.feed import Feeds
 from worker.record.recorder import Recorder
@@ -54,6 +55,9 @@ class OfflineRun:
     losses: dict[int, float] = field(
         default_factory=dict, init=False
     )  # of the whole validation file, by step
+    skipped: int = field(
+        default=0, init=False
+    )  # consecutive updates without a finite gradient, to the newest
 
     async def train(self) -> RunOutcome:
         step = self.checkpoints.restore(self.trainer)
@@ -68,6 +72,8 @@ class OfflineRun:
                 stop = await self.step(step)
             if stop and step < self.settings.total_steps:
                 return RunOutcome.INTERRUPTED
+        if not self.valid_rows:  # nothing has measured the weights after the last update
+            divergence.check_loss((await self.validate(self.train_rows.batch(step))).loss)
         self.feeds.close("succeeded")
         self.report_the_end()
         self.recorder.succeed(self.checkpoints.newest())
@@ -91,6 +97,7 @@ class OfflineRun:
         data = self.measured(step, clock, update, some, whole)
         pause = self.record(data)
         stop = pause or self.stop_requested()
+        self.check(step, update, [one.loss for one in (some, whole) if one is not None])
         if is_end or stop or step % self.interval == 0:
             self.checkpoints.save(
                 self.trainer,
@@ -108,7 +115,18 @@ class OfflineRun:
         clock = Clock()
         with instruments.step(0), clock("eval"):
             whole = await self.validate(packs_of(self.valid_rows))
-        return self.record(self.measured(0, clock, None, None, whole))
+        pause = self.record(self.measured(0, clock, None, None, whole))
+        divergence.check_loss(whole.loss)
+        return pause
+
+    def check(self, step: int, update: OfflineMetrics, valid_losses: Sequence[float]) -> None:
+        """Report a skipped update. Raise TrainingDiverged if the model is no longer usable."""
+        self.skipped = self.skipped + 1 if update.skipped else 0
+        if self.skipped == 1:
+            self.recorder.warn(alerts.SKIPPED, {"step": step})
+        for loss in valid_losses:
+            divergence.check_loss(loss)
+        divergence.check_updates(self.skipped, self.settings.total_steps)
 
     async def validate(self, rows: Sequence[Pack]) -> OfflineMetrics:
         with PROGRESS.phase("validation", len(rows)):

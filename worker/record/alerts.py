@@ -16,6 +16,9 @@ from worker.types import Group
 SILENT_STEPS = (1, 5, 25)
 
 
+SKIPPED = "The gradient was not finite, so the weights did not change in this step."
+
+
 def report(
     groups_P: Sequence[Group],
     history: History,
@@ -23,7 +26,7 @@ def report(
     settings: Resolved,
     failing_steps: int,
 ) -> None:
-    """Report answers that could not be graded, and a step without signal.
+    """Report answers that could not be graded, a skipped update, and a step without signal.
 
     Args:
         groups_P: of the newest step of the history.
@@ -39,6 +42,8 @@ def report(
         if failed >= failing_steps:
             message = f"In {failed} steps in a row most answers could not be graded. {failures.message}"
             raise UserMistake("grader_failed", message, "method.reinforcement.grader")
+    if history.steps[-1].skipped_updates == 1 and not (earlier and earlier[-1].skipped_updates == 1):
+        recorder.warn(SKIPPED, {"step": step})
     if (
         settings.has_token_rewards
         and grpo.signal([r for group in groups_P for r in group.rewards_G]) == "mixed"

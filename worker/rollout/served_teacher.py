@@ -30,6 +30,9 @@ RETRIES = 7
 # Of an answer: about 100 bytes for each token, of which a sequence has up to 131072.
 MAX_BYTES = 32_000_000
 
+# Lower log-probabilities count as this: vLLM's stand-in for minus infinity. Sums of much larger ones overflow.
+MIN_LOGPROB = -9999.0
+
 # Tokens by whose text the two vocabularies are compared.
 COMPARED = 128
 
@@ -152,7 +155,7 @@ class ServedTeacher:
             )
         try:
             return _read(json.loads(reply.text), len(ids_T))
-        except (ValueError, KeyError, IndexError, TypeError, RecursionError) as cause:
+        except (ValueError, KeyError, IndexError, TypeError, OverflowError, RecursionError) as cause:
             raise UserMistake(
                 "teacher_unusable",
                 f"The server of the teacher '{self.name}' gives no log-probabilities of a prompt ({cause}). A teacher "
@@ -186,7 +189,7 @@ def _read(completion: Any, count: int) -> Echo:
     logprobs_T = (math.nan, *(float(value) for value in values[1:]))
     if not all(value <= 0.001 and math.isfinite(value) for value in logprobs_T[1:]):
         raise ValueError("a log-probability is above 0 or not finite")
-    return Echo(tuple(str(text) for text in texts), logprobs_T)
+    return Echo(tuple(str(text) for text in texts), tuple(max(value, MIN_LOGPROB) for value in logprobs_T))
 
 
 def _said(reply: Reply) -> str:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from graders.types import Grade, TokenUsage
 from worker.clock import Clock
 from worker.learn.teacher import Teacher
+from worker.record import divergence
 from worker.rollout.samplers import Answer
 from worker.types import Group, Prompt, Rollout
 
@@ -43,6 +44,7 @@ class TeacherRewards:
         with clock("sampling"):
             async for answer in answers:
                 members_P[answer.prompt][answer.member] = answer.rollout
+        divergence.check_answers(rollout for members in members_P for rollout in members.values())
         answers_P = [
             (prompt, [members[member] for member in range(group_size)])
             for prompt, members in zip(prompts_P, members_P, strict=True)
