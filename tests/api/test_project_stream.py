@@ -11,7 +11,7 @@ from starlette.testclient import TestClient
 
 from api.resources.project_stream import ProjectLog, follow
 from api.resources.stream import KEEP_ALIVE_SECONDS
-from core.database.tables import EvalRun, Job, Pipeline, now
+from core.database.tables import ApiKey, EvalRun, Job, Pipeline, now
 from core.evals import summary
 from tests.api.conftest import House
 from tests.api.test_stream import Clock, cancel
@@ -168,3 +168,21 @@ def test_an_id_of_another_stream_is_refused(api: TestClient, house: House, last:
 
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "after")
     assert house.app.state.service.admission.streams.taken == 0
+
+
+def test_a_revoked_key_ends_its_stream(house: House, create_job: Callable[..., dict[str, Any]]) -> None:
+    create_job()
+    key = house.key_id()
+
+    def revoke() -> None:
+        with house.database.write() as session:
+            session.query(ApiKey).where(ApiKey.id == key).one().revoked_at = now()
+
+    async def collect() -> bytes:
+        log = ProjectLog(house.database, house.project.id, CapacityLimiter(1), key)
+        clock = Clock({3.0: revoke})
+        return b"".join([chunk async for chunk in follow(log, await log.first(None), clock)])
+
+    assert asyncio.run(collect()).decode().count("event: job") == 1, (
+        "and it ends, though no server shuts down"
+    )
