@@ -45,7 +45,9 @@ class CallRetryPolicy:
     """Number of retries, and the clock."""
 
     retries: int = 3
-    retries_while_loading: int | None = None  # counted apart; None: as any other failure
+    # Counted apart; None: as any other failure.
+    retries_while_loading: int | None = None
+    retries_after_silence: int | None = None  # after an attempt that took all of its time
     first_wait_s: float = 0.5
     sleep: Sleep = asyncio.sleep
     jitter: Callable[[], float] = random.random
@@ -97,15 +99,16 @@ async def post(
     Raises:
         NoAnswer: No attempt got a response, or the client rejected the address, which is not retried.
     """
-    failures = loading = 0
+    failures = loading = silences = 0
     while True:
         await pace.turn()
         answer: Reply | None = None
-        failure = ""
+        failure, silent = "", False
         try:
             async with asyncio.timeout(timeout_s):
                 answer = await _post_once(client, url, body, headers, timeout_s, max_bytes)
         except TimeoutError:
+            silent = True
             failure = f"no response within {timeout_s:g} seconds"
         except (httpx.HTTPError, NoAddress) as error:
             failure = str(error) or type(error).__name__
@@ -117,6 +120,9 @@ async def post(
         if answer is not None and answer.is_loading and patience.retries_while_loading is not None:
             loading += 1
             again = loading <= patience.retries_while_loading
+        elif silent and patience.retries_after_silence is not None:
+            silences += 1
+            again = silences <= patience.retries_after_silence
         else:
             failures += 1
             again = failures <= patience.retries

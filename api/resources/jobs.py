@@ -173,6 +173,8 @@ class Method(StrictModel):
         return methods.variant(self.type, {"mode": mode}) in methods.OFFLINE
 
 
+# Times the smallest automatic learning rate it is about 1.
+MAX_MULTIPLIER = 1e5
 # Above any realistic budget; keeps sums of such numbers finite.
 Positive = Annotated[float, Field(gt=0, le=1e12, allow_inf_nan=False)]
 
@@ -721,6 +723,7 @@ def accept(body: JobCreate, service: Service, project: Project) -> Accepted:
     if body.method.reinforcement is not None:
         refuse_unusable_reward_models(body.method.reinforcement, base_model, service, project)
     refuse_full_context(body.method, service.registry.get(base_model).context)
+    refuse_absurd_learning_rate(body.method)
     return Accepted(
         base_model=base_model,
         parent=parent,
@@ -728,6 +731,25 @@ def accept(body: JobCreate, service: Service, project: Project) -> Accepted:
         budget=body.budget.to_row(Price.of(service.settings)) if body.budget else None,
         integrations=to_rows(body.integrations, service.settings.enabled_integrations),
     )
+
+
+def refuse_absurd_learning_rate(method: Method) -> None:
+    """Refuse a multiplier that makes any learning rate larger than 1, which ruins every model.
+
+    Only on creation: jobs of earlier versions may have one.
+
+    Raises:
+        InvalidRequest: it is above MAX_MULTIPLIER.
+    """
+    asked = getattr(getattr(method, method.type), "hyperparameters", None)
+    multiplier = getattr(asked, "learning_rate_multiplier", "auto")
+    if isinstance(multiplier, float) and multiplier > MAX_MULTIPLIER:
+        param = f"method.{method.type}.hyperparameters.learning_rate_multiplier"
+        raise InvalidRequest(
+            f"Invalid value for '{param}': {multiplier:g} is above {MAX_MULTIPLIER:g}. Times the automatic learning "
+            "rate it would exceed 1.",
+            param=param,
+        )
 
 
 def refuse_full_context(method: Method, context: int) -> None:

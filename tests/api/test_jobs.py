@@ -1145,6 +1145,22 @@ def test_a_model_on_a_server_that_the_operator_names_may_teach(
     assert made.json()["method"]["distillation"]["teacher"] == {"model": "large"}
 
 
+@pytest.mark.parametrize("method", ["supervised", "dpo", "reinforcement"])
+def test_a_learning_rate_that_ruins_every_model_is_refused(
+    api: TestClient, job_request: Callable[..., dict[str, Any]], method: str
+) -> None:
+    body = job_request()
+    inside = {"hyperparameters": {"learning_rate_multiplier": 1e30}}
+    if method == "reinforcement":
+        inside = body["method"]["reinforcement"] | inside
+    body["method"] = {"type": method, method: inside}
+
+    error = api.post(JOBS, json=body).json()["error"]
+
+    assert error["param"] == f"method.{method}.hyperparameters.learning_rate_multiplier"
+    assert "1e+30 is above 100000" in error["message"]
+
+
 @pytest.mark.usefixtures("teachers")
 def test_answers_that_leave_no_room_for_a_prompt_are_refused(
     api: TestClient, upload: Callable[..., str]

@@ -15,6 +15,7 @@ from graders.judge.judges import JudgeModel
 from graders.types import TokenUsage
 from tests.echo import echoes_of
 from tests.graders.servers import Time, serving
+from tests.hooks import Receiver
 from tests.tiny import make_byte_model, make_tiny_model
 from worker.clock import Clock
 from worker.learn.teacher import PolicyTeacher
@@ -225,3 +226,15 @@ def test_it_is_reached_from_within_a_running_event_loop(folder: Path) -> None:
             teacher(address).refuse_other_tokens(AutoTokenizer.from_pretrained(folder / "tiny"))
 
     asyncio.run(inside())
+
+
+def test_a_server_that_accepts_in_silence_is_given_one_more_chance_and_no_more(folder: Path) -> None:
+    """Each of them takes the whole timeout, while the worker learns nothing."""
+    tokenizer = AutoTokenizer.from_pretrained(folder / "tiny")
+
+    with Receiver([0]) as receiver:
+        silent = JudgeModel(f"{receiver.url}/v1", timeout_s=0.2)
+        with pytest.raises(ModelUnavailable, match=r"no response within 0\.2 seconds"):
+            ServedTeacher("large", silent).refuse_other_tokens(tokenizer)
+
+        assert len(receiver.received) == 2

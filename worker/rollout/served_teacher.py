@@ -54,7 +54,10 @@ class ServedTeacher:
     name: str
     server: JudgeModel
     beat: Callable[[], None] = lambda: None
-    patience: CallRetryPolicy = field(default_factory=lambda: CallRetryPolicy(retries=RETRIES))
+    # A server that accepts requests in silence would hold the worker for an hour if each retry waited for it.
+    patience: CallRetryPolicy = field(
+        default_factory=lambda: CallRetryPolicy(retries=RETRIES, retries_after_silence=1)
+    )
 
     def logprobs(
         self, answers_P: Sequence[tuple[Prompt, Sequence[Rollout]]], temperature: float
