@@ -23,7 +23,7 @@ FAST_WITHOUT_TORCH = tests/contract tests/core tests/graders tests/sdk tests/tes
 FREE_KB = $(shell df -k --output=avail /dev/shm 2>/dev/null | tail -n 1)
 IN_MEMORY = $(shell [ "$(FREE_KB)" -gt 2000000 ] 2>/dev/null && echo PYTEST_DEBUG_TEMPROOT=/dev/shm)
 
-.PHONY: console demo test test-fast test-failed test-fast-worker test-fast-rest attacks check docs site format bench chart chart-docs setup help
+.PHONY: console demo test test-fast test-failed test-fast-worker test-fast-rest attacks check screenshots docs site format bench chart chart-docs setup help
 
 help:    ## This list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST)
@@ -51,6 +51,10 @@ test-fast-rest:
 
 attacks: setup    ## Of the tests only API abuse, against a server with little memory to spare: it measures latency
 	REGRAFT_ATTACKS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/attacks
+
+screenshots: setup    ## A picture of every page of the console, as its tests see it, in screenshots/
+	mkdir -p screenshots
+	REGRAFT_SCREENSHOTS=$(CURDIR)/screenshots OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/console -k "accessible or compared or regraded or deliveries or audit or webhooks"
 
 check: setup site    ## Format, lint, English, types, the console, and the documentation site
 	$(BIN)/ruff format --check .

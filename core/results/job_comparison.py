@@ -73,11 +73,11 @@ def _means(blobs: BlobStore, page: RolloutPage) -> dict[str, float | None]:
 
 
 def config(session: Session, job: Job) -> dict[str, Any]:
-    """The request of a job by dotted names. Files are compared by content, so they have their hash."""
+    """The request of a job by dotted names. A file is its name and the hash of its content, not its id."""
     flat: dict[str, Any] = {"model": job.model, "method": job.method, "seed": job.seed}
     for name, file_id in (("training_file", job.training_file), ("validation_file", job.validation_file)):
-        sha256 = session.scalar(select(File.sha256).where(File.id == file_id)) if file_id else None
-        flat[name] = f"{file_id} (sha256 {sha256[:12]})" if sha256 else file_id
+        file = session.scalar(select(File).where(File.id == file_id)) if file_id else None
+        flat[name] = file_id if file is None else f"{file.filename} (sha256 {file.sha256[:12]})"
     if job.parent is not None:
         flat["parent"] = job.parent.get("model")
     for name, value in _flat("", job.body):

@@ -1,6 +1,8 @@
 """A browser on the console of a live server. Every page is checked for accessibility, and for what it must not do."""
 
 import json
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -125,10 +127,19 @@ def log_in(page: Page, key: str) -> None:
 
 
 @pytest.fixture
-def accessible() -> Callable[[Page], None]:
-    """Assert that axe finds no violation on the page. It is run by the debugger, not as a script of the page."""
+def accessible(request: pytest.FixtureRequest) -> Callable[[Page], None]:
+    """Assert that axe finds no violation on the page. It is run by the debugger, not as a script of the page.
+
+    With a folder in REGRAFT_SCREENSHOTS (`make screenshots`) a picture of the whole page is written there, too.
+    """
+    pictures = 0
 
     def check(page: Page) -> None:
+        nonlocal pictures
+        if folder := os.environ.get("REGRAFT_SCREENSHOTS"):
+            pictures += 1
+            name = re.sub(r"[^a-z0-9]+", "-", request.node.name.removeprefix("test_")).strip("-")
+            page.screenshot(path=Path(folder) / f"{name}-{pictures}.png", full_page=True)
         found: Any = page.evaluate(f"async () => {{ {AXE.read_text()}; return await axe.run(document); }}")
         assert [(one["id"], one["nodes"][0]["html"]) for one in found["violations"]] == []
 
