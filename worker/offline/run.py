@@ -1,6 +1,6 @@
-"""The training loop of one attempt at a supervised or dpo job: update, validate, record, checkpoint.
+"""The training loop of one attempt at a job that learns from its file: update, validate, record, checkpoint.
 
-The counterpart of worker/run.py for jobs whose answers are in their file.
+The counterpart of worker/run.py for supervised, dpo and reward model jobs, and for distillation by `logits`.
 """
 
 import asyncio
