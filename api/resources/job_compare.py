@@ -50,7 +50,9 @@ async def compare_jobs(
     job_id: str,
     project: CurrentProject,
     service: ServiceDep,
-    other: Annotated[str, Query(max_length=64, description="The id of the second job.")],
+    other: Annotated[
+        str, Query(max_length=64, pattern=r"^[^\x00]*$", description="The id of the second job.")
+    ],
 ) -> JobComparison:
     """Compare the validated rewards of two jobs prompt by prompt, and their requests."""
 
