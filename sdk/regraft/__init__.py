@@ -48,6 +48,8 @@ if TYPE_CHECKING:
         Regrade,
         RegradedAnswer,
         Rollout,
+        RolloutToken,
+        RolloutTokens,
         StepMetrics,
         Verdict,
         WhatIf,
@@ -64,7 +66,7 @@ _HOME = {
     "regraft.progress": "FINAL",
     "regraft.requests": "InvalidRequestFile",
     "regraft.types": "Estimate GraderTest JobComparison JobEvent Preview PreviewProgress PromptHistory Regrade "
-    "RegradedAnswer Rollout StepMetrics Verdict WhatIf",
+    "RegradedAnswer Rollout RolloutToken RolloutTokens StepMetrics Verdict WhatIf",
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names.split()}
 
@@ -114,6 +116,8 @@ __all__ = [
     "RegradedAnswer",
     "Regraft",
     "Rollout",
+    "RolloutToken",
+    "RolloutTokens",
     "StepMetrics",
     "Verdict",
     "WhatIf",

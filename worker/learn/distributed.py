@@ -24,7 +24,7 @@ from worker.learn.world import World
 from worker.model import recompute, sharding, support
 from worker.model.policy import Policy
 from worker.model.support import ForwardVerdict
-from worker.types import Pack
+from worker.types import AnswerKey, Pack, TokenValues
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,11 @@ class SumGradients:
 
 
 @dataclass(frozen=True)
+class GatherTokenValues:
+    pass
+
+
+@dataclass(frozen=True)
 class EndStep:
     pass
 
@@ -98,6 +103,7 @@ Order = (
     | NormalizeAdvantages
     | RepeatPacks
     | SumGradients
+    | GatherTokenValues
     | EndStep
     | WatchReference
 )
@@ -147,6 +153,10 @@ class DistributedGradient:
         totals: list[Totals] = self._order([SumGradients()] * self.world.size)
         return reduce(add, totals)
 
+    def token_values(self) -> dict[AnswerKey, TokenValues]:
+        values_R: list[dict[AnswerKey, TokenValues]] = self._order([GatherTokenValues()] * self.world.size)
+        return {key: value for values in values_R for key, value in values.items()}
+
     def end(self) -> None:
         self._order([EndStep()] * self.world.size)
 
@@ -172,7 +182,8 @@ class DistributedGradient:
 
 
 def carry_out(order: Order, own: OwnGradient, world: World) -> Any:
-    """Do what all ranks do together. RewardTokens and SumGradients return the results of all ranks on rank 0.
+    """Do what all ranks do together. RewardTokens, SumGradients and GatherTokenValues return the results of all ranks
+    on rank 0.
 
     A forward or backward pass of a sharded base is a collective operation, so all ranks compute as many of each kind:
     the one with the fewest micro-batches fills up with passes that add nothing.
@@ -215,6 +226,8 @@ def carry_out(order: Order, own: OwnGradient, world: World) -> Any:
             for parameter, gradient in zip(trainable, sums, strict=True):
                 parameter.grad = gradient if world.rank == 0 else None
             return world.gather(own.collect())
+        case GatherTokenValues():
+            return world.gather(own.token_values())
         case EndStep():
             own.end()
 

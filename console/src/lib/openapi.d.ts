@@ -1069,6 +1069,8 @@ export interface components {
                 trained: boolean | null;
                 /** Replacement */
                 replacement: boolean | null;
+                /** Has Tokens */
+                has_tokens: boolean | null;
                 /** Steps */
                 steps: {
                     [key: string]: unknown;
