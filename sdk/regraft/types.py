@@ -356,31 +356,43 @@ class EvalComparison(BaseModel):
     criteria: dict[str, EvalDifference]
 
 
+class Money(BaseModel):
+    amount: float
+    currency: str
+
+
 class ComparedJob(BaseModel):
     """A job of a comparison: the step of the validation that counts; None: it has stored none."""
 
     job_id: str
     model: str  # the delivered one; the base model before there is one
     step: int | None = None
+    gpu_seconds: float
+    cost: Money | None = None  # None: the service has no price
+
+
+class ComparedPair(BaseModel):
+    """The validated rewards of a job minus those of the first, on the prompts that both have."""
+
+    job_id: str
+    prompts: int
+    unpaired: int  # prompts that only one of the two jobs has
+    reward: EvalDifference | None = None  # of the mean reward of a prompt; None: a job has no validation
+    same_grader: bool  # if not, the rewards are not on one scale
 
 
 class ChangedField(BaseModel):
-    """A field of the request that two jobs have differently, by its dotted name."""
+    """A field of the requests that differs between jobs, by its dotted name, with the value of each job."""
 
     field: str
-    first: Any = None
-    second: Any = None
+    values: list[Any]
 
 
 class JobComparison(BaseModel):
-    """The validated rewards of two jobs on the prompts that both have: the second minus the first."""
+    """The first job beside the others."""
 
-    first: ComparedJob
-    second: ComparedJob
-    prompts: int
-    unpaired: int  # prompts that only one of the jobs has
-    reward: EvalDifference | None = None  # of the mean reward of a prompt; None: a job has no validation
-    same_grader: bool  # if not, the rewards are not on one scale
+    jobs: list[ComparedJob]
+    pairs: list[ComparedPair]  # each of the other jobs with the first
     config: list[ChangedField]
 
 

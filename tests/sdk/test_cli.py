@@ -660,7 +660,7 @@ def test_stored_answers_are_regraded_by_a_command_that_waits_and_shows_what_chan
     assert regraft("regrade", graded_job, "--grader", str(file), "--step-from", "9")[0] == 2
 
 
-def test_two_jobs_are_compared_prompt_by_prompt_and_by_their_requests(
+def test_jobs_are_compared_prompt_by_prompt_and_by_their_requests(
     regraft: Callable[..., tuple[int, str, str]], in_json: Callable[..., Any], house: House, client: Regraft
 ) -> None:
     first = house.job(seed=1)
@@ -679,21 +679,26 @@ def test_two_jobs_are_compared_prompt_by_prompt_and_by_their_requests(
         ]
         house.rollouts(job_id, 3, lines, split="valid")
 
-    _, out, _ = regraft("jobs", "compare", first, second)
+    third = house.job(seed=1)
 
-    found = client.jobs.compare(first, second)
-    assert found.reward is not None
-    assert (found.prompts, found.unpaired, found.same_grader) == (3, 0, True)
-    assert found.reward.difference == pytest.approx(0.5)
-    assert (found.first.step, found.second.model) == (3, "tiny")
-    assert "3 prompts in both: 0.167 and 0.667, difference +0.500 (-0.742 to +1.742)" in out
-    assert "the second is better on 2, worse on 0, equal on 1" in out
-    assert re.search(r"hyperparameters\.n_epochs +1 +2", out)
-    assert re.search(r"^seed +1 +2", out, re.MULTILINE)
+    _, out, _ = regraft("jobs", "compare", first, second, third)
+
+    found = client.jobs.compare(first, second, third)
+    pair = found.pairs[0]
+    assert pair.reward is not None
+    assert (pair.prompts, pair.unpaired, pair.same_grader) == (3, 0, True)
+    assert pair.reward.difference == pytest.approx(0.5)
+    assert [(one.step, one.model, one.cost) for one in found.jobs[:2]] == [(3, "tiny", None)] * 2
+    assert (
+        f"{second} against {first}, 3 prompts in both: 0.667 and 0.167, difference +0.500 (-0.742 to +1.742)"
+        in out
+    )
+    assert "better on 2, worse on 0, equal on 1" in out
+    assert f"{first} or {third} has no stored validation." in out
+    assert re.search(r"hyperparameters\.n_epochs +1 +2 +1", out)
+    assert re.search(r"^seed +1 +2 +1", out, re.MULTILINE)
     fields = [one["field"] for one in in_json("jobs", "compare", first, second)["config"]]
     assert fields == ["hyperparameters.n_epochs", "seed"]
-    empty = house.job()
-    assert "A job has no stored validation." in regraft("jobs", "compare", first, empty)[1]
 
 
 def test_attempts_and_logs_of_a_job_are_shown(

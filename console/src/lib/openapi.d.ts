@@ -97,15 +97,16 @@ export interface components {
         };
         /**
          * ChangedField
-         * @description A field of the request, by its dotted name.
+         * @description A field that the requests do not all have with the same value, by its dotted name.
          */
         ChangedField: {
             /** Field */
             field: string;
-            /** First */
-            first: unknown;
-            /** Second */
-            second: unknown;
+            /**
+             * Values
+             * @description In the order of the jobs; null: the request lacks it.
+             */
+            values: unknown[];
         };
         /** CheckpointOut */
         CheckpointOut: {
@@ -146,6 +147,35 @@ export interface components {
              * @description Of the validation that counts; null: the job has stored none.
              */
             step: number | null;
+            /**
+             * Gpu Seconds
+             * @description Of its recorded steps.
+             */
+            gpu_seconds: number;
+            /** @description Of these GPU-seconds; null: the service has no price. */
+            cost: components["schemas"]["Money"] | null;
+        };
+        /**
+         * ComparedPair
+         * @description A job minus the first one, over the validation prompts that both have.
+         */
+        ComparedPair: {
+            /** Job Id */
+            job_id: string;
+            /** Prompts */
+            prompts: number;
+            /**
+             * Unpaired
+             * @description Prompts that only one of the two jobs has.
+             */
+            unpaired: number;
+            /** @description Of the mean reward of a prompt; `first` is the first job. */
+            reward: components["schemas"]["Difference"] | null;
+            /**
+             * Same Grader
+             * @description If not, the rewards are not on one scale.
+             */
+            same_grader: boolean;
         };
         /**
          * ComparisonOut
@@ -347,7 +377,7 @@ export interface components {
         };
         /**
          * JobComparison
-         * @description The second job minus the first, over the validation prompts that both have.
+         * @description The first job beside the others. Each interval is that of its pair alone.
          */
         JobComparison: {
             /**
@@ -356,22 +386,13 @@ export interface components {
              * @constant
              */
             object: "regraft.job.comparison";
-            first: components["schemas"]["ComparedJob"];
-            second: components["schemas"]["ComparedJob"];
-            /** Prompts */
-            prompts: number;
+            /** Jobs */
+            jobs: components["schemas"]["ComparedJob"][];
             /**
-             * Unpaired
-             * @description Prompts that only one of the jobs has.
+             * Pairs
+             * @description One for each of the other jobs.
              */
-            unpaired: number;
-            /** @description Of the mean reward of a prompt. */
-            reward: components["schemas"]["Difference"] | null;
-            /**
-             * Same Grader
-             * @description If not, the rewards are not on one scale.
-             */
-            same_grader: boolean;
+            pairs: components["schemas"]["ComparedPair"][];
             /** Config */
             config: components["schemas"]["ChangedField"][];
         };
@@ -584,6 +605,13 @@ export interface components {
              * @enum {string}
              */
             kind: "base" | "tuned" | "reward_model";
+        };
+        /** Money */
+        Money: {
+            /** Amount */
+            amount: number;
+            /** Currency */
+            currency: string;
         };
         /** NewKeyOut */
         NewKeyOut: {

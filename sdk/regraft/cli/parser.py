@@ -174,12 +174,12 @@ def _jobs(top: Commands) -> None:
     _id(jobs.add("cancel", "cancel a job permanently", "jobs_cancel"), "job_id")
     compare = jobs.add(
         "compare",
-        "compare the validated rewards of two jobs prompt by prompt, and their requests",
+        "compare the validated rewards of jobs prompt by prompt with those of the first, and their requests",
         "jobs_compare",
-        example="regraft jobs compare ftjob-1 ftjob-2",
+        example="regraft jobs compare ftjob-1 ftjob-2 ftjob-3",
     )
     compare.add_argument("first", metavar="FIRST")
-    compare.add_argument("second", metavar="SECOND")
+    compare.add_argument("others", metavar="OTHER", nargs="+")
     _id(jobs.add("attempts", "list the attempts of a job, oldest first", "jobs_attempts"), "job_id")
     _id(jobs.add("logs", "print the logs of a job's runs", "jobs_logs"), "job_id")
     budget = jobs.add(
