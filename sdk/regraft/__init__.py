@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from regraft.requests import InvalidRequestFile
     from regraft.types import (
         Estimate,
+        FileProfile,
         GraderTest,
         JobComparison,
         JobEvent,
@@ -63,7 +64,7 @@ _HOME = {
     "regraft.jobs": "events metrics rollouts show",
     "regraft.progress": "FINAL",
     "regraft.requests": "InvalidRequestFile",
-    "regraft.types": "Estimate GraderTest JobComparison JobEvent Preview PreviewProgress PromptHistory Regrade "
+    "regraft.types": "Estimate FileProfile GraderTest JobComparison JobEvent Preview PreviewProgress PromptHistory Regrade "
     "RegradedAnswer Rollout StepMetrics Verdict WhatIf",
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names.split()}
@@ -89,6 +90,7 @@ __all__ = [
     "DownloadCorrupt",
     "Estimate",
     "FileNotFound",
+    "FileProfile",
     "GraderTest",
     "InsufficientPermissions",
     "InvalidApiKey",

@@ -236,6 +236,109 @@ class Estimate(BaseModel):
     warnings: list[str] = []  # accepted parameters without effect
 
 
+class LengthBin(BaseModel):
+    """Rows of at least `low` and less than `high`."""
+
+    low: int
+    high: int
+    rows: int
+
+
+class Lengths(BaseModel):
+    """The distribution of a length over the rows of a file."""
+
+    rows: int
+    mean: float
+    min: int
+    p50: float
+    p90: float
+    p99: float
+    max: int
+    bins: list[LengthBin]
+
+
+class SomeLines(BaseModel):
+    """A number of rows, and the first 20 lines of them."""
+
+    rows: int
+    lines: list[int]
+
+
+class TokenLengths(Lengths):
+    """Tokens of the prompts; for other methods than reinforcement with the answers."""
+
+    room: int  # the most that a row may have
+    too_long: SomeLines
+    not_rendered: SomeLines  # rejected by the chat template
+
+
+class DatasetField(BaseModel):
+    """A key of the rows."""
+
+    name: str
+    rows: int
+    missing: int
+    types: dict[str, int]
+    distinct: int | None = None  # None: more than 1000 different values
+    example: str
+
+
+class GraderPath(BaseModel):
+    """A path that the grader reads, and the rows that lack it."""
+
+    path: str
+    missing: SomeLines
+
+
+class GraderReads(BaseModel):
+    paths: list[GraderPath]
+    not_listed: bool  # a python grader or an endpoint may read other fields as well
+    no_grader: SomeLines | None = None  # rows for which a select grader has no grader
+
+
+class Duplicates(BaseModel):
+    """Rows whose prompt occurs in an earlier row."""
+
+    rows: int
+    identical: int  # of these, rows that equal an earlier row in every field
+    prompts: int
+    lines: list[list[int]]
+
+
+class Overlap(BaseModel):
+    """Rows of the validation file whose prompt is also in the training file."""
+
+    file: str
+    rows: int
+    shared: int
+    lines: list[list[int]]  # pairs: a line of the validation file, and one of the training file
+
+
+class DatasetProblem(BaseModel):
+    line: int
+    path: str
+    message: str
+
+
+class FileProfile(BaseModel):
+    """Lengths, duplicates, overlap and fields of a dataset file."""
+
+    file_id: str
+    model: str | None = None
+    method: str
+    rows: int
+    is_whole: bool  # false: only the first million rows were read
+    invalid: int
+    problems: list[DatasetProblem]
+    characters: Lengths | None = None  # of the text of a prompt
+    tokens: TokenLengths | None = None
+    tokens_reason: str | None = None  # why the tokens are not counted
+    duplicates: Duplicates
+    overlap: Overlap | None = None
+    fields: list[DatasetField]
+    grader: GraderReads | None = None
+
+
 class Share(BaseModel):
     """A share from 0 to 1 with its 95 % confidence interval."""
 

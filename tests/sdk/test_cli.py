@@ -236,6 +236,41 @@ def test_an_estimate_creates_nothing(
     assert in_json("jobs", "list") == []
 
 
+def test_a_file_is_profiled(
+    regraft: Callable[..., tuple[int, str, str]], in_json: Callable[..., Any], tmp_path: Path
+) -> None:
+    rows = [{"messages": [{"role": "user", "content": text}], "answer": "1"} for text in ("a", "bb", "a")]
+    file, grader = tmp_path / "train.jsonl", tmp_path / "grader.json"
+    file.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"messages": []}]))
+    grader.write_text(json.dumps(GRADER | {"reference": "{{item.label}}"}))
+    [uploaded] = in_json("files", "upload", str(file))
+
+    code, out, _ = regraft(
+        *("files", "profile", uploaded["id"], "--grader", str(grader), "--validation-file", uploaded["id"])
+    )
+
+    assert code == 0
+    assert out.splitlines() == [
+        "3 rows of a reinforcement job, 1 invalid lines",
+        "  line 4: messages: must be a list of at least one message",
+        "tokens: not counted, no model is given",
+        "characters: 1 to 2, 1 in the middle, 2 at 99 %",
+        "1 rows repeat an earlier prompt, 1 of them an earlier row",
+        "  lines 1, 3",
+        f"3 of 3 rows of {uploaded['id']} have a prompt of this file",
+        "  its line 1 is line 1 here",
+        "  its line 2 is line 2 here",
+        "  its line 3 is line 1 here",
+        "the grader reads item.label: 3 rows lack it",
+        "  lines 1, 2, 3",
+        "",
+        "field     missing  type    different  first value",
+        'messages        0  array           2  [{"role": "user", "content": "a"}]',
+        'answer          0  string          1  "1"',
+    ]
+    assert in_json("files", "profile", uploaded["id"])["grader"] is None
+
+
 def test_a_preview_in_a_pipe_creates_nothing(
     regraft: Callable[..., tuple[int, str, str]], in_json: Callable[..., Any], job_file: Path, model: None
 ) -> None:

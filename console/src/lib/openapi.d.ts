@@ -273,6 +273,20 @@ export interface components {
             ties: number;
         };
         /**
+         * Duplicates
+         * @description Rows whose prompt occurs in an earlier row.
+         */
+        Duplicates: {
+            /** Rows */
+            rows: number;
+            /** Identical */
+            identical: number;
+            /** Prompts */
+            prompts: number;
+            /** Lines */
+            lines: number[][];
+        };
+        /**
          * EstimateOut
          * @description Jobs that sample no answers have no `group_size` and no `max_completion_tokens`.
          */
@@ -361,6 +375,26 @@ export interface components {
             status: "processed";
             /** Status Details */
             status_details?: null;
+        };
+        /**
+         * GraderPath
+         * @description A path that the grader reads, and the rows that lack it.
+         */
+        GraderPath: {
+            /** Path */
+            path: string;
+            missing: components["schemas"]["SomeLines"];
+        };
+        /**
+         * GraderReads
+         * @description What the templates of a grader read.
+         */
+        GraderReads: {
+            /** Paths */
+            paths: components["schemas"]["GraderPath"][];
+            /** Not Listed */
+            not_listed: boolean;
+            no_grader: components["schemas"]["SomeLines"] | null;
         };
         /**
          * Grading
@@ -553,6 +587,40 @@ export interface components {
             share: number;
         };
         /**
+         * LengthBin
+         * @description Rows of at least `low` and less than `high`.
+         */
+        LengthBin: {
+            /** Low */
+            low: number;
+            /** High */
+            high: number;
+            /** Rows */
+            rows: number;
+        };
+        /**
+         * Lengths
+         * @description The distribution of a length over rows.
+         */
+        Lengths: {
+            /** Rows */
+            rows: number;
+            /** Mean */
+            mean: number;
+            /** Min */
+            min: number;
+            /** P50 */
+            p50: number;
+            /** P90 */
+            p90: number;
+            /** P99 */
+            p99: number;
+            /** Max */
+            max: number;
+            /** Bins */
+            bins: components["schemas"]["LengthBin"][];
+        };
+        /**
          * LimitsOut
          * @description The effective limits, including the operator's defaults; null: unlimited.
          */
@@ -641,6 +709,20 @@ export interface components {
             last_used_at: number | null;
             /** Value */
             value: string;
+        };
+        /**
+         * Overlap
+         * @description Rows of the validation file whose prompt is also in this file.
+         */
+        Overlap: {
+            /** File */
+            file: string;
+            /** Rows */
+            rows: number;
+            /** Shared */
+            shared: number;
+            /** Lines */
+            lines: number[][];
         };
         /** PhaseSeconds */
         PhaseSeconds: {
@@ -783,6 +865,80 @@ export interface components {
             seconds: number;
             /** Tokens Per Second */
             tokens_per_second: number;
+        };
+        /**
+         * ProfileOut
+         * @description The profile of a file. core/storage/profiles.py documents each number.
+         */
+        ProfileOut: {
+            /**
+             * Object
+             * @default regraft.file_profile
+             * @constant
+             */
+            object: "regraft.file_profile";
+            /** File Id */
+            file_id: string;
+            /** Model */
+            model: string | null;
+            /**
+             * Method
+             * @enum {string}
+             */
+            method: "reinforcement" | "supervised" | "dpo" | "reward_model";
+            /**
+             * Rows
+             * @description Valid rows.
+             */
+            rows: number;
+            /**
+             * Is Whole
+             * @description False: only the first million rows were read.
+             */
+            is_whole: boolean;
+            /**
+             * Invalid
+             * @description Lines with problems, which a job would reject.
+             */
+            invalid: number;
+            /**
+             * Problems
+             * @description The first 20.
+             */
+            problems: components["schemas"]["RowProblem"][];
+            /** @description Of the text of a prompt. */
+            characters: components["schemas"]["Lengths"] | null;
+            tokens: components["schemas"]["TokenLengths"] | null;
+            /**
+             * Tokens Reason
+             * @description Why the tokens are not counted.
+             */
+            tokens_reason: string | null;
+            duplicates: components["schemas"]["Duplicates"];
+            overlap: components["schemas"]["Overlap"] | null;
+            /** Fields */
+            fields: components["schemas"]["ProfiledField"][];
+            grader: components["schemas"]["GraderReads"] | null;
+        };
+        /**
+         * ProfiledField
+         * @description A key of the rows, which graders read as `item.<name>`.
+         */
+        ProfiledField: {
+            /** Name */
+            name: string;
+            /** Rows */
+            rows: number;
+            /** Missing */
+            missing: number;
+            /** Types */
+            types: {
+                [key: string]: number;
+            };
+            /** Distinct */
+            distinct: number | null;
+            /** Example */
+            example: string;
         };
         /**
          * ProgressOut
@@ -1112,6 +1268,15 @@ export interface components {
             /** Stored */
             stored: number;
         };
+        /** RowProblem */
+        RowProblem: {
+            /** Line */
+            line: number;
+            /** Path */
+            path: string;
+            /** Message */
+            message: string;
+        };
         /** Scores */
         Scores: {
             /**
@@ -1176,6 +1341,16 @@ export interface components {
             };
             /** At Least */
             at_least: boolean;
+        };
+        /**
+         * SomeLines
+         * @description A number of rows, and the first lines of them.
+         */
+        SomeLines: {
+            /** Rows */
+            rows: number;
+            /** Lines */
+            lines: number[];
         };
         /**
          * Spread
@@ -1714,6 +1889,34 @@ export interface components {
              *     }
              */
             step: components["schemas"]["PhaseSeconds"];
+        };
+        /**
+         * TokenLengths
+         * @description Tokens as the chat template of the model renders a row: of its prompt, or with its answers for other methods.
+         *
+         *     `rows` is smaller than the rows of the file if it has more than 50,000: then a uniform sample is counted.
+         */
+        TokenLengths: {
+            /** Rows */
+            rows: number;
+            /** Mean */
+            mean: number;
+            /** Min */
+            min: number;
+            /** P50 */
+            p50: number;
+            /** P90 */
+            p90: number;
+            /** P99 */
+            p99: number;
+            /** Max */
+            max: number;
+            /** Bins */
+            bins: components["schemas"]["LengthBin"][];
+            /** Room */
+            room: number;
+            too_long: components["schemas"]["SomeLines"];
+            not_rendered: components["schemas"]["SomeLines"];
         };
         /**
          * UsageOut

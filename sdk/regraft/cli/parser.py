@@ -89,6 +89,29 @@ def _data(top: Commands) -> None:
     _id(download, "file_id")
     download.add_argument("-o", "--to", type=Path, metavar="FILE")
     _id(files.add("delete", "delete a file", "files_delete"), "file_id")
+    profile = files.add(
+        "profile",
+        "describe the rows of a dataset: token lengths, duplicates, fields, overlap with a validation file",
+        "files_profile",
+        example="regraft files profile file-abc --model SmolLM2-135M-Instruct --grader grader.json "
+        "--validation-file file-def",
+    )
+    _id(profile, "file_id")
+    profile.add_argument("--model", metavar="MODEL", help="count tokens with the tokenizer of this model")
+    profile.add_argument(
+        "--grader", type=Path, metavar="FILE", help="list the rows that lack a field that this grader reads"
+    )
+    profile.add_argument(
+        "--validation-file", metavar="ID", help="count its prompts that this file has as well"
+    )
+    profile.add_argument(
+        "--method",
+        choices=("supervised", "dpo", "reward_model", "reinforcement"),
+        help="which method's rows the file has (default: by its first row)",
+    )
+    profile.add_argument(
+        "--max-completion-tokens", type=int, metavar="N", help="room for an answer (default: as a job's)"
+    )
 
     validate = top.add(
         "validate",
