@@ -253,6 +253,8 @@ CurrentProject = Annotated[Project, Depends(_current_project)]
 ReadProject = Annotated[Project, Depends(_needs("read"))]
 # For endpoints that require the admin scope.
 AdminProject = Annotated[Project, Depends(_needs("admin"))]
+# For endpoints about the service as a whole.
+OperatorProject = Annotated[Project, Depends(_needs("operator"))]
 
 
 def _own_project(project_id: str, project: AdminProject) -> Project:

@@ -122,6 +122,41 @@ class ProjectUsage(Table):
     grader_tokens: Mapped[int] = mapped_column(BigInteger, default=0)
 
 
+class ModelUsage(Table):
+    """The part of a project's usage on one day that is known by model; see ProjectUsage.
+
+    A version before this table counted without models, so its sums may be less than the project's.
+    """
+
+    __tablename__ = "model_usage"
+    project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"), primary_key=True)
+    day: Mapped[int] = mapped_column(Integer, primary_key=True)
+    model: Mapped[str] = mapped_column(String(256), primary_key=True)  # a base model
+    gpu_seconds: Mapped[float] = mapped_column(Double, default=0.0)
+    sampled_tokens: Mapped[int] = mapped_column(BigInteger, default=0)
+    trained_tokens: Mapped[int] = mapped_column(BigInteger, default=0)
+    grader_tokens: Mapped[int] = mapped_column(BigInteger, default=0)
+
+
+class Worker(Table):
+    """A worker process as it last reported itself (core/telemetry/workers.py)."""
+
+    __tablename__ = "workers"
+    name: Mapped[str] = mapped_column(String(128), primary_key=True)  # the owner of its leases: host/pid
+    host: Mapped[str] = mapped_column(String(128))
+    gpu_class: Mapped[str] = mapped_column(String(32))
+    version: Mapped[str] = mapped_column(String(64))
+    machines: Mapped[int] = mapped_column(Integer)  # that share its runs, this one included
+    ranks: Mapped[int] = mapped_column(Integer)  # on each of them
+    # [{"index", "name", "memory_used_bytes", "memory_total_bytes", "utilization"}], unknown values null.
+    gpus: Mapped[list[Any]]
+    memory_used_bytes: Mapped[int | None] = mapped_column(BigInteger)  # of the host or the container
+    memory_total_bytes: Mapped[int | None] = mapped_column(BigInteger)
+    draining: Mapped[bool] = mapped_column(Boolean, default=False)
+    started_at: Mapped[float] = mapped_column(Double)
+    seen_at: Mapped[float] = mapped_column(Double, index=True)  # by the database's clock, as leases
+
+
 class IdempotentRequest(Table):
     """The stored response of a POST with an Idempotency-Key."""
 

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from regraft.requests import InvalidRequestFile
     from regraft.types import (
         Estimate,
+        FileProfile,
         GraderTest,
         JobComparison,
         JobEvent,
@@ -65,8 +66,8 @@ _HOME = {
     "regraft.jobs": "events metrics rollouts show",
     "regraft.progress": "FINAL",
     "regraft.requests": "InvalidRequestFile",
-    "regraft.types": "Estimate GraderTest JobComparison JobEvent Preview PreviewProgress PromptHistory Regrade "
-    "RegradedAnswer Rollout RolloutToken RolloutTokens StepMetrics Verdict WhatIf",
+    "regraft.types": "Estimate FileProfile GraderTest JobComparison JobEvent Preview PreviewProgress PromptHistory "
+    "Regrade RegradedAnswer Rollout RolloutToken RolloutTokens StepMetrics Verdict WhatIf",
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names.split()}
 
@@ -91,6 +92,7 @@ __all__ = [
     "DownloadCorrupt",
     "Estimate",
     "FileNotFound",
+    "FileProfile",
     "GraderTest",
     "InsufficientPermissions",
     "InvalidApiKey",

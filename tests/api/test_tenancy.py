@@ -25,6 +25,7 @@ ENDPOINT = {"name": "a", "url": "https://8.8.8.8/", "event_types": ["fine_tuning
 BODIES = {
     "/v1/uploads/{upload_id}/complete": {"part_ids": ["part_1"]},
     "/v1/fine_tuning/jobs/{job_id}/budget": {"budget": None},
+    "/v1/regraft/files/{file_id}/profile": {},
     "/v1/fine_tuning/checkpoints/{checkpoint}/permissions": {"project_ids": ["proj_1"]},
     "/v1/evals/{eval_id}": {"name": "b"},
     "/v1/evals/{eval_id}/runs": {"data_source": {"type": "jsonl", "source": {"type": "file_id", "id": "f"}}},

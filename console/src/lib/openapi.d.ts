@@ -97,15 +97,16 @@ export interface components {
         };
         /**
          * ChangedField
-         * @description A field of the request, by its dotted name.
+         * @description A field that the requests do not all have with the same value, by its dotted name.
          */
         ChangedField: {
             /** Field */
             field: string;
-            /** First */
-            first: unknown;
-            /** Second */
-            second: unknown;
+            /**
+             * Values
+             * @description In the order of the jobs; null: the request lacks it.
+             */
+            values: unknown[];
         };
         /** CheckpointOut */
         CheckpointOut: {
@@ -146,6 +147,35 @@ export interface components {
              * @description Of the validation that counts; null: the job has stored none.
              */
             step: number | null;
+            /**
+             * Gpu Seconds
+             * @description Of its recorded steps.
+             */
+            gpu_seconds: number;
+            /** @description Of these GPU-seconds; null: the service has no price. */
+            cost: components["schemas"]["Money"] | null;
+        };
+        /**
+         * ComparedPair
+         * @description A job minus the first one, over the validation prompts that both have.
+         */
+        ComparedPair: {
+            /** Job Id */
+            job_id: string;
+            /** Prompts */
+            prompts: number;
+            /**
+             * Unpaired
+             * @description Prompts that only one of the two jobs has.
+             */
+            unpaired: number;
+            /** @description Of the mean reward of a prompt; `first` is the first job. */
+            reward: components["schemas"]["Difference"] | null;
+            /**
+             * Same Grader
+             * @description If not, the rewards are not on one scale.
+             */
+            same_grader: boolean;
         };
         /**
          * ComparisonOut
@@ -243,6 +273,20 @@ export interface components {
             ties: number;
         };
         /**
+         * Duplicates
+         * @description Rows whose prompt occurs in an earlier row.
+         */
+        Duplicates: {
+            /** Rows */
+            rows: number;
+            /** Identical */
+            identical: number;
+            /** Prompts */
+            prompts: number;
+            /** Lines */
+            lines: number[][];
+        };
+        /**
          * EstimateOut
          * @description Jobs that sample no answers have no `group_size` and no `max_completion_tokens`.
          */
@@ -333,6 +377,26 @@ export interface components {
             status_details?: null;
         };
         /**
+         * GraderPath
+         * @description A path that the grader reads, and the rows that lack it.
+         */
+        GraderPath: {
+            /** Path */
+            path: string;
+            missing: components["schemas"]["SomeLines"];
+        };
+        /**
+         * GraderReads
+         * @description What the templates of a grader read.
+         */
+        GraderReads: {
+            /** Paths */
+            paths: components["schemas"]["GraderPath"][];
+            /** Not Listed */
+            not_listed: boolean;
+            no_grader: components["schemas"]["SomeLines"] | null;
+        };
+        /**
          * Grading
          * @description Statistics of the grader. Seconds are of one grade among concurrent ones, as in a job.
          */
@@ -347,7 +411,7 @@ export interface components {
         };
         /**
          * JobComparison
-         * @description The second job minus the first, over the validation prompts that both have.
+         * @description The first job beside the others. Each interval is that of its pair alone.
          */
         JobComparison: {
             /**
@@ -356,22 +420,13 @@ export interface components {
              * @constant
              */
             object: "regraft.job.comparison";
-            first: components["schemas"]["ComparedJob"];
-            second: components["schemas"]["ComparedJob"];
-            /** Prompts */
-            prompts: number;
+            /** Jobs */
+            jobs: components["schemas"]["ComparedJob"][];
             /**
-             * Unpaired
-             * @description Prompts that only one of the jobs has.
+             * Pairs
+             * @description One for each of the other jobs.
              */
-            unpaired: number;
-            /** @description Of the mean reward of a prompt. */
-            reward: components["schemas"]["Difference"] | null;
-            /**
-             * Same Grader
-             * @description If not, the rewards are not on one scale.
-             */
-            same_grader: boolean;
+            pairs: components["schemas"]["ComparedPair"][];
             /** Config */
             config: components["schemas"]["ChangedField"][];
         };
@@ -450,7 +505,7 @@ export interface components {
             usage_metrics: {
                 [key: string]: unknown;
             } | null;
-            queue: components["schemas"]["QueueOut"] | null;
+            queue: components["schemas"]["api__resources__jobs__QueueOut"] | null;
             /**
              * Shared With Openai
              * @default false
@@ -532,6 +587,40 @@ export interface components {
             share: number;
         };
         /**
+         * LengthBin
+         * @description Rows of at least `low` and less than `high`.
+         */
+        LengthBin: {
+            /** Low */
+            low: number;
+            /** High */
+            high: number;
+            /** Rows */
+            rows: number;
+        };
+        /**
+         * Lengths
+         * @description The distribution of a length over rows.
+         */
+        Lengths: {
+            /** Rows */
+            rows: number;
+            /** Mean */
+            mean: number;
+            /** Min */
+            min: number;
+            /** P50 */
+            p50: number;
+            /** P90 */
+            p90: number;
+            /** P99 */
+            p99: number;
+            /** Max */
+            max: number;
+            /** Bins */
+            bins: components["schemas"]["LengthBin"][];
+        };
+        /**
          * LimitsOut
          * @description The effective limits, including the operator's defaults; null: unlimited.
          */
@@ -585,6 +674,13 @@ export interface components {
              */
             kind: "base" | "tuned" | "reward_model";
         };
+        /** Money */
+        Money: {
+            /** Amount */
+            amount: number;
+            /** Currency */
+            currency: string;
+        };
         /** NewKeyOut */
         NewKeyOut: {
             /** Id */
@@ -613,6 +709,20 @@ export interface components {
             last_used_at: number | null;
             /** Value */
             value: string;
+        };
+        /**
+         * Overlap
+         * @description Rows of the validation file whose prompt is also in this file.
+         */
+        Overlap: {
+            /** File */
+            file: string;
+            /** Rows */
+            rows: number;
+            /** Shared */
+            shared: number;
+            /** Lines */
+            lines: number[][];
         };
         /** PhaseSeconds */
         PhaseSeconds: {
@@ -757,6 +867,80 @@ export interface components {
             tokens_per_second: number;
         };
         /**
+         * ProfileOut
+         * @description The profile of a file. core/storage/profiles.py documents each number.
+         */
+        ProfileOut: {
+            /**
+             * Object
+             * @default regraft.file_profile
+             * @constant
+             */
+            object: "regraft.file_profile";
+            /** File Id */
+            file_id: string;
+            /** Model */
+            model: string | null;
+            /**
+             * Method
+             * @enum {string}
+             */
+            method: "reinforcement" | "supervised" | "dpo" | "reward_model";
+            /**
+             * Rows
+             * @description Valid rows.
+             */
+            rows: number;
+            /**
+             * Is Whole
+             * @description False: only the first million rows were read.
+             */
+            is_whole: boolean;
+            /**
+             * Invalid
+             * @description Lines with problems, which a job would reject.
+             */
+            invalid: number;
+            /**
+             * Problems
+             * @description The first 20.
+             */
+            problems: components["schemas"]["RowProblem"][];
+            /** @description Of the text of a prompt. */
+            characters: components["schemas"]["Lengths"] | null;
+            tokens: components["schemas"]["TokenLengths"] | null;
+            /**
+             * Tokens Reason
+             * @description Why the tokens are not counted.
+             */
+            tokens_reason: string | null;
+            duplicates: components["schemas"]["Duplicates"];
+            overlap: components["schemas"]["Overlap"] | null;
+            /** Fields */
+            fields: components["schemas"]["ProfiledField"][];
+            grader: components["schemas"]["GraderReads"] | null;
+        };
+        /**
+         * ProfiledField
+         * @description A key of the rows, which graders read as `item.<name>`.
+         */
+        ProfiledField: {
+            /** Name */
+            name: string;
+            /** Rows */
+            rows: number;
+            /** Missing */
+            missing: number;
+            /** Types */
+            types: {
+                [key: string]: number;
+            };
+            /** Distinct */
+            distinct: number | null;
+            /** Example */
+            example: string;
+        };
+        /**
          * ProgressOut
          * @description The work of the job's run inside of its step, about a second ago.
          */
@@ -859,16 +1043,6 @@ export interface components {
              * @description The number of stored samples by step.
              */
             samples: number[];
-        };
-        /**
-         * QueueOut
-         * @description Position of a waiting job in its queue, from 1, and what blocks it.
-         */
-        QueueOut: {
-            /** Position */
-            position: number;
-            /** Reason */
-            reason: string;
         };
         /** RegradeOut */
         RegradeOut: {
@@ -1086,6 +1260,15 @@ export interface components {
             /** Stored */
             stored: number;
         };
+        /** RowProblem */
+        RowProblem: {
+            /** Line */
+            line: number;
+            /** Path */
+            path: string;
+            /** Message */
+            message: string;
+        };
         /** Scores */
         Scores: {
             /**
@@ -1150,6 +1333,16 @@ export interface components {
             };
             /** At Least */
             at_least: boolean;
+        };
+        /**
+         * SomeLines
+         * @description A number of rows, and the first lines of them.
+         */
+        SomeLines: {
+            /** Rows */
+            rows: number;
+            /** Lines */
+            lines: number[];
         };
         /**
          * Spread
@@ -1690,6 +1883,34 @@ export interface components {
             step: components["schemas"]["PhaseSeconds"];
         };
         /**
+         * TokenLengths
+         * @description Tokens as the chat template of the model renders a row: of its prompt, or with its answers for other methods.
+         *
+         *     `rows` is smaller than the rows of the file if it has more than 50,000: then a uniform sample is counted.
+         */
+        TokenLengths: {
+            /** Rows */
+            rows: number;
+            /** Mean */
+            mean: number;
+            /** Min */
+            min: number;
+            /** P50 */
+            p50: number;
+            /** P90 */
+            p90: number;
+            /** P99 */
+            p99: number;
+            /** Max */
+            max: number;
+            /** Bins */
+            bins: components["schemas"]["LengthBin"][];
+            /** Room */
+            room: number;
+            too_long: components["schemas"]["SomeLines"];
+            not_rendered: components["schemas"]["SomeLines"];
+        };
+        /**
          * UsageOut
          * @description Current usage by the name of the limit.
          */
@@ -1927,6 +2148,16 @@ export interface components {
              * @description Spearman's, of the stored and the new scores.
              */
             rank_correlation: number | null;
+        };
+        /**
+         * QueueOut
+         * @description Position of a waiting job in its queue, from 1, and what blocks it.
+         */
+        api__resources__jobs__QueueOut: {
+            /** Position */
+            position: number;
+            /** Reason */
+            reason: string;
         };
     };
     responses: never;

@@ -89,6 +89,29 @@ def _data(top: Commands) -> None:
     _id(download, "file_id")
     download.add_argument("-o", "--to", type=Path, metavar="FILE")
     _id(files.add("delete", "delete a file", "files_delete"), "file_id")
+    profile = files.add(
+        "profile",
+        "describe the rows of a dataset: token lengths, duplicates, fields, overlap with a validation file",
+        "files_profile",
+        example="regraft files profile file-abc --model SmolLM2-135M-Instruct --grader grader.json "
+        "--validation-file file-def",
+    )
+    _id(profile, "file_id")
+    profile.add_argument("--model", metavar="MODEL", help="count tokens with the tokenizer of this model")
+    profile.add_argument(
+        "--grader", type=Path, metavar="FILE", help="list the rows that lack a field that this grader reads"
+    )
+    profile.add_argument(
+        "--validation-file", metavar="ID", help="count its prompts that this file has as well"
+    )
+    profile.add_argument(
+        "--method",
+        choices=("supervised", "dpo", "reward_model", "reinforcement"),
+        help="which method's rows the file has (default: by its first row)",
+    )
+    profile.add_argument(
+        "--max-completion-tokens", type=int, metavar="N", help="room for an answer (default: as a job's)"
+    )
 
     validate = top.add(
         "validate",
@@ -174,12 +197,12 @@ def _jobs(top: Commands) -> None:
     _id(jobs.add("cancel", "cancel a job permanently", "jobs_cancel"), "job_id")
     compare = jobs.add(
         "compare",
-        "compare the validated rewards of two jobs prompt by prompt, and their requests",
+        "compare the validated rewards of jobs prompt by prompt with those of the first, and their requests",
         "jobs_compare",
-        example="regraft jobs compare ftjob-1 ftjob-2",
+        example="regraft jobs compare ftjob-1 ftjob-2 ftjob-3",
     )
     compare.add_argument("first", metavar="FIRST")
-    compare.add_argument("second", metavar="SECOND")
+    compare.add_argument("others", metavar="OTHER", nargs="+")
     _id(jobs.add("attempts", "list the attempts of a job, oldest first", "jobs_attempts"), "job_id")
     _id(jobs.add("logs", "print the logs of a job's runs", "jobs_logs"), "job_id")
     budget = jobs.add(
