@@ -16,7 +16,7 @@ from torch import Tensor
 
 from core.jobs.hyperparameters import Resolved
 from worker.learn.deal import deal
-from worker.learn.gradient import OwnGradient
+from worker.learn.gradient import OwnGradient, keep_memory
 from worker.learn.rank_model import Model
 from worker.learn.token_rewards import StepMoments
 from worker.learn.totals import Totals
@@ -37,6 +37,7 @@ class LoadModel:
     token_budget: int
     held_to: str
     degree: int = 1  # of sharding: the ranks of a machine that share one copy of the base model
+    release: Callable[[], None] = keep_memory  # called after loading, and at the end of each step
 
 
 @dataclass(frozen=True)
@@ -251,8 +252,15 @@ def loaded(order: LoadModel, world: World) -> OwnGradient:
     if device != "cpu":
         torch.cuda.set_device(device)
     policy, _ = load_checked(order.model, device, order.degree, world)
+    order.release()
     assert isinstance(order.model.settings, Resolved), "offline jobs have one rank"
-    return OwnGradient(policy, order.model.settings, token_budget=order.token_budget, held_to=order.held_to)
+    return OwnGradient(
+        policy,
+        order.model.settings,
+        token_budget=order.token_budget,
+        held_to=order.held_to,
+        release=order.release,
+    )
 
 
 def load_checked(

@@ -138,6 +138,7 @@ def build(
         context=longest,
         kv_cache_bytes=plan.cache_bytes,
         threads=settings.torch_threads,
+        sleeps=plan.sleeps,
         on_restart=lambda reason: recorder.warn(f"The sampler was restarted: {reason}", {"reason": reason}),
         on_left_out=on_left_out,
     )

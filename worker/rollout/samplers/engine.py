@@ -19,14 +19,17 @@ from worker import process
 from worker.rollout.samplers.extension import ADAPTER_ID, SamplingWorker
 from worker.rollout.samplers.wire import (
     Abort,
+    Asleep,
     EngineConfig,
     EngineReady,
     Failed,
+    FallAsleep,
     Finished,
     NotApplied,
     Request,
     SampleBatch,
     Stepped,
+    WakeUp,
     WhichApply,
 )
 
@@ -77,7 +80,7 @@ def engine_options(config: EngineConfig) -> dict[str, Any]:
         # By the same library as the trainer and the other sampler, so that all three allow the same tokens.
         "structured_outputs_config": {"backend": "guidance"},
         "disable_log_stats": True,
-        **(_cpu_options(config) if config.device == "cpu" else {}),
+        **(_cpu_options(config) if config.device == "cpu" else {"enable_sleep_mode": config.sleeps}),
     }
 
 
@@ -187,6 +190,13 @@ class SamplingEngine:
     def abort(self) -> None:
         self.vllm.abort_request(list(self.vllm.output_processor.request_states), internal=True)
 
+    def sleep(self) -> None:
+        self.abort()
+        self.vllm.sleep(level=1)
+
+    def wake_up(self) -> None:
+        self.vllm.wake_up()
+
 
 def _finished(output: Any) -> Finished:
     [answer] = output.outputs
@@ -210,6 +220,12 @@ def serve(run: Connection, engine: SamplingEngine) -> None:
             run.send(engine.not_applied(message))
         elif isinstance(message, Abort):
             engine.abort()
+            run.send(EngineReady())
+        elif isinstance(message, FallAsleep):
+            engine.sleep()
+            run.send(Asleep())
+        elif isinstance(message, WakeUp):
+            engine.wake_up()
             run.send(EngineReady())
         else:
             engine.start(message)

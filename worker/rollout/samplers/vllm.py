@@ -63,6 +63,7 @@ class VllmSampler:
         context: int | None = None,
         kv_cache_bytes: int = 1 << 30,
         threads: int = 0,
+        sleeps: bool = False,
         patience: float = 300.0,
         max_restarts: int = 2,
         on_restart: Callable[[str], None] = lambda reason: None,
@@ -72,6 +73,7 @@ class VllmSampler:
 
         `context`: the longest prompt and answer together, in tokens; default: the model's context. vLLM refuses to
         start if `kv_cache_bytes` does not hold one sequence of that length; each process of an engine has as many.
+        `sleeps`: `sleep` is going to be called.
         An engine that sends no message for `patience` seconds has hung. Each lost engine is restarted, at most
         `max_restarts` times in one `sample`, and `on_restart` receives the reason.
         Before the first answer an engine says which layers it puts no adapter on, and `on_left_out` receives their
@@ -91,6 +93,7 @@ class VllmSampler:
             kv_cache_bytes=kv_cache_bytes,
             threads=threads,
             tensor_parallel=placement.tensor_parallel,
+            sleeps=sleeps,
         )
         self._gpus_E = placement.gpus_E
         # The kernel ends the engine when the *thread* that started it ends, so that thread has to live as long as we.
@@ -126,8 +129,10 @@ class VllmSampler:
         # The largest first, so that the loads end up even.
         work = UnfinishedSample(sorted(groups, key=dealing.tokens, reverse=True))
         for number, engine in [*self.engines.items()]:
-            if engine.requests:  # of a reader that left early
-                with self._losses_of(number, work):
+            with self._losses_of(number, work):
+                if engine.is_asleep:
+                    engine.wake_up()
+                elif engine.requests:  # of a reader that left early
                     engine.abort()
         while work.waiting or any(engine.requests for engine in self.engines.values()):
             self._start_missing()
@@ -142,6 +147,19 @@ class VllmSampler:
                     place, member = map(int, one.id.split("/"))
                     rollout = rollout_of(self.policy, one.output_ids_T, one.logprobs_T, sampling)
                     yield Answer(place, member, rollout)
+
+    def sleep(self) -> None:
+        """Have all engines release their GPUs' memory, and wait for that. The next `sample` wakes them.
+
+        Raises:
+            EngineLost, SamplerUnusable: as `answers` does.
+        """
+        nothing = UnfinishedSample([])
+        for step in (EngineProcess.fall_asleep, EngineProcess.wait_until_asleep):
+            for number, engine in [*self.engines.items()]:
+                if not engine.is_asleep:
+                    with self._losses_of(number, nothing):
+                        step(engine)
 
     def close(self) -> None:
         """End the engines' processes."""

@@ -16,6 +16,7 @@ class EngineConfig:
     threads: int  # of torch, on a CPU; 0 leaves torch's own choice
     tensor_parallel: int = 1  # processes that share each layer
     gpus: tuple[str, ...] = ()  # their GPUs, as in CUDA_VISIBLE_DEVICES; () leaves it as it is
+    sleeps: bool = False  # between sampling; a CPU has no memory to release
 
 
 @dataclass(frozen=True)
@@ -74,12 +75,27 @@ class NotApplied:
 
 @dataclass(frozen=True)
 class Abort:
-    """Abort all requests; the engine replies Ready."""
+    """Abort all requests; the engine replies EngineReady."""
+
+
+@dataclass(frozen=True)
+class FallAsleep:
+    """Abort all requests, move the weights to main memory and drop the cache; the engine replies Asleep."""
+
+
+@dataclass(frozen=True)
+class Asleep:
+    """The engine uses as little of its GPUs as it can."""
+
+
+@dataclass(frozen=True)
+class WakeUp:
+    """Move the weights back; the engine replies EngineReady."""
 
 
 @dataclass(frozen=True)
 class EngineReady:
-    """The engine is idle, after its start or after aborting its requests."""
+    """The engine is idle, after its start, after aborting its requests or after its sleep."""
 
 
 @dataclass(frozen=True)
