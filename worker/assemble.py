@@ -37,7 +37,7 @@ from worker.learn.gradient import keep_memory
 from worker.learn.rank_model import Model
 from worker.learn.teacher import PolicyTeacher
 from worker.learn.trainer import PeftTrainer, Trainer
-from worker.learn.turns import AlternatingTrainer
+from worker.learn.turns import AlternatingTrainer, UpdatingTrainer
 from worker.learn.world import World
 from worker.model import memory, quantized, sizing, support, teachers, verdicts
 from worker.model.adapters import adapter_targets
@@ -182,6 +182,7 @@ def assemble(
         store=BlobAdapters(attempt),
         engines=base.engines,
         fleet=fleet,
+        continues=task.settings.continue_in_flight,
         store_coverage=partial(
             verdicts.store_coverage, policy, base.entry, settings.model_cache, task.settings.lora_targets
         ),
@@ -199,8 +200,11 @@ def assemble(
         peft_trainer.start_from_policy()
     trainer: Trainer = peft_trainer
     if plan.sleeps:
-        assert isinstance(sampler, VllmSampler), "only vLLM's own engines are planned to sleep"
+        assert isinstance(sampler, VllmSampler), "only the job's own engines are planned to sleep"
         trainer = AlternatingTrainer(trainer, sampler)
+    if task.settings.continue_in_flight:
+        assert isinstance(sampler, VllmSampler), "other samplers are refused"
+        trainer = UpdatingTrainer(trainer, sampler)
     rewards: Scoring
     if teacher is not None:
         rewards = taught_by(teacher, policy, task, plan, checkpoints, settings, beat)
@@ -461,6 +465,10 @@ def prepare_task(attempt: Attempt, rows: Rows, base: BaseModel, teacher: Teacher
     if resolved.off_policy_steps and base.sampler == "transformers":
         raise UserMistake(
             "invalid_value", hyperparameters.NO_SAMPLER_OF_ITS_OWN, "method.reinforcement.hyperparameters"
+        )
+    if resolved.continue_in_flight and base.fleet:
+        raise UserMistake(
+            "invalid_value", hyperparameters.NO_ENGINES_OF_ITS_OWN, param_of(job, "continue_in_flight")
         )
     schema = stored_held_to(job.body.get("response_format"))
     if base.sampler == "vllm":

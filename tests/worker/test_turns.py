@@ -17,7 +17,7 @@ from tests.present import untyped
 from tests.worker.test_training import asked, drawn, prompt, sampling
 from worker.assemble import report_placement, takes_turns
 from worker.learn.trainer import PeftTrainer
-from worker.learn.turns import AlternatingTrainer
+from worker.learn.turns import AlternatingTrainer, UpdatingTrainer
 from worker.model.policy import Policy
 from worker.model.sizing import Estimate, MemoryPlan
 from worker.rollout.samplers import engine
@@ -36,6 +36,9 @@ class Diary:
 
     def sleep(self) -> None:
         self.said.append("sleep")
+
+    def update_in_flight(self) -> None:
+        self.said.append("update")
 
     def add(self, group: Group) -> None:
         self.said.append("add")
@@ -64,6 +67,18 @@ def test_the_sampler_sleeps_before_the_trainer_computes() -> None:
     trainer.load(Path("a"))
 
     assert diary.said == ["add", "sleep", "step", ("save", Path("a")), ("load", Path("a"))]
+
+
+def test_answers_in_flight_continue_with_the_policy_after_the_step() -> None:
+    diary = Diary()
+    trainer = UpdatingTrainer(diary, diary)
+
+    trainer.add(GROUP)
+    trainer.step()
+    trainer.save(Path("a"))
+    trainer.load(Path("a"))
+
+    assert diary.said == ["add", "step", "update", ("save", Path("a")), ("load", Path("a"))]
 
 
 def test_the_trainer_gives_its_memory_back_at_the_end_of_each_step(

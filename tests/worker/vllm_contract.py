@@ -32,6 +32,7 @@ TAKES = {
     LLMEngine.abort_request: ["request_ids", "internal"],
     LLMEngine.collective_rpc: ["method", "args"],
     LLMEngine.from_engine_args: ["engine_args"],
+    LLMEngine.reset_prefix_cache: ["reset_running_requests"],
     LLMEngine.sleep: ["level"],
     LLMEngine.step: [],
     LLMEngine.wake_up: [],

@@ -25,6 +25,7 @@ from worker.rollout.samplers.wire import (
     FallAsleep,
     Finished,
     NotApplied,
+    ReplaceAdapter,
     Request,
     SampleBatch,
     Stepped,
@@ -100,6 +101,10 @@ class EngineProcess:
             self._heard = time.monotonic()
         self.requests |= {request.id: request for request in requests}
         self._send(SampleBatch(adapter, tuple(requests)))
+
+    def replace(self, adapter: AdapterBytes) -> None:
+        """Have its answers continue with this adapter."""
+        self._send(ReplaceAdapter(adapter))
 
     def abort(self) -> None:
         """Forget all requests; the engine is ready again after its reply."""

@@ -17,6 +17,7 @@ class EngineConfig:
     tensor_parallel: int = 1  # processes that share each layer
     gpus: tuple[str, ...] = ()  # their GPUs, as in CUDA_VISIBLE_DEVICES; () leaves it as it is
     sleeps: bool = False  # between sampling; a CPU has no memory to release
+    continues: bool = False  # answers in flight may continue with another adapter
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,13 @@ class SampleBatch:
 
     adapter: AdapterBytes | None
     requests: tuple[Request, ...]
+
+
+@dataclass(frozen=True)
+class ReplaceAdapter:
+    """Answers in flight continue with this adapter: what they have so far is computed anew with it."""
+
+    adapter: AdapterBytes
 
 
 @dataclass(frozen=True)
@@ -105,6 +113,7 @@ class Finished:
     id: str
     output_ids_T: tuple[int, ...]
     logprobs_T: tuple[float, ...]
+    replaced_at: tuple[int, ...] = ()  # how many tokens it had whenever the adapter was replaced
 
 
 @dataclass(frozen=True)
