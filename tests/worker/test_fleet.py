@@ -32,7 +32,7 @@ from core.settings import Settings
 from core.storage.manifests import MANIFEST
 from core.storage.store import FolderBlobs
 from graders.spec import parse_grader
-from graders.types import Grade, Item, Sample
+from tests.fakes import EverySecond
 from tests.worker.conftest import GRADER, Bench
 from tests.worker.test_steering import LETTER, load_thinking
 from tests.worker.test_vllm_engines import has_ended
@@ -413,19 +413,6 @@ class TestWithoutProcesses:
         assert finished_of(REQUEST, body("length")).logprobs_T == (-0.5, -1.25)
         with pytest.raises(MemberLost, match="abort"):
             finished_of(REQUEST, body("abort"))
-
-
-class EverySecond:
-    """Likes every second answer, so that a group has signal."""
-
-    name, type = "second", "string_check"
-
-    def __init__(self) -> None:
-        self.likes = False
-
-    async def grade(self, sample: Sample, item: Item) -> Grade:
-        self.likes = not self.likes
-        return Grade(float(self.likes))
 
 
 class Unused:
