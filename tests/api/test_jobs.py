@@ -1016,6 +1016,31 @@ def test_a_model_that_a_gpu_samples_with_vllm_by_default_may_be_sampled_a_step_a
     assert api.post("/v1/fine_tuning/jobs", json=job_request(reinforcement=ahead)).status_code == 400
 
 
+@pytest.mark.parametrize(
+    ("advanced", "path"),
+    [
+        ({"off_policy_steps": 1, "continue_in_flight": True}, "continue_in_flight"),
+        ({"schedule": {"type": "off_policy", "continue_in_flight": True}}, "schedule.continue_in_flight"),
+    ],
+)
+def test_answers_of_a_fleet_do_not_continue_with_another_adapter(
+    api: TestClient,
+    house: House,
+    job_request: Callable[..., dict[str, Any]],
+    advanced: dict[str, Any],
+    path: str,
+) -> None:
+    service = house.app.state.service
+    request = job_request(reinforcement={"hyperparameters": {"advanced": advanced}})
+    fleet = service.settings.model_copy(update={"samplers": {request["model"]: ("http://sampler:8300",)}})
+    house.app.state.service = replace(service, settings=fleet)
+
+    error = api.post("/v1/fine_tuning/jobs", json=request).json()["error"]
+
+    assert error["param"] == f"method.reinforcement.hyperparameters.advanced.{path}"
+    assert "sampled by a fleet" in error["message"]
+
+
 @pytest.mark.both_databases
 def test_the_secrets_of_an_endpoint_are_kept_and_not_shown(
     api: TestClient, house: House, job_request: Callable[..., dict[str, Any]]

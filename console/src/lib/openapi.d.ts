@@ -1565,6 +1565,11 @@ export interface components {
              */
             logprob_gap_ess?: number | null;
             /**
+             * Stale Tokens Share
+             * @description With `continue_in_flight`: share of the sampled tokens that the policy before the newest update sampled.
+             */
+            stale_tokens_share?: number | null;
+            /**
              * Skipped Updates
              * @description 1 if a gradient was not finite and the step was not taken, else 0.
              */
@@ -1611,9 +1616,14 @@ export interface components {
             sampled_tokens?: number | null;
             /**
              * Sampling Tokens Per Second
-             * @description Sampled tokens per second of the phase sampling.
+             * @description Sampled tokens per second of the phase sampling, or of `ahead_seconds`.
              */
             sampling_tokens_per_second?: number | null;
+            /**
+             * Ahead Seconds
+             * @description With `off_policy_steps`: seconds in which the answers were sampled during the step before. The phase sampling is the part of it that the trainer waited for.
+             */
+            ahead_seconds?: number | null;
             /**
              * Training Tokens Per Second
              * @description Trained tokens per second of the phase training.
