@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from core.database.tables import File, Job
+from core.database.tables import Job
 from core.registry import BaseModelEntry
 from core.settings import Settings
 from core.storage.store import FolderBlobs
@@ -248,22 +248,8 @@ def test_a_split_job_continues_its_answers_with_each_update_and_measures_its_rat
     """The engine is an own process beside the trainer, which is what a GPU of its own is on a GPU."""
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
     blobs = FolderBlobs(tmp_path / "blobs")
-    rows = blobs.put_bytes(
-        "files/rows", b'{"messages": [{"role": "user", "content": "say yes"}], "answer": "a"}\n'
-    )
     with bench.database.write() as session:
-        for name in ("file-a", "file-b"):
-            session.add(
-                File(
-                    id=name,
-                    project_id=bench.project.id,
-                    blob_key="files/rows",
-                    sha256=rows.sha256,
-                    filename="a",
-                    purpose="fine-tune",
-                    bytes=1,
-                )
-            )
+        bench.add_files(session, blobs)
         job = session.query(Job).one()
         job.model = "tiny"
         ahead = {"off_policy_steps": 1, "continue_in_flight": True, "max_completion_tokens": 64}
