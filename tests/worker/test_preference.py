@@ -9,7 +9,7 @@ from torch import Tensor
 
 from core.jobs.offline_hyperparameters import DpoHyperparameters, ResolvedOffline, resolve
 from worker.learn import preference
-from worker.learn.offline import Pairs, pair_loss, pair_rewards
+from worker.learn.offline_gradient import Pairs, pair_loss, pair_rewards
 
 LN2 = math.log(2)
 
