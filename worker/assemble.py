@@ -336,10 +336,8 @@ def taught_by(
             "in its memory: one on a server can teach it.",
             "model",
         )
-    teaching, context = teachers.load_teacher(
-        teacher, policy, task.settings, checkpoints, settings.model_cache, beat
-    )
-    own = PolicyTeacher(teaching, context, plan.token_budget, beat)
+    loaded = teachers.load_teacher(teacher, policy, task.settings, checkpoints, settings.model_cache, beat)
+    own = PolicyTeacher(loaded.policy, loaded.teaching, plan.token_budget, beat)
     return TeacherRewards(own, temperature=task.settings.temperature)
 
 
