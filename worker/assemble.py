@@ -44,6 +44,7 @@ from worker.model.parent import continuing, start_from
 from worker.model.policy import DTYPES, Policy, read_config, read_tokenizer, render, source_of
 from worker.model.reasoning import Reasoning, detect, plan_effort
 from worker.model.sizing import MemoryPlan, Shape, Workload
+from worker.model.spelling import Speller
 from worker.model.support import ForwardVerdict
 from worker.model.teachers import TeacherModel
 from worker.offline.templates import template_of
@@ -148,8 +149,10 @@ def assemble(
     policy, verdict = load_policy(attempt, base, task, plan, settings, beat, world)
 
     sampler_name = f"{base.sampler} {base.sampler_version}"
-    quota = Quota(settings.rollout_bytes_per_job, settings.rollouts_per_step)
-    recorder = Recorder(attempt, settings.default_limits, quota)
+    quota = Quota(
+        settings.rollout_bytes_per_job, settings.rollouts_per_step, settings.rollout_tokens_per_step
+    )
+    recorder = Recorder(attempt, settings.default_limits, quota, Speller(policy.tokenizer))
     first = job.resolved is None
     recorder.resolved(task.settings, sampler_name)
     if first:
@@ -198,6 +201,7 @@ def assemble(
         **_computing(task, plan),
         world=world,
         gate=SamplerGate.of(settings.max_logprob_gap, sampler=sampler_name, precision=base.entry.dtype),
+        keeps_tokens=settings.rollout_tokens_per_step > 0,
     )
     checkpoints = Checkpoints(attempt, scratch)
     parent = Parent.of(job)

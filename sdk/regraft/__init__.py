@@ -49,6 +49,8 @@ if TYPE_CHECKING:
         Regrade,
         RegradedAnswer,
         Rollout,
+        RolloutToken,
+        RolloutTokens,
         StepMetrics,
         Verdict,
         WhatIf,
@@ -64,8 +66,8 @@ _HOME = {
     "regraft.jobs": "events metrics rollouts show",
     "regraft.progress": "FINAL",
     "regraft.requests": "InvalidRequestFile",
-    "regraft.types": "Estimate FileProfile GraderTest JobComparison JobEvent Preview PreviewProgress PromptHistory Regrade "
-    "RegradedAnswer Rollout StepMetrics Verdict WhatIf",
+    "regraft.types": "Estimate FileProfile GraderTest JobComparison JobEvent Preview PreviewProgress PromptHistory "
+    "Regrade RegradedAnswer Rollout RolloutToken RolloutTokens StepMetrics Verdict WhatIf",
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names.split()}
 
@@ -116,6 +118,8 @@ __all__ = [
     "RegradedAnswer",
     "Regraft",
     "Rollout",
+    "RolloutToken",
+    "RolloutTokens",
     "StepMetrics",
     "Verdict",
     "WhatIf",

@@ -127,7 +127,24 @@ class Rollout(BaseModel):
     advantage: float | None = None  # as used in training; None: the answer was not trained on
     trained: bool | None = None
     replacement: bool | None = None  # resampled in place of a prompt without signal
+    has_tokens: bool | None = None  # whether client.rollouts.tokens has the values of its tokens
     steps: list[RolloutStep] | None = None
+
+
+class RolloutToken(BaseModel):
+    """The values of a token, with three decimal digits."""
+
+    text: str  # empty for all but the last token of a character
+    logprob: float | None = None  # of the sampler; None: the token was not sampled
+    advantage: float | None = None  # as used in training; None: not trained on
+    gap: float | None = None  # log p of the trainer less that of the sampler; None: not computed
+
+
+class RolloutTokens(BaseModel):
+    """The tokens of an answer, its thought and stop token included."""
+
+    rollout_id: str
+    tokens: list[RolloutToken]
 
 
 class Rewards(BaseModel):

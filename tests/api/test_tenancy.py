@@ -15,6 +15,7 @@ from core.database.tables import (
     TunedModel,
 )
 from tests.api.conftest import GRADER, House
+from tests.api.test_rollouts import row, store
 
 pytestmark = pytest.mark.both_databases
 
@@ -45,6 +46,8 @@ def rows(house: House, api: TestClient, create_job: Callable[..., dict[str, Any]
     job = create_job(metadata={"team": "a"}, reinforcement={"grader": both})
     api.post(f"/v1/fine_tuning/jobs/{job['id']}/cancel")  # or the stream of its events would have no end
     house.blobs.put_bytes("rollouts.jsonl", json.dumps({"score": 1.0}).encode())
+    nothing = {"text": "4", "logprob": None, "advantage": None, "gap": None}
+    store(house, job["id"], 2, rows=[row(2, "train", 0, 0, has_tokens=True, tokens=[nothing])])
     with house.database.write() as session:
         for split in ("train", "valid"):
             session.add(
@@ -85,6 +88,7 @@ def rows(house: House, api: TestClient, create_job: Callable[..., dict[str, Any]
         "pipeline_id": api.post(
             "/v1/regraft/pipelines", json={"stages": [mixture(job["training_file"])]}
         ).json()["id"],
+        "rollout_id": "rollout_2_t_0_0",
         "checkpoint_id": "ftckpt_1",
         "delivery_id": "wh_1",
         "regrade_id": api.post(

@@ -30,7 +30,7 @@ from worker.model import recompute, sharding, support
 from worker.model.policy import Policy
 from worker.model.reward_head import RewardHead
 from worker.model.support import ForwardVerdict
-from worker.types import Pack
+from worker.types import AnswerKey, Pack, TokenValues
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,11 @@ class SumGradients:
 
 
 @dataclass(frozen=True)
+class GatherTokenValues:
+    pass
+
+
+@dataclass(frozen=True)
 class EndStep:
     pass
 
@@ -113,6 +118,7 @@ Order = (
     | NormalizeAdvantages
     | RepeatPacks
     | SumGradients
+    | GatherTokenValues
     | EndStep
     | WatchReference
 )
@@ -162,6 +168,10 @@ class DistributedGradient:
         totals: list[Totals] = self._order([SumGradients()] * self.world.size)
         return reduce(add, totals)
 
+    def token_values(self) -> dict[AnswerKey, TokenValues]:
+        values_R: list[dict[AnswerKey, TokenValues]] = self._order([GatherTokenValues()] * self.world.size)
+        return {key: value for values in values_R for key, value in values.items()}
+
     def end(self) -> None:
         self._order([EndStep()] * self.world.size)
 
@@ -187,7 +197,8 @@ class DistributedGradient:
 
 
 def carry_out(order: Order, own: OwnGradient, world: World) -> Any:
-    """Do what all ranks do together. RewardTokens and SumGradients return the results of all ranks on rank 0.
+    """Do what all ranks do together. RewardTokens, SumGradients and GatherTokenValues return the results of all ranks
+    on rank 0.
 
     A forward or backward pass of a sharded base is a collective operation, so all ranks compute as many of each kind:
     the one with the fewest micro-batches fills up with passes that add nothing.
@@ -227,6 +238,8 @@ def carry_out(order: Order, own: OwnGradient, world: World) -> Any:
         case SumGradients():
             world.sum_gradients(trainable)
             return world.gather(own.collect())
+        case GatherTokenValues():
+            return world.gather(own.token_values())
         case EndStep():
             own.end()
 

@@ -505,7 +505,7 @@ export interface components {
             usage_metrics: {
                 [key: string]: unknown;
             } | null;
-            queue: components["schemas"]["QueueOut"] | null;
+            queue: components["schemas"]["api__resources__jobs__QueueOut"] | null;
             /**
              * Shared With Openai
              * @default false
@@ -1044,16 +1044,6 @@ export interface components {
              */
             samples: number[];
         };
-        /**
-         * QueueOut
-         * @description Position of a waiting job in its queue, from 1, and what blocks it.
-         */
-        QueueOut: {
-            /** Position */
-            position: number;
-            /** Reason */
-            reason: string;
-        };
         /** RegradeOut */
         RegradeOut: {
             /** Id */
@@ -1253,6 +1243,8 @@ export interface components {
                 trained: boolean | null;
                 /** Replacement */
                 replacement: boolean | null;
+                /** Has Tokens */
+                has_tokens: boolean | null;
                 /** Steps */
                 steps: {
                     [key: string]: unknown;
@@ -2156,6 +2148,16 @@ export interface components {
              * @description Spearman's, of the stored and the new scores.
              */
             rank_correlation: number | null;
+        };
+        /**
+         * QueueOut
+         * @description Position of a waiting job in its queue, from 1, and what blocks it.
+         */
+        api__resources__jobs__QueueOut: {
+            /** Position */
+            position: number;
+            /** Reason */
+            reason: string;
         };
     };
     responses: never;

@@ -259,6 +259,12 @@ def _results(top: Commands) -> None:
     rollouts.add_argument("--min-score", type=float, metavar="X")
     rollouts.add_argument("--max-score", type=float, metavar="X")
     rollouts.add_argument(
+        "--has-tokens",
+        action="store_true",
+        default=None,
+        help="only answers with the log-probability and advantage of each token",
+    )
+    rollouts.add_argument(
         "--search",
         dest="q",
         metavar="TEXT",
