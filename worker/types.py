@@ -39,6 +39,8 @@ class Rollout:
         0  # tokens before `grammar_start` that closed a thought at its budget: they were not sampled
     )
     teacher_T: tuple[float, ...] = ()  # log-probabilities under a teacher, in jobs that have one
+    # With `continue_in_flight`, for each token: the steps that the policy which sampled it had learned from.
+    policy_steps_T: tuple[int, ...] = ()
 
     @property
     def sampled_tokens(self) -> int:

@@ -48,7 +48,12 @@ from core.jobs.budgets import Price
 from core.jobs.devices import device_of
 from core.jobs.distillation import Distillation, OnPolicyDistillation
 from core.jobs.hyperparameter_groups import Lora
-from core.jobs.hyperparameters import NO_SAMPLER_OF_ITS_OWN, Hyperparameters, shown_advanced
+from core.jobs.hyperparameters import (
+    NO_ENGINES_OF_ITS_OWN,
+    NO_SAMPLER_OF_ITS_OWN,
+    Hyperparameters,
+    shown_advanced,
+)
 from core.registry import BaseModelEntry, SamplerName, sampler_of
 from core.response_format import ResponseFormat
 from core.results import evals, lineage, tuned_models
@@ -948,6 +953,10 @@ def usable_model(body: JobCreate, base_model: str, service: Service) -> BaseMode
     if advanced.schedule.type == "off_policy" and sampler == "transformers":
         where = f"method.reinforcement.hyperparameters.advanced.{advanced.path('off_policy_steps')}"
         raise InvalidRequest(NO_SAMPLER_OF_ITS_OWN, param=where)
+    continues = advanced.schedule.type == "off_policy" and advanced.schedule.continue_in_flight
+    if continues and base_model in service.settings.samplers:
+        where = f"method.reinforcement.hyperparameters.advanced.{advanced.path('continue_in_flight')}"
+        raise InvalidRequest(NO_ENGINES_OF_ITS_OWN, param=where)
     return model
 
 

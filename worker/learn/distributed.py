@@ -17,7 +17,7 @@ from torch import Tensor
 from core.jobs.hyperparameters import Resolved
 from worker.learn import offline_ranks
 from worker.learn.deal import deal
-from worker.learn.gradient import OwnGradient
+from worker.learn.gradient import OwnGradient, keep_memory
 from worker.learn.offline_gradient import OfflineGradient
 from worker.learn.rank_model import Model
 from worker.learn.reward import RewardGradient
@@ -52,6 +52,7 @@ class LoadModel:
     held_to: str
     degree: int = 1  # of sharding: the ranks of a machine that share one copy of the base model
     teacher: RankTeacher | None = None
+    release: Callable[[], None] = keep_memory  # called after loading, and at the end of each step
 
 
 @dataclass(frozen=True)
@@ -278,9 +279,12 @@ def loaded(order: LoadModel, world: World) -> OwnGradient | OfflineGradient:
     if device != "cpu":
         torch.cuda.set_device(device)
     policy, _ = load_checked(order.model, device, order.degree, world)
+    order.release()
     settings, budget = order.model.settings, order.token_budget
     if isinstance(settings, Resolved):
-        return OwnGradient(policy, settings, token_budget=budget, held_to=order.held_to)
+        return OwnGradient(
+            policy, settings, token_budget=budget, held_to=order.held_to, release=order.release
+        )
     if order.teacher is not None:
         teacher = teacher_of(order.teacher, policy, device)
         return SoftTargetGradient(policy, teacher, settings, token_budget=budget)

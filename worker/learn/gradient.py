@@ -81,11 +81,25 @@ class Gradient(Protocol):
         ...
 
 
+def keep_memory() -> None:
+    """Keep the memory of a step for the next one."""
+
+
 class OwnGradient:
     """Implements Gradient in this process, computing packs as they are added."""
 
-    def __init__(self, policy: Policy, settings: Resolved, *, token_budget: int, held_to: str = "") -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        settings: Resolved,
+        *,
+        token_budget: int,
+        held_to: str = "",
+        release: Callable[[], None] = keep_memory,
+    ) -> None:
+        """`release`: called at the end of a step, when nothing of it is in use any more."""
         self.policy = policy
+        self.release = release
         self.settings = settings
         self.capacity = token_budget
         self.held_to = held_to
@@ -215,6 +229,7 @@ class OwnGradient:
 
     def end(self) -> None:
         self._batches, self._filled_up = [], Counter()
+        self.release()
 
     def _backward(self, batch: "Batch", std: float) -> Totals:
         settings = self.settings

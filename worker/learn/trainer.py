@@ -1,7 +1,7 @@
 """Train the adapter on graded groups: optimizer steps of LoRA with a GRPO-family loss."""
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -10,7 +10,7 @@ import torch
 from core.jobs.hyperparameters import Resolved
 from worker.learn.batch import Share, batch_of, divisors, in_mini_batches, share_of
 from worker.learn.distributed import DistributedGradient
-from worker.learn.gradient import Gradient, OwnGradient
+from worker.learn.gradient import Gradient, OwnGradient, keep_memory
 from worker.learn.optimizer import AdapterOptimizer
 from worker.learn.token_rewards import StepMoments
 from worker.learn.totals import Totals
@@ -54,14 +54,16 @@ class PeftTrainer:
         gate: SamplerGate | None = None,
         world: World | None = None,
         keeps_tokens: bool = False,
+        release: Callable[[], None] = keep_memory,
     ) -> None:
         """`held_to` is the response schema of the sampler; the ranks of `world` compute a share of the gradient.
 
-        With `keeps_tokens`, `step` returns what it computed with for each token.
+        With `keeps_tokens`, `step` returns what it computed with for each token. `release` is called on all ranks at
+        the end of each step.
         """
         self.policy = policy
         self.settings = settings
-        self.own = OwnGradient(policy, settings, token_budget=token_budget, held_to=held_to)
+        self.own = OwnGradient(policy, settings, token_budget=token_budget, held_to=held_to, release=release)
         self.gradient: Gradient = self.own
         if world is not None:
             self.gradient = DistributedGradient(self.own, world)

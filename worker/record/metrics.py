@@ -68,6 +68,8 @@ def of_step(
         data |= _signal(train_P, supervision)
     if update is not None:
         data |= _update(update)
+    if policy_steps := [one for rollout in _rollouts(train_P) for one in rollout.policy_steps_T]:
+        data["stale_tokens_share"] = sum(one < step - 1 for one in policy_steps) / len(policy_steps)
     if others_P:
         data |= _replaced(train_P, others_P, supervision, seconds)
     sampled = sum(len(rollout.output_ids_T) for rollout in _rollouts([*train_P, *others_P]))
