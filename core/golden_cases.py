@@ -113,5 +113,5 @@ def remove(work: Work, grader: StoredGrader, case: GoldenCase) -> None:
     work.record("grader.case_deleted", grader.id, {"name": grader.name, "case": case.id})
 
 
-def _of(grader: StoredGrader) -> Select[Any]:
+def _of(grader: StoredGrader) -> Select[GoldenCase]:
     return select(GoldenCase).where(GoldenCase.grader_id == grader.id)

@@ -195,5 +195,5 @@ def remove_version(work: Work, grader: StoredGrader, row: GraderVersion) -> None
     work.record("grader.version_deleted", grader.id, {"name": grader.name, "version": row.version})
 
 
-def _versions(grader: StoredGrader) -> Select[Any]:
+def _versions(grader: StoredGrader) -> Select[GraderVersion]:
     return select(GraderVersion).where(GraderVersion.grader_id == grader.id)

@@ -144,9 +144,9 @@ class GoldenCaseCreate(StrictModel):
     ] = None
 
     def new(self) -> NewCase:
-        is_range = isinstance(self.expect, ScoreRange)
-        low, high = (self.expect.min, self.expect.max) if is_range else (self.expect, self.expect)
-        return NewCase(self.sample.stored(), self.item, low, high, self.note, self.rollout_id)
+        asked = self.expect
+        bounds = asked if isinstance(asked, ScoreRange) else ScoreRange(min=asked, max=asked)
+        return NewCase(self.sample.stored(), self.item, bounds.min, bounds.max, self.note, self.rollout_id)
 
 
 class GoldenCasesCreate(Body):

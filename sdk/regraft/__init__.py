@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         CheckpointNotFound,
         DownloadCorrupt,
         FileNotFound,
+        GraderNotFound,
         InsufficientPermissions,
         InvalidApiKey,
         InvalidGrader,
@@ -39,7 +40,10 @@ if TYPE_CHECKING:
     from regraft.requests import InvalidRequestFile
     from regraft.types import (
         Estimate,
+        GoldenCase,
+        GraderCheck,
         GraderTest,
+        GraderVersion,
         JobComparison,
         JobEvent,
         Preview,
@@ -49,6 +53,7 @@ if TYPE_CHECKING:
         RegradedAnswer,
         Rollout,
         StepMetrics,
+        StoredGrader,
         Verdict,
         WhatIf,
     )
@@ -57,14 +62,15 @@ _HOME = {
     "regraft._rules.datasets": "InvalidDataset LineError",
     "regraft.client": "AsyncRegraft Regraft",
     "regraft.config": "NotConfigured",
-    "regraft.errors": "BudgetReached CheckpointNotFound DownloadCorrupt FileNotFound InsufficientPermissions "
+    "regraft.errors": "BudgetReached CheckpointNotFound DownloadCorrupt FileNotFound GraderNotFound "
+    "InsufficientPermissions "
     "InvalidApiKey InvalidGrader InvalidJobState JobFailed JobNotFound ModelNotFound "
     "NotARegraftServer NotSupportedByServer QuotaExceeded RateLimited",
     "regraft.jobs": "events metrics rollouts show",
     "regraft.progress": "FINAL",
     "regraft.requests": "InvalidRequestFile",
-    "regraft.types": "Estimate GraderTest JobComparison JobEvent Preview PreviewProgress PromptHistory Regrade "
-    "RegradedAnswer Rollout StepMetrics Verdict WhatIf",
+    "regraft.types": "Estimate GoldenCase GraderCheck GraderTest GraderVersion JobComparison JobEvent Preview "
+    "PreviewProgress PromptHistory Regrade RegradedAnswer Rollout StepMetrics StoredGrader Verdict WhatIf",
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names.split()}
 
@@ -89,7 +95,11 @@ __all__ = [
     "DownloadCorrupt",
     "Estimate",
     "FileNotFound",
+    "GoldenCase",
+    "GraderCheck",
+    "GraderNotFound",
     "GraderTest",
+    "GraderVersion",
     "InsufficientPermissions",
     "InvalidApiKey",
     "InvalidDataset",
@@ -115,6 +125,7 @@ __all__ = [
     "Regraft",
     "Rollout",
     "StepMetrics",
+    "StoredGrader",
     "Verdict",
     "WhatIf",
     "events",
