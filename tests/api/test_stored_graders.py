@@ -1,6 +1,8 @@
 """Named graders: versions by content, golden cases, and references in place of specifications."""
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +11,7 @@ from starlette.testclient import TestClient
 
 from core import golden_cases, stored_graders
 from core.database.tables import GraderVersion, StoredGrader
+from graders.types import Grade, Item, Sample
 from tests.api.conftest import GRADER, House
 from tests.present import untyped
 
@@ -479,3 +482,43 @@ def test_a_row_that_looks_like_a_reference_stays_as_it_is(api: TestClient) -> No
     )
 
     assert untyped(ran.json())["metadata"]["errors"]["other_error"] is False
+
+
+class Counting:
+    """Graders that note how many of them, and how many runs of the service, are under way at once."""
+
+    name, type = "counts", "string_check"
+
+    def __init__(self, house: House) -> None:
+        self.admission = house.app.state.service.admission
+        self.under_way = 0
+        self.seen: set[tuple[int, int]] = set()
+
+    @asynccontextmanager
+    async def open(self, spec: Any, **more: Any) -> "AsyncIterator[Counting]":
+        yield self
+
+    def check(self, spec: Any, param: str = "grader") -> None:
+        pass
+
+    async def grade(self, sample: Sample, item: Item) -> Grade:
+        self.under_way += 1
+        await asyncio.sleep(0)  # the others begin
+        self.seen.add((self.under_way, self.admission.grader_runs.taken))
+        await asyncio.sleep(0)
+        self.under_way -= 1
+        return Grade(1.0)
+
+
+def test_a_check_is_one_run_of_the_project_and_grades_eight_cases_at_a_time(
+    house: House, api: TestClient
+) -> None:
+    save(api)
+    add(api, *[case(text=f"{number}") for number in range(20)])
+    counting = Counting(house)
+    house.app.state.service = replace(house.app.state.service, backends=untyped(counting))
+
+    assert api.post(f"{GRADERS}/close/check", json={}).json()["passed"] == 20
+
+    assert max(count for count, _ in counting.seen) == 8
+    assert {runs for _, runs in counting.seen} == {1}
