@@ -52,6 +52,7 @@ class Service:
     graders: GraderLoop
     shutdown: Shutdown
     preview_seconds: float = 540.0  # OpenAI's client gives up after 600
+    check_seconds: float = 540.0  # of a stored grader on all of its golden cases
 
 
 async def _service(request: Request) -> Service:

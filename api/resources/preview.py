@@ -22,7 +22,7 @@ from api.resources import estimates as sizes
 from api.resources.chat import Inference, Upstream, whole
 from api.resources.estimates import Asked, Size
 from api.resources.graders import TIMEOUT_S
-from api.resources.jobs import JobCreate, refuse_unusable
+from api.resources.jobs import TAKES_JOB, JobCreate, refuse_unusable
 from api.resources.stream import UNBUFFERED
 from core.chat import Chat, Served
 from core.database.tables import File, Project
@@ -179,7 +179,7 @@ def _prepared(body: PreviewCreate, project: Project, service: Service) -> Prepar
     return Prepared(body, project.id, asked, rows, chats)
 
 
-@router.post("", response_model=PreviewOut, responses=refusals(404, 503))
+@router.post("", response_model=PreviewOut, responses=refusals(404, 503), dependencies=TAKES_JOB)
 async def preview_job(
     request: Request,
     body: PreviewCreate,

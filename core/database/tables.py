@@ -436,6 +436,57 @@ class EvalJournal(Table):
     data: Mapped[dict[str, Any]]
 
 
+class StoredGrader(Table):
+    """A named grader of a project. Its content is in its versions."""
+
+    __tablename__ = "stored_graders"
+    __table_args__ = (UniqueConstraint("project_id", "name"), Index(None, "project_id", "seq"))
+    seq: Mapped[int] = mapped_column(Seq, primary_key=True, autoincrement=True)
+    id: Mapped[str] = mapped_column(String(64), unique=True, default=lambda: new_id("grader_"))
+    project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"))
+    name: Mapped[str] = mapped_column(String(64))
+    version: Mapped[str] = mapped_column(String(64))  # the one that was saved last
+    created_at: Mapped[int] = mapped_column(BigInteger, default=now)
+    updated_at: Mapped[int] = mapped_column(BigInteger, default=now)
+
+
+class GraderVersion(Table):
+    """A specification, addressed by its hash (core/stored_graders.py). It never changes."""
+
+    __tablename__ = "grader_versions"
+    __table_args__ = (UniqueConstraint("grader_id", "version"), Index(None, "grader_id", "seq"))
+    seq: Mapped[int] = mapped_column(Seq, primary_key=True, autoincrement=True)
+    grader_id: Mapped[str] = mapped_column(String(64))
+    version: Mapped[str] = mapped_column(String(64))
+    spec: Mapped[dict[str, Any]]
+    note: Mapped[str] = mapped_column(String(1024), default="")
+    bytes: Mapped[int] = mapped_column(BigInteger)
+    created_at: Mapped[int] = mapped_column(BigInteger, default=now)
+
+
+class GoldenCase(Table):
+    """An answer and its row, with the score that every version of a grader must give it."""
+
+    __tablename__ = "golden_cases"
+    __table_args__ = (UniqueConstraint("grader_id", "sha256"), Index(None, "grader_id", "seq"))
+    seq: Mapped[int] = mapped_column(Seq, primary_key=True, autoincrement=True)
+    id: Mapped[str] = mapped_column(String(64), unique=True, default=lambda: new_id("case_"))
+    grader_id: Mapped[str] = mapped_column(String(64))
+    sha256: Mapped[str] = mapped_column(
+        String(64)
+    )  # of sample and item: a second case of them replaces the first
+    sample: Mapped[dict[str, Any]]
+    item: Mapped[dict[str, Any]]
+    min_score: Mapped[float | None] = mapped_column(Double, default=None)
+    max_score: Mapped[float | None] = mapped_column(Double, default=None)
+    note: Mapped[str] = mapped_column(String(1024), default="")
+    rollout_id: Mapped[str | None] = mapped_column(
+        String(128), default=None
+    )  # the stored answer that it came from
+    bytes: Mapped[int] = mapped_column(BigInteger)
+    created_at: Mapped[int] = mapped_column(BigInteger, default=now)
+
+
 class Pipeline(Table):
     """Named stages, each a job or a file made from others (core/pipelines/lifecycle.py, the only writer)."""
 

@@ -449,6 +449,81 @@ class GraderTest(BaseModel):
     sub_rewards: dict[str, float] = {}
 
 
+class StoredGrader(BaseModel):
+    """A named grader with its current version."""
+
+    id: str
+    name: str
+    created_at: int
+    updated_at: int
+    version: str  # SHA-256 of the specification
+    versions: int
+    cases: int  # golden cases
+    grader: dict[str, Any]  # header values are masked
+
+
+class GraderVersion(BaseModel):
+    """A version of a stored grader. `id` is its hash."""
+
+    id: str
+    name: str
+    version: str
+    created_at: int
+    is_current: bool
+    note: str
+    grader: dict[str, Any]
+
+
+class ScoreRange(BaseModel):
+    """The scores that pass, both bounds included; None: no bound."""
+
+    min: float | None = None
+    max: float | None = None
+
+    def __str__(self) -> str:
+        if self.min == self.max:
+            return f"{self.min:g}"
+        if self.max is None:
+            return f"from {self.min:g}"
+        return f"to {self.max:g}" if self.min is None else f"{self.min:g} to {self.max:g}"
+
+
+class GoldenCase(BaseModel):
+    """An answer and its row, with the scores that all versions of a grader must give it."""
+
+    id: str
+    created_at: int
+    sample: dict[str, Any]
+    item: dict[str, Any]
+    expect: ScoreRange
+    note: str
+    rollout_id: str | None = None
+
+
+class CheckedCase(BaseModel):
+    """A golden case and its score; None: it could not be graded, which fails the case."""
+
+    case_id: str
+    passed: bool
+    score: float | None = None
+    expect: ScoreRange
+    reason: str
+    errors: list[str]
+    output: str  # printed by the grader
+    scores: dict[str, float | None]  # of the parts of a multi grader
+    execution_time: float
+
+
+class GraderCheck(BaseModel):
+    """The golden cases of a stored grader, run with one of its versions or with another specification."""
+
+    name: str
+    version: str  # of what was run, saved or not
+    passed: int
+    failed: int
+    results: list[CheckedCase]
+
+
 class EvalDifference(BaseModel):
     """The second run minus the first, over the rows that both graded, with a 95 % interval."""
 

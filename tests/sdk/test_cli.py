@@ -1150,3 +1150,42 @@ def test_an_estimate_ages_until_the_next_step() -> None:
         "GPU time": "2 min 00 s in all, between 1 min 00 s and 4 min 00 s",
         "cost": "2.00 USD in all, between 1.00 and 4.00",
     }
+
+
+def test_stored_graders_are_saved_compared_and_checked(
+    regraft: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    files = {"strict.json": GRADER, "lenient.json": GRADER | {"operation": "ilike"}}
+    rows = [
+        {"sample": "4", "expect": 1, "answer": "4"},
+        {"sample": "4!", "expect": {"max": 0.5}, "answer": "4"},
+    ]
+    for name, spec in files.items():
+        (tmp_path / name).write_text(json.dumps(spec))
+    (tmp_path / "cases.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    strict, lenient = (str(tmp_path / name) for name in files)
+
+    saved = json.loads(regraft("--output", "json", "graders", "save", "close", "--grader", strict)[1])
+    regraft("graders", "save", "close", "--grader", lenient, "--note", "in any case")
+    code, out, err = regraft("graders", "cases", "close", "--add", str(tmp_path / "cases.jsonl"))
+    assert (code, err) == (0, "2 added\n")
+    assert "to 0.5" in out
+
+    code, out, err = regraft("graders", "check", "close")
+    assert (code, err.split(", with")[0]) == (1, "1 passed, 1 failed")
+    assert "not as expected" in out
+    assert regraft("graders", "check", f"close@{saved['version'][:12]}")[0] == 0
+    assert regraft("graders", "check", "close", "--grader", strict)[0] == 0
+    assert regraft("graders", "check", "close", "--grader", f"stored:close@{saved['version']}")[0] == 0
+    assert "in any case" in regraft("graders", "versions", "close")[1]
+    assert "close  string_check" in regraft("graders", "list")[1]
+    assert json.loads(regraft("graders", "show", f"close@{saved['version'][:8]}")[1]) == GRADER
+    code, out, _ = regraft("graders", "diff", "close", saved["version"][:8])
+    assert (code, '-  "operation": "eq",' in out, '+  "operation": "ilike",' in out) == (1, True, True)
+    assert regraft("graders", "diff", "close", saved["version"], saved["version"])[0] == 0
+
+    case = json.loads(regraft("--output", "json", "graders", "cases", "close")[1])[0]["id"]
+    assert case not in regraft("graders", "cases", "close", "--delete", case)[1]
+    assert regraft("graders", "delete", f"close@{saved['version']}")[0] == 0
+    assert regraft("graders", "delete", "close")[1] == "deleted close\n"
+    assert regraft("graders", "show", "close")[0] == 3

@@ -22,6 +22,16 @@ from openai.types.fine_tuning.jobs import FineTuningJobCheckpoint
 from regraft import config
 from regraft._rules.datasets import InvalidDataset
 from regraft.cli.evals import evals_compare, evals_export, evals_gate, evals_import, evals_run
+from regraft.cli.graders import (
+    graders_cases,
+    graders_check,
+    graders_delete,
+    graders_diff,
+    graders_list,
+    graders_save,
+    graders_show,
+    graders_versions,
+)
 from regraft.cli.output import (
     duration,
     expected_costs,
@@ -1198,6 +1208,14 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
         validate,
         graders_validate,
         graders_run,
+        graders_save,
+        graders_list,
+        graders_show,
+        graders_versions,
+        graders_diff,
+        graders_delete,
+        graders_cases,
+        graders_check,
         jobs_create,
         jobs_clone,
         jobs_list,
