@@ -64,8 +64,8 @@ _HOME = {
     "regraft.jobs": "events metrics rollouts show",
     "regraft.progress": "FINAL",
     "regraft.requests": "InvalidRequestFile",
-    "regraft.types": "Estimate FileProfile GraderTest JobComparison JobEvent Preview PreviewProgress PromptHistory Regrade "
-    "RegradedAnswer Rollout StepMetrics Verdict WhatIf",
+    "regraft.types": "Estimate FileProfile GraderTest JobComparison JobEvent Preview PreviewProgress PromptHistory "
+    "Regrade RegradedAnswer Rollout StepMetrics Verdict WhatIf",
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names.split()}
 
