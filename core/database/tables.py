@@ -282,6 +282,8 @@ class Job(Table):
     dispatched_at: Mapped[float] = mapped_column(Double, default=0.0)
     # The work of the run inside of its step (worker/progress.py), with the epoch of its claim.
     progress: Mapped[dict[str, Any] | None] = mapped_column(default=None)
+    # The results of the newest preview of the same request, when the job was created (core/results/previews.py).
+    preview: Mapped[dict[str, Any] | None] = mapped_column(default=None)
 
 
 class Attempt(Table):
@@ -315,6 +317,35 @@ class Event(Table):
     # listed, but still valid as cursors.
     step: Mapped[int | None] = mapped_column(Integer, default=None)
     superseded: Mapped[bool] = mapped_column(Boolean, default=False)
+
+
+class Preview(Table):
+    """Answers of a base model to a few rows, graded as a job would (core/results/previews.py)."""
+
+    __tablename__ = "previews"
+    __table_args__ = (
+        Index(None, "project_id", "seq"),
+        Index(None, "project_id", "training_sha256"),
+        Index(None, "finished_at"),
+    )
+    seq: Mapped[int] = mapped_column(Seq, primary_key=True, autoincrement=True)
+    id: Mapped[str] = mapped_column(String(64), unique=True, default=lambda: new_id("prev_"))
+    project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"))
+    created_at: Mapped[int] = mapped_column(BigInteger, default=now)
+    finished_at: Mapped[int | None] = mapped_column(BigInteger, default=None)
+    request: Mapped[dict[str, Any]]  # as it is shown: values of grader headers are masked
+    # Hashes of the parts of the request on which its answers and grades depend, by name.
+    parts: Mapped[dict[str, Any]]
+    training_sha256: Mapped[str] = mapped_column(String(64))
+    status: Mapped[str] = mapped_column(String(16), default="in_progress")
+    progress: Mapped[dict[str, Any]]
+    report: Mapped[dict[str, Any] | None] = mapped_column(default=None)
+    error: Mapped[dict[str, Any] | None] = mapped_column(default=None)
+    # Mean answer lengths by row and the speed, for the estimates of the same job.
+    measured: Mapped[dict[str, Any] | None] = mapped_column(default=None)
+    answers: Mapped[list[Any] | None] = mapped_column(default=None, deferred=True)
+    # The process that runs it renews this; a preview past it has lost its process.
+    lease_expires_at: Mapped[float] = mapped_column(Double)
 
 
 class StepMetric(Table):

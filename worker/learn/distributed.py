@@ -268,7 +268,7 @@ def follow(world: World) -> NoReturn:
         elif isinstance(own, OfflineGradient) and order is not None:
             offline_ranks.carry_out(order, own, world)
         elif order is not None:
-            assert own is not None, "LoadModel comes first"
+            assert isinstance(own, OwnGradient), "LoadModel comes first"
             carry_out(order, own, world)
 
 

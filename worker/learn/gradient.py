@@ -221,7 +221,9 @@ class OwnGradient:
             answers = [(pack.prompt_ids, one) for pack in batch.packs for one in pack.sequences]
             sampled = [len(one.output_ids_T) - one.forced for _, one in answers]
             values = zip(
-                batch.old_logp.cpu().split(sampled), batch.used_advantage.cpu().split(sampled), strict=True
+                torch.split(batch.old_logp.cpu(), sampled),
+                torch.split(batch.used_advantage.cpu(), sampled),
+                strict=True,
             )
             for (prompt_ids, one), (logprobs_T, advantages_T) in zip(answers, values, strict=True):
                 found[prompt_ids, one.output_ids_T] = TokenValues(logprobs_T.numpy(), advantages_T.numpy())

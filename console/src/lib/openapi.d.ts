@@ -319,6 +319,7 @@ export interface components {
              * @constant
              */
             object: "regraft.estimate";
+            preview?: components["schemas"]["PreviewedOut"] | null;
             /** Group Size */
             group_size?: number | null;
             /** Max Completion Tokens */
@@ -387,7 +388,7 @@ export interface components {
         };
         /**
          * GraderReads
-         * @description What the templates of a grader read.
+         * @description The fields that the templates of a grader read.
          */
         GraderReads: {
             /** Paths */
@@ -528,6 +529,7 @@ export interface components {
             } | null;
             verdict: components["schemas"]["VerdictOut"] | null;
             progress: components["schemas"]["ProgressOut"] | null;
+            preview: components["schemas"]["PreviewedOut"] | null;
         };
         /**
          * JobValidation
@@ -787,11 +789,79 @@ export interface components {
             stages: components["schemas"]["StageOut"][];
         };
         /**
+         * PreviewErrorOut
+         * @description The error that ended a preview, and the status that a response with it would have.
+         */
+        PreviewErrorOut: {
+            /** Message */
+            message: string;
+            /** Type */
+            type: string;
+            /** Param */
+            param: string | null;
+            /** Code */
+            code: string | null;
+            /** Status */
+            status: number;
+        };
+        /**
          * PreviewOut
+         * @description A preview. `request` is the body that created it; values of grader headers are masked.
+         */
+        PreviewOut: {
+            /** Id */
+            id: string;
+            /**
+             * Object
+             * @default regraft.preview
+             * @constant
+             */
+            object: "regraft.preview";
+            /** Created At */
+            created_at: number;
+            /** Finished At */
+            finished_at: number | null;
+            /**
+             * Status
+             * @description in_progress, completed, failed or canceled.
+             */
+            status: string;
+            /** Request */
+            request: {
+                [key: string]: unknown;
+            };
+            /**
+             * Answers Of
+             * @description The earlier preview whose answers this one grades; null: it sampled its own.
+             */
+            answers_of: string | null;
+            progress: components["schemas"]["PreviewProgressOut"];
+            report: components["schemas"]["PreviewReportOut"] | null;
+            error: components["schemas"]["PreviewErrorOut"] | null;
+        };
+        /**
+         * PreviewProgressOut
+         * @description How far a preview is; of all answers, those that are sampled, and those that are graded.
+         */
+        PreviewProgressOut: {
+            /**
+             * Phase
+             * @enum {string}
+             */
+            phase: "loading" | "sampling" | "grading";
+            /** Of */
+            of: number;
+            /** Sampled */
+            sampled: number;
+            /** Graded */
+            graded: number;
+        };
+        /**
+         * PreviewReportOut
          * @description The job's size and estimate as in /v1/regraft/estimate, with the measured answer lengths, and the results of the
          *     preview. core/results/preview.py documents each number.
          */
-        PreviewOut: {
+        PreviewReportOut: {
             /** Model */
             model: string;
             /** Gpu Class */
@@ -818,12 +888,6 @@ export interface components {
             group_size: number;
             /** Max Completion Tokens */
             max_completion_tokens: number;
-            /**
-             * Object
-             * @default regraft.preview
-             * @constant
-             */
-            object: "regraft.preview";
             /** Prompts */
             prompts: components["schemas"]["ShownPrompt"][];
             /** Answers */
@@ -865,6 +929,26 @@ export interface components {
             seconds: number;
             /** Tokens Per Second */
             tokens_per_second: number;
+        };
+        /**
+         * PreviewedOut
+         * @description The results of the preview of the same request (docs/howto/preview.md).
+         */
+        PreviewedOut: {
+            /** Id */
+            id: string;
+            /** Created At */
+            created_at: number;
+            /** Answers */
+            answers: number;
+            /** Passed */
+            passed: number;
+            /** Mean Reward */
+            mean_reward: number | null;
+            /** Signal */
+            signal: number;
+            /** Verdict */
+            verdict: string;
         };
         /**
          * ProfileOut
@@ -911,7 +995,7 @@ export interface components {
             tokens: components["schemas"]["TokenLengths"] | null;
             /**
              * Tokens Reason
-             * @description Why the tokens are not counted.
+             * @description The reason if tokens are not counted.
              */
             tokens_reason: string | null;
             duplicates: components["schemas"]["Duplicates"];
@@ -1759,6 +1843,11 @@ export interface components {
              * @description Effective share of the sample under the weights pi_trainer / pi_sampler.
              */
             logprob_gap_ess?: number | null;
+            /**
+             * Stale Tokens Share
+             * @description With `continue_in_flight`: share of the sampled tokens that the policy before the newest update sampled.
+             */
+            stale_tokens_share?: number | null;
             /**
              * Skipped Updates
              * @description 1 if a gradient was not finite and the step was not taken, else 0.
