@@ -46,6 +46,7 @@ from worker.model.parent import continuing, start_from
 from worker.model.policy import DTYPES, Policy, read_config, read_tokenizer, render, source_of
 from worker.model.reasoning import Reasoning, detect, plan_effort
 from worker.model.sizing import MemoryPlan, Shape, Workload
+from worker.model.spelling import Speller
 from worker.model.support import ForwardVerdict
 from worker.model.teachers import TeacherModel
 from worker.offline.templates import template_of
@@ -152,8 +153,10 @@ def assemble(
     policy, verdict = load_policy(attempt, base, task, plan, settings, beat, world)
 
     sampler_name = f"{base.sampler} {base.sampler_version}"
-    quota = Quota(settings.rollout_bytes_per_job, settings.rollouts_per_step)
-    recorder = Recorder(attempt, settings.default_limits, quota)
+    quota = Quota(
+        settings.rollout_bytes_per_job, settings.rollouts_per_step, settings.rollout_tokens_per_step
+    )
+    recorder = Recorder(attempt, settings.default_limits, quota, Speller(policy.tokenizer))
     first = job.resolved is None
     recorder.resolved(task.settings, sampler_name)
     if first:
@@ -194,6 +197,7 @@ def assemble(
         **_computing(task, plan),
         world=world,
         gate=SamplerGate.of(settings.max_logprob_gap, sampler=sampler_name, precision=base.entry.dtype),
+        keeps_tokens=settings.rollout_tokens_per_step > 0,
     )
     checkpoints = Checkpoints(attempt, scratch)
     parent = Parent.of(job)
@@ -354,10 +358,8 @@ def taught_by(
             "in its memory: one on a server can teach it.",
             "model",
         )
-    teaching, context = teachers.load_teacher(
-        teacher, policy, task.settings, checkpoints, settings.model_cache, beat
-    )
-    own = PolicyTeacher(teaching, context, plan.token_budget, beat)
+    loaded = teachers.load_teacher(teacher, policy, task.settings, checkpoints, settings.model_cache, beat)
+    own = PolicyTeacher(loaded.policy, loaded.teaching, plan.token_budget, beat)
     return TeacherRewards(own, temperature=task.settings.temperature)
 
 

@@ -164,7 +164,7 @@ class Machine:
     kv_cache_bytes: int | None = None
     token_budget: int | None = None
     gpu_class: str = ""  # if `available` is what a GPU of that class has, and not what is free here
-    engines: int = 1  # of vLLM, which share the answers of a step; 0: a fleet on other machines samples
+    engines: int = 1  # of vLLM, which share the answers of a step; 0: others sample, or nothing is sampled
     tensor_parallel: int = 1  # devices that share the weights and the cache of an engine
     split: bool = False  # the engines have devices of the same size that no trainer uses
     degree: int = 1  # GPUs that share one copy of the trainer's weights
@@ -402,7 +402,7 @@ class MemoryPlan:
         """For the job's owner: what was chosen, with numbers."""
         kept = "Activations are computed twice, to save memory. " if self.checkpointed else ""
         batches = f"{kept}Micro-batches have up to {self.token_budget} tokens"
-        if not self.cache_bytes:  # a fleet samples
+        if not self.cache_bytes:  # a fleet samples, or nothing is sampled
             return f"{batches}. Memory: {self.estimate}."
         cached = shape.divided(self.estimate.tensor_parallel)
         is_trainers = self.estimate.copies == 1 and self.estimate.cache > 0

@@ -4,7 +4,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from core.jobs.hyperparameter_groups import Supervision
@@ -304,10 +304,12 @@ def _replaced(
 
 
 def _update(update: UpdateMetrics) -> dict[str, Any]:
-    fields = asdict(update)
-    fields["skipped_updates"] = int(fields.pop("skipped"))
+    measured = {one.name: getattr(update, one.name) for one in fields(update) if one.name != "tokens"}
+    measured["skipped_updates"] = int(measured.pop("skipped"))
     # A step that was skipped has numbers that JSON has no word for, and PostgreSQL refuses.
-    return {name: value if value is None or math.isfinite(value) else None for name, value in fields.items()}
+    return {
+        name: value if value is None or math.isfinite(value) else None for name, value in measured.items()
+    }
 
 
 def _grades(groups_P: Sequence[Group]) -> list[Grade]:
