@@ -984,6 +984,50 @@ def test_the_metrics_of_all_steps_come_in_order(
     assert listed["data"] == [{"step": 0, "train_mean_reward": 0.0}, {"step": 1, "train_mean_reward": 0.5}]
 
 
+def test_only_the_metrics_that_were_asked_for_are_listed(
+    api: TestClient, house: House, create_job: Callable[..., dict[str, Any]]
+) -> None:
+    job_id = create_job()["id"]
+    with house.database.write() as session:
+        timing = {"step": {"sampling": 1.0}, "graders": []}
+        data = {"kl": 0.5, "entropy": 1.0, "scores": {"graders": []}, "timing": timing}
+        session.add(StepMetric(job_id=job_id, step=1, epoch=1, data=data))
+        session.add(StepMetric(job_id=job_id, step=2, epoch=1, data={"entropy": 2.0}))
+    path = f"/v1/regraft/jobs/{job_id}/metrics"
+
+    listed = api.get(path, params={"names": "kl, scores,timing.step"}).json()
+    refused = api.get(path, params={"names": "kl,gradnorm"})
+
+    only = {"kl": 0.5, "scores": {"graders": []}, "timing": {"step": {"sampling": 1.0}}}
+    assert listed == {"object": "list", "data": [{"step": 1} | only, {"step": 2}], "has_more": False}
+    assert api.get(path, params={"names": "kl.mean"}).status_code == 400
+    assert refused.status_code == 400
+    assert refused.json()["error"] == {
+        "message": "There is no metric 'gradnorm'.",
+        "type": "invalid_request_error",
+        "param": "names",
+        "code": "invalid_value",
+    }
+
+
+def test_events_are_listed_by_type(
+    api: TestClient, house: House, create_job: Callable[..., dict[str, Any]]
+) -> None:
+    job_id = create_job()["id"]
+    with house.database.write() as session:
+        for step in range(3):
+            events.append(session, job_id, f"Step {step}", type="metrics", data={"step": step}, step=step)
+    path = f"{JOBS}/{job_id}/events"
+
+    messages = api.get(path, params={"type": "message"}).json()
+    first = api.get(path, params={"type": "metrics", "limit": 2}).json()
+    second = api.get(path, params={"type": "metrics", "after": first["data"][1]["id"]}).json()
+
+    assert {one["type"] for one in messages["data"]} == {"message"}
+    assert [one["message"] for one in first["data"] + second["data"]] == ["Step 2", "Step 1", "Step 0"]
+    assert (first["has_more"], second["has_more"]) == (True, False)
+
+
 def test_sampling_a_step_ahead_needs_a_sampler_of_its_own(
     api: TestClient, house: House, job_request: Callable[..., dict[str, Any]]
 ) -> None:

@@ -3,6 +3,23 @@ export type paths = Record<string, never>;
 export type webhooks = Record<string, never>;
 export interface components {
     schemas: {
+        /** AttemptOut */
+        AttemptOut: {
+            /** Number */
+            number: number;
+            /** Kind */
+            kind: string;
+            /** Started At */
+            started_at: number;
+            /** Ended At */
+            ended_at: number | null;
+            /** Outcome */
+            outcome: string | null;
+            /** Reason */
+            reason: string | null;
+            /** Resumed From Step */
+            resumed_from_step: number | null;
+        };
         /**
          * AuditOut
          * @description One change, in the shape of OpenAI's audit log.
@@ -1344,6 +1361,22 @@ export interface components {
             /** Stored */
             stored: number;
         };
+        /**
+         * RolloutTokens
+         * @description The values of each token of a sample, its thought and stop token included, with three decimal digits.
+         */
+        RolloutTokens: {
+            /**
+             * Object
+             * @default regraft.rollout_tokens
+             * @constant
+             */
+            object: "regraft.rollout_tokens";
+            /** Rollout Id */
+            rollout_id: string;
+            /** Tokens */
+            tokens: components["schemas"]["TokenOut"][];
+        };
         /** RowProblem */
         RowProblem: {
             /** Line */
@@ -2003,6 +2036,29 @@ export interface components {
             room: number;
             too_long: components["schemas"]["SomeLines"];
             not_rendered: components["schemas"]["SomeLines"];
+        };
+        /** TokenOut */
+        TokenOut: {
+            /**
+             * Text
+             * @description Empty for all but the last token of a character.
+             */
+            text: string;
+            /**
+             * Logprob
+             * @description Of the sampler; null if the token was not sampled.
+             */
+            logprob: number | null;
+            /**
+             * Advantage
+             * @description As used in training; null if it was not trained on.
+             */
+            advantage: number | null;
+            /**
+             * Gap
+             * @description Log-probability of the trainer less that of the sampler; null if not computed.
+             */
+            gap: number | null;
         };
         /**
          * UsageOut
