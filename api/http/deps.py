@@ -53,6 +53,9 @@ class Service:
     graders: GraderLoop
     shutdown: Shutdown
     preview_seconds: float = 540.0
+    preview_load_seconds: float = (
+        180.0  # that a preview waits for an inference server which starts or loads the model
+    )
     tasks: set[asyncio.Task[None]] = field(default_factory=set)  # that outlive their requests
 
 

@@ -44,7 +44,9 @@ if TYPE_CHECKING:
         JobComparison,
         JobEvent,
         Preview,
+        PreviewAnswer,
         PreviewProgress,
+        PreviewReport,
         PromptHistory,
         Regrade,
         RegradedAnswer,
@@ -64,7 +66,8 @@ _HOME = {
     "regraft.jobs": "events metrics rollouts show",
     "regraft.progress": "FINAL",
     "regraft.requests": "InvalidRequestFile",
-    "regraft.types": "Estimate FileProfile GraderTest JobComparison JobEvent Preview PreviewProgress PromptHistory "
+    "regraft.types": "Estimate FileProfile GraderTest JobComparison JobEvent Preview PreviewAnswer "
+    "PreviewProgress PreviewReport PromptHistory "
     "Regrade RegradedAnswer Rollout StepMetrics Verdict WhatIf",
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names.split()}
@@ -108,7 +111,9 @@ __all__ = [
     "NotConfigured",
     "NotSupportedByServer",
     "Preview",
+    "PreviewAnswer",
     "PreviewProgress",
+    "PreviewReport",
     "PromptHistory",
     "QuotaExceeded",
     "RateLimited",

@@ -10,6 +10,7 @@ from starlette.testclient import TestClient
 from core.database.tables import (
     Checkpoint,
     CheckpointPermission,
+    Preview,
     RolloutPage,
     StepMetric,
     TunedModel,
@@ -62,6 +63,14 @@ def rows(house: House, api: TestClient, create_job: Callable[..., dict[str, Any]
         session.add(permission)
         session.flush()
         permission_id = permission.id
+        preview = Preview(
+            project_id=house.project.id, request={"model": "tiny", "answers_of": None}, parts={}
+        )
+        preview.training_sha256, preview.lease_expires_at = "", 0.0
+        preview.progress = {"phase": "loading", "of": 4, "sampled": 0, "graded": 0}
+        session.add(preview)
+        session.flush()
+        preview_id = preview.id
         session.add(
             Checkpoint(
                 id="ftckpt_1", job_id=job["id"], step=1, epoch=1, blob_prefix="checkpoint", valid_reward=1.0
@@ -85,6 +94,7 @@ def rows(house: House, api: TestClient, create_job: Callable[..., dict[str, Any]
         "pipeline_id": api.post(
             "/v1/regraft/pipelines", json={"stages": [mixture(job["training_file"])]}
         ).json()["id"],
+        "preview_id": preview_id,
         "checkpoint_id": "ftckpt_1",
         "delivery_id": "wh_1",
         "regrade_id": api.post(
@@ -138,7 +148,14 @@ def test_the_same_routes_work_for_the_owner(house: House, api: TestClient, rows:
 
 
 @pytest.mark.parametrize(
-    "url", ["/v1/files", "/v1/evals", "/v1/fine_tuning/jobs", "/v1/fine_tuning/jobs?metadata[team]=a"]
+    "url",
+    [
+        "/v1/files",
+        "/v1/evals",
+        "/v1/fine_tuning/jobs",
+        "/v1/fine_tuning/jobs?metadata[team]=a",
+        "/v1/regraft/previews",
+    ],
 )
 def test_lists_hold_nothing_of_anothers(house: House, rows: dict[str, str], url: str) -> None:
     assert house.client(house.other_key).get(url).json()["data"] == []
