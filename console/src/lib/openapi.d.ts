@@ -289,6 +289,7 @@ export interface components {
              * @constant
              */
             object: "regraft.estimate";
+            preview?: components["schemas"]["PreviewedOut"] | null;
             /** Group Size */
             group_size?: number | null;
             /** Max Completion Tokens */
@@ -357,7 +358,7 @@ export interface components {
         };
         /**
          * GraderReads
-         * @description What the templates of a grader read.
+         * @description The fields that the templates of a grader read.
          */
         GraderReads: {
             /** Paths */
@@ -507,6 +508,7 @@ export interface components {
             } | null;
             verdict: components["schemas"]["VerdictOut"] | null;
             progress: components["schemas"]["ProgressOut"] | null;
+            preview: components["schemas"]["PreviewedOut"] | null;
         };
         /**
          * JobValidation
@@ -759,11 +761,123 @@ export interface components {
             stages: components["schemas"]["StageOut"][];
         };
         /**
+         * PreviewAnswerOut
+         * @description An answer and its grade.
+         */
+        PreviewAnswerOut: {
+            /** Id */
+            id: string;
+            /**
+             * Line
+             * @description Line of the training file.
+             */
+            line: number;
+            /**
+             * Member
+             * @description Index of the answer among those of its row.
+             */
+            member: number;
+            /** Output Text */
+            output_text: string;
+            /** Output Reasoning */
+            output_reasoning: string | null;
+            /**
+             * Finish Reason
+             * @enum {string}
+             */
+            finish_reason: "stop" | "length";
+            /** Prompt Tokens */
+            prompt_tokens: number;
+            /** Completion Tokens */
+            completion_tokens: number;
+            /** Score */
+            score: number | null;
+            /** Reason */
+            reason: string;
+            /** Sub Scores */
+            sub_scores: {
+                [key: string]: number | null;
+            } | null;
+            /**
+             * Output
+             * @description Printed by the grader.
+             */
+            output: string | null;
+        };
+        /**
+         * PreviewErrorOut
+         * @description The error that ended a preview, and the status that a response with it would have.
+         */
+        PreviewErrorOut: {
+            /** Message */
+            message: string;
+            /** Type */
+            type: string;
+            /** Param */
+            param: string | null;
+            /** Code */
+            code: string | null;
+            /** Status */
+            status: number;
+        };
+        /**
          * PreviewOut
+         * @description A preview. `request` is the body that created it; values of grader headers are masked.
+         */
+        PreviewOut: {
+            /** Id */
+            id: string;
+            /**
+             * Object
+             * @default regraft.preview
+             * @constant
+             */
+            object: "regraft.preview";
+            /** Created At */
+            created_at: number;
+            /** Finished At */
+            finished_at: number | null;
+            /**
+             * Status
+             * @description in_progress, completed, failed or canceled.
+             */
+            status: string;
+            /** Request */
+            request: {
+                [key: string]: unknown;
+            };
+            /**
+             * Answers Of
+             * @description The earlier preview whose answers this one grades; null: it sampled its own.
+             */
+            answers_of: string | null;
+            progress: components["schemas"]["PreviewProgressOut"];
+            report: components["schemas"]["PreviewReportOut"] | null;
+            error: components["schemas"]["PreviewErrorOut"] | null;
+        };
+        /**
+         * PreviewProgressOut
+         * @description How far a preview is; of all answers, those that are sampled, and those that are graded.
+         */
+        PreviewProgressOut: {
+            /**
+             * Phase
+             * @enum {string}
+             */
+            phase: "loading" | "sampling" | "grading";
+            /** Of */
+            of: number;
+            /** Sampled */
+            sampled: number;
+            /** Graded */
+            graded: number;
+        };
+        /**
+         * PreviewReportOut
          * @description The job's size and estimate as in /v1/regraft/estimate, with the measured answer lengths, and the results of the
          *     preview. core/results/preview.py documents each number.
          */
-        PreviewOut: {
+        PreviewReportOut: {
             /** Model */
             model: string;
             /** Gpu Class */
@@ -790,12 +904,6 @@ export interface components {
             group_size: number;
             /** Max Completion Tokens */
             max_completion_tokens: number;
-            /**
-             * Object
-             * @default regraft.preview
-             * @constant
-             */
-            object: "regraft.preview";
             /** Prompts */
             prompts: components["schemas"]["ShownPrompt"][];
             /** Answers */
@@ -837,6 +945,26 @@ export interface components {
             seconds: number;
             /** Tokens Per Second */
             tokens_per_second: number;
+        };
+        /**
+         * PreviewedOut
+         * @description The results of the preview of the same request (docs/howto/preview.md).
+         */
+        PreviewedOut: {
+            /** Id */
+            id: string;
+            /** Created At */
+            created_at: number;
+            /** Answers */
+            answers: number;
+            /** Passed */
+            passed: number;
+            /** Mean Reward */
+            mean_reward: number | null;
+            /** Signal */
+            signal: number;
+            /** Verdict */
+            verdict: string;
         };
         /**
          * ProfileOut
@@ -883,7 +1011,7 @@ export interface components {
             tokens: components["schemas"]["TokenLengths"] | null;
             /**
              * Tokens Reason
-             * @description Why the tokens are not counted.
+             * @description The reason if tokens are not counted.
              */
             tokens_reason: string | null;
             duplicates: components["schemas"]["Duplicates"];
