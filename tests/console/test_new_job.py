@@ -58,6 +58,7 @@ def test_the_form_is_accessible_in_both_themes(form: Page, theme: str, accessibl
     with_template(form)
     form.get_by_text("The server accepts this job.").wait_for()
     form.get_by_label("Test of the grader").wait_for()
+    expect(form.get_by_text("Every row has what the grader reads: item.answer")).to_have_count(2)
     accessible(form)
     readable_on_a_telephone(form)
 
@@ -176,7 +177,8 @@ def test_a_preview_samples_the_model_and_its_job_shows_it(form: Page, accessible
 
     form.get_by_role("button", name="Sample 6 rows, 4 answers each").click()
 
-    expect(form.get_by_role("region", name="Preview").locator("tbody tr")).to_have_count(len(QUESTIONS))
+    previewed = form.get_by_role("region", name="Preview").locator("tbody tr")
+    expect(previewed).to_have_count(len(QUESTIONS), timeout=180_000)  # the model is loaded first
     expect(form.locator("dt:text-is('Passed') + dd")).to_contain_text("of 16")
     expect(form.get_by_text("the preview's answers")).to_be_visible()
     form.get_by_text("All 16 answers").click()
