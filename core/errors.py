@@ -17,6 +17,8 @@ ServiceError                    500 server_error
 │   ├── UploadNotFound
 │   ├── EvalNotFound            an eval, a run or an output item
 │   ├── PipelineNotFound
+│   ├── GraderNotFound          a stored grader, or a version of one
+│   ├── GoldenCaseNotFound
 │   ├── WebhookEndpointNotFound
 │   ├── OrganizationNotFound
 │   ├── ProjectNotFound
@@ -206,6 +208,19 @@ class PreviewNotFound(NotFound):
 class PipelineNotFound(NotFound):
     def __init__(self, pipeline_id: str) -> None:
         super().__init__(f"No such pipeline: {pipeline_id}", param="pipeline_id")
+
+
+class GraderNotFound(NotFound):
+    code = "grader_not_found"
+
+    def __init__(self, name: str, version: str | None = None) -> None:
+        of_it = f" with the version {version}" if version else ""
+        super().__init__(f"No stored grader '{name}'{of_it} in this project.", param="grader_name")
+
+
+class GoldenCaseNotFound(NotFound):
+    def __init__(self, case_id: str) -> None:
+        super().__init__(f"No such golden case: {case_id}", param="case_id")
 
 
 class WebhookEndpointNotFound(NotFound):

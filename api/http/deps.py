@@ -53,9 +53,9 @@ class Service:
     graders: GraderLoop
     shutdown: Shutdown
     preview_seconds: float = 540.0
-    preview_load_seconds: float = (
-        180.0  # that a preview waits for an inference server which starts or loads the model
-    )
+    # How long a preview waits for an inference server that starts or loads the model.
+    preview_load_seconds: float = 180.0
+    check_seconds: float = 540.0  # of a stored grader on all of its golden cases
     tasks: set[asyncio.Task[None]] = field(default_factory=set)  # that outlive their requests
 
 
@@ -258,6 +258,8 @@ CurrentProject = Annotated[Project, Depends(_current_project)]
 ReadProject = Annotated[Project, Depends(_needs("read"))]
 # For endpoints that require the admin scope.
 AdminProject = Annotated[Project, Depends(_needs("admin"))]
+# For endpoints about the service as a whole.
+OperatorProject = Annotated[Project, Depends(_needs("operator"))]
 
 
 def _own_project(project_id: str, project: AdminProject) -> Project:

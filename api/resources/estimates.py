@@ -11,7 +11,15 @@ from pydantic import BaseModel
 
 from api.http.deps import ReadProject, Service, ServiceDep
 from api.http.openapi import FOR_ANY_KEY, refusals
-from api.resources.jobs import JobCreate, PreviewedOut, preview_of, refuse_unusable, start, usable_model
+from api.resources.jobs import (
+    TAKES_JOB,
+    JobCreate,
+    PreviewedOut,
+    preview_of,
+    refuse_unusable,
+    start,
+    usable_model,
+)
 from api.resources.validation_split import refuse_few_left
 from core.database.tables import File, Preview, Project
 from core.disconnect import until_gone
@@ -108,7 +116,13 @@ class Asked:
         return usage.with_cost(of(self.past, self.settings, **rows), 0.0, self.price)
 
 
-@router.post("", response_model=EstimateOut, responses=refusals(404), openapi_extra=FOR_ANY_KEY)
+@router.post(
+    "",
+    response_model=EstimateOut,
+    responses=refusals(404),
+    openapi_extra=FOR_ANY_KEY,
+    dependencies=TAKES_JOB,
+)
 async def estimate_job(
     request: Request, body: JobCreate, project: ReadProject, service: ServiceDep
 ) -> EstimateOut | Response:

@@ -5,16 +5,18 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from anyio import to_thread
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse
 from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
     Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
     ValidationInfo,
     field_validator,
     model_validator,
@@ -27,6 +29,7 @@ from api.http.idempotency import Once
 from api.http.openapi import refusals
 from api.http.schema_checks import refuse_unusable_schema
 from api.http.shapes import After, Body, EndedListing, Limit, Listing, Measured, SchemaOf, clamped, ends
+from api.http.stored_graders import OrStored, ResolvedReference, ResolvesGraders
 from api.resources import validation_split
 from api.resources.graders import refuse
 from api.resources.integrations import Integrations, to_rows
@@ -49,7 +52,12 @@ from core.jobs.budgets import Price
 from core.jobs.devices import device_of
 from core.jobs.distillation import Distillation, OnPolicyDistillation
 from core.jobs.hyperparameter_groups import Lora
-from core.jobs.hyperparameters import NO_SAMPLER_OF_ITS_OWN, Hyperparameters, shown_advanced
+from core.jobs.hyperparameters import (
+    NO_ENGINES_OF_ITS_OWN,
+    NO_SAMPLER_OF_ITS_OWN,
+    Hyperparameters,
+    shown_advanced,
+)
 from core.model_templates import is_reasoning
 from core.registry import BaseModelEntry, SamplerName, sampler_of
 from core.response_format import ResponseFormat
@@ -67,6 +75,10 @@ router = APIRouter(prefix="/fine_tuning/jobs", tags=["Fine-tuning"])
 
 
 GRADER_PARAM = "method.reinforcement.grader"
+GRADER_PATH = tuple(GRADER_PARAM.split("."))
+# The `dependencies` of endpoints whose body is that of a job.
+TAKES_JOB = [Depends(ResolvesGraders(GRADER_PATH, keep=True))]
+STORED_GRADER = "stored_grader"  # in the method of a job: the reference that its grader was created from
 Checked = BeforeValidator(partial(parse_grader, param=GRADER_PARAM))
 NoNul = r"^[^\x00]*$"  # PostgreSQL can store it, but not search for it
 
@@ -104,11 +116,27 @@ class RewardModelMethod(StrictModel):
 
 
 class Reinforcement(StrictModel):
-    grader: Annotated[GraderSpec, Checked]
+    grader: Annotated[GraderSpec, Checked, OrStored()]
     hyperparameters: Annotated[Hyperparameters, BeforeValidator(_empty_for_null)] = Hyperparameters()
     response_format: ResponseFormat | None = None
     tools: Nothing = None  # Azure's field, as is the next one
     max_episode_steps: Nothing = None
+    _stored: ResolvedReference | None = PrivateAttr(default=None)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _notes_the_reference(cls, sent: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """Validate the specification of a stored grader, and remember where it came from."""
+        found = ResolvedReference.of(sent.get("grader")) if isinstance(sent, Mapping) else None
+        if found is None:
+            return handler(sent)
+        made = handler({**sent, "grader": found.grader})
+        made._stored = found
+        return made
+
+    def stored_grader(self) -> dict[str, str] | None:
+        """The name and the version of the stored grader; None: the request has a specification."""
+        return None if self._stored is None else self._stored.shown()
 
     @model_validator(mode="after")
     def _steps_come_from_somewhere(self) -> "Reinforcement":
@@ -316,11 +344,13 @@ class JobCreate(Body):
         if self.method.distillation is not None:
             return self.method.distillation.model_dump(mode="json")
         asked = self.reinforcement("A grader")
-        return {
+        body = {
             "grader": dump(asked.grader),
             "hyperparameters": asked.hyperparameters.model_dump(mode="json"),
             "response_format": asked.response_format.to_row() if asked.response_format else None,
         }
+        stored = asked.stored_grader()
+        return body if stored is None else body | {STORED_GRADER: stored}
 
     @property
     def warnings(self) -> list[str]:
@@ -535,7 +565,7 @@ class Accepted:
     integrations: list[dict[str, Any]]
 
 
-@router.post("", response_model=JobOut, responses=refusals(404))
+@router.post("", response_model=JobOut, responses=refusals(404), dependencies=TAKES_JOB)
 async def create_job(
     body: JobCreate, project: CurrentProject, service: ServiceDep, once: Once
 ) -> JobOut | JSONResponse:
@@ -1003,6 +1033,10 @@ def usable_model(body: JobCreate, base_model: str, service: Service) -> BaseMode
     if advanced.schedule.type == "off_policy" and sampler == "transformers":
         where = f"method.reinforcement.hyperparameters.advanced.{advanced.path('off_policy_steps')}"
         raise InvalidRequest(NO_SAMPLER_OF_ITS_OWN, param=where)
+    continues = advanced.schedule.type == "off_policy" and advanced.schedule.continue_in_flight
+    if continues and base_model in service.settings.samplers:
+        where = f"method.reinforcement.hyperparameters.advanced.{advanced.path('continue_in_flight')}"
+        raise InvalidRequest(NO_ENGINES_OF_ITS_OWN, param=where)
     return model
 
 

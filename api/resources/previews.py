@@ -26,7 +26,7 @@ from api.resources import estimates as sizes
 from api.resources.chat import Inference, Upstream, whole
 from api.resources.estimates import Asked, Size
 from api.resources.graders import TIMEOUT_S
-from api.resources.jobs import JobCreate, refuse_unusable
+from api.resources.jobs import TAKES_JOB, JobCreate, refuse_unusable
 from core.chat import Chat, Served
 from core.database.tables import File, Project
 from core.database.tables import Preview as PreviewRow
@@ -322,7 +322,9 @@ def _masked(body: PreviewCreate) -> dict[str, Any]:
     return hide_secrets(dump(body.reinforcement(PREVIEW).grader))
 
 
-@router.post("", status_code=201, response_model=PreviewOut, responses=refusals(404, 503))
+@router.post(
+    "", status_code=201, response_model=PreviewOut, responses=refusals(404, 503), dependencies=TAKES_JOB
+)
 async def create_preview(
     request: Request,
     body: PreviewCreate,

@@ -122,6 +122,41 @@ class ProjectUsage(Table):
     grader_tokens: Mapped[int] = mapped_column(BigInteger, default=0)
 
 
+class ModelUsage(Table):
+    """The part of a project's usage on one day that is known by model; see ProjectUsage.
+
+    A version before this table counted without models, so its sums may be less than the project's.
+    """
+
+    __tablename__ = "model_usage"
+    project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"), primary_key=True)
+    day: Mapped[int] = mapped_column(Integer, primary_key=True)
+    model: Mapped[str] = mapped_column(String(256), primary_key=True)  # a base model
+    gpu_seconds: Mapped[float] = mapped_column(Double, default=0.0)
+    sampled_tokens: Mapped[int] = mapped_column(BigInteger, default=0)
+    trained_tokens: Mapped[int] = mapped_column(BigInteger, default=0)
+    grader_tokens: Mapped[int] = mapped_column(BigInteger, default=0)
+
+
+class Worker(Table):
+    """A worker process as it last reported itself (core/telemetry/workers.py)."""
+
+    __tablename__ = "workers"
+    name: Mapped[str] = mapped_column(String(128), primary_key=True)  # the owner of its leases: host/pid
+    host: Mapped[str] = mapped_column(String(128))
+    gpu_class: Mapped[str] = mapped_column(String(32))
+    version: Mapped[str] = mapped_column(String(64))
+    machines: Mapped[int] = mapped_column(Integer)  # that share its runs, this one included
+    ranks: Mapped[int] = mapped_column(Integer)  # on each of them
+    # [{"index", "name", "memory_used_bytes", "memory_total_bytes", "utilization"}], unknown values null.
+    gpus: Mapped[list[Any]]
+    memory_used_bytes: Mapped[int | None] = mapped_column(BigInteger)  # of the host or the container
+    memory_total_bytes: Mapped[int | None] = mapped_column(BigInteger)
+    draining: Mapped[bool] = mapped_column(Boolean, default=False)
+    started_at: Mapped[float] = mapped_column(Double)
+    seen_at: Mapped[float] = mapped_column(Double, index=True)  # by the database's clock, as leases
+
+
 class IdempotentRequest(Table):
     """The stored response of a POST with an Idempotency-Key."""
 
@@ -430,6 +465,57 @@ class EvalJournal(Table):
     run_id: Mapped[str] = mapped_column(String(64), primary_key=True)
     line: Mapped[int] = mapped_column(Integer, primary_key=True)
     data: Mapped[dict[str, Any]]
+
+
+class StoredGrader(Table):
+    """A named grader of a project. Its content is in its versions."""
+
+    __tablename__ = "stored_graders"
+    __table_args__ = (UniqueConstraint("project_id", "name"), Index(None, "project_id", "seq"))
+    seq: Mapped[int] = mapped_column(Seq, primary_key=True, autoincrement=True)
+    id: Mapped[str] = mapped_column(String(64), unique=True, default=lambda: new_id("grader_"))
+    project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"))
+    name: Mapped[str] = mapped_column(String(64))
+    version: Mapped[str] = mapped_column(String(64))  # the one that was saved last
+    created_at: Mapped[int] = mapped_column(BigInteger, default=now)
+    updated_at: Mapped[int] = mapped_column(BigInteger, default=now)
+
+
+class GraderVersion(Table):
+    """A specification, addressed by its hash (core/stored_graders.py). It never changes."""
+
+    __tablename__ = "grader_versions"
+    __table_args__ = (UniqueConstraint("grader_id", "version"), Index(None, "grader_id", "seq"))
+    seq: Mapped[int] = mapped_column(Seq, primary_key=True, autoincrement=True)
+    grader_id: Mapped[str] = mapped_column(String(64))
+    version: Mapped[str] = mapped_column(String(64))
+    spec: Mapped[dict[str, Any]]
+    note: Mapped[str] = mapped_column(String(1024), default="")
+    bytes: Mapped[int] = mapped_column(BigInteger)
+    created_at: Mapped[int] = mapped_column(BigInteger, default=now)
+
+
+class GoldenCase(Table):
+    """An answer and its row, with the score that every version of a grader must give it."""
+
+    __tablename__ = "golden_cases"
+    __table_args__ = (UniqueConstraint("grader_id", "sha256"), Index(None, "grader_id", "seq"))
+    seq: Mapped[int] = mapped_column(Seq, primary_key=True, autoincrement=True)
+    id: Mapped[str] = mapped_column(String(64), unique=True, default=lambda: new_id("case_"))
+    grader_id: Mapped[str] = mapped_column(String(64))
+    sha256: Mapped[str] = mapped_column(
+        String(64)
+    )  # of sample and item: a second case of them replaces the first
+    sample: Mapped[dict[str, Any]]
+    item: Mapped[dict[str, Any]]
+    min_score: Mapped[float | None] = mapped_column(Double, default=None)
+    max_score: Mapped[float | None] = mapped_column(Double, default=None)
+    note: Mapped[str] = mapped_column(String(1024), default="")
+    rollout_id: Mapped[str | None] = mapped_column(
+        String(128), default=None
+    )  # the stored answer that it came from
+    bytes: Mapped[int] = mapped_column(BigInteger)
+    created_at: Mapped[int] = mapped_column(BigInteger, default=now)
 
 
 class Pipeline(Table):

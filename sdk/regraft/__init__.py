@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         CheckpointNotFound,
         DownloadCorrupt,
         FileNotFound,
+        GraderNotFound,
         InsufficientPermissions,
         InvalidApiKey,
         InvalidGrader,
@@ -40,7 +41,10 @@ if TYPE_CHECKING:
     from regraft.types import (
         Estimate,
         FileProfile,
+        GoldenCase,
+        GraderCheck,
         GraderTest,
+        GraderVersion,
         JobComparison,
         JobEvent,
         Preview,
@@ -51,7 +55,10 @@ if TYPE_CHECKING:
         Regrade,
         RegradedAnswer,
         Rollout,
+        RolloutToken,
+        RolloutTokens,
         StepMetrics,
+        StoredGrader,
         Verdict,
         WhatIf,
     )
@@ -60,15 +67,16 @@ _HOME = {
     "regraft._rules.datasets": "InvalidDataset LineError",
     "regraft.client": "AsyncRegraft Regraft",
     "regraft.config": "NotConfigured",
-    "regraft.errors": "BudgetReached CheckpointNotFound DownloadCorrupt FileNotFound InsufficientPermissions "
+    "regraft.errors": "BudgetReached CheckpointNotFound DownloadCorrupt FileNotFound GraderNotFound "
+    "InsufficientPermissions "
     "InvalidApiKey InvalidGrader InvalidJobState JobFailed JobNotFound ModelNotFound "
     "NotARegraftServer NotSupportedByServer QuotaExceeded RateLimited",
     "regraft.jobs": "events metrics rollouts show",
     "regraft.progress": "FINAL",
     "regraft.requests": "InvalidRequestFile",
-    "regraft.types": "Estimate FileProfile GraderTest JobComparison JobEvent Preview PreviewAnswer "
-    "PreviewProgress PreviewReport PromptHistory "
-    "Regrade RegradedAnswer Rollout StepMetrics Verdict WhatIf",
+    "regraft.types": "Estimate FileProfile GoldenCase GraderCheck GraderTest GraderVersion JobComparison "
+    "JobEvent Preview PreviewAnswer PreviewProgress PreviewReport PromptHistory Regrade RegradedAnswer Rollout "
+    "RolloutToken RolloutTokens StepMetrics StoredGrader Verdict WhatIf",
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names.split()}
 
@@ -94,7 +102,11 @@ __all__ = [
     "Estimate",
     "FileNotFound",
     "FileProfile",
+    "GoldenCase",
+    "GraderCheck",
+    "GraderNotFound",
     "GraderTest",
+    "GraderVersion",
     "InsufficientPermissions",
     "InvalidApiKey",
     "InvalidDataset",
@@ -121,7 +133,10 @@ __all__ = [
     "RegradedAnswer",
     "Regraft",
     "Rollout",
+    "RolloutToken",
+    "RolloutTokens",
     "StepMetrics",
+    "StoredGrader",
     "Verdict",
     "WhatIf",
     "events",

@@ -97,15 +97,16 @@ export interface components {
         };
         /**
          * ChangedField
-         * @description A field of the request, by its dotted name.
+         * @description A field that the requests do not all have with the same value, by its dotted name.
          */
         ChangedField: {
             /** Field */
             field: string;
-            /** First */
-            first: unknown;
-            /** Second */
-            second: unknown;
+            /**
+             * Values
+             * @description In the order of the jobs; null: the request lacks it.
+             */
+            values: unknown[];
         };
         /** CheckpointOut */
         CheckpointOut: {
@@ -146,6 +147,35 @@ export interface components {
              * @description Of the validation that counts; null: the job has stored none.
              */
             step: number | null;
+            /**
+             * Gpu Seconds
+             * @description Of its recorded steps.
+             */
+            gpu_seconds: number;
+            /** @description Of these GPU-seconds; null: the service has no price. */
+            cost: components["schemas"]["Money"] | null;
+        };
+        /**
+         * ComparedPair
+         * @description A job minus the first one, over the validation prompts that both have.
+         */
+        ComparedPair: {
+            /** Job Id */
+            job_id: string;
+            /** Prompts */
+            prompts: number;
+            /**
+             * Unpaired
+             * @description Prompts that only one of the two jobs has.
+             */
+            unpaired: number;
+            /** @description Of the mean reward of a prompt; `first` is the first job. */
+            reward: components["schemas"]["Difference"] | null;
+            /**
+             * Same Grader
+             * @description If not, the rewards are not on one scale.
+             */
+            same_grader: boolean;
         };
         /**
          * ComparisonOut
@@ -382,7 +412,7 @@ export interface components {
         };
         /**
          * JobComparison
-         * @description The second job minus the first, over the validation prompts that both have.
+         * @description The first job beside the others. Each interval is that of its pair alone.
          */
         JobComparison: {
             /**
@@ -391,22 +421,13 @@ export interface components {
              * @constant
              */
             object: "regraft.job.comparison";
-            first: components["schemas"]["ComparedJob"];
-            second: components["schemas"]["ComparedJob"];
-            /** Prompts */
-            prompts: number;
+            /** Jobs */
+            jobs: components["schemas"]["ComparedJob"][];
             /**
-             * Unpaired
-             * @description Prompts that only one of the jobs has.
+             * Pairs
+             * @description One for each of the other jobs.
              */
-            unpaired: number;
-            /** @description Of the mean reward of a prompt. */
-            reward: components["schemas"]["Difference"] | null;
-            /**
-             * Same Grader
-             * @description If not, the rewards are not on one scale.
-             */
-            same_grader: boolean;
+            pairs: components["schemas"]["ComparedPair"][];
             /** Config */
             config: components["schemas"]["ChangedField"][];
         };
@@ -485,7 +506,7 @@ export interface components {
             usage_metrics: {
                 [key: string]: unknown;
             } | null;
-            queue: components["schemas"]["QueueOut"] | null;
+            queue: components["schemas"]["api__resources__jobs__QueueOut"] | null;
             /**
              * Shared With Openai
              * @default false
@@ -654,6 +675,13 @@ export interface components {
              * @enum {string}
              */
             kind: "base" | "tuned" | "reward_model";
+        };
+        /** Money */
+        Money: {
+            /** Amount */
+            amount: number;
+            /** Currency */
+            currency: string;
         };
         /** NewKeyOut */
         NewKeyOut: {
@@ -1144,16 +1172,6 @@ export interface components {
              */
             samples: number[];
         };
-        /**
-         * QueueOut
-         * @description Position of a waiting job in its queue, from 1, and what blocks it.
-         */
-        QueueOut: {
-            /** Position */
-            position: number;
-            /** Reason */
-            reason: string;
-        };
         /** RegradeOut */
         RegradeOut: {
             /** Id */
@@ -1353,6 +1371,8 @@ export interface components {
                 trained: boolean | null;
                 /** Replacement */
                 replacement: boolean | null;
+                /** Has Tokens */
+                has_tokens: boolean | null;
                 /** Steps */
                 steps: {
                     [key: string]: unknown;
@@ -1868,6 +1888,11 @@ export interface components {
              */
             logprob_gap_ess?: number | null;
             /**
+             * Stale Tokens Share
+             * @description With `continue_in_flight`: share of the sampled tokens that the policy before the newest update sampled.
+             */
+            stale_tokens_share?: number | null;
+            /**
              * Skipped Updates
              * @description 1 if a gradient was not finite and the step was not taken, else 0.
              */
@@ -2256,6 +2281,16 @@ export interface components {
              * @description Spearman's, of the stored and the new scores.
              */
             rank_correlation: number | null;
+        };
+        /**
+         * QueueOut
+         * @description Position of a waiting job in its queue, from 1, and what blocks it.
+         */
+        api__resources__jobs__QueueOut: {
+            /** Position */
+            position: number;
+            /** Reason */
+            reason: string;
         };
     };
     responses: never;

@@ -34,6 +34,7 @@ export type Limits = Schemas["LimitsOut"];
 export type Usage = Schemas["UsageOut"];
 export type WhatIf = Schemas["WhatIfOut"];
 export type JobComparison = Schemas["JobComparison"];
+export type ComparedPair = Schemas["ComparedPair"];
 export type Regrade = Schemas["RegradeOut"];
 export type RegradedAnswer = Schemas["RegradedOut"];
 export type AuditEntry = Schemas["AuditOut"];

@@ -22,6 +22,16 @@ from openai.types.fine_tuning.jobs import FineTuningJobCheckpoint
 from regraft import config
 from regraft._rules.datasets import InvalidDataset
 from regraft.cli.evals import evals_compare, evals_export, evals_gate, evals_import, evals_run
+from regraft.cli.graders import (
+    graders_cases,
+    graders_check,
+    graders_delete,
+    graders_diff,
+    graders_list,
+    graders_save,
+    graders_show,
+    graders_versions,
+)
 from regraft.cli.output import (
     duration,
     expected_costs,
@@ -59,7 +69,7 @@ from regraft.resources.evals import InvalidGate
 from regraft.resources.jobs import VALIDATE, validate_local, validation
 from regraft.resources.rollouts import Filters
 from regraft.saving import chunks, whole
-from regraft.types import ComparedScores, GraderTest, PreviewProgress, verdict_of
+from regraft.types import ComparedPair, ComparedScores, GraderTest, Money, PreviewProgress, verdict_of
 
 DONE, NO, USAGE, NOT_FOUND, AUTH, UNREACHABLE, QUOTA, INTERRUPTED = 0, 1, 2, 3, 4, 5, 6, 130
 BY_STATUS = {401: AUTH, 403: AUTH, 404: NOT_FOUND, 408: UNREACHABLE, 429: QUOTA}
@@ -641,31 +651,42 @@ def jobs_cancel(arguments: argparse.Namespace) -> int:
 
 
 def jobs_compare(arguments: argparse.Namespace) -> int:
-    found = _client().jobs.compare(arguments.first, arguments.second)
+    found = _client().jobs.compare(arguments.first, *arguments.others)
 
     def text() -> str:
-        rows: list[list[object]] = [[one.job_id, one.model, one.step] for one in (found.first, found.second)]
-        parts = [table(["job", "model", "validated at step"], rows)]
-        one = found.reward
-        if one is None:
-            parts.append("A job has no stored validation.")
-        else:
-            interval = "" if one.ci_low is None else f" ({one.ci_low:+.3f} to {_signed(one.ci_high)})"
-            parts.append(
-                f"{found.prompts} prompts in both: {_number(one.first)} and {_number(one.second)}, difference "
-                f"{_signed(one.difference)}{interval}; the second is better on {one.wins}, worse on {one.losses}, "
-                f"equal on {one.ties}"
-            )
-        if found.unpaired:
-            parts.append(f"{found.unpaired} prompts are in one of them only.")
-        if not found.same_grader:
-            parts.append("Their graders differ, so the rewards may not be on one scale.")
+        jobs: list[list[object]] = [
+            [one.job_id, one.model, one.step, duration(one.gpu_seconds), _money(one.cost)]
+            for one in found.jobs
+        ]
+        parts = [table(["job", "model", "validated at step", "GPU time", "cost"], jobs)]
+        parts += [line for pair in found.pairs for line in _pair(found.jobs[0].job_id, pair)]
         if found.config:
-            changed = [[one.field, _value(one.first), _value(one.second)] for one in found.config]
-            parts.append(table(["field", "first", "second"], changed))
+            changed = [[one.field, *map(_value, one.values)] for one in found.config]
+            parts.append(table(["field", *(one.job_id for one in found.jobs)], changed))
         return "\n".join(parts)
 
     return _answer(arguments, found, text)
+
+
+def _pair(first: str, pair: ComparedPair) -> list[str]:
+    one = pair.reward
+    if one is None:
+        return [f"{first} or {pair.job_id} has no stored validation."]
+    interval = "" if one.ci_low is None else f" ({one.ci_low:+.3f} to {_signed(one.ci_high)})"
+    lines = [
+        f"{pair.job_id} against {first}, {pair.prompts} prompts in both: {_number(one.second)} and "
+        f"{_number(one.first)}, difference {_signed(one.difference)}{interval}; better on {one.wins}, worse on "
+        f"{one.losses}, equal on {one.ties}"
+    ]
+    if pair.unpaired:
+        lines.append(f"{pair.unpaired} prompts are in one of them only.")
+    if not pair.same_grader:
+        lines.append("Their graders differ, so the rewards may not be on one scale.")
+    return lines
+
+
+def _money(cost: Money | None) -> str:
+    return "-" if cost is None else f"{cost.amount:.2f} {cost.currency}"
 
 
 def _number(value: float | None) -> str:
@@ -1247,6 +1268,14 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
         validate,
         graders_validate,
         graders_run,
+        graders_save,
+        graders_list,
+        graders_show,
+        graders_versions,
+        graders_diff,
+        graders_delete,
+        graders_cases,
+        graders_check,
         jobs_create,
         jobs_clone,
         jobs_list,
