@@ -651,7 +651,7 @@ def test_a_preference_job_is_shown_as_at_openai(api: TestClient, upload: Callabl
 
 
 def test_a_preview_is_for_reinforcement_jobs(api: TestClient, upload: Callable[..., str]) -> None:
-    answer = api.post("/v1/regraft/preview", json={"model": "tiny", "training_file": upload()})
+    answer = api.post("/v1/regraft/previews", json={"model": "tiny", "training_file": upload()})
 
     assert error(answer) == ("method.type", "unsupported_method")
 

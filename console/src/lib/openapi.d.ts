@@ -806,6 +806,50 @@ export interface components {
             stages: components["schemas"]["StageOut"][];
         };
         /**
+         * PreviewAnswerOut
+         * @description An answer and its grade.
+         */
+        PreviewAnswerOut: {
+            /** Id */
+            id: string;
+            /**
+             * Line
+             * @description Line of the training file.
+             */
+            line: number;
+            /**
+             * Member
+             * @description Index of the answer among those of its row.
+             */
+            member: number;
+            /** Output Text */
+            output_text: string;
+            /** Output Reasoning */
+            output_reasoning: string | null;
+            /**
+             * Finish Reason
+             * @enum {string}
+             */
+            finish_reason: "stop" | "length";
+            /** Prompt Tokens */
+            prompt_tokens: number;
+            /** Completion Tokens */
+            completion_tokens: number;
+            /** Score */
+            score: number | null;
+            /** Reason */
+            reason: string;
+            /** Sub Scores */
+            sub_scores: {
+                [key: string]: number | null;
+            } | null;
+            /**
+             * Output
+             * @description Printed by the grader.
+             */
+            output: string | null;
+        };
+        /**
          * PreviewErrorOut
          * @description The error that ended a preview, and the status that a response with it would have.
          */

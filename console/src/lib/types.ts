@@ -23,6 +23,8 @@ export type Model = Schemas["ModelOut"];
 export type BaseModel = Schemas["BaseModelOut"];
 export type Estimate = Schemas["EstimateOut"];
 export type Preview = Schemas["PreviewOut"];
+export type PreviewReport = Schemas["PreviewReportOut"];
+export type PreviewAnswer = Schemas["PreviewAnswerOut"];
 export type JobValidation = Schemas["JobValidation"];
 
 export type Pipeline = Schemas["PipelineOut"];
