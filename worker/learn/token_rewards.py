@@ -1,6 +1,6 @@
 """Advantages from rewards of single tokens, with the KL in them, as pure functions.
 
-Sources: the reward is DeepSeekMath's (arXiv 2402.03300, eq. 2); the advantages and their global normalization are those of
+Sources: the reward is DeepSeekMath's (arXiv 2402.03300, eq. 2); the advantages and their normalization are those of
 REINFORCE++ (arXiv 2501.03262v9).
 
 Everything here is in float64 and has no gradient. Tensors are flat, one entry for each trained token; `answer_M`
