@@ -102,7 +102,14 @@ def pair(world: World) -> Callable[..., Pair]:
                     parameter.copy_(value)
         return Pair(
             *(
-                PeftTrainer(policy, settings, token_budget=budget, held_to=schema, world=ranks)
+                PeftTrainer(
+                    policy,
+                    settings,
+                    token_budget=budget,
+                    held_to=schema,
+                    world=ranks,
+                    keeps_tokens=True,
+                )
                 for policy, ranks in zip(policies, (None, world), strict=True)
             )
         )
@@ -173,7 +180,13 @@ def test_all_ranks_together_learn_what_one_process_does(
     without_adam(both.alone, both.together)
     for step in range(3):
         expected, metrics = (learn(one, groups(step)) for one in (both.alone, both.together))
+        assert metrics.tokens.keys() == expected.tokens.keys()
+        for key, values in expected.tokens.items():
+            for mine, own in zip(vars(metrics.tokens[key]).values(), vars(values).values(), strict=True):
+                assert list(mine) == pytest.approx(list(own), rel=1e-3, abs=1e-4)
         for name, value in vars(expected).items():
+            if name == "tokens":
+                continue
             # Without a penalty, KL is only watched, on one pack, which may be another one.
             if name != "kl" or settings.kl:
                 near = None if value is None else pytest.approx(value, rel=1e-4, abs=1e-6)

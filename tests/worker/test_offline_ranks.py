@@ -13,6 +13,7 @@ from torch import Tensor
 from core.jobs.methods import LOGITS, REWARD_MODEL
 from core.jobs.offline_hyperparameters import KINDS, ResolvedOffline, resolve
 from core.registry import BaseModelEntry
+from core.storage.offline_rows import RewardKind
 from graders.types import TokenUsage
 from tests.present import untyped
 from tests.worker.process_group import followed
@@ -86,7 +87,7 @@ def settings_of(case: str) -> ResolvedOffline:
     method, asked, rows = CASES[case]
     advanced = {"lora": {"rank": 4, "alpha": 8}} | asked.get("advanced", {})
     kind = KINDS[method].model_validate(asked | {"advanced": advanced})
-    of = "scores" if case == "reward of scores" else "pairs"
+    of: RewardKind = "scores" if case == "reward of scores" else "pairs"
     return resolve(method, kind, rows=len(rows()), parameters=1000, reward_kind=of)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from core.jobs.hyperparameters import Resolved
 from worker.learn import offline_ranks
 from worker.learn.deal import deal
-from worker.learn.gradient import OwnGradient
+from worker.learn.gradient import OwnGradient, keep_memory
 from worker.learn.offline_gradient import OfflineGradient
 from worker.learn.rank_model import Model
 from worker.learn.reward import RewardGradient
@@ -30,7 +30,7 @@ from worker.model import recompute, sharding, support
 from worker.model.policy import Policy
 from worker.model.reward_head import RewardHead
 from worker.model.support import ForwardVerdict
-from worker.types import Pack
+from worker.types import AnswerKey, Pack, TokenValues
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,7 @@ class LoadModel:
     held_to: str
     degree: int = 1  # of sharding: the ranks of a machine that share one copy of the base model
     teacher: RankTeacher | None = None  # of the mode `logits`; None: it is on a server
+    release: Callable[[], None] = keep_memory  # called after loading, and at the end of each step
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,11 @@ class SumGradients:
 
 
 @dataclass(frozen=True)
+class GatherTokenValues:
+    pass
+
+
+@dataclass(frozen=True)
 class EndStep:
     pass
 
@@ -113,6 +119,7 @@ Order = (
     | NormalizeAdvantages
     | RepeatPacks
     | SumGradients
+    | GatherTokenValues
     | EndStep
     | WatchReference
 )
@@ -162,6 +169,10 @@ class DistributedGradient:
         totals: list[Totals] = self._order([SumGradients()] * self.world.size)
         return reduce(add, totals)
 
+    def token_values(self) -> dict[AnswerKey, TokenValues]:
+        values_R: list[dict[AnswerKey, TokenValues]] = self._order([GatherTokenValues()] * self.world.size)
+        return {key: value for values in values_R for key, value in values.items()}
+
     def end(self) -> None:
         self._order([EndStep()] * self.world.size)
 
@@ -187,7 +198,8 @@ class DistributedGradient:
 
 
 def carry_out(order: Order, own: OwnGradient, world: World) -> Any:
-    """Do what all ranks do together. RewardTokens and SumGradients return the results of all ranks on rank 0.
+    """Do what all ranks do together. RewardTokens, SumGradients and GatherTokenValues return the results of all ranks
+    on rank 0.
 
     A forward or backward pass of a sharded base is a collective operation, so all ranks compute as many of each kind:
     the one with the fewest micro-batches fills up with passes that add nothing.
@@ -227,6 +239,8 @@ def carry_out(order: Order, own: OwnGradient, world: World) -> Any:
         case SumGradients():
             world.sum_gradients(trainable)
             return world.gather(own.collect())
+        case GatherTokenValues():
+            return world.gather(own.token_values())
         case EndStep():
             own.end()
 
@@ -254,7 +268,7 @@ def follow(world: World) -> NoReturn:
         elif isinstance(own, OfflineGradient) and order is not None:
             offline_ranks.carry_out(order, own, world)
         elif order is not None:
-            assert own is not None, "LoadModel comes first"
+            assert isinstance(own, OwnGradient), "LoadModel comes first"
             carry_out(order, own, world)
 
 
@@ -265,9 +279,12 @@ def loaded(order: LoadModel, world: World) -> OwnGradient | OfflineGradient:
     if device != "cpu":
         torch.cuda.set_device(device)
     policy, _ = load_checked(order.model, device, order.degree, world)
+    order.release()
     settings, budget = order.model.settings, order.token_budget
     if isinstance(settings, Resolved):
-        return OwnGradient(policy, settings, token_budget=budget, held_to=order.held_to)
+        return OwnGradient(
+            policy, settings, token_budget=budget, held_to=order.held_to, release=order.release
+        )
     if settings.soft_temperature is not None:
         teacher = None if order.teacher is None else teacher_of(order.teacher, policy, device)
         return SoftTargetGradient(policy, teacher, settings, token_budget=budget)
