@@ -26,7 +26,7 @@ from core.jobs.offline_hyperparameters import LogitsHyperparameters
 
 METHOD = "distillation"
 
-# Of the likeliest tokens that a teacher on a server is asked for.
+# Limit of `top_k` for a teacher on a server.
 MAX_SERVED_TOP_K = 1000
 
 # Answers to each prompt. Each token has its own advantage, so fewer are needed than for one score per answer.

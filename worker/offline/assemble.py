@@ -186,7 +186,7 @@ def assemble(
 def on_ranks(
     teacher: TeacherModel | None, resolved: offline_hyperparameters.ResolvedOffline, settings: Settings
 ) -> RankTeacher | None:
-    """What the ranks above 0 load of the teacher. None: there is none, or only rank 0 asks its server."""
+    """The teacher as the ranks above 0 load it. None: there is none, or only rank 0 calls its server."""
     if teacher is None or teacher.server is not None:
         return None
     second = teachers.second_model(teacher, resolved, settings.model_cache)

@@ -54,7 +54,7 @@ class Echo:
     logprobs_T: tuple[
         float, ...
     ]  # nats, at temperature 1; that of the first token has no condition and is nan
-    # The likeliest tokens in place of each, by their ids; empty at the first, and unless they were asked for.
+    # The likeliest tokens in place of each, by their ids; empty at the first, and unless they were requested.
     top_T: tuple[Mapping[int, float], ...] = ()
 
 
@@ -111,7 +111,7 @@ class ServedTeacher:
         return used
 
     def refuse_top(self, tokenizer: PreTrainedTokenizerBase, top_k: int) -> None:
-        """Ask for so many tokens at each place of a few.
+        """Request `top_k` tokens at each place of a short prompt.
 
         Raises:
             UserMistake: the server gives fewer, or not by their ids.
@@ -237,7 +237,7 @@ def legible_tokens(tokenizer: PreTrainedTokenizerBase, most: int) -> dict[int, s
 def retries_within(
     seconds: float, wait: Callable[[float], Awaitable[None]] = asyncio.sleep
 ) -> CallRetryPolicy:
-    """Retries of a request that fails, for about so long and at least a minute: waits grow to a minute each.
+    """Retries of a request that fails, for about `seconds` and at least a minute: waits grow to a minute each.
 
     A server that accepts requests in silence would hold the worker for hours if each retry waited for it, so one is
     sent once more only.
