@@ -1214,6 +1214,20 @@ def test_a_model_on_a_server_that_the_operator_names_may_teach(
     assert made.json()["method"]["distillation"]["teacher"] == {"model": "large"}
 
 
+@pytest.mark.usefixtures("teachers")
+def test_a_model_on_a_server_may_teach_its_likeliest_tokens(
+    api: TestClient, upload: Callable[..., str]
+) -> None:
+    row = b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
+    asked = {"mode": "logits", "hyperparameters": {"advanced": {"loss": {"top_k": 20}}}}
+
+    made = api.post(
+        JOBS, json=distilled(upload, **asked) | {"training_file": upload(10 * row), "validation_file": None}
+    )
+
+    assert made.status_code == 200, made.text
+
+
 @pytest.mark.parametrize("method", ["supervised", "dpo", "reinforcement"])
 def test_a_learning_rate_that_ruins_every_model_is_refused(
     api: TestClient, job_request: Callable[..., dict[str, Any]], method: str
@@ -1255,7 +1269,21 @@ def test_a_job_that_a_teacher_scores_has_no_eval(api: TestClient, upload: Callab
 @pytest.mark.parametrize(
     ("asked", "param", "says"),
     [
-        ({"mode": "logits"}, "teacher.model", "can teach in the mode 'on_policy' and not in 'logits'"),
+        (
+            {"mode": "logits"},
+            "hyperparameters.advanced.loss.top_k",
+            "set top_k, to at most 1000. vLLM gives 20",
+        ),
+        (
+            {"mode": "logits", "hyperparameters": {"advanced": {"loss": {"top_k": 1001}}}},
+            "hyperparameters.advanced.loss.top_k",
+            "set top_k, to at most 1000",
+        ),
+        (
+            {"mode": "logits", "hyperparameters": {"advanced": {"loss": {"top_k": 20, "temperature": 2.0}}}},
+            "hyperparameters.advanced.loss.temperature",
+            "gives log-probabilities at temperature 1, not 2",
+        ),
         (
             {"hyperparameters": {"advanced": {"sampling": {"temperature": 0.7}}}},
             "hyperparameters.advanced.sampling.temperature",

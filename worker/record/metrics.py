@@ -93,7 +93,7 @@ def of_step(
     }
     used = {name: usage for name, groups_P in splits if (usage := _tokens_used(groups_P))}
     if used:
-        data["model_graders_token_usage"] = _by_model(used)
+        data["model_graders_token_usage"] = usage_by_model(used)
         rows = _per_grader(spec, splits, _usage_fields)
         data["usage"] = {"graders": [row for row in rows if "model" in row]}
     return StepMetrics(**data)
@@ -363,7 +363,7 @@ def _tokens_used(groups_P: Sequence[Group]) -> dict[str, TokenUsage]:
     return summed(grade.usage for grade in _grades(groups_P))
 
 
-def _by_model(used: Mapping[str, Mapping[str, TokenUsage]]) -> dict[str, dict[str, int]]:
+def usage_by_model(used: Mapping[str, Mapping[str, TokenUsage]]) -> dict[str, dict[str, int]]:
     """Tokens that judges read and wrote, by model. OpenAI says "eval" here where it says "valid" elsewhere."""
     models: dict[str, dict[str, int]] = {}
     for split, usage in used.items():
