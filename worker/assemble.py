@@ -55,6 +55,7 @@ from worker.offline.templates import template_of
 from worker.progress import PROGRESS
 from worker.record.checkpoints import Checkpoints
 from worker.record.exporters.choice import feeds_of
+from worker.record.gpu_ratio import RatioMeasurement
 from worker.record.recorder import Quota, Recorder
 from worker.refusals import InvalidTargets, UserMistake
 from worker.rollout.prompts import NoPassRate, PromptStream, PromptTooLong, tokenize
@@ -239,6 +240,7 @@ def assemble(
         feeds=feeds_of(job, task.settings, settings, recorder.warn),
         gpus=gpus_of(world, settings) if base.device == "cuda" else 1,
         thresholds=settings.warnings,
+        ratio=ratio_of(base.engines, world),
     )
 
 
@@ -376,6 +378,14 @@ def taught_by(
     loaded = teachers.load_teacher(teacher, policy, task.settings, checkpoints, settings.model_cache, beat)
     own = PolicyTeacher(loaded.policy, loaded.teaching, plan.token_budget, beat)
     return TeacherRewards(own, temperature=task.settings.temperature)
+
+
+def ratio_of(engines: Placement, world: World | None) -> RatioMeasurement | None:
+    """None: no GPUs are split, or other machines learn too, so that the settings of one machine are not the ratio."""
+    ranks = 1 if world is None else world.local_size
+    if engines.kind != "split" or (world is not None and world.size > ranks):
+        return None
+    return RatioMeasurement(engines.processes, ranks, engines.tensor_parallel)
 
 
 def gpus_of(world: World | None, settings: Settings) -> int:

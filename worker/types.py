@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from numpy.typing import NDArray
+
 from core.jobs.hyperparameter_groups import Supervision
 from graders.types import Grade
 
@@ -120,10 +122,13 @@ class Pack:
 
 @dataclass(frozen=True)
 class TokenValues:
-    """What the trainer computed with, for each sampled token of an answer."""
+    """What the trainer computed with, for each sampled token of an answer.
 
-    logprobs_T: Sequence[float]  # before the update, where the sampler's are compared with them
-    advantages_T: Sequence[float]
+    `logprobs_T` is of the policy before the update, where the sampler's are compared with them.
+    """
+
+    logprobs_T: Sequence[float] | NDArray[Any]
+    advantages_T: Sequence[float] | NDArray[Any]
 
 
 AnswerKey = tuple[tuple[int, ...], tuple[int, ...]]

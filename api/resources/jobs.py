@@ -8,7 +8,7 @@ from functools import partial
 from typing import Annotated, Any, Literal, Self
 
 from anyio import to_thread
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import JSONResponse
 from pydantic import (
     AfterValidator,
@@ -754,11 +754,18 @@ def change_budget(
 
 @router.get("/{job_id}/events")
 def list_events(
-    job_id: str, project: CurrentProject, session: ReadSession, after: After = None, limit: Limit = 20
+    job_id: str,
+    project: CurrentProject,
+    session: ReadSession,
+    after: After = None,
+    limit: Limit = 20,
+    type: Annotated[
+        Literal["message", "metrics"] | None, Query(description="Only events of this type.")
+    ] = None,
 ) -> Listing[EventOut]:
     """List the events of a job, newest first."""
     job = lifecycle.get(session, project.id, job_id)
-    page = events.page(session, job.id, after=after, limit=clamped(limit))
+    page = events.page(session, job.id, type=type, after=after, limit=clamped(limit))
     return Listing(data=[EventOut.of(event) for event in page.items], has_more=page.has_more)
 
 
