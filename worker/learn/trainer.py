@@ -176,7 +176,10 @@ class PeftTrainer:
         )
 
     def _descend(self, divisor: float) -> float | None:
-        """Take a step of the adapter and of a value head. As `AdapterOptimizer.step`."""
+        """Take a step of the adapter and of a value head. As `AdapterOptimizer.step`; 0 where the adapter waits."""
+        if self.value_optimizer is not None and self.steps_taken < (self.settings.value_warmup_steps or 0):
+            self.optimizer.clear()
+            return 0.0 if self.value_optimizer.step(divisor, self.steps_taken) else None
         norm = self.optimizer.step(divisor, self.steps_taken)
         if self.value_optimizer is None:
             return norm
