@@ -53,6 +53,7 @@ from api.resources import (
     sessions,
     stream,
     uploads,
+    usage,
     webhooks,
 )
 from core.database.engine import Database, Send
@@ -119,7 +120,7 @@ def create_app(
     app.state.upstream = chat.Upstream(settings)
     app.router.routes.extend(all_routes())
     app.include_router(docs_site.router(settings.docs_site))
-    app.include_router(console.router(settings.console_site))
+    app.include_router(console.router(settings.console_site, single_sign_on=bool(settings.sso_header)))
     errors.add_handlers(app)
     app.add_middleware(
         LargeBodies,
@@ -174,6 +175,7 @@ def all_routes() -> list[BaseRoute]:
         webhooks,
         organization,
         operator,
+        usage,
         sessions,
         project_stream,
         stream,

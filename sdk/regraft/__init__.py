@@ -45,12 +45,15 @@ if TYPE_CHECKING:
         Preview,
         PreviewProgress,
         PromptHistory,
+        Queue,
         Regrade,
         RegradedAnswer,
         Rollout,
         StepMetrics,
+        UsageReport,
         Verdict,
         WhatIf,
+        Worker,
     )
 
 _HOME = {
@@ -63,8 +66,8 @@ _HOME = {
     "regraft.jobs": "events metrics rollouts show",
     "regraft.progress": "FINAL",
     "regraft.requests": "InvalidRequestFile",
-    "regraft.types": "Estimate GraderTest JobComparison JobEvent Preview PreviewProgress PromptHistory Regrade "
-    "RegradedAnswer Rollout StepMetrics Verdict WhatIf",
+    "regraft.types": "Estimate GraderTest JobComparison JobEvent Preview PreviewProgress PromptHistory Queue Regrade "
+    "RegradedAnswer Rollout StepMetrics UsageReport Verdict WhatIf Worker",
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names.split()}
 
@@ -108,6 +111,7 @@ __all__ = [
     "Preview",
     "PreviewProgress",
     "PromptHistory",
+    "Queue",
     "QuotaExceeded",
     "RateLimited",
     "Regrade",
@@ -115,8 +119,10 @@ __all__ = [
     "Regraft",
     "Rollout",
     "StepMetrics",
+    "UsageReport",
     "Verdict",
     "WhatIf",
+    "Worker",
     "events",
     "metrics",
     "rollouts",

@@ -21,6 +21,7 @@ from regraft.resources.jobs import AsyncJobs, Jobs
 from regraft.resources.pipelines import AsyncPipelines, Pipelines
 from regraft.resources.regrades import AsyncRegrades, Regrades
 from regraft.resources.rollouts import AsyncRollouts, Rollouts
+from regraft.resources.service import AsyncService, Service
 from regraft.types import Estimate, Preview, PreviewProgress
 
 ESTIMATE, PREVIEW = "/regraft/estimate", "/regraft/preview"
@@ -91,6 +92,10 @@ class Regraft(openai.OpenAI):
     @cached_property
     def pipelines(self) -> Pipelines:
         return Pipelines(self)
+
+    @cached_property
+    def service(self) -> Service:
+        return Service(self)
 
     @cached_property
     def datasets(self) -> Datasets:
@@ -201,6 +206,10 @@ class AsyncRegraft(openai.AsyncOpenAI):
     @cached_property
     def pipelines(self) -> AsyncPipelines:
         return AsyncPipelines(self)
+
+    @cached_property
+    def service(self) -> AsyncService:
+        return AsyncService(self)
 
     @cached_property
     def datasets(self) -> Datasets:
