@@ -1,4 +1,4 @@
-"""Workers that report themselves, usage by model, and keys of single sign-on."""
+"""Workers that report themselves, and usage by model."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -10,7 +10,6 @@ depends_on = None
 
 
 def upgrade() -> None:
-    op.add_column("api_keys", sa.Column("sso_user", sa.String(128)))
     op.create_table(
         "workers",
         sa.Column("name", sa.String(128), primary_key=True),
@@ -31,7 +30,7 @@ def upgrade() -> None:
         "model_usage",
         sa.Column("project_id", sa.String(64), sa.ForeignKey("projects.id"), primary_key=True),
         sa.Column("day", sa.Integer(), primary_key=True),
-        sa.Column("model", sa.String(512), primary_key=True),
+        sa.Column("model", sa.String(256), primary_key=True),
         sa.Column("gpu_seconds", sa.Double(), nullable=False),
         sa.Column("sampled_tokens", sa.BigInteger(), nullable=False),
         sa.Column("trained_tokens", sa.BigInteger(), nullable=False),
@@ -42,4 +41,3 @@ def upgrade() -> None:
 def downgrade() -> None:
     op.drop_table("model_usage")
     op.drop_table("workers")
-    op.drop_column("api_keys", "sso_user")

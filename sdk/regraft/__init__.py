@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         CheckpointNotFound,
         DownloadCorrupt,
         FileNotFound,
+        GraderNotFound,
         InsufficientPermissions,
         InvalidApiKey,
         InvalidGrader,
@@ -39,7 +40,11 @@ if TYPE_CHECKING:
     from regraft.requests import InvalidRequestFile
     from regraft.types import (
         Estimate,
+        FileProfile,
+        GoldenCase,
+        GraderCheck,
         GraderTest,
+        GraderVersion,
         JobComparison,
         JobEvent,
         Preview,
@@ -49,7 +54,10 @@ if TYPE_CHECKING:
         Regrade,
         RegradedAnswer,
         Rollout,
+        RolloutToken,
+        RolloutTokens,
         StepMetrics,
+        StoredGrader,
         UsageReport,
         Verdict,
         WhatIf,
@@ -60,14 +68,16 @@ _HOME = {
     "regraft._rules.datasets": "InvalidDataset LineError",
     "regraft.client": "AsyncRegraft Regraft",
     "regraft.config": "NotConfigured",
-    "regraft.errors": "BudgetReached CheckpointNotFound DownloadCorrupt FileNotFound InsufficientPermissions "
+    "regraft.errors": "BudgetReached CheckpointNotFound DownloadCorrupt FileNotFound GraderNotFound "
+    "InsufficientPermissions "
     "InvalidApiKey InvalidGrader InvalidJobState JobFailed JobNotFound ModelNotFound "
     "NotARegraftServer NotSupportedByServer QuotaExceeded RateLimited",
     "regraft.jobs": "events metrics rollouts show",
     "regraft.progress": "FINAL",
     "regraft.requests": "InvalidRequestFile",
-    "regraft.types": "Estimate GraderTest JobComparison JobEvent Preview PreviewProgress PromptHistory Queue Regrade "
-    "RegradedAnswer Rollout StepMetrics UsageReport Verdict WhatIf Worker",
+    "regraft.types": "Estimate FileProfile GoldenCase GraderCheck GraderTest GraderVersion JobComparison "
+    "JobEvent Preview PreviewProgress PromptHistory Queue Regrade RegradedAnswer Rollout "
+    "RolloutToken RolloutTokens StepMetrics StoredGrader UsageReport Verdict WhatIf Worker",
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names.split()}
 
@@ -92,7 +102,12 @@ __all__ = [
     "DownloadCorrupt",
     "Estimate",
     "FileNotFound",
+    "FileProfile",
+    "GoldenCase",
+    "GraderCheck",
+    "GraderNotFound",
     "GraderTest",
+    "GraderVersion",
     "InsufficientPermissions",
     "InvalidApiKey",
     "InvalidDataset",
@@ -118,7 +133,10 @@ __all__ = [
     "RegradedAnswer",
     "Regraft",
     "Rollout",
+    "RolloutToken",
+    "RolloutTokens",
     "StepMetrics",
+    "StoredGrader",
     "UsageReport",
     "Verdict",
     "WhatIf",

@@ -143,6 +143,7 @@ def test_a_sample_shows_what_it_was_asked_said_and_was_worth(listed: Callable[..
         "output_reasoning": None,
         "reasoning_tokens": None,
         "grammar_start": None,
+        "has_tokens": None,
     }
     assert third.keys() == RolloutOut.model_fields.keys(), "what the OpenAPI document says"
 
@@ -871,3 +872,65 @@ def test_a_damaged_page_is_named(
 
     assert (refused.status_code, refused.json()["error"]["code"]) == (410, "file_damaged")
     assert "The stored train rollouts of step 1 are damaged" in refused.json()["error"]["message"]
+
+
+@pytest.fixture
+def with_tokens(house: House, create_job: Callable[..., dict[str, Any]]) -> str:
+    """A job whose first sample has the values of its two tokens, and whose second has not; a page of old ones, too."""
+    job_id: str = create_job()["id"]
+    tokens = [
+        {"text": "an", "logprob": -0.5, "advantage": 1.5, "gap": -0.25},
+        {"text": "<end>", "logprob": None, "advantage": None, "gap": None},
+    ]
+    rows = [row(1, "train", 0, 0, has_tokens=True, tokens=tokens), row(1, "train", 0, 1, has_tokens=False)]
+    store(house, job_id, 1, rows=rows)
+    store_old(house, job_id, 2)
+    return job_id
+
+
+def test_the_values_of_the_tokens_of_a_sample_are_read(api: TestClient, with_tokens: str) -> None:
+    answer = api.get(f"/v1/regraft/jobs/{with_tokens}/rollouts/rollout_1_t_0_0/tokens")
+
+    assert answer.status_code == 200
+    assert answer.json() == {
+        "object": "regraft.rollout_tokens",
+        "rollout_id": "rollout_1_t_0_0",
+        "tokens": [
+            {"text": "an", "logprob": -0.5, "advantage": 1.5, "gap": -0.25},
+            {"text": "<end>", "logprob": None, "advantage": None, "gap": None},
+        ],
+    }
+
+
+@pytest.mark.parametrize(
+    "rollout_id",
+    [
+        "rollout_1_t_0_1",  # stored without them
+        "rollout_1_t_7_0",
+        "rollout_2_t_0_0",  # by an earlier version
+        "rollout_9_t_0_0",
+        "rollout",
+    ],
+)
+def test_tokens_that_are_not_stored_are_404(api: TestClient, with_tokens: str, rollout_id: str) -> None:
+    answer = api.get(f"/v1/regraft/jobs/{with_tokens}/rollouts/{rollout_id}/tokens")
+
+    assert answer.status_code == 404
+    assert answer.json()["error"]["message"] == (
+        f"The tokens of '{rollout_id}' are not stored. Rollouts that have them are listed with has_tokens=true."
+    )
+
+
+def test_samples_with_tokens_are_listed_and_downloaded_without_them(
+    api: TestClient, with_tokens: str
+) -> None:
+    path = f"/v1/regraft/jobs/{with_tokens}/rollouts"
+
+    having = api.get(path, params={"has_tokens": True}).json()
+    lacking = api.get(path, params={"has_tokens": False}).json()
+    downloaded = api.get(f"{path}/download", params={"has_tokens": True}).json()
+
+    assert ids(having) == ["rollout_1_t_0_0"]
+    assert ids(lacking) == ["rollout_1_t_0_1", "rollout_2_t_0_0", "rollout_2_t_0_1", "rollout_2_t_1_0"]
+    assert "tokens" not in having["data"][0]
+    assert downloaded == having["data"][0]

@@ -16,6 +16,7 @@ from tests.present import present
 READING_POSTS = {
     "/v1/fine_tuning/alpha/graders/validate",
     "/v1/regraft/estimate",
+    "/v1/regraft/files/{file_id}/profile",
     "/v1/regraft/jobs/validate",
     "/v1/regraft/session",  # any key may log in, and out again
 }

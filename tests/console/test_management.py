@@ -157,6 +157,7 @@ def test_the_copied_call_of_a_model_answers(logged_in: Page, server: Server) -> 
 def test_usage_is_reported_by_day_and_model_and_job(
     logged_in: Page, server: Server, finished: str, accessible: Accessible
 ) -> None:
+    logged_in.context.grant_permissions(["clipboard-read", "clipboard-write"])
     client = server.client()
     jobs = untyped(client.get("/fine_tuning/jobs?limit=100", cast_to=object))["data"]
     sampled = sum((job["usage_metrics"] or {}).get("sampled_tokens", 0) for job in jobs)

@@ -17,6 +17,7 @@ export type PromptList = Schemas["PromptListing"];
 export type Prompt = PromptList["data"][number];
 export type Outcome = Prompt["outcome"];
 export type FileInfo = Schemas["FileOut"];
+export type FileProfile = Schemas["ProfileOut"];
 export type Model = Schemas["ModelOut"];
 export type BaseModel = Schemas["BaseModelOut"];
 export type Estimate = Schemas["EstimateOut"];

@@ -21,6 +21,16 @@ from openai.types.fine_tuning.jobs import FineTuningJobCheckpoint
 from regraft import config
 from regraft._rules.datasets import InvalidDataset
 from regraft.cli.evals import evals_compare, evals_export, evals_gate, evals_import, evals_run
+from regraft.cli.graders import (
+    graders_cases,
+    graders_check,
+    graders_delete,
+    graders_diff,
+    graders_list,
+    graders_save,
+    graders_show,
+    graders_versions,
+)
 from regraft.cli.output import (
     duration,
     expected_costs,
@@ -221,6 +231,79 @@ def files_download(arguments: argparse.Namespace) -> int:
 def files_delete(arguments: argparse.Namespace) -> int:
     deleted = _client().files.delete(arguments.file_id)
     return _answer(arguments, deleted, lambda: f"Deleted {deleted.id}")
+
+
+def files_profile(arguments: argparse.Namespace) -> int:
+    profile = _client().profile(
+        arguments.file_id,
+        model=arguments.model,
+        method=arguments.method,
+        validation_file=arguments.validation_file,
+        grader=arguments.grader,
+        max_completion_tokens=arguments.max_completion_tokens,
+    )
+    return _answer(arguments, profile, lambda: profile_text(plain(profile)))
+
+
+def profile_text(profile: dict[str, Any]) -> str:
+    """The findings, what a job would stumble over first, and the fields as a table."""
+    whole = "" if profile["is_whole"] else "the first "
+    lines = [
+        f"{whole}{profile['rows']} rows of a {profile['method']} job, {profile['invalid']} invalid lines"
+    ]
+    lines += [
+        f"  line {problem['line']}: {': '.join(filter(None, (problem['path'], problem['message'])))}"
+        for problem in profile["problems"]
+    ]
+    if (tokens := profile["tokens"]) is None:
+        lines.append(f"tokens: not counted, {profile['tokens_reason']}")
+    else:
+        counted = "" if tokens["rows"] == profile["rows"] else f" of {tokens['rows']} rows"
+        lines.append(f"tokens{counted}: {_lengths(tokens)}; room for {tokens['room']}")
+        lines += _lines_of("rows do not fit", tokens["too_long"])
+        lines += _lines_of("rows are rejected by the chat template", tokens["not_rendered"])
+    if profile["characters"] is not None:
+        lines.append(f"characters: {_lengths(profile['characters'])}")
+    same = profile["duplicates"]
+    lines.append(f"{same['rows']} rows repeat an earlier prompt, {same['identical']} of them an earlier row")
+    lines += [f"  lines {', '.join(map(str, found))}" for found in same["lines"]]
+    if (overlap := profile["overlap"]) is not None:
+        lines.append(
+            f"{overlap['shared']} of {overlap['rows']} rows of {overlap['file']} have a prompt of this file"
+        )
+        lines += [f"  its line {theirs} is line {own} here" for theirs, own in overlap["lines"]]
+    if (reads := profile["grader"]) is not None:
+        for read in reads["paths"]:
+            lines.append(f"the grader reads {read['path']}: {read['missing']['rows']} rows lack it")
+            lines += _lines_of("rows lack it", read["missing"])[1:]
+        if reads["no_grader"] is not None:
+            lines += _lines_of("rows choose no grader", reads["no_grader"])
+        if reads["not_listed"]:
+            lines.append("its code or its endpoint may read other fields as well")
+    fields = [
+        [
+            field["name"],
+            field["missing"],
+            ", ".join(field["types"]),
+            "more than 1000" if field["distinct"] is None else field["distinct"],
+            shortened(field["example"], 40),
+        ]
+        for field in profile["fields"]
+    ]
+    return "\n".join([*lines, "", table(["field", "missing", "type", "different", "first value"], fields)])
+
+
+def _lengths(found: dict[str, Any]) -> str:
+    middle = f"{found['p50']:.0f} in the middle, {found['p99']:.0f} at 99 %"
+    return f"{found['min']} to {found['max']}, {middle}"
+
+
+def _lines_of(what: str, found: dict[str, Any]) -> list[str]:
+    """A finding and its lines; nothing if there are none."""
+    if not found["rows"]:
+        return []
+    more = ", ..." if found["rows"] > len(found["lines"]) else ""
+    return [f"{found['rows']} {what}", f"  lines {', '.join(map(str, found['lines']))}{more}"]
 
 
 def _files(files: list[Any]) -> str:
@@ -1082,9 +1165,18 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
         files_show,
         files_download,
         files_delete,
+        files_profile,
         validate,
         graders_validate,
         graders_run,
+        graders_save,
+        graders_list,
+        graders_show,
+        graders_versions,
+        graders_diff,
+        graders_delete,
+        graders_cases,
+        graders_check,
         jobs_create,
         jobs_clone,
         jobs_list,
