@@ -33,7 +33,7 @@ def test_jobs_of_others_have_no_curves(
     refused = house.client(house.other_key).get("/v1/regraft/curves", params={"jobs": mine})
 
     assert refused.status_code == 404
-    assert refused.json()["error"]["code"] == "job_not_found"
+    assert refused.json()["error"]["code"] == "fine_tune_not_found"
 
 
 @pytest.mark.parametrize("jobs", ["", "a,", ",".join("a" * 101)])
