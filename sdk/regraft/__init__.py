@@ -48,7 +48,9 @@ if TYPE_CHECKING:
         JobComparison,
         JobEvent,
         Preview,
+        PreviewAnswer,
         PreviewProgress,
+        PreviewReport,
         PromptHistory,
         Queue,
         Regrade,
@@ -76,7 +78,7 @@ _HOME = {
     "regraft.progress": "FINAL",
     "regraft.requests": "InvalidRequestFile",
     "regraft.types": "Estimate FileProfile GoldenCase GraderCheck GraderTest GraderVersion JobComparison "
-    "JobEvent Preview PreviewProgress PromptHistory Queue Regrade RegradedAnswer Rollout "
+    "JobEvent Preview PreviewAnswer PreviewProgress PreviewReport PromptHistory Queue Regrade RegradedAnswer Rollout "
     "RolloutToken RolloutTokens StepMetrics StoredGrader UsageReport Verdict WhatIf Worker",
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names.split()}
@@ -124,7 +126,9 @@ __all__ = [
     "NotConfigured",
     "NotSupportedByServer",
     "Preview",
+    "PreviewAnswer",
     "PreviewProgress",
+    "PreviewReport",
     "PromptHistory",
     "Queue",
     "QuotaExceeded",
