@@ -92,11 +92,17 @@ def builder(tokenizer: Any) -> ScriptedBuilder:
     return ScriptedBuilder(tokenizer)
 
 
+def folders_in(tmp_path: Path) -> tuple[AdapterFolders, AdapterFolders]:
+    """Of adapters and of whole models."""
+    blobs = FolderBlobs(tmp_path / "blobs")
+    return AdapterFolders(blobs, tmp_path / "adapters"), AdapterFolders(blobs, tmp_path / "models")
+
+
 @pytest.fixture
 def engines(builder: ScriptedBuilder, tmp_path: Path) -> Engines:
     registry = Registry(models={name: BaseModelEntry(hub=name) for name in ("a", "b")})
-    folders = AdapterFolders(FolderBlobs(tmp_path / "blobs"), tmp_path / "adapters")
-    return Engines(Settings(), registry, {"transformers": builder}, folders)
+    folders, wholes = folders_in(tmp_path)
+    return Engines(Settings(), registry, {"transformers": builder}, folders, wholes)
 
 
 @pytest.fixture
@@ -469,12 +475,12 @@ def test_a_model_that_cannot_be_read_is_refused_by_its_code(
         folder.mkdir()
     if config:
         (folder / "config.json").write_text(config)
-    folders = AdapterFolders(FolderBlobs(tmp_path / "blobs"), tmp_path / "adapters")
+    folders, wholes = folders_in(tmp_path)
     registry = Registry(models={"a": BaseModelEntry(path=folder)})
     builders = {"transformers": kind(Settings(data_dir=tmp_path))}
 
     with (
-        TestClient(create_app(Engines(Settings(), registry, builders, folders), "key")) as web,
+        TestClient(create_app(Engines(Settings(), registry, builders, folders, wholes), "key")) as web,
         pytest.raises(BadRequestError, match=said) as refused,
     ):
         say(OpenAI(api_key="key", base_url="http://testserver/v1", http_client=web, max_retries=0))
@@ -544,8 +550,8 @@ def thinker(tmp_path: Path) -> Iterator[tuple[OpenAI, Any]]:
     """A client of a model that thinks, and its builder."""
     builder = ScriptedBuilder(thinking_tokenizer())
     registry = Registry(models={"a": BaseModelEntry(hub="a")})
-    folders = AdapterFolders(FolderBlobs(tmp_path / "blobs"), tmp_path / "adapters")
-    engines = Engines(Settings(), registry, {"transformers": builder}, folders)
+    folders, wholes = folders_in(tmp_path)
+    engines = Engines(Settings(), registry, {"transformers": builder}, folders, wholes)
     with TestClient(create_app(engines, "key")) as web:
         api = OpenAI(api_key="key", base_url="http://testserver/v1", http_client=web, max_retries=0)
         loaded(api, builder, "<think>ab</think>\n\n42")

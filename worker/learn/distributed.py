@@ -150,11 +150,11 @@ class DistributedGradient:
     def end(self) -> None:
         self._order([EndStep()] * self.world.size)
 
-    def watched_kl(self) -> float:
+    def watched_kl(self) -> float | None:
         """As OwnGradient does."""
         if not self.own.policy.is_sharded:
             return self.own.watched_kl()
-        watched: float = self._order([WatchReference()] * self.world.size)
+        watched: float | None = self._order([WatchReference()] * self.world.size)
         return watched
 
     def _share_adapter(self) -> None:

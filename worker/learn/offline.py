@@ -66,15 +66,28 @@ class OfflineMetrics:
 
 
 class OfflineGradient:
-    """Accumulates the gradient of packs on the adapter's weights, micro-batch by micro-batch."""
+    """Accumulates the gradient of packs on the trained weights, micro-batch by micro-batch."""
 
     def __init__(self, policy: Policy, settings: ResolvedOffline, *, token_budget: int) -> None:
         self.policy = policy
         self.settings = settings
         self.capacity = token_budget
-        # The adapter of the preference loss's reference, unless the reference is the base model.
+        # The adapter of the preference loss's reference, unless the reference is the base model; or all weights of the
+        # reference.
         self.reference: list[Tensor] | None = None
+        if settings.has_reference and not policy.has_base:
+            self.reference = policy.snapshot()
+        self._loaded = self.reference
         self.z0 = 0.0  # of the loss kto
+
+    @property
+    def changed_reference(self) -> list[Tensor] | None:
+        """The reference, unless it is the model as it was loaded."""
+        return None if self.reference is self._loaded else self.reference
+
+    def change_reference(self, weights: Sequence[Tensor] | None) -> None:
+        """Compare with these weights; None: with the model as it was loaded."""
+        self.reference = self._loaded if weights is None else [one.to(self.policy.device) for one in weights]
 
     def add(self, packs: Sequence[Pack]) -> Totals:
         """Add the gradient of the summed loss of these packs, and return its totals."""
@@ -273,6 +286,7 @@ def predicted(policy: Policy, tensors: Tensors) -> tuple[Tensor, Tensor]:
         tensors.target_M,
         None,
         _is_top,
+        weights=policy.trained_head,
     )
     return logp_M, is_top_M
 
@@ -329,7 +343,7 @@ def optimizer_of(
 
 
 class OfflineTrainer:
-    """AdamW on the adapter's float32 weights, the base frozen."""
+    """AdamW on the policy's trainable weights in float32: the adapter's, or all of the model."""
 
     def __init__(
         self,
@@ -367,14 +381,14 @@ class OfflineTrainer:
 
     def start_from_policy(self) -> None:
         """Take the current adapter for the reference, in place of the base model."""
-        self.gradient.reference = [parameter.detach().clone() for parameter in self.policy.trainable]
+        self.gradient.change_reference(self.policy.snapshot())
 
     def save(self, folder: Path) -> None:
         self.policy.save(folder)
         state: dict[str, Any] = {
             "optimizer": self.optimizer.state_dict(),
             "steps_taken": self.steps_taken,
-            "reference": self.gradient.reference,
+            "reference": self.gradient.changed_reference,
         }
         torch.save(state, folder / "trainer.pt")
 
@@ -386,7 +400,4 @@ class OfflineTrainer:
             raise InvalidModel(f"The optimizer's state in the checkpoint cannot be read: {cause}") from cause
         self.optimizer.load_state_dict(state["optimizer"])
         self.steps_taken = state["steps_taken"]
-        reference = state["reference"]
-        self.gradient.reference = (
-            None if reference is None else [tensor.to(self.policy.device) for tensor in reference]
-        )
+        self.gradient.change_reference(state["reference"])

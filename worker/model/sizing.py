@@ -122,6 +122,8 @@ class Workload:
     completion: int  # max_completion_tokens
     in_flight: int  # prompts and answers of a whole step, or of a whole validation, whichever has more
     targets: LoraTargets = "all-linear"
+    full: bool = False  # all weights are trained, and there is no adapter
+    references: int = 0  # copies of all weights that it is compared with, if all are trained
 
     @property
     def longest(self) -> int:
@@ -140,6 +142,8 @@ def workload(
     eval_samples: int,
     targets: LoraTargets = "all-linear",
     copied: bool = False,
+    full: bool = False,
+    references: int = 0,
 ) -> Workload:
     """Of a job with `batch` prompts a step, `group` answers each; `eval_samples` answers to each validation row.
 
@@ -150,7 +154,7 @@ def workload(
         prompts * ((answers if copied else 1) * prompt + answers * completion)
         for prompts, answers in ((batch, group), (valid_rows, eval_samples))
     )
-    return Workload(rank, prompt, completion, max(training, validating), targets)
+    return Workload(rank, prompt, completion, max(training, validating), targets, full, references)
 
 
 @dataclass(frozen=True)
@@ -222,6 +226,8 @@ class Estimate:
     tensor_parallel: int = 1  # devices that share the engine's copy of the weights
     shard: int | None = None  # of the trainer's copy, where several GPUs share it, with the layers in use
     degree: int = 1  # GPUs that share it
+    optimizer: int = 0  # of all weights, if they are trained: master weights, gradients and moments
+    reference: int = 0  # copies of all weights that it is compared with
 
     @property
     def total(self) -> int:
@@ -232,13 +238,13 @@ class Estimate:
     @property
     def parts(self) -> int:
         """Of the trainer, besides weights."""
-        return self.adapter + self.activations + self.attention + self.head
+        return self.adapter + self.optimizer + self.reference + self.activations + self.attention + self.head
 
     def __str__(self) -> str:
         divided = self.copies > 1 and self.tensor_parallel > 1
         copies = f"{self.copies} x " if self.copies > 1 and not divided else ""
         engine = f" + {self.weights / self.tensor_parallel / GIB:.1f}" if divided else ""
-        names = ("adapter", "activations", "attention", "head")
+        names = ("adapter", "optimizer", "reference", "activations", "attention", "head")
         shown = [(name, getattr(self, name)) for name in names]
         parts = [f"{name} {size / GIB:.1f}" for name, size in shown if size >= 0.05 * GIB]
         weights = f"weights {copies}{self.weights / GIB:.1f}{engine}"
@@ -284,6 +290,12 @@ def _norm_bytes(shape: Shape) -> int:
     return shape.bytes_each if shape.recomputes_norms else 4
 
 
+def optimizer_bytes(shape: Shape) -> int:
+    """Of a job that trains all weights: a gradient and two moments in float32, and a float32 copy of narrow weights."""
+    master = 4 if shape.bytes_each < 4 else 0
+    return shape.parameters * (master + 3 * 4)
+
+
 def estimate(
     shape: Shape,
     *,
@@ -293,12 +305,16 @@ def estimate(
     checkpointed: bool,
     machine: Machine,
     targets: LoraTargets = "all-linear",
+    full: bool = False,
+    references: int = 0,
 ) -> Estimate:
     """The peak of a run that samples and trains.
 
     `checkpointed`: a layer's activations are computed again in the backward pass, so those of one layer are alive
-    at a time.
+    at a time. `full` and `references` as in Workload.
     """
+    if full:
+        rank, shape = 0, replace(shape, recomputes_norms=False)  # the weights of norms have gradients
     layer = saved_bytes_per_token(shape, rank)
     entries = shape.bytes_each * shape.hidden * shape.layers  # the inputs of all layers
     ends = (_norm_bytes(shape) + shape.bytes_each) * shape.hidden  # of the last norm and of the head
@@ -312,7 +328,11 @@ def estimate(
         masks = square * (1 + 4 * (1 if checkpointed else shape.layers))
     if shape.keeps_scores:  # before and after the softmax, in float32: measured on tiny Gemma 2 and gpt-oss
         masks += 2 * 4 * square * shape.heads * (1 if checkpointed else shape.layers)
-    weights = shape.weight_bytes + (2 * shape.linear_parameters * shape.bytes_each if machine.packed else 0)
+    packed = machine.packed and not full  # of weights that do not change
+    weights = shape.weight_bytes + (2 * shape.linear_parameters * shape.bytes_each if packed else 0)
+    logits = HEAD_CHUNK * shape.vocabulary * 4 * 4  # with their log-softmax, its exponential, a gradient
+    # Of the head's weights, that of a chunk and the sum of the chunks before it.
+    head_gradients = 2 * shape.vocabulary * shape.hidden * shape.bytes_each if full else 0
     found = Estimate(
         copies=machine.copies,
         weights=weights,
@@ -321,12 +341,14 @@ def estimate(
         * 4,  # weight, gradient and two moments, in float32
         activations=token_budget * (kept + ends + gradients),
         attention=masks,
-        head=HEAD_CHUNK * shape.vocabulary * 4 * 4,  # logits, their log-softmax, its exponential, a gradient
+        head=logits + head_gradients,
         cache=cache,
         margin=0,
         tensor_parallel=machine.tensor_parallel,
         shard=shape.shard_bytes(machine.degree) if machine.degree > 1 else None,
         degree=machine.degree,
+        optimizer=optimizer_bytes(shape) if full else 0,
+        reference=references * shape.weight_bytes,
     )
     return replace(found, margin=_margin(found, machine))
 
@@ -448,6 +470,8 @@ def plan(name: str, shape: Shape, work: Workload, machine: Machine) -> MemoryPla
             shape,
             rank=work.rank,
             targets=work.targets,
+            full=work.full,
+            references=work.references,
             token_budget=budget,
             cache=cache,
             checkpointed=checkpointed,
@@ -485,8 +509,9 @@ def plan(name: str, shape: Shape, work: Workload, machine: Machine) -> MemoryPla
     place = f"the GPU class `{machine.gpu_class}` has {size}" if machine.gpu_class else f"{size} are free"
     # A copy less is the largest part that a choice can save.
     hint = " or the sampler `transformers`, which needs no copy of the weights" if machine.copies > 1 else ""
+    smaller = "train 'lora', a smaller model or" if work.full else "a smaller model, lora_rank or"
     raise DoesNotFit(
-        f"{name} at {work.longest} tokens needs {needed}; {place}. Choose a smaller model, lora_rank or "
+        f"{name} at {work.longest} tokens needs {needed}; {place}. Choose {smaller} "
         f"max_completion_tokens, a GPU with more memory{hint}."
     )
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from core.jobs import methods, offline_hyperparameters
+from core.jobs.full import is_full
 from core.results.lineage import Parent, start_name
 from core.settings import Settings
 from core.storage.offline_rows import FORMS, reward_kind
@@ -20,7 +21,7 @@ from worker.learn.rank_model import Model
 from worker.learn.reward import RewardTrainer
 from worker.learn.soft_targets import SoftTargetTrainer, TeacherPolicy
 from worker.model import memory, sizing, teachers
-from worker.model.parent import continuing, start_from
+from worker.model.parent import continuing, start_from, whole_weights
 from worker.model.policy import read_tokenizer
 from worker.model.reward_head import RewardHead, Scale
 from worker.model.teachers import TeacherModel
@@ -66,7 +67,7 @@ def assemble(
         if job.validation_file is None
         else read_file(attempt, "validation_file", job.validation_file, form)
     )
-    base = inspect_model(job.model, settings, 1, samples=False)
+    base = inspect_model(job.model, settings, 1, samples=False, full=is_full(job))
     asked = offline_hyperparameters.asked(kind, job.body["hyperparameters"])
     rewards = reward_kind(train[0].item)
     resolved = offline_hyperparameters.resolve(
@@ -91,10 +92,19 @@ def assemble(
         scale, [train_rows, valid_rows] = standardized([train_rows, valid_rows])
     plan = plan_memory(job.model, base, resolved, [*train_rows, *valid_rows], settings, teacher)
     beat()
-    model = Model(
-        job.model, base.entry, settings.model_cache, resolved, job.seed, plan.checkpointed, sampled=False
-    )
-    policy = model.load(base.device)
+    checkpoints = Checkpoints(attempt, scratch)
+    with whole_weights(parent, checkpoints, resolved) as weights:
+        model = Model(
+            job.model,
+            base.entry,
+            settings.model_cache,
+            resolved,
+            job.seed,
+            plan.checkpointed,
+            sampled=False,
+            weights=weights,
+        )
+        policy = model.load(base.device)
     beat()
     verdict = model.check(policy)
     beat()
@@ -104,7 +114,6 @@ def assemble(
         settings.default_limits,
         Quota(settings.rollout_bytes_per_job, settings.rollouts_per_step),
     )
-    checkpoints = Checkpoints(attempt, scratch)
     trainer = OfflineTrainer(policy, resolved, token_budget=plan.token_budget, beat=beat)
     if teacher is not None:
         teaching = TeacherPolicy(
@@ -130,7 +139,7 @@ def assemble(
     first = job.resolved is None
     recorder.resolved(resolved)
     if first:
-        recorder.inform(verdict.described(policy.coverage), verdict.as_data(policy.coverage))
+        recorder.inform(verdict.described(policy.trained), verdict.as_data(policy.trained))
         if base.precision:
             recorder.inform(base.precision, {})
         if divided := sum(len(row.packs) > 1 for row in train_rows):
@@ -202,6 +211,8 @@ def plan_memory(
     work = sizing.workload(
         rank=settings_of_job.lora_rank,
         targets=settings_of_job.lora_targets,
+        full=settings_of_job.train == "full",
+        references=settings_of_job.reference_copies,
         prompt=max(row.longest for row in rows),
         completion=1,
         batch=1,
