@@ -287,9 +287,10 @@ class Served(StrictModel):
     def to_wire(self) -> dict[str, Any]:
         """The JSON for the inference server; omits unset fields that are unknown to the previous release."""
         newer = {"chat_template", "chat_template_kwargs", "thinking_budget"}
-        unset = {name: True for name in newer if getattr(self, name) is None}
-        adapter = {} if self.adapter is None or self.adapter.is_whole else {"adapter": {"is_whole"}}
-        return self.model_dump(mode="json", exclude=unset | adapter)
+        wire = self.model_dump(mode="json", exclude={name for name in newer if getattr(self, name) is None})
+        if self.adapter is not None and not self.adapter.is_whole:
+            del wire["adapter"]["is_whole"]
+        return wire
 
 
 class InternalRequest(StrictModel):

@@ -182,7 +182,9 @@ class Advanced(Value):
         groups: dict[str, Any] = handler(self)
         if self._flat != _ALL_FLAT:
             return groups
-        return {"train": self.train} | flat_names.to_flat(self, requested=True)
+        # Workers of the version before, which an upgrade still has, do not know `train`.
+        chosen = {} if self.train == "lora" else {"train": self.train}
+        return chosen | flat_names.to_flat(self, requested=True)
 
 
 class Hyperparameters(WithoutNulls):

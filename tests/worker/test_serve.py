@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NoReturn
@@ -64,6 +64,7 @@ class ScriptedBuilder:
     def __init__(self, tokenizer: Any, room: int = 1) -> None:
         self.tokenizer, self.room = tokenizer, room
         self.built: list[Any] = []
+        self.entries: list[tuple[str, Any]] = []  # names and entries of what was built
         self.go = threading.Event()
         self.go.set()
         self.failure: Exception | None = None
@@ -79,6 +80,7 @@ class ScriptedBuilder:
         if self.failure:
             raise self.failure
         self.built.append(ScriptedEngine(self.tokenizer))
+        self.entries.append((name, entry))
         return self.built[-1]
 
 
@@ -397,14 +399,17 @@ class SlowBlobs(FolderBlobs):
 
 @pytest.fixture
 def blobs(engines: Engines) -> Iterator[SlowBlobs]:
-    blobs = engines.adapters.blobs = SlowBlobs(engines.adapters.root.parent / "blobs")
+    blobs = engines.adapters.blobs = engines.wholes.blobs = SlowBlobs(engines.adapters.root.parent / "blobs")
     yield blobs
     blobs.go.set()
 
 
-def stored(blobs: SlowBlobs, prefix: str) -> dict[str, Any]:
+ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
+
+
+def stored(blobs: SlowBlobs, prefix: str, names: Sequence[str] = ADAPTER) -> dict[str, Any]:
     """As the API names it."""
-    weights = {name: prefix.encode() for name in ("adapter_config.json", "adapter_model.safetensors")}
+    weights = {name: prefix.encode() for name in names}
     for name, content in weights.items():
         blobs.put_bytes(f"{prefix}/{name}", content)
     files = [
@@ -414,6 +419,26 @@ def stored(blobs: SlowBlobs, prefix: str) -> dict[str, Any]:
     manifest = json.dumps({"format": 1, "files": files}).encode()
     blobs.put_bytes(f"{prefix}/manifest.json", manifest)
     return {"base_model": "a", "adapter": {"prefix": prefix, "manifest_sha256": sha256(manifest).hexdigest()}}
+
+
+def test_a_whole_model_is_loaded_from_its_own_folder_like_a_base_model(
+    client: OpenAI, builder: ScriptedBuilder, blobs: SlowBlobs, tmp_path: Path
+) -> None:
+    """One of a hundred tuned models that are whole takes the place of the base model, not of an adapter on it."""
+    blobs.go.set()
+    names = ("config.json", "model.safetensors", "chat_template.jinja", "trainer.pt", "masters.pt")
+    whole = stored(blobs, "tuned/1", names)
+    whole["adapter"]["is_whole"] = True
+
+    for _ in range(2):
+        assert say(client, extra_body={"regraft": whole}).choices[0].message.content == "hi"
+    assert say(client, "a").choices[0].message.content == "hi"
+
+    (name, entry), (base, _) = builder.entries
+    assert (name, base) == (f"a@{whole['adapter']['manifest_sha256']}", "a")
+    assert (entry.hub, entry.path) == (None, tmp_path / "models" / whole["adapter"]["manifest_sha256"])
+    assert {path.name for path in entry.path.iterdir()} == set(names[:3])
+    assert [ask.adapter for ask in builder.built[0].asked] == [None, None]
 
 
 def test_a_cold_adapter_that_comes_slowly_is_503_with_retry_after_and_then_there(

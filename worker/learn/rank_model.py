@@ -29,7 +29,7 @@ class Model:
     )
 
     def load(self, device: str) -> "Policy":
-        from worker.model.full import FullPolicy
+        from worker.model.full import FullPolicy, refuse_other_names
         from worker.model.policy import Policy, load_base
 
         base = load_base(
@@ -43,6 +43,7 @@ class Model:
         )
         policy: Policy
         if self.settings.train == "full":
+            refuse_other_names(base)
             policy = FullPolicy(base)
         else:
             policy = Policy(

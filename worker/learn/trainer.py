@@ -154,7 +154,7 @@ class PeftTrainer:
             dropped_sequences=answers - trained,
             grad_norm=sum(norms) / len(norms) if norms else None,
             clip_fraction=total.clipped / total.tokens,
-            kl=total.kl / total.tokens if watched is None else watched,
+            kl=total.kl / total.tokens if settings.kl > 0 else watched,
             entropy=first.entropy / first.tokens,
             logprob_gap=first.gap / first.tokens,
             logprob_gap_max=first.gap_max,

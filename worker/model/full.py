@@ -47,15 +47,9 @@ class FullPolicy(Policy):
     """The model with all of its weights trained, and the two halves of its forward pass."""
 
     def __init__(self, base: Base) -> None:
-        """Train the weights of `base`, which change in place.
-
-        Raises:
-            UnsupportedModel: its weights cannot be saved under the names of its files, or it is too large.
-        """
+        """Train the weights of `base`, which change in place."""
         causal = base.model
-        refuse(causal.config, base.parameters)
-        _refuse_other_names(base)
-        self.model = causal.eval()  # type: ignore[assignment]  # there is no adapter
+        self.model = causal.eval()  # there is no adapter
         causal.requires_grad_(True)
         if base.parts.head.weight.dtype != torch.float32:
             recompute.install(causal, norms=False)
@@ -171,8 +165,13 @@ def refuse(config: Any, parameters: int) -> None:
         )
 
 
-def _refuse_other_names(base: Base) -> None:
-    """Refuse a model whose files name its weights otherwise: a checkpoint could not be told apart from them."""
+def refuse_other_names(base: Base) -> None:
+    """Refuse a model whose files name its weights otherwise: it would be saved under names that `load` does not know.
+
+    Raises:
+        UnsupportedModel: the message names a weight.
+        InvalidModel: there are no safetensors files.
+    """
     try:
         files = quantized.files_by_tensor(base.source)
     except OSError as cause:
@@ -201,7 +200,7 @@ def _master_of(weight: Parameter) -> Parameter:
             master.grad.add_(weight.grad)
         weight.grad = None
 
-    weight.register_post_accumulate_grad_hook(hand_over)
+    weight.register_post_accumulate_grad_hook(hand_over)  # type: ignore[no-untyped-call]
     return master
 
 

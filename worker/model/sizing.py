@@ -257,16 +257,20 @@ class Estimate:
         return f"{self.total / GIB:.1f} GiB: {', '.join([weights, *parts, *rest])}"
 
 
-def saved_bytes_per_token(shape: Shape, rank: int) -> int:
+def saved_bytes_per_token(shape: Shape, rank: int, *, full: bool = False) -> int:
     """What autograd keeps of one token in one layer, without what grows with its square.
 
     Counted in the Llama block with an adapter on every linear layer, and with norms of queries and keys where the model
     has them, as Qwen3; tests/worker/test_memory.py compares it with what a backward pass of the real code saves.
+
+    Args:
+        rank: of the adapter; 0 with `full`.
+        full: all weights are trained, also those of the norms.
     """
     each = shape.bytes_each
     # Inputs of norms; of adapters (one tensor for q, k, v, one for gate and up; of down); between A and B.
     heads = shape.queries + shape.key_values // 2 if shape.head_norms else 0
-    norms = (shape.layer_norms * shape.hidden + heads) * _norm_bytes(shape)
+    norms = (shape.layer_norms * shape.hidden + heads) * _norm_bytes(shape, full)
     inputs = 2 * shape.hidden + shape.intermediate
     inner = 7 * rank
     # Queries, keys and values of every query head, and the output. FlexAttention keeps keys and values once.
@@ -285,8 +289,10 @@ def _feed_forward_tensors(shape: Shape) -> int:
     return 3 if shape.bytes_each == 4 else 2  # gate and up; the gate's activation
 
 
-def _norm_bytes(shape: Shape) -> int:
-    """That autograd keeps of an element of a norm's input."""
+def _norm_bytes(shape: Shape, full: bool) -> int:
+    """That autograd keeps of an element of a norm's input; for trained weights also of what they are multiplied by."""
+    if full:
+        return 4 + shape.bytes_each
     return shape.bytes_each if shape.recomputes_norms else 4
 
 
@@ -314,10 +320,10 @@ def estimate(
     at a time. `full` and `references` as in Workload.
     """
     if full:
-        rank, shape = 0, replace(shape, recomputes_norms=False)  # the weights of norms have gradients
-    layer = saved_bytes_per_token(shape, rank)
+        rank = 0
+    layer = saved_bytes_per_token(shape, rank, full=full)
     entries = shape.bytes_each * shape.hidden * shape.layers  # the inputs of all layers
-    ends = (_norm_bytes(shape) + shape.bytes_each) * shape.hidden  # of the last norm and of the head
+    ends = (_norm_bytes(shape, full) + shape.bytes_each) * shape.hidden  # of the last norm and of the head
     gradients = 4 * (2 * shape.intermediate + 4 * shape.hidden)  # of the layer that is being computed
     kept = entries + layer if checkpointed else layer * shape.layers
     square = token_budget**2
