@@ -33,9 +33,11 @@ from worker.backends import open_backends
 from worker.heartbeat import Beat, WatchedSampler, WatchedTrainer
 from worker.instruments import ObservedSampler
 from worker.learn.distributed import LoadModel, load_checked, loading
+from worker.learn.gradient import keep_memory
 from worker.learn.rank_model import Model
 from worker.learn.teacher import PolicyTeacher
-from worker.learn.trainer import PeftTrainer
+from worker.learn.trainer import PeftTrainer, Trainer
+from worker.learn.turns import AlternatingTrainer, UpdatingTrainer
 from worker.learn.world import World
 from worker.model import full as full_policy
 from worker.model import memory, quantized, sizing, support, teachers, verdicts
@@ -45,6 +47,7 @@ from worker.model.parent import continuing, start_from, whole_weights
 from worker.model.policy import DTYPES, Policy, read_config, read_tokenizer, render, source_of
 from worker.model.reasoning import Reasoning, detect, plan_effort
 from worker.model.sizing import MemoryPlan, Shape, Workload
+from worker.model.spelling import Speller
 from worker.model.support import ForwardVerdict
 from worker.model.teachers import TeacherModel
 from worker.offline.templates import template_of
@@ -62,6 +65,7 @@ from worker.rollout.samplers.fleet import BlobAdapters
 from worker.rollout.samplers.fleet_members import FleetConfig
 from worker.rollout.samplers.placement import NO_ENGINE, ONE_ENGINE, NotPlaceable, Placement
 from worker.rollout.samplers.steering import Bounds, UnsupportedTags, grammar_of
+from worker.rollout.samplers.vllm import VllmSampler
 from worker.rollout.served_teacher import ServedTeacher
 from worker.rollout.taught import TeacherRewards
 from worker.run import Run
@@ -146,15 +150,17 @@ def assemble(
     judges = reward_models(attempt, spec, settings)
     task = prepare_task(attempt, rows, base, teacher)
     prompts = task.prompts(job.seed)
-    plan = plan_memory(job.model, base, task, settings, local, teacher)
+    plan = plan_memory(job.model, base, task, settings, local, teacher, has_judges=bool(judges))
     beat()
     parent, checkpoints = Parent.of(job), Checkpoints(attempt, scratch)
     with whole_weights(parent, checkpoints, task.settings) as weights:
         policy, verdict = load_policy(attempt, base, task, plan, settings, beat, world, weights)
 
     sampler_name = f"{base.sampler} {base.sampler_version}"
-    quota = Quota(settings.rollout_bytes_per_job, settings.rollouts_per_step)
-    recorder = Recorder(attempt, settings.default_limits, quota)
+    quota = Quota(
+        settings.rollout_bytes_per_job, settings.rollouts_per_step, settings.rollout_tokens_per_step
+    )
+    recorder = Recorder(attempt, settings.default_limits, quota, Speller(policy.tokenizer))
     first = job.resolved is None
     recorder.resolved(task.settings, sampler_name)
     if first:
@@ -171,17 +177,8 @@ def assemble(
     if fleet is not None:
         names = ", ".join(fleet.addresses)
         recorder.inform(f"Answers are sampled by the fleet at {names}.", {"addresses": fleet.addresses})
-    elif base.engines.processes > 1 or base.engines.kind == "split":
-        placed = base.engines
-        recorder.inform(
-            f"Placement: {placed.kind}. Answers are sampled by {placed}.",
-            {
-                "placement": placed.kind,
-                "engines": placed.engines,
-                "tensor_parallel": placed.tensor_parallel,
-                "gpus": placed.gpus_E,
-            },
-        )
+    elif base.engines.processes > 1 or base.engines.kind == "split" or plan.sleeps:
+        report_placement(recorder, base.engines, plan)
     sampler = choice.build(
         base.sampler,
         policy,
@@ -193,19 +190,28 @@ def assemble(
         store=BlobAdapters(attempt),
         engines=base.engines,
         fleet=fleet,
+        continues=task.settings.continue_in_flight,
         store_coverage=partial(
             verdicts.store_coverage, policy, base.entry, settings.model_cache, task.settings.lora_targets
         ),
     )
-    trainer = PeftTrainer(
+    peft_trainer = PeftTrainer(
         policy,
         task.settings,
         **_computing(task, plan),
         world=world,
         gate=SamplerGate.of(settings.max_logprob_gap, sampler=sampler_name, precision=base.entry.dtype),
+        keeps_tokens=settings.rollout_tokens_per_step > 0,
     )
     if parent is not None and start_from(parent, policy, checkpoints):
-        trainer.start_from_policy()
+        peft_trainer.start_from_policy()
+    trainer: Trainer = peft_trainer
+    if plan.sleeps:
+        assert isinstance(sampler, VllmSampler), "only the job's own engines are planned to sleep"
+        trainer = AlternatingTrainer(trainer, sampler)
+    if task.settings.continue_in_flight:
+        assert isinstance(sampler, VllmSampler), "other samplers are refused"
+        trainer = UpdatingTrainer(trainer, sampler)
     rewards: Scoring
     if teacher is not None:
         rewards = taught_by(teacher, policy, task, plan, checkpoints, settings, beat)
@@ -233,6 +239,20 @@ def assemble(
         feeds=feeds_of(job, task.settings, settings, recorder.warn),
         gpus=gpus_of(world, settings) if base.device == "cuda" else 1,
         thresholds=settings.warnings,
+    )
+
+
+def report_placement(recorder: Recorder, placed: Placement, plan: MemoryPlan) -> None:
+    sleep = " They sleep while the job learns." if plan.sleeps else ""
+    recorder.inform(
+        f"Placement: {placed.kind}. Answers are sampled by {placed}.{sleep}",
+        {
+            "placement": placed.kind,
+            "engines": placed.engines,
+            "tensor_parallel": placed.tensor_parallel,
+            "gpus": placed.gpus_E,
+            "sleeps": plan.sleeps,
+        },
     )
 
 
@@ -339,17 +359,17 @@ def taught_by(
             "in its memory: one on a server can teach it.",
             "model",
         )
-    teaching, context = teachers.load_teacher(
-        teacher, policy, task.settings, checkpoints, settings.model_cache, beat
-    )
-    own = PolicyTeacher(teaching, context, plan.token_budget, beat)
+    loaded = teachers.load_teacher(teacher, policy, task.settings, checkpoints, settings.model_cache, beat)
+    own = PolicyTeacher(loaded.policy, loaded.teaching, plan.token_budget, beat)
     return TeacherRewards(own, temperature=task.settings.temperature)
 
 
 def refuse_full(job: Job, settings: Settings) -> None:
     """Raises UserMistake: this worker cannot sample a model all of whose weights are trained."""
-    name = Registry.load(settings.models_file).resolve(job.model)
-    if problem := full.problem(name, Registry.load(settings.models_file).get(name), settings):
+    registry = Registry.load(settings.models_file)
+    name = registry.resolve(job.model)
+    problem = full.several_machines(settings) or full.problem(name, registry.get(name), settings)
+    if problem:
         raise UserMistake("unsupported_parameter", problem, full.param_of(job))
 
 
@@ -469,6 +489,10 @@ def prepare_task(attempt: Attempt, rows: Rows, base: BaseModel, teacher: Teacher
         raise UserMistake(
             "invalid_value", hyperparameters.NO_SAMPLER_OF_ITS_OWN, "method.reinforcement.hyperparameters"
         )
+    if resolved.continue_in_flight and base.fleet:
+        raise UserMistake(
+            "invalid_value", hyperparameters.NO_ENGINES_OF_ITS_OWN, param_of(job, "continue_in_flight")
+        )
     schema = stored_held_to(job.body.get("response_format"))
     if base.sampler == "vllm":
         try:
@@ -503,6 +527,11 @@ def refuse_absent_targets(base: BaseModel, targets: LoraTargets, path: str) -> N
         adapter_targets(without_weights(read_config(base.source)), targets)
     except InvalidTargets as cause:
         raise UserMistake(cause.code, str(cause), path) from cause
+
+
+def takes_turns(settings: Resolved) -> bool:
+    """Whether nothing is sampled while the job learns."""
+    return not (settings.overlap or settings.off_policy_steps)
 
 
 def is_off_policy(job: Job) -> bool:
@@ -550,8 +579,13 @@ def plan_memory(
     settings: Settings,
     ranks: int,
     teacher: TeacherModel | None = None,
+    *,
+    has_judges: bool = False,
 ) -> MemoryPlan:
     """Divide the free memory, without that of the teacher's weights, between weights, KV cache and micro-batches.
+
+    Args:
+        has_judges: reward models score answers on the GPU while others are sampled.
 
     Raises:
         UserMistake: the job does not fit.
@@ -575,6 +609,10 @@ def plan_memory(
         engines=base.engines.engines,
         tensor_parallel=base.engines.tensor_parallel,
         split=split,
+        may_sleep=takes_turns(task.settings)
+        and not has_judges
+        and (teacher is None or teacher.server is not None),
+        main_memory=memory.available("cpu"),
     )
     try:
         return sizing.plan_sharded(name, base.shape, task.workload, machine, ranks)
@@ -616,9 +654,15 @@ def load_policy(
         world, LoadModel(model, base.device, settings.torch_threads, **computing, degree=plan.degree)
     ):
         policy, verdict = load_checked(model, base.device, plan.degree, world, beat)
+        computing["release"]()
     return policy, verdict
 
 
 def _computing(task: Task, plan: MemoryPlan) -> dict[str, Any]:
     """The arguments that trainer and ranks share."""
-    return {"token_budget": plan.token_budget, "held_to": task.held_to}
+    return {
+        "token_budget": plan.token_budget,
+        "held_to": task.held_to,
+        # vLLM wakes in the memory that PyTorch would keep for the next step.
+        "release": torch.cuda.empty_cache if plan.sleeps else keep_memory,
+    }

@@ -6,8 +6,9 @@ builds a Run for a claimed job, and worker/child.py is the process that the supe
 
 import asyncio
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from core.jobs.estimates import Ahead
 from core.jobs.hyperparameters import Resolved
@@ -29,7 +30,7 @@ from worker.rollout.collect import Collector
 from worker.rollout.prompts import PromptStream
 from worker.rollout.rewards import Scoring
 from worker.rollout.samplers import Sampler, Sampling
-from worker.types import Group, Prompt, UpdateMetrics
+from worker.types import AnswerKey, Group, Prompt, TokenValues, UpdateMetrics
 
 
 class RunOutcome(enum.Enum):
@@ -104,7 +105,9 @@ class Run:
         if early is not None and valid_P is None:
             valid_P = await self.validate(clock)
             data = self.measure(step, clock, groups_P, others_P, update, valid_P)
-        pause = self.record(data, groups_P, others_P, valid_P, is_last=early is not None)
+        pause = self.record(
+            data, groups_P, others_P, valid_P, tokens=update.tokens, is_last=early is not None
+        )
         stop = pause or self.stop_requested()
         alerts.report(groups_P, self.history, self.recorder, self.settings, self.failing_steps)
         alerts.require_signal(data, self.recorder, self.settings)
@@ -192,12 +195,15 @@ class Run:
         others_P: Sequence[Group],
         valid_P: Sequence[Group] | None,
         *,
+        tokens: Mapping[AnswerKey, TokenValues] = MappingProxyType({}),
         is_last: bool = False,
     ) -> bool:
         ahead = Ahead(0, 0, False) if is_last else self.ahead(data.step)
         stored: list[GradedStep] = []
         if train_P:
-            stored.append(GradedStep("train", [*train_P, *others_P], self.settings, own=len(train_P)))
+            stored.append(
+                GradedStep("train", [*train_P, *others_P], self.settings, own=len(train_P), tokens=tokens)
+            )
         if valid_P is not None:
             stored.append(GradedStep("valid", valid_P))
         scores = None if valid_P is None else row_scores(valid_P)

@@ -3,8 +3,8 @@
 Axes: `_P` prompts of the step, `_G` members of a group (answers to one prompt), `_T` tokens of one answer.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from core.jobs.hyperparameter_groups import Supervision
@@ -39,6 +39,8 @@ class Rollout:
         0  # tokens before `grammar_start` that closed a thought at its budget: they were not sampled
     )
     teacher_T: tuple[float, ...] = ()  # log-probabilities under a teacher, in jobs that have one
+    # With `continue_in_flight`, for each token: the steps that the policy which sampled it had learned from.
+    policy_steps_T: tuple[int, ...] = ()
 
     @property
     def sampled_tokens(self) -> int:
@@ -105,6 +107,18 @@ class Pack:
 
 
 @dataclass(frozen=True)
+class TokenValues:
+    """What the trainer computed with, for each sampled token of an answer."""
+
+    logprobs_T: Sequence[float]  # before the update, where the sampler's are compared with them
+    advantages_T: Sequence[float]
+
+
+AnswerKey = tuple[tuple[int, ...], tuple[int, ...]]
+"""The tokens of a prompt and of an answer. Equal answers to a prompt have equal values."""
+
+
+@dataclass(frozen=True)
 class UpdateMetrics:
     """Statistics of one update. Means are over the trained tokens; None if no token was trained.
 
@@ -131,3 +145,5 @@ class UpdateMetrics:
     value_loss: float | None = None  # with a value head, like the next
     explained_variance: float | None = None  # of the returns by the values before the update
     skipped: bool = False  # a gradient was not finite, so the step was not taken
+    # Of the answers that were computed; empty if the trainer was not asked for them. Not a metric.
+    tokens: Mapping[AnswerKey, TokenValues] = field(default_factory=dict)

@@ -58,6 +58,9 @@ def _wanted(
     ] = None,
     min_score: Annotated[float | None, Query(allow_inf_nan=False)] = None,
     max_score: Annotated[float | None, Query(allow_inf_nan=False)] = None,
+    has_tokens: Annotated[
+        bool | None, Query(description="Whether the values of the sample's tokens are stored.")
+    ] = None,
     q: Annotated[
         str | None,
         Query(
@@ -67,7 +70,7 @@ def _wanted(
         ),
     ] = None,
 ) -> Wanted:
-    return Wanted(line, group, finish_reason, graded, error, grader, min_score, max_score, q)
+    return Wanted(line, group, finish_reason, graded, error, grader, min_score, max_score, has_tokens, q)
 
 
 def _pages(
@@ -149,6 +152,7 @@ class RolloutOut(BaseModel):
     advantage: float | None
     trained: bool | None
     replacement: bool | None
+    has_tokens: bool | None
     steps: list[dict[str, Any]] | None
 
 
@@ -403,6 +407,42 @@ def download_rollouts(
     headers["content-length"] = str(file.seek(0, 2))
     file.seek(0)
     return StreamingResponse(_chunks(file), media_type="application/vnd.apache.parquet", headers=headers)
+
+
+class TokenOut(BaseModel):
+    text: Annotated[str, Field(description="Empty for all but the last token of a character.")]
+    logprob: Annotated[float | None, Field(description="Of the sampler; null if the token was not sampled.")]
+    advantage: Annotated[
+        float | None, Field(description="As used in training; null if it was not trained on.")
+    ]
+    gap: Annotated[
+        float | None,
+        Field(description="Log-probability of the trainer less that of the sampler; null if not computed."),
+    ]
+
+
+class RolloutTokens(BaseModel):
+    """The values of each token of a sample, its thought and stop token included, with three decimal digits."""
+
+    object: Literal["regraft.rollout_tokens"] = "regraft.rollout_tokens"
+    rollout_id: str
+    tokens: list[TokenOut]
+
+
+@router.get("/{job_id}/rollouts/{rollout_id}/tokens", dependencies=[Depends(_place)])
+def list_tokens(job_id: str, rollout_id: str, project: CurrentProject, service: ServiceDep) -> RolloutTokens:
+    """Say how likely each token of a sample was, and how it was trained on. Only samples with `has_tokens` have it."""
+    place = SamplePosition.parse(rollout_id)
+    with service.database.read() as session:
+        job = lifecycle.get(session, project.id, job_id)
+        page = None if place is None else session.get(RolloutPage, (job.id, place.step, place.split))
+    tokens = None if page is None or place is None else rollouts.tokens_at(service.blobs, page, place)
+    if tokens is None:
+        raise NotFound(
+            f"The tokens of '{rollout_id}' are not stored. Rollouts that have them are listed with has_tokens=true.",
+            param="rollout_id",
+        )
+    return RolloutTokens(rollout_id=rollout_id, tokens=[TokenOut(**token) for token in tokens])
 
 
 @router.get("/{job_id}/metrics")

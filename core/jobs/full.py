@@ -28,8 +28,7 @@ def too_large(parameters: int) -> str:
 def problem(name: str, entry: BaseModelEntry, settings: Settings) -> str:
     """Return why no job that samples answers can train all weights of the model under these settings; "" if it can.
 
-    All weights are sampled with the trainer's own, in the run's one process: vLLM and the samplers of a fleet take
-    adapters, and ranks share the gradient of one.
+    All weights are sampled with the trainer's own: vLLM and the samplers of a fleet take adapters.
     """
     settings = settings.of_class(entry.gpu_class or settings.gpu_class)
     sampler = entry.sampler if settings.sampler == "registry" else settings.sampler
@@ -43,10 +42,14 @@ def problem(name: str, entry: BaseModelEntry, settings: Settings) -> str:
             f"train 'full' is not supported for '{name}': the operator has it sampled with vLLM, which takes adapters "
             "only. Use train 'lora', or have the operator set REGRAFT_SAMPLER=transformers."
         )
-    ranks = settings.ranks * settings.nodes
-    if ranks > 1:
-        return (
-            f"train 'full' is not supported for jobs of several ranks that sample answers, and these have {ranks} "
-            "(REGRAFT_RANKS times REGRAFT_NODES). Use train 'lora', or a GPU class with one rank."
-        )
     return ""
+
+
+def several_machines(settings: Settings) -> str:
+    """Return why no job can train all weights of a model on the machines of these settings; "" if it can."""
+    if settings.nodes == 1:
+        return ""
+    return (
+        f"train 'full' is not supported for jobs of several machines, and these have {settings.nodes} (REGRAFT_NODES). "
+        "Use train 'lora', or workers of one machine."
+    )

@@ -60,6 +60,11 @@ NO_SAMPLER_OF_ITS_OWN = (
     "trainer's own"
 )
 
+NO_ENGINES_OF_ITS_OWN = (
+    "continue_in_flight needs vLLM engines of the job's own, and this model is sampled by a fleet (REGRAFT_SAMPLERS), "
+    "whose answers end with the adapter that they began with"
+)
+
 
 _ALL_FLAT = frozenset(FLAT)
 
@@ -287,6 +292,7 @@ class Resolved(Value):
     mini_batches: int = 1
     prompt_order: PromptOrder = "shuffled"
     train: Train = "lora"
+    continue_in_flight: bool = False
     gae_lambda: float | None = None
     gamma: float | None = None
     value_clip: float | None = None
@@ -465,6 +471,7 @@ _BEFORE: dict[str, Any] = {
     "mini_batches": 1,
     "prompt_order": "shuffled",
     "train": "lora",
+    "continue_in_flight": False,
 }
 
 

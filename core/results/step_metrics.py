@@ -216,6 +216,9 @@ class StepMetrics(_Part):
     logprob_gap_ess: float | None = metric(
         "Effective share of the sample under the weights pi_trainer / pi_sampler.", csv=True
     )
+    stale_tokens_share: float | None = metric(
+        "With `continue_in_flight`: share of the sampled tokens that the policy before the newest update sampled."
+    )
     skipped_updates: int | None = metric("1 if a gradient was not finite and the step was not taken, else 0.")
     trained_sequences: int | None = metric("Answers that were trained on.")
     trained_tokens: int | None = metric(

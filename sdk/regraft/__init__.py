@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         CheckpointNotFound,
         DownloadCorrupt,
         FileNotFound,
+        GraderNotFound,
         InsufficientPermissions,
         InvalidApiKey,
         InvalidGrader,
@@ -39,7 +40,11 @@ if TYPE_CHECKING:
     from regraft.requests import InvalidRequestFile
     from regraft.types import (
         Estimate,
+        FileProfile,
+        GoldenCase,
+        GraderCheck,
         GraderTest,
+        GraderVersion,
         JobComparison,
         JobEvent,
         Preview,
@@ -48,7 +53,10 @@ if TYPE_CHECKING:
         Regrade,
         RegradedAnswer,
         Rollout,
+        RolloutToken,
+        RolloutTokens,
         StepMetrics,
+        StoredGrader,
         Verdict,
         WhatIf,
     )
@@ -57,14 +65,16 @@ _HOME = {
     "regraft._rules.datasets": "InvalidDataset LineError",
     "regraft.client": "AsyncRegraft Regraft",
     "regraft.config": "NotConfigured",
-    "regraft.errors": "BudgetReached CheckpointNotFound DownloadCorrupt FileNotFound InsufficientPermissions "
+    "regraft.errors": "BudgetReached CheckpointNotFound DownloadCorrupt FileNotFound GraderNotFound "
+    "InsufficientPermissions "
     "InvalidApiKey InvalidGrader InvalidJobState JobFailed JobNotFound ModelNotFound "
     "NotARegraftServer NotSupportedByServer QuotaExceeded RateLimited",
     "regraft.jobs": "events metrics rollouts show",
     "regraft.progress": "FINAL",
     "regraft.requests": "InvalidRequestFile",
-    "regraft.types": "Estimate GraderTest JobComparison JobEvent Preview PreviewProgress PromptHistory Regrade "
-    "RegradedAnswer Rollout StepMetrics Verdict WhatIf",
+    "regraft.types": "Estimate FileProfile GoldenCase GraderCheck GraderTest GraderVersion JobComparison "
+    "JobEvent Preview PreviewProgress PromptHistory Regrade RegradedAnswer Rollout "
+    "RolloutToken RolloutTokens StepMetrics StoredGrader Verdict WhatIf",
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names.split()}
 
@@ -89,7 +99,12 @@ __all__ = [
     "DownloadCorrupt",
     "Estimate",
     "FileNotFound",
+    "FileProfile",
+    "GoldenCase",
+    "GraderCheck",
+    "GraderNotFound",
     "GraderTest",
+    "GraderVersion",
     "InsufficientPermissions",
     "InvalidApiKey",
     "InvalidDataset",
@@ -114,7 +129,10 @@ __all__ = [
     "RegradedAnswer",
     "Regraft",
     "Rollout",
+    "RolloutToken",
+    "RolloutTokens",
     "StepMetrics",
+    "StoredGrader",
     "Verdict",
     "WhatIf",
     "events",

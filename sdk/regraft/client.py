@@ -13,7 +13,7 @@ import openai
 from regraft import config, datasets
 from regraft.datasets import Method, Split, Summary
 from regraft.errors import NotARegraftServer, NotSupportedByServer, foreign, named, refuse_foreign
-from regraft.requests import Source
+from regraft.requests import Source, read_grader
 from regraft.resources.checkpoints import AsyncCheckpoints, Checkpoints
 from regraft.resources.evals import AsyncEvals, Evals
 from regraft.resources.graders import AsyncGraders, Graders
@@ -21,7 +21,7 @@ from regraft.resources.jobs import AsyncJobs, Jobs
 from regraft.resources.pipelines import AsyncPipelines, Pipelines
 from regraft.resources.regrades import AsyncRegrades, Regrades
 from regraft.resources.rollouts import AsyncRollouts, Rollouts
-from regraft.types import Estimate, Preview, PreviewProgress
+from regraft.types import Estimate, FileProfile, Preview, PreviewProgress
 
 ESTIMATE, PREVIEW = "/regraft/estimate", "/regraft/preview"
 # Longer than the server's own limit: a retried preview would be charged twice.
@@ -46,7 +46,7 @@ class Datasets:
 
 class Regraft(openai.OpenAI):
     """OpenAI's client for a regraft server, with all of its resources and `jobs`, `rollouts`, `regrades`,
-    `checkpoints`, `graders`, `evals`, `pipelines`, `datasets`, `estimate` and `preview`.
+    `checkpoints`, `graders`, `evals`, `pipelines`, `datasets`, `estimate`, `preview` and `profile`.
 
     Server and key are the arguments, else REGRAFT_BASE_URL and REGRAFT_API_KEY, else the login saved by `regraft
     login`.
@@ -106,6 +106,31 @@ class Regraft(openai.OpenAI):
             return self.post(ESTIMATE, body=self.jobs.prepare(request), cast_to=Estimate)
         except NotSupportedByServer as old:
             raise _too_old("estimate", old) from old
+
+    def profile(
+        self,
+        file_id: str,
+        *,
+        model: str | None = None,
+        method: Method | None = None,
+        validation_file: str | None = None,
+        grader: Source | None = None,
+        max_completion_tokens: int | None = None,
+    ) -> FileProfile:
+        """Read a dataset file on the server: token lengths, duplicates, overlap with the validation file, and the
+        fields of its rows. Creates nothing.
+
+        Args:
+            model: counts tokens with its tokenizer and chat template.
+            method: whose rows the file has; default: by the format of its first row.
+            grader: a specification, or a file as `graders.test` reads it: which rows lack a field that it reads?
+            max_completion_tokens: room for an answer; default: that of "auto".
+        """
+        body = _profile(model, method, validation_file, grader, max_completion_tokens)
+        try:
+            return self.post(f"/regraft/files/{file_id}/profile", body=body, cast_to=FileProfile)
+        except NotSupportedByServer as old:
+            raise _too_old("profile", old, "files") from old
 
     def preview(
         self,
@@ -213,6 +238,23 @@ class AsyncRegraft(openai.AsyncOpenAI):
         except NotSupportedByServer as old:
             raise _too_old("estimate", old) from old
 
+    async def profile(
+        self,
+        file_id: str,
+        *,
+        model: str | None = None,
+        method: Method | None = None,
+        validation_file: str | None = None,
+        grader: Source | None = None,
+        max_completion_tokens: int | None = None,
+    ) -> FileProfile:
+        """As Regraft.profile."""
+        body = _profile(model, method, validation_file, grader, max_completion_tokens)
+        try:
+            return await self.post(f"/regraft/files/{file_id}/profile", body=body, cast_to=FileProfile)
+        except NotSupportedByServer as old:
+            raise _too_old("profile", old, "files") from old
+
     async def preview(
         self,
         request: Source,
@@ -304,6 +346,23 @@ def _told(message: object, progress: Callable[[PreviewProgress], None]) -> Previ
     return None
 
 
-def _too_old(what: str, old: NotSupportedByServer) -> NotSupportedByServer:
-    message = f"This server cannot {what} jobs: it is older than this version of regraft."
+def _profile(
+    model: str | None,
+    method: Method | None,
+    validation_file: str | None,
+    grader: Source | None,
+    max_completion_tokens: int | None,
+) -> dict[str, Any]:
+    given = {
+        "model": model,
+        "method": method,
+        "validation_file": validation_file,
+        "grader": None if grader is None else read_grader(grader),
+        "max_completion_tokens": max_completion_tokens,
+    }
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _too_old(what: str, old: NotSupportedByServer, of: str = "jobs") -> NotSupportedByServer:
+    message = f"This server cannot {what} {of}: it is older than this version of regraft."
     return NotSupportedByServer(message, response=old.response, body=old.body)

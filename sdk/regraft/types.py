@@ -127,7 +127,24 @@ class Rollout(BaseModel):
     advantage: float | None = None  # as used in training; None: the answer was not trained on
     trained: bool | None = None
     replacement: bool | None = None  # resampled in place of a prompt without signal
+    has_tokens: bool | None = None  # whether client.rollouts.tokens has the values of its tokens
     steps: list[RolloutStep] | None = None
+
+
+class RolloutToken(BaseModel):
+    """The values of a token, with three decimal digits."""
+
+    text: str  # empty for all but the last token of a character
+    logprob: float | None = None  # of the sampler; None: the token was not sampled
+    advantage: float | None = None  # as used in training; None: not trained on
+    gap: float | None = None  # log p of the trainer less that of the sampler; None: not computed
+
+
+class RolloutTokens(BaseModel):
+    """The tokens of an answer, its thought and stop token included."""
+
+    rollout_id: str
+    tokens: list[RolloutToken]
 
 
 class Rewards(BaseModel):
@@ -236,6 +253,109 @@ class Estimate(BaseModel):
     warnings: list[str] = []  # accepted parameters without effect
 
 
+class LengthBin(BaseModel):
+    """Rows of at least `low` and less than `high`."""
+
+    low: int
+    high: int
+    rows: int
+
+
+class Lengths(BaseModel):
+    """The distribution of a length over the rows of a file."""
+
+    rows: int
+    mean: float
+    min: int
+    p50: float
+    p90: float
+    p99: float
+    max: int
+    bins: list[LengthBin]
+
+
+class SomeLines(BaseModel):
+    """A number of rows, and the first 20 lines of them."""
+
+    rows: int
+    lines: list[int]
+
+
+class TokenLengths(Lengths):
+    """Tokens of the prompts; for other methods than reinforcement with the answers."""
+
+    room: int  # the most that a row may have
+    too_long: SomeLines
+    not_rendered: SomeLines  # rejected by the chat template
+
+
+class DatasetField(BaseModel):
+    """A key of the rows."""
+
+    name: str
+    rows: int
+    missing: int
+    types: dict[str, int]
+    distinct: int | None = None  # None: more than 1000 different values
+    example: str
+
+
+class GraderPath(BaseModel):
+    """A path that the grader reads, and the rows that lack it."""
+
+    path: str
+    missing: SomeLines
+
+
+class GraderReads(BaseModel):
+    paths: list[GraderPath]
+    not_listed: bool  # a python grader or an endpoint may read other fields as well
+    no_grader: SomeLines | None = None  # rows for which a select grader has no grader
+
+
+class Duplicates(BaseModel):
+    """Rows whose prompt occurs in an earlier row."""
+
+    rows: int
+    identical: int  # of these, rows that equal an earlier row in every field
+    prompts: int
+    lines: list[list[int]]
+
+
+class Overlap(BaseModel):
+    """Rows of the validation file whose prompt is also in the training file."""
+
+    file: str
+    rows: int
+    shared: int
+    lines: list[list[int]]  # pairs: a line of the validation file, and one of the training file
+
+
+class DatasetProblem(BaseModel):
+    line: int
+    path: str
+    message: str
+
+
+class FileProfile(BaseModel):
+    """Lengths, duplicates, overlap and fields of a dataset file."""
+
+    file_id: str
+    model: str | None = None
+    method: str
+    rows: int
+    is_whole: bool  # false: only the first million rows were read
+    invalid: int
+    problems: list[DatasetProblem]
+    characters: Lengths | None = None  # of the text of a prompt
+    tokens: TokenLengths | None = None
+    tokens_reason: str | None = None  # why the tokens are not counted
+    duplicates: Duplicates
+    overlap: Overlap | None = None
+    fields: list[DatasetField]
+    grader: GraderReads | None = None
+
+
 class Share(BaseModel):
     """A share from 0 to 1 with its 95 % confidence interval."""
 
@@ -329,6 +449,81 @@ class GraderTest(BaseModel):
     sub_rewards: dict[str, float] = {}
 
 
+class StoredGrader(BaseModel):
+    """A named grader with its current version."""
+
+    id: str
+    name: str
+    created_at: int
+    updated_at: int
+    version: str  # SHA-256 of the specification
+    versions: int
+    cases: int  # golden cases
+    grader: dict[str, Any]  # header values are masked
+
+
+class GraderVersion(BaseModel):
+    """A version of a stored grader. `id` is its hash."""
+
+    id: str
+    name: str
+    version: str
+    created_at: int
+    is_current: bool
+    note: str
+    grader: dict[str, Any]
+
+
+class ScoreRange(BaseModel):
+    """The scores that pass, both bounds included; None: no bound."""
+
+    min: float | None = None
+    max: float | None = None
+
+    def __str__(self) -> str:
+        if self.min == self.max:
+            return f"{self.min:g}"
+        if self.max is None:
+            return f"from {self.min:g}"
+        return f"to {self.max:g}" if self.min is None else f"{self.min:g} to {self.max:g}"
+
+
+class GoldenCase(BaseModel):
+    """An answer and its row, with the scores that all versions of a grader must give it."""
+
+    id: str
+    created_at: int
+    sample: dict[str, Any]
+    item: dict[str, Any]
+    expect: ScoreRange
+    note: str
+    rollout_id: str | None = None
+
+
+class CheckedCase(BaseModel):
+    """A golden case and its score; None: it could not be graded, which fails the case."""
+
+    case_id: str
+    passed: bool
+    score: float | None = None
+    expect: ScoreRange
+    reason: str
+    errors: list[str]
+    output: str  # printed by the grader
+    scores: dict[str, float | None]  # of the parts of a multi grader
+    execution_time: float
+
+
+class GraderCheck(BaseModel):
+    """The golden cases of a stored grader, run with one of its versions or with another specification."""
+
+    name: str
+    version: str  # of what was run, saved or not
+    passed: int
+    failed: int
+    results: list[CheckedCase]
+
+
 class EvalDifference(BaseModel):
     """The second run minus the first, over the rows that both graded, with a 95 % interval."""
 
@@ -356,31 +551,43 @@ class EvalComparison(BaseModel):
     criteria: dict[str, EvalDifference]
 
 
+class Money(BaseModel):
+    amount: float
+    currency: str
+
+
 class ComparedJob(BaseModel):
     """A job of a comparison: the step of the validation that counts; None: it has stored none."""
 
     job_id: str
     model: str  # the delivered one; the base model before there is one
     step: int | None = None
+    gpu_seconds: float
+    cost: Money | None = None  # None: the service has no price
+
+
+class ComparedPair(BaseModel):
+    """The validated rewards of a job minus those of the first, on the prompts that both have."""
+
+    job_id: str
+    prompts: int
+    unpaired: int  # prompts that only one of the two jobs has
+    reward: EvalDifference | None = None  # of the mean reward of a prompt; None: a job has no validation
+    same_grader: bool  # if not, the rewards are not on one scale
 
 
 class ChangedField(BaseModel):
-    """A field of the request that two jobs have differently, by its dotted name."""
+    """A field of the requests that differs between jobs, by its dotted name, with the value of each job."""
 
     field: str
-    first: Any = None
-    second: Any = None
+    values: list[Any]
 
 
 class JobComparison(BaseModel):
-    """The validated rewards of two jobs on the prompts that both have: the second minus the first."""
+    """The first job beside the others."""
 
-    first: ComparedJob
-    second: ComparedJob
-    prompts: int
-    unpaired: int  # prompts that only one of the jobs has
-    reward: EvalDifference | None = None  # of the mean reward of a prompt; None: a job has no validation
-    same_grader: bool  # if not, the rewards are not on one scale
+    jobs: list[ComparedJob]
+    pairs: list[ComparedPair]  # each of the other jobs with the first
     config: list[ChangedField]
 
 

@@ -137,6 +137,13 @@ def test_a_reward_model_is_no_grader_of_changing_weights(
     assert "is an adapter on the base model, whose weights change" in message
 
 
+def opened(house: House, settings: Settings) -> TestClient:
+    """The same service with other settings."""
+    parts = (house.database, house.blobs, Registry(models=MODELS), Backends.none(), lambda *wake: True)
+    app = create_app(settings, *parts, LocalRates())
+    return TestClient(app, headers={"Authorization": f"Bearer {house.key}"})
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
@@ -145,20 +152,26 @@ def test_a_reward_model_is_no_grader_of_changing_weights(
             {"samplers": {"tiny": ["http://sampler:8300"]}, "samplers_key": "secret"},
             "the operator has samplers for it (REGRAFT_SAMPLERS), which take adapters only",
         ),
-        ({"ranks": 2}, "jobs of several ranks that sample answers, and these have 2"),
     ],
 )
 def test_installations_that_sample_adapters_only_refuse_it(
     house: House, job_request: JobRequest, settings: dict[str, Any], said: str
 ) -> None:
-    configured = Settings(data_dir=house.folder, **settings)
-    registry = Registry(models=MODELS)
-    app = create_app(
-        configured, house.database, house.blobs, registry, Backends.none(), lambda *wake: True, LocalRates()
-    )
-    with TestClient(app, headers={"Authorization": f"Bearer {house.key}"}) as api:
+    with opened(house, Settings(data_dir=house.folder, **settings)) as api:
         param, message = refusal(api, job_request(full()))
         supervised = api.post(JOBS, json=job_request(method=of("supervised", {"train": "full"})))
 
     assert (param, said in message) == (f"{REINFORCEMENT}.train", True)
     assert supervised.status_code == 200  # it samples nothing
+
+
+@pytest.mark.parametrize("kind", ["supervised", "dpo", "reinforcement"])
+def test_runs_of_several_machines_refuse_it(house: House, job_request: JobRequest, kind: str) -> None:
+    configured = Settings(data_dir=house.folder, nodes=2, rendezvous="gpu-0:29400")
+    more = {"grader": GRADER} if kind == "reinforcement" else {}
+
+    with opened(house, configured) as api:
+        param, message = refusal(api, job_request(method=of(kind, {"train": "full"}, **more)))
+
+    assert param == f"method.{kind}.hyperparameters.advanced.train"
+    assert message.startswith("train 'full' is not supported for jobs of several machines, and these have 2")

@@ -39,7 +39,11 @@ FLAGS = [
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Server]:
     server = start_server(
-        tmp_path_factory.mktemp("server"), tiny_model, REGRAFT_WEBHOOK_PRIVATE_HOSTS="127.0.0.1"
+        tmp_path_factory.mktemp("server"),
+        tiny_model,
+        REGRAFT_WEBHOOK_PRIVATE_HOSTS="127.0.0.1",
+        REGRAFT_PRICE_PER_GPU_SECOND="0.01",
+        REGRAFT_CURRENCY="EUR",
     )
     yield server
     server.stop()

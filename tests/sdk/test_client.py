@@ -200,6 +200,8 @@ def test_a_server_that_is_too_old_is_told_apart(client: Regraft, job_file: Path)
         old.estimate(job_file)
     with pytest.raises(regraft.NotSupportedByServer, match="cannot preview jobs: it is older than"):
         old.preview(job_file)
+    with pytest.raises(regraft.NotSupportedByServer, match="cannot profile files: it is older than"):
+        old.profile("file-1")
 
 
 def test_an_estimate_says_how_large_a_job_would_be_and_creates_none(client: Regraft, job_file: Path) -> None:
@@ -208,6 +210,25 @@ def test_an_estimate_says_how_large_a_job_would_be_and_creates_none(client: Regr
     assert (estimate.training_rows, estimate.validation_rows, estimate.n_epochs) == (4, 4, 3)
     assert estimate.estimate is None and estimate.reason  # nothing has run here yet
     assert list(client.jobs.list()) == []
+
+
+def test_a_file_is_profiled(client: Regraft, make_async: Callable[[], AsyncRegraft], job_file: Path) -> None:
+    body = client.jobs.prepare(job_file)
+    file_id, grader = body["training_file"], body["method"]["reinforcement"]["grader"]
+
+    async def use(client: AsyncRegraft) -> regraft.FileProfile:
+        async with client:
+            return await client.profile(file_id, validation_file=body["validation_file"], grader=grader)
+
+    for profile in (
+        client.profile(file_id, validation_file=body["validation_file"], grader=grader),
+        asyncio.run(use(make_async())),
+    ):
+        assert (profile.method, profile.rows, profile.duplicates.rows) == ("reinforcement", 4, 0)
+        assert profile.overlap is not None and (profile.overlap.rows, profile.overlap.shared) == (4, 4)
+        assert profile.grader is not None
+        assert [(read.path, read.missing.rows) for read in profile.grader.paths] == [("item.answer", 0)]
+        assert [field.name for field in profile.fields] == ["messages", "answer"]
 
 
 def test_a_preview_has_the_models_answers_and_creates_none(

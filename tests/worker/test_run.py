@@ -604,6 +604,31 @@ class TestOneStepOffPolicy:
         assert bench.job().status == "succeeded"
         assert [s["step"] for s in bench.steps()] == [0, 1, 2, 3, 4]
 
+    def test_no_token_is_older_than_one_update_and_the_share_of_the_older_ones_is_reported(
+        self, bench: Bench
+    ) -> None:
+        class Continuing(GuessingSampler):
+            """Half of each answer is sampled before the update that happens meanwhile, if one does."""
+
+            async def sample(self, prompts_P: Sequence[Prompt], sampling: Sampling) -> AsyncIterator[Answer]:
+                steps = sampling.policy_steps
+                began.append((sampling.step, steps))
+                async for answer in super().sample(prompts_P, sampling):
+                    rollout = answer.rollout
+                    if steps is not None:
+                        newer = min(steps + 1, sampling.step - 1)
+                        rollout = replace(rollout, policy_steps_T=(steps, newer))
+                    yield replace(answer, rollout=rollout)
+
+        began: list[tuple[int, int | None]] = []
+        advanced = {"group_size": 4, "off_policy_steps": 1, "continue_in_flight": True}
+        asyncio.run(bench.run(sampler=Continuing(Skill()), advanced=advanced).train())
+
+        training = [entry for entry in began if entry[0] > 0]
+        assert training == [(1, 0), (2, 0), (3, 1), (4, 2)]
+        assert all(steps is None for step, steps in began if step == 0), "validations are not continued"
+        assert [one.get("stale_tokens_share") for one in bench.steps()] == [None, 0.0, 0.5, 0.5, 0.5]
+
     def test_validation_waits_for_the_sampler(self, bench: Bench) -> None:
         sampling_now, most = 0, 0
 

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from core.jobs.methods import LOGITS
 from core.jobs.offline_hyperparameters import LogitsHyperparameters, ResolvedOffline, resolve
-from worker.learn.soft_targets import SoftTargetTrainer, TeacherPolicy, forward_kl
+from worker.learn.offline import SoftTargetTrainer
+from worker.learn.soft_targets import forward_kl
+from worker.learn.teacher import TeacherPolicy
 from worker.model.policy import Policy
 from worker.types import Pack, TrainingSequence
 
@@ -117,7 +119,7 @@ def settings(**loss: Any) -> ResolvedOffline:
 def taught(policy: Policy, teacher: Policy, *, budget: int = 10_000, **loss: Any) -> SoftTargetTrainer:
     """A student whose teacher is another adapter on its base model."""
     weights = [one.detach().clone() for one in teacher.trainable]
-    teaching = TeacherPolicy(policy, partial(policy.wearing, weights))
+    teaching = TeacherPolicy(policy, weights)
     return SoftTargetTrainer(policy, teaching, settings(**loss), token_budget=budget)
 
 

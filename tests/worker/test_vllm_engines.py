@@ -172,6 +172,37 @@ def test_an_engine_of_two_processes_gives_the_same_answers_with_the_adapter_from
         assert has_ended(worker), "a worker outlives its engine"
 
 
+def test_engines_that_slept_while_the_job_learned_have_its_new_adapter_and_give_the_same_answers(
+    two: VllmSampler, policy: Policy, prompts: list[Prompt]
+) -> None:
+    """On a CPU vLLM pauses and drops what its cache holds; its memory is not released there."""
+    before = drawn(two, prompts)
+
+    two.sleep()
+    two.sleep()  # changes nothing
+    asleep = [engine.is_asleep for engine in two.engines.values()]
+    move(policy, 3)
+    moved = drawn(two, prompts)
+    two.sleep()
+    move(policy, 1)
+
+    assert asleep == [True, True]
+    assert drawn(two, prompts) == before != moved
+    assert not any(engine.is_asleep for engine in two.engines.values())
+
+
+def test_engines_that_still_sample_for_a_reader_that_left_sleep_all_the_same(
+    two: VllmSampler, prompts: list[Prompt]
+) -> None:
+    before = drawn(two, prompts)
+    next(two.answers(prompts, HOW))
+
+    two.sleep()
+
+    assert not any(engine.requests for engine in two.engines.values())
+    assert drawn(two, prompts) == before
+
+
 def test_a_killed_engine_costs_only_its_unfinished_answers_which_the_other_engine_samples_again(
     two: VllmSampler, prompts: list[Prompt], lost: list[str]
 ) -> None:
@@ -187,3 +218,17 @@ def test_a_killed_engine_costs_only_its_unfinished_answers_which_the_other_engin
     assert ["SIGKILL" in reason for reason in lost] == [True]
     assert set(Counter((answer.prompt, answer.member) for answer in answers).values()) == {1}
     assert ids(grouped(answers, len(prompts), how.group_size)) == expected
+
+
+def test_an_engine_that_dies_asleep_is_restarted_for_the_next_sample(
+    two: VllmSampler, prompts: list[Prompt], lost: list[str]
+) -> None:
+    before = drawn(two, prompts)
+    lost.clear()
+    two.sleep()
+    pid = two.engines[0].child.pid
+    os.kill(pid, signal.SIGKILL)
+    assert has_ended(pid)
+
+    assert drawn(two, prompts) == before
+    assert lost == ["the vLLM engine's process exited: SIGKILL"]

@@ -5,8 +5,6 @@ keeps the size of the gradient); for each token of given answers, supervised KD 
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,7 +14,8 @@ from torch import Tensor
 from core.jobs.offline_hyperparameters import ResolvedOffline
 from worker.learn.batch import tensors_of
 from worker.learn.gradient import predicting
-from worker.learn.offline import OfflineGradient, OfflineTrainer, sequences
+from worker.learn.offline_gradient import OfflineGradient, sequences
+from worker.learn.teacher import TeacherPolicy
 from worker.learn.totals import Totals
 from worker.model.policy import Policy
 from worker.model.sizing import HEAD_CHUNK
@@ -50,14 +49,6 @@ def _with_the_others_as_one(logp: Tensor, top: Tensor) -> Tensor:
     """From log-probabilities [m, V] to those of the tokens `top` [m, k] and, last, of all others: [m, k + 1]."""
     others = logp.scatter(-1, top, -torch.inf).logsumexp(-1, keepdim=True)
     return torch.cat([logp.gather(-1, top), others], -1)
-
-
-@dataclass(frozen=True)
-class TeacherPolicy:
-    """The policy that is the teacher inside of `teaching`: the student's own under other weights, or a second one."""
-
-    policy: Policy
-    teaching: Callable[[], AbstractContextManager[None]]
 
 
 class SoftTargetGradient(OfflineGradient):
@@ -121,20 +112,3 @@ class _Chunk(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[None, Tensor]:
         [of_hidden] = ctx.saved_tensors
         return None, gradient * of_hidden
-
-
-class SoftTargetTrainer(OfflineTrainer):
-    """AdamW on the adapter, with the forward KL to a teacher as the loss."""
-
-    def __init__(
-        self,
-        policy: Policy,
-        teacher: TeacherPolicy,
-        settings: ResolvedOffline,
-        *,
-        token_budget: int,
-        beat: Callable[[], None] = lambda: None,
-    ) -> None:
-        super().__init__(policy, settings, token_budget=token_budget, beat=beat)
-        self.soft_targets = SoftTargetGradient(policy, teacher, settings, token_budget=token_budget)
-        self.gradient = self.soft_targets

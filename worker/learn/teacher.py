@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from worker.learn.batch import micro_batches, tensors_of
 from worker.learn.gradient import logprobs
@@ -20,6 +21,17 @@ class Teacher(Protocol):
     ) -> list[list[tuple[float, ...]]]:
         """For each answer to each prompt, the log-probabilities of its tokens at this temperature."""
         ...
+
+
+@dataclass(frozen=True)
+class TeacherPolicy:
+    """The policy that is the teacher inside of `teaching`: the student's own under other weights, or a second one."""
+
+    policy: Policy
+    adapter: list[Tensor] | None = None  # on the policy's base model; None: that is the teacher itself
+
+    def teaching(self) -> AbstractContextManager[None]:
+        return self.policy.as_base() if self.adapter is None else self.policy.wearing(self.adapter)
 
 
 @dataclass

@@ -37,6 +37,7 @@ COMPUTE_SHARE = 0.4
 BANDWIDTH_SHARE = 0.6
 # Of a layer for each token in transformers, whose kernels are launched one by one. Assumed.
 LAUNCH_SECONDS = 0.8e-3
+HOST_BANDWIDTH = 25e9  # bytes a second between a GPU and main memory, in one direction: PCIe 4. Assumed
 ALL_REDUCE_SECONDS = (
     15e-6  # of a few rows of hidden states inside a machine: two in each layer for each token. Assumed
 )
@@ -168,9 +169,17 @@ class Forecast:
         return batches * passes * layers * (degree - 1) / degree / (self.cluster.gpu.link * BANDWIDTH_SHARE)
 
     @property
+    def sleeping_seconds(self) -> float:
+        """Of the weights of an engine that sleeps while the job learns, to main memory and back."""
+        if not self.plan.sleeps:
+            return 0.0
+        return 2 * self.shape.weight_bytes / self.tensor_parallel / HOST_BANDWIDTH
+
+    @property
     def seconds(self) -> float:
         """Of a step, without grading."""
-        return self.decode_seconds + self.prefill_seconds + self.learning_seconds + self.gathering_seconds
+        sampling = self.decode_seconds + self.prefill_seconds
+        return sampling + self.learning_seconds + self.gathering_seconds + self.sleeping_seconds
 
     def __str__(self) -> str:
         engine = "1 vLLM engine" if self.engines == 1 else f"{self.engines} vLLM engines"
@@ -189,10 +198,11 @@ class Forecast:
                 f"  learning   {copies} of the weights{where}, micro-batches of "
                 f"{self.plan.token_budget} tokens"
                 + (", activations computed twice" if self.plan.checkpointed else ""),
-                f"  memory     {self.plan.estimate}; a GPU has {self.cluster.gpu.memory_gib}",
+                f"  memory     {self.plan.sleep}{self.plan.estimate}; a GPU has {self.cluster.gpu.memory_gib}",
                 f"  seconds    {self.seconds:.1f}: decoding {self.decode_seconds:.1f}, prompts "
                 f"{self.prefill_seconds:.1f}, learning {self.learning_seconds:.1f}"
-                + (f", gathering layers {self.gathering_seconds:.1f}" if degree > 1 else ""),
+                + (f", gathering layers {self.gathering_seconds:.1f}" if degree > 1 else "")
+                + (f", vLLM's sleep {self.sleeping_seconds:.1f}" if self.plan.sleeps else ""),
                 "  By calculation, not measured on GPUs (docs/howto/scale.md).",
             ]
         )
@@ -203,7 +213,8 @@ def forecast(
 ) -> Forecast:
     """Find the tensor parallel degree with the shortest step, each with the least sharding that fits.
 
-    The engines are on the GPUs of the first machine, which also learn.
+    The engines are on the GPUs of the first machine, which also learn. If the memory asks for it they sleep meanwhile;
+    main memory is taken to suffice for that.
 
     Args:
         tensor_parallel: the only degree to try.
@@ -227,7 +238,7 @@ def forecast(
             f"{name} has {shape.heads} attention heads, and tensor parallel degree {tensor_parallel} does not divide "
             f"them and the {cluster.per_node} GPUs of a machine."
         )
-    machine = Machine("cuda", cluster.gpu.memory_gib * GIB, "vllm", gpu_class=cluster.name)
+    machine = Machine("cuda", cluster.gpu.memory_gib * GIB, "vllm", gpu_class=cluster.name, may_sleep=True)
     found: list[Forecast] = []
     for degree in degrees:
         engines = cluster.per_node // degree
@@ -243,10 +254,13 @@ def forecast(
 
 
 def _forecast_full(name: str, shape: Shape, size: StepSize, cluster: Cluster) -> Forecast:
-    """With all weights trained, which takes one GPU and samples with the trainer's weights. Raises DoesNotFit."""
+    """With all weights trained, a copy on each GPU, and sampled with those of the first one. Raises DoesNotFit."""
     if problem := full.too_large(shape.parameters):
         raise DoesNotFit(problem)
-    if cluster.gpus > 1:
-        raise DoesNotFit(f"train 'full' has one rank: plan {name} on one GPU, such as {cluster.name}.")
+    if cluster.nodes > 1:
+        raise DoesNotFit(
+            f"train 'full' is for one machine: plan {name} on {cluster.per_node}x{cluster.name}."
+        )
     machine = Machine("cuda", cluster.gpu.memory_gib * GIB, "transformers", gpu_class=cluster.name)
-    return Forecast(cluster, shape, size, sizing.plan(name, shape, size.workload, machine), 1, 1)
+    plan = sizing.plan_sharded(name, shape, size.workload, machine, cluster.per_node)
+    return Forecast(cluster, shape, size, plan, 1, 1)

@@ -4,7 +4,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from core.jobs.hyperparameter_groups import Supervision
@@ -68,6 +68,8 @@ def of_step(
         data |= _signal(train_P, supervision)
     if update is not None:
         data |= _update(update)
+    if policy_steps := [one for rollout in _rollouts(train_P) for one in rollout.policy_steps_T]:
+        data["stale_tokens_share"] = sum(one < step - 1 for one in policy_steps) / len(policy_steps)
     if others_P:
         data |= _replaced(train_P, others_P, supervision, seconds)
     sampled = sum(len(rollout.output_ids_T) for rollout in _rollouts([*train_P, *others_P]))
@@ -298,10 +300,12 @@ def _replaced(
 
 
 def _update(update: UpdateMetrics) -> dict[str, Any]:
-    fields = asdict(update)
-    fields["skipped_updates"] = int(fields.pop("skipped"))
+    measured = {one.name: getattr(update, one.name) for one in fields(update) if one.name != "tokens"}
+    measured["skipped_updates"] = int(measured.pop("skipped"))
     # A step that was skipped has numbers that JSON has no word for, and PostgreSQL refuses.
-    return {name: value if value is None or math.isfinite(value) else None for name, value in fields.items()}
+    return {
+        name: value if value is None or math.isfinite(value) else None for name, value in measured.items()
+    }
 
 
 def _grades(groups_P: Sequence[Group]) -> list[Grade]:

@@ -97,15 +97,16 @@ export interface components {
         };
         /**
          * ChangedField
-         * @description A field of the request, by its dotted name.
+         * @description A field that the requests do not all have with the same value, by its dotted name.
          */
         ChangedField: {
             /** Field */
             field: string;
-            /** First */
-            first: unknown;
-            /** Second */
-            second: unknown;
+            /**
+             * Values
+             * @description In the order of the jobs; null: the request lacks it.
+             */
+            values: unknown[];
         };
         /** CheckpointOut */
         CheckpointOut: {
@@ -146,6 +147,35 @@ export interface components {
              * @description Of the validation that counts; null: the job has stored none.
              */
             step: number | null;
+            /**
+             * Gpu Seconds
+             * @description Of its recorded steps.
+             */
+            gpu_seconds: number;
+            /** @description Of these GPU-seconds; null: the service has no price. */
+            cost: components["schemas"]["Money"] | null;
+        };
+        /**
+         * ComparedPair
+         * @description A job minus the first one, over the validation prompts that both have.
+         */
+        ComparedPair: {
+            /** Job Id */
+            job_id: string;
+            /** Prompts */
+            prompts: number;
+            /**
+             * Unpaired
+             * @description Prompts that only one of the two jobs has.
+             */
+            unpaired: number;
+            /** @description Of the mean reward of a prompt; `first` is the first job. */
+            reward: components["schemas"]["Difference"] | null;
+            /**
+             * Same Grader
+             * @description If not, the rewards are not on one scale.
+             */
+            same_grader: boolean;
         };
         /**
          * ComparisonOut
@@ -243,6 +273,20 @@ export interface components {
             ties: number;
         };
         /**
+         * Duplicates
+         * @description Rows whose prompt occurs in an earlier row.
+         */
+        Duplicates: {
+            /** Rows */
+            rows: number;
+            /** Identical */
+            identical: number;
+            /** Prompts */
+            prompts: number;
+            /** Lines */
+            lines: number[][];
+        };
+        /**
          * EstimateOut
          * @description Jobs that sample no answers have no `group_size` and no `max_completion_tokens`.
          */
@@ -275,6 +319,7 @@ export interface components {
              * @constant
              */
             object: "regraft.estimate";
+            preview?: components["schemas"]["PreviewedOut"] | null;
             /** Group Size */
             group_size?: number | null;
             /** Max Completion Tokens */
@@ -333,6 +378,26 @@ export interface components {
             status_details?: null;
         };
         /**
+         * GraderPath
+         * @description A path that the grader reads, and the rows that lack it.
+         */
+        GraderPath: {
+            /** Path */
+            path: string;
+            missing: components["schemas"]["SomeLines"];
+        };
+        /**
+         * GraderReads
+         * @description The fields that the templates of a grader read.
+         */
+        GraderReads: {
+            /** Paths */
+            paths: components["schemas"]["GraderPath"][];
+            /** Not Listed */
+            not_listed: boolean;
+            no_grader: components["schemas"]["SomeLines"] | null;
+        };
+        /**
          * Grading
          * @description Statistics of the grader. Seconds are of one grade among concurrent ones, as in a job.
          */
@@ -347,7 +412,7 @@ export interface components {
         };
         /**
          * JobComparison
-         * @description The second job minus the first, over the validation prompts that both have.
+         * @description The first job beside the others. Each interval is that of its pair alone.
          */
         JobComparison: {
             /**
@@ -356,22 +421,13 @@ export interface components {
              * @constant
              */
             object: "regraft.job.comparison";
-            first: components["schemas"]["ComparedJob"];
-            second: components["schemas"]["ComparedJob"];
-            /** Prompts */
-            prompts: number;
+            /** Jobs */
+            jobs: components["schemas"]["ComparedJob"][];
             /**
-             * Unpaired
-             * @description Prompts that only one of the jobs has.
+             * Pairs
+             * @description One for each of the other jobs.
              */
-            unpaired: number;
-            /** @description Of the mean reward of a prompt. */
-            reward: components["schemas"]["Difference"] | null;
-            /**
-             * Same Grader
-             * @description If not, the rewards are not on one scale.
-             */
-            same_grader: boolean;
+            pairs: components["schemas"]["ComparedPair"][];
             /** Config */
             config: components["schemas"]["ChangedField"][];
         };
@@ -450,7 +506,7 @@ export interface components {
             usage_metrics: {
                 [key: string]: unknown;
             } | null;
-            queue: components["schemas"]["QueueOut"] | null;
+            queue: components["schemas"]["api__resources__jobs__QueueOut"] | null;
             /**
              * Shared With Openai
              * @default false
@@ -473,6 +529,7 @@ export interface components {
             } | null;
             verdict: components["schemas"]["VerdictOut"] | null;
             progress: components["schemas"]["ProgressOut"] | null;
+            preview: components["schemas"]["PreviewedOut"] | null;
         };
         /**
          * JobValidation
@@ -532,6 +589,40 @@ export interface components {
             share: number;
         };
         /**
+         * LengthBin
+         * @description Rows of at least `low` and less than `high`.
+         */
+        LengthBin: {
+            /** Low */
+            low: number;
+            /** High */
+            high: number;
+            /** Rows */
+            rows: number;
+        };
+        /**
+         * Lengths
+         * @description The distribution of a length over rows.
+         */
+        Lengths: {
+            /** Rows */
+            rows: number;
+            /** Mean */
+            mean: number;
+            /** Min */
+            min: number;
+            /** P50 */
+            p50: number;
+            /** P90 */
+            p90: number;
+            /** P99 */
+            p99: number;
+            /** Max */
+            max: number;
+            /** Bins */
+            bins: components["schemas"]["LengthBin"][];
+        };
+        /**
          * LimitsOut
          * @description The effective limits, including the operator's defaults; null: unlimited.
          */
@@ -585,6 +676,13 @@ export interface components {
              */
             kind: "base" | "tuned" | "reward_model";
         };
+        /** Money */
+        Money: {
+            /** Amount */
+            amount: number;
+            /** Currency */
+            currency: string;
+        };
         /** NewKeyOut */
         NewKeyOut: {
             /** Id */
@@ -613,6 +711,20 @@ export interface components {
             last_used_at: number | null;
             /** Value */
             value: string;
+        };
+        /**
+         * Overlap
+         * @description Rows of the validation file whose prompt is also in this file.
+         */
+        Overlap: {
+            /** File */
+            file: string;
+            /** Rows */
+            rows: number;
+            /** Shared */
+            shared: number;
+            /** Lines */
+            lines: number[][];
         };
         /** PhaseSeconds */
         PhaseSeconds: {
@@ -677,11 +789,79 @@ export interface components {
             stages: components["schemas"]["StageOut"][];
         };
         /**
+         * PreviewErrorOut
+         * @description The error that ended a preview, and the status that a response with it would have.
+         */
+        PreviewErrorOut: {
+            /** Message */
+            message: string;
+            /** Type */
+            type: string;
+            /** Param */
+            param: string | null;
+            /** Code */
+            code: string | null;
+            /** Status */
+            status: number;
+        };
+        /**
          * PreviewOut
+         * @description A preview. `request` is the body that created it; values of grader headers are masked.
+         */
+        PreviewOut: {
+            /** Id */
+            id: string;
+            /**
+             * Object
+             * @default regraft.preview
+             * @constant
+             */
+            object: "regraft.preview";
+            /** Created At */
+            created_at: number;
+            /** Finished At */
+            finished_at: number | null;
+            /**
+             * Status
+             * @description in_progress, completed, failed or canceled.
+             */
+            status: string;
+            /** Request */
+            request: {
+                [key: string]: unknown;
+            };
+            /**
+             * Answers Of
+             * @description The earlier preview whose answers this one grades; null: it sampled its own.
+             */
+            answers_of: string | null;
+            progress: components["schemas"]["PreviewProgressOut"];
+            report: components["schemas"]["PreviewReportOut"] | null;
+            error: components["schemas"]["PreviewErrorOut"] | null;
+        };
+        /**
+         * PreviewProgressOut
+         * @description How far a preview is; of all answers, those that are sampled, and those that are graded.
+         */
+        PreviewProgressOut: {
+            /**
+             * Phase
+             * @enum {string}
+             */
+            phase: "loading" | "sampling" | "grading";
+            /** Of */
+            of: number;
+            /** Sampled */
+            sampled: number;
+            /** Graded */
+            graded: number;
+        };
+        /**
+         * PreviewReportOut
          * @description The job's size and estimate as in /v1/regraft/estimate, with the measured answer lengths, and the results of the
          *     preview. core/results/preview.py documents each number.
          */
-        PreviewOut: {
+        PreviewReportOut: {
             /** Model */
             model: string;
             /** Gpu Class */
@@ -708,12 +888,6 @@ export interface components {
             group_size: number;
             /** Max Completion Tokens */
             max_completion_tokens: number;
-            /**
-             * Object
-             * @default regraft.preview
-             * @constant
-             */
-            object: "regraft.preview";
             /** Prompts */
             prompts: components["schemas"]["ShownPrompt"][];
             /** Answers */
@@ -755,6 +929,100 @@ export interface components {
             seconds: number;
             /** Tokens Per Second */
             tokens_per_second: number;
+        };
+        /**
+         * PreviewedOut
+         * @description The results of the preview of the same request (docs/howto/preview.md).
+         */
+        PreviewedOut: {
+            /** Id */
+            id: string;
+            /** Created At */
+            created_at: number;
+            /** Answers */
+            answers: number;
+            /** Passed */
+            passed: number;
+            /** Mean Reward */
+            mean_reward: number | null;
+            /** Signal */
+            signal: number;
+            /** Verdict */
+            verdict: string;
+        };
+        /**
+         * ProfileOut
+         * @description The profile of a file. core/storage/profiles.py documents each number.
+         */
+        ProfileOut: {
+            /**
+             * Object
+             * @default regraft.file_profile
+             * @constant
+             */
+            object: "regraft.file_profile";
+            /** File Id */
+            file_id: string;
+            /** Model */
+            model: string | null;
+            /**
+             * Method
+             * @enum {string}
+             */
+            method: "reinforcement" | "supervised" | "dpo" | "reward_model";
+            /**
+             * Rows
+             * @description Valid rows.
+             */
+            rows: number;
+            /**
+             * Is Whole
+             * @description False: only the first million rows were read.
+             */
+            is_whole: boolean;
+            /**
+             * Invalid
+             * @description Lines with problems, which a job would reject.
+             */
+            invalid: number;
+            /**
+             * Problems
+             * @description The first 20.
+             */
+            problems: components["schemas"]["RowProblem"][];
+            /** @description Of the text of a prompt. */
+            characters: components["schemas"]["Lengths"] | null;
+            tokens: components["schemas"]["TokenLengths"] | null;
+            /**
+             * Tokens Reason
+             * @description The reason if tokens are not counted.
+             */
+            tokens_reason: string | null;
+            duplicates: components["schemas"]["Duplicates"];
+            overlap: components["schemas"]["Overlap"] | null;
+            /** Fields */
+            fields: components["schemas"]["ProfiledField"][];
+            grader: components["schemas"]["GraderReads"] | null;
+        };
+        /**
+         * ProfiledField
+         * @description A key of the rows, which graders read as `item.<name>`.
+         */
+        ProfiledField: {
+            /** Name */
+            name: string;
+            /** Rows */
+            rows: number;
+            /** Missing */
+            missing: number;
+            /** Types */
+            types: {
+                [key: string]: number;
+            };
+            /** Distinct */
+            distinct: number | null;
+            /** Example */
+            example: string;
         };
         /**
          * ProgressOut
@@ -859,16 +1127,6 @@ export interface components {
              * @description The number of stored samples by step.
              */
             samples: number[];
-        };
-        /**
-         * QueueOut
-         * @description Position of a waiting job in its queue, from 1, and what blocks it.
-         */
-        QueueOut: {
-            /** Position */
-            position: number;
-            /** Reason */
-            reason: string;
         };
         /** RegradeOut */
         RegradeOut: {
@@ -1069,6 +1327,8 @@ export interface components {
                 trained: boolean | null;
                 /** Replacement */
                 replacement: boolean | null;
+                /** Has Tokens */
+                has_tokens: boolean | null;
                 /** Steps */
                 steps: {
                     [key: string]: unknown;
@@ -1083,6 +1343,15 @@ export interface components {
             total: number;
             /** Stored */
             stored: number;
+        };
+        /** RowProblem */
+        RowProblem: {
+            /** Line */
+            line: number;
+            /** Path */
+            path: string;
+            /** Message */
+            message: string;
         };
         /** Scores */
         Scores: {
@@ -1148,6 +1417,16 @@ export interface components {
             };
             /** At Least */
             at_least: boolean;
+        };
+        /**
+         * SomeLines
+         * @description A number of rows, and the first lines of them.
+         */
+        SomeLines: {
+            /** Rows */
+            rows: number;
+            /** Lines */
+            lines: number[];
         };
         /**
          * Spread
@@ -1565,6 +1844,11 @@ export interface components {
              */
             logprob_gap_ess?: number | null;
             /**
+             * Stale Tokens Share
+             * @description With `continue_in_flight`: share of the sampled tokens that the policy before the newest update sampled.
+             */
+            stale_tokens_share?: number | null;
+            /**
              * Skipped Updates
              * @description 1 if a gradient was not finite and the step was not taken, else 0.
              */
@@ -1686,6 +1970,34 @@ export interface components {
              *     }
              */
             step: components["schemas"]["PhaseSeconds"];
+        };
+        /**
+         * TokenLengths
+         * @description Tokens as the chat template of the model renders a row: of its prompt, or with its answers for other methods.
+         *
+         *     `rows` is smaller than the rows of the file if it has more than 50,000: then a uniform sample is counted.
+         */
+        TokenLengths: {
+            /** Rows */
+            rows: number;
+            /** Mean */
+            mean: number;
+            /** Min */
+            min: number;
+            /** P50 */
+            p50: number;
+            /** P90 */
+            p90: number;
+            /** P99 */
+            p99: number;
+            /** Max */
+            max: number;
+            /** Bins */
+            bins: components["schemas"]["LengthBin"][];
+            /** Room */
+            room: number;
+            too_long: components["schemas"]["SomeLines"];
+            not_rendered: components["schemas"]["SomeLines"];
         };
         /**
          * UsageOut
@@ -1925,6 +2237,16 @@ export interface components {
              * @description Spearman's, of the stored and the new scores.
              */
             rank_correlation: number | null;
+        };
+        /**
+         * QueueOut
+         * @description Position of a waiting job in its queue, from 1, and what blocks it.
+         */
+        api__resources__jobs__QueueOut: {
+            /** Position */
+            position: number;
+            /** Reason */
+            reason: string;
         };
     };
     responses: never;
