@@ -292,7 +292,7 @@ def _distillation_section() -> Page:
 
 
 def _fields_table(module: ModuleType, *names: str, without: Sequence[str] = ()) -> Page:
-    """The fields of classes, without `type`, `advanced` and others. A later class replaces a field of an earlier one."""
+    """The fields of classes but `type`, `advanced` and `without`. A later class replaces a field of an earlier one."""
     rows: dict[str, tuple[str, str, str]] = {}
     for name in names:
         for field, kind, default, comment in fields_of(module, name):
