@@ -299,7 +299,7 @@ def _fields_table(module: ModuleType, *names: str, without: Sequence[str] = ()) 
             rows[field] = (_bounded(module, kind), default, comment or rows.get(field, ("", "", ""))[2])
     lines = ["| field | type | default | |", "|---|---|---|---|"]
     for field, (kind, default, comment) in rows.items():
-        if field not in ("type", "advanced", *without):
+        if field not in ("type", "advanced", *without) and not field.startswith("_"):
             lines.append(f"| `{field}` | {code(kind)} | {code(default)} | {cell(comment)} |")
     return lines
 

@@ -18,7 +18,7 @@ def param_of(job: Job) -> str:
 
 
 def too_large(parameters: int) -> str:
-    """Return why a model with so many parameters is refused; "" if it is not."""
+    """Return why a model with this number of parameters is refused; "" if it is not."""
     if parameters <= MAX_PARAMETERS:
         return ""
     size = f"{parameters / 1e9:.1f}B"

@@ -25,7 +25,7 @@ Importance = Literal["truncate", "mask", "none"]
 Overlong = Literal["score", "mask", "soft"]
 Normalize = Literal["papers", "signal"]
 LearningRateSchedule = Literal["constant", "linear", "cosine"]
-# What is trained: a LoRA adapter, or all weights of the model.
+# The weights to train: those of a LoRA adapter, or all of the model.
 Train = Literal["lora", "full"]
 
 ClipLow = Annotated[float, Field(gt=0, lt=1)]

@@ -74,7 +74,7 @@ class Advanced(Value):
 
     model_config = ConfigDict(json_schema_extra=flat_names.describe)
 
-    # What is trained: a LoRA adapter, or all weights of a model of at most 8B parameters.
+    # The weights to train: those of a LoRA adapter, or all of a model with at most 8B parameters.
     train: Train = "lora"
     loss: LossGroup = Dapo()
     # Null or absent: no penalty.

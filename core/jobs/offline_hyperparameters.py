@@ -83,7 +83,7 @@ class TemplateChoice(Value):
 class OfflineAdvanced(Value):
     """Hyperparameters beyond OpenAI's, in groups."""
 
-    # What is trained: a LoRA adapter, or all weights of a model of at most 8B parameters.
+    # The weights to train: those of a LoRA adapter, or all of a model with at most 8B parameters.
     train: Train = "lora"
     optimizer: OfflineOptimizer = OfflineOptimizer()
     lora: Lora = Lora()

@@ -37,7 +37,7 @@ class Parent:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it has weights of its own, and no adapter on the base model."""
+        """Whether it is a whole model, and no adapter on the base model."""
         return self.train == "full"
 
     @property

@@ -124,7 +124,7 @@ class Coverage:
 
 
 class Trained(Protocol):
-    """What a job trains, in words and numbers."""
+    """Describes the trained weights of a policy."""
 
     @property
     def sentence(self) -> str: ...

@@ -1,6 +1,6 @@
 """Load models on demand within the available memory, and evict the least recently used one.
 
-A tuned model that is an adapter shares the base model with others. A whole model is loaded as a base model of its own.
+A tuned model that is an adapter shares the base model with others. A whole model is loaded like another base model.
 """
 
 import asyncio
