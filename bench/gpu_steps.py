@@ -159,7 +159,7 @@ class FolderAttempt:
     prefix: str = "projects/bench"
 
     def put(self, key: str, content: bytes) -> None:
-        self.blobs.put(key, content)
+        self.blobs.put_bytes(key, content)
 
     def retry(self, work: Callable[[], Any]) -> Any:
         return work()

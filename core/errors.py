@@ -322,5 +322,6 @@ class NotReady(ServiceError):
 
     def __init__(self, message: str, *, retry_after: int | None = None, code: str | None = None) -> None:
         super().__init__(message, code=code)
+        self.retry_after = retry_after
         if retry_after is not None:
             self.headers = {"retry-after": str(retry_after)}

@@ -4,6 +4,7 @@ What can be refused is refused before the weights are loaded, which may take min
 torch, peft and transformers, which takes seconds: worker/child.py does it before it waits for its job.
 """
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +18,7 @@ from transformers import PretrainedConfig
 from core.database.tables import Job
 from core.errors import InvalidRequest, NotFound
 from core.jobs import full, hyperparameters
-from core.jobs.distillation import asked_of, param_of, teacher_of
+from core.jobs.distillation import asked_of, param_of, teacher_of, top_of
 from core.jobs.hyperparameter_groups import LoraTargets
 from core.jobs.hyperparameters import Hyperparameters, Resolved
 from core.model_checks import ModelChecks, installed_versions
@@ -26,6 +27,7 @@ from core.response_format import stored_held_to
 from core.results.lineage import Parent, grading_model, start_of
 from core.settings import Settings
 from graders.build import reward_model_parts
+from graders.judge.judges import JudgeModel
 from graders.spec import GraderSpec
 from graders.types import Grader
 from worker.attempt import Attempt
@@ -51,8 +53,10 @@ from worker.model.spelling import Speller
 from worker.model.support import ForwardVerdict
 from worker.model.teachers import TeacherModel
 from worker.offline.templates import template_of
+from worker.progress import PROGRESS
 from worker.record.checkpoints import Checkpoints
 from worker.record.exporters.choice import feeds_of
+from worker.record.gpu_ratio import RatioMeasurement
 from worker.record.recorder import Quota, Recorder
 from worker.refusals import InvalidTargets, UserMistake
 from worker.rollout.prompts import NoPassRate, PromptStream, PromptTooLong, tokenize
@@ -66,7 +70,7 @@ from worker.rollout.samplers.fleet_members import FleetConfig
 from worker.rollout.samplers.placement import NO_ENGINE, ONE_ENGINE, NotPlaceable, Placement
 from worker.rollout.samplers.steering import Bounds, UnsupportedTags, grammar_of
 from worker.rollout.samplers.vllm import VllmSampler
-from worker.rollout.served_teacher import ServedTeacher
+from worker.rollout.served_teacher import ServedTeacher, retries_within
 from worker.rollout.taught import TeacherRewards
 from worker.run import Run
 from worker.types import Prompt
@@ -146,7 +150,7 @@ def assemble(
     if full.is_full(job):
         refuse_full(job, settings)
     base = inspect_model(job.model, settings, local, off_policy=is_off_policy(job), full=full.is_full(job))
-    teacher = teacher_model(attempt, settings)
+    teacher = teacher_model(attempt, settings, beat)
     judges = reward_models(attempt, spec, settings)
     task = prepare_task(attempt, rows, base, teacher)
     prompts = task.prompts(job.seed)
@@ -239,6 +243,7 @@ def assemble(
         feeds=feeds_of(job, task.settings, settings, recorder.warn),
         gpus=gpus_of(world, settings) if base.device == "cuda" else 1,
         thresholds=settings.warnings,
+        ratio=ratio_of(base.engines, world),
     )
 
 
@@ -256,8 +261,8 @@ def report_placement(recorder: Recorder, placed: Placement, plan: MemoryPlan) ->
     )
 
 
-def teacher_model(attempt: Attempt, settings: Settings) -> TeacherModel | None:
-    """The teacher of a distillation job; None for other jobs.
+def teacher_model(attempt: Attempt, settings: Settings, beat: Beat) -> TeacherModel | None:
+    """The teacher of a distillation job; None for other jobs. Waits for one on a server.
 
     Raises:
         UserMistake: there is none of this name any more, or it does not share the student's tokens.
@@ -278,12 +283,26 @@ def teacher_model(attempt: Attempt, settings: Settings) -> TeacherModel | None:
             raise UserMistake("model_not_available", str(absent), teachers.PARAM) from absent
         student = registry.get(job.model)
         tokenizer = read_tokenizer(student, source_of(student, settings.model_cache))
-        ServedTeacher(name, server).refuse_other_tokens(tokenizer)
+        served = served_teacher(name, server, settings, beat)
+        served.refuse_other_tokens(tokenizer)
+        if (top_k := top_of(job)) is not None:
+            served.refuse_top(tokenizer, top_k)
         return TeacherModel(name, None, None, server=server)
     except InvalidRequest as cause:
         raise UserMistake("model_not_available", str(cause), teachers.PARAM) from cause
     entries = {one: registry.get(one) for one in (base, job.model)}
     return teachers.inspect_teacher(name, base, parent, job.model, entries, settings.model_cache)
+
+
+def served_teacher(name: str, server: JudgeModel, settings: Settings, beat: Beat) -> ServedTeacher:
+    """One whose outages a run waits for as for those of database and blob store."""
+
+    async def wait(seconds: float) -> None:
+        with PROGRESS.waiting(f"teacher '{name}'"):
+            await asyncio.sleep(seconds)
+        beat()
+
+    return ServedTeacher(name, server, beat, retries_within(settings.patience_seconds, wait))
 
 
 def reward_models(attempt: Attempt, spec: GraderSpec | None, settings: Settings) -> list[Parent]:
@@ -350,7 +369,7 @@ def taught_by(
         UnsupportedModel: a second model whose forward pass is not right here.
     """
     if teacher.server is not None:
-        served = ServedTeacher(teacher.name, teacher.server, beat)
+        served = served_teacher(teacher.name, teacher.server, settings, beat)
         return TeacherRewards(served, temperature=task.settings.temperature, paid=teacher.name)
     if policy.is_sharded:
         raise UserMistake(
@@ -371,6 +390,14 @@ def refuse_full(job: Job, settings: Settings) -> None:
     problem = full.several_machines(settings) or full.problem(name, registry.get(name), settings)
     if problem:
         raise UserMistake("unsupported_parameter", problem, full.param_of(job))
+
+
+def ratio_of(engines: Placement, world: World | None) -> RatioMeasurement | None:
+    """None: no GPUs are split, or other machines learn too, so that the settings of one machine are not the ratio."""
+    ranks = 1 if world is None else world.local_size
+    if engines.kind != "split" or (world is not None and world.size > ranks):
+        return None
+    return RatioMeasurement(engines.processes, ranks, engines.tensor_parallel)
 
 
 def gpus_of(world: World | None, settings: Settings) -> int:

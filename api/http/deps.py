@@ -52,7 +52,9 @@ class Service:
     file_readers: CapacityLimiter
     graders: GraderLoop
     shutdown: Shutdown
-    preview_seconds: float = 540.0  # OpenAI's client gives up after 600
+    preview_seconds: float = 540.0
+    # How long a preview waits for an inference server that starts or loads the model.
+    preview_load_seconds: float = 180.0
     check_seconds: float = 540.0  # of a stored grader on all of its golden cases
     tasks: set[asyncio.Task[None]] = field(default_factory=set)  # that outlive their requests
 

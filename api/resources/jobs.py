@@ -8,7 +8,7 @@ from functools import partial
 from typing import Annotated, Any, Literal, Self
 
 from anyio import to_thread
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import JSONResponse
 from pydantic import (
     AfterValidator,
@@ -756,11 +756,18 @@ def change_budget(
 
 @router.get("/{job_id}/events")
 def list_events(
-    job_id: str, project: CurrentProject, session: ReadSession, after: After = None, limit: Limit = 20
+    job_id: str,
+    project: CurrentProject,
+    session: ReadSession,
+    after: After = None,
+    limit: Limit = 20,
+    type: Annotated[
+        Literal["message", "metrics"] | None, Query(description="Only events of this type.")
+    ] = None,
 ) -> Listing[EventOut]:
     """List the events of a job, newest first."""
     job = lifecycle.get(session, project.id, job_id)
-    page = events.page(session, job.id, after=after, limit=clamped(limit))
+    page = events.page(session, job.id, type=type, after=after, limit=clamped(limit))
     return Listing(data=[EventOut.of(event) for event in page.items], has_more=page.has_more)
 
 
@@ -1061,19 +1068,29 @@ def refuse_unusable_server(asked: Distillation) -> None:
     """Check what a teacher on a server cannot do. Whether it has the student's tokenizer is for the worker to say.
 
     Raises:
-        InvalidRequest: the mode needs more than the log-probability of a token, or another temperature than 1.
+        InvalidRequest: the loss needs the whole vocabulary, or another temperature than 1.
     """
-    if not isinstance(asked, distillation.OnPolicyDistillation):
-        raise InvalidRequest(
-            f"The teacher '{asked.teacher.model}' is on a server, which gives the probability of a token but not those "
-            f"of the whole vocabulary: it can teach in the mode 'on_policy' and not in '{asked.mode}'.",
-            param=TEACHER_PARAM,
+    path = "method.distillation.hyperparameters.advanced"
+    if isinstance(asked, distillation.OnPolicyDistillation):
+        temperature, param = (
+            asked.hyperparameters.advanced.sampling.temperature,
+            f"{path}.sampling.temperature",
         )
-    if (temperature := asked.hyperparameters.advanced.sampling.temperature) != 1:
+    else:
+        loss = asked.hyperparameters.advanced.loss
+        temperature, param = loss.temperature, f"{path}.loss.temperature"
+        if loss.top_k == "auto" or loss.top_k > distillation.MAX_SERVED_TOP_K:
+            raise InvalidRequest(
+                f"The teacher '{asked.teacher.model}' is on a server, which gives the probabilities of its likeliest "
+                f"tokens and not those of the whole vocabulary: set top_k, to at most "
+                f"{distillation.MAX_SERVED_TOP_K}. vLLM gives 20 unless it was started with --max-logprobs.",
+                param=f"{path}.loss.top_k",
+            )
+    if temperature != 1:
         raise InvalidRequest(
             f"The teacher '{asked.teacher.model}' is on a server, which gives log-probabilities at temperature 1, not "
             f"{temperature:g}.",
-            param="method.distillation.hyperparameters.advanced.sampling.temperature",
+            param=param,
         )
 
 

@@ -467,7 +467,7 @@ def _error(error: ServiceError) -> dict[str, Any]:
 async def _previewed(
     prepared: Prepared, service: Service, upstream: Upstream, slot: Slot, progress: PreviewProgress
 ) -> Finished:
-    completions, seconds = await _sampled(prepared, upstream, progress)
+    completions, seconds = await _sampled(prepared, upstream, progress, service.preview_load_seconds)
     progress.began("grading")
     grading = partial(_graded, prepared, service, completions, progress.one_graded)
     grades, tokens = await slot.in_thread(grading)
@@ -505,15 +505,27 @@ async def _previewed(
 
 
 async def _sampled(
-    prepared: Prepared, upstream: Upstream, progress: PreviewProgress
+    prepared: Prepared, upstream: Upstream, progress: PreviewProgress, load_seconds: float
 ) -> tuple[Sequence[Completion], float]:
-    """The answers, and how long they took."""
+    """The answers, and how long they took.
+
+    Args:
+        load_seconds: how long to wait for a server that starts or loads the model.
+    """
     if prepared.earlier is not None:
         _, completions, seconds = prepared.earlier
         progress.sampled = len(completions)
         return completions, seconds
     # One token first, so that the time to load the model does not count as sampling time.
-    await _complete(upstream, prepared.chats[0] | {"max_completion_tokens": 1}, prepared.rows[0])
+    first, until = prepared.chats[0] | {"max_completion_tokens": 1}, time.monotonic() + load_seconds
+    while True:
+        try:
+            await _complete(upstream, first, prepared.rows[0])
+            break
+        except NotReady as loading:
+            if loading.retry_after is None or time.monotonic() + loading.retry_after > until:
+                raise
+            await asyncio.sleep(loading.retry_after)
     started = time.perf_counter()
     progress.began("sampling")
 

@@ -165,7 +165,7 @@ def remove(work: Work, preview: Preview) -> None:
 
 
 def delete_old(session: Session, before: float, most: int) -> int:
-    """Delete at most so many previews that ended before this Unix time, and return their number."""
+    """Delete at most `most` previews that ended before this Unix time, and return their number."""
     lost = (Preview.status == IN_PROGRESS) & (Preview.lease_expires_at < before)
     ended = or_(Preview.finished_at < before, lost)
     old = session.scalars(select(Preview.id).where(ended).limit(most)).all()
@@ -244,7 +244,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def summary(preview: Preview) -> dict[str, Any]:
-    """What a job and an estimate show of the preview of their request."""
+    """The results that a job and an estimate show of the preview of their request."""
     report = preview.report
     assert report is not None, "only completed previews have a summary"
     [own] = [signal for signal in report["signal"] if signal["group_size"] == report["group_size"]]

@@ -48,7 +48,9 @@ if TYPE_CHECKING:
         JobComparison,
         JobEvent,
         Preview,
+        PreviewAnswer,
         PreviewProgress,
+        PreviewReport,
         PromptHistory,
         Regrade,
         RegradedAnswer,
@@ -73,7 +75,7 @@ _HOME = {
     "regraft.progress": "FINAL",
     "regraft.requests": "InvalidRequestFile",
     "regraft.types": "Estimate FileProfile GoldenCase GraderCheck GraderTest GraderVersion JobComparison "
-    "JobEvent Preview PreviewProgress PromptHistory Regrade RegradedAnswer Rollout "
+    "JobEvent Preview PreviewAnswer PreviewProgress PreviewReport PromptHistory Regrade RegradedAnswer Rollout "
     "RolloutToken RolloutTokens StepMetrics StoredGrader Verdict WhatIf",
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names.split()}
@@ -121,7 +123,9 @@ __all__ = [
     "NotConfigured",
     "NotSupportedByServer",
     "Preview",
+    "PreviewAnswer",
     "PreviewProgress",
+    "PreviewReport",
     "PromptHistory",
     "QuotaExceeded",
     "RateLimited",

@@ -414,7 +414,7 @@ class PreviewProgress(BaseModel):
     graded: int
 
 
-class Preview(Estimate):
+class PreviewReport(Estimate):
     """The results of the base model on a few rows of a job, and the job's estimate."""
 
     prompts: list[PreviewedPrompt]
@@ -432,6 +432,49 @@ class Preview(Estimate):
     sampling: Sampling
     verdict: str  # "good", "too_hard", ...; see docs/howto/preview.md
     recommendation: str
+
+
+class PreviewError(BaseModel):
+    """The error that ended a preview, and the status that a response with it would have."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+    status: int
+
+
+class Preview(BaseModel):
+    """Answers of the base model to a few rows of a job, graded as in the job."""
+
+    id: str
+    created_at: int
+    finished_at: int | None = None
+    status: Literal["in_progress", "completed", "failed", "canceled"]
+    request: dict[str, Any]
+    answers_of: str | None = (
+        None  # the earlier preview whose answers this one grades; None: it sampled its own
+    )
+    progress: PreviewProgress
+    report: PreviewReport | None = None  # once it is completed
+    error: PreviewError | None = None
+
+
+class PreviewAnswer(BaseModel):
+    """An answer of a preview and its grade."""
+
+    id: str
+    line: int  # line of the training file
+    member: int
+    output_text: str
+    output_reasoning: str | None = None
+    finish_reason: Literal["stop", "length"]
+    prompt_tokens: int
+    completion_tokens: int
+    score: float | None = None  # None: could not be graded; see `reason`
+    reason: str
+    sub_scores: dict[str, float | None] | None = None
+    output: str | None = None  # printed by the grader
 
 
 class GraderTest(BaseModel):

@@ -133,10 +133,11 @@ def opened(
     *,
     places: int | None = None,
     seconds: float | None = None,
+    load_seconds: float = 0.0,
     entry: BaseModelEntry | None = None,
     **settings: Any,
 ) -> Iterator[httpx.Client]:
-    """`places`: previews at once; `seconds`: how long one may take."""
+    """`places`: previews at once; `seconds`: how long one may take, `load_seconds`: and wait for its model."""
     asked: dict[str, Any] = {
         "data_dir": house.folder,
         "inference_url": url and f"{url}/v1",
@@ -152,6 +153,7 @@ def opened(
     )
     if places is not None:
         app.state.service.admission.previews.places = places
+    app.state.service = replace(app.state.service, preview_load_seconds=load_seconds)
     if seconds is not None:
         app.state.service = replace(app.state.service, preview_seconds=seconds)
     for address in served(app):
@@ -273,8 +275,9 @@ def test_answers_are_paged(web: httpx.Client, body: Callable[..., dict[str, Any]
 
 
 def test_headers_of_graders_are_not_shown(
-    house: House, inference: str, body: Callable[..., dict[str, Any]]
+    house: House, inference: str, model: Model, body: Callable[..., dict[str, Any]]
 ) -> None:
+    model.answer = lambda asked: refuses(500, "not now")  # so that nothing is graded
     grader = {"type": "endpoint", "name": "e", "url": "https://grader.example/", "headers": {"key": "secret"}}
     for web in opened(house, inference, Backends({}, endpoints=Endpoints(("grader.example",)))):
         shown = created(web, body(grader=grader) | {"rows": 1, "samples": 2})["request"]
@@ -674,6 +677,18 @@ def test_what_the_inference_server_refuses_is_told(
         refused = failed(web, asked | {"rows": 12}, status)
         assert (refused["code"], refused["message"]) == (code, message)
         assert len(model.asked) == 1
+
+
+def test_a_preview_waits_for_a_model_that_is_loading(
+    house: House, inference: str, model: Model, body: Callable[..., dict[str, Any]]
+) -> None:
+    turns = iter(range(1000))
+    loading = refuses(503, "still loading", "loading", **{"retry-after": "1"})
+    model.answer = lambda asked: loading if next(turns) == 0 else says("yes")
+
+    for web in opened(house, inference, load_seconds=60.0):
+        assert report(web, body() | {"rows": 1, "samples": 2})["passed"] == 2
+    assert len(model.asked) == 4
 
 
 def test_an_error_among_many_answers_is_the_previews(

@@ -10,6 +10,7 @@ from starlette.testclient import TestClient
 from core.database.tables import (
     Checkpoint,
     CheckpointPermission,
+    Preview,
     RolloutPage,
     StepMetric,
     TunedModel,
@@ -68,6 +69,14 @@ def rows(house: House, api: TestClient, create_job: Callable[..., dict[str, Any]
         session.add(permission)
         session.flush()
         permission_id = permission.id
+        preview = Preview(
+            project_id=house.project.id, request={"model": "tiny", "answers_of": None}, parts={}
+        )
+        preview.training_sha256, preview.lease_expires_at = "", 0.0
+        preview.progress = {"phase": "loading", "of": 4, "sampled": 0, "graded": 0}
+        session.add(preview)
+        session.flush()
+        preview_id = preview.id
         session.add(
             Checkpoint(
                 id="ftckpt_1", job_id=job["id"], step=1, epoch=1, blob_prefix="checkpoint", valid_reward=1.0
@@ -93,6 +102,7 @@ def rows(house: House, api: TestClient, create_job: Callable[..., dict[str, Any]
         "pipeline_id": api.post(
             "/v1/regraft/pipelines", json={"stages": [mixture(job["training_file"])]}
         ).json()["id"],
+        "preview_id": preview_id,
         "rollout_id": "rollout_2_t_0_0",
         "checkpoint_id": "ftckpt_1",
         "delivery_id": "wh_1",
@@ -156,6 +166,7 @@ def test_the_same_routes_work_for_the_owner(house: House, api: TestClient, rows:
         "/v1/evals",
         "/v1/fine_tuning/jobs",
         "/v1/fine_tuning/jobs?metadata[team]=a",
+        "/v1/regraft/previews",
         "/v1/regraft/graders",
     ],
 )

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +50,9 @@ def server(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterat
     server.stop()
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    """Chromium, from the package that `make setup` installs in console/.
-
-    Not for longer: as long as Playwright runs, no other test of this process can run an event loop.
-    """
+@contextmanager
+def chromium() -> Iterator[Browser]:
+    """Chromium, from the package that `make setup` installs in console/."""
     node = shutil.which("node") or shutil.which("node", path=str(Path(sys.executable).parent))
     assert node is not None, "make setup installs Node.js"
     found = subprocess.run([node, "chromium.mjs"], cwd=CONSOLE, capture_output=True, text=True, check=True)
@@ -62,6 +60,13 @@ def browser() -> Iterator[Browser]:
         browser = playwright.chromium.launch(executable_path=found.stdout.strip(), args=FLAGS)
         yield browser
         browser.close()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """Not for longer: as long as Playwright runs, no other test of this process can run an event loop."""
+    with chromium() as browser:
+        yield browser
 
 
 class Watched:

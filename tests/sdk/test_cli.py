@@ -292,6 +292,14 @@ def test_a_preview_in_a_pipe_creates_nothing(
     assert lines[-1].startswith("2 of 4 answers pass, and at least 100 % of the groups of 8 have signal: ")
     found = in_json(*asked)
     assert (found["preview"]["verdict"], found["job"]) == ("good", None)
+    newest, first = in_json("previews", "list")
+    assert regraft("previews", "list")[1].splitlines()[1].endswith("0.50         good")
+    assert regraft("previews", "show", first["id"])[1].splitlines()[:8] == lines[:8]
+    assert regraft("previews", "answers", first["id"])[1].splitlines()[0] == "line  score  answer"
+    assert len(in_json("previews", "answers", first["id"])) == 4
+    assert regraft("previews", "cancel", first["id"])[1] == f"{first['id']} is completed\n"
+    assert regraft("previews", "delete", newest["id"])[1] == f"Deleted {newest['id']}\n"
+    assert [one["id"] for one in in_json("previews", "list")] == [first["id"]]
     assert in_json("jobs", "list") == []
 
 

@@ -13,7 +13,14 @@ from core.jobs import full, methods, offline_hyperparameters
 from core.results.lineage import Parent, start_name
 from core.settings import Settings
 from core.storage.offline_rows import FORMS, reward_kind
-from worker.assemble import BaseModel, gpus_of, inspect_model, refuse_absent_targets, teacher_model
+from worker.assemble import (
+    BaseModel,
+    gpus_of,
+    inspect_model,
+    refuse_absent_targets,
+    served_teacher,
+    teacher_model,
+)
 from worker.attempt import Attempt
 from worker.heartbeat import Beat
 from worker.learn.distributed import LoadModel, RankTeacher, load_checked, loading
@@ -35,6 +42,7 @@ from worker.record.exporters.choice import feeds_of
 from worker.record.recorder import Quota, Recorder
 from worker.refusals import UserMistake
 from worker.rollout.rows import read_file
+from worker.rollout.served_teacher import ServedTeacher
 from worker.types import Pack
 
 # Rows whose answers tell the scale of a reward model's rewards.
@@ -78,7 +86,7 @@ def assemble(
     resolved = offline_hyperparameters.resolve(
         kind, asked, rows=len(train), parameters=base.shape.parameters, reward_kind=rewards
     )
-    parent, teacher = Parent.of(job), teacher_model(attempt, settings)
+    parent, teacher = Parent.of(job), teacher_model(attempt, settings, beat)
     # An adapter that teaches takes turns with the student's own, so both have one shape.
     start = parent or (None if teacher is None else teacher.adapter)
     resolved = offline_hyperparameters.kept(continuing(resolved, start), job.resolved)
@@ -98,7 +106,7 @@ def assemble(
     plan = plan_memory(job.model, base, resolved, [*train_rows, *valid_rows], settings, local, teacher)
     beat()
     checkpoints = Checkpoints(attempt, scratch)
-    teaching: TeacherPolicy | None = None
+    teaching: TeacherPolicy | ServedTeacher | None = None
     with whole_weights(parent, checkpoints, resolved) as weights:
         model = Model(
             job.model,
@@ -117,14 +125,16 @@ def assemble(
             plan.token_budget,
             held_to="",
             degree=plan.degree,
-            teacher=None if teacher is None else on_ranks(teacher, resolved, settings),
+            teacher=on_ranks(teacher, resolved, settings),
         )
         with loading(world, order):
             policy, verdict = load_checked(model, base.device, plan.degree, world, beat)
-            if teacher is not None:
+            if teacher is not None and teacher.server is None:
                 teaching = teachers.load_teacher(
                     teacher, policy, resolved, checkpoints, settings.model_cache, beat
                 )
+    if teacher is not None and teacher.server is not None:
+        teaching = served_teacher(teacher.name, teacher.server, settings, beat)
 
     recorder = Recorder(
         attempt,
@@ -179,13 +189,16 @@ def assemble(
         feeds=feeds_of(job, resolved, settings, recorder.warn),
         start=start_name(parent),
         gpus=gpus_of(world, settings) if base.device == "cuda" else 1,
+        teacher=None if teacher is None else teacher.name,
     )
 
 
 def on_ranks(
-    teacher: TeacherModel, resolved: offline_hyperparameters.ResolvedOffline, settings: Settings
-) -> RankTeacher:
-    """What the ranks above 0 load of the teacher."""
+    teacher: TeacherModel | None, resolved: offline_hyperparameters.ResolvedOffline, settings: Settings
+) -> RankTeacher | None:
+    """The teacher as the ranks above 0 load it. None: there is none, or only rank 0 calls its server."""
+    if teacher is None or teacher.server is not None:
+        return None
     second = teachers.second_model(teacher, resolved, settings.model_cache)
     return RankTeacher(second, has_adapter=teacher.adapter is not None)
 

@@ -3,6 +3,23 @@ export type paths = Record<string, never>;
 export type webhooks = Record<string, never>;
 export interface components {
     schemas: {
+        /** AttemptOut */
+        AttemptOut: {
+            /** Number */
+            number: number;
+            /** Kind */
+            kind: string;
+            /** Started At */
+            started_at: number;
+            /** Ended At */
+            ended_at: number | null;
+            /** Outcome */
+            outcome: string | null;
+            /** Reason */
+            reason: string | null;
+            /** Resumed From Step */
+            resumed_from_step: number | null;
+        };
         /**
          * AuditOut
          * @description One change, in the shape of OpenAI's audit log.
@@ -789,6 +806,50 @@ export interface components {
             stages: components["schemas"]["StageOut"][];
         };
         /**
+         * PreviewAnswerOut
+         * @description An answer and its grade.
+         */
+        PreviewAnswerOut: {
+            /** Id */
+            id: string;
+            /**
+             * Line
+             * @description Line of the training file.
+             */
+            line: number;
+            /**
+             * Member
+             * @description Index of the answer among those of its row.
+             */
+            member: number;
+            /** Output Text */
+            output_text: string;
+            /** Output Reasoning */
+            output_reasoning: string | null;
+            /**
+             * Finish Reason
+             * @enum {string}
+             */
+            finish_reason: "stop" | "length";
+            /** Prompt Tokens */
+            prompt_tokens: number;
+            /** Completion Tokens */
+            completion_tokens: number;
+            /** Score */
+            score: number | null;
+            /** Reason */
+            reason: string;
+            /** Sub Scores */
+            sub_scores: {
+                [key: string]: number | null;
+            } | null;
+            /**
+             * Output
+             * @description Printed by the grader.
+             */
+            output: string | null;
+        };
+        /**
          * PreviewErrorOut
          * @description The error that ended a preview, and the status that a response with it would have.
          */
@@ -1344,6 +1405,22 @@ export interface components {
             /** Stored */
             stored: number;
         };
+        /**
+         * RolloutTokens
+         * @description The values of each token of a sample, its thought and stop token included, with three decimal digits.
+         */
+        RolloutTokens: {
+            /**
+             * Object
+             * @default regraft.rollout_tokens
+             * @constant
+             */
+            object: "regraft.rollout_tokens";
+            /** Rollout Id */
+            rollout_id: string;
+            /** Tokens */
+            tokens: components["schemas"]["TokenOut"][];
+        };
         /** RowProblem */
         RowProblem: {
             /** Line */
@@ -1895,9 +1972,14 @@ export interface components {
             sampled_tokens?: number | null;
             /**
              * Sampling Tokens Per Second
-             * @description Sampled tokens per second of the phase sampling.
+             * @description Sampled tokens per second of the phase sampling, or of `ahead_seconds`.
              */
             sampling_tokens_per_second?: number | null;
+            /**
+             * Ahead Seconds
+             * @description With `off_policy_steps`: seconds in which the answers were sampled during the step before. The phase sampling is the part of it that the trainer waited for.
+             */
+            ahead_seconds?: number | null;
             /**
              * Training Tokens Per Second
              * @description Trained tokens per second of the phase training.
@@ -1998,6 +2080,29 @@ export interface components {
             room: number;
             too_long: components["schemas"]["SomeLines"];
             not_rendered: components["schemas"]["SomeLines"];
+        };
+        /** TokenOut */
+        TokenOut: {
+            /**
+             * Text
+             * @description Empty for all but the last token of a character.
+             */
+            text: string;
+            /**
+             * Logprob
+             * @description Of the sampler; null if the token was not sampled.
+             */
+            logprob: number | null;
+            /**
+             * Advantage
+             * @description As used in training; null if it was not trained on.
+             */
+            advantage: number | null;
+            /**
+             * Gap
+             * @description Log-probability of the trainer less that of the sampler; null if not computed.
+             */
+            gap: number | null;
         };
         /**
          * UsageOut

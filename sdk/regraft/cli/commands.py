@@ -501,6 +501,62 @@ def _previewed(arguments: argparse.Namespace, client: Regraft, body: dict[str, A
     return _created(arguments, client.jobs.submit(body))
 
 
+def previews_list(arguments: argparse.Namespace) -> int:
+    listed = list(islice(_client().previews.list(limit=min(arguments.limit, 100)), arguments.limit))
+    rows = [
+        [
+            one.id,
+            when(one.created_at),
+            one.status,
+            one.request["model"],
+            "-" if one.report is None or one.report.mean_reward is None else f"{one.report.mean_reward:.2f}",
+            "-" if one.report is None else one.report.verdict,
+        ]
+        for one in listed
+    ]
+    head = ["id", "created", "status", "model", "mean reward", "verdict"]
+    return _answer(arguments, listed, lambda: table(head, rows))
+
+
+def previews_show(arguments: argparse.Namespace) -> int:
+    preview = _client().previews.retrieve(arguments.preview_id)
+
+    def shown() -> str:
+        if preview.report is not None:
+            return _preview(plain(preview.report))
+        if preview.error is not None:
+            return f"failed: {preview.error.message}"
+        return f"{preview.status}: {_doing(preview.progress)}"
+
+    return _answer(arguments, preview, shown)
+
+
+def previews_answers(arguments: argparse.Namespace) -> int:
+    answers = list(_client().previews.answers(arguments.preview_id))
+    rows = [
+        [one.line, "none" if one.score is None else f"{one.score:.2f}", shortened(one.output_text, 60)]
+        for one in answers
+    ]
+    return _answer(arguments, answers, lambda: table(["line", "score", "answer"], rows))
+
+
+def previews_cancel(arguments: argparse.Namespace) -> int:
+    preview = _client().previews.cancel(arguments.preview_id)
+    return _answer(arguments, preview, lambda: f"{preview.id} is {preview.status}")
+
+
+def previews_delete(arguments: argparse.Namespace) -> int:
+    _client().previews.delete(arguments.preview_id)
+    shown = {"id": arguments.preview_id, "deleted": True}
+    return _answer(arguments, shown, lambda: f"Deleted {arguments.preview_id}")
+
+
+def _doing(now: PreviewProgress) -> str:
+    done = now.graded if now.phase == "grading" else now.sampled
+    doing = {"loading": "loading the model", "sampling": "sampling", "grading": "grading"}[now.phase]
+    return doing if now.phase == "loading" else f"{doing}: {done} of {now.of} answers"
+
+
 def _preview_progress() -> Callable[[PreviewProgress], None]:
     """Say each phase when it begins, and each quarter of its answers."""
     said: set[tuple[str, int]] = set()
@@ -510,8 +566,7 @@ def _preview_progress() -> Callable[[PreviewProgress], None]:
         quarter = (now.phase, 4 * done // now.of)
         if quarter not in said:
             said.add(quarter)
-            doing = {"loading": "loading the model", "sampling": "sampling", "grading": "grading"}[now.phase]
-            say(doing if now.phase == "loading" else f"{doing}: {done} of {now.of} answers")
+            say(_doing(now))
 
     return tell
 
@@ -1205,6 +1260,11 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
         files_download,
         files_delete,
         files_profile,
+        previews_list,
+        previews_show,
+        previews_answers,
+        previews_cancel,
+        previews_delete,
         validate,
         graders_validate,
         graders_run,

@@ -67,7 +67,7 @@ def build() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=Version)
     _output(parser, default="text")
     top = Commands(parser)
-    for add in (_account, _data, _graders, _jobs, _results, _evals, _pipelines, _models, _others):
+    for add in (_account, _data, _graders, _jobs, _previews, _results, _evals, _pipelines, _models, _others):
         add(top)
     return parser
 
@@ -283,6 +283,17 @@ def _jobs(top: Commands) -> None:
     _set(clone)
     clone.add_argument("--grader", type=Path, metavar="FILE", help="replace the grader")
     clone.add_argument("--watch", action="store_true", help="watch the job until it ends")
+
+
+def _previews(top: Commands) -> None:
+    previews = top.group("previews", "show the previews of jobs (regraft jobs create --preview makes one)")
+    listing = previews.add("list", "list previews, newest first", "previews_list")
+    listing.add_argument("--limit", type=int, default=20, metavar="N")
+    _id(previews.add("show", "show the report of a preview", "previews_show"), "preview_id")
+    answers = previews.add("answers", "print the answers and grades of a preview", "previews_answers")
+    _id(answers, "preview_id")
+    _id(previews.add("cancel", "cancel a preview", "previews_cancel"), "preview_id")
+    _id(previews.add("delete", "delete a preview and its answers", "previews_delete"), "preview_id")
 
 
 def _results(top: Commands) -> None:
