@@ -427,7 +427,7 @@ def _results(top: Commands) -> None:
     _id(regrades, "job_id")
     checkpoints = top.group("checkpoints", "list and download the checkpoints of a job")
     _id(checkpoints.add("list", "list the checkpoints of a job, newest first", "checkpoints_list"), "job_id")
-    download = checkpoints.add("download", "download an adapter in PEFT format", "checkpoints_download")
+    download = checkpoints.add("download", "download an adapter or a whole model", "checkpoints_download")
     _id(download, "job_id")
     download.add_argument(
         "checkpoint_id", nargs="?", metavar="CHECKPOINT", help="default: the best checkpoint"
