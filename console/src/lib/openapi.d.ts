@@ -107,6 +107,37 @@ export interface components {
             /** Second */
             second: unknown;
         };
+        /**
+         * CheckedCaseOut
+         * @description A golden case and its score. Null: it could not be graded, which fails the case.
+         */
+        CheckedCaseOut: {
+            /** Case Id */
+            case_id: string;
+            /** Passed */
+            passed: boolean;
+            /** Score */
+            score: number | null;
+            expect: components["schemas"]["ExpectOut"];
+            /** Reason */
+            reason: string;
+            /** Errors */
+            errors: string[];
+            /**
+             * Output
+             * @description Printed by the grader.
+             */
+            output: string;
+            /**
+             * Scores
+             * @description Of the parts of a multi grader.
+             */
+            scores: {
+                [key: string]: number | null;
+            };
+            /** Execution Time */
+            execution_time: number;
+        };
         /** CheckpointOut */
         CheckpointOut: {
             /** Id */
@@ -303,6 +334,13 @@ export interface components {
                 [key: string]: unknown;
             };
         };
+        /** ExpectOut */
+        ExpectOut: {
+            /** Min */
+            min: number | null;
+            /** Max */
+            max: number | null;
+        };
         /** FileOut */
         FileOut: {
             /** Id */
@@ -331,6 +369,85 @@ export interface components {
             status: "processed";
             /** Status Details */
             status_details?: null;
+        };
+        /** GoldenCaseOut */
+        GoldenCaseOut: {
+            /** Id */
+            id: string;
+            /**
+             * Object
+             * @default regraft.grader.case
+             * @constant
+             */
+            object: "regraft.grader.case";
+            /** Created At */
+            created_at: number;
+            /** Sample */
+            sample: {
+                [key: string]: unknown;
+            };
+            /** Item */
+            item: {
+                [key: string]: unknown;
+            };
+            expect: components["schemas"]["ExpectOut"];
+            /** Note */
+            note: string;
+            /** Rollout Id */
+            rollout_id: string | null;
+        };
+        /** GraderCheckOut */
+        GraderCheckOut: {
+            /**
+             * Object
+             * @default regraft.grader.check
+             * @constant
+             */
+            object: "regraft.grader.check";
+            /** Name */
+            name: string;
+            /**
+             * Version
+             * @description The version of what was run, saved or not.
+             */
+            version: string;
+            /** Passed */
+            passed: number;
+            /**
+             * Failed
+             * @description Cases out of their range, or without a score.
+             */
+            failed: number;
+            /** Results */
+            results: components["schemas"]["CheckedCaseOut"][];
+        };
+        /**
+         * GraderVersionOut
+         * @description A version. `id` is its hash.
+         */
+        GraderVersionOut: {
+            /** Id */
+            id: string;
+            /**
+             * Object
+             * @default regraft.grader.version
+             * @constant
+             */
+            object: "regraft.grader.version";
+            /** Name */
+            name: string;
+            /** Version */
+            version: string;
+            /** Created At */
+            created_at: number;
+            /** Is Current */
+            is_current: boolean;
+            /** Note */
+            note: string;
+            /** Grader */
+            grader: {
+                [key: string]: unknown;
+            };
         };
         /**
          * Grading
@@ -1666,6 +1783,45 @@ export interface components {
             usage: components["schemas"]["ByGrader"];
         } & {
             [key: string]: unknown;
+        };
+        /**
+         * StoredGraderOut
+         * @description A named grader with its current version.
+         */
+        StoredGraderOut: {
+            /** Id */
+            id: string;
+            /**
+             * Object
+             * @default regraft.grader
+             * @constant
+             */
+            object: "regraft.grader";
+            /** Name */
+            name: string;
+            /** Created At */
+            created_at: number;
+            /** Updated At */
+            updated_at: number;
+            /**
+             * Version
+             * @description SHA-256 of the specification.
+             */
+            version: string;
+            /** Versions */
+            versions: number;
+            /**
+             * Cases
+             * @description Golden cases.
+             */
+            cases: number;
+            /**
+             * Grader
+             * @description The specification; header values are masked.
+             */
+            grader: {
+                [key: string]: unknown;
+            };
         };
         /** Timing */
         Timing: {
