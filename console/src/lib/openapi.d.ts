@@ -4,6 +4,16 @@ export type webhooks = Record<string, never>;
 export interface components {
     schemas: {
         /**
+         * AdvantageSizesOut
+         * @description The absolute advantages of the graded answers.
+         */
+        AdvantageSizesOut: {
+            /** Mean */
+            mean: number | null;
+            /** Largest */
+            largest: number | null;
+        };
+        /**
          * AuditOut
          * @description One change, in the shape of OpenAI's audit log.
          */
@@ -2081,6 +2091,13 @@ export interface components {
              * @description Spearman's, of the stored and the new scores.
              */
             rank_correlation: number | null;
+            /**
+             * Advantage Scale
+             * @enum {string}
+             */
+            advantage_scale: "none" | "group" | "batch";
+            advantages_before: components["schemas"]["AdvantageSizesOut"];
+            advantages_after: components["schemas"]["AdvantageSizesOut"];
         };
     };
     responses: never;
