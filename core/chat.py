@@ -334,7 +334,10 @@ class TextCompletion(StrictModel):
 
 
 class InternalCompletion(TextCompletion, InternalRequest):
-    """The request for the inference server."""
+    """The request for the inference server, with more for teachers than the public API has."""
+
+    logprobs: TopLogprobs = None
+    return_tokens_as_token_ids: bool = False
 
 
 def envelope(status: int, message: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:

@@ -200,6 +200,11 @@ class EvalNotFound(NotFound):
         super().__init__(f"No such {what.replace('_', ' ')}: {its_id}", param=param or f"{what}_id")
 
 
+class PreviewNotFound(NotFound):
+    def __init__(self, preview_id: str) -> None:
+        super().__init__(f"No such preview: {preview_id}", param="preview_id")
+
+
 class PipelineNotFound(NotFound):
     def __init__(self, pipeline_id: str) -> None:
         super().__init__(f"No such pipeline: {pipeline_id}", param="pipeline_id")
@@ -317,5 +322,6 @@ class NotReady(ServiceError):
 
     def __init__(self, message: str, *, retry_after: int | None = None, code: str | None = None) -> None:
         super().__init__(message, code=code)
+        self.retry_after = retry_after
         if retry_after is not None:
             self.headers = {"retry-after": str(retry_after)}

@@ -143,6 +143,9 @@ class Settings(BaseSettings):
     # are subsampled (docs/howto/rollouts.md).
     rollout_bytes_per_job: int = Field(default=1 << 30, ge=0)
     rollouts_per_step: int = Field(default=10_000, ge=0)
+    # Tokens of a step's samples, and of those of a validation, whose log-probability, advantage and sampler gap are
+    # stored. 0: none.
+    rollout_tokens_per_step: int = Field(default=20_000, ge=0)
     # Minimum age of a blob without a row before it is deleted. Must exceed the duration of any upload.
     orphan_hours: float = Field(default=24.0, ge=1)
     # Every file and checkpoint is verified against its hash once in this many days. 0: never (docs/howto/storage.md).

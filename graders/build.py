@@ -185,6 +185,13 @@ def item_paths(spec: GraderSpec) -> list[Path]:
     return list(dict.fromkeys(path for template in _templates(spec) for path in template.item_paths))
 
 
+def reads_more(spec: GraderSpec) -> bool:
+    """Return whether a part may read fields that `item_paths` does not list: a python grader or an endpoint."""
+    if isinstance(spec, PythonSpec | EndpointSpec):
+        return True
+    return any(reads_more(part) for part in parts_of(spec).values())
+
+
 def for_row(spec: GraderSpec, row: Item) -> SimpleSpec | MultiSpec | None:
     """Return the grader of this row: the one that a select chooses, else the spec itself. None: it chooses none."""
     if not isinstance(spec, SelectSpec):

@@ -1,9 +1,10 @@
 """Dependencies of the endpoints: the components of the service, the caller, and database access."""
 
+import asyncio
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from ipaddress import ip_address
 from typing import Annotated
@@ -51,8 +52,11 @@ class Service:
     file_readers: CapacityLimiter
     graders: GraderLoop
     shutdown: Shutdown
-    preview_seconds: float = 540.0  # OpenAI's client gives up after 600
+    preview_seconds: float = 540.0
+    # How long a preview waits for an inference server that starts or loads the model.
+    preview_load_seconds: float = 180.0
     check_seconds: float = 540.0  # of a stored grader on all of its golden cases
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)  # that outlive their requests
 
 
 async def _service(request: Request) -> Service:
@@ -254,6 +258,8 @@ CurrentProject = Annotated[Project, Depends(_current_project)]
 ReadProject = Annotated[Project, Depends(_needs("read"))]
 # For endpoints that require the admin scope.
 AdminProject = Annotated[Project, Depends(_needs("admin"))]
+# For endpoints about the service as a whole.
+OperatorProject = Annotated[Project, Depends(_needs("operator"))]
 
 
 def _own_project(project_id: str, project: AdminProject) -> Project:

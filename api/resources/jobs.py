@@ -8,7 +8,7 @@ from functools import partial
 from typing import Annotated, Any, Literal, Self
 
 from anyio import to_thread
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import JSONResponse
 from pydantic import (
     AfterValidator,
@@ -34,11 +34,12 @@ from api.resources import validation_split
 from api.resources.graders import refuse
 from api.resources.integrations import Integrations, to_rows
 from core.database.engine import Work
-from core.database.tables import Checkpoint, Event, Job, Project
+from core.database.tables import Checkpoint, Event, Job, Preview, Project
 from core.errors import InvalidParameter, InvalidRequest, NotFound
 from core.jobs import (
     budgets,
     distillation,
+    estimates,
     events,
     fairness,
     integrations,
@@ -51,10 +52,16 @@ from core.jobs.budgets import Price
 from core.jobs.devices import device_of
 from core.jobs.distillation import Distillation, OnPolicyDistillation
 from core.jobs.hyperparameter_groups import Lora
-from core.jobs.hyperparameters import NO_SAMPLER_OF_ITS_OWN, Hyperparameters, shown_advanced
+from core.jobs.hyperparameters import (
+    NO_ENGINES_OF_ITS_OWN,
+    NO_SAMPLER_OF_ITS_OWN,
+    Hyperparameters,
+    shown_advanced,
+)
+from core.model_templates import is_reasoning
 from core.registry import BaseModelEntry, SamplerName, sampler_of
 from core.response_format import ResponseFormat
-from core.results import evals, lineage, tuned_models
+from core.results import evals, lineage, previews, tuned_models
 from core.results.lineage import Parent
 from core.settings import Settings
 from core.storage import files
@@ -273,6 +280,8 @@ class JobCreate(Body):
     metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = None
     integrations: Integrations | None = None
     budget: Budget | None = None  # extension: extra_body={"budget": ...}
+    # Extension: a preview of this request, which the job shows. Without it, the newest one is found.
+    preview: Annotated[str, Field(max_length=64, pattern=NoNul)] | None = None
     # Azure's price tier. Accepted and ignored.
     training_type: str | None = Field(default=None, alias="trainingType", max_length=64)
     # Deprecated by OpenAI: those of method.supervised, where `with_method` puts them.
@@ -295,6 +304,14 @@ class JobCreate(Body):
         if file_id is None and split is None and method is not None and not method.learns_from_file:
             raise PydanticKnownError("missing")
         return file_id
+
+    @field_validator("preview")
+    @classmethod
+    def _has_previews(cls, preview: str | None, info: ValidationInfo) -> str | None:
+        method = info.data.get("method")
+        if preview is not None and method is not None and method.reinforcement is None:
+            raise ValueError("only reinforcement jobs have previews")
+        return preview
 
     @field_validator("validation_file")
     @classmethod
@@ -399,6 +416,18 @@ class MethodOut(BaseModel, extra="allow"):
     type: methods.Method
 
 
+class PreviewedOut(BaseModel):
+    """The results of the preview of the same request (docs/howto/preview.md)."""
+
+    id: str
+    created_at: int
+    answers: int
+    passed: int
+    mean_reward: float | None
+    signal: float  # the expected share of groups with signal at the job's group size
+    verdict: str
+
+
 class JobOut(BaseModel):
     """Every key of OpenAI's job is always present, with null for no value."""
 
@@ -432,6 +461,7 @@ class JobOut(BaseModel):
     estimate: dict[str, Any] | None
     verdict: VerdictOut | None  # null: the job has not ended, or there was nothing to compare
     progress: ProgressOut | None  # null: the job is not running
+    preview: PreviewedOut | None  # null: the request had no preview
 
     @classmethod
     def of(cls, job: Job, price: Price, place: fairness.QueuePosition | None) -> "JobOut":
@@ -468,6 +498,7 @@ class JobOut(BaseModel):
             lineage=None if parent is None else parent.shown() | {"base_model": job.model},
             verdict=None if job.verdict is None else VerdictOut(**job.verdict),
             progress=lifecycle.progress_of(job),
+            preview=None if job.preview is None else PreviewedOut(**job.preview),
             estimate=None if job.status in lifecycle.FINAL else usage.render_estimate(job, price),
         )
 
@@ -572,9 +603,11 @@ def _created(
     parts: validation_split.SplitFiles | None = None,
 ) -> JobOut | JSONResponse:
     accepted = accept(body, service, project)
+    preview = preview_of(body, accepted.model, project, service)
 
     def create(work: Work) -> JobOut:
-        return render(work.session, service, added(work, body, accepted, project, service, parts))[0]
+        job = added(work, body, accepted, project, service, parts, preview)
+        return render(work.session, service, job)[0]
 
     return once(create)
 
@@ -586,6 +619,7 @@ def added(
     project: Project,
     service: Service,
     parts: validation_split.SplitFiles | None = None,
+    preview: Preview | None = None,
 ) -> Job:
     """Create the job in a transaction. The body passed `refuse_unusable`, and `accept` made the rest of it.
 
@@ -616,11 +650,37 @@ def added(
         budget=accepted.budget,
         warnings=body.warnings,
     )
+    if preview is not None:
+        job.preview = previews.summary(preview)
+        events.append(work.session, job.id, previews.sentence(job.preview))
     if parts is not None:
         events.append(work.session, job.id, f"Divided {source.id} into these files by validation_split")
     limits = tenants.limits(project, service.settings.default_limits)
     tenants.refuse_job_beyond(work.session, project.id, limits)
     return job
+
+
+def preview_of(body: JobCreate, model: BaseModelEntry, project: Project, service: Service) -> Preview | None:
+    """The preview that the request names, else the newest completed one of the same request.
+
+    Raises:
+        InvalidRequest: the named one is of another request.
+    """
+    asked = body.method.reinforcement
+    if asked is None:
+        return None
+    with service.database.read() as session:
+        training = files.get_dataset(session, project.id, body.training_file, param="training_file")
+        if body.preview is None and not previews.has_some(session, project.id, training.sha256):
+            return None
+    chosen = asked.hyperparameters
+    reasons = is_reasoning(model, service.settings.model_cache, chosen.advanced.sampling.chat_template)
+    settings = estimates.sizes(chosen, rows=1, context=model.context, reasons=reasons)
+    wanted = previews.parts_of(body.model, model, body.method_body(), settings, training.sha256)
+    with service.database.read() as session:
+        if body.preview is not None:
+            return previews.named(session, project.id, body.preview, wanted)
+        return previews.matching(session, project.id, training.sha256, wanted)
 
 
 @router.get("")
@@ -694,11 +754,18 @@ def change_budget(
 
 @router.get("/{job_id}/events")
 def list_events(
-    job_id: str, project: CurrentProject, session: ReadSession, after: After = None, limit: Limit = 20
+    job_id: str,
+    project: CurrentProject,
+    session: ReadSession,
+    after: After = None,
+    limit: Limit = 20,
+    type: Annotated[
+        Literal["message", "metrics"] | None, Query(description="Only events of this type.")
+    ] = None,
 ) -> Listing[EventOut]:
     """List the events of a job, newest first."""
     job = lifecycle.get(session, project.id, job_id)
-    page = events.page(session, job.id, after=after, limit=clamped(limit))
+    page = events.page(session, job.id, type=type, after=after, limit=clamped(limit))
     return Listing(data=[EventOut.of(event) for event in page.items], has_more=page.has_more)
 
 
@@ -941,19 +1008,29 @@ def refuse_unusable_server(asked: Distillation) -> None:
     """Check what a teacher on a server cannot do. Whether it has the student's tokenizer is for the worker to say.
 
     Raises:
-        InvalidRequest: the mode needs more than the log-probability of a token, or another temperature than 1.
+        InvalidRequest: the loss needs the whole vocabulary, or another temperature than 1.
     """
-    if not isinstance(asked, distillation.OnPolicyDistillation):
-        raise InvalidRequest(
-            f"The teacher '{asked.teacher.model}' is on a server, which gives the probability of a token but not those "
-            f"of the whole vocabulary: it can teach in the mode 'on_policy' and not in '{asked.mode}'.",
-            param=TEACHER_PARAM,
+    path = "method.distillation.hyperparameters.advanced"
+    if isinstance(asked, distillation.OnPolicyDistillation):
+        temperature, param = (
+            asked.hyperparameters.advanced.sampling.temperature,
+            f"{path}.sampling.temperature",
         )
-    if (temperature := asked.hyperparameters.advanced.sampling.temperature) != 1:
+    else:
+        loss = asked.hyperparameters.advanced.loss
+        temperature, param = loss.temperature, f"{path}.loss.temperature"
+        if loss.top_k == "auto" or loss.top_k > distillation.MAX_SERVED_TOP_K:
+            raise InvalidRequest(
+                f"The teacher '{asked.teacher.model}' is on a server, which gives the probabilities of its likeliest "
+                f"tokens and not those of the whole vocabulary: set top_k, to at most "
+                f"{distillation.MAX_SERVED_TOP_K}. vLLM gives 20 unless it was started with --max-logprobs.",
+                param=f"{path}.loss.top_k",
+            )
+    if temperature != 1:
         raise InvalidRequest(
             f"The teacher '{asked.teacher.model}' is on a server, which gives log-probabilities at temperature 1, not "
             f"{temperature:g}.",
-            param="method.distillation.hyperparameters.advanced.sampling.temperature",
+            param=param,
         )
 
 
@@ -973,6 +1050,10 @@ def usable_model(body: JobCreate, base_model: str, service: Service) -> BaseMode
     if advanced.schedule.type == "off_policy" and sampler == "transformers":
         where = f"method.reinforcement.hyperparameters.advanced.{advanced.path('off_policy_steps')}"
         raise InvalidRequest(NO_SAMPLER_OF_ITS_OWN, param=where)
+    continues = advanced.schedule.type == "off_policy" and advanced.schedule.continue_in_flight
+    if continues and base_model in service.settings.samplers:
+        where = f"method.reinforcement.hyperparameters.advanced.{advanced.path('continue_in_flight')}"
+        raise InvalidRequest(NO_ENGINES_OF_ITS_OWN, param=where)
     return model
 
 

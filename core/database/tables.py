@@ -122,6 +122,41 @@ class ProjectUsage(Table):
     grader_tokens: Mapped[int] = mapped_column(BigInteger, default=0)
 
 
+class ModelUsage(Table):
+    """The part of a project's usage on one day that is known by model; see ProjectUsage.
+
+    A version before this table counted without models, so its sums may be less than the project's.
+    """
+
+    __tablename__ = "model_usage"
+    project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"), primary_key=True)
+    day: Mapped[int] = mapped_column(Integer, primary_key=True)
+    model: Mapped[str] = mapped_column(String(256), primary_key=True)  # a base model
+    gpu_seconds: Mapped[float] = mapped_column(Double, default=0.0)
+    sampled_tokens: Mapped[int] = mapped_column(BigInteger, default=0)
+    trained_tokens: Mapped[int] = mapped_column(BigInteger, default=0)
+    grader_tokens: Mapped[int] = mapped_column(BigInteger, default=0)
+
+
+class Worker(Table):
+    """A worker process as it last reported itself (core/telemetry/workers.py)."""
+
+    __tablename__ = "workers"
+    name: Mapped[str] = mapped_column(String(128), primary_key=True)  # the owner of its leases: host/pid
+    host: Mapped[str] = mapped_column(String(128))
+    gpu_class: Mapped[str] = mapped_column(String(32))
+    version: Mapped[str] = mapped_column(String(64))
+    machines: Mapped[int] = mapped_column(Integer)  # that share its runs, this one included
+    ranks: Mapped[int] = mapped_column(Integer)  # on each of them
+    # [{"index", "name", "memory_used_bytes", "memory_total_bytes", "utilization"}], unknown values null.
+    gpus: Mapped[list[Any]]
+    memory_used_bytes: Mapped[int | None] = mapped_column(BigInteger)  # of the host or the container
+    memory_total_bytes: Mapped[int | None] = mapped_column(BigInteger)
+    draining: Mapped[bool] = mapped_column(Boolean, default=False)
+    started_at: Mapped[float] = mapped_column(Double)
+    seen_at: Mapped[float] = mapped_column(Double, index=True)  # by the database's clock, as leases
+
+
 class IdempotentRequest(Table):
     """The stored response of a POST with an Idempotency-Key."""
 
@@ -247,6 +282,8 @@ class Job(Table):
     dispatched_at: Mapped[float] = mapped_column(Double, default=0.0)
     # The work of the run inside of its step (worker/progress.py), with the epoch of its claim.
     progress: Mapped[dict[str, Any] | None] = mapped_column(default=None)
+    # The results of the newest preview of the same request, when the job was created (core/results/previews.py).
+    preview: Mapped[dict[str, Any] | None] = mapped_column(default=None)
 
 
 class Attempt(Table):
@@ -280,6 +317,35 @@ class Event(Table):
     # listed, but still valid as cursors.
     step: Mapped[int | None] = mapped_column(Integer, default=None)
     superseded: Mapped[bool] = mapped_column(Boolean, default=False)
+
+
+class Preview(Table):
+    """Answers of a base model to a few rows, graded as a job would (core/results/previews.py)."""
+
+    __tablename__ = "previews"
+    __table_args__ = (
+        Index(None, "project_id", "seq"),
+        Index(None, "project_id", "training_sha256"),
+        Index(None, "finished_at"),
+    )
+    seq: Mapped[int] = mapped_column(Seq, primary_key=True, autoincrement=True)
+    id: Mapped[str] = mapped_column(String(64), unique=True, default=lambda: new_id("prev_"))
+    project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"))
+    created_at: Mapped[int] = mapped_column(BigInteger, default=now)
+    finished_at: Mapped[int | None] = mapped_column(BigInteger, default=None)
+    request: Mapped[dict[str, Any]]  # as it is shown: values of grader headers are masked
+    # Hashes of the parts of the request on which its answers and grades depend, by name.
+    parts: Mapped[dict[str, Any]]
+    training_sha256: Mapped[str] = mapped_column(String(64))
+    status: Mapped[str] = mapped_column(String(16), default="in_progress")
+    progress: Mapped[dict[str, Any]]
+    report: Mapped[dict[str, Any] | None] = mapped_column(default=None)
+    error: Mapped[dict[str, Any] | None] = mapped_column(default=None)
+    # Mean answer lengths by row and the speed, for the estimates of the same job.
+    measured: Mapped[dict[str, Any] | None] = mapped_column(default=None)
+    answers: Mapped[list[Any] | None] = mapped_column(default=None, deferred=True)
+    # The process that runs it renews this; a preview past it has lost its process.
+    lease_expires_at: Mapped[float] = mapped_column(Double)
 
 
 class StepMetric(Table):

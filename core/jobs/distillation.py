@@ -26,6 +26,9 @@ from core.jobs.offline_hyperparameters import LogitsHyperparameters
 
 METHOD = "distillation"
 
+# Limit of `top_k` for a teacher on a server.
+MAX_SERVED_TOP_K = 1000
+
 # Answers to each prompt. Each token has its own advantage, so fewer are needed than for one score per answer.
 GROUP_SIZE = 4
 
@@ -147,6 +150,14 @@ Distillation = Annotated[
 def teacher_of(job: Job) -> str | None:
     """The name of the job's teacher; None: a grader scores its answers."""
     return job.body["teacher"]["model"] if job.method == METHOD else None
+
+
+def top_of(job: Job) -> int | None:
+    """How many of a teacher's likeliest tokens the job compares; None: those of the whole vocabulary, or none."""
+    if job.method != METHOD or job.body.get("mode") != "logits":
+        return None
+    top_k = LogitsHyperparameters.model_validate(job.body["hyperparameters"]).advanced.loss.top_k
+    return None if top_k == "auto" else top_k
 
 
 def other_base(name: str, base_model: str, student: str) -> str:

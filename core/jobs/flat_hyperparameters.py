@@ -65,6 +65,9 @@ FLAT = {
     "overlong_buffer": Flat(("overlong", "buffer"), "auto", "overlong_buffer needs overlong 'soft'"),
     "resample_prompts": Flat(("schedule", "resample_prompts"), 0, _OFF_POLICY.format("resample_prompts")),
     "off_policy_steps": Flat(("schedule", "steps"), 0),
+    "continue_in_flight": Flat(
+        ("schedule", "continue_in_flight"), False, "continue_in_flight needs off_policy_steps 1"
+    ),
     "stop_after_flat_evals": Flat(("stopping", "after_flat_evals"), 0),
     "stop_after_silent_steps": Flat(("stopping", "after_silent_steps"), 0),
     "stop_above_kl": Flat(("stopping", "above_kl"), 0.0),

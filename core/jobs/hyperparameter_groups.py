@@ -253,6 +253,9 @@ class OffPolicy(Value):
     type: Literal["off_policy"] = "off_policy"
     # Updates between the policy that samples and the one that learns.
     steps: int = Field(default=1, ge=1, le=1)
+    # Whether answers in flight continue with the new policy after an update. Their tokens are fresher, but depend on
+    # when the update ends, so no other run repeats them.
+    continue_in_flight: bool = False
 
 
 ScheduleGroup = Annotated[OnPolicy | OffPolicy, Field(discriminator="type")]

@@ -58,6 +58,11 @@ NO_SAMPLER_OF_ITS_OWN = (
     "trainer's own"
 )
 
+NO_ENGINES_OF_ITS_OWN = (
+    "continue_in_flight needs vLLM engines of the job's own, and this model is sampled by a fleet (REGRAFT_SAMPLERS), "
+    "whose answers end with the adapter that they began with"
+)
+
 
 _ALL_FLAT = frozenset(FLAT)
 
@@ -272,6 +277,7 @@ class Resolved(Value):
     eval_pass_score: float = 1.0
     mini_batches: int = 1
     prompt_order: PromptOrder = "shuffled"
+    continue_in_flight: bool = False
     gae_lambda: float | None = None
     gamma: float | None = None
     value_clip: float | None = None
@@ -428,6 +434,7 @@ _BEFORE: dict[str, Any] = {
     "eval_pass_score": 1.0,
     "mini_batches": 1,
     "prompt_order": "shuffled",
+    "continue_in_flight": False,
 }
 
 

@@ -1,4 +1,8 @@
-"""API keys: shown once, stored as a hash, scoped to read, write or administer one project."""
+"""API keys: shown once, stored as a hash, scoped to read, write or administer one project.
+
+The scope `operator` adds what concerns the service as a whole. Only the operator gives it, on a machine of the service:
+no request makes a key with it from one without it.
+"""
 
 import hashlib
 import secrets
@@ -14,7 +18,8 @@ from core.database.tables import ApiKey, Organization, Project, now
 from core.errors import InsufficientPermissions, InvalidApiKey, InvalidRequest, KeyNotFound
 from core.tenancy.audit import operator_of
 
-Scope = Literal["read", "write", "admin"]
+ProjectScope = Literal["read", "write", "admin"]  # that administrators of a project may give
+Scope = Literal["read", "write", "admin", "operator"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)  # each includes those before it
 
 # Resolution of `last_used_at`, so that authentication rarely writes.
@@ -144,6 +149,11 @@ def require(key: ApiKey, needed: Scope) -> None:
         raise InsufficientPermissions(needed=needed, scope=key.scope)
 
 
+def require_scope_of(key: ApiKey, other: ApiKey) -> None:
+    """Raise InsufficientPermissions unless `key` has the scope of `other`, whose text it is about to see."""
+    require(key, _scope(other))
+
+
 def use_is_news(key: ApiKey) -> bool:
     """Whether `note_use` would change the row."""
     return key.last_used_at is None or key.last_used_at <= now() - USE_NOTED_EVERY
@@ -175,7 +185,8 @@ def bootstrap(session: Session, token: str = "") -> str | None:
     project = Project(organization_id=organization.id, name="default")
     session.add(project)
     session.flush()
-    return create_key(Work(session, operator_of(project)), project, "default", token=token).token
+    work = Work(session, operator_of(project))
+    return create_key(work, project, "default", scope="operator", token=token).token
 
 
 def _new(

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from regraft.requests import InvalidRequestFile
     from regraft.types import (
         Estimate,
+        FileProfile,
         GoldenCase,
         GraderCheck,
         GraderTest,
@@ -47,11 +48,15 @@ if TYPE_CHECKING:
         JobComparison,
         JobEvent,
         Preview,
+        PreviewAnswer,
         PreviewProgress,
+        PreviewReport,
         PromptHistory,
         Regrade,
         RegradedAnswer,
         Rollout,
+        RolloutToken,
+        RolloutTokens,
         StepMetrics,
         StoredGrader,
         Verdict,
@@ -69,8 +74,9 @@ _HOME = {
     "regraft.jobs": "events metrics rollouts show",
     "regraft.progress": "FINAL",
     "regraft.requests": "InvalidRequestFile",
-    "regraft.types": "Estimate GoldenCase GraderCheck GraderTest GraderVersion JobComparison JobEvent Preview "
-    "PreviewProgress PromptHistory Regrade RegradedAnswer Rollout StepMetrics StoredGrader Verdict WhatIf",
+    "regraft.types": "Estimate FileProfile GoldenCase GraderCheck GraderTest GraderVersion JobComparison "
+    "JobEvent Preview PreviewAnswer PreviewProgress PreviewReport PromptHistory Regrade RegradedAnswer Rollout "
+    "RolloutToken RolloutTokens StepMetrics StoredGrader Verdict WhatIf",
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names.split()}
 
@@ -95,6 +101,7 @@ __all__ = [
     "DownloadCorrupt",
     "Estimate",
     "FileNotFound",
+    "FileProfile",
     "GoldenCase",
     "GraderCheck",
     "GraderNotFound",
@@ -116,7 +123,9 @@ __all__ = [
     "NotConfigured",
     "NotSupportedByServer",
     "Preview",
+    "PreviewAnswer",
     "PreviewProgress",
+    "PreviewReport",
     "PromptHistory",
     "QuotaExceeded",
     "RateLimited",
@@ -124,6 +133,8 @@ __all__ = [
     "RegradedAnswer",
     "Regraft",
     "Rollout",
+    "RolloutToken",
+    "RolloutTokens",
     "StepMetrics",
     "StoredGrader",
     "Verdict",

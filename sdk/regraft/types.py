@@ -127,7 +127,24 @@ class Rollout(BaseModel):
     advantage: float | None = None  # as used in training; None: the answer was not trained on
     trained: bool | None = None
     replacement: bool | None = None  # resampled in place of a prompt without signal
+    has_tokens: bool | None = None  # whether client.rollouts.tokens has the values of its tokens
     steps: list[RolloutStep] | None = None
+
+
+class RolloutToken(BaseModel):
+    """The values of a token, with three decimal digits."""
+
+    text: str  # empty for all but the last token of a character
+    logprob: float | None = None  # of the sampler; None: the token was not sampled
+    advantage: float | None = None  # as used in training; None: not trained on
+    gap: float | None = None  # log p of the trainer less that of the sampler; None: not computed
+
+
+class RolloutTokens(BaseModel):
+    """The tokens of an answer, its thought and stop token included."""
+
+    rollout_id: str
+    tokens: list[RolloutToken]
 
 
 class Rewards(BaseModel):
@@ -246,6 +263,109 @@ class Estimate(BaseModel):
     warnings: list[str] = []  # accepted parameters without effect
 
 
+class LengthBin(BaseModel):
+    """Rows of at least `low` and less than `high`."""
+
+    low: int
+    high: int
+    rows: int
+
+
+class Lengths(BaseModel):
+    """The distribution of a length over the rows of a file."""
+
+    rows: int
+    mean: float
+    min: int
+    p50: float
+    p90: float
+    p99: float
+    max: int
+    bins: list[LengthBin]
+
+
+class SomeLines(BaseModel):
+    """A number of rows, and the first 20 lines of them."""
+
+    rows: int
+    lines: list[int]
+
+
+class TokenLengths(Lengths):
+    """Tokens of the prompts; for other methods than reinforcement with the answers."""
+
+    room: int  # the most that a row may have
+    too_long: SomeLines
+    not_rendered: SomeLines  # rejected by the chat template
+
+
+class DatasetField(BaseModel):
+    """A key of the rows."""
+
+    name: str
+    rows: int
+    missing: int
+    types: dict[str, int]
+    distinct: int | None = None  # None: more than 1000 different values
+    example: str
+
+
+class GraderPath(BaseModel):
+    """A path that the grader reads, and the rows that lack it."""
+
+    path: str
+    missing: SomeLines
+
+
+class GraderReads(BaseModel):
+    paths: list[GraderPath]
+    not_listed: bool  # a python grader or an endpoint may read other fields as well
+    no_grader: SomeLines | None = None  # rows for which a select grader has no grader
+
+
+class Duplicates(BaseModel):
+    """Rows whose prompt occurs in an earlier row."""
+
+    rows: int
+    identical: int  # of these, rows that equal an earlier row in every field
+    prompts: int
+    lines: list[list[int]]
+
+
+class Overlap(BaseModel):
+    """Rows of the validation file whose prompt is also in the training file."""
+
+    file: str
+    rows: int
+    shared: int
+    lines: list[list[int]]  # pairs: a line of the validation file, and one of the training file
+
+
+class DatasetProblem(BaseModel):
+    line: int
+    path: str
+    message: str
+
+
+class FileProfile(BaseModel):
+    """Lengths, duplicates, overlap and fields of a dataset file."""
+
+    file_id: str
+    model: str | None = None
+    method: str
+    rows: int
+    is_whole: bool  # false: only the first million rows were read
+    invalid: int
+    problems: list[DatasetProblem]
+    characters: Lengths | None = None  # of the text of a prompt
+    tokens: TokenLengths | None = None
+    tokens_reason: str | None = None  # why the tokens are not counted
+    duplicates: Duplicates
+    overlap: Overlap | None = None
+    fields: list[DatasetField]
+    grader: GraderReads | None = None
+
+
 class Share(BaseModel):
     """A share from 0 to 1 with its 95 % confidence interval."""
 
@@ -304,7 +424,7 @@ class PreviewProgress(BaseModel):
     graded: int
 
 
-class Preview(Estimate):
+class PreviewReport(Estimate):
     """The results of the base model on a few rows of a job, and the job's estimate."""
 
     prompts: list[PreviewedPrompt]
@@ -322,6 +442,49 @@ class Preview(Estimate):
     sampling: Sampling
     verdict: str  # "good", "too_hard", ...; see docs/howto/preview.md
     recommendation: str
+
+
+class PreviewError(BaseModel):
+    """The error that ended a preview, and the status that a response with it would have."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+    status: int
+
+
+class Preview(BaseModel):
+    """Answers of the base model to a few rows of a job, graded as in the job."""
+
+    id: str
+    created_at: int
+    finished_at: int | None = None
+    status: Literal["in_progress", "completed", "failed", "canceled"]
+    request: dict[str, Any]
+    answers_of: str | None = (
+        None  # the earlier preview whose answers this one grades; None: it sampled its own
+    )
+    progress: PreviewProgress
+    report: PreviewReport | None = None  # once it is completed
+    error: PreviewError | None = None
+
+
+class PreviewAnswer(BaseModel):
+    """An answer of a preview and its grade."""
+
+    id: str
+    line: int  # line of the training file
+    member: int
+    output_text: str
+    output_reasoning: str | None = None
+    finish_reason: Literal["stop", "length"]
+    prompt_tokens: int
+    completion_tokens: int
+    score: float | None = None  # None: could not be graded; see `reason`
+    reason: str
+    sub_scores: dict[str, float | None] | None = None
+    output: str | None = None  # printed by the grader
 
 
 class GraderTest(BaseModel):
@@ -441,31 +604,43 @@ class EvalComparison(BaseModel):
     criteria: dict[str, EvalDifference]
 
 
+class Money(BaseModel):
+    amount: float
+    currency: str
+
+
 class ComparedJob(BaseModel):
     """A job of a comparison: the step of the validation that counts; None: it has stored none."""
 
     job_id: str
     model: str  # the delivered one; the base model before there is one
     step: int | None = None
+    gpu_seconds: float
+    cost: Money | None = None  # None: the service has no price
+
+
+class ComparedPair(BaseModel):
+    """The validated rewards of a job minus those of the first, on the prompts that both have."""
+
+    job_id: str
+    prompts: int
+    unpaired: int  # prompts that only one of the two jobs has
+    reward: EvalDifference | None = None  # of the mean reward of a prompt; None: a job has no validation
+    same_grader: bool  # if not, the rewards are not on one scale
 
 
 class ChangedField(BaseModel):
-    """A field of the request that two jobs have differently, by its dotted name."""
+    """A field of the requests that differs between jobs, by its dotted name, with the value of each job."""
 
     field: str
-    first: Any = None
-    second: Any = None
+    values: list[Any]
 
 
 class JobComparison(BaseModel):
-    """The validated rewards of two jobs on the prompts that both have: the second minus the first."""
+    """The first job beside the others."""
 
-    first: ComparedJob
-    second: ComparedJob
-    prompts: int
-    unpaired: int  # prompts that only one of the jobs has
-    reward: EvalDifference | None = None  # of the mean reward of a prompt; None: a job has no validation
-    same_grader: bool  # if not, the rewards are not on one scale
+    jobs: list[ComparedJob]
+    pairs: list[ComparedPair]  # each of the other jobs with the first
     config: list[ChangedField]
 
 

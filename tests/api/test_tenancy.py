@@ -10,11 +10,13 @@ from starlette.testclient import TestClient
 from core.database.tables import (
     Checkpoint,
     CheckpointPermission,
+    Preview,
     RolloutPage,
     StepMetric,
     TunedModel,
 )
 from tests.api.conftest import GRADER, House
+from tests.api.test_rollouts import row, store
 
 pytestmark = pytest.mark.both_databases
 
@@ -25,6 +27,7 @@ CASE = {"sample": {"output_text": "4"}, "item": {"answer": "4"}, "expect": 1}
 BODIES = {
     "/v1/uploads/{upload_id}/complete": {"part_ids": ["part_1"]},
     "/v1/fine_tuning/jobs/{job_id}/budget": {"budget": None},
+    "/v1/regraft/files/{file_id}/profile": {},
     "/v1/fine_tuning/checkpoints/{checkpoint}/permissions": {"project_ids": ["proj_1"]},
     "/v1/evals/{eval_id}": {"name": "b"},
     "/v1/evals/{eval_id}/runs": {"data_source": {"type": "jsonl", "source": {"type": "file_id", "id": "f"}}},
@@ -47,6 +50,8 @@ def rows(house: House, api: TestClient, create_job: Callable[..., dict[str, Any]
     job = create_job(metadata={"team": "a"}, reinforcement={"grader": both})
     api.post(f"/v1/fine_tuning/jobs/{job['id']}/cancel")  # or the stream of its events would have no end
     house.blobs.put_bytes("rollouts.jsonl", json.dumps({"score": 1.0}).encode())
+    nothing = {"text": "4", "logprob": None, "advantage": None, "gap": None}
+    store(house, job["id"], 2, rows=[row(2, "train", 0, 0, has_tokens=True, tokens=[nothing])])
     with house.database.write() as session:
         for split in ("train", "valid"):
             session.add(
@@ -64,6 +69,14 @@ def rows(house: House, api: TestClient, create_job: Callable[..., dict[str, Any]
         session.add(permission)
         session.flush()
         permission_id = permission.id
+        preview = Preview(
+            project_id=house.project.id, request={"model": "tiny", "answers_of": None}, parts={}
+        )
+        preview.training_sha256, preview.lease_expires_at = "", 0.0
+        preview.progress = {"phase": "loading", "of": 4, "sampled": 0, "graded": 0}
+        session.add(preview)
+        session.flush()
+        preview_id = preview.id
         session.add(
             Checkpoint(
                 id="ftckpt_1", job_id=job["id"], step=1, epoch=1, blob_prefix="checkpoint", valid_reward=1.0
@@ -89,6 +102,8 @@ def rows(house: House, api: TestClient, create_job: Callable[..., dict[str, Any]
         "pipeline_id": api.post(
             "/v1/regraft/pipelines", json={"stages": [mixture(job["training_file"])]}
         ).json()["id"],
+        "preview_id": preview_id,
+        "rollout_id": "rollout_2_t_0_0",
         "checkpoint_id": "ftckpt_1",
         "delivery_id": "wh_1",
         "grader_name": "close",
@@ -151,6 +166,7 @@ def test_the_same_routes_work_for_the_owner(house: House, api: TestClient, rows:
         "/v1/evals",
         "/v1/fine_tuning/jobs",
         "/v1/fine_tuning/jobs?metadata[team]=a",
+        "/v1/regraft/previews",
         "/v1/regraft/graders",
     ],
 )

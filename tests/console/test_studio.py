@@ -145,7 +145,8 @@ def test_the_copied_run_grades_the_first_answer(studio: Page, server: Server, fi
     run(studio)
 
     client = server.client()
-    report: Any = eval(copied(studio, "Python"), {"client": client.fine_tuning.alpha})
+    answers = studio.locator("section", has=studio.get_by_role("heading", name="Answers", exact=True))
+    report: Any = eval(copied(studio, "Python", answers), {"client": client.fine_tuning.alpha})
 
     last = stored(server, finished)[-1]
     assert report.reward == pytest.approx(last["score"])
@@ -269,8 +270,8 @@ def test_a_stored_grader_is_accessible_with_its_versions_and_golden_cases(
     accessible(studio)
     readable_on_a_telephone(studio)
     golden = studio.get_by_role("region", name="Golden cases")
-    golden.get_by_role("button", name="Expect 0.00").click()
-    expect(golden.locator("tbody tr", has_text="yes, of course").locator("td").nth(1)).to_have_text("0.00")
+    golden.get_by_role("button", name="Expect 1.00").click()
+    expect(golden.locator("tbody tr", has_text="yes, of course").locator("td").nth(1)).to_have_text("1.00")
     studio.on("dialog", lambda dialog: dialog.accept())
     studio.get_by_role("button", name="Delete version").click()
     expect(versions.locator("option")).to_have_count(1)
@@ -347,3 +348,25 @@ def test_selected_rollouts_are_downloaded_and_become_golden_cases(
     expect(page.get_by_text(f"{listed.locator('tbody tr').count()} selected")).to_be_visible()
     page.get_by_role("button", name="Clear").click()
     expect(page.get_by_role("region", name="Selection")).to_have_count(0)
+
+
+def test_a_grader_is_written_by_the_fields_that_are_offered(studio: Page, accessible: Accessible) -> None:
+    text = studio.get_by_label("Grader, as JSON")
+    offered = studio.get_by_role("group", name="What may be written here")
+    text.fill("{}")
+    text.evaluate("(area) => area.setSelectionRange(1, 1)")
+    text.press("Shift")
+
+    offered.get_by_role("button", name="Insert type: string_check").click()
+    for name in ("input", "reference", "operation"):
+        offered.get_by_role("button", name=f"Insert {name}, required").click()
+    offered.get_by_role("button", name="Insert ilike").click()
+    expect(offered.get_by_role("button", name="Insert eq")).to_be_visible()
+    accessible(studio)
+    written = json.loads(text.input_value())
+    assert written == {"type": "string_check", "input": "", "reference": "", "operation": "ilike"}
+    studio.get_by_text("The server accepts this grader.").wait_for()
+    text.press("Control+Space")
+    expect(offered.get_by_role("button").first).to_be_focused()
+    studio.get_by_label("Split").focus()
+    expect(offered).to_have_count(0)

@@ -468,6 +468,7 @@ OTHER_VALUES = {
     "overlong_buffer": 20,
     "resample_prompts": 3,
     "off_policy_steps": 1,
+    "continue_in_flight": True,
     "stop_after_flat_evals": 1,
     "stop_after_silent_steps": 2,
     "stop_above_kl": 0.5,
@@ -504,6 +505,7 @@ OTHER_VALUES = {
 NEEDS = {
     "overlong_buffer": {"overlong": "soft", "max_completion_tokens": 200},
     "cispo_cap": {"loss": "cispo"},
+    "continue_in_flight": {"off_policy_steps": 1},
     "gae_lambda": {"loss": "ppo"},
     "gamma": {"loss": "ppo"},
     "value_clip": {"loss": "ppo"},

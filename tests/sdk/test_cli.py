@@ -236,6 +236,41 @@ def test_an_estimate_creates_nothing(
     assert in_json("jobs", "list") == []
 
 
+def test_a_file_is_profiled(
+    regraft: Callable[..., tuple[int, str, str]], in_json: Callable[..., Any], tmp_path: Path
+) -> None:
+    rows = [{"messages": [{"role": "user", "content": text}], "answer": "1"} for text in ("a", "bb", "a")]
+    file, grader = tmp_path / "train.jsonl", tmp_path / "grader.json"
+    file.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"messages": []}]))
+    grader.write_text(json.dumps(GRADER | {"reference": "{{item.label}}"}))
+    [uploaded] = in_json("files", "upload", str(file))
+
+    code, out, _ = regraft(
+        *("files", "profile", uploaded["id"], "--grader", str(grader), "--validation-file", uploaded["id"])
+    )
+
+    assert code == 0
+    assert out.splitlines() == [
+        "3 rows of a reinforcement job, 1 invalid lines",
+        "  line 4: messages: must be a list of at least one message",
+        "tokens: not counted, no model is given",
+        "characters: 1 to 2, 1 in the middle, 2 at 99 %",
+        "1 rows repeat an earlier prompt, 1 of them an earlier row",
+        "  lines 1, 3",
+        f"3 of 3 rows of {uploaded['id']} have a prompt of this file",
+        "  its line 1 is line 1 here",
+        "  its line 2 is line 2 here",
+        "  its line 3 is line 1 here",
+        "the grader reads item.label: 3 rows lack it",
+        "  lines 1, 2, 3",
+        "",
+        "field     missing  type    different  first value",
+        'messages        0  array           2  [{"role": "user", "content": "a"}]',
+        'answer          0  string          1  "1"',
+    ]
+    assert in_json("files", "profile", uploaded["id"])["grader"] is None
+
+
 def test_a_preview_in_a_pipe_creates_nothing(
     regraft: Callable[..., tuple[int, str, str]], in_json: Callable[..., Any], job_file: Path, model: None
 ) -> None:
@@ -257,6 +292,14 @@ def test_a_preview_in_a_pipe_creates_nothing(
     assert lines[-1].startswith("2 of 4 answers pass, and at least 100 % of the groups of 8 have signal: ")
     found = in_json(*asked)
     assert (found["preview"]["verdict"], found["job"]) == ("good", None)
+    newest, first = in_json("previews", "list")
+    assert regraft("previews", "list")[1].splitlines()[1].endswith("0.50         good")
+    assert regraft("previews", "show", first["id"])[1].splitlines()[:8] == lines[:8]
+    assert regraft("previews", "answers", first["id"])[1].splitlines()[0] == "line  score  answer"
+    assert len(in_json("previews", "answers", first["id"])) == 4
+    assert regraft("previews", "cancel", first["id"])[1] == f"{first['id']} is completed\n"
+    assert regraft("previews", "delete", newest["id"])[1] == f"Deleted {newest['id']}\n"
+    assert [one["id"] for one in in_json("previews", "list")] == [first["id"]]
     assert in_json("jobs", "list") == []
 
 
@@ -662,7 +705,7 @@ def test_stored_answers_are_regraded_by_a_command_that_waits_and_shows_what_chan
     assert regraft("regrade", graded_job, "--grader", str(file), "--step-from", "9")[0] == 2
 
 
-def test_two_jobs_are_compared_prompt_by_prompt_and_by_their_requests(
+def test_jobs_are_compared_prompt_by_prompt_and_by_their_requests(
     regraft: Callable[..., tuple[int, str, str]], in_json: Callable[..., Any], house: House, client: Regraft
 ) -> None:
     first = house.job(seed=1)
@@ -681,21 +724,26 @@ def test_two_jobs_are_compared_prompt_by_prompt_and_by_their_requests(
         ]
         house.rollouts(job_id, 3, lines, split="valid")
 
-    _, out, _ = regraft("jobs", "compare", first, second)
+    third = house.job(seed=1)
 
-    found = client.jobs.compare(first, second)
-    assert found.reward is not None
-    assert (found.prompts, found.unpaired, found.same_grader) == (3, 0, True)
-    assert found.reward.difference == pytest.approx(0.5)
-    assert (found.first.step, found.second.model) == (3, "tiny")
-    assert "3 prompts in both: 0.167 and 0.667, difference +0.500 (-0.742 to +1.742)" in out
-    assert "the second is better on 2, worse on 0, equal on 1" in out
-    assert re.search(r"hyperparameters\.n_epochs +1 +2", out)
-    assert re.search(r"^seed +1 +2", out, re.MULTILINE)
+    _, out, _ = regraft("jobs", "compare", first, second, third)
+
+    found = client.jobs.compare(first, second, third)
+    pair = found.pairs[0]
+    assert pair.reward is not None
+    assert (pair.prompts, pair.unpaired, pair.same_grader) == (3, 0, True)
+    assert pair.reward.difference == pytest.approx(0.5)
+    assert [(one.step, one.model, one.cost) for one in found.jobs[:2]] == [(3, "tiny", None)] * 2
+    assert (
+        f"{second} against {first}, 3 prompts in both: 0.667 and 0.167, difference +0.500 (-0.742 to +1.742)"
+        in out
+    )
+    assert "better on 2, worse on 0, equal on 1" in out
+    assert f"{first} or {third} has no stored validation." in out
+    assert re.search(r"hyperparameters\.n_epochs +1 +2 +1", out)
+    assert re.search(r"^seed +1 +2 +1", out, re.MULTILINE)
     fields = [one["field"] for one in in_json("jobs", "compare", first, second)["config"]]
     assert fields == ["hyperparameters.n_epochs", "seed"]
-    empty = house.job()
-    assert "A job has no stored validation." in regraft("jobs", "compare", first, empty)[1]
 
 
 def test_attempts_and_logs_of_a_job_are_shown(

@@ -141,6 +141,20 @@ def test_what_does_not_fit_is_refused_with_its_numbers(name: str, gpus: str) -> 
         on(name, gpus)
 
 
+LONG = StepSize(prompts=8, group=8, prompt=1024, completion=15_360, answer=8192, rank=16)
+
+
+def test_a_vllm_that_has_to_sleep_moves_its_weights_to_main_memory_and_back() -> None:
+    found = on("Llama 3 8B", "L40S-48", LONG)
+
+    assert found.plan.sleeps
+    assert found.plan.estimate.total <= 44 * GIB
+    assert found.sleeping_seconds == pytest.approx(2 * 2 * 8.03e9 / 25e9, rel=1e-3)
+    others = found.decode_seconds + found.prefill_seconds + found.learning_seconds
+    assert found.seconds == pytest.approx(others + found.sleeping_seconds)
+    assert on("Llama 3 8B", "2xL40S-48", LONG).sleeping_seconds == 0  # sharded over two GPUs it fits awake
+
+
 def test_more_machines_learn_faster_and_sample_no_faster() -> None:
     """Only the first machine has engines."""
     one, two = on("Llama 3 8B", "8xH100-80"), on("Llama 3 8B", "2x8xH100-80")
@@ -190,6 +204,24 @@ def test_the_command_prints_the_forecast_of_a_folder(
     assert json.loads(capsys.readouterr().out)["seconds"] == pytest.approx(
         on("Llama 3 70B", "8xH100-80").seconds
     )
+
+
+def test_the_command_says_that_vllm_sleeps_and_what_it_takes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["Llama 3 8B"]))
+    size = ["--prompt", "1024", "--max-completion-tokens", "15360"]
+
+    plan.main(run(str(tmp_path), "--gpus", "L40S-48", *size))
+    said = capsys.readouterr().out
+    plan.main(run(str(tmp_path), "--gpus", "L40S-48", *size, "--json"))
+    data = json.loads(capsys.readouterr().out)
+
+    assert (
+        "vLLM sleeps while the job learns, because both do not fit at once; its weights take 29.9 GiB" in said
+    )
+    assert "while sampling" in said and "vLLM's sleep 1.3" in said
+    assert (data["sleeps"], data["main_memory_bytes"]) == (True, 2 * shape("Llama 3 8B").weight_bytes)
 
 
 @pytest.mark.parametrize(

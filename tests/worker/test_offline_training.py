@@ -20,7 +20,8 @@ from core.jobs.offline_hyperparameters import (
     resolve,
 )
 from tests.worker.conftest import Bench
-from worker.learn.offline import OfflineMetrics, OfflineTrainer, whole_batches
+from worker.learn.offline import OfflineMetrics, OfflineTrainer
+from worker.learn.offline_gradient import whole_batches
 from worker.learn.optimizer import factor
 from worker.model.policy import Policy, Route
 from worker.offline.rows import TokenizedRow
@@ -195,11 +196,11 @@ def test_kto_compares_with_the_answers_of_the_whole_step(
 
     policy.use(Route(forward))
     one = trainer(policy, settings("dpo", beta=0.5, advanced=weighted), budget=budget)
-    one.gradient.reference = reference
+    one.own.reference = reference
     totals = one.gradient.add(packs)
 
     counted = sum(len(pack.sequences) for pack in packs)
-    assert totals.counted == counted and one.gradient.z0 > 0.0
+    assert totals.counted == counted and one.own.z0 > 0.0
     assert totals.loss / counted == pytest.approx(expected.item(), rel=1e-5)
     assert torch.allclose(gradient(policy) / counted, wanted, rtol=1e-4, atol=1e-5)
 
@@ -450,7 +451,7 @@ class RuinedAtTheEnd(OfflineTrainer):
 
     def step(self, packs: Sequence[Pack]) -> OfflineMetrics:
         metrics = super().step(packs)
-        if self.steps_taken == self.gradient.settings.total_steps:
+        if self.steps_taken == self.own.settings.total_steps:
             with torch.no_grad():
                 self.policy.trainable[0].fill_(math.nan)
         return metrics

@@ -61,6 +61,8 @@ def as_json(found: Forecast) -> dict[str, object]:
         "degree": found.plan.degree,
         "token_budget": found.plan.token_budget,
         "checkpointed": found.plan.checkpointed,
+        "sleeps": found.plan.sleeps,
+        "main_memory_bytes": found.plan.main_memory,
         "bytes_per_gpu": found.plan.estimate.total,
         "answers_side_by_side": found.concurrent,
         "seconds": found.seconds,
@@ -68,4 +70,5 @@ def as_json(found: Forecast) -> dict[str, object]:
         "prefill_seconds": found.prefill_seconds,
         "learning_seconds": found.learning_seconds,
         "gathering_seconds": found.gathering_seconds,
+        "sleeping_seconds": found.sleeping_seconds,
     }

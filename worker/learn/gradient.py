@@ -26,7 +26,7 @@ from worker.model.sizing import HEAD_CHUNK
 from worker.model.value_head import ValueHead
 from worker.rollout.samplers import steering
 from worker.rollout.samplers.json_schema import masked
-from worker.types import Pack, TrainingSequence
+from worker.types import AnswerKey, Pack, TokenValues, TrainingSequence
 
 # The shortest pack that predicts a token.
 _NOTHING = Pack((0, 0), (TrainingSequence((0, 0), (0.0, 0.0), (0.0, 0.0), 0.0),))
@@ -72,16 +72,34 @@ class Gradient(Protocol):
         """Estimate the KL of the sampling policy for monitoring, from one pack and one forward pass."""
         ...
 
+    def token_values(self) -> dict[AnswerKey, TokenValues]:
+        """Return what the step's passes computed with, for each token of each answer."""
+        ...
+
     def end(self) -> None:
         """Discard the step's packs."""
         ...
 
 
+def keep_memory() -> None:
+    """Keep the memory of a step for the next one."""
+
+
 class OwnGradient:
     """Implements Gradient in this process, computing packs as they are added."""
 
-    def __init__(self, policy: Policy, settings: Resolved, *, token_budget: int, held_to: str = "") -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        settings: Resolved,
+        *,
+        token_budget: int,
+        held_to: str = "",
+        release: Callable[[], None] = keep_memory,
+    ) -> None:
+        """`release`: called at the end of a step, when nothing of it is in use any more."""
         self.policy = policy
+        self.release = release
         self.settings = settings
         self.capacity = token_budget
         self.held_to = held_to
@@ -195,8 +213,25 @@ class OwnGradient:
         totals, self._totals = self._totals, Totals()
         return totals
 
+    def token_values(self) -> dict[AnswerKey, TokenValues]:
+        found: dict[AnswerKey, TokenValues] = {}
+        for batch in self._batches:
+            if batch.old_logp is None or batch.used_advantage is None:
+                continue  # a mini-batch after a gradient that was not finite
+            answers = [(pack.prompt_ids, one) for pack in batch.packs for one in pack.sequences]
+            sampled = [len(one.output_ids_T) - one.forced for _, one in answers]
+            values = zip(
+                torch.split(batch.old_logp.cpu(), sampled),
+                torch.split(batch.used_advantage.cpu(), sampled),
+                strict=True,
+            )
+            for (prompt_ids, one), (logprobs_T, advantages_T) in zip(answers, values, strict=True):
+                found[prompt_ids, one.output_ids_T] = TokenValues(logprobs_T.numpy(), advantages_T.numpy())
+        return found
+
     def end(self) -> None:
         self._batches, self._filled_up = [], Counter()
+        self.release()
 
     def _backward(self, batch: "Batch", std: float) -> Totals:
         settings = self.settings
@@ -214,6 +249,7 @@ class OwnGradient:
         advantage_M = tensors.advantage_M if batch.advantage is None else batch.advantage
         if tensors.teacher_logp_M is not None:
             advantage_M = grpo.distillation_advantages(batch.old_logp, tensors.teacher_logp_M)
+        batch.used_advantage = advantage_M / std
         part = grpo.loss(
             logp_M,
             old_M,
@@ -396,5 +432,6 @@ class Batch:
     old_logp: Tensor | None = None
     ref_logp: Tensor | None = None
     advantage: Tensor | None = None  # with rewards of tokens
+    used_advantage: Tensor | None = None  # of the last pass, divided by the std of the step
     old_value: Tensor | None = None  # with a value head, like `returns`
     returns: Tensor | None = None

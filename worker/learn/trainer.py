@@ -1,7 +1,7 @@
 """Train the adapter on graded groups: optimizer steps of LoRA with a GRPO-family loss."""
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -10,7 +10,7 @@ import torch
 from core.jobs.hyperparameters import Resolved
 from worker.learn.batch import Share, batch_of, divisors, in_mini_batches, share_of
 from worker.learn.distributed import DistributedGradient
-from worker.learn.gradient import Gradient, OwnGradient
+from worker.learn.gradient import Gradient, OwnGradient, keep_memory
 from worker.learn.optimizer import AdapterOptimizer
 from worker.learn.token_rewards import StepMoments
 from worker.learn.totals import Totals
@@ -53,11 +53,17 @@ class PeftTrainer:
         held_to: str = "",
         gate: SamplerGate | None = None,
         world: World | None = None,
+        keeps_tokens: bool = False,
+        release: Callable[[], None] = keep_memory,
     ) -> None:
-        """`held_to` is the response schema of the sampler; the ranks of `world` compute a share of the gradient."""
+        """`held_to` is the response schema of the sampler; the ranks of `world` compute a share of the gradient.
+
+        With `keeps_tokens`, `step` returns what it computed with for each token. `release` is called on all ranks at
+        the end of each step.
+        """
         self.policy = policy
         self.settings = settings
-        self.own = OwnGradient(policy, settings, token_budget=token_budget, held_to=held_to)
+        self.own = OwnGradient(policy, settings, token_budget=token_budget, held_to=held_to, release=release)
         self.gradient: Gradient = self.own
         if world is not None:
             self.gradient = DistributedGradient(self.own, world)
@@ -75,6 +81,7 @@ class PeftTrainer:
             self.value_optimizer = ValueOptimizer(self.own.value_head, settings, betas=BETAS)
         self.steps_taken = 0
         self.gate = gate
+        self.keeps_tokens = keeps_tokens
         self._updated = False  # whether this process has taken a step
         # State of the current step.
         self._shares: list[Share] = []
@@ -144,6 +151,7 @@ class PeftTrainer:
                 break
             norms.append(norm)
             self._updated = True
+        tokens = self.gradient.token_values() if self.keeps_tokens else {}
         self.gradient.end()
 
         first, total = sum(passes[1 : len(parts)], passes[0]), sum(passes[1:], passes[0])
@@ -164,6 +172,7 @@ class PeftTrainer:
             value_loss=None if self.own.value_head is None else total.value_loss / total.tokens,
             explained_variance=moments.explained_variance,
             skipped=len(norms) < len(passes),
+            tokens=tokens,
         )
 
     def _descend(self, divisor: float) -> float | None:

@@ -58,7 +58,7 @@ def problems(settings: Settings, registry: Registry) -> Iterator[str]:
         half = entry.context // 2
         work = Workload(16, half, entry.context - half, entry.context)
         shape = shape_of(entry)
-        if shape is not None and (problem := _problem(settings, name, entry, shape, work, None)) is not None:
+        if shape is not None and (problem := _problem(settings, name, entry, shape, work, None)):
             yield f"{problem} Jobs with shorter prompts and answers may fit."
 
 
@@ -94,7 +94,8 @@ def job_problem(
         valid_rows=valid_rows,
         eval_samples=resolved.eval_samples,
     )
-    return _problem(settings, name, entry, shape, work, gpu_class)
+    takes_turns = not (resolved.overlap or resolved.off_policy_steps)
+    return _problem(settings, name, entry, shape, work, gpu_class, may_sleep=takes_turns)
 
 
 def _problem(
@@ -104,6 +105,8 @@ def _problem(
     shape: Shape,
     work: Workload,
     gpu_class: str | None,
+    *,
+    may_sleep: bool = True,
 ) -> str | None:
     gpu_class = gpu_class or entry.gpu_class or settings.gpu_class
     memory = settings.gpu_memory_gib(gpu_class)
@@ -121,6 +124,7 @@ def _problem(
         gpu_class=gpu_class,
         engines=0 if has_fleet else 1,
         tensor_parallel=1 if has_fleet else entry.tensor_parallel,
+        may_sleep=may_sleep,
     )
     try:
         sizing.plan_sharded(name, shape, work, there, settings.ranks)

@@ -34,6 +34,7 @@ GPUS = {
 # Shares of the data sheet that well-kept kernels reach. Assumed; a machine with GPUs should replace them.
 COMPUTE_SHARE = 0.4
 BANDWIDTH_SHARE = 0.6
+HOST_BANDWIDTH = 25e9  # bytes a second between a GPU and main memory, in one direction: PCIe 4. Assumed
 ALL_REDUCE_SECONDS = (
     15e-6  # of a few rows of hidden states inside a machine: two in each layer for each token. Assumed
 )
@@ -154,9 +155,17 @@ class Forecast:
         return batches * passes * layers * (degree - 1) / degree / (self.cluster.gpu.link * BANDWIDTH_SHARE)
 
     @property
+    def sleeping_seconds(self) -> float:
+        """Of the weights of an engine that sleeps while the job learns, to main memory and back."""
+        if not self.plan.sleeps:
+            return 0.0
+        return 2 * self.shape.weight_bytes / self.tensor_parallel / HOST_BANDWIDTH
+
+    @property
     def seconds(self) -> float:
         """Of a step, without grading."""
-        return self.decode_seconds + self.prefill_seconds + self.learning_seconds + self.gathering_seconds
+        sampling = self.decode_seconds + self.prefill_seconds
+        return sampling + self.learning_seconds + self.gathering_seconds + self.sleeping_seconds
 
     def __str__(self) -> str:
         engine = "1 vLLM engine" if self.engines == 1 else f"{self.engines} vLLM engines"
@@ -174,10 +183,11 @@ class Forecast:
                 f"  learning   {copies} of the weights{where}, micro-batches of "
                 f"{self.plan.token_budget} tokens"
                 + (", activations computed twice" if self.plan.checkpointed else ""),
-                f"  memory     {self.plan.estimate}; a GPU has {self.cluster.gpu.memory_gib}",
+                f"  memory     {self.plan.sleep}{self.plan.estimate}; a GPU has {self.cluster.gpu.memory_gib}",
                 f"  seconds    {self.seconds:.1f}: decoding {self.decode_seconds:.1f}, prompts "
                 f"{self.prefill_seconds:.1f}, learning {self.learning_seconds:.1f}"
-                + (f", gathering layers {self.gathering_seconds:.1f}" if degree > 1 else ""),
+                + (f", gathering layers {self.gathering_seconds:.1f}" if degree > 1 else "")
+                + (f", vLLM's sleep {self.sleeping_seconds:.1f}" if self.plan.sleeps else ""),
                 "  By calculation, not measured on GPUs (docs/howto/scale.md).",
             ]
         )
@@ -188,7 +198,8 @@ def forecast(
 ) -> Forecast:
     """Find the tensor parallel degree with the shortest step, each with the least sharding that fits.
 
-    The engines are on the GPUs of the first machine, which also learn.
+    The engines are on the GPUs of the first machine, which also learn. If the memory asks for it they sleep meanwhile;
+    main memory is taken to suffice for that.
 
     Args:
         tensor_parallel: the only degree to try.
@@ -210,7 +221,7 @@ def forecast(
             f"{name} has {shape.heads} attention heads, and tensor parallel degree {tensor_parallel} does not divide "
             f"them and the {cluster.per_node} GPUs of a machine."
         )
-    machine = Machine("cuda", cluster.gpu.memory_gib * GIB, "vllm", gpu_class=cluster.name)
+    machine = Machine("cuda", cluster.gpu.memory_gib * GIB, "vllm", gpu_class=cluster.name, may_sleep=True)
     found: list[Forecast] = []
     for degree in degrees:
         engines = cluster.per_node // degree

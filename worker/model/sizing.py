@@ -164,10 +164,13 @@ class Machine:
     kv_cache_bytes: int | None = None
     token_budget: int | None = None
     gpu_class: str = ""  # if `available` is what a GPU of that class has, and not what is free here
-    engines: int = 1  # of vLLM, which share the answers of a step; 0: a fleet on other machines samples
+    engines: int = 1  # of vLLM, which share the answers of a step; 0: others sample, or nothing is sampled
     tensor_parallel: int = 1  # devices that share the weights and the cache of an engine
     split: bool = False  # the engines have devices of the same size that no trainer uses
     degree: int = 1  # GPUs that share one copy of the trainer's weights
+    may_sleep: bool = False  # nothing is sampled while the trainer learns, so that vLLM can sleep then
+    sleeps: bool = False  # vLLM sleeps while the trainer learns
+    main_memory: int | None = None  # free bytes beside the GPUs, for vLLM's weights; None: unknown
 
     @property
     def has_engine(self) -> bool:
@@ -190,6 +193,8 @@ def machine(
     engines: int = 1,
     tensor_parallel: int = 1,
     split: bool = False,
+    may_sleep: bool = False,
+    main_memory: int | None = None,
 ) -> Machine:
     """One whose operator has set these settings."""
     cache, budget = settings.kv_cache_gib, settings.train_token_budget
@@ -204,12 +209,14 @@ def machine(
         engines=engines,
         tensor_parallel=tensor_parallel,
         split=split,
+        may_sleep=may_sleep,
+        main_memory=main_memory,
     )
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes on one device, by what they are for."""
+    """Bytes on one device, by what they are for. With `sleeps` not all of them at once."""
 
     copies: int
     weights: int  # of one copy
@@ -222,12 +229,34 @@ class Estimate:
     tensor_parallel: int = 1  # devices that share the engine's copy of the weights
     shard: int | None = None  # of the trainer's copy, where several GPUs share it, with the layers in use
     degree: int = 1  # GPUs that share it
+    sleeps: bool = False  # the engine has neither weights nor cache here while the trainer learns
 
     @property
     def total(self) -> int:
-        engine = (self.copies - 1) * math.ceil(self.weights / self.tensor_parallel)
-        own = self.weights if self.shard is None else self.shard
-        return own + engine + self.parts + self.cache + self.margin
+        """The peak."""
+        if self.sleeps:
+            return max(self.sampling, self.learning)
+        return self.own + self.engine + self.parts + self.cache + self.margin
+
+    @property
+    def sampling(self) -> int:
+        """While engines sample and the trainer computes nothing."""
+        return self.own + self.adapter + self.engine + self.cache + MARGIN_TWO_PROCESSES
+
+    @property
+    def learning(self) -> int:
+        """While the trainer computes and engines sleep."""
+        return self.own + self.parts + self.margin
+
+    @property
+    def own(self) -> int:
+        """Of the trainer's weights."""
+        return self.weights if self.shard is None else self.shard
+
+    @property
+    def engine(self) -> int:
+        """Of an engine's weights."""
+        return (self.copies - 1) * math.ceil(self.weights / self.tensor_parallel)
 
     @property
     def parts(self) -> int:
@@ -248,7 +277,10 @@ class Estimate:
                 f"weights {engines}{self.shard / GIB:.1f} of a copy that is sharded over {self.degree} GPUs"
             )
         rest = [f"KV cache {self.cache / GIB:.1f}", f"margin {self.margin / GIB:.1f}"]
-        return f"{self.total / GIB:.1f} GiB: {', '.join([weights, *parts, *rest])}"
+        peak = f"{self.total / GIB:.1f} GiB"
+        if self.sleeps:
+            peak += f" ({self.sampling / GIB:.1f} while sampling, {self.learning / GIB:.1f} while learning)"
+        return f"{peak}: {', '.join([weights, *parts, *rest])}"
 
 
 def saved_bytes_per_token(shape: Shape, rank: int) -> int:
@@ -327,6 +359,7 @@ def estimate(
         tensor_parallel=machine.tensor_parallel,
         shard=shape.shard_bytes(machine.degree) if machine.degree > 1 else None,
         degree=machine.degree,
+        sleeps=machine.sleeps,
     )
     return replace(found, margin=_margin(found, machine))
 
@@ -353,17 +386,23 @@ class MemoryPlan:
     cache_bytes: int
     checkpointed: bool  # activations are computed twice
     estimate: Estimate
+    main_memory: int = 0  # bytes beside the GPUs, for the weights of engines that sleep
 
     @property
     def degree(self) -> int:
         """GPUs that share one copy of the trainer's weights."""
         return self.estimate.degree
 
+    @property
+    def sleeps(self) -> bool:
+        """Whether vLLM sleeps while the job learns."""
+        return self.estimate.sleeps
+
     def described(self, shape: Shape, work: Workload) -> str:
         """For the job's owner: what was chosen, with numbers."""
         kept = "Activations are computed twice, to save memory. " if self.checkpointed else ""
         batches = f"{kept}Micro-batches have up to {self.token_budget} tokens"
-        if not self.cache_bytes:  # a fleet samples
+        if not self.cache_bytes:  # a fleet samples, or nothing is sampled
             return f"{batches}. Memory: {self.estimate}."
         cached = shape.divided(self.estimate.tensor_parallel)
         is_trainers = self.estimate.copies == 1 and self.estimate.cache > 0
@@ -371,12 +410,24 @@ class MemoryPlan:
         sequences = self.cache_bytes // (each * work.longest)
         return (
             f"{batches}, and the KV cache holds {sequences} sequences of {work.longest} tokens. "
-            f"Memory: {self.estimate}."
+            f"{self.sleep}Memory: {self.estimate}."
+        )
+
+    @property
+    def sleep(self) -> str:
+        """A sentence, if vLLM sleeps."""
+        if not self.sleeps:
+            return ""
+        return (
+            "vLLM sleeps while the job learns, because both do not fit at once; its weights take "
+            f"{self.main_memory / GIB:.1f} GiB of main memory meanwhile. "
         )
 
 
 def plan_sharded(name: str, shape: Shape, work: Workload, machine: Machine, gpus: int) -> MemoryPlan:
     """Plan with the smallest degree of sharding that fits: 1, which needs no communication, then 2, 4 and 8.
+
+    If none fits beside vLLM, plan in the same order with a vLLM that sleeps while the trainer learns.
 
     Args:
         gpus: of this machine, that the run has.
@@ -385,15 +436,17 @@ def plan_sharded(name: str, shape: Shape, work: Workload, machine: Machine, gpus
         DoesNotFit: with no degree; the message has the numbers of the largest one.
     """
     degrees = degrees_of(machine, gpus)
-    for degree in degrees:
-        try:
-            return plan(name, shape, work, replace(machine, degree=degree))
-        except DoesNotFit as cause:
-            if degree == degrees[-1]:
-                tried = ", ".join(map(str, degrees))
-                note = f" Tried with the weights sharded over {tried} GPUs." if len(degrees) > 1 else ""
-                raise DoesNotFit(f"{cause}{note}{_unsharded(machine, gpus)}") from cause
-    raise AssertionError("1 is a degree")
+    can_sleep = machine.may_sleep and machine.has_engine and machine.device == "cuda"
+    for sleeps in (False, True) if can_sleep else (False,):
+        for degree in degrees:
+            try:
+                return plan(name, shape, work, replace(machine, degree=degree, sleeps=sleeps))
+            except DoesNotFit as cause:
+                refusal = cause
+    tried = [f"the weights sharded over {', '.join(map(str, degrees))} GPUs"] if len(degrees) > 1 else []
+    tried += ["vLLM asleep while the job learns"] if can_sleep else []
+    note = f" Tried with {', and with '.join(tried)}." if tried else ""
+    raise DoesNotFit(f"{refusal}{note}{_unsharded(machine, gpus)}") from refusal
 
 
 def degrees_of(machine: Machine, gpus: int) -> tuple[int, ...]:
@@ -470,16 +523,18 @@ def plan(name: str, shape: Shape, work: Workload, machine: Machine) -> MemoryPla
         found = made(budget, cache, checkpointed)
         if found.total > machine.available:
             continue
-        room = machine.available - found.total
+        room = machine.available - (found.sampling if machine.sleeps else found.total)
         # On a CPU the margin grows with the rest, by a fifth.
         cache = min(wanted, cache + (room if machine.device == "cuda" else room * 5 // 6))
-        if machine.token_budget is None and machine.device == "cuda" and cache == wanted:
+        is_free = cache == wanted or machine.sleeps  # memory that the cache does not take
+        if machine.token_budget is None and machine.device == "cuda" and is_free:
             budget = max(
                 larger
                 for larger in (budget, *widths(budget, GPU_TOKEN_BUDGETS[1]))
                 if made(larger, cache, checkpointed).total <= machine.available
             )
-        return MemoryPlan(budget, cache, checkpointed, made(budget, cache, checkpointed))
+        asleep = _main_memory(name, shape, work, machine) if machine.sleeps else 0
+        return MemoryPlan(budget, cache, checkpointed, made(budget, cache, checkpointed), asleep)
     needed = made(choices[-1][1], least, True)
     size = f"{machine.available / GIB:.1f} GiB"
     place = f"the GPU class `{machine.gpu_class}` has {size}" if machine.gpu_class else f"{size} are free"
@@ -489,6 +544,22 @@ def plan(name: str, shape: Shape, work: Workload, machine: Machine) -> MemoryPla
         f"{name} at {work.longest} tokens needs {needed}; {place}. Choose a smaller model, lora_rank or "
         f"max_completion_tokens, a GPU with more memory{hint}."
     )
+
+
+def _main_memory(name: str, shape: Shape, work: Workload, machine: Machine) -> int:
+    """Bytes beside the GPUs that engines need for their weights while they sleep. Raises DoesNotFit.
+
+    PyTorch rounds pinned memory up to a power of two, so it takes up to twice as much.
+    """
+    needed = 2 * machine.engines * shape.weight_bytes
+    if machine.main_memory is not None and needed > machine.main_memory:
+        raise DoesNotFit(
+            f"{name} at {work.longest} tokens fits only if vLLM sleeps while the job learns, with its weights in main "
+            f"memory: {needed / GIB:.1f} GiB for engines x {machine.engines}, and {machine.main_memory / GIB:.1f} GiB "
+            "are free. Have the operator give the worker more main memory or fewer engines (REGRAFT_ENGINES), or "
+            "choose a smaller max_completion_tokens."
+        )
+    return needed
 
 
 def cache_without_trainer(name: str, shape: Shape, work: Workload, machine: Machine) -> int:

@@ -67,7 +67,7 @@ def build() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=Version)
     _output(parser, default="text")
     top = Commands(parser)
-    for add in (_account, _data, _graders, _jobs, _results, _evals, _pipelines, _models, _others):
+    for add in (_account, _data, _graders, _jobs, _previews, _results, _evals, _pipelines, _models, _others):
         add(top)
     return parser
 
@@ -92,6 +92,29 @@ def _data(top: Commands) -> None:
     _id(download, "file_id")
     download.add_argument("-o", "--to", type=Path, metavar="FILE")
     _id(files.add("delete", "delete a file", "files_delete"), "file_id")
+    profile = files.add(
+        "profile",
+        "describe the rows of a dataset: token lengths, duplicates, fields, overlap with a validation file",
+        "files_profile",
+        example="regraft files profile file-abc --model SmolLM2-135M-Instruct --grader grader.json "
+        "--validation-file file-def",
+    )
+    _id(profile, "file_id")
+    profile.add_argument("--model", metavar="MODEL", help="count tokens with the tokenizer of this model")
+    profile.add_argument(
+        "--grader", type=Path, metavar="FILE", help="list the rows that lack a field that this grader reads"
+    )
+    profile.add_argument(
+        "--validation-file", metavar="ID", help="count its prompts that this file has as well"
+    )
+    profile.add_argument(
+        "--method",
+        choices=("supervised", "dpo", "reward_model", "reinforcement"),
+        help="which method's rows the file has (default: by its first row)",
+    )
+    profile.add_argument(
+        "--max-completion-tokens", type=int, metavar="N", help="room for an answer (default: as a job's)"
+    )
 
     validate = top.add(
         "validate",
@@ -229,12 +252,12 @@ def _jobs(top: Commands) -> None:
     _id(jobs.add("cancel", "cancel a job permanently", "jobs_cancel"), "job_id")
     compare = jobs.add(
         "compare",
-        "compare the validated rewards of two jobs prompt by prompt, and their requests",
+        "compare the validated rewards of jobs prompt by prompt with those of the first, and their requests",
         "jobs_compare",
-        example="regraft jobs compare ftjob-1 ftjob-2",
+        example="regraft jobs compare ftjob-1 ftjob-2 ftjob-3",
     )
     compare.add_argument("first", metavar="FIRST")
-    compare.add_argument("second", metavar="SECOND")
+    compare.add_argument("others", metavar="OTHER", nargs="+")
     _id(jobs.add("attempts", "list the attempts of a job, oldest first", "jobs_attempts"), "job_id")
     _id(jobs.add("logs", "print the logs of a job's runs", "jobs_logs"), "job_id")
     budget = jobs.add(
@@ -260,6 +283,17 @@ def _jobs(top: Commands) -> None:
     _set(clone)
     clone.add_argument("--grader", type=Path, metavar="FILE", help="replace the grader")
     clone.add_argument("--watch", action="store_true", help="watch the job until it ends")
+
+
+def _previews(top: Commands) -> None:
+    previews = top.group("previews", "show the previews of jobs (regraft jobs create --preview makes one)")
+    listing = previews.add("list", "list previews, newest first", "previews_list")
+    listing.add_argument("--limit", type=int, default=20, metavar="N")
+    _id(previews.add("show", "show the report of a preview", "previews_show"), "preview_id")
+    answers = previews.add("answers", "print the answers and grades of a preview", "previews_answers")
+    _id(answers, "preview_id")
+    _id(previews.add("cancel", "cancel a preview", "previews_cancel"), "preview_id")
+    _id(previews.add("delete", "delete a preview and its answers", "previews_delete"), "preview_id")
 
 
 def _results(top: Commands) -> None:
@@ -290,6 +324,12 @@ def _results(top: Commands) -> None:
     rollouts.add_argument("--grader", metavar="NAME", help="part of a multi grader whose scores are filtered")
     rollouts.add_argument("--min-score", type=float, metavar="X")
     rollouts.add_argument("--max-score", type=float, metavar="X")
+    rollouts.add_argument(
+        "--has-tokens",
+        action="store_true",
+        default=None,
+        help="only answers with the log-probability and advantage of each token",
+    )
     rollouts.add_argument(
         "--search",
         dest="q",

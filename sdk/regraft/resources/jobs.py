@@ -131,9 +131,9 @@ class Jobs(OpenAIJobs):
         asked: Any = self._client.get(f"/regraft/jobs/{job_id}/request", cast_to=object)
         return self._create(_changed(asked, set, grader))
 
-    def compare(self, first: str, second: str) -> JobComparison:
-        """Compare the validated rewards of two jobs prompt by prompt, and their requests."""
-        return self._client.get(f"/regraft/jobs/{first}/compare?other={second}", cast_to=JobComparison)
+    def compare(self, first: str, *others: str) -> JobComparison:
+        """Compare the validated rewards of jobs prompt by prompt with those of the first, and their requests."""
+        return self._client.get(_comparison(first, others), cast_to=JobComparison)
 
     def watch(self, job_id: str, *, after: str | None = None) -> Iterator[JobEvent]:
         """Yield the job's events as they occur, from the first or after `after`, until the job ends or is paused.
@@ -238,9 +238,9 @@ class AsyncJobs(OpenAIAsyncJobs):
         asked: Any = await self._client.get(f"/regraft/jobs/{job_id}/request", cast_to=object)
         return await self._create(_changed(asked, set, grader))
 
-    async def compare(self, first: str, second: str) -> JobComparison:
+    async def compare(self, first: str, *others: str) -> JobComparison:
         """As Jobs.compare."""
-        return await self._client.get(f"/regraft/jobs/{first}/compare?other={second}", cast_to=JobComparison)
+        return await self._client.get(_comparison(first, others), cast_to=JobComparison)
 
     async def watch(self, job_id: str, *, after: str | None = None) -> AsyncIterator[JobEvent]:
         """As Jobs.watch: `async for event in client.jobs.watch(job_id)`."""
@@ -325,6 +325,10 @@ def validate_local(job: JobRequest) -> None:
             except InvalidDataset as bad:
                 bad.file = str(job.uploads[field])
                 raise
+
+
+def _comparison(first: str, others: Sequence[str]) -> str:
+    return f"/regraft/jobs/{first}/compare?other={','.join(others)}"
 
 
 def _once() -> Any:

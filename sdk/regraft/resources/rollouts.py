@@ -8,7 +8,7 @@ from openai import AsyncStream, Stream
 from openai.pagination import AsyncCursorPage, SyncCursorPage
 
 from regraft.saving import async_chunks, chunks, whole
-from regraft.types import PromptHistory, Rollout, WhatIf
+from regraft.types import PromptHistory, Rollout, RolloutTokens, WhatIf
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI, OpenAI
@@ -39,6 +39,7 @@ class Filters(TypedDict, total=False):
     grader: str | None  # part of a multi grader; `graded` and the score bounds apply to its score
     min_score: float | None
     max_score: float | None
+    has_tokens: bool | None  # whether the values of its tokens are stored
     q: str | None  # text in the prompt, the dataset row, the answer or the grader's output, in any case
 
 
@@ -141,6 +142,14 @@ class Rollouts:
         options = _what_if(formula, pass_threshold, advantage_scale, split, step_from, step_to)
         return self._client.get(f"{_path(job_id)}/what-if", cast_to=WhatIf, options=options)
 
+    def tokens(self, job_id: str, rollout_id: str) -> RolloutTokens:
+        """The log-probability, advantage and sampler gap of each token of an answer.
+
+        Raises:
+            openai.NotFoundError: they are not stored. Answers that have them are listed with `has_tokens=True`.
+        """
+        return self._client.get(f"{_path(job_id)}/{rollout_id}/tokens", cast_to=RolloutTokens)
+
     def download(
         self, job_id: str, path: str | Path, *, format: Format = "jsonl", **filters: Unpack[Filters]
     ) -> Path:
@@ -235,6 +244,10 @@ class AsyncRollouts:
         """As Rollouts.what_if."""
         options = _what_if(formula, pass_threshold, advantage_scale, split, step_from, step_to)
         return await self._client.get(f"{_path(job_id)}/what-if", cast_to=WhatIf, options=options)
+
+    async def tokens(self, job_id: str, rollout_id: str) -> RolloutTokens:
+        """As Rollouts.tokens."""
+        return await self._client.get(f"{_path(job_id)}/{rollout_id}/tokens", cast_to=RolloutTokens)
 
     async def download(
         self, job_id: str, path: str | Path, *, format: Format = "jsonl", **filters: Unpack[Filters]

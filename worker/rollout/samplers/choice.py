@@ -107,6 +107,7 @@ def build(
     store: AdapterStore,
     engines: Placement = placement.ONE_ENGINE,
     fleet: FleetConfig | None = None,
+    continues: bool = False,
     store_coverage: Callable[[], None] = lambda: None,
 ) -> Sampler:
     """Build the sampler.
@@ -115,6 +116,7 @@ def build(
         longest: tokens of the longest prompt and answer together.
         store: where a fleet finds the adapter.
         fleet: of the model, if it has one.
+        continues: whether answers in flight continue with the policy after an update.
         store_coverage: called when the sampler has left layers out.
     """
     if name == "transformers":
@@ -138,6 +140,8 @@ def build(
         context=longest,
         kv_cache_bytes=plan.cache_bytes,
         threads=settings.torch_threads,
+        sleeps=plan.sleeps,
+        continues=continues,
         on_restart=lambda reason: recorder.warn(f"The sampler was restarted: {reason}", {"reason": reason}),
         on_left_out=on_left_out,
     )
