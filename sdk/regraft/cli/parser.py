@@ -386,6 +386,11 @@ def _results(top: Commands) -> None:
     _id(what_if, "job_id")
     what_if.add_argument("formula", metavar="FORMULA", help="as calculate_output of a multi grader")
     what_if.add_argument("--pass-threshold", type=float, metavar="X", help="default: as in evals of the job")
+    what_if.add_argument(
+        "--advantage-scale",
+        choices=("none", "group", "batch"),
+        help="divide advantages by the std of the group or of the step, as losses do (default: none)",
+    )
     what_if.add_argument("--split", choices=("train", "valid"))
     what_if.add_argument("--step-from", type=int, metavar="N", help="first step of a range")
     what_if.add_argument("--step-to", type=int, metavar="N", help="last step of a range")
