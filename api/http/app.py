@@ -27,6 +27,7 @@ from api.resources import (
     attempts,
     chat,
     completions,
+    curves,
     estimates,
     eval_compare,
     eval_import,
@@ -45,15 +46,17 @@ from api.resources import (
     organization,
     permissions,
     pipelines,
-    preview,
+    previews,
     profiles,
     project_stream,
     regrades,
     responses,
     rollouts,
     sessions,
+    stored_graders,
     stream,
     uploads,
+    usage,
     webhooks,
 )
 from core.database.engine import Database, Send
@@ -120,7 +123,7 @@ def create_app(
     app.state.upstream = chat.Upstream(settings)
     app.router.routes.extend(all_routes())
     app.include_router(docs_site.router(settings.docs_site))
-    app.include_router(console.router(settings.console_site))
+    app.include_router(console.router(settings.console_site, single_sign_on=bool(settings.sso_header)))
     errors.add_handlers(app)
     app.add_middleware(
         LargeBodies,
@@ -156,7 +159,7 @@ def all_routes() -> list[BaseRoute]:
         permissions,
         attempts,
         estimates,
-        preview,
+        previews,
         models,
         model_checks,
         profiles,
@@ -164,8 +167,10 @@ def all_routes() -> list[BaseRoute]:
         completions,
         responses,
         graders,
+        stored_graders,
         rollouts,
         job_compare,
+        curves,
         regrades,
         archive,
         evals,
@@ -176,6 +181,7 @@ def all_routes() -> list[BaseRoute]:
         webhooks,
         organization,
         operator,
+        usage,
         sessions,
         project_stream,
         stream,

@@ -50,7 +50,7 @@ NOT_HERE = "the tokenizer or the chat template of the model is not on this machi
 
 
 class ProfileCreate(Body):
-    """What the rows are for. Every field may be left out."""
+    """The use of the rows. Every field may be left out."""
 
     method: Annotated[
         Method | None, Field(description="Whose rows the file has; null: by the format of its first row.")
@@ -85,7 +85,7 @@ class ProfileOut(BaseModel):
     problems: Annotated[list[RowProblem], Field(description="The first 20.")]
     characters: Annotated[Lengths | None, Field(description="Of the text of a prompt.")]
     tokens: TokenLengths | None
-    tokens_reason: Annotated[str | None, Field(description="Why the tokens are not counted.")]
+    tokens_reason: Annotated[str | None, Field(description="The reason if tokens are not counted.")]
     duplicates: Duplicates
     overlap: Overlap | None
     fields: list[ProfiledField]

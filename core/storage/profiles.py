@@ -98,7 +98,7 @@ class GraderPath:
 
 @dataclass(frozen=True)
 class GraderReads:
-    """What the templates of a grader read."""
+    """The fields that the templates of a grader read."""
 
     paths: list[GraderPath]
     not_listed: bool  # a python grader or an endpoint may read other fields as well
@@ -143,7 +143,7 @@ class Profile:
     problems: list[RowProblem]
     characters: Lengths | None  # of the text of the prompt; None without a valid row
     tokens: TokenLengths | None
-    tokens_reason: str | None  # why the tokens were not counted
+    tokens_reason: str | None  # the reason if the tokens were not counted
     duplicates: Duplicates
     overlap: Overlap | None
     fields: list[ProfiledField]

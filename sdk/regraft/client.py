@@ -19,14 +19,13 @@ from regraft.resources.evals import AsyncEvals, Evals
 from regraft.resources.graders import AsyncGraders, Graders
 from regraft.resources.jobs import AsyncJobs, Jobs
 from regraft.resources.pipelines import AsyncPipelines, Pipelines
+from regraft.resources.previews import AsyncPreviews, Previews, refuse_failed
 from regraft.resources.regrades import AsyncRegrades, Regrades
 from regraft.resources.rollouts import AsyncRollouts, Rollouts
-from regraft.types import Estimate, FileProfile, Preview, PreviewProgress
+from regraft.resources.service import AsyncService, Service
+from regraft.types import Estimate, FileProfile, PreviewProgress, PreviewReport
 
-ESTIMATE, PREVIEW = "/regraft/estimate", "/regraft/preview"
-# Longer than the server's own limit: a retried preview would be charged twice.
-PREVIEW_SECONDS = 660.0
-UNFINISHED = "The connection was closed before the preview had ended."
+ESTIMATE = "/regraft/estimate"
 
 
 class Datasets:
@@ -46,7 +45,7 @@ class Datasets:
 
 class Regraft(openai.OpenAI):
     """OpenAI's client for a regraft server, with all of its resources and `jobs`, `rollouts`, `regrades`,
-    `checkpoints`, `graders`, `evals`, `pipelines`, `datasets`, `estimate`, `preview` and `profile`.
+    `checkpoints`, `graders`, `evals`, `pipelines`, `previews`, `datasets`, `estimate`, `preview` and `profile`.
 
     Server and key are the arguments, else REGRAFT_BASE_URL and REGRAFT_API_KEY, else the login saved by `regraft
     login`.
@@ -91,6 +90,14 @@ class Regraft(openai.OpenAI):
     @cached_property
     def pipelines(self) -> Pipelines:
         return Pipelines(self)
+
+    @cached_property
+    def service(self) -> Service:
+        return Service(self)
+
+    @cached_property
+    def previews(self) -> Previews:
+        return Previews(self)
 
     @cached_property
     def datasets(self) -> Datasets:
@@ -138,40 +145,26 @@ class Regraft(openai.OpenAI):
         *,
         rows: int | None = None,
         samples: int | None = None,
-        progress: Callable[[PreviewProgress], None] | None = None,
-    ) -> Preview:
+        progress: Callable[[PreviewProgress], None] = lambda progress: None,
+    ) -> PreviewReport:
         """Sample and grade a few rows with the base model, and estimate the job: how many answers pass, and whether
-        there is signal to learn from. Uploads local files; creates nothing.
+        there is signal to learn from. Uploads local files; creates no job.
 
         The server samples `samples` answers to each of `rows`, by default 8 and 8. `progress` is called with how far
-        it is, at most twice a second.
+        it is, twice a second. This is `previews.create` and `previews.wait`.
 
         Raises:
             NotSupportedByServer: the server is too old.
         """
-        body = _with_sizes(self.jobs.prepare(request), rows, samples)
-        options: Any = {"timeout": PREVIEW_SECONDS}
         try:
-            if progress is None:
-                return self.post(PREVIEW, body=body, cast_to=Preview, options=options)
-            # Not retried: the server would sample the answers once more.
-            options |= {"max_retries": 0}
-            with self.post(
-                PREVIEW,
-                body=body | {"stream": True},
-                cast_to=object,
-                options=options,
-                stream=True,
-                stream_cls=openai.Stream[object],
-            ) as told:
-                for message in told:
-                    if (made := _told(message, progress)) is not None:
-                        return made
+            made = self.previews.create(request, rows=rows, samples=samples)
         except NotSupportedByServer as old:
             raise _too_old("preview", old) from old
-        except openai.APIError as error:
-            raise _with_status(self, error) from error
-        raise openai.OpenAIError(UNFINISHED)
+        progress(made.progress)
+        ended = self.previews.wait(made.id, progress=lambda preview: progress(preview.progress))
+        refuse_failed(self, ended)
+        assert ended.report is not None, "a completed preview has a report"
+        return ended.report
 
     def _process_response(self, *, response: httpx2.Response, **how: Any) -> Any:
         try:
@@ -228,6 +221,14 @@ class AsyncRegraft(openai.AsyncOpenAI):
         return AsyncPipelines(self)
 
     @cached_property
+    def service(self) -> AsyncService:
+        return AsyncService(self)
+
+    @cached_property
+    def previews(self) -> AsyncPreviews:
+        return AsyncPreviews(self)
+
+    @cached_property
     def datasets(self) -> Datasets:
         return Datasets()
 
@@ -261,31 +262,18 @@ class AsyncRegraft(openai.AsyncOpenAI):
         *,
         rows: int | None = None,
         samples: int | None = None,
-        progress: Callable[[PreviewProgress], None] | None = None,
-    ) -> Preview:
+        progress: Callable[[PreviewProgress], None] = lambda progress: None,
+    ) -> PreviewReport:
         """As Regraft.preview."""
-        body = _with_sizes(await self.jobs.prepare(request), rows, samples)
-        options: Any = {"timeout": PREVIEW_SECONDS}
         try:
-            if progress is None:
-                return await self.post(PREVIEW, body=body, cast_to=Preview, options=options)
-            options |= {"max_retries": 0}
-            async with await self.post(
-                PREVIEW,
-                body=body | {"stream": True},
-                cast_to=object,
-                options=options,
-                stream=True,
-                stream_cls=openai.AsyncStream[object],
-            ) as told:
-                async for message in told:
-                    if (made := _told(message, progress)) is not None:
-                        return made
+            made = await self.previews.create(request, rows=rows, samples=samples)
         except NotSupportedByServer as old:
             raise _too_old("preview", old) from old
-        except openai.APIError as error:
-            raise _with_status(self, error) from error
-        raise openai.OpenAIError(UNFINISHED)
+        progress(made.progress)
+        ended = await self.previews.wait(made.id, progress=lambda preview: progress(preview.progress))
+        refuse_failed(self, ended)
+        assert ended.report is not None, "a completed preview has a report"
+        return ended.report
 
     async def _process_response(self, *, response: httpx2.Response, **how: Any) -> Any:
         try:
@@ -321,29 +309,6 @@ def _wants_json(cast_to: Any = None, stream: bool = False, **_: Any) -> bool:
     return not stream and (
         cast_to is object or (inspect.isclass(cast_to) and issubclass(cast_to, openai.BaseModel))
     )
-
-
-def _with_sizes(body: dict[str, Any], rows: int | None, samples: int | None) -> dict[str, Any]:
-    sizes = {"rows": rows, "samples": samples}
-    return body | {name: size for name, size in sizes.items() if size is not None}
-
-
-def _with_status(client: "Regraft | AsyncRegraft", error: openai.APIError) -> openai.APIError:
-    """The error of a stream as the one that a response with its status would raise; any other as it is."""
-    body = error.body
-    if isinstance(error, openai.APIStatusError) or not isinstance(body, dict) or "status" not in body:
-        return error
-    response = httpx2.Response(body["status"], request=error.request)
-    return client._make_status_error(error.message, body=body, response=response)
-
-
-def _told(message: object, progress: Callable[[PreviewProgress], None]) -> Preview | None:
-    """The report, if the message is one; `progress` is called with the others."""
-    assert isinstance(message, dict)
-    if message.get("object") != "regraft.preview.progress":
-        return Preview.construct(**message)
-    progress(PreviewProgress.construct(**message))
-    return None
 
 
 def _profile(

@@ -174,11 +174,21 @@ class ComparedScores(BaseModel):
     rank_correlation: float | None = None
 
 
+class AdvantageSizes(BaseModel):
+    """The absolute advantages of the graded answers."""
+
+    mean: float | None = None
+    largest: float | None = None
+
+
 class WhatIf(ComparedScores):
     """Another formula over the stored scores of a multi grader's parts."""
 
     formula: str
     pass_threshold: float
+    advantage_scale: Literal["none", "group", "batch"]
+    advantages_before: AdvantageSizes
+    advantages_after: AdvantageSizes
 
 
 class Regrade(BaseModel):
@@ -414,7 +424,7 @@ class PreviewProgress(BaseModel):
     graded: int
 
 
-class Preview(Estimate):
+class PreviewReport(Estimate):
     """The results of the base model on a few rows of a job, and the job's estimate."""
 
     prompts: list[PreviewedPrompt]
@@ -434,6 +444,49 @@ class Preview(Estimate):
     recommendation: str
 
 
+class PreviewError(BaseModel):
+    """The error that ended a preview, and the status that a response with it would have."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+    status: int
+
+
+class Preview(BaseModel):
+    """Answers of the base model to a few rows of a job, graded as in the job."""
+
+    id: str
+    created_at: int
+    finished_at: int | None = None
+    status: Literal["in_progress", "completed", "failed", "canceled"]
+    request: dict[str, Any]
+    answers_of: str | None = (
+        None  # the earlier preview whose answers this one grades; None: it sampled its own
+    )
+    progress: PreviewProgress
+    report: PreviewReport | None = None  # once it is completed
+    error: PreviewError | None = None
+
+
+class PreviewAnswer(BaseModel):
+    """An answer of a preview and its grade."""
+
+    id: str
+    line: int  # line of the training file
+    member: int
+    output_text: str
+    output_reasoning: str | None = None
+    finish_reason: Literal["stop", "length"]
+    prompt_tokens: int
+    completion_tokens: int
+    score: float | None = None  # None: could not be graded; see `reason`
+    reason: str
+    sub_scores: dict[str, float | None] | None = None
+    output: str | None = None  # printed by the grader
+
+
 class GraderTest(BaseModel):
     """The result of one test case of a grader."""
 
@@ -447,6 +500,81 @@ class GraderTest(BaseModel):
     output: str = ""  # printed by python graders
     execution_time: float | None = None  # seconds
     sub_rewards: dict[str, float] = {}
+
+
+class StoredGrader(BaseModel):
+    """A named grader with its current version."""
+
+    id: str
+    name: str
+    created_at: int
+    updated_at: int
+    version: str  # SHA-256 of the specification
+    versions: int
+    cases: int  # golden cases
+    grader: dict[str, Any]  # header values are masked
+
+
+class GraderVersion(BaseModel):
+    """A version of a stored grader. `id` is its hash."""
+
+    id: str
+    name: str
+    version: str
+    created_at: int
+    is_current: bool
+    note: str
+    grader: dict[str, Any]
+
+
+class ScoreRange(BaseModel):
+    """The scores that pass, both bounds included; None: no bound."""
+
+    min: float | None = None
+    max: float | None = None
+
+    def __str__(self) -> str:
+        if self.min == self.max:
+            return f"{self.min:g}"
+        if self.max is None:
+            return f"from {self.min:g}"
+        return f"to {self.max:g}" if self.min is None else f"{self.min:g} to {self.max:g}"
+
+
+class GoldenCase(BaseModel):
+    """An answer and its row, with the scores that all versions of a grader must give it."""
+
+    id: str
+    created_at: int
+    sample: dict[str, Any]
+    item: dict[str, Any]
+    expect: ScoreRange
+    note: str
+    rollout_id: str | None = None
+
+
+class CheckedCase(BaseModel):
+    """A golden case and its score; None: it could not be graded, which fails the case."""
+
+    case_id: str
+    passed: bool
+    score: float | None = None
+    expect: ScoreRange
+    reason: str
+    errors: list[str]
+    output: str  # printed by the grader
+    scores: dict[str, float | None]  # of the parts of a multi grader
+    execution_time: float
+
+
+class GraderCheck(BaseModel):
+    """The golden cases of a stored grader, run with one of its versions or with another specification."""
+
+    name: str
+    version: str  # of what was run, saved or not
+    passed: int
+    failed: int
+    results: list[CheckedCase]
 
 
 class EvalDifference(BaseModel):
@@ -514,6 +642,91 @@ class JobComparison(BaseModel):
     jobs: list[ComparedJob]
     pairs: list[ComparedPair]  # each of the other jobs with the first
     config: list[ChangedField]
+
+
+class Curve(BaseModel):
+    """The validations of a job in order, thinned; the first is that of the model that it started from."""
+
+    job_id: str
+    metric: str | None = None  # full_valid_mean_reward, else full_valid_loss; None: no validation yet
+    steps: list[int]
+    values: list[float]
+    step: int | None = None  # the last one
+    total_steps: int | None = None
+
+
+class UsageRow(BaseModel):
+    """The sums of a group of a usage report; a field that is not grouped by is None."""
+
+    day: str | None = None
+    model: str | None = None  # None also: recorded by a version that kept no model
+    project_id: str | None = None
+    project_name: str | None = None
+    gpu_seconds: float  # of training, steps that were repeated included
+    sampled_tokens: int
+    trained_tokens: int
+    grader_tokens: int
+    cost: Money | None = None  # at today's price; None: the service has no price
+
+
+class UsageReport(BaseModel):
+    first_day: str
+    last_day: str
+    by: list[str]
+    data: list[UsageRow]
+
+
+class WorkerGpu(BaseModel):
+    """A GPU by nvidia-smi; None: the driver does not say."""
+
+    index: str
+    name: str
+    memory_used_bytes: int | None = None
+    memory_total_bytes: int | None = None
+    utilization: float | None = None
+
+
+class WorkerTask(BaseModel):
+    """A job or an eval run that a worker works on."""
+
+    kind: Literal["run", "validation", "eval_run"]
+    id: str
+    project_id: str
+    model: str | None = None
+    progress: dict[str, Any] | None = None  # of a run
+
+
+class Worker(BaseModel):
+    """A worker of the service, as it last reported itself."""
+
+    name: str  # host/pid, as attempts have it
+    host: str
+    gpu_class: str
+    version: str
+    machines: int  # that share its runs
+    ranks: int  # on each of them
+    status: Literal["idle", "busy", "draining", "silent"]
+    started_at: int
+    last_seen_at: int
+    silent_seconds: float
+    gpus: list[WorkerGpu]
+    memory_used_bytes: int | None = None  # of the host, or of the container
+    memory_total_bytes: int | None = None
+    tasks: list[WorkerTask]
+
+
+class Queue(BaseModel):
+    """A queue of the service."""
+
+    kind: Literal["jobs", "validations", "eval_runs"]
+    gpu_class: str | None = None  # None: workers of every class take from it
+    length: int  # what a free worker would start
+    oldest_seconds: float
+    held_back: int  # whose project runs as many as it may
+    backing_off: int
+    running: int
+    workers: int
+    reason: str | None = None  # None: nothing waits
 
 
 class StageError(BaseModel):

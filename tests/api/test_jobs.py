@@ -651,7 +651,7 @@ def test_a_preference_job_is_shown_as_at_openai(api: TestClient, upload: Callabl
 
 
 def test_a_preview_is_for_reinforcement_jobs(api: TestClient, upload: Callable[..., str]) -> None:
-    answer = api.post("/v1/regraft/preview", json={"model": "tiny", "training_file": upload()})
+    answer = api.post("/v1/regraft/previews", json={"model": "tiny", "training_file": upload()})
 
     assert error(answer) == ("method.type", "unsupported_method")
 
@@ -1060,6 +1060,31 @@ def test_a_model_that_a_gpu_samples_with_vllm_by_default_may_be_sampled_a_step_a
     assert api.post("/v1/fine_tuning/jobs", json=job_request(reinforcement=ahead)).status_code == 400
 
 
+@pytest.mark.parametrize(
+    ("advanced", "path"),
+    [
+        ({"off_policy_steps": 1, "continue_in_flight": True}, "continue_in_flight"),
+        ({"schedule": {"type": "off_policy", "continue_in_flight": True}}, "schedule.continue_in_flight"),
+    ],
+)
+def test_answers_of_a_fleet_do_not_continue_with_another_adapter(
+    api: TestClient,
+    house: House,
+    job_request: Callable[..., dict[str, Any]],
+    advanced: dict[str, Any],
+    path: str,
+) -> None:
+    service = house.app.state.service
+    request = job_request(reinforcement={"hyperparameters": {"advanced": advanced}})
+    fleet = service.settings.model_copy(update={"samplers": {request["model"]: ("http://sampler:8300",)}})
+    house.app.state.service = replace(service, settings=fleet)
+
+    error = api.post("/v1/fine_tuning/jobs", json=request).json()["error"]
+
+    assert error["param"] == f"method.reinforcement.hyperparameters.advanced.{path}"
+    assert "sampled by a fleet" in error["message"]
+
+
 @pytest.mark.both_databases
 def test_the_secrets_of_an_endpoint_are_kept_and_not_shown(
     api: TestClient, house: House, job_request: Callable[..., dict[str, Any]]
@@ -1189,6 +1214,20 @@ def test_a_model_on_a_server_that_the_operator_names_may_teach(
     assert made.json()["method"]["distillation"]["teacher"] == {"model": "large"}
 
 
+@pytest.mark.usefixtures("teachers")
+def test_a_model_on_a_server_may_teach_its_likeliest_tokens(
+    api: TestClient, upload: Callable[..., str]
+) -> None:
+    row = b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
+    asked = {"mode": "logits", "hyperparameters": {"advanced": {"loss": {"top_k": 20}}}}
+
+    made = api.post(
+        JOBS, json=distilled(upload, **asked) | {"training_file": upload(10 * row), "validation_file": None}
+    )
+
+    assert made.status_code == 200, made.text
+
+
 @pytest.mark.parametrize("method", ["supervised", "dpo", "reinforcement"])
 def test_a_learning_rate_that_ruins_every_model_is_refused(
     api: TestClient, job_request: Callable[..., dict[str, Any]], method: str
@@ -1230,7 +1269,21 @@ def test_a_job_that_a_teacher_scores_has_no_eval(api: TestClient, upload: Callab
 @pytest.mark.parametrize(
     ("asked", "param", "says"),
     [
-        ({"mode": "logits"}, "teacher.model", "can teach in the mode 'on_policy' and not in 'logits'"),
+        (
+            {"mode": "logits"},
+            "hyperparameters.advanced.loss.top_k",
+            "set top_k, to at most 1000. vLLM gives 20",
+        ),
+        (
+            {"mode": "logits", "hyperparameters": {"advanced": {"loss": {"top_k": 1001}}}},
+            "hyperparameters.advanced.loss.top_k",
+            "set top_k, to at most 1000",
+        ),
+        (
+            {"mode": "logits", "hyperparameters": {"advanced": {"loss": {"top_k": 20, "temperature": 2.0}}}},
+            "hyperparameters.advanced.loss.temperature",
+            "gives log-probabilities at temperature 1, not 2",
+        ),
         (
             {"hyperparameters": {"advanced": {"sampling": {"temperature": 0.7}}}},
             "hyperparameters.advanced.sampling.temperature",

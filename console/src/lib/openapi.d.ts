@@ -3,6 +3,16 @@ export type paths = Record<string, never>;
 export type webhooks = Record<string, never>;
 export interface components {
     schemas: {
+        /**
+         * AdvantageSizesOut
+         * @description The absolute advantages of the graded answers.
+         */
+        AdvantageSizesOut: {
+            /** Mean */
+            mean: number | null;
+            /** Largest */
+            largest: number | null;
+        };
         /** AttemptOut */
         AttemptOut: {
             /** Number */
@@ -93,6 +103,7 @@ export interface components {
             } | null;
             /** Reasons */
             reasons?: boolean | null;
+            memory?: components["schemas"]["ModelMemory"] | null;
             /** Checked At */
             checked_at?: number | null;
             /** Versions */
@@ -124,6 +135,37 @@ export interface components {
              * @description In the order of the jobs; null: the request lacks it.
              */
             values: unknown[];
+        };
+        /**
+         * CheckedCaseOut
+         * @description A golden case and its score. Null: it could not be graded, which fails the case.
+         */
+        CheckedCaseOut: {
+            /** Case Id */
+            case_id: string;
+            /** Passed */
+            passed: boolean;
+            /** Score */
+            score: number | null;
+            expect: components["schemas"]["ExpectOut"];
+            /** Reason */
+            reason: string;
+            /** Errors */
+            errors: string[];
+            /**
+             * Output
+             * @description Printed by the grader.
+             */
+            output: string;
+            /**
+             * Scores
+             * @description Of the parts of a multi grader.
+             */
+            scores: {
+                [key: string]: number | null;
+            };
+            /** Execution Time */
+            execution_time: number;
         };
         /** CheckpointOut */
         CheckpointOut: {
@@ -239,6 +281,39 @@ export interface components {
              */
             rank_correlation: number | null;
         };
+        /** CurveOut */
+        CurveOut: {
+            /**
+             * Object
+             * @default regraft.curve
+             * @constant
+             */
+            object: "regraft.curve";
+            /** Job Id */
+            job_id: string;
+            /**
+             * Metric
+             * @description `full_valid_mean_reward`, or `full_valid_loss` of jobs without rewards; null: no validation.
+             */
+            metric: string | null;
+            /**
+             * Steps
+             * @description Of the validations, at most 60 of them.
+             */
+            steps: number[];
+            /**
+             * Values
+             * @description The first is that of the model that the job started from.
+             */
+            values: number[];
+            /**
+             * Step
+             * @description The last one; null: none has been recorded.
+             */
+            step: number | null;
+            /** Total Steps */
+            total_steps: number | null;
+        };
         /** Deleted */
         Deleted: {
             /** Id */
@@ -336,6 +411,7 @@ export interface components {
              * @constant
              */
             object: "regraft.estimate";
+            preview?: components["schemas"]["PreviewedOut"] | null;
             /** Group Size */
             group_size?: number | null;
             /** Max Completion Tokens */
@@ -363,6 +439,13 @@ export interface components {
             data: components["schemas"]["StepMetrics"] | {
                 [key: string]: unknown;
             };
+        };
+        /** ExpectOut */
+        ExpectOut: {
+            /** Min */
+            min: number | null;
+            /** Max */
+            max: number | null;
         };
         /** FileOut */
         FileOut: {
@@ -393,6 +476,76 @@ export interface components {
             /** Status Details */
             status_details?: null;
         };
+        /** GoldenCaseOut */
+        GoldenCaseOut: {
+            /** Id */
+            id: string;
+            /**
+             * Object
+             * @default regraft.grader.case
+             * @constant
+             */
+            object: "regraft.grader.case";
+            /** Created At */
+            created_at: number;
+            /** Sample */
+            sample: {
+                [key: string]: unknown;
+            };
+            /** Item */
+            item: {
+                [key: string]: unknown;
+            };
+            expect: components["schemas"]["ExpectOut"];
+            /** Note */
+            note: string;
+            /** Rollout Id */
+            rollout_id: string | null;
+        };
+        /**
+         * GpuOut
+         * @description A GPU by nvidia-smi. null: the driver does not say.
+         */
+        GpuOut: {
+            /** Index */
+            index: string;
+            /** Name */
+            name: string;
+            /** Memory Used Bytes */
+            memory_used_bytes: number | null;
+            /** Memory Total Bytes */
+            memory_total_bytes: number | null;
+            /**
+             * Utilization
+             * @description Of the last sample period, from 0 to 1.
+             */
+            utilization: number | null;
+        };
+        /** GraderCheckOut */
+        GraderCheckOut: {
+            /**
+             * Object
+             * @default regraft.grader.check
+             * @constant
+             */
+            object: "regraft.grader.check";
+            /** Name */
+            name: string;
+            /**
+             * Version
+             * @description The version of what was run, saved or not.
+             */
+            version: string;
+            /** Passed */
+            passed: number;
+            /**
+             * Failed
+             * @description Cases out of their range, or without a score.
+             */
+            failed: number;
+            /** Results */
+            results: components["schemas"]["CheckedCaseOut"][];
+        };
         /**
          * GraderPath
          * @description A path that the grader reads, and the rows that lack it.
@@ -404,7 +557,7 @@ export interface components {
         };
         /**
          * GraderReads
-         * @description What the templates of a grader read.
+         * @description The fields that the templates of a grader read.
          */
         GraderReads: {
             /** Paths */
@@ -412,6 +565,34 @@ export interface components {
             /** Not Listed */
             not_listed: boolean;
             no_grader: components["schemas"]["SomeLines"] | null;
+        };
+        /**
+         * GraderVersionOut
+         * @description A version. `id` is its hash.
+         */
+        GraderVersionOut: {
+            /** Id */
+            id: string;
+            /**
+             * Object
+             * @default regraft.grader.version
+             * @constant
+             */
+            object: "regraft.grader.version";
+            /** Name */
+            name: string;
+            /** Version */
+            version: string;
+            /** Created At */
+            created_at: number;
+            /** Is Current */
+            is_current: boolean;
+            /** Note */
+            note: string;
+            /** Grader */
+            grader: {
+                [key: string]: unknown;
+            };
         };
         /**
          * Grading
@@ -522,7 +703,7 @@ export interface components {
             usage_metrics: {
                 [key: string]: unknown;
             } | null;
-            queue: components["schemas"]["api__resources__jobs__QueueOut"] | null;
+            queue: components["schemas"]["QueueOut"] | null;
             /**
              * Shared With Openai
              * @default false
@@ -545,6 +726,7 @@ export interface components {
             } | null;
             verdict: components["schemas"]["VerdictOut"] | null;
             progress: components["schemas"]["ProgressOut"] | null;
+            preview: components["schemas"]["PreviewedOut"] | null;
         };
         /**
          * JobValidation
@@ -664,6 +846,20 @@ export interface components {
              * @constant
              */
             object: "organization.project.limits";
+        };
+        /**
+         * ModelMemory
+         * @description Of a job whose longest prompt and answer fill the context, with an adapter of rank 16. In GiB of one GPU.
+         */
+        ModelMemory: {
+            /** Gpu Class */
+            gpu_class: string;
+            /** Gpu Gib */
+            gpu_gib: number;
+            /** Needed Gib */
+            needed_gib: number | null;
+            /** Problem */
+            problem: string | null;
         };
         /** ModelOut */
         ModelOut: {
@@ -804,11 +1000,123 @@ export interface components {
             stages: components["schemas"]["StageOut"][];
         };
         /**
+         * PreviewAnswerOut
+         * @description An answer and its grade.
+         */
+        PreviewAnswerOut: {
+            /** Id */
+            id: string;
+            /**
+             * Line
+             * @description Line of the training file.
+             */
+            line: number;
+            /**
+             * Member
+             * @description Index of the answer among those of its row.
+             */
+            member: number;
+            /** Output Text */
+            output_text: string;
+            /** Output Reasoning */
+            output_reasoning: string | null;
+            /**
+             * Finish Reason
+             * @enum {string}
+             */
+            finish_reason: "stop" | "length";
+            /** Prompt Tokens */
+            prompt_tokens: number;
+            /** Completion Tokens */
+            completion_tokens: number;
+            /** Score */
+            score: number | null;
+            /** Reason */
+            reason: string;
+            /** Sub Scores */
+            sub_scores: {
+                [key: string]: number | null;
+            } | null;
+            /**
+             * Output
+             * @description Printed by the grader.
+             */
+            output: string | null;
+        };
+        /**
+         * PreviewErrorOut
+         * @description The error that ended a preview, and the status that a response with it would have.
+         */
+        PreviewErrorOut: {
+            /** Message */
+            message: string;
+            /** Type */
+            type: string;
+            /** Param */
+            param: string | null;
+            /** Code */
+            code: string | null;
+            /** Status */
+            status: number;
+        };
+        /**
          * PreviewOut
+         * @description A preview. `request` is the body that created it; values of grader headers are masked.
+         */
+        PreviewOut: {
+            /** Id */
+            id: string;
+            /**
+             * Object
+             * @default regraft.preview
+             * @constant
+             */
+            object: "regraft.preview";
+            /** Created At */
+            created_at: number;
+            /** Finished At */
+            finished_at: number | null;
+            /**
+             * Status
+             * @description in_progress, completed, failed or canceled.
+             */
+            status: string;
+            /** Request */
+            request: {
+                [key: string]: unknown;
+            };
+            /**
+             * Answers Of
+             * @description The earlier preview whose answers this one grades; null: it sampled its own.
+             */
+            answers_of: string | null;
+            progress: components["schemas"]["PreviewProgressOut"];
+            report: components["schemas"]["PreviewReportOut"] | null;
+            error: components["schemas"]["PreviewErrorOut"] | null;
+        };
+        /**
+         * PreviewProgressOut
+         * @description How far a preview is; of all answers, those that are sampled, and those that are graded.
+         */
+        PreviewProgressOut: {
+            /**
+             * Phase
+             * @enum {string}
+             */
+            phase: "loading" | "sampling" | "grading";
+            /** Of */
+            of: number;
+            /** Sampled */
+            sampled: number;
+            /** Graded */
+            graded: number;
+        };
+        /**
+         * PreviewReportOut
          * @description The job's size and estimate as in /v1/regraft/estimate, with the measured answer lengths, and the results of the
          *     preview. core/results/preview.py documents each number.
          */
-        PreviewOut: {
+        PreviewReportOut: {
             /** Model */
             model: string;
             /** Gpu Class */
@@ -835,12 +1143,6 @@ export interface components {
             group_size: number;
             /** Max Completion Tokens */
             max_completion_tokens: number;
-            /**
-             * Object
-             * @default regraft.preview
-             * @constant
-             */
-            object: "regraft.preview";
             /** Prompts */
             prompts: components["schemas"]["ShownPrompt"][];
             /** Answers */
@@ -882,6 +1184,26 @@ export interface components {
             seconds: number;
             /** Tokens Per Second */
             tokens_per_second: number;
+        };
+        /**
+         * PreviewedOut
+         * @description The results of the preview of the same request (docs/howto/preview.md).
+         */
+        PreviewedOut: {
+            /** Id */
+            id: string;
+            /** Created At */
+            created_at: number;
+            /** Answers */
+            answers: number;
+            /** Passed */
+            passed: number;
+            /** Mean Reward */
+            mean_reward: number | null;
+            /** Signal */
+            signal: number;
+            /** Verdict */
+            verdict: string;
         };
         /**
          * ProfileOut
@@ -928,7 +1250,7 @@ export interface components {
             tokens: components["schemas"]["TokenLengths"] | null;
             /**
              * Tokens Reason
-             * @description Why the tokens are not counted.
+             * @description The reason if tokens are not counted.
              */
             tokens_reason: string | null;
             duplicates: components["schemas"]["Duplicates"];
@@ -1060,6 +1382,16 @@ export interface components {
              * @description The number of stored samples by step.
              */
             samples: number[];
+        };
+        /**
+         * QueueOut
+         * @description Position of a waiting job in its queue, from 1, and what blocks it.
+         */
+        QueueOut: {
+            /** Position */
+            position: number;
+            /** Reason */
+            reason: string;
         };
         /** RegradeOut */
         RegradeOut: {
@@ -1328,6 +1660,8 @@ export interface components {
             key_id: string;
             /** Key Name */
             key_name: string;
+            /** User */
+            user: string | null;
             /** Scope */
             scope: string;
             /** Project Id */
@@ -1793,6 +2127,11 @@ export interface components {
              */
             logprob_gap_ess?: number | null;
             /**
+             * Stale Tokens Share
+             * @description With `continue_in_flight`: share of the sampled tokens that the policy before the newest update sampled.
+             */
+            stale_tokens_share?: number | null;
+            /**
              * Skipped Updates
              * @description 1 if a gradient was not finite and the step was not taken, else 0.
              */
@@ -1839,9 +2178,14 @@ export interface components {
             sampled_tokens?: number | null;
             /**
              * Sampling Tokens Per Second
-             * @description Sampled tokens per second of the phase sampling.
+             * @description Sampled tokens per second of the phase sampling, or of `ahead_seconds`.
              */
             sampling_tokens_per_second?: number | null;
+            /**
+             * Ahead Seconds
+             * @description With `off_policy_steps`: seconds in which the answers were sampled during the step before. The phase sampling is the part of it that the trainer waited for.
+             */
+            ahead_seconds?: number | null;
             /**
              * Training Tokens Per Second
              * @description Trained tokens per second of the phase training.
@@ -1894,6 +2238,69 @@ export interface components {
             usage: components["schemas"]["ByGrader"];
         } & {
             [key: string]: unknown;
+        };
+        /**
+         * StoredGraderOut
+         * @description A named grader with its current version.
+         */
+        StoredGraderOut: {
+            /** Id */
+            id: string;
+            /**
+             * Object
+             * @default regraft.grader
+             * @constant
+             */
+            object: "regraft.grader";
+            /** Name */
+            name: string;
+            /** Created At */
+            created_at: number;
+            /** Updated At */
+            updated_at: number;
+            /**
+             * Version
+             * @description SHA-256 of the specification.
+             */
+            version: string;
+            /** Versions */
+            versions: number;
+            /**
+             * Cases
+             * @description Golden cases.
+             */
+            cases: number;
+            /**
+             * Grader
+             * @description The specification; header values are masked.
+             */
+            grader: {
+                [key: string]: unknown;
+            };
+        };
+        /**
+         * TaskOut
+         * @description What a worker works on.
+         */
+        TaskOut: {
+            /**
+             * Kind
+             * @enum {string}
+             */
+            kind: "run" | "validation" | "eval_run";
+            /** Id */
+            id: string;
+            /** Project Id */
+            project_id: string;
+            /** Model */
+            model: string | null;
+            /**
+             * Progress
+             * @description Of a run, as the job has it; null: not known.
+             */
+            progress: {
+                [key: string]: unknown;
+            } | null;
         };
         /** Timing */
         Timing: {
@@ -1991,6 +2398,59 @@ export interface components {
             gpu_seconds_per_30_days: number;
             /** Grader Tokens Per 30 Days */
             grader_tokens_per_30_days: number;
+        };
+        /** UsageReport */
+        UsageReport: {
+            /**
+             * Object
+             * @default regraft.usage
+             * @constant
+             */
+            object: "regraft.usage";
+            /** First Day */
+            first_day: string;
+            /** Last Day */
+            last_day: string;
+            /** By */
+            by: string[];
+            /** Data */
+            data: components["schemas"]["UsageRowOut"][];
+        };
+        /**
+         * UsageRowOut
+         * @description The sums of a group; a field that is not grouped by is null.
+         */
+        UsageRowOut: {
+            /**
+             * Day
+             * @description In UTC, as 2026-11-25.
+             */
+            day: string | null;
+            /**
+             * Model
+             * @description null also: recorded by a version that kept no model.
+             */
+            model: string | null;
+            /** Project Id */
+            project_id: string | null;
+            /** Project Name */
+            project_name: string | null;
+            /**
+             * Gpu Seconds
+             * @description Of training, steps that were repeated included.
+             */
+            gpu_seconds: number;
+            /** Sampled Tokens */
+            sampled_tokens: number;
+            /** Trained Tokens */
+            trained_tokens: number;
+            /**
+             * Grader Tokens
+             * @description Those that the limit grader_tokens_per_30_days counts.
+             */
+            grader_tokens: number;
+            /** @description Of the GPU-seconds at today's price; null: no price. */
+            cost: components["schemas"]["Money"] | null;
         };
         /**
          * VerdictOut
@@ -2204,16 +2664,120 @@ export interface components {
              * @description Spearman's, of the stored and the new scores.
              */
             rank_correlation: number | null;
+            /**
+             * Advantage Scale
+             * @enum {string}
+             */
+            advantage_scale: "none" | "group" | "batch";
+            advantages_before: components["schemas"]["AdvantageSizesOut"];
+            advantages_after: components["schemas"]["AdvantageSizesOut"];
         };
-        /**
-         * QueueOut
-         * @description Position of a waiting job in its queue, from 1, and what blocks it.
-         */
-        api__resources__jobs__QueueOut: {
-            /** Position */
-            position: number;
-            /** Reason */
-            reason: string;
+        /** WorkQueueOut */
+        WorkQueueOut: {
+            /**
+             * Object
+             * @default regraft.queue
+             * @constant
+             */
+            object: "regraft.queue";
+            /**
+             * Kind
+             * @enum {string}
+             */
+            kind: "jobs" | "validations" | "eval_runs";
+            /**
+             * Gpu Class
+             * @description null: workers of every class take from it.
+             */
+            gpu_class: string | null;
+            /**
+             * Length
+             * @description What a free worker would start.
+             */
+            length: number;
+            /**
+             * Oldest Seconds
+             * @description Waiting time of the longest-waiting of these.
+             */
+            oldest_seconds: number;
+            /**
+             * Held Back
+             * @description Whose project runs as many as it may.
+             */
+            held_back: number;
+            /**
+             * Backing Off
+             * @description After an interruption.
+             */
+            backing_off: number;
+            /** Running */
+            running: number;
+            /**
+             * Workers
+             * @description That take from it and are not silent.
+             */
+            workers: number;
+            /**
+             * Reason
+             * @description What they wait for; null: nothing waits.
+             */
+            reason: string | null;
+        };
+        /** WorkerOut */
+        WorkerOut: {
+            /**
+             * Object
+             * @default regraft.worker
+             * @constant
+             */
+            object: "regraft.worker";
+            /**
+             * Name
+             * @description Host and process id, as attempts have it.
+             */
+            name: string;
+            /** Host */
+            host: string;
+            /** Gpu Class */
+            gpu_class: string;
+            /** Version */
+            version: string;
+            /**
+             * Machines
+             * @description That share its runs, this one included.
+             */
+            machines: number;
+            /**
+             * Ranks
+             * @description Processes of a run on each of these machines.
+             */
+            ranks: number;
+            /**
+             * Status
+             * @description `busy`: it runs a job. `silent`: three reports are missing.
+             * @enum {string}
+             */
+            status: "idle" | "busy" | "draining" | "silent";
+            /** Started At */
+            started_at: number;
+            /** Last Seen At */
+            last_seen_at: number;
+            /**
+             * Silent Seconds
+             * @description Since the last report, by the database's clock.
+             */
+            silent_seconds: number;
+            /** Gpus */
+            gpus: components["schemas"]["GpuOut"][];
+            /**
+             * Memory Used Bytes
+             * @description Of the host, or of the container.
+             */
+            memory_used_bytes: number | null;
+            /** Memory Total Bytes */
+            memory_total_bytes: number | null;
+            /** Tasks */
+            tasks: components["schemas"]["TaskOut"][];
         };
     };
     responses: never;

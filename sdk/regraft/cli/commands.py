@@ -6,10 +6,9 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
-from itertools import islice, takewhile
+from itertools import islice
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -22,6 +21,16 @@ from openai.types.fine_tuning.jobs import FineTuningJobCheckpoint
 from regraft import config
 from regraft._rules.datasets import InvalidDataset
 from regraft.cli.evals import evals_compare, evals_export, evals_gate, evals_import, evals_run
+from regraft.cli.graders import (
+    graders_cases,
+    graders_check,
+    graders_delete,
+    graders_diff,
+    graders_list,
+    graders_save,
+    graders_show,
+    graders_versions,
+)
 from regraft.cli.output import (
     duration,
     expected_costs,
@@ -44,6 +53,7 @@ from regraft.cli.pipelines import (
     pipelines_show,
     pipelines_wait,
 )
+from regraft.cli.service import usage, workers
 from regraft.client import Regraft
 from regraft.config import NotConfigured
 from regraft.datasets import method_of
@@ -491,6 +501,62 @@ def _previewed(arguments: argparse.Namespace, client: Regraft, body: dict[str, A
     return _created(arguments, client.jobs.submit(body))
 
 
+def previews_list(arguments: argparse.Namespace) -> int:
+    listed = list(islice(_client().previews.list(limit=min(arguments.limit, 100)), arguments.limit))
+    rows = [
+        [
+            one.id,
+            when(one.created_at),
+            one.status,
+            one.request["model"],
+            "-" if one.report is None or one.report.mean_reward is None else f"{one.report.mean_reward:.2f}",
+            "-" if one.report is None else one.report.verdict,
+        ]
+        for one in listed
+    ]
+    head = ["id", "created", "status", "model", "mean reward", "verdict"]
+    return _answer(arguments, listed, lambda: table(head, rows))
+
+
+def previews_show(arguments: argparse.Namespace) -> int:
+    preview = _client().previews.retrieve(arguments.preview_id)
+
+    def shown() -> str:
+        if preview.report is not None:
+            return _preview(plain(preview.report))
+        if preview.error is not None:
+            return f"failed: {preview.error.message}"
+        return f"{preview.status}: {_doing(preview.progress)}"
+
+    return _answer(arguments, preview, shown)
+
+
+def previews_answers(arguments: argparse.Namespace) -> int:
+    answers = list(_client().previews.answers(arguments.preview_id))
+    rows = [
+        [one.line, "none" if one.score is None else f"{one.score:.2f}", shortened(one.output_text, 60)]
+        for one in answers
+    ]
+    return _answer(arguments, answers, lambda: table(["line", "score", "answer"], rows))
+
+
+def previews_cancel(arguments: argparse.Namespace) -> int:
+    preview = _client().previews.cancel(arguments.preview_id)
+    return _answer(arguments, preview, lambda: f"{preview.id} is {preview.status}")
+
+
+def previews_delete(arguments: argparse.Namespace) -> int:
+    _client().previews.delete(arguments.preview_id)
+    shown = {"id": arguments.preview_id, "deleted": True}
+    return _answer(arguments, shown, lambda: f"Deleted {arguments.preview_id}")
+
+
+def _doing(now: PreviewProgress) -> str:
+    done = now.graded if now.phase == "grading" else now.sampled
+    doing = {"loading": "loading the model", "sampling": "sampling", "grading": "grading"}[now.phase]
+    return doing if now.phase == "loading" else f"{doing}: {done} of {now.of} answers"
+
+
 def _preview_progress() -> Callable[[PreviewProgress], None]:
     """Say each phase when it begins, and each quarter of its answers."""
     said: set[tuple[str, int]] = set()
@@ -500,8 +566,7 @@ def _preview_progress() -> Callable[[PreviewProgress], None]:
         quarter = (now.phase, 4 * done // now.of)
         if quarter not in said:
             said.add(quarter)
-            doing = {"loading": "loading the model", "sampling": "sampling", "grading": "grading"}[now.phase]
-            say(doing if now.phase == "loading" else f"{doing}: {done} of {now.of} answers")
+            say(_doing(now))
 
     return tell
 
@@ -679,45 +744,6 @@ def jobs_budget(arguments: argparse.Namespace) -> int:
         return f"{job.id}: {used} of GPU time used, {left} left of {cap}"
 
     return _answer(arguments, job, text)
-
-
-def usage(arguments: argparse.Namespace) -> int:
-    since = time.time() - 86400 * arguments.days
-    sums: dict[str, SummedUsage] = {}
-    for job in takewhile(lambda one: one.created_at >= since, _client().fine_tuning.jobs.list(limit=100)):
-        used: dict[str, Any] = getattr(job, "usage_metrics", None) or {}
-        key = {"day": when(job.created_at)[:10], "model": job.model, "job": job.id}[arguments.by]
-        sums.setdefault(key, SummedUsage()).add(used)
-
-    def text() -> str:
-        rows: list[list[object]] = [
-            [key, one.jobs, duration(one.gpu_seconds), one.trained_tokens, one.shown_cost]
-            for key, one in sums.items()
-        ]
-        return table([arguments.by, "jobs", "GPU time", "trained tokens", "cost"], rows)
-
-    return _answer(arguments, [{arguments.by: key} | asdict(one) for key, one in sums.items()], text)
-
-
-@dataclass
-class SummedUsage:
-    """The sums over some jobs; `cost` is by currency."""
-
-    jobs: int = 0
-    gpu_seconds: float = 0.0
-    trained_tokens: int = 0
-    cost: dict[str, float] = field(default_factory=dict)
-
-    def add(self, used: dict[str, Any]) -> None:
-        self.jobs += 1
-        self.gpu_seconds += used.get("gpu_seconds", 0.0)
-        self.trained_tokens += used.get("trained_tokens", 0)
-        if (cost := used.get("cost")) is not None:
-            self.cost[cost["currency"]] = self.cost.get(cost["currency"], 0.0) + cost["amount"]
-
-    @property
-    def shown_cost(self) -> str:
-        return ", ".join(f"{amount:.2f} {currency}" for currency, amount in self.cost.items()) or "-"
 
 
 def _moved(arguments: argparse.Namespace, job: FineTuningJob) -> int:
@@ -954,26 +980,33 @@ def what_if(arguments: argparse.Namespace) -> int:
         arguments.job_id,
         arguments.formula,
         pass_threshold=arguments.pass_threshold,
+        advantage_scale=arguments.advantage_scale,
         split=arguments.split,
         step_from=arguments.step_from,
         step_to=arguments.step_to,
     )
+    before, after = found.advantages_before, found.advantages_after
+    sizes: list[list[object]] = [
+        [f"mean size of advantages, scale {found.advantage_scale}", before.mean, after.mean],
+        ["largest advantage", before.largest, after.largest],
+    ]
 
     return _answer(
         arguments,
         found,
-        lambda: _compared(found, "with the formula", f"passed, from {found.pass_threshold:g}"),
+        lambda: _compared(found, "with the formula", f"passed, from {found.pass_threshold:g}", sizes),
     )
 
 
-def _compared(found: ComparedScores, new: str, passed: str) -> str:
-    """The stored scores beside the new ones; `new` and `passed` name a column and a row."""
+def _compared(found: ComparedScores, new: str, passed: str, more: Iterable[list[object]] = ()) -> str:
+    """The stored scores beside the new ones; `new` and `passed` name a column and a row, `more` are further rows."""
     before, after = found.before, found.after
     rows: list[list[object]] = [
         ["mean reward", before.mean, after.mean],
         ["graded answers", before.graded, after.graded],
         [passed, before.passed, after.passed],
         [f"groups with signal, of {found.groups}", before.groups_with_signal, after.groups_with_signal],
+        *more,
     ]
     correlation = "" if found.rank_correlation is None else f", rank correlation {found.rank_correlation:.3f}"
     return (
@@ -1195,9 +1228,22 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
         files_download,
         files_delete,
         files_profile,
+        previews_list,
+        previews_show,
+        previews_answers,
+        previews_cancel,
+        previews_delete,
         validate,
         graders_validate,
         graders_run,
+        graders_save,
+        graders_list,
+        graders_show,
+        graders_versions,
+        graders_diff,
+        graders_delete,
+        graders_cases,
+        graders_check,
         jobs_create,
         jobs_clone,
         jobs_list,
@@ -1228,6 +1274,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
         evals_import,
         pipelines_create,
         pipelines_list,
+        workers,
         pipelines_show,
         pipelines_wait,
         pipelines_pause,

@@ -1,0 +1,182 @@
+"""Sampling and learning that take turns on the same GPUs."""
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from core.jobs.hyperparameters import Hyperparameters, resolve
+from graders.types import Grade
+from tests.fakes import learn
+from tests.present import untyped
+from tests.worker.test_training import asked, drawn, prompt, sampling
+from worker.assemble import report_placement, takes_turns
+from worker.learn.trainer import PeftTrainer
+from worker.learn.turns import AlternatingTrainer, UpdatingTrainer
+from worker.model.policy import Policy
+from worker.model.sizing import Estimate, MemoryPlan
+from worker.rollout.samplers import engine
+from worker.rollout.samplers.placement import ONE_ENGINE
+from worker.rollout.samplers.wire import Abort, Asleep, EngineReady, FallAsleep, SampleBatch, Stepped, WakeUp
+from worker.types import Group, Rollout, UpdateMetrics
+
+GROUP = Group(cast(Any, None), (Rollout((1,), (0.0,), "", "stop"),), (Grade(1.0),))
+
+
+@dataclass
+class Diary:
+    """A sampler, a trainer and a recorder that write down what happens to them."""
+
+    said: list[Any] = field(default_factory=list)
+
+    def sleep(self) -> None:
+        self.said.append("sleep")
+
+    def update_in_flight(self) -> None:
+        self.said.append("update")
+
+    def add(self, group: Group) -> None:
+        self.said.append("add")
+
+    def step(self) -> UpdateMetrics:
+        self.said.append("step")
+        return UpdateMetrics(0.0, 0, 0, 0, None, None, None, None, None)
+
+    def save(self, folder: Path) -> None:
+        self.said.append(("save", folder))
+
+    def load(self, folder: Path) -> None:
+        self.said.append(("load", folder))
+
+    def inform(self, message: str, data: dict[str, Any]) -> None:
+        self.said.append((message, data))
+
+
+def test_the_sampler_sleeps_before_the_trainer_computes() -> None:
+    diary = Diary()
+    trainer = AlternatingTrainer(diary, diary)
+
+    trainer.add(GROUP)
+    trainer.step()
+    trainer.save(Path("a"))
+    trainer.load(Path("a"))
+
+    assert diary.said == ["add", "sleep", "step", ("save", Path("a")), ("load", Path("a"))]
+
+
+def test_answers_in_flight_continue_with_the_policy_after_the_step() -> None:
+    diary = Diary()
+    trainer = UpdatingTrainer(diary, diary)
+
+    trainer.add(GROUP)
+    trainer.step()
+    trainer.save(Path("a"))
+    trainer.load(Path("a"))
+
+    assert diary.said == ["add", "step", "update", ("save", Path("a")), ("load", Path("a"))]
+
+
+def test_the_trainer_gives_its_memory_back_at_the_end_of_each_step(
+    make_policy: Callable[..., Policy],
+) -> None:
+    policy = make_policy()
+    one = prompt(policy, "say yes")
+    rollouts = drawn(policy, [one], sampling())[0]
+    released: list[int] = []
+    trainer = PeftTrainer(
+        policy, asked({}), token_budget=4096, release=lambda: released.append(trainer.steps_taken)
+    )
+
+    for _ in range(2):
+        learn(trainer, [Group(one, rollouts, tuple(map(Grade, (1.0, 0.0, 0.5, 0.0))))])
+
+    assert released == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [({}, True), ({"overlap": True}, False), ({"off_policy_steps": 1}, False)],
+)
+def test_a_job_that_samples_while_it_learns_takes_no_turns(schedule: dict[str, Any], expected: bool) -> None:
+    settings = resolve(
+        Hyperparameters.model_validate({"advanced": schedule}), rows=8, parameters=1000, context=512
+    )
+
+    assert takes_turns(settings) is expected
+
+
+@pytest.mark.parametrize("sleeps", [False, True])
+def test_the_placement_of_a_job_says_whether_its_engines_sleep(sleeps: bool) -> None:
+    diary = Diary()
+    estimate = Estimate(2, 0, 0, 0, 0, 0, 0, 0, sleeps=sleeps)
+
+    untyped(report_placement)(diary, ONE_ENGINE, MemoryPlan(2048, 1, False, estimate))
+
+    [(message, data)] = diary.said
+    assert ("They sleep while the job learns." in message) is sleeps
+    assert data["sleeps"] is sleeps
+
+
+class Engine:
+    """An engine with a request that never ends, which has to be awake to compute."""
+
+    def __init__(self) -> None:
+        self.busy, self.is_awake = False, True
+
+    def start(self, batch: SampleBatch) -> None:
+        self.busy = True
+
+    def step(self) -> Stepped:
+        assert self.is_awake
+        return Stepped(())
+
+    def abort(self) -> None:
+        self.busy = False
+
+    def sleep(self) -> None:
+        self.busy = self.is_awake = False
+
+    def wake_up(self) -> None:
+        self.is_awake = True
+
+
+@pytest.fixture
+def run() -> Iterator[Connection]:
+    """The run's end of the connection to an engine."""
+    ours, theirs = Pipe()
+
+    def work() -> None:
+        with pytest.raises(EOFError):
+            untyped(engine.serve)(theirs, Engine())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    yield ours
+    ours.close()
+    thread.join()
+
+
+def answer_to(run: Connection, message: object) -> object:
+    """The first reply that is no step."""
+    run.send(message)
+    while isinstance(reply := run.recv(), Stepped):
+        pass
+    return reply
+
+
+def test_an_engine_drops_its_requests_to_sleep_and_is_ready_when_it_is_awake_again(run: Connection) -> None:
+    assert run.recv() == EngineReady()
+    run.send(SampleBatch(None, ()))
+    assert run.recv() == Stepped(())
+
+    assert answer_to(run, FallAsleep()) == Asleep()
+    assert not run.poll(), "an engine that sleeps computes nothing"
+    assert answer_to(run, WakeUp()) == EngineReady()
+    run.send(SampleBatch(None, ()))
+    assert run.recv() == Stepped(())
+    assert answer_to(run, Abort()) == EngineReady()
