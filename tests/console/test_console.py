@@ -214,7 +214,9 @@ def test_the_tokens_of_an_answer_are_colored_by_their_values(
         tokens = client.rollouts.tokens(finished, rollout.id).tokens
     logged_in.goto(f"/#/jobs/{finished}/rollouts?step=1&split=train&group={rollout.group}")
     logged_in.get_by_role("heading", name=f"Group {rollout.group}").wait_for()
-    logged_in.locator("tbody tr", has_text=f"{rollout.group}.{rollout.member}").first.click()
+    place = logged_in.get_by_role("cell", name=f"{rollout.group}.{rollout.member}", exact=True)
+    logged_in.locator("tbody tr", has=place).click()
+    expect(logged_in.get_by_role("heading", name=rollout.id)).to_be_visible()
 
     logged_in.keyboard.press("t")
 
