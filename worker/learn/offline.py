@@ -26,6 +26,7 @@ from worker.learn.totals import Totals
 from worker.model.policy import Policy
 from worker.progress import PROGRESS
 from worker.refusals import InvalidModel
+from worker.sharing.turns import TURNS
 from worker.types import Pack
 
 
@@ -99,7 +100,9 @@ class OfflineGradient:
 
     def _micro_batches(self, packs: Sequence[Pack]) -> Iterator[list[Pack]]:
         rows = self.policy.route.forward == "rows"
-        return whole_batches(packs, self.capacity, self.policy.device, rows=rows)
+        for part in whole_batches(packs, self.capacity, self.policy.device, rows=rows):
+            yield part
+            TURNS.offer()
 
     def _prepare(self, packs: Sequence[Pack]) -> None:
         """Compute what the loss needs of the whole step.
@@ -346,6 +349,7 @@ class OfflineTrainer:
         self.steps_taken = 0
         self.beat = beat
 
+    @TURNS
     def step(self, packs: Sequence[Pack]) -> OfflineMetrics:
         """One update with these rows."""
         totals = self.gradient.add(packs)
@@ -354,6 +358,7 @@ class OfflineTrainer:
         self.beat()
         return self.metrics(totals, grad_norm=norm, skipped=norm is None)
 
+    @TURNS
     def measure(self, packs: Sequence[Pack]) -> OfflineMetrics:
         """The metrics of these rows under the current policy."""
         totals = Totals()

@@ -1,5 +1,6 @@
 """The model that every rank of a run loads."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,6 +10,8 @@ from core.jobs.offline_hyperparameters import ResolvedOffline
 from core.registry import BaseModelEntry
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from worker.model.policy import Policy
     from worker.model.support import ForwardVerdict
 
@@ -24,6 +27,8 @@ class Model:
     seed: int
     checkpointed: bool  # activations are computed twice
     sampled: bool  # by rank 0 with the transformers sampler, whose decode limits the choice of a forward pass
+    # Gets a base model that another process has loaded; None: each rank loads its own.
+    weights: "Callable[[], PreTrainedModel] | None" = None
 
     def load(self, device: str) -> "Policy":
         from worker.model.policy import Policy, load_base
@@ -35,6 +40,7 @@ class Model:
             device,
             self.settings.chat_template,
             self.settings.chat_template_kwargs,
+            self.weights,
         )
         policy = Policy(
             base,

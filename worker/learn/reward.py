@@ -22,6 +22,7 @@ from worker.learn.totals import Totals
 from worker.model import reward_head
 from worker.model.policy import Policy
 from worker.model.reward_head import RewardHead, Scale
+from worker.sharing.turns import TURNS
 from worker.types import Pack
 
 
@@ -110,6 +111,7 @@ class RewardTrainer(OfflineTrainer):
             return measured
         return replace(measured, reward_accuracy=totals.correct / totals.tokens)
 
+    @TURNS  # the scale of the rewards is measured
     def save(self, folder: Path) -> None:
         super().save(folder)
         scale = self.scale or Scale.of(self.of_rewards.rewards(self.measured))

@@ -151,12 +151,14 @@ def load_base(
     device: str,
     chat_template: str | None = None,
     template_arguments: TemplateArguments | None = None,
+    weights: Callable[[], PreTrainedModel] | None = None,
 ) -> Base:
     """Load a base model by its registry entry; a GGUF file is converted into `cache` the first time.
 
     Args:
         chat_template: a name of core/chat_templates.py, in place of the entry's own template.
         template_arguments: new defaults of the template's arguments.
+        weights: get the model from here, as `load_weights` has loaded it elsewhere.
 
     Raises:
         UnsupportedModel: transformers, or our attention, does not know the architecture.
@@ -166,6 +168,13 @@ def load_base(
     """
     source = source_of(entry, cache)
     files = fingerprint.of_folder(source) if isinstance(source, Path) else ""
+    model = load_weights(entry, source, device) if weights is None else weights()
+    tokenizer = read_tokenizer(entry, source, chat_template, template_arguments)
+    return Base(name, source, model, tokenizer, entry.context, files)
+
+
+def load_weights(entry: BaseModelEntry, source: Path | str, device: str) -> PreTrainedModel:
+    """Load the frozen model alone. Raises as `load_base` does."""
     config, dtype = read_config(source), DTYPES[entry.dtype]
     with _reading(source, "weights"):
         plain = quantized.arguments(config, source)
@@ -180,12 +189,12 @@ def load_base(
             f"The model's files lack {len(missing)} weights, the first is {missing[0]}: the folder is "
             "incomplete, or its config.json belongs to another model."
         )
-    tokenizer = read_tokenizer(entry, source, chat_template, template_arguments)
     model.requires_grad_(False)
     with _reading(source, "weights"):
         model = model.to(device)
     # eval() for good: dropout would make the trainer disagree with what was sampled.
-    return Base(name, source, model.eval(), tokenizer, entry.context, files)
+    loaded: PreTrainedModel = model.eval()
+    return loaded
 
 
 def source_of(entry: BaseModelEntry, cache: Path) -> Path | str:

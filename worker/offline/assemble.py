@@ -12,7 +12,14 @@ from core.jobs import methods, offline_hyperparameters
 from core.results.lineage import Parent, start_name
 from core.settings import Settings
 from core.storage.offline_rows import FORMS, reward_kind
-from worker.assemble import BaseModel, inspect_model, refuse_absent_targets, teacher_model
+from worker.assemble import (
+    BaseModel,
+    inspect_model,
+    refuse_absent_targets,
+    refuse_to_share,
+    teacher_model,
+    weights_of,
+)
 from worker.attempt import Attempt
 from worker.heartbeat import Beat
 from worker.learn.offline import OfflineTrainer
@@ -33,6 +40,7 @@ from worker.record.exporters.choice import feeds_of
 from worker.record.recorder import Quota, Recorder
 from worker.refusals import UserMistake
 from worker.rollout.rows import read_file
+from worker.sharing.base import RunsAlone, SharedBase
 from worker.types import Pack
 
 # Rows whose answers tell the scale of a reward model's rewards.
@@ -67,6 +75,7 @@ def assemble(
         else read_file(attempt, "validation_file", job.validation_file, form)
     )
     base = inspect_model(job.model, settings, 1, samples=False)
+    refuse_to_share(attempt, base)
     asked = offline_hyperparameters.asked(kind, job.body["hyperparameters"])
     rewards = reward_kind(train[0].item)
     resolved = offline_hyperparameters.resolve(
@@ -89,10 +98,18 @@ def assemble(
     scale = Scale.of_steps() if rewards == "steps" else None
     if resolved.reward_kind == "scores":
         scale, [train_rows, valid_rows] = standardized([train_rows, valid_rows])
-    plan = plan_memory(job.model, base, resolved, [*train_rows, *valid_rows], settings, teacher)
+    rows = [*train_rows, *valid_rows]
+    plan = plan_memory(job.model, base, resolved, rows, settings, teacher, attempt.shared)
     beat()
     model = Model(
-        job.model, base.entry, settings.model_cache, resolved, job.seed, plan.checkpointed, sampled=False
+        job.model,
+        base.entry,
+        settings.model_cache,
+        resolved,
+        job.seed,
+        plan.checkpointed,
+        sampled=False,
+        weights=weights_of(attempt, base),
     )
     policy = model.load(base.device)
     beat()
@@ -193,11 +210,13 @@ def plan_memory(
     rows: list[TokenizedRow],
     settings: Settings,
     teacher: TeacherModel | None = None,
+    shared: SharedBase | None = None,
 ) -> sizing.MemoryPlan:
     """Divide the free memory, without that of a teacher's weights, between weights and micro-batches.
 
     Raises:
         UserMistake: the job does not fit.
+        RunsAlone: it does not fit beside others.
     """
     work = sizing.workload(
         rank=settings_of_job.lora_rank,
@@ -210,11 +229,13 @@ def plan_memory(
         eval_samples=1,
     )
     packed = base.device == "cpu" and base.entry.dtype == "float32"
-    free = memory.available(base.device)
+    free = memory.available(base.device) if shared is None else shared.memory(base.shape.weight_bytes)
     if teacher is not None:
         free = max(0, free - teacher.weight_bytes(packed=packed))
     machine = sizing.machine(settings, base.device, free, base.sampler, packed=packed)
     try:
         return sizing.plan(name, base.shape, work, machine)
     except sizing.DoesNotFit as cause:
+        if shared is not None:
+            raise RunsAlone(f"beside {shared.jobs - 1} others {cause}") from cause
         raise UserMistake("not_enough_memory", str(cause), "model") from cause
