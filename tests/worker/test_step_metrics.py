@@ -70,7 +70,7 @@ def test_a_step_of_another_version_is_loaded_by_what_this_one_knows() -> None:
     other = {
         "entropy": 1,
         "of_a_later_version": 2.0,
-        "timing": {"step": {"full_iteration": 3, "waiting": 1.0}},
+        "timing": {"step": {"full_iteration": 3, "of_a_later_version": 1.0}},
     }
 
     step = StepMetrics.load(other, step=7)
