@@ -9,6 +9,12 @@ linear weights for every token read (forward, and backward to the inputs), 6 x t
 computed again in the backward pass). Attention and the adapter are not counted, so the share is a lower bound.
 
 --part swap: what a changed adapter adds to a sample of one token through vLLM (bench/swap.py says how it is measured).
+
+--part colocated, split, parallel, sleep, fleet and long: whole steps on --gpus GPUs (bench/gpu_steps.py).
+
+--part trl: the steps of `colocated` on one GPU by TRL's GRPOTrainer with vLLM colocated (bench/gpu_trl.py).
+
+A part has no figures if it needs more GPUs, vLLM or TRL.
 """
 
 import argparse
@@ -19,71 +25,50 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
+from bench import gpu_steps, gpu_trl
+from bench.gpu_models import RANK, SHAPES, Shape, prompt, random_base
 from bench.models import settings_for
 from bench.report import report
 from graders.types import Grade
 from worker.learn.trainer import PeftTrainer
-from worker.model import attention
-from worker.model.policy import Base, Policy
+from worker.model.policy import Policy
 from worker.rollout.samplers import Sampling, grouped
 from worker.rollout.samplers.transformers import TransformersSampler
 from worker.rollout.samplers.vllm import VllmSampler, installed
-from worker.types import Group, Prompt
+from worker.types import Group
 
-RANK, ROUNDS = 16, 3
+PARTS = ("train", "swap", "colocated", "split", "parallel", "sleep", "fleet", "long", "trl")
+ROUNDS = 3
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A Llama's sizes, and how much of it to sample at once."""
-
-    vocabulary: int
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    key_value_heads: int
-    prompts: int
-    group: int
-    prompt: int
-    answer: int
-    token_budget: int
-    matrix: int  # side of the matrices whose product is the yardstick
-
-
-SHAPES = {
-    "tiny": Shape(512, 64, 128, 2, 2, 1, 2, 4, 24, 8, 256, 256),
-    "0.5b": Shape(151_936, 896, 4864, 24, 14, 2, 16, 16, 256, 128, 16_384, 8192),
-    "1.5b": Shape(151_936, 1536, 8960, 28, 12, 2, 16, 16, 256, 128, 16_384, 8192),
-    "8b": Shape(128_256, 4096, 14_336, 32, 32, 8, 8, 16, 256, 128, 8192, 8192),
-}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--part", choices=["train", "swap"], default="train")
+    parser.add_argument("--part", choices=PARTS, default="train")
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
-    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument(
+        "--steps", type=int, default=4, help="of the whole steps; the first one is not counted"
+    )
+    parser.add_argument("--gpus", default="1", help="a number, or all; on a CPU, of processes")
     parser.add_argument("--out", type=Path, help="a file that the figures are written to as JSON, too")
     asked = parser.parse_args()
     shape = SHAPES[asked.shape]
-    figures = {"train": train, "swap": swap}[asked.part](shape, asked.device)
+    gpus = torch.cuda.device_count() if asked.gpus == "all" else int(asked.gpus)
+    figures = run(asked.part, shape, asked.device, gpus, asked.steps)
     if asked.out:
         asked.out.parent.mkdir(parents=True, exist_ok=True)
         where = {
             "shape": asked.shape,
             "sizes": asdict(shape),
             "part": asked.part,
+            "gpus": gpus,
             "device": device_name(asked.device),
         }
         asked.out.write_text(
@@ -92,37 +77,15 @@ def main() -> None:
     report(f"gpu_{asked.part}_{asked.shape}", figures)
 
 
-def random_base(shape: Shape, device: str, source: str = "") -> Base:
-    """A Llama of this shape in bfloat16, made on the device, and a tokenizer of that many words."""
-    words = {f"w{number}": number for number in range(shape.vocabulary)}
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel(words, unk_token="w0")),
-        unk_token="w0",
-        pad_token="w1",
-        eos_token="w2",
-    )
-    config = LlamaConfig(
-        vocab_size=shape.vocabulary,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.key_value_heads,
-        max_position_embeddings=4096,
-        bos_token_id=None,
-        eos_token_id=2,
-        pad_token_id=1,
-    )
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=torch.bfloat16, attn_implementation=attention.NAME
-        )
-    model.requires_grad_(False)
-    if source:
-        model.save_pretrained(source)
-        tokenizer.save_pretrained(source)
-    return Base("random", source, model.eval(), tokenizer, context=2048)
+def run(part: str, shape: Shape, device: str, gpus: int, steps: int) -> dict[str, float]:
+    if part in ("train", "swap"):
+        return {"train": train, "swap": swap}[part](shape, device)
+    if part == "trl":
+        return gpu_trl.measure(shape, device, steps)
+    scenario = gpu_steps.scenario_of(part, gpus)
+    if installed() is None or scenario is None or shape.heads % scenario.tensor_parallel:
+        return {}
+    return gpu_steps.measure(replace(scenario, steps=steps), shape, device)
 
 
 def train(shape: Shape, device: str) -> dict[str, float]:
@@ -189,13 +152,6 @@ def swap(shape: Shape, device: str) -> dict[str, float]:
                 parameter.numel() * parameter.element_size() for parameter in policy.trainable
             ),
         }
-
-
-def prompt(shape: Shape, line: int) -> Prompt:
-    generator = torch.Generator().manual_seed(line)
-    return Prompt(
-        line, tuple(torch.randint(3, shape.vocabulary, (shape.prompt,), generator=generator).tolist()), {}
-    )
 
 
 def decoder_weights(shape: Shape) -> int:

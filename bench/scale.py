@@ -29,7 +29,7 @@ from core.registry import Registry
 from core.settings import Settings
 from graders.types import Grade
 from worker import process
-from worker.learn.distributed import LoadModel, follow, loading
+from worker.learn.distributed import LoadModel, follow, load_checked, loading
 from worker.learn.launch import launch
 from worker.learn.rank_model import Model
 from worker.learn.trainer import PeftTrainer
@@ -157,7 +157,7 @@ def learn(folder: Path, groups: list[Group], start: list[Tensor]) -> None:
     settings = learning_settings()
     model = Model(MODEL, entry, cache, settings, seed=0, checkpointed=False, sampled=False)
     with loading(world, LoadModel(model, "cpu", 1, token_budget=512, held_to="")):
-        policy = model.load_checked("cpu")
+        policy, _ = load_checked(model, "cpu", 1, world)
     with torch.no_grad():
         for parameter, value in zip(policy.trainable, start, strict=True):
             parameter.copy_(value)

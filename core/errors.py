@@ -17,6 +17,8 @@ ServiceError                    500 server_error
 │   ├── UploadNotFound
 │   ├── EvalNotFound            an eval, a run or an output item
 │   ├── PipelineNotFound
+│   ├── GraderNotFound          a stored grader, or a version of one
+│   ├── GoldenCaseNotFound
 │   ├── WebhookEndpointNotFound
 │   ├── OrganizationNotFound
 │   ├── ProjectNotFound
@@ -198,9 +200,27 @@ class EvalNotFound(NotFound):
         super().__init__(f"No such {what.replace('_', ' ')}: {its_id}", param=param or f"{what}_id")
 
 
+class PreviewNotFound(NotFound):
+    def __init__(self, preview_id: str) -> None:
+        super().__init__(f"No such preview: {preview_id}", param="preview_id")
+
+
 class PipelineNotFound(NotFound):
     def __init__(self, pipeline_id: str) -> None:
         super().__init__(f"No such pipeline: {pipeline_id}", param="pipeline_id")
+
+
+class GraderNotFound(NotFound):
+    code = "grader_not_found"
+
+    def __init__(self, name: str, version: str | None = None) -> None:
+        of_it = f" with the version {version}" if version else ""
+        super().__init__(f"No stored grader '{name}'{of_it} in this project.", param="grader_name")
+
+
+class GoldenCaseNotFound(NotFound):
+    def __init__(self, case_id: str) -> None:
+        super().__init__(f"No such golden case: {case_id}", param="case_id")
 
 
 class WebhookEndpointNotFound(NotFound):
@@ -302,5 +322,6 @@ class NotReady(ServiceError):
 
     def __init__(self, message: str, *, retry_after: int | None = None, code: str | None = None) -> None:
         super().__init__(message, code=code)
+        self.retry_after = retry_after
         if retry_after is not None:
             self.headers = {"retry-after": str(retry_after)}

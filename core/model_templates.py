@@ -6,7 +6,8 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
@@ -40,6 +41,26 @@ def is_reasoning(entry: BaseModelEntry, model_cache: Path, chat_template: str = 
         check = ModelChecks(model_cache).latest(entry)
         known = None if check is None else check.reasons
     return bool(known)
+
+
+@dataclass(frozen=True)
+class TemplateFiles:
+    """The chat template of a model, and the folder with its tokenizer."""
+
+    template: str
+    special_tokens: Mapping[str, str]
+    folder: Path
+
+
+def files_of(entry: BaseModelEntry, model_cache: Path, chat_template: str = "auto") -> TemplateFiles | None:
+    """Return the template with which jobs on the model render prompts. None: it is not on this machine, or has none."""
+    text = entry.template_text if chat_template == "auto" else chat_templates.text_of(chat_template)
+    folder = folder_of(entry, model_cache)
+    if folder is None:
+        return None
+    own, special_tokens = _read(folder)
+    text = own if text is None else text
+    return None if text is None else TemplateFiles(text, special_tokens, folder)
 
 
 def reasons(entry: BaseModelEntry, model_cache: Path, chat_template: str = "auto") -> bool | None:
@@ -145,7 +166,17 @@ def _found(template: str, special_tokens: Mapping[str, str]) -> bool:
 
 
 def renderer(template: str, special_tokens: Mapping[str, str]) -> Render:
-    """Render conversations with a template in Jinja's sandbox.
+    """Render conversations that begin with a question of ours."""
+    render_chat = chat_renderer(template, special_tokens)
+
+    def render(*messages: dict[str, str], prompt: bool = False, **arguments: Any) -> str:
+        return render_chat([{"role": "user", "content": QUESTION}, *messages], prompt=prompt, **arguments)
+
+    return render
+
+
+def chat_renderer(template: str, special_tokens: Mapping[str, str]) -> Callable[..., str]:
+    """Render messages with a template in Jinja's sandbox: `render(messages, tools, prompt=True)`.
 
     Source: `_compile_jinja_template` of transformers/utils/chat_template_utils.py.
     """
@@ -156,10 +187,16 @@ def renderer(template: str, special_tokens: Mapping[str, str]) -> Render:
     jinja.globals |= {"raise_exception": _raise, "strftime_now": datetime.now().strftime}
     compiled = jinja.from_string(template)
 
-    def render(*messages: dict[str, str], prompt: bool = False, **arguments: Any) -> str:
+    def render(
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        prompt: bool = False,
+        **arguments: Any,
+    ) -> str:
         return compiled.render(
-            messages=[{"role": "user", "content": QUESTION}, *messages],
-            tools=None,
+            messages=messages,
+            tools=tools,
             documents=None,
             add_generation_prompt=prompt,
             **{**special_tokens, **arguments},

@@ -22,6 +22,7 @@ from graders.judge.judges import Judges
 from graders.judge.model_graders import LabelModel, PromptTemplate, ScoreModel, TemplatePart
 from graders.sandbox.pool import refusal
 from graders.spec import (
+    MASK,
     EndpointSpec,
     FormatSpec,
     GraderSpec,
@@ -164,6 +165,16 @@ def reward_model_parts(spec: GraderSpec, param: str = "grader") -> Iterator[tupl
         yield from reward_model_parts(sub, f"{param}.graders.{key}")
 
 
+def masked_part(spec: GraderSpec, param: str = "grader") -> str | None:
+    """The path of a header value that is the mask of a secret, as `hide_secrets` returns it; None: there is none."""
+    if isinstance(spec, EndpointSpec) and spec.headers:
+        return next(
+            (f"{param}.headers.{name}" for name, value in spec.headers.items() if value == MASK), None
+        )
+    inner = (masked_part(sub, f"{param}.graders.{key}") for key, sub in parts_of(spec).items())
+    return next(filter(None, inner), None)
+
+
 def environments_of(spec: GraderSpec) -> list[str]:
     """Return the distinct environments of the spec's python graders."""
     return list(dict.fromkeys(part.image_tag or DEFAULT for _, part in python_parts(spec)))
@@ -172,6 +183,13 @@ def environments_of(spec: GraderSpec) -> list[str]:
 def item_paths(spec: GraderSpec) -> list[Path]:
     """Return the distinct paths that the spec reads from a row."""
     return list(dict.fromkeys(path for template in _templates(spec) for path in template.item_paths))
+
+
+def reads_more(spec: GraderSpec) -> bool:
+    """Return whether a part may read fields that `item_paths` does not list: a python grader or an endpoint."""
+    if isinstance(spec, PythonSpec | EndpointSpec):
+        return True
+    return any(reads_more(part) for part in parts_of(spec).values())
 
 
 def for_row(spec: GraderSpec, row: Item) -> SimpleSpec | MultiSpec | None:

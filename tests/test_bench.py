@@ -2,11 +2,15 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from bench import console, gpu, scale_sim, sdk, table
+from bench import console, gpu, gpu_models, gpu_steps, scale_sim, sdk, table
+from worker.rollout.samplers.vllm import installed
+
+NOTHING = {("fleet", "engines"), ("fleet", "cache_gib")}  # the job's own
 
 
 def test_the_gpu_bench_runs_small_on_a_cpu(
@@ -23,9 +27,50 @@ def test_the_gpu_bench_runs_small_on_a_cpu(
     assert all(value > 0 for value in json.loads(out.read_text())["figures"].values())
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(installed() is None, reason="vLLM is not installed")
+@pytest.mark.parametrize("part", ["sleep", "split", "parallel", "fleet"])
+def test_the_steps_of_the_gpu_bench_run_small_on_a_cpu(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)  # or each process would compile vLLM again
+
+    figures = gpu.run(part, gpu_models.SHAPES["tiny"], "cpu", 2, steps=2)
+
+    assert figures["engines"] == {"fleet": 0, "sleep": 2}.get(part, 1)
+    assert figures["trained_tokens"] == 2 * 4 * 8
+    assert all(value > 0 for name, value in figures.items() if (part, name) not in NOTHING)
+
+
+def test_colocated_steps_differ_from_those_that_sleep_and_long_ones_in_that_alone() -> None:
+    colocated = gpu_steps.scenario_of("colocated", 2)
+
+    assert colocated == gpu_steps.Scenario(ranks=2)
+    assert gpu_steps.scenario_of("sleep", 2) == replace(colocated, sleeps=True)
+    assert gpu_steps.scenario_of("long", 2) == replace(colocated, answer=gpu_steps.LONG)
+
+
+@pytest.mark.slow
+def test_the_steps_of_trl_run_small_on_a_cpu() -> None:
+    pytest.importorskip("trl")
+
+    figures = gpu.run("trl", gpu_models.SHAPES["tiny"], "cpu", 1, steps=2)
+
+    assert figures["tokens_per_second"] == pytest.approx(2 * 4 * 8 / figures["step_seconds"])
+
+
+@pytest.mark.parametrize("part", ["split", "parallel", "fleet"])
+def test_a_part_of_the_gpu_bench_that_needs_more_gpus_has_no_figures(part: str) -> None:
+    assert gpu.run(part, gpu_models.SHAPES["tiny"], "cpu", 1, steps=2) == {}
+
+
+def test_every_part_of_the_gpu_bench_is_in_its_script() -> None:
+    script = Path(gpu.__file__).with_suffix(".sh").read_text()
+
+    assert {part for part in gpu.PARTS if f":{part}:" not in script} == set()
+
+
 def test_the_decoder_has_as_many_weights_as_are_counted() -> None:
-    shape = gpu.SHAPES["tiny"]
-    model = gpu.random_base(shape, "cpu").model
+    shape = gpu_models.SHAPES["tiny"]
+    model = gpu_models.random_base(shape, "cpu").model
 
     linear = [m.weight.numel() for m in model.model.modules() if type(m).__name__ == "Linear"]
     assert sum(linear) == gpu.decoder_weights(shape)

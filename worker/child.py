@@ -73,7 +73,7 @@ async def run_attempt(
         # Imports torch, so it is imported where it is needed.
         assemble_offline = import_module("worker.offline.assemble").assemble
         with failing_once():
-            offline: OfflineRun = assemble_offline(attempt, settings, scratch, stop_requested, beat)
+            offline: OfflineRun = assemble_offline(attempt, settings, scratch, stop_requested, beat, world)
         with closed_at_the_end(offline.feeds):
             return await trained(offline)
     if teacher_of(attempt.job) is not None:

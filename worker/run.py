@@ -6,8 +6,9 @@ builds a Run for a claimed job, and worker/child.py is the process that the supe
 
 import asyncio
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from core.jobs.estimates import Ahead
 from core.jobs.hyperparameters import Resolved
@@ -21,6 +22,7 @@ from worker.progress import PROGRESS
 from worker.record import alerts, delivery, divergence, metrics, monitors, stopping
 from worker.record.checkpoints import Checkpoints
 from worker.record.exporters.feed import Feeds
+from worker.record.gpu_ratio import RatioMeasurement
 from worker.record.history import History
 from worker.record.recorder import Recorder
 from worker.record.rollouts import GradedStep
@@ -29,7 +31,7 @@ from worker.rollout.collect import Collector
 from worker.rollout.prompts import PromptStream
 from worker.rollout.rewards import Scoring
 from worker.rollout.samplers import Sampler, Sampling
-from worker.types import Group, Prompt, UpdateMetrics
+from worker.types import AnswerKey, Group, Prompt, TokenValues, UpdateMetrics
 
 
 class RunOutcome(enum.Enum):
@@ -58,6 +60,7 @@ class Run:
     feeds: Feeds = field(default_factory=Feeds)  # who else gets the metrics
     gpus: int = 1  # GPU-seconds in each second of this run
     thresholds: Thresholds = field(default_factory=Thresholds)  # of the warnings
+    ratio: RatioMeasurement | None = None  # if some GPUs sample while others learn
     history: History = field(default_factory=History, init=False)  # the recorded steps, from `train` on
     collector: Collector = field(init=False)
 
@@ -104,10 +107,16 @@ class Run:
         if early is not None and valid_P is None:
             valid_P = await self.validate(clock)
             data = self.measure(step, clock, groups_P, others_P, update, valid_P)
-        pause = self.record(data, groups_P, others_P, valid_P, is_last=early is not None)
+        pause = self.record(
+            data, groups_P, others_P, valid_P, tokens=update.tokens, is_last=early is not None
+        )
         stop = pause or self.stop_requested()
         alerts.report(groups_P, self.history, self.recorder, self.settings, self.failing_steps)
         alerts.require_signal(data, self.recorder, self.settings)
+        if self.ratio is not None and (
+            ratio := self.ratio.add(data.ahead_seconds, clock.seconds["training"])
+        ):
+            self.recorder.inform(ratio.message, ratio.data)
         self.check([*groups_P, *others_P, *(valid_P or [])])
         if valid_P is not None or stop:
             reward = metrics.mean_reward(valid_P) if valid_P is not None else None
@@ -180,6 +189,7 @@ class Run:
             valid_P=valid_P,
             update=update,
             seconds=clock.seconds,
+            ahead_seconds=self.collector.ahead_seconds if train_P else None,
             gpus=self.gpus,
             base_scores=self.history.base_scores,
             pass_score=self.settings.eval_pass_score,
@@ -192,12 +202,15 @@ class Run:
         others_P: Sequence[Group],
         valid_P: Sequence[Group] | None,
         *,
+        tokens: Mapping[AnswerKey, TokenValues] = MappingProxyType({}),
         is_last: bool = False,
     ) -> bool:
         ahead = Ahead(0, 0, False) if is_last else self.ahead(data.step)
         stored: list[GradedStep] = []
         if train_P:
-            stored.append(GradedStep("train", [*train_P, *others_P], self.settings, own=len(train_P)))
+            stored.append(
+                GradedStep("train", [*train_P, *others_P], self.settings, own=len(train_P), tokens=tokens)
+            )
         if valid_P is not None:
             stored.append(GradedStep("valid", valid_P))
         scores = None if valid_P is None else row_scores(valid_P)

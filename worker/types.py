@@ -3,12 +3,17 @@
 Axes: `_P` prompts of the step, `_G` members of a group (answers to one prompt), `_T` tokens of one answer.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from numpy.typing import NDArray
 
 from core.jobs.hyperparameter_groups import Supervision
 from graders.types import Grade
+
+if TYPE_CHECKING:  # the processes beside a run have no torch
+    from torch import Tensor
 
 FinishReason = Literal["stop", "length"]
 
@@ -39,6 +44,8 @@ class Rollout:
         0  # tokens before `grammar_start` that closed a thought at its budget: they were not sampled
     )
     teacher_T: tuple[float, ...] = ()  # log-probabilities under a teacher, in jobs that have one
+    # With `continue_in_flight`, for each token: the steps that the policy which sampled it had learned from.
+    policy_steps_T: tuple[int, ...] = ()
 
     @property
     def sampled_tokens(self) -> int:
@@ -73,6 +80,14 @@ class Group:
         return [step.score for grade in self.grades_G for step in grade.steps]
 
 
+@dataclass(frozen=True, eq=False)
+class TopTokens:
+    """The tokens that a teacher finds likeliest at each trained token of an answer, and their log-probabilities."""
+
+    ids: "Tensor"  # int64 [T, k]
+    logprobs: "Tensor"  # float32 [T, k], at temperature 1
+
+
 @dataclass(frozen=True)
 class TrainingSequence:
     """One answer as the trainer sees it: its tokens, their advantages, its weight in the loss."""
@@ -89,6 +104,7 @@ class TrainingSequence:
     ] = ()  # as in Rollout; their advantages follow from it, not from `advantages_T`
     # Of rows of a reward model, for each trained token: the score, the label of the step, or the margin of the pair.
     scores: tuple[float, ...] = ()
+    top: TopTokens | None = None  # of a teacher on a server, from which the answer learns probabilities
 
 
 @dataclass(frozen=True)
@@ -102,6 +118,21 @@ class Pack:
     def tokens(self) -> int:
         # The last token of an answer predicts nothing, so it is not an input.
         return len(self.prompt_ids) + sum(len(one.output_ids_T) - 1 for one in self.sequences)
+
+
+@dataclass(frozen=True)
+class TokenValues:
+    """What the trainer computed with, for each sampled token of an answer.
+
+    `logprobs_T` is of the policy before the update, where the sampler's are compared with them.
+    """
+
+    logprobs_T: Sequence[float] | NDArray[Any]
+    advantages_T: Sequence[float] | NDArray[Any]
+
+
+AnswerKey = tuple[tuple[int, ...], tuple[int, ...]]
+"""The tokens of a prompt and of an answer. Equal answers to a prompt have equal values."""
 
 
 @dataclass(frozen=True)
@@ -131,3 +162,5 @@ class UpdateMetrics:
     value_loss: float | None = None  # with a value head, like the next
     explained_variance: float | None = None  # of the returns by the values before the update
     skipped: bool = False  # a gradient was not finite, so the step was not taken
+    # Of the answers that were computed; empty if the trainer was not asked for them. Not a metric.
+    tokens: Mapping[AnswerKey, TokenValues] = field(default_factory=dict)

@@ -27,6 +27,7 @@ from api.resources import (
     attempts,
     chat,
     completions,
+    curves,
     estimates,
     eval_compare,
     eval_import,
@@ -41,17 +42,21 @@ from api.resources import (
     jobs,
     model_checks,
     models,
+    operator,
     organization,
     permissions,
     pipelines,
-    preview,
+    previews,
+    profiles,
     project_stream,
     regrades,
     responses,
     rollouts,
     sessions,
+    stored_graders,
     stream,
     uploads,
+    usage,
     webhooks,
 )
 from core.database.engine import Database, Send
@@ -118,7 +123,7 @@ def create_app(
     app.state.upstream = chat.Upstream(settings)
     app.router.routes.extend(all_routes())
     app.include_router(docs_site.router(settings.docs_site))
-    app.include_router(console.router(settings.console_site))
+    app.include_router(console.router(settings.console_site, single_sign_on=bool(settings.sso_header)))
     errors.add_handlers(app)
     app.add_middleware(
         LargeBodies,
@@ -154,15 +159,18 @@ def all_routes() -> list[BaseRoute]:
         permissions,
         attempts,
         estimates,
-        preview,
+        previews,
         models,
         model_checks,
+        profiles,
         chat,
         completions,
         responses,
         graders,
+        stored_graders,
         rollouts,
         job_compare,
+        curves,
         regrades,
         archive,
         evals,
@@ -172,6 +180,8 @@ def all_routes() -> list[BaseRoute]:
         pipelines,
         webhooks,
         organization,
+        operator,
+        usage,
         sessions,
         project_stream,
         stream,

@@ -1,9 +1,10 @@
 """Dependencies of the endpoints: the components of the service, the caller, and database access."""
 
+import asyncio
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from ipaddress import ip_address
 from typing import Annotated
@@ -14,6 +15,7 @@ from fastapi.security import APIKeyHeader, HTTPAuthorizationCredentials, HTTPBea
 from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
 
+from api.http import sign_on
 from api.http.admission import Admission
 from api.http.grader_loop import GraderLoop
 from api.http.rate_limits import Rates
@@ -51,7 +53,11 @@ class Service:
     file_readers: CapacityLimiter
     graders: GraderLoop
     shutdown: Shutdown
-    preview_seconds: float = 540.0  # OpenAI's client gives up after 600
+    preview_seconds: float = 540.0
+    # How long a preview waits for an inference server that starts or loads the model.
+    preview_load_seconds: float = 180.0
+    check_seconds: float = 540.0  # of a stored grader on all of its golden cases
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)  # that outlive their requests
 
 
 async def _service(request: Request) -> Service:
@@ -98,7 +104,7 @@ def _caller(
     project: Annotated[str | None, Header(alias="OpenAI-Project", include_in_schema=False)] = None,
 ) -> Caller:
     key, project_row = _authenticated(
-        service.database, _credential(request, credentials, azures_key), organization, project
+        request, _credential(request, credentials, azures_key), organization, project
     )
     request.state.organization_id = project_row.organization_id  # for the openai-organization header
     _limit_rate(request, service, project_row)
@@ -117,8 +123,7 @@ async def key_owner(request: Request) -> str:
     """
     credential = _credential(request, await _bearer(request), await _azures_header(request))
     organization, project = (request.headers.get(f"openai-{name}") for name in ("organization", "project"))
-    database = request.app.state.service.database
-    _, found = await run_in_threadpool(_authenticated, database, credential, organization, project)
+    _, found = await run_in_threadpool(_authenticated, request, credential, organization, project)
     return found.id
 
 
@@ -185,13 +190,15 @@ def _credential(
 
 
 def _authenticated(
-    database: Database, credential: Credential, organization: str | None, project: str | None
+    request: Request, credential: Credential, organization: str | None, project: str | None
 ) -> tuple[ApiKey, Project]:
+    service: Service = request.app.state.service
     # A separate session: an upload keeps its request open for minutes and must not hold a connection.
-    with database.read() as session:
+    with service.database.read() as session:
         authenticate = sessions.authenticate if credential.is_session else keys.authenticate
         key, found = authenticate(session, credential.token)
         _refuse_mismatched(session, found, organization, project)
+    sign_on.require_same_user(request, service.settings, key)
     return key, found
 
 
@@ -253,6 +260,8 @@ CurrentProject = Annotated[Project, Depends(_current_project)]
 ReadProject = Annotated[Project, Depends(_needs("read"))]
 # For endpoints that require the admin scope.
 AdminProject = Annotated[Project, Depends(_needs("admin"))]
+# For endpoints about the service as a whole.
+OperatorProject = Annotated[Project, Depends(_needs("operator"))]
 
 
 def _own_project(project_id: str, project: AdminProject) -> Project:

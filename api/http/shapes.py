@@ -123,3 +123,8 @@ def ends(page: Page[Any]) -> dict[str, str | None]:
     if not page.items:
         return {"first_id": None, "last_id": None}
     return {"first_id": page.items[0].id, "last_id": page.items[-1].id}
+
+
+class Money(BaseModel):
+    amount: float
+    currency: str  # ISO 4217

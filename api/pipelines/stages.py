@@ -146,11 +146,12 @@ class Advance:
         body = parsed_job(of_pipeline(spec, pipeline.id, stage["name"]), stage["name"])
         await jobs.refuse_unusable(body, service, project)
         accepted = await to_thread.run_sync(jobs.accept, body, service, project)
+        preview = await to_thread.run_sync(jobs.preview_of, body, accepted.model, project, service)
         parts = None if body.validation_split is None else await self._split(body, body.validation_split)
         kept: list[str] = []
 
         def create(work: Work, row: Pipeline) -> None:
-            job = jobs.added(work, body, accepted, project, service, parts)
+            job = jobs.added(work, body, accepted, project, service, parts, preview)
             kept.extend(filter(None, (job.training_file, job.validation_file)))
             lifecycle.started(row, stage["name"], job_id=job.id)
 

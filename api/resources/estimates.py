@@ -11,9 +11,17 @@ from pydantic import BaseModel
 
 from api.http.deps import ReadProject, Service, ServiceDep
 from api.http.openapi import FOR_ANY_KEY, refusals
-from api.resources.jobs import JobCreate, refuse_unusable, start, usable_model
+from api.resources.jobs import (
+    TAKES_JOB,
+    JobCreate,
+    PreviewedOut,
+    preview_of,
+    refuse_unusable,
+    start,
+    usable_model,
+)
 from api.resources.validation_split import refuse_few_left
-from core.database.tables import File, Project
+from core.database.tables import File, Preview, Project
 from core.disconnect import until_gone
 from core.errors import InvalidRequest
 from core.jobs import estimates, job_files, usage
@@ -26,6 +34,7 @@ from core.jobs.offline_hyperparameters import asked as offline_asked
 from core.jobs.offline_hyperparameters import resolve
 from core.model_templates import is_reasoning
 from core.registry import BaseModelEntry
+from core.results import previews
 from core.storage import datasets, files
 from core.storage.datasets import InvalidDataset
 from core.storage.offline_rows import MAX_ROWS
@@ -65,6 +74,7 @@ class EstimateOut(JobSize):
     """Jobs that sample no answers have no `group_size` and no `max_completion_tokens`."""
 
     object: Literal["regraft.estimate"] = "regraft.estimate"
+    preview: PreviewedOut | None = None  # the newest preview of this request
     group_size: int | None = None
     max_completion_tokens: int | None = None
 
@@ -83,6 +93,7 @@ class Asked:
     past: PastJobs | None
     price: Price
     warnings: list[str]
+    preview: Preview | None
 
     def size(self) -> dict[str, Any]:
         """The fields of Size except the estimate."""
@@ -105,7 +116,13 @@ class Asked:
         return usage.with_cost(of(self.past, self.settings, **rows), 0.0, self.price)
 
 
-@router.post("", response_model=EstimateOut, responses=refusals(404), openapi_extra=FOR_ANY_KEY)
+@router.post(
+    "",
+    response_model=EstimateOut,
+    responses=refusals(404),
+    openapi_extra=FOR_ANY_KEY,
+    dependencies=TAKES_JOB,
+)
 async def estimate_job(
     request: Request, body: JobCreate, project: ReadProject, service: ServiceDep
 ) -> EstimateOut | Response:
@@ -134,6 +151,13 @@ def _estimate(body: JobCreate, project: Project, service: Service) -> EstimateOu
             code="unsupported_method",
         )
     job = asked(body, project, service)
+    if job.preview is not None and job.preview.measured is not None:
+        return EstimateOut(
+            **job.size(),
+            preview=PreviewedOut(**previews.summary(job.preview)),
+            estimate=job.estimate(partial(estimates.after_preview, **job.preview.measured)),
+            reason=None,
+        )
     return EstimateOut(
         **job.size(),
         estimate=None if job.past is None else job.estimate(estimates.before_start),
@@ -225,6 +249,7 @@ def asked(body: JobCreate, project: Project, service: Service) -> Asked:
         past=past,
         price=price,
         warnings=hyperparameters.warnings,
+        preview=preview_of(body, model, project, service),
     )
 
 

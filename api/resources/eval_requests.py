@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasChoices, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from api.http.shapes import Body
+from api.http.stored_graders import OrStored
 from api.resources.jobs import MetadataKey, MetadataValue, NoNul
 from core.chat import AnyObject, MaxTokens, ReasoningEffort, Temperature, Text, TopP
 from core.errors import InvalidParameter
@@ -103,7 +104,7 @@ class EvalCreate(Body):
     data_source_config: Annotated[
         Annotated[CustomConfig | LogsConfig, Field(discriminator="type")], BeforeValidator(_supported_config)
     ]
-    testing_criteria: Annotated[list[GraderSpec], BeforeValidator(_criteria)]
+    testing_criteria: Annotated[list[Annotated[GraderSpec, OrStored()]], BeforeValidator(_criteria)]
 
 
 class EvalUpdate(Body):

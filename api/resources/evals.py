@@ -3,7 +3,7 @@
 from typing import Annotated, Any, Literal
 
 from anyio import to_thread
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Depends, Query
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
@@ -11,6 +11,7 @@ from api.http.deps import CurrentProject, ReadSession, ServiceDep, UnitOfWork
 from api.http.idempotency import Once
 from api.http.openapi import refusals
 from api.http.shapes import After, EndedListing, Limit, clamped
+from api.http.stored_graders import EVERY, ResolvesGraders
 from api.resources.eval_checks import refuse_eval
 from api.resources.eval_requests import EvalCreate, EvalUpdate
 from api.resources.eval_shapes import EvalOut
@@ -31,7 +32,13 @@ class EvalDeleted(BaseModel):
     eval_id: str
 
 
-@router.post("", status_code=201, response_model=EvalOut, responses=refusals(404))
+@router.post(
+    "",
+    status_code=201,
+    response_model=EvalOut,
+    responses=refusals(404),
+    dependencies=[Depends(ResolvesGraders(("testing_criteria", EVERY)))],
+)
 async def create_eval(
     body: EvalCreate, project: CurrentProject, service: ServiceDep, once: Once
 ) -> EvalOut | JSONResponse:

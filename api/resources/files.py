@@ -156,7 +156,7 @@ def download_file(file_id: str, project: CurrentProject, service: ServiceDep) ->
         content = _logged(file, files.read_content(service.blobs, file))
         first = next(content)  # all of a small file, so that damage can still be reported with a status
     except BlobNotFound:
-        raise _missing(service, project, file_id) from None
+        raise refuse_missing(service, project, file_id) from None
     except files.FileDamaged as damage:
         raise ContentDamaged(str(damage)) from None
     media_type = "text/csv" if file.purpose == files.RESULTS else "application/octet-stream"
@@ -173,7 +173,7 @@ def _row(service: Service, project: Project, file_id: str) -> File:
         return files.get(session, project.id, file_id)
 
 
-def _missing(service: Service, project: Project, file_id: str) -> ServiceError:
+def refuse_missing(service: Service, project: Project, file_id: str) -> ServiceError:
     """The error for a missing blob: 410, or 503 if the whole store is empty.
 
     Raises:

@@ -4,15 +4,16 @@ from functools import partial
 from typing import Annotated, Any
 
 from anyio import to_thread
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response
 from pydantic import BeforeValidator
 
 from api.http.deps import CurrentProject, ReadProject, Service, ServiceDep
 from api.http.large_bodies import body_is_read
-from api.http.openapi import FOR_ANY_KEY
+from api.http.openapi import FOR_ANY_KEY, refusals
 from api.http.schema_checks import in_turn
 from api.http.shapes import Body
+from api.http.stored_graders import OrStored, ResolvesGraders
 from core.database.tables import Project
 from core.disconnect import until_gone
 from core.errors import GraderEnvironmentMissing, InvalidRequest, Unavailable
@@ -32,7 +33,9 @@ router = APIRouter(prefix="/fine_tuning/alpha/graders", tags=["Graders"])
 # Shorter than in a job, where no user waits for the result of a remote grader.
 TIMEOUT_S = 180.0
 
-Grader = Annotated[GraderSpec, BeforeValidator(parse_grader)]
+Grader = Annotated[GraderSpec, BeforeValidator(parse_grader), OrStored()]
+# The `dependencies` of endpoints with a `grader: Grader`, which may be a reference.
+TAKES_GRADER = [Depends(ResolvesGraders(("grader",)))]
 
 
 def _refuse_unusable(spec: GraderSpec, backends: Backends, param: str) -> None:
@@ -116,7 +119,13 @@ async def refuse(
         raise Unavailable(f"The sandbox of python graders: {cause}") from cause
 
 
-@router.post("/validate", openapi_extra=FOR_ANY_KEY, response_model=dict[str, Any])
+@router.post(
+    "/validate",
+    openapi_extra=FOR_ANY_KEY,
+    response_model=dict[str, Any],
+    responses=refusals(404),
+    dependencies=TAKES_GRADER,
+)
 async def validate_grader(
     request: Request, body: GraderValidate, project: ReadProject, service: ServiceDep
 ) -> dict[str, Any] | Response:
@@ -130,7 +139,7 @@ async def validate_grader(
     return Response(status_code=499) if valid is None else valid
 
 
-@router.post("/run", response_model=None)
+@router.post("/run", response_model=None, responses=refusals(404), dependencies=TAKES_GRADER)
 async def run_grader(
     request: Request, body: GraderRun, project: CurrentProject, service: ServiceDep
 ) -> dict[str, Any] | Response:

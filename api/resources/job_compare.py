@@ -1,4 +1,4 @@
-"""/v1/regraft/jobs/{id}/compare: two jobs side by side, prompt by prompt."""
+"""/v1/regraft/jobs/{id}/compare: two to six jobs side by side, prompt by prompt."""
 
 from typing import Annotated, Any, Literal
 
@@ -6,12 +6,17 @@ from fastapi import APIRouter, Query
 from pydantic import BaseModel, Field
 
 from api.http.deps import CurrentProject, ServiceDep
+from api.http.shapes import Money
 from api.resources.estimates import in_reader
 from api.resources.eval_compare import Difference
+from core.errors import InvalidRequest
 from core.jobs import lifecycle
+from core.jobs.budgets import Price
 from core.results import job_comparison
 from core.results.job_comparison import Validated
 from graders.spec import hide_secrets
+
+MAX_OTHERS = 5
 
 router = APIRouter(prefix="/regraft/jobs", tags=["regraft"])
 
@@ -22,26 +27,35 @@ class ComparedJob(BaseModel):
     step: Annotated[
         int | None, Field(description="Of the validation that counts; null: the job has stored none.")
     ]
+    gpu_seconds: Annotated[float, Field(description="Of its recorded steps.")]
+    cost: Annotated[Money | None, Field(description="Of these GPU-seconds; null: the service has no price.")]
+
+
+class ComparedPair(BaseModel):
+    """A job minus the first one, over the validation prompts that both have."""
+
+    job_id: str
+    prompts: int
+    unpaired: Annotated[int, Field(description="Prompts that only one of the two jobs has.")]
+    reward: Annotated[
+        Difference | None, Field(description="Of the mean reward of a prompt; `first` is the first job.")
+    ]
+    same_grader: Annotated[bool, Field(description="If not, the rewards are not on one scale.")]
 
 
 class ChangedField(BaseModel):
-    """A field of the request, by its dotted name."""
+    """A field that the requests do not all have with the same value, by its dotted name."""
 
     field: str
-    first: Any
-    second: Any
+    values: Annotated[list[Any], Field(description="In the order of the jobs; null: the request lacks it.")]
 
 
 class JobComparison(BaseModel):
-    """The second job minus the first, over the validation prompts that both have."""
+    """The first job beside the others. Each interval is that of its pair alone."""
 
     object: Literal["regraft.job.comparison"] = "regraft.job.comparison"
-    first: ComparedJob
-    second: ComparedJob
-    prompts: int
-    unpaired: Annotated[int, Field(description="Prompts that only one of the jobs has.")]
-    reward: Annotated[Difference | None, Field(description="Of the mean reward of a prompt.")]
-    same_grader: Annotated[bool, Field(description="If not, the rewards are not on one scale.")]
+    jobs: list[ComparedJob]
+    pairs: Annotated[list[ComparedPair], Field(description="One for each of the other jobs.")]
     config: list[ChangedField]
 
 
@@ -51,43 +65,60 @@ async def compare_jobs(
     project: CurrentProject,
     service: ServiceDep,
     other: Annotated[
-        str, Query(max_length=64, pattern=r"^[^\x00]*$", description="The id of the second job.")
+        str,
+        Query(
+            max_length=MAX_OTHERS * 65,
+            pattern=r"^[^\x00]*$",
+            description="The ids of one to five other jobs, separated by commas.",
+        ),
     ],
 ) -> JobComparison:
-    """Compare the validated rewards of two jobs prompt by prompt, and their requests."""
+    """Compare the validated rewards of jobs prompt by prompt with those of the first, and their requests."""
+    ids = [job_id, *(name.strip() for name in other.split(","))]
+    if not all(ids) or not 2 <= len(ids) <= 1 + MAX_OTHERS:
+        raise InvalidRequest(
+            f"Invalid value for 'other': expected 1 to {MAX_OTHERS} ids of jobs, separated by commas.",
+            param="other",
+        )
 
     def compared() -> JobComparison:
         with service.database.read() as session:
-            jobs = [lifecycle.get(session, project.id, one) for one in (job_id, other)]
-            first, second = (job_comparison.validated(session, job) for job in jobs)
+            jobs = [lifecycle.get(session, project.id, name) for name in ids]
+            validations = [job_comparison.validated(session, job) for job in jobs]
             configs = [job_comparison.config(session, job) for job in jobs]
-        paired = None
-        if first.page is not None and second.page is not None:
-            paired = job_comparison.paired(service.blobs, first.page, second.page)
-        graders = [one.get("grader") for one in configs]
-        for one in configs:
-            if isinstance(one.get("grader"), dict):
-                one["grader"] = hide_secrets(one["grader"])
+        graders = [config.get("grader") for config in configs]
+        for config in configs:
+            if isinstance(config.get("grader"), dict):
+                config["grader"] = hide_secrets(config["grader"])
+        pairs = job_comparison.against_first(service.blobs, [one.page for one in validations])
+        price = Price.of(service.settings)
         return JobComparison(
-            first=_shown(first),
-            second=_shown(second),
-            prompts=0 if paired is None else paired.prompts,
-            unpaired=0 if paired is None else paired.unpaired,
-            reward=None if paired is None else Difference(**paired.difference),
-            same_grader=graders[0] == graders[1],
+            jobs=[_shown(one, price) for one in validations],
+            pairs=[
+                ComparedPair(
+                    job_id=job.id,
+                    prompts=0 if pair is None else pair.prompts,
+                    unpaired=0 if pair is None else pair.unpaired,
+                    reward=None if pair is None else Difference(**pair.difference),
+                    same_grader=grader == graders[0],
+                )
+                for job, pair, grader in zip(jobs[1:], pairs, graders[1:], strict=True)
+            ],
             config=[
-                ChangedField(field=name, first=a, second=b)
-                for name, a, b in job_comparison.differing(*configs)
+                ChangedField(field=name, values=values) for name, values in job_comparison.differing(configs)
             ],
         )
 
     return await in_reader(service, project, compared)
 
 
-def _shown(one: Validated) -> ComparedJob:
-    job = one.job
+def _shown(validation: Validated, price: Price) -> ComparedJob:
+    job = validation.job
+    cost = price.amount(job.gpu_seconds)
     return ComparedJob(
         job_id=job.id,
         model=job.fine_tuned_model or job.model,
-        step=None if one.page is None else one.page.step,
+        step=None if validation.page is None else validation.page.step,
+        gpu_seconds=job.gpu_seconds,
+        cost=None if cost is None else Money(**cost),
     )

@@ -5,6 +5,7 @@ from typing import Any
 from fastapi import APIRouter
 
 from api.http.deps import CurrentProject, ReadSession
+from api.resources.jobs import STORED_GRADER
 from core.jobs import integrations, lifecycle
 from core.results.lineage import Parent
 from graders.spec import hide_secrets
@@ -14,9 +15,16 @@ router = APIRouter(prefix="/regraft/jobs", tags=["regraft"])
 
 @router.get("/{job_id}/request")
 def show_request(job_id: str, project: CurrentProject, session: ReadSession) -> dict[str, Any]:
-    """Return the body that recreates this job, with its "auto" values; values of grader headers are masked."""
+    """Return the body that recreates this job, with its "auto" values; values of grader headers are masked.
+
+    A stored grader is returned as the specification that the job has, which may be deleted under its name.
+    """
     job = lifecycle.get(session, project.id, job_id)
-    method = {name: value for name, value in integrations.of_method(job).items() if value is not None}
+    method = {
+        name: value
+        for name, value in integrations.of_method(job).items()
+        if value is not None and name != STORED_GRADER
+    }
     if "grader" in method:
         method["grader"] = hide_secrets(method["grader"])
     parent = Parent.of(job)

@@ -5,14 +5,15 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 from anyio import to_thread
-from fastapi import APIRouter
+from fastapi import APIRouter, Depends
 from pydantic import BaseModel, Field, ValidationError
 
 from api.http.deps import ReadProject, Service, ServiceDep
 from api.http.openapi import FOR_ANY_KEY, refusals
 from api.http.shapes import Body
+from api.http.stored_graders import ResolvesGraders
 from api.http.validation_errors import explain
-from api.resources.jobs import JobCreate, accept, refuse_unusable
+from api.resources.jobs import GRADER_PATH, JobCreate, accept, refuse_unusable
 from core.database.tables import Project
 from core.storage import files
 from graders.spec import hide_secrets
@@ -38,7 +39,12 @@ class JobValidation(BaseModel):
     warnings: list[str]
 
 
-@router.post("", responses=refusals(404), openapi_extra=FOR_ANY_KEY)
+@router.post(
+    "",
+    responses=refusals(404),
+    openapi_extra=FOR_ANY_KEY,
+    dependencies=[Depends(ResolvesGraders(("job", *GRADER_PATH), keep=True))],
+)
 async def validate_job(body: JobValidate, project: ReadProject, service: ServiceDep) -> JobValidation:
     """Validate a job as on creation. Nothing is created, and no file is read."""
     # A local file has no id yet; any two distinct ids stand for the two files.

@@ -5,16 +5,18 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from anyio import to_thread
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import JSONResponse
 from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
     Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
     ValidationInfo,
     field_validator,
     model_validator,
@@ -27,17 +29,20 @@ from api.http.idempotency import Once
 from api.http.openapi import refusals
 from api.http.schema_checks import refuse_unusable_schema
 from api.http.shapes import After, Body, EndedListing, Limit, Listing, Measured, SchemaOf, clamped, ends
+from api.http.stored_graders import OrStored, ResolvedReference, ResolvesGraders
 from api.resources import validation_split
 from api.resources.graders import refuse
 from api.resources.integrations import Integrations, to_rows
 from core.database.engine import Work
-from core.database.tables import Checkpoint, Event, Job, Project
+from core.database.tables import Checkpoint, Event, Job, Preview, Project
 from core.errors import InvalidParameter, InvalidRequest, NotFound
 from core.jobs import (
     budgets,
     distillation,
+    estimates,
     events,
     fairness,
+    full,
     integrations,
     lifecycle,
     methods,
@@ -48,10 +53,16 @@ from core.jobs.budgets import Price
 from core.jobs.devices import device_of
 from core.jobs.distillation import Distillation, OnPolicyDistillation
 from core.jobs.hyperparameter_groups import Lora
-from core.jobs.hyperparameters import NO_SAMPLER_OF_ITS_OWN, Hyperparameters, shown_advanced
+from core.jobs.hyperparameters import (
+    NO_ENGINES_OF_ITS_OWN,
+    NO_SAMPLER_OF_ITS_OWN,
+    Hyperparameters,
+    shown_advanced,
+)
+from core.model_templates import is_reasoning
 from core.registry import BaseModelEntry, SamplerName, sampler_of
 from core.response_format import ResponseFormat
-from core.results import evals, lineage, tuned_models
+from core.results import evals, lineage, previews, tuned_models
 from core.results.lineage import Parent
 from core.settings import Settings
 from core.storage import files
@@ -65,6 +76,10 @@ router = APIRouter(prefix="/fine_tuning/jobs", tags=["Fine-tuning"])
 
 
 GRADER_PARAM = "method.reinforcement.grader"
+GRADER_PATH = tuple(GRADER_PARAM.split("."))
+# The `dependencies` of endpoints whose body is that of a job.
+TAKES_JOB = [Depends(ResolvesGraders(GRADER_PATH, keep=True))]
+STORED_GRADER = "stored_grader"  # in the method of a job: the reference that its grader was created from
 Checked = BeforeValidator(partial(parse_grader, param=GRADER_PARAM))
 NoNul = r"^[^\x00]*$"  # PostgreSQL can store it, but not search for it
 
@@ -102,11 +117,27 @@ class RewardModelMethod(StrictModel):
 
 
 class Reinforcement(StrictModel):
-    grader: Annotated[GraderSpec, Checked]
+    grader: Annotated[GraderSpec, Checked, OrStored()]
     hyperparameters: Annotated[Hyperparameters, BeforeValidator(_empty_for_null)] = Hyperparameters()
     response_format: ResponseFormat | None = None
     tools: Nothing = None  # Azure's field, as is the next one
     max_episode_steps: Nothing = None
+    _stored: ResolvedReference | None = PrivateAttr(default=None)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _notes_the_reference(cls, sent: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """Validate the specification of a stored grader, and remember where it came from."""
+        found = ResolvedReference.of(sent.get("grader")) if isinstance(sent, Mapping) else None
+        if found is None:
+            return handler(sent)
+        made = handler({**sent, "grader": found.grader})
+        made._stored = found
+        return made
+
+    def stored_grader(self) -> dict[str, str] | None:
+        """The name and the version of the stored grader; None: the request has a specification."""
+        return None if self._stored is None else self._stored.shown()
 
     @model_validator(mode="after")
     def _steps_come_from_somewhere(self) -> "Reinforcement":
@@ -250,6 +281,8 @@ class JobCreate(Body):
     metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = None
     integrations: Integrations | None = None
     budget: Budget | None = None  # extension: extra_body={"budget": ...}
+    # Extension: a preview of this request, which the job shows. Without it, the newest one is found.
+    preview: Annotated[str, Field(max_length=64, pattern=NoNul)] | None = None
     # Azure's price tier. Accepted and ignored.
     training_type: str | None = Field(default=None, alias="trainingType", max_length=64)
     # Deprecated by OpenAI: those of method.supervised, where `with_method` puts them.
@@ -272,6 +305,14 @@ class JobCreate(Body):
         if file_id is None and split is None and method is not None and not method.learns_from_file:
             raise PydanticKnownError("missing")
         return file_id
+
+    @field_validator("preview")
+    @classmethod
+    def _has_previews(cls, preview: str | None, info: ValidationInfo) -> str | None:
+        method = info.data.get("method")
+        if preview is not None and method is not None and method.reinforcement is None:
+            raise ValueError("only reinforcement jobs have previews")
+        return preview
 
     @field_validator("validation_file")
     @classmethod
@@ -304,11 +345,13 @@ class JobCreate(Body):
         if self.method.distillation is not None:
             return self.method.distillation.model_dump(mode="json")
         asked = self.reinforcement("A grader")
-        return {
+        body = {
             "grader": dump(asked.grader),
             "hyperparameters": asked.hyperparameters.model_dump(mode="json"),
             "response_format": asked.response_format.to_row() if asked.response_format else None,
         }
+        stored = asked.stored_grader()
+        return body if stored is None else body | {STORED_GRADER: stored}
 
     @property
     def warnings(self) -> list[str]:
@@ -374,6 +417,18 @@ class MethodOut(BaseModel, extra="allow"):
     type: methods.Method
 
 
+class PreviewedOut(BaseModel):
+    """The results of the preview of the same request (docs/howto/preview.md)."""
+
+    id: str
+    created_at: int
+    answers: int
+    passed: int
+    mean_reward: float | None
+    signal: float  # the expected share of groups with signal at the job's group size
+    verdict: str
+
+
 class JobOut(BaseModel):
     """Every key of OpenAI's job is always present, with null for no value."""
 
@@ -407,6 +462,7 @@ class JobOut(BaseModel):
     estimate: dict[str, Any] | None
     verdict: VerdictOut | None  # null: the job has not ended, or there was nothing to compare
     progress: ProgressOut | None  # null: the job is not running
+    preview: PreviewedOut | None  # null: the request had no preview
 
     @classmethod
     def of(cls, job: Job, price: Price, place: fairness.QueuePosition | None) -> "JobOut":
@@ -443,6 +499,7 @@ class JobOut(BaseModel):
             lineage=None if parent is None else parent.shown() | {"base_model": job.model},
             verdict=None if job.verdict is None else VerdictOut(**job.verdict),
             progress=lifecycle.progress_of(job),
+            preview=None if job.preview is None else PreviewedOut(**job.preview),
             estimate=None if job.status in lifecycle.FINAL else usage.render_estimate(job, price),
         )
 
@@ -476,7 +533,8 @@ class CheckpointOut(BaseModel):
     fine_tuning_job_id: str
     step_number: int
     metrics: dict[str, int | float]
-    adapter: str | None  # the folder of its PEFT adapter, where server and user share a machine
+    # The folder of its PEFT adapter, or of its whole model, where server and user share a machine.
+    adapter: str | None
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, name: str | None, adapter: str | None) -> "CheckpointOut":
@@ -509,7 +567,7 @@ class Accepted:
     integrations: list[dict[str, Any]]
 
 
-@router.post("", response_model=JobOut, responses=refusals(404))
+@router.post("", response_model=JobOut, responses=refusals(404), dependencies=TAKES_JOB)
 async def create_job(
     body: JobCreate, project: CurrentProject, service: ServiceDep, once: Once
 ) -> JobOut | JSONResponse:
@@ -547,9 +605,11 @@ def _created(
     parts: validation_split.SplitFiles | None = None,
 ) -> JobOut | JSONResponse:
     accepted = accept(body, service, project)
+    preview = preview_of(body, accepted.model, project, service)
 
     def create(work: Work) -> JobOut:
-        return render(work.session, service, added(work, body, accepted, project, service, parts))[0]
+        job = added(work, body, accepted, project, service, parts, preview)
+        return render(work.session, service, job)[0]
 
     return once(create)
 
@@ -561,6 +621,7 @@ def added(
     project: Project,
     service: Service,
     parts: validation_split.SplitFiles | None = None,
+    preview: Preview | None = None,
 ) -> Job:
     """Create the job in a transaction. The body passed `refuse_unusable`, and `accept` made the rest of it.
 
@@ -591,11 +652,37 @@ def added(
         budget=accepted.budget,
         warnings=body.warnings,
     )
+    if preview is not None:
+        job.preview = previews.summary(preview)
+        events.append(work.session, job.id, previews.sentence(job.preview))
     if parts is not None:
         events.append(work.session, job.id, f"Divided {source.id} into these files by validation_split")
     limits = tenants.limits(project, service.settings.default_limits)
     tenants.refuse_job_beyond(work.session, project.id, limits)
     return job
+
+
+def preview_of(body: JobCreate, model: BaseModelEntry, project: Project, service: Service) -> Preview | None:
+    """The preview that the request names, else the newest completed one of the same request.
+
+    Raises:
+        InvalidRequest: the named one is of another request.
+    """
+    asked = body.method.reinforcement
+    if asked is None:
+        return None
+    with service.database.read() as session:
+        training = files.get_dataset(session, project.id, body.training_file, param="training_file")
+        if body.preview is None and not previews.has_some(session, project.id, training.sha256):
+            return None
+    chosen = asked.hyperparameters
+    reasons = is_reasoning(model, service.settings.model_cache, chosen.advanced.sampling.chat_template)
+    settings = estimates.sizes(chosen, rows=1, context=model.context, reasons=reasons)
+    wanted = previews.parts_of(body.model, model, body.method_body(), settings, training.sha256)
+    with service.database.read() as session:
+        if body.preview is not None:
+            return previews.named(session, project.id, body.preview, wanted)
+        return previews.matching(session, project.id, training.sha256, wanted)
 
 
 @router.get("")
@@ -669,11 +756,18 @@ def change_budget(
 
 @router.get("/{job_id}/events")
 def list_events(
-    job_id: str, project: CurrentProject, session: ReadSession, after: After = None, limit: Limit = 20
+    job_id: str,
+    project: CurrentProject,
+    session: ReadSession,
+    after: After = None,
+    limit: Limit = 20,
+    type: Annotated[
+        Literal["message", "metrics"] | None, Query(description="Only events of this type.")
+    ] = None,
 ) -> Listing[EventOut]:
     """List the events of a job, newest first."""
     job = lifecycle.get(session, project.id, job_id)
-    page = events.page(session, job.id, after=after, limit=clamped(limit))
+    page = events.page(session, job.id, type=type, after=after, limit=clamped(limit))
     return Listing(data=[EventOut.of(event) for event in page.items], has_more=page.has_more)
 
 
@@ -723,6 +817,7 @@ def accept(body: JobCreate, service: Service, project: Project) -> Accepted:
     if body.method.reinforcement is not None:
         refuse_unusable_reward_models(body.method.reinforcement, base_model, service, project)
     refuse_full_context(body.method, service.registry.get(base_model).context)
+    refuse_unusable_full(body.method, base_model, service)
     refuse_absurd_learning_rate(body.method)
     return Accepted(
         base_model=base_model,
@@ -750,6 +845,36 @@ def refuse_absurd_learning_rate(method: Method) -> None:
             "rate it would exceed 1.",
             param=param,
         )
+
+
+def refuse_unusable_full(method: Method, base_model: str, service: Service) -> None:
+    """Refuse what cannot be done with all weights of a model (`train: "full"`). The worker knows the model's size.
+
+    Raises:
+        InvalidRequest: runs have several machines, the model is sampled by something that takes adapters only, or a
+            reward model is to grade.
+    """
+    asked = method.reinforcement
+    of_file = method.supervised or method.dpo
+    advanced = None if of_file is None else of_file.hyperparameters.advanced
+    if asked is not None:
+        advanced = asked.hyperparameters.advanced
+    if advanced is None or advanced.train != "full":
+        return
+    param = f"method.{method.type}.hyperparameters.advanced.train"
+    if problem := full.several_machines(service.settings):
+        raise InvalidRequest(problem, param=param)
+    if asked is None:
+        return
+    for where, part in reward_model_parts(asked.grader, GRADER_PARAM):
+        raise InvalidRequest(
+            f"The reward model '{part.model}' is an adapter on the base model, whose weights change in a job with "
+            "train 'full'. Use another grader, or train 'lora'.",
+            param=f"{where}.model",
+        )
+    entry = service.registry.get(base_model)
+    if problem := full.problem(base_model, entry, service.settings):
+        raise InvalidRequest(problem, param=param)
 
 
 def refuse_full_context(method: Method, context: int) -> None:
@@ -796,7 +921,12 @@ def start(body: JobCreate, service: Service, project: Project) -> tuple[str, Par
         or method.distillation
         or body.reinforcement("An adapter")
     )
-    lora = asked.hyperparameters.advanced.lora
+    advanced = asked.hyperparameters.advanced
+    if advanced.train != parent.train:
+        raise _trained_otherwise(body.model, parent, f"method.{method.type}.hyperparameters.advanced.train")
+    if parent.is_whole:
+        return base_model, parent
+    lora = advanced.lora
     parent = _grown(lora, parent)
     if (other := _other_shape(lora, parent.shape)) is not None:
         param = f"method.{method.type}.hyperparameters.advanced.lora.{other}"
@@ -812,6 +942,22 @@ def start(body: JobCreate, service: Service, project: Project) -> tuple[str, Par
             param=param,
         )
     return base_model, parent
+
+
+def _trained_otherwise(name: str, parent: Parent, param: str) -> InvalidRequest:
+    """The refusal of a job that would train an adapter on a whole model, or all weights below an adapter."""
+    if parent.is_whole:
+        return InvalidRequest(
+            f"'{name}' is a whole model, trained with train 'full'. Only jobs with train 'full' train it further in "
+            "this version.",
+            param=param,
+        )
+    return InvalidRequest(
+        f"'{name}' is a LoRA adapter, and train 'full' trains the weights of a base model or of a model that was "
+        "trained with it. Leave train out, or have the operator add the merged model to the registry (`regraft-server "
+        "export --merged`).",
+        param=param,
+    )
 
 
 def _grown(lora: Lora, parent: Parent) -> Parent:
@@ -898,6 +1044,12 @@ def refuse_unusable_teacher(
         )
     if teacher is None:
         return
+    if teacher.is_whole:
+        raise InvalidRequest(
+            f"The teacher '{name}' is a whole model, trained with train 'full'. Only base models, adapters and models "
+            "on a server teach in this version (docs/howto/distillation.md).",
+            param=TEACHER_PARAM,
+        )
     if teacher_base != base_model:
         raise InvalidRequest(distillation.other_base(name, teacher_base, base_model), param=TEACHER_PARAM)
     student = asked.hyperparameters.advanced.lora
@@ -916,19 +1068,29 @@ def refuse_unusable_server(asked: Distillation) -> None:
     """Check what a teacher on a server cannot do. Whether it has the student's tokenizer is for the worker to say.
 
     Raises:
-        InvalidRequest: the mode needs more than the log-probability of a token, or another temperature than 1.
+        InvalidRequest: the loss needs the whole vocabulary, or another temperature than 1.
     """
-    if not isinstance(asked, distillation.OnPolicyDistillation):
-        raise InvalidRequest(
-            f"The teacher '{asked.teacher.model}' is on a server, which gives the probability of a token but not those "
-            f"of the whole vocabulary: it can teach in the mode 'on_policy' and not in '{asked.mode}'.",
-            param=TEACHER_PARAM,
+    path = "method.distillation.hyperparameters.advanced"
+    if isinstance(asked, distillation.OnPolicyDistillation):
+        temperature, param = (
+            asked.hyperparameters.advanced.sampling.temperature,
+            f"{path}.sampling.temperature",
         )
-    if (temperature := asked.hyperparameters.advanced.sampling.temperature) != 1:
+    else:
+        loss = asked.hyperparameters.advanced.loss
+        temperature, param = loss.temperature, f"{path}.loss.temperature"
+        if loss.top_k == "auto" or loss.top_k > distillation.MAX_SERVED_TOP_K:
+            raise InvalidRequest(
+                f"The teacher '{asked.teacher.model}' is on a server, which gives the probabilities of its likeliest "
+                f"tokens and not those of the whole vocabulary: set top_k, to at most "
+                f"{distillation.MAX_SERVED_TOP_K}. vLLM gives 20 unless it was started with --max-logprobs.",
+                param=f"{path}.loss.top_k",
+            )
+    if temperature != 1:
         raise InvalidRequest(
             f"The teacher '{asked.teacher.model}' is on a server, which gives log-probabilities at temperature 1, not "
             f"{temperature:g}.",
-            param="method.distillation.hyperparameters.advanced.sampling.temperature",
+            param=param,
         )
 
 
@@ -948,6 +1110,10 @@ def usable_model(body: JobCreate, base_model: str, service: Service) -> BaseMode
     if advanced.schedule.type == "off_policy" and sampler == "transformers":
         where = f"method.reinforcement.hyperparameters.advanced.{advanced.path('off_policy_steps')}"
         raise InvalidRequest(NO_SAMPLER_OF_ITS_OWN, param=where)
+    continues = advanced.schedule.type == "off_policy" and advanced.schedule.continue_in_flight
+    if continues and base_model in service.settings.samplers:
+        where = f"method.reinforcement.hyperparameters.advanced.{advanced.path('continue_in_flight')}"
+        raise InvalidRequest(NO_ENGINES_OF_ITS_OWN, param=where)
     return model
 
 

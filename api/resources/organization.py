@@ -5,13 +5,13 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter
 from pydantic import BaseModel, Field
 
-from api.http.deps import AdminProject, OwnProject, ReadSession, ServiceDep, UnitOfWork
+from api.http.deps import AdminProject, CurrentCaller, OwnProject, ReadSession, ServiceDep, UnitOfWork
 from api.http.openapi import refusals
 from api.http.shapes import After, Body, Deleted, EndedListing, Limit, Listing, clamped, ends
 from core.database.tables import ApiKey, AuditEntry, now
 from core.tenancy import audit, keys, tenants
 from core.tenancy.audit import OPERATOR
-from core.tenancy.keys import NewKey, Scope
+from core.tenancy.keys import NewKey, ProjectScope
 from core.tenancy.limits import Limits
 
 # 403 also on reading: everything here requires the admin scope.
@@ -24,7 +24,7 @@ A_YEAR = 365 * 24
 
 class KeyCreate(Body):
     name: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[^\x00]*$")]
-    scope: Scope = "write"
+    scope: ProjectScope = "write"
     owner: Text = ""  # the person who uses the key
     expires_in_days: Annotated[int, Field(ge=1, le=3650)] | None = None
 
@@ -151,10 +151,14 @@ def retrieve_key(key_id: str, project: OwnProject, session: ReadSession) -> KeyO
 
 
 @router.post(KEYS + "/{key_id}/rotate")
-def rotate_key(key_id: str, project: OwnProject, uow: UnitOfWork, body: KeyRotate = KeyRotate()) -> NewKeyOut:
+def rotate_key(
+    key_id: str, project: OwnProject, caller: CurrentCaller, uow: UnitOfWork, body: KeyRotate = KeyRotate()
+) -> NewKeyOut:
     """Replace an API key. The old key is revoked at once or after `grace_hours`."""
     with uow() as work:
-        made = keys.rotate(work, keys.get(work.session, key_id, project.id), grace_hours=body.grace_hours)
+        key = keys.get(work.session, key_id, project.id)
+        keys.require_scope_of(caller.key, key)
+        made = keys.rotate(work, key, grace_hours=body.grace_hours)
     return NewKeyOut.made(made)
 
 

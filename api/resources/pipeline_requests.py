@@ -6,6 +6,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
 from api.http.shapes import Body
+from api.http.stored_graders import OrStored
 from api.http.validation_errors import explain
 from api.resources.eval_requests import CompletionsParams, Metadata, Name, RunBudget
 from api.resources.jobs import JobCreate
@@ -35,7 +36,7 @@ class SampleStage(StrictModel):
     model: Annotated[str, Field(min_length=1, max_length=512)]
     file: FileOrReference
     n: Annotated[int, Field(ge=1, le=256)] = 1
-    grader: Annotated[GraderSpec | None, BeforeValidator(_one_grader)] = None
+    grader: Annotated[Annotated[GraderSpec, OrStored()] | None, BeforeValidator(_one_grader)] = None
     sampling_params: CompletionsParams | None = None
     budget: RunBudget | None = None
 

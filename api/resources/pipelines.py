@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 from anyio import to_thread
-from fastapi import APIRouter
+from fastapi import APIRouter, Depends
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 from sqlalchemy import select
@@ -14,6 +14,7 @@ from api.http.deps import CurrentActor, CurrentProject, ReadSession, Service, Se
 from api.http.idempotency import Once
 from api.http.openapi import refusals
 from api.http.shapes import After, EndedListing, Limit, clamped, ends
+from api.http.stored_graders import EVERY, TYPE, ResolvedReference, ResolvesGraders
 from api.resources import jobs, pipeline_requests
 from api.resources.graders import refuse
 from api.resources.pipeline_requests import PipelineClone, PipelineCreate, StageCreate
@@ -109,18 +110,29 @@ def _progress(session: Session, stages: Sequence[Stage]) -> Mapping[str, dict[st
 
 
 def shown_spec(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """The specification without the secrets of its grader."""
+    """The specification without the secrets of its grader. A stored grader is shown as the reference to its version."""
     method = spec.get("method") or {}
     inner = method.get("reinforcement") or {}
     shown = dict(spec)
     if isinstance(spec.get("grader"), dict):
         shown["grader"] = hide_secrets(spec["grader"])
-    if isinstance(inner.get("grader"), dict):
-        shown["method"] = {**method, "reinforcement": {**inner, "grader": hide_secrets(inner["grader"])}}
+    if isinstance(grader := inner.get("grader"), dict):
+        stored = ResolvedReference.of(grader)
+        visible = hide_secrets(grader) if stored is None else {"type": TYPE, **stored.shown()}
+        shown["method"] = {**method, "reinforcement": {**inner, "grader": visible}}
     return shown
 
 
-@router.post("", status_code=201, response_model=PipelineOut, responses=refusals(404))
+@router.post(
+    "",
+    status_code=201,
+    response_model=PipelineOut,
+    responses=refusals(404),
+    dependencies=[
+        Depends(ResolvesGraders(("stages", EVERY, "job", *jobs.GRADER_PATH), keep=True)),
+        Depends(ResolvesGraders(("stages", EVERY, "sample", "grader"))),
+    ],
+)
 async def create_pipeline(
     body: PipelineCreate, project: CurrentProject, actor: CurrentActor, service: ServiceDep, once: Once
 ) -> PipelineOut | JSONResponse:

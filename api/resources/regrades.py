@@ -169,7 +169,13 @@ class RegradeDeleted(BaseModel):
     id: str
 
 
-@router.post("/regrade", status_code=201, response_model=RegradeOut, responses=refusals(404))
+@router.post(
+    "/regrade",
+    status_code=201,
+    response_model=RegradeOut,
+    responses=refusals(404),
+    dependencies=graders.TAKES_GRADER,
+)
 async def create_regrade(
     job_id: str, body: RegradeCreate, project: CurrentProject, service: ServiceDep, once: Once
 ) -> RegradeOut | JSONResponse:

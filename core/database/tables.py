@@ -80,6 +80,8 @@ class ApiKey(Table):
     expires_at: Mapped[int | None] = mapped_column(BigInteger, default=None)
     revoked_at: Mapped[int | None] = mapped_column(BigInteger, default=None)
     last_used_at: Mapped[int | None] = mapped_column(BigInteger, default=None)
+    # The user of single sign-on whose sessions stand for this key; nobody knows its text.
+    sso_user: Mapped[str | None] = mapped_column(String(128), default=None)
 
 
 class ConsoleSession(Table):
@@ -120,6 +122,41 @@ class ProjectUsage(Table):
     day: Mapped[int] = mapped_column(Integer, primary_key=True)
     gpu_seconds: Mapped[float] = mapped_column(Double, default=0.0)
     grader_tokens: Mapped[int] = mapped_column(BigInteger, default=0)
+
+
+class ModelUsage(Table):
+    """The part of a project's usage on one day that is known by model; see ProjectUsage.
+
+    A version before this table counted without models, so its sums may be less than the project's.
+    """
+
+    __tablename__ = "model_usage"
+    project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"), primary_key=True)
+    day: Mapped[int] = mapped_column(Integer, primary_key=True)
+    model: Mapped[str] = mapped_column(String(512), primary_key=True)  # as the job or the eval run names it
+    gpu_seconds: Mapped[float] = mapped_column(Double, default=0.0)
+    sampled_tokens: Mapped[int] = mapped_column(BigInteger, default=0)
+    trained_tokens: Mapped[int] = mapped_column(BigInteger, default=0)
+    grader_tokens: Mapped[int] = mapped_column(BigInteger, default=0)
+
+
+class Worker(Table):
+    """A worker process as it last reported itself (core/telemetry/workers.py)."""
+
+    __tablename__ = "workers"
+    name: Mapped[str] = mapped_column(String(128), primary_key=True)  # the owner of its leases: host/pid
+    host: Mapped[str] = mapped_column(String(128))
+    gpu_class: Mapped[str] = mapped_column(String(32))
+    version: Mapped[str] = mapped_column(String(64))
+    machines: Mapped[int] = mapped_column(Integer)  # that share its runs, this one included
+    ranks: Mapped[int] = mapped_column(Integer)  # on each of them
+    # [{"index", "name", "memory_used_bytes", "memory_total_bytes", "utilization"}], unknown values null.
+    gpus: Mapped[list[Any]]
+    memory_used_bytes: Mapped[int | None] = mapped_column(BigInteger)  # of the host or the container
+    memory_total_bytes: Mapped[int | None] = mapped_column(BigInteger)
+    draining: Mapped[bool] = mapped_column(Boolean, default=False)
+    started_at: Mapped[float] = mapped_column(Double)
+    seen_at: Mapped[float] = mapped_column(Double, index=True)  # by the database's clock, as leases
 
 
 class IdempotentRequest(Table):
@@ -247,6 +284,8 @@ class Job(Table):
     dispatched_at: Mapped[float] = mapped_column(Double, default=0.0)
     # The work of the run inside of its step (worker/progress.py), with the epoch of its claim.
     progress: Mapped[dict[str, Any] | None] = mapped_column(default=None)
+    # The results of the newest preview of the same request, when the job was created (core/results/previews.py).
+    preview: Mapped[dict[str, Any] | None] = mapped_column(default=None)
 
 
 class Attempt(Table):
@@ -280,6 +319,35 @@ class Event(Table):
     # listed, but still valid as cursors.
     step: Mapped[int | None] = mapped_column(Integer, default=None)
     superseded: Mapped[bool] = mapped_column(Boolean, default=False)
+
+
+class Preview(Table):
+    """Answers of a base model to a few rows, graded as a job would (core/results/previews.py)."""
+
+    __tablename__ = "previews"
+    __table_args__ = (
+        Index(None, "project_id", "seq"),
+        Index(None, "project_id", "training_sha256"),
+        Index(None, "finished_at"),
+    )
+    seq: Mapped[int] = mapped_column(Seq, primary_key=True, autoincrement=True)
+    id: Mapped[str] = mapped_column(String(64), unique=True, default=lambda: new_id("prev_"))
+    project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"))
+    created_at: Mapped[int] = mapped_column(BigInteger, default=now)
+    finished_at: Mapped[int | None] = mapped_column(BigInteger, default=None)
+    request: Mapped[dict[str, Any]]  # as it is shown: values of grader headers are masked
+    # Hashes of the parts of the request on which its answers and grades depend, by name.
+    parts: Mapped[dict[str, Any]]
+    training_sha256: Mapped[str] = mapped_column(String(64))
+    status: Mapped[str] = mapped_column(String(16), default="in_progress")
+    progress: Mapped[dict[str, Any]]
+    report: Mapped[dict[str, Any] | None] = mapped_column(default=None)
+    error: Mapped[dict[str, Any] | None] = mapped_column(default=None)
+    # Mean answer lengths by row and the speed, for the estimates of the same job.
+    measured: Mapped[dict[str, Any] | None] = mapped_column(default=None)
+    answers: Mapped[list[Any] | None] = mapped_column(default=None, deferred=True)
+    # The process that runs it renews this; a preview past it has lost its process.
+    lease_expires_at: Mapped[float] = mapped_column(Double)
 
 
 class StepMetric(Table):
@@ -399,6 +467,57 @@ class EvalJournal(Table):
     run_id: Mapped[str] = mapped_column(String(64), primary_key=True)
     line: Mapped[int] = mapped_column(Integer, primary_key=True)
     data: Mapped[dict[str, Any]]
+
+
+class StoredGrader(Table):
+    """A named grader of a project. Its content is in its versions."""
+
+    __tablename__ = "stored_graders"
+    __table_args__ = (UniqueConstraint("project_id", "name"), Index(None, "project_id", "seq"))
+    seq: Mapped[int] = mapped_column(Seq, primary_key=True, autoincrement=True)
+    id: Mapped[str] = mapped_column(String(64), unique=True, default=lambda: new_id("grader_"))
+    project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"))
+    name: Mapped[str] = mapped_column(String(64))
+    version: Mapped[str] = mapped_column(String(64))  # the one that was saved last
+    created_at: Mapped[int] = mapped_column(BigInteger, default=now)
+    updated_at: Mapped[int] = mapped_column(BigInteger, default=now)
+
+
+class GraderVersion(Table):
+    """A specification, addressed by its hash (core/stored_graders.py). It never changes."""
+
+    __tablename__ = "grader_versions"
+    __table_args__ = (UniqueConstraint("grader_id", "version"), Index(None, "grader_id", "seq"))
+    seq: Mapped[int] = mapped_column(Seq, primary_key=True, autoincrement=True)
+    grader_id: Mapped[str] = mapped_column(String(64))
+    version: Mapped[str] = mapped_column(String(64))
+    spec: Mapped[dict[str, Any]]
+    note: Mapped[str] = mapped_column(String(1024), default="")
+    bytes: Mapped[int] = mapped_column(BigInteger)
+    created_at: Mapped[int] = mapped_column(BigInteger, default=now)
+
+
+class GoldenCase(Table):
+    """An answer and its row, with the score that every version of a grader must give it."""
+
+    __tablename__ = "golden_cases"
+    __table_args__ = (UniqueConstraint("grader_id", "sha256"), Index(None, "grader_id", "seq"))
+    seq: Mapped[int] = mapped_column(Seq, primary_key=True, autoincrement=True)
+    id: Mapped[str] = mapped_column(String(64), unique=True, default=lambda: new_id("case_"))
+    grader_id: Mapped[str] = mapped_column(String(64))
+    sha256: Mapped[str] = mapped_column(
+        String(64)
+    )  # of sample and item: a second case of them replaces the first
+    sample: Mapped[dict[str, Any]]
+    item: Mapped[dict[str, Any]]
+    min_score: Mapped[float | None] = mapped_column(Double, default=None)
+    max_score: Mapped[float | None] = mapped_column(Double, default=None)
+    note: Mapped[str] = mapped_column(String(1024), default="")
+    rollout_id: Mapped[str | None] = mapped_column(
+        String(128), default=None
+    )  # the stored answer that it came from
+    bytes: Mapped[int] = mapped_column(BigInteger)
+    created_at: Mapped[int] = mapped_column(BigInteger, default=now)
 
 
 class Pipeline(Table):

@@ -65,6 +65,9 @@ FLAT = {
     "overlong_buffer": Flat(("overlong", "buffer"), "auto", "overlong_buffer needs overlong 'soft'"),
     "resample_prompts": Flat(("schedule", "resample_prompts"), 0, _OFF_POLICY.format("resample_prompts")),
     "off_policy_steps": Flat(("schedule", "steps"), 0),
+    "continue_in_flight": Flat(
+        ("schedule", "continue_in_flight"), False, "continue_in_flight needs off_policy_steps 1"
+    ),
     "stop_after_flat_evals": Flat(("stopping", "after_flat_evals"), 0),
     "stop_after_silent_steps": Flat(("stopping", "after_silent_steps"), 0),
     "stop_above_kl": Flat(("stopping", "above_kl"), 0.0),
@@ -83,6 +86,7 @@ FLAT = {
     "value_clip": Flat(("loss", "value_clip"), "auto", _PPO.format("value_clip")),
     "value_weight": Flat(("loss", "value_weight"), "auto", _PPO.format("value_weight")),
     "value_learning_rate": Flat(("loss", "value_learning_rate"), "auto", _PPO.format("value_learning_rate")),
+    "value_warmup_steps": Flat(("loss", "value_warmup_steps"), "auto", _PPO.format("value_warmup_steps")),
     "overlap": Flat(("schedule", "overlap"), "auto", _OFF_POLICY.format("overlap"), unset=(False,)),
     "importance": Flat(("importance", "type"), "truncate"),
     "importance_cap": Flat(

@@ -1,4 +1,4 @@
-"""Two jobs side by side: the rewards of their models on the prompts that both validated, and what was requested."""
+"""Jobs side by side: the rewards of their models on the prompts that both validated, and what was requested."""
 
 import hashlib
 import json
@@ -43,16 +43,26 @@ def validated(session: Session, job: Job) -> Validated:
 
 @dataclass(frozen=True)
 class PairedRewards:
-    """`difference` is the second job minus the first, as `paired_difference` gives it, over prompts."""
+    """`difference` is a job minus the first one, as `paired_difference` gives it, over prompts."""
 
     prompts: int
     unpaired: int
     difference: Mapping[str, Any]
 
 
-def paired(blobs: BlobStore, first: RolloutPage, second: RolloutPage) -> PairedRewards:
-    """The mean reward of each prompt that both validations have. Prompts pair by their content, not their line."""
-    means, others = _means(blobs, first), _means(blobs, second)
+def against_first(blobs: BlobStore, pages: Sequence[RolloutPage | None]) -> list[PairedRewards | None]:
+    """The validations after the first one, each paired with the first; None where one of the two is missing.
+
+    The mean reward of each prompt that both validations have. Prompts pair by their content, not their line.
+    """
+    first, *others = pages
+    if first is None:
+        return [None for _ in others]
+    means = _means(blobs, first)
+    return [None if page is None else _paired(means, _means(blobs, page)) for page in others]
+
+
+def _paired(means: Mapping[str, float | None], others: Mapping[str, float | None]) -> PairedRewards:
     both = [key for key in means if key in others]
     return PairedRewards(
         prompts=len(both),
@@ -94,9 +104,8 @@ def _flat(prefix: str, value: Any) -> Sequence[tuple[str, Any]]:
     return found
 
 
-def differing(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """The fields with other values, by name. A missing field is None."""
-    names = sorted({*first, *second})
-    return [
-        (name, first.get(name), second.get(name)) for name in names if first.get(name) != second.get(name)
-    ]
+def differing(configs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[Any]]]:
+    """The fields whose values are not all equal, by name, with the values. A missing field is None."""
+    names = sorted({name for config in configs for name in config})
+    rows = [(name, [config.get(name) for config in configs]) for name in names]
+    return [(name, values) for name, values in rows if any(value != values[0] for value in values)]

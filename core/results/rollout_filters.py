@@ -28,6 +28,7 @@ class Wanted:
     grader: str | None = None
     min_score: float | None = None
     max_score: float | None = None
+    has_tokens: bool | None = None  # whether the values of its tokens are stored
     text: str | None = None  # part of the prompt, the item, the answer, or what the grader said; in any case
 
     @property
@@ -40,6 +41,7 @@ class Wanted:
         equal = [
             name for name in ("line", "group", "finish_reason", "error") if getattr(self, name) is not None
         ]
+        equal += [] if self.has_tokens is None else ["has_tokens"]
         return equal + (["sub_scores"] if self.grader is not None else ["score"] if self._has_bounds else [])
 
     @property
@@ -54,6 +56,8 @@ class Wanted:
         for name in ("line", "group", "finish_reason", "error"):
             if (value := getattr(self, name)) is not None:
                 yield pc.equal(table[name], value)
+        if self.has_tokens is not None:  # null in pages of earlier versions
+            yield pc.equal(pc.fill_null(table["has_tokens"], False), self.has_tokens)
         if self.grader is not None:
             yield pc.is_valid(
                 pc.map_lookup(table["sub_scores"], self.grader, "all")

@@ -67,11 +67,27 @@ SCHEMA = pa.schema(
         ("advantage", pa.float64()),  # as used in training; null: the sample was not trained on
         ("trained", pa.bool_()),
         ("replacement", pa.bool_()),  # resampled in place of a prompt without signal
+        ("has_tokens", pa.bool_()),  # whether TOKENS is stored
         (  # of an answer that was judged by steps; a step ends before this character
             "steps",
             pa.list_(pa.struct([("end", pa.int32()), ("score", pa.float64()), ("advantage", pa.float64())])),
         ),
     ]
+)
+# A column of some samples: the values of each token, the thought and the stop token included. Only `tokens_at` reads
+# it, and pages without any lack it. Half precision has three decimal digits, and takes half of the space.
+TOKENS = pa.field(
+    "tokens",
+    pa.list_(
+        pa.struct(
+            [
+                ("text", pa.string()),  # all of them together are the text of the answer
+                ("logprob", pa.float16()),  # of the sampler; null: the token was not sampled
+                ("advantage", pa.float16()),  # as used in training; null: not trained on
+                ("gap", pa.float16()),  # log p of the trainer less that of the sampler; null: not computed
+            ]
+        )
+    ),
 )
 # Earlier names of columns, by the name now. Pages of earlier versions have them, and responses do until version 0.2.
 EARLIER_NAMES = {"centered_reward": "centred_reward"}
@@ -122,8 +138,9 @@ FORMAT = {
 def encode(rows: Sequence[Row], total: int) -> bytes:
     """The samples as a Parquet file, with the total number of samples in its metadata."""
     sink = pa.BufferOutputStream()
-    with pq.ParquetWriter(sink, SCHEMA, **FORMAT) as writer:
-        writer.write_table(_table(rows, SCHEMA), row_group_size=ROWS_AT_ONCE)
+    schema = SCHEMA.append(TOKENS) if any(row.get(TOKENS.name) for row in rows) else SCHEMA
+    with pq.ParquetWriter(sink, schema, **FORMAT) as writer:
+        writer.write_table(_table(rows, schema), row_group_size=ROWS_AT_ONCE)
         writer.add_key_value_metadata({"total": str(total)})
     data: bytes = sink.getvalue().to_pybytes()
     return data
@@ -139,7 +156,8 @@ class Fitted:
 def fitted(groups: Sequence[Sequence[Row]], *, most_samples: int, most_bytes: int, seed: str) -> Fitted:
     """A page of whole groups: all of them if they are within both bounds.
 
-    Otherwise a sample of the groups by `seed`, nested: a smaller page is a subset of a larger one. It may be empty.
+    Otherwise a sample of the groups by `seed`, nested: a smaller page is a subset of a larger one. It may be empty. The
+    values of tokens are left out before any group is.
     """
     total = sum(map(len, groups))
     drawn = random.Random(seed).sample(range(len(groups)), len(groups))
@@ -153,6 +171,9 @@ def fitted(groups: Sequence[Sequence[Row]], *, most_samples: int, most_bytes: in
     best = page(len(drawn))
     if len(best.data) <= most_bytes:
         return best
+    if any(row.get(TOKENS.name) for rows in groups for row in rows):
+        bare = [[row | {"has_tokens": False, TOKENS.name: None} for row in rows] for rows in groups]
+        return fitted(bare, most_samples=most_samples, most_bytes=most_bytes, seed=seed)
     best, fits, too_many = page(0), 0, len(drawn)
     while too_many - fits > 1:
         middle = (fits + too_many) // 2
@@ -212,6 +233,23 @@ def at(blobs: BlobStore, page: RolloutPage, place: SamplePosition) -> Row | None
     )
 
 
+def tokens_at(blobs: BlobStore, page: RolloutPage, place: SamplePosition) -> list[Row] | None:
+    """The values of each token of one sample, with the keys of TOKENS; None if they are not stored."""
+    opened, matches = _scanned(blobs, page, Wanted(group=place.group))
+    try:
+        for number, _ in matches:
+            found = opened.part(number, ["group", "member", TOKENS.name])
+            mine = found.filter(
+                pc.and_(pc.equal(found["group"], place.group), pc.equal(found["member"], place.member))
+            )
+            if mine.num_rows:
+                tokens: list[Row] | None = mine[TOKENS.name][0].as_py()
+                return tokens
+    finally:
+        opened.close()
+    return None
+
+
 def found_tables(
     blobs: BlobStore,
     pages: Sequence[RolloutPage],
@@ -239,7 +277,7 @@ class OpenPage(Protocol):
     parts: int
 
     def part(self, number: int, columns: Sequence[str] | None = None) -> pa.Table:
-        """The samples of one part, with these columns of SCHEMA or all of them."""
+        """The samples of one part, with these columns of SCHEMA and TOKENS, or with all of SCHEMA."""
         ...
 
     def take(self, number: int, rows: Sequence[int]) -> pa.Table:
@@ -432,19 +470,15 @@ class _Parquet(OpenPage):
 
     def _read(self, groups: Sequence[int], columns: Sequence[str] | None = None) -> pa.Table:
         """Pages of earlier versions lack some columns, which are null, and have earlier names of others."""
-        stored = (
-            None
-            if columns is None
-            else [*columns, *(EARLIER_NAMES[one] for one in columns if one in EARLIER_NAMES)]
-        )
+        names = SCHEMA.names if columns is None else list(columns)
+        stored = [*names, *(EARLIER_NAMES[one] for one in names if one in EARLIER_NAMES)]
         with _intact(self.page):
             table = self._file.read_row_groups(groups, columns=stored, use_threads=False)
         now = {earlier: name for name, earlier in EARLIER_NAMES.items()}
         table = table.rename_columns([now.get(name, name) for name in table.column_names])
-        names = SCHEMA.names if columns is None else list(columns)
         for name in names:
             if name not in table.column_names:
-                field = SCHEMA.field(name)
+                field = TOKENS if name == TOKENS.name else SCHEMA.field(name)
                 table = table.append_column(field, pa.nulls(sum(map(self._rows, groups)), field.type))
         return table.select(names)
 
@@ -460,7 +494,10 @@ class _Rows(OpenPage):
         self._table = table
 
     def part(self, number: int, columns: Sequence[str] | None = None) -> pa.Table:
-        return self._table if columns is None else self._table.select(columns)
+        if columns is None:
+            return self._table
+        nothing = pa.nulls(self._table.num_rows, TOKENS.type)
+        return self._table.append_column(TOKENS, nothing).select(columns)
 
     def take(self, number: int, rows: Sequence[int]) -> pa.Table:
         return self._table.take(rows)

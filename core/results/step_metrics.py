@@ -217,6 +217,9 @@ class StepMetrics(_Part):
     logprob_gap_ess: float | None = metric(
         "Effective share of the sample under the weights pi_trainer / pi_sampler.", csv=True
     )
+    stale_tokens_share: float | None = metric(
+        "With `continue_in_flight`: share of the sampled tokens that the policy before the newest update sampled."
+    )
     skipped_updates: int | None = metric("1 if a gradient was not finite and the step was not taken, else 0.")
     trained_sequences: int | None = metric("Answers that were trained on.")
     trained_tokens: int | None = metric(
@@ -231,7 +234,12 @@ class StepMetrics(_Part):
 
     sampled_tokens: int | None = metric("Tokens of all answers of the step.", "tokens")
     sampling_tokens_per_second: float | None = metric(
-        "Sampled tokens per second of the phase sampling.", "tokens/s"
+        "Sampled tokens per second of the phase sampling, or of `ahead_seconds`.", "tokens/s"
+    )
+    ahead_seconds: float | None = metric(
+        "With `off_policy_steps`: seconds in which the answers were sampled during the step before. The phase sampling "
+        "is the part of it that the trainer waited for.",
+        "s",
     )
     training_tokens_per_second: float | None = metric(
         "Trained tokens per second of the phase training.", "tokens/s"

@@ -16,10 +16,9 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from core.database.engine import Database, db_now
-from core.database.tables import Attempt, EvalRun, Event, Job, WebhookDelivery
+from core.database.tables import Attempt, EvalRun, Job, WebhookDelivery
 from core.evals import lifecycle as eval_runs
-from core.jobs import fairness
-from core.jobs.lifecycle import RESUMING
+from core.telemetry import queues
 from core.tenancy.limits import NO_LIMITS, Limits
 
 log = logging.getLogger(__name__)
@@ -114,20 +113,7 @@ def _queues(session: Session, defaults: Limits) -> Iterator[Metric]:
         "Waiting time of the longest-waiting of these jobs.",
         labels=["gpu_class"],
     )
-    # The waiting time starts when the last attempt ended (at least a validation), the back-off ended, or on resume.
-    ended = select(func.max(Attempt.ended_at)).where(Attempt.job_id == Job.id).scalar_subquery()
-    resumed = (
-        select(func.max(Event.created_at))
-        .where(Event.job_id == Job.id, Event.message == RESUMING)
-        .scalar_subquery()
-    )
-    waits = select(Job.gpu_class, Job.created_at, Job.next_run_at, ended, resumed, db_now())
-    classes = session.scalars(select(Job.gpu_class).distinct())
-    seconds: dict[str, list[float]] = {gpu_class: [] for gpu_class in classes}
-    for gpu_class, *begins, now in session.execute(waits.where(Job.seq.in_(fairness.startable(defaults)))):
-        since = max(begin for begin in begins if begin is not None)
-        seconds[gpu_class].append(max(0.0, now - since))
-    for gpu_class, each in seconds.items():
+    for gpu_class, each in queues.waiting_seconds(session, defaults).items():
         length.add_metric([gpu_class], len(each))
         oldest.add_metric([gpu_class], max(each, default=0.0))
     yield length

@@ -1,4 +1,8 @@
-"""API keys: shown once, stored as a hash, scoped to read, write or administer one project."""
+"""API keys: shown once, stored as a hash, scoped to read, write or administer one project.
+
+The scope `operator` adds what concerns the service as a whole. Only the operator gives it, on a machine of the service:
+no request makes a key with it from one without it.
+"""
 
 import hashlib
 import secrets
@@ -14,7 +18,8 @@ from core.database.tables import ApiKey, Organization, Project, now
 from core.errors import InsufficientPermissions, InvalidApiKey, InvalidRequest, KeyNotFound
 from core.tenancy.audit import operator_of
 
-Scope = Literal["read", "write", "admin"]
+ProjectScope = Literal["read", "write", "admin"]  # that administrators of a project may give
+Scope = Literal["read", "write", "admin", "operator"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)  # each includes those before it
 
 # Resolution of `last_used_at`, so that authentication rarely writes.
@@ -39,6 +44,7 @@ def create_key(
     owner: str = "",
     expires_at: int | None = None,
     token: str = "",
+    sso_user: str | None = None,
 ) -> NewKey:
     """Create a key of the project. Only its hash and last characters are stored.
 
@@ -46,8 +52,10 @@ def create_key(
         token: Its text; empty: random.
         owner: The person who uses it.
         expires_at: Unix seconds; None: never.
+        sso_user: The user of single sign-on (core/tenancy/single_sign_on.py).
     """
     made = _new(work, project.id, name, scope=scope, owner=owner, expires_at=expires_at, token=token)
+    made.key.sso_user = sso_user
     work.record("api_key.created", made.key.id, _described(made.key))
     return made
 
@@ -58,8 +66,14 @@ def rotate(work: Work, key: ApiKey, *, grace_hours: float = 0) -> NewKey:
     The new key has the same name, scope and owner. If the old one had a lifetime, the new one gets the same.
 
     Raises:
-        InvalidRequest: the old key has expired or was revoked.
+        InvalidRequest: the old key has expired or was revoked, or is that of a user of single sign-on.
     """
+    if key.sso_user is not None:
+        raise InvalidRequest(
+            f"The key {key.id} stands for the single sign-on of {key.sso_user} and has no text; revoke it to end the "
+            "sessions.",
+            param="key_id",
+        )
     if state(key) != "active":
         raise InvalidRequest(f"The key {key.id} is {state(key)}; create a new one.", param="key_id")
     lifetime = None if key.expires_at is None else key.expires_at - key.created_at
@@ -144,6 +158,11 @@ def require(key: ApiKey, needed: Scope) -> None:
         raise InsufficientPermissions(needed=needed, scope=key.scope)
 
 
+def require_scope_of(key: ApiKey, other: ApiKey) -> None:
+    """Raise InsufficientPermissions unless `key` has the scope of `other`, whose text it is about to see."""
+    require(key, _scope(other))
+
+
 def use_is_news(key: ApiKey) -> bool:
     """Whether `note_use` would change the row."""
     return key.last_used_at is None or key.last_used_at <= now() - USE_NOTED_EVERY
@@ -175,7 +194,8 @@ def bootstrap(session: Session, token: str = "") -> str | None:
     project = Project(organization_id=organization.id, name="default")
     session.add(project)
     session.flush()
-    return create_key(Work(session, operator_of(project)), project, "default", token=token).token
+    work = Work(session, operator_of(project))
+    return create_key(work, project, "default", scope="operator", token=token).token
 
 
 def _new(

@@ -17,10 +17,13 @@ from core.database.tables import (
     EvalPage,
     EvalRun,
     File,
+    GoldenCase,
+    GraderVersion,
     Job,
     Organization,
     Project,
     ProjectUsage,
+    StoredGrader,
     Upload,
     UploadPart,
     now,
@@ -174,9 +177,7 @@ def refuse_eval_run_beyond(session: Session, project_id: str, limits: Limits) ->
         if before >= limits.queued_eval_runs:
             hint = "wait until one of them has started, or cancel one"
             raise QuotaExceeded("queued_eval_runs", used=before, maximum=limits.queued_eval_runs, hint=hint)
-    if limits.storage_bytes is not None:
-        _lock(session, project_id)
-        free_storage(session, project_id, limits, needed=0)  # the rows of the run are counted already
+    refuse_stored_beyond(session, project_id, limits)  # the rows of the run are counted already
     if (beyond := used_up(session, project_id, limits)) is not None:
         raise beyond
 
@@ -230,6 +231,17 @@ def refuse_file_beyond(session: Session, project_id: str, limits: Limits, size: 
         free_storage(session, project_id, limits, needed=size)
 
 
+def refuse_stored_beyond(session: Session, project_id: str, limits: Limits) -> None:
+    """Check the storage limit after adding rows, in the same transaction, which the error rolls back.
+
+    Raises:
+        QuotaExceeded: the rows exceed the limit.
+    """
+    if limits.storage_bytes is not None:
+        _lock(session, project_id)
+        free_storage(session, project_id, limits, needed=0)
+
+
 def refuse_upload_beyond(session: Session, project_id: str, most: int) -> None:
     """Check the number of pending uploads before creating one, in the same transaction.
 
@@ -270,7 +282,7 @@ def in_use(session: Session, project_id: str) -> dict[str, Any]:
 
 
 def stored_bytes(session: Session, project_id: str) -> int:
-    """Bytes of all files that are not deleted, including results, of multipart uploads, and of eval runs.
+    """Bytes of all files that are not deleted, including results, of multipart uploads, eval runs and stored graders.
 
     A pending upload counts as its announced size, or as its received bytes if those are more. Cancelled and expired
     uploads count their received bytes until deleted.
@@ -295,7 +307,13 @@ def stored_bytes(session: Session, project_id: str) -> int:
         .join(EvalRun, EvalRun.id == EvalJournal.run_id)
         .where(*mine)
     )
-    counted = (files, select(func.sum(uploads.c.bytes)), rows, items, journal)
+    graders = [
+        select(func.sum(table.bytes))
+        .join(StoredGrader, StoredGrader.id == table.grader_id)
+        .where(StoredGrader.project_id == project_id)
+        for table in (GraderVersion, GoldenCase)
+    ]
+    counted = (files, select(func.sum(uploads.c.bytes)), rows, items, journal, *graders)
     return sum(int(session.scalar(one) or 0) for one in counted)
 
 

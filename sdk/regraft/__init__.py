@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         CheckpointNotFound,
         DownloadCorrupt,
         FileNotFound,
+        GraderNotFound,
         InsufficientPermissions,
         InvalidApiKey,
         InvalidGrader,
@@ -39,32 +40,46 @@ if TYPE_CHECKING:
     from regraft.requests import InvalidRequestFile
     from regraft.types import (
         Estimate,
+        FileProfile,
+        GoldenCase,
+        GraderCheck,
         GraderTest,
+        GraderVersion,
         JobComparison,
         JobEvent,
         Preview,
+        PreviewAnswer,
         PreviewProgress,
+        PreviewReport,
         PromptHistory,
+        Queue,
         Regrade,
         RegradedAnswer,
         Rollout,
+        RolloutToken,
+        RolloutTokens,
         StepMetrics,
+        StoredGrader,
+        UsageReport,
         Verdict,
         WhatIf,
+        Worker,
     )
 
 _HOME = {
     "regraft._rules.datasets": "InvalidDataset LineError",
     "regraft.client": "AsyncRegraft Regraft",
     "regraft.config": "NotConfigured",
-    "regraft.errors": "BudgetReached CheckpointNotFound DownloadCorrupt FileNotFound InsufficientPermissions "
+    "regraft.errors": "BudgetReached CheckpointNotFound DownloadCorrupt FileNotFound GraderNotFound "
+    "InsufficientPermissions "
     "InvalidApiKey InvalidGrader InvalidJobState JobFailed JobNotFound ModelNotFound "
     "NotARegraftServer NotSupportedByServer QuotaExceeded RateLimited",
     "regraft.jobs": "events metrics rollouts show",
     "regraft.progress": "FINAL",
     "regraft.requests": "InvalidRequestFile",
-    "regraft.types": "Estimate GraderTest JobComparison JobEvent Preview PreviewProgress PromptHistory Regrade "
-    "RegradedAnswer Rollout StepMetrics Verdict WhatIf",
+    "regraft.types": "Estimate FileProfile GoldenCase GraderCheck GraderTest GraderVersion JobComparison "
+    "JobEvent Preview PreviewAnswer PreviewProgress PreviewReport PromptHistory Queue Regrade RegradedAnswer Rollout "
+    "RolloutToken RolloutTokens StepMetrics StoredGrader UsageReport Verdict WhatIf Worker",
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names.split()}
 
@@ -89,7 +104,12 @@ __all__ = [
     "DownloadCorrupt",
     "Estimate",
     "FileNotFound",
+    "FileProfile",
+    "GoldenCase",
+    "GraderCheck",
+    "GraderNotFound",
     "GraderTest",
+    "GraderVersion",
     "InsufficientPermissions",
     "InvalidApiKey",
     "InvalidDataset",
@@ -106,17 +126,25 @@ __all__ = [
     "NotConfigured",
     "NotSupportedByServer",
     "Preview",
+    "PreviewAnswer",
     "PreviewProgress",
+    "PreviewReport",
     "PromptHistory",
+    "Queue",
     "QuotaExceeded",
     "RateLimited",
     "Regrade",
     "RegradedAnswer",
     "Regraft",
     "Rollout",
+    "RolloutToken",
+    "RolloutTokens",
     "StepMetrics",
+    "StoredGrader",
+    "UsageReport",
     "Verdict",
     "WhatIf",
+    "Worker",
     "events",
     "metrics",
     "rollouts",

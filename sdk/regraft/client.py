@@ -13,20 +13,19 @@ import openai
 from regraft import config, datasets
 from regraft.datasets import Method, Split, Summary
 from regraft.errors import NotARegraftServer, NotSupportedByServer, foreign, named, refuse_foreign
-from regraft.requests import Source
+from regraft.requests import Source, read_grader
 from regraft.resources.checkpoints import AsyncCheckpoints, Checkpoints
 from regraft.resources.evals import AsyncEvals, Evals
 from regraft.resources.graders import AsyncGraders, Graders
 from regraft.resources.jobs import AsyncJobs, Jobs
 from regraft.resources.pipelines import AsyncPipelines, Pipelines
+from regraft.resources.previews import AsyncPreviews, Previews, refuse_failed
 from regraft.resources.regrades import AsyncRegrades, Regrades
 from regraft.resources.rollouts import AsyncRollouts, Rollouts
-from regraft.types import Estimate, Preview, PreviewProgress
+from regraft.resources.service import AsyncService, Service
+from regraft.types import Estimate, FileProfile, PreviewProgress, PreviewReport
 
-ESTIMATE, PREVIEW = "/regraft/estimate", "/regraft/preview"
-# Longer than the server's own limit: a retried preview would be charged twice.
-PREVIEW_SECONDS = 660.0
-UNFINISHED = "The connection was closed before the preview had ended."
+ESTIMATE = "/regraft/estimate"
 
 
 class Datasets:
@@ -46,7 +45,7 @@ class Datasets:
 
 class Regraft(openai.OpenAI):
     """OpenAI's client for a regraft server, with all of its resources and `jobs`, `rollouts`, `regrades`,
-    `checkpoints`, `graders`, `evals`, `pipelines`, `datasets`, `estimate` and `preview`.
+    `checkpoints`, `graders`, `evals`, `pipelines`, `previews`, `datasets`, `estimate`, `preview` and `profile`.
 
     Server and key are the arguments, else REGRAFT_BASE_URL and REGRAFT_API_KEY, else the login saved by `regraft
     login`.
@@ -93,6 +92,14 @@ class Regraft(openai.OpenAI):
         return Pipelines(self)
 
     @cached_property
+    def service(self) -> Service:
+        return Service(self)
+
+    @cached_property
+    def previews(self) -> Previews:
+        return Previews(self)
+
+    @cached_property
     def datasets(self) -> Datasets:
         return Datasets()
 
@@ -107,46 +114,57 @@ class Regraft(openai.OpenAI):
         except NotSupportedByServer as old:
             raise _too_old("estimate", old) from old
 
+    def profile(
+        self,
+        file_id: str,
+        *,
+        model: str | None = None,
+        method: Method | None = None,
+        validation_file: str | None = None,
+        grader: Source | None = None,
+        max_completion_tokens: int | None = None,
+    ) -> FileProfile:
+        """Read a dataset file on the server: token lengths, duplicates, overlap with the validation file, and the
+        fields of its rows. Creates nothing.
+
+        Args:
+            model: counts tokens with its tokenizer and chat template.
+            method: whose rows the file has; default: by the format of its first row.
+            grader: a specification, or a file as `graders.test` reads it: which rows lack a field that it reads?
+            max_completion_tokens: room for an answer; default: that of "auto".
+        """
+        body = _profile(model, method, validation_file, grader, max_completion_tokens)
+        try:
+            return self.post(f"/regraft/files/{file_id}/profile", body=body, cast_to=FileProfile)
+        except NotSupportedByServer as old:
+            raise _too_old("profile", old, "files") from old
+
     def preview(
         self,
         request: Source,
         *,
         rows: int | None = None,
         samples: int | None = None,
-        progress: Callable[[PreviewProgress], None] | None = None,
-    ) -> Preview:
+        progress: Callable[[PreviewProgress], None] = lambda progress: None,
+    ) -> PreviewReport:
         """Sample and grade a few rows with the base model, and estimate the job: how many answers pass, and whether
-        there is signal to learn from. Uploads local files; creates nothing.
+        there is signal to learn from. Uploads local files; creates no job.
 
         The server samples `samples` answers to each of `rows`, by default 8 and 8. `progress` is called with how far
-        it is, at most twice a second.
+        it is, twice a second. This is `previews.create` and `previews.wait`.
 
         Raises:
             NotSupportedByServer: the server is too old.
         """
-        body = _with_sizes(self.jobs.prepare(request), rows, samples)
-        options: Any = {"timeout": PREVIEW_SECONDS}
         try:
-            if progress is None:
-                return self.post(PREVIEW, body=body, cast_to=Preview, options=options)
-            # Not retried: the server would sample the answers once more.
-            options |= {"max_retries": 0}
-            with self.post(
-                PREVIEW,
-                body=body | {"stream": True},
-                cast_to=object,
-                options=options,
-                stream=True,
-                stream_cls=openai.Stream[object],
-            ) as told:
-                for message in told:
-                    if (made := _told(message, progress)) is not None:
-                        return made
+            made = self.previews.create(request, rows=rows, samples=samples)
         except NotSupportedByServer as old:
             raise _too_old("preview", old) from old
-        except openai.APIError as error:
-            raise _with_status(self, error) from error
-        raise openai.OpenAIError(UNFINISHED)
+        progress(made.progress)
+        ended = self.previews.wait(made.id, progress=lambda preview: progress(preview.progress))
+        refuse_failed(self, ended)
+        assert ended.report is not None, "a completed preview has a report"
+        return ended.report
 
     def _process_response(self, *, response: httpx2.Response, **how: Any) -> Any:
         try:
@@ -203,6 +221,14 @@ class AsyncRegraft(openai.AsyncOpenAI):
         return AsyncPipelines(self)
 
     @cached_property
+    def service(self) -> AsyncService:
+        return AsyncService(self)
+
+    @cached_property
+    def previews(self) -> AsyncPreviews:
+        return AsyncPreviews(self)
+
+    @cached_property
     def datasets(self) -> Datasets:
         return Datasets()
 
@@ -213,37 +239,41 @@ class AsyncRegraft(openai.AsyncOpenAI):
         except NotSupportedByServer as old:
             raise _too_old("estimate", old) from old
 
+    async def profile(
+        self,
+        file_id: str,
+        *,
+        model: str | None = None,
+        method: Method | None = None,
+        validation_file: str | None = None,
+        grader: Source | None = None,
+        max_completion_tokens: int | None = None,
+    ) -> FileProfile:
+        """As Regraft.profile."""
+        body = _profile(model, method, validation_file, grader, max_completion_tokens)
+        try:
+            return await self.post(f"/regraft/files/{file_id}/profile", body=body, cast_to=FileProfile)
+        except NotSupportedByServer as old:
+            raise _too_old("profile", old, "files") from old
+
     async def preview(
         self,
         request: Source,
         *,
         rows: int | None = None,
         samples: int | None = None,
-        progress: Callable[[PreviewProgress], None] | None = None,
-    ) -> Preview:
+        progress: Callable[[PreviewProgress], None] = lambda progress: None,
+    ) -> PreviewReport:
         """As Regraft.preview."""
-        body = _with_sizes(await self.jobs.prepare(request), rows, samples)
-        options: Any = {"timeout": PREVIEW_SECONDS}
         try:
-            if progress is None:
-                return await self.post(PREVIEW, body=body, cast_to=Preview, options=options)
-            options |= {"max_retries": 0}
-            async with await self.post(
-                PREVIEW,
-                body=body | {"stream": True},
-                cast_to=object,
-                options=options,
-                stream=True,
-                stream_cls=openai.AsyncStream[object],
-            ) as told:
-                async for message in told:
-                    if (made := _told(message, progress)) is not None:
-                        return made
+            made = await self.previews.create(request, rows=rows, samples=samples)
         except NotSupportedByServer as old:
             raise _too_old("preview", old) from old
-        except openai.APIError as error:
-            raise _with_status(self, error) from error
-        raise openai.OpenAIError(UNFINISHED)
+        progress(made.progress)
+        ended = await self.previews.wait(made.id, progress=lambda preview: progress(preview.progress))
+        refuse_failed(self, ended)
+        assert ended.report is not None, "a completed preview has a report"
+        return ended.report
 
     async def _process_response(self, *, response: httpx2.Response, **how: Any) -> Any:
         try:
@@ -281,29 +311,23 @@ def _wants_json(cast_to: Any = None, stream: bool = False, **_: Any) -> bool:
     )
 
 
-def _with_sizes(body: dict[str, Any], rows: int | None, samples: int | None) -> dict[str, Any]:
-    sizes = {"rows": rows, "samples": samples}
-    return body | {name: size for name, size in sizes.items() if size is not None}
+def _profile(
+    model: str | None,
+    method: Method | None,
+    validation_file: str | None,
+    grader: Source | None,
+    max_completion_tokens: int | None,
+) -> dict[str, Any]:
+    given = {
+        "model": model,
+        "method": method,
+        "validation_file": validation_file,
+        "grader": None if grader is None else read_grader(grader),
+        "max_completion_tokens": max_completion_tokens,
+    }
+    return {name: value for name, value in given.items() if value is not None}
 
 
-def _with_status(client: "Regraft | AsyncRegraft", error: openai.APIError) -> openai.APIError:
-    """The error of a stream as the one that a response with its status would raise; any other as it is."""
-    body = error.body
-    if isinstance(error, openai.APIStatusError) or not isinstance(body, dict) or "status" not in body:
-        return error
-    response = httpx2.Response(body["status"], request=error.request)
-    return client._make_status_error(error.message, body=body, response=response)
-
-
-def _told(message: object, progress: Callable[[PreviewProgress], None]) -> Preview | None:
-    """The report, if the message is one; `progress` is called with the others."""
-    assert isinstance(message, dict)
-    if message.get("object") != "regraft.preview.progress":
-        return Preview.construct(**message)
-    progress(PreviewProgress.construct(**message))
-    return None
-
-
-def _too_old(what: str, old: NotSupportedByServer) -> NotSupportedByServer:
-    message = f"This server cannot {what} jobs: it is older than this version of regraft."
+def _too_old(what: str, old: NotSupportedByServer, of: str = "jobs") -> NotSupportedByServer:
+    message = f"This server cannot {what} {of}: it is older than this version of regraft."
     return NotSupportedByServer(message, response=old.response, body=old.body)

@@ -33,6 +33,10 @@ class CheckpointNotFound(openai.NotFoundError): ...
 class ModelNotFound(openai.NotFoundError): ...
 
 
+class GraderNotFound(openai.NotFoundError):
+    """The project has no stored grader with this name, or not this version of it."""
+
+
 class NotSupportedByServer(openai.NotFoundError):
     """This server has no such URL: it is older than this library, or not a regraft server."""
 
@@ -82,6 +86,7 @@ _BY_CODE: Mapping[str, type[openai.APIStatusError]] = {
     "fine_tune_not_found": JobNotFound,
     "checkpoint_not_found": CheckpointNotFound,
     "model_not_found": ModelNotFound,
+    "grader_not_found": GraderNotFound,
     "unknown_url": NotSupportedByServer,
     "invalid_job_state": InvalidJobState,
     "budget_reached": BudgetReached,

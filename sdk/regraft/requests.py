@@ -3,13 +3,13 @@
 A job file has the fields of POST /fine_tuning/jobs. With `grader` at the top level, `hyperparameters` and
 `response_format` are also allowed there, and the method is 'reinforcement'; any other file is sent unchanged.
 `training_file` and `validation_file` are ids, or paths to upload; `grader` is a table, or the path of a .py with
-`def grade(sample, item)`, or of a .json, .toml or .yaml.
+`def grade(sample, item)`, or of a .json, .toml or .yaml, or "stored:NAME", or "stored:NAME@VERSION".
 """
 
 import json
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ FILES = ("training_file", "validation_file")
 OF_THE_METHOD = ("grader", "hyperparameters", "response_format")
 PATHS = [["training_file"], ["validation_file"], ["grader"]]
 MASK = "***"  # the server's mask for secrets
+STORED = "stored:"  # before the name of a stored grader, in place of a file
 
 Source = str | Path | Mapping[str, Any]
 """A path, or the content of such a file."""
@@ -63,7 +64,7 @@ def _job_of(fields: dict[str, Any], folder: Path, name: str, changes: Sequence[s
     method = body.get("method")
     inside = method.get("reinforcement") if isinstance(method, dict) else None
     if isinstance(inside, dict) and isinstance(inside.get("grader"), str | Path):
-        inside["grader"] = read_grader(folder / inside["grader"])
+        inside["grader"] = read_grader(inside["grader"], folder)
     uploads: dict[str, Path] = {}
     for field in FILES:
         value = body.get(field)
@@ -120,7 +121,7 @@ def read_pipeline(source: Source) -> PipelineRequest:
                 _note_file(uploads, ("stages", number, "mix", "files", index), one, folder, where)
         sample = stage.get("sample")
         if isinstance(sample, dict) and isinstance(sample.get("grader"), str):
-            sample["grader"] = read_grader(folder / sample["grader"])
+            sample["grader"] = read_grader(sample["grader"], folder)
     return PipelineRequest(fields, uploads)
 
 
@@ -136,18 +137,21 @@ def _note_file(
         uploads[*way, "file"] = _existing(folder / value, where)
 
 
-def read_grader(source: Source) -> dict[str, Any]:
-    """Read the spec of a grader: a mapping, or a .py, .json, .toml or .yaml file."""
+def read_grader(source: Source, folder: Path = Path()) -> dict[str, Any]:
+    """Read the spec of a grader: a mapping, a .py, .json, .toml or .yaml file in `folder`, or "stored:NAME@VERSION"."""
     if isinstance(source, Mapping):
         return dict(source)
-    path = Path(source)
+    if str(source).startswith(STORED):
+        name, _, version = str(source).removeprefix(STORED).partition("@")
+        return {"type": "stored", "name": name} | ({"version": version} if version else {})
+    path = folder / source
     if path.suffix == ".py":
         return {"type": "python", "name": path.stem, "source": _text(path)}
     spec = read_table(path)
     # A job file stands for its grader.
     if "grader" in spec and "type" not in spec:
         inner = spec["grader"]
-        return read_grader(path.parent / inner if isinstance(inner, str) else inner)
+        return read_grader(inner, path.parent)
     return spec
 
 
@@ -165,6 +169,16 @@ def read_table(path: Path) -> dict[str, Any]:
     return value
 
 
+def read_lines(path: Path) -> Iterator[tuple[int, Any]]:
+    """The values of a JSONL file with the numbers of their lines, which count from 1; empty lines have none."""
+    for number, line in enumerate(_text(path).split("\n"), start=1):
+        if line.strip():
+            try:
+                yield number, json.loads(line)
+            except ValueError as cause:
+                raise InvalidRequestFile(f"{path}: line {number}: {cause}") from cause
+
+
 def set_path(body: dict[str, Any], assignment: str) -> None:
     """Apply an assignment such as `hyperparameters.n_epochs=2`. Values are JSON, or else text.
 
@@ -178,7 +192,8 @@ def set_path(body: dict[str, Any], assignment: str) -> None:
     try:
         value = json.loads(text)
     except ValueError:
-        value = Path(text).absolute() if keys in PATHS and not _is_id(text) else text
+        is_path = keys in PATHS and not _is_id(text) and not text.startswith(STORED)
+        value = Path(text).absolute() if is_path else text
     if keys[0] in OF_THE_METHOD:
         keys = [*_place_of(keys[0], body.get("method")), *keys]
     table = body

@@ -127,7 +127,24 @@ class Rollout(BaseModel):
     advantage: float | None = None  # as used in training; None: the answer was not trained on
     trained: bool | None = None
     replacement: bool | None = None  # resampled in place of a prompt without signal
+    has_tokens: bool | None = None  # whether client.rollouts.tokens has the values of its tokens
     steps: list[RolloutStep] | None = None
+
+
+class RolloutToken(BaseModel):
+    """The values of a token, with three decimal digits."""
+
+    text: str  # empty for all but the last token of a character
+    logprob: float | None = None  # of the sampler; None: the token was not sampled
+    advantage: float | None = None  # as used in training; None: not trained on
+    gap: float | None = None  # log p of the trainer less that of the sampler; None: not computed
+
+
+class RolloutTokens(BaseModel):
+    """The tokens of an answer, its thought and stop token included."""
+
+    rollout_id: str
+    tokens: list[RolloutToken]
 
 
 class Rewards(BaseModel):
@@ -157,11 +174,21 @@ class ComparedScores(BaseModel):
     rank_correlation: float | None = None
 
 
+class AdvantageSizes(BaseModel):
+    """The absolute advantages of the graded answers."""
+
+    mean: float | None = None
+    largest: float | None = None
+
+
 class WhatIf(ComparedScores):
     """Another formula over the stored scores of a multi grader's parts."""
 
     formula: str
     pass_threshold: float
+    advantage_scale: Literal["none", "group", "batch"]
+    advantages_before: AdvantageSizes
+    advantages_after: AdvantageSizes
 
 
 class Regrade(BaseModel):
@@ -236,6 +263,109 @@ class Estimate(BaseModel):
     warnings: list[str] = []  # accepted parameters without effect
 
 
+class LengthBin(BaseModel):
+    """Rows of at least `low` and less than `high`."""
+
+    low: int
+    high: int
+    rows: int
+
+
+class Lengths(BaseModel):
+    """The distribution of a length over the rows of a file."""
+
+    rows: int
+    mean: float
+    min: int
+    p50: float
+    p90: float
+    p99: float
+    max: int
+    bins: list[LengthBin]
+
+
+class SomeLines(BaseModel):
+    """A number of rows, and the first 20 lines of them."""
+
+    rows: int
+    lines: list[int]
+
+
+class TokenLengths(Lengths):
+    """Tokens of the prompts; for other methods than reinforcement with the answers."""
+
+    room: int  # the most that a row may have
+    too_long: SomeLines
+    not_rendered: SomeLines  # rejected by the chat template
+
+
+class DatasetField(BaseModel):
+    """A key of the rows."""
+
+    name: str
+    rows: int
+    missing: int
+    types: dict[str, int]
+    distinct: int | None = None  # None: more than 1000 different values
+    example: str
+
+
+class GraderPath(BaseModel):
+    """A path that the grader reads, and the rows that lack it."""
+
+    path: str
+    missing: SomeLines
+
+
+class GraderReads(BaseModel):
+    paths: list[GraderPath]
+    not_listed: bool  # a python grader or an endpoint may read other fields as well
+    no_grader: SomeLines | None = None  # rows for which a select grader has no grader
+
+
+class Duplicates(BaseModel):
+    """Rows whose prompt occurs in an earlier row."""
+
+    rows: int
+    identical: int  # of these, rows that equal an earlier row in every field
+    prompts: int
+    lines: list[list[int]]
+
+
+class Overlap(BaseModel):
+    """Rows of the validation file whose prompt is also in the training file."""
+
+    file: str
+    rows: int
+    shared: int
+    lines: list[list[int]]  # pairs: a line of the validation file, and one of the training file
+
+
+class DatasetProblem(BaseModel):
+    line: int
+    path: str
+    message: str
+
+
+class FileProfile(BaseModel):
+    """Lengths, duplicates, overlap and fields of a dataset file."""
+
+    file_id: str
+    model: str | None = None
+    method: str
+    rows: int
+    is_whole: bool  # false: only the first million rows were read
+    invalid: int
+    problems: list[DatasetProblem]
+    characters: Lengths | None = None  # of the text of a prompt
+    tokens: TokenLengths | None = None
+    tokens_reason: str | None = None  # why the tokens are not counted
+    duplicates: Duplicates
+    overlap: Overlap | None = None
+    fields: list[DatasetField]
+    grader: GraderReads | None = None
+
+
 class Share(BaseModel):
     """A share from 0 to 1 with its 95 % confidence interval."""
 
@@ -294,7 +424,7 @@ class PreviewProgress(BaseModel):
     graded: int
 
 
-class Preview(Estimate):
+class PreviewReport(Estimate):
     """The results of the base model on a few rows of a job, and the job's estimate."""
 
     prompts: list[PreviewedPrompt]
@@ -314,6 +444,49 @@ class Preview(Estimate):
     recommendation: str
 
 
+class PreviewError(BaseModel):
+    """The error that ended a preview, and the status that a response with it would have."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+    status: int
+
+
+class Preview(BaseModel):
+    """Answers of the base model to a few rows of a job, graded as in the job."""
+
+    id: str
+    created_at: int
+    finished_at: int | None = None
+    status: Literal["in_progress", "completed", "failed", "canceled"]
+    request: dict[str, Any]
+    answers_of: str | None = (
+        None  # the earlier preview whose answers this one grades; None: it sampled its own
+    )
+    progress: PreviewProgress
+    report: PreviewReport | None = None  # once it is completed
+    error: PreviewError | None = None
+
+
+class PreviewAnswer(BaseModel):
+    """An answer of a preview and its grade."""
+
+    id: str
+    line: int  # line of the training file
+    member: int
+    output_text: str
+    output_reasoning: str | None = None
+    finish_reason: Literal["stop", "length"]
+    prompt_tokens: int
+    completion_tokens: int
+    score: float | None = None  # None: could not be graded; see `reason`
+    reason: str
+    sub_scores: dict[str, float | None] | None = None
+    output: str | None = None  # printed by the grader
+
+
 class GraderTest(BaseModel):
     """The result of one test case of a grader."""
 
@@ -327,6 +500,81 @@ class GraderTest(BaseModel):
     output: str = ""  # printed by python graders
     execution_time: float | None = None  # seconds
     sub_rewards: dict[str, float] = {}
+
+
+class StoredGrader(BaseModel):
+    """A named grader with its current version."""
+
+    id: str
+    name: str
+    created_at: int
+    updated_at: int
+    version: str  # SHA-256 of the specification
+    versions: int
+    cases: int  # golden cases
+    grader: dict[str, Any]  # header values are masked
+
+
+class GraderVersion(BaseModel):
+    """A version of a stored grader. `id` is its hash."""
+
+    id: str
+    name: str
+    version: str
+    created_at: int
+    is_current: bool
+    note: str
+    grader: dict[str, Any]
+
+
+class ScoreRange(BaseModel):
+    """The scores that pass, both bounds included; None: no bound."""
+
+    min: float | None = None
+    max: float | None = None
+
+    def __str__(self) -> str:
+        if self.min == self.max:
+            return f"{self.min:g}"
+        if self.max is None:
+            return f"from {self.min:g}"
+        return f"to {self.max:g}" if self.min is None else f"{self.min:g} to {self.max:g}"
+
+
+class GoldenCase(BaseModel):
+    """An answer and its row, with the scores that all versions of a grader must give it."""
+
+    id: str
+    created_at: int
+    sample: dict[str, Any]
+    item: dict[str, Any]
+    expect: ScoreRange
+    note: str
+    rollout_id: str | None = None
+
+
+class CheckedCase(BaseModel):
+    """A golden case and its score; None: it could not be graded, which fails the case."""
+
+    case_id: str
+    passed: bool
+    score: float | None = None
+    expect: ScoreRange
+    reason: str
+    errors: list[str]
+    output: str  # printed by the grader
+    scores: dict[str, float | None]  # of the parts of a multi grader
+    execution_time: float
+
+
+class GraderCheck(BaseModel):
+    """The golden cases of a stored grader, run with one of its versions or with another specification."""
+
+    name: str
+    version: str  # of what was run, saved or not
+    passed: int
+    failed: int
+    results: list[CheckedCase]
 
 
 class EvalDifference(BaseModel):
@@ -356,32 +604,129 @@ class EvalComparison(BaseModel):
     criteria: dict[str, EvalDifference]
 
 
+class Money(BaseModel):
+    amount: float
+    currency: str
+
+
 class ComparedJob(BaseModel):
     """A job of a comparison: the step of the validation that counts; None: it has stored none."""
 
     job_id: str
     model: str  # the delivered one; the base model before there is one
     step: int | None = None
+    gpu_seconds: float
+    cost: Money | None = None  # None: the service has no price
+
+
+class ComparedPair(BaseModel):
+    """The validated rewards of a job minus those of the first, on the prompts that both have."""
+
+    job_id: str
+    prompts: int
+    unpaired: int  # prompts that only one of the two jobs has
+    reward: EvalDifference | None = None  # of the mean reward of a prompt; None: a job has no validation
+    same_grader: bool  # if not, the rewards are not on one scale
 
 
 class ChangedField(BaseModel):
-    """A field of the request that two jobs have differently, by its dotted name."""
+    """A field of the requests that differs between jobs, by its dotted name, with the value of each job."""
 
     field: str
-    first: Any = None
-    second: Any = None
+    values: list[Any]
 
 
 class JobComparison(BaseModel):
-    """The validated rewards of two jobs on the prompts that both have: the second minus the first."""
+    """The first job beside the others."""
 
-    first: ComparedJob
-    second: ComparedJob
-    prompts: int
-    unpaired: int  # prompts that only one of the jobs has
-    reward: EvalDifference | None = None  # of the mean reward of a prompt; None: a job has no validation
-    same_grader: bool  # if not, the rewards are not on one scale
+    jobs: list[ComparedJob]
+    pairs: list[ComparedPair]  # each of the other jobs with the first
     config: list[ChangedField]
+
+
+class Curve(BaseModel):
+    """The validations of a job in order, thinned; the first is that of the model that it started from."""
+
+    job_id: str
+    metric: str | None = None  # full_valid_mean_reward, else full_valid_loss; None: no validation yet
+    steps: list[int]
+    values: list[float]
+    step: int | None = None  # the last one
+    total_steps: int | None = None
+
+
+class UsageRow(BaseModel):
+    """The sums of a group of a usage report; a field that is not grouped by is None."""
+
+    day: str | None = None
+    model: str | None = None  # None also: recorded by a version that kept no model
+    project_id: str | None = None
+    project_name: str | None = None
+    gpu_seconds: float  # of training, steps that were repeated included
+    sampled_tokens: int
+    trained_tokens: int
+    grader_tokens: int
+    cost: Money | None = None  # at today's price; None: the service has no price
+
+
+class UsageReport(BaseModel):
+    first_day: str
+    last_day: str
+    by: list[str]
+    data: list[UsageRow]
+
+
+class WorkerGpu(BaseModel):
+    """A GPU by nvidia-smi; None: the driver does not say."""
+
+    index: str
+    name: str
+    memory_used_bytes: int | None = None
+    memory_total_bytes: int | None = None
+    utilization: float | None = None
+
+
+class WorkerTask(BaseModel):
+    """A job or an eval run that a worker works on."""
+
+    kind: Literal["run", "validation", "eval_run"]
+    id: str
+    project_id: str
+    model: str | None = None
+    progress: dict[str, Any] | None = None  # of a run
+
+
+class Worker(BaseModel):
+    """A worker of the service, as it last reported itself."""
+
+    name: str  # host/pid, as attempts have it
+    host: str
+    gpu_class: str
+    version: str
+    machines: int  # that share its runs
+    ranks: int  # on each of them
+    status: Literal["idle", "busy", "draining", "silent"]
+    started_at: int
+    last_seen_at: int
+    silent_seconds: float
+    gpus: list[WorkerGpu]
+    memory_used_bytes: int | None = None  # of the host, or of the container
+    memory_total_bytes: int | None = None
+    tasks: list[WorkerTask]
+
+
+class Queue(BaseModel):
+    """A queue of the service."""
+
+    kind: Literal["jobs", "validations", "eval_runs"]
+    gpu_class: str | None = None  # None: workers of every class take from it
+    length: int  # what a free worker would start
+    oldest_seconds: float
+    held_back: int  # whose project runs as many as it may
+    backing_off: int
+    running: int
+    workers: int
+    reason: str | None = None  # None: nothing waits
 
 
 class StageError(BaseModel):

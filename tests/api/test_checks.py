@@ -22,7 +22,7 @@ PAIR = {"type": "multi", "name": "m", "graders": {"f": PATTERN, "g": GRADER}, "c
 
 VALIDATE, RUN = "/v1/fine_tuning/alpha/graders/validate", "/v1/fine_tuning/alpha/graders/run"
 JOBS, DRY_RUN = "/v1/fine_tuning/jobs", "/v1/regraft/jobs/validate"
-ESTIMATE, PREVIEW = "/v1/regraft/estimate", "/v1/regraft/preview"
+ESTIMATE, PREVIEW = "/v1/regraft/estimate", "/v1/regraft/previews"
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 DEPLOYMENT = "/openai/deployments/tiny/chat/completions"
 OF_JOBS, OF_CHATS = [JOBS, DRY_RUN, ESTIMATE, PREVIEW], [CHAT, RESPONSES, DEPLOYMENT]

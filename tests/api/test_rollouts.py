@@ -143,6 +143,7 @@ def test_a_sample_shows_what_it_was_asked_said_and_was_worth(listed: Callable[..
         "output_reasoning": None,
         "reasoning_tokens": None,
         "grammar_start": None,
+        "has_tokens": None,
     }
     assert third.keys() == RolloutOut.model_fields.keys(), "what the OpenAPI document says"
 
@@ -717,7 +718,35 @@ def test_another_formula_says_what_it_would_have_changed(api: TestClient, graded
         # In the first group all but the last: its 0.4 is below the mean of 0.467, as its 0 was below 0.333.
         "changed_signs": 2,
         "rank_correlation": pytest.approx(-0.577, abs=1e-3),
+        "advantage_scale": "none",
+        "advantages_before": {
+            "mean": pytest.approx(0.267, abs=1e-3),
+            "largest": pytest.approx(0.667, abs=1e-3),
+        },
+        "advantages_after": {
+            "mean": pytest.approx(0.263, abs=1e-3),
+            "largest": pytest.approx(0.533, abs=1e-3),
+        },
     }
+
+
+@pytest.mark.parametrize(
+    ("scale", "mean", "largest"),
+    # Centered: 2/3, -1/3, -1/3, and 0, 0. The std of the first group is 0.471, that of all five scores 0.490.
+    [("none", 0.267, 0.667), ("group", 0.566, 1.414), ("batch", 0.544, 1.361)],
+)
+def test_advantages_are_divided_as_by_a_loss(
+    api: TestClient, graded_twice: str, scale: str, mean: float, largest: float
+) -> None:
+    path = f"/v1/regraft/jobs/{graded_twice}/rollouts/what-if"
+
+    found = api.get(path, params={"formula": "says", "advantage_scale": scale}).json()
+
+    assert found["advantages_before"] == {
+        "mean": pytest.approx(mean, abs=1e-3),
+        "largest": pytest.approx(largest, abs=1e-3),
+    }
+    assert found["advantages_after"] == found["advantages_before"]
 
 
 def test_the_jobs_own_formula_changes_nothing(api: TestClient, graded_twice: str) -> None:
@@ -795,16 +824,16 @@ def test_too_many_answers_at_once_are_refused_with_how_to_select_fewer(
     assert fewer.json()["answers"] == 6
 
 
-def test_two_jobs_are_compared_on_the_prompts_that_both_validated(
+def test_jobs_are_compared_with_the_first_on_the_prompts_that_both_validated(
     house: House, api: TestClient, create_job: Callable[..., dict[str, Any]]
 ) -> None:
     """Prompts pair by their content; a secret of a grader is shown in neither."""
     endpoint = {"type": "endpoint", "name": "mine", "url": "https://8.8.8.8/", "headers": {"x-key": "secret"}}
-    first = create_job()["id"]
-    second = create_job(seed=7)["id"]
+    first, second, third = (create_job(seed=seed)["id"] for seed in (1, 7, 1))
     with house.database.write() as session:
         other = session.query(Job).where(Job.id == second).one()
         other.body = other.body | {"grader": endpoint}
+        other.gpu_seconds = 90.0
 
     def prompt(text: str, score: float | None, member: int = 0) -> dict[str, Any]:
         content = json.dumps([{"role": "user", "content": text}])
@@ -812,16 +841,24 @@ def test_two_jobs_are_compared_on_the_prompts_that_both_validated(
 
     store(house, first, 4, "valid", rows=[prompt("a", 0.0), prompt("a", 1.0, 1), prompt("b", 0.25)])
     store(house, second, 4, "valid", rows=[prompt("c", 1.0), prompt("b", 0.75), prompt("a", 0.5)])
+    store(house, third, 2, "valid", rows=[prompt("a", 0.5)])
 
-    found = api.get(f"/v1/regraft/jobs/{first}/compare", params={"other": second})
+    found = api.get(f"/v1/regraft/jobs/{first}/compare", params={"other": f"{second}, {third}"})
 
     assert found.status_code == 200, found.text
     compared = found.json()
-    assert (compared["prompts"], compared["unpaired"], compared["same_grader"]) == (2, 1, False)
-    reward = compared["reward"]
+    assert [one["job_id"] for one in compared["jobs"]] == [first, second, third]
+    assert [one["step"] for one in compared["jobs"]] == [4, 4, 2]
+    assert compared["jobs"][1]["gpu_seconds"] == 90.0 and compared["jobs"][1]["cost"] is None
+    pair, other_pair = compared["pairs"]
+    assert (pair["job_id"], pair["prompts"], pair["unpaired"], pair["same_grader"]) == (second, 2, 1, False)
+    reward = pair["reward"]
     assert (reward["first"], reward["second"], reward["difference"]) == (0.375, 0.625, 0.25)
     assert (reward["wins"], reward["losses"], reward["ties"]) == (1, 0, 1)
-    assert {one["field"] for one in compared["config"]} >= {"grader", "seed"}
+    assert (other_pair["prompts"], other_pair["unpaired"], other_pair["same_grader"]) == (1, 1, True)
+    assert other_pair["reward"]["ties"] == 1
+    config = {one["field"]: one["values"] for one in compared["config"]}
+    assert config["seed"] == [1, 7, 1] and "grader" in config
     assert "secret" not in found.text
 
 
@@ -832,10 +869,22 @@ def test_jobs_without_a_stored_validation_are_compared_by_their_requests(
 
     compared = api.get(f"/v1/regraft/jobs/{first}/compare", params={"other": second}).json()
 
-    assert (compared["reward"], compared["first"]["step"]) == (None, None)
-    assert {"field": "seed", "first": 1, "second": 2} in compared["config"]
+    assert (compared["pairs"][0]["reward"], compared["jobs"][0]["step"]) == (None, None)
+    assert {"field": "seed", "values": [1, 2]} in compared["config"]
     assert api.get(f"/v1/regraft/jobs/{first}/compare", params={"other": "ftjob-x"}).status_code == 404
     assert api.get(f"/v1/regraft/jobs/{first}/compare").status_code == 400
+
+
+@pytest.mark.parametrize("others", ["", "{0},", ",".join(["{0}"] * 6)], ids=["none", "empty", "six"])
+def test_one_to_five_other_jobs_are_compared(
+    api: TestClient, create_job: Callable[..., dict[str, Any]], others: str
+) -> None:
+    job = create_job()["id"]
+
+    refused = api.get(f"/v1/regraft/jobs/{job}/compare", params={"other": others.format(job)})
+
+    assert refused.status_code == 400
+    assert "expected 1 to 5 ids of jobs" in refused.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("data", [b"", b"PAR1" + bytes(3000) + b"PAR1"], ids=["empty", "altered"])
@@ -851,3 +900,65 @@ def test_a_damaged_page_is_named(
 
     assert (refused.status_code, refused.json()["error"]["code"]) == (410, "file_damaged")
     assert "The stored train rollouts of step 1 are damaged" in refused.json()["error"]["message"]
+
+
+@pytest.fixture
+def with_tokens(house: House, create_job: Callable[..., dict[str, Any]]) -> str:
+    """A job whose first sample has the values of its two tokens, and whose second has not; a page of old ones, too."""
+    job_id: str = create_job()["id"]
+    tokens = [
+        {"text": "an", "logprob": -0.5, "advantage": 1.5, "gap": -0.25},
+        {"text": "<end>", "logprob": None, "advantage": None, "gap": None},
+    ]
+    rows = [row(1, "train", 0, 0, has_tokens=True, tokens=tokens), row(1, "train", 0, 1, has_tokens=False)]
+    store(house, job_id, 1, rows=rows)
+    store_old(house, job_id, 2)
+    return job_id
+
+
+def test_the_values_of_the_tokens_of_a_sample_are_read(api: TestClient, with_tokens: str) -> None:
+    answer = api.get(f"/v1/regraft/jobs/{with_tokens}/rollouts/rollout_1_t_0_0/tokens")
+
+    assert answer.status_code == 200
+    assert answer.json() == {
+        "object": "regraft.rollout_tokens",
+        "rollout_id": "rollout_1_t_0_0",
+        "tokens": [
+            {"text": "an", "logprob": -0.5, "advantage": 1.5, "gap": -0.25},
+            {"text": "<end>", "logprob": None, "advantage": None, "gap": None},
+        ],
+    }
+
+
+@pytest.mark.parametrize(
+    "rollout_id",
+    [
+        "rollout_1_t_0_1",  # stored without them
+        "rollout_1_t_7_0",
+        "rollout_2_t_0_0",  # by an earlier version
+        "rollout_9_t_0_0",
+        "rollout",
+    ],
+)
+def test_tokens_that_are_not_stored_are_404(api: TestClient, with_tokens: str, rollout_id: str) -> None:
+    answer = api.get(f"/v1/regraft/jobs/{with_tokens}/rollouts/{rollout_id}/tokens")
+
+    assert answer.status_code == 404
+    assert answer.json()["error"]["message"] == (
+        f"The tokens of '{rollout_id}' are not stored. Rollouts that have them are listed with has_tokens=true."
+    )
+
+
+def test_samples_with_tokens_are_listed_and_downloaded_without_them(
+    api: TestClient, with_tokens: str
+) -> None:
+    path = f"/v1/regraft/jobs/{with_tokens}/rollouts"
+
+    having = api.get(path, params={"has_tokens": True}).json()
+    lacking = api.get(path, params={"has_tokens": False}).json()
+    downloaded = api.get(f"{path}/download", params={"has_tokens": True}).json()
+
+    assert ids(having) == ["rollout_1_t_0_0"]
+    assert ids(lacking) == ["rollout_1_t_0_1", "rollout_2_t_0_0", "rollout_2_t_0_1", "rollout_2_t_1_0"]
+    assert "tokens" not in having["data"][0]
+    assert downloaded == having["data"][0]

@@ -62,6 +62,7 @@ every_operation = pytest.mark.parametrize(
 def known(house: House, create_job: Callable[..., dict[str, Any]]) -> dict[Any, Any]:
     """Values of what is there, by the names that paths, queries and bodies give them."""
     job = create_job()
+    saved = house.client(house.key).post("/v1/regraft/graders", json={"name": "close", "grader": GRADER})
     body = {name: job[name] for name in ("training_file", "validation_file", "method")}
     return {
         "project_id": house.project.id,
@@ -69,6 +70,8 @@ def known(house: House, create_job: Callable[..., dict[str, Any]]) -> dict[Any, 
         "file_id": job["training_file"],
         "model": "tiny",
         "grader": GRADER,
+        "grader_name": "close",
+        "version": saved.json()["version"],
         "metadata": None,
     } | body
 

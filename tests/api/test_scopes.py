@@ -16,11 +16,14 @@ from tests.present import present
 READING_POSTS = {
     "/v1/fine_tuning/alpha/graders/validate",
     "/v1/regraft/estimate",
+    "/v1/regraft/files/{file_id}/profile",
     "/v1/regraft/jobs/validate",
     "/v1/regraft/session",  # any key may log in, and out again
 }
 # OpenAI's reference asks for an admin key to share a checkpoint; any key may see with whom it is shared.
 SHARES = re.compile(r"/v1/fine_tuning/checkpoints/.*/permissions")
+# About the service as a whole.
+OPERATORS = {("get", "/v1/regraft/workers"), ("get", "/v1/regraft/queues")}
 
 
 def answers(house: House, scope: Scope) -> dict[tuple[str, str], tuple[int, str | None]]:
@@ -53,22 +56,30 @@ def test_a_key_that_reads_changes_nothing(house: House) -> None:
         (method, path)
         for method, path in everything
         if path.startswith("/v1/organization/") or (method != "get" and path not in READING_POSTS)
-    }
+    } | OPERATORS
 
     assert refused(house, "read") == expected
     assert len(expected) > 10
 
 
 def test_a_key_that_writes_administers_nothing(house: House) -> None:
-    assert refused(house, "write") == {
-        (method, path)
-        for method, path in answers(house, "admin")
-        if path.startswith("/v1/organization/") or (method != "get" and SHARES.match(path))
-    }
+    assert (
+        refused(house, "write")
+        == {
+            (method, path)
+            for method, path in answers(house, "admin")
+            if path.startswith("/v1/organization/") or (method != "get" and SHARES.match(path))
+        }
+        | OPERATORS
+    )
 
 
-def test_a_key_that_administers_may_do_everything(house: House) -> None:
-    assert refused(house, "admin") == set()
+def test_a_key_that_administers_does_all_but_what_concerns_other_projects(house: House) -> None:
+    assert refused(house, "admin") == OPERATORS
+
+
+def test_the_key_of_an_operator_may_do_everything(house: House) -> None:
+    assert refused(house, "operator") == set()
 
 
 def test_a_refusal_names_the_scope_that_is_missing(house: House) -> None:

@@ -37,7 +37,7 @@ def test_a_session_may_do_what_its_key_may_until_it_is_ended(house: House) -> No
 
     assert (shown["key_id"], shown["scope"], shown["project_id"]) == (
         house.key_id(),
-        "admin",
+        "operator",
         house.project.id,
     )
     assert client.get("/v1/regraft/session").json() == shown

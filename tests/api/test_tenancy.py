@@ -10,24 +10,30 @@ from starlette.testclient import TestClient
 from core.database.tables import (
     Checkpoint,
     CheckpointPermission,
+    Preview,
     RolloutPage,
     StepMetric,
     TunedModel,
 )
 from tests.api.conftest import GRADER, House
+from tests.api.test_rollouts import row, store
 
 pytestmark = pytest.mark.both_databases
 
 UPLOAD = {"filename": "a", "mime_type": "text/jsonl", "purpose": "fine-tune", "bytes": 2}
 ENDPOINT = {"name": "a", "url": "https://8.8.8.8/", "event_types": ["fine_tuning.job.succeeded"]}
+CASE = {"sample": {"output_text": "4"}, "item": {"answer": "4"}, "expect": 1}
 # What a route that takes a body must be sent to get as far as looking for the row.
 BODIES = {
     "/v1/uploads/{upload_id}/complete": {"part_ids": ["part_1"]},
     "/v1/fine_tuning/jobs/{job_id}/budget": {"budget": None},
+    "/v1/regraft/files/{file_id}/profile": {},
     "/v1/fine_tuning/checkpoints/{checkpoint}/permissions": {"project_ids": ["proj_1"]},
     "/v1/evals/{eval_id}": {"name": "b"},
     "/v1/evals/{eval_id}/runs": {"data_source": {"type": "jsonl", "source": {"type": "file_id", "id": "f"}}},
     "/v1/regraft/jobs/{job_id}/regrade": {"grader": GRADER},
+    "/v1/regraft/graders/{grader_name}/cases": {"cases": [CASE]},
+    "/v1/regraft/graders/{grader_name}/check": {"grader": GRADER},
     "/v1/webhook_endpoints/{webhook_endpoint_id}": {"name": "b"},
     "/v1/webhook_endpoints/{webhook_endpoint_id}/test": {"event_type": "fine_tuning.job.succeeded"},
 }
@@ -44,6 +50,8 @@ def rows(house: House, api: TestClient, create_job: Callable[..., dict[str, Any]
     job = create_job(metadata={"team": "a"}, reinforcement={"grader": both})
     api.post(f"/v1/fine_tuning/jobs/{job['id']}/cancel")  # or the stream of its events would have no end
     house.blobs.put_bytes("rollouts.jsonl", json.dumps({"score": 1.0}).encode())
+    nothing = {"text": "4", "logprob": None, "advantage": None, "gap": None}
+    store(house, job["id"], 2, rows=[row(2, "train", 0, 0, has_tokens=True, tokens=[nothing])])
     with house.database.write() as session:
         for split in ("train", "valid"):
             session.add(
@@ -61,6 +69,14 @@ def rows(house: House, api: TestClient, create_job: Callable[..., dict[str, Any]
         session.add(permission)
         session.flush()
         permission_id = permission.id
+        preview = Preview(
+            project_id=house.project.id, request={"model": "tiny", "answers_of": None}, parts={}
+        )
+        preview.training_sha256, preview.lease_expires_at = "", 0.0
+        preview.progress = {"phase": "loading", "of": 4, "sampled": 0, "graded": 0}
+        session.add(preview)
+        session.flush()
+        preview_id = preview.id
         session.add(
             Checkpoint(
                 id="ftckpt_1", job_id=job["id"], step=1, epoch=1, blob_prefix="checkpoint", valid_reward=1.0
@@ -68,6 +84,8 @@ def rows(house: House, api: TestClient, create_job: Callable[..., dict[str, Any]
         )
     house.blobs.put_bytes("checkpoint/manifest.json", json.dumps({"format": 1, "files": []}).encode())
     secret = job["id"].removeprefix("ftjob-")
+    grader = api.post("/v1/regraft/graders", json={"name": "close", "grader": GRADER}).json()
+    cases = api.post("/v1/regraft/graders/close/cases", json={"cases": [CASE]}).json()["data"]
     return {
         "job_id": job["id"],
         "eval_id": f"eval_{secret}",
@@ -84,8 +102,13 @@ def rows(house: House, api: TestClient, create_job: Callable[..., dict[str, Any]
         "pipeline_id": api.post(
             "/v1/regraft/pipelines", json={"stages": [mixture(job["training_file"])]}
         ).json()["id"],
+        "preview_id": preview_id,
+        "rollout_id": "rollout_2_t_0_0",
         "checkpoint_id": "ftckpt_1",
         "delivery_id": "wh_1",
+        "grader_name": "close",
+        "version": grader["version"],
+        "case_id": cases[0]["id"],
         "regrade_id": api.post(
             f"/v1/regraft/jobs/{job['id']}/regrade", json={"grader": GRADER | {"reference": "4"}}
         ).json()["id"],
@@ -137,7 +160,15 @@ def test_the_same_routes_work_for_the_owner(house: House, api: TestClient, rows:
 
 
 @pytest.mark.parametrize(
-    "url", ["/v1/files", "/v1/evals", "/v1/fine_tuning/jobs", "/v1/fine_tuning/jobs?metadata[team]=a"]
+    "url",
+    [
+        "/v1/files",
+        "/v1/evals",
+        "/v1/fine_tuning/jobs",
+        "/v1/fine_tuning/jobs?metadata[team]=a",
+        "/v1/regraft/previews",
+        "/v1/regraft/graders",
+    ],
 )
 def test_lists_hold_nothing_of_anothers(house: House, rows: dict[str, str], url: str) -> None:
     assert house.client(house.other_key).get(url).json()["data"] == []

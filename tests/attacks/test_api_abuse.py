@@ -65,7 +65,7 @@ HOSTILE_SCHEMAS = {
 
 
 @pytest.mark.parametrize(
-    "route", ["/fine_tuning/jobs", "/regraft/estimate", "/regraft/preview", "/chat/completions"]
+    "route", ["/fine_tuning/jobs", "/regraft/estimate", "/regraft/previews", "/chat/completions"]
 )
 def test_a_schema_that_asks_for_gigabytes_is_refused(contained: Attacked, route: str) -> None:
     for name, schema in HOSTILE_SCHEMAS.items():

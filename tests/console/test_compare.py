@@ -1,4 +1,4 @@
-"""Two jobs side by side."""
+"""Two to six jobs side by side."""
 
 import json
 from typing import Any
@@ -28,8 +28,9 @@ def other(server: Server, finished: str) -> str:
 
 
 def open_comparison(page: Page, first: str, second: str, more: str = "") -> None:
-    page.goto(f"/#/compare?a={first}&b={second}{more}")
+    page.goto(f"/#/compare?jobs={first},{second}{more}")
     page.locator("figure").first.wait_for()
+    page.get_by_role("heading", name="What differs in the requests").wait_for()
 
 
 def metrics(server: Server, job_id: str) -> list[dict[str, Any]]:
@@ -52,7 +53,7 @@ def test_the_comparison_is_accessible_in_both_themes(
 def test_two_jobs_picked_in_the_list_are_compared(logged_in: Page, finished: str, other: str) -> None:
     logged_in.get_by_label("Compare finished").check()
     logged_in.get_by_label("Compare other").check()
-    logged_in.get_by_role("link", name="Compare the two").click()
+    logged_in.get_by_role("link", name="Compare 2 jobs").click()
 
     results = logged_in.get_by_role("region", name="Results")
     expect(results).to_contain_text("finished")
@@ -60,7 +61,7 @@ def test_two_jobs_picked_in_the_list_are_compared(logged_in: Page, finished: str
     differences = logged_in.get_by_role("region", name="Differences of the requests")
     epochs = differences.locator("tr", has_text="n_epochs")
     expect(epochs.locator("td")).to_have_text(["hyperparameters.n_epochs", "2", "3"])
-    assert f"a={finished}" in logged_in.url, "deep-linkable"
+    assert {finished, other} == set(logged_in.url.partition("jobs=")[2].split(",")), "deep-linkable"
 
 
 def test_the_curves_have_the_values_of_both_jobs(
@@ -97,10 +98,48 @@ def test_the_axis_may_be_tokens(logged_in: Page, server: Server, finished: str, 
     assert "x=tokens" in logged_in.url
 
 
-def test_a_job_compared_with_itself_differs_in_nothing(logged_in: Page, finished: str) -> None:
-    open_comparison(logged_in, finished, finished)
+def test_the_axis_may_be_gpu_time_or_money(
+    logged_in: Page, server: Server, finished: str, other: str
+) -> None:
+    open_comparison(logged_in, finished, other, "&x=money")
+    chart = logged_in.locator("figure", has_text="Reward of training")
+    chart.locator("summary").click()
+    last = chart.locator("details tbody tr td:first-child").last
 
-    expect(logged_in.get_by_text("Nothing.", exact=True)).to_be_visible()
+    used: list[Any] = [
+        untyped(server.client().fine_tuning.jobs.retrieve(job)).usage_metrics for job in (finished, other)
+    ]
+    expect(chart.locator("thead th").first).to_have_text("EUR")
+    dearest = max(one["cost"]["amount"] for one in used)
+    assert float(last.inner_text()) == pytest.approx(dearest, abs=1e-3)
+    logged_in.get_by_label("Axis").select_option("gpu")
+    expect(chart.locator("thead th").first).to_have_text("GPU minutes")
+    most = max(one["gpu_seconds"] for one in used)
+    assert float(last.inner_text()) == pytest.approx(most / 60, abs=0.02)
+
+
+def test_a_third_job_is_added_and_another_one_becomes_the_first(
+    logged_in: Page, server: Server, finished: str, other: str, accessible: Accessible
+) -> None:
+    client = server.client()
+    third = create(client, epochs=1, suffix="third")
+    client.fine_tuning.jobs.cancel(third)
+    open_comparison(logged_in, finished, other)
+
+    logged_in.get_by_label("Add a job").select_option(third)
+
+    chosen = logged_in.get_by_role("list", name="Compared jobs").get_by_role("listitem")
+    expect(chosen).to_have_count(3)
+    chosen.filter(has_text="other").get_by_role("button", name="Compare with this").click()
+    expect(chosen.first).to_contain_text("other")
+    paired = logged_in.get_by_role("region", name="Paired rewards")
+    expect(paired.locator("tbody tr", has_text="finished").get_by_role("img")).to_be_visible()
+    expect(paired.locator("tbody tr", has_text="third")).to_contain_text("no stored validation")
+    accessible(logged_in)
+    readable_on_a_telephone(logged_in)
+    assert f"jobs={other},{finished},{third}" in logged_in.url
+    logged_in.get_by_role("button", name="Remove third").click()
+    expect(chosen).to_have_count(2)
 
 
 def test_jobs_of_two_methods_are_compared(logged_in: Page, server: Server, finished: str) -> None:
@@ -116,7 +155,7 @@ def test_jobs_of_two_methods_are_compared(logged_in: Page, server: Server, finis
         model="tiny", training_file=file.id, seed=1, method={"type": "supervised"}
     )
 
-    logged_in.goto(f"/#/compare?a={finished}&b={job.id}")
+    logged_in.goto(f"/#/compare?jobs={finished},{job.id}")
 
     differences = logged_in.get_by_role("region", name="Differences of the requests")
     method = differences.locator("tr", has=logged_in.get_by_text("method", exact=True))
@@ -129,11 +168,17 @@ def test_two_jobs_are_compared_prompt_by_prompt_with_an_interval(
     logged_in: Page, server: Server, finished: str, other: str, accessible: Accessible
 ) -> None:
     path = f"/regraft/jobs/{finished}/compare?other={other}"
-    found = untyped(server.client().get(path, cast_to=object))
+    reward = untyped(server.client().get(path, cast_to=object))["pairs"][0]["reward"]
 
-    logged_in.goto(f"/#/compare?a={finished}&b={other}")
+    logged_in.goto(f"/#/compare?jobs={finished},{other}")
 
-    section = logged_in.locator("section", has=logged_in.get_by_role("heading", name="Prompt by prompt"))
-    expect(section).to_contain_text(f"On the {found['prompts']} validation prompts of both")
-    expect(section).to_contain_text(f"better on {found['reward']['wins']}")
+    row = logged_in.get_by_role("region", name="Paired rewards").locator("tbody tr")
+    expect(row).to_contain_text(
+        f"{reward['difference']:+.3f} ({reward['ci_low']:+.3f} to {reward['ci_high']:+.3f})"
+    )
+    expect(row).to_contain_text(f"{reward['wins']}, {reward['losses']}, {reward['ties']}")
+    changed = "better" if reward["ci_low"] > 0 else "worse"
+    expect(row).to_contain_text(
+        "no difference shown" if reward["ci_low"] <= 0 <= reward["ci_high"] else changed
+    )
     accessible(logged_in)

@@ -58,6 +58,7 @@ def test_the_form_is_accessible_in_both_themes(form: Page, theme: str, accessibl
     with_template(form)
     form.get_by_text("The server accepts this job.").wait_for()
     form.get_by_label("Test of the grader").wait_for()
+    expect(form.get_by_text("Every row has what the grader reads: item.answer")).to_have_count(2)
     accessible(form)
     readable_on_a_telephone(form)
 
@@ -139,6 +140,22 @@ def test_a_refusal_is_beside_its_field(form: Page) -> None:
     expect(create).to_be_enabled()
 
 
+def test_the_files_are_profiled(form: Page, tmp_path: Path) -> None:
+    uploaded = tmp_path / "odd.jsonl"
+    uploaded.write_bytes(rows([*QUESTIONS, "say yes", "say yes " * 40, "tell me"]))
+    form.get_by_label("Upload training file").set_input_files(uploaded)
+    with_template(form)
+    field = form.locator(".field", has=form.get_by_label("Training file", exact=True))
+
+    expect(field.get_by_text("1 row does not fit in")).to_be_visible()
+    expect(field.get_by_text("Every row has what the grader reads: item.answer")).to_be_visible()
+    expect(field.get_by_text("1 of 2 validation prompts is in this file")).to_be_visible()
+    field.get_by_text("1 row repeats an earlier prompt, all of them with the same fields").click()
+    expect(field.get_by_text("lines 1, 5")).to_be_visible()
+    field.get_by_text("Fields and lengths as tables").click()
+    expect(field.get_by_role("region", name="Fields of the training file")).to_contain_text("answer")
+
+
 def test_the_grader_is_tested_while_it_is_written(form: Page) -> None:
     with_template(form, "Python code")
     form.get_by_label("Another answer").fill("no")
@@ -152,7 +169,7 @@ def test_the_grader_is_tested_while_it_is_written(form: Page) -> None:
     expect(results.nth(0)).to_contain_text("none")
 
 
-def test_a_preview_samples_the_model(form: Page) -> None:
+def test_a_preview_samples_the_model_and_its_job_shows_it(form: Page, accessible: Accessible) -> None:
     with_template(form)
     form.get_by_text("Advanced", exact=True).click()
     form.get_by_label("max completion tokens", exact=True).fill("3")
@@ -160,11 +177,84 @@ def test_a_preview_samples_the_model(form: Page) -> None:
 
     form.get_by_role("button", name="Sample 6 rows, 4 answers each").click()
 
-    expect(form.get_by_role("region", name="Preview").locator("tbody tr")).to_have_count(len(QUESTIONS))
+    previewed = form.get_by_role("region", name="Preview").locator("tbody tr")
+    expect(previewed).to_have_count(len(QUESTIONS), timeout=180_000)  # the model is loaded first
     expect(form.locator("dt:text-is('Passed') + dd")).to_contain_text("of 16")
     expect(form.get_by_text("the preview's answers")).to_be_visible()
-    form.get_by_label("Seed").fill("5")
+    form.get_by_text("All 16 answers").click()
+    expect(form.get_by_role("region", name="All answers").locator("tbody tr")).to_have_count(16)
+    accessible(form)
+    readable_on_a_telephone(form)
+    form.get_by_label("max completion tokens", exact=True).fill("4")
     expect(form.get_by_role("region", name="Preview")).to_have_count(0)  # it was of another request
+    form.get_by_label("max completion tokens", exact=True).fill("3")
+    expect(form.get_by_role("region", name="Preview")).to_be_visible()  # it is stored
+    form.get_by_label("Seed").fill("5")
+    expect(form.get_by_text("The server accepts this job.")).to_be_visible()
+    form.get_by_role("button", name="Create job").click()
+    expect(form.get_by_text("The preview before it was created")).to_be_visible()
+
+
+JOB_FILE = """
+model = "tiny"
+training_file = "train.jsonl"
+validation_file = "{valid}"
+suffix = "from-a-file"
+
+[grader]
+type = "string_check"
+name = "same"
+input = "{{{{sample.output_text}}}}"
+reference = "{{{{item.answer}}}}"
+operation = "eq"
+
+[hyperparameters]
+n_epochs = 2
+
+[hyperparameters.advanced.sampling]
+max_completion_tokens = 3
+"""
+
+
+def test_a_job_file_fills_the_form_in_and_its_changes_are_shown(
+    form: Page, files: dict[str, str], accessible: Accessible
+) -> None:
+    form.get_by_text("Fill in from a job file").click()
+    form.get_by_label("Job file", exact=True).fill("model = ")
+    form.get_by_role("button", name="Fill in the form").click()
+    expect(form.locator("#job-file-refused")).to_be_visible()
+    form.get_by_label("Job file", exact=True).fill(JOB_FILE.format(valid=files["valid"]))
+
+    form.get_by_role("button", name="Fill in the form").click()
+
+    expect(form.get_by_text("train.jsonl is a local file: upload it as the training file.")).to_be_visible()
+    expect(form.get_by_label("n epochs")).to_have_value("2")
+    expect(form.get_by_label("Suffix of the tuned model's name")).to_have_value("from-a-file")
+    expect(form.get_by_label("Grader, as JSON")).to_have_value(re.compile('"operation": "eq"'))
+    form.get_by_label("Training file", exact=True).select_option(files["train"])
+    form.get_by_label("n epochs").fill("4")
+    changes = form.get_by_role("region", name="Changes").locator("tbody tr")
+    expect(changes).to_have_text(
+        [f"training_filenot set{files['train']}", "method.reinforcement.hyperparameters.n_epochs24"]
+    )
+    expect(form.get_by_text("The server accepts this job.")).to_be_visible()
+    accessible(form)
+    readable_on_a_telephone(form)
+
+
+def test_a_recipe_sets_the_hyperparameters_of_a_paper(form: Page) -> None:
+    with_template(form)
+    form.get_by_text("Advanced", exact=True).click()
+    form.get_by_label("rank", exact=True).fill("4")
+
+    form.get_by_label("Recipe", exact=True).select_option("dapo")
+    expect(form.get_by_label("clip high", exact=True)).to_have_value("0.28")
+    form.get_by_label("Recipe", exact=True).select_option("deepseekmath")
+
+    expect(form.get_by_label("weight", exact=True)).to_have_value("0.04")
+    expect(form.get_by_label("rank", exact=True)).to_have_value("4")
+    expect(form.get_by_label("clip high", exact=True)).to_have_value("")
+    expect(form.get_by_text("The server accepts this job.")).to_be_visible()
 
 
 def test_other_methods_have_their_own_hyperparameters(form: Page) -> None:

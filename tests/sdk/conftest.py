@@ -23,6 +23,7 @@ from core.database.engine import Database, Work
 from core.database.tables import Checkpoint, Job, Project, RolloutPage, StepMetric
 from core.jobs import events, lifecycle
 from core.registry import BaseModelEntry, Registry
+from core.results import rollouts
 from core.settings import Settings
 from core.storage.store import FolderBlobs
 from core.tenancy import keys
@@ -88,6 +89,15 @@ class House:
         with self.database.write() as session:
             page = RolloutPage(job_id=job_id, step=step, split=split, epoch=1, blob_key=key)
             page.samples = len(lines)
+            session.add(page)
+
+    def page(self, job_id: str, step: int, rows: list[dict[str, Any]]) -> None:
+        """As `rollouts`, in the format of this version."""
+        key = f"jobs/{job_id}/train-{step}.parquet"
+        size = self.blobs.put_bytes(key, rollouts.encode(rows, len(rows))).size
+        with self.database.write() as session:
+            page = RolloutPage(job_id=job_id, step=step, split="train", epoch=1, blob_key=key, bytes=size)
+            page.samples = len(rows)
             session.add(page)
 
     def checkpoint(

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
 from http.server import ThreadingHTTPServer
@@ -20,7 +21,10 @@ from regraft.cli import main
 from regraft.cli.output import expected_costs
 
 from core.database.tables import Attempt, Job
+from core.jobs.usage import add_usage
+from core.telemetry import workers
 from tests import factories
+from tests.core.test_workers import REPORT
 from tests.present import present, untyped
 from tests.sdk.conftest import GRADER, ROWS, House, working
 from worker.evals.runner import EvalRunner
@@ -236,6 +240,41 @@ def test_an_estimate_creates_nothing(
     assert in_json("jobs", "list") == []
 
 
+def test_a_file_is_profiled(
+    regraft: Callable[..., tuple[int, str, str]], in_json: Callable[..., Any], tmp_path: Path
+) -> None:
+    rows = [{"messages": [{"role": "user", "content": text}], "answer": "1"} for text in ("a", "bb", "a")]
+    file, grader = tmp_path / "train.jsonl", tmp_path / "grader.json"
+    file.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"messages": []}]))
+    grader.write_text(json.dumps(GRADER | {"reference": "{{item.label}}"}))
+    [uploaded] = in_json("files", "upload", str(file))
+
+    code, out, _ = regraft(
+        *("files", "profile", uploaded["id"], "--grader", str(grader), "--validation-file", uploaded["id"])
+    )
+
+    assert code == 0
+    assert out.splitlines() == [
+        "3 rows of a reinforcement job, 1 invalid lines",
+        "  line 4: messages: must be a list of at least one message",
+        "tokens: not counted, no model is given",
+        "characters: 1 to 2, 1 in the middle, 2 at 99 %",
+        "1 rows repeat an earlier prompt, 1 of them an earlier row",
+        "  lines 1, 3",
+        f"3 of 3 rows of {uploaded['id']} have a prompt of this file",
+        "  its line 1 is line 1 here",
+        "  its line 2 is line 2 here",
+        "  its line 3 is line 1 here",
+        "the grader reads item.label: 3 rows lack it",
+        "  lines 1, 2, 3",
+        "",
+        "field     missing  type    different  first value",
+        'messages        0  array           2  [{"role": "user", "content": "a"}]',
+        'answer          0  string          1  "1"',
+    ]
+    assert in_json("files", "profile", uploaded["id"])["grader"] is None
+
+
 def test_a_preview_in_a_pipe_creates_nothing(
     regraft: Callable[..., tuple[int, str, str]], in_json: Callable[..., Any], job_file: Path, model: None
 ) -> None:
@@ -257,6 +296,14 @@ def test_a_preview_in_a_pipe_creates_nothing(
     assert lines[-1].startswith("2 of 4 answers pass, and at least 100 % of the groups of 8 have signal: ")
     found = in_json(*asked)
     assert (found["preview"]["verdict"], found["job"]) == ("good", None)
+    newest, first = in_json("previews", "list")
+    assert regraft("previews", "list")[1].splitlines()[1].endswith("0.50         good")
+    assert regraft("previews", "show", first["id"])[1].splitlines()[:8] == lines[:8]
+    assert regraft("previews", "answers", first["id"])[1].splitlines()[0] == "line  score  answer"
+    assert len(in_json("previews", "answers", first["id"])) == 4
+    assert regraft("previews", "cancel", first["id"])[1] == f"{first['id']} is completed\n"
+    assert regraft("previews", "delete", newest["id"])[1] == f"Deleted {newest['id']}\n"
+    assert [one["id"] for one in in_json("previews", "list")] == [first["id"]]
     assert in_json("jobs", "list") == []
 
 
@@ -612,17 +659,19 @@ def test_another_formula_is_shown_beside_the_stored_scores(
         ],
     )
 
-    _, out, _ = regraft("what-if", job_id, "close", "--split", "train")
+    _, out, _ = regraft("what-if", job_id, "close", "--split", "train", "--advantage-scale", "group")
 
     lines = [re.split(r"  +", line.strip()) for line in out.splitlines()]
-    assert lines[:5] == [
+    assert lines[:7] == [
         ["2 answers", "stored", "with the formula"],
         ["mean reward", "0.500", "0.750"],
         ["graded answers", "2", "2"],
         ["passed, from 0.5", "1", "2"],
         ["groups with signal, of 1", "1", "1"],
+        ["mean size of advantages, scale group", "1.000", "1.000"],
+        ["largest advantage", "1.000", "1.000"],
     ]
-    assert out.splitlines()[5] == (
+    assert out.splitlines()[7] == (
         "1 higher, 1 lower, 0 the same; 1 now pass, 0 now fail; 2 would be learned the other way, "
         "rank correlation -1.000"
     )
@@ -660,7 +709,7 @@ def test_stored_answers_are_regraded_by_a_command_that_waits_and_shows_what_chan
     assert regraft("regrade", graded_job, "--grader", str(file), "--step-from", "9")[0] == 2
 
 
-def test_two_jobs_are_compared_prompt_by_prompt_and_by_their_requests(
+def test_jobs_are_compared_prompt_by_prompt_and_by_their_requests(
     regraft: Callable[..., tuple[int, str, str]], in_json: Callable[..., Any], house: House, client: Regraft
 ) -> None:
     first = house.job(seed=1)
@@ -679,21 +728,26 @@ def test_two_jobs_are_compared_prompt_by_prompt_and_by_their_requests(
         ]
         house.rollouts(job_id, 3, lines, split="valid")
 
-    _, out, _ = regraft("jobs", "compare", first, second)
+    third = house.job(seed=1)
 
-    found = client.jobs.compare(first, second)
-    assert found.reward is not None
-    assert (found.prompts, found.unpaired, found.same_grader) == (3, 0, True)
-    assert found.reward.difference == pytest.approx(0.5)
-    assert (found.first.step, found.second.model) == (3, "tiny")
-    assert "3 prompts in both: 0.167 and 0.667, difference +0.500 (-0.742 to +1.742)" in out
-    assert "the second is better on 2, worse on 0, equal on 1" in out
-    assert re.search(r"hyperparameters\.n_epochs +1 +2", out)
-    assert re.search(r"^seed +1 +2", out, re.MULTILINE)
+    _, out, _ = regraft("jobs", "compare", first, second, third)
+
+    found = client.jobs.compare(first, second, third)
+    pair = found.pairs[0]
+    assert pair.reward is not None
+    assert (pair.prompts, pair.unpaired, pair.same_grader) == (3, 0, True)
+    assert pair.reward.difference == pytest.approx(0.5)
+    assert [(one.step, one.model, one.cost) for one in found.jobs[:2]] == [(3, "tiny", None)] * 2
+    assert (
+        f"{second} against {first}, 3 prompts in both: 0.667 and 0.167, difference +0.500 (-0.742 to +1.742)"
+        in out
+    )
+    assert "better on 2, worse on 0, equal on 1" in out
+    assert f"{first} or {third} has no stored validation." in out
+    assert re.search(r"hyperparameters\.n_epochs +1 +2 +1", out)
+    assert re.search(r"^seed +1 +2 +1", out, re.MULTILINE)
     fields = [one["field"] for one in in_json("jobs", "compare", first, second)["config"]]
     assert fields == ["hyperparameters.n_epochs", "seed"]
-    empty = house.job()
-    assert "A job has no stored validation." in regraft("jobs", "compare", first, empty)[1]
 
 
 def test_attempts_and_logs_of_a_job_are_shown(
@@ -727,18 +781,55 @@ def test_a_budget_is_shown_changed_and_removed(
     assert regraft("jobs", "budget", job_id, "--amount", "5")[0] == 2
 
 
-def test_usage_is_summed_by_model_day_or_job(
-    regraft: Callable[..., tuple[int, str, str]], in_json: Callable[..., Any], house: House
+def test_usage_is_summed_by_day_model_and_project(
+    regraft: Callable[..., tuple[int, str, str]], in_json: Callable[..., Any], house: House, client: Regraft
 ) -> None:
-    used = {"gpu_seconds": 90.0, "trained_tokens": 10}
-    house.job(usage=used, created_at=1_600_000_000)  # long ago
-    jobs = [house.job(usage=used, gpu_seconds=90.0, trained_tokens=10) for _ in range(2)]
+    with house.database.write() as session:
+        for model, seconds in (("tiny", 90.0), ("large", 10.0)):
+            add_usage(session, house.project.id, model=model, gpu_seconds=seconds, trained_tokens=10)
 
-    _, out, _ = regraft("usage")
+    _, out, _ = regraft("usage", "--by", "day,model")
 
-    assert re.search(r"^tiny +2 +3 min 00 s +20 +-$", out, re.MULTILINE), out
-    assert [one["job"] for one in in_json("usage", "--by", "job")] == jobs[::-1]
-    assert len(in_json("usage", "--by", "day", "--days", "5000")) == 2
+    today = time.strftime("%Y-%m-%d", time.gmtime())
+    assert re.search(rf"^{today} +tiny +1 min 30 s +0 +10 +0 +-$", out, re.MULTILINE), out
+    assert in_json("usage", "--all-projects", "--by", "project")["data"][0]["gpu_seconds"] == 100.0
+    assert [row.model for row in client.service.usage(by="model", days=1).data] == ["tiny", "large"]
+    assert regraft("usage", "--by", "hour")[0] == 2
+
+
+def test_the_validations_of_jobs_are_short_curves(house: House, client: Regraft) -> None:
+    job_id = house.job()
+    house.step(job_id, 0, 4, 0.25, full_valid_mean_reward=0.5)
+
+    [curve] = client.jobs.curves([job_id])
+
+    assert (curve.metric, curve.values, curve.total_steps) == ("full_valid_mean_reward", [0.5], 4)
+
+
+def test_workers_and_queues_are_listed(
+    regraft: Callable[..., tuple[int, str, str]], in_json: Callable[..., Any], house: House, client: Regraft
+) -> None:
+    progress = {"epoch": 1, "step": 3, "phase": "sampling", "done": 37, "of": 64, "since": 0}
+    running = house.job(status="running", lease_owner="a/1", progress=progress)
+    house.job(gpu_class="h200")
+    with house.database.write() as session:
+        workers.begin(session, REPORT)
+
+    _, out, _ = regraft("workers")
+
+    assert re.search(
+        rf"^a/1 +cpu +busy +1.0/140.0 GiB +0.0/0.0 GiB +{running} 3: sampling 37/64 +20\S+ \S+ UTC +0.1.0$",
+        out,
+        re.MULTILINE,
+    ), out
+    assert re.search(
+        r"^h200 +1 +\d+ s +0 +0 +0 +no worker of class h200 reports itself$", out, re.MULTILINE
+    ), out
+    shown = in_json("workers")
+    assert [queue["gpu_class"] for queue in shown["queues"]] == ["cpu", "h200", None, None]
+    assert shown["workers"][0]["gpus"][0]["name"] == "NVIDIA H200"
+    assert client.service.workers()[0].tasks[0].id == running
+    assert client.service.queues()[1].length == 1
 
 
 def test_what_belongs_to_a_file_of_answers_and_what_to_a_table(
@@ -1110,3 +1201,42 @@ def test_an_estimate_ages_until_the_next_step() -> None:
         "GPU time": "2 min 00 s in all, between 1 min 00 s and 4 min 00 s",
         "cost": "2.00 USD in all, between 1.00 and 4.00",
     }
+
+
+def test_stored_graders_are_saved_compared_and_checked(
+    regraft: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    files = {"strict.json": GRADER, "lenient.json": GRADER | {"operation": "ilike"}}
+    rows = [
+        {"sample": "4", "expect": 1, "answer": "4"},
+        {"sample": "4!", "expect": {"max": 0.5}, "answer": "4"},
+    ]
+    for name, spec in files.items():
+        (tmp_path / name).write_text(json.dumps(spec))
+    (tmp_path / "cases.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    strict, lenient = (str(tmp_path / name) for name in files)
+
+    saved = json.loads(regraft("--output", "json", "graders", "save", "close", "--grader", strict)[1])
+    regraft("graders", "save", "close", "--grader", lenient, "--note", "in any case")
+    code, out, err = regraft("graders", "cases", "close", "--add", str(tmp_path / "cases.jsonl"))
+    assert (code, err) == (0, "2 added\n")
+    assert "to 0.5" in out
+
+    code, out, err = regraft("graders", "check", "close")
+    assert (code, err.split(", with")[0]) == (1, "1 passed, 1 failed")
+    assert "not as expected" in out
+    assert regraft("graders", "check", f"close@{saved['version'][:12]}")[0] == 0
+    assert regraft("graders", "check", "close", "--grader", strict)[0] == 0
+    assert regraft("graders", "check", "close", "--grader", f"stored:close@{saved['version']}")[0] == 0
+    assert "in any case" in regraft("graders", "versions", "close")[1]
+    assert "close  string_check" in regraft("graders", "list")[1]
+    assert json.loads(regraft("graders", "show", f"close@{saved['version'][:8]}")[1]) == GRADER
+    code, out, _ = regraft("graders", "diff", "close", saved["version"][:8])
+    assert (code, '-  "operation": "eq",' in out, '+  "operation": "ilike",' in out) == (1, True, True)
+    assert regraft("graders", "diff", "close", saved["version"], saved["version"])[0] == 0
+
+    case = json.loads(regraft("--output", "json", "graders", "cases", "close")[1])[0]["id"]
+    assert case not in regraft("graders", "cases", "close", "--delete", case)[1]
+    assert regraft("graders", "delete", f"close@{saved['version']}")[0] == 0
+    assert regraft("graders", "delete", "close")[1] == "deleted close\n"
+    assert regraft("graders", "show", "close")[0] == 3

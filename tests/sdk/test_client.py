@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING, Any
 import openai
 import pytest
 import regraft
+from fastapi import FastAPI
+from fastapi import Request as Asked
+from fastapi.responses import JSONResponse
 from openai.types.fine_tuning import FineTuningJob
 from regraft import AsyncRegraft, Regraft
 
 from tests.present import present, untyped
-from tests.sdk.conftest import GRADER, ROWS, House
+from tests.sdk.conftest import GRADER, ROWS, House, serving
 
 if TYPE_CHECKING:
     from httpx2 import Request
@@ -200,6 +203,8 @@ def test_a_server_that_is_too_old_is_told_apart(client: Regraft, job_file: Path)
         old.estimate(job_file)
     with pytest.raises(regraft.NotSupportedByServer, match="cannot preview jobs: it is older than"):
         old.preview(job_file)
+    with pytest.raises(regraft.NotSupportedByServer, match="cannot profile files: it is older than"):
+        old.profile("file-1")
 
 
 def test_an_estimate_says_how_large_a_job_would_be_and_creates_none(client: Regraft, job_file: Path) -> None:
@@ -210,10 +215,29 @@ def test_an_estimate_says_how_large_a_job_would_be_and_creates_none(client: Regr
     assert list(client.jobs.list()) == []
 
 
+def test_a_file_is_profiled(client: Regraft, make_async: Callable[[], AsyncRegraft], job_file: Path) -> None:
+    body = client.jobs.prepare(job_file)
+    file_id, grader = body["training_file"], body["method"]["reinforcement"]["grader"]
+
+    async def use(client: AsyncRegraft) -> regraft.FileProfile:
+        async with client:
+            return await client.profile(file_id, validation_file=body["validation_file"], grader=grader)
+
+    for profile in (
+        client.profile(file_id, validation_file=body["validation_file"], grader=grader),
+        asyncio.run(use(make_async())),
+    ):
+        assert (profile.method, profile.rows, profile.duplicates.rows) == ("reinforcement", 4, 0)
+        assert profile.overlap is not None and (profile.overlap.rows, profile.overlap.shared) == (4, 4)
+        assert profile.grader is not None
+        assert [(read.path, read.missing.rows) for read in profile.grader.paths] == [("item.answer", 0)]
+        assert [field.name for field in profile.fields] == ["messages", "answer"]
+
+
 def test_a_preview_has_the_models_answers_and_creates_none(
     client: Regraft, make_async: Callable[[], AsyncRegraft], job_file: Path, model: None
 ) -> None:
-    async def use(client: AsyncRegraft) -> regraft.Preview:
+    async def use(client: AsyncRegraft) -> regraft.PreviewReport:
         async with client:
             return await client.preview(job_file, rows=2, samples=2)
 
@@ -231,7 +255,7 @@ def test_a_preview_has_the_models_answers_and_creates_none(
         client.preview(job_file, rows=2, samples=2, progress=lambda now: told.append(now.phase)),
         asyncio.run(use_with_progress(make_async())),
     )
-    assert told.count("loading") == 2
+    assert told.count("loading") >= 2
     for preview in previews:
         assert (preview.answers, preview.passed, preview.training_rows) == (4, 2, 4)
         assert preview.pass_rate is not None
@@ -241,6 +265,58 @@ def test_a_preview_has_the_models_answers_and_creates_none(
         assert preview.verdict == "good" and preview.recommendation
     assert client.preview(job_file).answers == 32  # all four rows, eight samples each
     assert list(client.jobs.list()) == []
+
+
+def test_stored_previews_are_listed_read_and_deleted(
+    client: Regraft, make_async: Callable[[], AsyncRegraft], job_file: Path, model: None
+) -> None:
+    body = client.jobs.prepare(job_file)
+    made = client.previews.wait(client.previews.create(body, rows=2, samples=2).id)
+
+    async def use(client: AsyncRegraft) -> regraft.Preview:
+        async with client:
+            again = await client.previews.wait((await client.previews.create(body, rows=2, samples=2)).id)
+            assert [one.id async for one in client.previews.list(limit=1)] == [again.id, made.id]
+            assert len([one async for one in client.previews.answers(again.id, limit=3)]) == 4
+            assert (await client.previews.cancel(again.id)).status == "completed"
+            await client.previews.delete(again.id)
+            return again
+
+    again = asyncio.run(use(make_async()))
+
+    assert (made.status, made.progress.of, made.answers_of) == ("completed", 4, None)
+    assert again.answers_of == made.id  # nothing but its id is new, so no answer is sampled twice
+    assert [one.id for one in client.previews.list()] == [made.id]
+    answers = list(client.previews.answers(made.id, limit=3))
+    assert [(one.line, one.member) for one in answers][:2] == [(answers[0].line, 0), (answers[0].line, 1)]
+    assert sorted(present(one.score) for one in answers) == [0.0, 0.0, 1.0, 1.0]
+    assert client.previews.cancel(made.id).status == "completed"
+    client.previews.delete(made.id)
+    assert list(client.previews.list()) == []
+
+
+def test_a_preview_that_fails_raises_the_error_that_a_response_would(
+    client: Regraft, make_async: Callable[[], AsyncRegraft], job_file: Path, house: House
+) -> None:
+    async def refused(request: Asked) -> JSONResponse:
+        return JSONResponse(
+            {"error": {"message": "too long", "type": "x", "param": None, "code": "long"}}, 400
+        )
+
+    app = FastAPI()
+    app.get("/healthz")(lambda: {"status": "ok"})
+    app.post("/v1/chat/completions")(refused)
+
+    async def use(client: AsyncRegraft) -> None:
+        async with client:
+            await client.preview(job_file)
+
+    with serving(app) as port:
+        house.upstream.url = f"http://127.0.0.1:{port}/v1"
+        with pytest.raises(openai.BadRequestError, match="line 1: too long"):
+            client.preview(job_file)
+        with pytest.raises(openai.BadRequestError, match="line 1: too long"):
+            asyncio.run(use(make_async()))
 
 
 def test_the_async_client_can_do_the_same(

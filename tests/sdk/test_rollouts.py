@@ -10,6 +10,7 @@ import pytest
 import regraft
 from regraft import AsyncRegraft
 
+from core.results.rollouts import SCHEMA
 from tests.present import untyped
 from tests.sdk.conftest import House
 
@@ -176,12 +177,17 @@ def test_another_formula_is_compared_with_the_stored_scores(
 
     async def asked() -> regraft.WhatIf:
         async with make_async() as client:
-            return await client.rollouts.what_if(job_id, "close", pass_threshold=0.75, split="train")
+            return await client.rollouts.what_if(
+                job_id, "close", pass_threshold=0.75, advantage_scale="group", split="train"
+            )
 
-    found = client.rollouts.what_if(job_id, "close", pass_threshold=0.75, split="train")
+    found = client.rollouts.what_if(
+        job_id, "close", pass_threshold=0.75, advantage_scale="group", split="train"
+    )
 
     assert (found.before.mean, found.after.mean, found.changed_signs) == (0.5, 0.75, 2)
     assert (found.now_passed, found.now_failed) == (1, 1)
+    assert (found.advantages_before.mean, found.advantages_after.largest) == pytest.approx((1, 1))
     assert found.rank_correlation == pytest.approx(-1)
     assert asyncio.run(asked()) == found
     assert client.rollouts.what_if(job_id, "close", step_from=2).answers == 0
@@ -189,3 +195,25 @@ def test_another_formula_is_compared_with_the_stored_scores(
     assert set(regraft.WhatIf.model_fields) == set(shown) - {"object"}
     with pytest.raises(openai.BadRequestError, match="Its names are says, close"):
         client.rollouts.what_if(job_id, "length")
+
+
+def test_the_values_of_the_tokens_of_an_answer_are_read(
+    client: regraft.Regraft, make_async: Callable[[], AsyncRegraft], house: House, job_id: str
+) -> None:
+    async def read() -> regraft.RolloutTokens:
+        async with make_async() as client:
+            return await client.rollouts.tokens(job_id, "rollout_9_t_0_0")
+
+    token = {"text": "4", "logprob": -0.5, "advantage": 1.5, "gap": 0.25}
+    answer = {"step": 9, "split": "train", "group": 0, "member": 0, "line": 3, "messages": "[]", "score": 1.0}
+    answer |= {"finish_reason": "stop", "completion_tokens": 1, "output_text": "4", "has_tokens": True}
+    house.page(job_id, 9, [dict.fromkeys(SCHEMA.names) | answer | {"tokens": [token]}])
+
+    [rollout] = client.rollouts.list(job_id, has_tokens=True)
+    found = client.rollouts.tokens(job_id, rollout.id)
+
+    assert found.rollout_id == rollout.id == "rollout_9_t_0_0"
+    assert [one.model_dump() for one in found.tokens] == [token]
+    assert asyncio.run(read()) == found
+    with pytest.raises(openai.NotFoundError, match="are not stored"):
+        client.rollouts.tokens(job_id, "rollout_1_t_0_0")

@@ -16,6 +16,7 @@ from typing import Any
 
 from worker import child
 from worker.learn.distributed import SumGradients
+from worker.learn.offline_ranks import AddRows
 from worker.learn.world import World
 from worker.members import launcher
 from worker.model import sharding, sizing
@@ -26,7 +27,7 @@ class Eventful(World):
 
     def give(self, orders_R: Sequence[Any]) -> None:
         super().give(orders_R)
-        if isinstance(orders_R[0], SumGradients):
+        if isinstance(orders_R[0], SumGradients | AddRows):
             self.sums += 1
             if os.environ["EVENT"] in ("drain", "shard") and self.sums == 1:
                 os.kill(os.getppid(), signal.SIGTERM)

@@ -285,14 +285,15 @@ def test_a_second_model_teaches_with_its_own_weights(
     student = make_policy()
     settings = bench.run(advanced=ADVANCED).settings
 
-    policy, teaching = load_teacher(found, student, settings, Folder(tmp_path), tmp_path, lambda: None)
+    teacher = load_teacher(found, student, settings, Folder(tmp_path), tmp_path, lambda: None)
+    policy = teacher.policy
 
     assert found.weight_bytes(packed=False) == 4 * sum(
         one.numel() for name, one in policy.model.named_parameters() if ".lora_" not in name
     )
     assert policy is not student and not policy.trainable
     answers_P = sampled(student)
-    [[first, *_], *_] = PolicyTeacher(policy, teaching, 512).logprobs(answers_P, 1.0)
+    [[first, *_], *_] = PolicyTeacher(policy, teacher.teaching, 512).logprobs(answers_P, 1.0)
     prompt, [rollout, *_] = answers_P[0]
     ids = torch.tensor([[*prompt.ids, *rollout.output_ids_T]])
     with torch.no_grad():

@@ -1,9 +1,6 @@
 """One gradient in several processes: the adapter is that of one process, and a checkpoint fits any number of ranks."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +8,6 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from torch._C._distributed_c10d import FileStore
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from core.jobs.hyperparameters import Resolved
@@ -21,6 +17,7 @@ from graders.types import Grade
 from tests.fakes import learn
 from tests.present import untyped
 from tests.tiny import WORDS, make_byte_model
+from tests.worker.process_group import followed
 from tests.worker.test_json_schema import LETTER, sample
 from tests.worker.test_training import asked, prompt, relative_difference
 from worker.learn.distributed import LoadModel, load_checked, loading
@@ -44,30 +41,8 @@ UNEVEN = ((12, 9), (40, 30), (7, 6), (50, 35), (33, 12))
 @pytest.fixture(scope="module", params=[2, 4])
 def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     """A process group of so many ranks, of which this process is the first."""
-    path, size = tmp_path_factory.mktemp("world") / "store", request.param
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else dict(os.environ)
-    followers = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "tests.worker.follower",
-                str(os.getpid()),
-                str(path),
-                str(rank),
-                str(size),
-            ],
-            cwd=Path(__file__).parents[2],
-            env=environment,
-            stdout=subprocess.PIPE,
-        )
-        for rank in range(1, size)
-    ]
-    with World.join(600, FileStore(str(path), size), rank=0, size=size) as world:
+    with followed(tmp_path_factory.mktemp("world"), request.param) as world:
         yield world
-    for rank, follower in enumerate(followers, start=1):
-        said, _ = follower.communicate(timeout=60)
-        assert said.decode() == f"rank {rank} has followed to the end\n"
 
 
 @dataclass(frozen=True)
@@ -127,7 +102,14 @@ def pair(world: World) -> Callable[..., Pair]:
                     parameter.copy_(value)
         return Pair(
             *(
-                PeftTrainer(policy, settings, token_budget=budget, held_to=schema, world=ranks)
+                PeftTrainer(
+                    policy,
+                    settings,
+                    token_budget=budget,
+                    held_to=schema,
+                    world=ranks,
+                    keeps_tokens=True,
+                )
                 for policy, ranks in zip(policies, (None, world), strict=True)
             )
         )
@@ -198,7 +180,13 @@ def test_all_ranks_together_learn_what_one_process_does(
     without_adam(both.alone, both.together)
     for step in range(3):
         expected, metrics = (learn(one, groups(step)) for one in (both.alone, both.together))
+        assert metrics.tokens.keys() == expected.tokens.keys()
+        for key, values in expected.tokens.items():
+            for mine, own in zip(vars(metrics.tokens[key]).values(), vars(values).values(), strict=True):
+                assert list(mine) == pytest.approx(list(own), rel=1e-3, abs=1e-4)
         for name, value in vars(expected).items():
+            if name == "tokens":
+                continue
             # Without a penalty, KL is only watched, on one pack, which may be another one.
             if name != "kl" or settings.kl:
                 near = None if value is None else pytest.approx(value, rel=1e-4, abs=1e-6)
@@ -329,3 +317,42 @@ def test_a_fresh_adapter_on_a_sharded_base_is_drawn_as_on_a_whole_one(tiny_model
         assert torch.allclose(fresh.abs().max(), like.abs().max(), rtol=0.1, atol=0)
     assert verdict.route.forward == "packed"
     assert str(sharded.coverage) == str(whole.coverage)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "advanced"), [("float32", {"kl": 0.1, "reference_refresh_steps": 1}), ("bfloat16", {})]
+)
+def test_all_weights_learn_on_all_ranks_what_they_learn_on_one(
+    world: World, tiny_model: Path, dtype: Literal["float32", "bfloat16"], advanced: dict[str, Any]
+) -> None:
+    settings = asked({"train": "full", "learning_rate": 0.001, "updates_per_batch": 2} | advanced)
+    model = Model(
+        "tiny",
+        BaseModelEntry(path=tiny_model, dtype=dtype, context=256),
+        tiny_model,
+        settings,
+        0,
+        False,
+        True,
+    )
+    with loading(world, LoadModel(model, "cpu", 1, 60, "")):
+        together, _ = load_checked(model, "cpu", 1, world)
+    alone = model.load("cpu")
+    start = alone.snapshot()
+
+    trainers = [
+        PeftTrainer(policy, settings, token_budget=60, world=ranks)
+        for policy, ranks in ((together, world), (alone, None))
+    ]
+    without_adam(*trainers)
+    metrics = [[learn(trainer, groups(step)) for step in range(3)] for trainer in trainers]
+
+    moves = [
+        [now.detach() - then.float() for now, then in zip(policy.trainable, start, strict=True)]
+        for policy in (together, alone)
+    ]
+    near = 1e-4 if dtype == "float32" else 0.05  # gradients of micro-batches are rounded to bfloat16
+    assert relative_difference(*moves) < near
+    for mine, own in zip(*metrics, strict=True):
+        assert mine.loss == pytest.approx(own.loss, rel=near, abs=near)
+        assert mine.kl == (None if not settings.kl else pytest.approx(own.kl, rel=near, abs=near))

@@ -119,3 +119,18 @@ def test_the_peak_of_a_process_is_read_while_it_lives(tmp_path: Path) -> None:
 
     assert present(memory.peak_of(os.getpid())) > 2**20
     assert memory.peak_of(child) is None
+
+
+def test_the_memory_in_use_is_that_of_the_group_with_a_limit(kernel: FakeKernel) -> None:
+    (kernel.group / "memory.current").write_text(f"{3 * GIB}\n")
+
+    assert kernel.memory().use() == (3 * GIB, 10 * GIB)
+
+
+def test_without_a_limit_the_memory_in_use_is_that_of_the_machine(kernel: FakeKernel, tmp_path: Path) -> None:
+    kernel.write(max="max\n")
+    kibibytes = 16 * GIB // 1024
+    (kernel.proc / "meminfo").write_text(f"MemTotal: {kibibytes} kB\nMemAvailable: {kibibytes // 4} kB\n")
+
+    assert kernel.memory().use() == (12 * GIB, 16 * GIB)
+    assert KernelMemory(tmp_path / "no proc", tmp_path / "no cgroup").use() == (None, None)

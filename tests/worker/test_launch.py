@@ -19,6 +19,7 @@ from sqlalchemy import select
 
 from core.database.tables import File, Job
 from core.jobs import lifecycle
+from core.jobs.offline_hyperparameters import SupervisedHyperparameters
 from core.settings import Settings
 from tests.servers import reserve_port
 from tests.tiny import make_tiny_model
@@ -36,16 +37,26 @@ pytestmark = [
 TEXTS = ["say yes", "what colour is it now please tell me the name", "tell me a number", "say cat"]
 
 
+SUPERVISED: dict[str, Any] = {
+    "hyperparameters": SupervisedHyperparameters(batch_size=4, n_epochs=2).model_dump()
+}
+
+
 @pytest.fixture
 def queued(
     bench: Bench, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Supervisor]:
     """A supervisor of a worker with two ranks, and a queued job of two steps."""
 
-    def make(event: str, model: Path = tiny_model, **changes: Any) -> Supervisor:
+    def make(event: str, model: Path = tiny_model, *, supervised: bool = False, **changes: Any) -> Supervisor:
         registry = tmp_path / "models.toml"
         registry.write_text(f'[models.tiny]\npath = "{model}"\ndtype = "float32"\ncontext = 128\n')
-        rows = [{"messages": [{"role": "user", "content": text}], "answer": "yes no"} for text in TEXTS]
+        rows: list[Any] = [
+            {"messages": [{"role": "user", "content": text}], "answer": "yes no"} for text in TEXTS
+        ]
+        if supervised:
+            for row in rows:
+                row["messages"].append({"role": "assistant", "content": row.pop("answer")})
         data = "".join(json.dumps(row) + "\n" for row in rows).encode()
         info = bench.blobs.put_bytes("files/rows", data)
         with bench.database.write() as session:
@@ -58,6 +69,8 @@ def queued(
             advanced = {"group_size": 8, "max_completion_tokens": 8}
             asked = {"batch_size": 4, "n_epochs": 2, "eval_interval": 1, "advanced": advanced}
             job.body = {"grader": grader, "hyperparameters": asked, "response_format": None}
+            if supervised:
+                job.method, job.body = "supervised", SUPERVISED
         with lifecycle.fenced(bench.database, bench.claim) as (session, job):
             lifecycle.release(session, job)
         environment = {
@@ -110,6 +123,19 @@ def test_a_drained_run_resumes_on_all_ranks(
     assert (job.status, job.failures) == ("succeeded", 0), bench.events()
     assert [step["step"] for step in bench.steps()] == [0, 1, 2]
     assert all(step["trained_tokens"] > 0 for step in bench.steps()[1:])
+    wait_for_processes(tmp_path)
+
+
+def test_a_job_that_learns_from_its_file_does_so_on_all_ranks_with_one_base_model_and_resumes(
+    queued: Callable[..., Supervisor], bench: Bench, tmp_path: Path
+) -> None:
+    queued("shard", supervised=True).run_waiting()
+
+    job = bench.job()
+    assert (job.status, job.failures) == ("succeeded", 0), bench.events()
+    assert [step["step"] for step in bench.steps()] == [0, 1, 2]
+    assert bench.steps()[2]["full_valid_loss"] < bench.steps()[0]["full_valid_loss"]
+    assert len(list(tmp_path.glob("sharded-*"))) == 2 * 2, "each rank of each of two attempts"
     wait_for_processes(tmp_path)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,28 @@ class TestEstimate:
 
         assert gib * GIB <= found.total <= 1.35 * gib * GIB
 
+    def test_all_weights_take_18_bytes_a_parameter_in_bfloat16_and_16_in_float32(self) -> None:
+        """Of Qwen3-8B: weights of 2 bytes, a float32 copy, a float32 gradient and two moments."""
+        parameters = 8_190_735_360
+        narrow, wide = (estimated(replace(LARGE, bytes_each=each), full=True) for each in (2, 4))
+
+        assert narrow.weights * narrow.copies + narrow.optimizer == parameters * (2 * 2 + 4 + 4 + 8)
+        assert wide.optimizer == parameters * (4 + 8)
+        # Ranks exchange weights and gradients in one float32 vector.
+        several = estimated(machine=replace(H100, ranks=2), full=True)
+        assert several.optimizer - narrow.optimizer == 4 * parameters
+        assert (narrow.adapter, narrow.reference) == (0, 0)
+        assert estimated(full=True, references=2).reference == 2 * 2 * parameters
+        # Of the head's 151,936 x 4,096 weights, a chunk's gradient and the sum of those before it.
+        assert narrow.head - estimated().head == 2 * 2 * 151_936 * 4096
+
+    def test_copies_in_another_layout_are_not_kept_of_weights_that_change(self) -> None:
+        cpu = Machine("cpu", 64 * GIB, "transformers", packed=True)
+
+        assert (
+            estimated(machine=cpu, full=True).weights == LARGE.weight_bytes < estimated(machine=cpu).weights
+        )
+
     def test_it_reads_as_a_sum(self) -> None:
         shown = str(estimated())
 
@@ -170,6 +193,21 @@ class TestEstimate:
         # Alive beside what is saved: gradients of a layer, and of a checkpointed layer what is computed again.
         planned -= tokens * 4 * (2 * shape.intermediate + 4 * shape.hidden)
         planned -= tokens * sizing.saved_bytes_per_token(shape, 16) if checkpointed else 0
+        assert found.saved <= planned <= 1.15 * found.saved
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+    @pytest.mark.parametrize("config", [qwen3_8b(4), llama_8b(4)], ids=["Qwen3", "Llama"])
+    @pytest.mark.slow
+    def test_with_all_weights_trained_it_is_at_most_15_percent_above_what_the_real_code_keeps(
+        self, config: Any, dtype: dtype
+    ) -> None:
+        shape, found = memory.shape_of(config, dtype), Counted()
+
+        count(trainer(config, "packed", dtype=dtype, full=True), [group(225)], found)
+
+        planned = estimated(shape, token_budget=2048, rank=0, full=True).activations
+        planned -= 2048 * 4 * (2 * shape.intermediate + 4 * shape.hidden)  # gradients of a layer
+        assert found.tokens == 2048
         assert found.saved <= planned <= 1.15 * found.saved
 
     @pytest.mark.parametrize(
@@ -297,6 +335,15 @@ class TestPlan:
             match=r"m at 8192 tokens needs a KV cache of 1\.14 GiB for one sequence, and REGRAFT_KV_CACHE_GIB is 1\.",
         ):
             sizing.plan("m", LARGE, at_8192, replace(H100, kv_cache_bytes=GIB))
+
+    def test_all_weights_that_do_not_fit_are_refused_with_numbers(self) -> None:
+        work, alone = replace(WORK, full=True, references=1), replace(H100, sampler="transformers")
+
+        with pytest.raises(DoesNotFit, match=r"weights 15.3, optimizer 122.1, reference 15.3") as refused:
+            sizing.plan("Qwen3-8B", LARGE, work, alone)
+        with pytest.raises(DoesNotFit, match=r"optimizer 152.6"):
+            sizing.plan_sharded("Qwen3-8B", LARGE, work, alone, gpus=8)
+        assert "Choose train 'lora', a smaller model or" in str(refused.value)
 
     def test_what_does_not_fit_is_refused_with_numbers(self) -> None:
         shape = sizing.shape_of_config(QWEN3_14B, 2)
@@ -656,6 +703,7 @@ def test_checkpointed_layers_give_the_same_gradients_and_the_same_samples(
     assert twice == 2 * once > 0
 
 
+@cache
 def llama_shape(layers: int, hidden: int, intermediate: int, heads: int) -> sizing.Shape:
     config = LlamaConfig(
         vocab_size=128256,
@@ -708,3 +756,93 @@ def test_a_refusal_names_the_degrees_that_were_tried() -> None:
 def test_the_sampler_that_uses_the_weights_of_training_is_not_sharded() -> None:
     with pytest.raises(DoesNotFit, match="because the sampler `transformers` uses them: use `vllm`"):
         sizing.plan_sharded("m", llama_shape(*LLAMA_70B), WORK, replace(H100, sampler="transformers"), 8)
+
+
+def test_a_job_that_samples_nothing_has_one_copy_of_the_weights_that_its_gpus_share() -> None:
+    """As worker/offline/assemble.py plans."""
+    nothing_sampled = replace(H100, engines=0)
+
+    found = sizing.plan_sharded("m", llama_shape(*LLAMA_70B), WORK, nothing_sampled, 8)
+
+    assert (found.degree, found.cache_bytes, found.estimate.copies) == (4, 0, 1)
+    assert sizing.plan_sharded("m", llama_shape(*LLAMA_8B), WORK, nothing_sampled, 8).degree == 1
+
+
+class TestSleep:
+    """Llama 3 8B (15 GiB) at 16,384 tokens on 44 GiB: vLLM's copy and the activations do not fit at once."""
+
+    LONG = replace(WORK, prompt=1024, completion=15_360, in_flight=8 * (1024 + 8 * 15_360))
+    L40S = Machine("cuda", 44 * GIB, "vllm", may_sleep=True, main_memory=64 * GIB)
+
+    def planned(self, **changes: Any) -> sizing.MemoryPlan:
+        return sizing.plan_sharded("m", llama_shape(*LLAMA_8B), self.LONG, replace(self.L40S, **changes), 1)
+
+    def test_it_is_planned_only_where_the_job_would_be_refused_without_it(self) -> None:
+        assert self.planned().sleeps
+        assert not self.planned(available=60 * GIB).sleeps
+        with pytest.raises(DoesNotFit, match=r"m at 16384 tokens needs 4\d\.\d GiB"):
+            self.planned(may_sleep=False)
+
+    def test_the_peak_is_that_of_sampling_or_of_learning(self) -> None:
+        found = self.planned().estimate
+        weights = llama_shape(*LLAMA_8B).weight_bytes
+
+        assert found.sampling == 2 * weights + found.adapter + found.cache + 4 * GIB
+        assert found.learning == weights + found.parts + found.margin
+        assert found.total == max(found.sampling, found.learning) <= self.L40S.available
+        assert found.sampling + found.parts > self.L40S.available
+        assert (
+            f"({found.sampling / GIB:.1f} while sampling, {found.learning / GIB:.1f} while learning)"
+            in str(found)
+        )
+
+    def test_the_cache_takes_what_sampling_leaves_and_learning_is_not_made_smaller_for_it(self) -> None:
+        made = self.planned()
+
+        assert made.estimate.sampling == self.L40S.available
+        assert made.cache_bytes > 3 * llama_shape(*LLAMA_8B).cache_bytes(16_384)
+
+    def test_nothing_is_refused_that_fits(self) -> None:
+        """One byte less than the larger of the least needs is refused, and that much is not."""
+        shape = llama_shape(*LLAMA_8B)
+        least = sizing.estimate(
+            shape, rank=16, token_budget=16_384, cache=shape.cache_bytes(16_384), checkpointed=True,
+            machine=replace(self.L40S, sleeps=True),
+        ).total  # fmt: skip
+
+        assert self.planned(available=least).estimate.total == least
+        with pytest.raises(DoesNotFit, match="Tried with vLLM asleep while the job learns"):
+            self.planned(available=least - 1)
+
+    def test_the_main_memory_for_the_weights_is_planned_too(self) -> None:
+        """PyTorch rounds pinned memory up to a power of two, so up to twice the weights."""
+        weights = llama_shape(*LLAMA_8B).weight_bytes
+
+        assert self.planned(engines=3, main_memory=6 * weights).main_memory == 6 * weights
+        assert self.planned(main_memory=None).sleeps  # unknown
+        with pytest.raises(
+            DoesNotFit, match=r"in main memory: 89\.7 GiB for engines x 3, and 89\.7 GiB are free"
+        ):
+            self.planned(engines=3, main_memory=6 * weights - 1)
+
+    def test_sharding_comes_first(self) -> None:
+        found = sizing.plan_sharded("m", llama_shape(*LLAMA_8B), self.LONG, self.L40S, 2)
+
+        assert (found.degree, found.sleeps) == (2, False)
+
+    @pytest.mark.parametrize("there", [{"sampler": "transformers"}, {"engines": 0}, {"device": "cpu"}])
+    def test_only_engines_on_gpus_sleep(self, there: dict[str, Any]) -> None:
+        found = sizing.plan_sharded(
+            "m", llama_shape(*LLAMA_8B), WORK, replace(self.L40S, available=300 * GIB, **there), 1
+        )
+
+        assert not found.sleeps
+        with pytest.raises(DoesNotFit) as refused:
+            self.planned(available=12 * GIB, **there)
+        assert "asleep" not in str(refused.value)
+
+    def test_the_owner_of_the_job_reads_of_it(self) -> None:
+        made = self.planned()
+
+        assert "vLLM sleeps while the job learns" in made.described(llama_shape(*LLAMA_8B), self.LONG)
+        assert "29.9 GiB of main memory" in made.sleep

@@ -19,8 +19,11 @@ from core.jobs.offline_hyperparameters import (
     epochs,
     resolve,
 )
+from graders.types import TokenUsage
+from tests.present import present
 from tests.worker.conftest import Bench
-from worker.learn.offline import OfflineMetrics, OfflineTrainer, whole_batches
+from worker.learn.offline import OfflineMetrics, OfflineTrainer
+from worker.learn.offline_gradient import whole_batches
 from worker.learn.optimizer import factor
 from worker.model.policy import Policy, Route
 from worker.offline.rows import TokenizedRow
@@ -195,11 +198,11 @@ def test_kto_compares_with_the_answers_of_the_whole_step(
 
     policy.use(Route(forward))
     one = trainer(policy, settings("dpo", beta=0.5, advanced=weighted), budget=budget)
-    one.gradient.reference = reference
+    one.own.reference = reference
     totals = one.gradient.add(packs)
 
     counted = sum(len(pack.sequences) for pack in packs)
-    assert totals.counted == counted and one.gradient.z0 > 0.0
+    assert totals.counted == counted and one.own.z0 > 0.0
     assert totals.loss / counted == pytest.approx(expected.item(), rel=1e-5)
     assert torch.allclose(gradient(policy) / counted, wanted, rtol=1e-4, atol=1e-5)
 
@@ -450,7 +453,7 @@ class RuinedAtTheEnd(OfflineTrainer):
 
     def step(self, packs: Sequence[Pack]) -> OfflineMetrics:
         metrics = super().step(packs)
-        if self.steps_taken == self.gradient.settings.total_steps:
+        if self.steps_taken == self.own.settings.total_steps:
             with torch.no_grad():
                 self.policy.trainable[0].fill_(math.nan)
         return metrics
@@ -488,3 +491,57 @@ def test_a_run_whose_gradient_is_never_finite_fails(bench: Bench, make_policy: C
         asyncio.run(one.train())
 
     assert bench.events("warn").count(alerts.SKIPPED) == 1
+
+
+class ReadByTeacher(OfflineTrainer):
+    """Stands in for a teacher on a server that reads 10 tokens a step, and 7 of each measurement."""
+
+    def step(self, packs: Sequence[Pack]) -> OfflineMetrics:
+        return replace(super().step(packs), teacher_usage=TokenUsage(10, 1))
+
+    def measure(self, packs: Sequence[Pack]) -> OfflineMetrics:
+        return replace(super().measure(packs), teacher_usage=TokenUsage(7, 2))
+
+
+def test_the_tokens_of_a_teacher_on_a_server_are_counted_under_its_name(
+    bench: Bench, make_policy: Callable[..., Policy]
+) -> None:
+    one = run(bench, policy := make_policy(), n_epochs=1)
+    one.trainer, one.teacher = ReadByTeacher(policy, one.settings, token_budget=4096), "large"
+    one.stop_requested = lambda: False
+
+    asyncio.run(one.train())
+
+    step = bench.steps()[-1]["model_graders_token_usage"]["large"]
+    assert (step["train_prompt_tokens"], step["train_completion_tokens"]) == (10, 1)
+    assert (step["eval_prompt_tokens"], step["eval_completion_tokens"]) == (14, 4), "some rows, then all"
+    steps = one.settings.total_steps
+    measured = 1 + steps + 1  # the base model, some rows at each step, all rows at the end of the epoch
+    assert present(bench.job().usage)["model_grader_tokens"]["large"] == {
+        "prompt_tokens": 10 * steps + 7 * measured,
+        "cached_tokens": 0,
+        "completion_tokens": steps + 2 * measured,
+    }
+
+
+def flipped(pack: Pack, place: int) -> Pack:
+    """The pack with one token learned that was only read, or the other way round."""
+    [one] = pack.sequences
+    learned = list(one.learned_T or [True] * len(one.output_ids_T))
+    learned[place] = not learned[place]
+    return replace(pack, sequences=(replace(one, learned_T=tuple(learned)),))
+
+
+def test_every_single_error_of_the_mask_is_seen_in_the_loss(make_policy: Callable[..., Policy]) -> None:
+    """The control of the comparison with single rows: it is as good as its tolerance only if mutations exceed that."""
+    policy = make_policy(moved=True)
+    rows = conversations()
+    one = trainer(policy, settings(), budget=30)
+    with torch.no_grad():
+        right = supervised_loss(policy, rows).item()
+
+    assert one.measure(rows).loss == pytest.approx(right, rel=1e-5)
+    for number, pack in enumerate(rows[:4]):
+        for place in range(len(pack.sequences[0].output_ids_T)):
+            mutated = [*rows[:number], flipped(pack, place), *rows[number + 1 :]]
+            assert one.measure(mutated).loss != pytest.approx(right, rel=1e-4), (number, place)

@@ -1,6 +1,9 @@
-"""The losses of pairs against values that were computed by hand from the papers' formulas."""
+"""The losses of pairs and of rewards against values computed by hand, and against the papers' formulas in float64."""
 
 import math
+import random
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,8 +11,8 @@ import torch
 from torch import Tensor
 
 from core.jobs.offline_hyperparameters import DpoHyperparameters, ResolvedOffline, resolve
-from worker.learn import preference
-from worker.learn.offline import Pairs, pair_loss, pair_rewards
+from worker.learn import preference, reward
+from worker.learn.offline_gradient import Pairs, pair_loss, pair_rewards
 
 LN2 = math.log(2)
 
@@ -45,7 +48,7 @@ def test_ipo_is_the_papers_equation_17(tau: float, loss: float) -> None:
 
 
 @pytest.mark.parametrize(("gamma", "loss"), [(1.0, 0.5185380804), (0.5, 0.3451348347)])
-def test_simpo_is_the_papers_equation_6(gamma: float, loss: float) -> None:
+def test_simpo_is_the_papers_objective(gamma: float, loss: float) -> None:
     value = preference.simpo(one(-LN2), one(-2 * LN2), beta=2.0, gamma=gamma)
 
     assert value.item() == pytest.approx(loss, abs=1e-9)
@@ -132,3 +135,84 @@ def test_kto_weighs_desirable_and_undesirable_answers() -> None:
     second = kto(0.0, desirable=False, z0=LN2, **weights)
 
     assert (first + second).item() / 2 == pytest.approx(0.3883333333, abs=1e-9)
+
+
+def sigma(value: float) -> float:
+    return 1 / (1 + math.exp(-value))
+
+
+def odds(mean_logp: float) -> float:
+    return math.exp(mean_logp) / (1 - math.exp(mean_logp))
+
+
+# Of two numbers, those of the preferred answer and of the other, in Python's floats as the papers write them.
+NAIVE: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Callable[[float, float], float]]] = {
+    "DPO eq. 7": (
+        partial(preference.dpo, beta=0.3),
+        lambda w, r: -math.log(sigma(0.3 * w - 0.3 * r)),
+    ),
+    "conservative DPO": (
+        partial(preference.dpo, beta=0.3, label_smoothing=0.2),
+        lambda w, r: -0.8 * math.log(sigma(0.3 * (w - r))) - 0.2 * math.log(sigma(0.3 * (r - w))),
+    ),
+    "IPO eq. 17": (
+        partial(preference.ipo, beta=0.3),
+        lambda w, r: (w - r - 1 / (2 * 0.3)) ** 2,
+    ),
+    "SimPO": (
+        partial(preference.simpo, beta=2.5, gamma=0.7),
+        lambda w, r: -math.log(sigma(2.5 * w - 2.5 * r - 0.7)),
+    ),
+    "ORPO eqs. 6 and 7": (
+        partial(preference.orpo, beta=0.3),
+        lambda w, r: -w - 0.3 * math.log(sigma(math.log(odds(w) / odds(r)))),
+    ),
+    "KTO eq. 8, desirable and undesirable": (
+        lambda w, r: preference.kto(
+            torch.cat([w, r]), torch.tensor([True, False]), beta=0.3, z0=0.4, undesirable_weight=1.5
+        ).sum(),
+        lambda w, r: (1 - sigma(0.3 * (w - 0.4))) + 1.5 * (1 - sigma(0.3 * (0.4 - r))),
+    ),
+    "Bradley-Terry with a margin and centering": (
+        lambda w, r: reward.bradley_terry(w, r, torch.tensor([0.2], dtype=torch.float64), centering=0.05),
+        lambda w, r: -math.log(sigma(w - r - 0.2)) + 0.05 * (w + r) ** 2,
+    ),
+    "squared error": (
+        reward.squared_error,
+        lambda w, r: (w - r) ** 2,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NAIVE)
+def test_loss_and_gradient_are_those_of_the_formula_in_float64(name: str) -> None:
+    ours, naive = NAIVE[name]
+    draw, step = random.Random(name), 1e-6
+    for _ in range(20):
+        w, r = (-3 * draw.random() - 0.05 for _ in range(2))
+        chosen, rejected = one(w), one(r)
+
+        loss = ours(chosen, rejected).squeeze()
+        loss.backward()  # type: ignore[no-untyped-call]
+
+        assert loss.item() == pytest.approx(naive(w, r), rel=1e-12)
+        slopes = [
+            (naive(w + step, r) - naive(w - step, r)) / (2 * step),
+            (naive(w, r + step) - naive(w, r - step)) / (2 * step),
+        ]
+        assert chosen.grad is not None and rejected.grad is not None
+        assert [chosen.grad.item(), rejected.grad.item()] == pytest.approx(slopes, rel=1e-6, abs=1e-8)
+
+
+@pytest.mark.parametrize("label", [0.0, 0.3, 1.0])
+def test_the_loss_of_a_step_is_the_cross_entropy_in_float64(label: float) -> None:
+    for logit in (-4.0, -0.5, 0.0, 2.0):
+        p = sigma(logit)
+        naive = -label * math.log(p) - (1 - label) * math.log(1 - p)
+        value = one(logit)
+
+        loss = reward.cross_entropy(value, torch.tensor([label], dtype=torch.float64))
+        loss.backward()  # type: ignore[no-untyped-call]
+
+        assert loss.item() == pytest.approx(naive, rel=1e-12)
+        assert value.grad is not None and value.grad.item() == pytest.approx(p - label, rel=1e-12)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from core.database.engine import Work
-from core.database.tables import Checkpoint, File, Job, RolloutPage, TunedModel, Upload, UploadPart
+from core.database.tables import Checkpoint, File, Job, Preview, RolloutPage, TunedModel, Upload, UploadPart
 from core.jobs import lifecycle
 from core.settings import Settings
 from core.storage.store import FolderBlobs
@@ -138,6 +138,24 @@ def test_rollouts_of_a_job_that_goes_on_stay(bench: Bench, keep: Callable[..., R
     keep(keep_rollouts_days=1).policies()
 
     assert (count(bench, RolloutPage), len(keys(bench, "rollouts"))) == (1, 1)
+
+
+@pytest.mark.parametrize(("days_ago", "left"), [(29, 1), (31, 0)])
+@pytest.mark.parametrize("status", ["completed", "failed", "canceled", "in_progress"])
+def test_previews_go_with_the_retention_of_rollouts(
+    bench: Bench, keep: Callable[..., Retention], days_ago: int, left: int, status: str
+) -> None:
+    """Also one that lost its process and never ended."""
+    ended = int(time.time()) - days_ago * 86400
+    with bench.database.write() as session:
+        preview = Preview(project_id=bench.job().project_id, request={}, parts={}, progress={}, status=status)
+        preview.training_sha256, preview.lease_expires_at = "", float(ended)
+        preview.finished_at = None if status == "in_progress" else ended
+        session.add(preview)
+
+    keep(keep_rollouts_days=30).policies()
+
+    assert count(bench, Preview) == left
 
 
 def test_only_what_has_a_policy_goes(bench: Bench, keep: Callable[..., Retention]) -> None:

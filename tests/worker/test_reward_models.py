@@ -25,7 +25,8 @@ from tests.tiny import make_byte_model, make_tiny_model
 from tests.worker.conftest import Bench
 from worker.clock import Clock
 from worker.learn.batch import tensors_of
-from worker.learn.reward import RewardTrainer, bradley_terry, cross_entropy, squared_error
+from worker.learn.offline import RewardTrainer
+from worker.learn.reward import bradley_terry, cross_entropy, squared_error
 from worker.model import reward_head
 from worker.model.policy import Policy, Route, load_base
 from worker.model.reward_head import RewardHead, Scale
@@ -304,7 +305,7 @@ def run(bench: Bench, policy: Policy, kind: RewardKind, *, stop_at: int = 0) -> 
     attempt = bench.attempt()
     own = trainer(policy, kind)
     return OfflineRun(
-        settings=own.gradient.settings,
+        settings=own.own.settings,
         seed=3,
         train_rows=RowStream(rows, batch_size=3, steps_per_epoch=3, seed=3),
         valid_rows=rows[:3],

@@ -189,7 +189,7 @@ def says(text: str, status: int = 0) -> Gpus:
 
 
 def test_the_gpus_are_told_of_as_nvidia_smi_sees_them() -> None:
-    figures = read(says("0, 20480, 143771, 87\n1, 0, 143771, [N/A]"))
+    figures = read(says("0, 20480, 143771, 87, NVIDIA H200\n1, 0, 143771, [N/A], NVIDIA H200"))
 
     assert figures == {
         ("regraft_gpu_memory_used_bytes", "0"): 20480 * 2**20,

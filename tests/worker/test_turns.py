@@ -1,211 +1,182 @@
-"""Turns of jobs on the device that they share: in which order they get them, and how long they keep them."""
+"""Sampling and learning that take turns on the same GPUs."""
 
-import socket
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
-from worker.clock import Clock
-from worker.sharing.turns import ASK, DONE, GRANT, Turns, TurnsLost
-from worker.supervise.turns import TurnServer
+from core.jobs.hyperparameters import Hyperparameters, resolve
+from graders.types import Grade
+from tests.fakes import learn
+from tests.present import untyped
+from tests.worker.test_training import asked, drawn, prompt, sampling
+from worker.assemble import report_placement, takes_turns
+from worker.learn.trainer import PeftTrainer
+from worker.learn.turns import AlternatingTrainer, UpdatingTrainer
+from worker.model.policy import Policy
+from worker.model.sizing import Estimate, MemoryPlan
+from worker.rollout.samplers import engine
+from worker.rollout.samplers.placement import ONE_ENGINE
+from worker.rollout.samplers.wire import Abort, Asleep, EngineReady, FallAsleep, SampleBatch, Stepped, WakeUp
+from worker.types import Group, Rollout, UpdateMetrics
+
+GROUP = Group(cast(Any, None), (Rollout((1,), (0.0,), "", "stop"),), (Grade(1.0),))
 
 
-class Time:
-    """A clock that a test sets."""
+@dataclass
+class Diary:
+    """A sampler, a trainer and a recorder that write down what happens to them."""
 
-    now = 100.0
+    said: list[Any] = field(default_factory=list)
 
-    def __call__(self) -> float:
-        return self.now
+    def sleep(self) -> None:
+        self.said.append("sleep")
+
+    def update_in_flight(self) -> None:
+        self.said.append("update")
+
+    def add(self, group: Group) -> None:
+        self.said.append("add")
+
+    def step(self) -> UpdateMetrics:
+        self.said.append("step")
+        return UpdateMetrics(0.0, 0, 0, 0, None, None, None, None, None)
+
+    def save(self, folder: Path) -> None:
+        self.said.append(("save", folder))
+
+    def load(self, folder: Path) -> None:
+        self.said.append(("load", folder))
+
+    def inform(self, message: str, data: dict[str, Any]) -> None:
+        self.said.append((message, data))
+
+
+def test_the_sampler_sleeps_before_the_trainer_computes() -> None:
+    diary = Diary()
+    trainer = AlternatingTrainer(diary, diary)
+
+    trainer.add(GROUP)
+    trainer.step()
+    trainer.save(Path("a"))
+    trainer.load(Path("a"))
+
+    assert diary.said == ["add", "sleep", "step", ("save", Path("a")), ("load", Path("a"))]
+
+
+def test_answers_in_flight_continue_with_the_policy_after_the_step() -> None:
+    diary = Diary()
+    trainer = UpdatingTrainer(diary, diary)
+
+    trainer.add(GROUP)
+    trainer.step()
+    trainer.save(Path("a"))
+    trainer.load(Path("a"))
+
+    assert diary.said == ["add", "step", "update", ("save", Path("a")), ("load", Path("a"))]
+
+
+def test_the_trainer_gives_its_memory_back_at_the_end_of_each_step(
+    make_policy: Callable[..., Policy],
+) -> None:
+    policy = make_policy()
+    one = prompt(policy, "say yes")
+    rollouts = drawn(policy, [one], sampling())[0]
+    released: list[int] = []
+    trainer = PeftTrainer(
+        policy, asked({}), token_budget=4096, release=lambda: released.append(trainer.steps_taken)
+    )
+
+    for _ in range(2):
+        learn(trainer, [Group(one, rollouts, tuple(map(Grade, (1.0, 0.0, 0.5, 0.0))))])
+
+    assert released == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [({}, True), ({"overlap": True}, False), ({"off_policy_steps": 1}, False)],
+)
+def test_a_job_that_samples_while_it_learns_takes_no_turns(schedule: dict[str, Any], expected: bool) -> None:
+    settings = resolve(
+        Hyperparameters.model_validate({"advanced": schedule}), rows=8, parameters=1000, context=512
+    )
+
+    assert takes_turns(settings) is expected
+
+
+@pytest.mark.parametrize("sleeps", [False, True])
+def test_the_placement_of_a_job_says_whether_its_engines_sleep(sleeps: bool) -> None:
+    diary = Diary()
+    estimate = Estimate(2, 0, 0, 0, 0, 0, 0, 0, sleeps=sleeps)
+
+    untyped(report_placement)(diary, ONE_ENGINE, MemoryPlan(2048, 1, False, estimate))
+
+    [(message, data)] = diary.said
+    assert ("They sleep while the job learns." in message) is sleeps
+    assert data["sleeps"] is sleeps
+
+
+class Engine:
+    """An engine with a request that never ends, which has to be awake to compute."""
+
+    def __init__(self) -> None:
+        self.busy, self.is_awake = False, True
+
+    def start(self, batch: SampleBatch) -> None:
+        self.busy = True
+
+    def step(self) -> Stepped:
+        assert self.is_awake
+        return Stepped(())
+
+    def abort(self) -> None:
+        self.busy = False
+
+    def sleep(self) -> None:
+        self.busy = self.is_awake = False
+
+    def wake_up(self) -> None:
+        self.is_awake = True
 
 
 @pytest.fixture
-def address(tmp_path: Path) -> Path:
-    return tmp_path / "turns"
+def run() -> Iterator[Connection]:
+    """The run's end of the connection to an engine."""
+    ours, theirs = Pipe()
+
+    def work() -> None:
+        with pytest.raises(EOFError):
+            untyped(engine.serve)(theirs, Engine())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    yield ours
+    ours.close()
+    thread.join()
 
 
-@pytest.fixture
-def connect(address: Path) -> Iterator[Callable[[], socket.socket]]:
-    """Clients of a server, as bytes."""
-    server = TurnServer(address)
-    clients: list[socket.socket] = []
-
-    def client() -> socket.socket:
-        clients.append(socket.socket(socket.AF_UNIX))
-        clients[-1].settimeout(60)
-        clients[-1].connect(str(address))
-        return clients[-1]
-
-    yield client
-    for one in clients:
-        one.close()
-    server.close()
-
-
-class Worker:
-    """Grants each turn at once, and keeps what it was sent. `before` is called before each grant."""
-
-    def __init__(self, address: Path, before: Callable[[], object] = lambda: None) -> None:
-        self.messages = b""
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(str(address))
-        self._listener.listen()
-        self._before = before
-        self._thread = threading.Thread(target=self._serve)
-        self._thread.start()
-
-    def _serve(self) -> None:
-        with self._listener:
-            self._client = self._listener.accept()[0]
-        with self._client as client:
-            while message := client.recv(1):
-                self.messages += message
-                if message == ASK:
-                    self._before()
-                    client.sendall(GRANT)
-
-    def heard(self) -> bytes:
-        """All messages up to now. It hears no more."""
-        self._client.shutdown(socket.SHUT_RD)
-        self._thread.join(60)
-        return self.messages
-
-
-def test_turns_are_given_in_the_order_of_requests(connect: Callable[[], socket.socket]) -> None:
-    first, second, third = connect(), connect(), connect()
-    order = []
-
-    first.sendall(ASK)
-    first.recv(1)
-    second.sendall(ASK)
-    third.sendall(ASK)
-    first.sendall(DONE + ASK)  # it would go on at once
-    for name, client in (("second", second), ("third", third), ("first", first)):
-        assert client.recv(1) == GRANT
-        order.append(name)
-        client.sendall(DONE)
-
-    assert order == ["second", "third", "first"]
-
-
-def test_a_process_that_dies_loses_its_turn(connect: Callable[[], socket.socket]) -> None:
-    first, second = connect(), connect()
-    first.sendall(ASK)
-    assert first.recv(1) == GRANT
-
-    second.sendall(ASK)
-    first.close()
-
-    assert second.recv(1) == GRANT
-
-
-def test_one_that_dies_while_it_waits_delays_nobody(connect: Callable[[], socket.socket]) -> None:
-    first, second, third = connect(), connect(), connect()
-    first.sendall(ASK)
-    assert first.recv(1) == GRANT
-
-    second.sendall(ASK)
-    third.sendall(ASK)
-    second.close()
-    first.sendall(DONE)
-
-    assert third.recv(1) == GRANT
-
-
-def test_a_process_with_the_device_to_itself_asks_nobody() -> None:
-    turns = Turns()
-
-    with turns:
-        turns.offer()
-
-    assert turns.waited == 0.0
-
-
-def test_a_turn_is_kept_until_its_second_is_over(address: Path) -> None:
-    time = Time()
-    worker, turns = Worker(address), Turns(clock=time)
-    turns.join(address)
-
-    with turns:
-        time.now += 0.9
-        turns.offer()
-        time.now += 0.2
-        turns.offer()
-        turns.offer()
-
-    assert worker.heard() == ASK + DONE + ASK + DONE
-
-
-def test_what_computes_inside_of_a_turn_asks_for_no_other(address: Path) -> None:
-    worker, turns = Worker(address), Turns(clock=Time())
-    turns.join(address)
-
-    @turns
-    def compute() -> None:
-        turns.offer()
-
-    with turns:
-        compute()
-
-    assert worker.heard() == ASK + DONE
-
-
-def test_threads_of_a_process_share_its_turn(address: Path) -> None:
-    worker, turns = Worker(address), Turns(clock=Time())
-    turns.join(address)
-
-    @turns
-    def compute() -> None:
+def answer_to(run: Connection, message: object) -> object:
+    """The first reply that is no step."""
+    run.send(message)
+    while isinstance(reply := run.recv(), Stepped):
         pass
-
-    with turns:
-        thread = threading.Thread(target=compute)
-        thread.start()
-        thread.join(60)
-
-    assert worker.heard() == ASK + DONE
+    return reply
 
 
-def test_the_time_of_waiting_is_a_phase_of_its_own(address: Path) -> None:
-    """So that usage, budgets and costs are those of a job that runs alone."""
-    time = Time()
+def test_an_engine_drops_its_requests_to_sleep_and_is_ready_when_it_is_awake_again(run: Connection) -> None:
+    assert run.recv() == EngineReady()
+    run.send(SampleBatch(None, ()))
+    assert run.recv() == Stepped(())
 
-    def wait() -> None:
-        time.now += 7.0
-
-    worker, turns = Worker(address, before=wait), Turns(clock=time)
-    turns.join(address)
-    clock = Clock(turns, time)
-
-    with clock("training"), turns:
-        time.now += 0.5
-    with clock("eval"):
-        time.now += 1.0
-
-    assert clock.seconds == {"training": 0.5, "waiting": 7.0, "eval": 1.0}
-    worker.heard()
-
-
-def test_waiting_is_no_sign_of_a_hung_run(address: Path) -> None:
-    """This turn is granted only after the process has shown that it lives."""
-    beaten = threading.Event()
-    worker, turns = Worker(address, before=lambda: beaten.wait(60)), Turns(beat_seconds=0.01)
-    turns.join(address, beaten.set)
-
-    with turns:
-        pass
-
-    assert beaten.is_set()
-    worker.heard()
-
-
-def test_a_worker_that_is_gone_ends_the_run(address: Path) -> None:
-    server, turns = TurnServer(address), Turns()
-    turns.join(address)
-    with turns:
-        server.close()
-
-    with pytest.raises(TurnsLost), turns:
-        pass
+    assert answer_to(run, FallAsleep()) == Asleep()
+    assert not run.poll(), "an engine that sleeps computes nothing"
+    assert answer_to(run, WakeUp()) == EngineReady()
+    run.send(SampleBatch(None, ()))
+    assert run.recv() == Stepped(())
+    assert answer_to(run, Abort()) == EngineReady()

@@ -292,6 +292,95 @@ class TestSameFunction:
             assert mine.logprobs_T == pytest.approx(other.logprobs_T, abs=1e-4)
 
 
+class TestInFlight:
+    """Answers that continue with the adapter of an update. The model's tokens are bytes, so that it can write JSON."""
+
+    HOW = sampling(group_size=12, max_completion_tokens=200, policy_steps=3)
+
+    @pytest.fixture(scope="class")
+    def writer(self, tmp_path_factory: pytest.TempPathFactory) -> Policy:
+        folder = make_byte_model(tmp_path_factory.mktemp("bytes"))
+        base = load_base("bytes", BaseModelEntry(path=folder, dtype="float32", context=256), folder, "cpu")
+        return Policy(base, rank=4, alpha=8, seed=0)
+
+    @pytest.fixture(scope="class")
+    def continuing(self, writer: Policy) -> Iterator[VllmSampler]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+            sampler = VllmSampler(writer, kv_cache_bytes=KV_CACHE_BYTES, threads=1, continues=True)
+            yield sampler
+            sampler.close()
+
+    def updated(self, sampler: VllmSampler, how: Sampling) -> tuple[list[Prompt], list[tuple[Rollout, ...]]]:
+        """Sample from adapter 1, and from adapter 2 as soon as the first answer has ended."""
+        prompts = [prompt(sampler.policy, "?" * n, n) for n in (40, 41)]
+        move(sampler.policy, 1)
+        answers = sampler.answers(prompts, how)
+        first = next(answers)
+        move(sampler.policy, 2)
+        sampler.update_in_flight()
+        return prompts, grouped([first, *answers], len(prompts), how.group_size)
+
+    def test_tokens_before_the_update_have_the_old_adapters_probabilities_and_those_after_it_the_new_ones(
+        self, continuing: VllmSampler, writer: Policy
+    ) -> None:
+        prompts, groups = self.updated(continuing, self.HOW)
+
+        rollouts = [rollout for group in groups for rollout in group]
+        steps_T = torch.tensor([step for rollout in rollouts for step in rollout.policy_steps_T])
+        continued = [one for one in rollouts if len(set(one.policy_steps_T)) == 2]
+        new = gaps(writer, prompts, groups)
+        move(writer, 1)
+        old = gaps(writer, prompts, groups)
+        assert len(continued) >= 4
+        assert all(list(one.policy_steps_T) == sorted(one.policy_steps_T) for one in rollouts)
+        assert all(len(one.policy_steps_T) == len(one.output_ids_T) for one in rollouts)
+        assert set(steps_T.tolist()) == {3, 4}
+        assert old[steps_T == 3].max() <= 1e-3 and new[steps_T == 4].max() <= 1e-3
+        assert old[steps_T == 4].mean() >= 1e-2 and new[steps_T == 3].mean() >= 1e-2
+
+    def test_an_answer_that_continues_still_has_the_form_of_its_schema(
+        self, continuing: VllmSampler, writer: Policy
+    ) -> None:
+        _, groups = self.updated(continuing, replace(self.HOW, held_to=held_to(SCHEMA)))
+
+        continued = [one for group in groups for one in group if len(set(one.policy_steps_T)) == 2]
+        finished = [json.loads(one.text) for one in continued if one.finish_reason == "stop"]
+        assert finished
+        assert all(set(one) == {"letter", "numbers"} for one in finished)
+
+    def test_what_is_sampled_after_it_begins_with_the_new_adapter_alone(
+        self, continuing: VllmSampler, writer: Policy
+    ) -> None:
+        prompts, _ = self.updated(continuing, self.HOW)
+        groups = drawn(continuing, prompts, replace(self.HOW, policy_steps=4))
+
+        assert {step for group in groups for one in group for step in one.policy_steps_T} == {4}
+        assert gaps(writer, prompts, groups).max() <= 1e-3
+
+    def test_answers_of_a_lost_engine_begin_again_with_the_new_adapter(
+        self, continuing: VllmSampler, writer: Policy
+    ) -> None:
+        prompts = [prompt(writer, "?" * n, n) for n in (40, 41)]
+        move(writer, 1)
+        answers = continuing.answers(prompts, self.HOW)
+        first = next(answers)
+        move(writer, 2)
+        continuing.update_in_flight()
+        os.kill(continuing.engines[0].child.pid, signal.SIGKILL)
+        rest = [*answers]
+
+        again = [one for one in rest if set(one.rollout.policy_steps_T) == {4}]
+        assert first not in again and again
+        groups = [tuple(one.rollout for one in again if one.prompt == place) for place in range(2)]
+        assert gaps(writer, prompts, groups).max() <= 1e-3
+
+    def test_validations_have_no_steps(self, continuing: VllmSampler, writer: Policy) -> None:
+        [group] = drawn(continuing, [prompt(writer, "?", 1)], sampling(group_size=1))
+
+        assert group[0].policy_steps_T == ()
+
+
 class TestAnswers:
     def test_members_of_a_group_differ_and_the_same_seeds_repeat_them(
         self, sampler: VllmSampler, policy: Policy, prompts: list[Any]

@@ -21,6 +21,7 @@ from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager, WorkerLoRAManage
 from vllm.v1.core.kv_cache_utils import _gen_lora_extra_hash_keys
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.engine.output_processor import OutputProcessor
+from vllm.v1.worker.gpu_worker import Worker as GpuWorker
 from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
 from worker.rollout.samplers import engine, extension
@@ -31,7 +32,10 @@ TAKES = {
     LLMEngine.abort_request: ["request_ids", "internal"],
     LLMEngine.collective_rpc: ["method", "args"],
     LLMEngine.from_engine_args: ["engine_args"],
+    LLMEngine.reset_prefix_cache: ["reset_running_requests"],
+    LLMEngine.sleep: ["level"],
     LLMEngine.step: [],
+    LLMEngine.wake_up: [],
     LLMEngine.has_unfinished_requests: [],
     LoRAModel.from_lora_tensors: [
         *["lora_model_id", "tensors", "peft_helper", "device", "dtype", "model_vocab_size", "weights_mapper"]
@@ -50,6 +54,8 @@ MENTIONS = {
     OutputProcessor: "self.request_states",
     LRUCacheWorkerLoRAManager: "self._adapter_manager = ",
     LoRAModelManager: "self.model",
+    GpuWorker.load_model: '_maybe_get_memory_pool_context(tag="weights")',
+    GpuWorker.sleep: "self.sleep_mode_backend.suspend(level)",
     LoRAModelRunnerMixin: "self.lora_manager = ",
     _gen_lora_extra_hash_keys: "lora_request.lora_path",
     LoRAModelManager._create_lora_modules: "self._register_packed_modules(module_name)",
@@ -67,11 +73,14 @@ def changed() -> Iterator[str]:
     for thing, words in MENTIONS.items():
         if words not in inspect.getsource(thing):
             yield f"{thing.__qualname__} no longer has {words!r}"
-    config = EngineConfig("", "float32", "cpu", 16, 8, 1, 1)
-    if unknown := set(engine.engine_options(config) | engine.worker_options(config)) - {
-        f.name for f in dataclasses.fields(EngineArgs)
-    }:
-        yield f"EngineArgs no longer takes {unknown}"
+    for config in (
+        EngineConfig("", "float32", "cpu", 16, 8, 1, 1),
+        EngineConfig("", "bfloat16", "cuda", 16, 8, 1, 0, tensor_parallel=2, sleeps=True),
+    ):
+        if unknown := set(engine.engine_options(config) | engine.worker_options(config)) - {
+            f.name for f in dataclasses.fields(EngineArgs)
+        }:
+            yield f"EngineArgs no longer takes {unknown}"
     options = engine.sampling_options(Request(0, 0, (), 0, 1.0, 1, (), ""))
     if unknown := set(options) - set(SamplingParams.__struct_fields__):
         yield f"SamplingParams no longer takes {unknown}"

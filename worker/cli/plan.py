@@ -29,6 +29,8 @@ def main(arguments: argparse.Namespace) -> int:
         completion=arguments.max_completion_tokens,
         answer=arguments.answer or arguments.max_completion_tokens // 2,
         rank=arguments.lora_rank,
+        full=arguments.train == "full",
+        has_reference=arguments.kl,
     )
     try:
         cluster = forecast.cluster_of(arguments.gpus)
@@ -61,6 +63,8 @@ def as_json(found: Forecast) -> dict[str, object]:
         "degree": found.plan.degree,
         "token_budget": found.plan.token_budget,
         "checkpointed": found.plan.checkpointed,
+        "sleeps": found.plan.sleeps,
+        "main_memory_bytes": found.plan.main_memory,
         "bytes_per_gpu": found.plan.estimate.total,
         "answers_side_by_side": found.concurrent,
         "seconds": found.seconds,
@@ -68,4 +72,5 @@ def as_json(found: Forecast) -> dict[str, object]:
         "prefill_seconds": found.prefill_seconds,
         "learning_seconds": found.learning_seconds,
         "gathering_seconds": found.gathering_seconds,
+        "sleeping_seconds": found.sleeping_seconds,
     }

@@ -39,6 +39,15 @@ def deal(packs: Sequence[Pack], ranks: int, *, rows: bool = False) -> list[list[
     return hands + [[] for _ in range(ranks - len(hands))]
 
 
+def deal_whole(packs: Sequence[Pack], ranks: int, *, rows: bool = False) -> list[list[Pack]]:
+    """As `deal`, but no pack is cut: a loss couples its answers."""
+    ordered = sorted(packs, key=lambda pack: _tokens(pack, rows), reverse=True)
+    return [
+        [Pack(prompt, tuple(answers)) for prompt, answers in hand.packs]
+        for hand in _whole(ordered, ranks, rows)
+    ]
+
+
 def _largest(hands: Sequence[_Hand]) -> int:
     return max(hand.tokens for hand in hands)
 

@@ -15,16 +15,30 @@ import torch
 from torch import Tensor
 
 from core.jobs.hyperparameters import Resolved
+from worker.learn import offline_ranks
 from worker.learn.deal import deal
-from worker.learn.gradient import OwnGradient
+from worker.learn.gradient import OwnGradient, keep_memory
+from worker.learn.offline_gradient import OfflineGradient
 from worker.learn.rank_model import Model
+from worker.learn.reward import RewardGradient
+from worker.learn.soft_targets import SoftTargetGradient
+from worker.learn.teacher import TeacherPolicy
 from worker.learn.token_rewards import StepMoments
 from worker.learn.totals import Totals
 from worker.learn.world import World
 from worker.model import recompute, sharding, support
 from worker.model.policy import Policy
+from worker.model.reward_head import RewardHead
 from worker.model.support import ForwardVerdict
-from worker.types import Pack
+from worker.types import AnswerKey, Pack, TokenValues
+
+
+@dataclass(frozen=True)
+class RankTeacher:
+    """The teacher that every rank computes (worker/learn/soft_targets.py)."""
+
+    second: Model | None  # a model beside the student's; None: one on its base model
+    has_adapter: bool
 
 
 @dataclass(frozen=True)
@@ -37,6 +51,8 @@ class LoadModel:
     token_budget: int
     held_to: str
     degree: int = 1  # of sharding: the ranks of a machine that share one copy of the base model
+    teacher: RankTeacher | None = None  # of the mode `logits`; None: it is on a server
+    release: Callable[[], None] = keep_memory  # called after loading, and at the end of each step
 
 
 @dataclass(frozen=True)
@@ -81,6 +97,11 @@ class SumGradients:
 
 
 @dataclass(frozen=True)
+class GatherTokenValues:
+    pass
+
+
+@dataclass(frozen=True)
 class EndStep:
     pass
 
@@ -98,6 +119,7 @@ Order = (
     | NormalizeAdvantages
     | RepeatPacks
     | SumGradients
+    | GatherTokenValues
     | EndStep
     | WatchReference
 )
@@ -147,14 +169,18 @@ class DistributedGradient:
         totals: list[Totals] = self._order([SumGradients()] * self.world.size)
         return reduce(add, totals)
 
+    def token_values(self) -> dict[AnswerKey, TokenValues]:
+        values_R: list[dict[AnswerKey, TokenValues]] = self._order([GatherTokenValues()] * self.world.size)
+        return {key: value for values in values_R for key, value in values.items()}
+
     def end(self) -> None:
         self._order([EndStep()] * self.world.size)
 
-    def watched_kl(self) -> float:
+    def watched_kl(self) -> float | None:
         """As OwnGradient does."""
         if not self.own.policy.is_sharded:
             return self.own.watched_kl()
-        watched: float = self._order([WatchReference()] * self.world.size)
+        watched: float | None = self._order([WatchReference()] * self.world.size)
         return watched
 
     def _share_adapter(self) -> None:
@@ -172,7 +198,8 @@ class DistributedGradient:
 
 
 def carry_out(order: Order, own: OwnGradient, world: World) -> Any:
-    """Do what all ranks do together. RewardTokens and SumGradients return the results of all ranks on rank 0.
+    """Do what all ranks do together. RewardTokens, SumGradients and GatherTokenValues return the results of all ranks
+    on rank 0.
 
     A forward or backward pass of a sharded base is a collective operation, so all ranks compute as many of each kind:
     the one with the fewest micro-batches fills up with passes that add nothing.
@@ -185,6 +212,7 @@ def carry_out(order: Order, own: OwnGradient, world: World) -> Any:
             world.broadcast(own.reference)
         case ReceiveAdapter():
             world.broadcast(trainable)
+            own.policy.follow_trainable()
         case AddPacks(packs, std) if own.policy.is_sharded:
             parts = list(own.micro_batches(packs))
             missing = world.most(len(parts)) - len(parts)
@@ -210,11 +238,10 @@ def carry_out(order: Order, own: OwnGradient, world: World) -> Any:
         case WatchReference():
             own.gather_along_reference()
         case SumGradients():
-            gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in trainable]
-            sums = world.sum(gradients)
-            for parameter, gradient in zip(trainable, sums, strict=True):
-                parameter.grad = gradient if world.rank == 0 else None
+            world.sum_gradients(trainable)
             return world.gather(own.collect())
+        case GatherTokenValues():
+            return world.gather(own.token_values())
         case EndStep():
             own.end()
 
@@ -233,26 +260,55 @@ def loading(world: World | None, order: LoadModel) -> Iterator[None]:
 
 def follow(world: World) -> NoReturn:
     """Follow the orders of rank 0 for as long as there is one. Raises BrokenWorld."""
-    own: OwnGradient | None = None
+    own: OwnGradient | OfflineGradient | None = None
     while True:
         order = world.receive()
         if isinstance(order, LoadModel):
             own = loaded(order, world)
             world.gather(None)
+        elif isinstance(own, OfflineGradient) and order is not None:
+            offline_ranks.carry_out(order, own, world)
         elif order is not None:
-            assert own is not None, "LoadModel comes first"
+            assert isinstance(own, OwnGradient), "LoadModel comes first"
             carry_out(order, own, world)
 
 
-def loaded(order: LoadModel, world: World) -> OwnGradient:
+def loaded(order: LoadModel, world: World) -> OwnGradient | OfflineGradient:
     if order.threads:
         torch.set_num_threads(order.threads)
     device = f"cuda:{world.local_rank}" if order.device == "cuda" else order.device
     if device != "cpu":
         torch.cuda.set_device(device)
     policy, _ = load_checked(order.model, device, order.degree, world)
-    assert isinstance(order.model.settings, Resolved), "offline jobs have one rank"
-    return OwnGradient(policy, order.model.settings, token_budget=order.token_budget, held_to=order.held_to)
+    order.release()
+    settings, budget = order.model.settings, order.token_budget
+    if isinstance(settings, Resolved):
+        return OwnGradient(
+            policy, settings, token_budget=budget, held_to=order.held_to, release=order.release
+        )
+    if settings.soft_temperature is not None:
+        teacher = None if order.teacher is None else teacher_of(order.teacher, policy, device)
+        return SoftTargetGradient(policy, teacher, settings, token_budget=budget)
+    if settings.reward_kind is not None:
+        head = RewardHead(policy.hidden_size, policy.device)
+        return RewardGradient(policy, head, settings, token_budget=budget)
+    return OfflineGradient(policy, settings, token_budget=budget)
+
+
+def teacher_of(teacher: RankTeacher, student: Policy, device: str) -> TeacherPolicy:
+    """The teacher of a rank above 0, which receives an adapter from rank 0."""
+    if teacher.second is not None:
+        return TeacherPolicy(load_second(teacher.second, device))
+    if not teacher.has_adapter:
+        return TeacherPolicy(student)
+    return TeacherPolicy(student, [torch.zeros_like(parameter) for parameter in student.trainable])
+
+
+def load_second(model: Model, device: str, beat: Callable[[], None] = lambda: None) -> Policy:
+    """Load a model beside the student's, whole and frozen. Raises UnsupportedModel: no forward pass is right."""
+    policy, _ = load_checked(model, device, 1, None, beat)
+    policy.model.requires_grad_(False)
+    return policy
 
 
 def load_checked(

@@ -27,7 +27,7 @@ from worker.model.value_head import ValueHead
 from worker.rollout.samplers import steering
 from worker.rollout.samplers.json_schema import masked
 from worker.sharing.turns import TURNS
-from worker.types import Pack, TrainingSequence
+from worker.types import AnswerKey, Pack, TokenValues, TrainingSequence
 
 # The shortest pack that predicts a token.
 _NOTHING = Pack((0, 0), (TrainingSequence((0, 0), (0.0, 0.0), (0.0, 0.0), 0.0),))
@@ -69,8 +69,15 @@ class Gradient(Protocol):
         """Write the gradient of all packs added since the last call to `grad` of the policy's weights."""
         ...
 
-    def watched_kl(self) -> float:
-        """Estimate the KL of the sampling policy for monitoring, from one pack and one forward pass."""
+    def watched_kl(self) -> float | None:
+        """Estimate the KL of the sampling policy for monitoring, from one pack and one forward pass.
+
+        None: all weights are trained, and no copy of the first ones is kept.
+        """
+        ...
+
+    def token_values(self) -> dict[AnswerKey, TokenValues]:
+        """Return what the step's passes computed with, for each token of each answer."""
         ...
 
     def end(self) -> None:
@@ -78,11 +85,25 @@ class Gradient(Protocol):
         ...
 
 
+def keep_memory() -> None:
+    """Keep the memory of a step for the next one."""
+
+
 class OwnGradient:
     """Implements Gradient in this process, computing packs as they are added."""
 
-    def __init__(self, policy: Policy, settings: Resolved, *, token_budget: int, held_to: str = "") -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        settings: Resolved,
+        *,
+        token_budget: int,
+        held_to: str = "",
+        release: Callable[[], None] = keep_memory,
+    ) -> None:
+        """`release`: called at the end of a step, when nothing of it is in use any more."""
         self.policy = policy
+        self.release = release
         self.settings = settings
         self.capacity = token_budget
         self.held_to = held_to
@@ -91,16 +112,28 @@ class OwnGradient:
             self.value_head = ValueHead(
                 policy.hidden_size, policy.device, adapter_weight=settings.value_weight
             )
-        # The adapter of the KL's reference, unless the reference is the base model.
+        # The adapter of the KL's reference, unless the reference is the base model; or all weights of the reference.
         self.reference: list[Tensor] | None = None
+        if settings.has_reference and not policy.has_base:
+            self.reference = policy.snapshot()
+        self._loaded = self.reference
         self._batches: list[Batch] = []
         # Micro-batches of the step that other ranks have and this one has not, by part.
         self._filled_up: Counter[int] = Counter()
         self._totals = Totals()
 
     @property
+    def changed_reference(self) -> list[Tensor] | None:
+        """The reference, unless it is the model as it was loaded."""
+        return None if self.reference is self._loaded else self.reference
+
+    def change_reference(self, weights: Sequence[Tensor] | None) -> None:
+        """Compare with these weights; None: with the model as it was loaded."""
+        self.reference = self._loaded if weights is None else [one.to(self.policy.device) for one in weights]
+
+    @property
     def trainable(self) -> list[Parameter]:
-        """The weights of the adapter, and of a value head."""
+        """The weights of the policy that are trained, and of a value head."""
         head = [] if self.value_head is None else list(self.value_head.parameters())
         return [*self.policy.trainable, *head]
 
@@ -199,8 +232,25 @@ class OwnGradient:
         totals, self._totals = self._totals, Totals()
         return totals
 
+    def token_values(self) -> dict[AnswerKey, TokenValues]:
+        found: dict[AnswerKey, TokenValues] = {}
+        for batch in self._batches:
+            if batch.old_logp is None or batch.used_advantage is None:
+                continue  # a mini-batch after a gradient that was not finite
+            answers = [(pack.prompt_ids, one) for pack in batch.packs for one in pack.sequences]
+            sampled = [len(one.output_ids_T) - one.forced for _, one in answers]
+            values = zip(
+                torch.split(batch.old_logp.cpu(), sampled),
+                torch.split(batch.used_advantage.cpu(), sampled),
+                strict=True,
+            )
+            for (prompt_ids, one), (logprobs_T, advantages_T) in zip(answers, values, strict=True):
+                found[prompt_ids, one.output_ids_T] = TokenValues(logprobs_T.numpy(), advantages_T.numpy())
+        return found
+
     def end(self) -> None:
         self._batches, self._filled_up = [], Counter()
+        self.release()
 
     def _backward(self, batch: "Batch", std: float) -> Totals:
         settings = self.settings
@@ -218,6 +268,7 @@ class OwnGradient:
         advantage_M = tensors.advantage_M if batch.advantage is None else batch.advantage
         if tensors.teacher_logp_M is not None:
             advantage_M = grpo.distillation_advantages(batch.old_logp, tensors.teacher_logp_M)
+        batch.used_advantage = advantage_M / std
         part = grpo.loss(
             logp_M,
             old_M,
@@ -265,8 +316,10 @@ class OwnGradient:
         losses_M = ppo.value_loss(value_M, batch.old_value, batch.returns, self.settings.value_clip)
         return (weight_M * losses_M).sum()
 
-    def watched_kl(self) -> float:
+    def watched_kl(self) -> float | None:
         """As Gradient says. Not during sampling, because the reference is the same model with its adapter disabled."""
+        if self.reference is None and not self.policy.has_base:
+            return None
         batch = self._batches[0]
         ref_logp = self._reference_logprobs(self.tensors(batch.packs[:1]))
         assert batch.old_logp is not None
@@ -316,7 +369,7 @@ def predicting(policy: Policy, batch: Tensors) -> Tensor:
 def logprobs_of(policy: Policy, hidden: Tensor, batch: Tensors, temperature: float) -> tuple[Tensor, Tensor]:
     """As `logprobs`, from the result of `predicting`."""
     head = partial(_log_probabilities, policy, temperature)
-    return through_head(head, hidden, batch.target_M, batch.allowed_M, _entropy)
+    return through_head(head, hidden, batch.target_M, batch.allowed_M, _entropy, weights=policy.trained_head)
 
 
 Statistic = Callable[[Tensor, Tensor], Tensor]
@@ -334,19 +387,22 @@ def through_head(
     target_M: Tensor,
     allowed_M: Tensor | None,
     statistic: Statistic,
+    *,
+    weights: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor]:
     """The log-probability [M] of each target and the statistic [M] of its position, chunk by chunk.
 
     Args:
         head: hidden states [m, h] and allowed tokens -> log-probabilities [m, V].
         hidden: [M, h].
+        weights: those of the head that are trained.
     """
     targets = torch.split(target_M, HEAD_CHUNK)
     allowed: Sequence[Tensor | None] = [None] * len(targets)
     if allowed_M is not None:
         allowed = torch.split(allowed_M, HEAD_CHUNK)
     chunks = [
-        _HeadChunk.apply(head, statistic, *chunk)  # type: ignore[no-untyped-call]
+        _HeadChunk.apply(head, statistic, *chunk, *weights)  # type: ignore[no-untyped-call]
         for chunk in zip(torch.split(hidden, HEAD_CHUNK), targets, allowed, strict=True)
     ]
     logp, measured = zip(*chunks, strict=True)
@@ -374,9 +430,10 @@ class _HeadChunk(torch.autograd.Function):
         hidden: Tensor,
         target: Tensor,
         allowed: Tensor | None,
+        *weights: Tensor,
     ) -> tuple[Tensor, Tensor]:
         ctx.head = head
-        ctx.save_for_backward(hidden, target, allowed)
+        ctx.save_for_backward(hidden, target, allowed, *weights)
         logp = head(hidden, allowed)
         measured = statistic(logp, target)
         ctx.mark_non_differentiable(measured)
@@ -384,11 +441,12 @@ class _HeadChunk(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, target, allowed = ctx.saved_tensors
+        hidden, target, allowed, *weights = ctx.saved_tensors
         with torch.enable_grad():
             hidden = hidden.detach().requires_grad_()
             logp = ctx.head(hidden, allowed).gather(-1, target[:, None])[:, 0]
-        return None, None, torch.autograd.grad(logp, hidden, gradient)[0], None, None
+        of_hidden, *of_weights = torch.autograd.grad(logp, [hidden, *weights], gradient)
+        return None, None, of_hidden, None, None, *of_weights
 
 
 @dataclass
@@ -400,5 +458,6 @@ class Batch:
     old_logp: Tensor | None = None
     ref_logp: Tensor | None = None
     advantage: Tensor | None = None  # with rewards of tokens
+    used_advantage: Tensor | None = None  # of the last pass, divided by the std of the step
     old_value: Tensor | None = None  # with a value head, like `returns`
     returns: Tensor | None = None

@@ -1,30 +1,26 @@
-"""Learn from given answers: the gradients of supervised and preference losses, and their trainer.
-
-Both losses are sums over a step, divided once by what they count: learned tokens (supervised), pairs (preference) or
-answers (the loss kto).
-Each supervised row is a pack with one sequence, of which `learned_T` says what is learned. Each pair of answers is a
-pack with two sequences, the preferred one first; both are always in one micro-batch, because the loss couples them.
-"""
+"""Train on given answers: an optimizer step for each batch of rows, by the gradient of the job's loss."""
 
 import pickle
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from core.jobs.offline_hyperparameters import ResolvedOffline
-from worker.learn import preference
-from worker.learn.batch import Tensors, row_width, split, tensors_of
-from worker.learn.gradient import through_head
+from graders.types import TokenUsage
+from worker.learn.offline_gradient import OfflineGradient
+from worker.learn.offline_ranks import DistributedOffline
 from worker.learn.optimizer import AdapterOptimizer
+from worker.learn.reward import RewardGradient
+from worker.learn.soft_targets import SoftTargetGradient
+from worker.learn.teacher import TeacherPolicy, TopTeacher
 from worker.learn.totals import Totals
+from worker.learn.world import World
+from worker.model import reward_head
 from worker.model.policy import Policy
-from worker.progress import PROGRESS
+from worker.model.reward_head import RewardHead, Scale
 from worker.refusals import InvalidModel
 from worker.sharing.turns import TURNS
 from worker.types import Pack
@@ -45,6 +41,7 @@ class OfflineMetrics:
     rejected_reward: float | None = None
     grad_norm: float | None = None
     skipped: bool = False  # the gradient was not finite, so the step was not taken
+    teacher_usage: TokenUsage | None = None  # of one on a server
 
     @classmethod
     def of(cls, totals: Totals, *, grad_norm: float | None = None, skipped: bool = False) -> "OfflineMetrics":
@@ -66,255 +63,6 @@ class OfflineMetrics:
         )
 
 
-class OfflineGradient:
-    """Accumulates the gradient of packs on the adapter's weights, micro-batch by micro-batch."""
-
-    def __init__(self, policy: Policy, settings: ResolvedOffline, *, token_budget: int) -> None:
-        self.policy = policy
-        self.settings = settings
-        self.capacity = token_budget
-        # The adapter of the preference loss's reference, unless the reference is the base model.
-        self.reference: list[Tensor] | None = None
-        self.z0 = 0.0  # of the loss kto
-
-    def add(self, packs: Sequence[Pack]) -> Totals:
-        """Add the gradient of the summed loss of these packs, and return its totals."""
-        totals = Totals()
-        self._prepare(packs)
-        for part in self._micro_batches(packs):
-            loss, of_part = self.loss(part)
-            loss.backward()  # type: ignore[no-untyped-call]
-            totals += of_part
-            PROGRESS.row(len(part))
-        return totals
-
-    def measure(self, packs: Sequence[Pack]) -> Totals:
-        """The totals of these packs, without a gradient."""
-        with torch.no_grad():
-            self._prepare(packs)
-            totals = Totals()
-            for part in self._micro_batches(packs):
-                totals += self.loss(part)[1]
-                PROGRESS.row(len(part))
-            return totals
-
-    def _micro_batches(self, packs: Sequence[Pack]) -> Iterator[list[Pack]]:
-        rows = self.policy.route.forward == "rows"
-        for part in whole_batches(packs, self.capacity, self.policy.device, rows=rows):
-            yield part
-            TURNS.offer()
-
-    def _prepare(self, packs: Sequence[Pack]) -> None:
-        """Compute what the loss needs of the whole step.
-
-        For kto it is z0: each prompt gets the answers of the next row. TRL takes the same mismatches.
-        """
-        if self.settings.preference_loss != "kto":
-            return
-        self.z0 = 0.0
-        if len(packs) < 2:  # the last step of an epoch may have one row
-            return
-        mismatched = [
-            Pack(pack.prompt_ids, other.sequences)
-            for pack, other in zip(packs, [*packs[1:], packs[0]], strict=True)
-        ]
-        with torch.no_grad():
-            parts = [self._log_ratios(part) for part in self._micro_batches(mismatched)]
-        self.z0 = max(0.0, torch.cat([h_A for h_A, _ in parts]).mean().item())
-
-    def _log_ratios(self, packs: Sequence[Pack]) -> tuple[Tensor, Tensors]:
-        """log pi - log pi_ref of each answer, [A], summed over its tokens."""
-        tensors = tensors_of(packs, self.policy.device)
-        with torch.no_grad(), self._as_reference():
-            ref_logp_M = predicted(self.policy, tensors)[0]
-        logp_M = predicted(self.policy, tensors)[0]
-        h_A = logp_M.new_zeros(int(tensors.answer_M.max()) + 1)
-        return h_A.index_add(0, tensors.answer_M, logp_M - ref_logp_M), tensors
-
-    def _kto(self, packs: Sequence[Pack]) -> tuple[Tensor, Totals]:
-        settings = self.settings
-        assert settings.beta is not None
-        assert settings.desirable_weight is not None and settings.undesirable_weight is not None
-        h_A, tensors = self._log_ratios(packs)
-        if tensors.score_M is None:  # pairs: the preferred answer comes first
-            is_desirable_A = torch.arange(len(h_A), device=h_A.device) % 2 == 0
-        else:
-            is_desirable_A = (
-                tensors.score_M.new_zeros(len(h_A)).index_put((tensors.answer_M,), tensors.score_M) > 0
-            )
-        loss = preference.kto(
-            h_A,
-            is_desirable_A,
-            beta=settings.beta,
-            z0=self.z0,
-            desirable_weight=settings.desirable_weight,
-            undesirable_weight=settings.undesirable_weight,
-        ).sum()
-        reward_A = settings.beta * h_A.detach()
-        totals = Totals(
-            loss=loss.item(),
-            tokens=len(tensors.target_M),
-            sequences=len(h_A),
-            answers=len(h_A),
-            desirable=int(is_desirable_A.sum()),
-            chosen=reward_A[is_desirable_A].sum().item(),
-            rejected=reward_A[~is_desirable_A].sum().item(),
-        )
-        if tensors.score_M is None:
-            correct = (reward_A[0::2] > reward_A[1::2]).sum().item()
-            totals += Totals(pairs=len(h_A) // 2, correct=correct)
-        return loss, totals
-
-    def _as_reference(self) -> AbstractContextManager[None]:
-        return self.policy.as_base() if self.reference is None else self.policy.wearing(self.reference)
-
-    def loss(self, packs: Sequence[Pack]) -> tuple[Tensor, Totals]:
-        """The sum of the loss over a micro-batch, and its totals."""
-        if self.settings.preference_loss == "kto":
-            return self._kto(packs)
-        tensors = tensors_of(packs, self.policy.device)
-        if self.settings.preference_loss is None:
-            logp_M, is_top_M = predicted(self.policy, tensors)
-            loss = -logp_M.sum()
-            correct = is_top_M.sum().item()
-            return loss, Totals(
-                loss=loss.item(), tokens=len(logp_M), correct=correct, sequences=sequences(packs)
-            )
-        ref_logp_M: Tensor | None = None
-        if self.settings.has_reference:
-            with torch.no_grad(), self._as_reference():
-                ref_logp_M = predicted(self.policy, tensors)[0]
-        logp_M = predicted(self.policy, tensors)[0]
-        pairs = Pairs.of(logp_M, ref_logp_M, tensors.answer_M)
-        loss = pair_loss(self.settings, pairs).sum()
-        chosen_N, rejected_N = pair_rewards(self.settings, pairs)
-        return loss, Totals(
-            loss=loss.item(),
-            tokens=len(logp_M),
-            sequences=sequences(packs),
-            pairs=len(chosen_N),
-            correct=(chosen_N > rejected_N).sum().item(),
-            chosen=chosen_N.sum().item(),
-            rejected=rejected_N.sum().item(),
-        )
-
-
-@dataclass(frozen=True)
-class Pairs:
-    """Sums over the answers of pairs, [N] each. `h` is the difference to the reference; None without one."""
-
-    logp_chosen: Tensor
-    logp_rejected: Tensor
-    length_chosen: Tensor
-    length_rejected: Tensor
-    h_chosen: Tensor | None
-    h_rejected: Tensor | None
-
-    @classmethod
-    def of(cls, logp_M: Tensor, ref_logp_M: Tensor | None, answer_M: Tensor) -> "Pairs":
-        """Answers 0, 2, ... are the preferred ones, 1, 3, ... the others of the same pairs."""
-        count = int(answer_M.max()) + 1
-
-        def summed(values_M: Tensor) -> Tensor:
-            return values_M.new_zeros(count).index_add(0, answer_M, values_M)
-
-        sums, lengths = summed(logp_M), torch.bincount(answer_M, minlength=count)
-        h = None if ref_logp_M is None else summed(logp_M - ref_logp_M)
-        return cls(
-            sums[0::2],
-            sums[1::2],
-            lengths[0::2],
-            lengths[1::2],
-            None if h is None else h[0::2],
-            None if h is None else h[1::2],
-        )
-
-
-def pair_loss(settings: ResolvedOffline, pairs: Pairs) -> Tensor:
-    """The loss of each pair, [N]."""
-    beta = settings.beta
-    assert beta is not None
-    chosen, rejected = _compared(settings, pairs)
-    match settings.preference_loss:
-        case "sigmoid":
-            return preference.dpo(chosen, rejected, beta=beta, label_smoothing=settings.label_smoothing)
-        case "ipo":
-            return preference.ipo(chosen, rejected, beta=beta)
-        case "simpo":
-            assert settings.gamma is not None
-            return preference.simpo(chosen, rejected, beta=beta, gamma=settings.gamma)
-        case "orpo":
-            return preference.orpo(chosen, rejected, beta=beta)
-        case "kto" | None:
-            raise AssertionError("only losses of pairs have one")
-
-
-@torch.no_grad()
-def pair_rewards(settings: ResolvedOffline, pairs: Pairs) -> tuple[Tensor, Tensor]:
-    """The implicit rewards of both answers, [N] each."""
-    assert settings.beta is not None
-    chosen, rejected = _compared(settings, pairs)
-    return settings.beta * chosen.detach(), settings.beta * rejected.detach()
-
-
-def _compared(settings: ResolvedOffline, pairs: Pairs) -> tuple[Tensor, Tensor]:
-    """The numbers of both answers that the loss compares, [N] each."""
-    if not settings.has_reference:
-        return pairs.logp_chosen / pairs.length_chosen, pairs.logp_rejected / pairs.length_rejected
-    assert pairs.h_chosen is not None and pairs.h_rejected is not None
-    if settings.length_normalize:
-        return pairs.h_chosen / pairs.length_chosen, pairs.h_rejected / pairs.length_rejected
-    return pairs.h_chosen, pairs.h_rejected
-
-
-def predicted(policy: Policy, tensors: Tensors) -> tuple[Tensor, Tensor]:
-    """The log-probability [M] of each learned token, and whether it is the likeliest (bool [M], no gradient)."""
-    hidden = policy.hidden(tensors.input_ids, tensors.position_ids, tensors.segment)
-    logp_M, is_top_M = through_head(
-        partial(_log_softmax, policy),
-        hidden[tensors.row_M, tensors.column_M],
-        tensors.target_M,
-        None,
-        _is_top,
-    )
-    return logp_M, is_top_M
-
-
-def _log_softmax(policy: Policy, hidden: Tensor, allowed: Tensor | None) -> Tensor:
-    return policy.logits(hidden).log_softmax(-1)
-
-
-def _is_top(logp: Tensor, target: Tensor) -> Tensor:
-    return logp.argmax(-1) == target
-
-
-def whole_batches(
-    packs: Sequence[Pack], token_budget: int, device: torch.device | str = "cpu", *, rows: bool = False
-) -> Iterator[list[Pack]]:
-    """Yield batches of packs of similar length, each of at most `token_budget` tokens including padding.
-
-    No pack is divided between batches; one above the budget gets its own.
-
-    Args:
-        rows: each sequence of a pack gets its own row.
-    """
-    units = [list(split(pack, 0)) if rows else [pack] for pack in packs]
-    batch: list[Pack] = []
-    for unit in sorted(units, key=lambda unit: max(part.tokens for part in unit)):
-        # The newest unit is the longest, so it sets the width of the whole batch.
-        width = row_width(max(part.tokens for part in unit), device)
-        if batch and (len(batch) + len(unit)) * width > token_budget:
-            yield batch
-            batch = []
-        batch += unit
-    if batch:
-        yield batch
-
-
-def sequences(packs: Sequence[Pack]) -> int:
-    return sum(len(pack.sequences) for pack in packs)
-
-
 def optimizer_of(
     policy: Policy, settings: ResolvedOffline, head: Sequence[torch.nn.Parameter] = ()
 ) -> AdapterOptimizer:
@@ -332,7 +80,7 @@ def optimizer_of(
 
 
 class OfflineTrainer:
-    """AdamW on the adapter's float32 weights, the base frozen."""
+    """AdamW on the policy's trainable weights in float32: the adapter's, or all of the model."""
 
     def __init__(
         self,
@@ -341,10 +89,19 @@ class OfflineTrainer:
         *,
         token_budget: int,
         beat: Callable[[], None] = lambda: None,
+        world: World | None = None,
+        own: OfflineGradient | None = None,
     ) -> None:
-        """`beat` is called after each step, and after each part of a validation."""
+        """`beat` is called after each step, and after each part of a validation.
+
+        Args:
+            world: its ranks compute a share of the gradient.
+            own: the gradient of another loss than that of the settings.
+        """
         self.policy = policy
-        self.gradient = OfflineGradient(policy, settings, token_budget=token_budget)
+        self.own = own or OfflineGradient(policy, settings, token_budget=token_budget)
+        self.ranks = None if world is None else DistributedOffline(self.own, world)
+        self.gradient = self.ranks or self.own
         self.optimizer = optimizer_of(policy, settings)
         self.steps_taken = 0
         self.beat = beat
@@ -352,7 +109,7 @@ class OfflineTrainer:
     @TURNS
     def step(self, packs: Sequence[Pack]) -> OfflineMetrics:
         """One update with these rows."""
-        totals = self.gradient.add(packs)
+        totals = self.gradient.add(self.prepared(packs))
         norm = self.optimizer.step(totals.counted, self.steps_taken)
         self.steps_taken += 1  # also of a skipped step, so that the schedule depends on the step alone
         self.beat()
@@ -363,23 +120,27 @@ class OfflineTrainer:
         """The metrics of these rows under the current policy."""
         totals = Totals()
         for first in range(0, len(packs), 64):
-            totals += self.gradient.measure(packs[first : first + 64])
+            totals += self.gradient.measure(self.prepared(packs[first : first + 64]))
             self.beat()
         return self.metrics(totals)
+
+    def prepared(self, packs: Sequence[Pack]) -> Sequence[Pack]:
+        """The rows with what rank 0 alone can read of them."""
+        return packs
 
     def metrics(self, totals: Totals, **update: Any) -> OfflineMetrics:
         return OfflineMetrics.of(totals, **update)
 
     def start_from_policy(self) -> None:
         """Take the current adapter for the reference, in place of the base model."""
-        self.gradient.reference = [parameter.detach().clone() for parameter in self.policy.trainable]
+        self.own.change_reference(self.policy.snapshot())
 
     def save(self, folder: Path) -> None:
         self.policy.save(folder)
         state: dict[str, Any] = {
             "optimizer": self.optimizer.state_dict(),
             "steps_taken": self.steps_taken,
-            "reference": self.gradient.reference,
+            "reference": self.own.changed_reference,
         }
         torch.save(state, folder / "trainer.pt")
 
@@ -391,7 +152,85 @@ class OfflineTrainer:
             raise InvalidModel(f"The optimizer's state in the checkpoint cannot be read: {cause}") from cause
         self.optimizer.load_state_dict(state["optimizer"])
         self.steps_taken = state["steps_taken"]
-        reference = state["reference"]
-        self.gradient.reference = (
-            None if reference is None else [tensor.to(self.policy.device) for tensor in reference]
+        self.own.change_reference(state["reference"])
+
+
+class RewardTrainer(OfflineTrainer):
+    """AdamW on the adapter and the head. Checkpoints have the scale of the rewards at that step."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        head: RewardHead,
+        settings: ResolvedOffline,
+        *,
+        token_budget: int,
+        scale: Scale | None,
+        measured: Sequence[Pack],
+        beat: Callable[[], None] = lambda: None,
+        world: World | None = None,
+    ) -> None:
+        """`scale`: that of scores and of steps. None: that of the rewards of `measured`, which are pairs."""
+        self.of_rewards = RewardGradient(policy, head, settings, token_budget=token_budget)
+        super().__init__(
+            policy, settings, token_budget=token_budget, beat=beat, world=world, own=self.of_rewards
         )
+        self.settings = settings
+        self.head, self.scale, self.measured = head, scale, measured
+        self.optimizer = optimizer_of(policy, settings, [head.weight])
+
+    def metrics(self, totals: Totals, **update: Any) -> OfflineMetrics:
+        """Accuracies are of pairs and of steps."""
+        if totals.pairs:
+            return super().metrics(totals, **update)
+        measured = OfflineMetrics(totals.loss / totals.tokens, totals.tokens, totals.sequences, **update)
+        if self.settings.reward_kind == "scores":
+            return measured
+        return replace(measured, reward_accuracy=totals.correct / totals.tokens)
+
+    @TURNS  # the scale of the rewards is measured
+    def save(self, folder: Path) -> None:
+        super().save(folder)
+        scale = self.scale or Scale.of((self.ranks or self.of_rewards).rewards(self.measured))
+        reward_head.write(folder, self.head, scale, reward_head.template_hash(self.policy.tokenizer))
+
+    def load(self, folder: Path) -> None:
+        super().load(folder)
+        self.start_from_head(folder)
+
+    def start_from_head(self, folder: Path) -> None:
+        """Take the weights of the saved head."""
+        with torch.no_grad():
+            self.head.weight.copy_(reward_head.read_head(folder, self.policy.device).weight)
+
+
+class SoftTargetTrainer(OfflineTrainer):
+    """AdamW on the adapter, with the forward KL to a teacher as the loss."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        teacher: TeacherPolicy | TopTeacher,
+        settings: ResolvedOffline,
+        *,
+        token_budget: int,
+        beat: Callable[[], None] = lambda: None,
+        world: World | None = None,
+    ) -> None:
+        in_memory = teacher if isinstance(teacher, TeacherPolicy) else None
+        self.served = None if isinstance(teacher, TeacherPolicy) else teacher
+        self.soft_targets = SoftTargetGradient(policy, in_memory, settings, token_budget=token_budget)
+        super().__init__(
+            policy, settings, token_budget=token_budget, beat=beat, world=world, own=self.soft_targets
+        )
+        self.top_k = settings.top_k
+
+    def prepared(self, packs: Sequence[Pack]) -> Sequence[Pack]:
+        if self.served is None:
+            return packs
+        assert self.top_k is not None, "without it, a teacher on a server is refused"
+        return self.served.with_top(packs, self.top_k)
+
+    def metrics(self, totals: Totals, **update: Any) -> OfflineMetrics:
+        measured = super().metrics(totals, **update)
+        return measured if self.served is None else replace(measured, teacher_usage=self.served.usage())

@@ -27,10 +27,14 @@ class Model:
     seed: int
     checkpointed: bool  # activations are computed twice
     sampled: bool  # by rank 0 with the transformers sampler, whose decode limits the choice of a forward pass
+    weights: Path | None = (
+        None  # a whole model that the job trains further, in place of the base's own weights
+    )
     # Gets a base model that another process has loaded; None: each rank loads its own.
-    weights: "Callable[[], PreTrainedModel] | None" = None
+    shared: "Callable[[], PreTrainedModel] | None" = None
 
     def load(self, device: str) -> "Policy":
+        from worker.model.full import FullPolicy, refuse_other_names
         from worker.model.policy import Policy, load_base
 
         base = load_base(
@@ -40,15 +44,21 @@ class Model:
             device,
             self.settings.chat_template,
             self.settings.chat_template_kwargs,
-            self.weights,
+            weights=self.weights,
+            shared=self.shared,
         )
-        policy = Policy(
-            base,
-            rank=self.settings.lora_rank,
-            alpha=self.settings.lora_alpha,
-            seed=self.seed,
-            targets=self.settings.lora_targets,
-        )
+        policy: Policy
+        if self.settings.train == "full":
+            refuse_other_names(base)
+            policy = FullPolicy(base)
+        else:
+            policy = Policy(
+                base,
+                rank=self.settings.lora_rank,
+                alpha=self.settings.lora_alpha,
+                seed=self.seed,
+                targets=self.settings.lora_targets,
+            )
         if self.checkpointed:
             policy.checkpoint_layers()
         return policy
@@ -59,8 +69,10 @@ class Model:
         Raises:
             UnsupportedModel: none is right.
         """
-        from worker.model import verdicts
+        from worker.model import support, verdicts
 
+        if self.settings.train == "full":  # stored verdicts are those of a model with an adapter
+            return support.probe(policy, sampled=self.sampled)
         return verdicts.probed(
             policy, self.entry, self.cache, sampled=self.sampled, targets=self.settings.lora_targets
         )

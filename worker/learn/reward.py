@@ -1,29 +1,26 @@
-"""Train a reward model: an adapter and a head that give each answer one number.
+"""The losses of a reward model, an adapter and a head that give each answer one number, and their gradient.
 
 Sources: the loss of pairs is the Bradley-Terry model's (Christiano et al., arXiv 1706.03741; eq. 1 of InstructGPT,
 arXiv 2203.02155), with the margin of Llama 2 (arXiv 2307.09288, eq. 2) and the centering of arXiv 2312.09244 (eq. 2).
 Scored answers are learned by their squared error, and steps of answers by the cross-entropy of a process reward model
-(Math-Shepherd, arXiv 2312.08935, eq. 2).
+(Math-Shepherd, arXiv 2312.08935).
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.nn.functional import logsigmoid, softplus
 
 from core.jobs.offline_hyperparameters import ResolvedOffline
 from worker.learn.batch import tensors_of
-from worker.learn.offline import OfflineGradient, OfflineMetrics, OfflineTrainer, optimizer_of, sequences
+from worker.learn.offline_gradient import OfflineGradient, sequences
 from worker.learn.totals import Totals
 from worker.model import reward_head
 from worker.model.policy import Policy
-from worker.model.reward_head import RewardHead, Scale
-from worker.sharing.turns import TURNS
-from worker.types import Pack
+from worker.model.reward_head import RewardHead
+from worker.types import Pack, TrainingSequence
 
 
 def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor, *, centering: float) -> Tensor:
@@ -50,6 +47,15 @@ class RewardGradient(OfflineGradient):
         super().__init__(policy, settings, token_budget=token_budget)
         self.head = head
 
+    @property
+    def trainable(self) -> list[Parameter]:
+        return [*self.policy.trainable, self.head.weight]
+
+    @property
+    def nothing(self) -> Pack:
+        answer = TrainingSequence((0, 0), (0.0, 0.0), (0.0, 0.0), 1.0, learned_T=(False, True), scores=(0.0,))
+        return Pack((0, 0), (answer,) * (2 if self.settings.reward_kind == "pairs" else 1))
+
     def loss(self, packs: Sequence[Pack]) -> tuple[Tensor, Totals]:
         tensors = tensors_of(packs, self.policy.device)
         reward_N, score_N = reward_head.rewards(self.policy, self.head, tensors), tensors.score_M
@@ -73,55 +79,12 @@ class RewardGradient(OfflineGradient):
             rejected=rejected_N.sum().item(),
         )
 
-    @torch.no_grad()
     def rewards(self, packs: Sequence[Pack]) -> Tensor:
         """The rewards of all answers, in no order."""
-        parts = [tensors_of(part, self.policy.device) for part in self._micro_batches(packs)]
-        return torch.cat([reward_head.rewards(self.policy, self.head, one) for one in parts])
+        return self.rewards_of_micro_batches(self.micro_batches(packs))
 
-
-class RewardTrainer(OfflineTrainer):
-    """AdamW on the adapter and the head. Checkpoints have the scale of the rewards at that step."""
-
-    def __init__(
-        self,
-        policy: Policy,
-        head: RewardHead,
-        settings: ResolvedOffline,
-        *,
-        token_budget: int,
-        scale: Scale | None,
-        measured: Sequence[Pack],
-        beat: Callable[[], None] = lambda: None,
-    ) -> None:
-        """`scale`: that of scores and of steps. None: that of the rewards of `measured`, which are pairs."""
-        super().__init__(policy, settings, token_budget=token_budget, beat=beat)
-        self.settings = settings
-        self.head, self.scale, self.measured = head, scale, measured
-        self.of_rewards = RewardGradient(policy, head, settings, token_budget=token_budget)
-        self.gradient = self.of_rewards
-        self.optimizer = optimizer_of(policy, settings, [head.weight])
-
-    def metrics(self, totals: Totals, **update: Any) -> OfflineMetrics:
-        """Accuracies are of pairs and of steps."""
-        if totals.pairs:
-            return super().metrics(totals, **update)
-        measured = OfflineMetrics(totals.loss / totals.tokens, totals.tokens, totals.sequences, **update)
-        if self.settings.reward_kind == "scores":
-            return measured
-        return replace(measured, reward_accuracy=totals.correct / totals.tokens)
-
-    @TURNS  # the scale of the rewards is measured
-    def save(self, folder: Path) -> None:
-        super().save(folder)
-        scale = self.scale or Scale.of(self.of_rewards.rewards(self.measured))
-        reward_head.write(folder, self.head, scale, reward_head.template_hash(self.policy.tokenizer))
-
-    def load(self, folder: Path) -> None:
-        super().load(folder)
-        self.start_from_head(folder)
-
-    def start_from_head(self, folder: Path) -> None:
-        """Take the weights of the saved head."""
-        with torch.no_grad():
-            self.head.weight.copy_(reward_head.read_head(folder, self.policy.device).weight)
+    @torch.no_grad()
+    def rewards_of_micro_batches(self, parts: Iterable[Sequence[Pack]]) -> Tensor:
+        device = self.policy.device
+        found = [reward_head.rewards(self.policy, self.head, tensors_of(part, device)) for part in parts]
+        return torch.cat([torch.zeros(0, device=device), *found])

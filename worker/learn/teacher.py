@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
+from graders.types import TokenUsage
 from worker.learn.batch import micro_batches, tensors_of
 from worker.learn.gradient import logprobs
 from worker.learn.row_cost import row_cost
@@ -20,6 +22,29 @@ class Teacher(Protocol):
     ) -> list[list[tuple[float, ...]]]:
         """For each answer to each prompt, the log-probabilities of its tokens at this temperature."""
         ...
+
+
+class TopTeacher(Protocol):
+    """A teacher that tells its likeliest tokens, and not the probabilities of its whole vocabulary."""
+
+    def with_top(self, packs: Sequence[Pack], top_k: int) -> list[Pack]:
+        """The packs, with this many tokens of the teacher (`TrainingSequence.top`) at each token that is learned."""
+        ...
+
+    def usage(self) -> TokenUsage:
+        """The tokens that it has read and written since the last call."""
+        ...
+
+
+@dataclass(frozen=True)
+class TeacherPolicy:
+    """The policy that is the teacher inside of `teaching`: the student's own under other weights, or a second one."""
+
+    policy: Policy
+    adapter: list[Tensor] | None = None  # on the policy's base model; None: that is the teacher itself
+
+    def teaching(self) -> AbstractContextManager[None]:
+        return self.policy.as_base() if self.adapter is None else self.policy.wearing(self.adapter)
 
 
 @dataclass

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
+from torch.nn import Parameter
 
 from worker.learn import presence
 
@@ -138,6 +139,12 @@ class World:
         with _collective():
             dist.all_reduce(vector)
         return shaped(vector, tensors)
+
+    def sum_gradients(self, parameters: Sequence[Parameter]) -> None:
+        """Leave the sums over all ranks as the gradients of rank 0, and none on the others. Raises BrokenWorld."""
+        gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in parameters]
+        for parameter, gradient in zip(parameters, self.sum(gradients), strict=True):
+            parameter.grad = gradient if self.rank == 0 else None
 
     def most(self, number: int) -> int:
         """Return the largest of the numbers of all ranks, on all ranks. Raises BrokenWorld."""

@@ -5,9 +5,7 @@ One on a server is not loaded: `worker.rollout.served_teacher`.
 
 import tempfile
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,8 +17,9 @@ from core.registry import BaseModelEntry
 from core.results.lineage import Parent
 from core.storage.manifests import Damaged
 from graders.judge.judges import JudgeModel
-from worker.learn.distributed import load_checked
+from worker.learn.distributed import load_second
 from worker.learn.rank_model import Model
+from worker.learn.teacher import TeacherPolicy
 from worker.model import memory
 from worker.model.architecture import refusing
 from worker.model.parent import Adapters
@@ -95,19 +94,24 @@ def load_teacher(
     adapters: Adapters,
     cache: Path,
     beat: Callable[[], None],
-) -> tuple[Policy, Callable[[], AbstractContextManager[None]]]:
-    """The policy that computes the teacher's log-probabilities, and the context in which it does.
+) -> TeacherPolicy:
+    """The policy that computes the teacher's log-probabilities.
 
     Raises:
         UserMistake: the files of its adapter were deleted or are damaged.
         UnsupportedModel: it is a second model whose forward pass is not right here.
     """
     if teacher.adapter is not None:
-        weights = read_adapter(teacher.adapter, student, adapters)
-        return student, partial(student.wearing, weights)
+        return TeacherPolicy(student, read_adapter(teacher.adapter, student, adapters))
+    if (second := second_model(teacher, settings, cache)) is None:
+        return TeacherPolicy(student)
+    return TeacherPolicy(load_second(second, str(student.device), beat))
+
+
+def second_model(teacher: TeacherModel, settings: Resolved | ResolvedOffline, cache: Path) -> Model | None:
+    """The teacher's model, if it is one beside the student's."""
     if teacher.second is None:
-        return student, student.as_base
-    device = str(student.device)
+        return None
     changes = {
         "lora_rank": 1,
         "lora_targets": "all-linear",
@@ -115,10 +119,7 @@ def load_teacher(
         "chat_template_kwargs": {},
     }
     plain = settings.model_copy(update=changes)
-    model = Model(teacher.name, teacher.second, cache, plain, seed=0, checkpointed=False, sampled=False)
-    policy, _ = load_checked(model, device, 1, None, beat)
-    policy.model.requires_grad_(False)
-    return policy, policy.as_base
+    return Model(teacher.name, teacher.second, cache, plain, seed=0, checkpointed=False, sampled=False)
 
 
 def read_adapter(parent: Parent, policy: Policy, adapters: Adapters) -> list[torch.Tensor]:

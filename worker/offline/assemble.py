@@ -5,29 +5,33 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from core.jobs import methods, offline_hyperparameters
+from core.jobs import full, methods, offline_hyperparameters
 from core.results.lineage import Parent, start_name
 from core.settings import Settings
 from core.storage.offline_rows import FORMS, reward_kind
 from worker.assemble import (
     BaseModel,
+    gpus_of,
     inspect_model,
     refuse_absent_targets,
     refuse_to_share,
+    served_teacher,
+    shared_by,
     teacher_model,
-    weights_of,
 )
 from worker.attempt import Attempt
 from worker.heartbeat import Beat
-from worker.learn.offline import OfflineTrainer
+from worker.learn.distributed import LoadModel, RankTeacher, load_checked, loading
+from worker.learn.offline import OfflineTrainer, RewardTrainer, SoftTargetTrainer
 from worker.learn.rank_model import Model
-from worker.learn.reward import RewardTrainer
-from worker.learn.soft_targets import SoftTargetTrainer, TeacherPolicy
+from worker.learn.teacher import TeacherPolicy
+from worker.learn.world import World
 from worker.model import memory, sizing, teachers
-from worker.model.parent import continuing, start_from
+from worker.model.parent import continuing, start_from, whole_weights
 from worker.model.policy import read_tokenizer
 from worker.model.reward_head import RewardHead, Scale
 from worker.model.teachers import TeacherModel
@@ -40,6 +44,7 @@ from worker.record.exporters.choice import feeds_of
 from worker.record.recorder import Quota, Recorder
 from worker.refusals import UserMistake
 from worker.rollout.rows import read_file
+from worker.rollout.served_teacher import ServedTeacher
 from worker.sharing.base import RunsAlone, SharedBase
 from worker.types import Pack
 
@@ -53,6 +58,7 @@ def assemble(
     scratch: Path,
     stop_requested: Callable[[], bool],
     beat: Beat,
+    world: World | None = None,
 ) -> OfflineRun:
     """Build the run of a claimed job.
 
@@ -74,14 +80,17 @@ def assemble(
         if job.validation_file is None
         else read_file(attempt, "validation_file", job.validation_file, form)
     )
-    base = inspect_model(job.model, settings, 1, samples=False)
+    local = 1 if world is None else world.local_size
+    if full.is_full(job) and (problem := full.several_machines(settings)):
+        raise UserMistake("unsupported_parameter", problem, full.param_of(job))
+    base = inspect_model(job.model, settings, local, samples=False, full=full.is_full(job))
     refuse_to_share(attempt, base)
     asked = offline_hyperparameters.asked(kind, job.body["hyperparameters"])
     rewards = reward_kind(train[0].item)
     resolved = offline_hyperparameters.resolve(
         kind, asked, rows=len(train), parameters=base.shape.parameters, reward_kind=rewards
     )
-    parent, teacher = Parent.of(job), teacher_model(attempt, settings)
+    parent, teacher = Parent.of(job), teacher_model(attempt, settings, beat)
     # An adapter that teaches takes turns with the student's own, so both have one shape.
     start = parent or (None if teacher is None else teacher.adapter)
     resolved = offline_hyperparameters.kept(continuing(resolved, start), job.resolved)
@@ -99,35 +108,49 @@ def assemble(
     if resolved.reward_kind == "scores":
         scale, [train_rows, valid_rows] = standardized([train_rows, valid_rows])
     rows = [*train_rows, *valid_rows]
-    plan = plan_memory(job.model, base, resolved, rows, settings, teacher, attempt.shared)
+    plan = plan_memory(job.model, base, resolved, rows, settings, local, teacher, attempt.shared)
     beat()
-    model = Model(
-        job.model,
-        base.entry,
-        settings.model_cache,
-        resolved,
-        job.seed,
-        plan.checkpointed,
-        sampled=False,
-        weights=weights_of(attempt, base),
-    )
-    policy = model.load(base.device)
-    beat()
-    verdict = model.check(policy)
-    beat()
+    checkpoints = Checkpoints(attempt, scratch)
+    teaching: TeacherPolicy | ServedTeacher | None = None
+    with whole_weights(parent, checkpoints, resolved) as weights:
+        model = Model(
+            job.model,
+            base.entry,
+            settings.model_cache,
+            resolved,
+            job.seed,
+            plan.checkpointed,
+            sampled=False,
+            weights=weights,
+            shared=shared_by(attempt, base),
+        )
+        order = LoadModel(
+            model,
+            base.device,
+            settings.torch_threads,
+            plan.token_budget,
+            held_to="",
+            degree=plan.degree,
+            teacher=on_ranks(teacher, resolved, settings),
+        )
+        with loading(world, order):
+            policy, verdict = load_checked(model, base.device, plan.degree, world, beat)
+            if teacher is not None and teacher.server is None:
+                teaching = teachers.load_teacher(
+                    teacher, policy, resolved, checkpoints, settings.model_cache, beat
+                )
+    if teacher is not None and teacher.server is not None:
+        teaching = served_teacher(teacher.name, teacher.server, settings, beat)
 
     recorder = Recorder(
         attempt,
         settings.default_limits,
         Quota(settings.rollout_bytes_per_job, settings.rollouts_per_step),
     )
-    checkpoints = Checkpoints(attempt, scratch)
-    trainer = OfflineTrainer(policy, resolved, token_budget=plan.token_budget, beat=beat)
-    if teacher is not None:
-        teaching = TeacherPolicy(
-            *teachers.load_teacher(teacher, policy, resolved, checkpoints, settings.model_cache, beat)
-        )
-        trainer = SoftTargetTrainer(policy, teaching, resolved, token_budget=plan.token_budget, beat=beat)
+    computing: dict[str, Any] = {"token_budget": plan.token_budget, "beat": beat, "world": world}
+    trainer = OfflineTrainer(policy, resolved, **computing)
+    if teaching is not None:
+        trainer = SoftTargetTrainer(policy, teaching, resolved, **computing)
     also: list[Callable[[Path], None]] = []
     if resolved.reward_kind is not None:
         head = RewardHead(policy.hidden_size, policy.device)
@@ -135,10 +158,9 @@ def assemble(
             policy,
             head,
             resolved,
-            token_budget=plan.token_budget,
             scale=scale,
             measured=sample(train_rows, SCALED_ROWS, seed=job.seed, step=0),
-            beat=beat,
+            **computing,
         )
         if parent is not None and parent.is_reward_model:
             also.append(trainer.start_from_head)
@@ -147,7 +169,7 @@ def assemble(
     first = job.resolved is None
     recorder.resolved(resolved)
     if first:
-        recorder.inform(verdict.described(policy.coverage), verdict.as_data(policy.coverage))
+        recorder.inform(verdict.described(policy.trained), verdict.as_data(policy.trained))
         if base.precision:
             recorder.inform(base.precision, {})
         if divided := sum(len(row.packs) > 1 for row in train_rows):
@@ -172,7 +194,19 @@ def assemble(
         stop_requested=stop_requested,
         feeds=feeds_of(job, resolved, settings, recorder.warn),
         start=start_name(parent),
+        gpus=gpus_of(world, settings) if base.device == "cuda" else 1,
+        teacher=None if teacher is None else teacher.name,
     )
+
+
+def on_ranks(
+    teacher: TeacherModel | None, resolved: offline_hyperparameters.ResolvedOffline, settings: Settings
+) -> RankTeacher | None:
+    """The teacher as the ranks above 0 load it. None: there is none, or only rank 0 calls its server."""
+    if teacher is None or teacher.server is not None:
+        return None
+    second = teachers.second_model(teacher, resolved, settings.model_cache)
+    return RankTeacher(second, has_adapter=teacher.adapter is not None)
 
 
 def standardized(files: Sequence[Sequence[TokenizedRow]]) -> tuple[Scale, list[list[TokenizedRow]]]:
@@ -209,10 +243,14 @@ def plan_memory(
     settings_of_job: offline_hyperparameters.ResolvedOffline,
     rows: list[TokenizedRow],
     settings: Settings,
+    ranks: int,
     teacher: TeacherModel | None = None,
     shared: SharedBase | None = None,
 ) -> sizing.MemoryPlan:
     """Divide the free memory, without that of a teacher's weights, between weights and micro-batches.
+
+    Args:
+        ranks: of this machine. On a CPU they share its memory.
 
     Raises:
         UserMistake: the job does not fit.
@@ -221,6 +259,8 @@ def plan_memory(
     work = sizing.workload(
         rank=settings_of_job.lora_rank,
         targets=settings_of_job.lora_targets,
+        full=settings_of_job.train == "full",
+        references=settings_of_job.reference_copies,
         prompt=max(row.longest for row in rows),
         completion=1,
         batch=1,
@@ -229,12 +269,16 @@ def plan_memory(
         eval_samples=1,
     )
     packed = base.device == "cpu" and base.entry.dtype == "float32"
-    free = memory.available(base.device) if shared is None else shared.memory(base.shape.weight_bytes)
+    if shared is None:
+        free = memory.available(base.device) // (ranks if base.device == "cpu" else 1)
+    else:
+        free = shared.memory(base.shape.weight_bytes)
     if teacher is not None:
         free = max(0, free - teacher.weight_bytes(packed=packed))
-    machine = sizing.machine(settings, base.device, free, base.sampler, packed=packed)
+    # Without an engine and without a sampler that uses the trainer's weights, so that these can be sharded.
+    machine = sizing.machine(settings, base.device, free, "vllm", packed=packed, engines=0)
     try:
-        return sizing.plan(name, base.shape, work, machine)
+        return sizing.plan_sharded(name, base.shape, work, machine, ranks)
     except sizing.DoesNotFit as cause:
         if shared is not None:
             raise RunsAlone(f"beside {shared.jobs - 1} others {cause}") from cause

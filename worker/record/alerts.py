@@ -70,6 +70,6 @@ def require_signal(step: StepMetrics, recorder: Recorder, settings: Resolved) ->
         raise UserMistake(
             "no_signal",
             f"In the first step {share:.0%} of the groups had signal, less than fail_below_signal ({bound:.0%}). A "
-            "preview (POST /v1/regraft/preview) says what to do about it.",
+            "preview (POST /v1/regraft/previews) says what to do about it.",
             param_of(recorder.job, "fail_below_signal"),
         )

@@ -4,7 +4,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from core.jobs.hyperparameter_groups import Supervision
@@ -46,6 +46,7 @@ def of_step(
     valid_P: Sequence[Group] | None,
     update: UpdateMetrics | None,
     seconds: Mapping[str, float],
+    ahead_seconds: float | None = None,
     gpus: int = 1,
     base_scores: RowScores | None = None,
     pass_score: float = 1.0,
@@ -70,12 +71,17 @@ def of_step(
         data |= _signal(train_P, supervision)
     if update is not None:
         data |= _update(update)
+    if policy_steps := [one for rollout in _rollouts(train_P) for one in rollout.policy_steps_T]:
+        data["stale_tokens_share"] = sum(one < step - 1 for one in policy_steps) / len(policy_steps)
     if others_P:
         data |= _replaced(train_P, others_P, supervision, seconds)
     sampled = sum(len(rollout.output_ids_T) for rollout in _rollouts([*train_P, *others_P]))
-    if sampled and seconds.get("sampling"):
+    if ahead_seconds is not None:
+        data["ahead_seconds"] = ahead_seconds
+    sampling_seconds = ahead_seconds or seconds.get("sampling")
+    if sampled and sampling_seconds:
         data["sampled_tokens"] = sampled
-        data["sampling_tokens_per_second"] = sampled / seconds["sampling"]
+        data["sampling_tokens_per_second"] = sampled / sampling_seconds
     if update is not None and seconds.get("training"):
         data["training_tokens_per_second"] = update.trained_tokens / seconds["training"]
     data["scores"] = {"graders": _per_grader(spec, splits, _score_fields)}
@@ -88,7 +94,7 @@ def of_step(
     }
     used = {name: usage for name, groups_P in splits if (usage := _tokens_used(groups_P))}
     if used:
-        data["model_graders_token_usage"] = _by_model(used)
+        data["model_graders_token_usage"] = usage_by_model(used)
         rows = _per_grader(spec, splits, _usage_fields)
         data["usage"] = {"graders": [row for row in rows if "model" in row]}
     return StepMetrics(**data)
@@ -299,10 +305,12 @@ def _replaced(
 
 
 def _update(update: UpdateMetrics) -> dict[str, Any]:
-    fields = asdict(update)
-    fields["skipped_updates"] = int(fields.pop("skipped"))
+    measured = {one.name: getattr(update, one.name) for one in fields(update) if one.name != "tokens"}
+    measured["skipped_updates"] = int(measured.pop("skipped"))
     # A step that was skipped has numbers that JSON has no word for, and PostgreSQL refuses.
-    return {name: value if value is None or math.isfinite(value) else None for name, value in fields.items()}
+    return {
+        name: value if value is None or math.isfinite(value) else None for name, value in measured.items()
+    }
 
 
 def _grades(groups_P: Sequence[Group]) -> list[Grade]:
@@ -356,7 +364,7 @@ def _tokens_used(groups_P: Sequence[Group]) -> dict[str, TokenUsage]:
     return summed(grade.usage for grade in _grades(groups_P))
 
 
-def _by_model(used: Mapping[str, Mapping[str, TokenUsage]]) -> dict[str, dict[str, int]]:
+def usage_by_model(used: Mapping[str, Mapping[str, TokenUsage]]) -> dict[str, dict[str, int]]:
     """Tokens that judges read and wrote, by model. OpenAI says "eval" here where it says "valid" elsewhere."""
     models: dict[str, dict[str, int]] = {}
     for split, usage in used.items():

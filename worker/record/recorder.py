@@ -27,7 +27,7 @@ from worker.record import metrics, results
 from worker.record.checkpoints import publish_best
 from worker.record.history import History
 from worker.record.monitors import Finding
-from worker.record.rollouts import GradedStep, rows_of
+from worker.record.rollouts import GradedStep, Spell, rows_of, with_tokens
 from worker.record.verdict import RowScores
 
 log = logging.getLogger(__name__)
@@ -35,20 +35,30 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Quota:
-    """Limits of the stored samples of a job: bytes in total, and samples of one step's training or validation."""
+    """Limits of the stored samples of a job: bytes in total, and samples of one step's training or validation, and how
+    many of their tokens have their values."""
 
     bytes_per_job: int = 1 << 30
     samples_per_page: int = 10_000
+    tokens_per_page: int = 20_000
 
 
 class Recorder:
     """Writes down what a run does, in short transactions that only the holder of its claim can commit."""
 
-    def __init__(self, attempt: Attempt, default_limits: Limits = NO_LIMITS, quota: Quota = Quota()) -> None:
+    def __init__(
+        self,
+        attempt: Attempt,
+        default_limits: Limits = NO_LIMITS,
+        quota: Quota = Quota(),
+        spell: Spell | None = None,
+    ) -> None:
+        """Without `spell` the values of tokens are not stored."""
         self.attempt = attempt
         self.job = attempt.job
         self.default_limits = default_limits
         self.quota = quota
+        self.spell = spell
 
     def resolved(self, settings: Resolved | ResolvedOffline, sampler: str | None = None) -> None:
         """Show on the job what "auto" became, and say what it is sampled with, if it is."""
@@ -195,6 +205,10 @@ class Recorder:
         groups = rows_of(step, graded)
         # Of validations the same prompts are left out each time, so that they can be compared.
         seed = f"{self.job.seed}/{step if graded.split == 'train' else 'valid'}"
+        if self.spell is not None:
+            groups = with_tokens(
+                groups, graded, self.spell, most_tokens=self.quota.tokens_per_page, seed=seed
+            )
         fitted = rollouts.fitted(
             groups, most_samples=self.quota.samples_per_page, most_bytes=most_bytes, seed=seed
         )

@@ -1,17 +1,24 @@
 """Convert graded groups to stored rows (core/results/rollouts.py). Pure functions."""
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from core.jobs.hyperparameters import Resolved
-from core.results.rollouts import Row, Split
+from core.results.rollouts import TOKENS, Row, Split
 from core.text import storable
 from graders.types import Grade
 from worker.learn import grpo
 from worker.learn.batch import Lesson, lessons
-from worker.types import Group, Rollout
+from worker.types import AnswerKey, Group, Rollout, TokenValues
+
+LARGEST = 65504.0  # of half precision
+
+Spell = Callable[[Sequence[int]], list[str]]
+"""From the tokens of an answer to the text of each."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +29,7 @@ class GradedStep:
     groups_P: Sequence[Group]
     settings: Resolved | None = None  # settings of the update; None: no update
     own: int | None = None  # groups from this index on were resampled; None: none were
+    tokens: Mapping[AnswerKey, TokenValues] = field(default_factory=dict)  # what the update computed with
 
 
 def rows_of(step: int, graded: GradedStep) -> list[list[Row]]:
@@ -36,10 +44,81 @@ def rows_of(step: int, graded: GradedStep) -> list[list[Row]]:
         _group(
             group,
             learned_G,
-            {"step": step, "split": graded.split, "group": number, "replacement": number >= own},
+            {
+                "step": step,
+                "split": graded.split,
+                "group": number,
+                "replacement": number >= own,
+                "has_tokens": False,
+            },
         )
         for number, (group, learned_G) in enumerate(zip(graded.groups_P, learned_PG, strict=True))
     ]
+
+
+def with_tokens(
+    rows_PG: Sequence[list[Row]], graded: GradedStep, spell: Spell, *, most_tokens: int, seed: str
+) -> list[list[Row]]:
+    """Add the values of each token to the rows of some groups, of `most_tokens` tokens in all.
+
+    Groups that were trained on come first, in an order that `seed` shuffles: so those of validations are the same
+    prompts each time. A group that does not fit is left out, and smaller ones after it may fit.
+    """
+    order = list(range(len(rows_PG)))
+    random.Random(seed).shuffle(order)
+    order.sort(key=lambda number: not any(row["trained"] for row in rows_PG[number]))
+    left, chosen = most_tokens, set[int]()
+    for number in order:
+        tokens = sum(len(rollout.output_ids_T) for rollout in graded.groups_P[number].rollouts_G)
+        if 0 < tokens <= left:
+            left -= tokens
+            chosen.add(number)
+    return [
+        _group_tokens(rows_G, group, graded.tokens, spell) if number in chosen else rows_G
+        for number, (rows_G, group) in enumerate(zip(rows_PG, graded.groups_P, strict=True))
+    ]
+
+
+def _group_tokens(
+    rows_G: list[Row], group: Group, learned: Mapping[AnswerKey, TokenValues], spell: Spell
+) -> list[Row]:
+    return [
+        row
+        | {
+            "has_tokens": True,
+            TOKENS.name: _tokens(
+                row,
+                rollout,
+                learned.get((group.prompt.ids, rollout.output_ids_T)),
+                spell(rollout.output_ids_T),
+            ),
+        }
+        for row, rollout in zip(rows_G, group.rollouts_G, strict=True)
+    ]
+
+
+def _tokens(row: Row, rollout: Rollout, learned: TokenValues | None, texts: Sequence[str]) -> list[Row]:
+    """The values of each token of one answer. An answer that was trained on and not computed had no advantage."""
+    sampled = [
+        at
+        for at in range(len(rollout.output_ids_T))
+        if not rollout.grammar_start - rollout.forced <= at < rollout.grammar_start
+    ]
+    tokens: list[Row] = [
+        {"text": storable(text), "logprob": None, "advantage": None, "gap": None} for text in texts
+    ]
+    for place, at in enumerate(sampled):
+        tokens[at]["logprob"] = _half(rollout.logprobs_T[at])
+        if learned is not None:
+            tokens[at]["gap"] = _half(float(learned.logprobs_T[place]) - rollout.logprobs_T[at])
+            tokens[at]["advantage"] = _half(float(learned.advantages_T[place]))
+        elif row["trained"]:
+            tokens[at]["advantage"] = row["advantage"]
+    return tokens
+
+
+def _half(value: float) -> float | None:
+    return max(-LARGEST, min(LARGEST, value)) if math.isfinite(value) else None
 
 
 def _group(group: Group, learned_G: list[Lesson] | None, where: Mapping[str, Any]) -> list[Row]:

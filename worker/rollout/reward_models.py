@@ -18,7 +18,7 @@ from core.storage.manifests import Damaged
 from core.storage.offline_rows import step_ends
 from graders.types import MAX_STEPS, StepScore
 from worker.learn.batch import tensors_of
-from worker.learn.offline import whole_batches
+from worker.learn.offline_gradient import whole_batches
 from worker.model import reward_head
 from worker.model.parent import Adapters
 from worker.model.policy import REWARD_HEAD, Policy

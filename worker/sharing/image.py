@@ -97,7 +97,8 @@ class Image:
     def describe(self) -> Description:
         """For one other process."""
         tensors: Sequence[InFile | OnGpu] = self._in_file or [
-            OnGpu(*reductions.reduce_tensor(tensor.detach())) for tensor in self._tensors
+            OnGpu(*reductions.reduce_tensor(tensor.detach()))  # type: ignore[no-untyped-call]
+            for tensor in self._tensors
         ]
         parameters = [isinstance(tensor, nn.Parameter) for tensor in self._tensors]
         return Description(self._pickled, tensors, parameters, self.file_bytes)
@@ -128,7 +129,8 @@ class _Unpickler(pickle.Unpickler):
         self._tensors = tensors
 
     def persistent_load(self, number: Any) -> Tensor:
-        return self._tensors[number]
+        tensor: Tensor = self._tensors[number]
+        return tensor
 
 
 def opened(description: Description, file: int | None) -> PreTrainedModel:
@@ -152,4 +154,6 @@ def opened(description: Description, file: int | None) -> PreTrainedModel:
 
 def _mapped(file: int, size: int, *, shared: bool) -> torch.UntypedStorage:
     # Not shared: torch maps it copy-on-write.
-    return torch.UntypedStorage.from_file(f"/proc/self/fd/{file}", shared, max(1, size))
+    mapped = torch.UntypedStorage.from_file(f"/proc/self/fd/{file}", shared, max(1, size))
+    assert isinstance(mapped, torch.UntypedStorage)
+    return mapped

@@ -22,6 +22,7 @@ from worker.model import capacity
 from worker.supervise import liveness, sharing
 from worker.supervise.deliveries import Deliveries
 from worker.supervise.reconciler import Reconciler
+from worker.supervise.reporter import Reporter
 from worker.supervise.supervisor import Supervisor
 from worker.supervise.telemetry import Gpus
 from worker.supervise.validation import validate_next
@@ -43,8 +44,12 @@ class WorkerService:
         self.evals = EvalRunner(settings, database, blobs, backends, self.supervisor.owner)
         self.reconciler = Reconciler(settings, database, blobs, self.send)
         self.deliveries = Deliveries(database, Outgoing(settings.private_hosts))
-        self.figures: tuple[MetricsCollector, ...] = (self.supervisor.runs, Gpus())
+        gpus = Gpus()
+        self.figures: tuple[MetricsCollector, ...] = (self.supervisor.runs, gpus)
+        self.reporter = Reporter(settings, database, self.supervisor.owner, gpus, self.supervisor.memory)
         self._stopping = threading.Event()
+        self._stopped = threading.Event()
+        self._reporting: threading.Thread | None = None
         self._threads: list[threading.Thread] = []
         self._consumer = None
         self._register(database, blobs, backends)
@@ -68,7 +73,7 @@ class WorkerService:
         self.celery.task(name=EVAL)(self.evals.wake)
 
     def start(self) -> None:
-        capacity.warn(self.settings)
+        capacity.note(self.settings)
         if self.settings.jobs_per_worker > 1 and (reason := sharing.never(self.settings)):
             log.warning("REGRAFT_JOBS_PER_WORKER has no effect: %s", reason)
         self._consumer = self.celery.WorkController(
@@ -87,6 +92,13 @@ class WorkerService:
         at_work = tuple(self._threads)
         file = liveness.file_in(self.settings.data_dir)
         self._thread("alive", lambda: liveness.tell(file, at_work, self._stopping))
+        # Not among the threads of the work: it says that the worker drains until they have ended.
+        self._reporting = threading.Thread(
+            target=lambda: self.reporter.run_until(self._stopping, self._stopped),
+            name="reporter",
+            daemon=True,
+        )
+        self._reporting.start()
         self.supervisor.keep_spare()
         self.reconciler.run_once()
 
@@ -110,6 +122,9 @@ class WorkerService:
                 thread.join()
         finally:
             state.should_stop = None
+            self._stopped.set()
+            if self._reporting is not None:
+                self._reporting.join()
 
     def _thread(self, name: str, target: Callable[[], None]) -> None:
         thread = threading.Thread(target=target, name=name, daemon=True)

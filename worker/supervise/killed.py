@@ -17,10 +17,13 @@ class Names(NamedTuple):
     events: str
     peak: str
     limit: str
+    use: str
 
 
-VERSION_2 = Names("memory.events", "memory.peak", "memory.max")
-VERSION_1 = Names("memory.oom_control", "memory.max_usage_in_bytes", "memory.limit_in_bytes")
+VERSION_2 = Names("memory.events", "memory.peak", "memory.max", "memory.current")
+VERSION_1 = Names(
+    "memory.oom_control", "memory.max_usage_in_bytes", "memory.limit_in_bytes", "memory.usage_in_bytes"
+)
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,16 @@ class KernelMemory:
         evidence = "" if unknown else "; the kernel reports no lack of memory"
         return "killed (SIGKILL)" + (f", peak {own}" if own else "") + evidence
 
+    def use(self) -> tuple[int | None, int | None]:
+        """Bytes in use and in total, of the nearest control group with a limit, else of the machine. None: unknown."""
+        if (limited := self._limited()) is not None:
+            folder, names, limit = limited
+            return _number(folder / names.use), limit
+        total, free = (_value(self._proc / "meminfo", f"Mem{name}:") for name in ("Total", "Available"))
+        if total is None or free is None:
+            return None, None
+        return 1024 * (total - free), 1024 * total
+
     def _of_machine(self, own: str | None) -> str:
         total = _value(self._proc / "meminfo", "MemTotal:")
         if own is None or total is None:
@@ -77,13 +90,20 @@ class KernelMemory:
 
     def _group_peak_and_limit(self) -> tuple[int | None, int | None]:
         """Of the nearest group that has a limit: ours, or one that it is part of."""
+        limited = self._limited()
+        if limited is None:
+            return None, None
+        folder, names, limit = limited
+        return _number(folder / names.peak), limit
+
+    def _limited(self) -> tuple[Path, Names, int] | None:
         total = _value(self._proc / "meminfo", "MemTotal:")
         for folder, names in self._groups:
             limit = _number(folder / names.limit)
             # Without a limit version 2 says "max", and version 1 a number that no machine has.
             if limit is not None and (total is None or limit < 1024 * total):
-                return _number(folder / names.peak), limit
-        return None, None
+                return folder, names, limit
+        return None
 
 
 def _groups(membership: Path, mount: Path) -> Iterator[tuple[Path, Names]]:

@@ -19,6 +19,7 @@ from core.jobs.lifecycle import FINAL
 from core.settings import Settings
 from core.storage import files
 from core.storage.store import BlobStore
+from core.telemetry import workers
 from core.tenancy import idempotency
 from worker.record import results
 from worker.supervise import deliveries
@@ -70,6 +71,7 @@ class Reconciler:
             self.deleted_files,
             self.old_deliveries,
             self.forgotten_answers,
+            self.silent_workers,
         ]
 
     def run_once(self) -> None:
@@ -163,3 +165,8 @@ class Reconciler:
             idempotency.forget(session)
             pages.forget_past_cursors(session)
             catalog.forget_deleted(session)
+
+    def silent_workers(self) -> None:
+        """Remove workers that have not reported themselves for a day."""
+        with self.database.write() as session:
+            workers.forget(session)

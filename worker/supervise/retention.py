@@ -25,6 +25,7 @@ from core.database.tables import (
 )
 from core.evals import lifecycle as eval_runs
 from core.jobs.lifecycle import FINAL
+from core.results import previews
 from core.settings import Settings
 from core.storage import files, orphans, uploads
 from core.storage.store import BlobEntry, BlobStore
@@ -75,7 +76,13 @@ class Retention:
         """Delete data past its retention period, once a minute, or continuously while more is due."""
         if self._clock() < self._next_policy:
             return
-        more = [self._old_rollouts(), self._old_eval_items(), self._old_checkpoints(), self._old_files()]
+        more = [
+            self._old_rollouts(),
+            self._old_eval_items(),
+            self._old_previews(),
+            self._old_checkpoints(),
+            self._old_files(),
+        ]
         if not any(more):
             self._next_policy = self._clock() + MINUTE
 
@@ -135,6 +142,14 @@ class Retention:
             )
         self.blobs.delete_many([page.blob_key for page in old])
         return len(old) == self.pages_at_once
+
+    def _old_previews(self) -> bool:
+        """Delete previews past the retention of rollouts. Returns whether there may be more."""
+        if self.settings.keep_rollouts_days is None:
+            return False
+        over = time.time() - self.settings.keep_rollouts_days * DAY
+        with self.database.write() as session:
+            return previews.delete_old(session, over, self.pages_at_once) == self.pages_at_once
 
     def _old_checkpoints(self) -> bool:
         """Delete checkpoints of jobs past their retention, except for those with a model name."""

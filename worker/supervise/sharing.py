@@ -13,9 +13,10 @@ from types import TracebackType
 from typing import Self
 
 from core.database.tables import Job
-from core.jobs import methods
+from core.jobs import full, methods
 from core.jobs.devices import GPU_FILES
-from core.registry import Registry, sampler_of
+from core.registry import Device, Registry, sampler_of
+from core.results.lineage import Parent
 from core.settings import Settings
 from worker import process
 from worker.sharing.base import OWN_ENGINE
@@ -94,12 +95,15 @@ def why_alone(job: Job, settings: Settings) -> str | None:
         return reason
     if job.method == "distillation":
         return "jobs with the method distillation may have a second model in memory"
+    parent = Parent.of(job)
+    if full.is_full(job) or (parent is not None and parent.is_whole):
+        return "it trains or starts from weights of its own, and not those of the base"
     if methods.variant(job.method, job.body) in methods.OFFLINE:
         return None
     registry = Registry.load(settings.models_file)
     if registry.resolve(job.model) in settings.samplers:  # a fleet samples
         return None
-    device = "cuda" if any(file.exists() for file in GPU_FILES) else "cpu"
+    device: Device = "cuda" if any(file.exists() for file in GPU_FILES) else "cpu"
     override = settings.of_class(settings.gpu_class).sampler
     sampler = sampler_of(
         registry.get(job.model), override, device, vllm_installed=find_spec("vllm") is not None

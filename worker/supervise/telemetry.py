@@ -5,7 +5,7 @@ import subprocess
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from core.telemetry.metrics import COUNTED
+from core.telemetry.workers import GpuUse
 from graders.sandbox import pool
 
 
@@ -165,7 +166,7 @@ class Gpus:
 
     command = (
         "nvidia-smi",
-        "--query-gpu=index,memory.used,memory.total,utilization.gpu",
+        "--query-gpu=index,memory.used,memory.total,utilization.gpu,name",
         "--format=csv,noheader,nounits",
     )
     fresh_seconds = 10.0
@@ -174,13 +175,17 @@ class Gpus:
         self._clock = clock
         self._lock = threading.Lock()
         self._read_at: float | None = None
-        self._read: list[Metric] = []
+        self._read: Sequence[GpuUse] = []
 
     def collect(self) -> Iterable[Metric]:
+        return self._families(self.read())
+
+    def read(self) -> Sequence[GpuUse]:
+        """The GPUs as they were at most ten seconds ago."""
         with self._lock:
             now = self._clock()
             if self._read_at is None or now - self._read_at >= self.fresh_seconds:
-                self._read, self._read_at = self._families(self._ask()), now
+                self._read, self._read_at = self._parse(self._ask()), now
             return self._read
 
     def _ask(self) -> str:
@@ -189,7 +194,26 @@ class Gpus:
             return subprocess.run(self.command, capture_output=True, text=True, timeout=5, check=True).stdout
         return ""
 
-    def _families(self, said: str) -> list[Metric]:
+    @staticmethod
+    def _parse(said: str) -> list[GpuUse]:
+        mebibyte = 1 << 20
+        found = []
+        rows = [row for row in csv.reader(said.splitlines(), skipinitialspace=True) if len(row) == 5]
+        for index, *values, name in rows:
+            used, total, busy = map(_known, values)
+            found.append(
+                GpuUse(
+                    index=index,
+                    name=name,
+                    memory_used_bytes=None if used is None else int(used * mebibyte),
+                    memory_total_bytes=None if total is None else int(total * mebibyte),
+                    utilization=None if busy is None else busy / 100,
+                )
+            )
+        return found
+
+    @staticmethod
+    def _families(gpus: Sequence[GpuUse]) -> list[Metric]:
         used, total, busy, busy_earlier = (
             GaugeMetricFamily(f"regraft_gpu_{name}", help, labels=["gpu"])
             for name, help in (
@@ -202,14 +226,21 @@ class Gpus:
                 ),
             )
         )
-        mebibyte = 1 << 20
-        for row in csv.reader(said.splitlines(), skipinitialspace=True):
-            gpu = row[0]
-            for family, value, unit in zip(
-                (used, total, busy), row[1:], (mebibyte, mebibyte, 0.01), strict=True
+        for gpu in gpus:
+            for family, value in (
+                (used, gpu.memory_used_bytes),
+                (total, gpu.memory_total_bytes),
+                (busy, gpu.utilization),
+                (busy_earlier, gpu.utilization),
             ):
-                with suppress(ValueError):  # "[N/A]": a MIG slice has no utilization
-                    family.add_metric([gpu], float(value) * unit)
-        for sample in busy.samples:
-            busy_earlier.add_metric([sample.labels["gpu"]], sample.value)
+                if value is not None:
+                    family.add_metric([gpu.index], float(value))
         return [used, total, busy, busy_earlier]
+
+
+def _known(value: str) -> float | None:
+    """None: "[N/A]", such as the utilization of a MIG slice."""
+    try:
+        return float(value)
+    except ValueError:
+        return None

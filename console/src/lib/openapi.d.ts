@@ -3,6 +3,33 @@ export type paths = Record<string, never>;
 export type webhooks = Record<string, never>;
 export interface components {
     schemas: {
+        /** AttemptOut */
+        AttemptOut: {
+            /** Number */
+            number: number;
+            /** Kind */
+            kind: string;
+            /** Started At */
+            started_at: number;
+            /** Ended At */
+            ended_at: number | null;
+            /** Outcome */
+            outcome: string | null;
+            /** Reason */
+            reason: string | null;
+            /** Resumed From Step */
+            resumed_from_step: number | null;
+        };
+        /**
+         * AdvantageSizesOut
+         * @description The absolute advantages of the graded answers.
+         */
+        AdvantageSizesOut: {
+            /** Mean */
+            mean: number | null;
+            /** Largest */
+            largest: number | null;
+        };
         /**
          * AuditOut
          * @description One change, in the shape of OpenAI's audit log.
@@ -76,6 +103,7 @@ export interface components {
             } | null;
             /** Reasons */
             reasons?: boolean | null;
+            memory?: components["schemas"]["ModelMemory"] | null;
             /** Checked At */
             checked_at?: number | null;
             /** Versions */
@@ -97,15 +125,47 @@ export interface components {
         };
         /**
          * ChangedField
-         * @description A field of the request, by its dotted name.
+         * @description A field that the requests do not all have with the same value, by its dotted name.
          */
         ChangedField: {
             /** Field */
             field: string;
-            /** First */
-            first: unknown;
-            /** Second */
-            second: unknown;
+            /**
+             * Values
+             * @description In the order of the jobs; null: the request lacks it.
+             */
+            values: unknown[];
+        };
+        /**
+         * CheckedCaseOut
+         * @description A golden case and its score. Null: it could not be graded, which fails the case.
+         */
+        CheckedCaseOut: {
+            /** Case Id */
+            case_id: string;
+            /** Passed */
+            passed: boolean;
+            /** Score */
+            score: number | null;
+            expect: components["schemas"]["ExpectOut"];
+            /** Reason */
+            reason: string;
+            /** Errors */
+            errors: string[];
+            /**
+             * Output
+             * @description Printed by the grader.
+             */
+            output: string;
+            /**
+             * Scores
+             * @description Of the parts of a multi grader.
+             */
+            scores: {
+                [key: string]: number | null;
+            };
+            /** Execution Time */
+            execution_time: number;
         };
         /** CheckpointOut */
         CheckpointOut: {
@@ -146,6 +206,35 @@ export interface components {
              * @description Of the validation that counts; null: the job has stored none.
              */
             step: number | null;
+            /**
+             * Gpu Seconds
+             * @description Of its recorded steps.
+             */
+            gpu_seconds: number;
+            /** @description Of these GPU-seconds; null: the service has no price. */
+            cost: components["schemas"]["Money"] | null;
+        };
+        /**
+         * ComparedPair
+         * @description A job minus the first one, over the validation prompts that both have.
+         */
+        ComparedPair: {
+            /** Job Id */
+            job_id: string;
+            /** Prompts */
+            prompts: number;
+            /**
+             * Unpaired
+             * @description Prompts that only one of the two jobs has.
+             */
+            unpaired: number;
+            /** @description Of the mean reward of a prompt; `first` is the first job. */
+            reward: components["schemas"]["Difference"] | null;
+            /**
+             * Same Grader
+             * @description If not, the rewards are not on one scale.
+             */
+            same_grader: boolean;
         };
         /**
          * ComparisonOut
@@ -243,6 +332,20 @@ export interface components {
             ties: number;
         };
         /**
+         * Duplicates
+         * @description Rows whose prompt occurs in an earlier row.
+         */
+        Duplicates: {
+            /** Rows */
+            rows: number;
+            /** Identical */
+            identical: number;
+            /** Prompts */
+            prompts: number;
+            /** Lines */
+            lines: number[][];
+        };
+        /**
          * EstimateOut
          * @description Jobs that sample no answers have no `group_size` and no `max_completion_tokens`.
          */
@@ -275,6 +378,7 @@ export interface components {
              * @constant
              */
             object: "regraft.estimate";
+            preview?: components["schemas"]["PreviewedOut"] | null;
             /** Group Size */
             group_size?: number | null;
             /** Max Completion Tokens */
@@ -302,6 +406,13 @@ export interface components {
             data: components["schemas"]["StepMetrics"] | {
                 [key: string]: unknown;
             };
+        };
+        /** ExpectOut */
+        ExpectOut: {
+            /** Min */
+            min: number | null;
+            /** Max */
+            max: number | null;
         };
         /** FileOut */
         FileOut: {
@@ -332,6 +443,105 @@ export interface components {
             /** Status Details */
             status_details?: null;
         };
+        /** GoldenCaseOut */
+        GoldenCaseOut: {
+            /** Id */
+            id: string;
+            /**
+             * Object
+             * @default regraft.grader.case
+             * @constant
+             */
+            object: "regraft.grader.case";
+            /** Created At */
+            created_at: number;
+            /** Sample */
+            sample: {
+                [key: string]: unknown;
+            };
+            /** Item */
+            item: {
+                [key: string]: unknown;
+            };
+            expect: components["schemas"]["ExpectOut"];
+            /** Note */
+            note: string;
+            /** Rollout Id */
+            rollout_id: string | null;
+        };
+        /** GraderCheckOut */
+        GraderCheckOut: {
+            /**
+             * Object
+             * @default regraft.grader.check
+             * @constant
+             */
+            object: "regraft.grader.check";
+            /** Name */
+            name: string;
+            /**
+             * Version
+             * @description The version of what was run, saved or not.
+             */
+            version: string;
+            /** Passed */
+            passed: number;
+            /**
+             * Failed
+             * @description Cases out of their range, or without a score.
+             */
+            failed: number;
+            /** Results */
+            results: components["schemas"]["CheckedCaseOut"][];
+        };
+        /**
+         * GraderVersionOut
+         * @description A version. `id` is its hash.
+         */
+        GraderVersionOut: {
+            /** Id */
+            id: string;
+            /**
+             * Object
+             * @default regraft.grader.version
+             * @constant
+             */
+            object: "regraft.grader.version";
+            /** Name */
+            name: string;
+            /** Version */
+            version: string;
+            /** Created At */
+            created_at: number;
+            /** Is Current */
+            is_current: boolean;
+            /** Note */
+            note: string;
+            /** Grader */
+            grader: {
+                [key: string]: unknown;
+            };
+        };
+        /**
+         * GraderPath
+         * @description A path that the grader reads, and the rows that lack it.
+         */
+        GraderPath: {
+            /** Path */
+            path: string;
+            missing: components["schemas"]["SomeLines"];
+        };
+        /**
+         * GraderReads
+         * @description The fields that the templates of a grader read.
+         */
+        GraderReads: {
+            /** Paths */
+            paths: components["schemas"]["GraderPath"][];
+            /** Not Listed */
+            not_listed: boolean;
+            no_grader: components["schemas"]["SomeLines"] | null;
+        };
         /**
          * Grading
          * @description Statistics of the grader. Seconds are of one grade among concurrent ones, as in a job.
@@ -347,7 +557,7 @@ export interface components {
         };
         /**
          * JobComparison
-         * @description The second job minus the first, over the validation prompts that both have.
+         * @description The first job beside the others. Each interval is that of its pair alone.
          */
         JobComparison: {
             /**
@@ -356,22 +566,13 @@ export interface components {
              * @constant
              */
             object: "regraft.job.comparison";
-            first: components["schemas"]["ComparedJob"];
-            second: components["schemas"]["ComparedJob"];
-            /** Prompts */
-            prompts: number;
+            /** Jobs */
+            jobs: components["schemas"]["ComparedJob"][];
             /**
-             * Unpaired
-             * @description Prompts that only one of the jobs has.
+             * Pairs
+             * @description One for each of the other jobs.
              */
-            unpaired: number;
-            /** @description Of the mean reward of a prompt. */
-            reward: components["schemas"]["Difference"] | null;
-            /**
-             * Same Grader
-             * @description If not, the rewards are not on one scale.
-             */
-            same_grader: boolean;
+            pairs: components["schemas"]["ComparedPair"][];
             /** Config */
             config: components["schemas"]["ChangedField"][];
         };
@@ -450,7 +651,7 @@ export interface components {
             usage_metrics: {
                 [key: string]: unknown;
             } | null;
-            queue: components["schemas"]["QueueOut"] | null;
+            queue: components["schemas"]["api__resources__jobs__QueueOut"] | null;
             /**
              * Shared With Openai
              * @default false
@@ -473,6 +674,7 @@ export interface components {
             } | null;
             verdict: components["schemas"]["VerdictOut"] | null;
             progress: components["schemas"]["ProgressOut"] | null;
+            preview: components["schemas"]["PreviewedOut"] | null;
         };
         /**
          * JobValidation
@@ -532,6 +734,40 @@ export interface components {
             share: number;
         };
         /**
+         * LengthBin
+         * @description Rows of at least `low` and less than `high`.
+         */
+        LengthBin: {
+            /** Low */
+            low: number;
+            /** High */
+            high: number;
+            /** Rows */
+            rows: number;
+        };
+        /**
+         * Lengths
+         * @description The distribution of a length over rows.
+         */
+        Lengths: {
+            /** Rows */
+            rows: number;
+            /** Mean */
+            mean: number;
+            /** Min */
+            min: number;
+            /** P50 */
+            p50: number;
+            /** P90 */
+            p90: number;
+            /** P99 */
+            p99: number;
+            /** Max */
+            max: number;
+            /** Bins */
+            bins: components["schemas"]["LengthBin"][];
+        };
+        /**
          * LimitsOut
          * @description The effective limits, including the operator's defaults; null: unlimited.
          */
@@ -559,6 +795,20 @@ export interface components {
              */
             object: "organization.project.limits";
         };
+        /**
+         * ModelMemory
+         * @description Of a job whose longest prompt and answer fill the context, with an adapter of rank 16. In GiB of one GPU.
+         */
+        ModelMemory: {
+            /** Gpu Class */
+            gpu_class: string;
+            /** Gpu Gib */
+            gpu_gib: number;
+            /** Needed Gib */
+            needed_gib: number | null;
+            /** Problem */
+            problem: string | null;
+        };
         /** ModelOut */
         ModelOut: {
             /** Id */
@@ -584,6 +834,13 @@ export interface components {
              * @enum {string}
              */
             kind: "base" | "tuned" | "reward_model";
+        };
+        /** Money */
+        Money: {
+            /** Amount */
+            amount: number;
+            /** Currency */
+            currency: string;
         };
         /** NewKeyOut */
         NewKeyOut: {
@@ -613,6 +870,20 @@ export interface components {
             last_used_at: number | null;
             /** Value */
             value: string;
+        };
+        /**
+         * Overlap
+         * @description Rows of the validation file whose prompt is also in this file.
+         */
+        Overlap: {
+            /** File */
+            file: string;
+            /** Rows */
+            rows: number;
+            /** Shared */
+            shared: number;
+            /** Lines */
+            lines: number[][];
         };
         /** PhaseSeconds */
         PhaseSeconds: {
@@ -683,11 +954,123 @@ export interface components {
             stages: components["schemas"]["StageOut"][];
         };
         /**
+         * PreviewAnswerOut
+         * @description An answer and its grade.
+         */
+        PreviewAnswerOut: {
+            /** Id */
+            id: string;
+            /**
+             * Line
+             * @description Line of the training file.
+             */
+            line: number;
+            /**
+             * Member
+             * @description Index of the answer among those of its row.
+             */
+            member: number;
+            /** Output Text */
+            output_text: string;
+            /** Output Reasoning */
+            output_reasoning: string | null;
+            /**
+             * Finish Reason
+             * @enum {string}
+             */
+            finish_reason: "stop" | "length";
+            /** Prompt Tokens */
+            prompt_tokens: number;
+            /** Completion Tokens */
+            completion_tokens: number;
+            /** Score */
+            score: number | null;
+            /** Reason */
+            reason: string;
+            /** Sub Scores */
+            sub_scores: {
+                [key: string]: number | null;
+            } | null;
+            /**
+             * Output
+             * @description Printed by the grader.
+             */
+            output: string | null;
+        };
+        /**
+         * PreviewErrorOut
+         * @description The error that ended a preview, and the status that a response with it would have.
+         */
+        PreviewErrorOut: {
+            /** Message */
+            message: string;
+            /** Type */
+            type: string;
+            /** Param */
+            param: string | null;
+            /** Code */
+            code: string | null;
+            /** Status */
+            status: number;
+        };
+        /**
          * PreviewOut
+         * @description A preview. `request` is the body that created it; values of grader headers are masked.
+         */
+        PreviewOut: {
+            /** Id */
+            id: string;
+            /**
+             * Object
+             * @default regraft.preview
+             * @constant
+             */
+            object: "regraft.preview";
+            /** Created At */
+            created_at: number;
+            /** Finished At */
+            finished_at: number | null;
+            /**
+             * Status
+             * @description in_progress, completed, failed or canceled.
+             */
+            status: string;
+            /** Request */
+            request: {
+                [key: string]: unknown;
+            };
+            /**
+             * Answers Of
+             * @description The earlier preview whose answers this one grades; null: it sampled its own.
+             */
+            answers_of: string | null;
+            progress: components["schemas"]["PreviewProgressOut"];
+            report: components["schemas"]["PreviewReportOut"] | null;
+            error: components["schemas"]["PreviewErrorOut"] | null;
+        };
+        /**
+         * PreviewProgressOut
+         * @description How far a preview is; of all answers, those that are sampled, and those that are graded.
+         */
+        PreviewProgressOut: {
+            /**
+             * Phase
+             * @enum {string}
+             */
+            phase: "loading" | "sampling" | "grading";
+            /** Of */
+            of: number;
+            /** Sampled */
+            sampled: number;
+            /** Graded */
+            graded: number;
+        };
+        /**
+         * PreviewReportOut
          * @description The job's size and estimate as in /v1/regraft/estimate, with the measured answer lengths, and the results of the
          *     preview. core/results/preview.py documents each number.
          */
-        PreviewOut: {
+        PreviewReportOut: {
             /** Model */
             model: string;
             /** Gpu Class */
@@ -714,12 +1097,6 @@ export interface components {
             group_size: number;
             /** Max Completion Tokens */
             max_completion_tokens: number;
-            /**
-             * Object
-             * @default regraft.preview
-             * @constant
-             */
-            object: "regraft.preview";
             /** Prompts */
             prompts: components["schemas"]["ShownPrompt"][];
             /** Answers */
@@ -761,6 +1138,100 @@ export interface components {
             seconds: number;
             /** Tokens Per Second */
             tokens_per_second: number;
+        };
+        /**
+         * PreviewedOut
+         * @description The results of the preview of the same request (docs/howto/preview.md).
+         */
+        PreviewedOut: {
+            /** Id */
+            id: string;
+            /** Created At */
+            created_at: number;
+            /** Answers */
+            answers: number;
+            /** Passed */
+            passed: number;
+            /** Mean Reward */
+            mean_reward: number | null;
+            /** Signal */
+            signal: number;
+            /** Verdict */
+            verdict: string;
+        };
+        /**
+         * ProfileOut
+         * @description The profile of a file. core/storage/profiles.py documents each number.
+         */
+        ProfileOut: {
+            /**
+             * Object
+             * @default regraft.file_profile
+             * @constant
+             */
+            object: "regraft.file_profile";
+            /** File Id */
+            file_id: string;
+            /** Model */
+            model: string | null;
+            /**
+             * Method
+             * @enum {string}
+             */
+            method: "reinforcement" | "supervised" | "dpo" | "reward_model";
+            /**
+             * Rows
+             * @description Valid rows.
+             */
+            rows: number;
+            /**
+             * Is Whole
+             * @description False: only the first million rows were read.
+             */
+            is_whole: boolean;
+            /**
+             * Invalid
+             * @description Lines with problems, which a job would reject.
+             */
+            invalid: number;
+            /**
+             * Problems
+             * @description The first 20.
+             */
+            problems: components["schemas"]["RowProblem"][];
+            /** @description Of the text of a prompt. */
+            characters: components["schemas"]["Lengths"] | null;
+            tokens: components["schemas"]["TokenLengths"] | null;
+            /**
+             * Tokens Reason
+             * @description The reason if tokens are not counted.
+             */
+            tokens_reason: string | null;
+            duplicates: components["schemas"]["Duplicates"];
+            overlap: components["schemas"]["Overlap"] | null;
+            /** Fields */
+            fields: components["schemas"]["ProfiledField"][];
+            grader: components["schemas"]["GraderReads"] | null;
+        };
+        /**
+         * ProfiledField
+         * @description A key of the rows, which graders read as `item.<name>`.
+         */
+        ProfiledField: {
+            /** Name */
+            name: string;
+            /** Rows */
+            rows: number;
+            /** Missing */
+            missing: number;
+            /** Types */
+            types: {
+                [key: string]: number;
+            };
+            /** Distinct */
+            distinct: number | null;
+            /** Example */
+            example: string;
         };
         /**
          * ProgressOut
@@ -865,16 +1336,6 @@ export interface components {
              * @description The number of stored samples by step.
              */
             samples: number[];
-        };
-        /**
-         * QueueOut
-         * @description Position of a waiting job in its queue, from 1, and what blocks it.
-         */
-        QueueOut: {
-            /** Position */
-            position: number;
-            /** Reason */
-            reason: string;
         };
         /** RegradeOut */
         RegradeOut: {
@@ -1075,6 +1536,8 @@ export interface components {
                 trained: boolean | null;
                 /** Replacement */
                 replacement: boolean | null;
+                /** Has Tokens */
+                has_tokens: boolean | null;
                 /** Steps */
                 steps: {
                     [key: string]: unknown;
@@ -1089,6 +1552,31 @@ export interface components {
             total: number;
             /** Stored */
             stored: number;
+        };
+        /**
+         * RolloutTokens
+         * @description The values of each token of a sample, its thought and stop token included, with three decimal digits.
+         */
+        RolloutTokens: {
+            /**
+             * Object
+             * @default regraft.rollout_tokens
+             * @constant
+             */
+            object: "regraft.rollout_tokens";
+            /** Rollout Id */
+            rollout_id: string;
+            /** Tokens */
+            tokens: components["schemas"]["TokenOut"][];
+        };
+        /** RowProblem */
+        RowProblem: {
+            /** Line */
+            line: number;
+            /** Path */
+            path: string;
+            /** Message */
+            message: string;
         };
         /** Scores */
         Scores: {
@@ -1154,6 +1642,16 @@ export interface components {
             };
             /** At Least */
             at_least: boolean;
+        };
+        /**
+         * SomeLines
+         * @description A number of rows, and the first lines of them.
+         */
+        SomeLines: {
+            /** Rows */
+            rows: number;
+            /** Lines */
+            lines: number[];
         };
         /**
          * Spread
@@ -1571,6 +2069,11 @@ export interface components {
              */
             logprob_gap_ess?: number | null;
             /**
+             * Stale Tokens Share
+             * @description With `continue_in_flight`: share of the sampled tokens that the policy before the newest update sampled.
+             */
+            stale_tokens_share?: number | null;
+            /**
              * Skipped Updates
              * @description 1 if a gradient was not finite and the step was not taken, else 0.
              */
@@ -1617,9 +2120,14 @@ export interface components {
             sampled_tokens?: number | null;
             /**
              * Sampling Tokens Per Second
-             * @description Sampled tokens per second of the phase sampling.
+             * @description Sampled tokens per second of the phase sampling, or of `ahead_seconds`.
              */
             sampling_tokens_per_second?: number | null;
+            /**
+             * Ahead Seconds
+             * @description With `off_policy_steps`: seconds in which the answers were sampled during the step before. The phase sampling is the part of it that the trainer waited for.
+             */
+            ahead_seconds?: number | null;
             /**
              * Training Tokens Per Second
              * @description Trained tokens per second of the phase training.
@@ -1674,6 +2182,45 @@ export interface components {
         } & {
             [key: string]: unknown;
         };
+        /**
+         * StoredGraderOut
+         * @description A named grader with its current version.
+         */
+        StoredGraderOut: {
+            /** Id */
+            id: string;
+            /**
+             * Object
+             * @default regraft.grader
+             * @constant
+             */
+            object: "regraft.grader";
+            /** Name */
+            name: string;
+            /** Created At */
+            created_at: number;
+            /** Updated At */
+            updated_at: number;
+            /**
+             * Version
+             * @description SHA-256 of the specification.
+             */
+            version: string;
+            /** Versions */
+            versions: number;
+            /**
+             * Cases
+             * @description Golden cases.
+             */
+            cases: number;
+            /**
+             * Grader
+             * @description The specification; header values are masked.
+             */
+            grader: {
+                [key: string]: unknown;
+            };
+        };
         /** Timing */
         Timing: {
             /**
@@ -1694,6 +2241,57 @@ export interface components {
              *     }
              */
             step: components["schemas"]["PhaseSeconds"];
+        };
+        /**
+         * TokenLengths
+         * @description Tokens as the chat template of the model renders a row: of its prompt, or with its answers for other methods.
+         *
+         *     `rows` is smaller than the rows of the file if it has more than 50,000: then a uniform sample is counted.
+         */
+        TokenLengths: {
+            /** Rows */
+            rows: number;
+            /** Mean */
+            mean: number;
+            /** Min */
+            min: number;
+            /** P50 */
+            p50: number;
+            /** P90 */
+            p90: number;
+            /** P99 */
+            p99: number;
+            /** Max */
+            max: number;
+            /** Bins */
+            bins: components["schemas"]["LengthBin"][];
+            /** Room */
+            room: number;
+            too_long: components["schemas"]["SomeLines"];
+            not_rendered: components["schemas"]["SomeLines"];
+        };
+        /** TokenOut */
+        TokenOut: {
+            /**
+             * Text
+             * @description Empty for all but the last token of a character.
+             */
+            text: string;
+            /**
+             * Logprob
+             * @description Of the sampler; null if the token was not sampled.
+             */
+            logprob: number | null;
+            /**
+             * Advantage
+             * @description As used in training; null if it was not trained on.
+             */
+            advantage: number | null;
+            /**
+             * Gap
+             * @description Log-probability of the trainer less that of the sampler; null if not computed.
+             */
+            gap: number | null;
         };
         /**
          * UsageOut
@@ -1933,6 +2531,23 @@ export interface components {
              * @description Spearman's, of the stored and the new scores.
              */
             rank_correlation: number | null;
+            /**
+             * Advantage Scale
+             * @enum {string}
+             */
+            advantage_scale: "none" | "group" | "batch";
+            advantages_before: components["schemas"]["AdvantageSizesOut"];
+            advantages_after: components["schemas"]["AdvantageSizesOut"];
+        };
+        /**
+         * QueueOut
+         * @description Position of a waiting job in its queue, from 1, and what blocks it.
+         */
+        api__resources__jobs__QueueOut: {
+            /** Position */
+            position: number;
+            /** Reason */
+            reason: string;
         };
     };
     responses: never;

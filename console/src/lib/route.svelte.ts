@@ -22,6 +22,7 @@ export function setQuery(changes: Record<string, string>): void {
   const query = new URLSearchParams(place.route.query);
   for (const [name, value] of Object.entries(changes)) value === "" ? query.delete(name) : query.set(name, value);
   const [path] = location.hash.split("?");
-  history.replaceState(null, "", `${path}${query.size ? `?${query}` : ""}`);
+  const text = String(query).replaceAll("%2C", ","); // lists of ids stay readable
+  history.replaceState(null, "", `${path}${text && `?${text}`}`);
   place.route = read();
 }

@@ -6,10 +6,9 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
-from itertools import islice, takewhile
+from itertools import islice
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -22,6 +21,16 @@ from openai.types.fine_tuning.jobs import FineTuningJobCheckpoint
 from regraft import config
 from regraft._rules.datasets import InvalidDataset
 from regraft.cli.evals import evals_compare, evals_export, evals_gate, evals_import, evals_run
+from regraft.cli.graders import (
+    graders_cases,
+    graders_check,
+    graders_delete,
+    graders_diff,
+    graders_list,
+    graders_save,
+    graders_show,
+    graders_versions,
+)
 from regraft.cli.output import (
     duration,
     expected_costs,
@@ -44,6 +53,7 @@ from regraft.cli.pipelines import (
     pipelines_show,
     pipelines_wait,
 )
+from regraft.cli.service import usage, workers
 from regraft.client import Regraft
 from regraft.config import NotConfigured
 from regraft.datasets import method_of
@@ -59,7 +69,7 @@ from regraft.resources.evals import InvalidGate
 from regraft.resources.jobs import VALIDATE, validate_local, validation
 from regraft.resources.rollouts import Filters
 from regraft.saving import chunks, whole
-from regraft.types import ComparedScores, GraderTest, PreviewProgress, verdict_of
+from regraft.types import ComparedPair, ComparedScores, GraderTest, Money, PreviewProgress, verdict_of
 
 DONE, NO, USAGE, NOT_FOUND, AUTH, UNREACHABLE, QUOTA, INTERRUPTED = 0, 1, 2, 3, 4, 5, 6, 130
 BY_STATUS = {401: AUTH, 403: AUTH, 404: NOT_FOUND, 408: UNREACHABLE, 429: QUOTA}
@@ -221,6 +231,79 @@ def files_download(arguments: argparse.Namespace) -> int:
 def files_delete(arguments: argparse.Namespace) -> int:
     deleted = _client().files.delete(arguments.file_id)
     return _answer(arguments, deleted, lambda: f"Deleted {deleted.id}")
+
+
+def files_profile(arguments: argparse.Namespace) -> int:
+    profile = _client().profile(
+        arguments.file_id,
+        model=arguments.model,
+        method=arguments.method,
+        validation_file=arguments.validation_file,
+        grader=arguments.grader,
+        max_completion_tokens=arguments.max_completion_tokens,
+    )
+    return _answer(arguments, profile, lambda: profile_text(plain(profile)))
+
+
+def profile_text(profile: dict[str, Any]) -> str:
+    """The findings, what a job would stumble over first, and the fields as a table."""
+    whole = "" if profile["is_whole"] else "the first "
+    lines = [
+        f"{whole}{profile['rows']} rows of a {profile['method']} job, {profile['invalid']} invalid lines"
+    ]
+    lines += [
+        f"  line {problem['line']}: {': '.join(filter(None, (problem['path'], problem['message'])))}"
+        for problem in profile["problems"]
+    ]
+    if (tokens := profile["tokens"]) is None:
+        lines.append(f"tokens: not counted, {profile['tokens_reason']}")
+    else:
+        counted = "" if tokens["rows"] == profile["rows"] else f" of {tokens['rows']} rows"
+        lines.append(f"tokens{counted}: {_lengths(tokens)}; room for {tokens['room']}")
+        lines += _lines_of("rows do not fit", tokens["too_long"])
+        lines += _lines_of("rows are rejected by the chat template", tokens["not_rendered"])
+    if profile["characters"] is not None:
+        lines.append(f"characters: {_lengths(profile['characters'])}")
+    same = profile["duplicates"]
+    lines.append(f"{same['rows']} rows repeat an earlier prompt, {same['identical']} of them an earlier row")
+    lines += [f"  lines {', '.join(map(str, found))}" for found in same["lines"]]
+    if (overlap := profile["overlap"]) is not None:
+        lines.append(
+            f"{overlap['shared']} of {overlap['rows']} rows of {overlap['file']} have a prompt of this file"
+        )
+        lines += [f"  its line {theirs} is line {own} here" for theirs, own in overlap["lines"]]
+    if (reads := profile["grader"]) is not None:
+        for read in reads["paths"]:
+            lines.append(f"the grader reads {read['path']}: {read['missing']['rows']} rows lack it")
+            lines += _lines_of("rows lack it", read["missing"])[1:]
+        if reads["no_grader"] is not None:
+            lines += _lines_of("rows choose no grader", reads["no_grader"])
+        if reads["not_listed"]:
+            lines.append("its code or its endpoint may read other fields as well")
+    fields = [
+        [
+            field["name"],
+            field["missing"],
+            ", ".join(field["types"]),
+            "more than 1000" if field["distinct"] is None else field["distinct"],
+            shortened(field["example"], 40),
+        ]
+        for field in profile["fields"]
+    ]
+    return "\n".join([*lines, "", table(["field", "missing", "type", "different", "first value"], fields)])
+
+
+def _lengths(found: dict[str, Any]) -> str:
+    middle = f"{found['p50']:.0f} in the middle, {found['p99']:.0f} at 99 %"
+    return f"{found['min']} to {found['max']}, {middle}"
+
+
+def _lines_of(what: str, found: dict[str, Any]) -> list[str]:
+    """A finding and its lines; nothing if there are none."""
+    if not found["rows"]:
+        return []
+    more = ", ..." if found["rows"] > len(found["lines"]) else ""
+    return [f"{found['rows']} {what}", f"  lines {', '.join(map(str, found['lines']))}{more}"]
 
 
 def _files(files: list[Any]) -> str:
@@ -418,6 +501,62 @@ def _previewed(arguments: argparse.Namespace, client: Regraft, body: dict[str, A
     return _created(arguments, client.jobs.submit(body))
 
 
+def previews_list(arguments: argparse.Namespace) -> int:
+    listed = list(islice(_client().previews.list(limit=min(arguments.limit, 100)), arguments.limit))
+    rows = [
+        [
+            one.id,
+            when(one.created_at),
+            one.status,
+            one.request["model"],
+            "-" if one.report is None or one.report.mean_reward is None else f"{one.report.mean_reward:.2f}",
+            "-" if one.report is None else one.report.verdict,
+        ]
+        for one in listed
+    ]
+    head = ["id", "created", "status", "model", "mean reward", "verdict"]
+    return _answer(arguments, listed, lambda: table(head, rows))
+
+
+def previews_show(arguments: argparse.Namespace) -> int:
+    preview = _client().previews.retrieve(arguments.preview_id)
+
+    def shown() -> str:
+        if preview.report is not None:
+            return _preview(plain(preview.report))
+        if preview.error is not None:
+            return f"failed: {preview.error.message}"
+        return f"{preview.status}: {_doing(preview.progress)}"
+
+    return _answer(arguments, preview, shown)
+
+
+def previews_answers(arguments: argparse.Namespace) -> int:
+    answers = list(_client().previews.answers(arguments.preview_id))
+    rows = [
+        [one.line, "none" if one.score is None else f"{one.score:.2f}", shortened(one.output_text, 60)]
+        for one in answers
+    ]
+    return _answer(arguments, answers, lambda: table(["line", "score", "answer"], rows))
+
+
+def previews_cancel(arguments: argparse.Namespace) -> int:
+    preview = _client().previews.cancel(arguments.preview_id)
+    return _answer(arguments, preview, lambda: f"{preview.id} is {preview.status}")
+
+
+def previews_delete(arguments: argparse.Namespace) -> int:
+    _client().previews.delete(arguments.preview_id)
+    shown = {"id": arguments.preview_id, "deleted": True}
+    return _answer(arguments, shown, lambda: f"Deleted {arguments.preview_id}")
+
+
+def _doing(now: PreviewProgress) -> str:
+    done = now.graded if now.phase == "grading" else now.sampled
+    doing = {"loading": "loading the model", "sampling": "sampling", "grading": "grading"}[now.phase]
+    return doing if now.phase == "loading" else f"{doing}: {done} of {now.of} answers"
+
+
 def _preview_progress() -> Callable[[PreviewProgress], None]:
     """Say each phase when it begins, and each quarter of its answers."""
     said: set[tuple[str, int]] = set()
@@ -427,8 +566,7 @@ def _preview_progress() -> Callable[[PreviewProgress], None]:
         quarter = (now.phase, 4 * done // now.of)
         if quarter not in said:
             said.add(quarter)
-            doing = {"loading": "loading the model", "sampling": "sampling", "grading": "grading"}[now.phase]
-            say(doing if now.phase == "loading" else f"{doing}: {done} of {now.of} answers")
+            say(_doing(now))
 
     return tell
 
@@ -513,31 +651,42 @@ def jobs_cancel(arguments: argparse.Namespace) -> int:
 
 
 def jobs_compare(arguments: argparse.Namespace) -> int:
-    found = _client().jobs.compare(arguments.first, arguments.second)
+    found = _client().jobs.compare(arguments.first, *arguments.others)
 
     def text() -> str:
-        rows: list[list[object]] = [[one.job_id, one.model, one.step] for one in (found.first, found.second)]
-        parts = [table(["job", "model", "validated at step"], rows)]
-        one = found.reward
-        if one is None:
-            parts.append("A job has no stored validation.")
-        else:
-            interval = "" if one.ci_low is None else f" ({one.ci_low:+.3f} to {_signed(one.ci_high)})"
-            parts.append(
-                f"{found.prompts} prompts in both: {_number(one.first)} and {_number(one.second)}, difference "
-                f"{_signed(one.difference)}{interval}; the second is better on {one.wins}, worse on {one.losses}, "
-                f"equal on {one.ties}"
-            )
-        if found.unpaired:
-            parts.append(f"{found.unpaired} prompts are in one of them only.")
-        if not found.same_grader:
-            parts.append("Their graders differ, so the rewards may not be on one scale.")
+        jobs: list[list[object]] = [
+            [one.job_id, one.model, one.step, duration(one.gpu_seconds), _money(one.cost)]
+            for one in found.jobs
+        ]
+        parts = [table(["job", "model", "validated at step", "GPU time", "cost"], jobs)]
+        parts += [line for pair in found.pairs for line in _pair(found.jobs[0].job_id, pair)]
         if found.config:
-            changed = [[one.field, _value(one.first), _value(one.second)] for one in found.config]
-            parts.append(table(["field", "first", "second"], changed))
+            changed = [[one.field, *map(_value, one.values)] for one in found.config]
+            parts.append(table(["field", *(one.job_id for one in found.jobs)], changed))
         return "\n".join(parts)
 
     return _answer(arguments, found, text)
+
+
+def _pair(first: str, pair: ComparedPair) -> list[str]:
+    one = pair.reward
+    if one is None:
+        return [f"{first} or {pair.job_id} has no stored validation."]
+    interval = "" if one.ci_low is None else f" ({one.ci_low:+.3f} to {_signed(one.ci_high)})"
+    lines = [
+        f"{pair.job_id} against {first}, {pair.prompts} prompts in both: {_number(one.second)} and "
+        f"{_number(one.first)}, difference {_signed(one.difference)}{interval}; better on {one.wins}, worse on "
+        f"{one.losses}, equal on {one.ties}"
+    ]
+    if pair.unpaired:
+        lines.append(f"{pair.unpaired} prompts are in one of them only.")
+    if not pair.same_grader:
+        lines.append("Their graders differ, so the rewards may not be on one scale.")
+    return lines
+
+
+def _money(cost: Money | None) -> str:
+    return "-" if cost is None else f"{cost.amount:.2f} {cost.currency}"
 
 
 def _number(value: float | None) -> str:
@@ -595,45 +744,6 @@ def jobs_budget(arguments: argparse.Namespace) -> int:
         return f"{job.id}: {used} of GPU time used, {left} left of {cap}"
 
     return _answer(arguments, job, text)
-
-
-def usage(arguments: argparse.Namespace) -> int:
-    since = time.time() - 86400 * arguments.days
-    sums: dict[str, SummedUsage] = {}
-    for job in takewhile(lambda one: one.created_at >= since, _client().fine_tuning.jobs.list(limit=100)):
-        used: dict[str, Any] = getattr(job, "usage_metrics", None) or {}
-        key = {"day": when(job.created_at)[:10], "model": job.model, "job": job.id}[arguments.by]
-        sums.setdefault(key, SummedUsage()).add(used)
-
-    def text() -> str:
-        rows: list[list[object]] = [
-            [key, one.jobs, duration(one.gpu_seconds), one.trained_tokens, one.shown_cost]
-            for key, one in sums.items()
-        ]
-        return table([arguments.by, "jobs", "GPU time", "trained tokens", "cost"], rows)
-
-    return _answer(arguments, [{arguments.by: key} | asdict(one) for key, one in sums.items()], text)
-
-
-@dataclass
-class SummedUsage:
-    """The sums over some jobs; `cost` is by currency."""
-
-    jobs: int = 0
-    gpu_seconds: float = 0.0
-    trained_tokens: int = 0
-    cost: dict[str, float] = field(default_factory=dict)
-
-    def add(self, used: dict[str, Any]) -> None:
-        self.jobs += 1
-        self.gpu_seconds += used.get("gpu_seconds", 0.0)
-        self.trained_tokens += used.get("trained_tokens", 0)
-        if (cost := used.get("cost")) is not None:
-            self.cost[cost["currency"]] = self.cost.get(cost["currency"], 0.0) + cost["amount"]
-
-    @property
-    def shown_cost(self) -> str:
-        return ", ".join(f"{amount:.2f} {currency}" for currency, amount in self.cost.items()) or "-"
 
 
 def _moved(arguments: argparse.Namespace, job: FineTuningJob) -> int:
@@ -870,26 +980,33 @@ def what_if(arguments: argparse.Namespace) -> int:
         arguments.job_id,
         arguments.formula,
         pass_threshold=arguments.pass_threshold,
+        advantage_scale=arguments.advantage_scale,
         split=arguments.split,
         step_from=arguments.step_from,
         step_to=arguments.step_to,
     )
+    before, after = found.advantages_before, found.advantages_after
+    sizes: list[list[object]] = [
+        [f"mean size of advantages, scale {found.advantage_scale}", before.mean, after.mean],
+        ["largest advantage", before.largest, after.largest],
+    ]
 
     return _answer(
         arguments,
         found,
-        lambda: _compared(found, "with the formula", f"passed, from {found.pass_threshold:g}"),
+        lambda: _compared(found, "with the formula", f"passed, from {found.pass_threshold:g}", sizes),
     )
 
 
-def _compared(found: ComparedScores, new: str, passed: str) -> str:
-    """The stored scores beside the new ones; `new` and `passed` name a column and a row."""
+def _compared(found: ComparedScores, new: str, passed: str, more: Iterable[list[object]] = ()) -> str:
+    """The stored scores beside the new ones; `new` and `passed` name a column and a row, `more` are further rows."""
     before, after = found.before, found.after
     rows: list[list[object]] = [
         ["mean reward", before.mean, after.mean],
         ["graded answers", before.graded, after.graded],
         [passed, before.passed, after.passed],
         [f"groups with signal, of {found.groups}", before.groups_with_signal, after.groups_with_signal],
+        *more,
     ]
     correlation = "" if found.rank_correlation is None else f", rank correlation {found.rank_correlation:.3f}"
     return (
@@ -1110,9 +1227,23 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
         files_show,
         files_download,
         files_delete,
+        files_profile,
+        previews_list,
+        previews_show,
+        previews_answers,
+        previews_cancel,
+        previews_delete,
         validate,
         graders_validate,
         graders_run,
+        graders_save,
+        graders_list,
+        graders_show,
+        graders_versions,
+        graders_diff,
+        graders_delete,
+        graders_cases,
+        graders_check,
         jobs_create,
         jobs_clone,
         jobs_list,
@@ -1143,6 +1274,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
         evals_import,
         pipelines_create,
         pipelines_list,
+        workers,
         pipelines_show,
         pipelines_wait,
         pipelines_pause,

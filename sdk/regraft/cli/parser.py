@@ -8,12 +8,15 @@ EXIT_CODES = """exit codes:
   0  done; a job that was waited for has succeeded or is paused
   1  no: a job failed, was cancelled or is worse than its base; rows are bad; a test or eval failed; evals are left out
   2  the command, a file it names or the request is wrong
-  3  there is no such job, file, model, checkpoint, eval or run
+  3  there is no such job, file, model, checkpoint, grader, eval or run
   4  no server or key is configured, or the key is refused
   5  the server cannot be reached, or has an error
   6  a quota is used up, or there are too many requests
 130  interrupted; a job that was being watched goes on
 """
+
+
+GRADER = ".py, .json, .toml, .yaml, a job file, or stored:NAME@VERSION"
 
 
 class Commands:
@@ -64,7 +67,7 @@ def build() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=Version)
     _output(parser, default="text")
     top = Commands(parser)
-    for add in (_account, _data, _graders, _jobs, _results, _evals, _pipelines, _models, _others):
+    for add in (_account, _data, _graders, _jobs, _previews, _results, _evals, _pipelines, _models, _others):
         add(top)
     return parser
 
@@ -89,6 +92,29 @@ def _data(top: Commands) -> None:
     _id(download, "file_id")
     download.add_argument("-o", "--to", type=Path, metavar="FILE")
     _id(files.add("delete", "delete a file", "files_delete"), "file_id")
+    profile = files.add(
+        "profile",
+        "describe the rows of a dataset: token lengths, duplicates, fields, overlap with a validation file",
+        "files_profile",
+        example="regraft files profile file-abc --model SmolLM2-135M-Instruct --grader grader.json "
+        "--validation-file file-def",
+    )
+    _id(profile, "file_id")
+    profile.add_argument("--model", metavar="MODEL", help="count tokens with the tokenizer of this model")
+    profile.add_argument(
+        "--grader", type=Path, metavar="FILE", help="list the rows that lack a field that this grader reads"
+    )
+    profile.add_argument(
+        "--validation-file", metavar="ID", help="count its prompts that this file has as well"
+    )
+    profile.add_argument(
+        "--method",
+        choices=("supervised", "dpo", "reward_model", "reinforcement"),
+        help="which method's rows the file has (default: by its first row)",
+    )
+    profile.add_argument(
+        "--max-completion-tokens", type=int, metavar="N", help="room for an answer (default: as a job's)"
+    )
 
     validate = top.add(
         "validate",
@@ -115,9 +141,9 @@ def _data(top: Commands) -> None:
 
 
 def _graders(top: Commands) -> None:
-    graders = top.group("graders", "test a grader before using it in a job")
+    graders = top.group("graders", "test graders, and store them with versions and golden cases")
     validate = graders.add("validate", "validate a grader without running it", "graders_validate")
-    validate.add_argument("grader", type=Path, metavar="FILE", help=".py, .json, .toml, .yaml, or a job file")
+    validate.add_argument("grader", type=Path, metavar="FILE", help=GRADER)
     run = graders.add(
         "run",
         "grade one answer, or every row of a JSONL file",
@@ -125,9 +151,7 @@ def _graders(top: Commands) -> None:
         example='regraft graders run --grader grader.py --sample "42" --item \'{"answer": "42"}\'\n'
         "  regraft graders run --grader grader.py cases.jsonl",
     )
-    run.add_argument(
-        "--grader", type=Path, required=True, metavar="FILE", help=".py, .json, .toml, .yaml, or a job file"
-    )
+    run.add_argument("--grader", type=Path, required=True, metavar="FILE", help=GRADER)
     run.add_argument("--sample", metavar="TEXT", help="the answer to grade")
     run.add_argument("--item", metavar="JSON", help="the dataset row that it answers")
     run.add_argument(
@@ -136,6 +160,60 @@ def _graders(top: Commands) -> None:
         type=Path,
         metavar="CASES",
         help='JSONL: {"sample": answer, "expect": reward (optional), ...fields of the row}',
+    )
+    save = graders.add(
+        "save",
+        "store a grader under a name; other content than before is a new version",
+        "graders_save",
+        example='regraft graders save close --grader grader.py --note "partial credit for the unit"',
+    )
+    _id(save, "name")
+    save.add_argument("--grader", type=Path, required=True, metavar="FILE", help=GRADER)
+    save.add_argument("--note", default="", metavar="TEXT", help="what this version changes")
+    graders.add("list", "list the stored graders, newest first", "graders_list")
+    show = graders.add(
+        "show",
+        "print the specification of a stored grader as JSON",
+        "graders_show",
+        example="regraft graders show close@3f2a91c0 > grader.json",
+    )
+    show.add_argument("name", metavar="NAME[@VERSION]")
+    _id(
+        graders.add("versions", "list the versions of a stored grader, newest first", "graders_versions"),
+        "name",
+    )
+    diff = graders.add("diff", "show the differences between two versions of a stored grader", "graders_diff")
+    _id(diff, "name")
+    diff.add_argument("version", metavar="VERSION")
+    diff.add_argument("other", nargs="?", metavar="OTHER", help="default: the current version")
+    delete = graders.add("delete", "delete a stored grader, or one version of it", "graders_delete")
+    delete.add_argument("name", metavar="NAME[@VERSION]")
+    cases = graders.add(
+        "cases",
+        "list the golden cases of a stored grader, after adding or deleting some",
+        "graders_cases",
+        example="regraft graders cases close --add cases.jsonl",
+    )
+    _id(cases, "name")
+    cases.add_argument(
+        "--add",
+        type=Path,
+        metavar="CASES",
+        help='JSONL: {"sample": answer, "expect": score or {"min": ..., "max": ...}, ...fields of the row}',
+    )
+    cases.add_argument("--delete", action="append", default=[], metavar="CASE", help="may be repeated")
+    check = graders.add(
+        "check",
+        "run a stored grader, or a file in its place, on its golden cases",
+        "graders_check",
+        example="regraft graders check close --grader grader.py",
+    )
+    check.add_argument("name", metavar="NAME[@VERSION]")
+    check.add_argument(
+        "--grader",
+        type=Path,
+        metavar="FILE",
+        help="a grader that is not saved",
     )
 
 
@@ -174,12 +252,12 @@ def _jobs(top: Commands) -> None:
     _id(jobs.add("cancel", "cancel a job permanently", "jobs_cancel"), "job_id")
     compare = jobs.add(
         "compare",
-        "compare the validated rewards of two jobs prompt by prompt, and their requests",
+        "compare the validated rewards of jobs prompt by prompt with those of the first, and their requests",
         "jobs_compare",
-        example="regraft jobs compare ftjob-1 ftjob-2",
+        example="regraft jobs compare ftjob-1 ftjob-2 ftjob-3",
     )
     compare.add_argument("first", metavar="FIRST")
-    compare.add_argument("second", metavar="SECOND")
+    compare.add_argument("others", metavar="OTHER", nargs="+")
     _id(jobs.add("attempts", "list the attempts of a job, oldest first", "jobs_attempts"), "job_id")
     _id(jobs.add("logs", "print the logs of a job's runs", "jobs_logs"), "job_id")
     budget = jobs.add(
@@ -205,6 +283,17 @@ def _jobs(top: Commands) -> None:
     _set(clone)
     clone.add_argument("--grader", type=Path, metavar="FILE", help="replace the grader")
     clone.add_argument("--watch", action="store_true", help="watch the job until it ends")
+
+
+def _previews(top: Commands) -> None:
+    previews = top.group("previews", "show the previews of jobs (regraft jobs create --preview makes one)")
+    listing = previews.add("list", "list previews, newest first", "previews_list")
+    listing.add_argument("--limit", type=int, default=20, metavar="N")
+    _id(previews.add("show", "show the report of a preview", "previews_show"), "preview_id")
+    answers = previews.add("answers", "print the answers and grades of a preview", "previews_answers")
+    _id(answers, "preview_id")
+    _id(previews.add("cancel", "cancel a preview", "previews_cancel"), "preview_id")
+    _id(previews.add("delete", "delete a preview and its answers", "previews_delete"), "preview_id")
 
 
 def _results(top: Commands) -> None:
@@ -235,6 +324,12 @@ def _results(top: Commands) -> None:
     rollouts.add_argument("--grader", metavar="NAME", help="part of a multi grader whose scores are filtered")
     rollouts.add_argument("--min-score", type=float, metavar="X")
     rollouts.add_argument("--max-score", type=float, metavar="X")
+    rollouts.add_argument(
+        "--has-tokens",
+        action="store_true",
+        default=None,
+        help="only answers with the log-probability and advantage of each token",
+    )
     rollouts.add_argument(
         "--search",
         dest="q",
@@ -291,17 +386,33 @@ def _results(top: Commands) -> None:
     _id(what_if, "job_id")
     what_if.add_argument("formula", metavar="FORMULA", help="as calculate_output of a multi grader")
     what_if.add_argument("--pass-threshold", type=float, metavar="X", help="default: as in evals of the job")
+    what_if.add_argument(
+        "--advantage-scale",
+        choices=("none", "group", "batch"),
+        help="divide advantages by the std of the group or of the step, as losses do (default: none)",
+    )
     what_if.add_argument("--split", choices=("train", "valid"))
     what_if.add_argument("--step-from", type=int, metavar="N", help="first step of a range")
     what_if.add_argument("--step-to", type=int, metavar="N", help="last step of a range")
     usage = top.add(
         "usage",
-        "sum the GPU time, tokens and cost of the project's jobs",
+        "sum GPU time, tokens and cost by day, model or project",
         "usage",
-        example="regraft usage --by day --days 7",
+        example="regraft usage --by day,model --days 7",
     )
-    usage.add_argument("--by", choices=("day", "model", "job"), default="model", help="default: model")
-    usage.add_argument("--days", type=int, default=30, metavar="N", help="jobs created since (default: 30)")
+    usage.add_argument(
+        "--by",
+        default="day",
+        metavar="WHAT",
+        help="day, model, project, or several, separated by commas (default: day)",
+    )
+    usage.add_argument(
+        "--days", type=int, default=30, metavar="N", help="today and the days before (default: 30)"
+    )
+    usage.add_argument(
+        "--all-projects", action="store_true", help="of all projects; requires an operator's key"
+    )
+    top.add("workers", "list the workers and queues of the service; requires an operator's key", "workers")
     regrade = top.add(
         "regrade",
         "score stored answers of a job by another grader, and show what changes",
@@ -310,9 +421,7 @@ def _results(top: Commands) -> None:
         "  regraft regrade ftjob-... --grader judge.json --step-from 90 --max-tokens 200000",
     )
     _id(regrade, "job_id")
-    regrade.add_argument(
-        "--grader", type=Path, required=True, metavar="FILE", help=".py, .json, .toml, .yaml, or a job file"
-    )
+    regrade.add_argument("--grader", type=Path, required=True, metavar="FILE", help=GRADER)
     regrade.add_argument("--name", help="shown in lists")
     regrade.add_argument("--split", choices=("train", "valid"))
     regrade.add_argument("--step-from", type=int, metavar="N", help="first step of a range")
@@ -323,7 +432,7 @@ def _results(top: Commands) -> None:
     _id(regrades, "job_id")
     checkpoints = top.group("checkpoints", "list and download the checkpoints of a job")
     _id(checkpoints.add("list", "list the checkpoints of a job, newest first", "checkpoints_list"), "job_id")
-    download = checkpoints.add("download", "download an adapter in PEFT format", "checkpoints_download")
+    download = checkpoints.add("download", "download an adapter or a whole model", "checkpoints_download")
     _id(download, "job_id")
     download.add_argument(
         "checkpoint_id", nargs="?", metavar="CHECKPOINT", help="default: the best checkpoint"

@@ -21,6 +21,8 @@ class Sampling:
     step: int
     held_to: str = ""  # a schema (core/response_format.py): answers are JSON of it, and stop where it ends
     thinking_budget: int | None = None  # tokens after which a thought is closed
+    # The steps that the policy has learned from, if answers in flight may continue with a newer one.
+    policy_steps: int | None = None
 
     def seed(self, prompt: Prompt, member: int) -> int:
         """Return the seed of one answer. It does not depend on the batch, so it is the same after a crash."""

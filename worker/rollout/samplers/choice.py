@@ -29,16 +29,20 @@ def choose(
     installed: Callable[[], str | None] = vllm.installed,
     *,
     fleet: bool = False,
+    full: bool = False,
 ) -> tuple[SamplerName, str]:
     """Return the sampler's name and version. Automatic: vLLM on a GPU if it is installed, else transformers.
 
     Args:
         installed: returns the version of vLLM, or None.
         fleet: whether the model has one, which is used then.
+        full: whether all weights are trained. The sampler has the trainer's own then: others take adapters only.
 
     Raises:
         SamplerMissing: the configured sampler is not installed, or is another one than the fleet's.
     """
+    if full:
+        return "transformers", version("transformers")
     if fleet:
         if sampler_of(entry, settings.sampler, "cuda") == "transformers":
             raise SamplerMissing(
@@ -107,6 +111,7 @@ def build(
     store: AdapterStore,
     engines: Placement = placement.ONE_ENGINE,
     fleet: FleetConfig | None = None,
+    continues: bool = False,
     store_coverage: Callable[[], None] = lambda: None,
 ) -> Sampler:
     """Build the sampler.
@@ -115,6 +120,7 @@ def build(
         longest: tokens of the longest prompt and answer together.
         store: where a fleet finds the adapter.
         fleet: of the model, if it has one.
+        continues: whether answers in flight continue with the policy after an update.
         store_coverage: called when the sampler has left layers out.
     """
     if name == "transformers":
@@ -138,6 +144,8 @@ def build(
         context=longest,
         kv_cache_bytes=plan.cache_bytes,
         threads=settings.torch_threads,
+        sleeps=plan.sleeps,
+        continues=continues,
         on_restart=lambda reason: recorder.warn(f"The sampler was restarted: {reason}", {"reason": reason}),
         on_left_out=on_left_out,
     )

@@ -19,14 +19,19 @@ from worker import process
 from worker.rollout.samplers.extension import ADAPTER_ID, SamplingWorker
 from worker.rollout.samplers.wire import (
     Abort,
+    AdapterBytes,
+    Asleep,
     EngineConfig,
     EngineReady,
     Failed,
+    FallAsleep,
     Finished,
     NotApplied,
+    ReplaceAdapter,
     Request,
     SampleBatch,
     Stepped,
+    WakeUp,
     WhichApply,
 )
 
@@ -77,7 +82,7 @@ def engine_options(config: EngineConfig) -> dict[str, Any]:
         # By the same library as the trainer and the other sampler, so that all three allow the same tokens.
         "structured_outputs_config": {"backend": "guidance"},
         "disable_log_stats": True,
-        **(_cpu_options(config) if config.device == "cpu" else {}),
+        **(_cpu_options(config) if config.device == "cpu" else {"enable_sleep_mode": config.sleeps}),
     }
 
 
@@ -145,13 +150,16 @@ class SamplingEngine:
         from vllm.v1.engine.llm_engine import LLMEngine
 
         self._params = SamplingParams
-        self._final_only = RequestOutputKind.FINAL_ONLY
+        # The engine has to know how many tokens an answer has when the adapter is replaced.
+        self._kind = RequestOutputKind.CUMULATIVE if config.continues else RequestOutputKind.FINAL_ONLY
         self._held_to = StructuredOutputsParams
         self._lora_request = LoRARequest
         self.vllm = LLMEngine.from_engine_args(EngineArgs(**engine_options(config), **worker_options(config)))
         if config.device == "cpu":
             self.vllm.collective_rpc("use_one_adapter_linear")
         self.namespace = ""
+        self._tokens: dict[str, int] = {}  # of each answer in flight so far, if it may continue
+        self._replaced_at: dict[str, tuple[int, ...]] = {}
 
     @property
     def busy(self) -> bool:
@@ -159,18 +167,33 @@ class SamplingEngine:
 
     def start(self, batch: SampleBatch) -> None:
         if batch.adapter is not None:
-            self.vllm.collective_rpc("put_policy_adapter", args=(batch.adapter,))
-            self.namespace = batch.adapter.namespace
+            self._put(batch.adapter)
         # The path is never opened, since the id is registered; it is there for the prefix cache's key.
         adapter_of_request = self._lora_request("policy", ADAPTER_ID, self.namespace)
         for request in batch.requests:
             params = self._params(
                 **sampling_options(request),
-                output_kind=self._final_only,
+                output_kind=self._kind,
                 structured_outputs=self._structured(request),
             )
             prompt = {"type": "token", "prompt_token_ids": list(request.prompt_ids)}
             self.vllm.add_request(request.id, prompt, params, lora_request=adapter_of_request)
+            self._tokens[request.id] = 0
+
+    def replace(self, adapter: AdapterBytes) -> None:
+        """Have answers in flight continue with this adapter.
+
+        Keys and values of the old one are dropped, so that vLLM computes prompts and tokens anew: the next tokens
+        have the probabilities that the new adapter alone gives them.
+        """
+        self._put(adapter)
+        self.vllm.reset_prefix_cache(reset_running_requests=True)
+        for id, tokens in self._tokens.items():
+            self._replaced_at[id] = (*self._replaced_at.get(id, ()), tokens)
+
+    def _put(self, adapter: AdapterBytes) -> None:
+        self.vllm.collective_rpc("put_policy_adapter", args=(adapter,))
+        self.namespace = adapter.namespace
 
     def _structured(self, request: Request) -> Any:
         if request.grammar:
@@ -182,15 +205,33 @@ class SamplingEngine:
         return NotApplied(tuple(names))  # the same in all workers
 
     def step(self) -> Stepped:
-        return Stepped(tuple(_finished(output) for output in self.vllm.step() if output.finished))
+        return Stepped(tuple(filter(None, map(self._stepped, self.vllm.step()))))
+
+    def _stepped(self, output: Any) -> Finished | None:
+        """The answer, if it has ended."""
+        [answer] = output.outputs
+        if not output.finished:
+            self._tokens[output.request_id] = len(answer.token_ids)
+            return None
+        del self._tokens[output.request_id]
+        return Finished(
+            output.request_id,
+            tuple(answer.token_ids),
+            tuple(answer.logprobs.logprobs),
+            self._replaced_at.pop(output.request_id, ()),
+        )
 
     def abort(self) -> None:
+        self._tokens.clear()
+        self._replaced_at.clear()
         self.vllm.abort_request(list(self.vllm.output_processor.request_states), internal=True)
 
+    def sleep(self) -> None:
+        self.abort()
+        self.vllm.sleep(level=1)
 
-def _finished(output: Any) -> Finished:
-    [answer] = output.outputs
-    return Finished(output.request_id, tuple(answer.token_ids), tuple(answer.logprobs.logprobs))
+    def wake_up(self) -> None:
+        self.vllm.wake_up()
 
 
 def lasts(cause: Exception) -> bool:
@@ -208,8 +249,16 @@ def serve(run: Connection, engine: SamplingEngine) -> None:
         message = run.recv()
         if isinstance(message, WhichApply):
             run.send(engine.not_applied(message))
+        elif isinstance(message, ReplaceAdapter):
+            engine.replace(message.adapter)
         elif isinstance(message, Abort):
             engine.abort()
+            run.send(EngineReady())
+        elif isinstance(message, FallAsleep):
+            engine.sleep()
+            run.send(Asleep())
+        elif isinstance(message, WakeUp):
+            engine.wake_up()
             run.send(EngineReady())
         else:
             engine.start(message)

@@ -18,14 +18,18 @@ from worker.rollout.samplers.engine import environment
 from worker.rollout.samplers.wire import (
     Abort,
     AdapterBytes,
+    Asleep,
     EngineConfig,
     EngineReady,
     Failed,
+    FallAsleep,
     Finished,
     NotApplied,
+    ReplaceAdapter,
     Request,
     SampleBatch,
     Stepped,
+    WakeUp,
     WhichApply,
 )
 
@@ -51,6 +55,7 @@ class EngineProcess:
         self.version = 0  # of the adapter it has
         self.requests: dict[str, Request] = {}  # unfinished, by id
         self.is_ready = False
+        self.is_asleep = False
         self._has_started = False
         self._heard = time.monotonic()
         ours, theirs = socket.socketpair()
@@ -97,12 +102,34 @@ class EngineProcess:
         self.requests |= {request.id: request for request in requests}
         self._send(SampleBatch(adapter, tuple(requests)))
 
+    def replace(self, adapter: AdapterBytes) -> None:
+        """Have its answers continue with this adapter."""
+        self._send(ReplaceAdapter(adapter))
+
     def abort(self) -> None:
         """Forget all requests; the engine is ready again after its reply."""
         self.requests.clear()
         self.is_ready = False
         self._heard = time.monotonic()
         self._send(Abort())
+
+    def fall_asleep(self) -> None:
+        """Have it forget all requests and sleep. `wait_until_asleep` has to follow."""
+        self.requests.clear()
+        self._heard = time.monotonic()
+        self._send(FallAsleep())
+
+    def wait_until_asleep(self) -> None:
+        """Wait for it, also if it has not started yet: an engine that loads its weights later would take memory."""
+        while not isinstance(message := self._message(), Asleep):
+            self._has_started |= isinstance(message, EngineReady)
+        self.is_ready, self.is_asleep = False, True
+
+    def wake_up(self) -> None:
+        """It is ready again after its reply. It gets the adapter anew, whatever vLLM keeps of it."""
+        self.is_asleep, self.version = False, 0
+        self._heard = time.monotonic()
+        self._send(WakeUp())
 
     def receive(self) -> tuple[Finished, ...]:
         """Take the next message: the answers that ended in a step, or that the engine is ready."""

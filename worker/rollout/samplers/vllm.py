@@ -15,7 +15,7 @@ so a single answer of a group could not be requested again.) The prompt's keys a
 prefix cache either way.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -63,6 +63,8 @@ class VllmSampler:
         context: int | None = None,
         kv_cache_bytes: int = 1 << 30,
         threads: int = 0,
+        sleeps: bool = False,
+        continues: bool = False,
         patience: float = 300.0,
         max_restarts: int = 2,
         on_restart: Callable[[str], None] = lambda reason: None,
@@ -72,6 +74,7 @@ class VllmSampler:
 
         `context`: the longest prompt and answer together, in tokens; default: the model's context. vLLM refuses to
         start if `kv_cache_bytes` does not hold one sequence of that length; each process of an engine has as many.
+        `sleeps` and `continues`: `sleep` and `update_in_flight` are going to be called.
         An engine that sends no message for `patience` seconds has hung. Each lost engine is restarted, at most
         `max_restarts` times in one `sample`, and `on_restart` receives the reason.
         Before the first answer an engine says which layers it puts no adapter on, and `on_left_out` receives their
@@ -91,12 +94,15 @@ class VllmSampler:
             kv_cache_bytes=kv_cache_bytes,
             threads=threads,
             tensor_parallel=placement.tensor_parallel,
+            sleeps=sleeps,
+            continues=continues,
         )
         self._gpus_E = placement.gpus_E
         # The kernel ends the engine when the *thread* that started it ends, so that thread has to live as long as we.
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="vllm-starter")
         self._published = 0
         self._tensors: Mapping[str, Tensor] = {}  # as last published
+        self._newer: deque[Mapping[str, Tensor]] = deque(maxlen=1)  # the adapter to continue with
         self._knows_left_out = False
         self._has_answered = False
         self.engines: dict[int, EngineProcess] = {}  # by number; a lost one is missing
@@ -114,23 +120,32 @@ class VllmSampler:
             SamplerUnusable: before its first answer an engine failed with an error that a restart would repeat.
         """
         # Read here and not in the iterator: the trainer may be changing the adapter by its first `next`.
+        self._newer.clear()
         return self._answers(self.policy.adapter(), prompts_P, sampling)
+
+    def update_in_flight(self) -> None:
+        """Have the answers in flight continue with the policy as it is at this call. May come from another thread.
+
+        Tokens that an engine has sampled before it gets the adapter keep their log-probabilities.
+        """
+        self._newer.append(self.policy.adapter())
 
     def _answers(
         self, adapter: Mapping[str, Tensor], prompts_P: Sequence[Prompt], sampling: Sampling
     ) -> Iterator[Answer]:
-        if not same(self._tensors, adapter):
-            self._tensors = adapter
-            self._published += 1
+        self._publish(adapter)
         groups = [group_of(self.policy, *placed, sampling) for placed in enumerate(prompts_P)]
         # The largest first, so that the loads end up even.
         work = UnfinishedSample(sorted(groups, key=dealing.tokens, reverse=True))
         for number, engine in [*self.engines.items()]:
-            if engine.requests:  # of a reader that left early
-                with self._losses_of(number, work):
+            with self._losses_of(number, work):
+                if engine.is_asleep:
+                    engine.wake_up()
+                elif engine.requests:  # of a reader that left early
                     engine.abort()
         while work.waiting or any(engine.requests for engine in self.engines.values()):
             self._start_missing()
+            self._update(work)
             self._deal(work)
             owing = {engine: number for number, engine in self.engines.items() if engine.owes_message}
             for engine in next_to_receive([*owing]):
@@ -141,7 +156,23 @@ class VllmSampler:
                     self._has_answered = True
                     place, member = map(int, one.id.split("/"))
                     rollout = rollout_of(self.policy, one.output_ids_T, one.logprobs_T, sampling)
+                    if sampling.policy_steps is not None:
+                        steps_T = policy_steps(one, sampling.policy_steps + work.began_after[one.id])
+                        rollout = replace(rollout, policy_steps_T=steps_T)
                     yield Answer(place, member, rollout)
+
+    def sleep(self) -> None:
+        """Have all engines release their GPUs' memory, and wait for that. The next `sample` wakes them.
+
+        Raises:
+            EngineLost, SamplerUnusable: as `answers` does.
+        """
+        nothing = UnfinishedSample([])
+        for step in (EngineProcess.fall_asleep, EngineProcess.wait_until_asleep):
+            for number, engine in [*self.engines.items()]:
+                if not engine.is_asleep:
+                    with self._losses_of(number, nothing):
+                        step(engine)
 
     def close(self) -> None:
         """End the engines' processes."""
@@ -151,6 +182,25 @@ class VllmSampler:
     def namespace(self, published: int) -> str:
         """The prefix cache's key of the adapter published as number `published`."""
         return f"mem://policy/v{published}"
+
+    def _publish(self, adapter: Mapping[str, Tensor]) -> None:
+        if not same(self._tensors, adapter):
+            self._tensors = adapter
+            self._published += 1
+
+    def _update(self, work: "UnfinishedSample") -> None:
+        """Have engines with answers in flight continue with a newer adapter, if there is one."""
+        try:
+            newer = self._newer.popleft()
+        except IndexError:
+            return
+        self._publish(newer)
+        work.updates += 1
+        for number, engine in [*self.engines.items()]:
+            if engine.requests:
+                with self._losses_of(number, work):
+                    engine.replace(adapter_of(self.policy, newer, self.namespace(self._published)))
+                    engine.version = self._published
 
     def _deal(self, work: "UnfinishedSample") -> None:
         """Give groups that wait to engines, with the current adapter for those that have another one."""
@@ -167,6 +217,7 @@ class VllmSampler:
         work.waiting = [group for engine, group in dealt if engine is None]
         for place, number in enumerate(ready):
             requests = [request for engine, group in dealt if engine == place for request in group]
+            work.began_after |= {request.id: work.updates for request in requests}
             if requests:
                 with self._losses_of(number, work):
                     self._run(self.engines[number], requests)
@@ -231,3 +282,11 @@ class UnfinishedSample:
 
     waiting: list[RequestGroup]  # for an engine
     losses: Counter[int] = field(default_factory=Counter)  # by engine
+    updates: int = 0  # of the policy since it began
+    began_after: dict[str, int] = field(default_factory=dict)  # how many of them, by the id of an answer
+
+
+def policy_steps(answer: Finished, first: int) -> tuple[int, ...]:
+    """For each token of the answer: the steps that its policy had learned from, which are `first` for the first."""
+    tokens = range(len(answer.output_ids_T))
+    return tuple(first + sum(at <= token for at in answer.replaced_at) for token in tokens)

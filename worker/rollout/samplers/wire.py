@@ -16,6 +16,8 @@ class EngineConfig:
     threads: int  # of torch, on a CPU; 0 leaves torch's own choice
     tensor_parallel: int = 1  # processes that share each layer
     gpus: tuple[str, ...] = ()  # their GPUs, as in CUDA_VISIBLE_DEVICES; () leaves it as it is
+    sleeps: bool = False  # between sampling; a CPU has no memory to release
+    continues: bool = False  # answers in flight may continue with another adapter
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,13 @@ class SampleBatch:
 
 
 @dataclass(frozen=True)
+class ReplaceAdapter:
+    """Answers in flight continue with this adapter: what they have so far is computed anew with it."""
+
+    adapter: AdapterBytes
+
+
+@dataclass(frozen=True)
 class WhichApply:
     """Ask which adapter tensors the engine's model applies; the engine replies NotApplied."""
 
@@ -74,12 +83,27 @@ class NotApplied:
 
 @dataclass(frozen=True)
 class Abort:
-    """Abort all requests; the engine replies Ready."""
+    """Abort all requests; the engine replies EngineReady."""
+
+
+@dataclass(frozen=True)
+class FallAsleep:
+    """Abort all requests, move the weights to main memory and drop the cache; the engine replies Asleep."""
+
+
+@dataclass(frozen=True)
+class Asleep:
+    """The engine uses as little of its GPUs as it can."""
+
+
+@dataclass(frozen=True)
+class WakeUp:
+    """Move the weights back; the engine replies EngineReady."""
 
 
 @dataclass(frozen=True)
 class EngineReady:
-    """The engine is idle, after its start or after aborting its requests."""
+    """The engine is idle, after its start, after aborting its requests or after its sleep."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +113,7 @@ class Finished:
     id: str
     output_ids_T: tuple[int, ...]
     logprobs_T: tuple[float, ...]
+    replaced_at: tuple[int, ...] = ()  # how many tokens it had whenever the adapter was replaced
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import socket
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -17,13 +16,17 @@ import httpx
 import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
+from sqlalchemy import select, update
 
 from api.http.app import create_app
+from core.database.tables import Preview
 from core.registry import BaseModelEntry, Registry
+from core.results import previews
 from core.settings import Settings
 from core.storage.datasets import Example
 from core.tenancy import tenants
 from graders.backends import Backends
+from graders.endpoint import Endpoints
 from graders.hazards.pool import OWNER
 from graders.judge.judges import JudgeModel
 from graders.spec import GraderSpec
@@ -37,7 +40,8 @@ from worker.assemble import prepare_task
 
 ROWS = [{"messages": [{"role": "user", "content": f"row {n}"}], "answer": "yes"} for n in range(12)]
 FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}, "strict": True}}
-PREVIEW = "/regraft/preview"
+PREVIEW = "/regraft/previews"
+STORED = pytest.mark.both_databases
 WITHOUT_THOUGHTS = "{%- for m in messages -%}{{ m.content }}{%- endfor -%}"
 NO_JSON = (
     "The inference server answered with status 500 and not in OpenAI's format: "
@@ -129,10 +133,11 @@ def opened(
     *,
     places: int | None = None,
     seconds: float | None = None,
+    load_seconds: float = 0.0,
     entry: BaseModelEntry | None = None,
     **settings: Any,
 ) -> Iterator[httpx.Client]:
-    """`places`: previews at once; `seconds`: how long one may take."""
+    """`places`: previews at once; `seconds`: how long one may take, `load_seconds`: and wait for its model."""
     asked: dict[str, Any] = {
         "data_dir": house.folder,
         "inference_url": url and f"{url}/v1",
@@ -148,6 +153,7 @@ def opened(
     )
     if places is not None:
         app.state.service.admission.previews.places = places
+    app.state.service = replace(app.state.service, preview_load_seconds=load_seconds)
     if seconds is not None:
         app.state.service = replace(app.state.service, preview_seconds=seconds)
     for address in served(app):
@@ -176,6 +182,35 @@ def body(
     return body
 
 
+def created(web: httpx.Client, asked: dict[str, Any]) -> dict[str, Any]:
+    answer = web.post(PREVIEW, json=asked)
+    assert answer.status_code == 201, answer.text
+    made: dict[str, Any] = answer.json()
+    return made
+
+
+def ended(web: httpx.Client, made: dict[str, Any]) -> dict[str, Any]:
+    while made["status"] == "in_progress":
+        made = web.get(f"{PREVIEW}/{made['id']}").json()
+    return made
+
+
+def report(web: httpx.Client, asked: dict[str, Any]) -> dict[str, Any]:
+    """Of a preview that ends well."""
+    made = ended(web, created(web, asked))
+    assert made["status"] == "completed", made["error"]
+    found: dict[str, Any] = made["report"]
+    return found
+
+
+def failed(web: httpx.Client, asked: dict[str, Any], status: int) -> dict[str, Any]:
+    """The error of a preview that begins, and fails with this status."""
+    made = ended(web, created(web, asked))
+    assert (made["status"], made["error"]["status"]) == ("failed", status)
+    found: dict[str, Any] = made["error"]
+    return found
+
+
 def error(answer: httpx.Response, status: int) -> dict[str, Any]:
     assert answer.status_code == status, answer.text
     found: dict[str, Any] = answer.json()["error"]
@@ -185,9 +220,8 @@ def error(answer: httpx.Response, status: int) -> dict[str, Any]:
 def test_a_preview_reports_what_the_base_model_makes_of_a_few_rows(
     web: httpx.Client, body: Callable[..., dict[str, Any]]
 ) -> None:
-    found = web.post(PREVIEW, json=body(rows=[*ROWS])).json()
+    found = report(web, body(rows=[*ROWS]))
 
-    assert found["object"] == "regraft.preview"
     assert (found["training_rows"], found["group_size"], found["max_completion_tokens"]) == (12, 8, 64)
     assert (found["answers"], found["passed"], found["pass_threshold"]) == (64, 32, 0.5)
     assert found["pass_rate"]["low"] < found["pass_rate"]["expected"] == 0.5 < found["pass_rate"]["high"]
@@ -205,89 +239,195 @@ def test_a_preview_reports_what_the_base_model_makes_of_a_few_rows(
     assert "32 of 64 answers pass" in found["recommendation"]
 
 
-def streamed(web: httpx.Client, asked: dict[str, Any]) -> list[tuple[str, Any]]:
-    """The names and data of the events of a preview that tells its progress."""
-    answer = web.post(PREVIEW, json=asked | {"stream": True})
-    assert answer.status_code == 200, answer.text
-    assert answer.headers["content-type"].startswith("text/event-stream")
-    told = []
-    for block in answer.text.strip().split("\n\n"):
-        fields = dict(line.split(": ", 1) for line in block.splitlines())
-        data = fields["data"]
-        told.append((fields.get("event", ""), data if data == "[DONE]" else json.loads(data)))
-    return told
-
-
-def test_a_preview_tells_how_far_it_is_and_ends_with_its_report(
+@STORED
+def test_a_preview_is_stored_with_its_progress_and_its_answers(
     web: httpx.Client, model: Model, body: Callable[..., dict[str, Any]]
 ) -> None:
     asked = body() | {"rows": 2, "samples": 2}
-
-    told = streamed(web, asked)
-    plain = web.post(PREVIEW, json=asked).json()
-
-    *progress, (name, report), (_, done) = told
-    assert progress[0] == (
-        "progress",
-        {"object": "regraft.preview.progress", "phase": "loading", "of": 4, "sampled": 0, "graded": 0},
-    )
-    assert {kind for kind, _ in progress} == {"progress"}
-    assert (name, done) == ("preview", "[DONE]")
-    assert report.keys() == plain.keys()
-    assert (report["answers"], report["passed"]) == (plain["answers"], plain["passed"])
-
-
-def test_a_preview_that_waits_for_its_model_says_so_meanwhile(
-    web: httpx.Client, model: Model, body: Callable[..., dict[str, Any]]
-) -> None:
-    asked = body() | {"rows": 1, "samples": 2, "stream": True}
     model.go.clear()
 
-    with web.stream("POST", PREVIEW, json=asked) as answer:
-        lines = answer.iter_lines()
-        first = [next(lines), next(lines)]
-        model.go.set()
-        rest = "\n".join(lines)
+    made = created(web, asked)
+    model.go.set()
+    done = ended(web, made)
 
-    assert first[0] == "event: progress"
-    assert '"phase": "loading"' in first[1]
-    assert "event: preview" in rest
+    assert (made["status"], made["report"], made["finished_at"]) == ("in_progress", None, None)
+    assert made["progress"] == {"phase": "loading", "of": 4, "sampled": 0, "graded": 0}
+    assert (made["request"]["rows"], made["request"]["samples"]) == (2, 2)
+    assert (done["status"], done["error"]) == ("completed", None)
+    assert done["progress"] == {"phase": "grading", "of": 4, "sampled": 4, "graded": 4}
+    assert web.get(PREVIEW).json()["data"] == [done]
+    answers = web.get(f"{PREVIEW}/{made['id']}/answers").json()["data"]
+    assert [(one["line"], one["member"]) for one in answers] == [
+        (prompt["line"], member) for prompt in done["report"]["prompts"] for member in range(2)
+    ]
+    assert Counter((one["output_text"], one["score"]) for one in answers) == {("yes", 1.0): 2, ("no", 0.0): 2}
 
 
-def test_an_error_after_the_stream_began_is_its_last_event(
-    house: House, web: httpx.Client, model: Model, body: Callable[..., dict[str, Any]]
+def test_answers_are_paged(web: httpx.Client, body: Callable[..., dict[str, Any]]) -> None:
+    path = f"{PREVIEW}/{ended(web, created(web, body() | {'rows': 2, 'samples': 2}))['id']}/answers"
+
+    first = web.get(path, params={"limit": 3}).json()
+    rest = web.get(path, params={"limit": 3, "after": first["data"][-1]["id"]}).json()
+
+    assert (len(first["data"]), first["has_more"]) == (3, True)
+    assert (len(rest["data"]), rest["has_more"]) == (1, False)
+    assert error(web.get(path, params={"after": "previewanswer_9"}), 400)["param"] == "after"
+
+
+def test_headers_of_graders_are_not_shown(
+    house: House, inference: str, model: Model, body: Callable[..., dict[str, Any]]
 ) -> None:
-    model.answer = lambda asked: refuses(400, "too long", "context_length_exceeded")
+    model.answer = lambda asked: refuses(500, "not now")  # so that nothing is graded
+    grader = {"type": "endpoint", "name": "e", "url": "https://grader.example/", "headers": {"key": "secret"}}
+    for web in opened(house, inference, Backends({}, endpoints=Endpoints(("grader.example",)))):
+        shown = created(web, body(grader=grader) | {"rows": 1, "samples": 2})["request"]
 
-    told = streamed(web, body() | {"rows": 1, "samples": 2})
-
-    assert [name for name, _ in told[-2:]] == ["error", ""]
-    assert told[-2][1]["error"]["code"] == "context_length_exceeded"
-    assert told[-2][1]["error"]["message"].startswith("line ")
-    assert told[-2][1]["error"]["status"] == 400
+    assert shown["method"]["reinforcement"]["grader"]["headers"] == {"key": "***"}
 
 
-def test_what_can_be_refused_before_the_stream_has_a_status(
-    web: httpx.Client, body: Callable[..., dict[str, Any]]
-) -> None:
-    refused = web.post(PREVIEW, json=body() | {"model": "none", "stream": True})
-
-    assert error(refused, 404)["code"] == "model_not_found"
-
-
-def test_a_client_that_leaves_a_stream_ends_the_sampling_and_its_place_is_free(
+def test_a_canceled_preview_stops_sampling_and_its_place_is_free(
     house: House, inference: str, model: Model, body: Callable[..., dict[str, Any]]
 ) -> None:
     model.hangs = True
     for web in opened(house, inference, places=1):
-        with web.stream("POST", PREVIEW, json=body() | {"rows": 1, "samples": 2, "stream": True}) as answer:
-            lines = answer.iter_lines()  # its end would be the end of the response
-            next(lines)
-            assert model.begun.wait(10)
-        assert model.left.wait(10)
+        asked = body() | {"rows": 1, "samples": 2}
+        made = created(web, asked)
+        assert model.begun.wait(10)
+        canceled = web.post(f"{PREVIEW}/{made['id']}/cancel").json()
+        assert model.left.wait(30)
         model.hangs = False
+        while (later := web.post(PREVIEW, json=asked)).status_code == 503:
+            pass
 
-        assert streamed(web, body() | {"rows": 1, "samples": 2})[-2][0] == "preview"
+        assert (canceled["status"], canceled["report"]) == ("canceled", None)
+        assert web.post(f"{PREVIEW}/{made['id']}/cancel").json() == canceled
+        assert ended(web, later.json())["status"] == "completed"
+
+
+@STORED
+def test_a_deleted_preview_is_gone_and_stays_a_cursor(
+    web: httpx.Client, body: Callable[..., dict[str, Any]]
+) -> None:
+    asked = body() | {"rows": 1, "samples": 2}
+    older, newer = (ended(web, created(web, asked | {"seed": seed}))["id"] for seed in (1, 2))
+
+    assert web.delete(f"{PREVIEW}/{newer}").json()["deleted"]
+
+    assert error(web.get(f"{PREVIEW}/{newer}"), 404)["param"] == "preview_id"
+    assert [one["id"] for one in web.get(PREVIEW, params={"after": newer}).json()["data"]] == [older]
+
+
+def test_a_preview_whose_process_was_stopped_has_failed(
+    house: House, web: httpx.Client, body: Callable[..., dict[str, Any]]
+) -> None:
+    preview_id = ended(web, created(web, body() | {"rows": 1, "samples": 2}))["id"]
+    with house.database.write() as session:
+        session.execute(
+            update(Preview).values(status="in_progress", report=None, finished_at=None, lease_expires_at=1.0)
+        )
+
+    lost = web.get(f"{PREVIEW}/{preview_id}").json()
+
+    assert (lost["status"], lost["error"]["code"], lost["error"]["status"]) == ("failed", "interrupted", 503)
+
+
+@STORED
+def test_another_grader_grades_the_answers_that_are_there(
+    web: httpx.Client, model: Model, body: Callable[..., dict[str, Any]]
+) -> None:
+    asked = body() | {"rows": 2, "samples": 4}
+    first = ended(web, created(web, asked))
+    model.asked.clear()
+    method = json.loads(json.dumps(asked["method"]))
+    method["reinforcement"]["grader"]["reference"] = "no"
+
+    second = ended(web, created(web, asked | {"method": method}))
+    sampled_before = list(model.asked)
+    method["reinforcement"]["hyperparameters"] = {"advanced": {"temperature": 0.5}}
+    third = ended(web, created(web, asked | {"method": method}))
+
+    assert (first["answers_of"], second["answers_of"], third["answers_of"]) == (None, first["id"], None)
+    assert sampled_before == []
+    assert model.asked != []
+    assert second["report"]["sampling"]["seconds"] == first["report"]["sampling"]["seconds"]
+    before, after = (
+        [
+            (one["output_text"], one["score"])
+            for one in web.get(f"{PREVIEW}/{made['id']}/answers").json()["data"]
+        ]
+        for made in (first, second)
+    )
+    assert after == [(text, 1.0 - score) for text, score in before]
+
+
+@STORED
+def test_a_job_and_an_estimate_show_the_preview_of_their_request(
+    web: httpx.Client, body: Callable[..., dict[str, Any]]
+) -> None:
+    asked = body()
+    unknown = web.post("/regraft/estimate", json=asked).json()
+    preview = ended(web, created(web, asked | {"rows": 2, "samples": 4, "seed": 7}))
+
+    estimate = web.post("/regraft/estimate", json=asked).json()
+    job = web.post("/fine_tuning/jobs", json=asked | {"suffix": "a"}).json()
+    named = web.post("/fine_tuning/jobs", json=asked | {"preview": preview["id"]}).json()
+
+    assert (unknown["estimate"], unknown["preview"]) == (None, None)
+    assert estimate["estimate"]["remaining_seconds"] == preview["report"]["estimate"]["remaining_seconds"]
+    assert estimate["preview"] == job["preview"] == named["preview"]
+    assert job["preview"] == {
+        "id": preview["id"],
+        "created_at": preview["created_at"],
+        "answers": 8,
+        "passed": 4,
+        "mean_reward": 0.5,
+        "signal": preview["report"]["signal"][2]["share"]["expected"],
+        "verdict": "good",
+    }
+    events = web.get(f"/fine_tuning/jobs/{job['id']}/events").json()["data"]
+    assert any(
+        f"The preview {preview['id']} of this request: 4 of 8 answers pass" in one["message"]
+        for one in events
+    )
+
+
+def test_a_job_of_another_request_does_not_show_the_preview_and_may_not_name_it(
+    web: httpx.Client, body: Callable[..., dict[str, Any]], upload: Callable[..., str]
+) -> None:
+    asked = body()
+    preview = ended(web, created(web, asked | {"rows": 1, "samples": 2}))
+    other = json.loads(json.dumps(asked))
+    other["method"]["reinforcement"]["grader"]["reference"] = "no"
+    other["training_file"] = upload(jsonl(ROWS[:5]))
+
+    refused = error(web.post("/fine_tuning/jobs", json=other | {"preview": preview["id"]}), 400)
+
+    assert web.post("/fine_tuning/jobs", json=other).json()["preview"] is None
+    assert refused["param"] == "preview"
+    assert "it differs in training file, grader." in refused["message"]
+    unknown = error(web.post("/fine_tuning/jobs", json=asked | {"preview": "prev_none"}), 400)
+    assert unknown["param"] == "preview"
+    supervised = {"model": "tiny", "training_file": asked["training_file"], "preview": preview["id"]}
+    assert "only reinforcement" in error(web.post("/fine_tuning/jobs", json=supervised), 400)["message"]
+
+
+def test_only_the_newest_previews_of_a_project_are_kept(
+    house: House, web: httpx.Client, body: Callable[..., dict[str, Any]]
+) -> None:
+    asked = body() | {"rows": 1, "samples": 2}
+    first = ended(web, created(web, asked))
+    with house.database.write() as session:
+        row = session.scalars(select(Preview)).one()
+        columns = {
+            column.name: getattr(row, column.name)
+            for column in Preview.__table__.columns
+            if column.name not in ("seq", "id")
+        }
+        session.add_all([Preview(**columns) for _ in range(previews.MAX_KEPT - 1)])
+
+    created(web, asked)
+
+    assert error(web.get(f"{PREVIEW}/{first['id']}"), 404)["param"] == "preview_id"
 
 
 @pytest.mark.parametrize(
@@ -310,7 +450,7 @@ def test_estimate_preview_and_worker_give_answers_the_same_room(
 
     for web in opened(house, inference, entry=entry):
         estimate = web.post("/regraft/estimate", json=asked).json()
-        preview = web.post(PREVIEW, json=asked | {"rows": 1, "samples": 2}).json()
+        preview = report(web, asked | {"rows": 1, "samples": 2})
 
     job = SimpleNamespace(
         training_file="file-a",
@@ -340,14 +480,14 @@ def test_thoughts_that_the_limit_cuts_are_counted(
 
     model.answer = thinks
 
-    found = web.post(PREVIEW, json=body() | {"rows": 2, "samples": 3}).json()
+    found = report(web, body() | {"rows": 2, "samples": 3})
 
     assert (found["answers"], found["cut_off"], found["cut_thoughts"]) == (6, 6, 6)
     assert "6 of them within their thought" in found["recommendation"]
 
 
 def test_it_creates_nothing(web: httpx.Client, body: Callable[..., dict[str, Any]]) -> None:
-    web.post(PREVIEW, json=body())
+    report(web, body())
 
     assert web.get("/fine_tuning/jobs").json()["data"] == []
 
@@ -359,7 +499,7 @@ def test_the_answers_are_sampled_as_the_job_would(
     message = {"role": "assistant", "content": "hello", "weight": 0}
     rows = [ROWS[0] | {"messages": [message, *ROWS[0]["messages"]]}]
     asked = body(rows=rows, hyperparameters={"advanced": advanced}, response_format=FORMAT)
-    web.post(PREVIEW, json=asked | {"samples": 3})
+    report(web, asked | {"samples": 3})
 
     assert len(model.sampled) == 3
     assert len({one.pop("seed") for one in model.sampled}) == 3
@@ -381,7 +521,7 @@ def test_one_seed_draws_the_same_rows_and_answers_and_another_draws_others(
 
     def drawn(**seed: int) -> list[tuple[str, int]]:
         model.asked.clear()
-        assert web.post(PREVIEW, json=asked | seed).status_code == 200
+        web.delete(f"{PREVIEW}/{ended(web, created(web, asked | seed))['id']}")
         return sorted((one["messages"][0]["content"], one["seed"]) for one in model.sampled)
 
     first = drawn(seed=1)
@@ -393,7 +533,7 @@ def test_one_seed_draws_the_same_rows_and_answers_and_another_draws_others(
 def test_a_file_with_fewer_rows_is_tried_as_a_whole(
     web: httpx.Client, body: Callable[..., dict[str, Any]]
 ) -> None:
-    found = web.post(PREVIEW, json=body(rows=ROWS[:3]) | {"samples": 2}).json()
+    found = report(web, body(rows=ROWS[:3]) | {"samples": 2})
 
     assert [one["line"] for one in found["prompts"]] == [1, 2, 3]
 
@@ -404,7 +544,7 @@ def test_json_answers_reach_the_grader_as_json(
     model.answer = lambda asked: says('{"word": "yes"}')
     grader = GRADER | {"input": "{{sample.output_json.word}}"}
 
-    found = web.post(PREVIEW, json=body(grader=grader, response_format=FORMAT) | {"rows": 2}).json()
+    found = report(web, body(grader=grader, response_format=FORMAT) | {"rows": 2})
 
     assert (found["passed"], found["verdict"]) == (16, "too_easy")
 
@@ -414,7 +554,7 @@ def test_answers_that_are_cut_off_are_counted(
 ) -> None:
     model.answer = lambda asked: says("I think", finish="length", wrote=64)
 
-    found = web.post(PREVIEW, json=body() | {"rows": 2}).json()
+    found = report(web, body() | {"rows": 2})
 
     assert (found["cut_off"], found["verdict"]) == (16, "cut_off")
 
@@ -429,7 +569,7 @@ def test_the_threshold_is_the_graders_own(web: httpx.Client, body: Callable[...,
         "pass_threshold": 0,
     }
 
-    assert web.post(PREVIEW, json=body(grader=grader)).json()["passed"] == 64
+    assert report(web, body(grader=grader))["passed"] == 64
 
 
 def test_an_answer_that_cannot_be_graded_is_no_wrong_one(
@@ -439,7 +579,7 @@ def test_an_answer_that_cannot_be_graded_is_no_wrong_one(
     model.answer = lambda asked: says(('{"word": "yes"}', "{", '{"word": "no"}')[next(turns) % 3])
     grader = GRADER | {"input": "{{sample.output_json.word}}"}
 
-    found = web.post(PREVIEW, json=body(grader=grader, response_format=FORMAT) | {"rows": 3}).json()
+    found = report(web, body(grader=grader, response_format=FORMAT) | {"rows": 3})
 
     assert found["grading"]["failed"] == 8
     assert len(found["grading"]["reasons"]) == 1
@@ -463,7 +603,7 @@ def test_what_judges_read_and_write_counts_and_ends_with_the_projects_limit(
         backends = Backends({"judge": JudgeModel(f"{url}/v1")})
         for web in opened(house, inference, backends):
             asked = body(grader=judge) | {"rows": 2, "samples": 2}
-            found = web.post(PREVIEW, json=asked).json()
+            found = report(web, asked)
             with house.database.read() as session:
                 used = tenants.usage_since(session, house.project.id)
             house.limit(grader_tokens_per_30_days=used.grader_tokens)
@@ -534,11 +674,21 @@ def test_what_the_inference_server_refuses_is_told(
     ):
         model.asked.clear()
         model.answer = partial(lambda answer, asked: answer, answer)
-        refused = web.post(PREVIEW, json=asked | {"rows": 12})
-        assert error(refused, status)["code"] == code
-        assert refused.json()["error"]["message"] == message
-        assert refused.headers.get("retry-after") == answer.headers.get("retry-after")
+        refused = failed(web, asked | {"rows": 12}, status)
+        assert (refused["code"], refused["message"]) == (code, message)
         assert len(model.asked) == 1
+
+
+def test_a_preview_waits_for_a_model_that_is_loading(
+    house: House, inference: str, model: Model, body: Callable[..., dict[str, Any]]
+) -> None:
+    turns = iter(range(1000))
+    loading = refuses(503, "still loading", "loading", **{"retry-after": "1"})
+    model.answer = lambda asked: loading if next(turns) == 0 else says("yes")
+
+    for web in opened(house, inference, load_seconds=60.0):
+        assert report(web, body() | {"rows": 1, "samples": 2})["passed"] == 2
+    assert len(model.asked) == 4
 
 
 def test_an_error_among_many_answers_is_the_previews(
@@ -547,7 +697,7 @@ def test_an_error_among_many_answers_is_the_previews(
     turns = iter(range(1000))
     model.answer = lambda asked: says("yes") if next(turns) < 5 else refuses(500, "out of memory")
 
-    assert error(web.post(PREVIEW, json=body()), 500)["message"] == "out of memory"
+    assert failed(web, body(), 500)["message"] == "out of memory"
 
 
 def test_without_an_inference_server_the_refusal_says_what_to_do(
@@ -563,46 +713,27 @@ def test_an_inference_server_that_is_not_there_is_503(
     house: House, body: Callable[..., dict[str, Any]]
 ) -> None:
     for web in opened(house, "http://127.0.0.1:9"):
-        refused = web.post(PREVIEW, json=body())
-
-    assert error(refused, 503)["code"] == "not_ready"
-    assert refused.headers["retry-after"] == "5"
-
-
-def test_a_client_that_leaves_ends_the_sampling(
-    house: House, inference: str, model: Model, body: Callable[..., dict[str, Any]]
-) -> None:
-    model.hangs = True
-    for web in opened(house, inference):
-        request = web.build_request("POST", PREVIEW, json=body())
-        head = [f"POST {request.url.path} HTTP/1.1", *(": ".join(pair) for pair in request.headers.items())]
-        with socket.create_connection((request.url.host, request.url.port)) as client:
-            client.sendall("\r\n".join([*head, "", ""]).encode() + request.content)
-            assert model.begun.wait(30)
-        assert model.left.wait(30)
+        assert failed(web, body(), 503)["code"] == "not_ready"
 
 
 def test_no_more_than_a_few_run_at_once(
     house: House, inference: str, model: Model, body: Callable[..., dict[str, Any]]
 ) -> None:
     model.go.clear()
-    asked, answers = body() | {"rows": 1}, []
-
-    def ask(web: httpx.Client) -> None:
-        answers.append(web.post(PREVIEW, json=asked))
+    asked = body() | {"rows": 1}
 
     for web in opened(house, inference, places=1):
-        first = threading.Thread(target=ask, args=[web])
-        first.start()
+        first = created(web, asked)
         assert model.begun.wait(30)
         refused = web.post(PREVIEW, json=asked)
         model.go.set()
-        first.join()
-        ask(web)
+        assert ended(web, first)["status"] == "completed"
+        while (later := web.post(PREVIEW, json=asked)).status_code == 503:
+            pass
+        assert ended(web, later.json())["status"] == "completed"
 
     assert error(refused, 503)["code"] == "not_ready"
     assert refused.headers["retry-after"] == "10"
-    assert [answer.status_code for answer in answers] == [200, 200]
 
 
 def test_one_that_takes_too_long_is_refused_in_a_way_that_no_client_repeats(
@@ -610,7 +741,7 @@ def test_one_that_takes_too_long_is_refused_in_a_way_that_no_client_repeats(
 ) -> None:
     model.go.clear()
     for web in opened(house, inference, seconds=0.2):
-        refused = error(web.post(PREVIEW, json=body()), 400)
+        refused = failed(web, body(), 400)
 
     model.go.set()
     assert refused["code"] == "preview_too_slow"
@@ -628,14 +759,16 @@ def test_a_preview_that_nobody_waits_for_keeps_its_place_until_its_grader_has_en
         backends = Backends({"judge": JudgeModel(f"{url}/v1")})
         for web in opened(house, inference, backends, places=1, seconds=1.0):
             asked = body(grader=judge) | {"rows": 1, "samples": 2}
-            slow, meanwhile = web.post(PREVIEW, json=asked), web.post(PREVIEW, json=asked)
+            slow = failed(web, asked, 400)
+            meanwhile = web.post(PREVIEW, json=asked)
             go.set()
-            while (later := web.post(PREVIEW, json=asked)).status_code == 503:
+            while (again := web.post(PREVIEW, json=asked)).status_code == 503:
                 pass
+            later = ended(web, again.json())
 
-    assert error(slow, 400)["code"] == "preview_too_slow"
+    assert slow["code"] == "preview_too_slow"
     assert error(meanwhile, 503)["message"] == "Other previews are still running; try again."
-    assert later.json()["grading"]["failed"] == 0
+    assert later["report"]["grading"]["failed"] == 0
 
 
 @dataclass(frozen=True)
@@ -658,6 +791,6 @@ def test_what_its_grader_asks_of_the_hazard_pool_has_its_project_for_an_owner(
 ) -> None:
     backends = Noting({})
     for web in opened(house, inference, backends):
-        assert web.post(PREVIEW, json=body() | {"rows": 1}).status_code == 200
+        report(web, body() | {"rows": 1})
 
     assert backends.owners == [house.project.id]

@@ -1,0 +1,716 @@
+"""/v1/regraft/previews: sample a few rows with the base model before creating a job.
+
+This process runs a preview in the background and stores it (core/results/previews.py).
+"""
+
+import asyncio
+import hashlib
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Annotated, Any, Literal, TypeVar
+
+from anyio import to_thread
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+
+from api.http.admission import AdmittedRequest
+from api.http.deps import CurrentProject, ReadSession, Service, ServiceDep, UnitOfWork
+from api.http.openapi import refusals
+from api.http.shapes import After, Limit, Listing, clamped
+from api.resources import estimates as sizes
+from api.resources.chat import Inference, Upstream, whole
+from api.resources.estimates import Asked, Size
+from api.resources.graders import TIMEOUT_S
+from api.resources.jobs import TAKES_JOB, JobCreate, refuse_unusable
+from core.chat import Chat, Served
+from core.database.tables import File, Project
+from core.database.tables import Preview as PreviewRow
+from core.disconnect import until_gone
+from core.errors import InvalidRequest, NotReady, ServiceError, TooManyAtOnce
+from core.inference import address_of, not_served
+from core.jobs import estimates, usage
+from core.jobs.estimates import Range
+from core.results import evals, preview, previews
+from core.results.preview import (
+    Grading,
+    PreviewAnswer,
+    PreviewPrompt,
+    PreviewSampling,
+    ShownPrompt,
+    Signal,
+    Spread,
+    Verdict,
+)
+from core.results.previews import Finished
+from core.storage import datasets
+from core.storage.datasets import Example, LineError
+from core.storage.store import BlobStore
+from core.tenancy import tenants
+from graders.hazards.pool import OWNER
+from graders.run import grade_all
+from graders.spec import dump, hide_secrets
+from graders.types import Grade, Sample, TokenUsage, summed
+
+log = logging.getLogger(__name__)
+
+router = APIRouter(prefix="/regraft/previews", tags=["regraft"])
+
+MAX_ANSWERS = 512
+PREVIEW = "A preview"
+REQUESTS_AT_ONCE = 64
+PROGRESS_SECONDS = 1.0
+
+T = TypeVar("T")
+
+
+class PreviewCreate(JobCreate):
+    """The body that would create the job, and the size of the preview."""
+
+    rows: Annotated[int, Field(ge=1, le=32)] = 8
+    samples: Annotated[int, Field(ge=2, le=32)] = 8  # per row
+
+    @field_validator("preview")
+    @classmethod
+    def _is_new(cls, named: str | None) -> None:
+        if named is not None:
+            raise ValueError("a preview is not made from another one")
+
+    @model_validator(mode="after")
+    def _bounded(self) -> "PreviewCreate":
+        if self.rows * self.samples > MAX_ANSWERS:
+            raise ValueError(f"rows x samples may be at most {MAX_ANSWERS}")
+        return self
+
+
+class PreviewReportOut(Size):
+    """The job's size and estimate as in /v1/regraft/estimate, with the measured answer lengths, and the results of the
+    preview. core/results/preview.py documents each number."""
+
+    prompts: list[ShownPrompt]
+    answers: int
+    passed: int
+    pass_threshold: float
+    pass_rate: Range | None
+    mean_reward: float | None
+    signal: list[Signal]
+    prompt_tokens: Spread
+    completion_tokens: Spread
+    cut_off: int
+    cut_thoughts: int
+    grading: Grading
+    sampling: PreviewSampling
+    verdict: Verdict
+    recommendation: str
+
+
+class PreviewProgressOut(BaseModel):
+    """How far a preview is; of all answers, those that are sampled, and those that are graded."""
+
+    phase: Literal["loading", "sampling", "grading"]
+    of: int
+    sampled: int
+    graded: int
+
+
+class PreviewErrorOut(BaseModel):
+    """The error that ended a preview, and the status that a response with it would have."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+    status: int
+
+
+class PreviewOut(BaseModel):
+    """A preview. `request` is the body that created it; values of grader headers are masked."""
+
+    id: str
+    object: Literal["regraft.preview"] = "regraft.preview"
+    created_at: int
+    finished_at: int | None
+    status: str = Field(description="in_progress, completed, failed or canceled.")
+    request: dict[str, Any]
+    answers_of: Annotated[
+        str | None,
+        Field(description="The earlier preview whose answers this one grades; null: it sampled its own."),
+    ]
+    progress: PreviewProgressOut
+    report: PreviewReportOut | None
+    error: PreviewErrorOut | None
+
+    @classmethod
+    def of(cls, row: PreviewRow) -> "PreviewOut":
+        error = previews.error_of(row)
+        request = dict(row.request)
+        return cls(
+            id=row.id,
+            created_at=row.created_at,
+            finished_at=row.finished_at,
+            status=previews.status_of(row),
+            answers_of=request.pop("answers_of"),
+            request=request,
+            progress=PreviewProgressOut(**row.progress),
+            report=None if row.report is None else PreviewReportOut(**row.report),
+            error=None if error is None else PreviewErrorOut(**error),
+        )
+
+
+class PreviewAnswerOut(BaseModel):
+    """An answer and its grade."""
+
+    id: str
+    line: Annotated[int, Field(description="Line of the training file.")]
+    member: Annotated[int, Field(description="Index of the answer among those of its row.")]
+    output_text: str
+    output_reasoning: str | None
+    finish_reason: Literal["stop", "length"]
+    prompt_tokens: int
+    completion_tokens: int
+    score: float | None
+    reason: str
+    sub_scores: dict[str, float | None] | None
+    output: Annotated[str | None, Field(description="Printed by the grader.")]
+
+
+class PreviewDeleted(BaseModel):
+    object: Literal["regraft.preview.deleted"] = "regraft.preview.deleted"
+    deleted: Literal[True] = True
+    id: str
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A validated preview and its requests to the inference server."""
+
+    body: PreviewCreate
+    project_id: str
+    asked: Asked
+    rows: Sequence[Example]
+    chats: Sequence[dict[str, Any]]  # `samples` per row
+    parts: dict[str, str]
+    # Of an earlier preview that differs at most in its grader, and the seconds that they took.
+    earlier: tuple[str, Sequence["Completion"], float] | None
+
+    def row(self) -> PreviewRow:
+        """The row of a preview that begins."""
+        body = self.body
+        request = {
+            "model": body.model,
+            "training_file": body.training_file,
+            "validation_file": body.validation_file,
+            "validation_split": body.validation_split,
+            "method": {
+                "type": "reinforcement",
+                "reinforcement": {**body.method_body(), "grader": _masked(body)},
+            },
+            **_drawn(body),
+            "answers_of": None if self.earlier is None else self.earlier[0],
+        }
+        return PreviewRow(
+            project_id=self.project_id,
+            request=request,
+            parts=self.parts,
+            training_sha256=self.asked.training.sha256,
+            progress=asdict(PreviewProgress("loading", of=len(self.chats))),
+        )
+
+
+@dataclass
+class PreviewProgress:
+    """How far a preview is; of all answers, those that are sampled, and those that are graded."""
+
+    phase: Literal["loading", "sampling", "grading"]
+    of: int
+    sampled: int = 0
+    graded: int = 0
+
+    def began(self, phase: Literal["sampling", "grading"]) -> None:
+        self.phase = phase
+
+    def one_sampled(self) -> None:
+        self.sampled += 1
+
+    def one_graded(self) -> None:
+        self.graded += 1
+
+
+@dataclass(frozen=True)
+class Completion:
+    text: str
+    cut_off: bool
+    prompt_tokens: int
+    tokens: int
+    reasoning: str = ""
+
+    @classmethod
+    def stored(cls, answer: Mapping[str, Any]) -> "Completion":
+        """Of an earlier preview's answer."""
+        return cls(
+            text=answer["output_text"],
+            cut_off=answer["finish_reason"] == "length",
+            prompt_tokens=answer["prompt_tokens"],
+            tokens=answer["completion_tokens"],
+            reasoning=answer["output_reasoning"] or "",
+        )
+
+    @property
+    def cut_thought(self) -> bool:
+        """Whether the answer ended within its thought."""
+        return bool(self.reasoning) and not self.text and self.cut_off
+
+
+class Slot:
+    """A place among the concurrent previews, held until its grading thread has ended.
+
+    That thread continues after a disconnect or a timeout. Otherwise repeated requests could occupy all threads.
+    """
+
+    def __init__(self, place: AdmittedRequest) -> None:
+        self._place = place
+        self._grading: asyncio.Task[Any] | None = None
+
+    async def in_thread(self, call: Callable[[], T]) -> T:
+        grading = self._grading = asyncio.create_task(asyncio.to_thread(call))
+        return await asyncio.shield(grading)
+
+    def release(self) -> None:
+        if self._grading is None:
+            self._place.leave()
+        else:
+            self._grading.add_done_callback(lambda ended: self._place.leave())
+
+
+def _prepared(body: PreviewCreate, project: Project, service: Service) -> Prepared:
+    """Runs in a thread, because it reads the database and files."""
+    with service.database.read() as session:
+        limits = tenants.limits(project, service.settings.default_limits)
+        if (beyond := tenants.used_up(session, project.id, limits)) is not None:
+            raise beyond
+    asked = sizes.asked(body, project, service)
+    rows = _some_rows(service.blobs, asked.training, body.rows, body.seed or 0)
+    chats = [_chat(body, asked, row, member) for row in rows for member in range(body.samples)]
+    wanted = previews.parts_of(
+        body.model, asked.model, body.method_body(), asked.settings, asked.training.sha256
+    )
+    with service.database.read() as session:
+        earlier = previews.sampled(session, project.id, asked.training.sha256, wanted, _drawn(body))
+    answered = None
+    if earlier is not None and earlier.report is not None:
+        completions = [Completion.stored(answer) for answer in earlier.answers or []]
+        answered = earlier.id, completions, earlier.report["sampling"]["seconds"]
+    return Prepared(body, project.id, asked, rows, chats, wanted, answered)
+
+
+def _refuse_unserved(upstream: Upstream, model: str) -> None:
+    """Raise InvalidRequest if this installation has no inference server for the model."""
+    if not address_of(upstream.url, model):
+        raise not_served(model)
+
+
+def _drawn(body: PreviewCreate) -> dict[str, int]:
+    """Which rows are drawn, and how many answers to each."""
+    return {"rows": body.rows, "samples": body.samples, "seed": body.seed or 0}
+
+
+def _masked(body: PreviewCreate) -> dict[str, Any]:
+    return hide_secrets(dump(body.reinforcement(PREVIEW).grader))
+
+
+@router.post(
+    "", status_code=201, response_model=PreviewOut, responses=refusals(404, 503), dependencies=TAKES_JOB
+)
+async def create_preview(
+    request: Request,
+    body: PreviewCreate,
+    project: CurrentProject,
+    service: ServiceDep,
+    upstream: Inference,
+    uow: UnitOfWork,
+) -> PreviewOut | Response:
+    """Sample a few rows with the base model and grade them as the job would, in the background.
+
+    The inference server samples the answers with the job's parameters, and the job's grader judges them. Tokens of
+    judges count towards the project's limit. Answers of an earlier preview that differs only in its grader are graded
+    instead of sampled again.
+    """
+
+    async def read() -> Prepared:
+        await refuse_unusable(body, service, project)
+        return await sizes.in_reader(service, project, partial(_prepared, body, project, service))
+
+    prepared = await until_gone(request.receive, read())
+    if prepared is None:
+        return Response(status_code=499)
+    if prepared.earlier is None:
+        _refuse_unserved(upstream, prepared.asked.name)
+    try:
+        slot = Slot(await service.admission.previews.enter(project.id))
+    except TooManyAtOnce:
+        raise NotReady("Other previews are still running; try again.", retry_after=10) from None
+
+    def add() -> PreviewOut:
+        with uow() as work:
+            row = prepared.row()
+            previews.add(work, row)
+            return PreviewOut.of(row)
+
+    try:
+        made = await to_thread.run_sync(add)
+    except BaseException:
+        slot.release()
+        raise
+    running = asyncio.create_task(_run(made.id, prepared, service, upstream, slot))
+    service.tasks.add(running)
+    running.add_done_callback(service.tasks.discard)
+    running.add_done_callback(lambda ended: slot.release())
+    return made
+
+
+@router.get("")
+def list_previews(
+    project: CurrentProject, session: ReadSession, after: After = None, limit: Limit = 20
+) -> Listing[PreviewOut]:
+    """List the previews of the project, newest first."""
+    page = previews.page(session, project.id, after=after, limit=clamped(limit))
+    return Listing(data=[PreviewOut.of(row) for row in page.items], has_more=page.has_more)
+
+
+@router.get("/{preview_id}")
+def retrieve_preview(preview_id: str, project: CurrentProject, session: ReadSession) -> PreviewOut:
+    """Retrieve a preview: how far it is, and its report once it is completed."""
+    return PreviewOut.of(previews.get(session, project.id, preview_id))
+
+
+@router.get("/{preview_id}/answers")
+def list_preview_answers(
+    preview_id: str, project: CurrentProject, session: ReadSession, after: After = None, limit: Limit = 20
+) -> Listing[PreviewAnswerOut]:
+    """List the answers and grades of a completed preview, by line."""
+    most = clamped(limit)
+    stored = previews.answers(session, previews.get(session, project.id, preview_id))
+    found = [PreviewAnswerOut(id=f"previewanswer_{place}", **one) for place, one in enumerate(stored)]
+    first = 0
+    if after is not None:
+        first = next((place + 1 for place, one in enumerate(found) if one.id == after), 0)
+        if not first:
+            raise InvalidRequest(f"No item with id '{after}' in this list.", param="after")
+    return Listing(data=found[first : first + most], has_more=len(found) > first + most)
+
+
+@router.post("/{preview_id}/cancel")
+def cancel_preview(preview_id: str, project: CurrentProject, uow: UnitOfWork) -> PreviewOut:
+    """Cancel a preview. One that has ended stays as it is."""
+    with uow() as work:
+        row = previews.get(work.session, project.id, preview_id)
+        previews.cancel(work, row)
+        return PreviewOut.of(row)
+
+
+@router.delete("/{preview_id}")
+def delete_preview(preview_id: str, project: CurrentProject, uow: UnitOfWork) -> PreviewDeleted:
+    """Delete a preview and its answers. One in progress is canceled."""
+    with uow() as work:
+        previews.remove(work, previews.get(work.session, project.id, preview_id))
+    return PreviewDeleted(id=preview_id)
+
+
+async def _run(preview_id: str, prepared: Prepared, service: Service, upstream: Upstream, slot: Slot) -> None:
+    """Run the preview, write its progress once a second, and store how it ends."""
+    progress = PreviewProgress("loading", of=len(prepared.chats))
+    working = asyncio.create_task(
+        _in_time(_previewed(prepared, service, upstream, slot, progress), service.preview_seconds)
+    )
+
+    def written(write: Callable[..., bool], *values: Any) -> bool:
+        with service.database.write() as session:
+            return write(session, preview_id, *values)
+
+    try:
+        while not (await asyncio.wait([working], timeout=PROGRESS_SECONDS))[0]:
+            if not await asyncio.to_thread(written, previews.renew, asdict(progress)):
+                return  # canceled or deleted
+        await asyncio.to_thread(written, previews.complete, asdict(progress), working.result())
+    except ServiceError as refused:
+        await asyncio.to_thread(written, previews.fail, _error(refused))
+    except Exception:
+        log.exception("the preview %s failed", preview_id)
+        broken = ServiceError("The preview failed by an error of the server, which is in its log.")
+        await asyncio.to_thread(written, previews.fail, _error(broken))
+    finally:
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
+
+
+async def _in_time(work: Awaitable[Finished], seconds: float) -> Finished:
+    """Raise InvalidRequest if the preview takes longer."""
+    try:
+        async with asyncio.timeout(seconds):
+            return await work
+    except TimeoutError:
+        raise InvalidRequest(
+            f"The preview took longer than {seconds:.0f} s. Request fewer rows or samples, or shorter answers.",
+            code="preview_too_slow",
+        ) from None
+
+
+def _error(error: ServiceError) -> dict[str, Any]:
+    """An error as a response would have it, with its status."""
+    return {**error.envelope()["error"], "status": error.status_code}
+
+
+async def _previewed(
+    prepared: Prepared, service: Service, upstream: Upstream, slot: Slot, progress: PreviewProgress
+) -> Finished:
+    completions, seconds = await _sampled(prepared, upstream, progress, service.preview_load_seconds)
+    progress.began("grading")
+    grading = partial(_graded, prepared, service, completions, progress.one_graded)
+    grades, tokens = await slot.in_thread(grading)
+
+    size, samples = prepared.asked.settings, prepared.body.samples
+    judged = [_answer(*pair, size.supervision == "process") for pair in zip(completions, grades, strict=True)]
+    prompts = [
+        PreviewPrompt(row.line, completions[first].prompt_tokens, tuple(judged[first : first + samples]))
+        for row, first in zip(prepared.rows, range(0, len(judged), samples), strict=True)
+    ]
+    report = preview.report(
+        prompts,
+        group_size=size.group_size,
+        max_completion_tokens=size.max_completion_tokens,
+        context=prepared.asked.model.context,
+        pass_threshold=evals.pass_threshold(dump(prepared.body.reinforcement(PREVIEW).grader)),
+        sampling_seconds=seconds,
+        grader_tokens=tokens,
+    )
+    lengths, speed = preview.mean_lengths(prompts), report.sampling.tokens_per_second
+    estimate = prepared.asked.estimate(
+        partial(estimates.after_preview, lengths=lengths, tokens_per_second=speed)
+    )
+    made = PreviewReportOut(**prepared.asked.size(), **vars(report), estimate=estimate, reason=None)
+    lines = [(row.line, member) for row in prepared.rows for member in range(samples)]
+    answers = [
+        _stored(line, member, completion, grade, answer)
+        for (line, member), completion, grade, answer in zip(lines, completions, grades, judged, strict=True)
+    ]
+    return Finished(
+        report=made.model_dump(mode="json"),
+        measured={"lengths": lengths, "tokens_per_second": speed},
+        answers=answers,
+    )
+
+
+async def _sampled(
+    prepared: Prepared, upstream: Upstream, progress: PreviewProgress, load_seconds: float
+) -> tuple[Sequence[Completion], float]:
+    """The answers, and how long they took.
+
+    Args:
+        load_seconds: how long to wait for a server that starts or loads the model.
+    """
+    if prepared.earlier is not None:
+        _, completions, seconds = prepared.earlier
+        progress.sampled = len(completions)
+        return completions, seconds
+    # One token first, so that the time to load the model does not count as sampling time.
+    first, until = prepared.chats[0] | {"max_completion_tokens": 1}, time.monotonic() + load_seconds
+    while True:
+        try:
+            await _complete(upstream, first, prepared.rows[0])
+            break
+        except NotReady as loading:
+            if loading.retry_after is None or time.monotonic() + loading.retry_after > until:
+                raise
+            await asyncio.sleep(loading.retry_after)
+    started = time.perf_counter()
+    progress.began("sampling")
+
+    async def sampled(chat: dict[str, Any], row: Example) -> Completion:
+        completion = await _complete(upstream, chat, row)
+        progress.one_sampled()
+        return completion
+
+    rows = [row for row in prepared.rows for _ in range(prepared.body.samples)]
+    made = await _all([partial(sampled, chat, row) for chat, row in zip(prepared.chats, rows, strict=True)])
+    return made, time.perf_counter() - started
+
+
+def _stored(
+    line: int, member: int, completion: Completion, grade: Grade, answer: PreviewAnswer
+) -> dict[str, Any]:
+    """An answer as the row has it."""
+    return {
+        "line": line,
+        "member": member,
+        "output_text": completion.text,
+        "output_reasoning": completion.reasoning or None,
+        "finish_reason": "length" if completion.cut_off else "stop",
+        "prompt_tokens": completion.prompt_tokens,
+        "completion_tokens": completion.tokens,
+        "score": answer.score,
+        "reason": answer.reason,
+        "sub_scores": {name: part.score for name, part in grade.sub_grades.items()} or None,
+        "output": grade.output or None,
+    }
+
+
+def _some_rows(blobs: BlobStore, file: File, count: int, seed: int) -> list[Example]:
+    """A uniform sample of the rows, or all if there are fewer; only the chosen ones are held in memory.
+
+    Raises:
+        InvalidRequest: a line of the file is invalid.
+    """
+    chosen: list[Example] = []
+    draw = random.Random(f"{seed}/preview")
+    for number, row in enumerate(datasets.read_rows(blobs.open(file.blob_key))):
+        if isinstance(row, LineError):
+            raise InvalidRequest(f"{file.id}: {row}", param="training_file")
+        if number < count:
+            chosen.append(row)
+        elif (place := draw.randrange(number + 1)) < count:
+            chosen[place] = row
+    return sorted(chosen, key=lambda row: row.line)
+
+
+def _chat(body: PreviewCreate, asked: Asked, row: Example, member: int) -> dict[str, Any]:
+    """The request for one answer, with the job's sampling parameters."""
+    hyperparameters = body.reinforcement(PREVIEW).hyperparameters
+    effort = hyperparameters.reasoning_effort
+    digest = hashlib.sha256(f"{body.seed or 0}/preview/{row.line}/{member}".encode()).digest()
+    for number, message in enumerate(row.messages):
+        if message.get("role") == "tool" or message.get("tool_calls"):
+            why = f"messages.{number}: a reinforcement job has no tools"
+            raise InvalidRequest(f"line {row.line} cannot be previewed: {why}", param="training_file")
+    try:
+        chat = Chat.model_validate(
+            {
+                "model": asked.name,
+                # Message weights apply to a supervised loss, which a job does not have.
+                "messages": [
+                    {key: value for key, value in message.items() if key != "weight"}
+                    for message in row.messages
+                ],
+                "temperature": asked.settings.temperature,
+                "max_completion_tokens": asked.settings.max_completion_tokens,
+                "response_format": body.reinforcement(PREVIEW).response_format,
+                "seed": int.from_bytes(digest[:8], "big") >> 2,
+                "reasoning_effort": None if effort == "default" else effort,
+            }
+        )
+    except ValidationError as invalid:
+        first = invalid.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise InvalidRequest(
+            f"line {row.line} cannot be previewed: {where}: {first['msg']}", param="training_file"
+        ) from None
+    sampling = hyperparameters.advanced.sampling
+    served = Served(
+        base_model=asked.name,
+        chat_template=None if sampling.chat_template == "auto" else sampling.chat_template,
+        chat_template_kwargs=sampling.chat_template_kwargs or None,
+        thinking_budget=None if sampling.thinking_budget == "auto" else sampling.thinking_budget,
+    )
+    return chat.model_dump(mode="json", by_alias=True, exclude_none=True) | {"regraft": served.to_wire()}
+
+
+async def _all(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
+    """Run all calls concurrently and return their results in order; the first error cancels the others."""
+    slots = asyncio.Semaphore(REQUESTS_AT_ONCE)
+
+    async def one(call: Callable[[], Awaitable[T]]) -> T:
+        async with slots:
+            return await call()
+
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(one(call)) for call in calls]
+    except BaseExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+    return [task.result() for task in running]
+
+
+async def _complete(upstream: Upstream, chat: dict[str, Any], row: Example) -> Completion:
+    answer = await upstream.send(chat)
+    await whole(answer)
+    if answer.status_code != 200:
+        raise _refusal(row, answer.status_code, answer.json()["error"], answer.headers.get("retry-after"))
+    said: dict[str, Any] = answer.json()
+    [choice] = said["choices"]
+    return Completion(
+        text=choice["message"]["content"],
+        cut_off=choice["finish_reason"] == "length",
+        prompt_tokens=said["usage"]["prompt_tokens"],
+        tokens=said["usage"]["completion_tokens"],
+        reasoning=choice["message"].get("reasoning_content") or "",
+    )
+
+
+def _refusal(row: Example, status: int, error: dict[str, Any], retry_after: str | None) -> ServiceError:
+    """The inference server's error as ours; an error about a chat is one about a row of the file."""
+    message, code = error["message"], error["code"]
+    if status == 503:
+        return NotReady(message, retry_after=int(retry_after) if retry_after else None, code=code)
+    if code == "model_not_found":
+        return InvalidRequest(f"The inference server: {message}", param="model", code=code)
+    if status < 500:
+        return InvalidRequest(f"line {row.line}: {message}", param="training_file", code=code)
+    return ServiceError(message)
+
+
+def _graded(
+    prepared: Prepared, service: Service, completions: Sequence[Completion], graded: Callable[[], None]
+) -> tuple[list[Grade], int]:
+    """The grades, and the token usage of judges, which is recorded even after a disconnect.
+
+    Runs in a thread: a grader that computes for a second would block the server's event loop.
+    """
+    OWNER.set(prepared.project_id)
+    reinforcement = prepared.body.reinforcement(PREVIEW)
+    parse_json = reinforcement.response_format is not None
+    items = [row.item for row in prepared.rows for _ in range(prepared.body.samples)]
+    pairs = [
+        (
+            Sample.from_text(
+                completion.text,
+                "length" if completion.cut_off else "stop",
+                parse_json,
+                reasoning=completion.reasoning,
+            ),
+            item,
+        )
+        for completion, item in zip(completions, items, strict=True)
+    ]
+
+    async def grade() -> list[Grade]:
+        async with service.backends.open(reinforcement.grader, owner=prepared.project_id) as grader:
+            return await grade_all(grader, pairs, timeout_s=TIMEOUT_S, graded=graded)
+
+    grades = asyncio.run(grade())
+    used = sum(summed(grade.usage for grade in grades).values(), TokenUsage())
+    tokens = used.prompt_tokens + used.completion_tokens
+    if tokens:
+        with service.database.write() as session:
+            usage.add_usage(session, prepared.project_id, model=prepared.asked.name, grader_tokens=tokens)
+    return grades, tokens
+
+
+def _answer(completion: Completion, grade: Grade, by_steps: bool) -> PreviewAnswer:
+    score, reason, taught = grade.score, grade.reason, tuple(step.score for step in grade.steps)
+    if score is not None and not by_steps:
+        taught = (score,)
+    elif score is not None and not taught:
+        score, reason = None, "supervision is 'process' and the grader gave no steps for this answer"
+    return PreviewAnswer(
+        text=completion.text,
+        tokens=completion.tokens,
+        cut_off=completion.cut_off,
+        cut_thought=completion.cut_thought,
+        score=score,
+        reason=reason,
+        grading_seconds=grade.seconds,
+        taught=() if score is None else taught,
+    )

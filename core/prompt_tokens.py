@@ -1,0 +1,135 @@
+"""Count the tokens of rendered conversations in a child process, without torch and transformers.
+
+A chat template is a program, so the process that renders it has limited time and memory (core/model_templates.py). The
+child reads its model from the first line on stdin, then a list of batches, and answers each with the counts.
+"""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from core.model_templates import TemplateFiles, chat_renderer
+
+CPU_SECONDS = 120  # of all batches, over all threads
+MEMORY_BYTES = 4 << 30
+FILE = "tokenizer.json"
+
+
+class CannotCount(Exception):
+    """The tokens of this model cannot be counted; the message has the reason."""
+
+
+class TokenCounter:
+    """The tokenizer and the chat template of a model. Use it as a context manager; it is not thread-safe.
+
+    Args:
+        cpu_seconds: limit of the whole process.
+    """
+
+    def __init__(self, files: TemplateFiles, *, cpu_seconds: int = CPU_SECONDS) -> None:
+        """Raises CannotCount if the model has no tokenizer.json."""
+        if not (files.folder / FILE).is_file():
+            raise CannotCount(f"the model has no {FILE} on this machine")
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", __name__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
+        )
+        self._first: dict[str, Any] | None = {
+            "tokenizer": str(files.folder / FILE),
+            "template": files.template,
+            "special_tokens": dict(files.special_tokens),
+            "cpu_seconds": cpu_seconds,
+        }
+
+    def __enter__(self) -> "TokenCounter":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._child.kill()
+        self._child.communicate()
+
+    def count(self, chats: Sequence[Mapping[str, Any]]) -> list[int | None]:
+        """Return the tokens of each conversation; None if the template rejects it.
+
+        Args:
+            chats: `messages`, `tools` and `prompt`: whether an answer is to follow.
+
+        Raises:
+            CannotCount: the template or the tokenizer is invalid, or needs too much time or memory.
+        """
+        assert self._child.stdin is not None and self._child.stdout is not None
+        lines = [json.dumps(one) for one in (self._first, chats) if one is not None]
+        self._first = None
+        try:
+            self._child.stdin.write("".join(f"{line}\n" for line in lines))
+            self._child.stdin.flush()
+            answer = self._child.stdout.readline()
+        except BrokenPipeError:
+            answer = ""
+        if not answer:
+            raise CannotCount(
+                "the chat template or the tokenizer needs too much time or memory, or is invalid"
+            )
+        counts: list[int | None] = json.loads(answer)
+        return counts
+
+
+def main() -> None:
+    """Answer each batch of conversations on stdin with a line of counts."""
+    from tokenizers import Tokenizer
+
+    first = json.loads(sys.stdin.readline())
+    resource.setrlimit(resource.RLIMIT_CPU, (first["cpu_seconds"], first["cpu_seconds"]))
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    tokenizer = Tokenizer.from_file(first["tokenizer"])
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    render = chat_renderer(first["template"], first["special_tokens"])
+    for line in sys.stdin:
+        texts = [_rendered(render, chat) for chat in json.loads(line)]
+        found = iter(
+            tokenizer.encode_batch_fast(
+                [text for text in texts if text is not None], add_special_tokens=False
+            )
+        )
+        counts = [None if text is None else len(next(found).ids) for text in texts]
+        sys.stdout.write(json.dumps(counts) + "\n")
+        sys.stdout.flush()
+
+
+def _rendered(render: Any, chat: Mapping[str, Any]) -> str | None:
+    """The text of a conversation, as `render` of worker/model/policy.py passes it to the template."""
+    messages = [
+        {
+            **message,
+            "role": "system" if message["role"] == "developer" else message["role"],
+            "content": _text(message.get("content")),
+        }
+        for message in chat["messages"]
+    ]
+    try:
+        return str(render(messages, chat["tools"] or None, prompt=chat["prompt"]))
+    except Exception:  # a template is a program
+        return None
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, list):
+        return "".join(part["text"] for part in content)
+    return content or ""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,479 @@
+"""Profile of a dataset file: lengths, duplicates, overlap with another file, and the fields of its rows.
+
+A file is read once, a line at a time. Of each row only two hashes, a line number and a length are kept: 32 MB of a
+million rows.
+"""
+
+import hashlib
+import json
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from core.prompt_tokens import CannotCount, TokenCounter
+from core.storage.datasets import PROMPTS, Example, LineError, RowForm, read_objects, read_rows
+from core.storage.offline_rows import FORMS, is_labeled, method_of, reward_kind
+
+Method = Literal["reinforcement", "supervised", "dpo", "reward_model"]
+Numbers = NDArray[Any]
+
+MAX_ROWS = 1_000_000
+# Rows whose tokens are counted: all of a training file of a reinforcement job, which has at most 50,000, else a sample.
+MAX_COUNTED = 50_000
+MAX_FIELDS = 100
+MAX_SHOWN = 20  # lines, pairs of lines and problems
+MAX_DISTINCT = 1000
+EXAMPLE_CHARACTERS = 120
+BINS = 20
+BATCH = 256
+
+
+@dataclass(frozen=True)
+class LengthBin:
+    """Rows of at least `low` and less than `high`."""
+
+    low: int
+    high: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """The distribution of a length over rows."""
+
+    rows: int
+    mean: float
+    min: int
+    p50: float
+    p90: float
+    p99: float
+    max: int
+    bins: list[LengthBin]
+
+
+@dataclass(frozen=True)
+class SomeLines:
+    """A number of rows, and the first lines of them."""
+
+    rows: int
+    lines: list[int]
+
+
+@dataclass(frozen=True)
+class TokenLengths(Lengths):
+    """Tokens as the chat template of the model renders a row: of its prompt, or with its answers for other methods.
+
+    `rows` is smaller than the rows of the file if it has more than 50,000: then a uniform sample is counted.
+    """
+
+    room: int
+    too_long: SomeLines  # of the counted rows: those with more tokens than `room`
+    not_rendered: SomeLines  # of the counted rows: those that the chat template rejects
+
+
+@dataclass(frozen=True)
+class ProfiledField:
+    """A key of the rows, which graders read as `item.<name>`."""
+
+    name: str
+    rows: int
+    missing: int
+    types: dict[str, int]
+    distinct: int | None  # different values; None: more than 1000
+    example: str  # the first value, at most 120 characters of its JSON
+
+
+@dataclass(frozen=True)
+class GraderPath:
+    """A path that the grader reads, and the rows that lack it."""
+
+    path: str
+    missing: SomeLines
+
+
+@dataclass(frozen=True)
+class GraderReads:
+    """The fields that the templates of a grader read."""
+
+    paths: list[GraderPath]
+    not_listed: bool  # a python grader or an endpoint may read other fields as well
+    no_grader: SomeLines | None  # rows for which a select grader has no grader; None: it is not one
+
+
+@dataclass(frozen=True)
+class Duplicates:
+    """Rows whose prompt occurs in an earlier row."""
+
+    rows: int
+    identical: int  # of these, rows that equal an earlier row in every field
+    prompts: int  # different prompts that occur more than once
+    lines: list[list[int]]  # the first lines of the first such prompts
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Rows of the validation file whose prompt is also in this file."""
+
+    file: str
+    rows: int  # valid rows of the validation file
+    shared: int
+    lines: list[list[int]]  # pairs: a line of the validation file, and one of this file
+
+
+@dataclass(frozen=True)
+class RowProblem:
+    line: int
+    path: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The profile of a file. Rows with problems count in `invalid` only."""
+
+    method: Method
+    rows: int
+    is_whole: bool  # false: only the first million rows were read
+    invalid: int
+    problems: list[RowProblem]
+    characters: Lengths | None  # of the text of the prompt; None without a valid row
+    tokens: TokenLengths | None
+    tokens_reason: str | None  # the reason if the tokens were not counted
+    duplicates: Duplicates
+    overlap: Overlap | None
+    fields: list[ProfiledField]
+    grader: GraderReads | None
+
+
+@dataclass(frozen=True)
+class Reader:
+    """The fields that a grader reads. `missing` returns the paths that a row lacks, `chooses` whether a grader is
+    chosen for it.
+    """
+
+    paths: Sequence[str]
+    missing: Callable[[dict[str, Any]], Sequence[str]]
+    not_listed: bool
+    chooses: Callable[[dict[str, Any]], bool] | None = None
+
+
+@dataclass(frozen=True)
+class Room:
+    """How to count tokens, and how many a row may have."""
+
+    counter: TokenCounter
+    tokens: int
+
+
+def profile(
+    chunks: Iterable[bytes],
+    *,
+    method: Method,
+    room: Room | None,
+    tokens_reason: str | None = None,
+    reader: Reader | None = None,
+    validation: tuple[str, Iterable[bytes]] | None = None,
+    max_rows: int = MAX_ROWS,
+    max_counted: int = MAX_COUNTED,
+) -> Profile:
+    """Read the file once, and the validation file once.
+
+    Args:
+        room: None: tokens are not counted, because of `tokens_reason`.
+        validation: the id and the content of the validation file.
+    """
+    form = form_of(method)
+    seen = _Seen()
+    problems: list[RowProblem] = []
+    bad_lines: set[int] = set()
+    fields: dict[str, _FieldCount] = {}
+    read = None if reader is None else _ReadCount(reader)
+    counts = None if room is None else _TokenCount(room, method, max_counted)
+    is_whole = True
+    for row in read_rows(chunks, form=form):
+        if isinstance(row, LineError):
+            bad_lines.add(row.line)
+            if len(problems) < MAX_SHOWN:
+                problems.append(RowProblem(row.line, row.path, row.message))
+            continue
+        if len(seen.lines) == max_rows:
+            is_whole = False
+            break
+        seen.add(row)
+        for name, value in row.item.items():
+            if name not in fields and len(fields) < MAX_FIELDS:
+                fields[name] = _FieldCount()
+            if name in fields:
+                fields[name].add(value)
+        if read is not None:
+            read.add(row)
+        if counts is not None:
+            counts.add(row)
+    rows = len(seen.lines)
+    tokens = None if counts is None else counts.end()
+    return Profile(
+        method=method,
+        rows=rows,
+        is_whole=is_whole,
+        invalid=len(bad_lines),
+        problems=problems,
+        characters=lengths(seen.characters) if rows else None,
+        tokens=tokens,
+        tokens_reason=tokens_reason if counts is None else counts.reason,
+        duplicates=seen.duplicates(),
+        overlap=None if validation is None else seen.overlap(*validation, form=form, max_rows=max_rows),
+        fields=[count.end(name, rows) for name, count in fields.items()],
+        grader=None if read is None else read.end(),
+    )
+
+
+def detect(chunks: Iterable[bytes]) -> Method:
+    """The method that the first row is made for; reinforcement if it is unknown."""
+    first = next((row for row in read_objects(chunks) if isinstance(row, tuple)), None)
+    found = None if first is None else method_of(first[1])
+    return cast(Method, found or "reinforcement")
+
+
+def form_of(method: Method) -> RowForm:
+    return PROMPTS if method == "reinforcement" else FORMS[method]
+
+
+def lengths(values: Sequence[int]) -> Lengths:
+    """Of at least one row."""
+    found = np.asarray(values, dtype=np.int64)
+    low, high = int(found.min()), int(found.max())
+    width = -(-(high - low + 1) // BINS)
+    edges = np.arange(low, high + width + 1, width)
+    p50, p90, p99 = (float(value) for value in np.percentile(found, [50, 90, 99]))
+    bins = [
+        LengthBin(int(start), int(start) + width, int(rows))
+        for start, rows in zip(edges, np.histogram(found, edges)[0], strict=False)
+    ]
+    return Lengths(len(found), float(found.mean()), low, p50, p90, p99, high, bins)
+
+
+def _hash(value: Any) -> int:
+    """64 bits: two of a million different rows collide with a probability of 3e-8."""
+    text = json.dumps(value, sort_keys=True, ensure_ascii=False)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+
+
+def _prompt(row: Example) -> Any:
+    """What two rows with the same prompt have in common."""
+    messages = list(row.messages)
+    while messages and messages[-1].get("role") == "assistant":
+        messages.pop()  # the answers of a supervised row, or of one for a reward model
+    given = row.item.get("input")
+    tools = row.item.get("tools") or (given.get("tools") if isinstance(given, Mapping) else None)
+    return [_plain(message) for message in messages], tools or None
+
+
+def _plain(message: Mapping[str, Any]) -> list[Any]:
+    return [message.get("role"), _text(message.get("content")), message.get("tool_calls") or None]
+
+
+def _type(value: Any) -> str:
+    """The type in JSON."""
+    names = {dict: "object", list: "array", str: "string", bool: "boolean", type(None): "null"}
+    return names.get(type(value), "number")
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, list):
+        return "".join(part["text"] for part in content)
+    return content or ""
+
+
+class _Seen:
+    """The hashes, lines and lengths of the rows so far, in arrays of 64 bits."""
+
+    def __init__(self) -> None:
+        self.prompts, self.items = array("Q"), array("Q")
+        self.lines, self.characters = array("q"), array("q")
+
+    def add(self, row: Example) -> None:
+        prompt = _prompt(row)
+        self.prompts.append(_hash(prompt))
+        self.items.append(_hash(row.item))
+        self.lines.append(row.line)
+        self.characters.append(sum(len(message[1]) for message in prompt[0]))
+
+    def duplicates(self) -> Duplicates:
+        found, first, counts = np.unique(_array(self.prompts), return_index=True, return_counts=True)
+        different = len(np.unique(_array(self.items)))
+        several = np.flatnonzero(counts > 1)
+        several = several[np.argsort(first[several])][:MAX_SHOWN]
+        lines, prompts = np.asarray(self.lines), _array(self.prompts)
+        return Duplicates(
+            rows=len(self.lines) - len(found),
+            identical=len(self.lines) - different,
+            prompts=int((counts > 1).sum()),
+            lines=[lines[np.flatnonzero(prompts == found[index])[:5]].tolist() for index in several],
+        )
+
+    def overlap(self, file: str, chunks: Iterable[bytes], *, form: RowForm, max_rows: int) -> Overlap:
+        others = _Seen()
+        for row in read_rows(chunks, form=form):
+            if isinstance(row, Example):
+                if len(others.lines) == max_rows:
+                    break
+                others.add(row)
+        found, first = np.unique(_array(self.prompts), return_index=True)
+        theirs = _array(others.prompts)
+        shared = np.flatnonzero(np.isin(theirs, found))
+        mine = first[np.searchsorted(found, theirs[shared[:MAX_SHOWN]])]
+        pairs = zip(shared[:MAX_SHOWN].tolist(), mine.tolist(), strict=True)
+        return Overlap(
+            file=file,
+            rows=len(others.lines),
+            shared=len(shared),
+            lines=[[others.lines[other], self.lines[own]] for other, own in pairs],
+        )
+
+
+def _array(values: Any) -> Numbers:
+    return np.asarray(values, dtype=np.uint64)
+
+
+class _FieldCount:
+    def __init__(self) -> None:
+        self.rows, self.types, self.example = 0, Counter[str](), ""
+        self._values: set[int] | None = set()
+
+    def add(self, value: Any) -> None:
+        if not self.rows:
+            self.example = json.dumps(value, ensure_ascii=False)[:EXAMPLE_CHARACTERS]
+        self.rows += 1
+        self.types[_type(value)] += 1
+        if self._values is not None:
+            self._values.add(_hash(value))
+            if len(self._values) > MAX_DISTINCT:
+                self._values = None
+
+    def end(self, name: str, rows: int) -> ProfiledField:
+        distinct = None if self._values is None else len(self._values)
+        return ProfiledField(
+            name, self.rows, rows - self.rows, dict(self.types.most_common()), distinct, self.example
+        )
+
+
+class _Lines:
+    def __init__(self) -> None:
+        self.rows, self.first = 0, list[int]()
+
+    def add(self, line: int) -> None:
+        self.rows += 1
+        if len(self.first) < MAX_SHOWN:
+            self.first.append(line)
+
+    def end(self) -> SomeLines:
+        return SomeLines(self.rows, self.first)
+
+
+class _ReadCount:
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        self._missing = {path: _Lines() for path in reader.paths}
+        self._unchosen = _Lines()
+
+    def add(self, row: Example) -> None:
+        missing = self._reader.missing(row.item)
+        for path in missing:
+            self._missing[path].add(row.line)
+        if self._reader.chooses is not None and not missing and not self._reader.chooses(row.item):
+            self._unchosen.add(row.line)
+
+    def end(self) -> GraderReads:
+        paths = [GraderPath(path, lines.end()) for path, lines in self._missing.items()]
+        unchosen = None if self._reader.chooses is None else self._unchosen.end()
+        return GraderReads(paths, self._reader.not_listed, unchosen)
+
+
+@dataclass
+class _TokenCount:
+    """Counts the tokens of all rows, or of a uniform sample of `most` of them if there are more.
+
+    The sample has the rows whose hashed line number is divisible by a power of two, which doubles when the sample is
+    full, so neither the number of rows nor their texts need to be known before.
+    """
+
+    room: Room
+    method: Method
+    most: int
+    reason: str | None = None
+    _every: int = 1
+    _waiting: list[tuple[int, list[Mapping[str, Any]]]] = field(default_factory=list)
+    _counted: dict[int, int | None] = field(default_factory=dict)  # by line
+
+    def add(self, row: Example) -> None:
+        if self.reason is None and _mixed(row.line) % self._every == 0:
+            self._waiting.append((row.line, list(conversations(self.method, row.item))))
+            if len(self._waiting) == BATCH:
+                self._flush()
+
+    def end(self) -> TokenLengths | None:
+        self._flush()
+        if self.reason is not None:
+            return None
+        long, broken, counts = _Lines(), _Lines(), []
+        for line, tokens in sorted(self._counted.items()):
+            if tokens is None:
+                broken.add(line)
+                continue
+            counts.append(tokens)
+            if tokens > self.room.tokens:
+                long.add(line)
+        if not counts:
+            self.reason = (
+                "the chat template of the model rejects every row" if broken.rows else "there are no rows"
+            )
+            return None
+        return TokenLengths(
+            **vars(lengths(counts)), room=self.room.tokens, too_long=long.end(), not_rendered=broken.end()
+        )
+
+    def _flush(self) -> None:
+        chats = [chat for _, several in self._waiting for chat in several]
+        try:
+            counts = iter(self.room.counter.count(chats)) if chats else iter(())
+        except CannotCount as cause:
+            self.reason = str(cause)
+            self._counted.clear()
+            counts = iter([None] * len(chats))
+        for line, several in self._waiting:
+            of_row = [next(counts) for _ in several]
+            self._counted[line] = None if None in of_row else max(cast(list[int], of_row))
+        self._waiting.clear()
+        while len(self._counted) > self.most:
+            self._every *= 2
+            self._counted = {
+                line: count for line, count in self._counted.items() if _mixed(line) % self._every == 0
+            }
+
+
+def _mixed(line: int) -> int:
+    """Bits of the line number that do not follow a period of the file (the finalizer of MurmurHash3)."""
+    mask = (1 << 64) - 1
+    line = ((line ^ (line >> 33)) * 0xFF51AFD7ED558CCD) & mask
+    line = ((line ^ (line >> 33)) * 0xC4CEB9FE1A85EC53) & mask
+    return line ^ (line >> 33)
+
+
+def conversations(method: Method, row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The conversations of a valid row, whose longest one must fit: its prompt, or its prompt with each answer."""
+    tools = row.get("tools")
+    if method == "reinforcement":
+        yield {"messages": row["messages"], "tools": tools, "prompt": True}
+    elif method == "dpo" or (method == "reward_model" and reward_kind(row) == "pairs"):
+        given = row["input"]
+        names = ["output"] if is_labeled(row) else ["preferred_output", "non_preferred_output"]
+        for name in names:
+            messages = [*given["messages"], *row[name]]
+            yield {"messages": messages, "tools": given.get("tools"), "prompt": False}
+    else:
+        yield {"messages": row["messages"], "tools": tools, "prompt": False}

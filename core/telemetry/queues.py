@@ -1,0 +1,170 @@
+"""The queues of the service: how many wait, how long the first of them has waited, and what they wait for."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sqlalchemy import case, func, select
+from sqlalchemy.orm import Session
+
+from core.database.engine import db_now
+from core.database.tables import Attempt, EvalRun, Event, Job
+from core.evals import lifecycle as eval_runs
+from core.jobs import fairness
+from core.jobs.lifecycle import RESUMING
+from core.telemetry.workers import Seen
+from core.tenancy.limits import Limits
+
+FREE = "a free worker is about to start the next one"
+
+
+@dataclass(frozen=True)
+class Queue:
+    """One queue. Workers of every class take from those without a class."""
+
+    kind: str  # jobs, validations or eval_runs
+    gpu_class: str | None
+    length: int  # that a free worker would start
+    oldest_seconds: float  # how long the longest-waiting of these has waited
+    held_back: int  # whose project runs as many as it may
+    backing_off: int  # until some time after an interruption
+    running: int
+    workers: int  # that are not silent
+    reason: str | None  # None: nothing waits
+
+
+def waiting_seconds(session: Session, defaults: Limits) -> dict[str, list[float]]:
+    """How long each job has waited that a free worker would start, by its GPU class; all classes that have jobs."""
+    # The waiting time starts when the last attempt ended (at least a validation), the back-off ended, or on resume.
+    ended = select(func.max(Attempt.ended_at)).where(Attempt.job_id == Job.id).scalar_subquery()
+    resumed = (
+        select(func.max(Event.created_at))
+        .where(Event.job_id == Job.id, Event.message == RESUMING)
+        .scalar_subquery()
+    )
+    waits = select(Job.gpu_class, Job.created_at, Job.next_run_at, ended, resumed, db_now())
+    classes = session.scalars(select(Job.gpu_class).distinct())
+    seconds: dict[str, list[float]] = {gpu_class: [] for gpu_class in classes}
+    for gpu_class, *begins, now in session.execute(waits.where(Job.seq.in_(fairness.startable(defaults)))):
+        since = max(begin for begin in begins if begin is not None)
+        seconds[gpu_class].append(max(0.0, now - since))
+    return seconds
+
+
+def queues(session: Session, defaults: Limits, workers: Sequence[Seen]) -> list[Queue]:
+    """The queue of each GPU class that has jobs or workers, that of validations, and that of eval runs."""
+    alive = [seen for seen in workers if seen.status != "silent"]
+    waits = waiting_seconds(session, defaults)
+    classes = sorted({*waits, *(seen.worker.gpu_class for seen in workers)})
+    return [
+        *(_of_class(session, gpu_class, waits.get(gpu_class, []), alive) for gpu_class in classes),
+        _validations(session, alive),
+        _eval_runs(session, defaults, alive),
+    ]
+
+
+def _of_class(session: Session, gpu_class: str, waits: Sequence[float], alive: Sequence[Seen]) -> Queue:
+    now = select(db_now()).scalar_subquery()
+    state = case((Job.status != "queued", "running"), (Job.next_run_at > now, "backing_off"), else_="ready")
+    counted = (
+        select(state, func.count())
+        .where(Job.gpu_class == gpu_class, Job.status.in_(("queued", *fairness.RUNNING)))
+        .group_by(state)
+    )
+    counts = Counter[str]()
+    for name, number in session.execute(counted):
+        counts[name] = number
+    mine = [seen for seen in alive if seen.worker.gpu_class == gpu_class]
+    held_back = max(0, counts["ready"] - len(waits))
+    reason: str | None
+    if waits:
+        reason = _of_workers(mine, gpu_class)
+    elif held_back:
+        reason = "their projects run as many jobs as they may"
+    else:
+        reason = "they back off after an interruption" if counts["backing_off"] else None
+    return Queue(
+        kind="jobs",
+        gpu_class=gpu_class,
+        length=len(waits),
+        oldest_seconds=max(waits, default=0.0),
+        held_back=held_back,
+        backing_off=counts["backing_off"],
+        running=counts["running"],
+        workers=len(mine),
+        reason=reason,
+    )
+
+
+def _of_workers(workers: Sequence[Seen], gpu_class: str) -> str:
+    if not workers:
+        return f"no worker of class {gpu_class} reports itself"
+    if all(seen.status == "draining" for seen in workers):
+        return f"every worker of class {gpu_class} is stopping"
+    if any(seen.status == "idle" for seen in workers):
+        return FREE
+    return f"every worker of class {gpu_class} is busy"
+
+
+def _of_any(workers: Sequence[Seen], running: int, is_busy: str) -> str:
+    """Of a queue that each worker takes one from, beside its run."""
+    able = [seen for seen in workers if seen.status != "draining"]
+    if not able:
+        return "every worker is stopping" if workers else "no worker reports itself"
+    return f"every worker {is_busy}" if running >= len(able) else FREE
+
+
+def _validations(session: Session, alive: Sequence[Seen]) -> Queue:
+    now = select(db_now()).scalar_subquery()
+    since = case((Job.next_run_at > Job.created_at, Job.next_run_at), else_=Job.created_at)
+    length, oldest = session.execute(
+        select(func.count(), now - func.min(since)).where(fairness.unvalidated(Job))
+    ).one()
+    validating = Job.status == "validating_files"
+    running = session.scalars(select(func.count()).where(validating, Job.lease_expires_at >= now)).one()
+    off = session.scalars(select(func.count()).where(validating, Job.next_run_at > now)).one()
+    reason = None
+    if length:
+        reason = _of_any(alive, running, "validates another job")
+    return Queue(
+        kind="validations",
+        gpu_class=None,
+        length=length,
+        oldest_seconds=max(0.0, oldest or 0.0),
+        held_back=0,
+        backing_off=off,
+        running=running,
+        workers=len(alive),
+        reason=reason,
+    )
+
+
+def _eval_runs(session: Session, defaults: Limits, alive: Sequence[Seen]) -> Queue:
+    startable = eval_runs.startable(defaults).subquery()
+    [since] = startable.c
+    length, oldest = session.execute(
+        select(func.count(), db_now() - func.min(since)).select_from(startable)
+    ).one()
+    now = select(db_now()).scalar_subquery()
+    live = EvalRun.deleted_at.is_(None)
+    waiting = live & (EvalRun.status == eval_runs.WAITING)
+    off = session.scalars(select(func.count()).where(waiting, EvalRun.next_run_at > now)).one()
+    ready = session.scalars(select(func.count()).where(waiting, EvalRun.next_run_at <= now)).one()
+    running = session.scalars(select(func.count()).where(live, EvalRun.status == eval_runs.RUNNING)).one()
+    held_back = max(0, ready - length)
+    reason = None
+    if length:
+        reason = _of_any(alive, running, "runs another eval run")
+    elif held_back:
+        reason = "their projects run as many eval runs as they may"
+    return Queue(
+        kind="eval_runs",
+        gpu_class=None,
+        length=length,
+        oldest_seconds=max(0.0, oldest or 0.0),
+        held_back=held_back,
+        backing_off=off,
+        running=running,
+        workers=len(alive),
+        reason=reason,
+    )
