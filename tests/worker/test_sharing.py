@@ -268,7 +268,7 @@ def offered(bench: Bench, **changes: Any) -> Job:
         ({"ranks": 2}, "REGRAFT_RANKS is 2"),
         ({"nodes": 2, "rendezvous": "a:1"}, "REGRAFT_NODES is 2"),
         ({"sampling_gpus": 1}, "REGRAFT_SAMPLING_GPUS is 1"),
-        ({"sampler": "vllm"}, "vLLM engine of its own"),
+        ({"sampler": "vllm"}, "a vLLM engine of the job"),
         ({"sampler": "vllm", "samplers": {"tiny": ["http://a"]}, "samplers_key": "k"}, None),
     ],
 )
@@ -285,6 +285,13 @@ def test_a_job_that_samples_nothing_shares_the_device_whatever_the_sampler(bench
     job = offered(bench, method="supervised", body={"hyperparameters": {}})
 
     assert why_alone(job, Settings(sampler="vllm")) is None
+
+
+@pytest.mark.usefixtures("environment")
+def test_a_job_that_trains_all_weights_runs_alone(bench: Bench) -> None:
+    job = offered(bench, body={"hyperparameters": {"advanced": {"train": "full"}}})
+
+    assert "it trains all weights" in str(why_alone(job, Settings()))
 
 
 @pytest.mark.usefixtures("environment")

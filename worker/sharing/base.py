@@ -22,7 +22,7 @@ from worker import process
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-OWN_ENGINE = "its answers are sampled by a vLLM engine of its own, which has another copy of the weights"
+OWN_ENGINE = "a vLLM engine of the job samples its answers, with another copy of the weights"
 ENDED = "the process that holds the base model has ended"
 
 
@@ -36,7 +36,7 @@ class BaseLost(Exception):
 
 @dataclass(frozen=True)
 class Offer:
-    """What the process holds, said before it has loaded it."""
+    """Describes what the process holds. Sent before the weights are loaded."""
 
     entry: BaseModelEntry
     files: str  # a hash of the model's folder; empty for a hub id

@@ -81,7 +81,7 @@ class Image:
 
     def _write_file(self) -> None:
         for tensor in self._tensors:
-            # Dense, in the order of its own dimensions.
+            # Without gaps, with the dimensions in the tensor's order.
             stride = torch.empty_like(tensor, device="meta").stride()
             address = tensor.data_ptr() // tensor.itemsize * tensor.itemsize
             offset = self.file_bytes + (address - self.file_bytes) % _PAGE

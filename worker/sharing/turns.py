@@ -1,7 +1,7 @@
 """Turns of jobs on the device that they share: one computes at a time, so that each runs as fast as it would alone.
 
-The worker (worker/supervise/turns.py) gives turns in the order in which they are asked for. A turn ends when its
-process has nothing more to compute, or at the next `offer` after a second.
+The worker (worker/supervise/turns.py) gives turns in the order of requests. A turn ends when its process has nothing
+more to compute, or at the next `offer` after a second.
 """
 
 import contextlib
@@ -116,7 +116,7 @@ class Turns(contextlib.ContextDecorator):
             raise TurnsLost(GONE)
 
     def _answer(self, worker: socket.socket) -> bytes | None:
-        """What the worker sends; empty at its end. None: nothing for a while."""
+        """Return what the worker sends; b"" at its end, None after `beat_seconds` without anything."""
         worker.settimeout(self._beat_seconds)
         try:
             return worker.recv(1)

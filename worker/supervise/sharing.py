@@ -97,7 +97,7 @@ def why_alone(job: Job, settings: Settings) -> str | None:
         return "jobs with the method distillation may have a second model in memory"
     parent = Parent.of(job)
     if full.is_full(job) or (parent is not None and parent.is_whole):
-        return "it trains or starts from weights of its own, and not those of the base"
+        return "it trains all weights, or starts from a model whose weights were all trained"
     if methods.variant(job.method, job.body) in methods.OFFLINE:
         return None
     registry = Registry.load(settings.models_file)
