@@ -21,6 +21,16 @@ export interface components {
             resumed_from_step: number | null;
         };
         /**
+         * AdvantageSizesOut
+         * @description The absolute advantages of the graded answers.
+         */
+        AdvantageSizesOut: {
+            /** Mean */
+            mean: number | null;
+            /** Largest */
+            largest: number | null;
+        };
+        /**
          * AuditOut
          * @description One change, in the shape of OpenAI's audit log.
          */
@@ -93,6 +103,7 @@ export interface components {
             } | null;
             /** Reasons */
             reasons?: boolean | null;
+            memory?: components["schemas"]["ModelMemory"] | null;
             /** Checked At */
             checked_at?: number | null;
             /** Versions */
@@ -124,6 +135,37 @@ export interface components {
              * @description In the order of the jobs; null: the request lacks it.
              */
             values: unknown[];
+        };
+        /**
+         * CheckedCaseOut
+         * @description A golden case and its score. Null: it could not be graded, which fails the case.
+         */
+        CheckedCaseOut: {
+            /** Case Id */
+            case_id: string;
+            /** Passed */
+            passed: boolean;
+            /** Score */
+            score: number | null;
+            expect: components["schemas"]["ExpectOut"];
+            /** Reason */
+            reason: string;
+            /** Errors */
+            errors: string[];
+            /**
+             * Output
+             * @description Printed by the grader.
+             */
+            output: string;
+            /**
+             * Scores
+             * @description Of the parts of a multi grader.
+             */
+            scores: {
+                [key: string]: number | null;
+            };
+            /** Execution Time */
+            execution_time: number;
         };
         /** CheckpointOut */
         CheckpointOut: {
@@ -365,6 +407,13 @@ export interface components {
                 [key: string]: unknown;
             };
         };
+        /** ExpectOut */
+        ExpectOut: {
+            /** Min */
+            min: number | null;
+            /** Max */
+            max: number | null;
+        };
         /** FileOut */
         FileOut: {
             /** Id */
@@ -393,6 +442,85 @@ export interface components {
             status: "processed";
             /** Status Details */
             status_details?: null;
+        };
+        /** GoldenCaseOut */
+        GoldenCaseOut: {
+            /** Id */
+            id: string;
+            /**
+             * Object
+             * @default regraft.grader.case
+             * @constant
+             */
+            object: "regraft.grader.case";
+            /** Created At */
+            created_at: number;
+            /** Sample */
+            sample: {
+                [key: string]: unknown;
+            };
+            /** Item */
+            item: {
+                [key: string]: unknown;
+            };
+            expect: components["schemas"]["ExpectOut"];
+            /** Note */
+            note: string;
+            /** Rollout Id */
+            rollout_id: string | null;
+        };
+        /** GraderCheckOut */
+        GraderCheckOut: {
+            /**
+             * Object
+             * @default regraft.grader.check
+             * @constant
+             */
+            object: "regraft.grader.check";
+            /** Name */
+            name: string;
+            /**
+             * Version
+             * @description The version of what was run, saved or not.
+             */
+            version: string;
+            /** Passed */
+            passed: number;
+            /**
+             * Failed
+             * @description Cases out of their range, or without a score.
+             */
+            failed: number;
+            /** Results */
+            results: components["schemas"]["CheckedCaseOut"][];
+        };
+        /**
+         * GraderVersionOut
+         * @description A version. `id` is its hash.
+         */
+        GraderVersionOut: {
+            /** Id */
+            id: string;
+            /**
+             * Object
+             * @default regraft.grader.version
+             * @constant
+             */
+            object: "regraft.grader.version";
+            /** Name */
+            name: string;
+            /** Version */
+            version: string;
+            /** Created At */
+            created_at: number;
+            /** Is Current */
+            is_current: boolean;
+            /** Note */
+            note: string;
+            /** Grader */
+            grader: {
+                [key: string]: unknown;
+            };
         };
         /**
          * GraderPath
@@ -666,6 +794,20 @@ export interface components {
              * @constant
              */
             object: "organization.project.limits";
+        };
+        /**
+         * ModelMemory
+         * @description Of a job whose longest prompt and answer fill the context, with an adapter of rank 16. In GiB of one GPU.
+         */
+        ModelMemory: {
+            /** Gpu Class */
+            gpu_class: string;
+            /** Gpu Gib */
+            gpu_gib: number;
+            /** Needed Gib */
+            needed_gib: number | null;
+            /** Problem */
+            problem: string | null;
         };
         /** ModelOut */
         ModelOut: {
@@ -2033,6 +2175,45 @@ export interface components {
         } & {
             [key: string]: unknown;
         };
+        /**
+         * StoredGraderOut
+         * @description A named grader with its current version.
+         */
+        StoredGraderOut: {
+            /** Id */
+            id: string;
+            /**
+             * Object
+             * @default regraft.grader
+             * @constant
+             */
+            object: "regraft.grader";
+            /** Name */
+            name: string;
+            /** Created At */
+            created_at: number;
+            /** Updated At */
+            updated_at: number;
+            /**
+             * Version
+             * @description SHA-256 of the specification.
+             */
+            version: string;
+            /** Versions */
+            versions: number;
+            /**
+             * Cases
+             * @description Golden cases.
+             */
+            cases: number;
+            /**
+             * Grader
+             * @description The specification; header values are masked.
+             */
+            grader: {
+                [key: string]: unknown;
+            };
+        };
         /** Timing */
         Timing: {
             /**
@@ -2342,6 +2523,13 @@ export interface components {
              * @description Spearman's, of the stored and the new scores.
              */
             rank_correlation: number | null;
+            /**
+             * Advantage Scale
+             * @enum {string}
+             */
+            advantage_scale: "none" | "group" | "batch";
+            advantages_before: components["schemas"]["AdvantageSizesOut"];
+            advantages_after: components["schemas"]["AdvantageSizesOut"];
         };
         /**
          * QueueOut
