@@ -3,6 +3,16 @@ export type paths = Record<string, never>;
 export type webhooks = Record<string, never>;
 export interface components {
     schemas: {
+        /**
+         * AdvantageSizesOut
+         * @description The absolute advantages of the graded answers.
+         */
+        AdvantageSizesOut: {
+            /** Mean */
+            mean: number | null;
+            /** Largest */
+            largest: number | null;
+        };
         /** AttemptOut */
         AttemptOut: {
             /** Number */
@@ -19,16 +29,6 @@ export interface components {
             reason: string | null;
             /** Resumed From Step */
             resumed_from_step: number | null;
-        };
-        /**
-         * AdvantageSizesOut
-         * @description The absolute advantages of the graded answers.
-         */
-        AdvantageSizesOut: {
-            /** Mean */
-            mean: number | null;
-            /** Largest */
-            largest: number | null;
         };
         /**
          * AuditOut
@@ -494,6 +494,26 @@ export interface components {
             results: components["schemas"]["CheckedCaseOut"][];
         };
         /**
+         * GraderPath
+         * @description A path that the grader reads, and the rows that lack it.
+         */
+        GraderPath: {
+            /** Path */
+            path: string;
+            missing: components["schemas"]["SomeLines"];
+        };
+        /**
+         * GraderReads
+         * @description The fields that the templates of a grader read.
+         */
+        GraderReads: {
+            /** Paths */
+            paths: components["schemas"]["GraderPath"][];
+            /** Not Listed */
+            not_listed: boolean;
+            no_grader: components["schemas"]["SomeLines"] | null;
+        };
+        /**
          * GraderVersionOut
          * @description A version. `id` is its hash.
          */
@@ -520,26 +540,6 @@ export interface components {
             grader: {
                 [key: string]: unknown;
             };
-        };
-        /**
-         * GraderPath
-         * @description A path that the grader reads, and the rows that lack it.
-         */
-        GraderPath: {
-            /** Path */
-            path: string;
-            missing: components["schemas"]["SomeLines"];
-        };
-        /**
-         * GraderReads
-         * @description The fields that the templates of a grader read.
-         */
-        GraderReads: {
-            /** Paths */
-            paths: components["schemas"]["GraderPath"][];
-            /** Not Listed */
-            not_listed: boolean;
-            no_grader: components["schemas"]["SomeLines"] | null;
         };
         /**
          * Grading
