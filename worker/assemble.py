@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 
 from core.database.tables import Job
 from core.errors import InvalidRequest, NotFound
-from core.jobs import hyperparameters
+from core.jobs import full, hyperparameters
 from core.jobs.distillation import asked_of, param_of, teacher_of, top_of
 from core.jobs.hyperparameter_groups import LoraTargets
 from core.jobs.hyperparameters import Hyperparameters, Resolved
@@ -41,10 +41,11 @@ from worker.learn.teacher import PolicyTeacher
 from worker.learn.trainer import PeftTrainer, Trainer
 from worker.learn.turns import AlternatingTrainer, UpdatingTrainer
 from worker.learn.world import World
+from worker.model import full as full_policy
 from worker.model import memory, quantized, sizing, support, teachers, verdicts
 from worker.model.adapters import adapter_targets
 from worker.model.architecture import refusing, without_weights
-from worker.model.parent import continuing, start_from
+from worker.model.parent import continuing, start_from, whole_weights
 from worker.model.policy import DTYPES, Policy, read_config, read_tokenizer, render, source_of
 from worker.model.reasoning import Reasoning, detect, plan_effort
 from worker.model.sizing import MemoryPlan, Shape, Workload
@@ -146,14 +147,18 @@ def assemble(
     job = attempt.job
     rows = read_rows(attempt)
     local = 1 if world is None else world.local_size
-    base = inspect_model(job.model, settings, local, off_policy=is_off_policy(job))
+    if full.is_full(job):
+        refuse_full(job, settings)
+    base = inspect_model(job.model, settings, local, off_policy=is_off_policy(job), full=full.is_full(job))
     teacher = teacher_model(attempt, settings, beat)
     judges = reward_models(attempt, spec, settings)
     task = prepare_task(attempt, rows, base, teacher)
     prompts = task.prompts(job.seed)
     plan = plan_memory(job.model, base, task, settings, local, teacher, has_judges=bool(judges))
     beat()
-    policy, verdict = load_policy(attempt, base, task, plan, settings, beat, world)
+    parent, checkpoints = Parent.of(job), Checkpoints(attempt, scratch)
+    with whole_weights(parent, checkpoints, task.settings) as weights:
+        policy, verdict = load_policy(attempt, base, task, plan, settings, beat, world, weights)
 
     sampler_name = f"{base.sampler} {base.sampler_version}"
     quota = Quota(
@@ -163,7 +168,7 @@ def assemble(
     first = job.resolved is None
     recorder.resolved(task.settings, sampler_name)
     if first:
-        recorder.inform(verdict.described(policy.coverage), verdict.as_data(policy.coverage))
+        recorder.inform(verdict.described(policy.trained), verdict.as_data(policy.trained))
         if base.precision:
             recorder.inform(base.precision, {})
     if policy.reasoning is None and (effort := effort_of(job)) != "default":
@@ -202,8 +207,6 @@ def assemble(
         gate=SamplerGate.of(settings.max_logprob_gap, sampler=sampler_name, precision=base.entry.dtype),
         keeps_tokens=settings.rollout_tokens_per_step > 0,
     )
-    checkpoints = Checkpoints(attempt, scratch)
-    parent = Parent.of(job)
     if parent is not None and start_from(parent, policy, checkpoints):
         peft_trainer.start_from_policy()
     trainer: Trainer = peft_trainer
@@ -380,6 +383,15 @@ def taught_by(
     return TeacherRewards(own, temperature=task.settings.temperature)
 
 
+def refuse_full(job: Job, settings: Settings) -> None:
+    """Raises UserMistake: this worker cannot sample a model all of whose weights are trained."""
+    registry = Registry.load(settings.models_file)
+    name = registry.resolve(job.model)
+    problem = full.several_machines(settings) or full.problem(name, registry.get(name), settings)
+    if problem:
+        raise UserMistake("unsupported_parameter", problem, full.param_of(job))
+
+
 def ratio_of(engines: Placement, world: World | None) -> RatioMeasurement | None:
     """None: no GPUs are split, or other machines learn too, so that the settings of one machine are not the ratio."""
     ranks = 1 if world is None else world.local_size
@@ -394,13 +406,20 @@ def gpus_of(world: World | None, settings: Settings) -> int:
 
 
 def inspect_model(
-    name: str, settings: Settings, ranks: int, *, off_policy: bool = False, samples: bool = True
+    name: str,
+    settings: Settings,
+    ranks: int,
+    *,
+    off_policy: bool = False,
+    samples: bool = True,
+    full: bool = False,
 ) -> BaseModel:
     """Read the model's config and select its sampler. Refuse what is not supported here.
 
     Args:
         off_policy: whether the job samples a batch while it learns from the one before.
         samples: whether it samples at all.
+        full: whether all weights are trained.
 
     Raises:
         UserMistake: its sampler is not installed, needs more GPUs than a job has, or cannot be divided.
@@ -412,7 +431,7 @@ def inspect_model(
     fleet = settings.samplers.get(registry.resolve(name), ())
     device: Device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        sampler, version = choice.choose(entry, settings, device, fleet=bool(fleet))
+        sampler, version = choice.choose(entry, settings, device, fleet=bool(fleet), full=full)
     except choice.SamplerMissing as cause:
         raise UserMistake("sampler_unavailable", str(cause), "model") from cause
     if device == "cuda" and ranks + settings.sampling_gpus > torch.cuda.device_count():
@@ -434,6 +453,8 @@ def inspect_model(
         shape = memory.shape_of(config, DTYPES[entry.dtype])
         checked = ModelChecks(settings.model_cache).latest(entry, installed_versions())
         rows = checked.forward == "rows" if checked is not None else memory.expects_rows(config)
+    if full:
+        full_policy.refuse(config, shape.parameters)
     if shape.heads % engines.tensor_parallel:
         raise UserMistake(
             "sampler_unavailable",
@@ -508,6 +529,8 @@ def prepare_task(attempt: Attempt, rows: Rows, base: BaseModel, teacher: Teacher
     workload = sizing.workload(
         rank=resolved.lora_rank,
         targets=resolved.lora_targets,
+        full=resolved.train == "full",
+        references=resolved.reference_copies,
         copied=base.rows and base.sampler == "transformers",
         prompt=max(len(prompt.ids) for prompt in [*train, *valid]),
         completion=resolved.max_completion_tokens,
@@ -632,8 +655,12 @@ def load_policy(
     settings: Settings,
     beat: Beat,
     world: World | None = None,
+    weights: Path | None = None,
 ) -> tuple[Policy, ForwardVerdict]:
     """Load the model on all ranks, and find the forward pass whose log-probabilities are those of transformers.
+
+    Args:
+        weights: a whole model that the job trains further.
 
     Raises:
         UnsupportedModel: none is.
@@ -647,6 +674,7 @@ def load_policy(
         job.seed,
         plan.checkpointed,
         sampled=base.sampler == "transformers",
+        weights=weights,
     )
     computing = _computing(task, plan)
     with loading(

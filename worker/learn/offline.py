@@ -79,7 +79,7 @@ def optimizer_of(
 
 
 class OfflineTrainer:
-    """AdamW on the adapter's float32 weights, the base frozen."""
+    """AdamW on the policy's trainable weights in float32: the adapter's, or all of the model."""
 
     def __init__(
         self,
@@ -130,14 +130,14 @@ class OfflineTrainer:
 
     def start_from_policy(self) -> None:
         """Take the current adapter for the reference, in place of the base model."""
-        self.own.reference = [parameter.detach().clone() for parameter in self.policy.trainable]
+        self.own.change_reference(self.policy.snapshot())
 
     def save(self, folder: Path) -> None:
         self.policy.save(folder)
         state: dict[str, Any] = {
             "optimizer": self.optimizer.state_dict(),
             "steps_taken": self.steps_taken,
-            "reference": self.own.reference,
+            "reference": self.own.changed_reference,
         }
         torch.save(state, folder / "trainer.pt")
 
@@ -149,10 +149,7 @@ class OfflineTrainer:
             raise InvalidModel(f"The optimizer's state in the checkpoint cannot be read: {cause}") from cause
         self.optimizer.load_state_dict(state["optimizer"])
         self.steps_taken = state["steps_taken"]
-        reference = state["reference"]
-        self.own.reference = (
-            None if reference is None else [tensor.to(self.policy.device) for tensor in reference]
-        )
+        self.own.change_reference(state["reference"])
 
 
 class RewardTrainer(OfflineTrainer):

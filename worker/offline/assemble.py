@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from core.jobs import methods, offline_hyperparameters
+from core.jobs import full, methods, offline_hyperparameters
 from core.results.lineage import Parent, start_name
 from core.settings import Settings
 from core.storage.offline_rows import FORMS, reward_kind
@@ -29,7 +29,7 @@ from worker.learn.rank_model import Model
 from worker.learn.teacher import TeacherPolicy
 from worker.learn.world import World
 from worker.model import memory, sizing, teachers
-from worker.model.parent import continuing, start_from
+from worker.model.parent import continuing, start_from, whole_weights
 from worker.model.policy import read_tokenizer
 from worker.model.reward_head import RewardHead, Scale
 from worker.model.teachers import TeacherModel
@@ -78,7 +78,9 @@ def assemble(
         else read_file(attempt, "validation_file", job.validation_file, form)
     )
     local = 1 if world is None else world.local_size
-    base = inspect_model(job.model, settings, local, samples=False)
+    if full.is_full(job) and (problem := full.several_machines(settings)):
+        raise UserMistake("unsupported_parameter", problem, full.param_of(job))
+    base = inspect_model(job.model, settings, local, samples=False, full=full.is_full(job))
     asked = offline_hyperparameters.asked(kind, job.body["hyperparameters"])
     rewards = reward_kind(train[0].item)
     resolved = offline_hyperparameters.resolve(
@@ -104,25 +106,33 @@ def assemble(
     plan = plan_memory(job.model, base, resolved, [*train_rows, *valid_rows], settings, local, teacher)
     beat()
     checkpoints = Checkpoints(attempt, scratch)
-    model = Model(
-        job.model, base.entry, settings.model_cache, resolved, job.seed, plan.checkpointed, sampled=False
-    )
-    order = LoadModel(
-        model,
-        base.device,
-        settings.torch_threads,
-        plan.token_budget,
-        held_to="",
-        degree=plan.degree,
-        teacher=on_ranks(teacher, resolved, settings),
-    )
     teaching: TeacherPolicy | ServedTeacher | None = None
-    with loading(world, order):
-        policy, verdict = load_checked(model, base.device, plan.degree, world, beat)
-        if teacher is not None and teacher.server is None:
-            teaching = teachers.load_teacher(
-                teacher, policy, resolved, checkpoints, settings.model_cache, beat
-            )
+    with whole_weights(parent, checkpoints, resolved) as weights:
+        model = Model(
+            job.model,
+            base.entry,
+            settings.model_cache,
+            resolved,
+            job.seed,
+            plan.checkpointed,
+            sampled=False,
+            weights=weights,
+        )
+        order = LoadModel(
+            model,
+            base.device,
+            settings.torch_threads,
+            plan.token_budget,
+            held_to="",
+            degree=plan.degree,
+            teacher=on_ranks(teacher, resolved, settings),
+        )
+        with loading(world, order):
+            policy, verdict = load_checked(model, base.device, plan.degree, world, beat)
+            if teacher is not None and teacher.server is None:
+                teaching = teachers.load_teacher(
+                    teacher, policy, resolved, checkpoints, settings.model_cache, beat
+                )
     if teacher is not None and teacher.server is not None:
         teaching = served_teacher(teacher.name, teacher.server, settings, beat)
 
@@ -153,7 +163,7 @@ def assemble(
     first = job.resolved is None
     recorder.resolved(resolved)
     if first:
-        recorder.inform(verdict.described(policy.coverage), verdict.as_data(policy.coverage))
+        recorder.inform(verdict.described(policy.trained), verdict.as_data(policy.trained))
         if base.precision:
             recorder.inform(base.precision, {})
         if divided := sum(len(row.packs) > 1 for row in train_rows):
@@ -241,6 +251,8 @@ def plan_memory(
     work = sizing.workload(
         rank=settings_of_job.lora_rank,
         targets=settings_of_job.lora_targets,
+        full=settings_of_job.train == "full",
+        references=settings_of_job.reference_copies,
         prompt=max(row.longest for row in rows),
         completion=1,
         batch=1,

@@ -73,7 +73,7 @@ class WorkerService:
         self.celery.task(name=EVAL)(self.evals.wake)
 
     def start(self) -> None:
-        capacity.warn(self.settings)
+        capacity.note(self.settings)
         self._consumer = self.celery.WorkController(
             # One thread for the run and one for validation, so that a long job does not delay validation.
             pool="threads",

@@ -103,6 +103,7 @@ export interface components {
             } | null;
             /** Reasons */
             reasons?: boolean | null;
+            memory?: components["schemas"]["ModelMemory"] | null;
             /** Checked At */
             checked_at?: number | null;
             /** Versions */
@@ -793,6 +794,20 @@ export interface components {
              * @constant
              */
             object: "organization.project.limits";
+        };
+        /**
+         * ModelMemory
+         * @description Of a job whose longest prompt and answer fill the context, with an adapter of rank 16. In GiB of one GPU.
+         */
+        ModelMemory: {
+            /** Gpu Class */
+            gpu_class: string;
+            /** Gpu Gib */
+            gpu_gib: number;
+            /** Needed Gib */
+            needed_gib: number | null;
+            /** Problem */
+            problem: string | null;
         };
         /** ModelOut */
         ModelOut: {
