@@ -1,24 +1,36 @@
-"""Measure what the console's pages of rollouts wait for: filters, a search, a sort and the prompts of 100,000 rollouts.
+"""Measure what the console waits for: rollouts on the server, the page of a long job, and the first load.
 
     python -m bench.console
 
-A real server with SQLite and blobs in a folder. Milliseconds are medians of whole requests over HTTP. The job has 100
-steps of 1,000 rollouts; `short_` is another one with 400 steps of 256.
+- Filters, a search, a sort and the prompts of 100,000 rollouts (100 steps of 1,000; `short_` is another job with 400
+  steps of 256). Milliseconds are medians of whole requests over HTTP.
+- The page of a job with 5,000 steps in Chromium, by its Performance API: `job_page_draw_ms` is the time from the last
+  byte of the steps (`responseEnd`) to the frame with all charts. `job_page_cpu_ms` is the time that the page's thread
+  computed since the click, by Chromium's count, which other work on the machine does not change, and
+  `job_page_total_ms` the time since the click, with all requests.
+- The first load: `first_load_kb`, the gzipped size of all files that the page loads up to the login.
+
+A real server with SQLite and blobs in a folder.
 """
 
 import argparse
+import gzip
 import statistics
 import tempfile
 import time
 import urllib.request
 from pathlib import Path
+from typing import Any
+
+from playwright.sync_api import CDPSession, Page
 
 from bench.report import report
 from core.database.engine import Database
 from core.database.tables import Project
 from core.settings import Settings
 from core.storage.store import blobs_of
-from tests import factories
+from tests import factories, many_steps
+from tests.console.conftest import chromium, log_in
 from tests.e2e.conftest import Server, start_server
 from tests.many_rollouts import GROUP_SIZE, NEEDLE, pages
 
@@ -33,6 +45,23 @@ REQUESTS = {
     "prompts_by_change": "/prompts?split=train&sort=change&order=desc",
 }
 
+LONG = 5000
+# Resolves once every chart shows this number of points and the frame with them is done.
+DRAWN = """count => new Promise(resolve => {
+    const look = () => {
+        const charts = [...document.querySelectorAll("figure")];
+        const isDrawn = one => one.dataset.points === String(count) && one.querySelector("canvas");
+        if (charts.length < 4 || !charts.every(isDrawn)) return requestAnimationFrame(look);
+        const requests = performance.getEntriesByType("resource").filter(one => one.name.includes("/metrics?"));
+        requestAnimationFrame(() => setTimeout(() => resolve({
+            drawn: performance.now(),
+            arrived: requests.at(-1).responseEnd,
+            clicked: performance.getEntriesByName("click").at(-1).startTime,
+        })));
+    };
+    look();
+})"""
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
@@ -46,9 +75,10 @@ def main() -> None:
         try:
             figures = measure(server, folder, arguments.steps, arguments.groups, arguments.rounds)
             short = measure(server, folder, 4 * arguments.steps, arguments.groups // 4 + 1, arguments.rounds)
+            pages = measure_pages(server, folder, arguments.rounds)
         finally:
             server.stop()
-    report("console", figures | {f"short_{name}": value for name, value in short.items()})
+    report("console", figures | {f"short_{name}": value for name, value in short.items()} | pages)
 
 
 def measure(server: Server, folder: Path, steps: int, groups: int, rounds: int) -> dict[str, float]:
@@ -65,6 +95,59 @@ def measure(server: Server, folder: Path, steps: int, groups: int, rounds: int) 
     for name, milliseconds in figures.items():
         print(f"{milliseconds:7.0f} ms  {name.removesuffix('_ms')}")
     return figures | {"prompts_kb": sizes["prompts"] / 1000, "rollouts": steps * groups * GROUP_SIZE}
+
+
+def measure_pages(server: Server, folder: Path, rounds: int) -> dict[str, float]:
+    """Medians of the page of a long job, and the size of the first load."""
+    job_id = fill_long(folder)
+    taken: dict[str, list[float]] = {"draw": [], "cpu": [], "total": []}
+    with chromium() as browser:
+        page = browser.new_page(base_url=f"http://127.0.0.1:{server.port}")
+        page.goto("/")
+        page.get_by_label("API key").wait_for()
+        names: list[str] = page.evaluate("performance.getEntriesByType('resource').map(one => one.name)")
+        loaded = [page.url, *(name for name in names if "/v1/" not in name)]
+        size = sum(len(gzip.compress(urllib.request.urlopen(name, timeout=60).read())) for name in loaded)
+        log_in(page, server.key)
+        session = page.context.new_cdp_session(page)
+        session.send("Performance.enable", {"timeDomain": "threadTicks"})
+        for _ in range(rounds + 1):
+            page.goto("/#/jobs")
+            page.get_by_role("heading", name="Jobs", exact=True).wait_for()
+            open_job(page, session, job_id, taken)
+    figures = {
+        f"job_page_{name}_ms": statistics.median(times[1:]) for name, times in taken.items()
+    }  # once warm
+    for name, milliseconds in figures.items():
+        print(f"{milliseconds:7.0f} ms  {name.removesuffix('_ms')}")
+    print(f"{size / 1000:7.0f} kB  first_load")
+    return figures | {"first_load_kb": size / 1000, "job_page_steps": LONG}
+
+
+def open_job(page: Page, session: CDPSession, job_id: str, taken: dict[str, list[float]]) -> None:
+    before = computed(session)
+    page.evaluate("job => { performance.mark('click'); location.hash = `#/jobs/${job}`; }", job_id)
+    times: dict[str, float] = page.evaluate(DRAWN, LONG + 1)
+    taken["cpu"].append(1000 * (computed(session) - before))
+    taken["draw"].append(times["drawn"] - times["arrived"])
+    taken["total"].append(times["drawn"] - times["clicked"])
+
+
+def computed(session: CDPSession) -> float:
+    """Seconds that the tasks of the page's thread have computed."""
+    metrics: list[dict[str, Any]] = session.send("Performance.getMetrics")["metrics"]
+    return next(float(one["value"]) for one in metrics if one["name"] == "TaskDuration")
+
+
+def fill_long(folder: Path) -> str:
+    database = Database(Settings(data_dir=folder).database)
+    with database.write() as session:
+        project = session.query(Project).one()
+        job = factories.job(session, project, status="succeeded", suffix="long", epoch=2)
+        many_steps.record(session, job, LONG)
+        job_id = job.id
+    database.close()
+    return job_id
 
 
 def fill(folder: Path, steps: int, groups: int) -> str:

@@ -268,3 +268,16 @@ class Notebook:
             raise ConnectionError("no route")
         self.pages.append((what, which))
         self.answered.set()
+
+
+class EverySecond:
+    """Likes every second answer, so that a group has signal."""
+
+    name, type = "second", "string_check"
+
+    def __init__(self) -> None:
+        self.likes = False
+
+    async def grade(self, sample: Sample, item: Item) -> Grade:
+        self.likes = not self.likes
+        return Grade(float(self.likes))

@@ -4,6 +4,7 @@ What can be refused is refused before the weights are loaded, which may take min
 torch, peft and transformers, which takes seconds: worker/child.py does it before it waits for its job.
 """
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -16,8 +17,8 @@ from transformers import PretrainedConfig
 
 from core.database.tables import Job
 from core.errors import InvalidRequest, NotFound
-from core.jobs import hyperparameters
-from core.jobs.distillation import asked_of, param_of, teacher_of
+from core.jobs import full, hyperparameters
+from core.jobs.distillation import asked_of, param_of, teacher_of, top_of
 from core.jobs.hyperparameter_groups import LoraTargets
 from core.jobs.hyperparameters import Hyperparameters, Resolved
 from core.model_checks import ModelChecks, installed_versions
@@ -26,6 +27,7 @@ from core.response_format import stored_held_to
 from core.results.lineage import Parent, grading_model, start_of
 from core.settings import Settings
 from graders.build import reward_model_parts
+from graders.judge.judges import JudgeModel
 from graders.spec import GraderSpec
 from graders.types import Grader
 from worker.attempt import Attempt
@@ -39,10 +41,11 @@ from worker.learn.teacher import PolicyTeacher
 from worker.learn.trainer import PeftTrainer, Trainer
 from worker.learn.turns import AlternatingTrainer, UpdatingTrainer
 from worker.learn.world import World
+from worker.model import full as full_policy
 from worker.model import memory, quantized, sizing, support, teachers, verdicts
 from worker.model.adapters import adapter_targets
 from worker.model.architecture import refusing, without_weights
-from worker.model.parent import continuing, start_from
+from worker.model.parent import continuing, start_from, whole_weights
 from worker.model.policy import DTYPES, Policy, read_config, read_tokenizer, render, source_of
 from worker.model.reasoning import Reasoning, detect, plan_effort
 from worker.model.sizing import MemoryPlan, Shape, Workload
@@ -50,8 +53,10 @@ from worker.model.spelling import Speller
 from worker.model.support import ForwardVerdict
 from worker.model.teachers import TeacherModel
 from worker.offline.templates import template_of
+from worker.progress import PROGRESS
 from worker.record.checkpoints import Checkpoints
 from worker.record.exporters.choice import feeds_of
+from worker.record.gpu_ratio import RatioMeasurement
 from worker.record.recorder import Quota, Recorder
 from worker.refusals import InvalidTargets, UserMistake
 from worker.rollout.prompts import NoPassRate, PromptStream, PromptTooLong, tokenize
@@ -65,7 +70,7 @@ from worker.rollout.samplers.fleet_members import FleetConfig
 from worker.rollout.samplers.placement import NO_ENGINE, ONE_ENGINE, NotPlaceable, Placement
 from worker.rollout.samplers.steering import Bounds, UnsupportedTags, grammar_of
 from worker.rollout.samplers.vllm import VllmSampler
-from worker.rollout.served_teacher import ServedTeacher
+from worker.rollout.served_teacher import ServedTeacher, retries_within
 from worker.rollout.taught import TeacherRewards
 from worker.run import Run
 from worker.types import Prompt
@@ -142,14 +147,18 @@ def assemble(
     job = attempt.job
     rows = read_rows(attempt)
     local = 1 if world is None else world.local_size
-    base = inspect_model(job.model, settings, local, off_policy=is_off_policy(job))
-    teacher = teacher_model(attempt, settings)
+    if full.is_full(job):
+        refuse_full(job, settings)
+    base = inspect_model(job.model, settings, local, off_policy=is_off_policy(job), full=full.is_full(job))
+    teacher = teacher_model(attempt, settings, beat)
     judges = reward_models(attempt, spec, settings)
     task = prepare_task(attempt, rows, base, teacher)
     prompts = task.prompts(job.seed)
     plan = plan_memory(job.model, base, task, settings, local, teacher, has_judges=bool(judges))
     beat()
-    policy, verdict = load_policy(attempt, base, task, plan, settings, beat, world)
+    parent, checkpoints = Parent.of(job), Checkpoints(attempt, scratch)
+    with whole_weights(parent, checkpoints, task.settings) as weights:
+        policy, verdict = load_policy(attempt, base, task, plan, settings, beat, world, weights)
 
     sampler_name = f"{base.sampler} {base.sampler_version}"
     quota = Quota(
@@ -159,7 +168,7 @@ def assemble(
     first = job.resolved is None
     recorder.resolved(task.settings, sampler_name)
     if first:
-        recorder.inform(verdict.described(policy.coverage), verdict.as_data(policy.coverage))
+        recorder.inform(verdict.described(policy.trained), verdict.as_data(policy.trained))
         if base.precision:
             recorder.inform(base.precision, {})
     if policy.reasoning is None and (effort := effort_of(job)) != "default":
@@ -198,8 +207,6 @@ def assemble(
         gate=SamplerGate.of(settings.max_logprob_gap, sampler=sampler_name, precision=base.entry.dtype),
         keeps_tokens=settings.rollout_tokens_per_step > 0,
     )
-    checkpoints = Checkpoints(attempt, scratch)
-    parent = Parent.of(job)
     if parent is not None and start_from(parent, policy, checkpoints):
         peft_trainer.start_from_policy()
     trainer: Trainer = peft_trainer
@@ -236,6 +243,7 @@ def assemble(
         feeds=feeds_of(job, task.settings, settings, recorder.warn),
         gpus=gpus_of(world, settings) if base.device == "cuda" else 1,
         thresholds=settings.warnings,
+        ratio=ratio_of(base.engines, world),
     )
 
 
@@ -253,8 +261,8 @@ def report_placement(recorder: Recorder, placed: Placement, plan: MemoryPlan) ->
     )
 
 
-def teacher_model(attempt: Attempt, settings: Settings) -> TeacherModel | None:
-    """The teacher of a distillation job; None for other jobs.
+def teacher_model(attempt: Attempt, settings: Settings, beat: Beat) -> TeacherModel | None:
+    """The teacher of a distillation job; None for other jobs. Waits for one on a server.
 
     Raises:
         UserMistake: there is none of this name any more, or it does not share the student's tokens.
@@ -275,12 +283,26 @@ def teacher_model(attempt: Attempt, settings: Settings) -> TeacherModel | None:
             raise UserMistake("model_not_available", str(absent), teachers.PARAM) from absent
         student = registry.get(job.model)
         tokenizer = read_tokenizer(student, source_of(student, settings.model_cache))
-        ServedTeacher(name, server).refuse_other_tokens(tokenizer)
+        served = served_teacher(name, server, settings, beat)
+        served.refuse_other_tokens(tokenizer)
+        if (top_k := top_of(job)) is not None:
+            served.refuse_top(tokenizer, top_k)
         return TeacherModel(name, None, None, server=server)
     except InvalidRequest as cause:
         raise UserMistake("model_not_available", str(cause), teachers.PARAM) from cause
     entries = {one: registry.get(one) for one in (base, job.model)}
     return teachers.inspect_teacher(name, base, parent, job.model, entries, settings.model_cache)
+
+
+def served_teacher(name: str, server: JudgeModel, settings: Settings, beat: Beat) -> ServedTeacher:
+    """One whose outages a run waits for as for those of database and blob store."""
+
+    async def wait(seconds: float) -> None:
+        with PROGRESS.waiting(f"teacher '{name}'"):
+            await asyncio.sleep(seconds)
+        beat()
+
+    return ServedTeacher(name, server, beat, retries_within(settings.patience_seconds, wait))
 
 
 def reward_models(attempt: Attempt, spec: GraderSpec | None, settings: Settings) -> list[Parent]:
@@ -347,7 +369,7 @@ def taught_by(
         UnsupportedModel: a second model whose forward pass is not right here.
     """
     if teacher.server is not None:
-        served = ServedTeacher(teacher.name, teacher.server, beat)
+        served = served_teacher(teacher.name, teacher.server, settings, beat)
         return TeacherRewards(served, temperature=task.settings.temperature, paid=teacher.name)
     if policy.is_sharded:
         raise UserMistake(
@@ -361,19 +383,43 @@ def taught_by(
     return TeacherRewards(own, temperature=task.settings.temperature)
 
 
+def refuse_full(job: Job, settings: Settings) -> None:
+    """Raises UserMistake: this worker cannot sample a model all of whose weights are trained."""
+    registry = Registry.load(settings.models_file)
+    name = registry.resolve(job.model)
+    problem = full.several_machines(settings) or full.problem(name, registry.get(name), settings)
+    if problem:
+        raise UserMistake("unsupported_parameter", problem, full.param_of(job))
+
+
+def ratio_of(engines: Placement, world: World | None) -> RatioMeasurement | None:
+    """None: no GPUs are split, or other machines learn too, so that the settings of one machine are not the ratio."""
+    ranks = 1 if world is None else world.local_size
+    if engines.kind != "split" or (world is not None and world.size > ranks):
+        return None
+    return RatioMeasurement(engines.processes, ranks, engines.tensor_parallel)
+
+
 def gpus_of(world: World | None, settings: Settings) -> int:
     """The GPUs that the job occupies on all machines."""
     return (1 if world is None else world.size) + settings.sampling_gpus
 
 
 def inspect_model(
-    name: str, settings: Settings, ranks: int, *, off_policy: bool = False, samples: bool = True
+    name: str,
+    settings: Settings,
+    ranks: int,
+    *,
+    off_policy: bool = False,
+    samples: bool = True,
+    full: bool = False,
 ) -> BaseModel:
     """Read the model's config and select its sampler. Refuse what is not supported here.
 
     Args:
         off_policy: whether the job samples a batch while it learns from the one before.
         samples: whether it samples at all.
+        full: whether all weights are trained.
 
     Raises:
         UserMistake: its sampler is not installed, needs more GPUs than a job has, or cannot be divided.
@@ -385,7 +431,7 @@ def inspect_model(
     fleet = settings.samplers.get(registry.resolve(name), ())
     device: Device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        sampler, version = choice.choose(entry, settings, device, fleet=bool(fleet))
+        sampler, version = choice.choose(entry, settings, device, fleet=bool(fleet), full=full)
     except choice.SamplerMissing as cause:
         raise UserMistake("sampler_unavailable", str(cause), "model") from cause
     if device == "cuda" and ranks + settings.sampling_gpus > torch.cuda.device_count():
@@ -407,6 +453,8 @@ def inspect_model(
         shape = memory.shape_of(config, DTYPES[entry.dtype])
         checked = ModelChecks(settings.model_cache).latest(entry, installed_versions())
         rows = checked.forward == "rows" if checked is not None else memory.expects_rows(config)
+    if full:
+        full_policy.refuse(config, shape.parameters)
     if shape.heads % engines.tensor_parallel:
         raise UserMistake(
             "sampler_unavailable",
@@ -481,6 +529,8 @@ def prepare_task(attempt: Attempt, rows: Rows, base: BaseModel, teacher: Teacher
     workload = sizing.workload(
         rank=resolved.lora_rank,
         targets=resolved.lora_targets,
+        full=resolved.train == "full",
+        references=resolved.reference_copies,
         copied=base.rows and base.sampler == "transformers",
         prompt=max(len(prompt.ids) for prompt in [*train, *valid]),
         completion=resolved.max_completion_tokens,
@@ -605,8 +655,12 @@ def load_policy(
     settings: Settings,
     beat: Beat,
     world: World | None = None,
+    weights: Path | None = None,
 ) -> tuple[Policy, ForwardVerdict]:
     """Load the model on all ranks, and find the forward pass whose log-probabilities are those of transformers.
+
+    Args:
+        weights: a whole model that the job trains further.
 
     Raises:
         UnsupportedModel: none is.
@@ -620,6 +674,7 @@ def load_policy(
         job.seed,
         plan.checkpointed,
         sampled=base.sampler == "transformers",
+        weights=weights,
     )
     computing = _computing(task, plan)
     with loading(

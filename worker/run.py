@@ -22,6 +22,7 @@ from worker.progress import PROGRESS
 from worker.record import alerts, delivery, divergence, metrics, monitors, stopping
 from worker.record.checkpoints import Checkpoints
 from worker.record.exporters.feed import Feeds
+from worker.record.gpu_ratio import RatioMeasurement
 from worker.record.history import History
 from worker.record.recorder import Recorder
 from worker.record.rollouts import GradedStep
@@ -59,6 +60,7 @@ class Run:
     feeds: Feeds = field(default_factory=Feeds)  # who else gets the metrics
     gpus: int = 1  # GPU-seconds in each second of this run
     thresholds: Thresholds = field(default_factory=Thresholds)  # of the warnings
+    ratio: RatioMeasurement | None = None  # if some GPUs sample while others learn
     history: History = field(default_factory=History, init=False)  # the recorded steps, from `train` on
     collector: Collector = field(init=False)
 
@@ -111,6 +113,10 @@ class Run:
         stop = pause or self.stop_requested()
         alerts.report(groups_P, self.history, self.recorder, self.settings, self.failing_steps)
         alerts.require_signal(data, self.recorder, self.settings)
+        if self.ratio is not None and (
+            ratio := self.ratio.add(data.ahead_seconds, clock.seconds["training"])
+        ):
+            self.recorder.inform(ratio.message, ratio.data)
         self.check([*groups_P, *others_P, *(valid_P or [])])
         if valid_P is not None or stop:
             reward = metrics.mean_reward(valid_P) if valid_P is not None else None
@@ -183,6 +189,7 @@ class Run:
             valid_P=valid_P,
             update=update,
             seconds=clock.seconds,
+            ahead_seconds=self.collector.ahead_seconds if train_P else None,
             gpus=self.gpus,
             base_scores=self.history.base_scores,
             pass_score=self.settings.eval_pass_score,

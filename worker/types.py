@@ -5,10 +5,15 @@ Axes: `_P` prompts of the step, `_G` members of a group (answers to one prompt),
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+from numpy.typing import NDArray
 
 from core.jobs.hyperparameter_groups import Supervision
 from graders.types import Grade
+
+if TYPE_CHECKING:  # the processes beside a run have no torch
+    from torch import Tensor
 
 FinishReason = Literal["stop", "length"]
 
@@ -75,6 +80,14 @@ class Group:
         return [step.score for grade in self.grades_G for step in grade.steps]
 
 
+@dataclass(frozen=True, eq=False)
+class TopTokens:
+    """The tokens that a teacher finds likeliest at each trained token of an answer, and their log-probabilities."""
+
+    ids: "Tensor"  # int64 [T, k]
+    logprobs: "Tensor"  # float32 [T, k], at temperature 1
+
+
 @dataclass(frozen=True)
 class TrainingSequence:
     """One answer as the trainer sees it: its tokens, their advantages, its weight in the loss."""
@@ -91,6 +104,7 @@ class TrainingSequence:
     ] = ()  # as in Rollout; their advantages follow from it, not from `advantages_T`
     # Of rows of a reward model, for each trained token: the score, the label of the step, or the margin of the pair.
     scores: tuple[float, ...] = ()
+    top: TopTokens | None = None  # of a teacher on a server, from which the answer learns probabilities
 
 
 @dataclass(frozen=True)
@@ -108,10 +122,13 @@ class Pack:
 
 @dataclass(frozen=True)
 class TokenValues:
-    """What the trainer computed with, for each sampled token of an answer."""
+    """What the trainer computed with, for each sampled token of an answer.
 
-    logprobs_T: Sequence[float]  # before the update, where the sampler's are compared with them
-    advantages_T: Sequence[float]
+    `logprobs_T` is of the policy before the update, where the sampler's are compared with them.
+    """
+
+    logprobs_T: Sequence[float] | NDArray[Any]
+    advantages_T: Sequence[float] | NDArray[Any]
 
 
 AnswerKey = tuple[tuple[int, ...], tuple[int, ...]]

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Annotated, Any, Literal, Self
 
 from anyio import to_thread
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import JSONResponse
 from pydantic import (
     AfterValidator,
@@ -42,6 +42,7 @@ from core.jobs import (
     estimates,
     events,
     fairness,
+    full,
     integrations,
     lifecycle,
     methods,
@@ -532,7 +533,8 @@ class CheckpointOut(BaseModel):
     fine_tuning_job_id: str
     step_number: int
     metrics: dict[str, int | float]
-    adapter: str | None  # the folder of its PEFT adapter, where server and user share a machine
+    # The folder of its PEFT adapter, or of its whole model, where server and user share a machine.
+    adapter: str | None
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, name: str | None, adapter: str | None) -> "CheckpointOut":
@@ -754,11 +756,18 @@ def change_budget(
 
 @router.get("/{job_id}/events")
 def list_events(
-    job_id: str, project: CurrentProject, session: ReadSession, after: After = None, limit: Limit = 20
+    job_id: str,
+    project: CurrentProject,
+    session: ReadSession,
+    after: After = None,
+    limit: Limit = 20,
+    type: Annotated[
+        Literal["message", "metrics"] | None, Query(description="Only events of this type.")
+    ] = None,
 ) -> Listing[EventOut]:
     """List the events of a job, newest first."""
     job = lifecycle.get(session, project.id, job_id)
-    page = events.page(session, job.id, after=after, limit=clamped(limit))
+    page = events.page(session, job.id, type=type, after=after, limit=clamped(limit))
     return Listing(data=[EventOut.of(event) for event in page.items], has_more=page.has_more)
 
 
@@ -808,6 +817,7 @@ def accept(body: JobCreate, service: Service, project: Project) -> Accepted:
     if body.method.reinforcement is not None:
         refuse_unusable_reward_models(body.method.reinforcement, base_model, service, project)
     refuse_full_context(body.method, service.registry.get(base_model).context)
+    refuse_unusable_full(body.method, base_model, service)
     refuse_absurd_learning_rate(body.method)
     return Accepted(
         base_model=base_model,
@@ -835,6 +845,36 @@ def refuse_absurd_learning_rate(method: Method) -> None:
             "rate it would exceed 1.",
             param=param,
         )
+
+
+def refuse_unusable_full(method: Method, base_model: str, service: Service) -> None:
+    """Refuse what cannot be done with all weights of a model (`train: "full"`). The worker knows the model's size.
+
+    Raises:
+        InvalidRequest: runs have several machines, the model is sampled by something that takes adapters only, or a
+            reward model is to grade.
+    """
+    asked = method.reinforcement
+    of_file = method.supervised or method.dpo
+    advanced = None if of_file is None else of_file.hyperparameters.advanced
+    if asked is not None:
+        advanced = asked.hyperparameters.advanced
+    if advanced is None or advanced.train != "full":
+        return
+    param = f"method.{method.type}.hyperparameters.advanced.train"
+    if problem := full.several_machines(service.settings):
+        raise InvalidRequest(problem, param=param)
+    if asked is None:
+        return
+    for where, part in reward_model_parts(asked.grader, GRADER_PARAM):
+        raise InvalidRequest(
+            f"The reward model '{part.model}' is an adapter on the base model, whose weights change in a job with "
+            "train 'full'. Use another grader, or train 'lora'.",
+            param=f"{where}.model",
+        )
+    entry = service.registry.get(base_model)
+    if problem := full.problem(base_model, entry, service.settings):
+        raise InvalidRequest(problem, param=param)
 
 
 def refuse_full_context(method: Method, context: int) -> None:
@@ -881,7 +921,12 @@ def start(body: JobCreate, service: Service, project: Project) -> tuple[str, Par
         or method.distillation
         or body.reinforcement("An adapter")
     )
-    lora = asked.hyperparameters.advanced.lora
+    advanced = asked.hyperparameters.advanced
+    if advanced.train != parent.train:
+        raise _trained_otherwise(body.model, parent, f"method.{method.type}.hyperparameters.advanced.train")
+    if parent.is_whole:
+        return base_model, parent
+    lora = advanced.lora
     parent = _grown(lora, parent)
     if (other := _other_shape(lora, parent.shape)) is not None:
         param = f"method.{method.type}.hyperparameters.advanced.lora.{other}"
@@ -897,6 +942,22 @@ def start(body: JobCreate, service: Service, project: Project) -> tuple[str, Par
             param=param,
         )
     return base_model, parent
+
+
+def _trained_otherwise(name: str, parent: Parent, param: str) -> InvalidRequest:
+    """The refusal of a job that would train an adapter on a whole model, or all weights below an adapter."""
+    if parent.is_whole:
+        return InvalidRequest(
+            f"'{name}' is a whole model, trained with train 'full'. Only jobs with train 'full' train it further in "
+            "this version.",
+            param=param,
+        )
+    return InvalidRequest(
+        f"'{name}' is a LoRA adapter, and train 'full' trains the weights of a base model or of a model that was "
+        "trained with it. Leave train out, or have the operator add the merged model to the registry (`regraft-server "
+        "export --merged`).",
+        param=param,
+    )
 
 
 def _grown(lora: Lora, parent: Parent) -> Parent:
@@ -983,6 +1044,12 @@ def refuse_unusable_teacher(
         )
     if teacher is None:
         return
+    if teacher.is_whole:
+        raise InvalidRequest(
+            f"The teacher '{name}' is a whole model, trained with train 'full'. Only base models, adapters and models "
+            "on a server teach in this version (docs/howto/distillation.md).",
+            param=TEACHER_PARAM,
+        )
     if teacher_base != base_model:
         raise InvalidRequest(distillation.other_base(name, teacher_base, base_model), param=TEACHER_PARAM)
     student = asked.hyperparameters.advanced.lora
@@ -1001,19 +1068,29 @@ def refuse_unusable_server(asked: Distillation) -> None:
     """Check what a teacher on a server cannot do. Whether it has the student's tokenizer is for the worker to say.
 
     Raises:
-        InvalidRequest: the mode needs more than the log-probability of a token, or another temperature than 1.
+        InvalidRequest: the loss needs the whole vocabulary, or another temperature than 1.
     """
-    if not isinstance(asked, distillation.OnPolicyDistillation):
-        raise InvalidRequest(
-            f"The teacher '{asked.teacher.model}' is on a server, which gives the probability of a token but not those "
-            f"of the whole vocabulary: it can teach in the mode 'on_policy' and not in '{asked.mode}'.",
-            param=TEACHER_PARAM,
+    path = "method.distillation.hyperparameters.advanced"
+    if isinstance(asked, distillation.OnPolicyDistillation):
+        temperature, param = (
+            asked.hyperparameters.advanced.sampling.temperature,
+            f"{path}.sampling.temperature",
         )
-    if (temperature := asked.hyperparameters.advanced.sampling.temperature) != 1:
+    else:
+        loss = asked.hyperparameters.advanced.loss
+        temperature, param = loss.temperature, f"{path}.loss.temperature"
+        if loss.top_k == "auto" or loss.top_k > distillation.MAX_SERVED_TOP_K:
+            raise InvalidRequest(
+                f"The teacher '{asked.teacher.model}' is on a server, which gives the probabilities of its likeliest "
+                f"tokens and not those of the whole vocabulary: set top_k, to at most "
+                f"{distillation.MAX_SERVED_TOP_K}. vLLM gives 20 unless it was started with --max-logprobs.",
+                param=f"{path}.loss.top_k",
+            )
+    if temperature != 1:
         raise InvalidRequest(
             f"The teacher '{asked.teacher.model}' is on a server, which gives log-probabilities at temperature 1, not "
             f"{temperature:g}.",
-            param="method.distillation.hyperparameters.advanced.sampling.temperature",
+            param=param,
         )
 
 

@@ -81,7 +81,7 @@ class WorkerOut(BaseModel):
         )
 
 
-class QueueOut(BaseModel):
+class WorkQueueOut(BaseModel):
     object: Literal["regraft.queue"] = "regraft.queue"
     kind: Literal["jobs", "validations", "eval_runs"]
     gpu_class: Annotated[str | None, Field(description="null: workers of every class take from it.")]
@@ -94,7 +94,7 @@ class QueueOut(BaseModel):
     reason: Annotated[str | None, Field(description="What they wait for; null: nothing waits.")]
 
     @classmethod
-    def of(cls, queue: Queue) -> "QueueOut":
+    def of(cls, queue: Queue) -> "WorkQueueOut":
         return cls(**{name: getattr(queue, name) for name in cls.model_fields if name != "object"})
 
 
@@ -105,8 +105,8 @@ def list_workers(project: OperatorProject, session: ReadSession) -> Listing[Work
 
 
 @router.get("/queues")
-def list_queues(project: OperatorProject, session: ReadSession, service: ServiceDep) -> Listing[QueueOut]:
+def list_queues(project: OperatorProject, session: ReadSession, service: ServiceDep) -> Listing[WorkQueueOut]:
     """List the queues: of the jobs of each GPU class, of validations, and of eval runs."""
     seen = workers.listed(session)
     found = queues.queues(session, service.settings.default_limits, seen)
-    return Listing(data=[QueueOut.of(queue) for queue in found])
+    return Listing(data=[WorkQueueOut.of(queue) for queue in found])

@@ -694,7 +694,7 @@ def _graded(
     tokens = used.prompt_tokens + used.completion_tokens
     if tokens:
         with service.database.write() as session:
-            usage.add_usage(session, prepared.project_id, gpu_seconds=0.0, grader_tokens=tokens)
+            usage.add_usage(session, prepared.project_id, model=prepared.asked.name, grader_tokens=tokens)
     return grades, tokens
 
 

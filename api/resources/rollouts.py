@@ -9,7 +9,7 @@ from typing import Annotated, Any, BinaryIO, Literal, cast
 
 import pyarrow.parquet as pq
 from fastapi import APIRouter, Depends, Query
-from fastapi.responses import StreamingResponse
+from fastapi.responses import Response, StreamingResponse
 from pydantic import BaseModel, Field
 
 from api.http.deps import CurrentProject, ReadSession, Service, ServiceDep
@@ -22,6 +22,8 @@ from core.results.prompt_histories import Outcome, PromptHistory, SortKey
 from core.results.rollout_filters import Wanted
 from core.results.rollout_order import SortColumn
 from core.results.rollouts import SamplePosition
+from core.results.step_metrics import SECTIONS, StepMetrics
+from core.results.what_if import AdvantageScale
 from core.storage.store import CHUNK_BYTES, BlobNotFound, BlobStore
 from graders.formula import MAX_LENGTH, Formula, FormulaDomainError, FormulaError
 
@@ -311,6 +313,13 @@ class RewardsOut(BaseModel):
     groups_with_signal: Annotated[int, Field(description="Groups with answers of different scores.")]
 
 
+class AdvantageSizesOut(BaseModel):
+    """The absolute advantages of the graded answers."""
+
+    mean: float | None
+    largest: float | None
+
+
 class WhatIfOut(BaseModel):
     """Another formula over the stored scores of a multi grader's parts. The job and its scores do not change."""
 
@@ -334,10 +343,23 @@ class WhatIfOut(BaseModel):
     rank_correlation: Annotated[
         float | None, Field(description="Spearman's, of the stored and the new scores.")
     ]
+    advantage_scale: AdvantageScale
+    advantages_before: AdvantageSizesOut
+    advantages_after: AdvantageSizesOut
 
     @classmethod
-    def of(cls, formula: str, threshold: float, found: what_if.ScoreComparison) -> "WhatIfOut":
-        return cls(formula=formula, pass_threshold=threshold, **asdict(found))
+    def of(
+        cls, formula: str, threshold: float, scale: AdvantageScale, answers: Sequence[what_if.Rescored]
+    ) -> "WhatIfOut":
+        before, after = what_if.advantage_sizes(answers, scale)
+        return cls(
+            formula=formula,
+            pass_threshold=threshold,
+            advantage_scale=scale,
+            advantages_before=AdvantageSizesOut(**asdict(before)),
+            advantages_after=AdvantageSizesOut(**asdict(after)),
+            **asdict(what_if.compare(answers, threshold)),
+        )
 
 
 @router.get("/{job_id}/rollouts/what-if", dependencies=[Depends(_place)])
@@ -350,6 +372,9 @@ def rescore(
         str, Query(max_length=MAX_LENGTH, description="As `calculate_output` of a multi grader.")
     ],
     pass_threshold: PassThreshold = None,
+    advantage_scale: Annotated[
+        AdvantageScale, Query(description="As of a loss: the divisor of the advantages.")
+    ] = "none",
 ) -> WhatIfOut:
     """Say what another formula over the scores of the multi grader's parts would have changed."""
     with service.database.read() as session:
@@ -385,9 +410,7 @@ def rescore(
             return None
 
     threshold = evals.pass_threshold(grader) if pass_threshold is None else pass_threshold
-    return WhatIfOut.of(
-        formula, threshold, what_if.compare(what_if.rescored(service.blobs, pages, score), threshold)
-    )
+    return WhatIfOut.of(formula, threshold, advantage_scale, what_if.rescored(service.blobs, pages, score))
 
 
 @router.get("/{job_id}/rollouts/download", response_class=StreamingResponse)
@@ -445,11 +468,50 @@ def list_tokens(job_id: str, rollout_id: str, project: CurrentProject, service: 
     return RolloutTokens(rollout_id=rollout_id, tokens=[TokenOut(**token) for token in tokens])
 
 
-@router.get("/{job_id}/metrics")
-def list_metrics(job_id: str, project: CurrentProject, session: ReadSession) -> StepListing:
+@router.get("/{job_id}/metrics", response_model=StepListing)
+def list_metrics(
+    job_id: str,
+    project: CurrentProject,
+    session: ReadSession,
+    names: Annotated[
+        str | None,
+        Query(
+            max_length=4096,
+            description="Only these metrics, separated by commas, such as `kl,timing.step`. By default all: a few "
+            "kilobytes for each step.",
+        ),
+    ] = None,
+) -> Response:
     """List the metrics of all finished steps; step 0 is the validation of the base model."""
     job = lifecycle.get(session, project.id, job_id)
-    return StepListing(data=[{"step": row.step, **row.data} for row in events.steps(session, job.id)])
+    chosen = None if names is None else _chosen(names)
+    steps = [
+        {"step": step, **(data if chosen is None else _only(data, chosen))}
+        for step, data in events.step_data(session, job.id)
+    ]
+    # Validated again and encoded by FastAPI, five thousand steps take most of a second longer.
+    return Response(StepListing.model_construct(data=steps).model_dump_json(), media_type="application/json")
+
+
+def _chosen(names: str) -> list[list[str]]:
+    """The paths of the metrics. Raises InvalidRequest."""
+    paths = [name.strip().split(".") for name in names.split(",")]
+    for path in paths:
+        if path[0] not in StepMetrics.model_fields or len(path) > (2 if path[0] in SECTIONS else 1):
+            raise InvalidRequest(f"There is no metric '{'.'.join(path)}'.", param="names")
+    return paths
+
+
+def _only(data: Mapping[str, Any], paths: Sequence[Sequence[str]]) -> dict[str, Any]:
+    kept: dict[str, Any] = {}
+    for name, *below in paths:
+        if name not in data:
+            continue
+        if not below:
+            kept[name] = data[name]
+        elif below[0] in data[name]:
+            kept.setdefault(name, {})[below[0]] = data[name][below[0]]
+    return kept
 
 
 def _no_cursor(after: str) -> InvalidRequest:

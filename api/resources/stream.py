@@ -17,7 +17,7 @@ from functools import partial
 from typing import Annotated, Any
 
 from anyio import CapacityLimiter, to_thread
-from fastapi import APIRouter, Header
+from fastapi import APIRouter, Header, Query
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -47,6 +47,9 @@ async def stream_events(
     caller: CurrentCaller,
     last_event_id: Annotated[str | None, Header()] = None,
     progress: bool = False,
+    after: Annotated[
+        str | None, Query(description="As `Last-Event-ID`, which takes precedence: start after this event.")
+    ] = None,
 ) -> StreamingResponse:
     """Stream the events of a job, past and future, until it ends; with `progress` what it does inside of its steps."""
     # Both raise here, because a stream that has started cannot return 429 or 404.
@@ -60,11 +63,12 @@ async def stream_events(
             with_progress=progress,
             key_id=caller.key.id,
         )
-        first = await log.read(last_event_id)
+        start = last_event_id or after
+        first = await log.read(start)
     except BaseException:
         place.leave()
         raise
-    return Following(follow(log, first, service.shutdown, after=last_event_id), place)
+    return Following(follow(log, first, service.shutdown, after=start), place)
 
 
 class Following(StreamingResponse):

@@ -80,6 +80,8 @@ class ApiKey(Table):
     expires_at: Mapped[int | None] = mapped_column(BigInteger, default=None)
     revoked_at: Mapped[int | None] = mapped_column(BigInteger, default=None)
     last_used_at: Mapped[int | None] = mapped_column(BigInteger, default=None)
+    # The user of single sign-on whose sessions stand for this key; nobody knows its text.
+    sso_user: Mapped[str | None] = mapped_column(String(128), default=None)
 
 
 class ConsoleSession(Table):
@@ -131,7 +133,7 @@ class ModelUsage(Table):
     __tablename__ = "model_usage"
     project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"), primary_key=True)
     day: Mapped[int] = mapped_column(Integer, primary_key=True)
-    model: Mapped[str] = mapped_column(String(256), primary_key=True)  # a base model
+    model: Mapped[str] = mapped_column(String(512), primary_key=True)  # as the job or the eval run names it
     gpu_seconds: Mapped[float] = mapped_column(Double, default=0.0)
     sampled_tokens: Mapped[int] = mapped_column(BigInteger, default=0)
     trained_tokens: Mapped[int] = mapped_column(BigInteger, default=0)

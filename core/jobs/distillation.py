@@ -15,6 +15,7 @@ from core.jobs.hyperparameter_groups import (
     Auto,
     ImportanceGroup,
     Lora,
+    OnlyLora,
     Optimizer,
     Sampling,
     Truncate,
@@ -25,6 +26,9 @@ from core.jobs.hyperparameters import Hyperparameters
 from core.jobs.offline_hyperparameters import LogitsHyperparameters
 
 METHOD = "distillation"
+
+# Limit of `top_k` for a teacher on a server.
+MAX_SERVED_TOP_K = 1000
 
 # Answers to each prompt. Each token has its own advantage, so fewer are needed than for one score per answer.
 GROUP_SIZE = 4
@@ -59,6 +63,7 @@ class DistillationEvaluation(Value):
 class DistillationAdvanced(Value):
     """Hyperparameters beyond OpenAI's, in the groups of reinforcement jobs that `on_policy` reads."""
 
+    train: OnlyLora = "lora"
     importance: ImportanceGroup = Truncate()
     sampling: DistillationSampling = DistillationSampling()
     optimizer: Optimizer = Optimizer()
@@ -149,6 +154,14 @@ def teacher_of(job: Job) -> str | None:
     return job.body["teacher"]["model"] if job.method == METHOD else None
 
 
+def top_of(job: Job) -> int | None:
+    """How many of a teacher's likeliest tokens the job compares; None: those of the whole vocabulary, or none."""
+    if job.method != METHOD or job.body.get("mode") != "logits":
+        return None
+    top_k = LogitsHyperparameters.model_validate(job.body["hyperparameters"]).advanced.loss.top_k
+    return None if top_k == "auto" else top_k
+
+
 def other_base(name: str, base_model: str, student: str) -> str:
     """The refusal of a teacher that is a tuned model on another base model."""
     return (
@@ -172,10 +185,11 @@ def param_of(job: Job, name: str) -> str:
 
 def shown(asked: Mapping[str, Any], resolved: Mapping[str, Any]) -> dict[str, Any]:
     """The requested hyperparameters with their resolved values, as the API shows them."""
-    advanced = {group: dict(values) for group, values in asked["advanced"].items()}
+    # Jobs of earlier versions do not have `train`.
+    groups = {name: dict(value) for name, value in asked["advanced"].items() if name != "train"}
     for name, flat in FLAT.items():
         group, field = flat.place
-        if field in advanced.get(group, {}) and resolved.get(name) is not None:
-            advanced[group][field] = resolved[name]
+        if field in groups.get(group, {}) and resolved.get(name) is not None:
+            groups[group][field] = resolved[name]
     known = {name: resolved[name] for name in asked if name in resolved}
-    return {**asked, **known, "advanced": advanced}
+    return {**asked, **known, "advanced": {**asked["advanced"], **groups}}

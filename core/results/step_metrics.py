@@ -233,7 +233,12 @@ class StepMetrics(_Part):
 
     sampled_tokens: int | None = metric("Tokens of all answers of the step.", "tokens")
     sampling_tokens_per_second: float | None = metric(
-        "Sampled tokens per second of the phase sampling.", "tokens/s"
+        "Sampled tokens per second of the phase sampling, or of `ahead_seconds`.", "tokens/s"
+    )
+    ahead_seconds: float | None = metric(
+        "With `off_policy_steps`: seconds in which the answers were sampled during the step before. The phase sampling "
+        "is the part of it that the trainer waited for.",
+        "s",
     )
     training_tokens_per_second: float | None = metric(
         "Trained tokens per second of the phase training.", "tokens/s"

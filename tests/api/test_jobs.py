@@ -984,6 +984,50 @@ def test_the_metrics_of_all_steps_come_in_order(
     assert listed["data"] == [{"step": 0, "train_mean_reward": 0.0}, {"step": 1, "train_mean_reward": 0.5}]
 
 
+def test_only_the_metrics_that_were_asked_for_are_listed(
+    api: TestClient, house: House, create_job: Callable[..., dict[str, Any]]
+) -> None:
+    job_id = create_job()["id"]
+    with house.database.write() as session:
+        timing = {"step": {"sampling": 1.0}, "graders": []}
+        data = {"kl": 0.5, "entropy": 1.0, "scores": {"graders": []}, "timing": timing}
+        session.add(StepMetric(job_id=job_id, step=1, epoch=1, data=data))
+        session.add(StepMetric(job_id=job_id, step=2, epoch=1, data={"entropy": 2.0}))
+    path = f"/v1/regraft/jobs/{job_id}/metrics"
+
+    listed = api.get(path, params={"names": "kl, scores,timing.step"}).json()
+    refused = api.get(path, params={"names": "kl,gradnorm"})
+
+    only = {"kl": 0.5, "scores": {"graders": []}, "timing": {"step": {"sampling": 1.0}}}
+    assert listed == {"object": "list", "data": [{"step": 1} | only, {"step": 2}], "has_more": False}
+    assert api.get(path, params={"names": "kl.mean"}).status_code == 400
+    assert refused.status_code == 400
+    assert refused.json()["error"] == {
+        "message": "There is no metric 'gradnorm'.",
+        "type": "invalid_request_error",
+        "param": "names",
+        "code": "invalid_value",
+    }
+
+
+def test_events_are_listed_by_type(
+    api: TestClient, house: House, create_job: Callable[..., dict[str, Any]]
+) -> None:
+    job_id = create_job()["id"]
+    with house.database.write() as session:
+        for step in range(3):
+            events.append(session, job_id, f"Step {step}", type="metrics", data={"step": step}, step=step)
+    path = f"{JOBS}/{job_id}/events"
+
+    messages = api.get(path, params={"type": "message"}).json()
+    first = api.get(path, params={"type": "metrics", "limit": 2}).json()
+    second = api.get(path, params={"type": "metrics", "after": first["data"][1]["id"]}).json()
+
+    assert {one["type"] for one in messages["data"]} == {"message"}
+    assert [one["message"] for one in first["data"] + second["data"]] == ["Step 2", "Step 1", "Step 0"]
+    assert (first["has_more"], second["has_more"]) == (True, False)
+
+
 def test_sampling_a_step_ahead_needs_a_sampler_of_its_own(
     api: TestClient, house: House, job_request: Callable[..., dict[str, Any]]
 ) -> None:
@@ -1014,6 +1058,31 @@ def test_a_model_that_a_gpu_samples_with_vllm_by_default_may_be_sampled_a_step_a
 
     classes["cpu"] = GpuClass(gpu_memory_gib=78, sampler="transformers")
     assert api.post("/v1/fine_tuning/jobs", json=job_request(reinforcement=ahead)).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("advanced", "path"),
+    [
+        ({"off_policy_steps": 1, "continue_in_flight": True}, "continue_in_flight"),
+        ({"schedule": {"type": "off_policy", "continue_in_flight": True}}, "schedule.continue_in_flight"),
+    ],
+)
+def test_answers_of_a_fleet_do_not_continue_with_another_adapter(
+    api: TestClient,
+    house: House,
+    job_request: Callable[..., dict[str, Any]],
+    advanced: dict[str, Any],
+    path: str,
+) -> None:
+    service = house.app.state.service
+    request = job_request(reinforcement={"hyperparameters": {"advanced": advanced}})
+    fleet = service.settings.model_copy(update={"samplers": {request["model"]: ("http://sampler:8300",)}})
+    house.app.state.service = replace(service, settings=fleet)
+
+    error = api.post("/v1/fine_tuning/jobs", json=request).json()["error"]
+
+    assert error["param"] == f"method.reinforcement.hyperparameters.advanced.{path}"
+    assert "sampled by a fleet" in error["message"]
 
 
 @pytest.mark.both_databases
@@ -1145,6 +1214,20 @@ def test_a_model_on_a_server_that_the_operator_names_may_teach(
     assert made.json()["method"]["distillation"]["teacher"] == {"model": "large"}
 
 
+@pytest.mark.usefixtures("teachers")
+def test_a_model_on_a_server_may_teach_its_likeliest_tokens(
+    api: TestClient, upload: Callable[..., str]
+) -> None:
+    row = b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
+    asked = {"mode": "logits", "hyperparameters": {"advanced": {"loss": {"top_k": 20}}}}
+
+    made = api.post(
+        JOBS, json=distilled(upload, **asked) | {"training_file": upload(10 * row), "validation_file": None}
+    )
+
+    assert made.status_code == 200, made.text
+
+
 @pytest.mark.parametrize("method", ["supervised", "dpo", "reinforcement"])
 def test_a_learning_rate_that_ruins_every_model_is_refused(
     api: TestClient, job_request: Callable[..., dict[str, Any]], method: str
@@ -1186,7 +1269,21 @@ def test_a_job_that_a_teacher_scores_has_no_eval(api: TestClient, upload: Callab
 @pytest.mark.parametrize(
     ("asked", "param", "says"),
     [
-        ({"mode": "logits"}, "teacher.model", "can teach in the mode 'on_policy' and not in 'logits'"),
+        (
+            {"mode": "logits"},
+            "hyperparameters.advanced.loss.top_k",
+            "set top_k, to at most 1000. vLLM gives 20",
+        ),
+        (
+            {"mode": "logits", "hyperparameters": {"advanced": {"loss": {"top_k": 1001}}}},
+            "hyperparameters.advanced.loss.top_k",
+            "set top_k, to at most 1000",
+        ),
+        (
+            {"mode": "logits", "hyperparameters": {"advanced": {"loss": {"top_k": 20, "temperature": 2.0}}}},
+            "hyperparameters.advanced.loss.temperature",
+            "gives log-probabilities at temperature 1, not 2",
+        ),
         (
             {"hyperparameters": {"advanced": {"sampling": {"temperature": 0.7}}}},
             "hyperparameters.advanced.sampling.temperature",

@@ -90,6 +90,21 @@ def test_who_was_cut_off_goes_on_behind_the_last_event_it_saw(
     assert words(parse(answer.text)) == ["two", "Fine-tuning job cancelled", "cancelled", "done"]
 
 
+def test_a_browser_that_cannot_send_the_header_names_the_event_in_the_address(
+    api: TestClient, house: House, create_job: Callable[..., dict[str, Any]]
+) -> None:
+    """Not when it reconnects: then it sends the header, which is newer."""
+    job_id = create_job()["id"]
+    one, two = say(house, job_id, "one", "two")
+    cancel(house, job_id)
+    path = f"/v1/regraft/jobs/{job_id}/stream?after={one}"
+
+    first, again = api.get(path), api.get(path, headers={"Last-Event-ID": two})
+
+    assert words(parse(first.text)) == ["two", "Fine-tuning job cancelled", "cancelled", "done"]
+    assert words(parse(again.text)) == ["Fine-tuning job cancelled", "cancelled", "done"]
+
+
 def test_it_can_have_seen_everything_but_the_end(
     api: TestClient, house: House, create_job: Callable[..., dict[str, Any]]
 ) -> None:

@@ -7,12 +7,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Locator, Page, expect, sync_playwright
 
 from tests.e2e.conftest import Server, start_server, tiny_model
 from tests.e2e.test_openai_client import GRADER
@@ -49,12 +50,9 @@ def server(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterat
     server.stop()
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    """Chromium, from the package that `make setup` installs in console/.
-
-    Not for longer: as long as Playwright runs, no other test of this process can run an event loop.
-    """
+@contextmanager
+def chromium() -> Iterator[Browser]:
+    """Chromium, from the package that `make setup` installs in console/."""
     node = shutil.which("node") or shutil.which("node", path=str(Path(sys.executable).parent))
     assert node is not None, "make setup installs Node.js"
     found = subprocess.run([node, "chromium.mjs"], cwd=CONSOLE, capture_output=True, text=True, check=True)
@@ -62,6 +60,13 @@ def browser() -> Iterator[Browser]:
         browser = playwright.chromium.launch(executable_path=found.stdout.strip(), args=FLAGS)
         yield browser
         browser.close()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """Not for longer: as long as Playwright runs, no other test of this process can run an event loop."""
+    with chromium() as browser:
+        yield browser
 
 
 class Watched:
@@ -164,8 +169,9 @@ def readable_on_a_telephone(page: Page) -> None:
     page.set_viewport_size(before)
 
 
-def copied(page: Page, kind: str) -> str:
-    page.get_by_role("button", name=kind, exact=True).last.click()
+def copied(page: Page, kind: str, within: Locator | None = None) -> str:
+    """The text that the last button of this kind copies, on the page or in a part of it."""
+    (within or page).get_by_role("button", name=kind, exact=True).last.click()
     expect(page.get_by_text(f"Copied as {kind}.")).to_be_visible()
     text: str = page.evaluate("navigator.clipboard.readText()")
     return text

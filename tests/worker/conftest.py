@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from sqlalchemy.orm import Session
 
 from core.database.engine import Database
-from core.database.tables import Checkpoint, Event, Job, Project
+from core.database.tables import Checkpoint, Event, File, Job, Project
 from core.jobs import events, lifecycle
 from core.jobs.claim import Claim
 from core.jobs.hyperparameters import Hyperparameters, resolve
@@ -79,6 +80,24 @@ class Bench:
     def job(self) -> Job:
         with self.database.read() as session:
             return session.query(Job).where(Job.id == self.claim.job_id).one()
+
+    def add_files(self, session: Session, blobs: FolderBlobs) -> None:
+        """Store the job's files, of one row each."""
+        stored = blobs.put_bytes(
+            "files/rows", b'{"messages": [{"role": "user", "content": "a or b"}], "answer": "a"}\n'
+        )
+        for name in ("file-a", "file-b"):
+            session.add(
+                File(
+                    id=name,
+                    project_id=self.project.id,
+                    blob_key="files/rows",
+                    sha256=stored.sha256,
+                    filename="a",
+                    purpose="fine-tune",
+                    bytes=1,
+                )
+            )
 
     def run(
         self,

@@ -51,6 +51,17 @@ class TestJobs:
         assert "the GPU class `gpu` has 48.0 GiB" in said
         assert "sampler `transformers`" in said
 
+    def test_one_that_trains_all_weights_is_counted_with_them_and_without_vllm(self, folder: Path) -> None:
+        said = present(problem(settings(gpu_memory_gib=78), entry(folder, "4b"), train="full", kl=0.1))
+
+        assert "weights 7.5, optimizer 59.9, reference 7.5" in said
+        assert problem(settings(gpu_memory_gib=139), entry(folder, "4b"), train="full", kl=0.1) is None
+
+    def test_a_model_above_8b_parameters_is_too_large_for_training_all_weights(self, folder: Path) -> None:
+        assert capacity.too_large_for_full(entry(folder, "4b")) is None
+        assert "this one has 14.8B" in present(capacity.too_large_for_full(entry(folder, "14b")))
+        assert capacity.too_large_for_full(entry(folder, "absent")) is None
+
     def test_the_same_job_fits_on_a_larger_gpu_and_with_one_copy_of_the_weights(self, folder: Path) -> None:
         assert problem(settings(gpu_memory_gib=78), entry(folder), max_completion_tokens=4096) is None
         assert problem(settings(gpu_memory_gib=48, sampler="transformers"), entry(folder)) is None

@@ -25,21 +25,21 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from core.chat import Adapter
-from core.database.tables import File, Job
+from core.database.tables import Job
 from core.registry import BaseModelEntry
 from core.response_format import held_to
 from core.settings import Settings
 from core.storage.manifests import MANIFEST
 from core.storage.store import FolderBlobs
 from graders.spec import parse_grader
-from graders.types import Grade, Item, Sample
+from tests.fakes import EverySecond
 from tests.worker.conftest import GRADER, Bench
 from tests.worker.test_steering import LETTER, load_thinking
 from tests.worker.test_vllm_engines import has_ended
 from tests.worker.test_vllm_server import descendants
 from worker.assemble import assemble
 from worker.model.policy import Policy, load_base
-from worker.refusals import SamplerUnusable
+from worker.refusals import SamplerUnusable, UserMistake
 from worker.rollout.samplers import Answer, Sampling, grouped
 from worker.rollout.samplers.fleet import BlobAdapters, FleetSampler, adapter_named, name_of
 from worker.rollout.samplers.fleet_members import FleetConfig, MemberLost, NoMember, finished_of, parameters
@@ -210,6 +210,37 @@ def assert_same(found: Groups, expected: Groups) -> None:
             assert replace(rollout, logprobs_T=()) == replace(other, logprobs_T=())
 
 
+def test_answers_of_a_fleet_are_not_continued(bench: Bench, tiny_model: Path, tmp_path: Path) -> None:
+    """The API refuses it too, unless it does not know of the fleet."""
+    (tmp_path / "models.toml").write_text(
+        f'[models.tiny]\npath = "{tiny_model}"\ndtype = "float32"\ncontext = 512\n'
+    )
+    with bench.database.write() as session:
+        bench.add_files(session, bench.blobs)
+        job = session.scalars(select(Job)).one()
+        job.model = "tiny"
+        advanced = {"off_policy_steps": 1, "continue_in_flight": True, "max_completion_tokens": 64}
+        job.body = job.body | {"hyperparameters": {"advanced": advanced}}
+    settings = Settings(
+        models_file=tmp_path / "models.toml",
+        data_dir=tmp_path,
+        samplers={"tiny": ("http://127.0.0.1:1",)},
+        samplers_key=KEY,
+    )
+
+    with pytest.raises(UserMistake, match="sampled by a fleet") as refused:
+        assemble(
+            bench.attempt(),
+            parse_grader(GRADER),
+            EverySecond(),
+            settings,
+            tmp_path,
+            lambda: False,
+            lambda: None,
+        )
+    assert refused.value.param == "method.reinforcement.hyperparameters.advanced.continue_in_flight"
+
+
 class TestTwoProcesses:
     pytestmark = with_vllm
 
@@ -258,21 +289,8 @@ class TestTwoProcesses:
         self, fleet: RunningFleet, policy: Policy, bench: Bench, tmp_path: Path
     ) -> None:
         """A step is refused if the trainer does not give their tokens the same probabilities."""
-        rows = fleet.blobs.put_bytes(
-            "files/rows", b'{"messages": [{"role": "user", "content": "a or b"}], "answer": "a"}\n'
-        )
-        about = {"filename": "a", "purpose": "fine-tune", "bytes": 1}
         with bench.database.write() as session:
-            for name in ("file-a", "file-b"):
-                session.add(
-                    File(
-                        id=name,
-                        project_id=bench.project.id,
-                        blob_key="files/rows",
-                        sha256=rows.sha256,
-                        **about,
-                    )
-                )
+            bench.add_files(session, fleet.blobs)
             job = session.scalars(select(Job)).one()
             job.model = "tiny"
             job.resolved = {
@@ -413,19 +431,6 @@ class TestWithoutProcesses:
         assert finished_of(REQUEST, body("length")).logprobs_T == (-0.5, -1.25)
         with pytest.raises(MemberLost, match="abort"):
             finished_of(REQUEST, body("abort"))
-
-
-class EverySecond:
-    """Likes every second answer, so that a group has signal."""
-
-    name, type = "second", "string_check"
-
-    def __init__(self) -> None:
-        self.likes = False
-
-    async def grade(self, sample: Sample, item: Item) -> Grade:
-        self.likes = not self.likes
-        return Grade(float(self.likes))
 
 
 class Unused:

@@ -48,7 +48,7 @@ def test_ipo_is_the_papers_equation_17(tau: float, loss: float) -> None:
 
 
 @pytest.mark.parametrize(("gamma", "loss"), [(1.0, 0.5185380804), (0.5, 0.3451348347)])
-def test_simpo_is_the_papers_equation_6(gamma: float, loss: float) -> None:
+def test_simpo_is_the_papers_objective(gamma: float, loss: float) -> None:
     value = preference.simpo(one(-LN2), one(-2 * LN2), beta=2.0, gamma=gamma)
 
     assert value.item() == pytest.approx(loss, abs=1e-9)
@@ -159,7 +159,7 @@ NAIVE: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Callable[[float, floa
         partial(preference.ipo, beta=0.3),
         lambda w, r: (w - r - 1 / (2 * 0.3)) ** 2,
     ),
-    "SimPO eq. 6": (
+    "SimPO": (
         partial(preference.simpo, beta=2.5, gamma=0.7),
         lambda w, r: -math.log(sigma(2.5 * w - 2.5 * r - 0.7)),
     ),

@@ -36,6 +36,7 @@ from tests.worker.conftest import Bench
 from worker.child import trained
 from worker.clock import Clock
 from worker.record import alerts
+from worker.record.gpu_ratio import RatioMeasurement
 from worker.refusals import TrainingDiverged, UserMistake
 from worker.rollout.prompts import PromptStream
 from worker.rollout.samplers import Answer, Sampling
@@ -603,6 +604,22 @@ class TestOneStepOffPolicy:
         ]  # fmt: skip
         assert bench.job().status == "succeeded"
         assert [s["step"] for s in bench.steps()] == [0, 1, 2, 3, 4]
+
+    def test_the_better_ratio_of_gpus_is_measured_in_the_first_steps_that_sample_ahead(
+        self, bench: Bench
+    ) -> None:
+        run = bench.run(advanced={"group_size": 4, "off_policy_steps": 1})
+        run.ratio = RatioMeasurement(sampling_gpus=2, learning_gpus=6)
+
+        asyncio.run(run.train())
+
+        [said] = [
+            event for event in bench.events() if event.startswith("Measured in 3 steps: sampling takes")
+        ]
+        assert "on 2 GPUs" in said
+        ahead = [step.get("ahead_seconds") for step in bench.steps()]
+        assert ahead[:2] == [None, None]
+        assert len(ahead[2:]) == 3 and None not in ahead[2:]
 
     def test_no_token_is_older_than_one_update_and_the_share_of_the_older_ones_is_reported(
         self, bench: Bench

@@ -23,9 +23,9 @@ from worker.model.policy import Policy
 from worker.refusals import ModelUnavailable, TrainingDiverged, UserMistake
 from worker.rollout.samplers import Answer, Sampling, grouped
 from worker.rollout.samplers.transformers import TransformersSampler
-from worker.rollout.served_teacher import ServedTeacher, legible_tokens
+from worker.rollout.served_teacher import ServedTeacher, legible_tokens, retries_within, top_tokens
 from worker.rollout.taught import TeacherRewards
-from worker.types import Prompt, Rollout
+from worker.types import Prompt, Rollout, TrainingSequence
 
 PROMPTS = [Prompt(line, (8 + line, 9), {"messages": []}) for line in range(3)]
 HOW = Sampling(4, 1.0, 8, job_seed=0, step=1)
@@ -185,6 +185,72 @@ def test_a_very_low_log_probability_counts_as_vllms_lowest() -> None:
         found = teacher(address).logprobs([(PROMPTS[0], [rollout])], 1.0)
 
     assert found == [[(-9999.0, -2.0)]]
+
+
+def refused_top(answer: Callable[[str, Any], tuple[int, str]], folder: Path, top_k: int) -> UserMistake:
+    tokenizer = AutoTokenizer.from_pretrained(folder / "tiny")
+    with serving(answer) as address, pytest.raises(UserMistake) as refused:
+        teacher(address).refuse_top(tokenizer, top_k)
+    return refused.value
+
+
+def test_more_likely_tokens_than_the_server_gives_are_refused_with_its_reason(folder: Path) -> None:
+    refused = refused_top(echoes_of(folder / "tiny", most=20), folder, 21)
+
+    assert "'large' does not give its 21 likeliest tokens. Choose a smaller `top_k`" in refused.message
+    assert "greater than max allowed: 20" in refused.message
+    assert refused.param == "method.distillation.hyperparameters.advanced.loss.top_k"
+    with serving(echoes_of(folder / "tiny", most=20)) as address:
+        teacher(address).refuse_top(AutoTokenizer.from_pretrained(folder / "tiny"), 20)
+
+
+@pytest.mark.parametrize(
+    ("top", "says"),
+    [
+        ({"a": -1.0, "b": -1.0}, "its tokens are not named by their ids"),
+        ({"token_id:4": -1.0}, "there are not 2 likeliest tokens at each place"),
+        ({"token_id:4": -1.0, "token_id:5": 0.5}, "a log-probability is above 0"),
+    ],
+)
+def test_likely_tokens_that_cannot_be_read_are_refused_by_name(
+    folder: Path, top: dict[str, float], says: str
+) -> None:
+    def answer(path: str, asked: Any) -> tuple[int, str]:
+        count = len(asked["prompt"])
+        logprobs = {"tokens": ["x"] * count, "token_logprobs": [None, *[-1.0] * (count - 1)]}
+        logprobs["top_logprobs"] = [None, *[top] * (count - 1)]
+        return 200, json.dumps({"choices": [{"logprobs": logprobs}]})
+
+    assert says in refused_top(answer, folder, 2).message
+
+
+def test_the_likeliest_tokens_are_those_at_learned_tokens_in_their_order() -> None:
+    seen = [{1: -3.0, 2: -0.5, 9: -5.0}, {3: -0.1, 4: -2.0}, {5: -1.0, 6: -1.0, 7: -4.0}]
+    answer = TrainingSequence((9, 3, 7), (0.0,) * 3, (0.0,) * 3, 1.0, learned_T=(True, False, True))
+
+    top = top_tokens(seen, answer, 2)
+
+    assert top.ids.tolist() == [[2, 1], [5, 6]]
+    assert top.logprobs.tolist() == [[-0.5, -3.0], [-1.0, -1.0]]
+
+
+@pytest.mark.parametrize(("seconds", "least", "most"), [(0, 30, 100), (600, 300, 700)])
+def test_an_outage_is_waited_for_about_as_long_as_the_operator_says(
+    seconds: float, least: float, most: float
+) -> None:
+    waited: list[float] = []
+
+    async def wait(pause: float) -> None:
+        waited.append(pause)
+
+    rollout = Rollout((4, 5), (-1.0, -1.0), "ab", "stop")
+    with serving(lambda path, asked: (503, "{}")) as address, pytest.raises(ModelUnavailable):
+        ServedTeacher("large", JudgeModel(f"{address}/v1"), patience=retries_within(seconds, wait)).logprobs(
+            [(PROMPTS[0], [rollout])], 1.0
+        )
+
+    assert least < sum(waited) < most
+    assert max(waited) <= 60, "the heartbeat of the run is between two waits"
 
 
 def test_a_student_without_probabilities_has_diverged() -> None:

@@ -11,10 +11,16 @@ from torch import Tensor
 
 from core.jobs.methods import LOGITS
 from core.jobs.offline_hyperparameters import LogitsHyperparameters, ResolvedOffline, resolve
+from graders.judge.judges import JudgeModel
+from graders.types import TokenUsage
+from tests.echo import echoes_of
+from tests.graders.servers import serving
+from tests.present import present
 from worker.learn.offline import SoftTargetTrainer
-from worker.learn.soft_targets import forward_kl
+from worker.learn.soft_targets import forward_kl, forward_kl_to_top
 from worker.learn.teacher import TeacherPolicy
 from worker.model.policy import Policy
+from worker.rollout.served_teacher import ServedTeacher
 from worker.types import Pack, TrainingSequence
 
 MakePolicy = Callable[..., Policy]
@@ -90,6 +96,32 @@ def test_ids_that_only_one_of_the_models_has_are_no_tokens() -> None:
     assert exactly(wider, TEACHER).item() == pytest.approx(expected, abs=1e-7)
 
 
+def test_the_likeliest_tokens_alone_give_the_loss_and_the_gradient_of_all_logits() -> None:
+    draw = torch.Generator().manual_seed(3)
+    student, teacher = (3 * torch.randn(5, 30, dtype=torch.float64, generator=draw) for _ in range(2))
+    top = teacher.log_softmax(-1).topk(4)
+    whole, part = student.clone().requires_grad_(), student.clone().requires_grad_()
+
+    expected = forward_kl(whole, teacher, top_k=4, temperature=1.0)
+    found = forward_kl_to_top(part, top.indices, top.values)
+    for losses in (expected, found):
+        losses.sum().backward()  # type: ignore[no-untyped-call]
+
+    torch.testing.assert_close(found, expected)
+    assert whole.grad is not None
+    torch.testing.assert_close(part.grad, whole.grad)
+
+
+def test_likely_tokens_whose_rounded_probabilities_exceed_1_leave_nothing_for_others() -> None:
+    student = torch.zeros(1, 3, requires_grad=True)
+
+    [loss] = forward_kl_to_top(student, torch.tensor([[0, 1]]), torch.tensor([[-0.6931, -0.6931]]))
+    loss.backward()
+
+    assert loss.item() == pytest.approx(torch.tensor(1.5).log().item(), abs=1e-3)
+    assert student.grad is not None and student.grad.isfinite().all()
+
+
 def conversations() -> list[Pack]:
     """Rows of unequal lengths; of the odd ones only some tokens are learned."""
     packs = []
@@ -155,6 +187,28 @@ def test_a_step_has_the_loss_and_the_gradient_of_a_plain_computation(
         torch.testing.assert_close(own.grad / totals.counted, other.grad, rtol=1e-4, atol=1e-6)
 
 
+def test_a_teacher_on_a_server_teaches_as_in_the_trainers_memory(
+    make_policy: MakePolicy, tiny_model: Path
+) -> None:
+    """Also where a row has several micro-batches, and only some of its tokens are learned."""
+    first, second = make_policy(moved=True), make_policy(moved=True)
+    resolved = settings(top_k=5)
+    inside = SoftTargetTrainer(first, TeacherPolicy(first), resolved, token_budget=40)
+    with serving(echoes_of(tiny_model)) as address:
+        teacher = ServedTeacher("large", JudgeModel(f"{address}/v1"))
+        served = SoftTargetTrainer(second, teacher, resolved, token_budget=40)
+        for _ in range(2):
+            expected, metrics = (one.step(conversations()) for one in (inside, served))
+        measured = served.measure(conversations()[:2])
+
+    assert metrics.loss == pytest.approx(expected.loss, rel=1e-4)
+    assert metrics.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
+    assert metrics.token_accuracy == expected.token_accuracy
+    rows = [len(pack.prompt_ids) + len(pack.sequences[0].output_ids_T) for pack in conversations()]
+    assert metrics.teacher_usage == TokenUsage(sum(rows), len(rows))
+    assert measured.teacher_usage == TokenUsage(sum(rows[:2]), 2)
+
+
 def test_a_student_learns_its_teacher(make_policy: MakePolicy) -> None:
     trainer = taught(make_policy(), make_policy(moved=True))
     before = trainer.measure(conversations())
@@ -177,7 +231,7 @@ def test_the_teacher_stays_as_it_is(make_policy: MakePolicy) -> None:
     assert all(torch.equal(own, other) for own, other in zip(student.trainable, start, strict=True))
 
     trainer.step(conversations())
-    with trainer.soft_targets.teacher.teaching():
+    with present(trainer.soft_targets.teacher).teaching():
         assert all(
             torch.equal(own, other) for own, other in zip(student.trainable, teacher.trainable, strict=True)
         )

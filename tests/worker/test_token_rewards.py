@@ -108,7 +108,7 @@ def groups(policy: Policy) -> list[Any]:
 
 
 def plain_advantages(policy: Policy, groups: list[Any], settings: Resolved) -> dict[Any, list[float]]:
-    """REINFORCE++ eqs. 4 and 5 as loops, in Python's float64, by answer."""
+    """REINFORCE++'s normalized advantages as loops, in Python's float64, by answer."""
     raw = {}
     for group in groups:
         for rollout, reward in zip(group.rollouts_G, group.rewards_G, strict=True):

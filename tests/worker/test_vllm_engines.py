@@ -1,5 +1,6 @@
 """Several vLLM engines for one job, and one of several processes: each answer is the one that a single engine gives."""
 
+import asyncio
 import json
 import os
 import select
@@ -13,9 +14,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from core.database.tables import Job
 from core.registry import BaseModelEntry
+from core.settings import Settings
+from core.storage.store import FolderBlobs
+from graders.spec import parse_grader
+from tests.fakes import EverySecond
 from tests.tiny import make_tiny_model
 from tests.worker import vllm_parallel
+from tests.worker.conftest import GRADER, Bench
+from worker.assemble import assemble
 from worker.model.policy import Policy, load_base
 from worker.rollout.samplers import Answer, Sampling, grouped
 from worker.rollout.samplers.placement import Placement
@@ -232,3 +240,41 @@ def test_an_engine_that_dies_asleep_is_restarted_for_the_next_sample(
 
     assert drawn(two, prompts) == before
     assert lost == ["the vLLM engine's process exited: SIGKILL"]
+
+
+def test_a_split_job_continues_its_answers_with_each_update_and_measures_its_ratio(
+    policy: Policy, bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine is an own process beside the trainer, which is what a GPU of its own is on a GPU."""
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+    blobs = FolderBlobs(tmp_path / "blobs")
+    with bench.database.write() as session:
+        bench.add_files(session, blobs)
+        job = session.query(Job).one()
+        job.model = "tiny"
+        ahead = {"off_policy_steps": 1, "continue_in_flight": True, "max_completion_tokens": 64}
+        job.body = job.body | {"hyperparameters": {"n_epochs": 4, "eval_interval": 4, "advanced": ahead}}
+    (tmp_path / "models.toml").write_text(
+        f'[models.tiny]\npath = "{policy.source}"\ndtype = "float32"\ncontext = 512\nsampler = "vllm"\n'
+    )
+    settings = Settings(
+        models_file=tmp_path / "models.toml", data_dir=tmp_path, sampling_gpus=1, torch_threads=1
+    )
+
+    run = assemble(
+        bench.attempt(blobs=blobs),
+        parse_grader(GRADER),
+        EverySecond(),
+        settings,
+        tmp_path,
+        lambda: False,
+        lambda: None,
+    )
+    asyncio.run(run.train())
+
+    events = bench.events()
+    assert "Placement: split. Answers are sampled by 1 vLLM engine." in events
+    assert any(event.startswith("Measured in 3 steps: sampling takes") for event in events)
+    shares = [step["stale_tokens_share"] for step in bench.steps()[1:]]
+    assert shares[0] == 0 and all(0 <= share <= 1 for share in shares)
+    assert all(step["ahead_seconds"] > 0 for step in bench.steps()[2:])

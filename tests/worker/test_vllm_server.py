@@ -19,17 +19,21 @@ import pytest
 import torch
 from httpx._client import AsyncClient
 
+from core.jobs.methods import LOGITS
+from core.jobs.offline_hyperparameters import LogitsHyperparameters, resolve
 from core.registry import BaseModelEntry
 from core.storage.store import FolderBlobs
 from graders.judge.judges import JudgeModel
 from tests.present import present, untyped
 from tests.thinking import FAMILIES, make_thinking_model
 from tests.tiny import WORDS, make_tiny_model
-from worker.learn.teacher import PolicyTeacher
+from worker.learn.offline import SoftTargetTrainer
+from worker.learn.teacher import PolicyTeacher, TeacherPolicy
 from worker.model.policy import Policy, load_base
+from worker.refusals import UserMistake
 from worker.rollout.samplers.vllm import installed
 from worker.rollout.served_teacher import ServedTeacher
-from worker.types import Prompt, Rollout
+from worker.types import Pack, Prompt, Rollout, TrainingSequence
 
 # As Qwen's: tools are told to the model, and it writes its calls between tags.
 CALLER = (
@@ -341,6 +345,29 @@ def test_a_model_on_it_teaches_as_in_the_trainers_memory(server: str, folder: Pa
     [own_G] = PolicyTeacher(policy, policy.as_base, 512).logprobs([(prompt, rollouts)], 1.0)
     for served, own in zip(served_G, own_G, strict=True):
         assert served == pytest.approx(own, abs=1e-4)
+
+
+def test_its_likeliest_tokens_are_those_of_the_same_model_in_memory(server: str, folder: Path) -> None:
+    """As a job in the mode `logits` reads them: its own loss of a row is that of a teacher in memory."""
+    policy = policy_of(folder, 0)
+    asked = {"advanced": {"loss": {"top_k": 20}, "lora": {"rank": 4, "alpha": 8}}}
+    resolved = resolve(LOGITS, LogitsHyperparameters.model_validate(asked), rows=1, parameters=1000)
+    learned = TrainingSequence(
+        (9, 8, 7, 6, 5), (0.0,) * 5, (0.0,) * 5, 1.0, learned_T=(True, False, True, True, True)
+    )
+    row = Pack(tuple(policy.tokenizer.encode("say it", add_special_tokens=False)), (learned,))
+    teacher = ServedTeacher("base", JudgeModel(f"{server}/v1", "key", "tiny"))
+
+    teacher.refuse_top(policy.tokenizer, 20)
+    with pytest.raises(UserMistake, match="does not give its 21 likeliest tokens"):
+        teacher.refuse_top(policy.tokenizer, 21)
+    served, inside = (
+        SoftTargetTrainer(policy, one, resolved, token_budget=512).measure([row])
+        for one in (teacher, TeacherPolicy(policy))
+    )
+
+    assert inside.loss > 0.1
+    assert served.loss == pytest.approx(inside.loss, rel=1e-4)
 
 
 def test_a_thought_and_its_answer_come_apart_whole_and_streamed(client: openai.OpenAI) -> None:

@@ -51,7 +51,7 @@ class LoadModel:
     token_budget: int
     held_to: str
     degree: int = 1  # of sharding: the ranks of a machine that share one copy of the base model
-    teacher: RankTeacher | None = None
+    teacher: RankTeacher | None = None  # of the mode `logits`; None: it is on a server
     release: Callable[[], None] = keep_memory  # called after loading, and at the end of each step
 
 
@@ -176,11 +176,11 @@ class DistributedGradient:
     def end(self) -> None:
         self._order([EndStep()] * self.world.size)
 
-    def watched_kl(self) -> float:
+    def watched_kl(self) -> float | None:
         """As OwnGradient does."""
         if not self.own.policy.is_sharded:
             return self.own.watched_kl()
-        watched: float = self._order([WatchReference()] * self.world.size)
+        watched: float | None = self._order([WatchReference()] * self.world.size)
         return watched
 
     def _share_adapter(self) -> None:
@@ -212,6 +212,7 @@ def carry_out(order: Order, own: OwnGradient, world: World) -> Any:
             world.broadcast(own.reference)
         case ReceiveAdapter():
             world.broadcast(trainable)
+            own.policy.follow_trainable()
         case AddPacks(packs, std) if own.policy.is_sharded:
             parts = list(own.micro_batches(packs))
             missing = world.most(len(parts)) - len(parts)
@@ -285,8 +286,8 @@ def loaded(order: LoadModel, world: World) -> OwnGradient | OfflineGradient:
         return OwnGradient(
             policy, settings, token_budget=budget, held_to=order.held_to, release=order.release
         )
-    if order.teacher is not None:
-        teacher = teacher_of(order.teacher, policy, device)
+    if settings.soft_temperature is not None:
+        teacher = None if order.teacher is None else teacher_of(order.teacher, policy, device)
         return SoftTargetGradient(policy, teacher, settings, token_budget=budget)
     if settings.reward_kind is not None:
         head = RewardHead(policy.hidden_size, policy.device)

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 
 from core.jobs.offline_hyperparameters import ResolvedOffline
+from graders.types import TokenUsage
 from worker.learn.offline_gradient import OfflineGradient
 from worker.learn.offline_ranks import DistributedOffline
 from worker.learn.optimizer import AdapterOptimizer
 from worker.learn.reward import RewardGradient
 from worker.learn.soft_targets import SoftTargetGradient
-from worker.learn.teacher import TeacherPolicy
+from worker.learn.teacher import TeacherPolicy, TopTeacher
 from worker.learn.totals import Totals
 from worker.learn.world import World
 from worker.model import reward_head
@@ -39,6 +40,7 @@ class OfflineMetrics:
     rejected_reward: float | None = None
     grad_norm: float | None = None
     skipped: bool = False  # the gradient was not finite, so the step was not taken
+    teacher_usage: TokenUsage | None = None  # of one on a server
 
     @classmethod
     def of(cls, totals: Totals, *, grad_norm: float | None = None, skipped: bool = False) -> "OfflineMetrics":
@@ -77,7 +79,7 @@ def optimizer_of(
 
 
 class OfflineTrainer:
-    """AdamW on the adapter's float32 weights, the base frozen."""
+    """AdamW on the policy's trainable weights in float32: the adapter's, or all of the model."""
 
     def __init__(
         self,
@@ -105,7 +107,7 @@ class OfflineTrainer:
 
     def step(self, packs: Sequence[Pack]) -> OfflineMetrics:
         """One update with these rows."""
-        totals = self.gradient.add(packs)
+        totals = self.gradient.add(self.prepared(packs))
         norm = self.optimizer.step(totals.counted, self.steps_taken)
         self.steps_taken += 1  # also of a skipped step, so that the schedule depends on the step alone
         self.beat()
@@ -115,23 +117,27 @@ class OfflineTrainer:
         """The metrics of these rows under the current policy."""
         totals = Totals()
         for first in range(0, len(packs), 64):
-            totals += self.gradient.measure(packs[first : first + 64])
+            totals += self.gradient.measure(self.prepared(packs[first : first + 64]))
             self.beat()
         return self.metrics(totals)
+
+    def prepared(self, packs: Sequence[Pack]) -> Sequence[Pack]:
+        """The rows with what rank 0 alone can read of them."""
+        return packs
 
     def metrics(self, totals: Totals, **update: Any) -> OfflineMetrics:
         return OfflineMetrics.of(totals, **update)
 
     def start_from_policy(self) -> None:
         """Take the current adapter for the reference, in place of the base model."""
-        self.own.reference = [parameter.detach().clone() for parameter in self.policy.trainable]
+        self.own.change_reference(self.policy.snapshot())
 
     def save(self, folder: Path) -> None:
         self.policy.save(folder)
         state: dict[str, Any] = {
             "optimizer": self.optimizer.state_dict(),
             "steps_taken": self.steps_taken,
-            "reference": self.own.reference,
+            "reference": self.own.changed_reference,
         }
         torch.save(state, folder / "trainer.pt")
 
@@ -143,10 +149,7 @@ class OfflineTrainer:
             raise InvalidModel(f"The optimizer's state in the checkpoint cannot be read: {cause}") from cause
         self.optimizer.load_state_dict(state["optimizer"])
         self.steps_taken = state["steps_taken"]
-        reference = state["reference"]
-        self.own.reference = (
-            None if reference is None else [tensor.to(self.policy.device) for tensor in reference]
-        )
+        self.own.change_reference(state["reference"])
 
 
 class RewardTrainer(OfflineTrainer):
@@ -203,14 +206,27 @@ class SoftTargetTrainer(OfflineTrainer):
     def __init__(
         self,
         policy: Policy,
-        teacher: TeacherPolicy,
+        teacher: TeacherPolicy | TopTeacher,
         settings: ResolvedOffline,
         *,
         token_budget: int,
         beat: Callable[[], None] = lambda: None,
         world: World | None = None,
     ) -> None:
-        self.soft_targets = SoftTargetGradient(policy, teacher, settings, token_budget=token_budget)
+        in_memory = teacher if isinstance(teacher, TeacherPolicy) else None
+        self.served = None if isinstance(teacher, TeacherPolicy) else teacher
+        self.soft_targets = SoftTargetGradient(policy, in_memory, settings, token_budget=token_budget)
         super().__init__(
             policy, settings, token_budget=token_budget, beat=beat, world=world, own=self.soft_targets
         )
+        self.top_k = settings.top_k
+
+    def prepared(self, packs: Sequence[Pack]) -> Sequence[Pack]:
+        if self.served is None:
+            return packs
+        assert self.top_k is not None, "without it, a teacher on a server is refused"
+        return self.served.with_top(packs, self.top_k)
+
+    def metrics(self, totals: Totals, **update: Any) -> OfflineMetrics:
+        measured = super().metrics(totals, **update)
+        return measured if self.served is None else replace(measured, teacher_usage=self.served.usage())

@@ -109,7 +109,7 @@ class DistributedOffline:
     def _share_weights(self) -> None:
         own = self.own
         fixed = {"reference": own.reference if own.settings.has_reference else None}
-        if isinstance(own, SoftTargetGradient):
+        if isinstance(own, SoftTargetGradient) and own.teacher is not None:
             fixed["teacher"] = own.teacher.adapter
         for name in ("reference", "teacher"):
             weights = fixed.get(name)
@@ -134,6 +134,7 @@ def carry_out(order: OfflineOrder, own: OfflineGradient, world: World) -> list[A
     match order:
         case ReceiveWeights("trained"):
             world.broadcast(own.trainable)
+            own.policy.follow_trainable()
             return []
         case ReceiveWeights("reference"):
             if own.reference is None:
@@ -141,7 +142,8 @@ def carry_out(order: OfflineOrder, own: OfflineGradient, world: World) -> list[A
             world.broadcast(own.reference)
             return []
         case ReceiveWeights():
-            assert isinstance(own, SoftTargetGradient) and own.teacher.adapter is not None
+            assert isinstance(own, SoftTargetGradient)
+            assert own.teacher is not None and own.teacher.adapter is not None
             world.broadcast(own.teacher.adapter)
             return []
     parts = list(own.micro_batches(order.packs))

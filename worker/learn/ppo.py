@@ -11,7 +11,7 @@ from worker.learn.token_rewards import discounted_sums
 
 
 def gae(reward_M: Tensor, value_M: Tensor, answer_M: Tensor, gamma: float, lam: float) -> Tensor:
-    """Generalized advantage estimation (GAE eq. 16; PPO eqs. 11 and 12), in float64, before it is normalized.
+    """Generalized advantage estimation (GAE eq. 16; PPO eq. 11), in float64, before it is normalized.
 
     delta_t = r_t + gamma V_{t+1} - V_t, where V after the end of an answer is 0, and A_t = delta_t + gamma lam A_{t+1}.
     The return of a token is A_t + V_t.

@@ -1,8 +1,8 @@
 """Losses of pairs of answers as pure functions: log-probabilities to a loss.
 
 Sources: DPO is arXiv 2305.18290 (eq. 7), its conservative form with label smoothing is E. Mitchell's note on cDPO, IPO
-is arXiv 2310.12036 (eq. 17), SimPO is arXiv 2405.14734 (eq. 6), ORPO is arXiv 2403.07691 (eqs. 4, 6 and 7), KTO is
-arXiv 2402.01306 (eq. 8).
+is arXiv 2310.12036 (eq. 17), SimPO is arXiv 2405.14734, ORPO is arXiv 2403.07691 (eqs. 4, 6 and 7), KTO is arXiv
+2402.01306 (eq. 8).
 
 Axis `_N`: pairs. `h` is log pi(y|x) - log pi_ref(y|x), summed over the tokens of an answer; `logp` the sum without the
 reference; `length` its tokens. Each function returns the loss of each pair, [N].
@@ -28,7 +28,7 @@ def ipo(h_chosen: Tensor, h_rejected: Tensor, *, beta: float) -> Tensor:
 
 
 def simpo(mean_chosen: Tensor, mean_rejected: Tensor, *, beta: float, gamma: float) -> Tensor:
-    """-log sigma(beta (mean log p_w - mean log p_l) - gamma), SimPO eq. 6."""
+    """-log sigma(beta (mean log p_w - mean log p_l) - gamma), the objective of SimPO."""
     return -logsigmoid(beta * (mean_chosen - mean_rejected) - gamma)
 
 

@@ -24,8 +24,12 @@ class Model:
     seed: int
     checkpointed: bool  # activations are computed twice
     sampled: bool  # by rank 0 with the transformers sampler, whose decode limits the choice of a forward pass
+    weights: Path | None = (
+        None  # a whole model that the job trains further, in place of the base's own weights
+    )
 
     def load(self, device: str) -> "Policy":
+        from worker.model.full import FullPolicy, refuse_other_names
         from worker.model.policy import Policy, load_base
 
         base = load_base(
@@ -35,14 +39,20 @@ class Model:
             device,
             self.settings.chat_template,
             self.settings.chat_template_kwargs,
+            weights=self.weights,
         )
-        policy = Policy(
-            base,
-            rank=self.settings.lora_rank,
-            alpha=self.settings.lora_alpha,
-            seed=self.seed,
-            targets=self.settings.lora_targets,
-        )
+        policy: Policy
+        if self.settings.train == "full":
+            refuse_other_names(base)
+            policy = FullPolicy(base)
+        else:
+            policy = Policy(
+                base,
+                rank=self.settings.lora_rank,
+                alpha=self.settings.lora_alpha,
+                seed=self.seed,
+                targets=self.settings.lora_targets,
+            )
         if self.checkpointed:
             policy.checkpoint_layers()
         return policy
@@ -53,8 +63,10 @@ class Model:
         Raises:
             UnsupportedModel: none is right.
         """
-        from worker.model import verdicts
+        from worker.model import support, verdicts
 
+        if self.settings.train == "full":  # stored verdicts are those of a model with an adapter
+            return support.probe(policy, sampled=self.sampled)
         return verdicts.probed(
             policy, self.entry, self.cache, sampled=self.sampled, targets=self.settings.lora_targets
         )

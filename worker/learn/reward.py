@@ -3,7 +3,7 @@
 Sources: the loss of pairs is the Bradley-Terry model's (Christiano et al., arXiv 1706.03741; eq. 1 of InstructGPT,
 arXiv 2203.02155), with the margin of Llama 2 (arXiv 2307.09288, eq. 2) and the centering of arXiv 2312.09244 (eq. 2).
 Scored answers are learned by their squared error, and steps of answers by the cross-entropy of a process reward model
-(Math-Shepherd, arXiv 2312.08935, eq. 2).
+(Math-Shepherd, arXiv 2312.08935).
 """
 
 from collections.abc import Iterable, Sequence

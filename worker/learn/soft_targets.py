@@ -5,6 +5,7 @@ keeps the size of the gradient); for each token of given answers, supervised KD 
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,17 +13,20 @@ import torch
 from torch import Tensor
 
 from core.jobs.offline_hyperparameters import ResolvedOffline
-from worker.learn.batch import tensors_of
+from worker.learn.batch import Tensors, tensors_of
 from worker.learn.gradient import predicting
 from worker.learn.offline_gradient import OfflineGradient, sequences
 from worker.learn.teacher import TeacherPolicy
 from worker.learn.totals import Totals
 from worker.model.policy import Policy
 from worker.model.sizing import HEAD_CHUNK
-from worker.types import Pack
+from worker.types import Pack, TopTokens
 
 # Positions whose logits are alive at once. There are those of two models, so it is half of other losses'.
 CHUNK = HEAD_CHUNK // 2
+
+# The student's logits [m, V] to the loss of each position [m].
+Comparison = Callable[[Tensor], Tensor]
 
 
 def forward_kl(student: Tensor, teacher: Tensor, *, top_k: int | None, temperature: float) -> Tensor:
@@ -40,9 +44,20 @@ def forward_kl(student: Tensor, teacher: Tensor, *, top_k: int | None, temperatu
     if top_k is not None and top_k < shared:
         top = log_q.topk(top_k).indices
         log_p, log_q = (_with_the_others_as_one(logp, top) for logp in (log_p, log_q))
+    return temperature**2 * _kl(log_q, log_p)
+
+
+def forward_kl_to_top(student: Tensor, ids: Tensor, logprobs: Tensor) -> Tensor:
+    """As `forward_kl` at temperature 1, of a teacher of which only the likeliest tokens [m, k] are known."""
+    log_p = _with_the_others_as_one(student.log_softmax(-1), ids)
+    others = (1 - logprobs.exp().sum(-1, keepdim=True)).clamp(min=0)  # rounding may leave less than nothing
+    return _kl(torch.cat([logprobs, others.log()], -1), log_p)
+
+
+def _kl(log_q: Tensor, log_p: Tensor) -> Tensor:
     q = log_q.exp()
     # A token that the teacher excludes costs nothing, whatever its logarithm.
-    return temperature**2 * torch.where(q > 0, q * (log_q - log_p), 0.0).sum(-1)
+    return torch.where(q > 0, q * (log_q - log_p), 0.0).sum(-1)
 
 
 def _with_the_others_as_one(logp: Tensor, top: Tensor) -> Tensor:
@@ -52,29 +67,36 @@ def _with_the_others_as_one(logp: Tensor, top: Tensor) -> Tensor:
 
 
 class SoftTargetGradient(OfflineGradient):
-    """The gradient of the forward KL to a teacher, which reads each micro-batch before the student does."""
+    """The gradient of the forward KL to a teacher.
+
+    A teacher in memory reads each micro-batch before the student does; without one, the packs have its likeliest
+    tokens.
+    """
 
     def __init__(
-        self, policy: Policy, teacher: TeacherPolicy, settings: ResolvedOffline, *, token_budget: int
+        self, policy: Policy, teacher: TeacherPolicy | None, settings: ResolvedOffline, *, token_budget: int
     ) -> None:
         super().__init__(policy, settings, token_budget=token_budget)
         self.teacher = teacher
         self.chunk = CHUNK
 
+    @property
+    def nothing(self) -> Pack:
+        pack = super().nothing
+        if self.teacher is not None or self.settings.top_k is None:
+            return pack
+        size = len(pack.sequences[0].output_ids_T), self.settings.top_k
+        top = TopTokens(torch.zeros(size, dtype=torch.int64), torch.full(size, -20.0))
+        return replace(pack, sequences=(replace(pack.sequences[0], top=top),))
+
     def loss(self, packs: Sequence[Pack]) -> tuple[Tensor, Totals]:
-        teacher = self.teacher
         tensors = tensors_of(packs, self.policy.device)
-        with torch.no_grad(), teacher.teaching():
-            taught = predicting(teacher.policy, tensors)
+        comparisons = self._to_top(packs) if self.teacher is None else self._to_policy(self.teacher, tensors)
         hidden = predicting(self.policy, tensors)
         correct, parts = 0.0, []
-        chunks = zip(
-            *(torch.split(one, self.chunk) for one in (hidden, taught, tensors.target_M)), strict=True
-        )
-        for own, others, target in chunks:
-            with torch.no_grad():
-                teacher_logits = teacher.policy.logits(others)
-            part, likeliest = _Chunk.apply(partial(self._kl, teacher_logits), own)  # type: ignore[no-untyped-call]
+        chunks = (torch.split(one, self.chunk) for one in (hidden, tensors.target_M))
+        for own, target, compare in zip(*chunks, comparisons, strict=True):
+            part, likeliest = _Chunk.apply(partial(self._compared, compare), own)  # type: ignore[no-untyped-call]
             parts.append(part)
             correct += (likeliest == target).sum().item()
         loss = torch.stack(parts).sum()
@@ -82,13 +104,36 @@ class SoftTargetGradient(OfflineGradient):
             loss=loss.item(), tokens=len(tensors.target_M), correct=correct, sequences=sequences(packs)
         )
 
-    def _kl(self, teacher_logits: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def _to_policy(self, teacher: TeacherPolicy, tensors: Tensors) -> list[Comparison]:
+        """The KL of each chunk of positions to a teacher in memory, which reads them all now."""
+        with torch.no_grad(), teacher.teaching():
+            taught = predicting(teacher.policy, tensors)
+        temperature = self.settings.soft_temperature
+        assert temperature is not None
+
+        def compare(read: Tensor, student: Tensor) -> Tensor:
+            with torch.no_grad():
+                logits = teacher.policy.logits(read)
+            return forward_kl(student, logits, top_k=self.settings.top_k, temperature=temperature)
+
+        return [partial(compare, read) for read in torch.split(taught, self.chunk)]
+
+    def _to_top(self, packs: Sequence[Pack]) -> list[Comparison]:
+        """The KL of each chunk of positions to the tokens in the packs."""
+        tops = [one.top for pack in packs for one in pack.sequences if one.top is not None]
+        ids, logprobs = (
+            torch.split(torch.cat(values).to(self.policy.device), self.chunk)
+            for values in ([top.ids for top in tops], [top.logprobs for top in tops])
+        )
+        return [
+            partial(forward_kl_to_top, ids=top_ids, logprobs=top_logprobs)
+            for top_ids, top_logprobs in zip(ids, logprobs, strict=True)
+        ]
+
+    def _compared(self, compare: Comparison, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """The sum over the positions [m] of the hidden states [m, h], and the student's likeliest token at each."""
-        settings = self.settings
-        assert settings.soft_temperature is not None
         logits = self.policy.logits(hidden)
-        each = forward_kl(logits, teacher_logits, top_k=settings.top_k, temperature=settings.soft_temperature)
-        return each.sum(), logits.detach().argmax(-1)
+        return compare(logits).sum(), logits.detach().argmax(-1)
 
 
 class _Chunk(torch.autograd.Function):

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from graders.types import TokenUsage
 from worker.learn.batch import micro_batches, tensors_of
 from worker.learn.gradient import logprobs
 from worker.learn.row_cost import row_cost
@@ -20,6 +21,18 @@ class Teacher(Protocol):
         self, answers_P: Sequence[tuple[Prompt, Sequence[Rollout]]], temperature: float
     ) -> list[list[tuple[float, ...]]]:
         """For each answer to each prompt, the log-probabilities of its tokens at this temperature."""
+        ...
+
+
+class TopTeacher(Protocol):
+    """A teacher that tells its likeliest tokens, and not the probabilities of its whole vocabulary."""
+
+    def with_top(self, packs: Sequence[Pack], top_k: int) -> list[Pack]:
+        """The packs, with this many tokens of the teacher (`TrainingSequence.top`) at each token that is learned."""
+        ...
+
+    def usage(self) -> TokenUsage:
+        """The tokens that it has read and written since the last call."""
         ...
 
 

@@ -1,6 +1,7 @@
 """Advantages from rewards of single tokens, with the KL in them, as pure functions.
 
-Sources: the reward is DeepSeekMath's (arXiv 2402.03300, eq. 2), REINFORCE++ is arXiv 2501.03262v9 (eqs. 4 and 5).
+Sources: the reward is DeepSeekMath's (arXiv 2402.03300, eq. 2); the advantages and their normalization are those of
+REINFORCE++ (arXiv 2501.03262v9).
 
 Everything here is in float64 and has no gradient. Tensors are flat, one entry for each trained token; `answer_M`
 numbers the answers from 0 without gaps, and the tokens of an answer follow one another.
@@ -43,12 +44,12 @@ def discounted_sums(values_M: Tensor, answer_M: Tensor, discount: float) -> Tens
 
 
 def reinforce_plus_plus(reward_M: Tensor, answer_M: Tensor) -> Tensor:
-    """A_t = score - beta sum over i >= t of KL_i (REINFORCE++ eq. 4): the reward to go, before `normalized`."""
+    """A_t = score - beta sum over i >= t of KL_i (REINFORCE++): the reward to go, before `normalized`."""
     return discounted_sums(reward_M, answer_M, 1.0)
 
 
 def normalized(advantage_M: Tensor, mean: float, std: float) -> Tensor:
-    """(A - mean) / std, over all tokens of the step (REINFORCE++ eq. 5); 0 where they are all equal."""
+    """(A - mean) / std, over all tokens of the step (global in REINFORCE++); 0 where they are all equal."""
     return torch.zeros_like(advantage_M) if std <= _EQUAL else (advantage_M - mean) / std
 
 

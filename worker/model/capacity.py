@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from core.jobs import hyperparameters
+from core.jobs import full, hyperparameters
 from core.jobs.hyperparameters import Hyperparameters
 from core.model_memory import ModelMemories, ModelMemory
 from core.model_templates import is_reasoning
@@ -103,6 +103,8 @@ def job_problem(
     work = sizing.workload(
         rank=resolved.lora_rank,
         targets=resolved.lora_targets,
+        full=resolved.train == "full",
+        references=resolved.reference_copies,
         prompt=1,
         completion=resolved.max_completion_tokens,
         batch=resolved.batch_size,
@@ -112,6 +114,12 @@ def job_problem(
     )
     takes_turns = not (resolved.overlap or resolved.off_policy_steps)
     return _problem(settings, name, entry, shape, work, gpu_class, may_sleep=takes_turns)
+
+
+def too_large_for_full(entry: BaseModelEntry) -> str | None:
+    """Return why not all weights of the model can be trained. None: they can, or its size is unknown."""
+    shape = shape_of(entry)
+    return None if shape is None else full.too_large(shape.parameters) or None
 
 
 def _problem(
@@ -151,9 +159,11 @@ def _planned(
     if not memory:  # no GPU, or unknown
         return None
     settings = settings.of_class(gpu_class)
-    has_fleet = name in settings.samplers
+    has_fleet = name in settings.samplers and not work.full
     sampler = "vllm" if has_fleet else sampler_of(entry, settings.sampler, "cuda")
     assert sampler is not None, "machines with a GPU have a sampler"
+    if work.full:
+        sampler = "transformers"
     there = sizing.machine(
         settings,
         "cuda",
@@ -161,7 +171,7 @@ def _planned(
         sampler,
         gpu_class=gpu_class,
         engines=0 if has_fleet else 1,
-        tensor_parallel=1 if has_fleet else entry.tensor_parallel,
+        tensor_parallel=1 if has_fleet or work.full else entry.tensor_parallel,
         may_sleep=may_sleep,
     )
     return sizing.plan_sharded(name, shape, work, there, settings.ranks)

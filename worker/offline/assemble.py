@@ -9,11 +9,18 @@ from typing import Any
 
 import torch
 
-from core.jobs import methods, offline_hyperparameters
+from core.jobs import full, methods, offline_hyperparameters
 from core.results.lineage import Parent, start_name
 from core.settings import Settings
 from core.storage.offline_rows import FORMS, reward_kind
-from worker.assemble import BaseModel, gpus_of, inspect_model, refuse_absent_targets, teacher_model
+from worker.assemble import (
+    BaseModel,
+    gpus_of,
+    inspect_model,
+    refuse_absent_targets,
+    served_teacher,
+    teacher_model,
+)
 from worker.attempt import Attempt
 from worker.heartbeat import Beat
 from worker.learn.distributed import LoadModel, RankTeacher, load_checked, loading
@@ -22,7 +29,7 @@ from worker.learn.rank_model import Model
 from worker.learn.teacher import TeacherPolicy
 from worker.learn.world import World
 from worker.model import memory, sizing, teachers
-from worker.model.parent import continuing, start_from
+from worker.model.parent import continuing, start_from, whole_weights
 from worker.model.policy import read_tokenizer
 from worker.model.reward_head import RewardHead, Scale
 from worker.model.teachers import TeacherModel
@@ -35,6 +42,7 @@ from worker.record.exporters.choice import feeds_of
 from worker.record.recorder import Quota, Recorder
 from worker.refusals import UserMistake
 from worker.rollout.rows import read_file
+from worker.rollout.served_teacher import ServedTeacher
 from worker.types import Pack
 
 # Rows whose answers tell the scale of a reward model's rewards.
@@ -70,13 +78,15 @@ def assemble(
         else read_file(attempt, "validation_file", job.validation_file, form)
     )
     local = 1 if world is None else world.local_size
-    base = inspect_model(job.model, settings, local, samples=False)
+    if full.is_full(job) and (problem := full.several_machines(settings)):
+        raise UserMistake("unsupported_parameter", problem, full.param_of(job))
+    base = inspect_model(job.model, settings, local, samples=False, full=full.is_full(job))
     asked = offline_hyperparameters.asked(kind, job.body["hyperparameters"])
     rewards = reward_kind(train[0].item)
     resolved = offline_hyperparameters.resolve(
         kind, asked, rows=len(train), parameters=base.shape.parameters, reward_kind=rewards
     )
-    parent, teacher = Parent.of(job), teacher_model(attempt, settings)
+    parent, teacher = Parent.of(job), teacher_model(attempt, settings, beat)
     # An adapter that teaches takes turns with the student's own, so both have one shape.
     start = parent or (None if teacher is None else teacher.adapter)
     resolved = offline_hyperparameters.kept(continuing(resolved, start), job.resolved)
@@ -96,25 +106,35 @@ def assemble(
     plan = plan_memory(job.model, base, resolved, [*train_rows, *valid_rows], settings, local, teacher)
     beat()
     checkpoints = Checkpoints(attempt, scratch)
-    model = Model(
-        job.model, base.entry, settings.model_cache, resolved, job.seed, plan.checkpointed, sampled=False
-    )
-    order = LoadModel(
-        model,
-        base.device,
-        settings.torch_threads,
-        plan.token_budget,
-        held_to="",
-        degree=plan.degree,
-        teacher=None if teacher is None else on_ranks(teacher, resolved, settings),
-    )
-    teaching: TeacherPolicy | None = None
-    with loading(world, order):
-        policy, verdict = load_checked(model, base.device, plan.degree, world, beat)
-        if teacher is not None:
-            teaching = teachers.load_teacher(
-                teacher, policy, resolved, checkpoints, settings.model_cache, beat
-            )
+    teaching: TeacherPolicy | ServedTeacher | None = None
+    with whole_weights(parent, checkpoints, resolved) as weights:
+        model = Model(
+            job.model,
+            base.entry,
+            settings.model_cache,
+            resolved,
+            job.seed,
+            plan.checkpointed,
+            sampled=False,
+            weights=weights,
+        )
+        order = LoadModel(
+            model,
+            base.device,
+            settings.torch_threads,
+            plan.token_budget,
+            held_to="",
+            degree=plan.degree,
+            teacher=on_ranks(teacher, resolved, settings),
+        )
+        with loading(world, order):
+            policy, verdict = load_checked(model, base.device, plan.degree, world, beat)
+            if teacher is not None and teacher.server is None:
+                teaching = teachers.load_teacher(
+                    teacher, policy, resolved, checkpoints, settings.model_cache, beat
+                )
+    if teacher is not None and teacher.server is not None:
+        teaching = served_teacher(teacher.name, teacher.server, settings, beat)
 
     recorder = Recorder(
         attempt,
@@ -143,7 +163,7 @@ def assemble(
     first = job.resolved is None
     recorder.resolved(resolved)
     if first:
-        recorder.inform(verdict.described(policy.coverage), verdict.as_data(policy.coverage))
+        recorder.inform(verdict.described(policy.trained), verdict.as_data(policy.trained))
         if base.precision:
             recorder.inform(base.precision, {})
         if divided := sum(len(row.packs) > 1 for row in train_rows):
@@ -169,13 +189,16 @@ def assemble(
         feeds=feeds_of(job, resolved, settings, recorder.warn),
         start=start_name(parent),
         gpus=gpus_of(world, settings) if base.device == "cuda" else 1,
+        teacher=None if teacher is None else teacher.name,
     )
 
 
 def on_ranks(
-    teacher: TeacherModel, resolved: offline_hyperparameters.ResolvedOffline, settings: Settings
-) -> RankTeacher:
-    """What the ranks above 0 load of the teacher."""
+    teacher: TeacherModel | None, resolved: offline_hyperparameters.ResolvedOffline, settings: Settings
+) -> RankTeacher | None:
+    """The teacher as the ranks above 0 load it. None: there is none, or only rank 0 calls its server."""
+    if teacher is None or teacher.server is not None:
+        return None
     second = teachers.second_model(teacher, resolved, settings.model_cache)
     return RankTeacher(second, has_adapter=teacher.adapter is not None)
 
@@ -228,6 +251,8 @@ def plan_memory(
     work = sizing.workload(
         rank=settings_of_job.lora_rank,
         targets=settings_of_job.lora_targets,
+        full=settings_of_job.train == "full",
+        references=settings_of_job.reference_copies,
         prompt=max(row.longest for row in rows),
         completion=1,
         batch=1,

@@ -13,6 +13,7 @@ from core.jobs.estimates import Ahead
 from core.jobs.offline_hyperparameters import ResolvedOffline
 from core.jobs.verdict import counted
 from core.results.step_metrics import StepMetrics
+from graders.types import TokenUsage
 from worker import instruments
 from worker.clock import Clock
 from worker.learn.offline import OfflineMetrics
@@ -22,6 +23,7 @@ from worker.progress import PROGRESS
 from worker.record import alerts, divergence
 from worker.record.checkpoints import Checkpoints
 from worker.record.exporters.feed import Feeds
+from worker.record.metrics import usage_by_model
 from worker.record.recorder import Recorder
 from worker.run import RunOutcome
 from worker.types import Pack
@@ -52,6 +54,7 @@ class OfflineRun:
     feeds: Feeds = field(default_factory=Feeds)  # who else gets the metrics
     start: str = "the base model"  # the model that the job started from
     gpus: int = 1  # GPU-seconds in each second of this run
+    teacher: str | None = None  # the name under which the tokens of one on a server are counted
     losses: dict[int, float] = field(
         default_factory=dict, init=False
     )  # of the whole validation file, by step
@@ -160,6 +163,13 @@ class OfflineRun:
             }
             if clock.seconds.get("training"):
                 data["training_tokens_per_second"] = update.tokens / clock.seconds["training"]
+        used: dict[str, dict[str, TokenUsage]] = {}
+        for split, parts in (("train", [update]), ("valid", [some, whole])):
+            usages = [one.teacher_usage for one in parts if one is not None and one.teacher_usage is not None]
+            if self.teacher is not None and usages:
+                used[split] = {self.teacher: sum(usages, TokenUsage())}
+        if used:
+            data["model_graders_token_usage"] = usage_by_model(used)
         data["timing"] = {"step": {**clock.seconds, "full_iteration": sum(clock.seconds.values())}}
         return StepMetrics.model_validate(data)
 

@@ -44,6 +44,7 @@ def of_step(
     valid_P: Sequence[Group] | None,
     update: UpdateMetrics | None,
     seconds: Mapping[str, float],
+    ahead_seconds: float | None = None,
     gpus: int = 1,
     base_scores: RowScores | None = None,
     pass_score: float = 1.0,
@@ -73,9 +74,12 @@ def of_step(
     if others_P:
         data |= _replaced(train_P, others_P, supervision, seconds)
     sampled = sum(len(rollout.output_ids_T) for rollout in _rollouts([*train_P, *others_P]))
-    if sampled and seconds.get("sampling"):
+    if ahead_seconds is not None:
+        data["ahead_seconds"] = ahead_seconds
+    sampling_seconds = ahead_seconds or seconds.get("sampling")
+    if sampled and sampling_seconds:
         data["sampled_tokens"] = sampled
-        data["sampling_tokens_per_second"] = sampled / seconds["sampling"]
+        data["sampling_tokens_per_second"] = sampled / sampling_seconds
     if update is not None and seconds.get("training"):
         data["training_tokens_per_second"] = update.trained_tokens / seconds["training"]
     data["scores"] = {"graders": _per_grader(spec, splits, _score_fields)}
@@ -89,7 +93,7 @@ def of_step(
     }
     used = {name: usage for name, groups_P in splits if (usage := _tokens_used(groups_P))}
     if used:
-        data["model_graders_token_usage"] = _by_model(used)
+        data["model_graders_token_usage"] = usage_by_model(used)
         rows = _per_grader(spec, splits, _usage_fields)
         data["usage"] = {"graders": [row for row in rows if "model" in row]}
     return StepMetrics(**data)
@@ -359,7 +363,7 @@ def _tokens_used(groups_P: Sequence[Group]) -> dict[str, TokenUsage]:
     return summed(grade.usage for grade in _grades(groups_P))
 
 
-def _by_model(used: Mapping[str, Mapping[str, TokenUsage]]) -> dict[str, dict[str, int]]:
+def usage_by_model(used: Mapping[str, Mapping[str, TokenUsage]]) -> dict[str, dict[str, int]]:
     """Tokens that judges read and wrote, by model. OpenAI says "eval" here where it says "valid" elsewhere."""
     models: dict[str, dict[str, int]] = {}
     for split, usage in used.items():

@@ -31,7 +31,11 @@ class Collector:
     rewards: Scoring
     trainer: Trainer
     held_to: str = ""  # response schema of the answers
+    # With `off_policy_steps`: seconds in which the step's answers were sampled, while the trainer could learn from
+    # those of the step before. None: nothing else was done meanwhile.
+    ahead_seconds: float | None = field(default=None, init=False)
     _ahead: asyncio.Task[list[Group]] | None = field(default=None, init=False)
+    _ahead_clock: Clock | None = field(default=None, init=False)
 
     async def collect(self, step: int, clock: Clock) -> tuple[list[Group], list[Group]]:
         """Return the step's own groups and the resampled ones, after the trainer has received all of them."""
@@ -63,10 +67,14 @@ class Collector:
             self._ahead = asyncio.create_task(sampling)
         with clock("sampling"):  # the remaining time
             groups_P = await self._ahead
-        self._ahead = None
+        self.ahead_seconds = None if self._ahead_clock is None else self._ahead_clock.seconds["sampling"]
+        self._ahead = self._ahead_clock = None
         if step < self.settings.total_steps:
+            self._ahead_clock = Clock()
             # `sample` reads the policy when it is called, so this uses the policy before this step's update.
-            sampling = self._sample(self.prompts.batch(step + 1), step + 1, Clock(), policy_steps=step - 1)
+            sampling = self._sample(
+                self.prompts.batch(step + 1), step + 1, self._ahead_clock, policy_steps=step - 1
+            )
             self._ahead = asyncio.create_task(sampling)
             await asyncio.sleep(0)  # lets the task start, which calls `sample`
         return await self._hand_over(groups_P, clock)

@@ -196,6 +196,7 @@ class VllmServer:
         }
         if request.logprobs is not None:
             body["logprobs"] = request.logprobs
+            body["return_tokens_as_token_ids"] = request.return_tokens_as_token_ids
         return body
 
     def _sampling(self, request: InternalChat | InternalCompletion, adapter: Path | None) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from core.telemetry.metrics import COUNTED
-from core.telemetry.workers import Gpu
+from core.telemetry.workers import GpuUse
 from graders.sandbox import pool
 
 
@@ -164,12 +164,12 @@ class Gpus:
         self._clock = clock
         self._lock = threading.Lock()
         self._read_at: float | None = None
-        self._read: Sequence[Gpu] = []
+        self._read: Sequence[GpuUse] = []
 
     def collect(self) -> Iterable[Metric]:
         return self._families(self.read())
 
-    def read(self) -> Sequence[Gpu]:
+    def read(self) -> Sequence[GpuUse]:
         """The GPUs as they were at most ten seconds ago."""
         with self._lock:
             now = self._clock()
@@ -184,14 +184,14 @@ class Gpus:
         return ""
 
     @staticmethod
-    def _parse(said: str) -> list[Gpu]:
+    def _parse(said: str) -> list[GpuUse]:
         mebibyte = 1 << 20
         found = []
         rows = [row for row in csv.reader(said.splitlines(), skipinitialspace=True) if len(row) == 5]
         for index, *values, name in rows:
             used, total, busy = map(_known, values)
             found.append(
-                Gpu(
+                GpuUse(
                     index=index,
                     name=name,
                     memory_used_bytes=None if used is None else int(used * mebibyte),
@@ -202,7 +202,7 @@ class Gpus:
         return found
 
     @staticmethod
-    def _families(gpus: Sequence[Gpu]) -> list[Metric]:
+    def _families(gpus: Sequence[GpuUse]) -> list[Metric]:
         used, total, busy, busy_earlier = (
             GaugeMetricFamily(f"regraft_gpu_{name}", help, labels=["gpu"])
             for name, help in (

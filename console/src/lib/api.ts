@@ -43,6 +43,11 @@ async function request<T>(method: string, path: string, body?: unknown, signal?:
   return (answer.status === 204 ? undefined : await answer.json().catch(() => null)) as T;
 }
 
+/** A response that is plain text: at most its last `bytes` are kept. */
+export async function text(path: string, bytes: number): Promise<string> {
+  return (await (await send("GET", path)).text()).slice(-bytes);
+}
+
 export const get = <T>(path: string): Promise<T> => request("GET", path);
 export const post = <T>(path: string, body?: unknown, signal?: AbortSignal): Promise<T> =>
   request("POST", path, body ?? {}, signal);

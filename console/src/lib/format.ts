@@ -12,6 +12,10 @@ export function when(seconds: number | null): string {
   return seconds === null ? "–" : new Date(1000 * seconds).toISOString().slice(0, 16).replace("T", " ") + " UTC";
 }
 
+export function whenExactly(seconds: number): string {
+  return new Date(1000 * seconds).toISOString().slice(0, 19).replace("T", " ") + " UTC";
+}
+
 export function duration(seconds: number): string {
   if (seconds < 90) return `${Math.max(0, Math.round(seconds))} s`;
   if (seconds < 5400) return `${Math.round(seconds / 60)} min`;

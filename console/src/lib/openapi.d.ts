@@ -3,6 +3,33 @@ export type paths = Record<string, never>;
 export type webhooks = Record<string, never>;
 export interface components {
     schemas: {
+        /** AttemptOut */
+        AttemptOut: {
+            /** Number */
+            number: number;
+            /** Kind */
+            kind: string;
+            /** Started At */
+            started_at: number;
+            /** Ended At */
+            ended_at: number | null;
+            /** Outcome */
+            outcome: string | null;
+            /** Reason */
+            reason: string | null;
+            /** Resumed From Step */
+            resumed_from_step: number | null;
+        };
+        /**
+         * AdvantageSizesOut
+         * @description The absolute advantages of the graded answers.
+         */
+        AdvantageSizesOut: {
+            /** Mean */
+            mean: number | null;
+            /** Largest */
+            largest: number | null;
+        };
         /**
          * AuditOut
          * @description One change, in the shape of OpenAI's audit log.
@@ -108,6 +135,37 @@ export interface components {
              * @description In the order of the jobs; null: the request lacks it.
              */
             values: unknown[];
+        };
+        /**
+         * CheckedCaseOut
+         * @description A golden case and its score. Null: it could not be graded, which fails the case.
+         */
+        CheckedCaseOut: {
+            /** Case Id */
+            case_id: string;
+            /** Passed */
+            passed: boolean;
+            /** Score */
+            score: number | null;
+            expect: components["schemas"]["ExpectOut"];
+            /** Reason */
+            reason: string;
+            /** Errors */
+            errors: string[];
+            /**
+             * Output
+             * @description Printed by the grader.
+             */
+            output: string;
+            /**
+             * Scores
+             * @description Of the parts of a multi grader.
+             */
+            scores: {
+                [key: string]: number | null;
+            };
+            /** Execution Time */
+            execution_time: number;
         };
         /** CheckpointOut */
         CheckpointOut: {
@@ -349,6 +407,13 @@ export interface components {
                 [key: string]: unknown;
             };
         };
+        /** ExpectOut */
+        ExpectOut: {
+            /** Min */
+            min: number | null;
+            /** Max */
+            max: number | null;
+        };
         /** FileOut */
         FileOut: {
             /** Id */
@@ -377,6 +442,85 @@ export interface components {
             status: "processed";
             /** Status Details */
             status_details?: null;
+        };
+        /** GoldenCaseOut */
+        GoldenCaseOut: {
+            /** Id */
+            id: string;
+            /**
+             * Object
+             * @default regraft.grader.case
+             * @constant
+             */
+            object: "regraft.grader.case";
+            /** Created At */
+            created_at: number;
+            /** Sample */
+            sample: {
+                [key: string]: unknown;
+            };
+            /** Item */
+            item: {
+                [key: string]: unknown;
+            };
+            expect: components["schemas"]["ExpectOut"];
+            /** Note */
+            note: string;
+            /** Rollout Id */
+            rollout_id: string | null;
+        };
+        /** GraderCheckOut */
+        GraderCheckOut: {
+            /**
+             * Object
+             * @default regraft.grader.check
+             * @constant
+             */
+            object: "regraft.grader.check";
+            /** Name */
+            name: string;
+            /**
+             * Version
+             * @description The version of what was run, saved or not.
+             */
+            version: string;
+            /** Passed */
+            passed: number;
+            /**
+             * Failed
+             * @description Cases out of their range, or without a score.
+             */
+            failed: number;
+            /** Results */
+            results: components["schemas"]["CheckedCaseOut"][];
+        };
+        /**
+         * GraderVersionOut
+         * @description A version. `id` is its hash.
+         */
+        GraderVersionOut: {
+            /** Id */
+            id: string;
+            /**
+             * Object
+             * @default regraft.grader.version
+             * @constant
+             */
+            object: "regraft.grader.version";
+            /** Name */
+            name: string;
+            /** Version */
+            version: string;
+            /** Created At */
+            created_at: number;
+            /** Is Current */
+            is_current: boolean;
+            /** Note */
+            note: string;
+            /** Grader */
+            grader: {
+                [key: string]: unknown;
+            };
         };
         /**
          * GraderPath
@@ -1403,6 +1547,22 @@ export interface components {
             /** Stored */
             stored: number;
         };
+        /**
+         * RolloutTokens
+         * @description The values of each token of a sample, its thought and stop token included, with three decimal digits.
+         */
+        RolloutTokens: {
+            /**
+             * Object
+             * @default regraft.rollout_tokens
+             * @constant
+             */
+            object: "regraft.rollout_tokens";
+            /** Rollout Id */
+            rollout_id: string;
+            /** Tokens */
+            tokens: components["schemas"]["TokenOut"][];
+        };
         /** RowProblem */
         RowProblem: {
             /** Line */
@@ -1954,9 +2114,14 @@ export interface components {
             sampled_tokens?: number | null;
             /**
              * Sampling Tokens Per Second
-             * @description Sampled tokens per second of the phase sampling.
+             * @description Sampled tokens per second of the phase sampling, or of `ahead_seconds`.
              */
             sampling_tokens_per_second?: number | null;
+            /**
+             * Ahead Seconds
+             * @description With `off_policy_steps`: seconds in which the answers were sampled during the step before. The phase sampling is the part of it that the trainer waited for.
+             */
+            ahead_seconds?: number | null;
             /**
              * Training Tokens Per Second
              * @description Trained tokens per second of the phase training.
@@ -2010,6 +2175,45 @@ export interface components {
         } & {
             [key: string]: unknown;
         };
+        /**
+         * StoredGraderOut
+         * @description A named grader with its current version.
+         */
+        StoredGraderOut: {
+            /** Id */
+            id: string;
+            /**
+             * Object
+             * @default regraft.grader
+             * @constant
+             */
+            object: "regraft.grader";
+            /** Name */
+            name: string;
+            /** Created At */
+            created_at: number;
+            /** Updated At */
+            updated_at: number;
+            /**
+             * Version
+             * @description SHA-256 of the specification.
+             */
+            version: string;
+            /** Versions */
+            versions: number;
+            /**
+             * Cases
+             * @description Golden cases.
+             */
+            cases: number;
+            /**
+             * Grader
+             * @description The specification; header values are masked.
+             */
+            grader: {
+                [key: string]: unknown;
+            };
+        };
         /** Timing */
         Timing: {
             /**
@@ -2057,6 +2261,29 @@ export interface components {
             room: number;
             too_long: components["schemas"]["SomeLines"];
             not_rendered: components["schemas"]["SomeLines"];
+        };
+        /** TokenOut */
+        TokenOut: {
+            /**
+             * Text
+             * @description Empty for all but the last token of a character.
+             */
+            text: string;
+            /**
+             * Logprob
+             * @description Of the sampler; null if the token was not sampled.
+             */
+            logprob: number | null;
+            /**
+             * Advantage
+             * @description As used in training; null if it was not trained on.
+             */
+            advantage: number | null;
+            /**
+             * Gap
+             * @description Log-probability of the trainer less that of the sampler; null if not computed.
+             */
+            gap: number | null;
         };
         /**
          * UsageOut
@@ -2296,6 +2523,13 @@ export interface components {
              * @description Spearman's, of the stored and the new scores.
              */
             rank_correlation: number | null;
+            /**
+             * Advantage Scale
+             * @enum {string}
+             */
+            advantage_scale: "none" | "group" | "batch";
+            advantages_before: components["schemas"]["AdvantageSizesOut"];
+            advantages_after: components["schemas"]["AdvantageSizesOut"];
         };
         /**
          * QueueOut
