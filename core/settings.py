@@ -92,7 +92,8 @@ class Settings(BaseSettings):
     # Addresses and networks of these proxies, as JSON: ["10.0.3.7", "fd00:12::/64"]. The header of others is refused.
     sso_proxies: tuple[TrustedNetwork, ...] = ()
     # What users and groups may do, as JSON; the first rule that applies holds: [{"user": "ana@example.com", "project":
-    # "proj_1", "scope": "admin"}, {"group": "ml", "project": "proj_2", "scope": "write"}]. The user "*" is everybody.
+    # "proj_1", "scope": "admin"}, {"group": "ml", "project": "proj_2", "scope": "write"}]. The user "*" is every
+    # user of the proxy.
     sso_rules: tuple[Rule, ...] = ()
 
     # Base URL, including /v1, of the inference server for chat completions of the registry's models. `regraft-server

@@ -64,7 +64,7 @@ from worker.rollout.reward_models import LoadedRewardModel, PolicyScores, read_r
 from worker.rollout.rewards import Rewards, Scoring
 from worker.rollout.rows import Rows, read_rows
 from worker.rollout.sampler_gate import SamplerGate
-from worker.rollout.samplers import choice
+from worker.rollout.samplers import Sampler, choice
 from worker.rollout.samplers.fleet import BlobAdapters
 from worker.rollout.samplers.fleet_members import FleetConfig
 from worker.rollout.samplers.placement import NO_ENGINE, ONE_ENGINE, NotPlaceable, Placement
@@ -213,13 +213,9 @@ def assemble(
     )
     if parent is not None and start_from(parent, policy, checkpoints):
         peft_trainer.start_from_policy()
-    trainer: Trainer = peft_trainer
-    if plan.sleeps:
-        assert isinstance(sampler, VllmSampler), "only the job's own engines are planned to sleep"
-        trainer = AlternatingTrainer(trainer, sampler)
-    if task.settings.continue_in_flight:
-        assert isinstance(sampler, VllmSampler), "other samplers are refused"
-        trainer = UpdatingTrainer(trainer, sampler)
+    trainer = coordinated(
+        peft_trainer, sampler, sleeps=plan.sleeps, continues=task.settings.continue_in_flight
+    )
     rewards: Scoring
     if teacher is not None:
         rewards = taught_by(teacher, policy, task, plan, checkpoints, settings, beat)
@@ -249,6 +245,18 @@ def assemble(
         thresholds=settings.warnings,
         ratio=ratio_of(base.engines, world),
     )
+
+
+def coordinated(trainer: Trainer, sampler: Sampler, *, sleeps: bool, continues: bool) -> Trainer:
+    """The trainer with what its steps have the sampler do: sleep meanwhile, or continue answers in flight."""
+    if not (sleeps or continues):
+        return trainer
+    assert isinstance(sampler, VllmSampler), (
+        "only the job's own engines sleep or continue; others are refused"
+    )
+    if sleeps:
+        trainer = AlternatingTrainer(trainer, sampler)
+    return UpdatingTrainer(trainer, sampler) if continues else trainer
 
 
 def report_placement(recorder: Recorder, placed: Placement, plan: MemoryPlan) -> None:
@@ -585,9 +593,10 @@ def refuse_absent_targets(base: BaseModel, targets: LoraTargets, path: str) -> N
         raise UserMistake(cause.code, str(cause), path) from cause
 
 
-def takes_turns(settings: Resolved) -> bool:
-    """Whether nothing is sampled while the job learns."""
-    return not (settings.overlap or settings.off_policy_steps)
+def takes_turns(settings: Resolved, teacher: TeacherModel | None, *, has_judges: bool) -> bool:
+    """Whether nothing is sampled while the trainer's GPU computes: neither an update nor the scores of answers."""
+    scores_here = has_judges or (teacher is not None and teacher.server is None)
+    return not (settings.overlap or settings.off_policy_steps or scores_here)
 
 
 def is_off_policy(job: Job) -> bool:
@@ -669,9 +678,7 @@ def plan_memory(
         engines=base.engines.engines,
         tensor_parallel=base.engines.tensor_parallel,
         split=split,
-        may_sleep=takes_turns(task.settings)
-        and not has_judges
-        and (teacher is None or teacher.server is not None),
+        may_sleep=takes_turns(task.settings, teacher, has_judges=has_judges),
         main_memory=memory.available("cpu"),
     )
     try:
