@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from sqlalchemy.orm import Session
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from core.database.tables import Job
 from core.errors import InvalidRequest, NotFound
@@ -73,6 +73,7 @@ from worker.rollout.samplers.vllm import VllmSampler
 from worker.rollout.served_teacher import ServedTeacher, retries_within
 from worker.rollout.taught import TeacherRewards
 from worker.run import Run
+from worker.sharing.base import OWN_ENGINE, RunsAlone, SharedBase
 from worker.types import Prompt
 
 
@@ -150,11 +151,14 @@ def assemble(
     if full.is_full(job):
         refuse_full(job, settings)
     base = inspect_model(job.model, settings, local, off_policy=is_off_policy(job), full=full.is_full(job))
+    refuse_to_share(attempt, base)
     teacher = teacher_model(attempt, settings, beat)
     judges = reward_models(attempt, spec, settings)
     task = prepare_task(attempt, rows, base, teacher)
     prompts = task.prompts(job.seed)
-    plan = plan_memory(job.model, base, task, settings, local, teacher, has_judges=bool(judges))
+    plan = plan_memory(
+        job.model, base, task, settings, local, teacher, has_judges=bool(judges), shared=attempt.shared
+    )
     beat()
     parent, checkpoints = Parent.of(job), Checkpoints(attempt, scratch)
     with whole_weights(parent, checkpoints, task.settings) as weights:
@@ -473,6 +477,31 @@ def inspect_model(
     return BaseModel(entry, source, shape, device, sampler, version, rows, precision, engines, fleet)
 
 
+def refuse_to_share(attempt: Attempt, base: BaseModel) -> None:
+    """Check whether the job can share its base model with others, if that is what it is to do.
+
+    Raises:
+        RunsAlone: it cannot. It can run alone.
+        BaseLost: the process that holds the base has ended.
+    """
+    if attempt.shared is None:
+        return
+    if base.sampler == "vllm" and not base.fleet:
+        raise RunsAlone(OWN_ENGINE)
+    attempt.shared.refuse_other(base.entry, base.source)
+
+
+def shared_by(attempt: Attempt, base: BaseModel) -> Callable[[], PreTrainedModel] | None:
+    """What loads the base model from the process that holds it; None: the job loads its own."""
+    if attempt.shared is None:
+        return None
+    if base.device == "cuda":
+        # A job that needs more than its part fails by itself, and not its neighbor.
+        own = attempt.shared.memory(base.shape.weight_bytes) - base.shape.weight_bytes
+        torch.cuda.set_per_process_memory_fraction(own / torch.cuda.get_device_properties(0).total_memory)
+    return attempt.shared.load
+
+
 def fleet_of(name: str, base: BaseModel, task: Task, settings: Settings) -> FleetConfig | None:
     """The fleet that samples for the job. None: its own engines or the trainer do."""
     if not base.fleet:
@@ -617,14 +646,17 @@ def plan_memory(
     teacher: TeacherModel | None = None,
     *,
     has_judges: bool = False,
+    shared: SharedBase | None = None,
 ) -> MemoryPlan:
     """Divide the free memory, without that of the teacher's weights, between weights, KV cache and micro-batches.
 
     Args:
         has_judges: reward models score answers on the GPU while others are sampled.
+        shared: other jobs have an equal part of what this base leaves.
 
     Raises:
         UserMistake: the job does not fit.
+        RunsAlone: it does not fit beside others.
     """
     # Processes on a CPU share its memory; on GPUs each has its own device.
     processes = 1
@@ -632,7 +664,8 @@ def plan_memory(
     if base.device == "cpu":
         sampling = base.engines.processes
         processes = ranks + sampling if split else max(ranks, sampling)
-    free = memory.available(base.device) // processes
+    weight_bytes = base.shape.weight_bytes
+    free = memory.available(base.device) // processes if shared is None else shared.memory(weight_bytes)
     packed = base.device == "cpu" and base.entry.dtype == "float32"
     if teacher is not None:
         free = max(0, free - teacher.weight_bytes(packed=packed))
@@ -651,6 +684,8 @@ def plan_memory(
     try:
         return sizing.plan_sharded(name, base.shape, task.workload, machine, ranks)
     except sizing.DoesNotFit as cause:
+        if shared is not None:
+            raise RunsAlone(f"beside {shared.jobs - 1} others {cause}") from cause
         raise UserMistake("not_enough_memory", str(cause), "model") from cause
 
 
@@ -682,6 +717,7 @@ def load_policy(
         plan.checkpointed,
         sampled=base.sampler == "transformers",
         weights=weights,
+        shared=shared_by(attempt, base),
     )
     computing = _computing(task, plan)
     with loading(
