@@ -12,7 +12,7 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType, NoneType
@@ -201,8 +201,16 @@ def hyperparameters_page() -> Page:
         "Each field also has a [flat name](#flat-names).",
         "",
     ]
+    groups = flat_hyperparameters.GROUPS
+    lines += [
+        "These fields are in no group:",
+        "",
+        *_fields_table(hyperparameters, "Advanced", without=groups),
+        "",
+    ]
     for name, field in hyperparameters.Advanced.model_fields.items():
-        lines += _group_section(name, field)
+        if name in groups:
+            lines += _group_section(name, field)
     lines += ["## Choices", "", "| type | values |", "|---|---|"]
     for name in ("Scale", "Std", "Normalize", "Supervision", "KlEstimator"):
         values = getattr(hyperparameter_groups, name).__args__
@@ -231,6 +239,7 @@ def _offline_section() -> Page:
         "",
         "`beta` is for dpo only.",
         "",
+        *("### advanced", "", *table("OfflineAdvanced", without=("optimizer", "lora", "template")), ""),
         *("### advanced.optimizer", "", *table("OfflineOptimizer"), ""),
         *("### advanced.lora", "", "As above.", ""),
         *("### advanced.template", "", *table("TemplateChoice"), ""),
@@ -282,15 +291,15 @@ def _distillation_section() -> Page:
     ]
 
 
-def _fields_table(module: ModuleType, *names: str) -> Page:
-    """The fields of classes, without `type` and `advanced`. A later class replaces a field of an earlier one."""
+def _fields_table(module: ModuleType, *names: str, without: Sequence[str] = ()) -> Page:
+    """The fields of classes but `type`, `advanced` and `without`. A later class replaces a field of an earlier one."""
     rows: dict[str, tuple[str, str, str]] = {}
     for name in names:
         for field, kind, default, comment in fields_of(module, name):
             rows[field] = (_bounded(module, kind), default, comment or rows.get(field, ("", "", ""))[2])
     lines = ["| field | type | default | |", "|---|---|---|---|"]
     for field, (kind, default, comment) in rows.items():
-        if field not in ("type", "advanced"):
+        if field not in ("type", "advanced", *without) and not field.startswith("_"):
             lines.append(f"| `{field}` | {code(kind)} | {code(default)} | {cell(comment)} |")
     return lines
 

@@ -28,6 +28,7 @@ from core.jobs.hyperparameters import Hyperparameters
 from worker.learn.batch import tensors_of
 from worker.learn.gradient import OwnGradient
 from worker.model import attention
+from worker.model.full import FullPolicy
 from worker.model.policy import Base, Policy, Route
 from worker.types import Pack
 
@@ -191,13 +192,19 @@ class _Tokens:
 
 
 def trainer(
-    config: Any, forward: str, *, checkpointed: bool = False, dtype: torch.dtype = torch.bfloat16
+    config: Any,
+    forward: str,
+    *,
+    checkpointed: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+    full: bool = False,
 ) -> OwnGradient:
-    """The trainer's gradient of a model without data, as a GPU computes it."""
+    """The trainer's gradient of a model without data, as a GPU computes it. `full`: of all weights."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
     model.requires_grad_(False)
-    policy = Policy(Base("m", "", model.eval(), _Tokens(), 65_536), rank=RANK, alpha=32, seed=0)  # type: ignore[arg-type]
+    base = Base("m", "", model.eval(), _Tokens(), 65_536)  # type: ignore[arg-type]
+    policy = FullPolicy(base) if full else Policy(base, rank=RANK, alpha=32, seed=0)
     policy.use(Route("packed", blocks=True) if forward == "packed" else Route("rows", decode="padded"))
     if checkpointed:
         policy.checkpoint_layers()

@@ -1,11 +1,13 @@
 """A chat completion as requested by users, and as sent to the inference server."""
 
+from hashlib import sha256
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from core import chat_templates
 from core.response_format import ResponseFormat, held_to
+from core.storage.manifests import is_whole_model
 from core.strict import StrictModel
 
 MAX_CHOICES = 128
@@ -261,6 +263,15 @@ class Adapter(StrictModel):
 
     prefix: str
     manifest_sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    # They are all weights of a model, to use in place of the base model's.
+    is_whole: bool = False
+
+    @classmethod
+    def of(cls, prefix: str, manifest: bytes) -> "Adapter":
+        """Of a checkpoint by the content of its manifest."""
+        return cls(
+            prefix=prefix, manifest_sha256=sha256(manifest).hexdigest(), is_whole=is_whole_model(manifest)
+        )
 
 
 class Served(StrictModel):
@@ -276,7 +287,10 @@ class Served(StrictModel):
     def to_wire(self) -> dict[str, Any]:
         """The JSON for the inference server; omits unset fields that are unknown to the previous release."""
         newer = {"chat_template", "chat_template_kwargs", "thinking_budget"}
-        return self.model_dump(mode="json", exclude={name for name in newer if getattr(self, name) is None})
+        wire = self.model_dump(mode="json", exclude={name for name in newer if getattr(self, name) is None})
+        if self.adapter is not None and not self.adapter.is_whole:
+            del wire["adapter"]["is_whole"]
+        return wire
 
 
 class InternalRequest(StrictModel):

@@ -201,6 +201,9 @@ class Settings(BaseSettings):
     nodes: int = Field(default=1, ge=1)
     node_rank: int = Field(default=0, ge=0)
     rendezvous: str = Field(default="", pattern=r"^(\S+:\d{1,5})?$")
+    # Jobs that a worker with one GPU runs at once, if they are on the same base model, which is then in memory once
+    # (docs/howto/scale.md, Several jobs on one GPU).
+    jobs_per_worker: int = Field(default=1, ge=1, le=16)
     # Threads that torch may use in a run. 0: torch's default.
     torch_threads: int = Field(default=0, ge=0)
     # The sampler: each model's own choice in the registry, or one for all.

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from sqlalchemy.orm import Session
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from core.database.tables import Job
 from core.errors import InvalidRequest, NotFound
-from core.jobs import hyperparameters
+from core.jobs import full, hyperparameters
 from core.jobs.distillation import asked_of, param_of, teacher_of, top_of
 from core.jobs.hyperparameter_groups import LoraTargets
 from core.jobs.hyperparameters import Hyperparameters, Resolved
@@ -41,10 +41,11 @@ from worker.learn.teacher import PolicyTeacher
 from worker.learn.trainer import PeftTrainer, Trainer
 from worker.learn.turns import AlternatingTrainer, UpdatingTrainer
 from worker.learn.world import World
+from worker.model import full as full_policy
 from worker.model import memory, quantized, sizing, support, teachers, verdicts
 from worker.model.adapters import adapter_targets
 from worker.model.architecture import refusing, without_weights
-from worker.model.parent import continuing, start_from
+from worker.model.parent import continuing, start_from, whole_weights
 from worker.model.policy import DTYPES, Policy, read_config, read_tokenizer, render, source_of
 from worker.model.reasoning import Reasoning, detect, plan_effort
 from worker.model.sizing import MemoryPlan, Shape, Workload
@@ -63,7 +64,7 @@ from worker.rollout.reward_models import LoadedRewardModel, PolicyScores, read_r
 from worker.rollout.rewards import Rewards, Scoring
 from worker.rollout.rows import Rows, read_rows
 from worker.rollout.sampler_gate import SamplerGate
-from worker.rollout.samplers import choice
+from worker.rollout.samplers import Sampler, choice
 from worker.rollout.samplers.fleet import BlobAdapters
 from worker.rollout.samplers.fleet_members import FleetConfig
 from worker.rollout.samplers.placement import NO_ENGINE, ONE_ENGINE, NotPlaceable, Placement
@@ -72,6 +73,7 @@ from worker.rollout.samplers.vllm import VllmSampler
 from worker.rollout.served_teacher import ServedTeacher, retries_within
 from worker.rollout.taught import TeacherRewards
 from worker.run import Run
+from worker.sharing.base import OWN_ENGINE, RunsAlone, SharedBase
 from worker.types import Prompt
 
 
@@ -146,14 +148,21 @@ def assemble(
     job = attempt.job
     rows = read_rows(attempt)
     local = 1 if world is None else world.local_size
-    base = inspect_model(job.model, settings, local, off_policy=is_off_policy(job))
+    if full.is_full(job):
+        refuse_full(job, settings)
+    base = inspect_model(job.model, settings, local, off_policy=is_off_policy(job), full=full.is_full(job))
+    refuse_to_share(attempt, base)
     teacher = teacher_model(attempt, settings, beat)
     judges = reward_models(attempt, spec, settings)
     task = prepare_task(attempt, rows, base, teacher)
     prompts = task.prompts(job.seed)
-    plan = plan_memory(job.model, base, task, settings, local, teacher, has_judges=bool(judges))
+    plan = plan_memory(
+        job.model, base, task, settings, local, teacher, has_judges=bool(judges), shared=attempt.shared
+    )
     beat()
-    policy, verdict = load_policy(attempt, base, task, plan, settings, beat, world)
+    parent, checkpoints = Parent.of(job), Checkpoints(attempt, scratch)
+    with whole_weights(parent, checkpoints, task.settings) as weights:
+        policy, verdict = load_policy(attempt, base, task, plan, settings, beat, world, weights)
 
     sampler_name = f"{base.sampler} {base.sampler_version}"
     quota = Quota(
@@ -163,7 +172,7 @@ def assemble(
     first = job.resolved is None
     recorder.resolved(task.settings, sampler_name)
     if first:
-        recorder.inform(verdict.described(policy.coverage), verdict.as_data(policy.coverage))
+        recorder.inform(verdict.described(policy.trained), verdict.as_data(policy.trained))
         if base.precision:
             recorder.inform(base.precision, {})
     if policy.reasoning is None and (effort := effort_of(job)) != "default":
@@ -202,17 +211,11 @@ def assemble(
         gate=SamplerGate.of(settings.max_logprob_gap, sampler=sampler_name, precision=base.entry.dtype),
         keeps_tokens=settings.rollout_tokens_per_step > 0,
     )
-    checkpoints = Checkpoints(attempt, scratch)
-    parent = Parent.of(job)
     if parent is not None and start_from(parent, policy, checkpoints):
         peft_trainer.start_from_policy()
-    trainer: Trainer = peft_trainer
-    if plan.sleeps:
-        assert isinstance(sampler, VllmSampler), "only the job's own engines are planned to sleep"
-        trainer = AlternatingTrainer(trainer, sampler)
-    if task.settings.continue_in_flight:
-        assert isinstance(sampler, VllmSampler), "other samplers are refused"
-        trainer = UpdatingTrainer(trainer, sampler)
+    trainer = coordinated(
+        peft_trainer, sampler, sleeps=plan.sleeps, continues=task.settings.continue_in_flight
+    )
     rewards: Scoring
     if teacher is not None:
         rewards = taught_by(teacher, policy, task, plan, checkpoints, settings, beat)
@@ -242,6 +245,18 @@ def assemble(
         thresholds=settings.warnings,
         ratio=ratio_of(base.engines, world),
     )
+
+
+def coordinated(trainer: Trainer, sampler: Sampler, *, sleeps: bool, continues: bool) -> Trainer:
+    """The trainer with what its steps have the sampler do: sleep meanwhile, or continue answers in flight."""
+    if not (sleeps or continues):
+        return trainer
+    assert isinstance(sampler, VllmSampler), (
+        "only the job's own engines sleep or continue; others are refused"
+    )
+    if sleeps:
+        trainer = AlternatingTrainer(trainer, sampler)
+    return UpdatingTrainer(trainer, sampler) if continues else trainer
 
 
 def report_placement(recorder: Recorder, placed: Placement, plan: MemoryPlan) -> None:
@@ -380,6 +395,15 @@ def taught_by(
     return TeacherRewards(own, temperature=task.settings.temperature)
 
 
+def refuse_full(job: Job, settings: Settings) -> None:
+    """Raises UserMistake: this worker cannot sample a model all of whose weights are trained."""
+    registry = Registry.load(settings.models_file)
+    name = registry.resolve(job.model)
+    problem = full.several_machines(settings) or full.problem(name, registry.get(name), settings)
+    if problem:
+        raise UserMistake("unsupported_parameter", problem, full.param_of(job))
+
+
 def ratio_of(engines: Placement, world: World | None) -> RatioMeasurement | None:
     """None: no GPUs are split, or other machines learn too, so that the settings of one machine are not the ratio."""
     ranks = 1 if world is None else world.local_size
@@ -394,13 +418,20 @@ def gpus_of(world: World | None, settings: Settings) -> int:
 
 
 def inspect_model(
-    name: str, settings: Settings, ranks: int, *, off_policy: bool = False, samples: bool = True
+    name: str,
+    settings: Settings,
+    ranks: int,
+    *,
+    off_policy: bool = False,
+    samples: bool = True,
+    full: bool = False,
 ) -> BaseModel:
     """Read the model's config and select its sampler. Refuse what is not supported here.
 
     Args:
         off_policy: whether the job samples a batch while it learns from the one before.
         samples: whether it samples at all.
+        full: whether all weights are trained.
 
     Raises:
         UserMistake: its sampler is not installed, needs more GPUs than a job has, or cannot be divided.
@@ -412,7 +443,7 @@ def inspect_model(
     fleet = settings.samplers.get(registry.resolve(name), ())
     device: Device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        sampler, version = choice.choose(entry, settings, device, fleet=bool(fleet))
+        sampler, version = choice.choose(entry, settings, device, fleet=bool(fleet), full=full)
     except choice.SamplerMissing as cause:
         raise UserMistake("sampler_unavailable", str(cause), "model") from cause
     if device == "cuda" and ranks + settings.sampling_gpus > torch.cuda.device_count():
@@ -434,6 +465,8 @@ def inspect_model(
         shape = memory.shape_of(config, DTYPES[entry.dtype])
         checked = ModelChecks(settings.model_cache).latest(entry, installed_versions())
         rows = checked.forward == "rows" if checked is not None else memory.expects_rows(config)
+    if full:
+        full_policy.refuse(config, shape.parameters)
     if shape.heads % engines.tensor_parallel:
         raise UserMistake(
             "sampler_unavailable",
@@ -442,6 +475,31 @@ def inspect_model(
             "model",
         )
     return BaseModel(entry, source, shape, device, sampler, version, rows, precision, engines, fleet)
+
+
+def refuse_to_share(attempt: Attempt, base: BaseModel) -> None:
+    """Check whether the job can share its base model with others, if that is what it is to do.
+
+    Raises:
+        RunsAlone: it cannot. It can run alone.
+        BaseLost: the process that holds the base has ended.
+    """
+    if attempt.shared is None:
+        return
+    if base.sampler == "vllm" and not base.fleet:
+        raise RunsAlone(OWN_ENGINE)
+    attempt.shared.refuse_other(base.entry, base.source)
+
+
+def shared_by(attempt: Attempt, base: BaseModel) -> Callable[[], PreTrainedModel] | None:
+    """What loads the base model from the process that holds it; None: the job loads its own."""
+    if attempt.shared is None:
+        return None
+    if base.device == "cuda":
+        # A job that needs more than its part fails by itself, and not its neighbor.
+        own = attempt.shared.memory(base.shape.weight_bytes) - base.shape.weight_bytes
+        torch.cuda.set_per_process_memory_fraction(own / torch.cuda.get_device_properties(0).total_memory)
+    return attempt.shared.load
 
 
 def fleet_of(name: str, base: BaseModel, task: Task, settings: Settings) -> FleetConfig | None:
@@ -508,6 +566,8 @@ def prepare_task(attempt: Attempt, rows: Rows, base: BaseModel, teacher: Teacher
     workload = sizing.workload(
         rank=resolved.lora_rank,
         targets=resolved.lora_targets,
+        full=resolved.train == "full",
+        references=resolved.reference_copies,
         copied=base.rows and base.sampler == "transformers",
         prompt=max(len(prompt.ids) for prompt in [*train, *valid]),
         completion=resolved.max_completion_tokens,
@@ -533,9 +593,10 @@ def refuse_absent_targets(base: BaseModel, targets: LoraTargets, path: str) -> N
         raise UserMistake(cause.code, str(cause), path) from cause
 
 
-def takes_turns(settings: Resolved) -> bool:
-    """Whether nothing is sampled while the job learns."""
-    return not (settings.overlap or settings.off_policy_steps)
+def takes_turns(settings: Resolved, teacher: TeacherModel | None, *, has_judges: bool) -> bool:
+    """Whether nothing is sampled while the trainer's GPU computes: neither an update nor the scores of answers."""
+    scores_here = has_judges or (teacher is not None and teacher.server is None)
+    return not (settings.overlap or settings.off_policy_steps or scores_here)
 
 
 def is_off_policy(job: Job) -> bool:
@@ -585,14 +646,17 @@ def plan_memory(
     teacher: TeacherModel | None = None,
     *,
     has_judges: bool = False,
+    shared: SharedBase | None = None,
 ) -> MemoryPlan:
     """Divide the free memory, without that of the teacher's weights, between weights, KV cache and micro-batches.
 
     Args:
         has_judges: reward models score answers on the GPU while others are sampled.
+        shared: other jobs have an equal part of what this base leaves.
 
     Raises:
         UserMistake: the job does not fit.
+        RunsAlone: it does not fit beside others.
     """
     # Processes on a CPU share its memory; on GPUs each has its own device.
     processes = 1
@@ -600,7 +664,8 @@ def plan_memory(
     if base.device == "cpu":
         sampling = base.engines.processes
         processes = ranks + sampling if split else max(ranks, sampling)
-    free = memory.available(base.device) // processes
+    weight_bytes = base.shape.weight_bytes
+    free = memory.available(base.device) // processes if shared is None else shared.memory(weight_bytes)
     packed = base.device == "cpu" and base.entry.dtype == "float32"
     if teacher is not None:
         free = max(0, free - teacher.weight_bytes(packed=packed))
@@ -613,14 +678,14 @@ def plan_memory(
         engines=base.engines.engines,
         tensor_parallel=base.engines.tensor_parallel,
         split=split,
-        may_sleep=takes_turns(task.settings)
-        and not has_judges
-        and (teacher is None or teacher.server is not None),
+        may_sleep=takes_turns(task.settings, teacher, has_judges=has_judges),
         main_memory=memory.available("cpu"),
     )
     try:
         return sizing.plan_sharded(name, base.shape, task.workload, machine, ranks)
     except sizing.DoesNotFit as cause:
+        if shared is not None:
+            raise RunsAlone(f"beside {shared.jobs - 1} others {cause}") from cause
         raise UserMistake("not_enough_memory", str(cause), "model") from cause
 
 
@@ -632,8 +697,12 @@ def load_policy(
     settings: Settings,
     beat: Beat,
     world: World | None = None,
+    weights: Path | None = None,
 ) -> tuple[Policy, ForwardVerdict]:
     """Load the model on all ranks, and find the forward pass whose log-probabilities are those of transformers.
+
+    Args:
+        weights: a whole model that the job trains further.
 
     Raises:
         UnsupportedModel: none is.
@@ -647,6 +716,8 @@ def load_policy(
         job.seed,
         plan.checkpointed,
         sampled=base.sampler == "transformers",
+        weights=weights,
+        shared=shared_by(attempt, base),
     )
     computing = _computing(task, plan)
     with loading(

@@ -4,7 +4,6 @@ The API resolves a name to weights for this project and forwards the request to 
 response are relayed as the client reads them, and a client that disconnects aborts the request.
 """
 
-import hashlib
 import json
 import time
 from collections import OrderedDict
@@ -40,7 +39,7 @@ START_PATIENCE = 30.0  # for the inference process to start, which takes about t
 RECENTLY = 30.0  # the server counts as available for this long after its last response
 # The read timeout of OpenAI's client; the other timeouts assume a server on the same network.
 TIMEOUT = httpx.Timeout(connect=5.0, read=600.0, write=60.0, pool=None)
-MANIFESTS_REMEMBERED = 4096
+ADAPTERS_REMEMBERED = 4096
 CHAT, COMPLETIONS = "chat/completions", "completions"
 
 
@@ -129,7 +128,7 @@ class Upstream:
         # Uncompressed: the bytes are relayed unchanged, so no proxy may compress them.
         self.headers = {"authorization": f"Bearer {settings.inference_key}", "accept-encoding": "identity"}
         self._heard_at: dict[str, float] = {}
-        self._manifests: OrderedDict[str, str] = OrderedDict()
+        self._adapters: OrderedDict[str, Adapter] = OrderedDict()
         self._client: httpx.AsyncClient | None = None
 
     @property
@@ -202,13 +201,13 @@ class Upstream:
         Raises:
             BlobNotFound: the manifest is no longer in the blob store.
         """
-        digest = self._manifests.get(checkpoint.id)
-        if digest is None:
+        adapter = self._adapters.get(checkpoint.id)
+        if adapter is None:
             manifest = blobs.read(f"{checkpoint.blob_prefix}/manifest.json")
-            digest = self._manifests[checkpoint.id] = hashlib.sha256(manifest).hexdigest()
-            if len(self._manifests) > MANIFESTS_REMEMBERED:
-                self._manifests.popitem(last=False)
-        return Adapter(prefix=checkpoint.blob_prefix, manifest_sha256=digest)
+            adapter = self._adapters[checkpoint.id] = Adapter.of(checkpoint.blob_prefix, manifest)
+            if len(self._adapters) > ADAPTERS_REMEMBERED:
+                self._adapters.popitem(last=False)
+        return adapter
 
 
 def _not_there(cause: httpx.TransportError | None = None) -> NotReady:

@@ -42,6 +42,7 @@ from core.jobs import (
     estimates,
     events,
     fairness,
+    full,
     integrations,
     lifecycle,
     methods,
@@ -532,7 +533,8 @@ class CheckpointOut(BaseModel):
     fine_tuning_job_id: str
     step_number: int
     metrics: dict[str, int | float]
-    adapter: str | None  # the folder of its PEFT adapter, where server and user share a machine
+    # The folder of its PEFT adapter, or of its whole model, where server and user share a machine.
+    adapter: str | None
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, name: str | None, adapter: str | None) -> "CheckpointOut":
@@ -815,6 +817,7 @@ def accept(body: JobCreate, service: Service, project: Project) -> Accepted:
     if body.method.reinforcement is not None:
         refuse_unusable_reward_models(body.method.reinforcement, base_model, service, project)
     refuse_full_context(body.method, service.registry.get(base_model).context)
+    refuse_unusable_full(body.method, base_model, service)
     refuse_absurd_learning_rate(body.method)
     return Accepted(
         base_model=base_model,
@@ -842,6 +845,33 @@ def refuse_absurd_learning_rate(method: Method) -> None:
             "rate it would exceed 1.",
             param=param,
         )
+
+
+def refuse_unusable_full(method: Method, base_model: str, service: Service) -> None:
+    """Refuse what cannot be done with all weights of a model (`train: "full"`). The worker knows the model's size.
+
+    Raises:
+        InvalidRequest: runs have several machines, the model is sampled by something that takes adapters only, or a
+            reward model is to grade.
+    """
+    asked = method.reinforcement
+    whole = asked or method.supervised or method.dpo
+    if whole is None or whole.hyperparameters.advanced.train != "full":
+        return
+    param = f"method.{method.type}.hyperparameters.advanced.train"
+    if problem := full.several_machines(service.settings):
+        raise InvalidRequest(problem, param=param)
+    if asked is None:
+        return
+    for where, part in reward_model_parts(asked.grader, GRADER_PARAM):
+        raise InvalidRequest(
+            f"The reward model '{part.model}' is an adapter on the base model, whose weights change in a job with "
+            "train 'full'. Use another grader, or train 'lora'.",
+            param=f"{where}.model",
+        )
+    entry = service.registry.get(base_model)
+    if problem := full.problem(base_model, entry, service.settings):
+        raise InvalidRequest(problem, param=param)
 
 
 def refuse_full_context(method: Method, context: int) -> None:
@@ -888,7 +918,12 @@ def start(body: JobCreate, service: Service, project: Project) -> tuple[str, Par
         or method.distillation
         or body.reinforcement("An adapter")
     )
-    lora = asked.hyperparameters.advanced.lora
+    advanced = asked.hyperparameters.advanced
+    if advanced.train != parent.train:
+        raise _trained_otherwise(body.model, parent, f"method.{method.type}.hyperparameters.advanced.train")
+    if parent.is_whole:
+        return base_model, parent
+    lora = advanced.lora
     parent = _grown(lora, parent)
     if (other := _other_shape(lora, parent.shape)) is not None:
         param = f"method.{method.type}.hyperparameters.advanced.lora.{other}"
@@ -904,6 +939,22 @@ def start(body: JobCreate, service: Service, project: Project) -> tuple[str, Par
             param=param,
         )
     return base_model, parent
+
+
+def _trained_otherwise(name: str, parent: Parent, param: str) -> InvalidRequest:
+    """The refusal of a job that would train an adapter on a whole model, or all weights below an adapter."""
+    if parent.is_whole:
+        return InvalidRequest(
+            f"'{name}' is a whole model, trained with train 'full'. Only jobs with train 'full' train it further in "
+            "this version.",
+            param=param,
+        )
+    return InvalidRequest(
+        f"'{name}' is a LoRA adapter, and train 'full' trains the weights of a base model or of a model that was "
+        "trained with it. Leave train out, or have the operator add the merged model to the registry (`regraft-server "
+        "export --merged`).",
+        param=param,
+    )
 
 
 def _grown(lora: Lora, parent: Parent) -> Parent:
@@ -990,6 +1041,12 @@ def refuse_unusable_teacher(
         )
     if teacher is None:
         return
+    if teacher.is_whole:
+        raise InvalidRequest(
+            f"The teacher '{name}' is a whole model, trained with train 'full'. Only base models, adapters and models "
+            "on a server teach in this version (docs/howto/distillation.md).",
+            param=TEACHER_PARAM,
+        )
     if teacher_base != base_model:
         raise InvalidRequest(distillation.other_base(name, teacher_base, base_model), param=TEACHER_PARAM)
     student = asked.hyperparameters.advanced.lora

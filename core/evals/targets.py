@@ -1,7 +1,5 @@
 """The weights of a model's name, as a project may use it."""
 
-import hashlib
-
 from sqlalchemy.orm import Session
 
 from core.chat import Adapter, Served
@@ -30,8 +28,4 @@ def served(
         manifest = blobs.read(f"{checkpoint.blob_prefix}/manifest.json")
     except BlobNotFound:
         return None
-    digest = hashlib.sha256(manifest).hexdigest()
-    return Served(
-        base_model=model.base_model,
-        adapter=Adapter(prefix=checkpoint.blob_prefix, manifest_sha256=digest),
-    )
+    return Served(base_model=model.base_model, adapter=Adapter.of(checkpoint.blob_prefix, manifest))

@@ -15,6 +15,7 @@ from core.jobs.hyperparameter_groups import (
     Auto,
     ImportanceGroup,
     Lora,
+    OnlyLora,
     Optimizer,
     Sampling,
     Truncate,
@@ -62,6 +63,7 @@ class DistillationEvaluation(Value):
 class DistillationAdvanced(Value):
     """Hyperparameters beyond OpenAI's, in the groups of reinforcement jobs that `on_policy` reads."""
 
+    train: OnlyLora = "lora"
     importance: ImportanceGroup = Truncate()
     sampling: DistillationSampling = DistillationSampling()
     optimizer: Optimizer = Optimizer()
@@ -183,10 +185,11 @@ def param_of(job: Job, name: str) -> str:
 
 def shown(asked: Mapping[str, Any], resolved: Mapping[str, Any]) -> dict[str, Any]:
     """The requested hyperparameters with their resolved values, as the API shows them."""
-    advanced = {group: dict(values) for group, values in asked["advanced"].items()}
+    # Jobs of earlier versions do not have `train`.
+    groups = {name: dict(value) for name, value in asked["advanced"].items() if name != "train"}
     for name, flat in FLAT.items():
         group, field = flat.place
-        if field in advanced.get(group, {}) and resolved.get(name) is not None:
-            advanced[group][field] = resolved[name]
+        if field in groups.get(group, {}) and resolved.get(name) is not None:
+            groups[group][field] = resolved[name]
     known = {name: resolved[name] for name in asked if name in resolved}
-    return {**asked, **known, "advanced": advanced}
+    return {**asked, **known, "advanced": {**asked["advanced"], **groups}}

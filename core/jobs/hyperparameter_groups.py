@@ -6,7 +6,7 @@ groups are in core/jobs/hyperparameters.py, the flat names of the same fields in
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from core import chat_templates
 
@@ -25,6 +25,8 @@ Importance = Literal["truncate", "mask", "none"]
 Overlong = Literal["score", "mask", "soft"]
 Normalize = Literal["papers", "signal"]
 LearningRateSchedule = Literal["constant", "linear", "cosine"]
+# The weights to train: those of a LoRA adapter, or all of the model.
+Train = Literal["lora", "full"]
 
 ClipLow = Annotated[float, Field(gt=0, lt=1)]
 ClipHigh = Annotated[float, Field(gt=0, le=10)]
@@ -174,6 +176,8 @@ class Ppo(TokenRewardLoss):
     value_weight: Annotated[float, Field(ge=0, le=10)] = 0.1
     # Of the value head. Auto: the adapter's learning rate.
     value_learning_rate: Auto | Annotated[float, Field(gt=0, le=1)] = "auto"
+    # Steps at the start in which the value head learns alone, before advantages depend on it.
+    value_warmup_steps: Annotated[int, Field(ge=0, le=1000)] = 0
 
 
 LossGroup = Annotated[
@@ -300,7 +304,7 @@ class Kl(Value):
 
 
 class Optimizer(Value):
-    """AdamW on the weights of the adapter."""
+    """AdamW on the weights that are trained."""
 
     # Auto: by the size of the model, times learning_rate_multiplier.
     learning_rate: Auto | Annotated[float, Field(gt=0, le=1)] = "auto"
@@ -328,6 +332,28 @@ class Lora(Value):
     # The layers that get one: "all-linear", "attention" (those that mix tokens), or names such as ["q_proj", "v_proj"],
     # each the end of the names of some layers. Auto: "all-linear".
     targets: Auto | LoraTargets = "auto"
+
+    @property
+    def is_default(self) -> bool:
+        """Whether it asks for nothing. "auto" targets are shown as "all-linear" once a job runs."""
+        return (self.rank, self.alpha) == (16, 32) and self.targets in ("auto", "all-linear")
+
+
+def refuse_unused_lora(train: Train, lora: Lora) -> None:
+    """Raises ValueError: the job has no adapter whose shape it could choose."""
+    if train == "full" and not lora.is_default:
+        raise ValueError("lora has no effect with train 'full', which trains all weights: leave lora out")
+
+
+def _only_adapters(sent: Any) -> Any:
+    if sent == "full":
+        raise ValueError(
+            "train 'full' is for the methods 'supervised', 'dpo' and 'reinforcement': this one trains a LoRA adapter"
+        )
+    return sent
+
+
+OnlyLora = Annotated[Literal["lora"], BeforeValidator(_only_adapters)]
 
 
 class Stopping(Value):

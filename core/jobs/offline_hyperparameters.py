@@ -18,10 +18,14 @@ from core.jobs.hyperparameter_groups import (
     LearningRateSchedule,
     Lora,
     LoraTargets,
+    OnlyLora,
     TemplateArgument,
+    Train,
     Value,
     WithoutNulls,
+    refuse_unused_lora,
 )
+from core.jobs.hyperparameters import FULL_LEARNING_RATE
 from core.jobs.methods import LOGITS, REWARD_MODEL
 from core.storage.offline_rows import RewardKind
 
@@ -44,6 +48,7 @@ _ELSEWHERE = {
     "lora_target_modules": "targets",
     "target_modules": "targets",
     "simpo_gamma": "gamma",
+    "finetuning_type": "train",
 }
 # Losses that compare with a reference model.
 WITH_REFERENCE: frozenset[PreferenceLoss] = frozenset({"sigmoid", "ipo", "kto"})
@@ -54,7 +59,7 @@ _ONE_EPOCH = frozenset({"dpo", REWARD_MODEL})
 
 
 class OfflineOptimizer(Value):
-    """AdamW on the weights of the adapter."""
+    """AdamW on the weights that are trained."""
 
     # Auto: by the size of the model, times learning_rate_multiplier.
     learning_rate: Auto | Annotated[float, Field(gt=0, le=1)] = "auto"
@@ -62,6 +67,7 @@ class OfflineOptimizer(Value):
     schedule: LearningRateSchedule = "linear"
     warmup_steps: int = Field(default=0, ge=0)
     max_grad_norm: float = Field(default=1.0, gt=0)
+    # With train 'full' not of norms and biases.
     weight_decay: float = Field(default=0.0, ge=0, le=1)
 
 
@@ -77,9 +83,16 @@ class TemplateChoice(Value):
 class OfflineAdvanced(Value):
     """Hyperparameters beyond OpenAI's, in groups."""
 
+    # The weights to train: those of a LoRA adapter, or all of a model with at most 8B parameters.
+    train: Train = "lora"
     optimizer: OfflineOptimizer = OfflineOptimizer()
     lora: Lora = Lora()
     template: TemplateChoice = TemplateChoice()
+
+    @model_validator(mode="after")
+    def _lora_is_used(self) -> "OfflineAdvanced":
+        refuse_unused_lora(self.train, self.lora)
+        return self
 
 
 class Preference(Value):
@@ -170,6 +183,7 @@ class DpoHyperparameters(SupervisedHyperparameters):
 
 
 class RewardAdvanced(OfflineAdvanced):
+    train: OnlyLora = "lora"
     # Pairs: pulls the rewards of both answers towards a sum of 0, which their difference alone leaves open.
     centering: float = Field(default=0.01, ge=0, le=1)
 
@@ -190,6 +204,7 @@ class SoftTargets(Value):
 
 
 class LogitsAdvanced(OfflineAdvanced):
+    train: OnlyLora = "lora"
     loss: SoftTargets = SoftTargets()
 
 
@@ -214,6 +229,7 @@ class ResolvedOffline(Value):
     lora_rank: int
     lora_alpha: int
     lora_targets: LoraTargets
+    train: Train = "lora"
     chat_template: chat_templates.Name | None
     chat_template_kwargs: dict[str, bool | int | float | str] = {}
     beta: float | None = None
@@ -231,6 +247,11 @@ class ResolvedOffline(Value):
     @property
     def has_reference(self) -> bool:
         return self.preference_loss in WITH_REFERENCE
+
+    @property
+    def reference_copies(self) -> int:
+        """Copies of all weights that are kept to compare with, if all weights are trained."""
+        return int(self.train == "full" and self.has_reference)
 
 
 KINDS: Mapping[str, type[SupervisedHyperparameters]] = MappingProxyType(
@@ -304,6 +325,8 @@ def resolve(
     n_epochs = _or(asked.n_epochs, 1 if method in _ONE_EPOCH and rows >= 100 else epochs(rows))
     steps_per_epoch = math.ceil(rows / batch_size)
     base = base_learning_rate(method, parameters) * _or(asked.learning_rate_multiplier, 1.0)
+    if advanced.train == "full":
+        base *= FULL_LEARNING_RATE
     of_loss: dict[str, Any] = {}
     if isinstance(asked, DpoHyperparameters):
         loss = asked.advanced.loss
@@ -340,6 +363,7 @@ def resolve(
         lora_rank=lora.rank,
         lora_alpha=lora.alpha,
         lora_targets=_or(lora.targets, "all-linear"),
+        train=advanced.train,
         chat_template=None if template.chat_template == "auto" else template.chat_template,
         chat_template_kwargs=dict(template.chat_template_kwargs),
         **of_loss,

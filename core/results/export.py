@@ -1,4 +1,4 @@
-"""A checkpoint as an export: the adapter, its tokenizer, a model card, and the data to reproduce it."""
+"""A checkpoint as an export: the adapter or whole model, its tokenizer, a model card, and the data to reproduce it."""
 
 import hashlib
 import io
@@ -28,8 +28,8 @@ from core.storage.manifests import Damaged
 from core.storage.store import BlobCorrupt, BlobNotFound, BlobStore
 
 FORMAT = 1
-# Excluded: only the trainer can use its state, which is twice as large as the rest.
-STAYS = frozenset({"trainer.pt", "manifest.json"})
+# Excluded: only the trainer can use its state and the master weights, which are larger than the rest.
+STAYS = frozenset({"trainer.pt", "masters.pt", "manifest.json"})
 HideSecrets = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 
@@ -50,6 +50,11 @@ class TakeHome:
     folder: str
     files: Sequence[StoredFile]
     texts: Mapping[str, bytes]
+
+    @property
+    def is_whole_model(self) -> bool:
+        """Whether it has all weights of a model, and no adapter."""
+        return any(file.name == "config.json" for file in self.files)
 
     @property
     def tar_bytes(self) -> int:
@@ -304,24 +309,30 @@ def model_card(name: str, recipe: Mapping[str, Any], steps: Sequence[StepMetrics
     known = base.get("hub") or base["name"]
     checkpoint, data, asked = recipe["checkpoint"], recipe["data"], recipe["request"]["method"]
     method = asked["type"]
+    is_whole = (recipe["resolved_hyperparameters"] or {}).get("train") == "full"
     samples = variant(method, asked[method]) not in OFFLINE
     card = io.StringIO()
     front = [
         "base_model: " + json.dumps(known),
-        "library_name: peft",
+        f"library_name: {'transformers' if is_whole else 'peft'}",
         f"pipeline_tag: {TASKS.get(method, 'text-generation')}",
     ]
-    card.write("---\n" + "\n".join([*front, f"tags: [lora, regraft, {TAGS[method]}]"]) + "\n---\n\n")
+    tags = [*([] if is_whole else ["lora"]), "regraft", TAGS[method]]
+    card.write("---\n" + "\n".join([*front, f"tags: [{', '.join(tags)}]"]) + "\n---\n\n")
     card.write(f"# {name}\n\n")
+    what = f"`{known}` with all weights trained" if is_whole else f"A LoRA adapter for `{known}`, trained"
     card.write(
-        f"A LoRA adapter for `{known}`, trained by {TRAINED_BY[method]} with regraft {recipe['regraft']} "
+        f"{what} by {TRAINED_BY[method]} with regraft {recipe['regraft']} "
         f"(job `{recipe['job']}`, step {checkpoint['step']}).\n\n"
     )
     if parent := recipe["lineage"]:
         card.write(
             f"It was trained further from `{parent['model']}` (job `{parent['job_id']}`, step {parent['step']}).\n\n"
         )
-    _write_loading(card, known, method)
+    if is_whole:
+        card.write(f"```python\n{WHOLE_LOADING_CODE}```\n\n")
+    else:
+        _write_loading(card, known, method)
     if samples:
         _write_rewards(card, recipe, steps)
     else:
@@ -342,6 +353,12 @@ def model_card(name: str, recipe: Mapping[str, Any], steps: Sequence[StepMetrics
         card.write(f"| {key} | {value} |\n")
     card.write("\n`reproduce.json` has the whole request, and the hash of every file here.\n")
     return card.getvalue()
+
+
+WHOLE_LOADING_CODE = (
+    "from transformers import AutoModelForCausalLM\n\n"
+    'model = AutoModelForCausalLM.from_pretrained("THIS FOLDER", dtype="auto").eval()\n'
+)
 
 
 def loading_code(base: str, method: str) -> str:

@@ -1,4 +1,4 @@
-"""The model that a job starts from: a base model, or a tuned model whose adapter it trains further."""
+"""The model that a job starts from: a base model, or a tuned model whose adapter or weights it trains further."""
 
 from dataclasses import asdict, dataclass
 from typing import Any, Self
@@ -8,6 +8,7 @@ from sqlalchemy.orm import Session
 
 from core.database.tables import Job
 from core.errors import InvalidRequest
+from core.jobs.hyperparameter_groups import Train
 from core.jobs.methods import REWARD_MODEL
 from core.registry import Registry
 from core.results import tuned_models
@@ -31,6 +32,13 @@ class Parent:
     reward_kind: str | None = None  # of a reward model: what it learned from
     # A rank above that of its adapter, which is then frozen: the job learns the rest of the rank on top of it.
     grown_rank: int | None = None
+    # What its job trained: it is an adapter, or a whole model.
+    train: Train = "lora"
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is a whole model, and no adapter on the base model."""
+        return self.train == "full"
 
     @property
     def frozen_rank(self) -> int:
@@ -57,8 +65,11 @@ class Parent:
 
     def to_row(self) -> dict[str, Any]:
         row = asdict(self)
+        # Workers of the version before, which an upgrade still has, do not know these.
         if self.grown_rank is None:
-            del row["grown_rank"]  # workers of the version before, which an upgrade still has, do not know it
+            del row["grown_rank"]
+        if not self.is_whole:
+            del row["train"]
         return row
 
     def shown(self) -> dict[str, Any]:
@@ -136,4 +147,5 @@ def start_of(
         checkpoint.blob_prefix,
         settings,
         job.resolved.get("reward_kind"),
+        train=job.resolved.get("train", "lora"),
     )

@@ -68,6 +68,14 @@ def parse(content: bytes) -> Manifest:
     return manifest
 
 
+def is_whole_model(content: bytes) -> bool:
+    """Whether a checkpoint's manifest lists all weights of a model, and no adapter. False for an invalid manifest."""
+    try:
+        return any(file.name == "config.json" for file in parse(content).files)
+    except Damaged:
+        return False
+
+
 def download(blobs: BlobStore, prefix: str, file: ManifestFile, folder: Path) -> None:
     """Download one file of the checkpoint under `prefix` into a folder, verified against its hash.
 

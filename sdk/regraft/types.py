@@ -174,11 +174,21 @@ class ComparedScores(BaseModel):
     rank_correlation: float | None = None
 
 
+class AdvantageSizes(BaseModel):
+    """The absolute advantages of the graded answers."""
+
+    mean: float | None = None
+    largest: float | None = None
+
+
 class WhatIf(ComparedScores):
     """Another formula over the stored scores of a multi grader's parts."""
 
     formula: str
     pass_threshold: float
+    advantage_scale: Literal["none", "group", "batch"]
+    advantages_before: AdvantageSizes
+    advantages_after: AdvantageSizes
 
 
 class Regrade(BaseModel):

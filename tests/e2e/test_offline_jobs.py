@@ -9,6 +9,7 @@ import regraft
 from openai.types.fine_tuning import FineTuningJob
 from regraft.types import verdict_of
 from safetensors.numpy import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.e2e.conftest import jsonl
 from tests.e2e.test_openai_client import wait
@@ -132,6 +133,73 @@ def test_a_reinforcement_job_continues_a_supervised_model(
     with regraft.Regraft(base_url=str(client.base_url), api_key=client.api_key) as ours:
         card = (ours.checkpoints.download(child.id, to=tmp_path / "model") / "README.md").read_text()
     assert f"step 0 is `{supervised.fine_tuned_model}`" in card
+
+
+def test_all_weights_are_trained_served_downloaded_and_trained_further(
+    client: openai.OpenAI, tmp_path: Path
+) -> None:
+    """A supervised job, its model in a chat and in plain transformers, and a reinforcement job that continues it."""
+    advanced = {"train": "full", "optimizer": {"learning_rate": 3e-3}}
+    asked = {"n_epochs": 6, "batch_size": 4, "advanced": advanced}
+    method = {"type": "supervised", "supervised": {"hyperparameters": asked}}
+    job = train(client, ROWS, model="tiny", method=method)
+    steps = regraft.metrics(client, job.id)
+    events = [one.message for one in client.fine_tuning.jobs.list_events(job.id, limit=100).data]
+    assert job.status == "succeeded"
+    assert steps[-1]["full_valid_loss"] < steps[0]["full_valid_loss"] / 2
+    assert any("All 81,728 parameters are trained." in one for one in events)
+
+    chat = [{"role": "user", "content": "say blue"}]
+    patient = client.with_options(max_retries=10)  # the inference server may be starting
+    said = patient.chat.completions.create(
+        model=present(job.fine_tuned_model),
+        messages=untyped(chat),
+        temperature=0,
+        max_tokens=3,
+        logprobs=True,
+    )
+    assert said.choices[0].message.content == "blue"
+    base = patient.chat.completions.create(model="tiny", messages=untyped(chat), temperature=0, max_tokens=3)
+    assert base.choices[0].message.content != "blue"  # its own weights have not changed
+
+    with regraft.Regraft(base_url=str(client.base_url), api_key=client.api_key) as ours:
+        folder = ours.checkpoints.download(job.id, to=tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer.apply_chat_template(
+        chat, add_generation_prompt=True, return_tensors="pt", return_dict=False
+    )
+    likeliest = model(ids).logits[0, -1].log_softmax(-1).max().item()
+    assert present(present(said.choices[0].logprobs).content)[0].logprob == pytest.approx(likeliest, abs=1e-4)
+    card = (folder / "README.md").read_text()
+    assert "`tiny` with all weights trained by supervised fine-tuning" in card
+    assert "library_name: transformers" in card and "lora" not in card.split("---")[1]
+    assert not {"trainer.pt", "adapter_config.json"} & {path.name for path in folder.iterdir()}
+
+    reinforcement = {
+        "grader": {
+            "type": "string_check", "name": "says", "input": "{{sample.output_text}}",
+            "reference": "{{item.answer}}", "operation": "eq",
+        },
+        "hyperparameters": {
+            "n_epochs": 1,
+            "batch_size": 6,
+            "advanced": {"train": "full", "group_size": 4, "max_completion_tokens": 3, "kl": 0.01},
+        },
+    }  # fmt: skip
+    rows = [{"messages": row["messages"][:1], "answer": row["messages"][1]["content"]} for row in ROWS]
+    method = {"type": "reinforcement", "reinforcement": reinforcement}
+    child = train(client, rows, model=job.fine_tuned_model, method=method)
+    measured = regraft.metrics(client, child.id)
+    assert child.status == "succeeded"
+    assert untyped(child).lineage["job_id"] == job.id
+    assert measured[0]["full_valid_mean_reward"] > 0.5  # the base model hardly ever says a color
+    assert measured[1]["kl"] == pytest.approx(0.0, abs=1e-6)
+    assert measured[1]["logprob_gap"] < 1e-4
+    answer = patient.chat.completions.create(
+        model=present(child.fine_tuned_model), messages=untyped(chat), temperature=0, max_tokens=3
+    )
+    assert answer.choices[0].message.content == "blue"
 
 
 LABELED: list[dict[str, Any]] = [

@@ -659,17 +659,19 @@ def test_another_formula_is_shown_beside_the_stored_scores(
         ],
     )
 
-    _, out, _ = regraft("what-if", job_id, "close", "--split", "train")
+    _, out, _ = regraft("what-if", job_id, "close", "--split", "train", "--advantage-scale", "group")
 
     lines = [re.split(r"  +", line.strip()) for line in out.splitlines()]
-    assert lines[:5] == [
+    assert lines[:7] == [
         ["2 answers", "stored", "with the formula"],
         ["mean reward", "0.500", "0.750"],
         ["graded answers", "2", "2"],
         ["passed, from 0.5", "1", "2"],
         ["groups with signal, of 1", "1", "1"],
+        ["mean size of advantages, scale group", "1.000", "1.000"],
+        ["largest advantage", "1.000", "1.000"],
     ]
-    assert out.splitlines()[5] == (
+    assert out.splitlines()[7] == (
         "1 higher, 1 lower, 0 the same; 1 now pass, 0 now fail; 2 would be learned the other way, "
         "rank correlation -1.000"
     )

@@ -317,3 +317,42 @@ def test_a_fresh_adapter_on_a_sharded_base_is_drawn_as_on_a_whole_one(tiny_model
         assert torch.allclose(fresh.abs().max(), like.abs().max(), rtol=0.1, atol=0)
     assert verdict.route.forward == "packed"
     assert str(sharded.coverage) == str(whole.coverage)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "advanced"), [("float32", {"kl": 0.1, "reference_refresh_steps": 1}), ("bfloat16", {})]
+)
+def test_all_weights_learn_on_all_ranks_what_they_learn_on_one(
+    world: World, tiny_model: Path, dtype: Literal["float32", "bfloat16"], advanced: dict[str, Any]
+) -> None:
+    settings = asked({"train": "full", "learning_rate": 0.001, "updates_per_batch": 2} | advanced)
+    model = Model(
+        "tiny",
+        BaseModelEntry(path=tiny_model, dtype=dtype, context=256),
+        tiny_model,
+        settings,
+        0,
+        False,
+        True,
+    )
+    with loading(world, LoadModel(model, "cpu", 1, 60, "")):
+        together, _ = load_checked(model, "cpu", 1, world)
+    alone = model.load("cpu")
+    start = alone.snapshot()
+
+    trainers = [
+        PeftTrainer(policy, settings, token_budget=60, world=ranks)
+        for policy, ranks in ((together, world), (alone, None))
+    ]
+    without_adam(*trainers)
+    metrics = [[learn(trainer, groups(step)) for step in range(3)] for trainer in trainers]
+
+    moves = [
+        [now.detach() - then.float() for now, then in zip(policy.trainable, start, strict=True)]
+        for policy in (together, alone)
+    ]
+    near = 1e-4 if dtype == "float32" else 0.05  # gradients of micro-batches are rounded to bfloat16
+    assert relative_difference(*moves) < near
+    for mine, own in zip(*metrics, strict=True):
+        assert mine.loss == pytest.approx(own.loss, rel=near, abs=near)
+        assert mine.kl == (None if not settings.kl else pytest.approx(own.kl, rel=near, abs=near))

@@ -3,11 +3,13 @@
 import argparse
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.present import present
 from worker.cli import plan
 from worker.cli.parser import UsageError, build
 from worker.model import sizing
@@ -15,6 +17,7 @@ from worker.model.forecast import GPUS, Cluster, Forecast, StepSize, UnknownGpus
 from worker.model.sizing import GIB, DoesNotFit, Shape
 
 DOCUMENT = Path(__file__).parents[2] / "docs/howto/scale.md"
+FULL_DOCUMENT = DOCUMENT.with_name("training.md")
 SIZE = StepSize(prompts=8, group=8, prompt=512, completion=2048, answer=1024, rank=16)
 COMMON = {"max_position_embeddings": 8192, "tie_word_embeddings": False, "num_key_value_heads": 8}
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -185,6 +188,70 @@ def test_the_table_of_the_document_is_what_the_command_computes() -> None:
         assert (gib, seconds) == (f"{found.plan.estimate.total / GIB:.0f}", f"{found.seconds:.0f}")
 
 
+SMALL: dict[str, dict[str, Any]] = {
+    "Llama 3.2 1B": {
+        "vocab_size": 128_256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "tie_word_embeddings": True,
+    },
+    "Llama 3.2 3B": {
+        "vocab_size": 128_256, "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28,
+        "num_attention_heads": 24, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+
+
+def full_on(name: str, gpus: str, *, has_reference: bool = False) -> Forecast:
+    config = SMALL.get(name) or CONFIGS[name]
+    size = replace(SIZE, full=True, has_reference=has_reference)
+    return forecast(name, present(sizing.shape_of_config(config, 2)), size, cluster_of(gpus))
+
+
+def test_all_weights_are_sampled_with_those_of_the_trainer_and_learn_with_half_as_many_flops_more() -> None:
+    found = full_on("Llama 3 8B", "B200-180")
+    parameters, layers = 8.03e9, 32
+
+    assert found.plan.estimate.copies == 1
+    waves = -(-64 // found.concurrent)
+    assert found.decode_seconds == pytest.approx(waves * 1024 * layers * 0.8e-3)  # launching kernels
+    assert found.learning_seconds == pytest.approx(
+        6 * parameters * (8 * 512 + 64 * 1024) / (0.4 * 2250e12), rel=1e-3
+    )
+    assert "transformers, with the trainer's weights" in str(found)
+
+
+def test_a_kl_penalty_keeps_a_copy_of_all_weights() -> None:
+    without, with_copy = (full_on("Llama 3.2 1B", "H100-80", has_reference=kl) for kl in (False, True))
+
+    assert with_copy.plan.estimate.reference == 2 * 1_235_814_400
+    assert without.plan.estimate.reference == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "said"),
+    [
+        ("Llama 3 8B", "H100-80", "needs"),
+        ("Llama 3 8B", "2x8xH200-141", "train 'full' is for one machine: plan Llama 3 8B on 8xH200-141"),
+        ("Qwen 3 32B", "B200-180", "at most 8B parameters, and this one has 32.8B"),
+    ],
+)
+def test_all_weights_that_do_not_fit_are_refused(name: str, gpus: str, said: str) -> None:
+    with pytest.raises(DoesNotFit, match=said):
+        full_on(name, gpus)
+
+
+def test_the_table_of_full_parameter_training_is_what_the_command_computes() -> None:
+    rows = re.findall(
+        r"^\| (Llama.+B) \| (\S+) \| (\S+) \| (\S+) \| (yes|no) \|$", FULL_DOCUMENT.read_text(), re.M
+    )
+
+    assert len(rows) >= 4
+    for name, gpus, gib, with_kl, checkpointed in rows:
+        found = full_on(name, gpus)
+        assert gib == f"{found.plan.estimate.total / GIB:.0f}"
+        assert with_kl == f"{full_on(name, gpus, has_reference=True).plan.estimate.total / GIB:.0f}"
+        assert (checkpointed == "yes") == found.plan.checkpointed
+
+
 def run(*arguments: str) -> argparse.Namespace:
     return build().parse_args(["plan", *arguments])
 
@@ -199,6 +266,11 @@ def test_the_command_prints_the_forecast_of_a_folder(
     assert "70.6 billion parameters on 8 x H100-80" in said
     assert "not measured on GPUs" in said
     assert "Set `tensor_parallel = " in said
+
+    (tmp_path / "config.json").write_text(json.dumps(SMALL["Llama 3.2 1B"] | {"model_type": "llama"}))
+    assert plan.main(run(str(tmp_path), "--gpus", "H100-80", "--train", "full", "--kl")) == 0
+    assert "weights 2.3, optimizer 18.4, reference 2.3" in capsys.readouterr().out
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["Llama 3 70B"]))
 
     assert plan.main(run(str(tmp_path), "--gpus", "8xH100-80", "--json")) == 0
     assert json.loads(capsys.readouterr().out)["seconds"] == pytest.approx(

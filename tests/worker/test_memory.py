@@ -129,6 +129,28 @@ class TestEstimate:
 
         assert gib * GIB <= found.total <= 1.35 * gib * GIB
 
+    def test_all_weights_take_18_bytes_a_parameter_in_bfloat16_and_16_in_float32(self) -> None:
+        """Of Qwen3-8B: weights of 2 bytes, a float32 copy, a float32 gradient and two moments."""
+        parameters = 8_190_735_360
+        narrow, wide = (estimated(replace(LARGE, bytes_each=each), full=True) for each in (2, 4))
+
+        assert narrow.weights * narrow.copies + narrow.optimizer == parameters * (2 * 2 + 4 + 4 + 8)
+        assert wide.optimizer == parameters * (4 + 8)
+        # Ranks exchange weights and gradients in one float32 vector.
+        several = estimated(machine=replace(H100, ranks=2), full=True)
+        assert several.optimizer - narrow.optimizer == 4 * parameters
+        assert (narrow.adapter, narrow.reference) == (0, 0)
+        assert estimated(full=True, references=2).reference == 2 * 2 * parameters
+        # Of the head's 151,936 x 4,096 weights, a chunk's gradient and the sum of those before it.
+        assert narrow.head - estimated().head == 2 * 2 * 151_936 * 4096
+
+    def test_copies_in_another_layout_are_not_kept_of_weights_that_change(self) -> None:
+        cpu = Machine("cpu", 64 * GIB, "transformers", packed=True)
+
+        assert (
+            estimated(machine=cpu, full=True).weights == LARGE.weight_bytes < estimated(machine=cpu).weights
+        )
+
     def test_it_reads_as_a_sum(self) -> None:
         shown = str(estimated())
 
@@ -171,6 +193,21 @@ class TestEstimate:
         # Alive beside what is saved: gradients of a layer, and of a checkpointed layer what is computed again.
         planned -= tokens * 4 * (2 * shape.intermediate + 4 * shape.hidden)
         planned -= tokens * sizing.saved_bytes_per_token(shape, 16) if checkpointed else 0
+        assert found.saved <= planned <= 1.15 * found.saved
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+    @pytest.mark.parametrize("config", [qwen3_8b(4), llama_8b(4)], ids=["Qwen3", "Llama"])
+    @pytest.mark.slow
+    def test_with_all_weights_trained_it_is_at_most_15_percent_above_what_the_real_code_keeps(
+        self, config: Any, dtype: dtype
+    ) -> None:
+        shape, found = memory.shape_of(config, dtype), Counted()
+
+        count(trainer(config, "packed", dtype=dtype, full=True), [group(225)], found)
+
+        planned = estimated(shape, token_budget=2048, rank=0, full=True).activations
+        planned -= 2048 * 4 * (2 * shape.intermediate + 4 * shape.hidden)  # gradients of a layer
+        assert found.tokens == 2048
         assert found.saved <= planned <= 1.15 * found.saved
 
     @pytest.mark.parametrize(
@@ -298,6 +335,15 @@ class TestPlan:
             match=r"m at 8192 tokens needs a KV cache of 1\.14 GiB for one sequence, and REGRAFT_KV_CACHE_GIB is 1\.",
         ):
             sizing.plan("m", LARGE, at_8192, replace(H100, kv_cache_bytes=GIB))
+
+    def test_all_weights_that_do_not_fit_are_refused_with_numbers(self) -> None:
+        work, alone = replace(WORK, full=True, references=1), replace(H100, sampler="transformers")
+
+        with pytest.raises(DoesNotFit, match=r"weights 15.3, optimizer 122.1, reference 15.3") as refused:
+            sizing.plan("Qwen3-8B", LARGE, work, alone)
+        with pytest.raises(DoesNotFit, match=r"optimizer 152.6"):
+            sizing.plan_sharded("Qwen3-8B", LARGE, work, alone, gpus=8)
+        assert "Choose train 'lora', a smaller model or" in str(refused.value)
 
     def test_what_does_not_fit_is_refused_with_numbers(self) -> None:
         shape = sizing.shape_of_config(QWEN3_14B, 2)
@@ -710,6 +756,16 @@ def test_a_refusal_names_the_degrees_that_were_tried() -> None:
 def test_the_sampler_that_uses_the_weights_of_training_is_not_sharded() -> None:
     with pytest.raises(DoesNotFit, match="because the sampler `transformers` uses them: use `vllm`"):
         sizing.plan_sharded("m", llama_shape(*LLAMA_70B), WORK, replace(H100, sampler="transformers"), 8)
+
+
+def test_a_job_that_samples_nothing_has_one_copy_of_the_weights_that_its_gpus_share() -> None:
+    """As worker/offline/assemble.py plans."""
+    nothing_sampled = replace(H100, engines=0)
+
+    found = sizing.plan_sharded("m", llama_shape(*LLAMA_70B), WORK, nothing_sampled, 8)
+
+    assert (found.degree, found.cache_bytes, found.estimate.copies) == (4, 0, 1)
+    assert sizing.plan_sharded("m", llama_shape(*LLAMA_8B), WORK, nothing_sampled, 8).degree == 1
 
 
 class TestSleep:

@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NoReturn
@@ -64,6 +64,7 @@ class ScriptedBuilder:
     def __init__(self, tokenizer: Any, room: int = 1) -> None:
         self.tokenizer, self.room = tokenizer, room
         self.built: list[Any] = []
+        self.entries: list[tuple[str, Any]] = []  # names and entries of what was built
         self.go = threading.Event()
         self.go.set()
         self.failure: Exception | None = None
@@ -79,6 +80,7 @@ class ScriptedBuilder:
         if self.failure:
             raise self.failure
         self.built.append(ScriptedEngine(self.tokenizer))
+        self.entries.append((name, entry))
         return self.built[-1]
 
 
@@ -92,11 +94,17 @@ def builder(tokenizer: Any) -> ScriptedBuilder:
     return ScriptedBuilder(tokenizer)
 
 
+def folders_in(tmp_path: Path) -> tuple[AdapterFolders, AdapterFolders]:
+    """Of adapters and of whole models."""
+    blobs = FolderBlobs(tmp_path / "blobs")
+    return AdapterFolders(blobs, tmp_path / "adapters"), AdapterFolders(blobs, tmp_path / "models")
+
+
 @pytest.fixture
 def engines(builder: ScriptedBuilder, tmp_path: Path) -> Engines:
     registry = Registry(models={name: BaseModelEntry(hub=name) for name in ("a", "b")})
-    folders = AdapterFolders(FolderBlobs(tmp_path / "blobs"), tmp_path / "adapters")
-    return Engines(Settings(), registry, {"transformers": builder}, folders)
+    folders, wholes = folders_in(tmp_path)
+    return Engines(Settings(), registry, {"transformers": builder}, folders, wholes)
 
 
 @pytest.fixture
@@ -391,14 +399,17 @@ class SlowBlobs(FolderBlobs):
 
 @pytest.fixture
 def blobs(engines: Engines) -> Iterator[SlowBlobs]:
-    blobs = engines.adapters.blobs = SlowBlobs(engines.adapters.root.parent / "blobs")
+    blobs = engines.adapters.blobs = engines.wholes.blobs = SlowBlobs(engines.adapters.root.parent / "blobs")
     yield blobs
     blobs.go.set()
 
 
-def stored(blobs: SlowBlobs, prefix: str) -> dict[str, Any]:
+ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
+
+
+def stored(blobs: SlowBlobs, prefix: str, names: Sequence[str] = ADAPTER) -> dict[str, Any]:
     """As the API names it."""
-    weights = {name: prefix.encode() for name in ("adapter_config.json", "adapter_model.safetensors")}
+    weights = {name: prefix.encode() for name in names}
     for name, content in weights.items():
         blobs.put_bytes(f"{prefix}/{name}", content)
     files = [
@@ -408,6 +419,26 @@ def stored(blobs: SlowBlobs, prefix: str) -> dict[str, Any]:
     manifest = json.dumps({"format": 1, "files": files}).encode()
     blobs.put_bytes(f"{prefix}/manifest.json", manifest)
     return {"base_model": "a", "adapter": {"prefix": prefix, "manifest_sha256": sha256(manifest).hexdigest()}}
+
+
+def test_a_whole_model_is_loaded_from_its_own_folder_like_a_base_model(
+    client: OpenAI, builder: ScriptedBuilder, blobs: SlowBlobs, tmp_path: Path
+) -> None:
+    """One of a hundred tuned models that are whole takes the place of the base model, not of an adapter on it."""
+    blobs.go.set()
+    names = ("config.json", "model.safetensors", "chat_template.jinja", "trainer.pt", "masters.pt")
+    whole = stored(blobs, "tuned/1", names)
+    whole["adapter"]["is_whole"] = True
+
+    for _ in range(2):
+        assert say(client, extra_body={"regraft": whole}).choices[0].message.content == "hi"
+    assert say(client, "a").choices[0].message.content == "hi"
+
+    (name, entry), (base, _) = builder.entries
+    assert (name, base) == (f"a@{whole['adapter']['manifest_sha256']}", "a")
+    assert (entry.hub, entry.path) == (None, tmp_path / "models" / whole["adapter"]["manifest_sha256"])
+    assert {path.name for path in entry.path.iterdir()} == set(names[:3])
+    assert [ask.adapter for ask in builder.built[0].asked] == [None, None]
 
 
 def test_a_cold_adapter_that_comes_slowly_is_503_with_retry_after_and_then_there(
@@ -469,12 +500,12 @@ def test_a_model_that_cannot_be_read_is_refused_by_its_code(
         folder.mkdir()
     if config:
         (folder / "config.json").write_text(config)
-    folders = AdapterFolders(FolderBlobs(tmp_path / "blobs"), tmp_path / "adapters")
+    folders, wholes = folders_in(tmp_path)
     registry = Registry(models={"a": BaseModelEntry(path=folder)})
     builders = {"transformers": kind(Settings(data_dir=tmp_path))}
 
     with (
-        TestClient(create_app(Engines(Settings(), registry, builders, folders), "key")) as web,
+        TestClient(create_app(Engines(Settings(), registry, builders, folders, wholes), "key")) as web,
         pytest.raises(BadRequestError, match=said) as refused,
     ):
         say(OpenAI(api_key="key", base_url="http://testserver/v1", http_client=web, max_retries=0))
@@ -544,8 +575,8 @@ def thinker(tmp_path: Path) -> Iterator[tuple[OpenAI, Any]]:
     """A client of a model that thinks, and its builder."""
     builder = ScriptedBuilder(thinking_tokenizer())
     registry = Registry(models={"a": BaseModelEntry(hub="a")})
-    folders = AdapterFolders(FolderBlobs(tmp_path / "blobs"), tmp_path / "adapters")
-    engines = Engines(Settings(), registry, {"transformers": builder}, folders)
+    folders, wholes = folders_in(tmp_path)
+    engines = Engines(Settings(), registry, {"transformers": builder}, folders, wholes)
     with TestClient(create_app(engines, "key")) as web:
         api = OpenAI(api_key="key", base_url="http://testserver/v1", http_client=web, max_retries=0)
         loaded(api, builder, "<think>ab</think>\n\n42")

@@ -285,6 +285,27 @@ def test_validation_rows_that_are_trained_on_are_warned_of(
     )
 
 
+@pytest.mark.parametrize("method", ["reinforcement", "supervised"])
+def test_a_model_above_8b_parameters_is_refused_before_all_its_weights_are_trained(
+    bench: Bench,
+    validate: Callable[..., tuple[Any, list[tuple[str, str]] | None]],
+    tmp_path: Path,
+    method: str,
+) -> None:
+    (tmp_path / "large").mkdir()
+    (tmp_path / "large" / "config.json").write_text(json.dumps(QWEN3_14B))
+    file = tmp_path / "models.toml"
+    file.write_text(f'[models."{bench.job().model}"]\npath = "large"\ncontext = 8192\n')
+    with bench.database.write() as session:
+        job = session.get_one(Job, bench.job().seq)
+        job.method, job.body = method, job.body | {"hyperparameters": {"advanced": {"train": "full"}}}
+
+    job, _ = validate([GOOD], models_file=file)
+
+    assert (job.status, job.error["code"], job.error["param"]) == ("failed", "unsupported_model", "model")
+    assert job.error["message"].startswith("train 'full' is for models of at most 8B parameters")
+
+
 def test_a_job_that_fits_on_no_gpu_of_its_class_fails_before_it_is_queued(
     bench: Bench, validate: Callable[..., tuple[Any, list[tuple[str, str]] | None]], tmp_path: Path
 ) -> None:

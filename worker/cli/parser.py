@@ -139,6 +139,14 @@ def _plan(parser: argparse.ArgumentParser) -> None:
         "--answer", type=int, metavar="TOKENS", help="mean of an answer (default: half of the most)"
     )
     parser.add_argument("--lora-rank", type=int, default=16, help="(default: 16)")
+    parser.add_argument(
+        "--train", choices=["lora", "full"], default="lora", help="an adapter, or all weights (default: lora)"
+    )
+    parser.add_argument(
+        "--kl",
+        action="store_true",
+        help="with --train full: keep a copy of the first weights for a KL penalty",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 

@@ -29,6 +29,8 @@ def main(arguments: argparse.Namespace) -> int:
         completion=arguments.max_completion_tokens,
         answer=arguments.answer or arguments.max_completion_tokens // 2,
         rank=arguments.lora_rank,
+        full=arguments.train == "full",
+        has_reference=arguments.kl,
     )
     try:
         cluster = forecast.cluster_of(arguments.gpus)

@@ -176,11 +176,11 @@ class DistributedGradient:
     def end(self) -> None:
         self._order([EndStep()] * self.world.size)
 
-    def watched_kl(self) -> float:
+    def watched_kl(self) -> float | None:
         """As OwnGradient does."""
         if not self.own.policy.is_sharded:
             return self.own.watched_kl()
-        watched: float = self._order([WatchReference()] * self.world.size)
+        watched: float | None = self._order([WatchReference()] * self.world.size)
         return watched
 
     def _share_adapter(self) -> None:
@@ -212,6 +212,7 @@ def carry_out(order: Order, own: OwnGradient, world: World) -> Any:
             world.broadcast(own.reference)
         case ReceiveAdapter():
             world.broadcast(trainable)
+            own.policy.follow_trainable()
         case AddPacks(packs, std) if own.policy.is_sharded:
             parts = list(own.micro_batches(packs))
             missing = world.most(len(parts)) - len(parts)

@@ -26,6 +26,7 @@ from worker.model.sizing import HEAD_CHUNK
 from worker.model.value_head import ValueHead
 from worker.rollout.samplers import steering
 from worker.rollout.samplers.json_schema import masked
+from worker.sharing.turns import TURNS
 from worker.types import AnswerKey, Pack, TokenValues, TrainingSequence
 
 # The shortest pack that predicts a token.
@@ -68,8 +69,11 @@ class Gradient(Protocol):
         """Write the gradient of all packs added since the last call to `grad` of the policy's weights."""
         ...
 
-    def watched_kl(self) -> float:
-        """Estimate the KL of the sampling policy for monitoring, from one pack and one forward pass."""
+    def watched_kl(self) -> float | None:
+        """Estimate the KL of the sampling policy for monitoring, from one pack and one forward pass.
+
+        None: all weights are trained, and no copy of the first ones is kept.
+        """
         ...
 
     def token_values(self) -> dict[AnswerKey, TokenValues]:
@@ -108,16 +112,28 @@ class OwnGradient:
             self.value_head = ValueHead(
                 policy.hidden_size, policy.device, adapter_weight=settings.value_weight
             )
-        # The adapter of the KL's reference, unless the reference is the base model.
+        # The adapter of the KL's reference, unless the reference is the base model; or all weights of the reference.
         self.reference: list[Tensor] | None = None
+        if settings.has_reference and not policy.has_base:
+            self.reference = policy.snapshot()
+        self._loaded = self.reference
         self._batches: list[Batch] = []
         # Micro-batches of the step that other ranks have and this one has not, by part.
         self._filled_up: Counter[int] = Counter()
         self._totals = Totals()
 
     @property
+    def changed_reference(self) -> list[Tensor] | None:
+        """The reference, unless it is the model as it was loaded."""
+        return None if self.reference is self._loaded else self.reference
+
+    def change_reference(self, weights: Sequence[Tensor] | None) -> None:
+        """Compare with these weights; None: with the model as it was loaded."""
+        self.reference = self._loaded if weights is None else [one.to(self.policy.device) for one in weights]
+
+    @property
     def trainable(self) -> list[Parameter]:
-        """The weights of the adapter, and of a value head."""
+        """The weights of the policy that are trained, and of a value head."""
         head = [] if self.value_head is None else list(self.value_head.parameters())
         return [*self.policy.trainable, *head]
 
@@ -133,6 +149,7 @@ class OwnGradient:
             batch = Batch(part)
             self._batches.append(batch)
             self._totals += self._backward(batch, std)
+            TURNS.offer()
 
     def remember(self, packs: Sequence[Pack], part: int) -> None:
         self.remember_micro_batches(self.micro_batches(packs), part)
@@ -144,6 +161,7 @@ class OwnGradient:
             reference = self._reference_logprobs(tensors) if self.settings.kl > 0 else None
             logp_M, _, value_M = self.forward(tensors)
             self._batches.append(Batch(packs, part, logp_M, reference, old_value=value_M))
+            TURNS.offer()
 
     def reward_tokens(self) -> StepMoments:
         return sum(map(self._reward_tokens, self._batches), StepMoments())
@@ -206,6 +224,7 @@ class OwnGradient:
         for batch in self._batches:
             if batch.part == part:
                 self._totals += self._backward(batch, std)
+                TURNS.offer()
         for _ in range(self._filled_up[part]):
             self._gather_along(first=False)
 
@@ -297,8 +316,10 @@ class OwnGradient:
         losses_M = ppo.value_loss(value_M, batch.old_value, batch.returns, self.settings.value_clip)
         return (weight_M * losses_M).sum()
 
-    def watched_kl(self) -> float:
+    def watched_kl(self) -> float | None:
         """As Gradient says. Not during sampling, because the reference is the same model with its adapter disabled."""
+        if self.reference is None and not self.policy.has_base:
+            return None
         batch = self._batches[0]
         ref_logp = self._reference_logprobs(self.tensors(batch.packs[:1]))
         assert batch.old_logp is not None
@@ -348,7 +369,7 @@ def predicting(policy: Policy, batch: Tensors) -> Tensor:
 def logprobs_of(policy: Policy, hidden: Tensor, batch: Tensors, temperature: float) -> tuple[Tensor, Tensor]:
     """As `logprobs`, from the result of `predicting`."""
     head = partial(_log_probabilities, policy, temperature)
-    return through_head(head, hidden, batch.target_M, batch.allowed_M, _entropy)
+    return through_head(head, hidden, batch.target_M, batch.allowed_M, _entropy, weights=policy.trained_head)
 
 
 Statistic = Callable[[Tensor, Tensor], Tensor]
@@ -366,19 +387,22 @@ def through_head(
     target_M: Tensor,
     allowed_M: Tensor | None,
     statistic: Statistic,
+    *,
+    weights: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor]:
     """The log-probability [M] of each target and the statistic [M] of its position, chunk by chunk.
 
     Args:
         head: hidden states [m, h] and allowed tokens -> log-probabilities [m, V].
         hidden: [M, h].
+        weights: those of the head that are trained.
     """
     targets = torch.split(target_M, HEAD_CHUNK)
     allowed: Sequence[Tensor | None] = [None] * len(targets)
     if allowed_M is not None:
         allowed = torch.split(allowed_M, HEAD_CHUNK)
     chunks = [
-        _HeadChunk.apply(head, statistic, *chunk)  # type: ignore[no-untyped-call]
+        _HeadChunk.apply(head, statistic, *chunk, *weights)  # type: ignore[no-untyped-call]
         for chunk in zip(torch.split(hidden, HEAD_CHUNK), targets, allowed, strict=True)
     ]
     logp, measured = zip(*chunks, strict=True)
@@ -406,9 +430,10 @@ class _HeadChunk(torch.autograd.Function):
         hidden: Tensor,
         target: Tensor,
         allowed: Tensor | None,
+        *weights: Tensor,
     ) -> tuple[Tensor, Tensor]:
         ctx.head = head
-        ctx.save_for_backward(hidden, target, allowed)
+        ctx.save_for_backward(hidden, target, allowed, *weights)
         logp = head(hidden, allowed)
         measured = statistic(logp, target)
         ctx.mark_non_differentiable(measured)
@@ -416,11 +441,12 @@ class _HeadChunk(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, target, allowed = ctx.saved_tensors
+        hidden, target, allowed, *weights = ctx.saved_tensors
         with torch.enable_grad():
             hidden = hidden.detach().requires_grad_()
             logp = ctx.head(hidden, allowed).gather(-1, target[:, None])[:, 0]
-        return None, None, torch.autograd.grad(logp, hidden, gradient)[0], None, None
+        of_hidden, *of_weights = torch.autograd.grad(logp, [hidden, *weights], gradient)
+        return None, None, of_hidden, None, None, *of_weights
 
 
 @dataclass

@@ -22,6 +22,7 @@ from worker.model import reward_head
 from worker.model.policy import Policy
 from worker.model.reward_head import RewardHead, Scale
 from worker.refusals import InvalidModel
+from worker.sharing.turns import TURNS
 from worker.types import Pack
 
 
@@ -79,7 +80,7 @@ def optimizer_of(
 
 
 class OfflineTrainer:
-    """AdamW on the adapter's float32 weights, the base frozen."""
+    """AdamW on the policy's trainable weights in float32: the adapter's, or all of the model."""
 
     def __init__(
         self,
@@ -105,6 +106,7 @@ class OfflineTrainer:
         self.steps_taken = 0
         self.beat = beat
 
+    @TURNS
     def step(self, packs: Sequence[Pack]) -> OfflineMetrics:
         """One update with these rows."""
         totals = self.gradient.add(self.prepared(packs))
@@ -113,6 +115,7 @@ class OfflineTrainer:
         self.beat()
         return self.metrics(totals, grad_norm=norm, skipped=norm is None)
 
+    @TURNS
     def measure(self, packs: Sequence[Pack]) -> OfflineMetrics:
         """The metrics of these rows under the current policy."""
         totals = Totals()
@@ -130,14 +133,14 @@ class OfflineTrainer:
 
     def start_from_policy(self) -> None:
         """Take the current adapter for the reference, in place of the base model."""
-        self.own.reference = [parameter.detach().clone() for parameter in self.policy.trainable]
+        self.own.change_reference(self.policy.snapshot())
 
     def save(self, folder: Path) -> None:
         self.policy.save(folder)
         state: dict[str, Any] = {
             "optimizer": self.optimizer.state_dict(),
             "steps_taken": self.steps_taken,
-            "reference": self.own.reference,
+            "reference": self.own.changed_reference,
         }
         torch.save(state, folder / "trainer.pt")
 
@@ -149,10 +152,7 @@ class OfflineTrainer:
             raise InvalidModel(f"The optimizer's state in the checkpoint cannot be read: {cause}") from cause
         self.optimizer.load_state_dict(state["optimizer"])
         self.steps_taken = state["steps_taken"]
-        reference = state["reference"]
-        self.own.reference = (
-            None if reference is None else [tensor.to(self.policy.device) for tensor in reference]
-        )
+        self.own.change_reference(state["reference"])
 
 
 class RewardTrainer(OfflineTrainer):
@@ -188,6 +188,7 @@ class RewardTrainer(OfflineTrainer):
             return measured
         return replace(measured, reward_accuracy=totals.correct / totals.tokens)
 
+    @TURNS  # the scale of the rewards is measured
     def save(self, folder: Path) -> None:
         super().save(folder)
         scale = self.scale or Scale.of((self.ranks or self.of_rewards).rewards(self.measured))

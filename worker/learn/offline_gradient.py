@@ -22,6 +22,7 @@ from worker.learn.gradient import through_head
 from worker.learn.totals import Totals
 from worker.model.policy import Policy
 from worker.progress import PROGRESS
+from worker.sharing.turns import TURNS
 from worker.types import Pack, TrainingSequence
 
 # An answer whose second token is learned.
@@ -29,15 +30,28 @@ _NOTHING = TrainingSequence((0, 0), (0.0, 0.0), (0.0, 0.0), 1.0)
 
 
 class OfflineGradient:
-    """Accumulates the gradient of packs on the adapter's weights, micro-batch by micro-batch."""
+    """Accumulates the gradient of packs on the trained weights, micro-batch by micro-batch."""
 
     def __init__(self, policy: Policy, settings: ResolvedOffline, *, token_budget: int) -> None:
         self.policy = policy
         self.settings = settings
         self.capacity = token_budget
-        # The adapter of the preference loss's reference, unless the reference is the base model.
+        # The adapter of the preference loss's reference, unless the reference is the base model; or all weights of the
+        # reference.
         self.reference: list[Tensor] | None = None
+        if settings.has_reference and not policy.has_base:
+            self.reference = policy.snapshot()
+        self._loaded = self.reference
         self.z0 = 0.0  # of the loss kto
+
+    @property
+    def changed_reference(self) -> list[Tensor] | None:
+        """The reference, unless it is the model as it was loaded."""
+        return None if self.reference is self._loaded else self.reference
+
+    def change_reference(self, weights: Sequence[Tensor] | None) -> None:
+        """Compare with these weights; None: with the model as it was loaded."""
+        self.reference = self._loaded if weights is None else [one.to(self.policy.device) for one in weights]
 
     @property
     def trainable(self) -> list[Parameter]:
@@ -62,7 +76,9 @@ class OfflineGradient:
 
     def micro_batches(self, packs: Sequence[Pack]) -> Iterator[list[Pack]]:
         rows = self.policy.route.forward == "rows"
-        return whole_batches(packs, self.capacity, self.policy.device, rows=rows)
+        for part in whole_batches(packs, self.capacity, self.policy.device, rows=rows):
+            yield part
+            TURNS.offer()
 
     def add_micro_batches(self, parts: Iterable[Sequence[Pack]]) -> Totals:
         totals = Totals()
@@ -295,6 +311,7 @@ def predicted(policy: Policy, tensors: Tensors) -> tuple[Tensor, Tensor]:
         tensors.target_M,
         None,
         _is_top,
+        weights=policy.trained_head,
     )
     return logp_M, is_top_M
 

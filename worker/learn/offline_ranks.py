@@ -134,6 +134,7 @@ def carry_out(order: OfflineOrder, own: OfflineGradient, world: World) -> list[A
     match order:
         case ReceiveWeights("trained"):
             world.broadcast(own.trainable)
+            own.policy.follow_trainable()
             return []
         case ReceiveWeights("reference"):
             if own.reference is None:

@@ -1,4 +1,4 @@
-"""AdamW on the weights of the adapter, with the schedule of its learning rate."""
+"""AdamW on the weights that are trained, with the schedule of its learning rate."""
 
 import math
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ COSINE_FLOOR = 0.1
 
 
 class AdapterOptimizer:
-    """Takes steps along the gradients that lie on the adapter's weights."""
+    """Takes steps along the gradients that lie on the trained weights of a policy."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class AdapterOptimizer:
         total_steps: int = 0,
         head: Sequence[torch.nn.Parameter] = (),
     ) -> None:
-        """`head`: weights beside the adapter that are trained with it."""
+        """`head`: weights beside the policy's that are trained with them."""
         self.policy = policy
         self.learning_rate = learning_rate
         self.max_grad_norm = max_grad_norm
@@ -37,11 +37,26 @@ class AdapterOptimizer:
         self.schedule: LearningRateSchedule = schedule
         self.total_steps = total_steps  # of the schedule
         self.head = head
-        self.adamw = torch.optim.AdamW(self.trained, lr=learning_rate, betas=betas, weight_decay=weight_decay)
+        self.adamw = torch.optim.AdamW(
+            self._groups(),
+            lr=learning_rate,
+            betas=betas,
+            weight_decay=weight_decay,
+            # One kernel without temporary tensors as large as all weights.
+            fused=None if policy.has_base else True,
+        )
 
     @property
     def trained(self) -> list[torch.nn.Parameter]:
         return [*self.policy.trainable, *self.head]
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """All weights of an adapter; of a whole model the matrices, and norms and biases, which do not decay."""
+        if self.policy.has_base:
+            return [{"params": self.trained}]
+        matrices = [one for one in self.trained if one.dim() > 1]
+        others = [one for one in self.trained if one.dim() <= 1]
+        return [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
 
     def step(self, divisor: float, steps_taken: int) -> float | None:
         """Divide the gradient, clip its norm and take a step. Clears the gradient.
@@ -72,6 +87,7 @@ class AdapterOptimizer:
         self.adamw.step()
         for part, before in frozen:  # weight decay moves weights without a gradient
             part.copy_(before)
+        self.policy.follow_trainable()
 
     def clear(self) -> None:
         self.adamw.zero_grad(set_to_none=True)

@@ -1,5 +1,6 @@
 """The model that every rank of a run loads."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,6 +10,8 @@ from core.jobs.offline_hyperparameters import ResolvedOffline
 from core.registry import BaseModelEntry
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from worker.model.policy import Policy
     from worker.model.support import ForwardVerdict
 
@@ -24,8 +27,14 @@ class Model:
     seed: int
     checkpointed: bool  # activations are computed twice
     sampled: bool  # by rank 0 with the transformers sampler, whose decode limits the choice of a forward pass
+    weights: Path | None = (
+        None  # a whole model that the job trains further, in place of the base's own weights
+    )
+    # Gets a base model that another process has loaded; None: each rank loads its own.
+    shared: "Callable[[], PreTrainedModel] | None" = None
 
     def load(self, device: str) -> "Policy":
+        from worker.model.full import FullPolicy, refuse_other_names
         from worker.model.policy import Policy, load_base
 
         base = load_base(
@@ -35,14 +44,21 @@ class Model:
             device,
             self.settings.chat_template,
             self.settings.chat_template_kwargs,
+            weights=self.weights,
+            shared=self.shared,
         )
-        policy = Policy(
-            base,
-            rank=self.settings.lora_rank,
-            alpha=self.settings.lora_alpha,
-            seed=self.seed,
-            targets=self.settings.lora_targets,
-        )
+        policy: Policy
+        if self.settings.train == "full":
+            refuse_other_names(base)
+            policy = FullPolicy(base)
+        else:
+            policy = Policy(
+                base,
+                rank=self.settings.lora_rank,
+                alpha=self.settings.lora_alpha,
+                seed=self.seed,
+                targets=self.settings.lora_targets,
+            )
         if self.checkpointed:
             policy.checkpoint_layers()
         return policy
@@ -53,8 +69,10 @@ class Model:
         Raises:
             UnsupportedModel: none is right.
         """
-        from worker.model import verdicts
+        from worker.model import support, verdicts
 
+        if self.settings.train == "full":  # stored verdicts are those of a model with an adapter
+            return support.probe(policy, sampled=self.sampled)
         return verdicts.probed(
             policy, self.entry, self.cache, sampled=self.sampled, targets=self.settings.lora_targets
         )

@@ -22,7 +22,7 @@ def row_cost(policy: Policy) -> RowCost | None:
     """
     if policy.device.type != "cpu" or policy.route.forward == "rows" or not policy.layers:
         return None
-    text = policy.model.get_base_model().config.get_text_config()
+    text = policy.causal.config.get_text_config()
     experts_per_token = getattr(text, "num_experts_per_tok", None)
     weights = sum(_products(layer, experts_per_token) for layer in policy.layers)
     return RowCost(2 * weights, 2 * ATTENTION * query_width(text) * len(policy.layers))

@@ -1,4 +1,4 @@
-"""Train the adapter on graded groups: optimizer steps of LoRA with a GRPO-family loss."""
+"""Train a policy on graded groups: optimizer steps with a GRPO-family loss."""
 
 import pickle
 from collections.abc import Callable, Sequence
@@ -19,6 +19,7 @@ from worker.learn.world import World
 from worker.model.policy import Policy
 from worker.refusals import InvalidModel, SamplerMismatch
 from worker.rollout.sampler_gate import SamplerGate
+from worker.sharing.turns import TURNS
 from worker.types import Group, Pack, UpdateMetrics
 
 # Of AdamW, without weight decay: what RL with LoRA converged on (a second moment of 0.95 forgets in ~20 steps).
@@ -35,14 +36,14 @@ class Trainer(Protocol):
         ...
 
     def save(self, folder: Path) -> None:
-        """Write the adapter (PEFT format) and the state that `load` needs to resume exactly."""
+        """Write the adapter (PEFT format) or the whole model, and the state that `load` needs to resume exactly."""
         ...
 
     def load(self, folder: Path) -> None: ...
 
 
 class PeftTrainer:
-    """Implements Trainer: AdamW on the adapter's float32 weights, the base frozen."""
+    """Implements Trainer: AdamW on the policy's trainable weights in float32: the adapter's, or all of the model."""
 
     def __init__(
         self,
@@ -88,6 +89,7 @@ class PeftTrainer:
         self._answers = 0
         self._waiting: list[Share] = []
 
+    @TURNS
     def add(self, group: Group) -> None:
         """Add a group. With `overlap`, computes its part of the gradient as soon as a micro-batch is full."""
         share = share_of(group, self.settings, self.policy.text)
@@ -101,6 +103,7 @@ class PeftTrainer:
         ):
             self._compute_waiting(std=1.0)
 
+    @TURNS
     def step(self) -> UpdateMetrics:
         """Pass `updates_per_batch` times over the answers (DeepSeekMath's mu), with an optimizer step after each, or
         after each of its `mini_batches`: the ratio of all of them is to the policy before the first (DeepSeek-R1).
@@ -162,7 +165,7 @@ class PeftTrainer:
             dropped_sequences=answers - trained,
             grad_norm=sum(norms) / len(norms) if norms else None,
             clip_fraction=total.clipped / total.tokens,
-            kl=total.kl / total.tokens if watched is None else watched,
+            kl=total.kl / total.tokens if settings.kl > 0 else watched,
             entropy=first.entropy / first.tokens,
             logprob_gap=first.gap / first.tokens,
             logprob_gap_max=first.gap_max,
@@ -176,7 +179,10 @@ class PeftTrainer:
         )
 
     def _descend(self, divisor: float) -> float | None:
-        """Take a step of the adapter and of a value head. As `AdapterOptimizer.step`."""
+        """Take a step of the adapter and of a value head. As `AdapterOptimizer.step`; 0 where the adapter waits."""
+        if self.value_optimizer is not None and self.steps_taken < (self.settings.value_warmup_steps or 0):
+            self.optimizer.clear()
+            return 0.0 if self.value_optimizer.step(divisor, self.steps_taken) else None
         norm = self.optimizer.step(divisor, self.steps_taken)
         if self.value_optimizer is None:
             return norm
@@ -231,15 +237,16 @@ class PeftTrainer:
             self.start_from_policy()
 
     def start_from_policy(self) -> None:
-        """Take the current adapter for the reference of the KL, in place of the base model."""
-        self.own.reference = [parameter.detach().clone() for parameter in self.policy.trainable]
+        """Take the current policy for the reference of the KL, in place of the model that the job started from."""
+        self.own.change_reference(None)  # so that the last one is not in memory beside the new one
+        self.own.change_reference(self.policy.snapshot())
 
     def save(self, folder: Path) -> None:
         self.policy.save(folder)
         state: dict[str, Any] = {
             "optimizer": self.optimizer.state_dict(),
             "steps_taken": self.steps_taken,
-            "reference": self.own.reference,
+            "reference": self.own.changed_reference,
             "torch_rng": torch.get_rng_state(),
         }
         if self.own.value_head is not None and self.value_optimizer is not None:
@@ -255,10 +262,7 @@ class PeftTrainer:
             raise InvalidModel(f"The optimizer's state in the checkpoint cannot be read: {cause}") from cause
         self.optimizer.load_state_dict(state["optimizer"])
         self.steps_taken = state["steps_taken"]
-        reference = state["reference"]
-        self.own.reference = (
-            None if reference is None else [tensor.to(self.policy.device) for tensor in reference]
-        )
+        self.own.change_reference(state["reference"])
         if self.own.value_head is not None and self.value_optimizer is not None:
             self.own.value_head.load_state_dict(state["value_head"])
             self.value_optimizer.load_state_dict(state["value_optimizer"])

@@ -1,4 +1,4 @@
-"""`regraft-server export`: write a checkpoint to a folder, as an adapter or merged into the base model's weights."""
+"""`regraft-server export`: write a checkpoint to a folder, as it is or with its adapter merged into the base model."""
 
 import sys
 import tempfile
@@ -31,6 +31,8 @@ def export_to(
         export.check(home, blobs, checkpoint.id)
     except (NotFound, CheckpointDamaged) as refused:
         sys.exit(refused.message)
+    if merged and home.is_whole_model:
+        sys.exit(f"{name} is a whole model already, without an adapter to merge: leave --merged out.")
     if not merged:
         home.write(blobs, folder)
         return

@@ -8,6 +8,7 @@ import math
 import re
 from dataclasses import dataclass, replace
 
+from core.jobs import full
 from worker.model import sizing
 from worker.model.sizing import GIB, DoesNotFit, Machine, MemoryPlan, Shape, Workload
 
@@ -34,6 +35,8 @@ GPUS = {
 # Shares of the data sheet that well-kept kernels reach. Assumed; a machine with GPUs should replace them.
 COMPUTE_SHARE = 0.4
 BANDWIDTH_SHARE = 0.6
+# Of a layer for each token in transformers, whose kernels are launched one by one. Assumed.
+LAUNCH_SECONDS = 0.8e-3
 HOST_BANDWIDTH = 25e9  # bytes a second between a GPU and main memory, in one direction: PCIe 4. Assumed
 ALL_REDUCE_SECONDS = (
     15e-6  # of a few rows of hidden states inside a machine: two in each layer for each token. Assumed
@@ -84,11 +87,16 @@ class StepSize:
     completion: int  # max_completion_tokens
     answer: int  # mean tokens of an answer
     rank: int  # of the adapter
+    full: bool = False  # all weights are trained, and there is no adapter
+    has_reference: bool = False  # with `full`: a KL penalty keeps a copy of the first weights
 
     @property
     def workload(self) -> Workload:
         in_flight = self.prompts * (self.prompt + self.group * self.completion)
-        return Workload(self.rank, self.prompt, self.completion, in_flight)
+        references = int(self.full and self.has_reference)
+        return Workload(
+            self.rank, self.prompt, self.completion, in_flight, full=self.full, references=references
+        )
 
     @property
     def answers(self) -> int:
@@ -112,7 +120,12 @@ class Forecast:
     @property
     def concurrent(self) -> int:
         """Answers that an engine decodes side by side: those it has, as far as its cache and vLLM's limit allow."""
-        cached = self.shape.divided(self.tensor_parallel).cache_bytes(self.size.workload.longest)
+        longest = self.size.workload.longest
+        cached = self.shape.divided(self.tensor_parallel).cache_bytes(longest)
+        if self.size.full:
+            return max(
+                1, min(self.size.answers, self.plan.cache_bytes // (self.shape.own_token_bytes * longest))
+            )
         own = math.ceil(self.size.answers / self.engines)
         return max(1, min(own, sizing.MAX_SEQUENCES, self.plan.cache_bytes // cached))
 
@@ -126,7 +139,8 @@ class Forecast:
         read = (self.shape.weight_bytes / tp + cached) / (gpu.bandwidth * BANDWIDTH_SHARE)
         computed = 2 * self.shape.parameters * self.concurrent / (tp * gpu.flops * COMPUTE_SHARE)
         summed = 2 * self.shape.layers * ALL_REDUCE_SECONDS if tp > 1 else 0.0
-        return waves * size.answer * (max(read, computed) + summed)
+        launched = self.shape.layers * LAUNCH_SECONDS if size.full else 0.0
+        return waves * size.answer * (max(read, computed, launched) + summed)
 
     @property
     def prefill_seconds(self) -> float:
@@ -137,9 +151,9 @@ class Forecast:
 
     @property
     def learning_seconds(self) -> float:
-        """2 FLOPs a parameter and token forward, 2 backward (the base is frozen), 2 to compute activations again."""
+        """2 FLOPs a parameter and token forward, 2 backward, 2 for gradients of weights, 2 for activations again."""
         gpu = self.cluster.gpu
-        each = 6 if self.plan.checkpointed else 4
+        each = 4 + 2 * self.plan.checkpointed + 2 * self.size.full
         flops = each * self.shape.parameters * self.size.tokens
         return flops / (self.cluster.gpus * gpu.flops * COMPUTE_SHARE)
 
@@ -169,6 +183,7 @@ class Forecast:
 
     def __str__(self) -> str:
         engine = "1 vLLM engine" if self.engines == 1 else f"{self.engines} vLLM engines"
+        engine = "transformers, with the trainer's weights" if self.size.full else engine
         parallel = f" of tensor parallel degree {self.tensor_parallel}" if self.tensor_parallel > 1 else ""
         degree = self.plan.degree
         count = self.cluster.gpus // degree
@@ -207,6 +222,8 @@ def forecast(
     Raises:
         DoesNotFit: with no degree.
     """
+    if size.full:
+        return _forecast_full(name, shape, size, cluster)
     given = [tensor_parallel] if tensor_parallel else [1, 2, 4, 8]
     kv_heads = max(1, shape.key_values * shape.heads // (2 * shape.queries))
     degrees = [
@@ -234,3 +251,16 @@ def forecast(
         else:
             found.append(Forecast(cluster, shape, size, plan, engines, degree))
     return min(found, key=lambda one: one.seconds)
+
+
+def _forecast_full(name: str, shape: Shape, size: StepSize, cluster: Cluster) -> Forecast:
+    """With all weights trained, a copy on each GPU, and sampled with those of the first one. Raises DoesNotFit."""
+    if problem := full.too_large(shape.parameters):
+        raise DoesNotFit(problem)
+    if cluster.nodes > 1:
+        raise DoesNotFit(
+            f"train 'full' is for one machine: plan {name} on {cluster.per_node}x{cluster.name}."
+        )
+    machine = Machine("cuda", cluster.gpu.memory_gib * GIB, "transformers", gpu_class=cluster.name)
+    plan = sizing.plan_sharded(name, shape, size.workload, machine, cluster.per_node)
+    return Forecast(cluster, shape, size, plan, 1, 1)

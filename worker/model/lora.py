@@ -45,8 +45,7 @@ class FrozenLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.float32 and x.dtype in NARROW:
-            wide: Tensor = _InFloat32.apply(x, self.layer.weight)  # type: ignore[no-untyped-call]
-            return wide if self.layer.bias is None else wide + self.layer.bias
+            return linear_in_float32(x, self.layer)
         if not self.packed or x.dtype != torch.float32:
             return linear(x, self.layer.weight, self.layer.bias)
         if x.requires_grad:
@@ -54,6 +53,14 @@ class FrozenLinear:
         else:
             output = _product(x, self._forward)
         return output if self.layer.bias is None else output + self.layer.bias
+
+
+def linear_in_float32(x: Tensor, layer: nn.Linear) -> Tensor:
+    """x [..., in] -> [..., out] in float32, whatever the precision of the weight, which may be trained."""
+    if x.dtype not in NARROW:
+        return linear(x, layer.weight, layer.bias)
+    wide: Tensor = _InFloat32.apply(x, layer.weight)  # type: ignore[no-untyped-call]
+    return wide if layer.bias is None else wide + layer.bias
 
 
 class _Packed(torch.autograd.Function):
@@ -93,17 +100,20 @@ def _scaled_product(left: Tensor, right: Tensor, scale: float) -> Tensor:
 
 
 class _InFloat32(torch.autograd.Function):
-    """x [..., in] -> x W' [..., out] in float32, with a frozen W."""
+    """x [..., in] -> x W' [..., out] in float32. Keeps x only if W is trained."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(weight)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         return _product_in_float32(_rows(x), weight.t()).view(*x.shape[:-1], -1)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        [weight] = ctx.saved_tensors
-        return gradient.to(weight.dtype) @ weight, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        gradient = gradient.to(weight.dtype)
+        of_x = gradient @ weight if ctx.needs_input_grad[0] else None
+        of_weight = _rows(gradient).t() @ _rows(x) if ctx.needs_input_grad[1] else None
+        return of_x, of_weight
 
 
 class _Adapted(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""The policy: frozen base weights, a LoRA adapter on linear layers, a tokenizer.
+"""The policy: frozen base weights, a LoRA adapter on linear layers, a tokenizer. full.py has one without an adapter.
 
 Sampler and trainer read the same weights in the same process, so a step's update is what the next step samples
 from, with nothing copied and nothing rounded. This file and worker/model/attention.py are where transformers' own
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from jinja2 import TemplateError
@@ -110,12 +110,26 @@ class Coverage:
         left_out = f"; experts, {self.experts:.0%} of the parameters, have none" if self.experts else ""
         return f"{self.modules} linear layers with {self.share:.0%} of the parameters ({kinds}{left_out})"
 
+    @property
+    def sentence(self) -> str:
+        """For an event of the job."""
+        return f"The adapter is on {self}."
+
     def as_data(self) -> dict[str, Any]:
         return {
             "adapted_modules": self.modules,
             "adapted_share": self.share,
             "adapted_by_kind": {one.kind: {"modules": one.modules, "share": one.share} for one in self.kinds},
         }
+
+
+class Trained(Protocol):
+    """Describes the trained weights of a policy."""
+
+    @property
+    def sentence(self) -> str: ...
+
+    def as_data(self) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True)
@@ -151,12 +165,17 @@ def load_base(
     device: str,
     chat_template: str | None = None,
     template_arguments: TemplateArguments | None = None,
+    *,
+    weights: Path | None = None,
+    shared: Callable[[], PreTrainedModel] | None = None,
 ) -> Base:
     """Load a base model by its registry entry; a GGUF file is converted into `cache` the first time.
 
     Args:
         chat_template: a name of core/chat_templates.py, in place of the entry's own template.
         template_arguments: new defaults of the template's arguments.
+        weights: a folder with other weights of the same model, which a job has trained.
+        shared: get the model from here, as `load_weights` has loaded it elsewhere.
 
     Raises:
         UnsupportedModel: transformers, or our attention, does not know the architecture.
@@ -166,6 +185,13 @@ def load_base(
     """
     source = source_of(entry, cache)
     files = fingerprint.of_folder(source) if isinstance(source, Path) else ""
+    model = load_weights(entry, weights or source, device) if shared is None else shared()
+    tokenizer = read_tokenizer(entry, source, chat_template, template_arguments)
+    return Base(name, source, model, tokenizer, entry.context, files)
+
+
+def load_weights(entry: BaseModelEntry, source: Path | str, device: str) -> PreTrainedModel:
+    """Load the frozen model alone. Raises as `load_base` does."""
     config, dtype = read_config(source), DTYPES[entry.dtype]
     with _reading(source, "weights"):
         plain = quantized.arguments(config, source)
@@ -180,12 +206,12 @@ def load_base(
             f"The model's files lack {len(missing)} weights, the first is {missing[0]}: the folder is "
             "incomplete, or its config.json belongs to another model."
         )
-    tokenizer = read_tokenizer(entry, source, chat_template, template_arguments)
     model.requires_grad_(False)
     with _reading(source, "weights"):
         model = model.to(device)
     # eval() for good: dropout would make the trainer disagree with what was sampled.
-    return Base(name, source, model.eval(), tokenizer, entry.context, files)
+    loaded: PreTrainedModel = model.eval()
+    return loaded
 
 
 def source_of(entry: BaseModelEntry, cache: Path) -> Path | str:
@@ -331,7 +357,6 @@ class Policy:
             UnsupportedModel: the model has no layers for an adapter, or is not built as we know it. Whether it is
                 computed rightly is for `worker.model.support.probe` to say.
         """
-        self._parts = base.parts
         self._kinds = {layer.name: layer.kind for layer in adaptable_layers(base.model)}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -342,12 +367,12 @@ class Policy:
                 task_type="CAUSAL_LM",
             )
             try:
-                self.model: PeftModel = get_peft_model(base.model, config)
+                adapted: PeftModel = get_peft_model(base.model, config)
             except (ValueError, TypeError) as cause:  # PEFT names layers that it cannot adapt
                 raise UnsupportedModel(
                     f"{type(base.model).__name__} is not supported: {first_line(cause)}"
                 ) from cause
-        self.model.eval()
+        self.model: PeftModel = adapted.eval()
         lora.install(self.model)
         if base.parts.head.weight.dtype != torch.float32:  # on a CPU, in float32, time is scarcer than memory
             recompute.install(self.model)
@@ -355,15 +380,20 @@ class Policy:
         self.model.peft_config["default"].base_model_name_or_path = (
             base.source if isinstance(base.source, str) else base.name
         )
+        self._compute_as(base, lora.FrozenLinear(base.parts.head, float32=True))
+
+    def _compute_as(self, base: Base, head: Callable[[Tensor], Tensor]) -> None:
+        """Take over what both kinds of policies have. `head`: its product in float32."""
+        self._parts = base.parts
+        self.causal: PreTrainedModel = base.model
         self.source, self.files = base.source, base.files
         self.tokenizer = base.tokenizer
         self.context = base.context
-        causal = self.model.get_base_model()
         self._head = base.parts.head
-        self._frozen_head = lora.FrozenLinear(self._head, float32=True)
-        self._own_attention: str = causal.config._attn_implementation
+        self._head_output = head
+        self._own_attention: str = self.causal.config._attn_implementation
         self.use(Route())
-        self.stop_ids = stop_ids(causal, base.tokenizer)
+        self.stop_ids = stop_ids(self.causal, base.tokenizer)
         self.left_out: list[str] = []
         # The first rows of each A and columns of each B that are not trained: the adapter of a parent.
         self.frozen_rank = 0
@@ -402,8 +432,13 @@ class Policy:
     @property
     def outside_of_layers(self) -> list[nn.Parameter]:
         """The parameters of the head and of the embeddings, which may be the same."""
-        embeddings = self.model.get_base_model().get_input_embeddings()
+        embeddings = self.causal.get_input_embeddings()
         return [*self._head.parameters(), *embeddings.parameters()]
+
+    @property
+    def trained(self) -> Trained:
+        """For the job's owner: what is trained."""
+        return self.coverage
 
     @property
     def coverage(self) -> Coverage:
@@ -413,18 +448,27 @@ class Policy:
             parameter.numel() for parameter in self.model.parameters() if not parameter.requires_grad
         )
         weights: dict[Kind, list[int]] = {kind: [] for kind in KINDS}
-        for name, module in self.model.get_base_model().named_modules():
+        for name, module in self.causal.named_modules():
             if isinstance(module, LoraLayer) and module not in left_out:
                 weights[self._kinds[name]].append(module.get_base_layer().weight.numel())
         kinds = [
             KindCoverage(kind, len(found), sum(found) / frozen) for kind, found in weights.items() if found
         ]
-        experts = sum(weight.numel() for weight in fused_experts(self.model.get_base_model()).values())
+        experts = sum(weight.numel() for weight in fused_experts(self.causal).values())
         return Coverage(kinds, experts / frozen)
 
     @property
     def trainable(self) -> list[torch.nn.Parameter]:
+        """The weights that the optimizer changes, in the order of `wearing`."""
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    @property
+    def trained_head(self) -> list[torch.nn.Parameter]:
+        """The weights of the head that have a gradient."""
+        return []
+
+    def follow_trainable(self) -> None:
+        """Have the model compute with the current `trainable`, after they were changed."""
 
     def leave_out(self, modules: Sequence[str]) -> None:
         """Do not train the adapter of these layers: their gradients are dropped, so that it stays zero.
@@ -457,9 +501,8 @@ class Policy:
 
     def use(self, route: Route) -> None:
         """Compute from now on as `worker.model.support.probe` found to be right."""
-        causal = self.model.get_base_model()
         own = "eager" if route.eager else self._own_attention
-        causal.set_attn_implementation(attention.NAME if route.forward == "packed" else own)
+        self.causal.set_attn_implementation(attention.NAME if route.forward == "packed" else own)
         self.route = route
 
     def hidden(self, input_ids: Tensor, position_ids: Tensor, segment: Tensor) -> Tensor:
@@ -505,7 +548,7 @@ class Policy:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [..., h] -> logits [..., V] in float32, whatever the precision of the weights."""
-        return self._parts.logits(self._frozen_head(hidden).float())
+        return self._parts.logits(self._head_output(hidden).float())
 
     def checkpoint_layers(self) -> None:
         """Enable activation checkpointing.
@@ -515,16 +558,36 @@ class Policy:
         """
         if not self.layers:
             raise UnsupportedModel(
-                f"{type(self.model.get_base_model()).__name__} does not fit: its activations cannot be computed twice "
+                f"{type(self.causal).__name__} does not fit: its activations cannot be computed twice "
                 "to save memory, because its layers are not in one list."
             )
         memory.checkpoint_layers(self.layers)
+
+    @property
+    def has_base(self) -> bool:
+        """Whether `as_base` computes the model that the adapter is on."""
+        return True
 
     @contextmanager
     def as_base(self) -> Iterator[None]:
         """Disable the adapter during the context: the reference of the KL."""
         with self.model.disable_adapter():
             yield
+
+    @contextmanager
+    def moved(self) -> Iterator[None]:
+        """With an adapter that moves the hidden states by some per cent, where a fresh one is zero."""
+        generator = torch.Generator().manual_seed(0)
+        weights = [
+            (0.02 * torch.randn(parameter.shape, generator=generator)).to(parameter.device, parameter.dtype)
+            for parameter in self.trainable
+        ]
+        with self.wearing(weights):
+            yield
+
+    def snapshot(self) -> list[Tensor]:
+        """Copies of the weights that compute, for `wearing`."""
+        return [parameter.detach().clone() for parameter in self.trainable]
 
     @contextmanager
     def wearing(self, weights: Sequence[Tensor]) -> Iterator[None]:

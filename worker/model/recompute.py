@@ -113,14 +113,17 @@ class _Gated:
 Replaced = _Norm | _RootMeanSquare | _Gated
 
 
-def install(model: nn.Module) -> None:
+def install(model: nn.Module, *, norms: bool = True) -> None:
     """Replace the forward of norms and gated feed-forward layers, whatever family the model belongs to.
 
     Call it while the adapters are zero or absent: layers are compared with their own forward on random inputs, and
     keep it if the results differ.
+
+    Args:
+        norms: whether the weights of norms are frozen. If not, norms keep their own forward.
     """
     for module in model.modules():
-        if _is_norm(module):
+        if norms and _is_norm(module):
             epsilon = _epsilon_of_rms(module)
             own = module.forward
             module.forward = _Norm(own) if epsilon is None else _RootMeanSquare(module, epsilon, own)

@@ -110,7 +110,7 @@ def shard(policy: Policy, stand_in: Policy, mesh: DeviceMesh, *, seed: int) -> N
         UnsupportedModel: the files do not have the model's parameters under their own names.
         InvalidModel: parameters are missing in the files.
     """
-    causal = policy.model.get_base_model()
+    causal = policy.causal
     config = causal.config
     device = stand_in.device
     adapter = set(policy.trainable)

@@ -122,6 +122,8 @@ class Workload:
     completion: int  # max_completion_tokens
     in_flight: int  # prompts and answers of a whole step, or of a whole validation, whichever has more
     targets: LoraTargets = "all-linear"
+    full: bool = False  # all weights are trained, and there is no adapter
+    references: int = 0  # copies of all weights that it is compared with, if all are trained
 
     @property
     def longest(self) -> int:
@@ -140,6 +142,8 @@ def workload(
     eval_samples: int,
     targets: LoraTargets = "all-linear",
     copied: bool = False,
+    full: bool = False,
+    references: int = 0,
 ) -> Workload:
     """Of a job with `batch` prompts a step, `group` answers each; `eval_samples` answers to each validation row.
 
@@ -150,7 +154,7 @@ def workload(
         prompts * ((answers if copied else 1) * prompt + answers * completion)
         for prompts, answers in ((batch, group), (valid_rows, eval_samples))
     )
-    return Workload(rank, prompt, completion, max(training, validating), targets)
+    return Workload(rank, prompt, completion, max(training, validating), targets, full, references)
 
 
 @dataclass(frozen=True)
@@ -168,6 +172,7 @@ class Machine:
     tensor_parallel: int = 1  # devices that share the weights and the cache of an engine
     split: bool = False  # the engines have devices of the same size that no trainer uses
     degree: int = 1  # GPUs that share one copy of the trainer's weights
+    ranks: int = 1  # of a job that trains all weights, each with a whole copy
     may_sleep: bool = False  # nothing is sampled while the trainer learns, so that vLLM can sleep then
     sleeps: bool = False  # vLLM sleeps while the trainer learns
     main_memory: int | None = None  # free bytes beside the GPUs, for vLLM's weights; None: unknown
@@ -229,6 +234,8 @@ class Estimate:
     tensor_parallel: int = 1  # devices that share the engine's copy of the weights
     shard: int | None = None  # of the trainer's copy, where several GPUs share it, with the layers in use
     degree: int = 1  # GPUs that share it
+    optimizer: int = 0  # of all weights, if they are trained: master weights, gradients and moments
+    reference: int = 0  # copies of all weights that it is compared with
     sleeps: bool = False  # the engine has neither weights nor cache here while the trainer learns
 
     @property
@@ -261,13 +268,13 @@ class Estimate:
     @property
     def parts(self) -> int:
         """Of the trainer, besides weights."""
-        return self.adapter + self.activations + self.attention + self.head
+        return self.adapter + self.optimizer + self.reference + self.activations + self.attention + self.head
 
     def __str__(self) -> str:
         divided = self.copies > 1 and self.tensor_parallel > 1
         copies = f"{self.copies} x " if self.copies > 1 and not divided else ""
         engine = f" + {self.weights / self.tensor_parallel / GIB:.1f}" if divided else ""
-        names = ("adapter", "activations", "attention", "head")
+        names = ("adapter", "optimizer", "reference", "activations", "attention", "head")
         shown = [(name, getattr(self, name)) for name in names]
         parts = [f"{name} {size / GIB:.1f}" for name, size in shown if size >= 0.05 * GIB]
         weights = f"weights {copies}{self.weights / GIB:.1f}{engine}"
@@ -283,16 +290,20 @@ class Estimate:
         return f"{peak}: {', '.join([weights, *parts, *rest])}"
 
 
-def saved_bytes_per_token(shape: Shape, rank: int) -> int:
+def saved_bytes_per_token(shape: Shape, rank: int, *, full: bool = False) -> int:
     """What autograd keeps of one token in one layer, without what grows with its square.
 
     Counted in the Llama block with an adapter on every linear layer, and with norms of queries and keys where the model
     has them, as Qwen3; tests/worker/test_memory.py compares it with what a backward pass of the real code saves.
+
+    Args:
+        rank: of the adapter; 0 with `full`.
+        full: all weights are trained, also those of the norms.
     """
     each = shape.bytes_each
     # Inputs of norms; of adapters (one tensor for q, k, v, one for gate and up; of down); between A and B.
     heads = shape.queries + shape.key_values // 2 if shape.head_norms else 0
-    norms = (shape.layer_norms * shape.hidden + heads) * _norm_bytes(shape)
+    norms = (shape.layer_norms * shape.hidden + heads) * _norm_bytes(shape, full)
     inputs = 2 * shape.hidden + shape.intermediate
     inner = 7 * rank
     # Queries, keys and values of every query head, and the output. FlexAttention keeps keys and values once.
@@ -311,9 +322,21 @@ def _feed_forward_tensors(shape: Shape) -> int:
     return 3 if shape.bytes_each == 4 else 2  # gate and up; the gate's activation
 
 
-def _norm_bytes(shape: Shape) -> int:
-    """That autograd keeps of an element of a norm's input."""
+def _norm_bytes(shape: Shape, full: bool) -> int:
+    """That autograd keeps of an element of a norm's input; for trained weights also of what they are multiplied by."""
+    if full:
+        return 4 + shape.bytes_each
     return shape.bytes_each if shape.recomputes_norms else 4
+
+
+def optimizer_bytes(shape: Shape, ranks: int) -> int:
+    """Of a job that trains all weights: a gradient and two moments in float32, and a float32 copy of narrow weights.
+
+    Several ranks exchange weights and gradients as one vector in float32.
+    """
+    master = 4 if shape.bytes_each < 4 else 0
+    vector = 4 if ranks > 1 else 0
+    return shape.parameters * (master + 3 * 4 + vector)
 
 
 def estimate(
@@ -325,15 +348,19 @@ def estimate(
     checkpointed: bool,
     machine: Machine,
     targets: LoraTargets = "all-linear",
+    full: bool = False,
+    references: int = 0,
 ) -> Estimate:
     """The peak of a run that samples and trains.
 
     `checkpointed`: a layer's activations are computed again in the backward pass, so those of one layer are alive
-    at a time.
+    at a time. `full` and `references` as in Workload.
     """
-    layer = saved_bytes_per_token(shape, rank)
+    if full:
+        rank = 0
+    layer = saved_bytes_per_token(shape, rank, full=full)
     entries = shape.bytes_each * shape.hidden * shape.layers  # the inputs of all layers
-    ends = (_norm_bytes(shape) + shape.bytes_each) * shape.hidden  # of the last norm and of the head
+    ends = (_norm_bytes(shape, full) + shape.bytes_each) * shape.hidden  # of the last norm and of the head
     gradients = 4 * (2 * shape.intermediate + 4 * shape.hidden)  # of the layer that is being computed
     kept = entries + layer if checkpointed else layer * shape.layers
     square = token_budget**2
@@ -344,7 +371,11 @@ def estimate(
         masks = square * (1 + 4 * (1 if checkpointed else shape.layers))
     if shape.keeps_scores:  # before and after the softmax, in float32: measured on tiny Gemma 2 and gpt-oss
         masks += 2 * 4 * square * shape.heads * (1 if checkpointed else shape.layers)
-    weights = shape.weight_bytes + (2 * shape.linear_parameters * shape.bytes_each if machine.packed else 0)
+    packed = machine.packed and not full  # of weights that do not change
+    weights = shape.weight_bytes + (2 * shape.linear_parameters * shape.bytes_each if packed else 0)
+    logits = HEAD_CHUNK * shape.vocabulary * 4 * 4  # with their log-softmax, its exponential, a gradient
+    # Of the head's weights, that of a chunk and the sum of the chunks before it.
+    head_gradients = 2 * shape.vocabulary * shape.hidden * shape.bytes_each if full else 0
     found = Estimate(
         copies=machine.copies,
         weights=weights,
@@ -353,12 +384,14 @@ def estimate(
         * 4,  # weight, gradient and two moments, in float32
         activations=token_budget * (kept + ends + gradients),
         attention=masks,
-        head=HEAD_CHUNK * shape.vocabulary * 4 * 4,  # logits, their log-softmax, its exponential, a gradient
+        head=logits + head_gradients,
         cache=cache,
         margin=0,
         tensor_parallel=machine.tensor_parallel,
         shard=shape.shard_bytes(machine.degree) if machine.degree > 1 else None,
         degree=machine.degree,
+        optimizer=optimizer_bytes(shape, machine.ranks) if full else 0,
+        reference=references * shape.weight_bytes,
         sleeps=machine.sleeps,
     )
     return replace(found, margin=_margin(found, machine))
@@ -435,6 +468,8 @@ def plan_sharded(name: str, shape: Shape, work: Workload, machine: Machine, gpus
     Raises:
         DoesNotFit: with no degree; the message has the numbers of the largest one.
     """
+    if work.full:  # trained weights are not sharded
+        return plan(name, shape, work, replace(machine, ranks=gpus))
     degrees = degrees_of(machine, gpus)
     can_sleep = machine.may_sleep and machine.has_engine and machine.device == "cuda"
     for sleeps in (False, True) if can_sleep else (False,):
@@ -501,6 +536,8 @@ def plan(name: str, shape: Shape, work: Workload, machine: Machine) -> MemoryPla
             shape,
             rank=work.rank,
             targets=work.targets,
+            full=work.full,
+            references=work.references,
             token_budget=budget,
             cache=cache,
             checkpointed=checkpointed,
@@ -540,8 +577,9 @@ def plan(name: str, shape: Shape, work: Workload, machine: Machine) -> MemoryPla
     place = f"the GPU class `{machine.gpu_class}` has {size}" if machine.gpu_class else f"{size} are free"
     # A copy less is the largest part that a choice can save.
     hint = " or the sampler `transformers`, which needs no copy of the weights" if machine.copies > 1 else ""
+    smaller = "train 'lora', a smaller model or" if work.full else "a smaller model, lora_rank or"
     raise DoesNotFit(
-        f"{name} at {work.longest} tokens needs {needed}; {place}. Choose a smaller model, lora_rank or "
+        f"{name} at {work.longest} tokens needs {needed}; {place}. Choose {smaller} "
         f"max_completion_tokens, a GPU with more memory{hint}."
     )
 

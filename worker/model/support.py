@@ -32,7 +32,7 @@ from worker.model.architecture import (
     windows,
 )
 from worker.model.decoding import Decode
-from worker.model.policy import Coverage, Forward, Policy, Route
+from worker.model.policy import Forward, Policy, Route, Trained
 from worker.refusals import Refusal, UnsupportedModel, first_line
 from worker.rollout.samplers import Sampling
 from worker.rollout.samplers.transformers import TransformersSampler
@@ -113,7 +113,7 @@ class ForwardVerdict:
     def largest(self) -> float:
         return max(gap.largest for gap in self.gaps)
 
-    def described(self, coverage: Coverage) -> str:
+    def described(self, trained: Trained) -> str:
         """For an event of the job."""
         how = (
             "Training computes a prompt once for all its answers"
@@ -122,15 +122,15 @@ class ForwardVerdict:
         )
         return (
             f"The model's log-probabilities are those of transformers (largest difference {self.largest:.1g} nats). "
-            f"{how}. The adapter is on {coverage}."
+            f"{how}. {trained.sentence}"
         )
 
-    def as_data(self, coverage: Coverage) -> dict[str, Any]:
+    def as_data(self, trained: Trained) -> dict[str, Any]:
         return {
             "forward": self.route.forward,
             "decode": self.route.decode,
             "largest_difference": self.largest,
-            **coverage.as_data(),
+            **trained.as_data(),
             "reason": self.instead or None,
             "checked_at": self.checked_at or None,
         }
@@ -152,14 +152,15 @@ def probe(policy: Policy, *, sampled: bool) -> ForwardVerdict:
         UnsupportedModel: no route is right.
         NotEnoughMemory: the machine has no room for it.
     """
-    config = policy.model.get_base_model().config
+    config = policy.causal.config
     blocks = policy.device.type == "cuda" and has_backward_in_blocks(policy)
-    with refusing(config), _random_adapter(policy), in_float32(policy.model, list(policy.layers)):
+    with refusing(config), policy.moved(), in_float32(policy.model, list(policy.layers)):
         texts = [_draw(policy, lengths) for lengths in prompt_lengths(config, policy.context)]
         references = [_references(policy, text) for text in texts]
         _refuse_if_later_tokens_matter(policy, texts[0], references[0])
         verdict = _choose(policy, texts, references, sampled, blocks=blocks)
-        _refuse_lossy_adapter(policy, config)
+        if policy.has_base:
+            _refuse_lossy_adapter(policy, config)
     if policy.device.type == "cuda":
         torch.cuda.empty_cache()  # another engine measures what is free
     return verdict
@@ -173,7 +174,7 @@ def _choose(
     *,
     blocks: bool,
 ) -> ForwardVerdict:
-    config = policy.model.get_base_model().config
+    config = policy.causal.config
     reasons: list[str] = []
     for route in (Route("packed", blocks=True), *FORWARDS) if blocks else FORWARDS:
         compare = partial(_compare, policy, texts, references, reasons)
@@ -201,7 +202,7 @@ def _compare(
     logprobs_of: Callable[[Policy, Probe], Tensor],
 ) -> list[Gap] | None:
     """The gaps of one part on a route; None, and a sentence more in `reasons`, if it fails or is wrong."""
-    config = policy.model.get_base_model().config
+    config = policy.causal.config
     try:
         policy.use(route)
         gaps = [
@@ -238,7 +239,7 @@ def prompt_lengths(config: Any, context: int) -> list[tuple[int, ...]]:
 
 def _draw(policy: Policy, lengths: Sequence[int]) -> Probe:
     generator = torch.Generator().manual_seed(len(lengths) + sum(lengths))
-    vocabulary = policy.model.get_base_model().get_input_embeddings().weight.shape[0]
+    vocabulary = policy.causal.get_input_embeddings().weight.shape[0]
     stops = sorted(stop for stop in policy.stop_ids if stop < vocabulary)
     free = torch.tensor([token for token in range(min(3, vocabulary - 1), vocabulary) if token not in stops])
 
@@ -290,7 +291,7 @@ def has_backward_in_blocks(policy: Policy) -> bool:
         log.warning("FlexAttention is not used for this model: %s", first_line(cause))
         return False
     finally:
-        for parameter in policy.trainable:
+        for parameter in [*policy.trainable, *policy.model.parameters()]:
             parameter.grad = None
     return True
 
@@ -301,7 +302,7 @@ def _sampled(policy: Policy, text: Probe) -> Tensor:
 
 def _refuse_if_later_tokens_matter(policy: Policy, text: Probe, reference: Tensor) -> None:
     """The likelihood of an answer must not depend on what follows it, as it does with some rotary embeddings."""
-    config = policy.model.get_base_model().config
+    config = policy.causal.config
     later = torch.cat(
         [
             reference_logprobs(policy, prompt, (*answer, *[answer[0]] * 19))[: len(answer)]
@@ -317,7 +318,7 @@ def _refuse_if_later_tokens_matter(policy: Policy, text: Probe, reference: Tenso
 def reference_logprobs(policy: Policy, prompt: Sequence[int], answer: Sequence[int]) -> Tensor:
     """What transformers itself gives to the answer's tokens [T]: eager attention, no cache, PEFT's own adapter."""
     model = policy.model
-    with lora.uninstalled(model), recompute.uninstalled(model), eager(model.get_base_model()):
+    with lora.uninstalled(model), recompute.uninstalled(model), eager(policy.causal):
         ids = torch.tensor([[*prompt, *answer]], device=policy.device)
         logits = policy.model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
     return _taken(logits, answer)
@@ -408,18 +409,6 @@ def _refuse_lossy_adapter(policy: Policy, config: Any) -> None:
             f"{architecture(config)} is not supported: PEFT loses {len(lost)} of the adapter's {len(saved)} tensors "
             f"when it loads them, the first being {lost[0]}."
         )
-
-
-@contextmanager
-def _random_adapter(policy: Policy) -> Iterator[None]:
-    """With an adapter that moves the hidden states by some per cent."""
-    generator = torch.Generator().manual_seed(0)
-    weights = [
-        (0.02 * torch.randn(parameter.shape, generator=generator)).to(parameter.device, parameter.dtype)
-        for parameter in policy.trainable
-    ]
-    with policy.wearing(weights):
-        yield
 
 
 @contextmanager

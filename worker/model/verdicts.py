@@ -90,7 +90,7 @@ def _found(stored: ModelCheck | None, policy: Policy, sampled: bool) -> ForwardV
     if stored is None or (sampled and stored.decode is None):
         return None
     verdict = replace(_VERDICT.validate_python(stored.verdict.model_dump()), checked_at=stored.checked_at)
-    is_allowed = not support.problem_of(verdict.gaps, policy.model.get_base_model().config)
+    is_allowed = not support.problem_of(verdict.gaps, policy.causal.config)
     return verdict if is_allowed and _fits(verdict, sampled) else None
 
 
@@ -106,7 +106,7 @@ def key_of(policy: Policy, entry: BaseModelEntry, targets: LoraTargets) -> str:
     if isinstance(policy.source, Path):
         revision = policy.files if fingerprint.of_folder(policy.source) == policy.files else ""
     else:
-        revision = getattr(policy.model.get_base_model().config, "_commit_hash", None) or ""
+        revision = getattr(policy.causal.config, "_commit_hash", None) or ""
     if not revision:
         return ""
     device = torch.cuda.get_device_name(policy.device) if policy.device.type == "cuda" else policy.device.type

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from core.jobs import methods, offline_hyperparameters
+from core.jobs import full, methods, offline_hyperparameters
 from core.results.lineage import Parent, start_name
 from core.settings import Settings
 from core.storage.offline_rows import FORMS, reward_kind
@@ -18,7 +18,9 @@ from worker.assemble import (
     gpus_of,
     inspect_model,
     refuse_absent_targets,
+    refuse_to_share,
     served_teacher,
+    shared_by,
     teacher_model,
 )
 from worker.attempt import Attempt
@@ -29,7 +31,7 @@ from worker.learn.rank_model import Model
 from worker.learn.teacher import TeacherPolicy
 from worker.learn.world import World
 from worker.model import memory, sizing, teachers
-from worker.model.parent import continuing, start_from
+from worker.model.parent import continuing, start_from, whole_weights
 from worker.model.policy import read_tokenizer
 from worker.model.reward_head import RewardHead, Scale
 from worker.model.teachers import TeacherModel
@@ -43,6 +45,7 @@ from worker.record.recorder import Quota, Recorder
 from worker.refusals import UserMistake
 from worker.rollout.rows import read_file
 from worker.rollout.served_teacher import ServedTeacher
+from worker.sharing.base import RunsAlone, SharedBase
 from worker.types import Pack
 
 # Rows whose answers tell the scale of a reward model's rewards.
@@ -78,7 +81,10 @@ def assemble(
         else read_file(attempt, "validation_file", job.validation_file, form)
     )
     local = 1 if world is None else world.local_size
-    base = inspect_model(job.model, settings, local, samples=False)
+    if full.is_full(job) and (problem := full.several_machines(settings)):
+        raise UserMistake("unsupported_parameter", problem, full.param_of(job))
+    base = inspect_model(job.model, settings, local, samples=False, full=full.is_full(job))
+    refuse_to_share(attempt, base)
     asked = offline_hyperparameters.asked(kind, job.body["hyperparameters"])
     rewards = reward_kind(train[0].item)
     resolved = offline_hyperparameters.resolve(
@@ -101,28 +107,38 @@ def assemble(
     scale = Scale.of_steps() if rewards == "steps" else None
     if resolved.reward_kind == "scores":
         scale, [train_rows, valid_rows] = standardized([train_rows, valid_rows])
-    plan = plan_memory(job.model, base, resolved, [*train_rows, *valid_rows], settings, local, teacher)
+    rows = [*train_rows, *valid_rows]
+    plan = plan_memory(job.model, base, resolved, rows, settings, local, teacher, attempt.shared)
     beat()
     checkpoints = Checkpoints(attempt, scratch)
-    model = Model(
-        job.model, base.entry, settings.model_cache, resolved, job.seed, plan.checkpointed, sampled=False
-    )
-    order = LoadModel(
-        model,
-        base.device,
-        settings.torch_threads,
-        plan.token_budget,
-        held_to="",
-        degree=plan.degree,
-        teacher=on_ranks(teacher, resolved, settings),
-    )
     teaching: TeacherPolicy | ServedTeacher | None = None
-    with loading(world, order):
-        policy, verdict = load_checked(model, base.device, plan.degree, world, beat)
-        if teacher is not None and teacher.server is None:
-            teaching = teachers.load_teacher(
-                teacher, policy, resolved, checkpoints, settings.model_cache, beat
-            )
+    with whole_weights(parent, checkpoints, resolved) as weights:
+        model = Model(
+            job.model,
+            base.entry,
+            settings.model_cache,
+            resolved,
+            job.seed,
+            plan.checkpointed,
+            sampled=False,
+            weights=weights,
+            shared=shared_by(attempt, base),
+        )
+        order = LoadModel(
+            model,
+            base.device,
+            settings.torch_threads,
+            plan.token_budget,
+            held_to="",
+            degree=plan.degree,
+            teacher=on_ranks(teacher, resolved, settings),
+        )
+        with loading(world, order):
+            policy, verdict = load_checked(model, base.device, plan.degree, world, beat)
+            if teacher is not None and teacher.server is None:
+                teaching = teachers.load_teacher(
+                    teacher, policy, resolved, checkpoints, settings.model_cache, beat
+                )
     if teacher is not None and teacher.server is not None:
         teaching = served_teacher(teacher.name, teacher.server, settings, beat)
 
@@ -153,7 +169,7 @@ def assemble(
     first = job.resolved is None
     recorder.resolved(resolved)
     if first:
-        recorder.inform(verdict.described(policy.coverage), verdict.as_data(policy.coverage))
+        recorder.inform(verdict.described(policy.trained), verdict.as_data(policy.trained))
         if base.precision:
             recorder.inform(base.precision, {})
         if divided := sum(len(row.packs) > 1 for row in train_rows):
@@ -229,6 +245,7 @@ def plan_memory(
     settings: Settings,
     ranks: int,
     teacher: TeacherModel | None = None,
+    shared: SharedBase | None = None,
 ) -> sizing.MemoryPlan:
     """Divide the free memory, without that of a teacher's weights, between weights and micro-batches.
 
@@ -237,10 +254,13 @@ def plan_memory(
 
     Raises:
         UserMistake: the job does not fit.
+        RunsAlone: it does not fit beside others.
     """
     work = sizing.workload(
         rank=settings_of_job.lora_rank,
         targets=settings_of_job.lora_targets,
+        full=settings_of_job.train == "full",
+        references=settings_of_job.reference_copies,
         prompt=max(row.longest for row in rows),
         completion=1,
         batch=1,
@@ -249,7 +269,10 @@ def plan_memory(
         eval_samples=1,
     )
     packed = base.device == "cpu" and base.entry.dtype == "float32"
-    free = memory.available(base.device) // (ranks if base.device == "cpu" else 1)
+    if shared is None:
+        free = memory.available(base.device) // (ranks if base.device == "cpu" else 1)
+    else:
+        free = shared.memory(base.shape.weight_bytes)
     if teacher is not None:
         free = max(0, free - teacher.weight_bytes(packed=packed))
     # Without an engine and without a sampler that uses the trainer's weights, so that these can be sharded.
@@ -257,4 +280,6 @@ def plan_memory(
     try:
         return sizing.plan_sharded(name, base.shape, work, machine, ranks)
     except sizing.DoesNotFit as cause:
+        if shared is not None:
+            raise RunsAlone(f"beside {shared.jobs - 1} others {cause}") from cause
         raise UserMistake("not_enough_memory", str(cause), "model") from cause

@@ -1,7 +1,7 @@
 """Write checkpoints atomically, resume from the newest, and keep and name the best ones.
 
-A checkpoint is a blob prefix with the adapter in PEFT format, the trainer's state, and manifest.json, which lists every
-file with its hash and is written last. A prefix without a manifest is not a checkpoint.
+A checkpoint is a blob prefix with the adapter in PEFT format or a whole model, the trainer's state, and manifest.json,
+which lists every file with its hash and is written last. A prefix without a manifest is not a checkpoint.
 """
 
 import hashlib
@@ -9,7 +9,7 @@ import json
 import logging
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,6 +21,7 @@ from core.database import pages
 from core.database.tables import Checkpoint, Job, Organization, RolloutPage, TunedModel
 from core.jobs import events, lifecycle, usage
 from core.results import tuned_models
+from core.results.export import STAYS
 from core.storage import manifests
 from core.storage.manifests import MANIFEST, Damaged
 from core.storage.store import BlobExists, check_not_empty, is_bad_sector
@@ -224,14 +225,22 @@ class Checkpoints:
                 raise
 
     def download(self, prefix: str, folder: Path) -> None:
+        """Download all files of a checkpoint. Raises Damaged if one is missing or does not match its hash."""
+        self._download(prefix, folder, frozenset())
+
+    def download_model(self, prefix: str, folder: Path) -> None:
+        """As `download`, without the state of the trainer."""
+        self._download(prefix, folder, STAYS)
+
+    def _download(self, prefix: str, folder: Path, without: Collection[str]) -> None:
         try:
-            self._download_all(prefix, folder)
+            self._download_all(prefix, folder, without)
         except Damaged as damage:
             if damage.problem == "missing":
                 check_not_empty(self.blobs)
             raise
 
-    def _download_all(self, prefix: str, folder: Path) -> None:
+    def _download_all(self, prefix: str, folder: Path, without: Collection[str]) -> None:
         self._reading = MANIFEST
         manifest = manifests.read(self.blobs, prefix)
         if manifest.format > FORMAT:
@@ -240,6 +249,8 @@ class Checkpoints:
                 f"{FORMAT}: run the job on workers of the version of regraft that wrote it, or of a later one."
             )
         for file in manifest.files:
+            if file.name in without:
+                continue
             self._reading = file.name
             manifests.download(self.blobs, prefix, file, folder)
 

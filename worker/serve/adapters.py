@@ -1,4 +1,4 @@
-"""Local cache of adapters, downloaded from the blob store on first use.
+"""Local cache of adapters and of whole models, downloaded from the blob store on first use.
 
 A folder's name is the hash of its checkpoint's manifest, which contains the hash of every file. A retrained checkpoint
 therefore has another folder, and an existing folder is always valid.
@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from core.chat import Adapter
+from core.results.export import STAYS
 from core.storage import manifests
 from core.storage.manifests import MANIFEST, Damaged
 from core.storage.store import BlobCorrupt, BlobNotFound, BlobStore
@@ -26,6 +27,8 @@ log = logging.getLogger(__name__)
 CHAT_TEMPLATE = "chat_template.jinja"  # as transformers saves it with a tokenizer
 NEEDED = ("adapter_model.safetensors", "adapter_config.json", CHAT_TEMPLATE)
 KEPT = 256
+# Whole models, of gigabytes each.
+MODELS_KEPT = 4
 
 
 class AdapterGone(Exception):
@@ -37,7 +40,7 @@ class AdapterDamaged(Exception):
 
 
 class AdapterFolders:
-    """An LRU cache of at most `kept` folders under `root`."""
+    """An LRU cache of at most `kept` folders under `root`, all of adapters or all of whole models."""
 
     def __init__(self, blobs: BlobStore, root: Path, *, kept: int = KEPT) -> None:
         self.blobs = blobs
@@ -47,7 +50,7 @@ class AdapterFolders:
         self._fetching: dict[str, threading.Lock] = {}
 
     def folder(self, adapter: Adapter) -> Path:
-        """Return a folder that PEFT and vLLM can load. Blocks during the download.
+        """Return a folder that PEFT (of a whole model: transformers) and vLLM can load. Blocks during the download.
 
         Raises:
             AdapterGone: it was deleted from the blob store.
@@ -59,7 +62,7 @@ class AdapterFolders:
         with fetching:  # one download per folder; concurrent callers wait
             fetched = False
             while not self._taken(target):
-                with loading("adapter"):
+                with loading("weights" if adapter.is_whole else "adapter"):
                     self._fetch(adapter, target)
                 fetched = True
         if fetched:
@@ -90,7 +93,7 @@ class AdapterFolders:
             if hashlib.sha256(manifest).hexdigest() != adapter.manifest_sha256:
                 raise AdapterGone("it has been replaced by other weights")
             for file in manifests.parse(manifest).files:
-                if file.name in NEEDED:
+                if file.name not in STAYS if adapter.is_whole else file.name in NEEDED:
                     manifests.download(self.blobs, adapter.prefix, file, scratch)
             try:
                 scratch.rename(target)

@@ -1,4 +1,7 @@
-"""Load models on demand within the available memory, and evict the least recently used one."""
+"""Load models on demand within the available memory, and evict the least recently used one.
+
+A tuned model that is an adapter shares the base model with others. A whole model is loaded like another base model.
+"""
 
 import asyncio
 import gc
@@ -67,7 +70,7 @@ class Loaded:
 
 
 class Engines:
-    """The loaded base models, and their adapters' folders."""
+    """The loaded base models and whole tuned models, and the folders of tuned models."""
 
     def __init__(
         self,
@@ -75,13 +78,15 @@ class Engines:
         registry: Registry,
         builders: Mapping[str, Builder],
         adapters: AdapterFolders,
+        wholes: AdapterFolders,
         *,
         device: Device = "cpu",
         patience: float = LOAD_PATIENCE,
         adapter_patience: float = ADAPTER_PATIENCE,
     ) -> None:
         """Create without loaded models. `builders`: by sampler name; "vllm" only if it is installed."""
-        self.settings, self.registry, self.builders, self.adapters = settings, registry, builders, adapters
+        self.settings, self.registry, self.builders = settings, registry, builders
+        self.adapters, self.wholes = adapters, wholes
         self.device, self.patience, self.adapter_patience = device, patience, adapter_patience
         self._loaded: OrderedDict[str, Loaded] = OrderedDict()
         self._loading: dict[str, asyncio.Task[Loaded]] = {}
@@ -97,13 +102,19 @@ class Engines:
         Raises:
             EngineRefused: the model does not exist, does not fit, or takes too long to load.
         """
-        name = served.base_model
-        loaded = await self._in_time(self._task(name), name, self.patience)
+        name, adapter = served.base_model, served.adapter
+        entry = self.registry.models.get(name)
+        if entry is None:
+            raise EngineRefused(f"The model '{name}' does not exist.", 404, code="model_not_found")
+        if adapter is not None and adapter.is_whole:
+            entry = _in_folder(entry, await self._folder(adapter))
+            name, adapter = f"{name}@{adapter.manifest_sha256}", None
+        loaded = await self._in_time(self._task(name, entry), served.base_model, self.patience)
         while self._loaded.get(name) is not loaded:  # it may be evicted before we hold it
-            loaded = await self._in_time(self._task(name), name, self.patience)
+            loaded = await self._in_time(self._task(name, entry), served.base_model, self.patience)
         loaded.users += 1
         try:
-            yield loaded.engine, None if served.adapter is None else await self._folder(served.adapter)
+            yield loaded.engine, None if adapter is None else await self._folder(adapter)
         finally:
             loaded.users -= 1
 
@@ -118,15 +129,19 @@ class Engines:
         self._downloads.shutdown(wait=False, cancel_futures=True)
 
     async def _folder(self, adapter: Adapter) -> Path:
-        found = await asyncio.to_thread(self.adapters.found, adapter)
+        folders = self.wholes if adapter.is_whole else self.adapters
+        found = await asyncio.to_thread(folders.found, adapter)
         if found is not None:
             return found
         if adapter not in self._fetching:
             loop = asyncio.get_running_loop()
-            fetching = loop.run_in_executor(self._downloads, self.adapters.folder, adapter)
+            fetching = loop.run_in_executor(self._downloads, folders.folder, adapter)
             fetching.add_done_callback(lambda done: self._fetching.pop(adapter))
             self._fetching[adapter] = fetching
-        return await self._in_time(self._fetching[adapter], "the adapter", self.adapter_patience)
+        what, patience = (
+            ("the model", self.patience) if adapter.is_whole else ("the adapter", self.adapter_patience)
+        )
+        return await self._in_time(self._fetching[adapter], what, patience)
 
     async def _in_time(self, task: "asyncio.Future[T]", what: str, patience: float) -> T:
         try:
@@ -141,26 +156,23 @@ class Engines:
             message = f"The model's checkpoint is damaged: {damaged}. Use another checkpoint of its job."
             raise EngineRefused(message, 410, code="checkpoint_damaged") from damaged
 
-    def _task(self, name: str) -> "asyncio.Task[Loaded]":
+    def _task(self, name: str, entry: BaseModelEntry) -> "asyncio.Task[Loaded]":
         if name not in self._loading:
-            task = self._loading[name] = asyncio.create_task(self._find(name))
+            task = self._loading[name] = asyncio.create_task(self._find(name, entry))
             task.add_done_callback(lambda done: self._loading.pop(name))
         return self._loading[name]
 
-    async def _find(self, name: str) -> Loaded:
+    async def _find(self, name: str, entry: BaseModelEntry) -> Loaded:
         if (loaded := self._loaded.get(name)) is not None and loaded.engine.lost:
             log.warning("the engine of %s has died and is being restarted", name)
             await self._loaded.pop(name).engine.close()
         if name not in self._loaded:
             async with self._one_at_a_time:
-                self._loaded[name] = Loaded(await self._load(name))
+                self._loaded[name] = Loaded(await self._load(name, entry))
         self._loaded.move_to_end(name)
         return self._loaded[name]
 
-    async def _load(self, name: str) -> LoadedModel:
-        entry = self.registry.models.get(name)
-        if entry is None:
-            raise EngineRefused(f"The model '{name}' does not exist.", 404, code="model_not_found")
+    async def _load(self, name: str, entry: BaseModelEntry) -> LoadedModel:
         builder = self._builder(entry)
         try:
             needed = await asyncio.to_thread(builder.bytes_needed, entry)
@@ -196,3 +208,9 @@ class Engines:
             log.info("unloading %s to make room for %s", idle, name)
             await self._loaded.pop(idle).engine.close()
             gc.collect()
+
+
+def _in_folder(entry: BaseModelEntry, folder: Path) -> BaseModelEntry:
+    """A tuned whole model, with the entry of its base model. The chat template of its job is in the folder."""
+    source = {"path": folder, "package": None, "file": None, "hub": None}
+    return entry.model_copy(update=source | {"chat_template": None})

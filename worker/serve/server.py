@@ -28,7 +28,7 @@ from core.telemetry import tracing
 from worker import process
 from worker.serve import chat as own
 from worker.serve import serving_metrics
-from worker.serve.adapters import AdapterFolders
+from worker.serve.adapters import MODELS_KEPT, AdapterFolders
 from worker.serve.engine import Engine
 from worker.serve.engines import Builder, EngineRefused, Engines
 from worker.serve.passed import CHAT, COMPLETIONS, Passed
@@ -167,7 +167,8 @@ def open_engines(settings: Settings) -> Engines:
             log.warning("%s", problem)
     blobs = blobs_of(settings)
     folders = AdapterFolders(blobs, (settings.data_dir / "adapters").resolve())
-    return Engines(settings, registry, builders, folders, device=plain.device)
+    wholes = AdapterFolders(blobs, (settings.data_dir / "tuned-models").resolve(), kept=MODELS_KEPT)
+    return Engines(settings, registry, builders, folders, wholes, device=plain.device)
 
 
 def serve(settings: Settings, listening: socket.socket, *, idle_seconds: float = 0.0) -> None:

@@ -35,7 +35,7 @@ TOKENS = Counter(
 UNDER_WAY = Gauge("regraft_inference_answers", "Completions in flight.", registry=COUNTED)
 LOAD_SECONDS = Histogram(
     "regraft_inference_load_seconds",
-    "Time to load a base model, or an adapter from the blob store.",
+    "Time to load a model, or to fetch an adapter or the weights of a whole model from the blob store.",
     ("what",),
     buckets=(0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600),
     registry=COUNTED,
@@ -90,7 +90,7 @@ class VllmMetrics:
 
 
 @contextmanager
-def loading(what: Literal["model", "adapter"]) -> Iterator[None]:
+def loading(what: Literal["model", "adapter", "weights"]) -> Iterator[None]:
     """Record the duration of a load, unless it fails."""
     started = time.perf_counter()
     yield

@@ -14,6 +14,7 @@ from core.database.tables import File, Job
 from core.jobs import estimates, events, lifecycle
 from core.jobs.claim import Claim, LeaseLost
 from core.jobs.distillation import asked_of, teacher_of
+from core.jobs.full import is_full
 from core.jobs.job_files import BadFile
 from core.jobs.methods import OFFLINE, variant
 from core.model_templates import is_reasoning
@@ -94,6 +95,10 @@ def _validate(
     with database.read() as session:
         job = session.query(Job).where(Job.id == claim.job_id).one()
         stored = {file.id: file for file in session.query(File).where(File.project_id == job.project_id)}
+    if (problem := _too_large_for_full(settings, job)) is not None:
+        with lifecycle.fenced(database, claim) as (session, job):
+            lifecycle.fail(session, job, code="unsupported_model", message=problem, param="model")
+        return []
     if variant(job.method, job.body) in OFFLINE:
         return validate_offline(database, blobs, claim, job, stored, lease.progressed)
     spec: GraderSpec | None = None
@@ -152,6 +157,12 @@ def _not_held_out(rows: Sequence[Example], valid_rows: Sequence[Example]) -> str
         f"{shared} of {len(valid_rows)} validation rows have the messages of a training row. Their rewards do not "
         "measure generalization to new prompts."
     )
+
+
+def _too_large_for_full(settings: Settings, job: Job) -> str | None:
+    """Return why not all weights of the job's model can be trained, if the job is to do that."""
+    entry = Registry.load(settings.models_file).models.get(job.model)
+    return capacity.too_large_for_full(entry) if is_full(job) and entry is not None else None
 
 
 def _does_not_fit(settings: Settings, job: Job, rows: int, valid_rows: int) -> str | None:

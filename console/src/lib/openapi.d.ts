@@ -3,6 +3,16 @@ export type paths = Record<string, never>;
 export type webhooks = Record<string, never>;
 export interface components {
     schemas: {
+        /**
+         * AdvantageSizesOut
+         * @description The absolute advantages of the graded answers.
+         */
+        AdvantageSizesOut: {
+            /** Mean */
+            mean: number | null;
+            /** Largest */
+            largest: number | null;
+        };
         /** AttemptOut */
         AttemptOut: {
             /** Number */
@@ -93,6 +103,7 @@ export interface components {
             } | null;
             /** Reasons */
             reasons?: boolean | null;
+            memory?: components["schemas"]["ModelMemory"] | null;
             /** Checked At */
             checked_at?: number | null;
             /** Versions */
@@ -124,6 +135,37 @@ export interface components {
              * @description In the order of the jobs; null: the request lacks it.
              */
             values: unknown[];
+        };
+        /**
+         * CheckedCaseOut
+         * @description A golden case and its score. Null: it could not be graded, which fails the case.
+         */
+        CheckedCaseOut: {
+            /** Case Id */
+            case_id: string;
+            /** Passed */
+            passed: boolean;
+            /** Score */
+            score: number | null;
+            expect: components["schemas"]["ExpectOut"];
+            /** Reason */
+            reason: string;
+            /** Errors */
+            errors: string[];
+            /**
+             * Output
+             * @description Printed by the grader.
+             */
+            output: string;
+            /**
+             * Scores
+             * @description Of the parts of a multi grader.
+             */
+            scores: {
+                [key: string]: number | null;
+            };
+            /** Execution Time */
+            execution_time: number;
         };
         /** CheckpointOut */
         CheckpointOut: {
@@ -398,6 +440,13 @@ export interface components {
                 [key: string]: unknown;
             };
         };
+        /** ExpectOut */
+        ExpectOut: {
+            /** Min */
+            min: number | null;
+            /** Max */
+            max: number | null;
+        };
         /** FileOut */
         FileOut: {
             /** Id */
@@ -427,6 +476,32 @@ export interface components {
             /** Status Details */
             status_details?: null;
         };
+        /** GoldenCaseOut */
+        GoldenCaseOut: {
+            /** Id */
+            id: string;
+            /**
+             * Object
+             * @default regraft.grader.case
+             * @constant
+             */
+            object: "regraft.grader.case";
+            /** Created At */
+            created_at: number;
+            /** Sample */
+            sample: {
+                [key: string]: unknown;
+            };
+            /** Item */
+            item: {
+                [key: string]: unknown;
+            };
+            expect: components["schemas"]["ExpectOut"];
+            /** Note */
+            note: string;
+            /** Rollout Id */
+            rollout_id: string | null;
+        };
         /**
          * GpuOut
          * @description A GPU by nvidia-smi. null: the driver does not say.
@@ -445,6 +520,31 @@ export interface components {
              * @description Of the last sample period, from 0 to 1.
              */
             utilization: number | null;
+        };
+        /** GraderCheckOut */
+        GraderCheckOut: {
+            /**
+             * Object
+             * @default regraft.grader.check
+             * @constant
+             */
+            object: "regraft.grader.check";
+            /** Name */
+            name: string;
+            /**
+             * Version
+             * @description The version of what was run, saved or not.
+             */
+            version: string;
+            /** Passed */
+            passed: number;
+            /**
+             * Failed
+             * @description Cases out of their range, or without a score.
+             */
+            failed: number;
+            /** Results */
+            results: components["schemas"]["CheckedCaseOut"][];
         };
         /**
          * GraderPath
@@ -465,6 +565,34 @@ export interface components {
             /** Not Listed */
             not_listed: boolean;
             no_grader: components["schemas"]["SomeLines"] | null;
+        };
+        /**
+         * GraderVersionOut
+         * @description A version. `id` is its hash.
+         */
+        GraderVersionOut: {
+            /** Id */
+            id: string;
+            /**
+             * Object
+             * @default regraft.grader.version
+             * @constant
+             */
+            object: "regraft.grader.version";
+            /** Name */
+            name: string;
+            /** Version */
+            version: string;
+            /** Created At */
+            created_at: number;
+            /** Is Current */
+            is_current: boolean;
+            /** Note */
+            note: string;
+            /** Grader */
+            grader: {
+                [key: string]: unknown;
+            };
         };
         /**
          * Grading
@@ -719,6 +847,20 @@ export interface components {
              */
             object: "organization.project.limits";
         };
+        /**
+         * ModelMemory
+         * @description Of a job whose longest prompt and answer fill the context, with an adapter of rank 16. In GiB of one GPU.
+         */
+        ModelMemory: {
+            /** Gpu Class */
+            gpu_class: string;
+            /** Gpu Gib */
+            gpu_gib: number;
+            /** Needed Gib */
+            needed_gib: number | null;
+            /** Problem */
+            problem: string | null;
+        };
         /** ModelOut */
         ModelOut: {
             /** Id */
@@ -821,6 +963,12 @@ export interface components {
              * @default 0
              */
             eval: number;
+            /**
+             * Waiting
+             * @description Seconds of waiting for other jobs on the same device.
+             * @default 0
+             */
+            waiting: number;
             /**
              * Full Iteration
              * @description Seconds of the whole step.
@@ -2072,7 +2220,8 @@ export interface components {
              *         "full_iteration": 0,
              *         "grading": 0,
              *         "sampling": 0,
-             *         "training": 0
+             *         "training": 0,
+             *         "waiting": 0
              *       }
              *     }
              */
@@ -2098,8 +2247,47 @@ export interface components {
             [key: string]: unknown;
         };
         /**
+         * StoredGraderOut
+         * @description A named grader with its current version.
+         */
+        StoredGraderOut: {
+            /** Id */
+            id: string;
+            /**
+             * Object
+             * @default regraft.grader
+             * @constant
+             */
+            object: "regraft.grader";
+            /** Name */
+            name: string;
+            /** Created At */
+            created_at: number;
+            /** Updated At */
+            updated_at: number;
+            /**
+             * Version
+             * @description SHA-256 of the specification.
+             */
+            version: string;
+            /** Versions */
+            versions: number;
+            /**
+             * Cases
+             * @description Golden cases.
+             */
+            cases: number;
+            /**
+             * Grader
+             * @description The specification; header values are masked.
+             */
+            grader: {
+                [key: string]: unknown;
+            };
+        };
+        /**
          * TaskOut
-         * @description What a worker works on.
+         * @description A job or an eval run that a worker works on.
          */
         TaskOut: {
             /**
@@ -2136,6 +2324,7 @@ export interface components {
              *       "grading": 0,
              *       "training": 0,
              *       "eval": 0,
+             *       "waiting": 0,
              *       "full_iteration": 0
              *     }
              */
@@ -2483,6 +2672,13 @@ export interface components {
              * @description Spearman's, of the stored and the new scores.
              */
             rank_correlation: number | null;
+            /**
+             * Advantage Scale
+             * @enum {string}
+             */
+            advantage_scale: "none" | "group" | "batch";
+            advantages_before: components["schemas"]["AdvantageSizesOut"];
+            advantages_after: components["schemas"]["AdvantageSizesOut"];
         };
         /** WorkQueueOut */
         WorkQueueOut: {
@@ -2504,7 +2700,7 @@ export interface components {
             gpu_class: string | null;
             /**
              * Length
-             * @description What a free worker would start.
+             * @description Jobs or runs that a free worker would start.
              */
             length: number;
             /**

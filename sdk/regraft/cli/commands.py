@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -980,26 +980,33 @@ def what_if(arguments: argparse.Namespace) -> int:
         arguments.job_id,
         arguments.formula,
         pass_threshold=arguments.pass_threshold,
+        advantage_scale=arguments.advantage_scale,
         split=arguments.split,
         step_from=arguments.step_from,
         step_to=arguments.step_to,
     )
+    before, after = found.advantages_before, found.advantages_after
+    sizes: list[list[object]] = [
+        [f"mean size of advantages, scale {found.advantage_scale}", before.mean, after.mean],
+        ["largest advantage", before.largest, after.largest],
+    ]
 
     return _answer(
         arguments,
         found,
-        lambda: _compared(found, "with the formula", f"passed, from {found.pass_threshold:g}"),
+        lambda: _compared(found, "with the formula", f"passed, from {found.pass_threshold:g}", sizes),
     )
 
 
-def _compared(found: ComparedScores, new: str, passed: str) -> str:
-    """The stored scores beside the new ones; `new` and `passed` name a column and a row."""
+def _compared(found: ComparedScores, new: str, passed: str, more: Iterable[list[object]] = ()) -> str:
+    """The stored scores beside the new ones; `new` and `passed` name a column and a row, `more` are further rows."""
     before, after = found.before, found.after
     rows: list[list[object]] = [
         ["mean reward", before.mean, after.mean],
         ["graded answers", before.graded, after.graded],
         [passed, before.passed, after.passed],
         [f"groups with signal, of {found.groups}", before.groups_with_signal, after.groups_with_signal],
+        *more,
     ]
     correlation = "" if found.rank_correlation is None else f", rank correlation {found.rank_correlation:.3f}"
     return (

@@ -386,6 +386,11 @@ def _results(top: Commands) -> None:
     _id(what_if, "job_id")
     what_if.add_argument("formula", metavar="FORMULA", help="as calculate_output of a multi grader")
     what_if.add_argument("--pass-threshold", type=float, metavar="X", help="default: as in evals of the job")
+    what_if.add_argument(
+        "--advantage-scale",
+        choices=("none", "group", "batch"),
+        help="divide advantages by the std of the group or of the step, as losses do (default: none)",
+    )
     what_if.add_argument("--split", choices=("train", "valid"))
     what_if.add_argument("--step-from", type=int, metavar="N", help="first step of a range")
     what_if.add_argument("--step-to", type=int, metavar="N", help="last step of a range")
@@ -427,7 +432,7 @@ def _results(top: Commands) -> None:
     _id(regrades, "job_id")
     checkpoints = top.group("checkpoints", "list and download the checkpoints of a job")
     _id(checkpoints.add("list", "list the checkpoints of a job, newest first", "checkpoints_list"), "job_id")
-    download = checkpoints.add("download", "download an adapter in PEFT format", "checkpoints_download")
+    download = checkpoints.add("download", "download an adapter or a whole model", "checkpoints_download")
     _id(download, "job_id")
     download.add_argument(
         "checkpoint_id", nargs="?", metavar="CHECKPOINT", help="default: the best checkpoint"

@@ -32,7 +32,7 @@ class Checkpoints:
         return [*self._client.fine_tuning.jobs.checkpoints.list(job_id, limit=100)]
 
     def download(self, job_id: str, checkpoint_id: str | None = None, *, to: str | Path) -> Path:
-        """Download the adapter in PEFT format to the new folder `to`, and return its path.
+        """Download the adapter in PEFT format, or the whole model, to the new folder `to`, and return its path.
 
         The folder also has its tokenizer, a model card and reproduce.json with its origin. The default checkpoint is
         the one

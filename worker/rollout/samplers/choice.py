@@ -29,16 +29,20 @@ def choose(
     installed: Callable[[], str | None] = vllm.installed,
     *,
     fleet: bool = False,
+    full: bool = False,
 ) -> tuple[SamplerName, str]:
     """Return the sampler's name and version. Automatic: vLLM on a GPU if it is installed, else transformers.
 
     Args:
         installed: returns the version of vLLM, or None.
         fleet: whether the model has one, which is used then.
+        full: whether all weights are trained. The sampler has the trainer's own then: others take adapters only.
 
     Raises:
         SamplerMissing: the configured sampler is not installed, or is another one than the fleet's.
     """
+    if full:
+        return "transformers", version("transformers")
     if fleet:
         if sampler_of(entry, settings.sampler, "cuda") == "transformers":
             raise SamplerMissing(

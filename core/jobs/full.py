@@ -1,0 +1,55 @@
+"""Jobs that train all weights of a model (`train: "full"`): what the service's settings must not ask for."""
+
+from core.database.tables import Job
+from core.registry import BaseModelEntry
+from core.settings import Settings
+
+MAX_PARAMETERS = 8.5e9  # models that are called 8B have up to 8.3 billion
+
+
+def is_full(job: Job) -> bool:
+    """Whether the job trains all weights. Jobs of earlier versions do not have the field."""
+    advanced = job.body["hyperparameters"].get("advanced") or {}
+    return bool(advanced.get("train") == "full")
+
+
+def param_of(job: Job) -> str:
+    return f"method.{job.method}.hyperparameters.advanced.train"
+
+
+def too_large(parameters: int) -> str:
+    """Return why a model with this number of parameters is refused; "" if it is not."""
+    if parameters <= MAX_PARAMETERS:
+        return ""
+    size = f"{parameters / 1e9:.1f}B"
+    return f"train 'full' is for models of at most 8B parameters, and this one has {size}. Use train 'lora'."
+
+
+def problem(name: str, entry: BaseModelEntry, settings: Settings) -> str:
+    """Return why no job that samples answers can train all weights of the model under these settings; "" if it can.
+
+    All weights are sampled with the trainer's own: vLLM and the samplers of a fleet take adapters.
+    """
+    settings = settings.of_class(entry.gpu_class or settings.gpu_class)
+    sampler = entry.sampler if settings.sampler == "registry" else settings.sampler
+    if name in settings.samplers:
+        return (
+            f"train 'full' is not supported for '{name}': the operator has samplers for it (REGRAFT_SAMPLERS), which "
+            "take adapters only. Use train 'lora'."
+        )
+    if sampler == "vllm":
+        return (
+            f"train 'full' is not supported for '{name}': the operator has it sampled with vLLM, which takes adapters "
+            "only. Use train 'lora', or have the operator set REGRAFT_SAMPLER=transformers."
+        )
+    return ""
+
+
+def several_machines(settings: Settings) -> str:
+    """Return why no job can train all weights of a model on the machines of these settings; "" if it can."""
+    if settings.nodes == 1:
+        return ""
+    return (
+        f"train 'full' is not supported for jobs of several machines, and these have {settings.nodes} (REGRAFT_NODES). "
+        "Use train 'lora', or workers of one machine."
+    )
