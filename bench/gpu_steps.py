@@ -5,8 +5,8 @@ learn. parallel: one engine is divided over all GPUs. sleep: colocated, and vLLM
 last GPU runs a process of `regraft-server sampler`, and the others learn. long: colocated, with longer answers.
 
 `planned_gib` is what the memory plan counts on the first GPU. `sampling_gib` and `learning_gib` are the memory of that
-GPU which all processes had in use together in each phase, so that the margin of the plan can be checked. On a CPU,
-where a GPU is one process, these two are missing.
+GPU which all processes had in use together in each phase, so that the margin of the plan can be checked. A CPU has
+neither: there each GPU of a scenario is a process.
 """
 
 import asyncio
@@ -87,7 +87,7 @@ def scenario_of(part: str, gpus: int) -> Scenario | None:
 
 
 def measure(scenario: Scenario, shape: Shape, device: str) -> dict[str, float]:
-    """Run the steps in processes of their own, so that nothing here is on a GPU."""
+    """Run the steps in other processes, so that nothing here is on a GPU."""
     shape = replace(shape, answer=shape.answer * scenario.answer)
     with tempfile.TemporaryDirectory() as folder:
         writing = multiprocessing.get_context("spawn").Process(
@@ -324,7 +324,9 @@ class Steps:
         model = Model("random", self.entry, self.folder, settings, 0, self.plan.checkpointed, sampled=False)
         release = torch.cuda.empty_cache if self.scenario.sleeps else keep_memory
         threads = 1 if self.device == "cpu" else 0
-        order = LoadModel(model, self.device, threads, self.plan.token_budget, "", self.plan.degree, release)
+        order = LoadModel(
+            model, self.device, threads, self.plan.token_budget, "", self.plan.degree, release=release
+        )
         with loading(world, order):
             policy, _ = load_checked(model, self.device, self.plan.degree, world)
             release()

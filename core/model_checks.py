@@ -128,18 +128,9 @@ class ModelChecks:
 
     def keep(self, check: ModelCheck) -> None:
         """Write the result, replacing one under the same key. A disk that refuses it costs the next job a check."""
-        path, scratch = self._path(check.source, check.key), None
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            descriptor, scratch = tempfile.mkstemp(dir=self.folder, prefix=".")
-            with os.fdopen(descriptor, "w") as file:
-                file.write(check.model_dump_json())
-            Path(scratch).chmod(0o644)  # the API may run as another user
-            Path(scratch).replace(path)
+            write_whole(self._path(check.source, check.key), check.model_dump_json())
         except OSError as cause:
-            if scratch is not None:
-                with contextlib.suppress(OSError):
-                    Path(scratch).unlink()
             log.warning("the check of %s is not stored: %s", check.source, cause)
 
     def forget(self, source: str, key: str) -> None:
@@ -154,6 +145,21 @@ class ModelChecks:
 
     def _path(self, source: str, key: str) -> Path:
         return self.folder / f"{_short(source)}-{_short(key)}.json"
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that is there as a whole or not at all, readable by an API that runs as another user."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, scratch = tempfile.mkstemp(dir=path.parent, prefix=".")
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+        Path(scratch).chmod(0o644)
+        Path(scratch).replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            Path(scratch).unlink()
+        raise
 
 
 def source_of(entry: BaseModelEntry) -> str:

@@ -15,6 +15,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 from core.inference import InferenceUrl, address_of
 from core.jobs.thresholds import Thresholds
 from core.tenancy.limits import DEFAULT_LIMITS, Limits
+from core.tenancy.single_sign_on import Rule, TrustedNetwork
 
 Checksums = Literal["when_supported", "when_required"]
 SamplerChoice = Literal["registry", "transformers", "vllm"]
@@ -24,6 +25,14 @@ KvCacheGib = Auto | Annotated[float, Field(gt=0, allow_inf_nan=False)]
 TokenBudget = Auto | Annotated[int, Field(ge=256)]
 EngineCount = Auto | Annotated[int, Field(ge=1)]
 Addresses = tuple[Annotated[str, Field(pattern=r"^https?://[^\s/@:]+(:\d{1,5})?(/\S*)?$")], ...]
+
+_HEADER = r"^([A-Za-z][A-Za-z0-9-]{0,63})?$"
+# Headers that mean something else to HTTP or to the service.
+_TAKEN = re.compile(
+    "authorization|api-key|cookie|host|connection|forwarded|x-forwarded-(for|proto|host)|x-regraft-console|"
+    "(content|sec|openai)-.*",
+    re.IGNORECASE,
+)
 
 
 class GpuClass(BaseModel):
@@ -74,6 +83,18 @@ class Settings(BaseSettings):
     console_site: Path = Field(default_factory=lambda: Path(sys.prefix, "share/regraft/console"))
     # Host names of the console, as JSON: ["regraft.example.com"]. Addresses and localhost need no entry.
     console_hosts: tuple[str, ...] = ()
+
+    # Single sign-on for the console (docs/howto/security.md#single-sign-on). The header in which a proxy that has
+    # authenticated the user names them, such as X-Auth-Request-Email. Empty: off.
+    sso_header: str = Field(default="", pattern=_HEADER)
+    # The header in which the proxy names the user's groups, separated by commas. Empty: none.
+    sso_groups_header: str = Field(default="", pattern=_HEADER)
+    # Addresses and networks of these proxies, as JSON: ["10.0.3.7", "fd00:12::/64"]. The header of others is refused.
+    sso_proxies: tuple[TrustedNetwork, ...] = ()
+    # What users and groups may do, as JSON; the first rule that applies holds: [{"user": "ana@example.com", "project":
+    # "proj_1", "scope": "admin"}, {"group": "ml", "project": "proj_2", "scope": "write"}]. The user "*" is every
+    # user of the proxy.
+    sso_rules: tuple[Rule, ...] = ()
 
     # Base URL, including /v1, of the inference server for chat completions of the registry's models. `regraft-server
     # up` starts one and sets this; `regraft-server inference` runs one. Several servers, as JSON: {"qwen3-4b":
@@ -180,6 +201,9 @@ class Settings(BaseSettings):
     nodes: int = Field(default=1, ge=1)
     node_rank: int = Field(default=0, ge=0)
     rendezvous: str = Field(default="", pattern=r"^(\S+:\d{1,5})?$")
+    # Jobs that a worker with one GPU runs at once, if they are on the same base model, which is then in memory once
+    # (docs/howto/scale.md, Several jobs on one GPU).
+    jobs_per_worker: int = Field(default=1, ge=1, le=16)
     # Threads that torch may use in a run. 0: torch's default.
     torch_threads: int = Field(default=0, ge=0)
     # The sampler: each model's own choice in the registry, or one for all.
@@ -221,6 +245,13 @@ class Settings(BaseSettings):
             raise PydanticCustomError("first_key", "must have 32 to 200 characters and no white space")
         return key
 
+    @field_validator("sso_header", "sso_groups_header")
+    @classmethod
+    def _is_a_header_of_its_own(cls, name: str) -> str:
+        if _TAKEN.fullmatch(name):
+            raise PydanticCustomError("taken_header", "{name} has another meaning", {"name": name})
+        return name
+
     @field_validator("default_limits", mode="before")
     @classmethod
     def _beside_the_default(cls, given: Any) -> Any:
@@ -232,6 +263,18 @@ class Settings(BaseSettings):
             raise ValueError(
                 "REGRAFT_INFERENCE_URL needs REGRAFT_INFERENCE_KEY, the secret of that inference server"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _has_proxies_and_rules_for_single_sign_on(self) -> Self:
+        if bool(self.sso_header) != bool(self.sso_proxies) or bool(self.sso_header) != bool(self.sso_rules):
+            raise ValueError(
+                "REGRAFT_SSO_HEADER, REGRAFT_SSO_PROXIES and REGRAFT_SSO_RULES belong together: set all three or none"
+            )
+        if not self.sso_groups_header and any(rule.group is not None for rule in self.sso_rules):
+            raise ValueError("REGRAFT_SSO_RULES names groups, which need REGRAFT_SSO_GROUPS_HEADER")
+        if self.sso_groups_header and self.sso_groups_header.lower() == self.sso_header.lower():
+            raise ValueError("REGRAFT_SSO_GROUPS_HEADER and REGRAFT_SSO_HEADER must be two headers")
         return self
 
     @model_validator(mode="after")

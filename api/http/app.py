@@ -27,6 +27,7 @@ from api.resources import (
     attempts,
     chat,
     completions,
+    curves,
     estimates,
     eval_compare,
     eval_import,
@@ -55,6 +56,7 @@ from api.resources import (
     stored_graders,
     stream,
     uploads,
+    usage,
     webhooks,
 )
 from core.database.engine import Database, Send
@@ -121,7 +123,7 @@ def create_app(
     app.state.upstream = chat.Upstream(settings)
     app.router.routes.extend(all_routes())
     app.include_router(docs_site.router(settings.docs_site))
-    app.include_router(console.router(settings.console_site))
+    app.include_router(console.router(settings.console_site, single_sign_on=bool(settings.sso_header)))
     errors.add_handlers(app)
     app.add_middleware(
         LargeBodies,
@@ -168,6 +170,7 @@ def all_routes() -> list[BaseRoute]:
         stored_graders,
         rollouts,
         job_compare,
+        curves,
         regrades,
         archive,
         evals,
@@ -178,6 +181,7 @@ def all_routes() -> list[BaseRoute]:
         webhooks,
         organization,
         operator,
+        usage,
         sessions,
         project_stream,
         stream,

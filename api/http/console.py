@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fastapi import APIRouter, Request
 from starlette.exceptions import HTTPException
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.staticfiles import StaticFiles
 
 NOT_BUILT = "The console has not been built here: run `make console`. The documentation is at /docs, the API at /v1.\n"
@@ -23,10 +23,15 @@ SECURITY_HEADERS = {
 NEVER_CHANGES = "public, max-age=31536000, immutable"
 
 
-def router(folder: Path) -> APIRouter:
+# By this the page knows that it may log in without a key.
+SINGLE_SIGN_ON = '<head><meta name="regraft-single-sign-on" content="on" />'
+
+
+def router(folder: Path, *, single_sign_on: bool = False) -> APIRouter:
     """Routes for the built console in `folder`."""
     routes = APIRouter(include_in_schema=False)
-    is_built = (folder / "index.html").is_file()
+    index = folder / "index.html"
+    is_built = index.is_file()
     files = StaticFiles(directory=folder) if is_built else None
 
     @routes.api_route("/", methods=["GET", "HEAD"])
@@ -36,6 +41,8 @@ def router(folder: Path) -> APIRouter:
         if files is None:
             return PlainTextResponse(NOT_BUILT, 404)
         response = await files.get_response("index.html", request.scope)
+        if single_sign_on:
+            response = HTMLResponse(index.read_text().replace("<head>", SINGLE_SIGN_ON, 1))
         response.headers.update(SECURITY_HEADERS | {"cache-control": "no-cache"})
         return response
 

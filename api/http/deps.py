@@ -15,6 +15,7 @@ from fastapi.security import APIKeyHeader, HTTPAuthorizationCredentials, HTTPBea
 from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
 
+from api.http import sign_on
 from api.http.admission import Admission
 from api.http.grader_loop import GraderLoop
 from api.http.rate_limits import Rates
@@ -103,7 +104,7 @@ def _caller(
     project: Annotated[str | None, Header(alias="OpenAI-Project", include_in_schema=False)] = None,
 ) -> Caller:
     key, project_row = _authenticated(
-        service.database, _credential(request, credentials, azures_key), organization, project
+        request, _credential(request, credentials, azures_key), organization, project
     )
     request.state.organization_id = project_row.organization_id  # for the openai-organization header
     _limit_rate(request, service, project_row)
@@ -122,8 +123,7 @@ async def key_owner(request: Request) -> str:
     """
     credential = _credential(request, await _bearer(request), await _azures_header(request))
     organization, project = (request.headers.get(f"openai-{name}") for name in ("organization", "project"))
-    database = request.app.state.service.database
-    _, found = await run_in_threadpool(_authenticated, database, credential, organization, project)
+    _, found = await run_in_threadpool(_authenticated, request, credential, organization, project)
     return found.id
 
 
@@ -190,13 +190,15 @@ def _credential(
 
 
 def _authenticated(
-    database: Database, credential: Credential, organization: str | None, project: str | None
+    request: Request, credential: Credential, organization: str | None, project: str | None
 ) -> tuple[ApiKey, Project]:
+    service: Service = request.app.state.service
     # A separate session: an upload keeps its request open for minutes and must not hold a connection.
-    with database.read() as session:
+    with service.database.read() as session:
         authenticate = sessions.authenticate if credential.is_session else keys.authenticate
         key, found = authenticate(session, credential.token)
         _refuse_mismatched(session, found, organization, project)
+    sign_on.require_same_user(request, service.settings, key)
     return key, found
 
 

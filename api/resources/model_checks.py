@@ -8,6 +8,7 @@ from pydantic import BaseModel
 from api.http.deps import CurrentProject, ServiceDep
 from api.http.shapes import Listing
 from core.model_checks import ModelCheck, ModelChecks, differ, installed_versions
+from core.model_memory import ModelMemories, ModelMemory
 from core.registry import BaseModelEntry, Registry, SamplerName
 
 router = APIRouter(prefix="/regraft/models", tags=["regraft"])
@@ -37,6 +38,8 @@ class BaseModelOut(BaseModel):
     adapted_share: float | None = None
     adapted_by_kind: dict[str, KindOut] | None = None
     reasons: bool | None = None
+    # Of one GPU of the class, as a worker has estimated it at its start; null: unknown, or no GPU.
+    memory: ModelMemory | None = None
     checked_at: int | None = None
     versions: dict[str, str] | None = None  # of the libraries that it was tried with
     # The worker tries the model again: this server, and so likely the worker, has other versions by now.
@@ -44,7 +47,13 @@ class BaseModelOut(BaseModel):
 
     @classmethod
     def of(
-        cls, name: str, entry: BaseModelEntry, registry: Registry, gpu_class: str, check: ModelCheck | None
+        cls,
+        name: str,
+        entry: BaseModelEntry,
+        registry: Registry,
+        gpu_class: str,
+        check: ModelCheck | None,
+        memory: ModelMemory | None,
     ) -> "BaseModelOut":
         known = check.model_dump(exclude={"key", "source", "verdict", "dtype", "context"}) if check else {}
         return cls(
@@ -54,6 +63,7 @@ class BaseModelOut(BaseModel):
             dtype=entry.dtype,
             gpu_class=entry.gpu_class or gpu_class,
             sampler=entry.sampler,
+            memory=memory,
             outdated=differ(check.versions, installed_versions()) if check else None,
             **known,
         )
@@ -63,10 +73,18 @@ class BaseModelOut(BaseModel):
 def list_base_models(project: CurrentProject, service: ServiceDep) -> Listing[BaseModelOut]:
     """List the base models. Workers store their results in the model cache, which this server may share with them."""
     checks = ModelChecks(service.settings.model_cache)
+    memories = ModelMemories(service.settings.model_cache)
     registry, gpu_class = service.registry, service.settings.gpu_class
     return Listing(
         data=[
-            BaseModelOut.of(name, entry, registry, gpu_class, checks.latest(entry))
+            BaseModelOut.of(
+                name,
+                entry,
+                registry,
+                gpu_class,
+                checks.latest(entry),
+                memories.find(entry, entry.gpu_class or gpu_class),
+            )
             for name, entry in registry.models.items()
         ]
     )

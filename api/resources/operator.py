@@ -26,7 +26,7 @@ class GpuOut(BaseModel):
 
 
 class TaskOut(BaseModel):
-    """What a worker works on."""
+    """A job or an eval run that a worker works on."""
 
     kind: Literal["run", "validation", "eval_run"]
     id: str
@@ -81,11 +81,11 @@ class WorkerOut(BaseModel):
         )
 
 
-class QueueOut(BaseModel):
+class WorkQueueOut(BaseModel):
     object: Literal["regraft.queue"] = "regraft.queue"
     kind: Literal["jobs", "validations", "eval_runs"]
     gpu_class: Annotated[str | None, Field(description="null: workers of every class take from it.")]
-    length: Annotated[int, Field(description="What a free worker would start.")]
+    length: Annotated[int, Field(description="Jobs or runs that a free worker would start.")]
     oldest_seconds: Annotated[float, Field(description="Waiting time of the longest-waiting of these.")]
     held_back: Annotated[int, Field(description="Whose project runs as many as it may.")]
     backing_off: Annotated[int, Field(description="After an interruption.")]
@@ -94,7 +94,7 @@ class QueueOut(BaseModel):
     reason: Annotated[str | None, Field(description="What they wait for; null: nothing waits.")]
 
     @classmethod
-    def of(cls, queue: Queue) -> "QueueOut":
+    def of(cls, queue: Queue) -> "WorkQueueOut":
         return cls(**{name: getattr(queue, name) for name in cls.model_fields if name != "object"})
 
 
@@ -105,8 +105,8 @@ def list_workers(project: OperatorProject, session: ReadSession) -> Listing[Work
 
 
 @router.get("/queues")
-def list_queues(project: OperatorProject, session: ReadSession, service: ServiceDep) -> Listing[QueueOut]:
+def list_queues(project: OperatorProject, session: ReadSession, service: ServiceDep) -> Listing[WorkQueueOut]:
     """List the queues: of the jobs of each GPU class, of validations, and of eval runs."""
     seen = workers.listed(session)
     found = queues.queues(session, service.settings.default_limits, seen)
-    return Listing(data=[QueueOut.of(queue) for queue in found])
+    return Listing(data=[WorkQueueOut.of(queue) for queue in found])

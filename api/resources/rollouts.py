@@ -23,6 +23,7 @@ from core.results.rollout_filters import Wanted
 from core.results.rollout_order import SortColumn
 from core.results.rollouts import SamplePosition
 from core.results.step_metrics import SECTIONS, StepMetrics
+from core.results.what_if import AdvantageScale
 from core.storage.store import CHUNK_BYTES, BlobNotFound, BlobStore
 from graders.formula import MAX_LENGTH, Formula, FormulaDomainError, FormulaError
 
@@ -312,6 +313,13 @@ class RewardsOut(BaseModel):
     groups_with_signal: Annotated[int, Field(description="Groups with answers of different scores.")]
 
 
+class AdvantageSizesOut(BaseModel):
+    """The absolute advantages of the graded answers."""
+
+    mean: float | None
+    largest: float | None
+
+
 class WhatIfOut(BaseModel):
     """Another formula over the stored scores of a multi grader's parts. The job and its scores do not change."""
 
@@ -335,10 +343,23 @@ class WhatIfOut(BaseModel):
     rank_correlation: Annotated[
         float | None, Field(description="Spearman's, of the stored and the new scores.")
     ]
+    advantage_scale: AdvantageScale
+    advantages_before: AdvantageSizesOut
+    advantages_after: AdvantageSizesOut
 
     @classmethod
-    def of(cls, formula: str, threshold: float, found: what_if.ScoreComparison) -> "WhatIfOut":
-        return cls(formula=formula, pass_threshold=threshold, **asdict(found))
+    def of(
+        cls, formula: str, threshold: float, scale: AdvantageScale, answers: Sequence[what_if.Rescored]
+    ) -> "WhatIfOut":
+        before, after = what_if.advantage_sizes(answers, scale)
+        return cls(
+            formula=formula,
+            pass_threshold=threshold,
+            advantage_scale=scale,
+            advantages_before=AdvantageSizesOut(**asdict(before)),
+            advantages_after=AdvantageSizesOut(**asdict(after)),
+            **asdict(what_if.compare(answers, threshold)),
+        )
 
 
 @router.get("/{job_id}/rollouts/what-if", dependencies=[Depends(_place)])
@@ -351,6 +372,9 @@ def rescore(
         str, Query(max_length=MAX_LENGTH, description="As `calculate_output` of a multi grader.")
     ],
     pass_threshold: PassThreshold = None,
+    advantage_scale: Annotated[
+        AdvantageScale, Query(description="As of a loss: the divisor of the advantages.")
+    ] = "none",
 ) -> WhatIfOut:
     """Say what another formula over the scores of the multi grader's parts would have changed."""
     with service.database.read() as session:
@@ -386,9 +410,7 @@ def rescore(
             return None
 
     threshold = evals.pass_threshold(grader) if pass_threshold is None else pass_threshold
-    return WhatIfOut.of(
-        formula, threshold, what_if.compare(what_if.rescored(service.blobs, pages, score), threshold)
-    )
+    return WhatIfOut.of(formula, threshold, advantage_scale, what_if.rescored(service.blobs, pages, score))
 
 
 @router.get("/{job_id}/rollouts/download", response_class=StreamingResponse)

@@ -6,6 +6,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, Field, model_validator
 from starlette.concurrency import run_in_threadpool
 
+from api.http import sign_on
 from api.http.deps import (
     SESSION_COOKIES,
     CurrentCaller,
@@ -17,9 +18,9 @@ from api.http.deps import (
 )
 from api.http.openapi import FOR_ANY_KEY, refusals
 from api.http.shapes import Body
-from core.database.engine import unit_of_work
+from core.database.engine import Work, unit_of_work
 from core.database.tables import ApiKey, Project
-from core.tenancy import keys, sessions
+from core.tenancy import keys, sessions, single_sign_on
 from core.tenancy.audit import Actor
 
 router = APIRouter(prefix="/regraft/session", tags=["Console"])
@@ -30,11 +31,12 @@ class SessionCreate(Body):
     login_token: str | None = Field(
         default=None, max_length=512
     )  # of the address that `regraft-server up` prints
+    single_sign_on: Literal[True] | None = None  # the user whom the proxy names
 
     @model_validator(mode="after")
     def _one(self) -> "SessionCreate":
-        if (self.api_key is None) == (self.login_token is None):
-            raise ValueError("give either api_key or login_token")
+        if [self.api_key, self.login_token, self.single_sign_on].count(None) != 2:
+            raise ValueError("give one of api_key, login_token and single_sign_on")
         return self
 
 
@@ -42,6 +44,7 @@ class SessionOut(BaseModel):
     object: Literal["regraft.session"] = "regraft.session"
     key_id: str
     key_name: str
+    user: str | None  # of single sign-on; null: the session or the request has a key
     scope: str
     project_id: str
     project_name: str
@@ -52,9 +55,10 @@ class SessionOut(BaseModel):
 async def create_session(
     body: SessionCreate, request: Request, response: Response, service: ServiceDep
 ) -> SessionOut:
-    """Exchange an API key, or a login address, for a cookie. For the console's own page only."""
+    """Exchange an API key, a login address or the user of single sign-on for a cookie. For the console's page only."""
     refuse_foreign(request)
-    token, shown = await run_in_threadpool(_begun, body, request.state.request_id, service)
+    identity = sign_on.identify(request, service.settings) if body.single_sign_on else None
+    token, shown = await run_in_threadpool(_begun, body, identity, request.state.request_id, service)
     is_https = request.url.scheme == "https"
     response.set_cookie(
         SESSION_COOKIES[0] if is_https else SESSION_COOKIES[1],
@@ -67,9 +71,13 @@ async def create_session(
     return shown
 
 
-def _begun(body: SessionCreate, request_id: str, service: Service) -> tuple[str, SessionOut]:
+def _begun(
+    body: SessionCreate, identity: sign_on.Identity | None, request_id: str, service: Service
+) -> tuple[str, SessionOut]:
     with service.database.write() as session:
-        if body.login_token is not None:
+        if identity is not None:
+            key = single_sign_on.key_of(Work(session), identity.user, identity.rule)
+        elif body.login_token is not None:
             key = sessions.key_of_login(session, body.login_token)
         else:
             key, _ = keys.authenticate(session, body.api_key or "")
@@ -104,6 +112,7 @@ def _shown(key: ApiKey, project: Project) -> SessionOut:
     return SessionOut(
         key_id=key.id,
         key_name=key.name,
+        user=key.sso_user,
         scope=key.scope,
         project_id=project.id,
         project_name=project.name,

@@ -86,6 +86,7 @@ FLAT = {
     "value_clip": Flat(("loss", "value_clip"), "auto", _PPO.format("value_clip")),
     "value_weight": Flat(("loss", "value_weight"), "auto", _PPO.format("value_weight")),
     "value_learning_rate": Flat(("loss", "value_learning_rate"), "auto", _PPO.format("value_learning_rate")),
+    "value_warmup_steps": Flat(("loss", "value_warmup_steps"), "auto", _PPO.format("value_warmup_steps")),
     "overlap": Flat(("schedule", "overlap"), "auto", _OFF_POLICY.format("overlap"), unset=(False,)),
     "importance": Flat(("importance", "type"), "truncate"),
     "importance_cap": Flat(

@@ -176,6 +176,8 @@ class Ppo(TokenRewardLoss):
     value_weight: Annotated[float, Field(ge=0, le=10)] = 0.1
     # Of the value head. Auto: the adapter's learning rate.
     value_learning_rate: Auto | Annotated[float, Field(gt=0, le=1)] = "auto"
+    # Steps at the start in which the value head learns alone, before advantages depend on it.
+    value_warmup_steps: Annotated[int, Field(ge=0, le=1000)] = 0
 
 
 LossGroup = Annotated[

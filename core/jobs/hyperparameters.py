@@ -298,6 +298,7 @@ class Resolved(Value):
     value_clip: float | None = None
     value_weight: float | None = None
     value_learning_rate: float | None = None
+    value_warmup_steps: int | None = None
 
     @property
     def has_token_rewards(self) -> bool:

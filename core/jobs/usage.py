@@ -4,7 +4,7 @@ A job counts its current steps, so repeated steps count once. Its project counts
 """
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from functools import reduce
 from typing import Any
@@ -13,7 +13,7 @@ from sqlalchemy import func, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
-from core.database.tables import Checkpoint, Job, ProjectUsage, StepMetric
+from core.database.tables import Checkpoint, Job, ModelUsage, ProjectUsage, StepMetric
 from core.jobs import estimates, events
 from core.jobs.budgets import Price
 from core.jobs.estimates import Ahead, Pace, Range
@@ -52,16 +52,24 @@ def record(session: Session, job: Job, step: StepMetrics, ahead: Ahead) -> None:
     pace = Pace(**used["pace"])
     remaining = pace.remaining(ahead)
     if remaining is not None:
-        about = {"based_on": "this job's steps", "gpus": step.gpu_count}
+        about = {"based_on": "this job's steps", "gpus": step.gpus_used}
         used["estimate"] = {"remaining_seconds": remaining} | about
     elif "estimate" in used:
         used["estimate"] = estimates.less(used["estimate"], step.seconds)
-    used["next_step_gpu_seconds"] = step.gpu_count * pace.next_step(ahead)
+    used["next_step_gpu_seconds"] = step.gpus_used * pace.next_step(ahead)
     job.usage, job.gpu_seconds = used, used["gpu_seconds"]
     job.estimated_finish = None
     if "estimate" in used:
         job.estimated_finish = round(time.time() + used["estimate"]["remaining_seconds"]["expected"])
-    add_usage(session, job.project_id, gpu_seconds=step.gpu_seconds, grader_tokens=_grader_tokens(step))
+    add_usage(
+        session,
+        job.project_id,
+        model=job.model,
+        gpu_seconds=step.gpu_seconds,
+        sampled_tokens=step.sampled_tokens or 0,
+        trained_tokens=step.trained_tokens or 0,
+        grader_tokens=_grader_tokens(step),
+    )
 
 
 def recount(session: Session, job: Job) -> None:
@@ -104,23 +112,37 @@ def captured_gpu_seconds(session: Session, job: Job) -> float:
     return sum(StepMetrics.load(data).gpu_seconds for data in steps)
 
 
-def add_usage(session: Session, project_id: str, *, gpu_seconds: float, grader_tokens: int) -> None:
-    """Add to the project's usage of today."""
+def add_usage(
+    session: Session,
+    project_id: str,
+    *,
+    model: str | None,
+    gpu_seconds: float = 0.0,
+    sampled_tokens: int = 0,
+    trained_tokens: int = 0,
+    grader_tokens: int = 0,
+) -> None:
+    """Add to the project's usage of today, and to that of the model, if it is known."""
     day = int(time.time() // SECONDS_A_DAY)
-    values = {
-        "project_id": project_id,
-        "day": day,
-        "gpu_seconds": gpu_seconds,
-        "grader_tokens": grader_tokens,
-    }
+    limited = {"gpu_seconds": gpu_seconds, "grader_tokens": grader_tokens}
+    _add(session, ProjectUsage, {"project_id": project_id, "day": day}, limited)
+    if model is not None:
+        tokens = {"sampled_tokens": sampled_tokens, "trained_tokens": trained_tokens}
+        key = {"project_id": project_id, "day": day, "model": model}
+        _add(session, ModelUsage, key, limited | tokens)
+
+
+def _add(
+    session: Session,
+    table: type[ProjectUsage | ModelUsage],
+    key: Mapping[str, Any],
+    amounts: Mapping[str, float],
+) -> None:
     # One atomic statement: two jobs of a project may both record the first step of the day.
     insert = postgresql.insert if session.get_bind().dialect.name == "postgresql" else sqlite.insert
-    today = insert(ProjectUsage).values(values)
-    added = {
-        "gpu_seconds": ProjectUsage.gpu_seconds + today.excluded.gpu_seconds,
-        "grader_tokens": ProjectUsage.grader_tokens + today.excluded.grader_tokens,
-    }
-    session.execute(today.on_conflict_do_update(index_elements=["project_id", "day"], set_=added))
+    today = insert(table).values({**key, **amounts})
+    added = {name: getattr(table, name) + today.excluded[name] for name in amounts}
+    session.execute(today.on_conflict_do_update(index_elements=list(key), set_=added))
 
 
 def _sums(job: Job) -> dict[str, Any] | None:

@@ -8,7 +8,7 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow as pa
 
@@ -20,6 +20,9 @@ from core.storage.store import BlobStore
 
 CLOSE = 1e-6  # equal rewards
 _COLUMNS = ["split", "group", "score", "sub_scores"]
+
+AdvantageScale = Literal["none", "group", "batch"]
+"""The divisor of a reward minus the mean of its group, as of a loss: none, or the std of the group or of the step."""
 
 GroupKey = tuple[int, str, int]
 """Step, split, and index of the prompt."""
@@ -124,6 +127,45 @@ def compare(
         ),
         rank_correlation=_rank_correlation(pairs),
     )
+
+
+@dataclass(frozen=True)
+class AdvantageSizes:
+    """How far answers push the model, whatever the direction. None: no answer has a score."""
+
+    mean: float | None
+    largest: float | None
+
+
+def advantage_sizes(
+    answers: Sequence[Rescored], scale: AdvantageScale
+) -> tuple[AdvantageSizes, AdvantageSizes]:
+    """The sizes of the advantages by the stored scores, and by the new ones.
+
+    Standard deviations are over n, and of all graded answers of the step and split: with the defaults of a job, the
+    advantages that it trains on, unless its batches leave answers out.
+    """
+    groups = [one.group for one in answers]
+    before, after = ([one.before for one in answers], [one.after for one in answers])
+    return _sizes(groups, before, scale), _sizes(groups, after, scale)
+
+
+def _sizes(
+    groups: Sequence[GroupKey], scores: Sequence[float | None], scale: AdvantageScale
+) -> AdvantageSizes:
+    """A centered score is 0 where all of its group are equal, so no divisor of another one is 0."""
+    keys: Sequence[tuple[Any, ...]] = [key[:2] for key in groups] if scale == "batch" else groups
+    values: dict[tuple[Any, ...], list[float]] = defaultdict(list)
+    for key, score in zip(keys, scores, strict=True):
+        if score is not None:
+            values[key].append(score)
+    divisors = {key: 1.0 if scale == "none" else statistics.pstdev(some) for key, some in values.items()}
+    sizes = [
+        abs(gap) / divisors[key] if gap else 0.0
+        for key, gap in zip(keys, _centered(groups, scores), strict=True)
+        if gap is not None
+    ]
+    return AdvantageSizes(statistics.fmean(sizes), max(sizes)) if sizes else AdvantageSizes(None, None)
 
 
 def _rewards(groups: Sequence[GroupKey], scores: Sequence[float | None], threshold: float) -> RewardSummary:

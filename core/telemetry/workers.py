@@ -21,7 +21,7 @@ FORGOTTEN_SECONDS = 86400.0
 
 
 @dataclass(frozen=True)
-class Gpu:
+class GpuUse:
     """A GPU by nvidia-smi; None: the driver does not say, as for a MIG slice."""
 
     index: str
@@ -33,7 +33,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Report:
-    """What a worker says of itself."""
+    """A report of a worker about itself."""
 
     name: str
     host: str
@@ -41,14 +41,14 @@ class Report:
     version: str
     machines: int
     ranks: int
-    gpus: Sequence[Gpu]
+    gpus: Sequence[GpuUse]
     memory_used_bytes: int | None
     memory_total_bytes: int | None
     draining: bool
 
 
 @dataclass(frozen=True)
-class Task:
+class WorkerTask:
     """A job or an eval run that a worker holds the lease of."""
 
     kind: str  # run, validation or eval_run
@@ -65,7 +65,7 @@ class Seen:
     worker: Worker
     status: str  # idle, busy, draining or silent
     silent_seconds: float
-    tasks: Sequence[Task]
+    tasks: Sequence[WorkerTask]
 
 
 def report(session: Session, worker: Report) -> None:
@@ -107,15 +107,15 @@ def listed(session: Session) -> list[Seen]:
     return found
 
 
-def _tasks(session: Session) -> dict[str, list[Task]]:
-    found: dict[str, list[Task]] = {}
+def _tasks(session: Session) -> dict[str, list[WorkerTask]]:
+    found: dict[str, list[WorkerTask]] = {}
     jobs = select(Job).where(Job.lease_owner.is_not(None), Job.status.in_(lifecycle.HELD))
     for job in session.scalars(jobs.order_by(Job.seq)):
         kind = "validation" if job.status == "validating_files" else "run"
-        task = Task(kind, job.id, job.project_id, job.model, lifecycle.progress_of(job))
+        task = WorkerTask(kind, job.id, job.project_id, job.model, lifecycle.progress_of(job))
         found.setdefault(str(job.lease_owner), []).append(task)
     runs = select(EvalRun).where(EvalRun.lease_owner.is_not(None), EvalRun.status == eval_runs.RUNNING)
     for run in session.scalars(runs.order_by(EvalRun.seq)):
-        task = Task("eval_run", run.id, run.project_id, run.model, None)
+        task = WorkerTask("eval_run", run.id, run.project_id, run.model, None)
         found.setdefault(str(run.lease_owner), []).append(task)
     return found

@@ -44,6 +44,7 @@ def create_key(
     owner: str = "",
     expires_at: int | None = None,
     token: str = "",
+    sso_user: str | None = None,
 ) -> NewKey:
     """Create a key of the project. Only its hash and last characters are stored.
 
@@ -51,8 +52,10 @@ def create_key(
         token: Its text; empty: random.
         owner: The person who uses it.
         expires_at: Unix seconds; None: never.
+        sso_user: The user of single sign-on (core/tenancy/single_sign_on.py).
     """
     made = _new(work, project.id, name, scope=scope, owner=owner, expires_at=expires_at, token=token)
+    made.key.sso_user = sso_user
     work.record("api_key.created", made.key.id, _described(made.key))
     return made
 
@@ -63,8 +66,14 @@ def rotate(work: Work, key: ApiKey, *, grace_hours: float = 0) -> NewKey:
     The new key has the same name, scope and owner. If the old one had a lifetime, the new one gets the same.
 
     Raises:
-        InvalidRequest: the old key has expired or was revoked.
+        InvalidRequest: the old key has expired or was revoked, or is that of a user of single sign-on.
     """
+    if key.sso_user is not None:
+        raise InvalidRequest(
+            f"The key {key.id} stands for the single sign-on of {key.sso_user} and has no text; revoke it to end the "
+            "sessions.",
+            param="key_id",
+        )
     if state(key) != "active":
         raise InvalidRequest(f"The key {key.id} is {state(key)}; create a new one.", param="key_id")
     lifetime = None if key.expires_at is None else key.expires_at - key.created_at

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
         PreviewProgress,
         PreviewReport,
         PromptHistory,
+        Queue,
         Regrade,
         RegradedAnswer,
         Rollout,
@@ -59,8 +60,10 @@ if TYPE_CHECKING:
         RolloutTokens,
         StepMetrics,
         StoredGrader,
+        UsageReport,
         Verdict,
         WhatIf,
+        Worker,
     )
 
 _HOME = {
@@ -75,8 +78,8 @@ _HOME = {
     "regraft.progress": "FINAL",
     "regraft.requests": "InvalidRequestFile",
     "regraft.types": "Estimate FileProfile GoldenCase GraderCheck GraderTest GraderVersion JobComparison "
-    "JobEvent Preview PreviewAnswer PreviewProgress PreviewReport PromptHistory Regrade RegradedAnswer Rollout "
-    "RolloutToken RolloutTokens StepMetrics StoredGrader Verdict WhatIf",
+    "JobEvent Preview PreviewAnswer PreviewProgress PreviewReport PromptHistory Queue Regrade RegradedAnswer Rollout "
+    "RolloutToken RolloutTokens StepMetrics StoredGrader UsageReport Verdict WhatIf Worker",
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names.split()}
 
@@ -127,6 +130,7 @@ __all__ = [
     "PreviewProgress",
     "PreviewReport",
     "PromptHistory",
+    "Queue",
     "QuotaExceeded",
     "RateLimited",
     "Regrade",
@@ -137,8 +141,10 @@ __all__ = [
     "RolloutTokens",
     "StepMetrics",
     "StoredGrader",
+    "UsageReport",
     "Verdict",
     "WhatIf",
+    "Worker",
     "events",
     "metrics",
     "rollouts",

@@ -22,6 +22,7 @@ from regraft.resources.pipelines import AsyncPipelines, Pipelines
 from regraft.resources.previews import AsyncPreviews, Previews, refuse_failed
 from regraft.resources.regrades import AsyncRegrades, Regrades
 from regraft.resources.rollouts import AsyncRollouts, Rollouts
+from regraft.resources.service import AsyncService, Service
 from regraft.types import Estimate, FileProfile, PreviewProgress, PreviewReport
 
 ESTIMATE = "/regraft/estimate"
@@ -89,6 +90,10 @@ class Regraft(openai.OpenAI):
     @cached_property
     def pipelines(self) -> Pipelines:
         return Pipelines(self)
+
+    @cached_property
+    def service(self) -> Service:
+        return Service(self)
 
     @cached_property
     def previews(self) -> Previews:
@@ -214,6 +219,10 @@ class AsyncRegraft(openai.AsyncOpenAI):
     @cached_property
     def pipelines(self) -> AsyncPipelines:
         return AsyncPipelines(self)
+
+    @cached_property
+    def service(self) -> AsyncService:
+        return AsyncService(self)
 
     @cached_property
     def previews(self) -> AsyncPreviews:

@@ -174,11 +174,21 @@ class ComparedScores(BaseModel):
     rank_correlation: float | None = None
 
 
+class AdvantageSizes(BaseModel):
+    """The absolute advantages of the graded answers."""
+
+    mean: float | None = None
+    largest: float | None = None
+
+
 class WhatIf(ComparedScores):
     """Another formula over the stored scores of a multi grader's parts."""
 
     formula: str
     pass_threshold: float
+    advantage_scale: Literal["none", "group", "batch"]
+    advantages_before: AdvantageSizes
+    advantages_after: AdvantageSizes
 
 
 class Regrade(BaseModel):
@@ -632,6 +642,91 @@ class JobComparison(BaseModel):
     jobs: list[ComparedJob]
     pairs: list[ComparedPair]  # each of the other jobs with the first
     config: list[ChangedField]
+
+
+class Curve(BaseModel):
+    """The validations of a job in order, thinned; the first is that of the model that it started from."""
+
+    job_id: str
+    metric: str | None = None  # full_valid_mean_reward, else full_valid_loss; None: no validation yet
+    steps: list[int]
+    values: list[float]
+    step: int | None = None  # the last one
+    total_steps: int | None = None
+
+
+class UsageRow(BaseModel):
+    """The sums of a group of a usage report; a field that is not grouped by is None."""
+
+    day: str | None = None
+    model: str | None = None  # None also: recorded by a version that kept no model
+    project_id: str | None = None
+    project_name: str | None = None
+    gpu_seconds: float  # of training, steps that were repeated included
+    sampled_tokens: int
+    trained_tokens: int
+    grader_tokens: int
+    cost: Money | None = None  # at today's price; None: the service has no price
+
+
+class UsageReport(BaseModel):
+    first_day: str
+    last_day: str
+    by: list[str]
+    data: list[UsageRow]
+
+
+class WorkerGpu(BaseModel):
+    """A GPU by nvidia-smi; None: the driver does not say."""
+
+    index: str
+    name: str
+    memory_used_bytes: int | None = None
+    memory_total_bytes: int | None = None
+    utilization: float | None = None
+
+
+class WorkerTask(BaseModel):
+    """A job or an eval run that a worker works on."""
+
+    kind: Literal["run", "validation", "eval_run"]
+    id: str
+    project_id: str
+    model: str | None = None
+    progress: dict[str, Any] | None = None  # of a run
+
+
+class Worker(BaseModel):
+    """A worker of the service, as it last reported itself."""
+
+    name: str  # host/pid, as attempts have it
+    host: str
+    gpu_class: str
+    version: str
+    machines: int  # that share its runs
+    ranks: int  # on each of them
+    status: Literal["idle", "busy", "draining", "silent"]
+    started_at: int
+    last_seen_at: int
+    silent_seconds: float
+    gpus: list[WorkerGpu]
+    memory_used_bytes: int | None = None  # of the host, or of the container
+    memory_total_bytes: int | None = None
+    tasks: list[WorkerTask]
+
+
+class Queue(BaseModel):
+    """A queue of the service."""
+
+    kind: Literal["jobs", "validations", "eval_runs"]
+    gpu_class: str | None = None  # None: workers of every class take from it
+    length: int  # what a free worker would start
+    oldest_seconds: float
+    held_back: int  # whose project runs as many as it may
+    backing_off: int
+    running: int
+    workers: int
+    reason: str | None = None  # None: nothing waits
 
 
 class StageError(BaseModel):

@@ -8,6 +8,7 @@ from starlette.testclient import TestClient
 
 from core.database.tables import TunedModel
 from core.model_checks import ModelCheck, ModelChecks, source_of
+from core.model_memory import ModelMemories, ModelMemory
 from core.registry import BaseModelEntry
 from tests.api.conftest import House
 
@@ -94,6 +95,27 @@ def test_what_is_known_of_a_base_model_is_null_until_a_worker_has_tried_it(
     for model in listed["data"]:
         assert (model["object"], model["context"] > 0) == ("regraft.model", True)
         assert model["forward"] is model["checked_at"] is model["adapted_share"] is None
+
+
+def test_the_memory_that_a_worker_has_estimated_is_shown(api: TestClient, house: House) -> None:
+    service = house.app.state.service
+    memory = ModelMemory(gpu_class="h200", gpu_gib=80.0, needed_gib=31.5, problem=None)
+    ModelMemories(service.settings.model_cache).keep(service.registry.get("org/large"), memory)
+
+    shown = {model["id"]: model["memory"] for model in api.get("/v1/regraft/models").json()["data"]}
+
+    assert shown == {"tiny": None, "org/large": memory.model_dump()}
+
+
+def test_a_damaged_estimate_of_memory_is_ignored(api: TestClient, house: House) -> None:
+    service = house.app.state.service
+    memories = ModelMemories(service.settings.model_cache)
+    memory = ModelMemory(gpu_class="h200", gpu_gib=80.0, needed_gib=31.5, problem=None)
+    memories.keep(service.registry.get("org/large"), memory)
+    [file] = memories.folder.iterdir()
+    file.write_text("{")
+
+    assert {model["memory"] for model in api.get("/v1/regraft/models").json()["data"]} == {None}
 
 
 def test_what_a_worker_has_found_is_shown(api: TestClient, house: House) -> None:

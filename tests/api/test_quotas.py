@@ -73,7 +73,7 @@ def test_a_project_that_has_used_up_its_month_creates_no_job(
 ) -> None:
     house.limit(**{limit: 100})
     with house.database.write() as session:
-        usage.add_usage(session, house.project.id, gpu_seconds=100.0, grader_tokens=100)
+        usage.add_usage(session, house.project.id, model="tiny", gpu_seconds=100.0, grader_tokens=100)
 
     assert limit in quota_of(api.post(JOBS, json=job_request()))
 

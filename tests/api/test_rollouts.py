@@ -718,7 +718,35 @@ def test_another_formula_says_what_it_would_have_changed(api: TestClient, graded
         # In the first group all but the last: its 0.4 is below the mean of 0.467, as its 0 was below 0.333.
         "changed_signs": 2,
         "rank_correlation": pytest.approx(-0.577, abs=1e-3),
+        "advantage_scale": "none",
+        "advantages_before": {
+            "mean": pytest.approx(0.267, abs=1e-3),
+            "largest": pytest.approx(0.667, abs=1e-3),
+        },
+        "advantages_after": {
+            "mean": pytest.approx(0.263, abs=1e-3),
+            "largest": pytest.approx(0.533, abs=1e-3),
+        },
     }
+
+
+@pytest.mark.parametrize(
+    ("scale", "mean", "largest"),
+    # Centered: 2/3, -1/3, -1/3, and 0, 0. The std of the first group is 0.471, that of all five scores 0.490.
+    [("none", 0.267, 0.667), ("group", 0.566, 1.414), ("batch", 0.544, 1.361)],
+)
+def test_advantages_are_divided_as_by_a_loss(
+    api: TestClient, graded_twice: str, scale: str, mean: float, largest: float
+) -> None:
+    path = f"/v1/regraft/jobs/{graded_twice}/rollouts/what-if"
+
+    found = api.get(path, params={"formula": "says", "advantage_scale": scale}).json()
+
+    assert found["advantages_before"] == {
+        "mean": pytest.approx(mean, abs=1e-3),
+        "largest": pytest.approx(largest, abs=1e-3),
+    }
+    assert found["advantages_after"] == found["advantages_before"]
 
 
 def test_the_jobs_own_formula_changes_nothing(api: TestClient, graded_twice: str) -> None:

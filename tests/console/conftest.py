@@ -13,7 +13,7 @@ from typing import Any
 
 import openai
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Locator, Page, expect, sync_playwright
 
 from tests.e2e.conftest import Server, start_server, tiny_model
 from tests.e2e.test_openai_client import GRADER
@@ -169,8 +169,9 @@ def readable_on_a_telephone(page: Page) -> None:
     page.set_viewport_size(before)
 
 
-def copied(page: Page, kind: str) -> str:
-    page.get_by_role("button", name=kind, exact=True).last.click()
+def copied(page: Page, kind: str, within: Locator | None = None) -> str:
+    """The text that the last button of this kind copies, on the page or in a part of it."""
+    (within or page).get_by_role("button", name=kind, exact=True).last.click()
     expect(page.get_by_text(f"Copied as {kind}.")).to_be_visible()
     text: str = page.evaluate("navigator.clipboard.readText()")
     return text

@@ -154,18 +154,62 @@ def test_the_copied_call_of_a_model_answers(logged_in: Page, server: Server) -> 
     assert answer.choices[0].message.role == "assistant"
 
 
-def test_usage_sums_the_jobs(logged_in: Page, server: Server, finished: str) -> None:
-    jobs = untyped(server.client().get("/fine_tuning/jobs?limit=100", cast_to=object))["data"]
+def test_usage_is_reported_by_day_and_model_and_job(
+    logged_in: Page, server: Server, finished: str, accessible: Accessible
+) -> None:
+    logged_in.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    client = server.client()
+    jobs = untyped(client.get("/fine_tuning/jobs?limit=100", cast_to=object))["data"]
     sampled = sum((job["usage_metrics"] or {}).get("sampled_tokens", 0) for job in jobs)
     open_page(logged_in, "Usage")
-    table = logged_in.get_by_role("region", name="Usage of jobs")
+    table = logged_in.get_by_role("region", name="Usage", exact=True)
 
-    expect(table.locator("tbody tr")).to_have_count(len(jobs))
-    expect(table.locator("tfoot td").nth(2)).to_have_text(f"{sampled:,}")
+    expect(table.locator("tfoot td").nth(1)).to_have_text(f"{sampled:,}")
+    expect(logged_in.get_by_role("img", name="GPU time of each day")).to_be_visible()
     expect(logged_in.get_by_role("region", name="Limits")).to_contain_text("6,000")
+    accessible(logged_in)
     logged_in.get_by_label(re.compile("^By")).select_option("model")
-    expect(table.locator("tbody tr")).to_have_count(1)
-    expect(table.locator("tbody td").nth(1)).to_have_text(str(len(jobs)))
+    expect(table.locator("tbody td").first).to_have_text("tiny")
+    logged_in.get_by_label("All projects").check()
+    logged_in.get_by_label(re.compile("^By")).select_option("project")
+    expect(table.locator("tbody td").first).to_have_text("default")
+    assert copied(logged_in, "CLI") == "regraft usage --by project --days 30 --all-projects"
+    logged_in.get_by_label(re.compile("^By")).select_option("job")
+    of_jobs = logged_in.get_by_role("region", name="Usage of jobs")
+    expect(of_jobs.locator("tbody tr")).to_have_count(len(jobs))
+    expect(of_jobs.locator("tfoot td").nth(2)).to_have_text(f"{sampled:,}")
+
+
+def test_an_operator_sees_workers_and_queues(
+    logged_in: Page, server: Server, accessible: Accessible, theme: str
+) -> None:
+    logged_in.get_by_role("link", name="Workers").click()
+
+    row = logged_in.get_by_role("region", name="Workers").locator("tbody tr")
+    expect(row).to_contain_text(f"/{server.process.pid}")
+    expect(row).to_contain_text("idle")
+    queues = logged_in.get_by_role("region", name="Queues")
+    expect(queues.locator("tbody tr")).to_have_count(3)
+    expect(queues.locator("tbody tr").first).to_contain_text("nothing waits")
+    accessible(logged_in)
+    readable_on_a_telephone(logged_in)
+
+
+def test_a_tenant_has_no_page_of_workers(page: Page, server: Server) -> None:
+    client = server.client()
+    made = untyped(
+        client.post(
+            f"/organization/projects/{project_of(client)}/api_keys",
+            body={"name": "tenant", "scope": "admin"},
+            cast_to=object,
+        )
+    )
+    log_in(page, made["value"])
+
+    expect(page.get_by_role("link", name="Keys")).to_be_visible()
+    expect(page.get_by_role("link", name="Workers")).to_have_count(0)
+    page.goto("/#/workers")
+    expect(page.get_by_text("need a key with the scope")).to_be_visible()
 
 
 def test_a_key_is_created_rotated_and_revoked(logged_in: Page, server: Server) -> None:
@@ -208,7 +252,7 @@ def test_a_key_that_only_reads_manages_nothing(page: Page, server: Server, finis
     expect(page.get_by_text("needs a key with the scope “admin”")).to_be_visible()
     open_page(page, "Usage")
     expect(page.get_by_text("need a key with the scope “admin”")).to_be_visible()
-    page.get_by_role("region", name="Usage of jobs").wait_for()
+    page.get_by_role("region", name="Usage", exact=True).wait_for()
 
 
 def test_a_refused_deletion_is_shown(

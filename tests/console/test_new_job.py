@@ -195,6 +195,68 @@ def test_a_preview_samples_the_model_and_its_job_shows_it(form: Page, accessible
     expect(form.get_by_text("The preview before it was created")).to_be_visible()
 
 
+JOB_FILE = """
+model = "tiny"
+training_file = "train.jsonl"
+validation_file = "{valid}"
+suffix = "from-a-file"
+
+[grader]
+type = "string_check"
+name = "same"
+input = "{{{{sample.output_text}}}}"
+reference = "{{{{item.answer}}}}"
+operation = "eq"
+
+[hyperparameters]
+n_epochs = 2
+
+[hyperparameters.advanced.sampling]
+max_completion_tokens = 3
+"""
+
+
+def test_a_job_file_fills_the_form_in_and_its_changes_are_shown(
+    form: Page, files: dict[str, str], accessible: Accessible
+) -> None:
+    form.get_by_text("Fill in from a job file").click()
+    form.get_by_label("Job file", exact=True).fill("model = ")
+    form.get_by_role("button", name="Fill in the form").click()
+    expect(form.locator("#job-file-refused")).to_be_visible()
+    form.get_by_label("Job file", exact=True).fill(JOB_FILE.format(valid=files["valid"]))
+
+    form.get_by_role("button", name="Fill in the form").click()
+
+    expect(form.get_by_text("train.jsonl is a local file: upload it as the training file.")).to_be_visible()
+    expect(form.get_by_label("n epochs")).to_have_value("2")
+    expect(form.get_by_label("Suffix of the tuned model's name")).to_have_value("from-a-file")
+    expect(form.get_by_label("Grader, as JSON")).to_have_value(re.compile('"operation": "eq"'))
+    form.get_by_label("Training file", exact=True).select_option(files["train"])
+    form.get_by_label("n epochs").fill("4")
+    changes = form.get_by_role("region", name="Changes").locator("tbody tr")
+    expect(changes).to_have_text(
+        ["method.reinforcement.hyperparameters.n_epochs24", f"training_filenot set{files['train']}"]
+    )
+    expect(form.get_by_text("The server accepts this job.")).to_be_visible()
+    accessible(form)
+    readable_on_a_telephone(form)
+
+
+def test_a_recipe_sets_the_hyperparameters_of_a_paper(form: Page) -> None:
+    with_template(form)
+    form.get_by_text("Advanced", exact=True).click()
+    form.get_by_label("rank", exact=True).fill("4")
+
+    form.get_by_label("Recipe", exact=True).select_option("dapo")
+    expect(form.get_by_label("clip high", exact=True)).to_have_value("0.28")
+    form.get_by_label("Recipe", exact=True).select_option("deepseekmath")
+
+    expect(form.get_by_label("weight", exact=True)).to_have_value("0.04")
+    expect(form.get_by_label("rank", exact=True)).to_have_value("4")
+    expect(form.get_by_label("clip high", exact=True)).to_have_value("")
+    expect(form.get_by_text("The server accepts this job.")).to_be_visible()
+
+
 def test_other_methods_have_their_own_hyperparameters(form: Page) -> None:
     form.get_by_label("Preference (DPO)").check()
 

@@ -145,7 +145,8 @@ def test_the_copied_run_grades_the_first_answer(studio: Page, server: Server, fi
     run(studio)
 
     client = server.client()
-    report: Any = eval(copied(studio, "Python"), {"client": client.fine_tuning.alpha})
+    answers = studio.locator("section", has=studio.get_by_role("heading", name="Answers", exact=True))
+    report: Any = eval(copied(studio, "Python", answers), {"client": client.fine_tuning.alpha})
 
     last = stored(server, finished)[-1]
     assert report.reward == pytest.approx(last["score"])
@@ -220,3 +221,152 @@ def test_all_stored_answers_are_regraded_by_a_worker_and_compared(
     studio.get_by_role("button", name="Delete").click()
     expect(table).to_have_count(0)
     assert stored(server, finished, "train") == before
+
+
+def save(page: Page, name: str, grader: dict[str, Any], note: str = "") -> None:
+    page.get_by_label("Grader, as JSON").fill(json.dumps(grader))
+    page.get_by_text("The server accepts this grader.").wait_for()
+    page.get_by_label("Name", exact=True).fill(name)
+    page.get_by_label("Note", exact=True).first.fill(note)
+    page.get_by_role("button", name="Save", exact=False).first.click()
+    expect(page.get_by_text("the editor has this version")).to_be_visible()
+
+
+def test_a_stored_grader_is_accessible_with_its_versions_and_golden_cases(
+    studio: Page, server: Server, theme: str, accessible: Accessible
+) -> None:
+    client = server.client()
+    name = f"close-{theme}"
+    save(studio, name, GRADER, note="says and close, half each")
+    cases = [
+        {"sample": {"output_text": text}, "item": {"answer": "yes"}, "expect": expected, "note": note}
+        for text, expected, note in (
+            ("yes", 1, "the right answer"),
+            ("yes, of course", {"min": 0.2, "max": 0.8}, "right, but longer than asked"),
+            ("no", {"max": 0.2}, ""),
+        )
+    ]
+    client.post(f"/regraft/graders/{name}/cases", body={"cases": cases}, cast_to=object)
+    stricter = {**GRADER, "calculate_output": "says"}
+    save(studio, name, stricter, note="only what is asked")
+    studio.reload()
+
+    studio.get_by_role("button", name="Check the editor's grader").click()
+    studio.get_by_text("The editor's grader: 2 of 3 pass.").wait_for()
+    versions = studio.get_by_label("Version")
+    expect(versions.locator("option")).to_have_count(2)
+    versions.select_option(index=1)
+    expect(studio.get_by_label("Grader, as JSON")).to_have_value(json.dumps(GRADER, indent=2))
+    studio.get_by_label("Grader, as JSON").fill(json.dumps(stricter))
+    expect(studio.get_by_text("the editor differs")).to_be_visible()
+    studio.get_by_role("button", name="Differences").click()
+    expect(studio.locator("pre ins, pre del").first).to_be_visible()
+    studio.get_by_text("The server accepts this grader.").wait_for()
+    studio.get_by_role("button", name="Check the editor's grader").click()
+    studio.get_by_text("The editor's grader: 2 of 3 pass.").wait_for()
+    studio.get_by_role("button", name="Check version").click()
+
+    expect(studio.get_by_text("1 flips.")).to_be_visible()
+    accessible(studio)
+    readable_on_a_telephone(studio)
+    golden = studio.get_by_role("region", name="Golden cases")
+    golden.get_by_role("button", name="Expect 1.00").click()
+    expect(golden.locator("tbody tr", has_text="yes, of course").locator("td").nth(1)).to_have_text("1.00")
+    studio.on("dialog", lambda dialog: dialog.accept())
+    studio.get_by_role("button", name="Delete version").click()
+    expect(versions.locator("option")).to_have_count(1)
+    studio.get_by_role("button", name=f"Delete {name}").click()
+    expect(studio.get_by_label("Open").locator("option", has_text=name)).to_have_count(0)
+
+
+def test_a_graded_answer_and_a_written_one_become_golden_cases(studio: Page, server: Server) -> None:
+    save(studio, "written", GRADER)
+    run(studio)
+
+    studio.get_by_role("button", name="Golden case of").first.click()
+    studio.get_by_role("button", name="Add 1 case").click()
+    golden = studio.get_by_role("region", name="Golden cases")
+    expect(golden.locator("tbody tr")).to_have_count(1)
+    studio.get_by_text("Write a case").click()
+    studio.get_by_label("Answer", exact=True).fill("yes")
+    studio.get_by_label("Row, as JSON").fill('{"answer": "yes"}')
+    studio.get_by_label("Score from").fill("1")
+    studio.get_by_role("button", name="Add the case").click()
+
+    expect(golden.locator("tbody tr")).to_have_count(2)
+    checked: Any = server.client().post("/regraft/graders/written/check", body={}, cast_to=object)
+    assert (checked["passed"], checked["failed"]) == (2, 0)
+
+
+def test_the_line_that_raised_is_marked_and_shown_in_the_source(studio: Page) -> None:
+    studio.get_by_label("Start from").select_option("Python code")
+    studio.get_by_label("Grader: its Python source").fill(FAILS_SOMETIMES.replace(" % 2", ""))
+    studio.get_by_text("The server accepts this grader.").wait_for()
+
+    run(studio)
+    first = studio.get_by_label("Graded answers").locator("tbody tr", has=studio.locator("summary")).first
+    first.locator("summary").click()
+    first.get_by_role("button", name="Show line 4").first.click()
+
+    source = studio.get_by_label("Grader: its Python source")
+    expect(source).to_be_focused()
+    selected = "(area) => area.value.slice(area.selectionStart, area.selectionEnd)"
+    assert source.evaluate(selected) == '        raise ValueError("odd")'
+
+
+def test_selected_rollouts_are_downloaded_and_become_golden_cases(
+    logged_in: Page, server: Server, finished: str, accessible: Accessible
+) -> None:
+    page = logged_in
+    server.client().post("/regraft/graders", body={"name": "picked", "grader": GRADER}, cast_to=object)
+    page.goto(f"/#/jobs/{finished}/rollouts?step=1&split=train")
+    listed = page.get_by_role("region", name="Rollouts")
+    listed.locator("tbody tr").first.wait_for()
+    page.keyboard.press("x")
+    page.keyboard.press("j")
+    page.keyboard.press("x")
+    expect(page.get_by_text("2 selected")).to_be_visible()
+
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Download JSONL").click()
+    lines = [json.loads(line) for line in download.value.path().read_text().splitlines()]
+    page.get_by_role("button", name="Add to golden cases").click()
+    page.get_by_label("Grader", exact=True).select_option("picked")
+    page.get_by_label("Note").fill("from the first step")
+    accessible(page)
+    readable_on_a_telephone(page)
+    page.get_by_role("button", name="Add 2 cases").click()
+
+    expect(page.get_by_text("2 answers are golden cases of picked.")).to_be_visible()
+    cases = untyped(server.client().get("/regraft/graders/picked/cases", cast_to=object))["data"]
+    assert [case["rollout_id"] for case in cases] == [f"{finished}/{one['id']}" for one in lines]
+    assert [case["expect"]["min"] for case in cases] == [one["score"] for one in lines]
+    assert {case["note"] for case in cases} == {"from the first step"}
+    checked: Any = server.client().post("/regraft/graders/picked/check", body={}, cast_to=object)
+    assert checked["failed"] == 0
+    page.get_by_label("Select all shown answers").check()
+    expect(page.get_by_text(f"{listed.locator('tbody tr').count()} selected")).to_be_visible()
+    page.get_by_role("button", name="Clear").click()
+    expect(page.get_by_role("region", name="Selection")).to_have_count(0)
+
+
+def test_a_grader_is_written_by_the_fields_that_are_offered(studio: Page, accessible: Accessible) -> None:
+    text = studio.get_by_label("Grader, as JSON")
+    offered = studio.get_by_role("group", name="What may be written here")
+    text.fill("{}")
+    text.evaluate("(area) => area.setSelectionRange(1, 1)")
+    text.press("Shift")
+
+    offered.get_by_role("button", name="Insert type: string_check").click()
+    for name in ("input", "reference", "operation"):
+        offered.get_by_role("button", name=f"Insert {name}, required").click()
+    offered.get_by_role("button", name="Insert ilike").click()
+    expect(offered.get_by_role("button", name="Insert eq")).to_be_visible()
+    accessible(studio)
+    written = json.loads(text.input_value())
+    assert written == {"type": "string_check", "input": "", "reference": "", "operation": "ilike"}
+    studio.get_by_text("The server accepts this grader.").wait_for()
+    text.press("Control+Space")
+    expect(offered.get_by_role("button").first).to_be_focused()
+    studio.get_by_label("Split").focus()
+    expect(offered).to_have_count(0)

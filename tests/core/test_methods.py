@@ -180,7 +180,10 @@ def test_ppo_has_a_value_head_that_learns_as_fast_as_the_adapter() -> None:
     assert (run.ratio_bounds, run.advantage_scale, run.supervision) == ((0.8, 1.2), "batch", "outcome")
 
 
-@pytest.mark.parametrize("name", ["gae_lambda", "gamma", "value_clip", "value_weight", "value_learning_rate"])
+@pytest.mark.parametrize(
+    "name",
+    ["gae_lambda", "gamma", "value_clip", "value_weight", "value_learning_rate", "value_warmup_steps"],
+)
 def test_other_losses_have_no_value_head(name: str) -> None:
     assert getattr(resolved(), name) is None
     with pytest.raises(ValidationError, match=f"{name} is only for loss 'ppo'"):
@@ -329,6 +332,7 @@ def test_the_default_reasoning_effort_warns_of_nothing() -> None:
         ("value_clip", 0),
         ("value_weight", -0.1),
         ("value_learning_rate", 0),
+        ("value_warmup_steps", -1),
         ("advantage_scale", "token"),
         ("group_size", 1),
         ("group_size", 257),
@@ -486,6 +490,7 @@ OTHER_VALUES = {
     "value_clip": 0.5,
     "value_weight": 1.0,
     "value_learning_rate": 0.002,
+    "value_warmup_steps": 5,
     "overlap": True,
     "importance": "mask",
     "importance_cap": 1.5,
@@ -511,6 +516,7 @@ NEEDS = {
     "value_clip": {"loss": "ppo"},
     "value_weight": {"loss": "ppo"},
     "value_learning_rate": {"loss": "ppo"},
+    "value_warmup_steps": {"loss": "ppo"},
     "kl_estimator": {"kl": 0.1},
     "reference_refresh_steps": {"kl": 0.1},
 }

@@ -144,10 +144,10 @@ def test_one_job_more_than_may_wait_is_refused_with_the_numbers(session: Session
 def test_a_job_is_refused_when_nothing_is_left_to_run_it_on(
     session: Session, project: Project, limit: str
 ) -> None:
-    usage.add_usage(session, project.id, gpu_seconds=99.0, grader_tokens=99)
+    usage.add_usage(session, project.id, model="tiny", gpu_seconds=99.0, grader_tokens=99)
     limits = Limits(**{limit: 100})
     tenants.refuse_job_beyond(session, project.id, limits)
-    usage.add_usage(session, project.id, gpu_seconds=1.0, grader_tokens=1)
+    usage.add_usage(session, project.id, model="tiny", gpu_seconds=1.0, grader_tokens=1)
 
     with pytest.raises(QuotaExceeded, match=rf"{limit} is 100.*, and 100.* are in use"):
         tenants.refuse_job_beyond(session, project.id, limits)
@@ -155,7 +155,7 @@ def test_a_job_is_refused_when_nothing_is_left_to_run_it_on(
 
 def test_another_projects_use_counts_for_nothing(session: Session, project: Project) -> None:
     theirs = factories.project(session)
-    usage.add_usage(session, theirs.id, gpu_seconds=1e6, grader_tokens=0)
+    usage.add_usage(session, theirs.id, model="tiny", gpu_seconds=1e6, grader_tokens=0)
     for _ in range(3):
         factories.job(session, theirs)
 
@@ -218,8 +218,8 @@ def test_usage_adds_up_within_a_day_and_over_the_last_thirty(session: Session, p
     for age, seconds in ((1, 10.0), (29, 100.0), (30, 1000.0)):
         session.add(ProjectUsage(project_id=project.id, day=today - age, gpu_seconds=seconds))
     session.flush()
-    usage.add_usage(session, project.id, gpu_seconds=0.5, grader_tokens=7)
-    usage.add_usage(session, project.id, gpu_seconds=0.5, grader_tokens=5)
+    usage.add_usage(session, project.id, model="tiny", gpu_seconds=0.5, grader_tokens=7)
+    usage.add_usage(session, project.id, model="tiny", gpu_seconds=0.5, grader_tokens=5)
 
     assert tenants.usage_since(session, project.id) == tenants.Usage(111.0, 12)
     assert tenants.usage_since(session, project.id, days=1) == tenants.Usage(1.0, 12)

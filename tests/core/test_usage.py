@@ -1,5 +1,6 @@
 """What a job and its project have used, and what a budget makes of it."""
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,12 +9,14 @@ from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
 from core.database.engine import Database, Work
-from core.database.tables import Checkpoint, Event, Job, ProjectUsage
+from core.database.tables import Checkpoint, Event, Job, ModelUsage, Project, ProjectUsage
 from core.errors import BudgetReached, InvalidJobState, InvalidRequest
 from core.jobs import budgets, lifecycle, usage
 from core.jobs.budgets import Price
 from core.jobs.estimates import Ahead
 from core.results.step_metrics import StepMetrics
+from core.tenancy import usage_report
+from core.tenancy.usage_report import DAY, MAX_ROWS, Grouping
 from tests import factories
 from tests.present import present
 
@@ -61,6 +64,20 @@ class TestCounting:
             },
         }
         assert job.gpu_seconds == 20.0
+
+    def test_waiting_for_other_jobs_on_the_device_takes_time_and_no_gpu_time(
+        self, session: Session, job: Job
+    ) -> None:
+        """A job that shares the device has used as much as one that ran alone, and takes longer."""
+        timing = {"step": {"full_iteration": 30.0, "waiting": 20.0}}
+        record(session, job, 1, timing=timing)
+
+        used = present(usage.render(job, FREE))
+        assert (used["training_seconds"], used["gpu_seconds"]) == (30.0, 10.0)
+        estimate = present(usage.render_estimate(job, FREE))
+        assert estimate["remaining_seconds"]["expected"] == 300.0
+        assert estimate["total_gpu_seconds"]["expected"] == pytest.approx(110.0)
+        assert present(job.usage)["next_step_gpu_seconds"] == pytest.approx(10.0)
 
     def test_with_a_price_usage_and_estimate_have_a_cost(self, session: Session, job: Job) -> None:
         record(session, job, 1)
@@ -117,7 +134,7 @@ class TestCounting:
 class TestOfAProject:
     def test_it_adds_up_by_day(self, session: Session, job: Job) -> None:
         for _ in range(2):
-            usage.add_usage(session, job.project_id, gpu_seconds=1.5, grader_tokens=7)
+            usage.add_usage(session, job.project_id, model="tiny", gpu_seconds=1.5, grader_tokens=7)
 
         [row] = session.scalars(select(ProjectUsage)).all()
         assert (row.project_id, row.gpu_seconds, row.grader_tokens) == (job.project_id, 3.0, 14)
@@ -127,6 +144,88 @@ class TestOfAProject:
         record(session, job, 1, model_graders_token_usage={"wise": judged})
 
         assert session.scalars(select(ProjectUsage.grader_tokens)).all() == [6]
+
+    def test_it_adds_up_by_model(self, session: Session, job: Job) -> None:
+        record(session, job, 1, tokens=40)
+        record(session, job, 2, tokens=60)
+        usage.add_usage(session, job.project_id, model="other", grader_tokens=7)
+        usage.add_usage(session, job.project_id, model=None, grader_tokens=5)
+
+        rows = {row.model: row for row in session.scalars(select(ModelUsage))}
+        assert set(rows) == {job.model, "other"}
+        mine = rows[job.model]
+        assert (mine.gpu_seconds, mine.sampled_tokens, mine.trained_tokens) == (20.0, 100, 100)
+        assert rows["other"].grader_tokens == 7
+        assert session.scalars(select(ProjectUsage.grader_tokens)).all() == [12]
+
+
+class TestReport:
+    TODAY = int(time.time() // DAY)
+
+    def stored(self, session: Session, project: Project, **fields: Any) -> None:
+        session.add(ModelUsage(**{"project_id": project.id, "day": self.TODAY} | fields))
+
+    def of_project(self, session: Session, project: Project, **fields: Any) -> None:
+        session.add(ProjectUsage(**{"project_id": project.id, "day": self.TODAY} | fields))
+
+    def test_days_models_and_projects_are_summed(self, session: Session) -> None:
+        one, other = factories.project(session), factories.project(session, name="other")
+        for project, model, day, seconds in (
+            (one, "a", self.TODAY, 1.0),
+            (one, "b", self.TODAY, 2.0),
+            (one, "a", self.TODAY - 1, 4.0),
+            (other, "a", self.TODAY, 8.0),
+        ):
+            self.stored(session, project, model=model, day=day, gpu_seconds=seconds, sampled_tokens=10)
+        session.flush()
+
+        def sums(project: Project | None, *by: Grouping, days: int = 30) -> list[tuple[Any, ...]]:
+            rows = usage_report.report(session, None if project is None else project.id, by, days=days)
+            return [(row.day, row.model, row.project_name, row.gpu_seconds) for row in rows]
+
+        assert sums(one, "day") == [
+            (self.TODAY - 1, None, None, 4.0),
+            (self.TODAY, None, None, 3.0),
+        ]
+        assert sums(one, "model") == [(None, "a", None, 5.0), (None, "b", None, 2.0)]
+        assert sums(one, "model", days=1) == [(None, "b", None, 2.0), (None, "a", None, 1.0)]
+        assert sums(None, "project") == [(None, None, "other", 8.0), (None, None, "support", 7.0)]
+        assert sums(other, "day", "model", "project") == [(self.TODAY, "a", "other", 8.0)]
+
+    def test_usage_that_is_not_known_by_model_is_a_row_of_its_own(self, session: Session) -> None:
+        """A worker of an earlier version counts the project's sums only."""
+        project = factories.project(session)
+        self.of_project(session, project, gpu_seconds=10.0, grader_tokens=5)
+        self.stored(session, project, model="a", gpu_seconds=4.0, grader_tokens=5)
+        self.of_project(session, project, day=self.TODAY - 1, gpu_seconds=1.0)
+        session.flush()
+
+        rows = usage_report.report(session, project.id, ("model",), days=30)
+
+        assert [(row.model, row.gpu_seconds, row.grader_tokens) for row in rows] == [
+            (None, 7.0, 0),
+            ("a", 4.0, 5),
+        ]
+
+    def test_usage_that_is_wholly_known_has_no_such_row(self, session: Session) -> None:
+        project = factories.project(session)
+        for seconds in (0.1, 0.2, 0.3):
+            usage.add_usage(session, project.id, model=f"m{seconds}", gpu_seconds=seconds)
+
+        rows = usage_report.report(session, project.id, ("model",), days=1)
+
+        assert [row.model for row in rows] == ["m0.3", "m0.2", "m0.1"]
+
+    def test_a_report_with_too_many_rows_is_refused(self, session: Session) -> None:
+        project = factories.project(session)
+        session.add_all(
+            ModelUsage(project_id=project.id, day=self.TODAY, model=str(number), gpu_seconds=1.0)
+            for number in range(MAX_ROWS + 1)
+        )
+        session.flush()
+
+        with pytest.raises(InvalidRequest, match="more than 10000 rows"):
+            usage_report.report(session, project.id, ("model",), days=1)
 
 
 class TestCap:

@@ -12,13 +12,13 @@ from core.database.engine import Database
 from core.database.tables import EvalRun, Project, Worker
 from core.telemetry import queues, workers
 from core.telemetry.queues import Queue
-from core.telemetry.workers import FORGOTTEN_SECONDS, SILENT_SECONDS, Gpu, Report
+from core.telemetry.workers import FORGOTTEN_SECONDS, SILENT_SECONDS, GpuUse, Report
 from core.tenancy.limits import NO_LIMITS, Limits
 from tests import factories
 
 pytestmark = pytest.mark.both_databases
 
-GPU = Gpu("0", "NVIDIA H200", 1 << 30, 140 << 30, None)
+GPU = GpuUse("0", "NVIDIA H200", 1 << 30, 140 << 30, None)
 REPORT = Report(
     name="a/1",
     host="a",

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
 from http.server import ThreadingHTTPServer
@@ -20,7 +21,10 @@ from regraft.cli import main
 from regraft.cli.output import expected_costs
 
 from core.database.tables import Attempt, Job
+from core.jobs.usage import add_usage
+from core.telemetry import workers
 from tests import factories
+from tests.core.test_workers import REPORT
 from tests.present import present, untyped
 from tests.sdk.conftest import GRADER, ROWS, House, working
 from worker.evals.runner import EvalRunner
@@ -655,17 +659,19 @@ def test_another_formula_is_shown_beside_the_stored_scores(
         ],
     )
 
-    _, out, _ = regraft("what-if", job_id, "close", "--split", "train")
+    _, out, _ = regraft("what-if", job_id, "close", "--split", "train", "--advantage-scale", "group")
 
     lines = [re.split(r"  +", line.strip()) for line in out.splitlines()]
-    assert lines[:5] == [
+    assert lines[:7] == [
         ["2 answers", "stored", "with the formula"],
         ["mean reward", "0.500", "0.750"],
         ["graded answers", "2", "2"],
         ["passed, from 0.5", "1", "2"],
         ["groups with signal, of 1", "1", "1"],
+        ["mean size of advantages, scale group", "1.000", "1.000"],
+        ["largest advantage", "1.000", "1.000"],
     ]
-    assert out.splitlines()[5] == (
+    assert out.splitlines()[7] == (
         "1 higher, 1 lower, 0 the same; 1 now pass, 0 now fail; 2 would be learned the other way, "
         "rank correlation -1.000"
     )
@@ -775,18 +781,55 @@ def test_a_budget_is_shown_changed_and_removed(
     assert regraft("jobs", "budget", job_id, "--amount", "5")[0] == 2
 
 
-def test_usage_is_summed_by_model_day_or_job(
-    regraft: Callable[..., tuple[int, str, str]], in_json: Callable[..., Any], house: House
+def test_usage_is_summed_by_day_model_and_project(
+    regraft: Callable[..., tuple[int, str, str]], in_json: Callable[..., Any], house: House, client: Regraft
 ) -> None:
-    used = {"gpu_seconds": 90.0, "trained_tokens": 10}
-    house.job(usage=used, created_at=1_600_000_000)  # long ago
-    jobs = [house.job(usage=used, gpu_seconds=90.0, trained_tokens=10) for _ in range(2)]
+    with house.database.write() as session:
+        for model, seconds in (("tiny", 90.0), ("large", 10.0)):
+            add_usage(session, house.project.id, model=model, gpu_seconds=seconds, trained_tokens=10)
 
-    _, out, _ = regraft("usage")
+    _, out, _ = regraft("usage", "--by", "day,model")
 
-    assert re.search(r"^tiny +2 +3 min 00 s +20 +-$", out, re.MULTILINE), out
-    assert [one["job"] for one in in_json("usage", "--by", "job")] == jobs[::-1]
-    assert len(in_json("usage", "--by", "day", "--days", "5000")) == 2
+    today = time.strftime("%Y-%m-%d", time.gmtime())
+    assert re.search(rf"^{today} +tiny +1 min 30 s +0 +10 +0 +-$", out, re.MULTILINE), out
+    assert in_json("usage", "--all-projects", "--by", "project")["data"][0]["gpu_seconds"] == 100.0
+    assert [row.model for row in client.service.usage(by="model", days=1).data] == ["tiny", "large"]
+    assert regraft("usage", "--by", "hour")[0] == 2
+
+
+def test_the_validations_of_jobs_are_short_curves(house: House, client: Regraft) -> None:
+    job_id = house.job()
+    house.step(job_id, 0, 4, 0.25, full_valid_mean_reward=0.5)
+
+    [curve] = client.jobs.curves([job_id])
+
+    assert (curve.metric, curve.values, curve.total_steps) == ("full_valid_mean_reward", [0.5], 4)
+
+
+def test_workers_and_queues_are_listed(
+    regraft: Callable[..., tuple[int, str, str]], in_json: Callable[..., Any], house: House, client: Regraft
+) -> None:
+    progress = {"epoch": 1, "step": 3, "phase": "sampling", "done": 37, "of": 64, "since": 0}
+    running = house.job(status="running", lease_owner="a/1", progress=progress)
+    house.job(gpu_class="h200")
+    with house.database.write() as session:
+        workers.begin(session, REPORT)
+
+    _, out, _ = regraft("workers")
+
+    assert re.search(
+        rf"^a/1 +cpu +busy +1.0/140.0 GiB +0.0/0.0 GiB +{running} 3: sampling 37/64 +20\S+ \S+ UTC +0.1.0$",
+        out,
+        re.MULTILINE,
+    ), out
+    assert re.search(
+        r"^h200 +1 +\d+ s +0 +0 +0 +no worker of class h200 reports itself$", out, re.MULTILINE
+    ), out
+    shown = in_json("workers")
+    assert [queue["gpu_class"] for queue in shown["queues"]] == ["cpu", "h200", None, None]
+    assert shown["workers"][0]["gpus"][0]["name"] == "NVIDIA H200"
+    assert client.service.workers()[0].tasks[0].id == running
+    assert client.service.queues()[1].length == 1
 
 
 def test_what_belongs_to_a_file_of_answers_and_what_to_a_table(

@@ -177,12 +177,17 @@ def test_another_formula_is_compared_with_the_stored_scores(
 
     async def asked() -> regraft.WhatIf:
         async with make_async() as client:
-            return await client.rollouts.what_if(job_id, "close", pass_threshold=0.75, split="train")
+            return await client.rollouts.what_if(
+                job_id, "close", pass_threshold=0.75, advantage_scale="group", split="train"
+            )
 
-    found = client.rollouts.what_if(job_id, "close", pass_threshold=0.75, split="train")
+    found = client.rollouts.what_if(
+        job_id, "close", pass_threshold=0.75, advantage_scale="group", split="train"
+    )
 
     assert (found.before.mean, found.after.mean, found.changed_signs) == (0.5, 0.75, 2)
     assert (found.now_passed, found.now_failed) == (1, 1)
+    assert (found.advantages_before.mean, found.advantages_after.largest) == pytest.approx((1, 1))
     assert found.rank_correlation == pytest.approx(-1)
     assert asyncio.run(asked()) == found
     assert client.rollouts.what_if(job_id, "close", step_from=2).answers == 0

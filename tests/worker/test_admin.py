@@ -120,7 +120,7 @@ def test_usage_stands_beside_its_maximum(ask: Callable[..., Any], database: Data
     ask("org create acme")
     project = ask("project create support")["id"]
     with database.write() as session:
-        usage.add_usage(session, project, gpu_seconds=12.5, grader_tokens=0)
+        usage.add_usage(session, project, model="tiny", gpu_seconds=12.5, grader_tokens=0)
 
     rows = {row["limit"]: row for row in ask("usage")}
 

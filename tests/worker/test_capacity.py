@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from core.jobs.hyperparameters import Hyperparameters
+from core.model_memory import ModelMemories
 from core.registry import BaseModelEntry, Registry
 from core.settings import GpuClass, Settings
 from tests.present import present
@@ -65,6 +66,16 @@ class TestJobs:
         assert problem(settings(gpu_memory_gib=78), entry(folder), max_completion_tokens=4096) is None
         assert problem(settings(gpu_memory_gib=48, sampler="transformers"), entry(folder)) is None
 
+    def test_one_that_fits_only_while_vllm_sleeps_is_not_refused_unless_it_samples_while_it_learns(
+        self, folder: Path
+    ) -> None:
+        of, model = settings(gpu_memory_gib=66), entry(folder, context=32_768)
+
+        assert problem(of, model, max_completion_tokens=16_000) is None
+        for schedule in ({"overlap": True}, {"off_policy_steps": 1}):
+            said = present(problem(of, model, max_completion_tokens=16_000, **schedule))
+            assert "GPU class `gpu` has 66.0 GiB" in said
+
     def test_what_is_set_for_the_class_counts(self, folder: Path) -> None:
         of = settings(gpu_memory_gib=139, kv_cache_gib=0.5)
 
@@ -89,12 +100,31 @@ def test_models_of_the_registry_that_do_not_fit_are_named_when_a_worker_starts(
     )
     of = settings(gpu_memory_gib=40).model_copy(update={"models_file": folder / "models.toml"})
 
-    capacity.warn(of)
+    capacity.note(of)
 
     [said] = [record.message for record in caplog.records]
     assert said.startswith("large at 8192 tokens needs ")
     assert said.endswith("Jobs with shorter prompts and answers may fit.")
     assert list(capacity.problems(settings(), Registry.load(folder / "models.toml"))) == []
+
+
+def test_the_needs_of_the_models_are_stored_for_the_api(folder: Path) -> None:
+    (folder / "models.toml").write_text(
+        '[models.small]\npath = "4b"\ncontext = 8192\n[models.large]\npath = "14b"\ncontext = 8192\n'
+    )
+    update = {"models_file": folder / "models.toml", "data_dir": folder}
+    of = settings(gpu_memory_gib=40).model_copy(update=update)
+
+    capacity.note(of)
+
+    stored = ModelMemories(of.model_cache)
+    registry = Registry.load(folder / "models.toml")
+    small, large = (present(stored.find(registry.get(name), "gpu")) for name in ("small", "large"))
+    assert (small.gpu_gib, small.problem) == (40.0, None)
+    assert 16.0 < present(small.needed_gib) <= 40.0  # at least two copies of the weights of 7.5 GiB
+    assert large.needed_gib is None
+    assert present(large.problem).startswith("large at 8192 tokens needs ")
+    assert stored.find(registry.get("small"), "another") is None
 
 
 class TestServing:

@@ -758,6 +758,16 @@ def test_the_sampler_that_uses_the_weights_of_training_is_not_sharded() -> None:
         sizing.plan_sharded("m", llama_shape(*LLAMA_70B), WORK, replace(H100, sampler="transformers"), 8)
 
 
+def test_a_job_that_samples_nothing_has_one_copy_of_the_weights_that_its_gpus_share() -> None:
+    """As worker/offline/assemble.py plans."""
+    nothing_sampled = replace(H100, engines=0)
+
+    found = sizing.plan_sharded("m", llama_shape(*LLAMA_70B), WORK, nothing_sampled, 8)
+
+    assert (found.degree, found.cache_bytes, found.estimate.copies) == (4, 0, 1)
+    assert sizing.plan_sharded("m", llama_shape(*LLAMA_8B), WORK, nothing_sampled, 8).degree == 1
+
+
 class TestSleep:
     """Llama 3 8B (15 GiB) at 16,384 tokens on 44 GiB: vLLM's copy and the activations do not fit at once."""
 

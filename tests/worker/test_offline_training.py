@@ -19,6 +19,8 @@ from core.jobs.offline_hyperparameters import (
     epochs,
     resolve,
 )
+from graders.types import TokenUsage
+from tests.present import present
 from tests.worker.conftest import Bench
 from worker.learn.offline import OfflineMetrics, OfflineTrainer
 from worker.learn.offline_gradient import whole_batches
@@ -489,3 +491,57 @@ def test_a_run_whose_gradient_is_never_finite_fails(bench: Bench, make_policy: C
         asyncio.run(one.train())
 
     assert bench.events("warn").count(alerts.SKIPPED) == 1
+
+
+class ReadByTeacher(OfflineTrainer):
+    """Stands in for a teacher on a server that reads 10 tokens a step, and 7 of each measurement."""
+
+    def step(self, packs: Sequence[Pack]) -> OfflineMetrics:
+        return replace(super().step(packs), teacher_usage=TokenUsage(10, 1))
+
+    def measure(self, packs: Sequence[Pack]) -> OfflineMetrics:
+        return replace(super().measure(packs), teacher_usage=TokenUsage(7, 2))
+
+
+def test_the_tokens_of_a_teacher_on_a_server_are_counted_under_its_name(
+    bench: Bench, make_policy: Callable[..., Policy]
+) -> None:
+    one = run(bench, policy := make_policy(), n_epochs=1)
+    one.trainer, one.teacher = ReadByTeacher(policy, one.settings, token_budget=4096), "large"
+    one.stop_requested = lambda: False
+
+    asyncio.run(one.train())
+
+    step = bench.steps()[-1]["model_graders_token_usage"]["large"]
+    assert (step["train_prompt_tokens"], step["train_completion_tokens"]) == (10, 1)
+    assert (step["eval_prompt_tokens"], step["eval_completion_tokens"]) == (14, 4), "some rows, then all"
+    steps = one.settings.total_steps
+    measured = 1 + steps + 1  # the base model, some rows at each step, all rows at the end of the epoch
+    assert present(bench.job().usage)["model_grader_tokens"]["large"] == {
+        "prompt_tokens": 10 * steps + 7 * measured,
+        "cached_tokens": 0,
+        "completion_tokens": steps + 2 * measured,
+    }
+
+
+def flipped(pack: Pack, place: int) -> Pack:
+    """The pack with one token learned that was only read, or the other way round."""
+    [one] = pack.sequences
+    learned = list(one.learned_T or [True] * len(one.output_ids_T))
+    learned[place] = not learned[place]
+    return replace(pack, sequences=(replace(one, learned_T=tuple(learned)),))
+
+
+def test_every_single_error_of_the_mask_is_seen_in_the_loss(make_policy: Callable[..., Policy]) -> None:
+    """The control of the comparison with single rows: it is as good as its tolerance only if mutations exceed that."""
+    policy = make_policy(moved=True)
+    rows = conversations()
+    one = trainer(policy, settings(), budget=30)
+    with torch.no_grad():
+        right = supervised_loss(policy, rows).item()
+
+    assert one.measure(rows).loss == pytest.approx(right, rel=1e-5)
+    for number, pack in enumerate(rows[:4]):
+        for place in range(len(pack.sequences[0].output_ids_T)):
+            mutated = [*rows[:number], flipped(pack, place), *rows[number + 1 :]]
+            assert one.measure(mutated).loss != pytest.approx(right, rel=1e-4), (number, place)

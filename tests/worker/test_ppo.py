@@ -335,6 +335,22 @@ class TestUpdates:
         assert all(map(torch.equal, before, policy.trainable))
         assert all(weight.abs().max() > 0 for weight in trainer.own.trainable[-2:])
 
+    def test_the_values_warm_up_alone_before_the_policy_moves(self, policy: Policy) -> None:
+        settings = asked({"loss": "ppo", "learning_rate": 0.01, "value_warmup_steps": 2})
+        trainer = PeftTrainer(policy, settings, token_budget=4096)
+        groups = sampled(policy, [[1.0, 0.0] * 2, [0.5, 1.0] * 2])
+        before = weights_of(policy)
+
+        for _ in range(2):
+            metrics = learn(trainer, groups)
+            assert metrics.grad_norm == 0
+            assert not metrics.skipped
+        assert all(map(torch.equal, before, policy.trainable))
+        assert all(weight.abs().max() > 0 for weight in trainer.own.trainable[-2:])
+
+        assert present(learn(trainer, groups).grad_norm) > 0
+        assert not all(map(torch.equal, before, policy.trainable))
+
     def test_a_gradient_that_is_not_finite_moves_neither_adapter_nor_head(
         self, policy: Policy, groups: list[Any]
     ) -> None:

@@ -26,8 +26,8 @@ class TwoGpus(Gpus):
 class Told(Reporter):
     """Says when it has reported."""
 
-    def __init__(self, *parts: Any, every_seconds: float) -> None:
-        super().__init__(*parts, every_seconds)
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
         self.reports: list[bool] = []
         self.reported = {draining: threading.Event() for draining in (False, True)}
 
@@ -40,7 +40,7 @@ class Told(Reporter):
 def reporter(database: Database, tmp_path: Path) -> Told:
     settings = Settings(data_dir=tmp_path, gpu_class="h200", ranks=2)
     memory = FakeKernel(tmp_path).memory()
-    return Told(settings, database, "a/1", TwoGpus(), memory, every_seconds=3600.0)
+    return Told(settings, database, "a/1", TwoGpus(), memory, 3600.0)
 
 
 def seen(database: Database) -> list[Seen]:

@@ -15,6 +15,7 @@ from graders.judge.judges import JudgeModel
 from graders.types import TokenUsage
 from tests.echo import echoes_of
 from tests.graders.servers import serving
+from tests.present import present
 from worker.learn.offline import SoftTargetTrainer
 from worker.learn.soft_targets import forward_kl, forward_kl_to_top
 from worker.learn.teacher import TeacherPolicy
@@ -115,7 +116,7 @@ def test_likely_tokens_whose_rounded_probabilities_exceed_1_leave_nothing_for_ot
     student = torch.zeros(1, 3, requires_grad=True)
 
     [loss] = forward_kl_to_top(student, torch.tensor([[0, 1]]), torch.tensor([[-0.6931, -0.6931]]))
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
 
     assert loss.item() == pytest.approx(torch.tensor(1.5).log().item(), abs=1e-3)
     assert student.grad is not None and student.grad.isfinite().all()
@@ -230,7 +231,7 @@ def test_the_teacher_stays_as_it_is(make_policy: MakePolicy) -> None:
     assert all(torch.equal(own, other) for own, other in zip(student.trainable, start, strict=True))
 
     trainer.step(conversations())
-    with trainer.soft_targets.teacher.teaching():
+    with present(trainer.soft_targets.teacher).teaching():
         assert all(
             torch.equal(own, other) for own, other in zip(student.trainable, teacher.trainable, strict=True)
         )

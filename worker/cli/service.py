@@ -23,6 +23,7 @@ from sqlalchemy.exc import OperationalError
 from api.http.app import create_app
 from api.http.rate_limits import open_rates
 from api.http.shutdown import Server
+from api.http.sign_on import behind_proxies
 from core import private
 from core.database.engine import Database, Send
 from core.database.migrate import InvalidDatabaseUrl, SchemaNotReady, open_unchanged, upgrade
@@ -296,12 +297,14 @@ def serve_api(
     traced = tracing.exported(settings.otlp_endpoint, "regraft-api")
     config = uvicorn.Config(
         app,
+        proxy_headers=False,  # see behind_proxies
         host=settings.host,
         port=settings.port,
         log_config=None,  # keep our logging
         log_level="warning",
         timeout_graceful_shutdown=5,
     )
+    config.app = behind_proxies(app, config.forwarded_allow_ips)
     log.info("serving http://%s:%d/v1", settings.host, settings.port)
     with traced:
         Server(config, app.state.service.shutdown).run()

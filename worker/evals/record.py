@@ -234,7 +234,7 @@ def _add_calls(session: Session, run: EvalRun, counts: summary.Summary, calls: S
         summary.add_usage(counts, call.model, call.usage, judge=call.judge)
     metered = sum(call.tokens for call in calls if call.metered)
     if metered:
-        usage.add_usage(session, run.project_id, gpu_seconds=0.0, grader_tokens=metered)
+        usage.add_usage(session, run.project_id, model=run.model, grader_tokens=metered)
 
 
 def _upsert(session: Session, run_id: str, entries: dict[int, Entry]) -> None:

@@ -1,4 +1,4 @@
-"""What a sampler does when the trainer takes a step: sleep meanwhile, or continue with the new policy after it."""
+"""Trainers that have the sampler sleep during a step, or continue with the new policy after it."""
 
 from pathlib import Path
 from typing import Protocol

@@ -12,11 +12,12 @@ from typing import Any
 
 from core.jobs import full, hyperparameters
 from core.jobs.hyperparameters import Hyperparameters
+from core.model_memory import ModelMemories, ModelMemory
 from core.model_templates import is_reasoning
 from core.registry import BaseModelEntry, Registry, sampler_of
 from core.settings import Settings
 from worker.model import sizing
-from worker.model.sizing import GIB, Shape, Workload
+from worker.model.sizing import GIB, MemoryPlan, Shape, Workload
 
 log = logging.getLogger(__name__)
 
@@ -52,14 +53,29 @@ def shape_of(entry: BaseModelEntry) -> Shape | None:
     return None if config is None else sizing.shape_of_config(config, BYTES_EACH[entry.dtype])
 
 
-def problems(settings: Settings, registry: Registry) -> Iterator[str]:
-    """Yield a sentence for each model whose full context does not fit on a GPU of its class."""
+def memories(settings: Settings, registry: Registry) -> Iterator[tuple[BaseModelEntry, ModelMemory]]:
+    """Yield what each model needs for its full context on a GPU of its class, where both are known."""
     for name, entry in registry.models.items():
+        gpu_class = entry.gpu_class or settings.gpu_class
+        gpu_gib, shape = settings.gpu_memory_gib(gpu_class), shape_of(entry)
+        if not gpu_gib or shape is None:
+            continue
         half = entry.context // 2
         work = Workload(16, half, entry.context - half, entry.context)
-        shape = shape_of(entry)
-        if shape is not None and (problem := _problem(settings, name, entry, shape, work, None)):
-            yield f"{problem} Jobs with shorter prompts and answers may fit."
+        try:
+            plan = _planned(settings, name, entry, shape, work, None)
+        except sizing.DoesNotFit as cause:
+            problem = f"{cause} Jobs with shorter prompts and answers may fit."
+            yield entry, ModelMemory(gpu_class=gpu_class, gpu_gib=gpu_gib, needed_gib=None, problem=problem)
+            continue
+        if plan is not None:
+            needed = round(plan.estimate.total / GIB, 1)
+            yield entry, ModelMemory(gpu_class=gpu_class, gpu_gib=gpu_gib, needed_gib=needed, problem=None)
+
+
+def problems(settings: Settings, registry: Registry) -> Iterator[str]:
+    """Yield a sentence for each model whose full context does not fit on a GPU of its class."""
+    return (memory.problem for _, memory in memories(settings, registry) if memory.problem is not None)
 
 
 def job_problem(
@@ -116,6 +132,28 @@ def _problem(
     *,
     may_sleep: bool = True,
 ) -> str | None:
+    try:
+        _planned(settings, name, entry, shape, work, gpu_class, may_sleep=may_sleep)
+    except sizing.DoesNotFit as cause:
+        return str(cause)
+    return None
+
+
+def _planned(
+    settings: Settings,
+    name: str,
+    entry: BaseModelEntry,
+    shape: Shape,
+    work: Workload,
+    gpu_class: str | None,
+    *,
+    may_sleep: bool = True,
+) -> MemoryPlan | None:
+    """Return the plan of a job on a GPU of its class. None: there is no GPU, or its memory is unknown.
+
+    Raises:
+        DoesNotFit: the job needs more memory.
+    """
     gpu_class = gpu_class or entry.gpu_class or settings.gpu_class
     memory = settings.gpu_memory_gib(gpu_class)
     if not memory:  # no GPU, or unknown
@@ -136,14 +174,13 @@ def _problem(
         tensor_parallel=1 if has_fleet or work.full else entry.tensor_parallel,
         may_sleep=may_sleep,
     )
-    try:
-        sizing.plan_sharded(name, shape, work, there, settings.ranks)
-    except sizing.DoesNotFit as cause:
-        return str(cause)
-    return None
+    return sizing.plan_sharded(name, shape, work, there, settings.ranks)
 
 
-def warn(settings: Settings) -> None:
-    """Log the problems of the registry on worker start-up."""
-    for problem in problems(settings, Registry.load(settings.models_file)):
-        log.warning("%s", problem)
+def note(settings: Settings) -> None:
+    """On worker start-up, store the needs of the models for the API, and log those that do not fit."""
+    stored = ModelMemories(settings.model_cache)
+    for entry, memory in memories(settings, Registry.load(settings.models_file)):
+        stored.keep(entry, memory)
+        if memory.problem is not None:
+            log.warning("%s", memory.problem)

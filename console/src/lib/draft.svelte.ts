@@ -41,7 +41,8 @@ export function empty(): Draft {
   };
 }
 
-export const form = $state<{ draft: Draft; from: string }>({ draft: empty(), from: "" });
+/** `origin`: the request that the form was filled with, with which its changes are compared. */
+export const form = $state<{ draft: Draft; from: string; origin: { name: string; request: Record<string, unknown> } | null }>({ draft: empty(), from: "", origin: null });
 
 /** A number, a list or an object where the text is JSON, else the text: `auto`, `cosine`. */
 export function valueOf(text: string): unknown {
@@ -96,26 +97,98 @@ export function body(draft: Draft, grader: Grader | null = read(draft.grader).gr
 
 /** The form of the request that created a job. */
 export async function clone(id: string): Promise<Draft> {
-  const { model, training_file, validation_file, method, suffix, seed, budget, ...rest } = await get<Record<string, unknown>>(`/regraft/jobs/${id}/request`);
+  return draftOf(await get<Record<string, unknown>>(`/regraft/jobs/${id}/request`));
+}
+
+type Asked = { grader?: unknown; hyperparameters?: unknown; response_format?: unknown };
+
+/** The form of a request; fields that it does not show are in `rest`. */
+export function draftOf(request: Record<string, unknown>): Draft {
+  const { model, training_file, validation_file, validation_split, method, suffix, seed, budget, ...rest } = request;
   const type = (method as { type: MethodName }).type;
-  const asked = (method as Record<string, { grader?: Grader; hyperparameters?: unknown; response_format?: unknown }>)[type] ?? {};
+  const asked = (method as Record<string, Asked | undefined>)[type] ?? {};
   const given = asked.hyperparameters ? flat(asked.hyperparameters) : {};
+  const seconds = (budget as { gpu_seconds?: number } | undefined)?.gpu_seconds;
   return {
     ...empty(),
-    model: String(model),
+    model: text(model),
     method: type,
-    trainingFile: String(training_file),
-    validationFile: validation_file ? String(validation_file) : "",
-    suffix: suffix ? String(suffix) : "",
-    seed: seed === undefined ? "" : String(seed),
-    gpuSeconds: budget ? String((budget as { gpu_seconds: number }).gpu_seconds) : "",
+    trainingFile: text(training_file),
+    validation: validation_split === undefined ? "file" : "split",
+    validationFile: text(validation_file),
+    validationSplit: text(validation_split) || "0.1",
+    suffix: text(suffix),
+    seed: text(seed),
+    gpuSeconds: text(seconds),
     grader: asked.grader ? JSON.stringify(asked.grader, null, 2) : "",
     responseFormat: asked.response_format ? JSON.stringify(asked.response_format, null, 2) : "",
     hyperparameters: Object.fromEntries(
       Object.entries(given)
         .filter(([, value]) => value !== null)
-        .map(([path, value]) => [path, typeof value === "string" ? value : JSON.stringify(value)]),
+        .map(([path, value]) => [path, text(value)]),
     ),
-    rest,
+    rest: budget && seconds === undefined ? { ...rest, budget } : rest,
   };
+}
+
+function text(value: unknown): string {
+  return value === undefined || value === null ? "" : typeof value === "string" ? value : JSON.stringify(value);
+}
+
+const METHODS: string[] = ["reinforcement", "supervised", "dpo", "reward_model"];
+const OF_THE_METHOD = ["grader", "hyperparameters", "response_format"];
+
+/** The form of a job file in JSON or TOML (docs/howto/cli.md), and what of it the form cannot take over. */
+export async function imported(content: string): Promise<{ draft: Draft; notes: string[] }> {
+  let fields = await table(content);
+  const notes: string[] = [];
+  if (Array.isArray(fields.stages)) {
+    const stages = (fields.stages as { name?: unknown; job?: unknown }[]).filter((stage) => typeof stage.job === "object" && stage.job !== null);
+    if (stages.length !== 1) throw new Error(`This is a pipeline with ${stages.length} jobs. Create it with: regraft pipelines create -f FILE`);
+    notes.push(`The job is the stage “${text(stages[0]!.name)}” of a pipeline, whose other stages are left out.`);
+    fields = stages[0]!.job as Record<string, unknown>;
+  }
+  const { grader, hyperparameters, response_format, method, ...rest } = fields;
+  const top = Object.fromEntries(Object.entries({ grader, hyperparameters, response_format }).filter(([, value]) => value !== undefined)) as Asked;
+  const kind = (method ?? {}) as Record<string, unknown>;
+  const type = text(kind.type) || (top.grader !== undefined || kind.reinforcement !== undefined ? "reinforcement" : "supervised");
+  if (!METHODS.includes(type)) throw new Error(`The form has no ${type} jobs. Create it with: regraft jobs create -f FILE`);
+  const twice = OF_THE_METHOD.find((name) => name in top && name in ((kind[type] ?? {}) as object));
+  if (twice) throw new Error(`${twice} is given at the top level and in the method.`);
+  const inner: Asked = { ...((kind[type] ?? {}) as Asked), ...top };
+  if (typeof inner.grader === "string") {
+    const stored = /^stored:([^@]+)(?:@(.+))?$/.exec(inner.grader);
+    if (stored) inner.grader = { type: "stored", name: stored[1], ...(stored[2] ? { version: stored[2] } : {}) };
+    else {
+      notes.push(`The grader is in ${inner.grader}: paste it below.`);
+      delete inner.grader;
+    }
+  }
+  for (const name of ["training_file", "validation_file"]) {
+    const value = rest[name];
+    if (typeof value === "string" && !/^file-[^./]+$/.test(value)) {
+      notes.push(`${value} is a local file: upload it as the ${name.replace("_", " ")}.`);
+      delete rest[name];
+    }
+  }
+  return { draft: draftOf({ ...rest, method: { type, [type]: inner } }), notes };
+}
+
+async function table(content: string): Promise<Record<string, unknown>> {
+  let value: unknown;
+  if (content.trimStart().startsWith("{")) value = JSON.parse(content);
+  else value = (await import("smol-toml")).parse(content); // loaded with the first such file
+  if (typeof value !== "object" || value === null || Array.isArray(value)) throw new Error("A job file is a table of fields.");
+  return value as Record<string, unknown>;
+}
+
+export type Difference = { field: string; before: unknown; after: unknown };
+
+/** The fields that two requests have differently, by their dotted names. */
+export function differences(before: Record<string, unknown>, after: Record<string, unknown>): Difference[] {
+  const [one, other] = [flat(before), flat(after)];
+  return [...new Set([...Object.keys(one), ...Object.keys(other)])]
+    .sort()
+    .filter((field) => JSON.stringify(one[field]) !== JSON.stringify(other[field]))
+    .map((field) => ({ field, before: one[field], after: other[field] }));
 }

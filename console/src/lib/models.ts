@@ -1,6 +1,6 @@
 /** Names of tuned models. A checkpoint has the name of its job's model and a suffix. */
 
-import type { Job, Model } from "./types";
+import type { BaseModel, Job, Model } from "./types";
 
 const CHECKPOINT = /:ckpt-step-\d+$/;
 
@@ -12,4 +12,9 @@ export function jobOf(jobs: Job[], name: string): Job | undefined {
 
 export function checkpointsOf(models: Model[], name: string): Model[] {
   return models.filter((one) => one.id !== finalName(one.id) && finalName(one.id) === finalName(name));
+}
+
+/** "31 of 80 GiB". */
+export function fits(memory: NonNullable<BaseModel["memory"]>): string {
+  return memory.needed_gib === null ? `needs more than ${Math.floor(memory.gpu_gib)} GiB` : `fits: ${Math.ceil(memory.needed_gib)} of ${Math.floor(memory.gpu_gib)} GiB`;
 }

@@ -3,6 +3,16 @@ export type paths = Record<string, never>;
 export type webhooks = Record<string, never>;
 export interface components {
     schemas: {
+        /**
+         * AdvantageSizesOut
+         * @description The absolute advantages of the graded answers.
+         */
+        AdvantageSizesOut: {
+            /** Mean */
+            mean: number | null;
+            /** Largest */
+            largest: number | null;
+        };
         /** AttemptOut */
         AttemptOut: {
             /** Number */
@@ -93,6 +103,7 @@ export interface components {
             } | null;
             /** Reasons */
             reasons?: boolean | null;
+            memory?: components["schemas"]["ModelMemory"] | null;
             /** Checked At */
             checked_at?: number | null;
             /** Versions */
@@ -124,6 +135,37 @@ export interface components {
              * @description In the order of the jobs; null: the request lacks it.
              */
             values: unknown[];
+        };
+        /**
+         * CheckedCaseOut
+         * @description A golden case and its score. Null: it could not be graded, which fails the case.
+         */
+        CheckedCaseOut: {
+            /** Case Id */
+            case_id: string;
+            /** Passed */
+            passed: boolean;
+            /** Score */
+            score: number | null;
+            expect: components["schemas"]["ExpectOut"];
+            /** Reason */
+            reason: string;
+            /** Errors */
+            errors: string[];
+            /**
+             * Output
+             * @description Printed by the grader.
+             */
+            output: string;
+            /**
+             * Scores
+             * @description Of the parts of a multi grader.
+             */
+            scores: {
+                [key: string]: number | null;
+            };
+            /** Execution Time */
+            execution_time: number;
         };
         /** CheckpointOut */
         CheckpointOut: {
@@ -238,6 +280,39 @@ export interface components {
              * @description Spearman's, of the stored and the new scores.
              */
             rank_correlation: number | null;
+        };
+        /** CurveOut */
+        CurveOut: {
+            /**
+             * Object
+             * @default regraft.curve
+             * @constant
+             */
+            object: "regraft.curve";
+            /** Job Id */
+            job_id: string;
+            /**
+             * Metric
+             * @description `full_valid_mean_reward`, or `full_valid_loss` of jobs without rewards; null: no validation.
+             */
+            metric: string | null;
+            /**
+             * Steps
+             * @description Of the validations, at most 60 of them.
+             */
+            steps: number[];
+            /**
+             * Values
+             * @description The first is that of the model that the job started from.
+             */
+            values: number[];
+            /**
+             * Step
+             * @description The last one; null: none has been recorded.
+             */
+            step: number | null;
+            /** Total Steps */
+            total_steps: number | null;
         };
         /** Deleted */
         Deleted: {
@@ -365,6 +440,13 @@ export interface components {
                 [key: string]: unknown;
             };
         };
+        /** ExpectOut */
+        ExpectOut: {
+            /** Min */
+            min: number | null;
+            /** Max */
+            max: number | null;
+        };
         /** FileOut */
         FileOut: {
             /** Id */
@@ -394,6 +476,76 @@ export interface components {
             /** Status Details */
             status_details?: null;
         };
+        /** GoldenCaseOut */
+        GoldenCaseOut: {
+            /** Id */
+            id: string;
+            /**
+             * Object
+             * @default regraft.grader.case
+             * @constant
+             */
+            object: "regraft.grader.case";
+            /** Created At */
+            created_at: number;
+            /** Sample */
+            sample: {
+                [key: string]: unknown;
+            };
+            /** Item */
+            item: {
+                [key: string]: unknown;
+            };
+            expect: components["schemas"]["ExpectOut"];
+            /** Note */
+            note: string;
+            /** Rollout Id */
+            rollout_id: string | null;
+        };
+        /**
+         * GpuOut
+         * @description A GPU by nvidia-smi. null: the driver does not say.
+         */
+        GpuOut: {
+            /** Index */
+            index: string;
+            /** Name */
+            name: string;
+            /** Memory Used Bytes */
+            memory_used_bytes: number | null;
+            /** Memory Total Bytes */
+            memory_total_bytes: number | null;
+            /**
+             * Utilization
+             * @description Of the last sample period, from 0 to 1.
+             */
+            utilization: number | null;
+        };
+        /** GraderCheckOut */
+        GraderCheckOut: {
+            /**
+             * Object
+             * @default regraft.grader.check
+             * @constant
+             */
+            object: "regraft.grader.check";
+            /** Name */
+            name: string;
+            /**
+             * Version
+             * @description The version of what was run, saved or not.
+             */
+            version: string;
+            /** Passed */
+            passed: number;
+            /**
+             * Failed
+             * @description Cases out of their range, or without a score.
+             */
+            failed: number;
+            /** Results */
+            results: components["schemas"]["CheckedCaseOut"][];
+        };
         /**
          * GraderPath
          * @description A path that the grader reads, and the rows that lack it.
@@ -413,6 +565,34 @@ export interface components {
             /** Not Listed */
             not_listed: boolean;
             no_grader: components["schemas"]["SomeLines"] | null;
+        };
+        /**
+         * GraderVersionOut
+         * @description A version. `id` is its hash.
+         */
+        GraderVersionOut: {
+            /** Id */
+            id: string;
+            /**
+             * Object
+             * @default regraft.grader.version
+             * @constant
+             */
+            object: "regraft.grader.version";
+            /** Name */
+            name: string;
+            /** Version */
+            version: string;
+            /** Created At */
+            created_at: number;
+            /** Is Current */
+            is_current: boolean;
+            /** Note */
+            note: string;
+            /** Grader */
+            grader: {
+                [key: string]: unknown;
+            };
         };
         /**
          * Grading
@@ -523,7 +703,7 @@ export interface components {
             usage_metrics: {
                 [key: string]: unknown;
             } | null;
-            queue: components["schemas"]["api__resources__jobs__QueueOut"] | null;
+            queue: components["schemas"]["QueueOut"] | null;
             /**
              * Shared With Openai
              * @default false
@@ -667,6 +847,20 @@ export interface components {
              */
             object: "organization.project.limits";
         };
+        /**
+         * ModelMemory
+         * @description Of a job whose longest prompt and answer fill the context, with an adapter of rank 16. In GiB of one GPU.
+         */
+        ModelMemory: {
+            /** Gpu Class */
+            gpu_class: string;
+            /** Gpu Gib */
+            gpu_gib: number;
+            /** Needed Gib */
+            needed_gib: number | null;
+            /** Problem */
+            problem: string | null;
+        };
         /** ModelOut */
         ModelOut: {
             /** Id */
@@ -769,6 +963,12 @@ export interface components {
              * @default 0
              */
             eval: number;
+            /**
+             * Waiting
+             * @description Seconds of waiting for other jobs on the same device.
+             * @default 0
+             */
+            waiting: number;
             /**
              * Full Iteration
              * @description Seconds of the whole step.
@@ -1189,6 +1389,16 @@ export interface components {
              */
             samples: number[];
         };
+        /**
+         * QueueOut
+         * @description Position of a waiting job in its queue, from 1, and what blocks it.
+         */
+        QueueOut: {
+            /** Position */
+            position: number;
+            /** Reason */
+            reason: string;
+        };
         /** RegradeOut */
         RegradeOut: {
             /** Id */
@@ -1456,6 +1666,8 @@ export interface components {
             key_id: string;
             /** Key Name */
             key_name: string;
+            /** User */
+            user: string | null;
             /** Scope */
             scope: string;
             /** Project Id */
@@ -2008,7 +2220,8 @@ export interface components {
              *         "full_iteration": 0,
              *         "grading": 0,
              *         "sampling": 0,
-             *         "training": 0
+             *         "training": 0,
+             *         "waiting": 0
              *       }
              *     }
              */
@@ -2033,6 +2246,69 @@ export interface components {
         } & {
             [key: string]: unknown;
         };
+        /**
+         * StoredGraderOut
+         * @description A named grader with its current version.
+         */
+        StoredGraderOut: {
+            /** Id */
+            id: string;
+            /**
+             * Object
+             * @default regraft.grader
+             * @constant
+             */
+            object: "regraft.grader";
+            /** Name */
+            name: string;
+            /** Created At */
+            created_at: number;
+            /** Updated At */
+            updated_at: number;
+            /**
+             * Version
+             * @description SHA-256 of the specification.
+             */
+            version: string;
+            /** Versions */
+            versions: number;
+            /**
+             * Cases
+             * @description Golden cases.
+             */
+            cases: number;
+            /**
+             * Grader
+             * @description The specification; header values are masked.
+             */
+            grader: {
+                [key: string]: unknown;
+            };
+        };
+        /**
+         * TaskOut
+         * @description A job or an eval run that a worker works on.
+         */
+        TaskOut: {
+            /**
+             * Kind
+             * @enum {string}
+             */
+            kind: "run" | "validation" | "eval_run";
+            /** Id */
+            id: string;
+            /** Project Id */
+            project_id: string;
+            /** Model */
+            model: string | null;
+            /**
+             * Progress
+             * @description Of a run, as the job has it; null: not known.
+             */
+            progress: {
+                [key: string]: unknown;
+            } | null;
+        };
         /** Timing */
         Timing: {
             /**
@@ -2048,6 +2324,7 @@ export interface components {
              *       "grading": 0,
              *       "training": 0,
              *       "eval": 0,
+             *       "waiting": 0,
              *       "full_iteration": 0
              *     }
              */
@@ -2129,6 +2406,59 @@ export interface components {
             gpu_seconds_per_30_days: number;
             /** Grader Tokens Per 30 Days */
             grader_tokens_per_30_days: number;
+        };
+        /** UsageReport */
+        UsageReport: {
+            /**
+             * Object
+             * @default regraft.usage
+             * @constant
+             */
+            object: "regraft.usage";
+            /** First Day */
+            first_day: string;
+            /** Last Day */
+            last_day: string;
+            /** By */
+            by: string[];
+            /** Data */
+            data: components["schemas"]["UsageRowOut"][];
+        };
+        /**
+         * UsageRowOut
+         * @description The sums of a group; a field that is not grouped by is null.
+         */
+        UsageRowOut: {
+            /**
+             * Day
+             * @description In UTC, as 2026-11-25.
+             */
+            day: string | null;
+            /**
+             * Model
+             * @description null also: recorded by a version that kept no model.
+             */
+            model: string | null;
+            /** Project Id */
+            project_id: string | null;
+            /** Project Name */
+            project_name: string | null;
+            /**
+             * Gpu Seconds
+             * @description Of training, steps that were repeated included.
+             */
+            gpu_seconds: number;
+            /** Sampled Tokens */
+            sampled_tokens: number;
+            /** Trained Tokens */
+            trained_tokens: number;
+            /**
+             * Grader Tokens
+             * @description Those that the limit grader_tokens_per_30_days counts.
+             */
+            grader_tokens: number;
+            /** @description Of the GPU-seconds at today's price; null: no price. */
+            cost: components["schemas"]["Money"] | null;
         };
         /**
          * VerdictOut
@@ -2342,16 +2672,120 @@ export interface components {
              * @description Spearman's, of the stored and the new scores.
              */
             rank_correlation: number | null;
+            /**
+             * Advantage Scale
+             * @enum {string}
+             */
+            advantage_scale: "none" | "group" | "batch";
+            advantages_before: components["schemas"]["AdvantageSizesOut"];
+            advantages_after: components["schemas"]["AdvantageSizesOut"];
         };
-        /**
-         * QueueOut
-         * @description Position of a waiting job in its queue, from 1, and what blocks it.
-         */
-        api__resources__jobs__QueueOut: {
-            /** Position */
-            position: number;
-            /** Reason */
-            reason: string;
+        /** WorkQueueOut */
+        WorkQueueOut: {
+            /**
+             * Object
+             * @default regraft.queue
+             * @constant
+             */
+            object: "regraft.queue";
+            /**
+             * Kind
+             * @enum {string}
+             */
+            kind: "jobs" | "validations" | "eval_runs";
+            /**
+             * Gpu Class
+             * @description null: workers of every class take from it.
+             */
+            gpu_class: string | null;
+            /**
+             * Length
+             * @description Jobs or runs that a free worker would start.
+             */
+            length: number;
+            /**
+             * Oldest Seconds
+             * @description Waiting time of the longest-waiting of these.
+             */
+            oldest_seconds: number;
+            /**
+             * Held Back
+             * @description Whose project runs as many as it may.
+             */
+            held_back: number;
+            /**
+             * Backing Off
+             * @description After an interruption.
+             */
+            backing_off: number;
+            /** Running */
+            running: number;
+            /**
+             * Workers
+             * @description That take from it and are not silent.
+             */
+            workers: number;
+            /**
+             * Reason
+             * @description What they wait for; null: nothing waits.
+             */
+            reason: string | null;
+        };
+        /** WorkerOut */
+        WorkerOut: {
+            /**
+             * Object
+             * @default regraft.worker
+             * @constant
+             */
+            object: "regraft.worker";
+            /**
+             * Name
+             * @description Host and process id, as attempts have it.
+             */
+            name: string;
+            /** Host */
+            host: string;
+            /** Gpu Class */
+            gpu_class: string;
+            /** Version */
+            version: string;
+            /**
+             * Machines
+             * @description That share its runs, this one included.
+             */
+            machines: number;
+            /**
+             * Ranks
+             * @description Processes of a run on each of these machines.
+             */
+            ranks: number;
+            /**
+             * Status
+             * @description `busy`: it runs a job. `silent`: three reports are missing.
+             * @enum {string}
+             */
+            status: "idle" | "busy" | "draining" | "silent";
+            /** Started At */
+            started_at: number;
+            /** Last Seen At */
+            last_seen_at: number;
+            /**
+             * Silent Seconds
+             * @description Since the last report, by the database's clock.
+             */
+            silent_seconds: number;
+            /** Gpus */
+            gpus: components["schemas"]["GpuOut"][];
+            /**
+             * Memory Used Bytes
+             * @description Of the host, or of the container.
+             */
+            memory_used_bytes: number | null;
+            /** Memory Total Bytes */
+            memory_total_bytes: number | null;
+            /** Tasks */
+            tasks: components["schemas"]["TaskOut"][];
         };
     };
     responses: never;

@@ -10,6 +10,7 @@ export type Schema = {
   anyOf?: Schema[];
   oneOf?: Schema[];
   properties?: Record<string, Schema>;
+  required?: string[];
   description?: string;
   minimum?: number;
   maximum?: number;
@@ -31,7 +32,7 @@ export function schemas(): Promise<Schemas> {
 }
 
 /** The alternatives of a schema, with references followed. */
-function branches(of: Schemas, schema: Schema | undefined): Schema[] {
+export function branches(of: Schemas, schema: Schema | undefined): Schema[] {
   if (!schema) return [];
   if (schema.$ref) return branches(of, of[schema.$ref.split("/").at(-1)!]);
   const options = schema.anyOf ?? schema.oneOf;

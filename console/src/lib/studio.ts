@@ -3,7 +3,7 @@
 import type { Graded } from "./graders";
 
 /** An answer to grade; `before` is the score that is stored with it. */
-export type Case = { id: string; label: string; answer: string; item: Record<string, unknown>; before: number | null; group: string };
+export type Case = { id: string; label: string; answer: string; item: Record<string, unknown>; before: number | null; group: string; rolloutId: string | null };
 export type Result = { case: Case; graded: Graded };
 
 export type Bin = { low: number; high: number; count: number };

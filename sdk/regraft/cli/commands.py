@@ -6,10 +6,9 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
-from itertools import islice, takewhile
+from itertools import islice
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -54,6 +53,7 @@ from regraft.cli.pipelines import (
     pipelines_show,
     pipelines_wait,
 )
+from regraft.cli.service import usage, workers
 from regraft.client import Regraft
 from regraft.config import NotConfigured
 from regraft.datasets import method_of
@@ -746,45 +746,6 @@ def jobs_budget(arguments: argparse.Namespace) -> int:
     return _answer(arguments, job, text)
 
 
-def usage(arguments: argparse.Namespace) -> int:
-    since = time.time() - 86400 * arguments.days
-    sums: dict[str, SummedUsage] = {}
-    for job in takewhile(lambda one: one.created_at >= since, _client().fine_tuning.jobs.list(limit=100)):
-        used: dict[str, Any] = getattr(job, "usage_metrics", None) or {}
-        key = {"day": when(job.created_at)[:10], "model": job.model, "job": job.id}[arguments.by]
-        sums.setdefault(key, SummedUsage()).add(used)
-
-    def text() -> str:
-        rows: list[list[object]] = [
-            [key, one.jobs, duration(one.gpu_seconds), one.trained_tokens, one.shown_cost]
-            for key, one in sums.items()
-        ]
-        return table([arguments.by, "jobs", "GPU time", "trained tokens", "cost"], rows)
-
-    return _answer(arguments, [{arguments.by: key} | asdict(one) for key, one in sums.items()], text)
-
-
-@dataclass
-class SummedUsage:
-    """The sums over some jobs; `cost` is by currency."""
-
-    jobs: int = 0
-    gpu_seconds: float = 0.0
-    trained_tokens: int = 0
-    cost: dict[str, float] = field(default_factory=dict)
-
-    def add(self, used: dict[str, Any]) -> None:
-        self.jobs += 1
-        self.gpu_seconds += used.get("gpu_seconds", 0.0)
-        self.trained_tokens += used.get("trained_tokens", 0)
-        if (cost := used.get("cost")) is not None:
-            self.cost[cost["currency"]] = self.cost.get(cost["currency"], 0.0) + cost["amount"]
-
-    @property
-    def shown_cost(self) -> str:
-        return ", ".join(f"{amount:.2f} {currency}" for currency, amount in self.cost.items()) or "-"
-
-
 def _moved(arguments: argparse.Namespace, job: FineTuningJob) -> int:
     return _answer(arguments, job, lambda: f"{job.id} is {job.status}")
 
@@ -1019,26 +980,33 @@ def what_if(arguments: argparse.Namespace) -> int:
         arguments.job_id,
         arguments.formula,
         pass_threshold=arguments.pass_threshold,
+        advantage_scale=arguments.advantage_scale,
         split=arguments.split,
         step_from=arguments.step_from,
         step_to=arguments.step_to,
     )
+    before, after = found.advantages_before, found.advantages_after
+    sizes: list[list[object]] = [
+        [f"mean size of advantages, scale {found.advantage_scale}", before.mean, after.mean],
+        ["largest advantage", before.largest, after.largest],
+    ]
 
     return _answer(
         arguments,
         found,
-        lambda: _compared(found, "with the formula", f"passed, from {found.pass_threshold:g}"),
+        lambda: _compared(found, "with the formula", f"passed, from {found.pass_threshold:g}", sizes),
     )
 
 
-def _compared(found: ComparedScores, new: str, passed: str) -> str:
-    """The stored scores beside the new ones; `new` and `passed` name a column and a row."""
+def _compared(found: ComparedScores, new: str, passed: str, more: Iterable[list[object]] = ()) -> str:
+    """The stored scores beside the new ones; `new` and `passed` name a column and a row, `more` are further rows."""
     before, after = found.before, found.after
     rows: list[list[object]] = [
         ["mean reward", before.mean, after.mean],
         ["graded answers", before.graded, after.graded],
         [passed, before.passed, after.passed],
         [f"groups with signal, of {found.groups}", before.groups_with_signal, after.groups_with_signal],
+        *more,
     ]
     correlation = "" if found.rank_correlation is None else f", rank correlation {found.rank_correlation:.3f}"
     return (
@@ -1306,6 +1274,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
         evals_import,
         pipelines_create,
         pipelines_list,
+        workers,
         pipelines_show,
         pipelines_wait,
         pipelines_pause,

@@ -386,17 +386,33 @@ def _results(top: Commands) -> None:
     _id(what_if, "job_id")
     what_if.add_argument("formula", metavar="FORMULA", help="as calculate_output of a multi grader")
     what_if.add_argument("--pass-threshold", type=float, metavar="X", help="default: as in evals of the job")
+    what_if.add_argument(
+        "--advantage-scale",
+        choices=("none", "group", "batch"),
+        help="divide advantages by the std of the group or of the step, as losses do (default: none)",
+    )
     what_if.add_argument("--split", choices=("train", "valid"))
     what_if.add_argument("--step-from", type=int, metavar="N", help="first step of a range")
     what_if.add_argument("--step-to", type=int, metavar="N", help="last step of a range")
     usage = top.add(
         "usage",
-        "sum the GPU time, tokens and cost of the project's jobs",
+        "sum GPU time, tokens and cost by day, model or project",
         "usage",
-        example="regraft usage --by day --days 7",
+        example="regraft usage --by day,model --days 7",
     )
-    usage.add_argument("--by", choices=("day", "model", "job"), default="model", help="default: model")
-    usage.add_argument("--days", type=int, default=30, metavar="N", help="jobs created since (default: 30)")
+    usage.add_argument(
+        "--by",
+        default="day",
+        metavar="WHAT",
+        help="day, model, project, or several, separated by commas (default: day)",
+    )
+    usage.add_argument(
+        "--days", type=int, default=30, metavar="N", help="today and the days before (default: 30)"
+    )
+    usage.add_argument(
+        "--all-projects", action="store_true", help="of all projects; requires an operator's key"
+    )
+    top.add("workers", "list the workers and queues of the service; requires an operator's key", "workers")
     regrade = top.add(
         "regrade",
         "score stored answers of a job by another grader, and show what changes",

@@ -22,7 +22,7 @@ from regraft.errors import JobFailed
 from regraft.jobs import grader_of
 from regraft.progress import FINAL, axis_of
 from regraft.requests import InvalidRequestFile, JobRequest, Source, read_grader, read_job, refuse_masked
-from regraft.types import JobComparison, JobEvent, Verdict, verdict_of
+from regraft.types import Curve, JobComparison, JobEvent, Verdict, verdict_of
 
 if TYPE_CHECKING:
     import pandas
@@ -89,6 +89,10 @@ def _passes(error: openai.APIError) -> bool:
     return isinstance(error, openai.APIConnectionError)
 
 
+class Curves(openai.BaseModel):
+    data: list[Curve]
+
+
 class Jobs(OpenAIJobs):
     """Everything of OpenAI's `client.fine_tuning.jobs`, and more."""
 
@@ -130,6 +134,10 @@ class Jobs(OpenAIJobs):
         """
         asked: Any = self._client.get(f"/regraft/jobs/{job_id}/request", cast_to=object)
         return self._create(_changed(asked, set, grader))
+
+    def curves(self, job_ids: Sequence[str]) -> list[Curve]:
+        """Return the validations of up to 100 jobs as short curves, in the order of the ids."""
+        return self._client.get(f"/regraft/curves?jobs={','.join(job_ids)}", cast_to=Curves).data
 
     def compare(self, first: str, *others: str) -> JobComparison:
         """Compare the validated rewards of jobs prompt by prompt with those of the first, and their requests."""
@@ -237,6 +245,10 @@ class AsyncJobs(OpenAIAsyncJobs):
         """As Jobs.clone."""
         asked: Any = await self._client.get(f"/regraft/jobs/{job_id}/request", cast_to=object)
         return await self._create(_changed(asked, set, grader))
+
+    async def curves(self, job_ids: Sequence[str]) -> list[Curve]:
+        """As Jobs.curves."""
+        return (await self._client.get(f"/regraft/curves?jobs={','.join(job_ids)}", cast_to=Curves)).data
 
     async def compare(self, first: str, *others: str) -> JobComparison:
         """As Jobs.compare."""

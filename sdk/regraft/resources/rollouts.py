@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from openai import AsyncOpenAI, OpenAI
     from openai._base_client import AsyncPaginator
 
+AdvantageScale = Literal["none", "group", "batch"]
 Split = Literal["train", "valid"]
 Format = Literal["jsonl", "parquet"]
 Order = Literal["asc", "desc"]
@@ -126,16 +127,19 @@ class Rollouts:
         formula: str,
         *,
         pass_threshold: float | None = None,
+        advantage_scale: AdvantageScale | None = None,
         split: Split | None = None,
         step_from: int | None = None,
         step_to: int | None = None,
     ) -> WhatIf:
         """What another `calculate_output` of the job's multi grader would have changed, from the stored sub-scores.
 
+        `advantage_scale` divides the advantages as a loss does: by nothing, the std of the group, or that of the step.
+
         Raises:
             openai.BadRequestError: the job has no multi grader, or the formula is invalid.
         """
-        options = _what_if(formula, pass_threshold, split, step_from, step_to)
+        options = _what_if(formula, pass_threshold, advantage_scale, split, step_from, step_to)
         return self._client.get(f"{_path(job_id)}/what-if", cast_to=WhatIf, options=options)
 
     def tokens(self, job_id: str, rollout_id: str) -> RolloutTokens:
@@ -232,12 +236,13 @@ class AsyncRollouts:
         formula: str,
         *,
         pass_threshold: float | None = None,
+        advantage_scale: AdvantageScale | None = None,
         split: Split | None = None,
         step_from: int | None = None,
         step_to: int | None = None,
     ) -> WhatIf:
         """As Rollouts.what_if."""
-        options = _what_if(formula, pass_threshold, split, step_from, step_to)
+        options = _what_if(formula, pass_threshold, advantage_scale, split, step_from, step_to)
         return await self._client.get(f"{_path(job_id)}/what-if", cast_to=WhatIf, options=options)
 
     async def tokens(self, job_id: str, rollout_id: str) -> RolloutTokens:
@@ -269,12 +274,13 @@ def _path(job_id: str) -> str:
 def _what_if(
     formula: str,
     pass_threshold: float | None,
+    advantage_scale: AdvantageScale | None,
     split: Split | None,
     step_from: int | None,
     step_to: int | None,
 ) -> Any:
     steps: Filters = {"split": split, "step_from": step_from, "step_to": step_to}
-    return _asking(steps, formula=formula, pass_threshold=pass_threshold)
+    return _asking(steps, formula=formula, pass_threshold=pass_threshold, advantage_scale=advantage_scale)
 
 
 def _asking(filters: Mapping[str, Any], **more: Any) -> Any:

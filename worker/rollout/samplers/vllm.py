@@ -126,7 +126,7 @@ class VllmSampler:
     def update_in_flight(self) -> None:
         """Have the answers in flight continue with the policy as it is at this call. May come from another thread.
 
-        Tokens that an engine has sampled when it hears of it keep the log-probabilities that they were sampled with.
+        Tokens that an engine has sampled before it gets the adapter keep their log-probabilities.
         """
         self._newer.append(self.policy.adapter())
 
