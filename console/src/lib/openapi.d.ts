@@ -964,6 +964,12 @@ export interface components {
              */
             eval: number;
             /**
+             * Waiting
+             * @description Seconds of waiting for other jobs on the same device.
+             * @default 0
+             */
+            waiting: number;
+            /**
              * Full Iteration
              * @description Seconds of the whole step.
              * @default 0
@@ -2214,7 +2220,8 @@ export interface components {
              *         "full_iteration": 0,
              *         "grading": 0,
              *         "sampling": 0,
-             *         "training": 0
+             *         "training": 0,
+             *         "waiting": 0
              *       }
              *     }
              */
@@ -2317,6 +2324,7 @@ export interface components {
              *       "grading": 0,
              *       "training": 0,
              *       "eval": 0,
+             *       "waiting": 0,
              *       "full_iteration": 0
              *     }
              */
