@@ -80,7 +80,7 @@ class ApiKey(Table):
     expires_at: Mapped[int | None] = mapped_column(BigInteger, default=None)
     revoked_at: Mapped[int | None] = mapped_column(BigInteger, default=None)
     last_used_at: Mapped[int | None] = mapped_column(BigInteger, default=None)
-    # The user of single sign-on whose sessions stand for this key; nobody knows its text.
+    # The user of single sign-on whose sessions stand for this key; its text is not known.
     sso_user: Mapped[str | None] = mapped_column(String(128), default=None)
 
 

@@ -3,6 +3,16 @@ export type paths = Record<string, never>;
 export type webhooks = Record<string, never>;
 export interface components {
     schemas: {
+        /**
+         * AdvantageSizesOut
+         * @description The absolute advantages of the graded answers.
+         */
+        AdvantageSizesOut: {
+            /** Mean */
+            mean: number | null;
+            /** Largest */
+            largest: number | null;
+        };
         /** AttemptOut */
         AttemptOut: {
             /** Number */
@@ -19,16 +29,6 @@ export interface components {
             reason: string | null;
             /** Resumed From Step */
             resumed_from_step: number | null;
-        };
-        /**
-         * AdvantageSizesOut
-         * @description The absolute advantages of the graded answers.
-         */
-        AdvantageSizesOut: {
-            /** Mean */
-            mean: number | null;
-            /** Largest */
-            largest: number | null;
         };
         /**
          * AuditOut
@@ -281,6 +281,39 @@ export interface components {
              */
             rank_correlation: number | null;
         };
+        /** CurveOut */
+        CurveOut: {
+            /**
+             * Object
+             * @default regraft.curve
+             * @constant
+             */
+            object: "regraft.curve";
+            /** Job Id */
+            job_id: string;
+            /**
+             * Metric
+             * @description `full_valid_mean_reward`, or `full_valid_loss` of jobs without rewards; null: no validation.
+             */
+            metric: string | null;
+            /**
+             * Steps
+             * @description Of the validations, at most 60 of them.
+             */
+            steps: number[];
+            /**
+             * Values
+             * @description The first is that of the model that the job started from.
+             */
+            values: number[];
+            /**
+             * Step
+             * @description The last one; null: none has been recorded.
+             */
+            step: number | null;
+            /** Total Steps */
+            total_steps: number | null;
+        };
         /** Deleted */
         Deleted: {
             /** Id */
@@ -469,6 +502,25 @@ export interface components {
             /** Rollout Id */
             rollout_id: string | null;
         };
+        /**
+         * GpuOut
+         * @description A GPU by nvidia-smi. null: the driver does not say.
+         */
+        GpuOut: {
+            /** Index */
+            index: string;
+            /** Name */
+            name: string;
+            /** Memory Used Bytes */
+            memory_used_bytes: number | null;
+            /** Memory Total Bytes */
+            memory_total_bytes: number | null;
+            /**
+             * Utilization
+             * @description Of the last sample period, from 0 to 1.
+             */
+            utilization: number | null;
+        };
         /** GraderCheckOut */
         GraderCheckOut: {
             /**
@@ -493,6 +545,26 @@ export interface components {
             failed: number;
             /** Results */
             results: components["schemas"]["CheckedCaseOut"][];
+        };
+        /**
+         * GraderPath
+         * @description A path that the grader reads, and the rows that lack it.
+         */
+        GraderPath: {
+            /** Path */
+            path: string;
+            missing: components["schemas"]["SomeLines"];
+        };
+        /**
+         * GraderReads
+         * @description The fields that the templates of a grader read.
+         */
+        GraderReads: {
+            /** Paths */
+            paths: components["schemas"]["GraderPath"][];
+            /** Not Listed */
+            not_listed: boolean;
+            no_grader: components["schemas"]["SomeLines"] | null;
         };
         /**
          * GraderVersionOut
@@ -521,26 +593,6 @@ export interface components {
             grader: {
                 [key: string]: unknown;
             };
-        };
-        /**
-         * GraderPath
-         * @description A path that the grader reads, and the rows that lack it.
-         */
-        GraderPath: {
-            /** Path */
-            path: string;
-            missing: components["schemas"]["SomeLines"];
-        };
-        /**
-         * GraderReads
-         * @description The fields that the templates of a grader read.
-         */
-        GraderReads: {
-            /** Paths */
-            paths: components["schemas"]["GraderPath"][];
-            /** Not Listed */
-            not_listed: boolean;
-            no_grader: components["schemas"]["SomeLines"] | null;
         };
         /**
          * Grading
@@ -651,7 +703,7 @@ export interface components {
             usage_metrics: {
                 [key: string]: unknown;
             } | null;
-            queue: components["schemas"]["api__resources__jobs__QueueOut"] | null;
+            queue: components["schemas"]["QueueOut"] | null;
             /**
              * Shared With Openai
              * @default false
@@ -911,6 +963,12 @@ export interface components {
              * @default 0
              */
             eval: number;
+            /**
+             * Waiting
+             * @description Seconds of waiting for other jobs on the same device.
+             * @default 0
+             */
+            waiting: number;
             /**
              * Full Iteration
              * @description Seconds of the whole step.
@@ -1331,6 +1389,16 @@ export interface components {
              */
             samples: number[];
         };
+        /**
+         * QueueOut
+         * @description Position of a waiting job in its queue, from 1, and what blocks it.
+         */
+        QueueOut: {
+            /** Position */
+            position: number;
+            /** Reason */
+            reason: string;
+        };
         /** RegradeOut */
         RegradeOut: {
             /** Id */
@@ -1598,6 +1666,8 @@ export interface components {
             key_id: string;
             /** Key Name */
             key_name: string;
+            /** User */
+            user: string | null;
             /** Scope */
             scope: string;
             /** Project Id */
@@ -2150,7 +2220,8 @@ export interface components {
              *         "full_iteration": 0,
              *         "grading": 0,
              *         "sampling": 0,
-             *         "training": 0
+             *         "training": 0,
+             *         "waiting": 0
              *       }
              *     }
              */
@@ -2214,6 +2285,30 @@ export interface components {
                 [key: string]: unknown;
             };
         };
+        /**
+         * TaskOut
+         * @description What a worker works on.
+         */
+        TaskOut: {
+            /**
+             * Kind
+             * @enum {string}
+             */
+            kind: "run" | "validation" | "eval_run";
+            /** Id */
+            id: string;
+            /** Project Id */
+            project_id: string;
+            /** Model */
+            model: string | null;
+            /**
+             * Progress
+             * @description Of a run, as the job has it; null: not known.
+             */
+            progress: {
+                [key: string]: unknown;
+            } | null;
+        };
         /** Timing */
         Timing: {
             /**
@@ -2229,6 +2324,7 @@ export interface components {
              *       "grading": 0,
              *       "training": 0,
              *       "eval": 0,
+             *       "waiting": 0,
              *       "full_iteration": 0
              *     }
              */
@@ -2310,6 +2406,59 @@ export interface components {
             gpu_seconds_per_30_days: number;
             /** Grader Tokens Per 30 Days */
             grader_tokens_per_30_days: number;
+        };
+        /** UsageReport */
+        UsageReport: {
+            /**
+             * Object
+             * @default regraft.usage
+             * @constant
+             */
+            object: "regraft.usage";
+            /** First Day */
+            first_day: string;
+            /** Last Day */
+            last_day: string;
+            /** By */
+            by: string[];
+            /** Data */
+            data: components["schemas"]["UsageRowOut"][];
+        };
+        /**
+         * UsageRowOut
+         * @description The sums of a group; a field that is not grouped by is null.
+         */
+        UsageRowOut: {
+            /**
+             * Day
+             * @description In UTC, as 2026-11-25.
+             */
+            day: string | null;
+            /**
+             * Model
+             * @description null also: recorded by a version that kept no model.
+             */
+            model: string | null;
+            /** Project Id */
+            project_id: string | null;
+            /** Project Name */
+            project_name: string | null;
+            /**
+             * Gpu Seconds
+             * @description Of training, steps that were repeated included.
+             */
+            gpu_seconds: number;
+            /** Sampled Tokens */
+            sampled_tokens: number;
+            /** Trained Tokens */
+            trained_tokens: number;
+            /**
+             * Grader Tokens
+             * @description Those that the limit grader_tokens_per_30_days counts.
+             */
+            grader_tokens: number;
+            /** @description Of the GPU-seconds at today's price; null: no price. */
+            cost: components["schemas"]["Money"] | null;
         };
         /**
          * VerdictOut
@@ -2531,15 +2680,112 @@ export interface components {
             advantages_before: components["schemas"]["AdvantageSizesOut"];
             advantages_after: components["schemas"]["AdvantageSizesOut"];
         };
-        /**
-         * QueueOut
-         * @description Position of a waiting job in its queue, from 1, and what blocks it.
-         */
-        api__resources__jobs__QueueOut: {
-            /** Position */
-            position: number;
-            /** Reason */
-            reason: string;
+        /** WorkQueueOut */
+        WorkQueueOut: {
+            /**
+             * Object
+             * @default regraft.queue
+             * @constant
+             */
+            object: "regraft.queue";
+            /**
+             * Kind
+             * @enum {string}
+             */
+            kind: "jobs" | "validations" | "eval_runs";
+            /**
+             * Gpu Class
+             * @description null: workers of every class take from it.
+             */
+            gpu_class: string | null;
+            /**
+             * Length
+             * @description What a free worker would start.
+             */
+            length: number;
+            /**
+             * Oldest Seconds
+             * @description Waiting time of the longest-waiting of these.
+             */
+            oldest_seconds: number;
+            /**
+             * Held Back
+             * @description Whose project runs as many as it may.
+             */
+            held_back: number;
+            /**
+             * Backing Off
+             * @description After an interruption.
+             */
+            backing_off: number;
+            /** Running */
+            running: number;
+            /**
+             * Workers
+             * @description That take from it and are not silent.
+             */
+            workers: number;
+            /**
+             * Reason
+             * @description What they wait for; null: nothing waits.
+             */
+            reason: string | null;
+        };
+        /** WorkerOut */
+        WorkerOut: {
+            /**
+             * Object
+             * @default regraft.worker
+             * @constant
+             */
+            object: "regraft.worker";
+            /**
+             * Name
+             * @description Host and process id, as attempts have it.
+             */
+            name: string;
+            /** Host */
+            host: string;
+            /** Gpu Class */
+            gpu_class: string;
+            /** Version */
+            version: string;
+            /**
+             * Machines
+             * @description That share its runs, this one included.
+             */
+            machines: number;
+            /**
+             * Ranks
+             * @description Processes of a run on each of these machines.
+             */
+            ranks: number;
+            /**
+             * Status
+             * @description `busy`: it runs a job. `silent`: three reports are missing.
+             * @enum {string}
+             */
+            status: "idle" | "busy" | "draining" | "silent";
+            /** Started At */
+            started_at: number;
+            /** Last Seen At */
+            last_seen_at: number;
+            /**
+             * Silent Seconds
+             * @description Since the last report, by the database's clock.
+             */
+            silent_seconds: number;
+            /** Gpus */
+            gpus: components["schemas"]["GpuOut"][];
+            /**
+             * Memory Used Bytes
+             * @description Of the host, or of the container.
+             */
+            memory_used_bytes: number | null;
+            /** Memory Total Bytes */
+            memory_total_bytes: number | null;
+            /** Tasks */
+            tasks: components["schemas"]["TaskOut"][];
         };
     };
     responses: never;
