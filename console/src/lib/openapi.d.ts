@@ -2287,7 +2287,7 @@ export interface components {
         };
         /**
          * TaskOut
-         * @description What a worker works on.
+         * @description A job or an eval run that a worker works on.
          */
         TaskOut: {
             /**
@@ -2700,7 +2700,7 @@ export interface components {
             gpu_class: string | null;
             /**
              * Length
-             * @description What a free worker would start.
+             * @description Jobs or runs that a free worker would start.
              */
             length: number;
             /**
