@@ -92,7 +92,8 @@ class Settings(BaseSettings):
     # Addresses and networks of these proxies, as JSON: ["10.0.3.7", "fd00:12::/64"]. The header of others is refused.
     sso_proxies: tuple[TrustedNetwork, ...] = ()
     # What users and groups may do, as JSON; the first rule that applies holds: [{"user": "ana@example.com", "project":
-    # "proj_1", "scope": "admin"}, {"group": "ml", "project": "proj_2", "scope": "write"}]. The user "*" is everybody.
+    # "proj_1", "scope": "admin"}, {"group": "ml", "project": "proj_2", "scope": "write"}]. The user "*" is every
+    # user of the proxy.
     sso_rules: tuple[Rule, ...] = ()
 
     # Base URL, including /v1, of the inference server for chat completions of the registry's models. `regraft-server
@@ -200,6 +201,9 @@ class Settings(BaseSettings):
     nodes: int = Field(default=1, ge=1)
     node_rank: int = Field(default=0, ge=0)
     rendezvous: str = Field(default="", pattern=r"^(\S+:\d{1,5})?$")
+    # Jobs that a worker with one GPU runs at once, if they are on the same base model, which is then in memory once
+    # (docs/howto/scale.md, Several jobs on one GPU).
+    jobs_per_worker: int = Field(default=1, ge=1, le=16)
     # Threads that torch may use in a run. 0: torch's default.
     torch_threads: int = Field(default=0, ge=0)
     # The sampler: each model's own choice in the registry, or one for all.

@@ -29,7 +29,7 @@ def test_the_gpu_bench_runs_small_on_a_cpu(
 
 @pytest.mark.slow
 @pytest.mark.skipif(installed() is None, reason="vLLM is not installed")
-@pytest.mark.parametrize("part", ["sleep", "split", "parallel", "fleet"])
+@pytest.mark.parametrize("part", ["sleep", "split", "fleet"])
 def test_the_steps_of_the_gpu_bench_run_small_on_a_cpu(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)  # or each process would compile vLLM again
 
@@ -40,11 +40,12 @@ def test_the_steps_of_the_gpu_bench_run_small_on_a_cpu(part: str, monkeypatch: p
     assert all(value > 0 for name, value in figures.items() if (part, name) not in NOTHING)
 
 
-def test_colocated_steps_differ_from_those_that_sleep_and_long_ones_in_that_alone() -> None:
+def test_the_other_parts_differ_from_those_in_one_number() -> None:
     colocated = gpu_steps.scenario_of("colocated", 2)
 
     assert colocated == gpu_steps.Scenario(ranks=2)
     assert gpu_steps.scenario_of("sleep", 2) == replace(colocated, sleeps=True)
+    assert gpu_steps.scenario_of("parallel", 2) == replace(colocated, tensor_parallel=2)
     assert gpu_steps.scenario_of("long", 2) == replace(colocated, answer=gpu_steps.LONG)
 
 

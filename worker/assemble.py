@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from sqlalchemy.orm import Session
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from core.database.tables import Job
 from core.errors import InvalidRequest, NotFound
@@ -64,7 +64,7 @@ from worker.rollout.reward_models import LoadedRewardModel, PolicyScores, read_r
 from worker.rollout.rewards import Rewards, Scoring
 from worker.rollout.rows import Rows, read_rows
 from worker.rollout.sampler_gate import SamplerGate
-from worker.rollout.samplers import choice
+from worker.rollout.samplers import Sampler, choice
 from worker.rollout.samplers.fleet import BlobAdapters
 from worker.rollout.samplers.fleet_members import FleetConfig
 from worker.rollout.samplers.placement import NO_ENGINE, ONE_ENGINE, NotPlaceable, Placement
@@ -73,6 +73,7 @@ from worker.rollout.samplers.vllm import VllmSampler
 from worker.rollout.served_teacher import ServedTeacher, retries_within
 from worker.rollout.taught import TeacherRewards
 from worker.run import Run
+from worker.sharing.base import OWN_ENGINE, RunsAlone, SharedBase
 from worker.types import Prompt
 
 
@@ -150,11 +151,14 @@ def assemble(
     if full.is_full(job):
         refuse_full(job, settings)
     base = inspect_model(job.model, settings, local, off_policy=is_off_policy(job), full=full.is_full(job))
+    refuse_to_share(attempt, base)
     teacher = teacher_model(attempt, settings, beat)
     judges = reward_models(attempt, spec, settings)
     task = prepare_task(attempt, rows, base, teacher)
     prompts = task.prompts(job.seed)
-    plan = plan_memory(job.model, base, task, settings, local, teacher, has_judges=bool(judges))
+    plan = plan_memory(
+        job.model, base, task, settings, local, teacher, has_judges=bool(judges), shared=attempt.shared
+    )
     beat()
     parent, checkpoints = Parent.of(job), Checkpoints(attempt, scratch)
     with whole_weights(parent, checkpoints, task.settings) as weights:
@@ -209,13 +213,9 @@ def assemble(
     )
     if parent is not None and start_from(parent, policy, checkpoints):
         peft_trainer.start_from_policy()
-    trainer: Trainer = peft_trainer
-    if plan.sleeps:
-        assert isinstance(sampler, VllmSampler), "only the job's own engines are planned to sleep"
-        trainer = AlternatingTrainer(trainer, sampler)
-    if task.settings.continue_in_flight:
-        assert isinstance(sampler, VllmSampler), "other samplers are refused"
-        trainer = UpdatingTrainer(trainer, sampler)
+    trainer = coordinated(
+        peft_trainer, sampler, sleeps=plan.sleeps, continues=task.settings.continue_in_flight
+    )
     rewards: Scoring
     if teacher is not None:
         rewards = taught_by(teacher, policy, task, plan, checkpoints, settings, beat)
@@ -245,6 +245,18 @@ def assemble(
         thresholds=settings.warnings,
         ratio=ratio_of(base.engines, world),
     )
+
+
+def coordinated(trainer: Trainer, sampler: Sampler, *, sleeps: bool, continues: bool) -> Trainer:
+    """The trainer with what its steps have the sampler do: sleep meanwhile, or continue answers in flight."""
+    if not (sleeps or continues):
+        return trainer
+    assert isinstance(sampler, VllmSampler), (
+        "only the job's own engines sleep or continue; others are refused"
+    )
+    if sleeps:
+        trainer = AlternatingTrainer(trainer, sampler)
+    return UpdatingTrainer(trainer, sampler) if continues else trainer
 
 
 def report_placement(recorder: Recorder, placed: Placement, plan: MemoryPlan) -> None:
@@ -465,6 +477,31 @@ def inspect_model(
     return BaseModel(entry, source, shape, device, sampler, version, rows, precision, engines, fleet)
 
 
+def refuse_to_share(attempt: Attempt, base: BaseModel) -> None:
+    """Check whether the job can share its base model with others, if that is what it is to do.
+
+    Raises:
+        RunsAlone: it cannot. It can run alone.
+        BaseLost: the process that holds the base has ended.
+    """
+    if attempt.shared is None:
+        return
+    if base.sampler == "vllm" and not base.fleet:
+        raise RunsAlone(OWN_ENGINE)
+    attempt.shared.refuse_other(base.entry, base.source)
+
+
+def shared_by(attempt: Attempt, base: BaseModel) -> Callable[[], PreTrainedModel] | None:
+    """What loads the base model from the process that holds it; None: the job loads its own."""
+    if attempt.shared is None:
+        return None
+    if base.device == "cuda":
+        # A job that needs more than its part fails by itself, and not its neighbor.
+        own = attempt.shared.memory(base.shape.weight_bytes) - base.shape.weight_bytes
+        torch.cuda.set_per_process_memory_fraction(own / torch.cuda.get_device_properties(0).total_memory)
+    return attempt.shared.load
+
+
 def fleet_of(name: str, base: BaseModel, task: Task, settings: Settings) -> FleetConfig | None:
     """The fleet that samples for the job. None: its own engines or the trainer do."""
     if not base.fleet:
@@ -556,9 +593,10 @@ def refuse_absent_targets(base: BaseModel, targets: LoraTargets, path: str) -> N
         raise UserMistake(cause.code, str(cause), path) from cause
 
 
-def takes_turns(settings: Resolved) -> bool:
-    """Whether nothing is sampled while the job learns."""
-    return not (settings.overlap or settings.off_policy_steps)
+def takes_turns(settings: Resolved, teacher: TeacherModel | None, *, has_judges: bool) -> bool:
+    """Whether nothing is sampled while the trainer's GPU computes: neither an update nor the scores of answers."""
+    scores_here = has_judges or (teacher is not None and teacher.server is None)
+    return not (settings.overlap or settings.off_policy_steps or scores_here)
 
 
 def is_off_policy(job: Job) -> bool:
@@ -608,14 +646,17 @@ def plan_memory(
     teacher: TeacherModel | None = None,
     *,
     has_judges: bool = False,
+    shared: SharedBase | None = None,
 ) -> MemoryPlan:
     """Divide the free memory, without that of the teacher's weights, between weights, KV cache and micro-batches.
 
     Args:
         has_judges: reward models score answers on the GPU while others are sampled.
+        shared: other jobs have an equal part of what this base leaves.
 
     Raises:
         UserMistake: the job does not fit.
+        RunsAlone: it does not fit beside others.
     """
     # Processes on a CPU share its memory; on GPUs each has its own device.
     processes = 1
@@ -623,7 +664,8 @@ def plan_memory(
     if base.device == "cpu":
         sampling = base.engines.processes
         processes = ranks + sampling if split else max(ranks, sampling)
-    free = memory.available(base.device) // processes
+    weight_bytes = base.shape.weight_bytes
+    free = memory.available(base.device) // processes if shared is None else shared.memory(weight_bytes)
     packed = base.device == "cpu" and base.entry.dtype == "float32"
     if teacher is not None:
         free = max(0, free - teacher.weight_bytes(packed=packed))
@@ -636,14 +678,14 @@ def plan_memory(
         engines=base.engines.engines,
         tensor_parallel=base.engines.tensor_parallel,
         split=split,
-        may_sleep=takes_turns(task.settings)
-        and not has_judges
-        and (teacher is None or teacher.server is not None),
+        may_sleep=takes_turns(task.settings, teacher, has_judges=has_judges),
         main_memory=memory.available("cpu"),
     )
     try:
         return sizing.plan_sharded(name, base.shape, task.workload, machine, ranks)
     except sizing.DoesNotFit as cause:
+        if shared is not None:
+            raise RunsAlone(f"beside {shared.jobs - 1} others {cause}") from cause
         raise UserMistake("not_enough_memory", str(cause), "model") from cause
 
 
@@ -675,6 +717,7 @@ def load_policy(
         plan.checkpointed,
         sampled=base.sampler == "transformers",
         weights=weights,
+        shared=shared_by(attempt, base),
     )
     computing = _computing(task, plan)
     with loading(

@@ -15,6 +15,7 @@ from core.jobs.claim import Claim
 from core.storage.store import BlobStore
 from worker.progress import PROGRESS
 from worker.retry import RetryPolicy
+from worker.sharing.base import SharedBase
 
 T = TypeVar("T")
 
@@ -31,9 +32,18 @@ class Attempt:
     database: Database
     blobs: BlobStore
     retry: RetryPolicy
+    shared: SharedBase | None = None  # None: it has the device and its base model to itself
 
     @classmethod
-    def begin(cls, claim: Claim, database: Database, blobs: BlobStore, *, patience_seconds: float) -> Self:
+    def begin(
+        cls,
+        claim: Claim,
+        database: Database,
+        blobs: BlobStore,
+        *,
+        patience_seconds: float,
+        shared: SharedBase | None = None,
+    ) -> Self:
         """Read the claimed job. An outage that the attempt survives becomes an event of the job."""
         retry = RetryPolicy(
             patience_seconds, partial(_report_outage, database, claim), during=PROGRESS.waiting
@@ -43,7 +53,7 @@ class Attempt:
             with database.read() as session:
                 return session.scalars(select(Job).where(Job.id == claim.job_id)).one()
 
-        return cls(claim, retry(read), database, blobs, retry)
+        return cls(claim, retry(read), database, blobs, retry, shared)
 
     @property
     def prefix(self) -> str:

@@ -39,6 +39,8 @@ from worker.record.exporters.feed import Feeds, left_behind
 from worker.record.recorder import Recorder
 from worker.refusals import InvalidModel, ModelUnavailable, UnsupportedModel, UserMistake, failing_once
 from worker.run import Run, RunOutcome
+from worker.sharing.base import BaseLost, RunsAlone, SharedBase
+from worker.sharing.turns import TURNS
 
 if TYPE_CHECKING:
     from multiprocessing.queues import SimpleQueue
@@ -249,12 +251,20 @@ def run_claim(
     """Run the job of a claim, and return the exit status."""
     database = Database(settings.database)
     blobs = blobs_of(settings)
-    job_id, epoch = read_claim().split()
+    job_id, epoch, *folder = read_claim().rstrip("\n").split(" ", 2)
     claim = Claim(job_id, int(epoch), "run")
+    beat = beats_into(progress)
+    shared = None
+    if folder:  # the job shares the device and its base model
+        places = process.Places(Path(folder[0]))
+        shared = SharedBase(places.base, settings.jobs_per_worker)
+        TURNS.join(places.turns, beat)
     # Once for the operator, with the supervisor's own log, and once for the job's log.
     logs.configure([logs.handler(settings.log_format, sys.stdout), logs.handler("text", sys.stderr)])
     try:
-        attempt = Attempt.begin(claim, database, blobs, patience_seconds=settings.patience_seconds)
+        attempt = Attempt.begin(
+            claim, database, blobs, patience_seconds=settings.patience_seconds, shared=shared
+        )
         watched = instruments.attempt(claim, progress, settings.otlp_endpoint)
         with TemporaryDirectory(prefix="regraft-") as scratch, watched:
             outcome = asyncio.run(
@@ -264,13 +274,16 @@ def run_claim(
                     assemble,
                     scratch=Path(scratch),
                     stop_requested=stop_requested,
-                    beat=beats_into(progress),
+                    beat=beat,
                     world=world,
                 )
             )
     except LeaseLost:
         return process.LOST
-    except ModelUnavailable as cause:
+    except RunsAlone as cause:
+        print(cause, file=sys.stderr)  # noqa: T201 - what the supervisor quotes
+        return process.ALONE
+    except (ModelUnavailable, BaseLost) as cause:
         # Worth another attempt, and no fault of the code, so without a traceback.
         print(cause, file=sys.stderr)  # noqa: T201 - what the supervisor quotes
         return process.FAILED

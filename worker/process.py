@@ -6,6 +6,7 @@ import select
 import signal
 import sys
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 
 DONE = 0
@@ -15,10 +16,28 @@ DRAINED = 75  # EX_TEMPFAIL: checkpointed, to be queued again at no cost
 LOST = 76  # lost the lease; nothing to record
 HUNG = 77  # not an exit status: set by the supervisor when it kills a run without progress
 PUT_OFF = 79  # this worker cannot run the job; it is queued again, with the reason
+ALONE = 80  # the job does not fit beside others, and the run has logged why; this worker runs it alone next
 USER_MISTAKE = 78  # EX_CONFIG: the job has failed permanently, with the reason
 # Any other status is an infrastructure failure: the supervisor requeues the job a limited number of times.
 
 _PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Places:
+    """The sockets of jobs that share a device, in a folder of their worker."""
+
+    folder: Path
+
+    @property
+    def base(self) -> Path:
+        """Of the process that holds the base model (worker/sharing/holder.py)."""
+        return self.folder / "base"
+
+    @property
+    def turns(self) -> Path:
+        """Of the worker, which gives turns (worker/supervise/turns.py)."""
+        return self.folder / "turns"
 
 
 def figures_of(progress: Path) -> Path:

@@ -2,7 +2,7 @@
 
 Only the address of the connection itself counts, not the one in X-Forwarded-For: a client that reaches the API without
 the proxy could claim any. The header must be there once: a proxy that adds its own to that of a client has let the
-client's through, and nobody can tell which of the two is the proxy's.
+client's through, and the service cannot tell which of the two is the proxy's.
 """
 
 import logging

@@ -262,14 +262,17 @@ class ArrivingFile:
             expires_at=created_at + fields.expires_after.seconds if fields.expires_after else None,
         )
 
+        twin = files.intact_twin(self._service.database, self._service.blobs, self._project.id, info)
+
         def create(work: Work) -> FileOut:
             tenants.refuse_file_beyond(work.session, self._project.id, self._limits, file.bytes)
+            files.share(work.session, file, twin)
             files.add(work, file)
             return FileOut.of(file)
 
         answer = once.about(self._sent | {"sha256": info.sha256})(create)
-        # The first upload is the file; this one only served for comparison.
-        self._kept = not isinstance(answer, JSONResponse)
+        # A repeated request only served for comparison, and a file with known content has the earlier blob.
+        self._kept = not isinstance(answer, JSONResponse) and file.blob_key == self._blob_key
         return answer
 
     def abort(self) -> None:

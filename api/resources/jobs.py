@@ -855,11 +855,8 @@ def refuse_unusable_full(method: Method, base_model: str, service: Service) -> N
             reward model is to grade.
     """
     asked = method.reinforcement
-    of_file = method.supervised or method.dpo
-    advanced = None if of_file is None else of_file.hyperparameters.advanced
-    if asked is not None:
-        advanced = asked.hyperparameters.advanced
-    if advanced is None or advanced.train != "full":
+    whole = asked or method.supervised or method.dpo
+    if whole is None or whole.hyperparameters.advanced.train != "full":
         return
     param = f"method.{method.type}.hyperparameters.advanced.train"
     if problem := full.several_machines(service.settings):

@@ -26,7 +26,7 @@ class GpuOut(BaseModel):
 
 
 class TaskOut(BaseModel):
-    """What a worker works on."""
+    """A job or an eval run that a worker works on."""
 
     kind: Literal["run", "validation", "eval_run"]
     id: str
@@ -85,7 +85,7 @@ class WorkQueueOut(BaseModel):
     object: Literal["regraft.queue"] = "regraft.queue"
     kind: Literal["jobs", "validations", "eval_runs"]
     gpu_class: Annotated[str | None, Field(description="null: workers of every class take from it.")]
-    length: Annotated[int, Field(description="What a free worker would start.")]
+    length: Annotated[int, Field(description="Jobs or runs that a free worker would start.")]
     oldest_seconds: Annotated[float, Field(description="Waiting time of the longest-waiting of these.")]
     held_back: Annotated[int, Field(description="Whose project runs as many as it may.")]
     backing_off: Annotated[int, Field(description="After an interruption.")]

@@ -26,7 +26,7 @@ from api.resources import estimates as sizes
 from api.resources.chat import Inference, Upstream, whole
 from api.resources.estimates import Asked, Size
 from api.resources.graders import TIMEOUT_S
-from api.resources.jobs import TAKES_JOB, JobCreate, refuse_unusable
+from api.resources.jobs import STORED_GRADER, TAKES_JOB, JobCreate, refuse_unusable
 from core.chat import Chat, Served
 from core.database.tables import File, Project
 from core.database.tables import Preview as PreviewRow
@@ -200,6 +200,7 @@ class Prepared:
     def row(self) -> PreviewRow:
         """The row of a preview that begins."""
         body = self.body
+        method = {name: value for name, value in body.method_body().items() if name != STORED_GRADER}
         request = {
             "model": body.model,
             "training_file": body.training_file,
@@ -207,7 +208,7 @@ class Prepared:
             "validation_split": body.validation_split,
             "method": {
                 "type": "reinforcement",
-                "reinforcement": {**body.method_body(), "grader": _masked(body)},
+                "reinforcement": {**method, "grader": _masked(body)},
             },
             **_drawn(body),
             "answers_of": None if self.earlier is None else self.earlier[0],

@@ -14,7 +14,7 @@ from api.http.openapi import FOR_ANY_KEY, refusals
 from api.http.shapes import Body
 from api.resources.estimates import in_reader
 from api.resources.files import refuse_missing
-from api.resources.graders import Grader
+from api.resources.graders import TAKES_GRADER, Grader
 from core import chat_templates
 from core.database.tables import File, Project
 from core.disconnect import until_gone
@@ -92,7 +92,13 @@ class ProfileOut(BaseModel):
     grader: GraderReads | None
 
 
-@router.post("/profile", response_model=ProfileOut, responses=refusals(410, 503), openapi_extra=FOR_ANY_KEY)
+@router.post(
+    "/profile",
+    response_model=ProfileOut,
+    responses=refusals(410, 503),
+    openapi_extra=FOR_ANY_KEY,
+    dependencies=TAKES_GRADER,
+)
 async def profile_file(
     request: Request, file_id: str, body: ProfileCreate, project: ReadProject, service: ServiceDep
 ) -> ProfileOut | Response:

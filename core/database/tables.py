@@ -80,7 +80,7 @@ class ApiKey(Table):
     expires_at: Mapped[int | None] = mapped_column(BigInteger, default=None)
     revoked_at: Mapped[int | None] = mapped_column(BigInteger, default=None)
     last_used_at: Mapped[int | None] = mapped_column(BigInteger, default=None)
-    # The user of single sign-on whose sessions stand for this key; nobody knows its text.
+    # The user of single sign-on whose sessions stand for this key; its text is not known.
     sso_user: Mapped[str | None] = mapped_column(String(128), default=None)
 
 
@@ -173,7 +173,7 @@ class IdempotentRequest(Table):
 
 class File(Table):
     __tablename__ = "files"
-    __table_args__ = (Index(None, "project_id", "seq"),)
+    __table_args__ = (Index(None, "project_id", "seq"), Index(None, "project_id", "sha256"))
     seq: Mapped[int] = mapped_column(Seq, primary_key=True, autoincrement=True)
     id: Mapped[str] = mapped_column(String(64), unique=True, default=lambda: new_id("file-", 22))
     project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"))
@@ -181,7 +181,9 @@ class File(Table):
     purpose: Mapped[str] = mapped_column(String(32))
     bytes: Mapped[int] = mapped_column(BigInteger)
     sha256: Mapped[str] = mapped_column(String(64))
-    blob_key: Mapped[str] = mapped_column(String(512))
+    blob_key: Mapped[str] = mapped_column(
+        String(512)
+    )  # files of a project with the same content share a blob
     created_at: Mapped[int] = mapped_column(BigInteger, default=now)
     expires_at: Mapped[int | None] = mapped_column(BigInteger, default=None)
     # A deleted file keeps its row while an unfinished job reads it; the reconciler then removes both.

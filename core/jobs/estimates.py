@@ -96,7 +96,7 @@ class PastJobs:
     jobs: int
     tokens_per_second: list[float]  # sampled, over the whole step except its validation
     answer_tokens: list[float]  # mean answer length of a step
-    gpus: int = 1  # of the newest step
+    gpus: float = 1  # GPU-seconds in a second of the newest step
 
     def seconds(self, settings: Resolved, *, train_rows: int, valid_rows: int) -> Range:
         """Duration of the whole job, including the validation of the base model.
@@ -143,12 +143,12 @@ def history(session: Session, *, model: str, gpu_class: str) -> PastJobs | None:
             speeds.append(step.sampled_tokens / seconds)
             lengths.append(step.completion_tokens_mean)
             jobs.add(job_id)
-    return PastJobs(len(jobs), speeds, lengths, StepMetrics.load(steps[0].data).gpu_count) if jobs else None
+    return PastJobs(len(jobs), speeds, lengths, StepMetrics.load(steps[0].data).gpus_used) if jobs else None
 
 
-def gpus(estimate: dict[str, Any]) -> int:
-    """Number of GPUs of an estimate. Estimates of older versions do not have it: one."""
-    number: int = estimate.get("gpus", 1)
+def gpus(estimate: dict[str, Any]) -> float:
+    """GPU-seconds in a second of an estimate. Estimates of older versions do not have it: one."""
+    number: float = estimate.get("gpus", 1)
     return number
 
 

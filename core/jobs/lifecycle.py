@@ -190,12 +190,22 @@ def set_budget(work: Work, job: Job, budget: dict[str, Any] | None) -> None:
 
 
 def claim(
-    session: Session, *, gpu_class: str, owner: str, lease_seconds: float, defaults: Limits = NO_LIMITS
+    session: Session,
+    *,
+    gpu_class: str,
+    owner: str,
+    lease_seconds: float,
+    defaults: Limits = NO_LIMITS,
+    fits: Callable[[Job], bool] = lambda job: True,
 ) -> Claim | None:
     """Claim the next job of this class in fair order (core/jobs/fairness.py).
 
-    None: no job is waiting. Concurrent callers never claim the same job, and no project exceeds its `running_jobs`;
-    `defaults` applies to projects without their own limits.
+    None: no job is waiting, or the next one does not fit. Concurrent callers never claim the same job, and no project
+    exceeds its `running_jobs`; `defaults` applies to projects without their own limits.
+
+    Args:
+        fits: whether the worker can take this job now. No job behind one that does not fit is claimed: a worker that
+            always had a fitting one would never take it.
     """
     while True:
         with session.begin_nested() as attempt:
@@ -206,6 +216,9 @@ def claim(
                 if job is not None:
                     break
             else:
+                return None
+            if not fits(job):
+                attempt.rollback()
                 return None
             if not fairness.oversubscribed(session, job.project_id, defaults):
                 break
@@ -386,6 +399,19 @@ def put_off(session: Session, job: Job, *, reason: str) -> None:
     job.next_run_at = _db_time(session) + MAX_BACK_OFF
     if not events.has_message(session, job.id, message):
         events.append(session, job.id, message, level="warn")
+
+
+def leave_alone(session: Session, job: Job, *, reason: str) -> None:
+    """The job cannot run beside others: it is queued again, and runs alone. Counts as no failure.
+
+    The event is written once per reason.
+    """
+    message = f"Fine-tuning job will run alone on its worker: {reason}"
+    _end_attempt(session, job, "put_off", reason)
+    _put_back(job)
+    job.next_run_at = 0.0  # immediately
+    if not events.has_message(session, job.id, message):
+        events.append(session, job.id, message)
 
 
 # Operations of the reconciler.

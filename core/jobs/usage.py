@@ -52,11 +52,11 @@ def record(session: Session, job: Job, step: StepMetrics, ahead: Ahead) -> None:
     pace = Pace(**used["pace"])
     remaining = pace.remaining(ahead)
     if remaining is not None:
-        about = {"based_on": "this job's steps", "gpus": step.gpu_count}
+        about = {"based_on": "this job's steps", "gpus": step.gpus_used}
         used["estimate"] = {"remaining_seconds": remaining} | about
     elif "estimate" in used:
         used["estimate"] = estimates.less(used["estimate"], step.seconds)
-    used["next_step_gpu_seconds"] = step.gpu_count * pace.next_step(ahead)
+    used["next_step_gpu_seconds"] = step.gpus_used * pace.next_step(ahead)
     job.usage, job.gpu_seconds = used, used["gpu_seconds"]
     job.estimated_finish = None
     if "estimate" in used:

@@ -54,6 +54,7 @@ class PhaseSeconds(_Part):
     grading: float = _phase("Seconds of the phase grading, beyond sampling.", "grading")
     training: float = _phase("Seconds of the phase training.", "training", offline=True)
     eval: float = _phase("Seconds of the validation.", "eval", offline=True)
+    waiting: float = metric("Seconds of waiting for other jobs on the same device.", "s", default=0.0)
     full_iteration: float = _phase("Seconds of the whole step.", "total", offline=True)
 
 
@@ -300,7 +301,13 @@ class StepMetrics(_Part):
 
     @property
     def gpu_seconds(self) -> float:
-        return self.gpu_count * self.seconds
+        """Waiting for other jobs on the same device does not count: a job counts as much as if it ran alone."""
+        return self.gpu_count * (self.seconds - self.timing.step.waiting)
+
+    @property
+    def gpus_used(self) -> float:
+        """GPU-seconds in a second of the step."""
+        return self.gpu_seconds / self.seconds if self.seconds else float(self.gpu_count)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from sqlalchemy import ColumnElement, or_, select
 from sqlalchemy.orm import Session
 
 from core.database import pages
-from core.database.engine import Work
+from core.database.engine import Database, Work
 from core.database.ids import new_id
 from core.database.pages import Page
 from core.database.tables import EvalRun, File, Job, now
@@ -19,12 +19,14 @@ from core.storage.datasets import Example, InvalidDataset, RowForm
 from core.storage.store import (
     CHUNK_BYTES,
     BlobCorrupt,
+    BlobInfo,
     BlobNotFound,
     BlobStore,
     check_not_empty,
     is_bad_sector,
 )
 
+LAST_SECONDS = 3600  # a file that expires sooner does not share its blob
 FINE_TUNE, RESULTS = "fine-tune", "fine-tune-results"
 
 
@@ -205,6 +207,47 @@ def put(
         blob_key=key,
         expires_at=expires_at,
     )
+
+
+def intact_twin(database: Database, blobs: BlobStore, project_id: str, content: BlobInfo) -> File | None:
+    """A file of the project with the same content, whose blob is whole. Reads the blob."""
+    same = (File.project_id == project_id) & (File.sha256 == content.sha256) & (File.bytes == content.size)
+    with database.read() as session:
+        twin = session.scalar(select(File).where(same, _lasting()).order_by(File.seq).limit(1))
+    if twin is None:
+        return None
+    try:
+        for _ in read_content(blobs, twin):
+            pass
+    except (BlobNotFound, FileDamaged):
+        return None  # the new content replaces it
+    return twin
+
+
+def share(session: Session, file: File, twin: File | None) -> bool:
+    """Let a new file have the blob of `twin`, in the transaction that adds it. Returns False if there is none by now.
+
+    The lock makes a deletion of the twin wait, after which the reconciler finds the new row and keeps the blob.
+    """
+    if twin is None:
+        return False
+    row = session.scalar(select(File).where(File.seq == twin.seq, _lasting()).with_for_update())
+    if row is None:
+        return False
+    file.blob_key = row.blob_key
+    return True
+
+
+def is_shared(session: Session, file: File) -> bool:
+    """Whether another row has the blob of this file, deleted ones included."""
+    same = (File.project_id == file.project_id) & (File.sha256 == file.sha256)
+    other = select(File.seq).where(same, File.blob_key == file.blob_key, File.seq != file.seq)
+    return session.scalar(other.limit(1)) is not None
+
+
+def _lasting() -> ColumnElement[bool]:
+    """True for files that are not deleted, and do not expire while another one is being added."""
+    return File.deleted_at.is_(None) & or_(File.expires_at.is_(None), File.expires_at > now() + LAST_SECONDS)
 
 
 def add(work: Work, file: File) -> None:

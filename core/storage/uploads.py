@@ -193,6 +193,7 @@ def complete(
     blob_key = f"projects/{project_id}/files/{file_id}"
     try:
         stored = blobs.put_stream(blob_key, _joined(blobs, upload, parts, md5))
+        twin = files.intact_twin(database, blobs, project_id, stored)
         with database.write() as session:
             upload = _locked(session, project_id, upload_id)
             if upload.status == "pending":
@@ -212,11 +213,13 @@ def complete(
                 upload.status, upload.file_id = "completed", file_id
                 session.flush()  # replaces the announced size by the stored bytes
                 tenants.refuse_file_beyond(session, project_id, limits, file.bytes)
+                files.share(session, file, twin)
                 files.add(Work(session, actor), file)
-                return upload, file
-            if upload.status != "completed":
-                check_open(upload)
-            first = _file(session, upload)  # completed by a concurrent call
+                result: File | None = file
+            else:
+                if upload.status != "completed":
+                    check_open(upload)
+                result = _file(session, upload)  # completed by a concurrent call
     except BlobNotFound:
         # The parts were deleted while being read: the upload was completed or cancelled meanwhile.
         with database.read() as session:
@@ -228,8 +231,9 @@ def complete(
     except BaseException:
         blobs.delete(blob_key)
         raise
-    blobs.delete(blob_key)
-    return upload, first
+    if result is None or result.blob_key != blob_key:
+        blobs.delete(blob_key)
+    return upload, result
 
 
 def cancel(work: Work, project_id: str, upload_id: str) -> Upload:

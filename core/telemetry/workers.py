@@ -33,7 +33,7 @@ class GpuUse:
 
 @dataclass(frozen=True)
 class Report:
-    """What a worker says of itself."""
+    """A report of a worker about itself."""
 
     name: str
     host: str

@@ -1,6 +1,6 @@
 """Single sign-on: the project and the scope of a user whom a trusted proxy has authenticated.
 
-Each user has a key in each project that a rule gives, of which nobody knows the text. Sessions stand for it as for any
+Each user has a key in each project that a rule gives; its text is random and not kept. Sessions stand for it as for any
 other key, so that the audit log and the list of keys name the user.
 """
 
@@ -33,7 +33,7 @@ def _network(text: object) -> Network:
     except ValueError as invalid:
         raise PydanticCustomError("network", "{why}", {"why": str(invalid)}) from None
     if network.prefixlen == 0:
-        raise PydanticCustomError("network", "every address is in it, so that everybody would be trusted")
+        raise PydanticCustomError("network", "every address is in it, so that each client would be trusted")
     if isinstance(network, IPv6Network) and network.network_address.ipv4_mapped is not None:
         raise PydanticCustomError("network", "write the IPv4 address itself")
     return network
@@ -43,13 +43,11 @@ TrustedNetwork = Annotated[Network, BeforeValidator(_network)]
 
 
 class Rule(BaseModel):
-    """What a user, or each member of a group, may do in a project."""
+    """The access of a user, or of each member of a group, to a project."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    user: str | None = Field(
-        default=None, min_length=1, max_length=MAX_USER
-    )  # "*": whoever the proxy lets through
+    user: str | None = Field(default=None, min_length=1, max_length=MAX_USER)  # "*": every user of the proxy
     group: str | None = Field(default=None, min_length=1, max_length=MAX_USER)
     project: str
     scope: Scope

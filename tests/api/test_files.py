@@ -120,17 +120,17 @@ def test_a_large_file_that_lost_its_end_is_a_410_if_one_chunk_is_left(api: TestC
 def test_a_file_that_is_missing_is_a_410_that_names_it(
     api: TestClient, house: House, caplog: pytest.LogCaptureFixture
 ) -> None:
-    file_id, other = post(api).json()["id"], post(api).json()["id"]
+    file_id, other = post(api).json()["id"], post(api, ROW + ROW).json()["id"]
     house.blobs.delete(key_of(house, file_id))
 
     assert_damaged(api.get(f"/v1/files/{file_id}/content"), file_id)
 
     assert f"{key_of(house, file_id)} of {file_id} is missing" in caplog.text
-    assert api.get(f"/v1/files/{other}/content").content == ROW
+    assert api.get(f"/v1/files/{other}/content").content == ROW + ROW
 
 
 def test_a_file_of_results_that_is_missing_cannot_be_uploaded_again(api: TestClient, house: House) -> None:
-    file_id, _ = post(api).json()["id"], post(api)
+    file_id, _ = post(api).json()["id"], post(api, ROW + ROW)
     house.blobs.delete(key_of(house, file_id))
     with house.database.write() as session:
         session.execute(update(File).values(purpose="fine-tune-results"))
@@ -524,3 +524,39 @@ def test_an_empty_list_has_no_ends(api: TestClient) -> None:
         "first_id": None,
         "last_id": None,
     }
+
+
+@pytest.mark.both_databases
+def test_a_file_of_known_content_shares_its_blob_within_the_project(
+    house: House, api: TestClient, upload: Callable[..., str]
+) -> None:
+    first, second, other = upload(b"same\n"), upload(b"same\n", name="again.jsonl"), upload(b"other\n")
+    form: Any = {"data": {"purpose": "fine-tune"}, "files": {"file": ("theirs.jsonl", b"same\n")}}
+    theirs = house.client(house.other_key).post("/v1/files", **form).json()["id"]
+
+    with house.database.read() as session:
+        keys = {file.id: file.blob_key for file in session.scalars(select(File))}
+
+    assert keys[first] == keys[second]
+    assert len({keys[first], keys[other], keys[theirs]}) == 3
+    assert sorted(house.blobs.list("projects/")) == sorted(set(keys.values()))
+    assert api.delete(f"/v1/files/{first}").json()["deleted"]
+    assert api.get(f"/v1/files/{second}/content").content == b"same\n"
+
+
+def test_a_file_does_not_share_a_blob_that_is_damaged_or_about_to_go(
+    house: House, api: TestClient, upload: Callable[..., str]
+) -> None:
+    first = upload(b"same\n")
+    with house.database.read() as session:
+        key = session.scalars(select(File.blob_key)).one()
+    house.blobs.put_bytes(key, b"damn\n")
+    second = upload(b"same\n")
+    with house.database.write() as session:
+        session.execute(update(File).values(expires_at=now() + 60))
+    third = upload(b"same\n")
+
+    assert api.get(f"/v1/files/{first}/content").status_code == 410
+    assert {api.get(f"/v1/files/{file}/content").content for file in (second, third)} == {b"same\n"}
+    with house.database.read() as session:
+        assert len(set(session.scalars(select(File.blob_key)))) == 3

@@ -239,6 +239,21 @@ def test_a_preview_reports_what_the_base_model_makes_of_a_few_rows(
     assert "32 of 64 answers pass" in found["recommendation"]
 
 
+def test_a_preview_of_a_stored_grader_is_that_of_its_specification(
+    web: httpx.Client, body: Callable[..., dict[str, Any]]
+) -> None:
+    asked = body() | {"rows": 2, "samples": 2}
+    grader = asked["method"]["reinforcement"]["grader"]
+    web.post("/regraft/graders", json={"name": "close", "grader": grader})
+    method = asked["method"]["reinforcement"] | {"grader": {"type": "stored", "name": "close"}}
+    by_name = asked | {"method": {"type": "reinforcement", "reinforcement": method}}
+
+    made = [ended(web, created(web, one)) for one in (asked, by_name)]
+
+    assert [one["status"] for one in made] == ["completed", "completed"]
+    assert made[1]["request"] == made[0]["request"]
+
+
 @STORED
 def test_a_preview_is_stored_with_its_progress_and_its_answers(
     web: httpx.Client, model: Model, body: Callable[..., dict[str, Any]]

@@ -148,7 +148,7 @@ def test_an_invalid_request_is_refused_by_the_name_of_its_field(
 def test_a_lost_content_is_reported_as_by_a_download(
     house: House, api: TestClient, upload: Callable[..., str]
 ) -> None:
-    file_id, _ = upload(), upload(name="other.jsonl")
+    file_id, _ = upload(jsonl(prompt("a"))), upload(jsonl(prompt("b")), name="other.jsonl")
     house.blobs.delete(f"projects/{house.project.id}/files/{file_id}")
 
     answer = api.post(f"/v1/regraft/files/{file_id}/profile", json={})

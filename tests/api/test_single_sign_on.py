@@ -1,6 +1,7 @@
 """Single sign-on through a proxy: whom it lets in, and who cannot pretend to be the proxy."""
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ class Door:
             {"group": "ml", "project": house.project.id, "scope": "write"},
             {"user": "gone", "project": "proj_gone", "scope": "read"},
         ]
-        known = {
+        known: dict[str, Any] = {
             "data_dir": folder,
             "console_site": console_in(folder),
             "sso_header": "X-Auth-User",
@@ -53,12 +54,14 @@ class Door:
         )
         self.served = behind_proxies(self.app, forwarded)
 
-    def client(self, peer: str | None = PROXY, app: ASGIApp | None = None, **headers: str) -> TestClient:
-        served = app or (self.served if peer is not None else Nameless(self.served))
+    def client(self, peer: str | None = PROXY, /, **headers: str) -> TestClient:
+        return self.through(self.served if peer is not None else Nameless(self.served), peer, headers)
+
+    def through(self, served: ASGIApp, peer: str | None, headers: Mapping[str, str]) -> TestClient:
         client = TestClient(
             served,
             base_url="http://localhost",
-            headers=OWN | headers,
+            headers={**OWN, **headers},
             raise_server_exceptions=False,
             client=(peer or "", 50000),
         )
@@ -77,7 +80,7 @@ class Nameless:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self.app(scope | {"client": None}, receive, send)
+        await self.app({**scope, "client": None}, receive, send)
 
 
 def console_in(folder: Path) -> Path:
@@ -200,7 +203,7 @@ def test_the_address_of_the_browser_that_the_proxy_forwards_does_not_matter(door
 
 
 def test_an_application_that_does_not_see_its_connections_trusts_nobody(door: Door) -> None:
-    assert log_in(door.client(PROXY, app=door.app, **{USER: "ana@example.org"})).status_code == 401
+    assert log_in(door.through(door.app, PROXY, {USER: "ana@example.org"})).status_code == 401
 
 
 def test_a_header_that_the_client_sent_and_the_proxy_did_not_replace_is_refused(door: Door) -> None:

@@ -394,10 +394,11 @@ def test_a_reference_that_is_none_is_refused_by_the_name_of_its_field(
     bodies = {
         "/v1/fine_tuning/jobs": ("method.reinforcement.grader", request),
         "/v1/regraft/estimate": ("method.reinforcement.grader", request),
-        "/v1/regraft/preview": ("method.reinforcement.grader", request),
+        "/v1/regraft/previews": ("method.reinforcement.grader", request),
         "/v1/regraft/jobs/validate": ("job.method.reinforcement.grader", {"job": request}),
         "/v1/fine_tuning/alpha/graders/validate": ("grader", {"grader": grader}),
         "/v1/fine_tuning/alpha/graders/run": ("grader", {"grader": grader, "model_sample": "4"}),
+        "/v1/regraft/files/file-1/profile": ("grader", {"grader": grader}),
         "/v1/regraft/jobs/ftjob-1/regrade": ("grader", {"grader": grader}),
         "/v1/regraft/pipelines": (
             "stages[0].job.method.reinforcement.grader",

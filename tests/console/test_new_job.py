@@ -235,7 +235,7 @@ def test_a_job_file_fills_the_form_in_and_its_changes_are_shown(
     form.get_by_label("n epochs").fill("4")
     changes = form.get_by_role("region", name="Changes").locator("tbody tr")
     expect(changes).to_have_text(
-        [f"training_filenot set{files['train']}", "method.reinforcement.hyperparameters.n_epochs24"]
+        ["method.reinforcement.hyperparameters.n_epochs24", f"training_filenot set{files['train']}"]
     )
     expect(form.get_by_text("The server accepts this job.")).to_be_visible()
     accessible(form)

@@ -1,6 +1,7 @@
 """The validations of many jobs as short curves."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from sqlalchemy.orm import Session
@@ -19,7 +20,7 @@ def session(database: Database) -> Iterator[Session]:
         yield session
 
 
-def job(session: Session, *steps: dict[str, float | None], **fields: object) -> Job:
+def job(session: Session, *steps: dict[str, Any], **fields: Any) -> Job:
     made = factories.job(session, factories.project(session), **fields)
     for number, metrics in enumerate(steps):
         factories.step(session, made, number, total_steps=10, **metrics)

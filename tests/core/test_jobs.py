@@ -345,6 +345,19 @@ def test_a_job_that_backs_off_is_not_claimed_before_its_time(session: Session, p
     assert claim(session) is None
 
 
+@pytest.mark.both_databases
+def test_a_worker_leaves_a_job_that_does_not_fit_and_takes_none_behind_it(
+    session: Session, project: Project
+) -> None:
+    first = factories.job(session, project, model="large")
+    second = factories.job(session, project, model="small")
+
+    assert claim(session, fits=lambda job: job.model == "small") is None
+    assert [(fresh(session, job).status, job.epoch) for job in (first, second)] == [("queued", 0)] * 2
+    claimed = claim(session, fits=lambda job: job.model == "large")
+    assert claimed is not None and claimed.job_id == first.id
+
+
 def test_a_job_that_starts_again_says_which_attempt_it_is_and_keeps_its_first_start(
     session: Session, project: Project
 ) -> None:

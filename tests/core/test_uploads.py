@@ -417,3 +417,27 @@ def test_another_projects_upload_does_not_exist(house: House) -> None:
 
     with house.database.read() as session, pytest.raises(UploadNotFound):
         uploads.get(session, other.id, upload_id)
+
+
+def test_an_upload_of_known_content_shares_its_blob(house: House) -> None:
+    contents = [b"same", b"same", b"other"]
+    files = [
+        present(house.complete(upload, house.add(upload, content))[1])
+        for content in contents
+        for upload in [house.begin(len(content))]
+    ]
+
+    first, second, other = files
+    assert (first.blob_key == second.blob_key, first.blob_key == other.blob_key) == (True, False)
+    stored = [key for key in house.blobs.list("projects/") if "/files/" in key]
+    assert sorted(stored) == sorted({file.blob_key for file in files})
+
+
+def test_an_upload_of_damaged_content_has_its_own_blob(house: House) -> None:
+    first = present(house.complete(upload := house.begin(4), house.add(upload, b"same"))[1])
+    house.blobs.put_bytes(first.blob_key, b"damn")
+
+    second = present(house.complete(again := house.begin(4), house.add(again, b"same"))[1])
+
+    assert second.blob_key != first.blob_key
+    assert house.blobs.read(second.blob_key) == b"same"

@@ -65,6 +65,20 @@ class TestCounting:
         }
         assert job.gpu_seconds == 20.0
 
+    def test_waiting_for_other_jobs_on_the_device_takes_time_and_no_gpu_time(
+        self, session: Session, job: Job
+    ) -> None:
+        """A job that shares the device has used as much as one that ran alone, and takes longer."""
+        timing = {"step": {"full_iteration": 30.0, "waiting": 20.0}}
+        record(session, job, 1, timing=timing)
+
+        used = present(usage.render(job, FREE))
+        assert (used["training_seconds"], used["gpu_seconds"]) == (30.0, 10.0)
+        estimate = present(usage.render_estimate(job, FREE))
+        assert estimate["remaining_seconds"]["expected"] == 300.0
+        assert estimate["total_gpu_seconds"]["expected"] == pytest.approx(110.0)
+        assert present(job.usage)["next_step_gpu_seconds"] == pytest.approx(10.0)
+
     def test_with_a_price_usage_and_estimate_have_a_cost(self, session: Session, job: Job) -> None:
         record(session, job, 1)
 

@@ -66,6 +66,16 @@ class TestJobs:
         assert problem(settings(gpu_memory_gib=78), entry(folder), max_completion_tokens=4096) is None
         assert problem(settings(gpu_memory_gib=48, sampler="transformers"), entry(folder)) is None
 
+    def test_one_that_fits_only_while_vllm_sleeps_is_not_refused_unless_it_samples_while_it_learns(
+        self, folder: Path
+    ) -> None:
+        of, model = settings(gpu_memory_gib=66), entry(folder, context=32_768)
+
+        assert problem(of, model, max_completion_tokens=16_000) is None
+        for schedule in ({"overlap": True}, {"off_policy_steps": 1}):
+            said = present(problem(of, model, max_completion_tokens=16_000, **schedule))
+            assert "GPU class `gpu` has 66.0 GiB" in said
+
     def test_what_is_set_for_the_class_counts(self, folder: Path) -> None:
         of = settings(gpu_memory_gib=139, kv_cache_gib=0.5)
 

@@ -22,7 +22,7 @@ from core.jobs.hyperparameters import Hyperparameters, Resolved, resolve
 from core.jobs.offline_hyperparameters import ResolvedOffline
 from core.registry import BaseModelEntry
 from graders.types import Grade
-from tests.fakes import learn
+from tests.fakes import RecordingTrainer, learn
 from tests.present import present
 from tests.tiny import WORDS, make_tiny_model, tiny_tokenizer
 from tests.worker.test_offline_training import conversations, pairs
@@ -114,11 +114,12 @@ def gradients(model: Any) -> dict[str, Tensor]:
 def difference(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """The largest relative difference of a tensor, in its norm."""
     assert ours.keys() == expected.keys()
-    return max(
+    largest: float = max(
         ((ours[name].detach().double() - one.detach()).norm() / one.detach().norm()).item()
         for name, one in expected.items()
         if one.any()
     )
+    return largest
 
 
 def masters(policy: FullPolicy) -> dict[str, Tensor]:
@@ -177,8 +178,8 @@ def test_every_weight_of_the_preference_loss_is_compared_with_the_start(
     trainer = OfflineTrainer(policy, offline("dpo"), token_budget=10_000)
     trainer.step(pairs())
     with torch.no_grad():
-        for own, one in zip(reference.parameters(), policy.trainable, strict=True):
-            own.copy_(one)
+        for own, weight in zip(reference.parameters(), policy.trainable, strict=True):
+            own.copy_(weight)
     losses = []
     for pack in pairs():
         h = []
@@ -226,14 +227,11 @@ def test_a_step_of_reinforcement_is_that_of_the_policy_gradient_in_float64(
             (-(advantage * logp - kl * penalty).sum() / tokens).backward()  # type: ignore[no-untyped-call]
     policy = make_full()
     settings = reinforcement(advantage_scale="none", **({"kl": kl} if kl else {}))
-    trainer = PeftTrainer(policy, settings, token_budget=40)
-    seen: dict[str, Tensor] = {}
-    trainer.optimizer.descend = lambda steps: seen.update(  # type: ignore[method-assign]
-        {name: present(one.grad).clone() for name, one in masters(policy).items()}
-    )
+    trainer = RecordingTrainer(policy, settings, token_budget=40)
 
     metrics = learn(trainer, groups)
 
+    seen = dict(zip(masters(policy), trainer.gradients[-1], strict=True))
     assert difference(seen, gradients(reference)) < 1e-4
     assert metrics.kl == (pytest.approx(0.0, abs=1e-6) if kl else None)
 

@@ -86,6 +86,24 @@ def test_a_deleted_file_stays_while_an_unfinished_job_reads_it(bench: Bench, rec
         assert session.query(File).count() == 0
 
 
+def test_a_content_that_another_file_shares_goes_with_the_last_of_them(
+    bench: Bench, reconciler: Reconciler
+) -> None:
+    first = stored_file(bench, deleted_at=now())
+    with bench.database.write() as session:
+        copy = {column.name: getattr(first, column.name) for column in File.__table__.columns}
+        session.add(File(**{**copy, "seq": None, "id": "file-second", "deleted_at": None}))
+
+    reconciler.run_once()
+    with bench.database.write() as session:
+        [left] = session.query(File).all()
+        assert (left.id, list(bench.blobs.list("files/"))) == ("file-second", ["files/x"])
+        left.deleted_at = now()
+
+    reconciler.run_once()
+    assert list(bench.blobs.list("files/")) == []
+
+
 def test_an_expired_file_goes_and_one_that_is_kept_stays(bench: Bench, reconciler: Reconciler) -> None:
     stored_file(bench, expires_at=now() - 1)
     stored_file(bench, key="files/kept")

@@ -44,6 +44,24 @@ class Child:
         write_to_textfile(str(self.file), self.registry)
 
 
+def test_runs_that_share_a_device_are_counted_together(tmp_path: Path) -> None:
+    runs, first, second = Runs("h200"), Child(tmp_path / "first.prom"), Child(tmp_path / "second.prom")
+
+    with runs.following(first.file):
+        first.work(tokens=100, seconds=3, reward=0.5)
+        with runs.following(second.file):
+            second.work(tokens=10, seconds=30, reward=0.25)
+            together = read(runs)
+        after = read(runs)
+
+    assert together["regraft_worker_jobs", "h200"] == 2
+    assert together["tokens_total", "h200"] == 110
+    assert together["seconds_count", "h200", "sampling"] == 2
+    assert together["reward", "h200"] == 0.25, "of the one that began last"
+    assert after["regraft_worker_jobs", "h200"] == 1
+    assert after["tokens_total", "h200"] == 110
+
+
 def test_a_run_is_seen_while_it_runs(tmp_path: Path) -> None:
     runs, child = Runs("h200"), Child(tmp_path / "run.prom")
 
@@ -52,7 +70,7 @@ def test_a_run_is_seen_while_it_runs(tmp_path: Path) -> None:
         child.work(tokens=100, seconds=3, reward=0.5)
         during = read(runs)
 
-    assert before == {("regraft_worker_busy", "h200"): 1}
+    assert before == {("regraft_worker_busy", "h200"): 1, ("regraft_worker_jobs", "h200"): 1}
     assert during["tokens_total", "h200"] == 100
     assert during["seconds_bucket", "h200", "10.0", "sampling"] == 1
     assert during["reward", "h200"] == 0.5
@@ -84,7 +102,7 @@ def test_a_run_that_dies_before_it_counted_anything_leaves_nothing(tmp_path: Pat
     with runs.following(tmp_path / "never.prom"):
         pass
 
-    assert read(runs) == {("regraft_worker_busy", "cpu"): 0}
+    assert read(runs) == {("regraft_worker_busy", "cpu"): 0, ("regraft_worker_jobs", "cpu"): 0}
 
 
 def counted() -> dict[Any, Any]:

@@ -20,6 +20,7 @@ from worker.learn.trainer import PeftTrainer
 from worker.learn.turns import AlternatingTrainer, UpdatingTrainer
 from worker.model.policy import Policy
 from worker.model.sizing import Estimate, MemoryPlan
+from worker.model.teachers import TeacherModel
 from worker.rollout.samplers import engine
 from worker.rollout.samplers.placement import ONE_ENGINE
 from worker.rollout.samplers.wire import Abort, Asleep, EngineReady, FallAsleep, SampleBatch, Stepped, WakeUp
@@ -99,15 +100,24 @@ def test_the_trainer_gives_its_memory_back_at_the_end_of_each_step(
 
 
 @pytest.mark.parametrize(
-    ("schedule", "expected"),
-    [({}, True), ({"overlap": True}, False), ({"off_policy_steps": 1}, False)],
+    ("schedule", "teacher", "has_judges", "expected"),
+    [
+        ({}, None, False, True),
+        ({"overlap": True}, None, False, False),
+        ({"off_policy_steps": 1}, None, False, False),
+        ({}, TeacherModel("base", None, None), False, False),
+        ({}, TeacherModel("served", None, None, server=cast(Any, object())), False, True),
+        ({}, None, True, False),
+    ],
 )
-def test_a_job_that_samples_while_it_learns_takes_no_turns(schedule: dict[str, Any], expected: bool) -> None:
+def test_a_job_that_samples_while_its_gpu_computes_takes_no_turns(
+    schedule: dict[str, Any], teacher: TeacherModel | None, has_judges: bool, expected: bool
+) -> None:
     settings = resolve(
         Hyperparameters.model_validate({"advanced": schedule}), rows=8, parameters=1000, context=512
     )
 
-    assert takes_turns(settings) is expected
+    assert takes_turns(settings, teacher, has_judges=has_judges) is expected
 
 
 @pytest.mark.parametrize("sleeps", [False, True])

@@ -122,6 +122,8 @@ THEN = RESOLVED | {
     "learning_rate_schedule": "constant",
     "eval_pass_score": 1.0,
     "mini_batches": 1,
+    "continue_in_flight": False,
+    "train": "lora",
     "prompt_order": "shuffled",
     **dict.fromkeys(
         ("gae_lambda", "gamma", "value_clip", "value_weight", "value_learning_rate", "value_warmup_steps")

@@ -19,11 +19,11 @@ from core.registry import BaseModelEntry
 from core.settings import Settings
 from core.storage.store import FolderBlobs
 from graders.spec import parse_grader
-from tests.fakes import EverySecond
+from tests.fakes import EverySecond, Skill, SkillTrainer
 from tests.tiny import make_tiny_model
 from tests.worker import vllm_parallel
 from tests.worker.conftest import GRADER, Bench
-from worker.assemble import assemble
+from worker.assemble import assemble, coordinated
 from worker.model.policy import Policy, load_base
 from worker.rollout.samplers import Answer, Sampling, grouped
 from worker.rollout.samplers.placement import Placement
@@ -185,13 +185,14 @@ def test_engines_that_slept_while_the_job_learned_have_its_new_adapter_and_give_
 ) -> None:
     """On a CPU vLLM pauses and drops what its cache holds; its memory is not released there."""
     before = drawn(two, prompts)
+    trainer = coordinated(SkillTrainer(Skill()), two, sleeps=True, continues=False)
 
-    two.sleep()
-    two.sleep()  # changes nothing
+    trainer.step()
+    trainer.step()  # changes nothing
     asleep = [engine.is_asleep for engine in two.engines.values()]
     move(policy, 3)
     moved = drawn(two, prompts)
-    two.sleep()
+    trainer.step()
     move(policy, 1)
 
     assert asleep == [True, True]

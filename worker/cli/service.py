@@ -304,7 +304,7 @@ def serve_api(
         log_level="warning",
         timeout_graceful_shutdown=5,
     )
-    config.app = behind_proxies(app, config.forwarded_allow_ips)  # type: ignore[assignment]
+    config.app = behind_proxies(app, config.forwarded_allow_ips)
     log.info("serving http://%s:%d/v1", settings.host, settings.port)
     with traced:
         Server(config, app.state.service.shutdown).run()

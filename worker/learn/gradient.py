@@ -26,6 +26,7 @@ from worker.model.sizing import HEAD_CHUNK
 from worker.model.value_head import ValueHead
 from worker.rollout.samplers import steering
 from worker.rollout.samplers.json_schema import masked
+from worker.sharing.turns import TURNS
 from worker.types import AnswerKey, Pack, TokenValues, TrainingSequence
 
 # The shortest pack that predicts a token.
@@ -148,6 +149,7 @@ class OwnGradient:
             batch = Batch(part)
             self._batches.append(batch)
             self._totals += self._backward(batch, std)
+            TURNS.offer()
 
     def remember(self, packs: Sequence[Pack], part: int) -> None:
         self.remember_micro_batches(self.micro_batches(packs), part)
@@ -159,6 +161,7 @@ class OwnGradient:
             reference = self._reference_logprobs(tensors) if self.settings.kl > 0 else None
             logp_M, _, value_M = self.forward(tensors)
             self._batches.append(Batch(packs, part, logp_M, reference, old_value=value_M))
+            TURNS.offer()
 
     def reward_tokens(self) -> StepMoments:
         return sum(map(self._reward_tokens, self._batches), StepMoments())
@@ -221,6 +224,7 @@ class OwnGradient:
         for batch in self._batches:
             if batch.part == part:
                 self._totals += self._backward(batch, std)
+                TURNS.offer()
         for _ in range(self._filled_up[part]):
             self._gather_along(first=False)
 

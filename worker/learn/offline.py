@@ -22,6 +22,7 @@ from worker.model import reward_head
 from worker.model.policy import Policy
 from worker.model.reward_head import RewardHead, Scale
 from worker.refusals import InvalidModel
+from worker.sharing.turns import TURNS
 from worker.types import Pack
 
 
@@ -105,6 +106,7 @@ class OfflineTrainer:
         self.steps_taken = 0
         self.beat = beat
 
+    @TURNS
     def step(self, packs: Sequence[Pack]) -> OfflineMetrics:
         """One update with these rows."""
         totals = self.gradient.add(self.prepared(packs))
@@ -113,6 +115,7 @@ class OfflineTrainer:
         self.beat()
         return self.metrics(totals, grad_norm=norm, skipped=norm is None)
 
+    @TURNS
     def measure(self, packs: Sequence[Pack]) -> OfflineMetrics:
         """The metrics of these rows under the current policy."""
         totals = Totals()
@@ -185,6 +188,7 @@ class RewardTrainer(OfflineTrainer):
             return measured
         return replace(measured, reward_accuracy=totals.correct / totals.tokens)
 
+    @TURNS  # the scale of the rewards is measured
     def save(self, folder: Path) -> None:
         super().save(folder)
         scale = self.scale or Scale.of((self.ranks or self.of_rewards).rewards(self.measured))

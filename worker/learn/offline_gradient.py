@@ -22,6 +22,7 @@ from worker.learn.gradient import through_head
 from worker.learn.totals import Totals
 from worker.model.policy import Policy
 from worker.progress import PROGRESS
+from worker.sharing.turns import TURNS
 from worker.types import Pack, TrainingSequence
 
 # An answer whose second token is learned.
@@ -75,7 +76,9 @@ class OfflineGradient:
 
     def micro_batches(self, packs: Sequence[Pack]) -> Iterator[list[Pack]]:
         rows = self.policy.route.forward == "rows"
-        return whole_batches(packs, self.capacity, self.policy.device, rows=rows)
+        for part in whole_batches(packs, self.capacity, self.policy.device, rows=rows):
+            yield part
+            TURNS.offer()
 
     def add_micro_batches(self, parts: Iterable[Sequence[Pack]]) -> Totals:
         totals = Totals()

@@ -1,5 +1,6 @@
 """The model that every rank of a run loads."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,6 +10,8 @@ from core.jobs.offline_hyperparameters import ResolvedOffline
 from core.registry import BaseModelEntry
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from worker.model.policy import Policy
     from worker.model.support import ForwardVerdict
 
@@ -27,6 +30,8 @@ class Model:
     weights: Path | None = (
         None  # a whole model that the job trains further, in place of the base's own weights
     )
+    # Gets a base model that another process has loaded; None: each rank loads its own.
+    shared: "Callable[[], PreTrainedModel] | None" = None
 
     def load(self, device: str) -> "Policy":
         from worker.model.full import FullPolicy, refuse_other_names
@@ -40,6 +45,7 @@ class Model:
             self.settings.chat_template,
             self.settings.chat_template_kwargs,
             weights=self.weights,
+            shared=self.shared,
         )
         policy: Policy
         if self.settings.train == "full":

@@ -19,6 +19,7 @@ from worker.learn.world import World
 from worker.model.policy import Policy
 from worker.refusals import InvalidModel, SamplerMismatch
 from worker.rollout.sampler_gate import SamplerGate
+from worker.sharing.turns import TURNS
 from worker.types import Group, Pack, UpdateMetrics
 
 # Of AdamW, without weight decay: what RL with LoRA converged on (a second moment of 0.95 forgets in ~20 steps).
@@ -88,6 +89,7 @@ class PeftTrainer:
         self._answers = 0
         self._waiting: list[Share] = []
 
+    @TURNS
     def add(self, group: Group) -> None:
         """Add a group. With `overlap`, computes its part of the gradient as soon as a micro-batch is full."""
         share = share_of(group, self.settings, self.policy.text)
@@ -101,6 +103,7 @@ class PeftTrainer:
         ):
             self._compute_waiting(std=1.0)
 
+    @TURNS
     def step(self) -> UpdateMetrics:
         """Pass `updates_per_batch` times over the answers (DeepSeekMath's mu), with an optimizer step after each, or
         after each of its `mini_batches`: the ratio of all of them is to the policy before the first (DeepSeek-R1).

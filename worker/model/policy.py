@@ -167,6 +167,7 @@ def load_base(
     template_arguments: TemplateArguments | None = None,
     *,
     weights: Path | None = None,
+    shared: Callable[[], PreTrainedModel] | None = None,
 ) -> Base:
     """Load a base model by its registry entry; a GGUF file is converted into `cache` the first time.
 
@@ -174,6 +175,7 @@ def load_base(
         chat_template: a name of core/chat_templates.py, in place of the entry's own template.
         template_arguments: new defaults of the template's arguments.
         weights: a folder with other weights of the same model, which a job has trained.
+        shared: get the model from here, as `load_weights` has loaded it elsewhere.
 
     Raises:
         UnsupportedModel: transformers, or our attention, does not know the architecture.
@@ -183,12 +185,18 @@ def load_base(
     """
     source = source_of(entry, cache)
     files = fingerprint.of_folder(source) if isinstance(source, Path) else ""
-    loaded = weights or source
-    config, dtype = read_config(loaded), DTYPES[entry.dtype]
-    with _reading(loaded, "weights"):
-        plain = quantized.arguments(config, loaded)
+    model = load_weights(entry, weights or source, device) if shared is None else shared()
+    tokenizer = read_tokenizer(entry, source, chat_template, template_arguments)
+    return Base(name, source, model, tokenizer, entry.context, files)
+
+
+def load_weights(entry: BaseModelEntry, source: Path | str, device: str) -> PreTrainedModel:
+    """Load the frozen model alone. Raises as `load_base` does."""
+    config, dtype = read_config(source), DTYPES[entry.dtype]
+    with _reading(source, "weights"):
+        plain = quantized.arguments(config, source)
         model, loading = class_of(config).from_pretrained(
-            loaded, dtype=dtype, output_loading_info=True, **plain
+            source, dtype=dtype, output_loading_info=True, **plain
         )
         if plain:
             model = model.to(dtype)  # converted weights of mxfp4 are in bfloat16, whatever `dtype` is
@@ -198,12 +206,12 @@ def load_base(
             f"The model's files lack {len(missing)} weights, the first is {missing[0]}: the folder is "
             "incomplete, or its config.json belongs to another model."
         )
-    tokenizer = read_tokenizer(entry, source, chat_template, template_arguments)
     model.requires_grad_(False)
     with _reading(source, "weights"):
         model = model.to(device)
     # eval() for good: dropout would make the trainer disagree with what was sampled.
-    return Base(name, source, model.eval(), tokenizer, entry.context, files)
+    loaded: PreTrainedModel = model.eval()
+    return loaded
 
 
 def source_of(entry: BaseModelEntry, cache: Path) -> Path | str:

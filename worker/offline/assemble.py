@@ -18,7 +18,9 @@ from worker.assemble import (
     gpus_of,
     inspect_model,
     refuse_absent_targets,
+    refuse_to_share,
     served_teacher,
+    shared_by,
     teacher_model,
 )
 from worker.attempt import Attempt
@@ -43,6 +45,7 @@ from worker.record.recorder import Quota, Recorder
 from worker.refusals import UserMistake
 from worker.rollout.rows import read_file
 from worker.rollout.served_teacher import ServedTeacher
+from worker.sharing.base import RunsAlone, SharedBase
 from worker.types import Pack
 
 # Rows whose answers tell the scale of a reward model's rewards.
@@ -81,6 +84,7 @@ def assemble(
     if full.is_full(job) and (problem := full.several_machines(settings)):
         raise UserMistake("unsupported_parameter", problem, full.param_of(job))
     base = inspect_model(job.model, settings, local, samples=False, full=full.is_full(job))
+    refuse_to_share(attempt, base)
     asked = offline_hyperparameters.asked(kind, job.body["hyperparameters"])
     rewards = reward_kind(train[0].item)
     resolved = offline_hyperparameters.resolve(
@@ -103,7 +107,8 @@ def assemble(
     scale = Scale.of_steps() if rewards == "steps" else None
     if resolved.reward_kind == "scores":
         scale, [train_rows, valid_rows] = standardized([train_rows, valid_rows])
-    plan = plan_memory(job.model, base, resolved, [*train_rows, *valid_rows], settings, local, teacher)
+    rows = [*train_rows, *valid_rows]
+    plan = plan_memory(job.model, base, resolved, rows, settings, local, teacher, attempt.shared)
     beat()
     checkpoints = Checkpoints(attempt, scratch)
     teaching: TeacherPolicy | ServedTeacher | None = None
@@ -117,6 +122,7 @@ def assemble(
             plan.checkpointed,
             sampled=False,
             weights=weights,
+            shared=shared_by(attempt, base),
         )
         order = LoadModel(
             model,
@@ -239,6 +245,7 @@ def plan_memory(
     settings: Settings,
     ranks: int,
     teacher: TeacherModel | None = None,
+    shared: SharedBase | None = None,
 ) -> sizing.MemoryPlan:
     """Divide the free memory, without that of a teacher's weights, between weights and micro-batches.
 
@@ -247,6 +254,7 @@ def plan_memory(
 
     Raises:
         UserMistake: the job does not fit.
+        RunsAlone: it does not fit beside others.
     """
     work = sizing.workload(
         rank=settings_of_job.lora_rank,
@@ -261,7 +269,10 @@ def plan_memory(
         eval_samples=1,
     )
     packed = base.device == "cpu" and base.entry.dtype == "float32"
-    free = memory.available(base.device) // (ranks if base.device == "cpu" else 1)
+    if shared is None:
+        free = memory.available(base.device) // (ranks if base.device == "cpu" else 1)
+    else:
+        free = shared.memory(base.shape.weight_bytes)
     if teacher is not None:
         free = max(0, free - teacher.weight_bytes(packed=packed))
     # Without an engine and without a sampler that uses the trainer's weights, so that these can be sharded.
@@ -269,4 +280,6 @@ def plan_memory(
     try:
         return sizing.plan_sharded(name, base.shape, work, machine, ranks)
     except sizing.DoesNotFit as cause:
+        if shared is not None:
+            raise RunsAlone(f"beside {shared.jobs - 1} others {cause}") from cause
         raise UserMistake("not_enough_memory", str(cause), "model") from cause

@@ -17,6 +17,8 @@ from worker.record.history import Steps, first
 from worker.record.verdict import RowScores, compare, row_scores, standard_error
 from worker.types import Group, Rollout, UpdateMetrics
 
+PHASES = ("sampling", "grading", "training", "eval")
+
 # The categories OpenAI reports, each as train_/valid_ x _mean/_count.
 _ERRORS = (
     "sample_parse_error",
@@ -87,8 +89,7 @@ def of_step(
         data["scores"][f"{split}_reward_mean"] = mean_reward(groups_P)
     data["errors"] = {"graders": _per_grader(spec, splits, _error_fields)}
     data["timing"] = {
-        "step": {phase: seconds.get(phase, 0.0) for phase in ("sampling", "grading", "training", "eval")}
-        | {"full_iteration": sum(seconds.values())},
+        "step": dict.fromkeys(PHASES, 0.0) | dict(seconds) | {"full_iteration": sum(seconds.values())},
         "graders": _per_grader(spec, splits, _latency_fields),
     }
     used = {name: usage for name, groups_P in splits if (usage := _tokens_used(groups_P))}

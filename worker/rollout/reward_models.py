@@ -25,6 +25,7 @@ from worker.model.policy import REWARD_HEAD, Policy
 from worker.model.reward_head import RewardHead, Scale
 from worker.offline.rows import ChatTemplate, answers_pack, scored_at_steps, scored_at_the_end
 from worker.refusals import ChatTemplateFailed, InvalidModel, UserMistake
+from worker.sharing.turns import TURNS
 from worker.types import Pack, Prompt
 
 # Of one answer, by the name of the model; a text says why there is none.
@@ -74,6 +75,7 @@ class PolicyScores:
     async def score(self, answers_P: Sequence[tuple[Prompt, Sequence[str]]]) -> list[list[Scores]]:
         return await asyncio.to_thread(self._score, answers_P)
 
+    @TURNS
     def _score(self, answers_P: Sequence[tuple[Prompt, Sequence[str]]]) -> list[list[Scores]]:
         by_model = {model.name: self._of_model(model, answers_P) for model in self.models}
         return [
@@ -113,6 +115,7 @@ class PolicyScores:
                     own, left = left[: sum(one.learned_T)], left[sum(one.learned_T) :]
                     scores_PG[p][g] = model.scores(own, text)
                 self.beat()
+                TURNS.offer()
         return scores_PG
 
     @staticmethod

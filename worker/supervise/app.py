@@ -19,7 +19,7 @@ from core.telemetry.metrics import MetricsCollector
 from graders.backends import Backends
 from worker.evals.runner import EvalRunner
 from worker.model import capacity
-from worker.supervise import liveness
+from worker.supervise import liveness, sharing
 from worker.supervise.deliveries import Deliveries
 from worker.supervise.reconciler import Reconciler
 from worker.supervise.reporter import Reporter
@@ -74,6 +74,8 @@ class WorkerService:
 
     def start(self) -> None:
         capacity.note(self.settings)
+        if self.settings.jobs_per_worker > 1 and (reason := sharing.never(self.settings)):
+            log.warning("REGRAFT_JOBS_PER_WORKER has no effect: %s", reason)
         self._consumer = self.celery.WorkController(
             # One thread for the run and one for validation, so that a long job does not delay validation.
             pool="threads",

@@ -145,12 +145,18 @@ class Reconciler:
                 results.attach(session, session.get_one(Job, job.seq), file)
 
     def deleted_files(self) -> None:
-        """Remove deleted files that no unfinished job reads: first the contents, then the row."""
+        """Remove deleted files that no unfinished job reads: first the contents, then the row.
+
+        Contents that another file shares stay.
+        """
         gone = File.deleted_at.is_not(None) | (File.expires_at < now())
         with self.database.read() as session:
             free = session.scalars(select(File).where(gone, ~files.in_use()).limit(100)).all()
         for file in free:
-            self.blobs.delete(file.blob_key)
+            with self.database.read() as session:
+                is_shared = files.is_shared(session, file)
+            if not is_shared:
+                self.blobs.delete(file.blob_key)
             with self.database.write() as session:
                 row = session.get_one(File, file.seq)
                 pages.delete_row(session, row, owner=row.project_id)

@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,10 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from core.database.engine import Database
 from core.database.tables import Job
+from core.errors import ModelNotFound
 from core.jobs import lifecycle, run_logs
 from core.jobs.claim import Claim, LeaseLost
+from core.registry import InvalidRegistry, Registry
 from core.settings import Settings
 from core.storage.store import BlobStore
 from core.telemetry import logs
@@ -34,6 +37,7 @@ from worker import process
 from worker.retry import RetryPolicy
 from worker.supervise.killed import KernelMemory
 from worker.supervise.live_log import LiveLog, end_of
+from worker.supervise.sharing import Hold, Room, hold_command, why_alone
 from worker.supervise.telemetry import Runs
 
 log = logging.getLogger(__name__)
@@ -48,11 +52,25 @@ def run_command(progress: Path) -> Sequence[str]:
     return [sys.executable, "-m", "worker.child", str(os.getpid()), str(progress)]
 
 
+@dataclass(frozen=True)
+class Claimed:
+    claim: Claim
+    job: Job  # as it was then
+
+
 class Supervisor:
-    """Runs the jobs of one GPU class, one at a time. `stop` drains: the run checkpoints and the job is queued again."""
+    """Runs the jobs of one GPU class: one at a time, or as many on one base model as `jobs_per_worker` says.
+
+    `stop` drains: each run checkpoints and its job is queued again.
+    """
 
     def __init__(
-        self, settings: Settings, database: Database, blobs: BlobStore, command: Command = run_command
+        self,
+        settings: Settings,
+        database: Database,
+        blobs: BlobStore,
+        command: Command = run_command,
+        hold: Hold = hold_command,
     ) -> None:
         self.settings = settings
         self.database = database
@@ -62,6 +80,9 @@ class Supervisor:
         self.runs = Runs(settings.gpu_class)
         self.memory = KernelMemory()
         self.log_seconds = run_logs.EVERY_SECONDS
+        self._hold = hold
+        self._alone: set[str] = set()  # jobs that do not fit beside others
+        self._ended = threading.Event()  # a job that shares the device has
         self._slot = threading.Lock()
         self._stopping = threading.Event()
         self._spare: RunProcess | None = None
@@ -100,28 +121,96 @@ class Supervisor:
             return 0
         try:
             done = 0
-            while not self._stopping.is_set() and (claim := self._claim()) is not None:
-                self._run(claim)
+            while not self._stopping.is_set() and (claimed := self._claim()) is not None:
+                base, reason = self._base_of(claimed.job)
+                if base is not None:
+                    done += self._run_together(claimed.claim, base)
+                    continue
+                if reason:
+                    log.info("%s runs alone: %s", claimed.claim.job_id, reason)
+                self._run(claimed.claim)
                 done += 1
             return done
         finally:
             self._slot.release()
 
-    def _claim(self) -> Claim | None:
+    def _claim(self, fits: Callable[[Job], bool] = lambda job: True) -> "Claimed | None":
         with self.database.write() as session:
-            return lifecycle.claim(
+            claim = lifecycle.claim(
                 session,
                 gpu_class=self.settings.gpu_class,
                 owner=self.owner,
                 lease_seconds=self.settings.lease_seconds,
                 defaults=self.settings.default_limits,
+                fits=fits,
             )
+            if claim is None:
+                return None
+            return Claimed(claim, session.scalars(select(Job).where(Job.id == claim.job_id)).one())
 
-    def _run(self, claim: Claim) -> None:
+    def _base_of(self, job: Job) -> tuple[str | None, str]:
+        """Return the base model that the job shares with others, or None and why it runs alone."""
+        if self.settings.jobs_per_worker == 1:
+            return None, ""
+        if job.id in self._alone:
+            return None, "it does not fit beside others"
+        try:
+            if reason := why_alone(job, self.settings):
+                return None, reason
+            return Registry.load(self.settings.models_file).resolve(job.model), ""
+        except (InvalidRegistry, ModelNotFound) as cause:  # the run says so too, for its owner
+            return None, str(cause)
+
+    def _run_together(self, first: Claim, base: str) -> int:
+        """Run a job and, as they come, others on its base, until none of them is left. Returns their number."""
+        threads: list[threading.Thread] = []
+        running: set[str] = set()
+        claim: Claim | None = first
+        with Room(base, self._hold) as room:
+            try:
+                while claim is not None:
+                    running.add(claim.job_id)
+                    arguments = [claim, room, running]
+                    threads.append(threading.Thread(target=self._run_beside, args=arguments, name="run"))
+                    threads[-1].start()
+                    claim = self._next(running, room)
+            finally:
+                for thread in threads:
+                    thread.join()
+        return len(threads)
+
+    def _next(self, running: set[str], room: Room) -> Claim | None:
+        """Wait for a job that may join those of the room. None: the last of them has ended, and none waits."""
+        while True:
+            self._ended.clear()
+            if self._stopping.is_set():
+                return None
+            if len(running) < self.settings.jobs_per_worker and room.is_open:
+                try:
+                    claimed = self._claim(lambda job: self._base_of(job)[0] == room.model)
+                except SQLAlchemyError as cause:
+                    log.warning("the database did not answer: %s", cause)
+                    claimed = None
+                if claimed is not None:
+                    return claimed.claim
+            if not running:
+                return None
+            self._ended.wait(self.settings.reconcile_seconds)
+
+    def _run_beside(self, claim: Claim, room: Room, running: set[str]) -> None:
+        try:
+            self._run(claim, room)
+        except Exception:
+            log.exception("%s was not supervised to its end", claim.job_id)
+        finally:
+            running.discard(claim.job_id)
+            self._ended.set()
+
+    def _run(self, claim: Claim, room: Room | None = None) -> None:
         with logs.bound(job_id=claim.job_id, attempt=claim.epoch):
-            self._run_child(claim)
+            self._run_child(claim, room)
 
-    def _run_child(self, claim: Claim) -> None:
+    def _run_child(self, claim: Claim, room: Room | None) -> None:
         log.info("running %s, epoch %d", claim.job_id, claim.epoch)
         child = self._take_spare()
         if child is not None and not child.is_alive():  # for example, by the kernel's out-of-memory killer
@@ -133,7 +222,8 @@ class Supervisor:
         live = LiveLog(child.words, lambda said: self._keep(claim, said), self.log_seconds)
         with self.runs.following(child.figures):
             try:
-                status = self._watch(child.process, claim, child.run(claim), peak)
+                folder = None if room is None else room.folder
+                status = self._watch(child.process, claim, child.run(claim, folder), peak)
             finally:
                 live.stop()
                 said = child.end()
@@ -225,6 +315,9 @@ class Supervisor:
             with lifecycle.fenced(self.database, claim) as (session, job):
                 if status == process.DRAINED:
                     lifecycle.release(session, job)
+                elif status == process.ALONE:
+                    self._alone.add(claim.job_id)  # before another thread can claim it
+                    lifecycle.leave_alone(session, job, reason=cause)
                 else:
                     # The child itself records success, a lost lease, a requeue and a user error, after which `fenced`
                     # refuses the job. A job that is still ours contradicts its exit status.
@@ -269,11 +362,16 @@ class RunProcess:
     def is_alive(self) -> bool:
         return self.process.poll() is None
 
-    def run(self, claim: Claim) -> "RunProgress":
-        """Send the job to the process. If it has died, its exit status shows it later."""
+    def run(self, claim: Claim, folder: Path | None = None) -> "RunProgress":
+        """Send the job to the process. If it has died, its exit status shows it later.
+
+        Args:
+            folder: of the sockets of jobs that share the device. None: the job has it to itself.
+        """
         assert self.process.stdin is not None
+        line = f"{claim.job_id} {claim.epoch}" + ("" if folder is None else f" {folder}")
         with contextlib.suppress(BrokenPipeError), self.process.stdin as stdin:
-            stdin.write(f"{claim.job_id} {claim.epoch}\n".encode())
+            stdin.write(f"{line}\n".encode())
         return RunProgress(Path(self._progress.name))
 
     def end(self) -> str:

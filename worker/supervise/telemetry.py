@@ -63,12 +63,13 @@ Counts = Counter[tuple[str, tuple[tuple[str, str], ...]]]
 class Runs:
     """Collects the metrics of this worker's runs, labeled with its GPU class.
 
-    Counters and histograms accumulate over runs. Gauges exist only while a run is in progress.
+    Counters and histograms accumulate over runs. Gauges exist only while a run is in progress; those of runs that share
+    the device are of the one that began last.
     """
 
     def __init__(self, gpu_class: str) -> None:
         self.gpu_class = gpu_class
-        self._file: Path | None = None
+        self._files: list[Path] = []
         self._lock = threading.Lock()
         self._families: dict[str, Metric] = {}
         self._counted: defaultdict[str, Counts] = defaultdict(Counter)
@@ -77,40 +78,50 @@ class Runs:
     def following(self, file: Path) -> Iterator[None]:
         """Read the metrics of a run from this file during the context, then delete the file."""
         with self._lock:
-            self._file = file
+            self._files.append(file)
         try:
             yield
         finally:
             with self._lock:
-                for family in self._of_the_run():
+                for family in _of_the_run(file):
                     if family.type != "gauge":
                         self._families[family.name] = family
                         self._counted[family.name].update(_counts(family))
-                self._file = None
+                self._files.remove(file)
                 file.unlink(missing_ok=True)
 
     def collect(self) -> Iterable[Metric]:
         busy = GaugeMetricFamily(
             "regraft_worker_busy", "1 while this worker runs a job.", labels=["gpu_class"]
         )
+        jobs = GaugeMetricFamily(
+            "regraft_worker_jobs", "Number of jobs that this worker runs.", labels=["gpu_class"]
+        )
         with self._lock:
-            busy.add_metric([self.gpu_class], float(self._file is not None))
-            return [busy, *self._together()]
+            busy.add_metric([self.gpu_class], float(bool(self._files)))
+            jobs.add_metric([self.gpu_class], len(self._files))
+            return [busy, jobs, *self._together()]
 
     def _together(self) -> Iterator[Metric]:
-        now = {family.name: family for family in self._of_the_run()}
+        now: dict[str, Metric] = {}
+        counted: defaultdict[str, Counts] = defaultdict(Counter)
+        for family in (family for file in self._files for family in _of_the_run(file)):
+            now[family.name] = family
+            if family.type == "gauge":
+                counted[family.name] = _counts(family)
+            else:
+                counted[family.name].update(_counts(family))
         for name, known in (self._families | now).items():
             family = Metric(name, known.documentation, known.type)
             counts = Counter(self._counted[name])
-            counts.update(_counts(now[name]) if name in now else {})
+            counts.update(counted[name])
             for (sample, labels), value in counts.items():
                 family.add_sample(sample, {"gpu_class": self.gpu_class} | dict(labels), value)
             yield family
 
-    def _of_the_run(self) -> list[Metric]:
-        if self._file is None or not self._file.exists():
-            return []
-        return list(text_string_to_metric_families(self._file.read_text()))
+
+def _of_the_run(file: Path) -> list[Metric]:
+    return list(text_string_to_metric_families(file.read_text())) if file.exists() else []
 
 
 def _counts(family: Metric) -> Counts:

@@ -188,6 +188,7 @@ export type Difference = { field: string; before: unknown; after: unknown };
 export function differences(before: Record<string, unknown>, after: Record<string, unknown>): Difference[] {
   const [one, other] = [flat(before), flat(after)];
   return [...new Set([...Object.keys(one), ...Object.keys(other)])]
+    .sort()
     .filter((field) => JSON.stringify(one[field]) !== JSON.stringify(other[field]))
     .map((field) => ({ field, before: one[field], after: other[field] }));
 }

@@ -964,6 +964,12 @@ export interface components {
              */
             eval: number;
             /**
+             * Waiting
+             * @description Seconds of waiting for other jobs on the same device.
+             * @default 0
+             */
+            waiting: number;
+            /**
              * Full Iteration
              * @description Seconds of the whole step.
              * @default 0
@@ -2214,7 +2220,8 @@ export interface components {
              *         "full_iteration": 0,
              *         "grading": 0,
              *         "sampling": 0,
-             *         "training": 0
+             *         "training": 0,
+             *         "waiting": 0
              *       }
              *     }
              */
@@ -2280,7 +2287,7 @@ export interface components {
         };
         /**
          * TaskOut
-         * @description What a worker works on.
+         * @description A job or an eval run that a worker works on.
          */
         TaskOut: {
             /**
@@ -2317,6 +2324,7 @@ export interface components {
              *       "grading": 0,
              *       "training": 0,
              *       "eval": 0,
+             *       "waiting": 0,
              *       "full_iteration": 0
              *     }
              */
@@ -2692,7 +2700,7 @@ export interface components {
             gpu_class: string | null;
             /**
              * Length
-             * @description What a free worker would start.
+             * @description Jobs or runs that a free worker would start.
              */
             length: number;
             /**

@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 import threading
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -67,11 +67,15 @@ async def from_thread(answers: Iterator[Answer]) -> AsyncIterator[Answer]:
         try:
             for answer in answers:
                 if abandoned.is_set():
-                    return
+                    break
                 put(answer)
             put(None)
         except BaseException as cause:
             put(cause)
+        finally:
+            # In this thread, which may have a turn on the device (worker/sharing/turns.py).
+            if isinstance(answers, Generator):
+                answers.close()
 
     running = asyncio.create_task(asyncio.to_thread(work))
     try:

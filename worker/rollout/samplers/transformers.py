@@ -16,6 +16,7 @@ from worker.model.policy import Policy, Route
 from worker.model.sizing import MAX_TOKENS_IN_FLIGHT
 from worker.rollout.samplers import Answer, Sampling, from_thread
 from worker.rollout.samplers.steering import Steering, rollout_of
+from worker.sharing.turns import TURNS
 from worker.types import Prompt
 
 
@@ -70,8 +71,12 @@ class TransformersSampler:
         for wave in waves(prompts_P, sampling, self.policy.route, most, row_tokens):
             yield from self._sample_wave([prompts_P[place] for place in wave.prompts], wave, sampling)
 
-    @torch.inference_mode()
     def _sample_wave(self, prompts_P: Sequence[Prompt], wave: Wave, sampling: Sampling) -> Iterator[Answer]:
+        with TURNS:
+            yield from self._decode(prompts_P, wave, sampling)
+
+    @torch.inference_mode()
+    def _decode(self, prompts_P: Sequence[Prompt], wave: Wave, sampling: Sampling) -> Iterator[Answer]:
         policy, size, most = self.policy, len(wave.members), sampling.max_completion_tokens
         rows = len(prompts_P) * size
         batch = DecodingBatch(
@@ -102,6 +107,7 @@ class TransformersSampler:
                 batch.keep(live)
                 row_R = row_R[live]
             batch.advance()
+            TURNS.offer()
 
     def _draws(self, seeds: Sequence[int], tokens: int) -> Tensor:
         """Uniform numbers [R, T], a row from each answer's own seed: its text depends on its batch by rounding only.

@@ -1,0 +1,221 @@
+"""Turns of jobs on the device that they share: in which order they get them, and how long they keep them."""
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from worker.clock import Clock
+from worker.sharing.turns import ASK, DONE, GRANT, Turns, TurnsLost
+from worker.supervise.turns import TurnQueue, TurnServer
+
+
+class Time:
+    """A clock that a test sets."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> Path:
+    return tmp_path / "turns"
+
+
+@pytest.fixture
+def connect(address: Path) -> Iterator[Callable[[], socket.socket]]:
+    """Clients of a server, as bytes."""
+    server = TurnServer(address)
+    clients: list[socket.socket] = []
+
+    def client() -> socket.socket:
+        clients.append(socket.socket(socket.AF_UNIX))
+        clients[-1].settimeout(60)
+        clients[-1].connect(str(address))
+        return clients[-1]
+
+    yield client
+    for one in clients:
+        one.close()
+    server.close()
+
+
+class Worker:
+    """Grants each turn at once, and keeps what it was sent. `before` is called before each grant."""
+
+    def __init__(self, address: Path, before: Callable[[], object] = lambda: None) -> None:
+        self.messages = b""
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(address))
+        self._listener.listen()
+        self._before = before
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        with self._listener:
+            self._client = self._listener.accept()[0]
+        with self._client as client:
+            while message := client.recv(1):
+                self.messages += message
+                if message == ASK:
+                    self._before()
+                    client.sendall(GRANT)
+
+    def heard(self) -> bytes:
+        """All messages up to now. It hears no more."""
+        self._client.shutdown(socket.SHUT_RD)
+        self._thread.join(60)
+        return self.messages
+
+
+def test_turns_are_given_in_the_order_of_requests() -> None:
+    turns: list[str] = []
+
+    def grant(client: str) -> bool:
+        turns.append(client)
+        return True
+
+    queue = TurnQueue(grant)
+    for client in ("first", "second", "third"):
+        queue.ask(client)
+    for client in ("first", "second", "third"):  # each goes on at once
+        queue.leave(client)
+        queue.ask(client)
+
+    assert turns == ["first", "second", "third", "first"]
+
+
+def test_a_process_gets_a_turn_when_it_asks(connect: Callable[[], socket.socket]) -> None:
+    first, second = connect(), connect()
+
+    first.sendall(ASK)
+    assert first.recv(1) == GRANT
+    first.sendall(DONE)
+    second.sendall(ASK)
+    assert second.recv(1) == GRANT
+
+
+def test_a_process_that_dies_loses_its_turn(connect: Callable[[], socket.socket]) -> None:
+    first, second = connect(), connect()
+    first.sendall(ASK)
+    assert first.recv(1) == GRANT
+
+    second.sendall(ASK)
+    first.close()
+
+    assert second.recv(1) == GRANT
+
+
+def test_one_that_dies_while_it_waits_delays_nobody(connect: Callable[[], socket.socket]) -> None:
+    first, second, third = connect(), connect(), connect()
+    first.sendall(ASK)
+    assert first.recv(1) == GRANT
+
+    second.sendall(ASK)
+    third.sendall(ASK)
+    second.close()
+    first.sendall(DONE)
+
+    assert third.recv(1) == GRANT
+
+
+def test_a_process_with_the_device_to_itself_asks_nobody() -> None:
+    turns = Turns()
+
+    with turns:
+        turns.offer()
+
+    assert turns.waited == 0.0
+
+
+def test_a_turn_is_kept_until_its_second_is_over(address: Path) -> None:
+    time = Time()
+    worker, turns = Worker(address), Turns(clock=time)
+    turns.join(address)
+
+    with turns:
+        time.now += 0.9
+        turns.offer()
+        time.now += 0.2
+        turns.offer()
+        turns.offer()
+
+    assert worker.heard() == ASK + DONE + ASK + DONE
+
+
+def test_what_computes_inside_of_a_turn_asks_for_no_other(address: Path) -> None:
+    worker, turns = Worker(address), Turns(clock=Time())
+    turns.join(address)
+
+    @turns
+    def compute() -> None:
+        turns.offer()
+
+    with turns:
+        compute()
+
+    assert worker.heard() == ASK + DONE
+
+
+def test_threads_of_a_process_share_its_turn(address: Path) -> None:
+    worker, turns = Worker(address), Turns(clock=Time())
+    turns.join(address)
+
+    @turns
+    def compute() -> None:
+        pass
+
+    with turns:
+        thread = threading.Thread(target=compute)
+        thread.start()
+        thread.join(60)
+
+    assert worker.heard() == ASK + DONE
+
+
+def test_the_time_of_waiting_is_a_phase_of_its_own(address: Path) -> None:
+    """So that usage, budgets and costs are those of a job that runs alone."""
+    time = Time()
+
+    def wait() -> None:
+        time.now += 7.0
+
+    worker, turns = Worker(address, before=wait), Turns(clock=time)
+    turns.join(address)
+    clock = Clock(turns, time)
+
+    with clock("training"), turns:
+        time.now += 0.5
+    with clock("eval"):
+        time.now += 1.0
+
+    assert clock.seconds == {"training": 0.5, "waiting": 7.0, "eval": 1.0}
+    worker.heard()
+
+
+def test_waiting_is_no_sign_of_a_hung_run(address: Path) -> None:
+    """This turn is granted only after the process has shown that it lives."""
+    beaten = threading.Event()
+    worker, turns = Worker(address, before=lambda: beaten.wait(60)), Turns(beat_seconds=0.01)
+    turns.join(address, beaten.set)
+
+    with turns:
+        pass
+
+    assert beaten.is_set()
+    worker.heard()
+
+
+def test_a_worker_that_is_gone_ends_the_run(address: Path) -> None:
+    server, turns = TurnServer(address), Turns()
+    turns.join(address)
+    with turns:
+        server.close()
+
+    with pytest.raises(TurnsLost), turns:
+        pass
