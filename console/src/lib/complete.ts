@@ -98,8 +98,8 @@ export function completions(of: Schemas, text: string, place: number): Completio
   if (within) {
     const values = within.key === "type" && !isParams ? [...types.keys()] : optionsOf(of, schema?.properties?.[within.key]);
     const other = values.filter((value) => value !== within.value);
-    if (other.length) return other
-      .map((value) => ({ label: value, isRequired: false, from: within.from, to: within.to, insert: JSON.stringify(value), cursor: within.from + value.length + 1 }));
+    if (other.length)
+      return other.map((value) => ({ label: value, isRequired: false, from: within.from, to: within.to, insert: JSON.stringify(value), cursor: within.from + value.length + 1 }));
   }
   if (!schema) {
     if (own.some((one) => one.key === "type") || isParams) return [];
