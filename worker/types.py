@@ -122,7 +122,7 @@ class Pack:
 
 @dataclass(frozen=True)
 class TokenValues:
-    """What the trainer computed with, for each sampled token of an answer.
+    """Log-probabilities and advantages that the trainer computed with, for each sampled token of an answer.
 
     `logprobs_T` is of the policy before the update, where the sampler's are compared with them.
     """
@@ -162,5 +162,5 @@ class UpdateMetrics:
     value_loss: float | None = None  # with a value head, like the next
     explained_variance: float | None = None  # of the returns by the values before the update
     skipped: bool = False  # a gradient was not finite, so the step was not taken
-    # Of the answers that were computed; empty if the trainer was not asked for them. Not a metric.
+    # Of the answers that were computed; empty unless the trainer keeps them. Not a metric.
     tokens: Mapping[AnswerKey, TokenValues] = field(default_factory=dict)
