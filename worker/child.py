@@ -256,7 +256,7 @@ def run_claim(
     beat = beats_into(progress)
     shared = None
     if folder:  # the job shares the device and its base model
-        places = process.Places(Path(folder[0]))
+        places = process.DeviceSockets(Path(folder[0]))
         shared = SharedBase(places.base, settings.jobs_per_worker)
         TURNS.join(places.turns, beat)
     # Once for the operator, with the supervisor's own log, and once for the job's log.

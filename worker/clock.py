@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from core.telemetry import tracing
-from worker.sharing.turns import TURNS, Turns
+from worker.sharing.turns import TURNS, DeviceTurns
 
 WAITING = "waiting"
 
@@ -13,7 +13,7 @@ WAITING = "waiting"
 class Clock:
     """`with clock("sampling"): ...` adds to that phase; `seconds` has the sums."""
 
-    def __init__(self, turns: Turns = TURNS, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, turns: DeviceTurns = TURNS, clock: Callable[[], float] = time.perf_counter) -> None:
         self.seconds: dict[str, float] = {}
         self._turns, self._clock = turns, clock
 

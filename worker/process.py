@@ -24,7 +24,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
-class Places:
+class DeviceSockets:
     """The sockets of jobs that share a device, in a folder of their worker."""
 
     folder: Path

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from worker.clock import Clock
-from worker.sharing.turns import ASK, DONE, GRANT, Turns, TurnsLost
+from worker.sharing.turns import ASK, DONE, GRANT, DeviceTurns, TurnsLost
 from worker.supervise.turns import TurnQueue, TurnServer
 
 
@@ -125,7 +125,7 @@ def test_one_that_dies_while_it_waits_delays_nobody(connect: Callable[[], socket
 
 
 def test_a_process_with_the_device_to_itself_asks_nobody() -> None:
-    turns = Turns()
+    turns = DeviceTurns()
 
     with turns:
         turns.offer()
@@ -135,7 +135,7 @@ def test_a_process_with_the_device_to_itself_asks_nobody() -> None:
 
 def test_a_turn_is_kept_until_its_second_is_over(address: Path) -> None:
     time = Time()
-    worker, turns = Worker(address), Turns(clock=time)
+    worker, turns = Worker(address), DeviceTurns(clock=time)
     turns.join(address)
 
     with turns:
@@ -149,7 +149,7 @@ def test_a_turn_is_kept_until_its_second_is_over(address: Path) -> None:
 
 
 def test_what_computes_inside_of_a_turn_asks_for_no_other(address: Path) -> None:
-    worker, turns = Worker(address), Turns(clock=Time())
+    worker, turns = Worker(address), DeviceTurns(clock=Time())
     turns.join(address)
 
     @turns
@@ -163,7 +163,7 @@ def test_what_computes_inside_of_a_turn_asks_for_no_other(address: Path) -> None
 
 
 def test_threads_of_a_process_share_its_turn(address: Path) -> None:
-    worker, turns = Worker(address), Turns(clock=Time())
+    worker, turns = Worker(address), DeviceTurns(clock=Time())
     turns.join(address)
 
     @turns
@@ -185,7 +185,7 @@ def test_the_time_of_waiting_is_a_phase_of_its_own(address: Path) -> None:
     def wait() -> None:
         time.now += 7.0
 
-    worker, turns = Worker(address, before=wait), Turns(clock=time)
+    worker, turns = Worker(address, before=wait), DeviceTurns(clock=time)
     turns.join(address)
     clock = Clock(turns, time)
 
@@ -201,7 +201,7 @@ def test_the_time_of_waiting_is_a_phase_of_its_own(address: Path) -> None:
 def test_waiting_is_no_sign_of_a_hung_run(address: Path) -> None:
     """This turn is granted only after the process has shown that it lives."""
     beaten = threading.Event()
-    worker, turns = Worker(address, before=lambda: beaten.wait(60)), Turns(beat_seconds=0.01)
+    worker, turns = Worker(address, before=lambda: beaten.wait(60)), DeviceTurns(beat_seconds=0.01)
     turns.join(address, beaten.set)
 
     with turns:
@@ -212,7 +212,7 @@ def test_waiting_is_no_sign_of_a_hung_run(address: Path) -> None:
 
 
 def test_a_worker_that_is_gone_ends_the_run(address: Path) -> None:
-    server, turns = TurnServer(address), Turns()
+    server, turns = TurnServer(address), DeviceTurns()
     turns.join(address)
     with turns:
         server.close()

@@ -26,7 +26,7 @@ class _Depth(threading.local):
     value = 0
 
 
-class Turns(contextlib.ContextDecorator):
+class DeviceTurns(contextlib.ContextDecorator):
     """The turns of this process: `with TURNS:` around what computes on the device, or `@TURNS` on a function.
 
     Threads of a process share its turn. Without `join` the process has the device to itself, and this does nothing.
@@ -124,5 +124,5 @@ class Turns(contextlib.ContextDecorator):
             return None
 
 
-TURNS = Turns()
+TURNS = DeviceTurns()
 """Those of this process, which is one attempt."""

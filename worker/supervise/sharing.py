@@ -30,7 +30,7 @@ def hold_command(listener: int, model: str) -> Sequence[str]:
     return [sys.executable, "-m", "worker.sharing.holder", str(os.getpid()), str(listener), model]
 
 
-class Room:
+class SharedDevice:
     """What jobs on one base model share from the first of them to the end of the last one.
 
     Enter it in a thread that outlives the jobs: the process that holds the base dies with it (PR_SET_PDEATHSIG).
@@ -43,7 +43,7 @@ class Room:
     def __enter__(self) -> Self:
         self._folder = tempfile.TemporaryDirectory(prefix="regraft-")
         self.folder = Path(self._folder.name)
-        places = process.Places(self.folder)
+        places = process.DeviceSockets(self.folder)
         self._turns = TurnServer(places.turns)
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(places.base))

@@ -37,7 +37,7 @@ from worker import process
 from worker.retry import RetryPolicy
 from worker.supervise.killed import KernelMemory
 from worker.supervise.live_log import LiveLog, end_of
-from worker.supervise.sharing import Hold, Room, hold_command, why_alone
+from worker.supervise.sharing import Hold, SharedDevice, hold_command, why_alone
 from worker.supervise.telemetry import Runs
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ def run_command(progress: Path) -> Sequence[str]:
 
 
 @dataclass(frozen=True)
-class Claimed:
+class ClaimedJob:
     claim: Claim
     job: Job  # as it was then
 
@@ -134,7 +134,7 @@ class Supervisor:
         finally:
             self._slot.release()
 
-    def _claim(self, fits: Callable[[Job], bool] = lambda job: True) -> "Claimed | None":
+    def _claim(self, fits: Callable[[Job], bool] = lambda job: True) -> "ClaimedJob | None":
         with self.database.write() as session:
             claim = lifecycle.claim(
                 session,
@@ -146,7 +146,7 @@ class Supervisor:
             )
             if claim is None:
                 return None
-            return Claimed(claim, session.scalars(select(Job).where(Job.id == claim.job_id)).one())
+            return ClaimedJob(claim, session.scalars(select(Job).where(Job.id == claim.job_id)).one())
 
     def _base_of(self, job: Job) -> tuple[str | None, str]:
         """Return the base model that the job shares with others, or None and why it runs alone."""
@@ -166,28 +166,28 @@ class Supervisor:
         threads: list[threading.Thread] = []
         running: set[str] = set()
         claim: Claim | None = first
-        with Room(base, self._hold) as room:
+        with SharedDevice(base, self._hold) as device:
             try:
                 while claim is not None:
                     running.add(claim.job_id)
-                    arguments = [claim, room, running]
+                    arguments = [claim, device, running]
                     threads.append(threading.Thread(target=self._run_beside, args=arguments, name="run"))
                     threads[-1].start()
-                    claim = self._next(running, room)
+                    claim = self._next(running, device)
             finally:
                 for thread in threads:
                     thread.join()
         return len(threads)
 
-    def _next(self, running: set[str], room: Room) -> Claim | None:
-        """Wait for a job that may join those of the room. None: the last of them has ended, and none waits."""
+    def _next(self, running: set[str], device: SharedDevice) -> Claim | None:
+        """Wait for a job that may join those of the device. None: the last of them has ended, and none waits."""
         while True:
             self._ended.clear()
             if self._stopping.is_set():
                 return None
-            if len(running) < self.settings.jobs_per_worker and room.is_open:
+            if len(running) < self.settings.jobs_per_worker and device.is_open:
                 try:
-                    claimed = self._claim(lambda job: self._base_of(job)[0] == room.model)
+                    claimed = self._claim(lambda job: self._base_of(job)[0] == device.model)
                 except SQLAlchemyError as cause:
                     log.warning("the database did not answer: %s", cause)
                     claimed = None
@@ -197,20 +197,20 @@ class Supervisor:
                 return None
             self._ended.wait(self.settings.reconcile_seconds)
 
-    def _run_beside(self, claim: Claim, room: Room, running: set[str]) -> None:
+    def _run_beside(self, claim: Claim, device: SharedDevice, running: set[str]) -> None:
         try:
-            self._run(claim, room)
+            self._run(claim, device)
         except Exception:
             log.exception("%s was not supervised to its end", claim.job_id)
         finally:
             running.discard(claim.job_id)
             self._ended.set()
 
-    def _run(self, claim: Claim, room: Room | None = None) -> None:
+    def _run(self, claim: Claim, device: SharedDevice | None = None) -> None:
         with logs.bound(job_id=claim.job_id, attempt=claim.epoch):
-            self._run_child(claim, room)
+            self._run_child(claim, device)
 
-    def _run_child(self, claim: Claim, room: Room | None) -> None:
+    def _run_child(self, claim: Claim, device: SharedDevice | None) -> None:
         log.info("running %s, epoch %d", claim.job_id, claim.epoch)
         child = self._take_spare()
         if child is not None and not child.is_alive():  # for example, by the kernel's out-of-memory killer
@@ -222,7 +222,7 @@ class Supervisor:
         live = LiveLog(child.words, lambda said: self._keep(claim, said), self.log_seconds)
         with self.runs.following(child.figures):
             try:
-                folder = None if room is None else room.folder
+                folder = None if device is None else device.folder
                 status = self._watch(child.process, claim, child.run(claim, folder), peak)
             finally:
                 live.stop()
