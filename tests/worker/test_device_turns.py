@@ -9,7 +9,7 @@ import pytest
 
 from worker.clock import Clock
 from worker.sharing.turns import ASK, DONE, GRANT, Turns, TurnsLost
-from worker.supervise.turns import TurnServer
+from worker.supervise.turns import TurnQueue, TurnServer
 
 
 class Time:
@@ -73,21 +73,31 @@ class Worker:
         return self.messages
 
 
-def test_turns_are_given_in_the_order_of_requests(connect: Callable[[], socket.socket]) -> None:
-    first, second, third = connect(), connect(), connect()
-    order = []
+def test_turns_are_given_in_the_order_of_requests() -> None:
+    turns: list[str] = []
+
+    def grant(client: str) -> bool:
+        turns.append(client)
+        return True
+
+    queue = TurnQueue(grant)
+    for client in ("first", "second", "third"):
+        queue.ask(client)
+    for client in ("first", "second", "third"):  # each goes on at once
+        queue.leave(client)
+        queue.ask(client)
+
+    assert turns == ["first", "second", "third", "first"]
+
+
+def test_a_process_gets_a_turn_when_it_asks(connect: Callable[[], socket.socket]) -> None:
+    first, second = connect(), connect()
 
     first.sendall(ASK)
-    first.recv(1)
+    assert first.recv(1) == GRANT
+    first.sendall(DONE)
     second.sendall(ASK)
-    third.sendall(ASK)
-    first.sendall(DONE + ASK)  # it would go on at once
-    for name, client in (("second", second), ("third", third), ("first", first)):
-        assert client.recv(1) == GRANT
-        order.append(name)
-        client.sendall(DONE)
-
-    assert order == ["second", "third", "first"]
+    assert second.recv(1) == GRANT
 
 
 def test_a_process_that_dies_loses_its_turn(connect: Callable[[], socket.socket]) -> None:

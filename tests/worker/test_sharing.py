@@ -93,7 +93,8 @@ def child_command(progress: Path) -> list[str]:
     return [sys.executable, "-m", "tests.worker.sharing_child", str(os.getpid()), str(progress)]
 
 
-@pytest.mark.slow  # starts child processes
+@pytest.mark.slow  # starts child processes, which load torch
+@pytest.mark.timeout(900)
 @pytest.mark.usefixtures("environment")
 def test_two_jobs_at_once_have_the_results_of_running_alone_although_one_of_them_is_killed(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
