@@ -30,7 +30,6 @@ from tests.thinking import FAMILIES, make_thinking_model
 from tests.tiny import WORDS, make_tiny_model
 from worker.learn.offline import SoftTargetTrainer
 from worker.learn.teacher import PolicyTeacher, TeacherPolicy
-from worker.model.full import FullPolicy
 from worker.model.policy import Policy, load_base
 from worker.refusals import UserMistake
 from worker.rollout.samplers.vllm import installed
@@ -79,16 +78,14 @@ def policy_of(folder: Path, seed: int) -> Policy:
 
 def publish(folder: Path, policy: Policy, prefix: str) -> dict[str, Any]:
     """As worker/record/checkpoints.py does. Returns how the API names the weights."""
-    scratch = folder / type(policy).__name__
-    policy.save(scratch)
+    policy.save(folder / "scratch")
     blobs, files = FolderBlobs(folder / "blobs"), []
-    for path in sorted(scratch.iterdir()):
+    for path in sorted((folder / "scratch").iterdir()):
         info = blobs.put_file(f"{prefix}/{path.name}", path)
         files.append({"name": path.name, "bytes": info.size, "sha256": info.sha256})
     manifest = json.dumps({"format": 1, "files": files}).encode()
     blobs.put_bytes(f"{prefix}/manifest.json", manifest)
-    weights = {"prefix": prefix, "manifest_sha256": hashlib.sha256(manifest).hexdigest()}
-    return weights | ({"is_whole": True} if isinstance(policy, FullPolicy) else {})
+    return {"prefix": prefix, "manifest_sha256": hashlib.sha256(manifest).hexdigest()}
 
 
 @pytest.fixture(scope="module")
@@ -234,22 +231,6 @@ def test_weights_that_were_trained_again_are_never_the_old_ones(server: str, fol
         adapter = publish(folder, policy, "job/again")
         [answer] = ask_all(server, [("ft:same", adapter, text)])
         assert_same(answer, policy, text)
-
-
-def test_a_whole_model_answers_beside_its_base_model(server: str, folder: Path) -> None:
-    policy = FullPolicy(
-        load_base("tiny", BaseModelEntry(path=folder / "model", dtype="float32", context=128), folder, "cpu")
-    )
-    with torch.no_grad():
-        for weight in policy.trainable:
-            weight.mul_(1.1)
-    whole = publish(folder, policy, "job/whole")
-    text = "say it again"
-
-    answer, base = ask_all(server, [("ft:whole", whole, text), ("tiny", None, text)])
-
-    assert_same(answer, policy, text)
-    assert_same(base, policy_of(folder, 0), text, base=True)
 
 
 def test_an_adapter_of_too_high_a_rank_is_refused_with_what_to_do(server: str, folder: Path) -> None:
