@@ -41,8 +41,8 @@ from worker.learn.distributed import LoadModel, follow, load_checked, loading
 from worker.learn.gradient import keep_memory
 from worker.learn.launch import launch
 from worker.learn.rank_model import Model
+from worker.learn.step_hooks import HookedTrainer
 from worker.learn.trainer import PeftTrainer, Trainer
-from worker.learn.turns import AlternatingTrainer
 from worker.learn.world import World
 from worker.model import memory, sizing
 from worker.model.policy import Policy, read_config
@@ -190,7 +190,7 @@ class Steps:
         )
         if scenario.sleeps:
             assert isinstance(self.sampler, VllmSampler)
-            self.trainer = AlternatingTrainer(self.trainer, self.sampler)
+            self.trainer = HookedTrainer(self.trainer, before_step=self.sampler.sleep)
         self.sampling_seconds: list[float] = []
         self.learning_seconds: list[float] = []
         self.used = {"sampling_gib": 0.0, "learning_gib": 0.0}

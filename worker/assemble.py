@@ -37,9 +37,9 @@ from worker.instruments import ObservedSampler
 from worker.learn.distributed import LoadModel, load_checked, loading
 from worker.learn.gradient import keep_memory
 from worker.learn.rank_model import Model
+from worker.learn.step_hooks import HookedTrainer
 from worker.learn.teacher import PolicyTeacher
 from worker.learn.trainer import PeftTrainer, Trainer
-from worker.learn.turns import AlternatingTrainer, UpdatingTrainer
 from worker.learn.world import World
 from worker.model import full as full_policy
 from worker.model import memory, quantized, sizing, support, teachers, verdicts
@@ -248,15 +248,15 @@ def assemble(
 
 
 def coordinated(trainer: Trainer, sampler: Sampler, *, sleeps: bool, continues: bool) -> Trainer:
-    """The trainer with what its steps have the sampler do: sleep meanwhile, or continue answers in flight."""
+    """Return a trainer whose steps also have the sampler sleep before, or continue answers in flight after."""
     if not (sleeps or continues):
         return trainer
     assert isinstance(sampler, VllmSampler), (
         "only the job's own engines sleep or continue; others are refused"
     )
     if sleeps:
-        trainer = AlternatingTrainer(trainer, sampler)
-    return UpdatingTrainer(trainer, sampler) if continues else trainer
+        trainer = HookedTrainer(trainer, before_step=sampler.sleep)
+    return HookedTrainer(trainer, after_step=sampler.update_in_flight) if continues else trainer
 
 
 def report_placement(recorder: Recorder, placed: Placement, plan: MemoryPlan) -> None:

@@ -16,8 +16,8 @@ from tests.fakes import learn
 from tests.present import untyped
 from tests.worker.test_training import asked, drawn, prompt, sampling
 from worker.assemble import report_placement, takes_turns
+from worker.learn.step_hooks import HookedTrainer
 from worker.learn.trainer import PeftTrainer
-from worker.learn.turns import AlternatingTrainer, UpdatingTrainer
 from worker.model.policy import Policy
 from worker.model.sizing import Estimate, MemoryPlan
 from worker.model.teachers import TeacherModel
@@ -58,28 +58,16 @@ class Diary:
         self.said.append((message, data))
 
 
-def test_the_sampler_sleeps_before_the_trainer_computes() -> None:
+def test_the_sampler_is_called_before_and_after_a_step() -> None:
     diary = Diary()
-    trainer = AlternatingTrainer(diary, diary)
+    trainer = HookedTrainer(diary, before_step=diary.sleep, after_step=diary.update_in_flight)
 
     trainer.add(GROUP)
     trainer.step()
     trainer.save(Path("a"))
     trainer.load(Path("a"))
 
-    assert diary.said == ["add", "sleep", "step", ("save", Path("a")), ("load", Path("a"))]
-
-
-def test_answers_in_flight_continue_with_the_policy_after_the_step() -> None:
-    diary = Diary()
-    trainer = UpdatingTrainer(diary, diary)
-
-    trainer.add(GROUP)
-    trainer.step()
-    trainer.save(Path("a"))
-    trainer.load(Path("a"))
-
-    assert diary.said == ["add", "step", "update", ("save", Path("a")), ("load", Path("a"))]
+    assert diary.said == ["add", "sleep", "step", "update", ("save", Path("a")), ("load", Path("a"))]
 
 
 def test_the_trainer_gives_its_memory_back_at_the_end_of_each_step(
