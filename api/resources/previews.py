@@ -35,8 +35,8 @@ from core.errors import InvalidRequest, NotReady, ServiceError, TooManyAtOnce
 from core.inference import address_of, not_served
 from core.jobs import estimates, usage
 from core.jobs.estimates import Range
-from core.results import evals, preview, previews
-from core.results.preview import (
+from core.results import evals, preview_report, previews
+from core.results.preview_report import (
     Grading,
     PreviewAnswer,
     PreviewPrompt,
@@ -89,7 +89,7 @@ class PreviewCreate(JobCreate):
 
 class PreviewReportOut(Size):
     """The job's size and estimate as in /v1/regraft/estimate, with the measured answer lengths, and the results of the
-    preview. core/results/preview.py documents each number."""
+    preview. core/results/preview_report.py documents each number."""
 
     prompts: list[ShownPrompt]
     answers: int
@@ -479,7 +479,7 @@ async def _previewed(
         PreviewPrompt(row.line, completions[first].prompt_tokens, tuple(judged[first : first + samples]))
         for row, first in zip(prepared.rows, range(0, len(judged), samples), strict=True)
     ]
-    report = preview.report(
+    report = preview_report.report(
         prompts,
         group_size=size.group_size,
         max_completion_tokens=size.max_completion_tokens,
@@ -488,7 +488,7 @@ async def _previewed(
         sampling_seconds=seconds,
         grader_tokens=tokens,
     )
-    lengths, speed = preview.mean_lengths(prompts), report.sampling.tokens_per_second
+    lengths, speed = preview_report.mean_lengths(prompts), report.sampling.tokens_per_second
     estimate = prepared.asked.estimate(
         partial(estimates.after_preview, lengths=lengths, tokens_per_second=speed)
     )

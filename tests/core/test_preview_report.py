@@ -10,7 +10,7 @@ import pytest
 from core.jobs.estimates import PastJobs, after_preview, before_start, sizes
 from core.jobs.hyperparameter_groups import Sampling
 from core.jobs.hyperparameters import Advanced, Hyperparameters
-from core.results.preview import (
+from core.results.preview_report import (
     PreviewAnswer,
     PreviewPrompt,
     PreviewReport,
@@ -130,7 +130,7 @@ class TestIntervals:
     @pytest.mark.slow  # starts a process
     def test_importing_it_does_not_import_scipy(self) -> None:
         """The API imports this module when it starts."""
-        code = "import sys, core.results.preview; print('scipy' in sys.modules)"
+        code = "import sys, core.results.preview_report; print('scipy' in sys.modules)"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
         assert done.stdout.strip() == "False"
