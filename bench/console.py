@@ -22,7 +22,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from playwright.sync_api import CDPSession, Page
+from playwright.sync_api import CDPSession, Page, Response
 
 from bench.report import report
 from core.database.engine import Database
@@ -103,11 +103,12 @@ def measure_pages(server: Server, folder: Path, rounds: int) -> dict[str, float]
     taken: dict[str, list[float]] = {"draw": [], "cpu": [], "total": []}
     with chromium() as browser:
         page = browser.new_page(base_url=f"http://127.0.0.1:{server.port}")
+        loaded: list[Response] = []
+        page.on("response", loaded.append)
         page.goto("/")
         page.get_by_label("API key").wait_for()
-        names: list[str] = page.evaluate("performance.getEntriesByType('resource').map(one => one.name)")
-        loaded = [page.url, *(name for name in names if "/v1/" not in name)]
-        size = sum(len(gzip.compress(urllib.request.urlopen(name, timeout=60).read())) for name in loaded)
+        size = sum(len(gzip.compress(one.body())) for one in loaded if one.ok)
+        page.remove_listener("response", loaded.append)
         log_in(page, server.key)
         session = page.context.new_cdp_session(page)
         session.send("Performance.enable", {"timeDomain": "threadTicks"})

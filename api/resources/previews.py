@@ -46,7 +46,7 @@ from core.results.preview import (
     Spread,
     Verdict,
 )
-from core.results.previews import Finished
+from core.results.previews import PreviewResults
 from core.storage import datasets
 from core.storage.datasets import Example, LineError
 from core.storage.store import BlobStore
@@ -448,7 +448,7 @@ async def _run(preview_id: str, prepared: Prepared, service: Service, upstream: 
         await asyncio.gather(working, return_exceptions=True)
 
 
-async def _in_time(work: Awaitable[Finished], seconds: float) -> Finished:
+async def _in_time(work: Awaitable[PreviewResults], seconds: float) -> PreviewResults:
     """Raise InvalidRequest if the preview takes longer."""
     try:
         async with asyncio.timeout(seconds):
@@ -467,7 +467,7 @@ def _error(error: ServiceError) -> dict[str, Any]:
 
 async def _previewed(
     prepared: Prepared, service: Service, upstream: Upstream, slot: Slot, progress: PreviewProgress
-) -> Finished:
+) -> PreviewResults:
     completions, seconds = await _sampled(prepared, upstream, progress, service.preview_load_seconds)
     progress.began("grading")
     grading = partial(_graded, prepared, service, completions, progress.one_graded)
@@ -498,7 +498,7 @@ async def _previewed(
         _stored(line, member, completion, grade, answer)
         for (line, member), completion, grade, answer in zip(lines, completions, grades, judged, strict=True)
     ]
-    return Finished(
+    return PreviewResults(
         report=made.model_dump(mode="json"),
         measured={"lengths": lengths, "tokens_per_second": speed},
         answers=answers,

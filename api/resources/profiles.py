@@ -34,9 +34,9 @@ from core.storage.profiles import (
     Overlap,
     ProfiledField,
     Reader,
-    Room,
     RowProblem,
     TokenLengths,
+    TokenRoom,
 )
 from core.storage.store import BlobNotFound
 from graders.build import for_row, item_paths, missing_item_paths, reads_more
@@ -126,7 +126,7 @@ def _profile(file_id: str, body: ProfileCreate, project: Project, service: Servi
     with ExitStack() as stack:
         content = partial(_content, service, project)
         method = body.method or profiles.detect(stack.enter_context(content(file)))
-        room: Room | None = None
+        room: TokenRoom | None = None
         reason: str | None = NO_MODEL
         if base is not None:
             inherited = None if parent is None else parent.settings["chat_template"]
@@ -149,7 +149,7 @@ def _profile(file_id: str, body: ProfileCreate, project: Project, service: Servi
 
 def _room(
     entry: BaseModelEntry, template: str, method: Method, max_completion_tokens: int | None, service: Service
-) -> tuple[Room | None, str | None]:
+) -> tuple[TokenRoom | None, str | None]:
     """How to count tokens, or the reason why they cannot be counted."""
     cache = service.settings.model_cache
     found = files_of(entry, cache, template)
@@ -161,7 +161,7 @@ def _room(
         settings = estimates.sizes(Hyperparameters(), rows=1, context=entry.context, reasons=reasons)
         tokens -= max_completion_tokens or settings.max_completion_tokens
     try:
-        return Room(TokenCounter(found), tokens), None
+        return TokenRoom(TokenCounter(found), tokens), None
     except CannotCount as cause:
         return None, str(cause)
 

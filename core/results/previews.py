@@ -39,7 +39,7 @@ INTERRUPTED = {
 
 
 @dataclass(frozen=True)
-class Finished:
+class PreviewResults:
     """The results of a completed preview, as the row stores them."""
 
     report: dict[str, Any]
@@ -141,7 +141,9 @@ def renew(session: Session, preview_id: str, progress: Mapping[str, Any]) -> boo
     return _change(session, preview_id, values)
 
 
-def complete(session: Session, preview_id: str, progress: Mapping[str, Any], finished: Finished) -> bool:
+def complete(
+    session: Session, preview_id: str, progress: Mapping[str, Any], finished: PreviewResults
+) -> bool:
     """Store the results. Returns False if the preview was canceled or deleted meanwhile."""
     values = {**vars(finished), "progress": dict(progress), "status": COMPLETED, "finished_at": now()}
     return _change(session, preview_id, values)

@@ -163,7 +163,7 @@ class Reader:
 
 
 @dataclass(frozen=True)
-class Room:
+class TokenRoom:
     """How to count tokens, and how many a row may have."""
 
     counter: TokenCounter
@@ -174,7 +174,7 @@ def profile(
     chunks: Iterable[bytes],
     *,
     method: Method,
-    room: Room | None,
+    room: TokenRoom | None,
     tokens_reason: str | None = None,
     reader: Reader | None = None,
     validation: tuple[str, Iterable[bytes]] | None = None,
@@ -402,7 +402,7 @@ class _TokenCount:
     full, so neither the number of rows nor their texts need to be known before.
     """
 
-    room: Room
+    room: TokenRoom
     method: Method
     most: int
     reason: str | None = None

@@ -120,17 +120,17 @@ def test_a_large_file_that_lost_its_end_is_a_410_if_one_chunk_is_left(api: TestC
 def test_a_file_that_is_missing_is_a_410_that_names_it(
     api: TestClient, house: House, caplog: pytest.LogCaptureFixture
 ) -> None:
-    file_id, other = post(api).json()["id"], post(api).json()["id"]
+    file_id, other = post(api).json()["id"], post(api, ROW + ROW).json()["id"]
     house.blobs.delete(key_of(house, file_id))
 
     assert_damaged(api.get(f"/v1/files/{file_id}/content"), file_id)
 
     assert f"{key_of(house, file_id)} of {file_id} is missing" in caplog.text
-    assert api.get(f"/v1/files/{other}/content").content == ROW
+    assert api.get(f"/v1/files/{other}/content").content == ROW + ROW
 
 
 def test_a_file_of_results_that_is_missing_cannot_be_uploaded_again(api: TestClient, house: House) -> None:
-    file_id, _ = post(api).json()["id"], post(api)
+    file_id, _ = post(api).json()["id"], post(api, ROW + ROW)
     house.blobs.delete(key_of(house, file_id))
     with house.database.write() as session:
         session.execute(update(File).values(purpose="fine-tune-results"))

@@ -14,7 +14,11 @@ import pytest
 from playwright.sync_api import BrowserContext, Page, expect
 from regraft import Regraft
 
+from core.database.engine import Database
+from core.database.tables import Project
 from core.settings import Settings
+from core.storage.store import blobs_of
+from tests import factories, many_rollouts, many_steps
 from tests.console.conftest import (
     Accessible,
     Watched,
@@ -78,6 +82,13 @@ def test_every_page_is_accessible_in_both_themes(
     page.get_by_role("heading", name="Group").wait_for()
     accessible(page)
     readable_on_a_telephone(page)
+    page.keyboard.press("t")
+    page.get_by_test_id("tokens").wait_for()
+    page.get_by_label("Tokens by").select_option("advantage")
+    page.get_by_role("group").get_by_text("Table").click()
+    page.get_by_role("region", name="Tokens, as a table").wait_for()
+    accessible(page)
+    readable_on_a_telephone(page)
     page.goto(f"/#/jobs/{finished}/prompts")
     page.locator("td.cell").first.wait_for()
     accessible(page)
@@ -101,12 +112,125 @@ def test_a_running_job_is_watched_paused_and_resumed(logged_in: Page, server: Se
     assert int(chart.get_attribute("data-points") or 0) > points, "without a reload"
     logged_in.get_by_role("button", name="Pause").click()
     expect(logged_in.locator(".badge").first).to_contain_text("paused")
+    logged_in.get_by_role("button", name="Set a budget").click()
+    logged_in.get_by_label("GPU minutes").fill("90")
+    logged_in.get_by_role("button", name="Save").click()
+    expect(logged_in.get_by_role("progressbar", name="Used of the budget")).to_be_visible()
+    assert untyped(client.fine_tuning.jobs.retrieve(job)).budget["gpu_seconds"] == 5400
     logged_in.get_by_role("button", name="Resume").click()
     expect(logged_in.locator(".badge").first).to_contain_text(re.compile("queued|running"))
     logged_in.on("dialog", lambda dialog: dialog.accept())
     logged_in.get_by_role("button", name="Cancel").click()
     expect(logged_in.locator(".badge").first).to_contain_text("cancelled")
     assert client.fine_tuning.jobs.retrieve(job).status == "cancelled"
+
+
+@pytest.fixture(scope="module")
+def long_job(server: Server) -> str:
+    """A job with 600 steps, and 2,000 rollouts in one of them, as workers record them."""
+    settings = Settings(data_dir=server.folder)
+    database = Database(settings.database)
+    with database.write() as session:
+        job = factories.job(session, session.query(Project).one(), status="succeeded", suffix="long", epoch=2)
+        many_steps.record(session, job, 600)
+        session.add_all(many_rollouts.pages(blobs_of(settings), job.id, steps=1, groups=250))
+        job_id = job.id
+    database.close()
+    return job_id
+
+
+def test_the_page_of_a_long_job_shows_all_of_its_steps_and_a_part_of_their_table(
+    logged_in: Page, long_job: str
+) -> None:
+    logged_in.goto(f"/#/jobs/{long_job}")
+    chart = logged_in.locator("figure", has_text="Reward").first
+    expect(chart).to_have_attribute("data-points", "601")
+    signal = logged_in.locator("figure", has_text="Groups with signal")
+    expect(signal).to_contain_text("usual, above 0.3")
+
+    chart.locator("summary").click()
+
+    rows = chart.locator("tbody tr")
+    expect(rows).to_have_count(100)
+    expect(rows.last.locator("td").first).to_have_text("600")
+    expect(rows.last).to_contain_text("▲")
+    for _ in range(4):
+        chart.get_by_role("button", name="Earlier").click()
+    expect(rows.first.locator("td").first).to_have_text("101")
+    expect(rows.nth(99)).to_contain_text("⚑ 24 % of the answers are cut off.")
+    expect(rows.first.get_by_role("link")).to_have_attribute(
+        "href", f"#/jobs/{long_job}/rollouts?step=101&split=train"
+    )
+
+
+def test_attempts_at_a_job_are_shown_with_their_log(logged_in: Page, long_job: str, finished: str) -> None:
+    logged_in.goto(f"/#/jobs/{long_job}")
+    attempts = logged_in.get_by_role("region", name="Attempts")
+    expect(attempts.locator("tbody tr").first).to_contain_text("✕ crashed")
+    expect(attempts.locator("tbody tr").first).to_contain_text("The worker was killed.")
+    logged_in.goto(f"/#/jobs/{finished}")
+
+    logged_in.get_by_role("button", name="Show the log").click()
+
+    expect(logged_in.get_by_role("region", name="Log")).to_contain_text("Step 1/")
+
+
+def test_only_the_rollouts_in_sight_are_in_the_page(logged_in: Page, long_job: str) -> None:
+    open_rollouts(logged_in, long_job, "step=1&split=train")
+    status = logged_in.get_by_text("scroll for more")
+    rows = logged_in.locator("tbody tr[aria-selected]")
+    expect(status).to_contain_text("The first 100 of those that match")
+    assert rows.count() < 60
+
+    logged_in.get_by_role("region", name="Rollouts").evaluate("list => list.scrollTop = list.scrollHeight")
+
+    expect(status).to_contain_text("The first 200 of those that match")
+    expect(rows.last).to_contain_text(re.compile(r"\b1[0-9]\.\d"))
+    assert rows.count() < 80
+
+
+def test_rollouts_are_filtered_by_the_server(logged_in: Page, long_job: str, server: Server) -> None:
+    open_rollouts(logged_in, long_job, "step=1&split=train&sort=score")
+    logged_in.get_by_text("Filters").click()
+    logged_in.get_by_label("Score from").fill("0.4")
+    logged_in.get_by_label("to", exact=True).fill("0.42")
+    logged_in.get_by_role("button", name="Order: highest first").click()
+
+    query = "step=1&min_score=0.4&max_score=0.42&sort=score&order=asc"
+    expected: Any = server.client().get(f"/regraft/jobs/{long_job}/rollouts?{query}", cast_to=object)
+    places = [f"{one['group']}.{one['member']}" for one in expected["data"]]
+    assert places
+    expect(logged_in.get_by_text(f"{len(places)} match.")).to_be_visible()
+    expect(logged_in.locator("tbody tr").first).to_contain_text(places[0])
+    assert all(part in logged_in.url for part in ("min_score=0.4", "max_score=0.42", "order=asc"))
+
+
+def test_the_tokens_of_an_answer_are_colored_by_their_values(
+    logged_in: Page, server: Server, finished: str
+) -> None:
+    client = Regraft(base_url=server.base_url, api_key=server.key)
+    with client:
+        rollout = next(iter(client.rollouts.list(finished, step=1, split="train", has_tokens=True)))
+        tokens = client.rollouts.tokens(finished, rollout.id).tokens
+    logged_in.goto(f"/#/jobs/{finished}/rollouts?step=1&split=train&group={rollout.group}")
+    logged_in.get_by_role("heading", name=f"Group {rollout.group}").wait_for()
+    place = logged_in.get_by_role("cell", name=f"{rollout.group}.{rollout.member}", exact=True)
+    logged_in.locator("tbody tr", has=place).click()
+    expect(logged_in.get_by_role("heading", name=rollout.id)).to_be_visible()
+
+    logged_in.keyboard.press("t")
+
+    shown = logged_in.get_by_test_id("tokens")
+    expect(shown.locator("span")).to_have_text([token.text for token in tokens])
+    assert f"log p {tokens[0].logprob:.3f}" in str(shown.locator("span").first.get_attribute("title"))
+    assert "tokens=logprob" in logged_in.url, "deep-linkable"
+    logged_in.get_by_text("Table", exact=True).click()
+    rows = logged_in.get_by_role("region", name="Tokens, as a table").locator("tbody tr")
+    expect(rows).to_have_count(len(tokens))
+    assert tokens[0].text.strip() in rows.first.inner_text()
+    for expected in ("advantage", "gap", ""):
+        logged_in.keyboard.press("t")
+        expect(logged_in.get_by_label("Tokens by")).to_have_value(expected)
 
 
 def test_the_work_inside_of_a_step_is_told_live(logged_in: Page, server: Server) -> None:
@@ -391,7 +515,12 @@ def test_a_revoked_key_logs_out(page: Page, server: Server, watched: tuple[Brows
 def test_the_first_load_is_small() -> None:
     folder = Settings().console_site
 
-    sizes = [len(gzip.compress(file.read_bytes())) for file in folder.rglob("*") if file.is_file()]
+    page = (folder / "index.html").read_text()
+    first = [
+        "index.html",
+        *re.findall(r'(?:src|href)="/?(assets/[^"]+)"', page),
+    ]  # the studio and the arena come later
+    sizes = [len(gzip.compress((folder / name).read_bytes())) for name in first]
 
     assert 10_000 < sum(sizes) < 150_000
     assert (

@@ -10,7 +10,7 @@ import pytest
 from core.model_templates import TemplateFiles
 from core.prompt_tokens import CannotCount, TokenCounter
 from core.storage import profiles
-from core.storage.profiles import Profile, Reader, Room
+from core.storage.profiles import Profile, Reader, TokenRoom
 from tests.thinking import HYBRID, thinking_tokenizer
 from tests.tiny import TEMPLATE, tiny_tokenizer
 from worker.model.policy import render
@@ -146,7 +146,7 @@ def test_tokens_are_those_of_the_worker_and_rows_that_do_not_fit_are_listed(file
     expected = [len(render(tiny_tokenizer(), row["messages"])) for row in rows]
 
     with TokenCounter(files) as counter:
-        made = profiled(rows, room=Room(counter, expected[0]))
+        made = profiled(rows, room=TokenRoom(counter, expected[0]))
 
     assert made.tokens is not None
     assert (made.tokens.rows, made.tokens.min, made.tokens.max) == (2, min(expected), max(expected))
@@ -162,7 +162,7 @@ def test_the_longest_answer_counts_for_pairs(files: TemplateFiles) -> None:
     }
 
     with TokenCounter(files) as counter:
-        made = profiled([row], method="dpo", room=Room(counter, 100))
+        made = profiled([row], method="dpo", room=TokenRoom(counter, 100))
 
     assert made.tokens is not None
     assert made.tokens.max == len("<user> say <assistant> cat dog bird".split())
@@ -173,7 +173,7 @@ def test_of_many_rows_a_uniform_sample_is_counted(files: TemplateFiles) -> None:
     rows = [prompt("cat " * (1 + number % 4)) for number in range(2000)]
 
     with TokenCounter(files) as counter:
-        made = profiled(rows, room=Room(counter, 100), max_counted=500)
+        made = profiled(rows, room=TokenRoom(counter, 100), max_counted=500)
 
     assert made.tokens is not None
     assert made.rows == 2000
@@ -187,7 +187,7 @@ def test_a_row_that_the_template_rejects_is_listed(files: TemplateFiles) -> None
     two = {"messages": [{"role": "system", "content": "say"}, {"role": "user", "content": "cat"}]}
 
     with TokenCounter(TemplateFiles(template, {}, files.folder)) as counter:
-        made = profiled([prompt("cat"), two], room=Room(counter, 100))
+        made = profiled([prompt("cat"), two], room=TokenRoom(counter, 100))
 
     assert made.tokens is not None
     assert (made.tokens.rows, made.tokens.not_rendered.lines) == (1, [2])
@@ -198,7 +198,7 @@ def test_a_template_that_never_ends_costs_the_tokens_and_nothing_else(files: Tem
     endless = TemplateFiles("{% for a in range(99999) %}" * 4 + "{% endfor %}" * 4, {}, files.folder)
 
     with TokenCounter(endless, cpu_seconds=1) as counter:
-        made = profiled([prompt("cat")], room=Room(counter, 100))
+        made = profiled([prompt("cat")], room=TokenRoom(counter, 100))
 
     assert made.rows == 1
     assert made.tokens is None

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from core.settings import Settings
 from graders.calls import CallRetryPolicy
 from graders.judge.judges import JudgeModel
 from graders.types import TokenUsage
@@ -17,6 +18,7 @@ from tests.echo import echoes_of
 from tests.graders.servers import Time, serving
 from tests.hooks import Receiver
 from tests.tiny import make_byte_model, make_tiny_model
+from worker.assemble import served_teacher
 from worker.clock import Clock
 from worker.learn.teacher import PolicyTeacher
 from worker.model.policy import Policy
@@ -251,6 +253,24 @@ def test_an_outage_is_waited_for_about_as_long_as_the_operator_says(
 
     assert least < sum(waited) < most
     assert max(waited) <= 60, "the heartbeat of the run is between two waits"
+
+
+async def _slept(teacher: ServedTeacher) -> None:
+    await teacher.patience.sleep(0)
+
+
+def test_a_run_that_waits_for_its_teacher_is_alive() -> None:
+    """Otherwise it would be killed as hung in an outage longer than REGRAFT_HANG_SECONDS."""
+    beats: list[None] = []
+    settings = Settings(patience_seconds=600)
+    waiting = served_teacher(
+        "large", JudgeModel("http://127.0.0.1:9/v1"), settings, lambda: beats.append(None)
+    )
+
+    asyncio.run(_slept(waiting))
+
+    assert len(beats) == 1
+    assert waiting.patience.retries > retries_within(0).retries
 
 
 def test_a_student_without_probabilities_has_diverged() -> None:

@@ -70,14 +70,14 @@ class OneProcess:
         return values
 
 
-def trainer_of(model: Any, **settings: Any) -> Any:
-    """What TRL's `_compute_loss` reads of its trainer."""
+def trainer_of(model: Any, metrics: dict[str, list[float]] | None = None, **settings: Any) -> Any:
+    """What TRL's `_compute_loss` reads of its trainer. It adds to `metrics`."""
     return SimpleNamespace(
         model=model,
         accelerator=OneProcess(),
         aux_loss_enabled=False,
         precompute_ref_logps=True,
-        _metrics={"eval": defaultdict(list)},
+        _metrics={"eval": defaultdict(list) if metrics is None else metrics},
         _total_train_tokens=0,
         **settings,
     )
@@ -344,7 +344,8 @@ def test_the_supervised_loss_is_that_of_trl(make_policy: Callable[..., Policy], 
             return SimpleNamespace(log_probs=logp, label_mask=mask, entropy=zeros, is_top1=is_top1)
 
     options = SimpleNamespace(loss_type="nll", average_tokens_across_devices=False)
-    stub = trainer_of(Fused(), args=options, compute_loss_func=None, label_smoother=None)
+    metrics: dict[str, list[float]] = defaultdict(list)
+    stub = trainer_of(Fused(), metrics, args=options, compute_loss_func=None, label_smoother=None)
     stub.accelerator.parallelism_config = None
     loss = trl.compute_loss(stub, stub.model, {"input_ids": input_ids, "labels": labels})
     loss.backward()
@@ -353,7 +354,7 @@ def test_the_supervised_loss_is_that_of_trl(make_policy: Callable[..., Policy], 
     totals = trainer.gradient.add(rows)
 
     assert totals.loss / totals.counted == pytest.approx(loss.item(), rel=1e-5)
-    [accuracy] = stub._metrics["eval"]["mean_token_accuracy"]
+    [accuracy] = metrics["mean_token_accuracy"]
     assert totals.correct / totals.tokens == pytest.approx(accuracy)
     for own, other in zip(ours.trainable, theirs.trainable, strict=True):
         assert own.grad is not None and other.grad is not None

@@ -123,6 +123,7 @@ THEN = RESOLVED | {
     "eval_pass_score": 1.0,
     "mini_batches": 1,
     "continue_in_flight": False,
+    "train": "lora",
     "prompt_order": "shuffled",
     **dict.fromkeys(
         ("gae_lambda", "gamma", "value_clip", "value_weight", "value_learning_rate", "value_warmup_steps")

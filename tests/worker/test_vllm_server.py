@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -333,11 +334,15 @@ def test_a_completion_has_no_chat_template(client: openai.OpenAI, folder: Path) 
     assert "".join(part.choices[0].text for part in parts).strip() == right
 
 
+# On a CPU and with adapters, two prompts with log-probabilities in one batch end vLLM's process (punica_cpu.py).
+ONE_AT_A_TIME = partial(JudgeModel, max_concurrency=1)
+
+
 def test_a_model_on_it_teaches_as_in_the_trainers_memory(server: str, folder: Path) -> None:
     policy = policy_of(folder, 0)
     prompt = Prompt(0, tuple(policy.tokenizer.encode("say it", add_special_tokens=False)), {"messages": []})
     rollouts = [Rollout(ids, (-1.0,) * len(ids), "", "stop") for ids in ((9, 8, 7, 6, 5), (12, 13))]
-    teacher = ServedTeacher("base", JudgeModel(f"{server}/v1", "key", "tiny"))
+    teacher = ServedTeacher("base", ONE_AT_A_TIME(f"{server}/v1", "key", "tiny"))
 
     teacher.refuse_other_tokens(policy.tokenizer)
     [served_G] = teacher.logprobs([(prompt, rollouts)], 1.0)
@@ -356,7 +361,7 @@ def test_its_likeliest_tokens_are_those_of_the_same_model_in_memory(server: str,
         (9, 8, 7, 6, 5), (0.0,) * 5, (0.0,) * 5, 1.0, learned_T=(True, False, True, True, True)
     )
     row = Pack(tuple(policy.tokenizer.encode("say it", add_special_tokens=False)), (learned,))
-    teacher = ServedTeacher("base", JudgeModel(f"{server}/v1", "key", "tiny"))
+    teacher = ServedTeacher("base", ONE_AT_A_TIME(f"{server}/v1", "key", "tiny"))
 
     teacher.refuse_top(policy.tokenizer, 20)
     with pytest.raises(UserMistake, match="does not give its 21 likeliest tokens"):

@@ -97,9 +97,9 @@ export function completions(of: Schemas, text: string, place: number): Completio
   const within = own.find((one) => one.value !== null && one.from < place && place < one.to);
   if (within) {
     const values = within.key === "type" && !isParams ? [...types.keys()] : optionsOf(of, schema?.properties?.[within.key]);
-    return values
-      .filter((value) => value !== within.value)
-      .map((value) => ({ label: value, isRequired: false, from: within.from, to: within.to, insert: JSON.stringify(value), cursor: within.from + value.length + 1 }));
+    const other = values.filter((value) => value !== within.value);
+    if (other.length)
+      return other.map((value) => ({ label: value, isRequired: false, from: within.from, to: within.to, insert: JSON.stringify(value), cursor: within.from + value.length + 1 }));
   }
   if (!schema) {
     if (own.some((one) => one.key === "type") || isParams) return [];
@@ -117,7 +117,8 @@ export function completions(of: Schemas, text: string, place: number): Completio
 /** A new entry of the object around the cursor: there, if an entry may begin there, else at the end of the object. */
 function entry(text: string, place: number, key: string, value: string, back: number, label: string, isRequired: boolean): Completion {
   const { start } = frames(text, place).at(-1)!;
-  const isHere = ["{", ","].includes(text.slice(0, place).trimEnd().at(-1)!);
+  const isWithin = entries(text, start).some((one) => one.from < place && place < one.to);
+  const isHere = !isWithin && ["{", ","].includes(text.slice(0, place).trimEnd().at(-1)!);
   const at = isHere ? place : end(text, start);
   const previous = text.slice(start, at).trimEnd().at(-1)!;
   const isOnOwnLine = isHere && /\n *$/.test(text.slice(0, at));

@@ -31,7 +31,9 @@ export function doing(now: Progress): string {
 
 export function signed(value: number | null | undefined, digits = 2): string {
   if (value === null || value === undefined) return "–";
-  return `${value > 0 ? "+" : ""}${value.toFixed(digits)}`;
+  const text = value.toFixed(digits);
+  if (Number(text) === 0) return (0).toFixed(digits); // not -0.00
+  return `${value > 0 ? "+" : ""}${text}`;
 }
 
 /** Text of a message whose content may be a list of parts. */

@@ -21,7 +21,7 @@ export function link(...parts: (string | number)[]): string {
 export function setQuery(changes: Record<string, string>): void {
   const query = new URLSearchParams(place.route.query);
   for (const [name, value] of Object.entries(changes)) value === "" ? query.delete(name) : query.set(name, value);
-  const [path] = location.hash.split("?");
+  const path = location.hash.split("?")[0] || "#/";
   const text = String(query).replaceAll("%2C", ","); // lists of ids stay readable
   history.replaceState(null, "", `${path}${text && `?${text}`}`);
   place.route = read();
