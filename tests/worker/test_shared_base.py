@@ -103,7 +103,7 @@ def test_a_job_that_changes_a_weight_changes_no_other_job(tiny_base: Base) -> No
 
 def test_a_model_that_cannot_be_given_to_a_process_is_refused_by_name(tiny_base: Base) -> None:
     model = copy.deepcopy(tiny_base.model)
-    model.hook = lambda: None
+    model.register_forward_hook(lambda *called: None)
 
     with pytest.raises(RunsAlone, match="LlamaForCausalLM cannot be shared"):
         Image(model)
