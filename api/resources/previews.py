@@ -89,7 +89,7 @@ class PreviewCreate(JobCreate):
 
 class PreviewReportOut(Size):
     """The job's size and estimate as in /v1/regraft/estimate, with the measured answer lengths, and the results of the
-    preview. core/results/preview_report.py documents each number."""
+    preview. docs/howto/preview.md documents each number."""
 
     prompts: list[ShownPrompt]
     answers: int

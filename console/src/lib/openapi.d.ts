@@ -1120,7 +1120,7 @@ export interface components {
         /**
          * PreviewReportOut
          * @description The job's size and estimate as in /v1/regraft/estimate, with the measured answer lengths, and the results of the
-         *     preview. core/results/preview.py documents each number.
+         *     preview. docs/howto/preview.md documents each number.
          */
         PreviewReportOut: {
             /** Model */
