@@ -24,7 +24,6 @@ export type Model = Schemas["ModelOut"];
 export type BaseModel = Schemas["BaseModelOut"];
 export type Estimate = Schemas["EstimateOut"];
 export type Preview = Schemas["PreviewOut"];
-export type PreviewReport = Schemas["PreviewReportOut"];
 export type PreviewAnswer = Schemas["PreviewAnswerOut"];
 export type JobValidation = Schemas["JobValidation"];
 
