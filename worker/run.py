@@ -97,27 +97,24 @@ class Run:
     async def step(self, step: int) -> RunOutcome | None:
         """One turn of the loop. If it is the run's last one, the policy is checkpointed and the answer says why."""
         clock = Clock()
-        groups_P, others_P = await self.collector.collect(step, clock)
+        groups_P, resampled_P = await self.collector.collect(step, clock)
         with clock("training"), PROGRESS.phase("training"):
             update = await asyncio.to_thread(self.trainer.step)
         valid_P = await self.validate(clock) if self.is_measured(step) else None
 
-        data = self.measure(step, clock, groups_P, others_P, update, valid_P)
+        data = self.measure(step, clock, groups_P, resampled_P, update, valid_P)
         early = stopping.reason_to_stop([*self.history.steps, data], self.settings)
         if early is not None and valid_P is None:
             valid_P = await self.validate(clock)
-            data = self.measure(step, clock, groups_P, others_P, update, valid_P)
+            data = self.measure(step, clock, groups_P, resampled_P, update, valid_P)
         pause = self.record(
-            data, groups_P, others_P, valid_P, tokens=update.tokens, is_last=early is not None
+            data, groups_P, resampled_P, valid_P, tokens=update.tokens, is_last=early is not None
         )
         stop = pause or self.stop_requested()
         alerts.report(groups_P, self.history, self.recorder, self.settings, self.failing_steps)
         alerts.require_signal(data, self.recorder, self.settings)
-        if self.ratio is not None and (
-            ratio := self.ratio.add(data.ahead_seconds, clock.seconds["training"])
-        ):
-            self.recorder.inform(ratio.message, ratio.data)
-        self.check([*groups_P, *others_P, *(valid_P or [])])
+        alerts.report_ratio(self.ratio, data, clock.seconds["training"], self.recorder)
+        self.check([*groups_P, *resampled_P, *(valid_P or [])])
         if valid_P is not None or stop:
             reward = metrics.mean_reward(valid_P) if valid_P is not None else None
             with PROGRESS.phase("saving"):
@@ -175,7 +172,7 @@ class Run:
         step: int,
         clock: Clock,
         train_P: Sequence[Group],
-        others_P: Sequence[Group],
+        resampled_P: Sequence[Group],
         update: UpdateMetrics | None,
         valid_P: Sequence[Group] | None,
     ) -> StepMetrics:
@@ -185,7 +182,7 @@ class Run:
             spec=self.spec,
             supervision=self.settings.supervision,
             train_P=train_P,
-            others_P=others_P,
+            resampled_P=resampled_P,
             valid_P=valid_P,
             update=update,
             seconds=clock.seconds,
@@ -199,7 +196,7 @@ class Run:
         self,
         data: StepMetrics,
         train_P: Sequence[Group],
-        others_P: Sequence[Group],
+        resampled_P: Sequence[Group],
         valid_P: Sequence[Group] | None,
         *,
         tokens: Mapping[AnswerKey, TokenValues] = MappingProxyType({}),
@@ -209,7 +206,7 @@ class Run:
         stored: list[GradedStep] = []
         if train_P:
             stored.append(
-                GradedStep("train", [*train_P, *others_P], self.settings, own=len(train_P), tokens=tokens)
+                GradedStep("train", [*train_P, *resampled_P], self.settings, own=len(train_P), tokens=tokens)
             )
         if valid_P is not None:
             stored.append(GradedStep("valid", valid_P))

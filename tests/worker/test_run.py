@@ -460,10 +460,10 @@ class TestResampling:
             run = bench.run(
                 skill=Skill(chance=0.15), advanced={"group_size": 4, "resample_prompts": resample}
             )
-            groups_P, others_P = asyncio.run(run.collector.collect(1, Clock()))
-            data = run.measure(1, Clock(), groups_P, others_P, None, None)
+            groups_P, resampled_P = asyncio.run(run.collector.collect(1, Clock()))
+            data = run.measure(1, Clock(), groups_P, resampled_P, None, None)
             rewards.append(data.train_mean_reward)
-            assert bool(others_P) == bool(resample)
+            assert bool(resampled_P) == bool(resample)
 
         assert rewards[0] == rewards[1]
 
@@ -481,24 +481,24 @@ class TestResampling:
         prompts = run.train_prompts
         run.collector.prompts = NoStandIns(prompts.prompts, batch_size=prompts.batch_size, seed=prompts.seed)
 
-        _, others_P = asyncio.run(run.collector.collect(1, Clock()))
+        _, resampled_P = asyncio.run(run.collector.collect(1, Clock()))
 
-        assert others_P == []
+        assert resampled_P == []
 
     def test_a_step_with_signal_everywhere_draws_nobody(self, bench: Bench) -> None:
         run = bench.run(Halves(), advanced={"group_size": 4, "resample_prompts": 6})
 
-        _, others_P = asyncio.run(run.collector.collect(1, Clock()))
+        _, resampled_P = asyncio.run(run.collector.collect(1, Clock()))
 
-        assert others_P == []
+        assert resampled_P == []
 
     def test_the_budget_is_kept_and_no_prompt_is_drawn_twice(self, bench: Bench) -> None:
         run = bench.run(SameForAll(0.5), advanced={"group_size": 4, "resample_prompts": 5})
 
-        groups_P, others_P = asyncio.run(run.collector.collect(1, Clock()))
+        groups_P, resampled_P = asyncio.run(run.collector.collect(1, Clock()))
 
-        lines = [group.prompt.line for group in [*groups_P, *others_P]]
-        assert len(others_P) == 5
+        lines = [group.prompt.line for group in [*groups_P, *resampled_P]]
+        assert len(resampled_P) == 5
         assert len(set(lines)) == len(lines)
 
 

@@ -7,6 +7,7 @@ from core.jobs.hyperparameters import Resolved
 from core.results.step_metrics import StepMetrics
 from worker.learn import grpo
 from worker.record import metrics, stopping
+from worker.record.gpu_ratio import RatioMeasurement
 from worker.record.history import History
 from worker.record.recorder import Recorder
 from worker.refusals import UserMistake
@@ -73,3 +74,14 @@ def require_signal(step: StepMetrics, recorder: Recorder, settings: Resolved) ->
             "preview (POST /v1/regraft/previews) says what to do about it.",
             param_of(recorder.job, "fail_below_signal"),
         )
+
+
+def report_ratio(
+    measurement: RatioMeasurement | None, data: StepMetrics, learning_seconds: float, recorder: Recorder
+) -> None:
+    """Report once which ratio of GPUs for sampling and learning would be faster, if the GPUs of the job are split."""
+    if measurement is None:
+        return
+    ratio = measurement.add(data.ahead_seconds, learning_seconds)
+    if ratio is not None:
+        recorder.inform(ratio.message, ratio.data)

@@ -42,7 +42,7 @@ def of_step(
     spec: GraderSpec | None,
     supervision: Supervision,
     train_P: Sequence[Group],
-    others_P: Sequence[Group],
+    resampled_P: Sequence[Group],
     valid_P: Sequence[Group] | None,
     update: UpdateMetrics | None,
     seconds: Mapping[str, float],
@@ -73,9 +73,9 @@ def of_step(
         data |= _update(update)
     if policy_steps := [one for rollout in _rollouts(train_P) for one in rollout.policy_steps_T]:
         data["stale_tokens_share"] = sum(one < step - 1 for one in policy_steps) / len(policy_steps)
-    if others_P:
-        data |= _replaced(train_P, others_P, supervision, seconds)
-    sampled = sum(len(rollout.output_ids_T) for rollout in _rollouts([*train_P, *others_P]))
+    if resampled_P:
+        data |= _replaced(train_P, resampled_P, supervision, seconds)
+    sampled = sum(len(rollout.output_ids_T) for rollout in _rollouts([*train_P, *resampled_P]))
     if ahead_seconds is not None:
         data["ahead_seconds"] = ahead_seconds
     sampling_seconds = ahead_seconds or seconds.get("sampling")
@@ -285,18 +285,18 @@ def _signal(groups_P: Sequence[Group], supervision: Supervision) -> dict[str, fl
 
 def _replaced(
     train_P: Sequence[Group],
-    others_P: Sequence[Group],
+    resampled_P: Sequence[Group],
     supervision: Supervision,
     seconds: Mapping[str, float],
 ) -> dict[str, float]:
     """What dynamic sampling drew, and what was thrown away for it. Rewards are of the step's own prompts alone."""
     silent_P = [
-        group for group in [*train_P, *others_P] if grpo.signal(group.taught_by(supervision)) != "mixed"
+        group for group in [*train_P, *resampled_P] if grpo.signal(group.taught_by(supervision)) != "mixed"
     ]
-    everything = sum(len(rollout.output_ids_T) for rollout in _rollouts([*train_P, *others_P]))
+    everything = sum(len(rollout.output_ids_T) for rollout in _rollouts([*train_P, *resampled_P]))
     discarded = sum(len(rollout.output_ids_T) for rollout in _rollouts(silent_P))
     return {
-        "resampled_prompts": len(others_P),
+        "resampled_prompts": len(resampled_P),
         "discarded_groups": len(silent_P),
         "discarded_tokens": discarded,
         # Their share of the time by tokens: answers are sampled concurrently, so single answers have no separate time.

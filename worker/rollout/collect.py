@@ -97,18 +97,18 @@ class Collector:
 
     async def _replace_silent(self, step: int, groups_P: Sequence[Group], clock: Clock) -> list[Group]:
         """Replace zero-variance groups by DAPO's dynamic sampling (section 3.2), within a budget."""
-        drawn_P: list[Group] = []
+        resampled_P: list[Group] = []
         silent = sum(not self._has_signal(group) for group in groups_P)
         if not self.settings.resample_prompts or not silent:
-            return drawn_P
+            return resampled_P
         # In a thread, because the shuffle of a large file would block the event loop.
         others = (await asyncio.to_thread(self.prompts.others, step))[: self.settings.resample_prompts]
         while others and silent:
             learned_P = await self._learn(others[:silent], step, clock)
             others = others[silent:]
             silent -= sum(self._has_signal(group) for group in learned_P)
-            drawn_P += learned_P
-        return drawn_P
+            resampled_P += learned_P
+        return resampled_P
 
     def _has_signal(self, group: Group) -> bool:
         return grpo.signal(group.taught_by(self.settings.supervision)) == "mixed"
