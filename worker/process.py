@@ -36,7 +36,7 @@ class DeviceSockets:
 
     @property
     def turns(self) -> Path:
-        """Of the worker, which gives turns (worker/supervise/turns.py)."""
+        """Of the worker, which gives turns (worker/supervise/turn_server.py)."""
         return self.folder / "turns"
 
 

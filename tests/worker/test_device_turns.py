@@ -9,7 +9,7 @@ import pytest
 
 from worker.clock import Clock
 from worker.sharing.turns import ASK, DONE, GRANT, DeviceTurns, TurnsLost
-from worker.supervise.turns import TurnQueue, TurnServer
+from worker.supervise.turn_server import TurnQueue, TurnServer
 
 
 class Time:

@@ -1,7 +1,7 @@
 """Turns of jobs on the device that they share: one computes at a time, so that each runs as fast as it would alone.
 
-The worker (worker/supervise/turns.py) gives turns in the order of requests. A turn ends when its process has nothing
-more to compute, or at the next `offer` after a second.
+The worker (worker/supervise/turn_server.py) gives turns in the order of requests. A turn ends when its process has
+nothing more to compute, or at the next `offer` after a second.
 """
 
 import contextlib

@@ -20,7 +20,7 @@ from core.results.lineage import Parent
 from core.settings import Settings
 from worker import process
 from worker.sharing.base import OWN_ENGINE
-from worker.supervise.turns import TurnServer
+from worker.supervise.turn_server import TurnServer
 
 Hold = Callable[[int, str], Sequence[str]]
 
