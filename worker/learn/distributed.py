@@ -207,9 +207,7 @@ def carry_out(order: Order, own: OwnGradient, world: World) -> Any:
     trainable = own.trainable
     match order:
         case ReceiveAdapter(is_reference=True):
-            if own.reference is None:
-                own.reference = [torch.zeros_like(parameter) for parameter in own.policy.trainable]
-            world.broadcast(own.reference)
+            own.broadcast_reference(world)
         case ReceiveAdapter():
             world.broadcast(trainable)
             own.policy.follow_trainable()

@@ -6,7 +6,6 @@ process; `DistributedGradient` (worker/learn/distributed.py) computes on all ran
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Protocol
@@ -18,6 +17,7 @@ from torch.nn import Parameter
 from core.jobs.hyperparameters import Resolved
 from worker.learn import grpo, ppo, token_rewards
 from worker.learn.batch import RowCost, Tensors, micro_batches, tensors_of
+from worker.learn.reference import WithReference
 from worker.learn.row_cost import row_cost
 from worker.learn.token_rewards import Moments, StepMoments
 from worker.learn.totals import Totals
@@ -89,7 +89,7 @@ def keep_memory() -> None:
     """Keep the memory of a step for the next one."""
 
 
-class OwnGradient:
+class OwnGradient(WithReference):
     """Implements Gradient in this process, computing packs as they are added."""
 
     def __init__(
@@ -102,7 +102,7 @@ class OwnGradient:
         release: Callable[[], None] = keep_memory,
     ) -> None:
         """`release`: called at the end of a step, when nothing of it is in use any more."""
-        self.policy = policy
+        super().__init__(policy, has_reference=settings.has_reference)
         self.release = release
         self.settings = settings
         self.capacity = token_budget
@@ -112,24 +112,10 @@ class OwnGradient:
             self.value_head = ValueHead(
                 policy.hidden_size, policy.device, adapter_weight=settings.value_weight
             )
-        # The adapter of the KL's reference, unless the reference is the base model; or all weights of the reference.
-        self.reference: list[Tensor] | None = None
-        if settings.has_reference and not policy.has_base:
-            self.reference = policy.snapshot()
-        self._loaded = self.reference
         self._batches: list[Batch] = []
         # Micro-batches of the step that other ranks have and this one has not, by part.
         self._filled_up: Counter[int] = Counter()
         self._totals = Totals()
-
-    @property
-    def changed_reference(self) -> list[Tensor] | None:
-        """The reference, unless it is the model as it was loaded."""
-        return None if self.reference is self._loaded else self.reference
-
-    def change_reference(self, weights: Sequence[Tensor] | None) -> None:
-        """Compare with these weights; None: with the model as it was loaded."""
-        self.reference = self._loaded if weights is None else [one.to(self.policy.device) for one in weights]
 
     @property
     def trainable(self) -> list[Parameter]:
@@ -328,11 +314,8 @@ class OwnGradient:
     @torch.no_grad()
     def _reference_logprobs(self, tensors: Tensors) -> Tensor:
         """Compute log-probabilities [M] under the reference."""
-        with self._as_reference():
+        with self.as_reference():
             return self.logprobs(tensors)[0]
-
-    def _as_reference(self) -> AbstractContextManager[None]:
-        return self.policy.as_base() if self.reference is None else self.policy.wearing(self.reference)
 
     def tensors(self, packs: Sequence[Pack]) -> Tensors:
         tensors = tensors_of(packs, self.policy.device)

@@ -7,7 +7,6 @@ pack with two sequences, the preferred one first; both are always in one micro-b
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,6 +18,7 @@ from core.jobs.offline_hyperparameters import ResolvedOffline
 from worker.learn import preference
 from worker.learn.batch import Tensors, row_width, split, tensors_of
 from worker.learn.gradient import through_head
+from worker.learn.reference import WithReference
 from worker.learn.totals import Totals
 from worker.model.policy import Policy
 from worker.progress import PROGRESS
@@ -29,29 +29,14 @@ from worker.types import Pack, TrainingSequence
 _NOTHING = TrainingSequence((0, 0), (0.0, 0.0), (0.0, 0.0), 1.0)
 
 
-class OfflineGradient:
+class OfflineGradient(WithReference):
     """Accumulates the gradient of packs on the trained weights, micro-batch by micro-batch."""
 
     def __init__(self, policy: Policy, settings: ResolvedOffline, *, token_budget: int) -> None:
-        self.policy = policy
+        super().__init__(policy, has_reference=settings.has_reference)
         self.settings = settings
         self.capacity = token_budget
-        # The adapter of the preference loss's reference, unless the reference is the base model; or all weights of the
-        # reference.
-        self.reference: list[Tensor] | None = None
-        if settings.has_reference and not policy.has_base:
-            self.reference = policy.snapshot()
-        self._loaded = self.reference
         self.z0 = 0.0  # of the loss kto
-
-    @property
-    def changed_reference(self) -> list[Tensor] | None:
-        """The reference, unless it is the model as it was loaded."""
-        return None if self.reference is self._loaded else self.reference
-
-    def change_reference(self, weights: Sequence[Tensor] | None) -> None:
-        """Compare with these weights; None: with the model as it was loaded."""
-        self.reference = self._loaded if weights is None else [one.to(self.policy.device) for one in weights]
 
     @property
     def trainable(self) -> list[Parameter]:
@@ -137,7 +122,7 @@ class OfflineGradient:
     def _log_ratios(self, packs: Sequence[Pack]) -> tuple[Tensor, Tensors]:
         """log pi - log pi_ref of each answer, [A], summed over its tokens."""
         tensors = tensors_of(packs, self.policy.device)
-        with torch.no_grad(), self._as_reference():
+        with torch.no_grad(), self.as_reference():
             ref_logp_M = predicted(self.policy, tensors)[0]
         logp_M = predicted(self.policy, tensors)[0]
         h_A = logp_M.new_zeros(int(tensors.answer_M.max()) + 1)
@@ -177,9 +162,6 @@ class OfflineGradient:
             totals += Totals(pairs=len(h_A) // 2, correct=correct)
         return loss, totals
 
-    def _as_reference(self) -> AbstractContextManager[None]:
-        return self.policy.as_base() if self.reference is None else self.policy.wearing(self.reference)
-
     def loss(self, packs: Sequence[Pack]) -> tuple[Tensor, Totals]:
         """The sum of the loss over a micro-batch, and its totals."""
         if self.settings.preference_loss == "kto":
@@ -194,7 +176,7 @@ class OfflineGradient:
             )
         ref_logp_M: Tensor | None = None
         if self.settings.has_reference:
-            with torch.no_grad(), self._as_reference():
+            with torch.no_grad(), self.as_reference():
                 ref_logp_M = predicted(self.policy, tensors)[0]
         logp_M = predicted(self.policy, tensors)[0]
         pairs = Pairs.of(logp_M, ref_logp_M, tensors.answer_M)

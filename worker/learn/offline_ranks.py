@@ -137,9 +137,7 @@ def carry_out(order: OfflineOrder, own: OfflineGradient, world: World) -> list[A
             own.policy.follow_trainable()
             return []
         case ReceiveWeights("reference"):
-            if own.reference is None:
-                own.reference = [torch.zeros_like(parameter) for parameter in own.policy.trainable]
-            world.broadcast(own.reference)
+            own.broadcast_reference(world)
             return []
         case ReceiveWeights():
             assert isinstance(own, SoftTargetGradient)
