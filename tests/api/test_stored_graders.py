@@ -7,8 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from sqlalchemy import event
 from starlette.testclient import TestClient
 
+from api.http.stored_graders import MAX_REFERENCES
 from core import golden_cases, stored_graders
 from core.database.tables import GraderVersion, StoredGrader
 from graders.types import Grade, Item, Sample
@@ -455,6 +457,42 @@ def test_an_eval_keeps_the_content_of_its_stored_criteria(api: TestClient) -> No
     )
 
     assert made.json()["testing_criteria"] == [GRADER, GRADER | {"name": "other"}]
+
+
+def test_references_stand_for_no_more_than_a_request_may_have(api: TestClient) -> None:
+    save(api, GRADER | {"reference": "x" * (500 << 10)})
+
+    answer = api.post("/v1/evals", json=eval_of([reference()] * 5))
+
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "testing_criteria[4]")
+    assert "2,097,152 bytes" in answer.json()["error"]["message"]
+
+
+def test_a_request_has_a_limited_number_of_references(api: TestClient) -> None:
+    save(api)
+
+    answer = api.post("/v1/evals", json=eval_of([reference()] * (MAX_REFERENCES + 1)))
+
+    assert (answer.status_code, answer.json()["error"]["param"]) == (
+        400,
+        f"testing_criteria[{MAX_REFERENCES}]",
+    )
+    assert "at most 200" in answer.json()["error"]["message"]
+
+
+def test_a_version_that_is_named_several_times_is_read_once(house: House, api: TestClient) -> None:
+    save(api)
+    statements: list[str] = []
+    event.listen(house.database.engine, "before_cursor_execute", lambda *call: statements.append(call[2]))
+
+    api.post("/v1/evals", json=eval_of([reference()] * 3))
+
+    assert sum("FROM grader_versions" in statement for statement in statements) == 1
+
+
+def eval_of(criteria: list[dict[str, Any]]) -> dict[str, Any]:
+    config = {"type": "custom", "item_schema": {"type": "object"}}
+    return {"data_source_config": config, "testing_criteria": criteria}
 
 
 def test_a_pipeline_pins_the_version_of_its_stored_graders(
