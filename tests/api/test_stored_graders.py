@@ -257,6 +257,25 @@ def test_too_many_and_too_large_cases_are_refused(api: TestClient, cases: list[A
     assert "cases" in answer.json()["error"]["param"]
 
 
+@pytest.mark.parametrize("field", ["item", "output_json", "output_tools"])
+def test_a_case_that_no_answer_could_show_is_refused(api: TestClient, field: str) -> None:
+    save(api)
+    deep: Any = []
+    for _ in range(500):
+        deep = [deep]
+    sample = {"output_text": "4"}
+    nested = {
+        "item": case() | {"item": {"a": deep}},
+        "output_json": case() | {"sample": sample | {"output_json": deep}},
+        "output_tools": case() | {"sample": sample | {"output_tools": [{"a": deep}]}},
+    }
+
+    answer = api.post(f"{GRADERS}/close/cases", json={"cases": [nested[field]]})
+
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "cases[0]")
+    assert api.get(f"{GRADERS}/close/cases").json()["data"] == []
+
+
 def test_more_cases_than_a_check_runs_are_refused(api: TestClient) -> None:
     save(api)
     add(api, *[case(text=f"{number}") for number in range(golden_cases.MAX_CASES)])
