@@ -1,6 +1,7 @@
 """Named graders: versions by content, golden cases, and references in place of specifications."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -50,6 +51,11 @@ def add(api: TestClient, *cases: dict[str, Any], name: str = "close") -> list[di
 def versions(api: TestClient, name: str = "close") -> list[dict[str, Any]]:
     listed: list[dict[str, Any]] = api.get(f"{GRADERS}/{name}/versions").json()["data"]
     return listed
+
+
+def escaped(body: Any) -> bytes:
+    """JSON in which the type of a reference is not readable as such."""
+    return json.dumps(body).replace('"stored"', r'"\u0073tored"').encode()
 
 
 # Versions.
@@ -476,6 +482,42 @@ def test_an_eval_keeps_the_content_of_its_stored_criteria(api: TestClient) -> No
     )
 
     assert made.json()["testing_criteria"] == [GRADER, GRADER | {"name": "other"}]
+
+
+@pytest.mark.parametrize("sent", [{}, {"name": "close"}, {"name": "close", "version": "f" * 64}])
+@pytest.mark.parametrize("encode", [escaped, lambda body: json.dumps(body).encode("utf-16")])
+def test_no_request_says_itself_what_a_reference_stands_for(
+    api: TestClient,
+    job_request: Callable[..., dict[str, Any]],
+    sent: dict[str, Any],
+    encode: Callable[[Any], bytes],
+) -> None:
+    save(api)
+    forged = {"type": "stored", **sent, "grader": GRADER | {"operation": "ilike"}}
+    request = job_request(reinforcement={"grader": forged})
+
+    answers = [
+        api.post(path, content=encode(body), headers={"content-type": "application/json"})
+        for path, body in [
+            ("/v1/fine_tuning/jobs", request),
+            ("/v1/regraft/estimate", request),
+            ("/v1/regraft/pipelines", {"stages": [{"name": "a", "job": request}]}),
+        ]
+    ]
+
+    assert [answer.status_code for answer in answers] == [400, 400, 400]
+
+
+def test_a_reference_with_escapes_is_one(api: TestClient) -> None:
+    save(api)
+
+    answer = api.post(
+        "/v1/fine_tuning/alpha/graders/validate",
+        content=escaped({"grader": reference()}),
+        headers={"content-type": "application/json"},
+    )
+
+    assert answer.json() == {"grader": GRADER}
 
 
 def test_references_stand_for_no_more_than_a_request_may_have(api: TestClient) -> None:
