@@ -12,11 +12,16 @@ from pydantic_core import CoreSchema
 from api.http.deps import CurrentCaller, Service, ServiceDep
 from api.http.validation_errors import explain
 from core import stored_graders
-from core.errors import GraderNotFound
+from core.database.tables import GraderVersion
+from core.errors import GraderNotFound, InvalidRequest
 from core.strict import StrictModel
 
 TYPE = "stored"
 EVERY = "*"  # in a path: each entry of a list
+MAX_REFERENCES = 200  # of a request; no list of graders may be longer
+# Of the specifications in place of references, counted as often as they occur: a reference has a few bytes, and what it
+# stands for is stored with the job, eval or pipeline. As much as the body of a request may have.
+MAX_RESOLVED_BYTES = 2 << 20
 
 StoredName = Annotated[str, Field(pattern=stored_graders.NAME)]
 Version = Annotated[
@@ -74,28 +79,46 @@ class ResolvesGraders:
         self.paths, self.keep = paths, keep
 
     async def __call__(self, request: Request, caller: CurrentCaller, service: ServiceDep) -> None:
-        if f'"{TYPE}"'.encode() not in await request.body():
-            return
+        # Whatever the body looks like: JSON may have escapes and other encodings, and a reference that is not resolved
+        # here could name any version beside any specification.
         try:
             sent = await request.json()
-        except ValueError:  # not JSON, so the endpoint is not called
+        except (ValueError, RecursionError):  # not JSON, so the endpoint is not called
             return
         places = [place for path in self.paths for place in _places(sent, path, ())]
         if places:
             await to_thread.run_sync(self._resolve, sent, places, caller.project.id, service)
 
     def _resolve(self, sent: Any, places: "list[_Place]", project_id: str, service: Service) -> None:
-        for place in places:
-            asked = _parsed(sent, place)
-            with service.database.read() as session:
+        if len(places) > MAX_REFERENCES:
+            raise InvalidRequest(
+                f"The request has {len(places):,} references to stored graders, and at most {MAX_REFERENCES} are "
+                "supported.",
+                param=_dotted(places[MAX_REFERENCES].way),
+            )
+        size = 0
+        rows: dict[tuple[str, str | None], GraderVersion] = {}
+        with service.database.read() as session:
+            for place in places:
+                asked = _parsed(sent, place)
+                wanted = asked.name, asked.version
                 try:
-                    grader = stored_graders.get(session, project_id, asked.name)
-                    row = stored_graders.version(session, grader, asked.version)
+                    if wanted not in rows:
+                        grader = stored_graders.get(session, project_id, asked.name)
+                        rows[wanted] = stored_graders.version(session, grader, asked.version)
                 except GraderNotFound as missing:
                     missing.param = f"{_dotted(place.way)}.name"
                     raise
-            found = {"type": TYPE, "name": asked.name, "version": row.version, "grader": row.spec}
-            place.holder[place.key] = found if self.keep else row.spec
+                row = rows[wanted]
+                size += row.bytes
+                if size > MAX_RESOLVED_BYTES:
+                    raise InvalidRequest(
+                        f"The stored graders of this request have more than {MAX_RESOLVED_BYTES:,} bytes together, "
+                        "which no request may have: refer to fewer of them.",
+                        param=_dotted(place.way),
+                    )
+                found = {"type": TYPE, "name": asked.name, "version": row.version, "grader": row.spec}
+                place.holder[place.key] = found if self.keep else row.spec
 
 
 class _Place(NamedTuple):

@@ -15,7 +15,7 @@ from api.http.shapes import After, Body, Limit, Listing, clamped
 from api.resources import graders
 from api.resources.eval_requests import Cap, Name
 from api.resources.graders import Grader
-from api.resources.rollouts import RewardsOut
+from api.resources.rollouts import SEARCHES, RewardsOut
 from core.database.engine import Work
 from core.database.tables import EvalRun, Job, Project
 from core.errors import InvalidRequest
@@ -253,7 +253,7 @@ def retrieve_regrade(
     return RegradeOut.of(regrades.get(session, _job(session, project, job_id), regrade_id))
 
 
-@router.get("/regrades/{regrade_id}/answers")
+@router.get("/regrades/{regrade_id}/answers", dependencies=SEARCHES)
 def list_regraded(
     job_id: str,
     regrade_id: str,

@@ -115,6 +115,8 @@ async def _place(project: CurrentProject, service: ServiceDep) -> AsyncIterator[
         place.leave()
 
 
+# Dependencies of an endpoint that may read all samples of a job.
+SEARCHES = [Depends(_place)]
 Pages = Annotated[Sequence[RolloutPage], Depends(_pages)]
 Filters = Annotated[Wanted, Depends(_wanted)]
 
@@ -164,7 +166,7 @@ class RolloutListing(Listing[Annotated[dict[str, Any], SchemaOf(RolloutOut)]]):
     stored: int
 
 
-@router.get("/{job_id}/rollouts", dependencies=[Depends(_place)])
+@router.get("/{job_id}/rollouts", dependencies=SEARCHES)
 def list_rollouts(
     job_id: str,
     service: ServiceDep,
@@ -258,7 +260,7 @@ class PromptListing(Listing[PromptOut]):
     stored: Annotated[int, Field(description="The number of samples behind this list.")]
 
 
-@router.get("/{job_id}/rollouts/prompts", dependencies=[Depends(_place)])
+@router.get("/{job_id}/rollouts/prompts", dependencies=SEARCHES)
 def list_prompts(
     job_id: str,
     project: CurrentProject,
@@ -362,7 +364,7 @@ class WhatIfOut(BaseModel):
         )
 
 
-@router.get("/{job_id}/rollouts/what-if", dependencies=[Depends(_place)])
+@router.get("/{job_id}/rollouts/what-if", dependencies=SEARCHES)
 def rescore(
     job_id: str,
     project: CurrentProject,
@@ -452,7 +454,7 @@ class RolloutTokens(BaseModel):
     tokens: list[TokenOut]
 
 
-@router.get("/{job_id}/rollouts/{rollout_id}/tokens", dependencies=[Depends(_place)])
+@router.get("/{job_id}/rollouts/{rollout_id}/tokens", dependencies=SEARCHES)
 def list_tokens(job_id: str, rollout_id: str, project: CurrentProject, service: ServiceDep) -> RolloutTokens:
     """Say how likely each token of a sample was, and how it was trained on. Only samples with `has_tokens` have it."""
     place = SamplePosition.parse(rollout_id)

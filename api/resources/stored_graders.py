@@ -25,6 +25,7 @@ from core.database.tables import GoldenCase, GraderVersion, Project, StoredGrade
 from core.disconnect import until_gone
 from core.errors import InvalidParameter, InvalidRequest
 from core.golden_cases import MAX_CASES, NewCase
+from core.storage.datasets import MAX_DEPTH, is_nested_too_deeply
 from core.strict import StrictModel
 from core.tenancy import tenants
 from graders.build import masked_part
@@ -142,6 +143,12 @@ class GoldenCaseCreate(StrictModel):
         Annotated[str, Field(max_length=128, pattern=NoNul)] | None,
         Field(description="The stored answer of a job that the case was made from."),
     ] = None
+
+    @model_validator(mode="after")
+    def _can_be_shown(self) -> "GoldenCaseCreate":
+        if is_nested_too_deeply([self.sample.output_json, self.sample.output_tools, self.item]):
+            raise ValueError(f"the sample and the item may have at most {MAX_DEPTH} levels")
+        return self
 
     def new(self) -> NewCase:
         asked = self.expect

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from sqlalchemy import ColumnElement, func, select
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Session, defer
+from sqlalchemy.orm.interfaces import ORMOption
 
 from core.database.tables import EvalRun, Job, Pipeline, now
 from core.evals import lifecycle as eval_runs
@@ -70,12 +71,20 @@ def _read(session: Session, project_id: str, since: int | None, before: Snapshot
         rows: dict[int, Any] = {}
         for condition in wanted:
             found: Sequence[Any] = session.scalars(
-                select(table).where(table.project_id == project_id, condition)
+                select(table)
+                .where(table.project_id == project_id, condition)
+                .options(*_without_request(table))
             ).all()
             rows |= {row.seq: row for row in found}
         states += [State(kind, row.id, _data(row)) for _, row in sorted(rows.items())]
         unfinished[kind] = frozenset(row.id for row in rows.values() if row.status in underway)
     return Snapshot(at, states, unfinished, newest)
+
+
+def _without_request(table: type[Job] | type[Pipeline] | type[EvalRun]) -> list[ORMOption]:
+    """Does not load the request: it may have megabytes, and every poll of a stream reads the rows of all of them."""
+    requests: dict[Any, Any] = {Job: Job.body, EvalRun: EvalRun.data_source}
+    return [defer(requests[table], raiseload=True)] if table in requests else []
 
 
 def _data(row: Job | Pipeline | EvalRun) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import ColumnElement, Select, delete, or_, select, update
-from sqlalchemy.orm import Session, undefer
+from sqlalchemy.orm import Session
 
 from core.database import pages
 from core.database.engine import Work
@@ -205,9 +205,10 @@ def sampled(
     same rows with the same seed. Its answers are loaded.
     """
     statement = _completed(project_id, training_sha256).order_by(Preview.seq.desc())
-    for one in session.scalars(statement.options(undefer(Preview.answers))):
+    for one in session.scalars(statement):
         same = all(one.parts.get(name) == value for name, value in wanted.items() if name != "grader")
         if same and all(one.request[name] == value for name, value in drawn.items()):
+            session.refresh(one, ["answers"])  # of this one only: those of all previews may be gigabytes
             return one
     return None
 

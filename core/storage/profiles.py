@@ -1,7 +1,7 @@
 """Profile of a dataset file: lengths, duplicates, overlap with another file, and the fields of its rows.
 
 A file is read once, a line at a time. Of each row only two hashes, a line number and a length are kept: 32 MB of a
-million rows.
+million rows. Rows whose tokens are counted wait for a batch, of BATCH rows or BATCH_CHARACTERS.
 """
 
 import hashlib
@@ -29,8 +29,11 @@ MAX_FIELDS = 100
 MAX_SHOWN = 20  # lines, pairs of lines and problems
 MAX_DISTINCT = 1000
 EXAMPLE_CHARACTERS = 120
+# Longer keys are left out: 100 of them could be as large as the file.
+MAX_NAME = 256
 BINS = 20
 BATCH = 256
+BATCH_CHARACTERS = 4 << 20  # of JSON; a row may have as many alone
 
 
 @dataclass(frozen=True)
@@ -199,14 +202,14 @@ def profile(
         if isinstance(row, LineError):
             bad_lines.add(row.line)
             if len(problems) < MAX_SHOWN:
-                problems.append(RowProblem(row.line, row.path, row.message))
+                problems.append(RowProblem(row.line, _short(row.path), row.message))
             continue
         if len(seen.lines) == max_rows:
             is_whole = False
             break
         seen.add(row)
         for name, value in row.item.items():
-            if name not in fields and len(fields) < MAX_FIELDS:
+            if name not in fields and len(fields) < MAX_FIELDS and len(name) <= MAX_NAME:
                 fields[name] = _FieldCount()
             if name in fields:
                 fields[name].add(value)
@@ -230,6 +233,11 @@ def profile(
         fields=[count.end(name, rows) for name, count in fields.items()],
         grader=None if read is None else read.end(),
     )
+
+
+def _short(path: str) -> str:
+    """A path may have a key of megabytes."""
+    return path if len(path) <= MAX_NAME else f"{path[:MAX_NAME]}…"
 
 
 def detect(chunks: Iterable[bytes]) -> Method:
@@ -408,12 +416,15 @@ class _TokenCount:
     reason: str | None = None
     _every: int = 1
     _waiting: list[tuple[int, list[Mapping[str, Any]]]] = field(default_factory=list)
+    _characters: int = 0  # of those that wait
     _counted: dict[int, int | None] = field(default_factory=dict)  # by line
 
     def add(self, row: Example) -> None:
         if self.reason is None and _mixed(row.line) % self._every == 0:
-            self._waiting.append((row.line, list(conversations(self.method, row.item))))
-            if len(self._waiting) == BATCH:
+            several: list[Mapping[str, Any]] = list(conversations(self.method, row.item))
+            self._waiting.append((row.line, several))
+            self._characters += len(json.dumps(several))
+            if len(self._waiting) == BATCH or self._characters >= BATCH_CHARACTERS:
                 self._flush()
 
     def end(self) -> TokenLengths | None:
@@ -449,6 +460,7 @@ class _TokenCount:
             of_row = [next(counts) for _ in several]
             self._counted[line] = None if None in of_row else max(cast(list[int], of_row))
         self._waiting.clear()
+        self._characters = 0
         while len(self._counted) > self.most:
             self._every *= 2
             self._counted = {

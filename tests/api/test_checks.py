@@ -178,7 +178,7 @@ def test_a_project_that_has_all_its_checks_of_addresses_is_refused_alone(
     assert others.post("/v1/webhook_endpoints", json=HOOK).status_code == 200
 
 
-@pytest.mark.parametrize("path", ["rollouts", "rollouts/prompts"])
+@pytest.mark.parametrize("path", ["rollouts", "rollouts/prompts", "regrades/regrade_1/answers"])
 def test_a_project_that_has_all_its_searches_is_refused_alone(
     house: House, api: TestClient, path: str
 ) -> None:

@@ -16,7 +16,7 @@ import httpx
 import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
-from sqlalchemy import select, update
+from sqlalchemy import event, select, update
 
 from api.http.app import create_app
 from core.database.tables import Preview
@@ -373,6 +373,26 @@ def test_another_grader_grades_the_answers_that_are_there(
         for made in (first, second)
     )
     assert after == [(text, 1.0 - score) for text, score in before]
+
+
+def test_only_the_answers_that_are_graded_again_are_read(
+    house: House, web: httpx.Client, body: Callable[..., dict[str, Any]]
+) -> None:
+    asked = body() | {"rows": 1, "samples": 2}
+    first = ended(web, created(web, asked))
+    ended(web, created(web, asked | {"seed": 1}))
+    wide: list[str] = []
+
+    def note(*call: Any) -> None:
+        if "previews.answers" in call[2].partition("FROM")[0]:
+            wide.append(call[2])
+
+    event.listen(house.database.engine, "before_cursor_execute", note)
+    again = created(web, asked)
+    event.remove(house.database.engine, "before_cursor_execute", note)
+
+    assert again["answers_of"] == first["id"]
+    assert ["previews.seq =" in one.partition("WHERE")[2] for one in wide] == [True]
 
 
 @STORED

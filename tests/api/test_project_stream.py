@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from anyio import CapacityLimiter
+from sqlalchemy import event
 from starlette.testclient import TestClient
 
 from api.resources.project_stream import ProjectLog, follow
@@ -146,6 +147,18 @@ def test_who_was_cut_off_is_told_what_has_ended_since(
 
     assert told(house, {}, until=3, since=now() - 60) == [(lately, "cancelled")]
     assert told(house, {}, until=3) == []
+
+
+def test_the_requests_of_jobs_and_eval_runs_are_not_read(
+    house: House, create_job: Callable[..., dict[str, Any]]
+) -> None:
+    create_job()
+    statements: list[str] = []
+    event.listen(house.database.engine, "before_cursor_execute", lambda *call: statements.append(call[2]))
+
+    assert len(messages(house, {}, until=3, since=0)) == 1
+
+    assert not [one for one in statements if "reinforcement" in one or "data_source" in one]
 
 
 def test_another_project_hears_nothing(house: House, create_job: Callable[..., dict[str, Any]]) -> None:

@@ -1,14 +1,17 @@
 """Named graders: versions by content, golden cases, and references in place of specifications."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from sqlalchemy import event
 from starlette.testclient import TestClient
 
+from api.http.stored_graders import MAX_REFERENCES
 from core import golden_cases, stored_graders
 from core.database.tables import GraderVersion, StoredGrader
 from graders.types import Grade, Item, Sample
@@ -48,6 +51,11 @@ def add(api: TestClient, *cases: dict[str, Any], name: str = "close") -> list[di
 def versions(api: TestClient, name: str = "close") -> list[dict[str, Any]]:
     listed: list[dict[str, Any]] = api.get(f"{GRADERS}/{name}/versions").json()["data"]
     return listed
+
+
+def escaped(body: Any) -> bytes:
+    """JSON in which the type of a reference is not readable as such."""
+    return json.dumps(body).replace('"stored"', r'"\u0073tored"').encode()
 
 
 # Versions.
@@ -255,6 +263,25 @@ def test_too_many_and_too_large_cases_are_refused(api: TestClient, cases: list[A
     assert "cases" in answer.json()["error"]["param"]
 
 
+@pytest.mark.parametrize("field", ["item", "output_json", "output_tools"])
+def test_a_case_that_no_answer_could_show_is_refused(api: TestClient, field: str) -> None:
+    save(api)
+    deep: Any = []
+    for _ in range(500):
+        deep = [deep]
+    sample = {"output_text": "4"}
+    nested = {
+        "item": case() | {"item": {"a": deep}},
+        "output_json": case() | {"sample": sample | {"output_json": deep}},
+        "output_tools": case() | {"sample": sample | {"output_tools": [{"a": deep}]}},
+    }
+
+    answer = api.post(f"{GRADERS}/close/cases", json={"cases": [nested[field]]})
+
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "cases[0]")
+    assert api.get(f"{GRADERS}/close/cases").json()["data"] == []
+
+
 def test_more_cases_than_a_check_runs_are_refused(api: TestClient) -> None:
     save(api)
     add(api, *[case(text=f"{number}") for number in range(golden_cases.MAX_CASES)])
@@ -455,6 +482,78 @@ def test_an_eval_keeps_the_content_of_its_stored_criteria(api: TestClient) -> No
     )
 
     assert made.json()["testing_criteria"] == [GRADER, GRADER | {"name": "other"}]
+
+
+@pytest.mark.parametrize("sent", [{}, {"name": "close"}, {"name": "close", "version": "f" * 64}])
+@pytest.mark.parametrize("encode", [escaped, lambda body: json.dumps(body).encode("utf-16")])
+def test_no_request_says_itself_what_a_reference_stands_for(
+    api: TestClient,
+    job_request: Callable[..., dict[str, Any]],
+    sent: dict[str, Any],
+    encode: Callable[[Any], bytes],
+) -> None:
+    save(api)
+    forged = {"type": "stored", **sent, "grader": GRADER | {"operation": "ilike"}}
+    request = job_request(reinforcement={"grader": forged})
+
+    answers = [
+        api.post(path, content=encode(body), headers={"content-type": "application/json"})
+        for path, body in [
+            ("/v1/fine_tuning/jobs", request),
+            ("/v1/regraft/estimate", request),
+            ("/v1/regraft/pipelines", {"stages": [{"name": "a", "job": request}]}),
+        ]
+    ]
+
+    assert [answer.status_code for answer in answers] == [400, 400, 400]
+
+
+def test_a_reference_with_escapes_is_one(api: TestClient) -> None:
+    save(api)
+
+    answer = api.post(
+        "/v1/fine_tuning/alpha/graders/validate",
+        content=escaped({"grader": reference()}),
+        headers={"content-type": "application/json"},
+    )
+
+    assert answer.json() == {"grader": GRADER}
+
+
+def test_references_stand_for_no_more_than_a_request_may_have(api: TestClient) -> None:
+    save(api, GRADER | {"reference": "x" * (500 << 10)})
+
+    answer = api.post("/v1/evals", json=eval_of([reference()] * 5))
+
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "testing_criteria[4]")
+    assert "2,097,152 bytes" in answer.json()["error"]["message"]
+
+
+def test_a_request_has_a_limited_number_of_references(api: TestClient) -> None:
+    save(api)
+
+    answer = api.post("/v1/evals", json=eval_of([reference()] * (MAX_REFERENCES + 1)))
+
+    assert (answer.status_code, answer.json()["error"]["param"]) == (
+        400,
+        f"testing_criteria[{MAX_REFERENCES}]",
+    )
+    assert "at most 200" in answer.json()["error"]["message"]
+
+
+def test_a_version_that_is_named_several_times_is_read_once(house: House, api: TestClient) -> None:
+    save(api)
+    statements: list[str] = []
+    event.listen(house.database.engine, "before_cursor_execute", lambda *call: statements.append(call[2]))
+
+    api.post("/v1/evals", json=eval_of([reference()] * 3))
+
+    assert sum("FROM grader_versions" in statement for statement in statements) == 1
+
+
+def eval_of(criteria: list[dict[str, Any]]) -> dict[str, Any]:
+    config = {"type": "custom", "item_schema": {"type": "object"}}
+    return {"data_source_config": config, "testing_criteria": criteria}
 
 
 def test_a_pipeline_pins_the_version_of_its_stored_graders(

@@ -1,9 +1,9 @@
 """Profiles of datasets: rows as they are, and token counts as the worker has them."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -133,6 +133,32 @@ def test_more_fields_and_values_than_are_shown_are_not_kept() -> None:
 
 
 @pytest.mark.slow
+def test_names_and_paths_of_megabytes_are_not_repeated() -> None:
+    long = "k" * 100_000
+
+    made = profiled([prompt("a", **{long: 1}), {"messages": [{"role": "user", "content": "b", long: 1}]}])
+
+    assert [found.name for found in made.fields] == ["messages"]
+    assert [len(problem.path) for problem in made.problems] == [profiles.MAX_NAME + 1]
+
+
+def test_long_rows_are_counted_in_small_batches(files: TemplateFiles) -> None:
+    class Watched(TokenCounter):
+        batches: ClassVar[list[int]] = []
+
+        def count(self, chats: Sequence[Mapping[str, Any]]) -> list[int | None]:
+            self.batches.append(len(chats))
+            return [1 for _ in chats]
+
+    half = "x" * (profiles.BATCH_CHARACTERS // 2)
+    with Watched(files) as counter:
+        made = profiled([prompt("a"), *[prompt(half) for _ in range(5)]], room=Room(counter, 3))
+
+    assert Watched.batches == [3, 2, 1]
+    assert made.tokens is not None
+    assert made.tokens.rows == 6
+
+
 def test_tokens_are_those_of_the_worker_and_rows_that_do_not_fit_are_listed(files: TemplateFiles) -> None:
     rows = [
         prompt("say the word"),
