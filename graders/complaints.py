@@ -55,8 +55,15 @@ def first_of(complaints: Sequence[Complaint], sent: Any, prefix: str = "") -> tu
 def explain(param: str, complaints: Sequence[Complaint], notes: Mapping[str, str] | None = None) -> Mistake:
     """Build the error at `param`. Several complaints are merged into one: the value matches no branch of a union.
 
+    If the type fits one branch and its validator rejects the value, only the message of that branch is returned.
+
     `notes` maps unsupported values to hints.
     """
+    rejected = [complaint for complaint in complaints if complaint["type"] == "value_error"]
+    if len(rejected) == 1 and all(
+        complaint["type"] in _EXPECTED for complaint in complaints if complaint is not rejected[0]
+    ):
+        complaints = rejected
     return (
         _no_branch(param, complaints) if len(complaints) > 1 else _single(param, complaints[0], notes or {})
     )

@@ -35,6 +35,7 @@ from worker.attempt import Attempt
 from worker.backends import open_backends
 from worker.heartbeat import Beat, WatchedGrader, beats_into
 from worker.instruments import ObservedGrader
+from worker.progress import PROGRESS
 from worker.record.exporters.feed import Feeds, left_behind
 from worker.record.recorder import Recorder
 from worker.refusals import InvalidModel, ModelUnavailable, UnsupportedModel, UserMistake, failing_once
@@ -252,6 +253,7 @@ def run_claim(
     database = Database(settings.database)
     blobs = blobs_of(settings)
     job_id, epoch, *folder = read_claim().rstrip("\n").split(" ", 2)
+    PROGRESS.begin()
     claim = Claim(job_id, int(epoch), "run")
     beat = beats_into(progress)
     shared = None

@@ -36,6 +36,11 @@ class Progress:
         self._has_grader = False
         self._outage: tuple[str, float] | None = None
 
+    def begin(self) -> None:
+        """The attempt begins: its process may have been waiting for it."""
+        with self._lock:
+            self._since = self._sampling_since = self._clock()
+
     def step(self, number: int) -> None:
         """Step `number` begins; 0 is the validation of the start."""
         with self._lock:

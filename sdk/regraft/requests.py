@@ -137,21 +137,25 @@ def _note_file(
         uploads[*way, "file"] = _existing(folder / value, where)
 
 
-def read_grader(source: Source, folder: Path = Path()) -> dict[str, Any]:
-    """Read the spec of a grader: a mapping, a .py, .json, .toml or .yaml file in `folder`, or "stored:NAME@VERSION"."""
+def read_grader(source: Source, folder: Path = Path(), *, name: str | None = None) -> dict[str, Any]:
+    """Read the spec of a grader: a mapping, a .py, .json, .toml or .yaml file in `folder`, or "stored:NAME@VERSION".
+
+    Args:
+        name: of a grader that is a .py file. None: the name of the file.
+    """
     if isinstance(source, Mapping):
         return dict(source)
     if str(source).startswith(STORED):
-        name, _, version = str(source).removeprefix(STORED).partition("@")
-        return {"type": "stored", "name": name} | ({"version": version} if version else {})
+        stored_name, _, version = str(source).removeprefix(STORED).partition("@")
+        return {"type": "stored", "name": stored_name} | ({"version": version} if version else {})
     path = folder / source
     if path.suffix == ".py":
-        return {"type": "python", "name": path.stem, "source": _text(path)}
+        return {"type": "python", "name": name or path.stem, "source": _text(path)}
     spec = read_table(path)
     # A job file stands for its grader.
     if "grader" in spec and "type" not in spec:
         inner = spec["grader"]
-        return read_grader(inner, path.parent)
+        return read_grader(inner, path.parent, name=name)
     return spec
 
 

@@ -247,6 +247,16 @@ def test_an_expectation_that_is_none_is_refused(api: TestClient, expect: Any, pa
     assert str(answer.json()["error"]["param"]).startswith(param)
 
 
+def test_a_range_that_is_none_is_refused_with_its_own_reason(api: TestClient) -> None:
+    save(api)
+
+    answer = api.post(f"{GRADERS}/close/cases", json={"cases": [case(expect={"min": 1, "max": 0})]})
+
+    error = answer.json()["error"]
+    assert error["message"] == "Invalid value for 'cases[0].expect': min may be at most max."
+    assert (error["param"], error["code"]) == ("cases[0].expect", "invalid_value")
+
+
 @pytest.mark.parametrize(
     "cases",
     [

@@ -152,7 +152,7 @@ def test_long_rows_are_counted_in_small_batches(files: TemplateFiles) -> None:
 
     half = "x" * (profiles.BATCH_CHARACTERS // 2)
     with Watched(files) as counter:
-        made = profiled([prompt("a"), *[prompt(half) for _ in range(5)]], room=Room(counter, 3))
+        made = profiled([prompt("a"), *[prompt(half) for _ in range(5)]], room=TokenRoom(counter, 3))
 
     assert Watched.batches == [3, 2, 1]
     assert made.tokens is not None

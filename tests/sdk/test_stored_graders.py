@@ -66,6 +66,20 @@ def test_the_asynchronous_client_does_the_same(
     assert asyncio.run(all_of_it()) == (2, True, 2, ["close"], 1)
 
 
+def test_code_has_the_name_that_it_is_stored_under_whatever_its_file_is_called(
+    client: Regraft, tmp_path: Path
+) -> None:
+    for file in ("grader.py", "renamed.py"):
+        (tmp_path / file).write_text("def grade(sample, item):\n    return 1.0\n")
+
+    saved = [client.graders.save("close", tmp_path / file) for file in ("grader.py", "renamed.py")]
+
+    assert saved[1].versions == 1
+    assert saved[1].grader["name"] == "close"
+    client.graders.add_cases("close", ROWS[:1])
+    assert client.graders.check("close", grader=tmp_path / "renamed.py").version == saved[0].version
+
+
 def test_the_types_have_the_fields_of_the_server(client: Regraft) -> None:
     client.graders.save("close", GRADER)
     client.graders.add_cases("close", ROWS)

@@ -65,6 +65,15 @@ def test_a_run_loads_before_its_first_step(progress: Progress) -> None:
     assert shown(progress) == (None, "loading", None, None, 1000)
 
 
+def test_a_run_loads_since_it_has_its_job_and_not_since_its_process_waits_for_one(
+    progress: Progress, clock: Clock
+) -> None:
+    clock.now += 200
+    progress.begin()
+
+    assert shown(progress) == (None, "loading", None, None, 1200)
+
+
 def test_the_answers_of_a_step_are_counted_and_then_their_grades(progress: Progress, clock: Clock) -> None:
     progress.with_grader()
     progress.step(3)

@@ -115,7 +115,7 @@ class Graders(OpenAIGraders):
     def check(self, name: str, *, grader: Source | None = None, version: str | None = None) -> GraderCheck:
         """Run all golden cases: with a grader that is not saved, with a version, or with the current version."""
         return self._client.post(
-            f"{PATH}/{name}/check", body=what_to_check(grader, version), cast_to=GraderCheck
+            f"{PATH}/{name}/check", body=what_to_check(name, grader, version), cast_to=GraderCheck
         )
 
     def _report(self, spec: dict[str, Any], case: Case) -> Any:
@@ -197,7 +197,7 @@ class AsyncGraders(OpenAIAsyncGraders):
     async def check(
         self, name: str, *, grader: Source | None = None, version: str | None = None
     ) -> GraderCheck:
-        body = await asyncio.to_thread(what_to_check, grader, version)
+        body = await asyncio.to_thread(what_to_check, name, grader, version)
         return await self._client.post(f"{PATH}/{name}/check", body=body, cast_to=GraderCheck)
 
 

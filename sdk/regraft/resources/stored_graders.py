@@ -15,12 +15,12 @@ FIELDS = {"sample", "item", "expect", "note", "rollout_id"}
 
 
 def body_of(name: str, grader: Source, note: str) -> dict[str, Any]:
-    return {"name": name, "grader": read_grader(grader), "note": note}
+    return {"name": name, "grader": read_grader(grader, name=name), "note": note}
 
 
-def what_to_check(grader: Source | None, version: str | None) -> dict[str, Any]:
-    asked = {"grader": None if grader is None else read_grader(grader), "version": version}
-    return {name: value for name, value in asked.items() if value is not None}
+def what_to_check(name: str, grader: Source | None, version: str | None) -> dict[str, Any]:
+    asked = {"grader": None if grader is None else read_grader(grader, name=name), "version": version}
+    return {key: value for key, value in asked.items() if value is not None}
 
 
 def listed(after: str | None, limit: int) -> Any:
