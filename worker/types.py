@@ -105,6 +105,7 @@ class TrainingSequence:
     # Of rows of a reward model, for each trained token: the score, the label of the step, or the margin of the pair.
     scores: tuple[float, ...] = ()
     top: TopTokens | None = None  # of a teacher on a server, from which the answer learns probabilities
+    key: "AnswerKey" = field(default=0, compare=False)  # of the Rollout
 
 
 @dataclass(frozen=True)
@@ -131,8 +132,8 @@ class TokenValues:
     advantages_T: Sequence[float] | NDArray[Any]
 
 
-AnswerKey = tuple[tuple[int, ...], tuple[int, ...]]
-"""The tokens of a prompt and of an answer. Equal answers to a prompt have equal values."""
+AnswerKey = int
+"""The `id` of a Rollout. Equal answers have other advantages if the grader or the rest of the group differs."""
 
 
 @dataclass(frozen=True)

@@ -179,7 +179,8 @@ def test_all_ranks_together_learn_what_one_process_does(
     assert both.together.policy.is_sharded == (degree > 1)
     without_adam(both.alone, both.together)
     for step in range(3):
-        expected, metrics = (learn(one, groups(step)) for one in (both.alone, both.together))
+        answers = groups(step)
+        expected, metrics = (learn(one, answers) for one in (both.alone, both.together))
         assert metrics.tokens.keys() == expected.tokens.keys()
         for key, values in expected.tokens.items():
             for mine, own in zip(vars(metrics.tokens[key]).values(), vars(values).values(), strict=True):

@@ -351,6 +351,21 @@ class TestUpdates:
         assert present(learn(trainer, groups).grad_norm) > 0
         assert not all(map(torch.equal, before, policy.trainable))
 
+    def test_the_policy_has_its_own_warm_up_after_that_of_the_values(self, policy: Policy) -> None:
+        settings = asked(
+            {"loss": "ppo", "learning_rate": 0.01, "value_warmup_steps": 2, "warmup_steps": 4}
+        ).model_copy(update={"learning_rate_schedule": "linear", "total_steps": 8})
+        trainer = PeftTrainer(policy, settings, token_budget=4096)
+        groups = sampled(policy, [[1.0, 0.0] * 2, [0.5, 1.0] * 2])
+        before = weights_of(policy)
+
+        for _ in range(3):
+            learn(trainer, groups)
+
+        # AdamW's first step moves a weight by the learning rate.
+        steps = [(new - old).abs().max().item() for new, old in zip(policy.trainable, before, strict=True)]
+        assert max(steps) == pytest.approx(0.01 / 4, rel=1e-2)
+
     def test_a_gradient_that_is_not_finite_moves_neither_adapter_nor_head(
         self, policy: Policy, groups: list[Any]
     ) -> None:

@@ -112,6 +112,25 @@ def test_the_likeliest_tokens_alone_give_the_loss_and_the_gradient_of_all_logits
     torch.testing.assert_close(part.grad, whole.grad)
 
 
+def test_likely_ids_that_the_student_does_not_have_are_no_tokens() -> None:
+    torch.manual_seed(0)
+    student = torch.randn(2, 5).requires_grad_()
+    ids, probabilities = torch.tensor([[3, 6, 1], [5, 0, 2]]), torch.tensor([[0.5, 0.2, 0.1]] * 2)
+    known = [[0, 2], [1, 2]]  # places of the tokens that the student has
+    tokens = torch.stack([row[places] for row, places in zip(ids, known, strict=True)])
+    expected = forward_kl_to_top(
+        student,
+        tokens,
+        torch.stack([row[places] for row, places in zip(probabilities, known, strict=True)]).log(),
+    )
+
+    found = forward_kl_to_top(student, ids, probabilities.log())
+
+    assert found.tolist() == pytest.approx(expected.tolist(), rel=1e-5)
+    gradients = [torch.autograd.grad(one.sum(), student)[0] for one in (found, expected)]
+    torch.testing.assert_close(*gradients)
+
+
 def test_likely_tokens_whose_rounded_probabilities_exceed_1_leave_nothing_for_others() -> None:
     student = torch.zeros(1, 3, requires_grad=True)
 

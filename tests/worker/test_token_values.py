@@ -57,7 +57,7 @@ def test_the_trainer_returns_the_log_probability_and_the_advantage_of_each_token
     gaps = []
     for one, learned_G in zip(groups, lessons(groups, chosen), strict=True):
         for rollout, lesson in zip(one.rollouts_G, learned_G, strict=True):
-            values = update.tokens[one.prompt.ids, rollout.output_ids_T]
+            values = update.tokens[id(rollout)]
             assert list(values.advantages_T) == pytest.approx([lesson.advantage] * 3, rel=1e-5)
             gaps += [abs(mine - own) for mine, own in zip(values.logprobs_T, rollout.logprobs_T, strict=True)]
     assert sum(gaps) / len(gaps) == pytest.approx(update.logprob_gap, rel=1e-5)
@@ -79,6 +79,28 @@ def test_with_rewards_of_tokens_each_token_has_its_advantage(
 
     assert len(update.tokens) == 4
     assert all(len(set(values.advantages_T)) == 3 for values in update.tokens.values())
+
+
+def test_equal_answers_have_the_advantages_of_their_own_groups_and_scores(
+    make_policy: Callable[..., Policy],
+) -> None:
+    def scored(*scores: float, line: int) -> Group:
+        """Rows may have the same prompt, and answers of one token are often equal."""
+        answers = (answer(6), answer(7), answer(6))
+        return Group(replace(QUESTION, line=line), answers, tuple(map(Grade, scores)))
+
+    chosen = settings(group_size=3, kl=0.0)
+    groups = [scored(1.0, 0.0, 0.25, line=1), scored(0.0, 1.0, 1.0, line=2), scored(1.0, 1.0, 1.0, line=3)]
+
+    update = learn(PeftTrainer(make_policy(), chosen, token_budget=4096, keeps_tokens=True), groups)
+
+    graded = GradedStep("train", groups, chosen, tokens=update.tokens)
+    stored = with_tokens(rows_of(1, graded), graded, spell, most_tokens=99, seed="")
+    rows = [row for rows_G in stored for row in rows_G]
+    shown = [row["tokens"][0]["advantage"] for row in rows]
+    expected = [row["advantage"] for row in rows]
+    assert shown == [one if one is None else pytest.approx(one, rel=1e-5) for one in expected]
+    assert len({*shown}) == 6
 
 
 def test_a_trainer_that_is_not_asked_returns_no_tokens(make_policy: Callable[..., Policy]) -> None:
@@ -135,7 +157,7 @@ class TestStored:
     def test_an_answer_that_was_computed_has_all_values_of_its_tokens(self) -> None:
         one = group(1.0, 0.0)
         [first, _] = one.rollouts_G
-        values = {(one.prompt.ids, first.output_ids_T): TokenValues((-0.5, -0.5, -1.0), (0.5, 0.25, 0.125))}
+        values = {id(first): TokenValues((-0.5, -0.5, -1.0), (0.5, 0.25, 0.125))}
 
         [[good, bad]] = self.stored([one], 99, tokens=values)
 
@@ -152,7 +174,7 @@ class TestStored:
     def test_a_token_that_was_not_sampled_has_no_values(self) -> None:
         closed = answer(6, 7, 8, 9, grammar_start=3, forced=2)
         one = Group(QUESTION, (closed, answer(6, 7)), (Grade(1.0), Grade(0.0)))
-        values = {(one.prompt.ids, closed.output_ids_T): TokenValues((-0.5, -1.0), (0.5, 0.5))}
+        values = {id(closed): TokenValues((-0.5, -1.0), (0.5, 0.5))}
 
         [[row, _]] = self.stored([one], 99, tokens=values)
 
@@ -163,9 +185,7 @@ class TestStored:
     def test_numbers_that_json_does_not_have_are_null_and_large_ones_are_bounded(self) -> None:
         one = group(1.0, 0.0)
         [first, _] = one.rollouts_G
-        values = {
-            (one.prompt.ids, first.output_ids_T): TokenValues((float("nan"), -1e9, 0.0), (1e9, 0.0, 0.0))
-        }
+        values = {id(first): TokenValues((float("nan"), -1e9, 0.0), (1e9, 0.0, 0.0))}
 
         [rows] = self.stored([one], 99, tokens=values)
         page = rollouts.encode(rows, 2)

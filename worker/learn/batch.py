@@ -68,6 +68,7 @@ def share_of(group: Group, settings: Resolved, decode: Decode) -> Share:
             rollout.grammar_start,
             rollout.forced,
             teacher_T=rollout.teacher_T,
+            key=id(rollout),
         )
         for rollout, advantages_T in counted
         if keep_all or any(advantages_T)

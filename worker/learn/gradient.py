@@ -223,15 +223,15 @@ class OwnGradient(WithReference):
         for batch in self._batches:
             if batch.old_logp is None or batch.used_advantage is None:
                 continue  # a mini-batch after a gradient that was not finite
-            answers = [(pack.prompt_ids, one) for pack in batch.packs for one in pack.sequences]
-            sampled = [len(one.output_ids_T) - one.forced for _, one in answers]
+            answers = [one for pack in batch.packs for one in pack.sequences]
+            sampled = [len(one.output_ids_T) - one.forced for one in answers]
             values = zip(
                 torch.split(batch.old_logp.cpu(), sampled),
                 torch.split(batch.used_advantage.cpu(), sampled),
                 strict=True,
             )
-            for (prompt_ids, one), (logprobs_T, advantages_T) in zip(answers, values, strict=True):
-                found[prompt_ids, one.output_ids_T] = TokenValues(logprobs_T.numpy(), advantages_T.numpy())
+            for one, (logprobs_T, advantages_T) in zip(answers, values, strict=True):
+                found[one.key] = TokenValues(logprobs_T.numpy(), advantages_T.numpy())
         return found
 
     def end(self) -> None:

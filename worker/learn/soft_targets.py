@@ -48,7 +48,14 @@ def forward_kl(student: Tensor, teacher: Tensor, *, top_k: int | None, temperatu
 
 
 def forward_kl_to_top(student: Tensor, ids: Tensor, logprobs: Tensor) -> Tensor:
-    """As `forward_kl` at temperature 1, of a teacher of which only the likeliest tokens [m, k] are known."""
+    """As `forward_kl` at temperature 1, of a teacher of which only the likeliest tokens [m, k] are known.
+
+    Ids that only the teacher has are no tokens. Their probability is a part of that of all others.
+    """
+    is_token = ids < student.shape[-1]
+    # In their place one of the list that the student has: it is not compared twice, because q is 0.
+    ids = torch.where(is_token, ids, ids.amin(-1, keepdim=True).clamp(max=student.shape[-1] - 1))
+    logprobs = logprobs.masked_fill(~is_token, -torch.inf)
     log_p = _with_the_others_as_one(student.log_softmax(-1), ids)
     others = (1 - logprobs.exp().sum(-1, keepdim=True)).clamp(min=0)  # rounding may leave less than nothing
     return _kl(torch.cat([logprobs, others.log()], -1), log_p)

@@ -68,6 +68,7 @@ class PeftTrainer:
         self.gradient: Gradient = self.own
         if world is not None:
             self.gradient = DistributedGradient(self.own, world)
+        self.waits = settings.value_warmup_steps or 0  # steps before the first of the policy
         self.optimizer = AdapterOptimizer(
             policy,
             learning_rate=settings.learning_rate,
@@ -75,7 +76,7 @@ class PeftTrainer:
             max_grad_norm=settings.max_grad_norm,
             warmup_steps=settings.warmup_steps,
             schedule=settings.learning_rate_schedule,
-            total_steps=settings.total_steps,
+            total_steps=settings.total_steps - self.waits,
         )
         self.value_optimizer: ValueOptimizer | None = None
         if self.own.value_head is not None:
@@ -180,10 +181,10 @@ class PeftTrainer:
 
     def _descend(self, divisor: float) -> float | None:
         """Take a step of the adapter and of a value head. As `AdapterOptimizer.step`; 0 where the adapter waits."""
-        if self.value_optimizer is not None and self.steps_taken < (self.settings.value_warmup_steps or 0):
+        if self.value_optimizer is not None and self.steps_taken < self.waits:
             self.optimizer.clear()
             return 0.0 if self.value_optimizer.step(divisor, self.steps_taken) else None
-        norm = self.optimizer.step(divisor, self.steps_taken)
+        norm = self.optimizer.step(divisor, self.steps_taken - self.waits)
         if self.value_optimizer is None:
             return norm
         if norm is None:

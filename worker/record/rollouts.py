@@ -89,7 +89,7 @@ def _group_tokens(
             TOKENS.name: _tokens(
                 row,
                 rollout,
-                learned.get((group.prompt.ids, rollout.output_ids_T)),
+                learned.get(id(rollout)),
                 spell(rollout.output_ids_T),
             ),
         }
