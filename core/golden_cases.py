@@ -91,7 +91,7 @@ def add(work: Work, grader: StoredGrader, cases: Sequence[NewCase]) -> list[Gold
 
 
 def get(session: Session, grader: StoredGrader, case_id: str) -> GoldenCase:
-    """Raises GoldenCaseNotFound."""
+    """Return the case with this id, or raise GoldenCaseNotFound."""
     found = session.scalar(_of(grader).where(GoldenCase.id == case_id))
     if found is None:
         raise GoldenCaseNotFound(case_id)

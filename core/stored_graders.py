@@ -54,7 +54,7 @@ def with_names(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def get(session: Session, project_id: str, name: str) -> StoredGrader:
-    """Raises GraderNotFound."""
+    """Return the grader of this name, or raise GraderNotFound."""
     mine = StoredGrader.project_id == project_id, StoredGrader.name == name
     found = session.scalar(select(StoredGrader).where(*mine))
     if found is None:

@@ -112,7 +112,7 @@ async def profile_file(
 
 
 def _profile(file_id: str, body: ProfileCreate, project: Project, service: Service) -> ProfileOut:
-    """Blocks."""
+    """Read the files and build the profile. Runs in a thread, because it reads the database and the store."""
     with service.database.read() as session:
         file = files.get(session, project.id, file_id)
         validation = None

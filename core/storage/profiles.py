@@ -252,7 +252,7 @@ def form_of(method: Method) -> RowForm:
 
 
 def lengths(values: Sequence[int]) -> Lengths:
-    """Of at least one row."""
+    """Return the distribution of these lengths, of which there must be at least one."""
     found = np.asarray(values, dtype=np.int64)
     low, high = int(found.min()), int(found.max())
     width = -(-(high - low + 1) // BINS)

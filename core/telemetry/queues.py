@@ -107,7 +107,7 @@ def _of_workers(workers: Sequence[Seen], gpu_class: str) -> str:
 
 
 def _of_any(workers: Sequence[Seen], running: int, is_busy: str) -> str:
-    """Of a queue that each worker takes one from, beside its run."""
+    """Return what a queue waits for whose entries any worker takes, one at a time beside its run."""
     able = [seen for seen in workers if seen.status != "draining"]
     if not able:
         return "every worker is stopping" if workers else "no worker reports itself"

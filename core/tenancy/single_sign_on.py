@@ -63,7 +63,7 @@ class Rule(BaseModel):
 
 
 def rule_for(rules: Sequence[Rule], user: str, groups: Collection[str]) -> Rule | None:
-    """The first rule that applies."""
+    """Return the first rule that applies to the user or to one of the groups."""
     return next((rule for rule in rules if rule.applies_to(user, groups)), None)
 
 
