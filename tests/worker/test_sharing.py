@@ -5,18 +5,21 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from select import select as select_ready
 from typing import Any, NoReturn
 
 import pytest
-from sqlalchemy import delete, select
+from sqlalchemy import delete, select, update
 
 from core.database.engine import Work
 from core.database.tables import Attempt as AttemptRow
 from core.database.tables import Checkpoint, Event, File, Job
 from core.jobs import lifecycle
+from core.jobs.claim import Claim
 from core.settings import Settings
 from tests import factories
 from tests.present import present
@@ -135,6 +138,7 @@ class Children:
         self.fifo = folder / "claims"
         os.mkfifo(self.fifo)
         self._reader = os.fdopen(os.open(self.fifo, os.O_RDWR))
+        self.pids: dict[str, int] = {}
 
     def __call__(self, progress: Path) -> list[str]:
         source = f"""
@@ -152,8 +156,12 @@ signal.pause()
         """The id of the next job that is started, and the folder of what it shares; "" if it runs alone."""
         assert select_ready([self._reader], [], [], 60)[0], "no other job was started"
         pid, job_id, _, *folder = self._reader.readline().rstrip("\n").split(" ", 3)
-        self.newest = int(pid)
+        self.newest = self.pids[job_id] = int(pid)
         return job_id, "".join(folder)
+
+    def another(self) -> bool:
+        """Whether a further job is started within a second."""
+        return bool(select_ready([self._reader], [], [], 1)[0])
 
 
 @pytest.mark.slow
@@ -181,6 +189,71 @@ def test_a_worker_runs_as_many_jobs_on_a_base_as_it_may_and_each_ends_by_itself(
         found = {job.id: (job.status, job.failures) for job in session.scalars(select(Job))}
     assert found == {first: ("cancelled", 0), second: ("queued", 0), jobs[2]: ("queued", 0)}
     assert not Path(folder).exists()
+
+
+class HeldLogs(Supervisor):
+    """A supervisor that does not finish storing the logs of its runs before `may_end` is set."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.log_seconds = 3600.0
+        self.may_end = threading.Event()
+
+    def _keep(self, claim: Claim, said: str) -> None:
+        assert self.may_end.wait(60)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("environment")
+def test_a_job_that_is_claimed_again_during_the_end_of_its_earlier_attempt_counts_as_running(
+    bench: Bench, tmp_path: Path
+) -> None:
+    drained, other, *later = queue_jobs(bench, {}, {}, {}, {})
+    set_status(bench, "paused", later)
+    children = Children(tmp_path)
+    settings = Settings(jobs_per_worker=3, reconcile_seconds=0.05)
+    supervisor = HeldLogs(settings, bench.database, bench.blobs, children, hold_nothing)
+    worker = threading.Thread(target=supervisor.run_waiting)
+    worker.start()
+    assert [children.next()[0], children.next()[0]] == [drained, other]
+
+    os.kill(children.pids[drained], signal.SIGTERM)
+    assert children.next()[0] == drained
+    supervisor.may_end.set()
+    set_status(bench, "queued", later)
+
+    assert children.next()[0] == later[0]
+    assert not children.another(), "a fourth job was started"
+    supervisor.stop()
+    worker.join(60)
+
+
+def set_status(bench: Bench, status: str, jobs: Sequence[str]) -> None:
+    with bench.database.write() as session:
+        session.execute(update(Job).where(Job.id.in_(jobs)).values(status=status))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("environment")
+def test_a_job_whose_device_cannot_be_shared_runs_alone(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Paths of Unix sockets have at most 107 bytes, and TMPDIR may be longer."""
+    [job] = queue_jobs(bench, {})
+    children = Children(tmp_path)
+    deep = tmp_path / ("d" * 100)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    supervisor = Supervisor(Settings(jobs_per_worker=2), bench.database, bench.blobs, children, hold_nothing)
+    worker = threading.Thread(target=supervisor.run_waiting)
+    worker.start()
+
+    assert children.next() == (job, "")
+    supervisor.stop()
+    worker.join(60)
+
+    assert f"{job} runs alone: its device cannot be shared: AF_UNIX path too long" in caplog.text
+    assert list(deep.iterdir()) == []
 
 
 @pytest.mark.slow

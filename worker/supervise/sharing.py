@@ -1,5 +1,6 @@
 """Jobs that share this worker's device: which may, the process that holds their base model, and their turns."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -41,20 +42,23 @@ class SharedDevice:
         self._command = command
 
     def __enter__(self) -> Self:
-        self._folder = tempfile.TemporaryDirectory(prefix="regraft-")
-        self.folder = Path(self._folder.name)
-        places = process.DeviceSockets(self.folder)
-        self._turns = TurnServer(places.turns)
-        with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(str(places.base))
-            listener.listen()
-            self._base = subprocess.Popen(
-                self._command(listener.fileno(), self.model),
-                stdin=subprocess.DEVNULL,
-                env=process.quiet_environment(),
-                pass_fds=[listener.fileno()],
-                start_new_session=True,  # Ctrl-C in a terminal does not signal it
-            )
+        """Raises OSError: the sockets or the process cannot be created. Nothing of them remains."""
+        with contextlib.ExitStack() as opened:
+            self.folder = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="regraft-")))
+            places = process.DeviceSockets(self.folder)
+            opened.callback(TurnServer(places.turns).close)
+            with socket.socket(socket.AF_UNIX) as listener:
+                listener.bind(str(places.base))
+                listener.listen()
+                self._base = subprocess.Popen(
+                    self._command(listener.fileno(), self.model),
+                    stdin=subprocess.DEVNULL,
+                    env=process.quiet_environment(),
+                    pass_fds=[listener.fileno()],
+                    start_new_session=True,  # Ctrl-C in a terminal does not signal it
+                )
+            opened.callback(self._end_base)
+            self._opened = opened.pop_all()
         # This process no longer listens there, so once the other one has ended, jobs are refused and do not wait.
         return self
 
@@ -66,10 +70,11 @@ class SharedDevice:
     def __exit__(
         self, kind: type[BaseException] | None, raised: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._opened.close()
+
+    def _end_base(self) -> None:
         self._base.send_signal(signal.SIGKILL)  # no effect on one that has ended
         self._base.wait()
-        self._turns.close()
-        self._folder.cleanup()
 
 
 def never(settings: Settings) -> str | None:

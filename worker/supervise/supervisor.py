@@ -164,12 +164,20 @@ class Supervisor:
     def _run_together(self, first: Claim, base: str) -> int:
         """Run a job and, as they come, others on its base, until none of them is left. Returns their number."""
         threads: list[threading.Thread] = []
-        running: set[str] = set()
+        running: set[Claim] = (
+            set()
+        )  # a job may be claimed again before its earlier attempt has been cleaned up
         claim: Claim | None = first
-        with SharedDevice(base, self._hold) as device:
+        with contextlib.ExitStack() as opened:
+            try:
+                device = opened.enter_context(SharedDevice(base, self._hold))
+            except OSError as cause:
+                log.warning("%s runs alone: its device cannot be shared: %s", first.job_id, cause)
+                self._run(first)
+                return 1
             try:
                 while claim is not None:
-                    running.add(claim.job_id)
+                    running.add(claim)
                     arguments = [claim, device, running]
                     threads.append(threading.Thread(target=self._run_beside, args=arguments, name="run"))
                     threads[-1].start()
@@ -179,7 +187,7 @@ class Supervisor:
                     thread.join()
         return len(threads)
 
-    def _next(self, running: set[str], device: SharedDevice) -> Claim | None:
+    def _next(self, running: set[Claim], device: SharedDevice) -> Claim | None:
         """Wait for a job that may join those of the device. None: the last of them has ended, and none waits."""
         while True:
             self._ended.clear()
@@ -197,13 +205,13 @@ class Supervisor:
                 return None
             self._ended.wait(self.settings.reconcile_seconds)
 
-    def _run_beside(self, claim: Claim, device: SharedDevice, running: set[str]) -> None:
+    def _run_beside(self, claim: Claim, device: SharedDevice, running: set[Claim]) -> None:
         try:
             self._run(claim, device)
         except Exception:
             log.exception("%s was not supervised to its end", claim.job_id)
         finally:
-            running.discard(claim.job_id)
+            running.discard(claim)
             self._ended.set()
 
     def _run(self, claim: Claim, device: SharedDevice | None = None) -> None:
