@@ -296,6 +296,19 @@ def test_the_command_says_that_vllm_sleeps_and_what_it_takes(
     assert (data["sleeps"], data["main_memory_bytes"]) == (True, 2 * shape("Llama 3 8B").weight_bytes)
 
 
+def test_a_model_in_a_gguf_file_is_refused_with_the_folder_to_plan_instead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "small.gguf").touch()
+    registry = tmp_path / "models.toml"
+    registry.write_text(f'[models.small]\npath = "{tmp_path / "small.gguf"}"\n')
+    monkeypatch.setenv("REGRAFT_MODELS_FILE", str(registry))
+    monkeypatch.setenv("REGRAFT_DATA_DIR", str(tmp_path / "data"))
+
+    with pytest.raises(UsageError, match=f"is a GGUF file.* below {tmp_path / 'data' / 'models'}"):
+        plan.main(run("small", "--gpus", "H100-80"))
+
+
 @pytest.mark.parametrize(
     ("model", "gpus", "message"),
     [

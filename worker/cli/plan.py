@@ -19,6 +19,11 @@ def main(arguments: argparse.Namespace) -> int:
     entry, parallel = entry_of(arguments.model, settings)
     shape = capacity.shape_of(entry)
     if shape is None:
+        if _is_file(entry):
+            raise UsageError(
+                f"{arguments.model} is a GGUF file, and plans need a folder with a config.json: run a job on the model "
+                f"once, and plan the folder that this makes below {settings.data_dir / 'models'}"
+            )
         raise UsageError(
             f"the config.json of {arguments.model} is not on this machine, or it is not that of a Llama-like decoder"
         )
@@ -53,6 +58,14 @@ def entry_of(model: str, settings: Settings) -> tuple[BaseModelEntry, int | None
     if Path(model).is_dir():
         return BaseModelEntry(path=Path(model).resolve(), dtype="bfloat16", context=4096), None
     raise UsageError(f"{model!r} is neither a model of the registry nor a folder")
+
+
+def _is_file(entry: BaseModelEntry) -> bool:
+    try:
+        source = entry.locate()
+    except FileNotFoundError:
+        return False
+    return isinstance(source, Path) and source.is_file()
 
 
 def as_json(found: Forecast) -> dict[str, object]:
