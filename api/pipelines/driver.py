@@ -30,7 +30,8 @@ class PipelineDriver:
         self.service = service
         self.owner = new_id("api-")
         self._in_work: Counter[str] = Counter()  # by project
-        self._claiming = anyio.Lock()
+        self._claiming, self._polling = anyio.Lock(), anyio.Lock()
+        self._left = anyio.Event()  # a pipeline is no longer in work
 
     async def run(self) -> None:
         """Until cancelled: several pipelines at once, because one may make large files for an hour."""
@@ -41,19 +42,34 @@ class PipelineDriver:
     async def _run_one_at_a_time(self) -> None:
         """What fails is logged and tried again."""
         while True:
+            claimed = await self._next_due()
             try:
-                while await self.advance_next():
-                    pass
+                await self._advance(*claimed)
             except Exception:
                 log.exception("a pipeline could not be advanced; it will be tried again")
-            await anyio.sleep(self.service.settings.reconcile_seconds)
+
+    async def _next_due(self) -> tuple[Claim, str]:
+        """Wait for a pipeline that is due. One task queries the database for all that have nothing to do."""
+        async with self._polling:
+            while True:
+                self._left = anyio.Event()
+                try:
+                    if (claimed := await self.claim_next()) is not None:
+                        return claimed
+                except Exception:
+                    log.exception("could not query due pipelines; retrying")
+                with anyio.move_on_after(self.service.settings.reconcile_seconds):
+                    await self._left.wait()
 
     async def advance_next(self) -> bool:
         """Advance the pipeline that was looked at longest ago; False: none is due."""
         claimed = await self.claim_next()
         if claimed is None:
             return False
-        claim, project_id = claimed
+        await self._advance(*claimed)
+        return True
+
+    async def _advance(self, claim: Claim, project_id: str) -> None:
         try:
             async with self._held(claim):
                 await Advance(self.service, claim).run()
@@ -62,7 +78,7 @@ class PipelineDriver:
         finally:
             self._in_work[project_id] -= 1
             self._in_work += Counter()  # drops zeros: the number of projects is unbounded
-        return True
+            self._left.set()  # another pipeline of the project may be claimed
 
     async def claim_next(self) -> tuple[Claim, str] | None:
         """Claim a pipeline, and count it as in work for its project; None: none is due.

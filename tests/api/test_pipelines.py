@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import anyio
 import pytest
 from sqlalchemy import select, update
 from starlette.testclient import TestClient
@@ -340,6 +341,24 @@ def test_a_file_that_stops_the_service_again_and_again_fails_its_stage(
     failed = stages(api, pipeline["id"])["m"]
     assert failed["status"] == "failed"
     assert "stopped repeatedly" in failed["error"]["message"]
+
+
+def test_one_task_of_a_process_looks_for_due_pipelines(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, queries = PipelineDriver(house.app.state.service), 0
+
+    async def claim_next() -> None:
+        nonlocal queries
+        queries += 1
+
+    monkeypatch.setattr(driver, "claim_next", claim_next)
+
+    async def run() -> None:
+        with anyio.move_on_after(1):
+            await driver.run()
+
+    house.portal.call(run)
+
+    assert queries == 1
 
 
 @pytest.mark.both_databases

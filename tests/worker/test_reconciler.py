@@ -145,6 +145,23 @@ def test_a_pass_that_fails_does_not_stop_the_others(
     assert sent == [("regraft.run_next", "gpu.cpu")]
 
 
+def test_rows_that_are_kept_for_days_are_not_looked_for_at_every_pass(bench: Bench) -> None:
+    moments, rounds = [0.0], list[float]()
+
+    class Noting(Reconciler):
+        def forgotten_answers(self) -> None:
+            rounds.append(moments[-1])
+
+    settings = Settings(data_dir=bench.tmp_path)
+    reconciler = Noting(settings, bench.database, bench.blobs, lambda *wake: True, lambda: moments[-1])
+
+    for moment in (0.0, 2.0, 58.0, 60.0, 62.0):
+        moments.append(moment)
+        reconciler.run_once()
+
+    assert rounds == [0.0, 60.0]
+
+
 def stored_file(bench: Bench, key: str = "files/x", **columns: Any) -> File:
     info = bench.blobs.put_bytes(key, b"{}\n")
     file = File(

@@ -37,6 +37,8 @@ BROKER_BACK = "The broker is reachable again."
 CLOCK_JUMP_SECONDS = 5.0
 # A message without a claim after this time was lost, or arrived when all workers were busy.
 STALE_WAKE_SECONDS = 10.0
+# Between two passes that delete rows of a day or a month ago.
+CLEANUP_SECONDS = 60.0
 
 
 class Reconciler:
@@ -57,6 +59,7 @@ class Reconciler:
         self._seen: tuple[float, float] | None = None
         self._database_was_away = False
         self._broker_is_away = False
+        self._next_cleanup = float("-inf")
         self.retention = Retention(settings, database, blobs, clock)
         self.scrubber = Scrub(settings.scrub_days, database, blobs, clock)
 
@@ -69,14 +72,19 @@ class Reconciler:
             *self.retention.passes,
             self.scrubber.scrub,
             self.deleted_files,
-            self.old_deliveries,
-            self.forgotten_answers,
-            self.silent_workers,
         ]
 
+    @property
+    def cleanups(self) -> list[Callable[[], None]]:
+        return [self.old_deliveries, self.forgotten_answers, self.silent_workers]
+
     def run_once(self) -> None:
-        """Run every pass once. A failed pass is logged and does not stop the others."""
-        for one in self.passes:
+        """Run every pass that is due. A failed pass is logged and does not stop the others."""
+        passes = self.passes
+        if self._clock() >= self._next_cleanup:
+            self._next_cleanup = self._clock() + CLEANUP_SECONDS
+            passes += self.cleanups
+        for one in passes:
             try:
                 one()
             except Exception:
