@@ -307,6 +307,7 @@ def test_with_no_history_the_size_is_known_and_the_range_is_not(
         "estimate": None,
         "reason": "no job of this model has run here yet",
         "warnings": [],
+        "preview": None,
     }
 
 

@@ -21,7 +21,10 @@ pytestmark = pytest.mark.both_databases
 
 
 class Watching(FolderBlobs):
-    """Notes how many connections are out of the pool whenever something is read."""
+    """Notes how many connections are out of the pool whenever something is read.
+
+    Tests clear `held` after their set-up: an upload reads an earlier file with the same content.
+    """
 
     def watch(self, pool: Pool) -> None:
         self.pool = pool
@@ -46,6 +49,7 @@ def test_samples_of_a_validation_are_read_without_a_connection(
     job = create_job()
     validate(house, job["id"], 2)
     items = f"/v1/evals/{job['eval_id']}/runs/{job['eval_id'].replace('eval_', 'evalrun_')}_2/output_items"
+    blobs.held.clear()
     first = api.get(items).json()["data"][0]["id"]
 
     assert api.get(f"{items}/{first}").status_code == 200
@@ -60,6 +64,7 @@ def test_a_run_of_an_earlier_version_is_counted_without_a_connection(
     house.blobs.put_bytes(key, "".join(json.dumps(line) + "\n" for line in OLD).encode())
     with house.database.write() as session:
         session.add(RolloutPage(job_id=job["id"], step=0, split="valid", epoch=1, blob_key=key, samples=3))
+    blobs.held.clear()
     [run] = api.get(f"/v1/evals/{job['eval_id']}/runs").json()["data"]
 
     assert api.get(f"/v1/evals/{job['eval_id']}/runs/{run['id']}").status_code == 200
@@ -79,13 +84,11 @@ def test_a_checkpoint_goes_home_without_a_connection(
         session.add(checkpoint)
         session.flush()
         url = f"/v1/regraft/checkpoints/{checkpoint.id}/archive"
+    blobs.held.clear()
 
     assert weights in api.get(url).content
-    assert blobs.held == [
-        0,
-        0,
-        0,
-    ]  # the manifest, and the weights: read once to check them, once to send them
+    # The manifest, and the weights: read once to check them, once to send them.
+    assert blobs.held == [0, 0, 0]
 
 
 def test_a_file_is_downloaded_without_a_connection(

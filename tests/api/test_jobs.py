@@ -77,6 +77,7 @@ def test_a_new_job_has_every_key_of_openais(
         "estimate": None,
         "verdict": None,
         "progress": None,
+        "preview": None,
     }
     assert job["id"].startswith("ftjob-")
 
