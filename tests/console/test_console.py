@@ -434,7 +434,7 @@ def test_rollouts_of_all_steps_are_searched_and_sorted_by_the_server(
     )
     assert {one["line"] for one in found} == {4}
     places = [f"{one['group']}.{one['member']}" for one in found]
-    expect(logged_in.locator("tbody tr td:nth-child(2)")).to_have_text(places)
+    expect(logged_in.locator("tbody tr td:nth-child(3)")).to_have_text(places)
 
 
 @pytest.mark.parametrize(
