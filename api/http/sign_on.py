@@ -1,4 +1,4 @@
-"""The user whom a trusted proxy names in a header, for sessions of the console.
+"""The user that a trusted proxy names in a header, for sessions of the console.
 
 Only the address of the connection itself counts, not the one in X-Forwarded-For: a client that reaches the API without
 the proxy could claim any. The header must be there once: a proxy that adds its own to that of a client has let the
@@ -45,14 +45,14 @@ def behind_proxies(app: ASGIApp, forwarded_allow_ips: list[str] | str) -> ASGIAp
 
 @dataclass(frozen=True)
 class Identity:
-    """A user whom a proxy has authenticated, and the rule that applies."""
+    """A user that a proxy has authenticated, and the rule that applies."""
 
     user: str
     rule: Rule
 
 
 def identify(request: Request, settings: Settings) -> Identity:
-    """The user whom the proxy names.
+    """The user that the proxy names.
 
     Raises:
         InvalidApiKey: single sign-on is off, the request does not come from a trusted proxy, it does not name one user,

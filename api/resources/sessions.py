@@ -31,7 +31,7 @@ class SessionCreate(Body):
     login_token: str | None = Field(
         default=None, max_length=512
     )  # of the address that `regraft-server up` prints
-    single_sign_on: Literal[True] | None = None  # the user whom the proxy names
+    single_sign_on: Literal[True] | None = None  # the user that the proxy names
 
     @model_validator(mode="after")
     def _one(self) -> "SessionCreate":

@@ -1,4 +1,4 @@
-"""Single sign-on: the project and the scope of a user whom a trusted proxy has authenticated.
+"""Single sign-on: the project and the scope of a user that a trusted proxy has authenticated.
 
 Each user has a key in each project that a rule gives; its text is random and not kept. Sessions stand for it as for any
 other key, so that the audit log and the list of keys name the user.

@@ -1,4 +1,4 @@
-"""Single sign-on through a proxy: whom it lets in, and who cannot pretend to be the proxy."""
+"""Single sign-on through a proxy: which users it logs in, and which requests cannot pretend to be the proxy."""
 
 import logging
 from collections.abc import Mapping
@@ -136,7 +136,7 @@ def test_a_rule_may_be_for_everybody(house: House, tmp_path: Path) -> None:
     rules = [{"user": "*", "project": house.project.id, "scope": "read"}]
     door = Door(house, tmp_path, sso_rules=rules)
 
-    client = door.user("whoever")
+    client = door.user("ann@example.org")
 
     assert log_in(client).json()["scope"] == "read"
     assert client.post("/v1/fine_tuning/jobs", json={}).status_code == 403

@@ -83,7 +83,7 @@ def test_turns_are_given_in_the_order_of_requests() -> None:
     queue = TurnQueue(grant)
     for client in ("first", "second", "third"):
         queue.ask(client)
-    for client in ("first", "second", "third"):  # each goes on at once
+    for client in ("first", "second", "third"):  # each requests its next turn immediately
         queue.leave(client)
         queue.ask(client)
 
