@@ -164,9 +164,9 @@ class Supervisor:
     def _run_together(self, first: Claim, base: str) -> int:
         """Run a job and, as they come, others on its base, until none of them is left. Returns their number."""
         threads: list[threading.Thread] = []
-        running: set[Claim] = (
-            set()
-        )  # a job may be claimed again before its earlier attempt has been cleaned up
+        started = 0
+        # Claims, not jobs: a job may be claimed again before its earlier attempt has been cleaned up.
+        running: set[Claim] = set()
         claim: Claim | None = first
         with contextlib.ExitStack() as opened:
             try:
@@ -179,13 +179,16 @@ class Supervisor:
                 while claim is not None:
                     running.add(claim)
                     arguments = [claim, device, running]
-                    threads.append(threading.Thread(target=self._run_beside, args=arguments, name="run"))
-                    threads[-1].start()
+                    thread = threading.Thread(target=self._run_beside, args=arguments, name="run")
+                    thread.start()
+                    started += 1
+                    # A worker that always has a job on its base keeps none of the threads that have ended.
+                    threads = [*(one for one in threads if one.is_alive()), thread]
                     claim = self._next(running, device)
             finally:
                 for thread in threads:
                     thread.join()
-        return len(threads)
+        return started
 
     def _next(self, running: set[Claim], device: SharedDevice) -> Claim | None:
         """Wait for a job that may join those of the device. None: the last of them has ended, and none waits."""
