@@ -215,7 +215,7 @@ def test_a_job_that_is_claimed_again_during_the_end_of_its_earlier_attempt_count
     supervisor = HeldLogs(settings, bench.database, bench.blobs, children, hold_nothing)
     worker = threading.Thread(target=supervisor.run_waiting)
     worker.start()
-    assert [children.next()[0], children.next()[0]] == [drained, other]
+    assert {children.next()[0], children.next()[0]} == {drained, other}
 
     os.kill(children.pids[drained], signal.SIGTERM)
     assert children.next()[0] == drained
