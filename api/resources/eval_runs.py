@@ -17,6 +17,7 @@ from api.resources.estimates import in_reader
 from api.resources.eval_requests import FileContent, RunCreate, SampledSource, parse_criteria
 from api.resources.eval_shapes import ItemOut, ItemStatus, RunOut, RunStatus
 from api.resources.evals import Order, changeable, listing
+from api.resources.rollouts import SEARCHES
 from core.database.engine import Work
 from core.database.tables import Eval, EvalRun, File, Job, Project, RolloutPage
 from core.errors import EvalNotFound, InvalidRequest
@@ -177,7 +178,7 @@ def delete_run(
     return RunDeleted(run_id=run_id)
 
 
-@router.get("/{eval_id}/runs/{run_id}/output_items")
+@router.get("/{eval_id}/runs/{run_id}/output_items", dependencies=SEARCHES)
 def list_output_items(
     eval_id: str,
     run_id: str,

@@ -178,7 +178,15 @@ def test_a_project_that_has_all_its_checks_of_addresses_is_refused_alone(
     assert others.post("/v1/webhook_endpoints", json=HOOK).status_code == 200
 
 
-@pytest.mark.parametrize("path", ["rollouts", "rollouts/prompts", "regrades/regrade_1/answers"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "regraft/jobs/ftjob-1/rollouts",
+        "regraft/jobs/ftjob-1/rollouts/prompts",
+        "regraft/jobs/ftjob-1/regrades/regrade_1/answers",
+        "evals/eval_1/runs/evalrun_1/output_items",
+    ],
+)
 def test_a_project_that_has_all_its_searches_is_refused_alone(
     house: House, api: TestClient, path: str
 ) -> None:
@@ -186,14 +194,14 @@ def test_a_project_that_has_all_its_searches_is_refused_alone(
     searches.waiting = 0
     places = [house.portal.call(searches.enter, house.project.id) for _ in range(searches.per_project)]
 
-    refused = api.get(f"/v1/regraft/jobs/ftjob-1/{path}")
-    allowed = house.client(house.other_key).get(f"/v1/regraft/jobs/ftjob-1/{path}")
+    refused = api.get(f"/v1/{path}")
+    allowed = house.client(house.other_key).get(f"/v1/{path}")
     for place in places:
         house.portal.call(place.leave)
 
     assert is_refused(refused)
     assert (allowed.status_code, searches.taken) == (404, 0)
-    assert api.get(f"/v1/regraft/jobs/ftjob-1/{path}").status_code == 404
+    assert api.get(f"/v1/{path}").status_code == 404
 
 
 def test_a_project_that_reads_as_many_files_as_it_may_downloads_no_archive(
