@@ -104,11 +104,15 @@ def measure_pages(server: Server, folder: Path, rounds: int) -> dict[str, float]
     with chromium() as browser:
         page = browser.new_page(base_url=f"http://127.0.0.1:{server.port}")
         loaded: list[Response] = []
-        page.on("response", loaded.append)
+
+        def remember(response: Response) -> None:
+            loaded.append(response)
+
+        page.on("response", remember)
         page.goto("/")
         page.get_by_label("API key").wait_for()
         size = sum(len(gzip.compress(one.body())) for one in loaded if one.ok)
-        page.remove_listener("response", loaded.append)
+        page.remove_listener("response", remember)
         log_in(page, server.key)
         session = page.context.new_cdp_session(page)
         session.send("Performance.enable", {"timeDomain": "threadTicks"})

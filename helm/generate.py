@@ -69,8 +69,9 @@ def _flat(schema: Any, whole: dict[str, Any]) -> Any:
     if "$ref" in schema:
         return _flat(whole["$defs"][schema["$ref"].rsplit("/", 1)[1]], whole)
     if "anyOf" in schema:
-        given = [one for one in schema["anyOf"] if one != {"type": "null"}]
-        return {"anyOf": _flat(given, whole)} if len(given) > 1 else _flat(given[0], whole)
+        flat = [_flat(one, whole) for one in schema["anyOf"] if one != {"type": "null"}]
+        given = [one for number, one in enumerate(flat) if one not in flat[:number]]
+        return {"anyOf": given} if len(given) > 1 else given[0]
     kept = {key: value for key, value in schema.items() if key not in ("title", "default", "format")}
     if "properties" in kept:  # names there are names, not keywords
         return kept | {"properties": {key: _flat(value, whole) for key, value in kept["properties"].items()}}

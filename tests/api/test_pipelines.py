@@ -9,11 +9,12 @@ import pytest
 from sqlalchemy import select, update
 from starlette.testclient import TestClient
 
+from api.http.deps import Service
 from api.pipelines.driver import AT_ONCE, PER_PROJECT, PipelineDriver
 from api.pipelines.stages import MAX_ERRORS, Advance
 from api.resources.pipelines import shown_spec
 from core.database.tables import Job, Pipeline, Project
-from core.jobs.claim import LeaseLost
+from core.jobs.claim import Claim, LeaseLost
 from core.pipelines import lifecycle
 from tests.api.conftest import House
 
@@ -343,14 +344,20 @@ def test_a_file_that_stops_the_service_again_and_again_fails_its_stage(
     assert "stopped repeatedly" in failed["error"]["message"]
 
 
-def test_one_task_of_a_process_looks_for_due_pipelines(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    driver, queries = PipelineDriver(house.app.state.service), 0
+class CountingDriver(PipelineDriver):
+    """A driver that counts how often it looks, and finds nothing."""
 
-    async def claim_next() -> None:
-        nonlocal queries
-        queries += 1
+    def __init__(self, service: Service) -> None:
+        super().__init__(service)
+        self.queries = 0
 
-    monkeypatch.setattr(driver, "claim_next", claim_next)
+    async def claim_next(self) -> tuple[Claim, str] | None:
+        self.queries += 1
+        return None
+
+
+def test_one_task_of_a_process_looks_for_due_pipelines(house: House) -> None:
+    driver = CountingDriver(house.app.state.service)
 
     async def run() -> None:
         with anyio.move_on_after(1):
@@ -358,7 +365,7 @@ def test_one_task_of_a_process_looks_for_due_pipelines(house: House, monkeypatch
 
     house.portal.call(run)
 
-    assert queries == 1
+    assert driver.queries == 1
 
 
 @pytest.mark.both_databases

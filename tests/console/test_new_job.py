@@ -392,7 +392,7 @@ def test_a_bad_row_of_a_supervised_file_is_shown_before_the_job_is_created(
     form.get_by_label("Validation file", exact=True).and_(form.locator("select")).select_option("")
 
     form.get_by_label("Upload training file").set_input_files(bad)
-    expect(form.get_by_text(re.compile("line 13: "))).to_be_visible()
+    expect(form.get_by_text(re.compile("^Training file file-.*: line 13: "))).to_be_visible()
 
     form.get_by_label("Upload training file").set_input_files(good)
     expect(form.get_by_text("All rows are valid: 12 for training, 0 for validation.")).to_be_visible()

@@ -237,6 +237,7 @@ SCOPES = (
     "read",
     "write",
     "admin",
+    "operator",
 )  # equal to core.tenancy.keys.SCOPES (by a test), which would import SQLAlchemy
 
 COMMANDS = (

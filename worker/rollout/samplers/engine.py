@@ -213,7 +213,7 @@ class SamplingEngine:
         if not output.finished:
             self._tokens[output.request_id] = len(answer.token_ids)
             return None
-        del self._tokens[output.request_id]
+        self._tokens.pop(output.request_id, None)
         return Finished(
             output.request_id,
             tuple(answer.token_ids),
