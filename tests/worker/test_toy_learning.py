@@ -1,7 +1,7 @@
 """A real model learns a toy task within eighteen steps, and learns nothing from rewards that say nothing.
 
-The reward is the share of tokens with an "e" in them. The control has loss dr_grpo with importance truncated, advantages
-not scaled: the plainest of the family (reward less its group's mean, one constant for all answers).
+The reward is the share of tokens with an "e" in them. The control has the plainest loss of the family: dr_grpo with
+importance truncated and advantages not scaled (reward less its group's mean, one constant for all answers).
 """
 
 import random
