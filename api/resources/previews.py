@@ -311,7 +311,7 @@ def _prepared(body: PreviewCreate, project: Project, service: Service) -> Prepar
 
 
 def _weights(body: PreviewCreate, asked: Asked, project: Project, service: Service) -> Served:
-    """What the job starts from: a base model, or a tuned model that it trains further.
+    """Resolve the weights that the job starts from: of a base model, or of a tuned model that it trains further.
 
     Raises:
         InvalidRequest: the files of the tuned model were deleted.
