@@ -913,7 +913,7 @@ def add_checkpoint(house: House, job_id: str, step: int, reward: float | None, *
 def test_an_unknown_teacher_is_refused_with_the_two_ways_to_have_one(
     api: TestClient, job_request: Callable[..., dict[str, Any]]
 ) -> None:
-    distillation = {"teacher": {"model": "org/large"}, "hyperparameters": {}}
+    distillation = {"teacher": {"model": "none"}, "hyperparameters": {}}
 
     answer = api.post(JOBS, json=job_request(method={"type": "distillation", "distillation": distillation}))
 
