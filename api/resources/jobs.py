@@ -1033,6 +1033,10 @@ def refuse_unusable_teacher(
             refuse_unusable_server(asked)
             return
         absent.param = TEACHER_PARAM
+        absent.message += (
+            " A model on a server teaches once the operator has named it under [models] in REGRAFT_GRADERS_FILE "
+            "(docs/howto/distillation.md)."
+        )
         raise
     if (teacher_base, _checkpoint_of(teacher)) == (base_model, _checkpoint_of(parent)):
         raise InvalidRequest(
