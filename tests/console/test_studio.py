@@ -487,13 +487,17 @@ def test_a_hostile_source_is_shown_as_text(
 def test_a_grader_is_also_written_where_the_editor_cannot_be_loaded(
     page: Page, server: Server, watched: tuple[BrowserContext, Watched], accessible: Accessible
 ) -> None:
-    watched[1].expected += ["ERR_FAILED", "400"]
+    watched[1].expected.append("ERR_FAILED")
     page.route("**/assets/editor-*.js", lambda route: route.abort())
+    server.client().post("/regraft/graders", body={"name": "plain", "grader": GRADER}, cast_to=object)
     log_in(page, server.key)
-    page.goto("/#/graders?on=rows")
+    page.goto("/#/graders?on=rows&stored=plain")
 
     expect(page.get_by_role("alert").filter(has_text="The editor could not be loaded")).to_be_visible()
-    page.get_by_label("Grader, as JSON").fill(json.dumps(GRADER))
+    page.get_by_label("Grader, as JSON").fill(json.dumps({**GRADER, "calculate_output": "says"}))
 
     page.get_by_text("The server accepts this grader.").wait_for()
+    page.get_by_role("button", name="Differences").click()
+    alerts = page.get_by_role("alert")
+    expect(alerts.filter(has_text="The differences could not be loaded")).to_be_visible()
     accessible(page)
