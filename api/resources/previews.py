@@ -26,7 +26,8 @@ from api.resources import estimates as sizes
 from api.resources.chat import Inference, Upstream, whole
 from api.resources.estimates import Asked, Size
 from api.resources.graders import TIMEOUT_S
-from api.resources.jobs import STORED_GRADER, TAKES_JOB, JobCreate, refuse_unusable
+from api.resources.job_body import STORED_GRADER, TAKES_JOB, JobCreate
+from api.resources.job_checks import refuse_unusable
 from core.chat import Chat, Served
 from core.database.tables import File, Project
 from core.database.tables import Preview as PreviewRow
