@@ -26,9 +26,7 @@ class AheadBatch:
     """A batch that is sampled before its step."""
 
     clock: Clock = field(default_factory=Clock)
-    waited: float = (
-        0.0  # seconds until the answers of the batches before it were sampled; a part of `clock`'s
-    )
+    waited: float = 0.0  # seconds until the batches before it were sampled, which `clock` counts too
     groups: asyncio.Task[list[Group]] = field(init=False)
 
     @property
@@ -79,8 +77,10 @@ class Collector:
         return [self._taught(group) for group in groups_P]
 
     async def _from_before(self, step: int, clock: Clock) -> list[Group]:
-        """The batch of step s is sampled with the policy of `off_policy_steps` updates before its own, s - 1: whatever
-        takes how long, and also after a restart."""
+        """Return the groups of the step, and start to sample the last step that may be ahead of it.
+
+        Step s is sampled with the policy after step s - 1 - `off_policy_steps`, regardless of timing and restarts.
+        """
         most = self.settings.off_policy_steps
         is_first = not self._ahead  # of the run, or after a restart
         if is_first:
