@@ -212,8 +212,15 @@ class CheckpointOut(BaseModel):
         )
 
 
+# The automatic values that a multiplier scales.
+SCALED = {"learning_rate": "learning_rate_multiplier", "group_size": "compute_multiplier"}
+
+
 def render_hyperparameters(job: Job) -> dict[str, Any]:
-    """The requested hyperparameters, "auto" included, and their resolved values once a run has resolved them."""
+    """The requested hyperparameters, "auto" included, and their resolved values once a run has resolved them.
+
+    A request may have all of it. So a multiplier of the request stays what its number comes from.
+    """
     asked: dict[str, Any] = job.body["hyperparameters"]
     resolved = job.resolved
     if resolved is None:
@@ -224,7 +231,8 @@ def render_hyperparameters(job: Job) -> dict[str, Any]:
         return distillation.shown(asked, resolved)
     # OpenAI's own names stay at the top level, where its users expect them.
     known = {name: value for name, value in resolved.items() if name in asked}
-    ours = {name: value for name, value in resolved.items() if name not in asked}
+    hidden = {"total_steps"} | {name for name, by in SCALED.items() if asked.get(by, "auto") != "auto"}
+    ours = {name: value for name, value in resolved.items() if name not in asked.keys() | hidden}
     return asked | known | {"advanced": shown_advanced(asked["advanced"], ours)}
 
 

@@ -219,12 +219,12 @@ class Hyperparameters(WithoutNulls):
             )
         if self.batch_size != "auto" and advanced.optimizer.mini_batches > self.batch_size:
             raise ValueError(f"{advanced.path('mini_batches')} cannot be more than batch_size")
-        if advanced.optimizer.learning_rate != "auto" and self.learning_rate_multiplier != "auto":
+        if advanced.optimizer.learning_rate != "auto" and self.learning_rate_multiplier not in ("auto", 1):
             raise ValueError(
                 "learning_rate_multiplier scales the automatic learning rate: give only one of it and "
                 f"{advanced.path('learning_rate')}"
             )
-        if advanced.sampling.group_size != "auto" and self.compute_multiplier != "auto":
+        if advanced.sampling.group_size != "auto" and self.compute_multiplier not in ("auto", 1):
             raise ValueError(
                 "compute_multiplier scales the automatic group size: give only one of it and "
                 f"{advanced.path('group_size')}"
@@ -498,7 +498,7 @@ def kept(resolved: Resolved, first: Mapping[str, Any] | None) -> Resolved:
 def shown_advanced(asked: Mapping[str, Any], resolved: Mapping[str, Any]) -> dict[str, Any]:
     """The stored `advanced` of a job with its resolved values, in the spelling of the request."""
     if not flat_names.has_groups(asked):
-        return {**asked, **resolved}
+        return {**asked, **{name: value for name, value in resolved.items() if value is not None}}
     known = {name: value for name, value in resolved.items() if name in FLAT and value is not None}
     others = {name: value for name, value in resolved.items() if name not in FLAT}
     chosen = flat_names.to_groups(known)

@@ -145,7 +145,10 @@ class SupervisedHyperparameters(WithoutNulls):
 
     @model_validator(mode="after")
     def _one_learning_rate(self) -> "SupervisedHyperparameters":
-        if self.advanced.optimizer.learning_rate != "auto" and self.learning_rate_multiplier != "auto":
+        if self.advanced.optimizer.learning_rate != "auto" and self.learning_rate_multiplier not in (
+            "auto",
+            1,
+        ):
             raise ValueError(
                 "learning_rate_multiplier scales the automatic learning rate: give only one of it and "
                 "advanced.optimizer.learning_rate"
@@ -376,10 +379,14 @@ def kept(resolved: ResolvedOffline, first: Mapping[str, Any] | None) -> Resolved
 
 
 def shown(asked: Mapping[str, Any], resolved: Mapping[str, Any]) -> dict[str, Any]:
-    """The requested hyperparameters with their resolved values, as the API shows them."""
+    """The requested hyperparameters with their resolved values, as the API shows them. A request may have all of it.
+
+    A multiplier of the request stays what the learning rate comes from.
+    """
     advanced = asked["advanced"]
     optimizer, lora, template = (dict(advanced[group]) for group in ("optimizer", "lora", "template"))
-    optimizer["learning_rate"] = resolved["learning_rate"]
+    if asked["learning_rate_multiplier"] == "auto":
+        optimizer["learning_rate"] = resolved["learning_rate"]
     # Those of a tuned model that is trained further, unless the request has others.
     lora |= {name: resolved[f"lora_{name}"] for name in ("rank", "alpha", "targets")}
     known = {name: resolved[name] for name in ("batch_size", "n_epochs")}

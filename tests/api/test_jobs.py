@@ -7,7 +7,7 @@ from sqlalchemy import select, update
 from starlette.testclient import TestClient
 
 from core.database.tables import Checkpoint, File, Job, StepMetric, TunedModel
-from core.jobs import events, queue
+from core.jobs import events, offline_hyperparameters, queue
 from core.jobs.hyperparameters import Hyperparameters, resolve
 from core.settings import GpuClass
 from graders.backends import Backends
@@ -118,8 +118,50 @@ def test_once_resolved_the_numbers_take_the_place_of_auto(
     shown = api.get(f"{JOBS}/{job['id']}").json()["method"]["reinforcement"]["hyperparameters"]
 
     assert (shown["batch_size"], shown["n_epochs"], shown["learning_rate_multiplier"]) == (8, 4, 2.0)
-    assert (shown["advanced"]["total_steps"], shown["advanced"]["learning_rate"]) == (20, 2e-3)
-    assert "total_steps" not in shown
+    assert shown["advanced"]["loss"] == "dapo"
+    assert "learning_rate" not in shown["advanced"] or shown["advanced"]["learning_rate"] == "auto"
+    assert "total_steps" not in shown.keys() | shown["advanced"].keys()
+
+
+@pytest.mark.parametrize("given", [{}, {"learning_rate_multiplier": 2.0, "compute_multiplier": 2.0}])
+def test_the_method_of_a_job_that_has_run_creates_the_same_job_again(
+    api: TestClient, house: House, create_job: Callable[..., dict[str, Any]], given: dict[str, Any]
+) -> None:
+    job = create_job(reinforcement={"hyperparameters": given})
+    run = resolve(Hyperparameters.model_validate(given), rows=100, parameters=500_000_000, context=4096)
+    change(house, resolved=run.model_dump(mode="json"))
+    shown = api.get(f"{JOBS}/{job['id']}").json()
+    files = {name: shown[name] for name in ("model", "training_file", "validation_file")}
+
+    again = api.post(JOBS, json={**files, "method": shown["method"]})
+
+    assert again.status_code == 200, again.text
+    resent = Hyperparameters.model_validate(again.json()["method"]["reinforcement"]["hyperparameters"])
+    assert resolve(resent, rows=100, parameters=500_000_000, context=4096) == run
+
+
+@pytest.mark.parametrize("kind", ["supervised", "dpo"])
+@pytest.mark.parametrize("given", [{}, {"learning_rate_multiplier": 2.0}])
+def test_the_method_of_an_offline_job_that_has_run_creates_the_same_job_again(
+    api: TestClient, house: House, upload: Callable[..., str], kind: str, given: dict[str, Any]
+) -> None:
+    asked = {
+        "model": "tiny",
+        "training_file": upload(),
+        "method": {"type": kind, kind: {"hyperparameters": given}},
+    }
+    created = api.post(JOBS, json=asked)
+    assert created.status_code == 200, created.text
+    stored = offline_hyperparameters.asked(kind, created.json()["method"][kind]["hyperparameters"])
+    run = offline_hyperparameters.resolve(kind, stored, rows=100, parameters=500_000_000)
+    change(house, resolved=run.model_dump(mode="json"))
+    shown = api.get(f"{JOBS}/{created.json()['id']}").json()["method"]
+
+    again = api.post(JOBS, json={**asked, "method": shown})
+
+    assert again.status_code == 200, again.text
+    resent = offline_hyperparameters.asked(kind, again.json()["method"][kind]["hyperparameters"])
+    assert offline_hyperparameters.resolve(kind, resent, rows=100, parameters=500_000_000) == run
 
 
 GROUPS: dict[str, Any] = {
@@ -162,7 +204,7 @@ def test_groups_show_the_resolved_numbers_where_they_had_auto(
     assert shown["advanced"]["loss"]["std"] == "population"
     assert shown["advanced"]["sampling"]["max_completion_tokens"] == 512
     assert shown["advanced"]["optimizer"]["learning_rate"] == run.learning_rate
-    assert (shown["batch_size"], shown["advanced"]["total_steps"]) == (run.batch_size, run.total_steps)
+    assert shown["batch_size"] == run.batch_size
     advanced = request["method"]["reinforcement"]["hyperparameters"]["advanced"]
     assert advanced["sampling"]["max_completion_tokens"] == "auto"
     assert api.post(JOBS, json=request).status_code == 200

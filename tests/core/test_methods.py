@@ -432,6 +432,7 @@ def test_a_factor_and_the_number_it_scales_exclude_each_other() -> None:
         ask({"learning_rate": 0.1}, learning_rate_multiplier=2.0)
     with pytest.raises(ValidationError, match="give only one of it and group_size"):
         ask({"group_size": 4}, compute_multiplier=2.0)
+    ask({"learning_rate": 0.1, "group_size": 4}, learning_rate_multiplier=1.0, compute_multiplier=1.0)
 
 
 @pytest.mark.parametrize("rule", ["papers", "signal"])

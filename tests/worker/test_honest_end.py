@@ -321,7 +321,9 @@ def test_the_no_signal_text_blames_the_task_where_the_model_never_was_better(ben
     run = trained(bench, grader=SameForAll(0.0))
     groups_P, _ = asyncio.run(run.collector.collect(1, Clock()))
 
-    silence = no_signal(groups_P, "outcome", [StepMetrics(step=0, full_valid_mean_reward=0.0)])
+    # A better validation says nothing: its rows are others, and its answers greedy.
+    steps = [StepMetrics(step=0, full_valid_mean_reward=0.3), StepMetrics(step=1, train_mean_reward=0.0)]
+    silence = no_signal(groups_P, "outcome", steps)
 
     assert silence is not None
     assert "all answers scored 0: the task is too hard" in silence.message

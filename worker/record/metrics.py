@@ -159,9 +159,10 @@ def no_signal(
 ) -> Silence | None:
     """A sentence about a step from which nothing can be learned; None if some group had signal.
 
-    `steps` are those before it. Where one of them had a much higher reward, the model has collapsed, and neither the
-    task nor the grader is to blame. Where one of them had signal and now most groups have nothing but full scores, the
-    model has learned the task. With `cause_known`, after a warning of collapse, the sentence names no cause.
+    `steps` are those before it. Where the first of them had a much higher training reward, the model has collapsed, and
+    neither the task nor the grader is to blame; a validation has other rows, and greedy answers. Where one of them had
+    signal and now most groups have nothing but full scores, the model has learned the task. With `cause_known`, after a
+    warning of collapse, the sentence names no cause.
     """
     kinds = Counter(grpo.signal(group.taught_by(supervision)) for group in groups_P)
     if kinds["mixed"] or any(group.has_teacher for group in groups_P):
@@ -176,12 +177,12 @@ def no_signal(
     silence = f"No signal: in none of the {len(groups_P)} groups did the answers differ in score."
     if cause_known:
         return Silence(silence)
-    reward, earlier = mean_reward(groups_P), _best_reward(steps)
-    if reward is not None and earlier is not None and reward < earlier[2] / 2:
-        split, step, best = earlier
+    reward, earlier = mean_reward(groups_P), first(steps, "train_mean_reward")
+    if reward is not None and earlier is not None and reward < earlier[1] / 2:
+        step, before = earlier
         return Silence(
-            f"{silence} The model has collapsed: its mean reward is {reward:.2f}, and {split} reward at step {step} "
-            f"was {best:.2f}. Lower the learning rate."
+            f"{silence} The model has collapsed: its mean reward is {reward:.2f}, and that of step {step} was "
+            f"{before:.2f}. Lower the learning rate."
         )
     if kind == "all_one" and any(step.groups_mixed_share for step in steps):
         return Silence(
@@ -189,16 +190,6 @@ def no_signal(
             is_success=True,
         )
     return Silence(f"{silence} Mostly {what[kind]}.")
-
-
-def _best_reward(steps: Steps) -> tuple[str, int, float] | None:
-    """The highest mean reward of the first steps that have one: validation of the base, and training of step 1.
-
-    Later steps would do as well; these two are the model before it has moved.
-    """
-    named = (("validation", "full_valid_mean_reward"), ("training", "train_mean_reward"))
-    rewards = [(split, *found) for split, name in named if (found := first(steps, name)) is not None]
-    return max(rewards, key=lambda one: one[2], default=None)
 
 
 def _split(split: str, groups_P: Sequence[Group]) -> dict[str, Any]:
