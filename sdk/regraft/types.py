@@ -502,6 +502,17 @@ class GraderTest(BaseModel):
     sub_rewards: dict[str, float] = {}
 
 
+class Alias(BaseModel):
+    """A name that a project gives to a model."""
+
+    id: str
+    name: str
+    model: str  # which answers
+    previous_model: str | None = None  # which a rollback restores
+    created_at: int
+    updated_at: int  # when it was last pointed at another model
+
+
 class StoredGrader(BaseModel):
     """A named grader with its current version."""
 

@@ -928,6 +928,23 @@ def test_models(regraft: Callable[..., tuple[int, str, str]], in_json: Callable[
     assert regraft("models", "delete", "tiny")[0] == 2
 
 
+def test_a_model_is_promoted_and_an_alias_rolled_back(
+    house: House, regraft: Callable[..., tuple[int, str, str]], in_json: Callable[..., Any]
+) -> None:
+    house.tuned("ft:tiny:acme::1")
+
+    first = regraft("models", "promote", "tiny", "--as", "production")[1]
+    second = regraft("models", "promote", "ft:tiny:acme::1", "--as", "production")[1]
+    listed = regraft("models", "aliases")[1].splitlines()[1].split()
+
+    assert first == "production: tiny answers now\n"
+    assert second == "production: ft:tiny:acme::1 answers now; before: tiny\n"
+    assert listed[:3] == ["production", "ft:tiny:acme::1", "tiny"]
+    assert in_json("models", "rollback", "production")["model"] == "tiny"
+    assert in_json("models", "aliases", "--delete", "production") == []
+    assert regraft("models", "rollback", "production")[0] == 3
+
+
 @pytest.mark.parametrize(
     ("argv", "code", "said"),
     [

@@ -69,7 +69,7 @@ from regraft.resources.evals import InvalidGate
 from regraft.resources.jobs import VALIDATE, validate_local, validation
 from regraft.resources.rollouts import Filters
 from regraft.saving import chunks, whole
-from regraft.types import ComparedPair, ComparedScores, GraderTest, Money, PreviewProgress, verdict_of
+from regraft.types import Alias, ComparedPair, ComparedScores, GraderTest, Money, PreviewProgress, verdict_of
 
 DONE, NO, USAGE, NOT_FOUND, AUTH, UNREACHABLE, QUOTA, INTERRUPTED = 0, 1, 2, 3, 4, 5, 6, 130
 BY_STATUS = {401: AUTH, 403: AUTH, 404: NOT_FOUND, 408: UNREACHABLE, 429: QUOTA}
@@ -1129,6 +1129,30 @@ def models_delete(arguments: argparse.Namespace) -> int:
     return _answer(arguments, deleted, lambda: f"Deleted {deleted.id}")
 
 
+def models_promote(arguments: argparse.Namespace) -> int:
+    alias = _client().aliases.promote(arguments.model, arguments.alias)
+    return _answer(arguments, alias, lambda: _pointed(alias))
+
+
+def models_rollback(arguments: argparse.Namespace) -> int:
+    alias = _client().aliases.rollback(arguments.alias)
+    return _answer(arguments, alias, lambda: _pointed(alias))
+
+
+def _pointed(alias: Alias) -> str:
+    before = f"; before: {alias.previous_model}" if alias.previous_model else ""
+    return f"{alias.name}: {alias.model} answers now{before}"
+
+
+def models_aliases(arguments: argparse.Namespace) -> int:
+    client = _client()
+    for name in arguments.delete:
+        client.aliases.delete(name)
+    listed = list(client.aliases.list(limit=100))
+    rows = [[one.name, one.model, one.previous_model or "-", when(one.updated_at)] for one in listed]
+    return _answer(arguments, listed, lambda: table(["alias", "model", "previous", "changed"], rows))
+
+
 def chat(arguments: argparse.Namespace) -> int:
     messages: list[Any] = [{"role": "system", "content": arguments.system}] if arguments.system else []
     options: dict[str, Any] = {"model": arguments.model}
@@ -1266,6 +1290,9 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
         checkpoints_download,
         models_list,
         models_delete,
+        models_promote,
+        models_rollback,
+        models_aliases,
         chat,
         migrate,
         evals_run,
