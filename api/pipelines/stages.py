@@ -12,10 +12,10 @@ from anyio import to_thread
 from sqlalchemy import select
 
 from api.http.deps import Service
-from api.resources import eval_checks, jobs, validation_split
+from api.resources import eval_checks, job_checks, jobs, validation_split
 from api.resources.estimates import in_reader
 from api.resources.eval_requests import RunCreate
-from api.resources.jobs import JobCreate
+from api.resources.job_body import JobCreate
 from api.resources.pipeline_requests import MixStage, SampleStage, SelectStage, of_pipeline, parsed_job
 from core.database.engine import Work, is_away, unit_of_work
 from core.database.tables import Eval, EvalRun, File, Job, Pipeline, Project
@@ -144,9 +144,9 @@ class Advance:
     async def _start_job(self, pipeline: Pipeline, stage: Stage, spec: Mapping[str, Any]) -> None:
         project, service = self.project, self.service
         body = parsed_job(of_pipeline(spec, pipeline.id, stage["name"]), stage["name"])
-        await jobs.refuse_unusable(body, service, project)
-        accepted = await to_thread.run_sync(jobs.accept, body, service, project)
-        preview = await to_thread.run_sync(jobs.preview_of, body, accepted.model, project, service)
+        await job_checks.refuse_unusable(body, service, project)
+        accepted = await to_thread.run_sync(job_checks.accept, body, service, project)
+        preview = await to_thread.run_sync(job_checks.preview_of, body, accepted.model, project, service)
         parts = None if body.validation_split is None else await self._split(body, body.validation_split)
         kept: list[str] = []
 

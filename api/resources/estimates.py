@@ -11,15 +11,9 @@ from pydantic import BaseModel
 
 from api.http.deps import ReadProject, Service, ServiceDep
 from api.http.openapi import FOR_ANY_KEY, refusals
-from api.resources.jobs import (
-    TAKES_JOB,
-    JobCreate,
-    PreviewedOut,
-    preview_of,
-    refuse_unusable,
-    start,
-    usable_model,
-)
+from api.resources.job_body import TAKES_JOB, JobCreate
+from api.resources.job_checks import preview_of, refuse_unusable, start, usable_model
+from api.resources.job_shapes import PreviewedOut
 from api.resources.validation_split import refuse_few_left
 from core.database.tables import File, Preview, Project
 from core.disconnect import until_gone

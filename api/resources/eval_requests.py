@@ -7,7 +7,7 @@ from pydantic import AliasChoices, BeforeValidator, Field, ValidationInfo, field
 
 from api.http.shapes import Body
 from api.http.stored_graders import OrStored
-from api.resources.jobs import MetadataKey, MetadataValue, NoNul
+from api.resources.job_body import MetadataKey, MetadataValue, NoNul
 from core.chat import AnyObject, MaxTokens, ReasoningEffort, Temperature, Text, TopP
 from core.errors import InvalidParameter
 from core.evals.items import MAX_ROWS

@@ -5,7 +5,7 @@ from typing import Any
 from fastapi import APIRouter
 
 from api.http.deps import CurrentProject, ReadSession
-from api.resources.jobs import STORED_GRADER
+from api.resources.job_body import STORED_GRADER
 from core.jobs import integrations, lifecycle
 from core.results.lineage import Parent
 from graders.spec import hide_secrets

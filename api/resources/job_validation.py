@@ -13,7 +13,8 @@ from api.http.openapi import FOR_ANY_KEY, refusals
 from api.http.shapes import Body
 from api.http.stored_graders import ResolvesGraders
 from api.http.validation_errors import explain
-from api.resources.jobs import GRADER_PATH, JobCreate, accept, refuse_unusable
+from api.resources.job_body import GRADER_PATH, JobCreate
+from api.resources.job_checks import accept, refuse_unusable
 from core.database.tables import Project
 from core.storage import files
 from graders.spec import hide_secrets

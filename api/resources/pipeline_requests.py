@@ -9,7 +9,7 @@ from api.http.shapes import Body
 from api.http.stored_graders import OrStored
 from api.http.validation_errors import explain
 from api.resources.eval_requests import CompletionsParams, Metadata, Name, RunBudget
-from api.resources.jobs import JobCreate
+from api.resources.job_body import JobCreate
 from core.errors import InvalidRequest
 from core.pipelines.graph import KINDS, MAX_STAGES, PlannedStage
 from core.pipelines.rows import Form, Selection

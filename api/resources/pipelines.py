@@ -15,7 +15,7 @@ from api.http.idempotency import Once
 from api.http.openapi import refusals
 from api.http.shapes import After, EndedListing, Limit, clamped, ends
 from api.http.stored_graders import EVERY, TYPE, ResolvedReference, ResolvesGraders
-from api.resources import jobs, pipeline_requests
+from api.resources import job_body, job_checks, pipeline_requests
 from api.resources.graders import refuse
 from api.resources.pipeline_requests import PipelineClone, PipelineCreate, StageCreate
 from core.database.engine import Work
@@ -130,7 +130,7 @@ def shown_spec(spec: Mapping[str, Any]) -> dict[str, Any]:
     response_model=PipelineOut,
     responses=refusals(404),
     dependencies=[
-        Depends(ResolvesGraders(("stages", EVERY, "job", *jobs.GRADER_PATH), keep=True)),
+        Depends(ResolvesGraders(("stages", EVERY, "job", *job_body.GRADER_PATH), keep=True)),
         Depends(ResolvesGraders(("stages", EVERY, "sample", "grader"))),
     ],
 )
@@ -169,9 +169,9 @@ async def _refuse_stage(stage: StageCreate, where: str, service: Service, projec
         named = {path for path, _ in graph.references(stage.job)}
         try:
             if not any(path.startswith(".method") for path in named):
-                await jobs.refuse_unusable(job, service, project)
-            if named.isdisjoint((".model", f".{jobs.TEACHER_PARAM}")):
-                await to_thread.run_sync(jobs.accept, job, service, project)
+                await job_checks.refuse_unusable(job, service, project)
+            if named.isdisjoint((".model", f".{job_checks.TEACHER_PARAM}")):
+                await to_thread.run_sync(job_checks.accept, job, service, project)
             await to_thread.run_sync(_refuse_files, job, named, service, project)
         except ModelNotFound as missing:
             missing.param = f"{where}.{missing.param}"
@@ -184,7 +184,7 @@ async def _refuse_stage(stage: StageCreate, where: str, service: Service, projec
     await to_thread.run_sync(_refuse_sources, stage, where, service, project)
 
 
-def _refuse_files(job: jobs.JobCreate, named: set[str], service: Service, project: Project) -> None:
+def _refuse_files(job: job_body.JobCreate, named: set[str], service: Service, project: Project) -> None:
     with service.database.read() as session:
         for param in ("training_file", "validation_file"):
             file_id = getattr(job, param)

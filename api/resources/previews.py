@@ -1,4 +1,4 @@
-"""/v1/regraft/previews: sample a few rows with the base model before creating a job.
+"""/v1/regraft/previews: sample a few rows with the model that a job would start from, before creating the job.
 
 This process runs a preview in the background and stores it (core/results/previews.py).
 """
@@ -26,12 +26,14 @@ from api.resources import estimates as sizes
 from api.resources.chat import Inference, Upstream, whole
 from api.resources.estimates import Asked, Size
 from api.resources.graders import TIMEOUT_S
-from api.resources.jobs import STORED_GRADER, TAKES_JOB, JobCreate, refuse_unusable
+from api.resources.job_body import STORED_GRADER, TAKES_JOB, JobCreate
+from api.resources.job_checks import refuse_unusable
 from core.chat import Chat, Served
 from core.database.tables import File, Project
 from core.database.tables import Preview as PreviewRow
 from core.disconnect import until_gone
 from core.errors import InvalidRequest, NotReady, ServiceError, TooManyAtOnce
+from core.evals import targets
 from core.inference import address_of, not_served
 from core.jobs import estimates, usage
 from core.jobs.estimates import Range
@@ -295,7 +297,8 @@ def _prepared(body: PreviewCreate, project: Project, service: Service) -> Prepar
             raise beyond
     asked = sizes.asked(body, project, service)
     rows = _some_rows(service.blobs, asked.training, body.rows, body.seed or 0)
-    chats = [_chat(body, asked, row, member) for row in rows for member in range(body.samples)]
+    weights = _weights(body, asked, project, service)
+    chats = [_chat(body, asked, weights, row, member) for row in rows for member in range(body.samples)]
     wanted = previews.parts_of(
         body.model, asked.model, body.method_body(), asked.settings, asked.training.sha256
     )
@@ -306,6 +309,30 @@ def _prepared(body: PreviewCreate, project: Project, service: Service) -> Prepar
         completions = [Completion.stored(answer) for answer in earlier.answers or []]
         answered = earlier.id, completions, earlier.report["sampling"]["seconds"]
     return Prepared(body, project.id, asked, rows, chats, wanted, answered)
+
+
+def _weights(body: PreviewCreate, asked: Asked, project: Project, service: Service) -> Served:
+    """Resolve the weights that the job starts from: of a base model, or of a tuned model that it trains further.
+
+    Raises:
+        InvalidRequest: the files of the tuned model were deleted.
+    """
+    with service.database.read() as session:
+        weights = targets.served(session, service.blobs, service.registry, project.id, body.model)
+    if weights is None:
+        raise InvalidRequest(
+            f"The files of '{body.model}' were deleted, so it cannot be used.",
+            param="model",
+            code="model_not_available",
+        )
+    sampling = body.reinforcement(PREVIEW).hyperparameters.advanced.sampling
+    return weights.model_copy(
+        update={
+            "chat_template": None if sampling.chat_template == "auto" else sampling.chat_template,
+            "chat_template_kwargs": sampling.chat_template_kwargs or None,
+            "thinking_budget": None if sampling.thinking_budget == "auto" else sampling.thinking_budget,
+        }
+    )
 
 
 def _refuse_unserved(upstream: Upstream, model: str) -> None:
@@ -334,7 +361,7 @@ async def create_preview(
     upstream: Inference,
     uow: UnitOfWork,
 ) -> PreviewOut | Response:
-    """Sample a few rows with the base model and grade them as the job would, in the background.
+    """Sample a few rows with the job's model and grade them as the job would, in the background.
 
     The inference server samples the answers with the job's parameters, and the job's grader judges them. Tokens of
     judges count towards the project's limit. Answers of an earlier preview that differs only in its grader are graded
@@ -577,7 +604,7 @@ def _some_rows(blobs: BlobStore, file: File, count: int, seed: int) -> list[Exam
     return sorted(chosen, key=lambda row: row.line)
 
 
-def _chat(body: PreviewCreate, asked: Asked, row: Example, member: int) -> dict[str, Any]:
+def _chat(body: PreviewCreate, asked: Asked, weights: Served, row: Example, member: int) -> dict[str, Any]:
     """The request for one answer, with the job's sampling parameters."""
     hyperparameters = body.reinforcement(PREVIEW).hyperparameters
     effort = hyperparameters.reasoning_effort
@@ -589,7 +616,7 @@ def _chat(body: PreviewCreate, asked: Asked, row: Example, member: int) -> dict[
     try:
         chat = Chat.model_validate(
             {
-                "model": asked.name,
+                "model": asked.name if weights.adapter is None else body.model,
                 # Message weights apply to a supervised loss, which a job does not have.
                 "messages": [
                     {key: value for key, value in message.items() if key != "weight"}
@@ -608,14 +635,7 @@ def _chat(body: PreviewCreate, asked: Asked, row: Example, member: int) -> dict[
         raise InvalidRequest(
             f"line {row.line} cannot be previewed: {where}: {first['msg']}", param="training_file"
         ) from None
-    sampling = hyperparameters.advanced.sampling
-    served = Served(
-        base_model=asked.name,
-        chat_template=None if sampling.chat_template == "auto" else sampling.chat_template,
-        chat_template_kwargs=sampling.chat_template_kwargs or None,
-        thinking_budget=None if sampling.thinking_budget == "auto" else sampling.thinking_budget,
-    )
-    return chat.model_dump(mode="json", by_alias=True, exclude_none=True) | {"regraft": served.to_wire()}
+    return chat.model_dump(mode="json", by_alias=True, exclude_none=True) | {"regraft": weights.to_wire()}
 
 
 async def _all(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:

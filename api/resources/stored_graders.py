@@ -18,7 +18,7 @@ from api.http.shapes import After, Body, Limit, Listing, clamped
 from api.http.stored_graders import StoredName, Version
 from api.resources import graders
 from api.resources.graders import TAKES_GRADER, TIMEOUT_S, Grader
-from api.resources.jobs import NoNul
+from api.resources.job_body import NoNul
 from core import golden_cases, stored_graders
 from core.database.engine import Work
 from core.database.tables import GoldenCase, GraderVersion, Project, StoredGrader

@@ -24,7 +24,7 @@ from starlette.types import Receive, Scope, Send
 from api.http.admission import AdmittedRequest
 from api.http.deps import CurrentCaller, CurrentProject, ServiceDep
 from api.http.shutdown import Shutdown
-from api.resources.jobs import EventOut
+from api.resources.job_shapes import EventOut
 from core.database.engine import Database
 from core.database.tables import ApiKey
 from core.errors import InvalidApiKey

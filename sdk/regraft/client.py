@@ -153,7 +153,7 @@ class Regraft(openai.OpenAI):
         samples: int | None = None,
         progress: Callable[[PreviewProgress], None] = lambda progress: None,
     ) -> PreviewReport:
-        """Sample and grade a few rows with the base model, and estimate the job: how many answers pass, and whether
+        """Sample and grade a few rows with the job's model, and estimate the job: how many answers pass, and whether
         there is signal to learn from. Uploads local files; creates no job.
 
         The server samples `samples` answers to each of `rows`, by default 8 and 8. `progress` is called with how far

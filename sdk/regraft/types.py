@@ -425,7 +425,7 @@ class PreviewProgress(BaseModel):
 
 
 class PreviewReport(Estimate):
-    """The results of the base model on a few rows of a job, and the job's estimate."""
+    """The results of a job's model on a few rows, and the job's estimate."""
 
     prompts: list[PreviewedPrompt]
     answers: int
@@ -455,7 +455,7 @@ class PreviewError(BaseModel):
 
 
 class Preview(BaseModel):
-    """Answers of the base model to a few rows of a job, graded as in the job."""
+    """Answers of a job's model to a few rows, graded as in the job."""
 
     id: str
     created_at: int

@@ -910,6 +910,19 @@ def add_checkpoint(house: House, job_id: str, step: int, reward: float | None, *
         return checkpoint.id
 
 
+def test_an_unknown_teacher_is_refused_with_the_two_ways_to_have_one(
+    api: TestClient, job_request: Callable[..., dict[str, Any]]
+) -> None:
+    distillation = {"teacher": {"model": "none"}, "hyperparameters": {}}
+
+    answer = api.post(JOBS, json=job_request(method={"type": "distillation", "distillation": distillation}))
+
+    assert answer.status_code == 404
+    message = answer.json()["error"]["message"]
+    assert "Available: " in message or "Base models: " in message
+    assert "under [models] in REGRAFT_GRADERS_FILE" in message
+
+
 @pytest.mark.both_databases
 def test_kept_checkpoints_are_listed_newest_first_with_their_names(
     api: TestClient, house: House, create_job: Callable[..., dict[str, Any]]

@@ -1,6 +1,7 @@
 """Previews over real connections, with an inference server that answers as it is told."""
 
 import asyncio
+import hashlib
 import json
 import threading
 from collections import Counter
@@ -33,6 +34,7 @@ from graders.spec import GraderSpec
 from graders.types import Grader
 from tests.api.conftest import GRADER, House
 from tests.api.test_chat import served
+from tests.api.test_full import tuned
 from tests.graders.servers import serving, verdict
 from tests.present import untyped
 from tests.thinking import HYBRID, make_thinking_model
@@ -547,6 +549,25 @@ def test_the_answers_are_sampled_as_the_job_would(
             "response_format": FORMAT,
             "regraft": {"base_model": "tiny", "adapter": None},
         }
+
+
+def test_a_tuned_model_that_a_job_would_train_further_answers_itself(
+    web: httpx.Client, house: House, model: Model, body: Callable[..., dict[str, Any]]
+) -> None:
+    name, manifest = "ft:tiny:o::1", b'{"format": 1, "files": []}'
+    tuned(house, name, {})
+    asked = body(model=name)
+
+    # Its files are deleted with its checkpoint.
+    assert error(web.post(PREVIEW, json=asked), 400)["code"] == "model_not_available"
+
+    house.blobs.put_bytes("checkpoints/4/manifest.json", manifest)
+    report(web, asked)
+    adapter = {"prefix": "checkpoints/4", "manifest_sha256": hashlib.sha256(manifest).hexdigest()}
+    assert [one["model"] for one in model.asked] == [name] * len(model.asked)
+    assert [one["regraft"] for one in model.asked] == [{"base_model": "tiny", "adapter": adapter}] * len(
+        model.asked
+    )
 
 
 def test_one_seed_draws_the_same_rows_and_answers_and_another_draws_others(

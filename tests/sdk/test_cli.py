@@ -389,6 +389,14 @@ def test_a_job_is_shown_with_the_course_of_its_rewards(
     assert lines["finished"] == "2023-11-14 22:13 UTC"
 
 
+def test_a_job_that_ended_is_shown_with_what_it_used(
+    regraft: Callable[..., tuple[int, str, str]], house: House
+) -> None:
+    job_id = house.job(status="succeeded", usage={"gpu_seconds": 5430.0}, gpu_seconds=5430.0)
+
+    assert re.search("^GPU time +1 h 30 min$", regraft("jobs", "show", job_id)[1], re.MULTILINE)
+
+
 def test_a_supervised_job_is_shown_with_the_course_of_its_losses(
     regraft: Callable[..., tuple[int, str, str]], house: House
 ) -> None:

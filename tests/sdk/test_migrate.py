@@ -10,7 +10,7 @@ from regraft.cli import main
 from regraft.migrate import migrate, toml
 from regraft.requests import InvalidRequestFile, read_job
 
-from api.resources.jobs import JobCreate
+from api.resources.job_body import JobCreate
 from tests.present import present
 from tests.sdk.conftest import GRADER
 

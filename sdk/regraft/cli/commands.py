@@ -773,6 +773,10 @@ def _job(job: FineTuningJob, steps: list[dict[str, Any]]) -> str:
     estimate = getattr(job, "estimate", None)
     if estimate and job.estimated_finish is not None and job.status not in FINAL:
         shown |= expected_costs(estimate, job.estimated_finish, time.time())
+    elif used := getattr(job, "usage_metrics", None):
+        shown["GPU time"] = duration(used["gpu_seconds"])
+        if cost := used.get("cost"):
+            shown["cost"] = f"{cost['amount']:.2f} {cost['currency']}"
     marks, axis = marks_for(sys.stdout.encoding), axis_of(grader_of(job))
     for name, key in (("train reward", "train_mean_reward"), ("valid reward", "full_valid_mean_reward")):
         values = [step[key] for step in steps if step.get(key) is not None]

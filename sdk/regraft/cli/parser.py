@@ -232,7 +232,7 @@ def _jobs(top: Commands) -> None:
     first.add_argument(
         "--preview",
         action="store_true",
-        help="sample a few rows with the base model, then ask for confirmation (without a terminal: --yes)",
+        help="sample a few rows with the model, then ask for confirmation (without a terminal: --yes)",
     )
     create.add_argument("--rows", type=int, metavar="N", help="rows of the preview (default: 8)")
     create.add_argument(

@@ -1,0 +1,316 @@
+"""The body of a request for a job, as POST /v1/fine_tuning/jobs reads it."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Annotated, Any, Self
+
+from fastapi import Depends
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticKnownError
+
+from api.http.shapes import Body
+from api.http.stored_graders import OrStored, ResolvedReference, ResolvesGraders
+from api.resources.integrations import Integrations
+from core.errors import InvalidParameter, InvalidRequest
+from core.jobs import budgets, methods, offline_hyperparameters
+from core.jobs.budgets import Price
+from core.jobs.distillation import Distillation
+from core.jobs.hyperparameters import Hyperparameters
+from core.response_format import ResponseFormat
+from core.storage.splitting import MAX_SHARE
+from core.strict import StrictModel
+from graders.build import reward_model_parts
+from graders.spec import GIVE_STEPS, GraderSpec, dump, parse_grader
+
+GRADER_PARAM = "method.reinforcement.grader"
+GRADER_PATH = tuple(GRADER_PARAM.split("."))
+# The `dependencies` of endpoints whose body is that of a job.
+TAKES_JOB = [Depends(ResolvesGraders(GRADER_PATH, keep=True))]
+STORED_GRADER = "stored_grader"  # in the method of a job: the reference that its grader was created from
+Checked = BeforeValidator(partial(parse_grader, param=GRADER_PARAM))
+NoNul = r"^[^\x00]*$"  # PostgreSQL can store it, but not search for it
+
+
+def _printable(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError("only letters, digits, punctuation and plain spaces are allowed")
+    return text
+
+
+Suffix = Annotated[str, Field(min_length=1, max_length=64), AfterValidator(_printable)]
+MetadataKey = Annotated[str, Field(max_length=64, pattern=NoNul)]
+MetadataValue = Annotated[str, Field(max_length=512, pattern=NoNul)]
+
+
+def _nothing(value: Any, info: ValidationInfo) -> None:
+    """Accept null and empty values; reject anything else by name."""
+    if value not in (None, [], {}):
+        where = f"method.reinforcement.{info.field_name}"
+        message = f"'{where}' is not supported by this version: answers are single messages without tools."
+        raise InvalidParameter(message, param=where, code="unsupported_parameter")
+
+
+Nothing = Annotated[None, BeforeValidator(_nothing)]
+
+
+def _empty_for_null(value: Any) -> Any:
+    return {} if value is None else value
+
+
+class RewardModelMethod(StrictModel):
+    hyperparameters: Annotated[
+        offline_hyperparameters.RewardHyperparameters, BeforeValidator(_empty_for_null)
+    ] = offline_hyperparameters.RewardHyperparameters()
+
+
+class Reinforcement(StrictModel):
+    grader: Annotated[GraderSpec, Checked, OrStored()]
+    hyperparameters: Annotated[Hyperparameters, BeforeValidator(_empty_for_null)] = Hyperparameters()
+    response_format: ResponseFormat | None = None
+    tools: Nothing = None  # Azure's field, as is the next one
+    max_episode_steps: Nothing = None
+    _stored: ResolvedReference | None = PrivateAttr(default=None)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _notes_the_reference(cls, sent: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """Validate the specification of a stored grader, and remember where it came from."""
+        found = ResolvedReference.of(sent.get("grader")) if isinstance(sent, Mapping) else None
+        if found is None:
+            return handler(sent)
+        made = handler({**sent, "grader": found.grader})
+        made._stored = found
+        return made
+
+    def stored_grader(self) -> dict[str, str] | None:
+        """The name and the version of the stored grader; None: the request has a specification."""
+        return None if self._stored is None else self._stored.shown()
+
+    @model_validator(mode="after")
+    def _steps_come_from_somewhere(self) -> "Reinforcement":
+        if self.hyperparameters.advanced.supervision == "process" and self.grader.type not in GIVE_STEPS:
+            raise ValueError(
+                f"supervision 'process' needs a grader that scores steps ({' or '.join(GIVE_STEPS)}), "
+                f"and '{self.grader.type}' gives one score per answer"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _reward_models_have_the_weights_to_themselves(self) -> "Reinforcement":
+        schedule = self.hyperparameters.advanced.schedule
+        while_sampling = schedule.type == "off_policy" or schedule.overlap
+        if while_sampling and any(reward_model_parts(self.grader)):
+            raise ValueError(
+                "a grader with a reward model needs the schedule on_policy without overlap: it computes with the "
+                "weights of the policy, which sample or learn meanwhile"
+            )
+        return self
+
+
+class SupervisedMethod(StrictModel):
+    hyperparameters: Annotated[
+        offline_hyperparameters.SupervisedHyperparameters, BeforeValidator(_empty_for_null)
+    ] = offline_hyperparameters.SupervisedHyperparameters()
+
+
+class DpoMethod(StrictModel):
+    hyperparameters: Annotated[
+        offline_hyperparameters.DpoHyperparameters, BeforeValidator(_empty_for_null)
+    ] = offline_hyperparameters.DpoHyperparameters()
+
+
+def _of_its_type(value: Any, info: ValidationInfo) -> Any:
+    """Accept the object of the method's own type; null means its defaults, which reinforcement does not have."""
+    kind = info.data.get("type")
+    if kind is None:  # reported already
+        return None
+    if info.field_name != kind:
+        if value is not None:  # a client's typed object serializes unused methods as nulls
+            raise ValueError(f"it must be absent if the type is '{kind}'")
+        return None
+    if value is None and kind == "reinforcement":
+        raise PydanticKnownError("missing")
+    return {} if value is None else value
+
+
+OfItsType = BeforeValidator(_of_its_type)
+
+
+class Method(StrictModel):
+    type: methods.Method
+    supervised: Annotated[SupervisedMethod | None, OfItsType] = Field(default=None, validate_default=True)
+    dpo: Annotated[DpoMethod | None, OfItsType] = Field(default=None, validate_default=True)
+    reward_model: Annotated[RewardModelMethod | None, OfItsType] = Field(default=None, validate_default=True)
+    reinforcement: Annotated[Reinforcement | None, OfItsType] = Field(default=None, validate_default=True)
+    distillation: Annotated[Distillation | None, OfItsType] = Field(default=None, validate_default=True)
+
+    @property
+    def learns_from_file(self) -> bool:
+        """Whether the answers are in the file, so that none are sampled."""
+        mode = None if self.distillation is None else self.distillation.mode
+        return methods.variant(self.type, {"mode": mode}) in methods.OFFLINE
+
+
+# Times the smallest automatic learning rate it is about 1.
+MAX_MULTIPLIER = 1e5
+# Above any realistic budget; keeps sums of such numbers finite.
+Positive = Annotated[float, Field(gt=0, le=1e12, allow_inf_nan=False)]
+
+
+class Budget(StrictModel):
+    """A cap on a job's usage: {"gpu_seconds"}, or {"amount", "currency"} at the service's price."""
+
+    gpu_seconds: Positive | None = None
+    amount: Positive | None = None
+    currency: Annotated[str, Field(max_length=3)] | None = None
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> "Budget":
+        if (self.gpu_seconds is None) == (self.amount is None):
+            raise ValueError("give either gpu_seconds, or amount and currency")
+        if (self.amount is None) != (self.currency is None):
+            raise ValueError("amount and currency must be given together")
+        return self
+
+    def to_row(self, price: Price) -> dict[str, Any]:
+        return budgets.to_row(self.model_dump(exclude_none=True), price)
+
+
+class BudgetChange(Body):
+    budget: Budget | None  # null removes the cap; the field is required, so that an empty request is an error
+
+
+def _null(value: Any) -> None:
+    """Only null and empty values reach this: see `with_method`."""
+
+
+def with_method(sent: Mapping[str, Any]) -> dict[str, Any]:
+    """The request with its method spelled out. Without a method it is supervised, as at OpenAI.
+
+    Raises:
+        InvalidParameter: the top-level `hyperparameters`, which are those of supervised jobs, do not fit the method.
+    """
+    method, top = sent.get("method"), sent.get("hyperparameters")
+    rest = {name: value for name, value in sent.items() if name != "hyperparameters"}
+    if method is None:
+        method = {"type": "supervised"}
+    if not top or not isinstance(method, Mapping):
+        return {**rest, "method": method}
+    kind = method.get("type")
+    if kind != "supervised":
+        raise InvalidParameter(
+            "The top-level 'hyperparameters' is deprecated and belongs to supervised jobs. Send "
+            f"'method.{kind}.hyperparameters' instead.",
+            param="hyperparameters",
+            code="unsupported_parameter",
+        )
+    inner = method.get("supervised")
+    given = inner.get("hyperparameters") if isinstance(inner, Mapping) else None
+    if given and given != top:
+        raise InvalidParameter(
+            "'hyperparameters' and 'method.supervised.hyperparameters' differ. Send the latter only.",
+            param="hyperparameters",
+            code="invalid_value",
+        )
+    return {**rest, "method": {**method, "supervised": {"hyperparameters": top}}}
+
+
+class JobCreate(Body):
+    model: str
+    training_file: str
+    method: Method
+    # Extension: extra_body={"validation_split": 0.1}. This part of the training rows becomes the validation file.
+    validation_split: Annotated[float, Field(gt=0, le=MAX_SHARE)] | None = None
+    # Required by jobs that sample answers, as in OpenAI's guide.
+    validation_file: str | None = Field(default=None, validate_default=True)
+    suffix: Suffix | None = None
+    seed: Annotated[int, Field(ge=0, le=2147483647)] | None = None
+    metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = None
+    integrations: Integrations | None = None
+    budget: Budget | None = None  # extension: extra_body={"budget": ...}
+    # Extension: a preview of this request, which the job shows. Without it, the newest one is found.
+    preview: Annotated[str, Field(max_length=64, pattern=NoNul)] | None = None
+    # Azure's price tier. Accepted and ignored.
+    training_type: str | None = Field(default=None, alias="trainingType", max_length=64)
+    # Deprecated by OpenAI: those of method.supervised, where `with_method` puts them.
+    hyperparameters: Annotated[
+        offline_hyperparameters.SupervisedHyperparameters | None, BeforeValidator(_null)
+    ] = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_method(cls, sent: Any) -> Any:
+        return with_method(sent) if isinstance(sent, dict) else sent
+
+    @field_validator("validation_file", mode="before")
+    @classmethod
+    def _required(cls, file_id: Any, info: ValidationInfo) -> Any:
+        method = info.data.get("method")
+        split = info.data.get("validation_split")
+        if file_id is not None and split is not None:
+            raise ValueError("send either validation_file or validation_split")
+        if file_id is None and split is None and method is not None and not method.learns_from_file:
+            raise PydanticKnownError("missing")
+        return file_id
+
+    @field_validator("preview")
+    @classmethod
+    def _has_previews(cls, preview: str | None, info: ValidationInfo) -> str | None:
+        method = info.data.get("method")
+        if preview is not None and method is not None and method.reinforcement is None:
+            raise ValueError("only reinforcement jobs have previews")
+        return preview
+
+    @field_validator("validation_file")
+    @classmethod
+    def _differs(cls, file_id: str | None, info: ValidationInfo) -> str | None:
+        if file_id is not None and file_id == info.data.get("training_file"):
+            raise ValueError(
+                "it must not be the training file: its figures would say nothing about new prompts"
+            )
+        return file_id
+
+    def reinforcement(self, what: str) -> Reinforcement:
+        """method.reinforcement, for a request that is about `what` of it.
+
+        Raises:
+            InvalidRequest: the job has another method.
+        """
+        if self.method.reinforcement is None:
+            raise InvalidRequest(
+                f"{what} needs a job with method 'reinforcement', and this one has '{self.method.type}'.",
+                param="method.type",
+                code="unsupported_method",
+            )
+        return self.method.reinforcement
+
+    def method_body(self) -> dict[str, Any]:
+        """The object of the method as the job stores and shows it."""
+        offline = self.method.supervised or self.method.dpo or self.method.reward_model
+        if offline is not None:
+            return {"hyperparameters": offline.hyperparameters.model_dump(mode="json")}
+        if self.method.distillation is not None:
+            return self.method.distillation.model_dump(mode="json")
+        asked = self.reinforcement("A grader")
+        body = {
+            "grader": dump(asked.grader),
+            "hyperparameters": asked.hyperparameters.model_dump(mode="json"),
+            "response_format": asked.response_format.to_row() if asked.response_format else None,
+        }
+        stored = asked.stored_grader()
+        return body if stored is None else body | {STORED_GRADER: stored}
+
+    @property
+    def warnings(self) -> list[str]:
+        """One sentence for each accepted value without effect."""
+        asked = self.method.reinforcement
+        return [] if asked is None else asked.hyperparameters.warnings

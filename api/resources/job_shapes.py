@@ -1,0 +1,261 @@
+"""Jobs, their events and their checkpoints, as responses show them."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel
+
+from api.http.shapes import Measured, SchemaOf
+from core.database.tables import Checkpoint, Event, Job
+from core.jobs import (
+    budgets,
+    distillation,
+    fairness,
+    integrations,
+    lifecycle,
+    methods,
+    offline_hyperparameters,
+    usage,
+)
+from core.jobs.budgets import Price
+from core.jobs.hyperparameters import shown_advanced
+from core.results import evals
+from core.results.lineage import Parent
+from graders.spec import hide_secrets
+
+
+class QueueOut(BaseModel):
+    """Position of a waiting job in its queue, from 1, and what blocks it."""
+
+    position: int
+    reason: str
+
+
+class VerdictOut(BaseModel):
+    """The delivered model against the start of the job on the validation rows (docs/howto/training.md, Verdict)."""
+
+    outcome: Literal["improved", "no_difference", "worse"]
+    base_reward: float
+    tuned_reward: float
+    difference: float
+    ci_low: float | None
+    ci_high: float | None
+    wins: int
+    losses: int
+    ties: int
+    rows: int
+    ungraded: int
+    step: int
+    ground: str | None = None  # null: decided by the interval alone
+    start: str | None = None  # the tuned model that the job trained further; null: the base model
+
+
+class ProgressOut(BaseModel):
+    """The work of the job's run inside of its step, about a second ago."""
+
+    step: int | None  # null: no step has begun. 0: the validation of the model that the job starts from
+    phase: Literal[
+        "loading",
+        "sampling",
+        "grading",
+        "training",
+        "validation",
+        "saving",
+        "waiting for the database",
+        "waiting for the blob store or the disk",
+    ]
+    done: int | None  # answers of this phase, or rows of a file; null: none are counted
+    of: int | None
+    since: int  # Unix time in seconds
+
+
+class JobErrorOut(BaseModel):
+    code: str
+    message: str
+    param: str | None
+
+
+class MethodOut(BaseModel, extra="allow"):
+    """The method, and under its type its object, as in the request."""
+
+    type: methods.Method
+
+
+class PreviewedOut(BaseModel):
+    """The results of the preview of the same request (docs/howto/preview.md)."""
+
+    id: str
+    created_at: int
+    answers: int
+    passed: int
+    mean_reward: float | None
+    signal: float  # the expected share of groups with signal at the job's group size
+    verdict: str
+
+
+class JobOut(BaseModel):
+    """Every key of OpenAI's job is always present, with null for no value."""
+
+    id: str
+    object: Literal["fine_tuning.job"] = "fine_tuning.job"
+    created_at: int
+    finished_at: int | None
+    estimated_finish: int | None
+    model: str
+    fine_tuned_model: str | None
+    organization_id: str
+    status: str
+    training_file: str
+    validation_file: str | None
+    result_files: list[str]
+    trained_tokens: int | None
+    error: Annotated[dict[str, Any], SchemaOf(JobErrorOut)] | None
+    seed: int
+    hyperparameters: dict[str, Any] | None  # of a supervised job, as in method.supervised; else null
+    method: Annotated[dict[str, Any], SchemaOf(MethodOut)]
+    integrations: list[Any]
+    metadata: dict[str, str] | None
+    user_provided_suffix: str | None
+    usage_metrics: dict[str, Any] | None
+    queue: QueueOut | None  # null: the job is not waiting
+    shared_with_openai: Literal[False] = False
+    eval_id: str | None  # the eval of its validations; null: nothing is graded
+    # Extensions.
+    lineage: dict[str, Any] | None  # the tuned model that the job trains further; null: a base model
+    budget: dict[str, Any] | None
+    estimate: dict[str, Any] | None
+    verdict: VerdictOut | None  # null: the job has not ended, or there was nothing to compare
+    progress: ProgressOut | None  # null: the job is not running
+    preview: PreviewedOut | None  # null: the request had no preview
+
+    @classmethod
+    def of(cls, job: Job, price: Price, place: fairness.QueuePosition | None) -> "JobOut":
+        """From the row and its place in the queue only. `render` reads the places of a hundred jobs with one query."""
+        asked = integrations.of_method(job)
+        parent = Parent.of(job)
+        shown = asked | {"hyperparameters": render_hyperparameters(job)}
+        if "grader" in asked:
+            shown["grader"] = hide_secrets(asked["grader"])
+        return cls(
+            id=job.id,
+            created_at=job.created_at,
+            finished_at=job.finished_at,
+            estimated_finish=job.estimated_finish,
+            model=job.model if parent is None else parent.model,
+            fine_tuned_model=job.fine_tuned_model,
+            organization_id=job.organization_id,
+            status=job.status,
+            training_file=job.training_file,
+            validation_file=job.validation_file,
+            result_files=[job.result_file] if job.result_file else [],
+            trained_tokens=job.trained_tokens if job.status in lifecycle.FINAL else None,
+            error=job.error,
+            seed=job.seed,
+            hyperparameters=shown["hyperparameters"] if job.method == "supervised" else None,
+            method={"type": job.method, job.method: shown},
+            integrations=integrations.render(job),
+            metadata=job.metadata_,
+            user_provided_suffix=job.suffix,
+            usage_metrics=usage.render(job, price),
+            queue=None if place is None else QueueOut(position=place.position, reason=place.reason),
+            eval_id=evals.eval_id(job.id) if evals.has_eval(job) else None,
+            budget=budgets.render(job),
+            lineage=None if parent is None else parent.shown() | {"base_model": job.model},
+            verdict=None if job.verdict is None else VerdictOut(**job.verdict),
+            progress=lifecycle.progress_of(job),
+            preview=None if job.preview is None else PreviewedOut(**job.preview),
+            estimate=None if job.status in lifecycle.FINAL else usage.render_estimate(job, price),
+        )
+
+
+class EventOut(BaseModel):
+    id: str
+    object: Literal["fine_tuning.job.event"] = "fine_tuning.job.event"
+    created_at: int
+    level: str
+    message: str
+    type: str
+    data: Measured | dict[str, Any]  # of the type `metrics`: the step's
+
+    @classmethod
+    def of(cls, event: Event) -> "EventOut":
+        return cls(
+            id=event.id,
+            created_at=event.created_at,
+            level=event.level,
+            message=event.message,
+            type=event.type,
+            data=event.data,
+        )
+
+
+class CheckpointOut(BaseModel):
+    id: str
+    object: Literal["fine_tuning.job.checkpoint"] = "fine_tuning.job.checkpoint"
+    created_at: int
+    fine_tuned_model_checkpoint: str | None  # null: the name was deleted
+    fine_tuning_job_id: str
+    step_number: int
+    metrics: dict[str, int | float]
+    # The folder of its PEFT adapter, or of its whole model, where server and user share a machine.
+    adapter: str | None
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, name: str | None, adapter: str | None) -> "CheckpointOut":
+        return cls(
+            id=checkpoint.id,
+            created_at=checkpoint.created_at,
+            fine_tuned_model_checkpoint=name,
+            fine_tuning_job_id=checkpoint.job_id,
+            step_number=checkpoint.step,
+            metrics=checkpoint_metrics(checkpoint),
+            adapter=adapter,
+        )
+
+
+def render_hyperparameters(job: Job) -> dict[str, Any]:
+    """The requested hyperparameters, "auto" included, and their resolved values once a run has resolved them."""
+    asked: dict[str, Any] = job.body["hyperparameters"]
+    resolved = job.resolved
+    if resolved is None:
+        return asked
+    if methods.variant(job.method, job.body) in methods.OFFLINE:
+        return offline_hyperparameters.shown(asked, resolved)
+    if job.method == distillation.METHOD:
+        return distillation.shown(asked, resolved)
+    # OpenAI's own names stay at the top level, where its users expect them.
+    known = {name: value for name, value in resolved.items() if name in asked}
+    ours = {name: value for name, value in resolved.items() if name not in asked}
+    return asked | known | {"advanced": shown_advanced(asked["advanced"], ours)}
+
+
+OFFLINE_CHECKPOINT_METRICS = (
+    "train_loss",
+    "train_mean_token_accuracy",
+    "valid_loss",
+    "valid_mean_token_accuracy",
+    "full_valid_loss",
+    "full_valid_mean_token_accuracy",
+    "train_mean_reward_accuracy",
+    "full_valid_mean_reward_accuracy",
+    "full_valid_mean_reward_margin",
+)
+
+
+def checkpoint_metrics(checkpoint: Checkpoint) -> dict[str, int | float]:
+    """The numbers that clients rank checkpoints by, in both common spellings."""
+    measured = checkpoint.metrics
+    train, valid = measured.get("train_mean_reward"), measured.get("full_valid_mean_reward")
+    shown = {
+        "step": checkpoint.step,
+        "train_mean_reward": train,
+        "train_reward_mean": train,
+        "full_valid_mean_reward": checkpoint.valid_reward if valid is None else valid,
+        "valid_reward_mean": checkpoint.valid_reward if valid is None else valid,
+        "full_valid_mean_parse_error": measured.get("full_valid_mean_parse_error"),
+        "full_valid_stderr": measured.get("full_valid_stderr"),
+        "full_valid_difference": measured.get("full_valid_difference"),
+        **{name: measured.get(name) for name in OFFLINE_CHECKPOINT_METRICS},
+        "completion_tokens_mean": measured.get("completion_tokens_mean"),
+        "reasoning_tokens_mean": measured.get("reasoning_tokens_mean"),
+    }
+    return {name: value for name, value in shown.items() if value is not None}
