@@ -89,6 +89,7 @@ def rows(house: House, api: TestClient, create_job: Callable[..., dict[str, Any]
     api.post("/v1/regraft/aliases", json={"name": "production", "model": "tiny"})
     return {
         "alias": "production",
+        "other_job_id": create_job()["id"],
         "job_id": job["id"],
         "eval_id": f"eval_{secret}",
         "run_id": f"evalrun_{secret}_1",
@@ -125,7 +126,7 @@ def routes_with_an_id(house: House) -> list[tuple[str, str]]:
 def fill(path: str, rows: dict[str, str]) -> str:
     queries = {"rollouts": "?step=1", "compare": "?runs={run_id},{run_id}", "what-if": "?formula=says"}
     if path == "/v1/regraft/jobs/{job_id}/compare":
-        return (path + "?other={job_id}").format(**rows)
+        return (path + "?other={other_job_id}").format(**rows)
     return (path + queries.get(path.rpartition("/")[2], "")).format(**rows)
 
 

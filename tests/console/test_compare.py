@@ -134,7 +134,7 @@ def test_a_third_job_is_added_and_another_one_becomes_the_first(
     expect(chosen.first).to_contain_text("other")
     paired = logged_in.get_by_role("region", name="Paired rewards")
     expect(paired.locator("tbody tr", has_text="finished").get_by_role("img")).to_be_visible()
-    expect(paired.locator("tbody tr", has_text="third")).to_contain_text("no stored validation")
+    expect(paired.locator("tbody tr", has_text="third")).to_contain_text("third has no stored validation.")
     accessible(logged_in)
     readable_on_a_telephone(logged_in)
     assert f"jobs={other},{finished},{third}" in logged_in.url

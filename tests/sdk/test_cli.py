@@ -751,7 +751,11 @@ def test_jobs_are_compared_prompt_by_prompt_and_by_their_requests(
         in out
     )
     assert "better on 2, worse on 0, equal on 1" in out
-    assert f"{first} or {third} has no stored validation." in out
+    assert f"\n{third} has no stored validation." in out
+    twice = regraft("jobs", "compare", first, second, first)
+    assert (twice[0], f"the job '{first}' is named twice" in twice[2]) == (2, True)
+    nothing = regraft("jobs", "compare", third, house.job(seed=1))[1]
+    assert f"\n{third} and ftjob-" in nothing and " have no stored validation." in nothing
     assert re.search(r"hyperparameters\.n_epochs +1 +2 +1", out)
     assert re.search(r"^seed +1 +2 +1", out, re.MULTILINE)
     fields = [one["field"] for one in in_json("jobs", "compare", first, second)["config"]]

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -659,7 +659,8 @@ def jobs_compare(arguments: argparse.Namespace) -> int:
             for one in found.jobs
         ]
         parts = [table(["job", "model", "validated at step", "GPU time", "cost"], jobs)]
-        parts += [line for pair in found.pairs for line in _pair(found.jobs[0].job_id, pair)]
+        missing = {one.job_id for one in found.jobs if one.step is None}
+        parts += [line for pair in found.pairs for line in _pair(found.jobs[0].job_id, pair, missing)]
         if found.config:
             changed = [[one.field, *map(_value, one.values)] for one in found.config]
             parts.append(table(["field", *(one.job_id for one in found.jobs)], changed))
@@ -668,10 +669,12 @@ def jobs_compare(arguments: argparse.Namespace) -> int:
     return _answer(arguments, found, text)
 
 
-def _pair(first: str, pair: ComparedPair) -> list[str]:
+def _pair(first: str, pair: ComparedPair, missing: Collection[str]) -> list[str]:
+    """Sentences about a pair. `missing`: the jobs without a stored validation."""
     one = pair.reward
     if one is None:
-        return [f"{first} or {pair.job_id} has no stored validation."]
+        lacking = [name for name in (first, pair.job_id) if name in missing]
+        return [f"{' and '.join(lacking)} {'has' if len(lacking) == 1 else 'have'} no stored validation."]
     interval = "" if one.ci_low is None else f" ({one.ci_low:+.3f} to {_signed(one.ci_high)})"
     lines = [
         f"{pair.job_id} against {first}, {pair.prompts} prompts in both: {_number(one.second)} and "
