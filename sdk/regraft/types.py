@@ -485,6 +485,7 @@ class PreviewAnswer(BaseModel):
     reason: str
     sub_scores: dict[str, float | None] | None = None
     output: str | None = None  # printed by the grader
+    item: dict[str, Any] | None = None  # the dataset row; None: a preview of an earlier version
 
 
 class GraderTest(BaseModel):

@@ -1086,6 +1086,13 @@ export interface components {
              * @description Printed by the grader.
              */
             output: string | null;
+            /**
+             * Item
+             * @description The dataset row as graders see it; null in previews of earlier versions.
+             */
+            item?: {
+                [key: string]: unknown;
+            } | null;
         };
         /**
          * PreviewErrorOut
