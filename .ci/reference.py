@@ -351,7 +351,7 @@ def _flat_names_section() -> Page:
         lines.append(f"| `{name}` | `{'.'.join(flat.place)}` | `{flat.default!r}` |")
     lines += [
         "",
-        "`kl: 0` is no group `kl`, and `off_policy_steps: 1` is the `schedule` of type `off_policy`.",
+        "`kl: 0` is no group `kl`, and `off_policy_steps: 2` is the `schedule` of type `off_policy` with `steps` 2.",
         "",
     ]
     return lines

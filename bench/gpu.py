@@ -10,7 +10,7 @@ computed again in the backward pass). Attention and the adapter are not counted,
 
 --part swap: what a changed adapter adds to a sample of one token through vLLM (bench/swap.py says how it is measured).
 
---part colocated, split, parallel, sleep, fleet and long: whole steps on --gpus GPUs (bench/gpu_steps.py).
+--part colocated, split, ahead, parallel, sleep, fleet and long: whole steps on --gpus GPUs (bench/gpu_steps.py).
 
 --part trl: the steps of `colocated` on one GPU by TRL's GRPOTrainer with vLLM colocated (bench/gpu_trl.py).
 
@@ -43,7 +43,7 @@ from worker.rollout.samplers.transformers import TransformersSampler
 from worker.rollout.samplers.vllm import VllmSampler, installed
 from worker.types import Group
 
-PARTS = ("train", "swap", "colocated", "split", "parallel", "sleep", "fleet", "long", "trl")
+PARTS = ("train", "swap", "colocated", "split", "ahead", "parallel", "sleep", "fleet", "long", "trl")
 ROUNDS = 3
 T = TypeVar("T")
 
@@ -85,7 +85,8 @@ def run(part: str, shape: Shape, device: str, gpus: int, steps: int) -> dict[str
     scenario = gpu_steps.scenario_of(part, gpus)
     if installed() is None or scenario is None or shape.heads % scenario.tensor_parallel:
         return {}
-    return gpu_steps.measure(replace(scenario, steps=steps), shape, device)
+    # As many steps with the full number of batches ahead, whichever number that is.
+    return gpu_steps.measure(replace(scenario, steps=steps + scenario.ahead - 1), shape, device)
 
 
 def train(shape: Shape, device: str) -> dict[str, float]:

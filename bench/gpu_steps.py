@@ -1,8 +1,9 @@
 """Whole steps, sampled by vLLM: parts of bench/gpu.py. Each scenario is planned as a job is, with the same code.
 
 colocated: every GPU samples, then every GPU learns. split: half of the GPUs sample the next step while the others
-learn. parallel: one engine is divided over all GPUs. sleep: colocated, and vLLM sleeps while the job learns. fleet: the
-last GPU runs a process of `regraft-server sampler`, and the others learn. long: colocated, with longer answers.
+learn. ahead: as split, with four steps that are sampled ahead. parallel: one engine is divided over all GPUs. sleep:
+colocated, and vLLM sleeps while the job learns. fleet: the last GPU runs a process of `regraft-server sampler`, and the
+others learn. long: colocated, with longer answers.
 
 `planned_gib` is what the memory plan counts on the first GPU. `sampling_gib` and `learning_gib` are the memory of that
 GPU which all processes had in use together in each phase, so that the margin of the plan can be checked. A CPU has
@@ -18,9 +19,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -52,7 +53,7 @@ from worker.rollout.samplers.fleet import BlobAdapters, FleetSampler
 from worker.rollout.samplers.fleet_members import FleetConfig
 from worker.rollout.samplers.placement import NO_ENGINE, Placement, gpus_of_job, place
 from worker.rollout.samplers.vllm import VllmSampler
-from worker.types import Group, Prompt
+from worker.types import Group
 
 KEY = "of-a-bench-on-one-machine"
 LONG = 32  # times the answers of the shape
@@ -65,6 +66,7 @@ class Scenario:
 
     ranks: int
     sampling: int = 0  # GPUs that only sample
+    ahead: int = 1  # steps that these sample ahead
     tensor_parallel: int = 1
     sleeps: bool = False
     fleet: bool = False
@@ -74,11 +76,12 @@ class Scenario:
 
 def scenario_of(part: str, gpus: int) -> Scenario | None:
     """None: it needs more GPUs."""
-    if part in ("split", "parallel", "fleet") and gpus < 2:
+    if part in ("split", "ahead", "parallel", "fleet") and gpus < 2:
         return None
     return {
         "colocated": Scenario(gpus),
         "split": Scenario(gpus - gpus // 2, sampling=gpus // 2),
+        "ahead": Scenario(gpus - gpus // 2, sampling=gpus // 2, ahead=4),
         "parallel": Scenario(gpus, tensor_parallel=gpus),
         "sleep": Scenario(gpus, sleeps=True),
         "fleet": Scenario(gpus - 1, fleet=True),
@@ -220,33 +223,35 @@ class Steps:
         seconds = []
         for step in range(self.scenario.steps):
             began = time.perf_counter()
-            answers = self._sample(step)
-            self._learn(answers)
+            self._learn(self._collect(self._begin(step)))
             seconds.append(time.perf_counter() - began)
         return seconds
 
     def _split(self) -> list[float]:
-        """The next step is sampled with the policy before the update, as with `off_policy`."""
+        """Later steps are sampled one after the other with the policy before the update, as with `off_policy`."""
         seconds = []
+        steps, ahead = range(self.scenario.steps), self.scenario.ahead
         with ThreadPoolExecutor(1) as pool:
-            answers = self._sample(0)
-            for step in range(self.scenario.steps):
+            batches = deque(pool.submit(self._collect, self._begin(step)) for step in steps[:ahead])
+            for step in steps:
                 began = time.perf_counter()
-                has_read = threading.Event()
-                ahead = pool.submit(self._sample, step + 1, has_read.set)
-                has_read.wait()
+                answers = batches.popleft().result()
+                if step + ahead in steps:
+                    batches.append(pool.submit(self._collect, self._begin(step + ahead)))
                 self._learn(answers)
-                answers = ahead.result()
                 seconds.append(time.perf_counter() - began)
         return seconds
 
-    def _sample(self, step: int, has_read: Callable[[], None] = lambda: None) -> list[Answer]:
-        began = time.perf_counter()
+    def _begin(self, step: int) -> AsyncIterator[Answer]:
         how = Sampling(self.shape.group, 1.0, self.shape.answer, job_seed=0, step=step)
-        answers = asyncio.run(collected(self.sampler, self.prompts, how, has_read))
+        return self.sampler.sample(self.prompts, how)  # reads the policy at once
+
+    def _collect(self, answers: AsyncIterator[Answer]) -> list[Answer]:
+        began = time.perf_counter()
+        sampled = asyncio.run(collected(answers))
         self.sampling_seconds.append(time.perf_counter() - began)
         self._note("sampling_gib", 0)
-        return answers
+        return sampled
 
     def _learn(self, answers: Sequence[Answer]) -> None:
         began = time.perf_counter()
@@ -313,7 +318,7 @@ class Steps:
             "lora_rank": RANK,
             "group_size": self.shape.group,
             "max_completion_tokens": self.shape.answer,
-            **({"off_policy_steps": 1} if self.scenario.sampling else {}),
+            **({"off_policy_steps": self.scenario.ahead} if self.scenario.sampling else {}),
         }
         settings = resolve(
             Hyperparameters.model_validate({"advanced": advanced}),
@@ -349,9 +354,5 @@ class Steps:
         return FleetSampler(self.policy, config, BlobAdapters(attempt))
 
 
-async def collected(
-    sampler: Sampler, prompts: Sequence[Prompt], how: Sampling, has_read: Callable[[], None]
-) -> list[Answer]:
-    answers = sampler.sample(prompts, how)
-    has_read()  # `sample` has read the policy
+async def collected(answers: AsyncIterator[Answer]) -> list[Answer]:
     return [answer async for answer in answers]

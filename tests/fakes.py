@@ -4,6 +4,7 @@ import json
 import random
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,9 @@ class SkillTrainer:
 
     def load(self, folder: Path) -> None:
         self.skill.chance, self.updates = json.loads((folder / "skill.json").read_text())
+
+    def policy_before(self, steps: int) -> AbstractContextManager[int]:
+        return nullcontext(0)  # it keeps no earlier skill
 
 
 class MeasuredTrainer(SkillTrainer):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench import console, gpu, gpu_models, gpu_steps, scale_sim, sdk, table
+from tests.present import present
 from worker.rollout.samplers.vllm import installed
 
 NOTHING = {("fleet", "engines"), ("fleet", "cache_gib")}  # the job's own
@@ -29,7 +30,7 @@ def test_the_gpu_bench_runs_small_on_a_cpu(
 
 @pytest.mark.slow
 @pytest.mark.skipif(installed() is None, reason="vLLM is not installed")
-@pytest.mark.parametrize("part", ["sleep", "split", "fleet"])
+@pytest.mark.parametrize("part", ["sleep", "ahead", "fleet"])
 def test_the_steps_of_the_gpu_bench_run_small_on_a_cpu(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)  # or each process would compile vLLM again
 
@@ -46,6 +47,8 @@ def test_the_other_parts_differ_from_those_in_one_number() -> None:
     assert colocated == gpu_steps.Scenario(ranks=2)
     assert gpu_steps.scenario_of("sleep", 2) == replace(colocated, sleeps=True)
     assert gpu_steps.scenario_of("parallel", 2) == replace(colocated, tensor_parallel=2)
+    split = gpu_steps.scenario_of("split", 2)
+    assert gpu_steps.scenario_of("ahead", 2) == replace(present(split), ahead=4)
     assert gpu_steps.scenario_of("long", 2) == replace(colocated, answer=gpu_steps.LONG)
 
 
@@ -58,7 +61,7 @@ def test_the_steps_of_trl_run_small_on_a_cpu() -> None:
     assert figures["tokens_per_second"] == pytest.approx(2 * 4 * 8 / figures["step_seconds"])
 
 
-@pytest.mark.parametrize("part", ["split", "parallel", "fleet"])
+@pytest.mark.parametrize("part", ["split", "ahead", "parallel", "fleet"])
 def test_a_part_of_the_gpu_bench_that_needs_more_gpus_has_no_figures(part: str) -> None:
     assert gpu.run(part, gpu_models.SHAPES["tiny"], "cpu", 1, steps=2) == {}
 

@@ -5,6 +5,7 @@ A live process may still hang. Every answer, grade and update touches a file, an
 
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -70,3 +71,6 @@ class WatchedTrainer:
     def load(self, folder: Path) -> None:
         self._trainer.load(folder)
         self._beat()
+
+    def policy_before(self, steps: int) -> AbstractContextManager[int]:
+        return self._trainer.policy_before(steps)

@@ -116,12 +116,13 @@ class ObservedSampler:
         self._sampler = sampler
 
     def sample(self, prompts_P: Sequence[Prompt], sampling: Sampling) -> AsyncIterator[Answer]:
-        PROGRESS.sampling(len(prompts_P) * sampling.group_size, validates=sampling.step == 0)
-        return self._observed(
-            self._sampler.sample(prompts_P, sampling)
-        )  # called eagerly, as in WatchedSampler
+        answers = self._sampler.sample(prompts_P, sampling)  # called eagerly, as in WatchedSampler
+        return self._observed(answers, len(prompts_P) * sampling.group_size, validates=sampling.step == 0)
 
-    async def _observed(self, answers: AsyncIterator[Answer]) -> AsyncIterator[Answer]:
+    async def _observed(
+        self, answers: AsyncIterator[Answer], wanted: int, *, validates: bool
+    ) -> AsyncIterator[Answer]:
+        PROGRESS.sampling(wanted, validates=validates)
         async for answer in answers:
             SAMPLED.inc(len(answer.rollout.output_ids_T))
             PROGRESS.sampled()

@@ -44,6 +44,8 @@ class Rollout:
         0  # tokens before `grammar_start` that closed a thought at its budget: they were not sampled
     )
     teacher_T: tuple[float, ...] = ()  # log-probabilities under a teacher, in jobs that have one
+    # With `off_policy_steps`: the steps that the policy had learned from when its batch was started.
+    policy_step: int | None = None
     # With `continue_in_flight`, for each token: the steps that the policy which sampled it had learned from.
     policy_steps_T: tuple[int, ...] = ()
 

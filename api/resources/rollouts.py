@@ -143,6 +143,7 @@ class RolloutOut(BaseModel):
     completion_tokens: int
     reasoning_tokens: int | None
     grammar_start: int | None
+    policy_step: int | None
     score: float | None
     reason: str | None
     error: str | None

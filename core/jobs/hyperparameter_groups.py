@@ -252,13 +252,13 @@ class OnPolicy(Value):
 
 
 class OffPolicy(Value):
-    """The next step is sampled during the update of this one, with the policy before that update."""
+    """Later steps are sampled during the update of this one, with the policy before that update."""
 
     type: Literal["off_policy"] = "off_policy"
-    # Updates between the policy that samples and the one that learns.
-    steps: int = Field(default=1, ge=1, le=1)
+    # Updates between the policy that samples and the one that learns, and steps that are sampled ahead.
+    steps: int = Field(default=1, ge=1, le=4)
     # Whether answers in flight continue with the new policy after an update. Their tokens are fresher, but depend on
-    # when the update ends, so no other run repeats them.
+    # when the update ends, so no other run repeats them. Needs `steps` 1.
     continue_in_flight: bool = False
 
 

@@ -116,6 +116,12 @@ class Advanced(Value):
     def _groups_that_fit(self) -> "Advanced":
         if self.schedule.type == "off_policy" and self.importance.type == "none":
             raise ValueError(f"{self.path('off_policy_steps')} needs importance 'truncate' or 'mask'")
+        if (
+            self.schedule.type == "off_policy"
+            and self.schedule.steps > 1
+            and self.schedule.continue_in_flight
+        ):
+            raise ValueError(f"{self.path('continue_in_flight')} needs {self.path('off_policy_steps')} 1")
         if self.schedule.type == "on_policy" and self.schedule.overlap and self.kl is not None:
             raise ValueError(
                 f"{self.path('overlap')} needs kl 0: the reference of the penalty is the model without its adapter, "

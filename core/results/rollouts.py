@@ -55,6 +55,7 @@ SCHEMA = pa.schema(
         ("reasoning_tokens", pa.int32()),  # of these
         ("grammar_start", pa.int32()),  # the index of the final answer's first token
         ("finish_reason", pa.string()),
+        ("policy_step", pa.int32()),  # the steps that the policy had learned from which sampled it
         ("score", pa.float64()),  # null: could not be graded; see reason and error
         ("reason", pa.string()),
         ("error", pa.string()),

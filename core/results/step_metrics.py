@@ -217,6 +217,11 @@ class StepMetrics(_Part):
     logprob_gap_ess: float | None = metric(
         "Effective share of the sample under the weights pi_trainer / pi_sampler.", csv=True
     )
+    staleness: float | None = metric(
+        "With `off_policy_steps`: mean number of updates between the policy that sampled a token and the one that "
+        "learns from it.",
+        "updates",
+    )
     stale_tokens_share: float | None = metric(
         "With `continue_in_flight`: share of the sampled tokens that the policy before the newest update sampled."
     )
@@ -237,7 +242,7 @@ class StepMetrics(_Part):
         "Sampled tokens per second of the phase sampling, or of `ahead_seconds`.", "tokens/s"
     )
     ahead_seconds: float | None = metric(
-        "With `off_policy_steps`: seconds in which the answers were sampled during the step before. The phase sampling "
+        "With `off_policy_steps`: seconds in which the answers were sampled during earlier steps. The phase sampling "
         "is the part of it that the trainer waited for.",
         "s",
     )

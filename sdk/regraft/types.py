@@ -114,6 +114,7 @@ class Rollout(BaseModel):
     completion_tokens: int
     reasoning_tokens: int | None = None  # of these; None: written by a version that did not count them
     grammar_start: int | None = None  # index of the final answer's first token
+    policy_step: int | None = None  # the steps that the policy had learned from which sampled it
     score: float | None = None  # None: could not be graded; see `reason`
     reason: str | None = None
     error: str | None = None  # kind of the grading error

@@ -143,6 +143,7 @@ def test_a_sample_shows_what_it_was_asked_said_and_was_worth(listed: Callable[..
         "output_reasoning": None,
         "reasoning_tokens": None,
         "grammar_start": None,
+        "policy_step": None,
         "has_tokens": None,
     }
     assert third.keys() == RolloutOut.model_fields.keys(), "what the OpenAPI document says"

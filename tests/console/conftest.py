@@ -160,6 +160,28 @@ def rows(texts: list[str]) -> bytes:
     return "".join(json.dumps(line) + "\n" for line in lines).encode()
 
 
+def written(editor: Locator) -> str:
+    """The text of an editor of code."""
+    return "\n".join(editor.locator(".cm-line").all_text_contents())
+
+
+def write(editor: Locator, text: str) -> None:
+    """Replace the text of an editor of code by a paste. Brackets and indentation that are typed would be completed."""
+    editor.press("Control+a")
+    editor.evaluate(
+        """(editor, text) => {
+          const clipboardData = new DataTransfer();
+          clipboardData.setData("text/plain", text);
+          editor.dispatchEvent(new ClipboardEvent("paste", { clipboardData, bubbles: true, cancelable: true }));
+        }""",
+        text,
+    )
+
+
+def expect_written(editor: Locator, text: str) -> None:
+    expect(editor.locator(".cm-line")).to_have_text([line.strip() for line in text.split("\n")])
+
+
 def readable_on_a_telephone(page: Page) -> None:
     before = page.viewport_size
     assert before is not None

@@ -12,7 +12,16 @@ import pytest
 from playwright.sync_api import BrowserContext, Locator, Page, expect
 from regraft import Regraft
 
-from tests.console.conftest import Accessible, Watched, copied, log_in, readable_on_a_telephone, rows
+from tests.console.conftest import (
+    Accessible,
+    Watched,
+    copied,
+    log_in,
+    readable_on_a_telephone,
+    rows,
+    write,
+    written,
+)
 from tests.e2e.conftest import Server
 
 pytestmark = pytest.mark.slow
@@ -123,12 +132,12 @@ def test_a_refusal_is_beside_its_field(form: Page) -> None:
     form.get_by_label("Budget, in GPU-seconds").fill("")
 
     grader = form.get_by_label("Grader, as JSON")
-    grader.fill(grader.input_value().replace("ilike", "sounds like"))
+    write(grader, written(grader).replace("ilike", "sounds like"))
     expect(refusal(form, "Grader, as JSON")).to_contain_text("operation")
-    grader.fill("{")
+    write(grader, "{")
     expect(refusal(form, "Grader, as JSON")).to_contain_text("This is not JSON")
     with_template(form)
-    grader.fill(grader.input_value().replace("item.answer", "item.reply"))
+    write(grader, written(grader).replace("item.answer", "item.reply"))
     expect(refusal(form, "Training file")).to_contain_text("the grader reads {{item.reply}}")
     with_template(form)
 
@@ -164,7 +173,9 @@ def test_the_grader_is_tested_while_it_is_written(form: Page) -> None:
     expect(results).to_have_count(2 * len(QUESTIONS))
     expect(results.nth(0)).to_contain_text("1.00")
     expect(results.nth(1)).to_contain_text("0.00")
-    form.get_by_label("Grader: its Python source").fill("def grade(sample, item):\n    return item['none']\n")
+    write(
+        form.get_by_label("Grader: its Python source"), "def grade(sample, item):\n    return item['none']\n"
+    )
     expect(results.nth(0)).to_contain_text("KeyError")
     expect(results.nth(0)).to_contain_text("none")
 
@@ -230,7 +241,7 @@ def test_a_job_file_fills_the_form_in_and_its_changes_are_shown(
     expect(form.get_by_text("train.jsonl is a local file: upload it as the training file.")).to_be_visible()
     expect(form.get_by_label("n epochs")).to_have_value("2")
     expect(form.get_by_label("Suffix of the tuned model's name")).to_have_value("from-a-file")
-    expect(form.get_by_label("Grader, as JSON")).to_have_value(re.compile('"operation": "eq"'))
+    expect(form.get_by_label("Grader, as JSON")).to_contain_text('"operation": "eq"')
     form.get_by_label("Training file", exact=True).select_option(files["train"])
     form.get_by_label("n epochs").fill("4")
     changes = form.get_by_role("region", name="Changes").locator("tbody tr")

@@ -8,12 +8,16 @@ import pytest
 from playwright.sync_api import BrowserContext, Page, expect
 
 from tests.console.conftest import (
+    HOSTILE,
     Accessible,
     Watched,
     copied,
+    expect_written,
     log_in,
     project_of,
     readable_on_a_telephone,
+    write,
+    written,
 )
 from tests.e2e.conftest import Server
 from tests.e2e.test_openai_client import GRADER, until
@@ -93,7 +97,7 @@ def test_an_edited_grader_shows_what_changes(studio: Page, server: Server, finis
     scores = [one["score"] for one in stored(server, finished, "train")]
     studio.get_by_label("Split").select_option("train")
     edited = {**GRADER, "calculate_output": "0.5*says+0.5*close+1"}
-    studio.get_by_label("Grader, as JSON").fill(json.dumps(edited))
+    write(studio.get_by_label("Grader, as JSON"), json.dumps(edited))
     studio.get_by_text("The server accepts this grader.").wait_for()
     expect(studio.get_by_role("button", name=f"Run on {len(scores)} answers")).to_be_enabled()
 
@@ -105,7 +109,7 @@ def test_an_edited_grader_shows_what_changes(studio: Page, server: Server, finis
     bins = studio.locator("table.bins tbody tr td:last-child")
     assert sum(map(int, bins.all_inner_texts())) == len(scores)
     studio.get_by_role("button", name="Load the grader of finished").click()
-    expect(studio.get_by_label("Grader, as JSON")).not_to_have_value(json.dumps(edited))
+    expect(studio.get_by_label("Grader, as JSON")).not_to_contain_text("close+1")
 
 
 def test_errors_are_counted_and_shown_with_the_output(studio: Page, server: Server, finished: str) -> None:
@@ -114,7 +118,7 @@ def test_errors_are_counted_and_shown_with_the_output(studio: Page, server: Serv
     assert odd, "else this tests nothing"
     studio.get_by_label("Split").select_option("train")
     studio.get_by_label("Start from").select_option("Python code")
-    studio.get_by_label("Grader: its Python source").fill(FAILS_SOMETIMES)
+    write(studio.get_by_label("Grader: its Python source"), FAILS_SOMETIMES)
     expect(studio.get_by_role("button", name=f"Run on {len(answers)} answers")).to_be_enabled()
 
     run(studio)
@@ -142,7 +146,7 @@ def test_rows_of_a_file_are_graded_with_one_of_their_fields(studio: Page) -> Non
 
 def test_a_refused_grader_does_not_run(studio: Page, watched: tuple[BrowserContext, Watched]) -> None:
     watched[1].expected.append("400")
-    studio.get_by_label("Grader, as JSON").fill('{"type": "string_check", "name": "x"}')
+    write(studio.get_by_label("Grader, as JSON"), '{"type": "string_check", "name": "x"}')
 
     expect(studio.get_by_role("alert")).to_contain_text("grader.input")
     expect(studio.get_by_role("button", name="Run on")).to_be_disabled()
@@ -150,12 +154,13 @@ def test_a_refused_grader_does_not_run(studio: Page, watched: tuple[BrowserConte
 
 def test_a_grader_goes_from_the_studio_into_a_new_job(studio: Page) -> None:
     studio.get_by_label("Start from").select_option("The answer is similar to a field")
-    text = studio.get_by_label("Grader, as JSON").input_value()
+    expect(studio.get_by_label("Grader, as JSON")).to_contain_text("fuzzy_match")
+    text = written(studio.get_by_label("Grader, as JSON"))
 
     studio.get_by_role("link", name="Use in a new job").click()
 
     expect(studio.get_by_role("heading", level=1)).to_have_text("New job")
-    expect(studio.get_by_label("Grader, as JSON")).to_have_value(text)
+    expect_written(studio.get_by_label("Grader, as JSON"), text)
 
 
 def test_the_copied_run_grades_the_first_answer(studio: Page, server: Server, finished: str) -> None:
@@ -198,8 +203,8 @@ def test_another_formula_is_tried_on_all_stored_answers_while_it_is_written(
     studio.get_by_label("Weight of says").fill("0.5")
     expect(studio.get_by_label("Formula", exact=True)).to_have_value("0.5 * says + 1 * close")
     studio.get_by_role("button", name="Use it in the grader").click()
-    assert json.loads(studio.get_by_label("Grader, as JSON").input_value())["calculate_output"] == (
-        "0.5 * says + 1 * close"
+    expect(studio.get_by_label("Grader, as JSON")).to_contain_text(
+        '"calculate_output": "0.5 * says + 1 * close"'
     )
 
 
@@ -219,7 +224,7 @@ def test_all_stored_answers_are_regraded_by_a_worker_and_compared(
     before = stored(server, finished, "train")
     studio.get_by_label("Split").select_option("train")
     edited = {**GRADER, "calculate_output": "1-says"}
-    studio.get_by_label("Grader, as JSON").fill(json.dumps(edited))
+    write(studio.get_by_label("Grader, as JSON"), json.dumps(edited))
     studio.get_by_text("The server accepts this grader.").wait_for()
 
     studio.get_by_role("button", name="Regrade all train answers").click()
@@ -242,7 +247,7 @@ def test_all_stored_answers_are_regraded_by_a_worker_and_compared(
 
 
 def save(page: Page, name: str, grader: dict[str, Any], note: str = "") -> None:
-    page.get_by_label("Grader, as JSON").fill(json.dumps(grader))
+    write(page.get_by_label("Grader, as JSON"), json.dumps(grader))
     page.get_by_text("The server accepts this grader.").wait_for()
     page.get_by_label("Name", exact=True).fill(name)
     page.get_by_label("Note", exact=True).first.fill(note)
@@ -274,11 +279,16 @@ def test_a_stored_grader_is_accessible_with_its_versions_and_golden_cases(
     versions = studio.get_by_label("Version")
     expect(versions.locator("option")).to_have_count(2)
     versions.select_option(index=1)
-    expect(studio.get_by_label("Grader, as JSON")).to_have_value(json.dumps(GRADER, indent=2))
-    studio.get_by_label("Grader, as JSON").fill(json.dumps(stricter))
+    expect_written(studio.get_by_label("Grader, as JSON"), json.dumps(GRADER, indent=2))
+    write(studio.get_by_label("Grader, as JSON"), json.dumps(stricter))
     expect(studio.get_by_text("the editor differs")).to_be_visible()
     studio.get_by_role("button", name="Differences").click()
-    expect(studio.locator("pre ins, pre del").first).to_be_visible()
+    differences = studio.get_by_label("Differences", exact=True)
+    expect(differences.locator("del")).to_have_text(
+        json.dumps(GRADER["calculate_output"]).join(['"calculate_output": ', ","])
+    )
+    expect(differences.locator("ins")).to_have_text('"calculate_output": "says",')
+    expect(differences).to_contain_text("unchanged lines")
     studio.get_by_text("The server accepts this grader.").wait_for()
     studio.get_by_role("button", name="Check the editor's grader").click()
     studio.get_by_text("The editor's grader: 2 of 3 pass.").wait_for()
@@ -295,6 +305,23 @@ def test_a_stored_grader_is_accessible_with_its_versions_and_golden_cases(
     expect(versions.locator("option")).to_have_count(1)
     studio.get_by_role("button", name=f"Delete {name}").click()
     expect(studio.get_by_label("Open").locator("option", has_text=name)).to_have_count(0)
+
+
+def test_versions_of_a_source_are_compared_line_by_line(studio: Page) -> None:
+    source = 'def grade(sample, item):\n    lines = sample["output_text"].split("\\n")\n    return 0.5\n'
+    save(studio, "lines", {"type": "python", "name": "lines", "source": source})
+    write(studio.get_by_label("Grader: its Python source"), source.replace("0.5", "1.0"))
+
+    studio.get_by_role("button", name="Differences").click()
+
+    differences = studio.get_by_label("Differences", exact=True)
+    expect(differences.locator("del")).to_have_text("return 0.5")
+    expect(differences.locator("ins")).to_have_text("return 1.0")
+    # A line break in the source is one here; an escape in the source is none.
+    expect(differences).to_contain_text(r".split(\"\\n\")")
+    sign = "(part) => getComputedStyle(part, '::before').content"
+    assert studio.locator(".cm-deletedLineGutter").evaluate(sign) == '"\N{MINUS SIGN}"'
+    assert studio.locator(".cm-changedLineGutter").evaluate(sign) == '"+"'
 
 
 def test_a_graded_answer_and_a_written_one_become_golden_cases(studio: Page, server: Server) -> None:
@@ -318,7 +345,8 @@ def test_a_graded_answer_and_a_written_one_become_golden_cases(studio: Page, ser
 
 def test_the_line_that_raised_is_marked_and_shown_in_the_source(studio: Page) -> None:
     studio.get_by_label("Start from").select_option("Python code")
-    studio.get_by_label("Grader: its Python source").fill(FAILS_SOMETIMES.replace(" % 2", ""))
+    odd = FAILS_SOMETIMES.replace(" % 2", "")
+    write(studio.get_by_label("Grader: its Python source"), odd)
     studio.get_by_text("The server accepts this grader.").wait_for()
 
     run(studio)
@@ -328,8 +356,12 @@ def test_the_line_that_raised_is_marked_and_shown_in_the_source(studio: Page) ->
 
     source = studio.get_by_label("Grader: its Python source")
     expect(source).to_be_focused()
-    selected = "(area) => area.value.slice(area.selectionStart, area.selectionEnd)"
-    assert source.evaluate(selected) == '        raise ValueError("odd")'
+    expect(source.locator(".cm-raised")).to_have_text('raise ValueError("odd")')
+    source.press("Delete")
+    assert "ValueError" not in written(source), "the line is selected"
+    expect(source.locator(".cm-raised")).to_have_count(0)
+    source.press("Control+z")
+    expect_written(source, odd)
 
 
 def test_selected_rollouts_are_downloaded_and_become_golden_cases(
@@ -373,21 +405,116 @@ def test_a_grader_is_written_by_the_fields_that_are_offered(
 ) -> None:
     watched[1].expected.append("400")  # of what is not complete yet
     text = studio.get_by_label("Grader, as JSON")
-    offered = studio.get_by_role("group", name="What may be written here")
-    text.fill("{}")
-    text.evaluate("(area) => area.setSelectionRange(1, 1)")
-    text.press("Shift")
+    option = studio.get_by_role("listbox", name="Completions").get_by_role("option")
+    write(text, "{}")
+    text.press("Control+Home")
+    text.press("ArrowRight")
 
-    offered.get_by_role("button", name="Insert type: string_check").click()
-    for name in ("input", "reference", "operation"):
-        offered.get_by_role("button", name=f"Insert {name}, required").click()
-    offered.get_by_role("button", name="Insert ilike").click()
-    expect(offered.get_by_role("button", name="Insert eq")).to_be_visible()
-    accessible(studio)
-    written = json.loads(text.input_value())
-    assert written == {"type": "string_check", "input": "", "reference": "", "operation": "ilike"}
-    studio.get_by_text("The server accepts this grader.").wait_for()
     text.press("Control+Space")
-    expect(offered.get_by_role("button").first).to_be_focused()
-    studio.get_by_label("Split").focus()
-    expect(offered).to_have_count(0)
+    option.filter(has_text="type: string_check").click()
+    expect(option.filter(has_text="required")).to_have_count(3)
+    option.filter(has_text="operation").click()
+    text.press("Control+Space")
+    option.filter(has_text="ilike").click()
+    expect_written(text, '{\n"type": "string_check",\n"operation": "ilike"\n}')
+    text.press("End")
+    text.press_sequentially(',\n"inp')
+    expect(option).to_have_text(["inputrequired"])
+    accessible(studio)
+    text.press("Enter")
+    text.press_sequentially("{{")
+    expect(option).to_have_text(["{{sample.output_text}}", "{{item.answer}}"])
+    text.press("Enter")
+    text.press("End")
+    text.press_sequentially(',\n"reference": "yes"')
+    studio.get_by_text("The server accepts this grader.").wait_for()
+    assert json.loads(written(text)) == {
+        "type": "string_check",
+        "operation": "ilike",
+        "input": "{{sample.output_text}}",
+        "reference": "yes",
+    }
+
+
+def test_a_source_is_written_and_left_by_the_keyboard(studio: Page) -> None:
+    studio.get_by_label("Start from").select_option("Python code")
+    source = studio.get_by_label("Grader: its Python source")
+    option = studio.get_by_role("listbox", name="Completions").get_by_role("option")
+    write(source, "def grade(sample, item):")
+
+    source.press("Control+End")
+    source.press_sequentially('\nreturn len(item["')
+    expect(option).to_have_text(["answer"])
+    source.press("Tab")
+    source.press("End")
+    source.press_sequentially(" > 2 ?")
+    assert written(source) == 'def grade(sample, item):\n    return len(item["answer"]) > 2 ?'
+    expect(studio.get_by_role("dialog")).to_have_count(0)
+    source.press("Tab")
+    assert written(source).endswith('\n        return len(item["answer"]) > 2 ?'), "Tab indents"
+    source.press("Shift+Tab")
+    source.press("Control+z")
+    source.press("Control+z")
+    source.press("Escape")
+    source.press("Tab")
+    expect(studio.get_by_role("link", name="All types of graders")).to_be_focused()
+    expect(source).to_have_attribute("aria-description", re.compile("Escape, then Tab leaves the editor"))
+
+
+def test_a_source_is_colored_searched_and_accessible(
+    studio: Page, theme: str, accessible: Accessible
+) -> None:
+    studio.get_by_label("Start from").select_option("Python code")
+    source = studio.get_by_label("Grader: its Python source")
+    write(source, FAILS_SOMETIMES)
+    color = "(part) => getComputedStyle(part).color"
+    line = source.locator(".cm-line").nth(2)
+    word, plain = line.get_by_text("if", exact=True).evaluate(color), line.evaluate(color)
+
+    source.press("Control+f")
+    studio.get_by_label("Find", exact=True).press_sequentially("odd")
+
+    expect(source.locator(".cm-searchMatch")).to_have_text(["odd"])
+    assert word != plain
+    expect(studio.locator(".cm-lineNumbers")).to_contain_text("5")
+    accessible(studio)
+    readable_on_a_telephone(studio)
+    studio.get_by_label("Find", exact=True).press("Escape")
+    expect(source).to_be_focused()
+    assert studio.evaluate("document.documentElement.dataset.theme") == theme
+
+
+def test_a_hostile_source_is_shown_as_text(
+    studio: Page, watched: tuple[BrowserContext, Watched], accessible: Accessible
+) -> None:
+    watched[1].expected.append("400")  # it is not Python
+    title = studio.title()
+    studio.get_by_label("Start from").select_option("Python code")
+    source = studio.get_by_label("Grader: its Python source")
+
+    write(source, HOSTILE)
+
+    expect(source).to_contain_text('<script>document.title = "taken"</script><img src=x onerror=alert(1)>')
+    expect(source.get_by_label("Control character")).to_have_count(1)  # the one that turns the text
+    expect(source.locator("script, img:not(.cm-widgetBuffer)")).to_have_count(0)
+    accessible(studio)
+    assert studio.title() == title
+
+
+def test_a_grader_is_also_written_where_the_editor_cannot_be_loaded(
+    page: Page, server: Server, watched: tuple[BrowserContext, Watched], accessible: Accessible
+) -> None:
+    watched[1].expected.append("ERR_FAILED")
+    page.route("**/assets/editor-*.js", lambda route: route.abort())
+    server.client().post("/regraft/graders", body={"name": "plain", "grader": GRADER}, cast_to=object)
+    log_in(page, server.key)
+    page.goto("/#/graders?on=rows&stored=plain")
+
+    expect(page.get_by_role("alert").filter(has_text="The editor could not be loaded")).to_be_visible()
+    page.get_by_label("Grader, as JSON").fill(json.dumps({**GRADER, "calculate_output": "says"}))
+
+    page.get_by_text("The server accepts this grader.").wait_for()
+    page.get_by_role("button", name="Differences").click()
+    alerts = page.get_by_role("alert")
+    expect(alerts.filter(has_text="The differences could not be loaded")).to_be_visible()
+    accessible(page)

@@ -528,7 +528,7 @@ choices = {
     "overlong": st.sampled_from(["score", "mask", "soft"]),
     "importance": st.sampled_from(["truncate", "mask", "none"]),
     "kl": st.sampled_from([0.0, 0.1]),
-    "off_policy_steps": st.sampled_from([0, 1]),
+    "off_policy_steps": st.sampled_from([0, 1, 4]),
 }
 flat_requests = st.fixed_dictionaries(
     {},
@@ -667,8 +667,9 @@ def test_python_code_may_build_the_groups() -> None:
         ({"kl": -1.0}, ("kl",)),
         ({"kl": {"weight": 0}}, ("kl", "weight")),
         ({"kl": {}}, ("kl", "weight")),
-        ({"off_policy_steps": 2}, ("off_policy_steps",)),
-        ({"schedule": {"type": "off_policy", "steps": 2}}, ("schedule", "steps")),
+        ({"off_policy_steps": 5}, ("off_policy_steps",)),
+        ({"schedule": {"type": "off_policy", "steps": 5}}, ("schedule", "steps")),
+        ({"schedule": {"type": "off_policy", "steps": 0}}, ("schedule", "steps")),
         ({"lora": 5, "lora_rank": 4}, ("lora",)),
         ({"loss": "dr_grpo", "std": "sample"}, ()),
         ({"loss": {"type": "dr_grpo", "std": "sample"}}, ("loss",)),
@@ -699,6 +700,14 @@ def test_a_flat_number_may_always_be_auto(value: float | str | None) -> None:
         (
             {"schedule": {"type": "off_policy"}, "importance": {"type": "none"}},
             r"schedule\.steps needs importance",
+        ),
+        (
+            {"off_policy_steps": 2, "continue_in_flight": True},
+            "continue_in_flight needs off_policy_steps 1",
+        ),
+        (
+            {"schedule": {"type": "off_policy", "steps": 2, "continue_in_flight": True}},
+            r"schedule\.continue_in_flight needs schedule\.steps 1",
         ),
         ({"overlap": True, "kl": 0.1}, "overlap needs kl 0"),
         (

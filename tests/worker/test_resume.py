@@ -34,7 +34,7 @@ pytestmark = pytest.mark.slow  # runs whole jobs again and again
 
 STEPS = 4
 LONG = 100  # tokens, behind prompts of about ten: the answers of a group share no row then
-TIMES = ("timing", "created_at")
+TIMES = ("timing", "created_at", "ahead_seconds")
 
 
 class Killed(BaseException):

@@ -598,7 +598,7 @@ class TestStoppingEarly:
         assert [c.step for c in bench.checkpoints()] == [1]
 
 
-class TestOneStepOffPolicy:
+class TestOffPolicy:
     @pytest.mark.slow
     def test_the_next_step_is_sampled_before_this_one_is_learned(self, bench: Bench) -> None:
         order = []
@@ -666,7 +666,34 @@ class TestOneStepOffPolicy:
         assert all(steps is None for step, steps in began if step == 0), "validations are not continued"
         assert [one.get("stale_tokens_share") for one in bench.steps()] == [None, 0.0, 0.5, 0.5, 0.5]
 
-    def test_validation_waits_for_the_sampler(self, bench: Bench) -> None:
+    def test_the_next_batch_is_sampled_while_one_is_graded(self, bench: Bench) -> None:
+        samples_the_second = asyncio.Event()
+
+        class Noting(GuessingSampler):
+            async def sample(self, prompts_P: Sequence[Prompt], sampling: Sampling) -> AsyncIterator[Answer]:
+                if sampling.step == 2:
+                    samples_the_second.set()
+                async for answer in super().sample(prompts_P, sampling):
+                    yield answer
+
+        class Waiting(ExactGrader):
+            async def grade(self, sample: Sample, item: Item) -> Grade:
+                if sampler.calls[-1].step:
+                    async with asyncio.timeout(60):
+                        await samples_the_second.wait()
+                return await super().grade(sample, item)
+
+        sampler = Noting(Skill())
+        run = bench.run(Waiting(), sampler=sampler, advanced={"group_size": 4, "off_policy_steps": 2})
+
+        asyncio.run(run.train())
+
+        assert bench.job().status == "succeeded"
+
+    @pytest.mark.parametrize("steps", [1, 3])
+    def test_one_batch_is_sampled_at_a_time_and_validation_waits_for_all(
+        self, bench: Bench, steps: int
+    ) -> None:
         sampling_now, most = 0, 0
 
         class Counting(GuessingSampler):
@@ -679,7 +706,7 @@ class TestOneStepOffPolicy:
                     yield answer
                 sampling_now -= 1
 
-        off_policy = {"group_size": 4, "off_policy_steps": 1}
+        off_policy = {"group_size": 4, "off_policy_steps": steps}
         run = bench.run(sampler=Counting(Skill()), eval_interval=1, advanced=off_policy)
         asyncio.run(run.train())
 

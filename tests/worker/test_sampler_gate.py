@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -90,6 +91,27 @@ def test_answers_of_the_policy_before_are_not_judged(policy: Policy) -> None:
 def test_the_first_step_of_an_attempt_is_judged_with_off_policy_steps_too(policy: Policy) -> None:
     with pytest.raises(SamplerMismatch):
         learn(trainer_on(policy, off_policy_steps=1), groups(policy, off_by=0.25))
+
+
+def test_answers_that_a_restart_samples_with_an_earlier_policy_are_not_judged(
+    policy: Policy, make_policy: Callable[..., Policy], tmp_path: Path
+) -> None:
+    trainer, again = trainer_on(policy, off_policy_steps=2), trainer_on(make_policy(), off_policy_steps=2)
+    learn(trainer, groups(policy))
+    trainer.save(tmp_path)
+    again.load(tmp_path)
+
+    learn(again, groups(policy, off_by=0.25))
+
+    assert again.steps_taken == 2
+
+
+def test_a_step_after_one_without_an_update_is_judged_with_off_policy_steps_too(policy: Policy) -> None:
+    trainer = trainer_on(policy, off_policy_steps=1)
+    learn(trainer, [])
+
+    with pytest.raises(SamplerMismatch):
+        learn(trainer, groups(policy, off_by=0.25))
 
 
 def test_the_bound_is_by_precision_unless_the_operator_sets_one() -> None:

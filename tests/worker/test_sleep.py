@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -53,6 +54,9 @@ class Diary:
 
     def load(self, folder: Path) -> None:
         self.said.append(("load", folder))
+
+    def policy_before(self, steps: int) -> AbstractContextManager[int]:
+        return nullcontext(steps)
 
     def inform(self, message: str, data: dict[str, Any]) -> None:
         self.said.append((message, data))

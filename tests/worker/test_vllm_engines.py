@@ -27,6 +27,7 @@ from worker.assemble import assemble, coordinated
 from worker.model.policy import Policy, load_base
 from worker.rollout.samplers import Answer, Sampling, grouped
 from worker.rollout.samplers.placement import Placement
+from worker.rollout.samplers.requests import same
 from worker.rollout.samplers.vllm import VllmSampler, installed
 from worker.types import Prompt, Rollout
 
@@ -122,6 +123,26 @@ def test_two_engines_share_the_groups_and_give_the_answers_that_one_gives(
     assert all(groups_E), "an engine had nothing to do"
     assert not groups_E[0] & groups_E[1]
     assert ids(together) == one_after_the_other(two, prompts)
+
+
+def test_a_batch_that_waits_for_another_is_sampled_from_the_adapter_at_its_call(
+    two: VllmSampler, policy: Policy, prompts: list[Prompt]
+) -> None:
+    now, before, earlier = policy.adapter(), drawn(two, prompts), another_adapter(policy, 3)
+    with policy.with_adapter(earlier):
+        waiting = two.answers(prompts, HOW)
+        of_earlier = drawn(two, prompts)
+
+    assert drawn(two, prompts) == before
+    assert ids(grouped(waiting, len(prompts), HOW.group_size)) == of_earlier != before
+    assert same(policy.adapter(), now)
+
+
+def another_adapter(policy: Policy, seed: int) -> dict[str, torch.Tensor]:
+    """Another adapter of the policy, which keeps its own."""
+    with policy.with_adapter(policy.adapter()):
+        move(policy, seed)
+        return policy.adapter()
 
 
 def test_all_engines_sample_from_the_adapter_after_an_update(

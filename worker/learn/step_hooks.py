@@ -1,6 +1,7 @@
 """A trainer whose steps are coordinated with the sampler."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from worker.learn.trainer import Trainer
@@ -41,3 +42,6 @@ class HookedTrainer:
 
     def load(self, folder: Path) -> None:
         self._trainer.load(folder)
+
+    def policy_before(self, steps: int) -> AbstractContextManager[int]:
+        return self._trainer.policy_before(steps)

@@ -1,11 +1,14 @@
 """Train a policy on graded groups: optimizer steps with a GRPO-family loss."""
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from core.jobs.hyperparameters import Resolved
 from worker.learn.batch import Share, batch_of, divisors, in_mini_batches, share_of
@@ -19,6 +22,7 @@ from worker.learn.world import World
 from worker.model.policy import Policy
 from worker.refusals import InvalidModel, SamplerMismatch
 from worker.rollout.sampler_gate import SamplerGate
+from worker.rollout.samplers.requests import same
 from worker.sharing.turns import TURNS
 from worker.types import Group, Pack, UpdateMetrics
 
@@ -40,6 +44,13 @@ class Trainer(Protocol):
         ...
 
     def load(self, folder: Path) -> None: ...
+
+    def policy_before(self, steps: int) -> AbstractContextManager[int]:
+        """In the context the sampler reads the policy of `steps` steps ago, at most `off_policy_steps`.
+
+        No step may be taken meanwhile. Returns how many steps ago it is: fewer where there were no more.
+        """
+        ...
 
 
 class PeftTrainer:
@@ -84,7 +95,11 @@ class PeftTrainer:
         self.steps_taken = 0
         self.gate = gate
         self.keeps_tokens = keeps_tokens
-        self._updated = False  # whether this process has taken a step
+        # The adapters before each of the last steps, the oldest first, as the sampler reads them.
+        self._earlier: deque[dict[str, Tensor]] = deque(maxlen=settings.off_policy_steps)
+        self._samples_are_stale = (
+            False  # whether another policy than the current one sampled the step's answers
+        )
         # State of the current step.
         self._shares: list[Share] = []
         self._answers = 0
@@ -109,7 +124,10 @@ class PeftTrainer:
         """Pass `updates_per_batch` times over the answers (DeepSeekMath's mu), with an optimizer step after each, or
         after each of its `mini_batches`: the ratio of all of them is to the policy before the first (DeepSeek-R1).
         """
+        before = self.policy.adapter() if self.settings.off_policy_steps else {}
+        self._samples_are_stale = bool(self._earlier) and not same(self._earlier[0], before)
         metrics = self._update()
+        self._earlier.append(before)
         self.steps_taken += 1  # also without an update, so that the schedule depends on the step alone
         self._refresh_reference()
         return metrics
@@ -154,7 +172,6 @@ class PeftTrainer:
             if norm is None:  # another pass over the same answers would not be finite either
                 break
             norms.append(norm)
-            self._updated = True
         tokens = self.gradient.token_values() if self.keeps_tokens else {}
         self.gradient.end()
 
@@ -208,14 +225,13 @@ class PeftTrainer:
         """Check the sampler before the first update of the step, so that a refused step changes nothing.
 
         The totals are those of all ranks. They compare the same weights: a step's answers are sampled by the policy
-        that its first pass measures. With `off_policy_steps` that is so until this process has taken a step; later
-        answers come from the policy of the step before, and their gap says nothing about the sampler. A run that
-        starts again samples its first step anew and is checked again.
+        that its first pass measures. With `off_policy_steps` that is so until an update has changed the policy; later
+        answers come from an earlier policy, and their gap says nothing about the sampler.
 
         Raises:
             SamplerMismatch: they disagree. The step is dropped.
         """
-        if self.gate is None or (self.settings.off_policy_steps and self._updated):
+        if self.gate is None or self._samples_are_stale:
             return
         try:
             self.gate.check(mean=first.gap / first.tokens, largest=first.gap_max, tokens=first.tokens)
@@ -250,6 +266,8 @@ class PeftTrainer:
             "reference": self.own.changed_reference,
             "torch_rng": torch.get_rng_state(),
         }
+        if self._earlier:
+            state["earlier_adapters"] = [*self._earlier]
         if self.own.value_head is not None and self.value_optimizer is not None:
             state["value_head"] = self.own.value_head.state_dict()
             state["value_optimizer"] = self.value_optimizer.state_dict()
@@ -264,10 +282,22 @@ class PeftTrainer:
         self.optimizer.load_state_dict(state["optimizer"])
         self.steps_taken = state["steps_taken"]
         self.own.change_reference(state["reference"])
+        # Checkpoints of earlier versions have none: their answers in flight are sampled again with the newest policy.
+        self._earlier.clear()
+        self._earlier.extend(state.get("earlier_adapters", ()))
         if self.own.value_head is not None and self.value_optimizer is not None:
             self.own.value_head.load_state_dict(state["value_head"])
             self.value_optimizer.load_state_dict(state["value_optimizer"])
         torch.set_rng_state(state["torch_rng"])
+
+    @contextmanager
+    def policy_before(self, steps: int) -> Iterator[int]:
+        steps = min(steps, len(self._earlier))
+        if steps == 0:
+            yield 0
+            return
+        with self.policy.with_adapter(self._earlier[-steps]):
+            yield steps
 
 
 def _packs(shares: Sequence[Share]) -> list[Pack]:

@@ -648,6 +648,21 @@ class Policy:
         tensors = get_peft_model_state_dict(self.model, save_embedding_layers=False)
         return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
 
+    @contextmanager
+    def with_adapter(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+        """Replace the adapter by an earlier one of this policy in the context, as `adapter` copied it."""
+        own = self.adapter()
+        self._put(tensors)
+        try:
+            yield
+        finally:
+            self._put(own)
+
+    def _put(self, tensors: Mapping[str, Tensor]) -> None:
+        storage = get_peft_model_state_dict(self.model, save_embedding_layers=False)  # the parameters' own
+        for name, tensor in storage.items():
+            tensor.copy_(tensors[name])
+
     def save(self, folder: Path) -> None:
         """Write the adapter as PEFT does (adapter_model.safetensors and adapter_config.json), and its tokenizer."""
         self.model.save_pretrained(folder, save_embedding_layers=False)

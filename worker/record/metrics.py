@@ -71,6 +71,8 @@ def of_step(
         data |= _signal(train_P, supervision)
     if update is not None:
         data |= _update(update)
+    if lags := [step - 1 - one for rollout in _rollouts(train_P) for one in _policy_steps(rollout)]:
+        data["staleness"] = sum(lags) / len(lags)
     if policy_steps := [one for rollout in _rollouts(train_P) for one in rollout.policy_steps_T]:
         data["stale_tokens_share"] = sum(one < step - 1 for one in policy_steps) / len(policy_steps)
     if resampled_P:
@@ -315,6 +317,13 @@ def _update(update: UpdateMetrics) -> dict[str, Any]:
 
 def _grades(groups_P: Sequence[Group]) -> list[Grade]:
     return [grade for group in groups_P for grade in group.grades_G]
+
+
+def _policy_steps(rollout: Rollout) -> Sequence[int]:
+    """For each token of an answer that was sampled ahead: the steps that its policy had learned from."""
+    if rollout.policy_step is None:
+        return ()
+    return rollout.policy_steps_T or (rollout.policy_step,) * len(rollout.output_ids_T)
 
 
 def _rollouts(groups_P: Sequence[Group]) -> list[Rollout]:

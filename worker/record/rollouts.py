@@ -135,12 +135,23 @@ def _group(group: Group, learned_G: list[Lesson] | None, where: Mapping[str, Any
         {
             **shared,
             "member": member,
+            "policy_step": _policy_step(rollout, where),
             **_answer(rollout, grade),
             "centered_reward": centred_G[member],
             **_lesson(grade, None if learned_G is None else learned_G[member]),
         }
         for member, (rollout, grade) in enumerate(zip(group.rollouts_G, group.grades_G, strict=True))
     ]
+
+
+def _policy_step(rollout: Rollout, where: Mapping[str, Any]) -> int:
+    """The steps that the policy had learned from which sampled the answer, or its first token."""
+    if rollout.policy_steps_T:
+        return rollout.policy_steps_T[0]
+    if rollout.policy_step is not None:
+        return rollout.policy_step
+    learned: int = where["step"] - (where["split"] == "train")
+    return learned
 
 
 def _answer(rollout: Rollout, grade: Grade) -> dict[str, Any]:

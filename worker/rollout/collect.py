@@ -1,12 +1,13 @@
 """Sample and grade the groups of a step, and pass them to the trainer.
 
 There are three schedules. With `overlap`, the trainer gets each group as soon as it is graded, while others are still
-being sampled. With `off_policy_steps`, groups are sampled during the update of the previous step. Otherwise the trainer
-gets all groups at once.
+being sampled. With `off_policy_steps`, the groups of as many later steps are sampled during an update. Otherwise the
+trainer gets all groups at once.
 """
 
 import asyncio
-from collections.abc import Sequence
+import time
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from core.jobs.hyperparameters import Resolved
@@ -15,9 +16,22 @@ from worker.learn import grpo
 from worker.learn.trainer import Trainer
 from worker.rollout.prompts import PromptStream
 from worker.rollout.rewards import Scoring
-from worker.rollout.samplers import Sampler, Sampling
+from worker.rollout.samplers import Answer, Sampler, Sampling
 from worker.rollout.steps import with_steps_only
 from worker.types import Group, Prompt
+
+
+@dataclass
+class AheadBatch:
+    """A batch that is sampled before its step."""
+
+    clock: Clock = field(default_factory=Clock)
+    waited: float = 0.0  # seconds until the batches before it were sampled, which `clock` counts too
+    groups: asyncio.Task[list[Group]] = field(init=False)
+
+    @property
+    def sampling_seconds(self) -> float:
+        return self.clock.seconds["sampling"] - self.waited
 
 
 @dataclass
@@ -32,10 +46,11 @@ class Collector:
     trainer: Trainer
     held_to: str = ""  # response schema of the answers
     # With `off_policy_steps`: seconds in which the step's answers were sampled, while the trainer could learn from
-    # those of the step before. None: nothing else was done meanwhile.
+    # those of the steps before. None: nothing else was done meanwhile.
     ahead_seconds: float | None = field(default=None, init=False)
-    _ahead: asyncio.Task[list[Group]] | None = field(default=None, init=False)
-    _ahead_clock: Clock | None = field(default=None, init=False)
+    _ahead: dict[int, AheadBatch] = field(default_factory=dict, init=False)  # by step
+    # Of the batches at the sampler, in the order of their steps. A batch is graded while the next one is sampled.
+    _sampling_turn: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     async def collect(self, step: int, clock: Clock) -> tuple[list[Group], list[Group]]:
         """Return the step's own groups and the resampled ones, after the trainer has received all of them."""
@@ -46,8 +61,8 @@ class Collector:
 
     async def sampler_is_free(self) -> None:
         """Wait until sampling ahead has completed, and keep its groups."""
-        if self._ahead is not None:
-            await asyncio.wait([self._ahead])
+        if self._ahead:
+            await asyncio.wait([batch.groups for batch in self._ahead.values()])
 
     async def _learn(self, prompts_P: Sequence[Prompt], step: int, clock: Clock) -> list[Group]:
         if not self.settings.overlap:
@@ -62,29 +77,50 @@ class Collector:
         return [self._taught(group) for group in groups_P]
 
     async def _from_before(self, step: int, clock: Clock) -> list[Group]:
-        if self._ahead is None:  # the first step, or the first after a restart
-            sampling = self._sample(self.prompts.batch(step), step, Clock(), policy_steps=step - 1)
-            self._ahead = asyncio.create_task(sampling)
+        """Return the groups of the step, and start to sample the last step that may be ahead of it.
+
+        Step s is sampled with the policy after step s - 1 - `off_policy_steps`, regardless of timing and restarts.
+        """
+        most = self.settings.off_policy_steps
+        is_first = not self._ahead  # of the run, or after a restart
+        if is_first:
+            for later in range(most):
+                self._begin(step + later, learned=step - 1, steps_ago=most - later)
         with clock("sampling"):  # the remaining time
-            groups_P = await self._ahead
-        self.ahead_seconds = None if self._ahead_clock is None else self._ahead_clock.seconds["sampling"]
-        self._ahead = self._ahead_clock = None
-        if step < self.settings.total_steps:
-            self._ahead_clock = Clock()
-            # `sample` reads the policy when it is called, so this uses the policy before this step's update.
-            sampling = self._sample(
-                self.prompts.batch(step + 1), step + 1, self._ahead_clock, policy_steps=step - 1
-            )
-            self._ahead = asyncio.create_task(sampling)
-            await asyncio.sleep(0)  # lets the task start, which calls `sample`
+            groups_P = await self._ahead[step].groups
+        batch = self._ahead.pop(step)
+        self.ahead_seconds = None if is_first else batch.sampling_seconds
+        self._begin(step + most, learned=step - 1, steps_ago=0)
         return await self._hand_over(groups_P, clock)
 
-    async def _sample(
-        self, prompts_P: Sequence[Prompt], step: int, clock: Clock, *, policy_steps: int | None = None
-    ) -> list[Group]:
+    def _begin(self, step: int, *, learned: int, steps_ago: int) -> None:
+        """Have the batch of a step sampled, with the policy of `steps_ago` steps before `learned`."""
+        if step > self.settings.total_steps:
+            return
+        batch, prompts_P = AheadBatch(), self.prompts.batch(step)
+        with self.trainer.policy_before(steps_ago) as really_ago:
+            policy_step, sampling = learned - really_ago, self.sampling(step)
+            if self.settings.continue_in_flight:
+                sampling = replace(sampling, policy_steps=policy_step)
+            # `sample` reads the policy when it is called.
+            answers = self.sampler.sample(prompts_P, sampling)
+        in_turn = self._in_turn(answers, batch, policy_step)
+        grading = self.rewards.grade(prompts_P, in_turn, sampling.group_size, batch.clock)
+        batch.groups = asyncio.create_task(grading)
+        self._ahead[step] = batch
+
+    async def _in_turn(
+        self, answers: AsyncIterator[Answer], batch: AheadBatch, policy_step: int
+    ) -> AsyncIterator[Answer]:
+        """The answers, once those of the batches before it are sampled."""
+        began = time.perf_counter()
+        async with self._sampling_turn:
+            batch.waited = time.perf_counter() - began
+            async for answer in answers:
+                yield replace(answer, rollout=replace(answer.rollout, policy_step=policy_step))
+
+    async def _sample(self, prompts_P: Sequence[Prompt], step: int, clock: Clock) -> list[Group]:
         sampling = self.sampling(step)
-        if self.settings.continue_in_flight:
-            sampling = replace(sampling, policy_steps=policy_steps)
         answers = self.sampler.sample(prompts_P, sampling)
         return await self.rewards.grade(prompts_P, answers, sampling.group_size, clock)
 

@@ -122,11 +122,13 @@ function entry(text: string, place: number, key: string, value: string, back: nu
   const at = isHere ? place : end(text, start);
   const previous = text.slice(start, at).trimEnd().at(-1)!;
   const isOnOwnLine = isHere && /\n *$/.test(text.slice(0, at));
-  const indent = `\n${/^ */.exec(text.slice(text.lastIndexOf("\n", start) + 1))![0]}  `;
-  const before = (["{", ","].includes(previous) ? "" : ",") + (isOnOwnLine ? "" : indent);
-  const after = text.slice(at).trimStart().startsWith('"') ? "," : "";
+  const outer = `\n${/^ */.exec(text.slice(text.lastIndexOf("\n", start) + 1))![0]}`;
+  // A closing brace on the same line gets a line of its own.
+  const closing = /^ *(?=\})/.exec(text.slice(at));
+  const before = (["{", ","].includes(previous) ? "" : ",") + (isOnOwnLine ? "" : `${outer}  `);
+  const after = closing ? outer : text.slice(at).trimStart().startsWith('"') ? "," : "";
   const body = `${JSON.stringify(key)}: ${value}`;
-  return { label, isRequired, from: at, to: at, insert: before + body + after, cursor: at + before.length + body.length - back };
+  return { label, isRequired, from: at, to: at + (closing?.[0].length ?? 0), insert: before + body + after, cursor: at + before.length + body.length - back };
 }
 
 /** After the last sign within the object that begins at `start`. */

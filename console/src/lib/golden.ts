@@ -67,7 +67,7 @@ export function canonical(value: unknown): string {
 
 /** A grader as text to compare: sorted, and with line breaks where its source code has them. */
 export function comparable(grader: Grader): string {
-  return JSON.stringify(JSON.parse(canonical(grader)), null, 2).replaceAll("\\n", "\n");
+  return JSON.stringify(JSON.parse(canonical(grader)), null, 2).replace(/\\(.)/g, (escape, sign) => (sign === "n" ? "\n" : escape));
 }
 
 /** Whether a value of the grader's headers is hidden. */

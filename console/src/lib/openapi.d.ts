@@ -1609,6 +1609,8 @@ export interface components {
                 reasoning_tokens: number | null;
                 /** Grammar Start */
                 grammar_start: number | null;
+                /** Policy Step */
+                policy_step: number | null;
                 /** Score */
                 score: number | null;
                 /** Reason */
@@ -2178,6 +2180,11 @@ export interface components {
              */
             logprob_gap_ess?: number | null;
             /**
+             * Staleness
+             * @description With `off_policy_steps`: mean number of updates between the policy that sampled a token and the one that learns from it.
+             */
+            staleness?: number | null;
+            /**
              * Stale Tokens Share
              * @description With `continue_in_flight`: share of the sampled tokens that the policy before the newest update sampled.
              */
@@ -2234,7 +2241,7 @@ export interface components {
             sampling_tokens_per_second?: number | null;
             /**
              * Ahead Seconds
-             * @description With `off_policy_steps`: seconds in which the answers were sampled during the step before. The phase sampling is the part of it that the trainer waited for.
+             * @description With `off_policy_steps`: seconds in which the answers were sampled during earlier steps. The phase sampling is the part of it that the trainer waited for.
              */
             ahead_seconds?: number | null;
             /**
