@@ -178,6 +178,24 @@ class TunedModelNotFound(NotFound):
         )
 
 
+class AliasNotFound(NotFound):
+    code = "alias_not_found"
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"No alias '{name}' in this project.", param="alias")
+
+
+class AliasTargetNotFound(NotFound):
+    code = "model_not_found"
+
+    def __init__(self, alias: str, model: str) -> None:
+        super().__init__(
+            f"The alias '{alias}' points at '{model}', which no longer exists or is no longer shared with this "
+            "project: point the alias at another model.",
+            param="model",
+        )
+
+
 class ResponseNotFound(NotFound):
     code = "response_not_found"
 

@@ -23,6 +23,7 @@ from api.http.shapes import Error
 from api.http.shutdown import Shutdown
 from api.pipelines.driver import PipelineDriver
 from api.resources import (
+    aliases,
     archive,
     attempts,
     chat,
@@ -161,6 +162,7 @@ def all_routes() -> list[BaseRoute]:
         estimates,
         previews,
         models,
+        aliases,
         model_checks,
         profiles,
         chat,

@@ -25,10 +25,10 @@ from api.http.shapes import Body
 from core.chat import Adapter, Chat, Served
 from core.database.tables import Checkpoint, Project
 from core.disconnect import until_gone
-from core.errors import InvalidParameter, ModelNotFound, NotReady, ServiceError
+from core.errors import AliasTargetNotFound, InvalidParameter, ModelNotFound, NotReady, ServiceError
 from core.inference import address_of, not_served
 from core.response_format import ResponseFormat, held_to
-from core.results import tuned_models
+from core.results import model_aliases, tuned_models
 from core.settings import Settings
 from core.storage.store import BlobNotFound, BlobStore
 from core.telemetry import tracing
@@ -252,18 +252,24 @@ def with_weights(body: Generating, project: Project, service: Service, upstream:
         # OpenAI's responses name the snapshot of an alias.
         return body.model_copy(update={"model": base}).forwarded(Served(base_model=base))
     with service.database.read() as session:
-        model = tuned_models.find(session, project.id, body.model)
+        name = model_aliases.resolve(session, project.id, body.model)
+        if name in service.registry.models:
+            return body.model_copy(update={"model": name}).forwarded(Served(base_model=name))
+        model = tuned_models.find(session, project.id, name)
         checkpoint = None if model is None else tuned_models.checkpoint_of(session, model)
         if model is None or checkpoint is None:
+            if name != body.model:
+                raise AliasTargetNotFound(body.model, name)
             made = [other.name for other in tuned_models.models(session, project.id)]
             raise ModelNotFound(body.model, [*service.registry.names, *made])
         if tuned_models.is_reward_model(session, model):
-            raise tuned_models.only_scores(body.model, "model")
+            raise tuned_models.only_scores(name, "model")
     try:
         adapter = upstream.adapter(service.blobs, checkpoint)
     except BlobNotFound:
-        raise ModelNotFound(body.model, service.registry.names) from None
-    return body.forwarded(Served(base_model=model.base_model, adapter=adapter))
+        raise ModelNotFound(name, service.registry.names) from None
+    served = Served(base_model=model.base_model, adapter=adapter)
+    return body.model_copy(update={"model": name}).forwarded(served)
 
 
 ANSWERS: dict[int | str, dict[str, Any]] = {

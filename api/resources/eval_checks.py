@@ -24,7 +24,7 @@ from core.evals.items import MAX_ROWS
 from core.evals.rows import Complaints, EvalRow, InvalidRows
 from core.inference import not_served
 from core.response_format import ResponseFormat, checked_bounds
-from core.results import tuned_models
+from core.results import model_aliases, tuned_models
 from core.storage import files
 from core.storage.datasets import LineError
 from graders.build import item_paths, missing_item_paths
@@ -127,6 +127,8 @@ def refuse_model(source: SampledSource, service: Service, project: Project) -> N
     with service.database.read() as session:
         own = targets.served(session, service.blobs, service.registry, project.id, source.model)
         tuned = [model.name for model in tuned_models.models(session, project.id)]
+        if own is None and source.model not in service.backends.models:
+            model_aliases.refuse(session, project.id, source.model, "data_source.model")
     if own is None and source.model not in service.backends.models:
         names = [*service.registry.names, *tuned, *service.backends.models]
         missing = ModelNotFound(source.model, names)

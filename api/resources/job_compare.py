@@ -84,6 +84,10 @@ async def compare_jobs(
     def compared() -> JobComparison:
         with service.database.read() as session:
             jobs = [lifecycle.get(session, project.id, name) for name in ids]
+            if twice := [name for place, name in enumerate(ids) if name in ids[:place]]:
+                raise InvalidRequest(
+                    f"Invalid value for 'other': the job '{twice[0]}' is named twice.", param="other"
+                )
             validations = [job_comparison.validated(session, job) for job in jobs]
             configs = [job_comparison.config(session, job) for job in jobs]
         graders = [config.get("grader") for config in configs]

@@ -1,17 +1,17 @@
 """/v1/models: base models and tuned models."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from fastapi import APIRouter
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from api.http.deps import CurrentProject, ReadSession, ServiceDep, UnitOfWork
 from api.http.openapi import refusals
 from api.http.shapes import Deleted, Listing
-from core.database.tables import Project, TunedModel
+from core.database.tables import ModelAlias, Project, TunedModel
 from core.errors import InvalidRequest, ModelNotFound
 from core.registry import Registry
-from core.results import tuned_models
+from core.results import model_aliases, tuned_models
 
 router = APIRouter(prefix="/models", tags=["Models"])
 
@@ -24,13 +24,29 @@ class ModelOut(BaseModel):
     root: str
     parent: str | None
     shutdown_date: None = None
-    kind: Literal["base", "tuned", "reward_model"]  # extension
+    kind: Literal["base", "alias", "tuned", "reward_model"]  # extension
+    checkpoint_id: Annotated[
+        str | None,
+        Field(description="Of the archive. Null for base models, aliases and models of other projects."),
+    ] = None  # extension
 
     @classmethod
     def base(cls, name: str, registry: Registry) -> "ModelOut":
-        """A base model, or an alias of one with its target as `root`."""
+        """A base model, or an alias of the registry with its target as `root`."""
         return cls(
             id=name, created=0, owned_by="regraft", root=registry.resolve(name), parent=None, kind="base"
+        )
+
+    @classmethod
+    def alias(cls, alias: ModelAlias, project: Project) -> "ModelOut":
+        """An alias of the project, with its target as `root`."""
+        return cls(
+            id=alias.name,
+            created=alias.created_at,
+            owned_by=project.organization_id,
+            root=alias.model,
+            parent=None,
+            kind="alias",
         )
 
     @classmethod
@@ -42,6 +58,7 @@ class ModelOut(BaseModel):
             root=model.base_model,
             parent=model.base_model,
             kind="reward_model" if is_reward_model else "tuned",
+            checkpoint_id=model.checkpoint_id if model.project_id == project.id else None,
         )
 
 
@@ -50,12 +67,13 @@ class ModelOut(BaseModel):
 
 @router.get("")
 def list_models(project: CurrentProject, session: ReadSession, service: ServiceDep) -> Listing[ModelOut]:
-    """List the base models and their aliases, then the project's tuned models, newest first."""
+    """List the base models and their aliases, the project's aliases, then its tuned models, newest first."""
     base = [ModelOut.base(name, service.registry) for name in service.registry.names]
+    aliases = [ModelOut.alias(one, project) for one in model_aliases.everything(session, project.id)]
     found = tuned_models.models(session, project.id)
     rewards = tuned_models.reward_models(session, found)
     made = [ModelOut.tuned(model, project, is_reward_model=model.name in rewards) for model in found]
-    return Listing(data=[*base, *made])
+    return Listing(data=[*base, *aliases, *made])
 
 
 @router.get("/{model:path}")
@@ -65,6 +83,9 @@ def retrieve_model(
     """Retrieve a model."""
     if model in service.registry.names:
         return ModelOut.base(model, service.registry)
+    alias = model_aliases.find(session, project.id, model)
+    if alias is not None:
+        return ModelOut.alias(alias, project)
     tuned_model = tuned_models.find(session, project.id, model)
     if tuned_model is None:
         made = [other.name for other in tuned_models.models(session, project.id)]
@@ -79,6 +100,10 @@ def delete_model(model: str, project: CurrentProject, service: ServiceDep, uow: 
     if model in service.registry.names:
         raise InvalidRequest(f"'{model}' is a base model; only tuned models can be deleted.", param="model")
     with uow() as work:
+        if model_aliases.find(work.session, project.id, model) is not None:
+            raise InvalidRequest(
+                f"'{model}' is an alias: DELETE /v1/regraft/aliases/{model} deletes it.", param="model"
+            )
         if not tuned_models.delete(work, project.id, model):
             made = [other.name for other in tuned_models.models(work.session, project.id)]
             raise ModelNotFound(model, made)

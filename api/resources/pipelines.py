@@ -24,6 +24,7 @@ from core.errors import InvalidRequest, ModelNotFound
 from core.evals import summary, targets
 from core.pipelines import graph, lifecycle
 from core.pipelines.lifecycle import Stage
+from core.results import model_aliases
 from core.storage import files
 from graders.spec import hide_secrets
 
@@ -206,6 +207,7 @@ def _refuse_sources(stage: StageCreate, where: str, service: Service, project: P
             name = stage.sample.model
             served = targets.served(session, service.blobs, service.registry, project.id, name)
             if served is None and name not in service.backends.models:
+                model_aliases.refuse(session, project.id, name, f"{where}.sample.model")
                 missing = ModelNotFound(name, [*service.registry.names, *service.backends.models])
                 missing.param = f"{where}.sample.model"
                 raise missing

@@ -178,6 +178,10 @@ class PreviewAnswerOut(BaseModel):
     reason: str
     sub_scores: dict[str, float | None] | None
     output: Annotated[str | None, Field(description="Printed by the grader.")]
+    item: Annotated[
+        dict[str, Any] | None,
+        Field(description="The dataset row as graders see it; null in previews of earlier versions."),
+    ] = None
 
 
 class PreviewDeleted(BaseModel):
@@ -422,7 +426,11 @@ def list_preview_answers(
     """List the answers and grades of a completed preview, by line."""
     most = clamped(limit)
     stored = previews.answers(session, previews.get(session, project.id, preview_id))
-    found = [PreviewAnswerOut(id=f"previewanswer_{place}", **one) for place, one in enumerate(stored)]
+    items = {one["line"]: one["item"] for one in stored if "item" in one}
+    found = [
+        PreviewAnswerOut(id=f"previewanswer_{place}", **one | {"item": items.get(one["line"])})
+        for place, one in enumerate(stored)
+    ]
     first = 0
     if after is not None:
         first = next((place + 1 for place, one in enumerate(found) if one.id == after), 0)
@@ -520,10 +528,10 @@ async def _previewed(
         partial(estimates.after_preview, lengths=lengths, tokens_per_second=speed)
     )
     made = PreviewReportOut(**prepared.asked.size(), **vars(report), estimate=estimate, reason=None)
-    lines = [(row.line, member) for row in prepared.rows for member in range(samples)]
+    places = [(row, member) for row in prepared.rows for member in range(samples)]
     answers = [
-        _stored(line, member, completion, grade, answer)
-        for (line, member), completion, grade, answer in zip(lines, completions, grades, judged, strict=True)
+        _stored(row, member, completion, grade, answer)
+        for (row, member), completion, grade, answer in zip(places, completions, grades, judged, strict=True)
     ]
     return PreviewResults(
         report=made.model_dump(mode="json"),
@@ -568,11 +576,11 @@ async def _sampled(
 
 
 def _stored(
-    line: int, member: int, completion: Completion, grade: Grade, answer: PreviewAnswer
+    row: Example, member: int, completion: Completion, grade: Grade, answer: PreviewAnswer
 ) -> dict[str, Any]:
-    """An answer as the row has it."""
+    """An answer as the preview has it. Only the first of a dataset row has the row, which may be large."""
     return {
-        "line": line,
+        "line": row.line,
         "member": member,
         "output_text": completion.text,
         "output_reasoning": completion.reasoning or None,
@@ -583,7 +591,7 @@ def _stored(
         "reason": answer.reason,
         "sub_scores": {name: part.score for name, part in grade.sub_grades.items()} or None,
         "output": grade.output or None,
-    }
+    } | ({"item": row.item} if member == 0 else {})
 
 
 def _some_rows(blobs: BlobStore, file: File, count: int, seed: int) -> list[Example]:

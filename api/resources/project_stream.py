@@ -6,8 +6,8 @@
 
 The stream begins with the state of every unfinished job, pipeline and eval run, and continues with each change: a
 message has the whole state, of which only the newest matters. The id is a time; a client that reconnects with
-`Last-Event-ID`, as every EventSource does, gets what has ended since then. It ends when the server shuts down,
-the key is revoked or expires, or the project is archived.
+`Last-Event-ID`, as every EventSource does, gets what has ended since then, but not what ended more than a day ago. It
+ends when the server shuts down, the key is revoked or expires, or the project is archived.
 """
 
 import json

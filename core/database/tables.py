@@ -589,6 +589,25 @@ class TunedModel(Table):
     created_at: Mapped[int] = mapped_column(BigInteger, default=now)
 
 
+class ModelAlias(Table):
+    """A name that a project gives to a model (core/results/model_aliases.py)."""
+
+    __tablename__ = "model_aliases"
+    __table_args__ = (
+        UniqueConstraint("project_id", "name"),
+        Index(None, "project_id", "seq"),
+        Index(None, "model"),
+    )
+    seq: Mapped[int] = mapped_column(Seq, primary_key=True, autoincrement=True)
+    id: Mapped[str] = mapped_column(String(64), unique=True, default=lambda: new_id("alias_"))
+    project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"))
+    name: Mapped[str] = mapped_column(String(64))
+    model: Mapped[str] = mapped_column(String(512))  # a base model, or the name of a tuned model
+    previous_model: Mapped[str | None] = mapped_column(String(512), default=None)
+    created_at: Mapped[int] = mapped_column(BigInteger, default=now)
+    updated_at: Mapped[int] = mapped_column(BigInteger, default=now)
+
+
 class PastCursor(Table):
     """The position of a deleted row in its list: its id may still be the `after` of a client that pages."""
 

@@ -16,6 +16,8 @@ from core.jobs import lifecycle as jobs
 Kind = Literal["job", "pipeline", "eval_run"]
 # A process may commit an end a little later than its time says.
 SKEW_SECONDS = 5
+# How far back a client that reconnects learns of ends: any id is accepted, and a project may have years of them.
+MAX_PAST_SECONDS = 86400
 _TABLES: tuple[tuple[Kind, type[Job] | type[Pipeline] | type[EvalRun], frozenset[str]], ...] = (
     ("job", Job, frozenset(jobs.EDGES) - jobs.FINAL),
     ("pipeline", Pipeline, frozenset({"running", "paused"})),
@@ -46,7 +48,7 @@ class Snapshot:
 
 
 def first(session: Session, project_id: str, *, since: int | None) -> Snapshot:
-    """All unfinished ones, and those that ended at the time `since` or later."""
+    """All unfinished ones, and those that ended at the time `since` or later, at most MAX_PAST_SECONDS ago."""
     return _read(session, project_id, since, None)
 
 
@@ -64,7 +66,7 @@ def _read(session: Session, project_id: str, since: int | None, before: Snapshot
         # One query for each, because none of them reads more than its rows from an index.
         wanted: list[ColumnElement[bool]] = [table.status.in_(underway)]
         if since is not None:
-            wanted.append(table.finished_at >= since - SKEW_SECONDS)
+            wanted.append(table.finished_at >= max(since, at - MAX_PAST_SECONDS) - SKEW_SECONDS)
         if before is not None:
             wanted += [table.id.in_(before.unfinished[kind]), table.seq > before.newest[kind]]
         newest[kind] = session.scalar(select(func.max(table.seq))) or 0

@@ -11,7 +11,7 @@ from core.errors import InvalidRequest
 from core.jobs.hyperparameter_groups import Train
 from core.jobs.methods import REWARD_MODEL
 from core.registry import Registry
-from core.results import tuned_models
+from core.results import model_aliases, tuned_models
 
 # The shape of the adapter, by the names of resolved hyperparameters.
 SHAPE = ("lora_rank", "lora_alpha", "lora_targets")
@@ -121,10 +121,12 @@ def start_of(
 
     Raises:
         TunedModelNotFound, ModelNotFound: the project may use no model of this name.
-        InvalidRequest: its files were deleted, or it is a reward model.
+        InvalidRequest: its files were deleted, or it is a reward model or an alias of the project.
     """
     found = None if model in registry.names else tuned_models.find(session, project_id, model)
     if found is None:
+        if model not in registry.names:
+            model_aliases.refuse(session, project_id, model, param)
         registry.get(model)
         return registry.resolve(model), None
     registry.get(found.base_model)

@@ -9,7 +9,7 @@ from sqlalchemy.orm import Session
 from core.database import pages
 from core.database.engine import Work
 from core.database.pages import Page
-from core.database.tables import Checkpoint, CheckpointPermission, Job, Project, TunedModel
+from core.database.tables import Checkpoint, CheckpointPermission, Job, ModelAlias, Project, TunedModel
 from core.errors import InvalidRequest, PermissionNotFound
 from core.jobs.methods import REWARD_MODEL
 
@@ -65,7 +65,18 @@ def only_scores(name: str, param: str) -> InvalidRequest:
 
 
 def delete(work: Work, project_id: str, name: str) -> bool:
-    """Delete the name; its checkpoint is kept. False: the project has no such model."""
+    """Delete the name; its checkpoint is kept. False: the project has no such model.
+
+    Raises InvalidRequest: an alias of the project points at it.
+    """
+    pages.keep_order(work.session, project_id)  # no alias may be pointed at it meanwhile
+    pointing = select(ModelAlias.name).where(ModelAlias.project_id == project_id, ModelAlias.model == name)
+    if aliases := work.session.scalars(pointing.order_by(ModelAlias.name)).all():
+        raise InvalidRequest(
+            f"The alias '{aliases[0]}' points at '{name}': point it at another model, or delete it, first.",
+            param="model",
+            code="model_in_use",
+        )
     deleted = delete_from(TunedModel).where(TunedModel.project_id == project_id, TunedModel.name == name)
     if work.session.scalar(deleted.returning(TunedModel.seq)) is None:
         return False

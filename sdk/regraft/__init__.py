@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from regraft.client import AsyncRegraft, Regraft
     from regraft.config import NotConfigured
     from regraft.errors import (
+        AliasNotFound,
         BudgetReached,
         CheckpointNotFound,
         DownloadCorrupt,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from regraft.progress import FINAL
     from regraft.requests import InvalidRequestFile
     from regraft.types import (
+        Alias,
         Estimate,
         FileProfile,
         GoldenCase,
@@ -70,14 +72,14 @@ _HOME = {
     "regraft._rules.datasets": "InvalidDataset LineError",
     "regraft.client": "AsyncRegraft Regraft",
     "regraft.config": "NotConfigured",
-    "regraft.errors": "BudgetReached CheckpointNotFound DownloadCorrupt FileNotFound GraderNotFound "
+    "regraft.errors": "AliasNotFound BudgetReached CheckpointNotFound DownloadCorrupt FileNotFound GraderNotFound "
     "InsufficientPermissions "
     "InvalidApiKey InvalidGrader InvalidJobState JobFailed JobNotFound ModelNotFound "
     "NotARegraftServer NotSupportedByServer QuotaExceeded RateLimited",
     "regraft.jobs": "events metrics rollouts show",
     "regraft.progress": "FINAL",
     "regraft.requests": "InvalidRequestFile",
-    "regraft.types": "Estimate FileProfile GoldenCase GraderCheck GraderTest GraderVersion JobComparison "
+    "regraft.types": "Alias Estimate FileProfile GoldenCase GraderCheck GraderTest GraderVersion JobComparison "
     "JobEvent Preview PreviewAnswer PreviewProgress PreviewReport PromptHistory Queue Regrade RegradedAnswer Rollout "
     "RolloutToken RolloutTokens StepMetrics StoredGrader UsageReport Verdict WhatIf Worker",
 }
@@ -98,6 +100,8 @@ def __dir__() -> list[str]:
 
 __all__ = [
     "FINAL",
+    "Alias",
+    "AliasNotFound",
     "AsyncRegraft",
     "BudgetReached",
     "CheckpointNotFound",

@@ -14,6 +14,7 @@ from regraft import config, datasets
 from regraft.datasets import Method, Split, Summary
 from regraft.errors import NotARegraftServer, NotSupportedByServer, foreign, named, refuse_foreign
 from regraft.requests import Source, read_grader
+from regraft.resources.aliases import Aliases, AsyncAliases
 from regraft.resources.checkpoints import AsyncCheckpoints, Checkpoints
 from regraft.resources.evals import AsyncEvals, Evals
 from regraft.resources.graders import AsyncGraders, Graders
@@ -45,7 +46,8 @@ class Datasets:
 
 class Regraft(openai.OpenAI):
     """OpenAI's client for a regraft server, with all of its resources and `jobs`, `rollouts`, `regrades`,
-    `checkpoints`, `graders`, `evals`, `pipelines`, `previews`, `datasets`, `estimate`, `preview` and `profile`.
+    `checkpoints`, `aliases`, `graders`, `evals`, `pipelines`, `previews`, `datasets`, `estimate`, `preview` and
+    `profile`.
 
     Server and key are the arguments, else REGRAFT_BASE_URL and REGRAFT_API_KEY, else the login saved by `regraft
     login`.
@@ -78,6 +80,10 @@ class Regraft(openai.OpenAI):
     @cached_property
     def checkpoints(self) -> Checkpoints:
         return Checkpoints(self)
+
+    @cached_property
+    def aliases(self) -> Aliases:
+        return Aliases(self)
 
     @cached_property
     def graders(self) -> Graders:
@@ -207,6 +213,10 @@ class AsyncRegraft(openai.AsyncOpenAI):
     @cached_property
     def checkpoints(self) -> AsyncCheckpoints:
         return AsyncCheckpoints(self)
+
+    @cached_property
+    def aliases(self) -> AsyncAliases:
+        return AsyncAliases(self)
 
     @cached_property
     def graders(self) -> AsyncGraders:

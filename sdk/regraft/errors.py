@@ -33,6 +33,9 @@ class CheckpointNotFound(openai.NotFoundError): ...
 class ModelNotFound(openai.NotFoundError): ...
 
 
+class AliasNotFound(openai.NotFoundError): ...
+
+
 class GraderNotFound(openai.NotFoundError):
     """The project has no stored grader with this name, or not this version of it."""
 
@@ -86,6 +89,7 @@ _BY_CODE: Mapping[str, type[openai.APIStatusError]] = {
     "fine_tune_not_found": JobNotFound,
     "checkpoint_not_found": CheckpointNotFound,
     "model_not_found": ModelNotFound,
+    "alias_not_found": AliasNotFound,
     "grader_not_found": GraderNotFound,
     "unknown_url": NotSupportedByServer,
     "invalid_job_state": InvalidJobState,

@@ -486,6 +486,7 @@ class PreviewAnswer(BaseModel):
     reason: str
     sub_scores: dict[str, float | None] | None = None
     output: str | None = None  # printed by the grader
+    item: dict[str, Any] | None = None  # the dataset row; None: a preview of an earlier version
 
 
 class GraderTest(BaseModel):
@@ -501,6 +502,17 @@ class GraderTest(BaseModel):
     output: str = ""  # printed by python graders
     execution_time: float | None = None  # seconds
     sub_rewards: dict[str, float] = {}
+
+
+class Alias(BaseModel):
+    """A name that a project gives to a model."""
+
+    id: str
+    name: str
+    model: str  # which answers
+    previous_model: str | None = None  # which a rollback restores
+    created_at: int
+    updated_at: int  # when it was last pointed at another model
 
 
 class StoredGrader(BaseModel):

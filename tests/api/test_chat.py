@@ -20,6 +20,7 @@ from api.http.app import create_app
 from api.resources.chat import Upstream
 from core.database.tables import Checkpoint, TunedModel
 from core.registry import Registry
+from core.results import tuned_models
 from core.settings import Settings
 from graders.backends import Backends
 from tests.api.conftest import ALIASES, MODELS, House
@@ -189,6 +190,35 @@ def test_a_tuned_model_is_asked_for_by_the_hash_of_its_weights(
     adapter = {"prefix": "jobs/1/step-5", "manifest_sha256": hashlib.sha256(MANIFEST).hexdigest()}
     assert inference.asked[0]["regraft"] == {"base_model": "tiny", "adapter": adapter}
     assert inference.asked[0]["model"] == tuned
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+def test_the_model_answers_at_which_an_alias_points_now(
+    web: httpx.Client, inference: Inference, tuned: str, path: str
+) -> None:
+    text: dict[str, Any] = {"prompt": "Say"} if path == "completions" else USER
+    body = text | {"model": "production"}
+
+    for target in ("tiny", tuned):
+        web.post("/regraft/aliases", json={"name": "production", "model": target}).raise_for_status()
+        assert web.post(f"/{path}", json=body).status_code == 200
+
+    assert [asked["model"] for asked in inference.asked] == ["tiny", tuned]
+    adapters = [asked["regraft"]["adapter"] for asked in inference.asked]
+    assert [adapter and adapter["prefix"] for adapter in adapters] == [None, "jobs/1/step-5"]
+
+
+def test_an_alias_of_a_deleted_model_says_what_it_points_at(
+    house: House, web: httpx.Client, tuned: str
+) -> None:
+    web.post("/regraft/aliases", json={"name": "production", "model": tuned}).raise_for_status()
+    with house.database.write() as session:
+        tuned_models.delete_names_of(session, session.query(Checkpoint).one().id)
+
+    answer = ask(web, model="production")
+
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+    assert f"The alias 'production' points at '{tuned}', which no longer exists" in answer.text
 
 
 def test_a_schema_reaches_the_inference_server_as_it_was_sent(

@@ -278,6 +278,8 @@ def test_a_preview_is_stored_with_its_progress_and_its_answers(
         (prompt["line"], member) for prompt in done["report"]["prompts"] for member in range(2)
     ]
     assert Counter((one["output_text"], one["score"]) for one in answers) == {("yes", 1.0): 2, ("no", 0.0): 2}
+    assert {one["item"]["answer"] for one in answers} == {"yes"}
+    assert all(one["item"]["messages"] for one in answers)
 
 
 def test_answers_are_paged(web: httpx.Client, body: Callable[..., dict[str, Any]]) -> None:

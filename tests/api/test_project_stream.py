@@ -149,6 +149,18 @@ def test_who_was_cut_off_is_told_what_has_ended_since(
     assert told(house, {}, until=3) == []
 
 
+def test_an_old_id_brings_what_ended_in_the_last_day(
+    house: House, create_job: Callable[..., dict[str, Any]]
+) -> None:
+    long_ago, lately = create_job()["id"], create_job()["id"]
+    cancel(house, long_ago)
+    cancel(house, lately)
+    change(house, long_ago, finished_at=now() - 2 * 86400)()
+    change(house, lately, finished_at=now() - 80000)()
+
+    assert told(house, {}, until=3, since=0) == [(lately, "cancelled")]
+
+
 def test_the_requests_of_jobs_and_eval_runs_are_not_read(
     house: House, create_job: Callable[..., dict[str, Any]]
 ) -> None:

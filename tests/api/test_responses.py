@@ -545,7 +545,7 @@ def test_what_asks_for_nothing_is_accepted(post: Callable[..., httpx.Response]) 
 
 
 def test_a_model_is_what_it_is_in_a_chat(
-    house: House, create: Callable[..., Any], inference: Inference
+    house: House, client: OpenAI, create: Callable[..., Any], inference: Inference
 ) -> None:
     house.blobs.put_bytes("jobs/1/step-5/manifest.json", b"{}")
     with house.database.write() as session:
@@ -559,6 +559,8 @@ def test_a_model_is_what_it_is_in_a_chat(
     assert create(model=NAME).model == NAME
     assert inference.asked[0]["regraft"]["adapter"]["prefix"] == "jobs/1/step-5"
     assert create(model="o4-mini-2025-04-16").model == "tiny"
+    client.post("/regraft/aliases", body={"name": "production", "model": NAME}, cast_to=object)
+    assert create(model="production").model == NAME
     with pytest.raises(openai.NotFoundError) as unknown:
         create(model="gpt-9")
     assert (unknown.value.code, unknown.value.param) == ("model_not_found", "model")

@@ -86,7 +86,10 @@ def rows(house: House, api: TestClient, create_job: Callable[..., dict[str, Any]
     secret = job["id"].removeprefix("ftjob-")
     grader = api.post("/v1/regraft/graders", json={"name": "close", "grader": GRADER}).json()
     cases = api.post("/v1/regraft/graders/close/cases", json={"cases": [CASE]}).json()["data"]
+    api.post("/v1/regraft/aliases", json={"name": "production", "model": "tiny"})
     return {
+        "alias": "production",
+        "other_job_id": create_job()["id"],
         "job_id": job["id"],
         "eval_id": f"eval_{secret}",
         "run_id": f"evalrun_{secret}_1",
@@ -123,7 +126,7 @@ def routes_with_an_id(house: House) -> list[tuple[str, str]]:
 def fill(path: str, rows: dict[str, str]) -> str:
     queries = {"rollouts": "?step=1", "compare": "?runs={run_id},{run_id}", "what-if": "?formula=says"}
     if path == "/v1/regraft/jobs/{job_id}/compare":
-        return (path + "?other={job_id}").format(**rows)
+        return (path + "?other={other_job_id}").format(**rows)
     return (path + queries.get(path.rpartition("/")[2], "")).format(**rows)
 
 
@@ -168,6 +171,7 @@ def test_the_same_routes_work_for_the_owner(house: House, api: TestClient, rows:
         "/v1/fine_tuning/jobs?metadata[team]=a",
         "/v1/regraft/previews",
         "/v1/regraft/graders",
+        "/v1/regraft/aliases",
     ],
 )
 def test_lists_hold_nothing_of_anothers(house: House, rows: dict[str, str], url: str) -> None:

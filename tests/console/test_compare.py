@@ -134,7 +134,7 @@ def test_a_third_job_is_added_and_another_one_becomes_the_first(
     expect(chosen.first).to_contain_text("other")
     paired = logged_in.get_by_role("region", name="Paired rewards")
     expect(paired.locator("tbody tr", has_text="finished").get_by_role("img")).to_be_visible()
-    expect(paired.locator("tbody tr", has_text="third")).to_contain_text("no stored validation")
+    expect(paired.locator("tbody tr", has_text="third")).to_contain_text("third has no stored validation.")
     accessible(logged_in)
     readable_on_a_telephone(logged_in)
     assert f"jobs={other},{finished},{third}" in logged_in.url
@@ -182,3 +182,33 @@ def test_two_jobs_are_compared_prompt_by_prompt_with_an_interval(
         "no difference shown" if reward["ci_low"] <= 0 <= reward["ci_high"] else changed
     )
     accessible(logged_in)
+
+
+def test_the_model_of_a_job_is_promoted_in_place_of_another_one_and_rolled_back(
+    logged_in: Page, server: Server, finished: str, other: str, accessible: Accessible
+) -> None:
+    client = server.client()
+    models = [client.fine_tuning.jobs.retrieve(job).fine_tuned_model for job in (finished, other)]
+    client.post("/regraft/aliases", body={"name": "production", "model": models[0]}, cast_to=object)
+    open_comparison(logged_in, finished, other)
+
+    logged_in.get_by_role("button", name="Promote other").click()
+
+    dialog = logged_in.get_by_role("dialog")
+    expect(dialog.get_by_label("Alias")).to_have_value("production")
+    expect(dialog).to_contain_text(f"It replaces {models[0]}")
+    accessible(logged_in)
+    readable_on_a_telephone(logged_in)
+    dialog.get_by_role("button", name="Promote").click()
+    said = logged_in.get_by_text(f"production is answered by {models[1]} now.")
+    expect(said).to_be_visible()
+    logged_in.goto("/#/models")
+    row = logged_in.get_by_role("region", name="Aliases").locator("tbody tr")
+    expect(row.locator("td").nth(1)).to_have_text(str(models[1]))
+    accessible(logged_in)
+    readable_on_a_telephone(logged_in)
+    row.get_by_role("button", name="Roll back production").click()
+    expect(row.locator("td").nth(1)).to_have_text(str(models[0]))
+    logged_in.get_by_role("link", name="production").click()
+    expect(logged_in.get_by_role("heading", name="production")).to_be_visible()
+    expect(logged_in.get_by_role("link", name=str(models[0]))).to_be_visible()

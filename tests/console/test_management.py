@@ -10,6 +10,7 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 from playwright.sync_api import BrowserContext, Locator, Page, expect
 
@@ -17,6 +18,7 @@ from tests.console.conftest import (
     Accessible,
     Watched,
     copied,
+    create,
     log_in,
     project_of,
     readable_on_a_telephone,
@@ -143,6 +145,26 @@ def test_a_tuned_model_shows_its_job_and_its_archives(logged_in: Page, server: S
         assert any(name.endswith("adapter_config.json") for name in archive.getnames())
     logged_in.get_by_role("link", name="Train it further").click()
     expect(logged_in.get_by_label("Model", exact=True)).to_have_value(job.fine_tuned_model)
+
+
+def test_a_model_is_downloaded_and_deleted_in_the_list(logged_in: Page, server: Server) -> None:
+    client = server.client()
+    job = create(client, epochs=1, suffix="spare")
+    path = f"/regraft/jobs/{job}/stream"
+    for _ in client.get(path, cast_to=object, stream=True, stream_cls=openai.Stream[object]):
+        pass
+    name = client.fine_tuning.jobs.retrieve(job).fine_tuned_model
+    open_page(logged_in, "Models")
+    logged_in.on("dialog", lambda dialog: dialog.accept())
+
+    with logged_in.expect_download() as download:
+        logged_in.get_by_role("link", name=f"Download {name}", exact=True).click()
+    logged_in.get_by_role("button", name=f"Delete {name}", exact=True).click()
+
+    with tarfile.open(fileobj=io.BytesIO(download.value.path().read_bytes())) as archive:
+        assert any(file.endswith("adapter_config.json") for file in archive.getnames())
+    expect(logged_in.get_by_role("button", name=f"Delete {name}", exact=True)).to_have_count(0)
+    assert name not in [model.id for model in client.models.list().data]
 
 
 def test_the_copied_call_of_a_model_answers(logged_in: Page, server: Server) -> None:

@@ -20,7 +20,7 @@ from tests.console.conftest import (
     written,
 )
 from tests.e2e.conftest import Server
-from tests.e2e.test_openai_client import GRADER
+from tests.e2e.test_openai_client import GRADER, until
 from tests.present import untyped
 
 pytestmark = pytest.mark.slow
@@ -74,6 +74,23 @@ def test_the_same_grader_gives_the_stored_scores_again(studio: Page, server: Ser
     assert int(fact(studio, "Same")) == len(before)
     assert (fact(studio, "Higher"), fact(studio, "Lower")) == ("0", "0")
     assert stored(server, finished) == before
+
+
+def test_the_answers_of_a_preview_are_graded(studio: Page, server: Server, finished: str) -> None:
+    client = server.client()
+    body = untyped(client.get(f"/regraft/jobs/{finished}/request", cast_to=object))
+    asked = body | {"rows": 2, "samples": 2}
+    made = untyped(client.post("/regraft/previews", body=asked, cast_to=object))
+    path = f"/regraft/previews/{made['id']}"
+    until(lambda: untyped(client.get(path, cast_to=object))["status"] == "completed", 60)
+    studio.reload()
+
+    studio.get_by_label("Answers of a preview").check()
+    expect(studio.get_by_role("button", name="Run on 4 answers")).to_be_enabled()
+    run(studio)
+
+    assert int(fact(studio, "Same")) == 4
+    assert studio.get_by_label(re.compile("^Preview")).input_value() == made["id"]
 
 
 def test_an_edited_grader_shows_what_changes(studio: Page, server: Server, finished: str) -> None:

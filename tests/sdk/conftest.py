@@ -20,7 +20,7 @@ from regraft import AsyncRegraft, Regraft
 from api.http.app import create_app
 from api.resources.chat import Upstream
 from core.database.engine import Database, Work
-from core.database.tables import Checkpoint, Job, Project, RolloutPage, StepMetric
+from core.database.tables import Checkpoint, Job, Project, RolloutPage, StepMetric, TunedModel
 from core.jobs import events, lifecycle
 from core.registry import BaseModelEntry, Registry
 from core.results import rollouts
@@ -117,6 +117,12 @@ class House:
             session.add(row)
             session.flush()
             return row.id
+
+    def tuned(self, name: str) -> None:
+        with self.database.write() as session:
+            row = TunedModel(name=name, project_id=self.project.id, job_id="ftjob-1", base_model="tiny")
+            row.checkpoint_id = "ftckpt_1"
+            session.add(row)
 
 
 @pytest.fixture

@@ -751,7 +751,11 @@ def test_jobs_are_compared_prompt_by_prompt_and_by_their_requests(
         in out
     )
     assert "better on 2, worse on 0, equal on 1" in out
-    assert f"{first} or {third} has no stored validation." in out
+    assert f"\n{third} has no stored validation." in out
+    twice = regraft("jobs", "compare", first, second, first)
+    assert (twice[0], f"the job '{first}' is named twice" in twice[2]) == (2, True)
+    nothing = regraft("jobs", "compare", third, house.job(seed=1))[1]
+    assert f"\n{third} and ftjob-" in nothing and " have no stored validation." in nothing
     assert re.search(r"hyperparameters\.n_epochs +1 +2 +1", out)
     assert re.search(r"^seed +1 +2 +1", out, re.MULTILINE)
     fields = [one["field"] for one in in_json("jobs", "compare", first, second)["config"]]
@@ -934,6 +938,23 @@ def test_models(regraft: Callable[..., tuple[int, str, str]], in_json: Callable[
     assert [model["id"] for model in in_json("models", "list")] == ["tiny", "o4-mini-2025-04-16"]
     assert regraft("models", "list")[1].splitlines()[1].split() == ["tiny", "-", "-"]
     assert regraft("models", "delete", "tiny")[0] == 2
+
+
+def test_a_model_is_promoted_and_an_alias_rolled_back(
+    house: House, regraft: Callable[..., tuple[int, str, str]], in_json: Callable[..., Any]
+) -> None:
+    house.tuned("ft:tiny:acme::1")
+
+    first = regraft("models", "promote", "tiny", "--as", "production")[1]
+    second = regraft("models", "promote", "ft:tiny:acme::1", "--as", "production")[1]
+    listed = regraft("models", "aliases")[1].splitlines()[1].split()
+
+    assert first == "production: tiny answers now\n"
+    assert second == "production: ft:tiny:acme::1 answers now; before: tiny\n"
+    assert listed[:3] == ["production", "ft:tiny:acme::1", "tiny"]
+    assert in_json("models", "rollback", "production")["model"] == "tiny"
+    assert in_json("models", "aliases", "--delete", "production") == []
+    assert regraft("models", "rollback", "production")[0] == 3
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,9 @@ from core.database.engine import Work
 from core.database.tables import File, RolloutPage, TunedModel
 from core.jobs import lifecycle
 from core.jobs.claim import LeaseLost
+from core.registry import Registry
 from core.response_format import SchemaTooLarge
+from core.results import model_aliases
 from graders.types import Grade, Item, Sample, StepScore
 from tests.fakes import (
     EveryFourthFails,
@@ -218,6 +220,24 @@ def test_the_best_three_checkpoints_are_kept_and_the_last(bench: Bench) -> None:
         "ckpt-step-6",
         "ckpt-step-8",
     ]
+
+
+def test_a_checkpoint_at_which_an_alias_points_is_kept(bench: Bench) -> None:
+    run = bench.run(n_epochs=3)
+
+    def promoted_before_seven(number: int) -> None:
+        if number == 7:
+            with bench.database.write() as session:
+                [second] = [one for one in bench.checkpoints() if one.step == 2]
+                model = session.query(TunedModel).filter_by(checkpoint_id=second.id).one()
+                model_aliases.promote(
+                    Work(session), model.project_id, "production", model.name, Registry(models={})
+                )
+
+    run.before_step = promoted_before_seven
+    asyncio.run(run.train())
+
+    assert 2 in [one.step for one in bench.checkpoints()]
 
 
 @pytest.mark.slow

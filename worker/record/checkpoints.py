@@ -20,7 +20,7 @@ from sqlalchemy.orm import Session
 from core.database import pages
 from core.database.tables import Checkpoint, Job, Organization, RolloutPage, TunedModel
 from core.jobs import events, lifecycle, usage
-from core.results import tuned_models
+from core.results import model_aliases, tuned_models
 from core.results.export import STAYS
 from core.storage import manifests
 from core.storage.manifests import MANIFEST, Damaged
@@ -310,8 +310,8 @@ def _of_job(job_id: str) -> Select[Checkpoint]:
 def _retire(session: Session, job: Job) -> list[str]:
     """Delete the rows of checkpoints that are no longer needed; return their prefixes.
 
-    Keeps the newest, the best, those of the last epochs, and those of pauses until their names are deleted, so that a
-    resumed job does not delete a model that was in use during the pause.
+    Keeps the newest, the best, those of the last epochs, those at which an alias points, and those of pauses until
+    their names are deleted, so that a resumed job does not delete a model that was in use during the pause.
     """
     present: Sequence[Checkpoint] = session.scalars(_of_job(job.id)).all()
     newest = max(present, key=lambda one: one.step)
@@ -320,7 +320,9 @@ def _retire(session: Session, job: Job) -> list[str]:
     named = set(session.scalars(select(TunedModel.checkpoint_id).where(TunedModel.job_id == job.id)))
     paused = [one for one in present if _FOR_PAUSE in one.metrics and one.id in named]
     epochs = sorted((one for one in present if _FOR_EPOCH in one.metrics), key=lambda one: -one.step)
-    kept = [newest, *best, *paused, *epochs[:KEEP_EPOCHS]]
+    aliased = model_aliases.checkpoints_in_use(session, job.id)
+    in_use = [one for one in present if one.id in aliased]
+    kept = [newest, *best, *paused, *in_use, *epochs[:KEEP_EPOCHS]]
     retired = [one for one in present if one not in kept]
     for one in retired:
         tuned_models.delete_names_of(session, one.id)

@@ -13,6 +13,39 @@ export interface components {
             /** Largest */
             largest: number | null;
         };
+        /**
+         * AliasOut
+         * @description A name of the project's own for a model.
+         */
+        AliasOut: {
+            /** Id */
+            id: string;
+            /**
+             * Object
+             * @default regraft.alias
+             * @constant
+             */
+            object: "regraft.alias";
+            /** Name */
+            name: string;
+            /**
+             * Model
+             * @description The model that answers.
+             */
+            model: string;
+            /**
+             * Previous Model
+             * @description The model that a rollback restores.
+             */
+            previous_model: string | null;
+            /** Created At */
+            created_at: number;
+            /**
+             * Updated At
+             * @description When it was last pointed at another model.
+             */
+            updated_at: number;
+        };
         /** AttemptOut */
         AttemptOut: {
             /** Number */
@@ -885,7 +918,12 @@ export interface components {
              * Kind
              * @enum {string}
              */
-            kind: "base" | "tuned" | "reward_model";
+            kind: "base" | "alias" | "tuned" | "reward_model";
+            /**
+             * Checkpoint Id
+             * @description Of the archive. Null for base models, aliases and models of other projects.
+             */
+            checkpoint_id?: string | null;
         };
         /** Money */
         Money: {
@@ -1048,6 +1086,13 @@ export interface components {
              * @description Printed by the grader.
              */
             output: string | null;
+            /**
+             * Item
+             * @description The dataset row as graders see it; null in previews of earlier versions.
+             */
+            item?: {
+                [key: string]: unknown;
+            } | null;
         };
         /**
          * PreviewErrorOut

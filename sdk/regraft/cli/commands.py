@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -69,7 +69,7 @@ from regraft.resources.evals import InvalidGate
 from regraft.resources.jobs import VALIDATE, validate_local, validation
 from regraft.resources.rollouts import Filters
 from regraft.saving import chunks, whole
-from regraft.types import ComparedPair, ComparedScores, GraderTest, Money, PreviewProgress, verdict_of
+from regraft.types import Alias, ComparedPair, ComparedScores, GraderTest, Money, PreviewProgress, verdict_of
 
 DONE, NO, USAGE, NOT_FOUND, AUTH, UNREACHABLE, QUOTA, INTERRUPTED = 0, 1, 2, 3, 4, 5, 6, 130
 BY_STATUS = {401: AUTH, 403: AUTH, 404: NOT_FOUND, 408: UNREACHABLE, 429: QUOTA}
@@ -659,7 +659,8 @@ def jobs_compare(arguments: argparse.Namespace) -> int:
             for one in found.jobs
         ]
         parts = [table(["job", "model", "validated at step", "GPU time", "cost"], jobs)]
-        parts += [line for pair in found.pairs for line in _pair(found.jobs[0].job_id, pair)]
+        missing = {one.job_id for one in found.jobs if one.step is None}
+        parts += [line for pair in found.pairs for line in _pair(found.jobs[0].job_id, pair, missing)]
         if found.config:
             changed = [[one.field, *map(_value, one.values)] for one in found.config]
             parts.append(table(["field", *(one.job_id for one in found.jobs)], changed))
@@ -668,10 +669,12 @@ def jobs_compare(arguments: argparse.Namespace) -> int:
     return _answer(arguments, found, text)
 
 
-def _pair(first: str, pair: ComparedPair) -> list[str]:
+def _pair(first: str, pair: ComparedPair, missing: Collection[str]) -> list[str]:
+    """Sentences about a pair. `missing`: the jobs without a stored validation."""
     one = pair.reward
     if one is None:
-        return [f"{first} or {pair.job_id} has no stored validation."]
+        lacking = [name for name in (first, pair.job_id) if name in missing]
+        return [f"{' and '.join(lacking)} {'has' if len(lacking) == 1 else 'have'} no stored validation."]
     interval = "" if one.ci_low is None else f" ({one.ci_low:+.3f} to {_signed(one.ci_high)})"
     lines = [
         f"{pair.job_id} against {first}, {pair.prompts} prompts in both: {_number(one.second)} and "
@@ -1133,6 +1136,30 @@ def models_delete(arguments: argparse.Namespace) -> int:
     return _answer(arguments, deleted, lambda: f"Deleted {deleted.id}")
 
 
+def models_promote(arguments: argparse.Namespace) -> int:
+    alias = _client().aliases.promote(arguments.model, arguments.alias)
+    return _answer(arguments, alias, lambda: _pointed(alias))
+
+
+def models_rollback(arguments: argparse.Namespace) -> int:
+    alias = _client().aliases.rollback(arguments.alias)
+    return _answer(arguments, alias, lambda: _pointed(alias))
+
+
+def _pointed(alias: Alias) -> str:
+    before = f"; before: {alias.previous_model}" if alias.previous_model else ""
+    return f"{alias.name}: {alias.model} answers now{before}"
+
+
+def models_aliases(arguments: argparse.Namespace) -> int:
+    client = _client()
+    for name in arguments.delete:
+        client.aliases.delete(name)
+    listed = list(client.aliases.list(limit=100))
+    rows = [[one.name, one.model, one.previous_model or "-", when(one.updated_at)] for one in listed]
+    return _answer(arguments, listed, lambda: table(["alias", "model", "previous", "changed"], rows))
+
+
 def chat(arguments: argparse.Namespace) -> int:
     messages: list[Any] = [{"role": "system", "content": arguments.system}] if arguments.system else []
     options: dict[str, Any] = {"model": arguments.model}
@@ -1270,6 +1297,9 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
         checkpoints_download,
         models_list,
         models_delete,
+        models_promote,
+        models_rollback,
+        models_aliases,
         chat,
         migrate,
         evals_run,

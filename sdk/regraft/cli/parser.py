@@ -441,9 +441,23 @@ def _results(top: Commands) -> None:
 
 
 def _models(top: Commands) -> None:
-    models = top.group("models", "list and delete models")
+    models = top.group("models", "list and delete models, and give them aliases")
     models.add("list", "list base models and tuned models", "models_list")
     _id(models.add("delete", "delete a tuned model", "models_delete"), "model")
+    promote = models.add(
+        "promote",
+        "point an alias at a model, which answers requests for the alias from then on",
+        "models_promote",
+        example="regraft models promote ft:tiny:default::1a2b3c4d --as production",
+    )
+    _id(promote, "model")
+    promote.add_argument(
+        "--as", dest="alias", required=True, metavar="NAME", help="created if it does not exist"
+    )
+    rollback = models.add("rollback", "point an alias at its previous model again", "models_rollback")
+    rollback.add_argument("alias", metavar="NAME")
+    aliases = models.add("aliases", "list the aliases, newest first, after deleting some", "models_aliases")
+    aliases.add_argument("--delete", action="append", default=[], metavar="NAME", help="may be repeated")
     chat = top.add(
         "chat", "chat with a model", "chat", example='regraft chat ft:tiny:default::1a2b3c4d "Hello"'
     )

@@ -1,0 +1,87 @@
+"""/v1/regraft/aliases: names that a project gives to models (docs/howto/serving.md, Aliases)."""
+
+from typing import Annotated, Literal
+
+from fastapi import APIRouter
+from pydantic import BaseModel, Field
+
+from api.http.deps import CurrentProject, ReadSession, ServiceDep, UnitOfWork
+from api.http.openapi import refusals
+from api.http.shapes import After, Body, Limit, Listing, clamped
+from core.database.tables import ModelAlias
+from core.results import model_aliases
+
+router = APIRouter(prefix="/regraft/aliases", tags=["regraft"])
+
+
+class AliasSave(Body):
+    name: Annotated[str, Field(pattern=model_aliases.NAME)]
+    model: Annotated[str, Field(description="A base model, a tuned model or a checkpoint.")]
+
+
+class AliasOut(BaseModel):
+    """A name of the project's own for a model."""
+
+    id: str
+    object: Literal["regraft.alias"] = "regraft.alias"
+    name: str
+    model: Annotated[str, Field(description="The model that answers.")]
+    previous_model: Annotated[str | None, Field(description="The model that a rollback restores.")]
+    created_at: int
+    updated_at: Annotated[int, Field(description="When it was last pointed at another model.")]
+
+    @classmethod
+    def of(cls, alias: ModelAlias) -> "AliasOut":
+        return cls(
+            id=alias.id,
+            name=alias.name,
+            model=alias.model,
+            previous_model=alias.previous_model,
+            created_at=alias.created_at,
+            updated_at=alias.updated_at,
+        )
+
+
+class AliasDeleted(BaseModel):
+    object: Literal["regraft.alias.deleted"] = "regraft.alias.deleted"
+    deleted: Literal[True] = True
+    id: str
+    name: str
+
+
+@router.post("", responses=refusals(404))
+def save_alias(body: AliasSave, project: CurrentProject, service: ServiceDep, uow: UnitOfWork) -> AliasOut:
+    """Point an alias at a model. An alias that does not exist is created."""
+    with uow() as work:
+        return AliasOut.of(model_aliases.promote(work, project.id, body.name, body.model, service.registry))
+
+
+@router.get("")
+def list_aliases(
+    project: CurrentProject, session: ReadSession, after: After = None, limit: Limit = 20
+) -> Listing[AliasOut]:
+    """List the aliases, newest first."""
+    page = model_aliases.page(session, project.id, after=after, limit=clamped(limit))
+    return Listing(data=[AliasOut.of(alias) for alias in page.items], has_more=page.has_more)
+
+
+@router.get("/{alias}")
+def retrieve_alias(alias: str, project: CurrentProject, session: ReadSession) -> AliasOut:
+    """Retrieve an alias."""
+    return AliasOut.of(model_aliases.get(session, project.id, alias))
+
+
+@router.post("/{alias}/rollback", responses=refusals(400))
+def roll_back_alias(alias: str, project: CurrentProject, service: ServiceDep, uow: UnitOfWork) -> AliasOut:
+    """Point an alias at its previous model again. A second rollback undoes the first."""
+    with uow() as work:
+        return AliasOut.of(model_aliases.roll_back(work, project.id, alias, service.registry))
+
+
+@router.delete("/{alias}")
+def delete_alias(alias: str, project: CurrentProject, uow: UnitOfWork) -> AliasDeleted:
+    """Delete an alias. Its model is kept."""
+    with uow() as work:
+        row = model_aliases.get(work.session, project.id, alias)
+        model_aliases.remove(work, row)
+        return AliasDeleted(id=row.id, name=row.name)

@@ -1,0 +1,151 @@
+"""Aliases: names that a project gives to models, so that another model answers without a change in its clients.
+
+The audit log has every change of an alias: its author, its time, and the models before and after.
+"""
+
+from collections.abc import Sequence
+
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
+from core.database import pages
+from core.database.engine import Work
+from core.database.pages import Page
+from core.database.tables import ModelAlias, TunedModel, now
+from core.errors import AliasNotFound, InvalidRequest, ModelNotFound
+from core.registry import Registry
+from core.results import tuned_models
+
+# No colon and no slash: the names of tuned models and of most base models have one.
+NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
+MAX_ALIASES = 1_000  # in a project
+
+
+def find(session: Session, project_id: str, name: str) -> ModelAlias | None:
+    """The alias of this name, if the project has it."""
+    mine = ModelAlias.project_id == project_id, ModelAlias.name == name
+    return session.scalar(select(ModelAlias).where(*mine))
+
+
+def get(session: Session, project_id: str, name: str) -> ModelAlias:
+    """Return the alias of this name, or raise AliasNotFound."""
+    alias = find(session, project_id, name)
+    if alias is None:
+        raise AliasNotFound(name)
+    return alias
+
+
+def everything(session: Session, project_id: str) -> Sequence[ModelAlias]:
+    """All aliases of the project, newest first."""
+    mine = select(ModelAlias).where(ModelAlias.project_id == project_id)
+    return session.scalars(mine.order_by(ModelAlias.seq.desc())).all()
+
+
+def page(session: Session, project_id: str, *, after: str | None = None, limit: int) -> Page[ModelAlias]:
+    """Newest first."""
+    mine = select(ModelAlias).where(ModelAlias.project_id == project_id)
+    return pages.newest_first(session, mine, ModelAlias, after=after, limit=limit, owner=project_id)
+
+
+def resolve(session: Session, project_id: str, name: str) -> str:
+    """Resolve an alias of the project to the id of its model; other names are returned unchanged."""
+    alias = find(session, project_id, name)
+    return name if alias is None else alias.model
+
+
+def promote(work: Work, project_id: str, name: str, model: str, registry: Registry) -> ModelAlias:
+    """Point the alias of this name at a model. The alias is created if there is none.
+
+    Raises:
+        ModelNotFound: the project may use no model of this name.
+        InvalidRequest: the alias would hide a base model, the model gives no answers, or there are too many aliases.
+    """
+    if name in registry.names:
+        raise InvalidRequest(
+            f"'{name}' is a base model: choose another name for the alias.",
+            param="name",
+            code="invalid_value",
+        )
+    session = work.session
+    pages.keep_order(session, project_id)  # a concurrent deletion of the model waits, and is then refused
+    target = _target(session, project_id, model, registry)
+    alias = find(session, project_id, name)
+    if alias is None:
+        mine = select(func.count()).select_from(ModelAlias).where(ModelAlias.project_id == project_id)
+        if session.scalars(mine).one() >= MAX_ALIASES:
+            raise InvalidRequest(
+                f"The project has {MAX_ALIASES:,} aliases, the most that are supported: delete some of them.",
+                param="name",
+            )
+        alias = ModelAlias(project_id=project_id, name=name, model=target)
+        session.add(alias)
+        session.flush()
+        work.record("model_alias.changed", name, {"from": None, "to": target})
+    elif alias.model != target:
+        _point(work, alias, target)
+    return alias
+
+
+def roll_back(work: Work, project_id: str, name: str, registry: Registry) -> ModelAlias:
+    """Point the alias at its previous model. The models change places, so that a second call undoes the first.
+
+    Raises:
+        AliasNotFound: the project has no alias of this name.
+        InvalidRequest: it has no previous model.
+        ModelNotFound: the project may not use the previous model any more.
+    """
+    session = work.session
+    pages.keep_order(session, project_id)
+    alias = get(session, project_id, name)
+    if alias.previous_model is None:
+        raise InvalidRequest(f"The alias '{name}' has no previous model.", param="alias")
+    _point(work, alias, _target(session, project_id, alias.previous_model, registry))
+    return alias
+
+
+def remove(work: Work, alias: ModelAlias) -> None:
+    """Delete the alias. Its model is kept."""
+    pages.delete_row(work.session, alias, owner=alias.project_id)
+    work.record("model_alias.deleted", alias.name, {"from": alias.model})
+
+
+def refuse(session: Session, project_id: str, name: str, param: str) -> None:
+    """Reject an alias where a record names the model, which would change its meaning with the alias.
+
+    Raises InvalidRequest: the name is an alias of the project.
+    """
+    alias = find(session, project_id, name)
+    if alias is not None:
+        raise InvalidRequest(
+            f"'{name}' is an alias, whose model may change: name the model '{alias.model}'.",
+            param=param,
+            code="invalid_model",
+        )
+
+
+def _point(work: Work, alias: ModelAlias, model: str) -> None:
+    work.record("model_alias.changed", alias.name, {"from": alias.model, "to": model})
+    alias.previous_model, alias.model, alias.updated_at = alias.model, model, now()
+
+
+def _target(session: Session, project_id: str, name: str, registry: Registry) -> str:
+    base = registry.resolve(name)
+    if base in registry.models:
+        return base
+    model = tuned_models.find(session, project_id, name)
+    if model is None:
+        raise ModelNotFound(name, [*registry.names, *_names(session, project_id)])
+    if tuned_models.is_reward_model(session, model):
+        raise tuned_models.only_scores(name, "model")
+    return model.name
+
+
+def _names(session: Session, project_id: str) -> list[str]:
+    return [model.name for model in tuned_models.models(session, project_id)]
+
+
+def checkpoints_in_use(session: Session, job_id: str) -> set[str]:
+    """The ids of the checkpoints of a job at which an alias of any project points."""
+    names = select(ModelAlias.model)
+    mine = select(TunedModel.checkpoint_id).where(TunedModel.job_id == job_id, TunedModel.name.in_(names))
+    return set(session.scalars(mine))
