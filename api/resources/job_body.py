@@ -129,7 +129,7 @@ class DpoMethod(StrictModel):
 
 
 def _of_its_type(value: Any, info: ValidationInfo) -> Any:
-    """Accept the object of the method's own type; null means its defaults, which reinforcement does not have."""
+    """Accept the object of the method's own type; null means its defaults, where it has them."""
     kind = info.data.get("type")
     if kind is None:  # reported already
         return None
@@ -137,7 +137,7 @@ def _of_its_type(value: Any, info: ValidationInfo) -> Any:
         if value is not None:  # a client's typed object serializes unused methods as nulls
             raise ValueError(f"it must be absent if the type is '{kind}'")
         return None
-    if value is None and kind == "reinforcement":
+    if value is None and kind in ("reinforcement", "distillation"):  # there is no default grader, and no teacher
         raise PydanticKnownError("missing")
     return {} if value is None else value
 

@@ -356,6 +356,7 @@ def test_a_student_is_distilled_from_a_tuned_model(
 @pytest.mark.parametrize(
     ("distillation", "status", "param"),
     [
+        (None, 400, "method.distillation"),
         ({}, 400, "method.distillation.teacher"),
         ({"teacher": {"model": "none"}}, 404, "method.distillation.teacher.model"),
         ({"teacher": {"url": "https://example.com"}}, 400, "method.distillation.teacher.model"),
@@ -372,7 +373,7 @@ def test_a_student_is_distilled_from_a_tuned_model(
             "method.distillation.hyperparameters.advanced.loss",
         ),
     ],
-    ids=["no teacher", "unknown teacher", "endpoint", "sequence", "mode", "sampling", "loss"],
+    ids=["nothing", "no teacher", "unknown teacher", "endpoint", "sequence", "mode", "sampling", "loss"],
 )
 def test_what_distillation_does_not_do_is_refused_by_name(
     client: openai.OpenAI, distillation: Any, status: int, param: str
