@@ -137,7 +137,10 @@ def _of_its_type(value: Any, info: ValidationInfo) -> Any:
         if value is not None:  # a client's typed object serializes unused methods as nulls
             raise ValueError(f"it must be absent if the type is '{kind}'")
         return None
-    if value is None and kind in ("reinforcement", "distillation"):  # there is no default grader, and no teacher
+    if value is None and kind in (
+        "reinforcement",
+        "distillation",
+    ):  # there is no default grader, and no teacher
         raise PydanticKnownError("missing")
     return {} if value is None else value
 

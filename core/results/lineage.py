@@ -77,9 +77,9 @@ class Parent:
 
 
 def grading_model(
-    session: Session, project_id: str, model: str, base_model: str, registry: Registry, *, param: str
+    session: Session, project_id: str, model: str, base_model: str | None, registry: Registry, *, param: str
 ) -> Parent:
-    """The reward model of this name, for the answers of a job on `base_model`.
+    """The reward model of this name, for the answers of a job on `base_model`; None: on any.
 
     Raises:
         TunedModelNotFound, ModelNotFound: the project may use no model of this name.
@@ -90,7 +90,7 @@ def grading_model(
         raise InvalidRequest(
             f"'{model}' is not a reward model. A job with the method 'reward_model' trains one.", param=param
         )
-    if base != base_model:
+    if base_model not in (None, base):
         raise InvalidRequest(
             f"The reward model '{model}' is on '{base}', and the job's base model is '{base_model}'. A reward model "
             "can score answers of models on its own base model only.",

@@ -8,16 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from anyio import to_thread
+from sqlalchemy import select, update
 from starlette.testclient import TestClient
 
 from api.http.deps import Service
 from api.resources import graders
-from core.database.tables import Project
+from core.database.tables import Job, Project, TunedModel
 from core.errors import TooManyAtOnce
 from graders.backends import Backends
 from graders.judge.judges import JudgeModel
 from graders.types import Item, Sample
 from tests.api.conftest import GRADER, House
+from tests.api.test_full import tuned
 from tests.graders.servers import serving, verdict
 from tests.present import untyped
 
@@ -51,6 +53,28 @@ def run(
     api: TestClient, grader: dict[str, Any] = GRADER, model_sample: str = "4", **fields: Any
 ) -> "Response":
     return api.post(RUN, json={"grader": grader, "model_sample": model_sample} | fields)
+
+
+def test_only_a_reward_model_of_the_project_is_a_valid_one(api: TestClient, house: House) -> None:
+    def validated(model: str) -> "Response":
+        grader = {"type": "reward_model", "name": "judge", "model": model}
+        return api.post(
+            VALIDATE,
+            json={
+                "grader": {"type": "multi", "name": "all", "graders": {"a": grader}, "calculate_output": "a"}
+            },
+        )
+
+    for name, resolved in (("ft:tiny:o::tuned", {}), ("ft:tiny:o::reward", {"reward_kind": "pairs"})):
+        tuned(house, name, resolved)
+    with house.database.write() as session:
+        job_id = select(TunedModel.job_id).where(TunedModel.name == "ft:tiny:o::reward").scalar_subquery()
+        session.execute(update(Job).where(Job.id == job_id).values(method="reward_model"))
+
+    assert validated("ft:tiny:o::reward").status_code == 200
+    unknown, other = validated("ft:nope"), validated("ft:tiny:o::tuned")
+    assert (unknown.status_code, other.status_code) == (404, 400)
+    assert {one.json()["error"]["param"] for one in (unknown, other)} == {"grader.graders.a.model"}
 
 
 @pytest.mark.both_databases
