@@ -1,6 +1,7 @@
 """Checkpoints of a job, and the names of tuned models."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from sqlalchemy import ColumnElement, Select, or_, select
 from sqlalchemy import delete as delete_from
@@ -11,6 +12,7 @@ from core.database.engine import Work
 from core.database.pages import Page
 from core.database.tables import Checkpoint, CheckpointPermission, Job, ModelAlias, Project, TunedModel
 from core.errors import InvalidRequest, PermissionNotFound
+from core.jobs.lifecycle import FINAL
 from core.jobs.methods import REWARD_MODEL
 
 
@@ -67,7 +69,7 @@ def only_scores(name: str, param: str) -> InvalidRequest:
 def delete(work: Work, project_id: str, name: str) -> bool:
     """Delete the name; its checkpoint is kept. False: the project has no such model.
 
-    Raises InvalidRequest: an alias of the project points at it.
+    Raises InvalidRequest: an alias of the project points at it, or a job that has not ended needs it.
     """
     pages.keep_order(work.session, project_id)  # no alias may be pointed at it meanwhile
     pointing = select(ModelAlias.name).where(ModelAlias.project_id == project_id, ModelAlias.model == name)
@@ -77,12 +79,41 @@ def delete(work: Work, project_id: str, name: str) -> bool:
             param="model",
             code="model_in_use",
         )
+    if (job_id := _needing(work.session, project_id, name)) is not None:
+        raise InvalidRequest(
+            f"The job '{job_id}' has not ended and is taught or graded by '{name}': cancel it first.",
+            param="model",
+            code="model_in_use",
+        )
     deleted = delete_from(TunedModel).where(TunedModel.project_id == project_id, TunedModel.name == name)
     if work.session.scalar(deleted.returning(TunedModel.seq)) is None:
         return False
     _revoke_all(work.session, [name])
     work.record("model.deleted", name)
     return True
+
+
+def _needing(session: Session, project_id: str, name: str) -> str | None:
+    """A job of the project that has not ended, with this model as its teacher or as a reward model.
+
+    The model that a job started from is not needed by name: its checkpoint is kept.
+    """
+    unfinished = select(Job.id, Job.body).where(
+        Job.project_id == project_id,
+        Job.status.not_in(FINAL),
+        Job.method.in_(("reinforcement", "distillation")),
+    )
+    return next((job_id for job_id, body in session.execute(unfinished) if name in _read_by(body)), None)
+
+
+def _read_by(method: Any) -> Iterator[str]:
+    """The models that the object of a method names: those of reward models, and of the teacher."""
+    match method:
+        case {"type": "reward_model", "model": str(model)} | {"teacher": {"model": str(model)}}:
+            yield model
+        case dict():
+            for part in method.values():
+                yield from _read_by(part)
 
 
 def delete_names_of(session: Session, checkpoint_id: str) -> None:

@@ -6,10 +6,11 @@ from urllib.parse import quote
 import pytest
 from starlette.testclient import TestClient
 
-from core.database.tables import TunedModel
+from core.database.tables import Job, TunedModel
 from core.model_checks import ModelCheck, ModelChecks, source_of
 from core.model_memory import ModelMemories, ModelMemory
 from core.registry import BaseModelEntry
+from tests import factories
 from tests.api.conftest import House
 
 NAME = "ft:org/large:default:mine:abcd1234:ckpt-step-5"
@@ -77,6 +78,32 @@ def test_a_deleted_model_is_gone(api: TestClient, tuned: str) -> None:
     assert api.delete(f"/v1/models/{tuned}").json() == {"id": tuned, "object": "model", "deleted": True}
     assert api.get(f"/v1/models/{tuned}").status_code == 404
     assert api.delete(f"/v1/models/{tuned}").status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("method", "body"),
+    [
+        ("distillation", {"teacher": {"model": NAME}}),
+        (
+            "reinforcement",
+            {"grader": {"graders": {"a": {"type": "reward_model", "name": "a", "model": NAME}}}},
+        ),
+    ],
+)
+def test_a_model_that_an_unfinished_job_needs_is_kept(
+    api: TestClient, house: House, tuned: str, method: str, body: dict[str, Any]
+) -> None:
+    with house.database.write() as session:
+        job = factories.job(session, house.project, method=method, body=body, status="paused")
+        job_id = job.id
+
+    refused = api.delete(f"/v1/models/{tuned}").json()["error"]
+
+    assert refused["code"] == "model_in_use"
+    assert job_id in refused["message"]
+    with house.database.write() as session:
+        session.get_one(Job, job.seq).status = "cancelled"
+    assert api.delete(f"/v1/models/{tuned}").json()["deleted"]
 
 
 def test_a_base_model_cannot_be_deleted(api: TestClient) -> None:
