@@ -37,14 +37,16 @@ class Rewards:
         parse_json: bool = False,
         models: AnswerScores | None = None,
     ) -> None:
-        """`concurrency` limits grades in flight; a sandbox, a judge or an endpoint may have its own lower limit.
+        """`concurrency` limits grades in flight, of all calls of `grade` together. A sandbox, a judge or an endpoint
+        may have its own lower limit.
+
         `parse_json` also gives graders the answer as `sample.output_json`. `models` are the reward models that the
         grader reads; they score the answers when all of them are there, because they may share the policy's weights.
 
         There is no deadline here, because it would include queueing; each grader that can hang has its own.
         """
         self.grader = grader
-        self.concurrency = concurrency
+        self._slots = asyncio.Semaphore(concurrency)
         self.parse_json = parse_json
         self.models = models
 
@@ -65,7 +67,6 @@ class Rewards:
         scores: dict[tuple[int, int], Scores] = {}
         if self.models is not None:
             answers, scores = await self._scored(self.models, prompts_P, answers, clock)
-        slots = asyncio.Semaphore(self.concurrency)
         grading_P: list[dict[int, tuple[Rollout, asyncio.Task[Grade]]]] = [{} for _ in prompts_P]
         sampled: asyncio.Queue[int | None] = asyncio.Queue()
         groups: dict[int, Group] = {}
@@ -73,7 +74,7 @@ class Rewards:
         async def read(tasks: asyncio.TaskGroup) -> None:
             async for answer in answers:
                 of_models = scores.get((answer.prompt, answer.member), {})
-                grading = self._grade(slots, prompts_P[answer.prompt], answer.rollout, of_models)
+                grading = self._grade(prompts_P[answer.prompt], answer.rollout, of_models)
                 task = tasks.create_task(grading)
                 grading_P[answer.prompt][answer.member] = answer.rollout, task
                 if len(grading_P[answer.prompt]) == group_size:
@@ -118,10 +119,8 @@ class Rewards:
         scores = zip(sampled, scores_PG, strict=True)
         return again(), {(answer.prompt, answer.member): one for answer, [one] in scores}
 
-    async def _grade(
-        self, slots: asyncio.Semaphore, prompt: Prompt, rollout: Rollout, of_models: Scores
-    ) -> Grade:
-        async with slots:
+    async def _grade(self, prompt: Prompt, rollout: Rollout, of_models: Scores) -> Grade:
+        async with self._slots:
             sample = Sample.from_text(
                 rollout.text, rollout.finish_reason, self.parse_json, reasoning=rollout.reasoning
             )
