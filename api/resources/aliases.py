@@ -82,6 +82,5 @@ def roll_back_alias(alias: str, project: CurrentProject, service: ServiceDep, uo
 def delete_alias(alias: str, project: CurrentProject, uow: UnitOfWork) -> AliasDeleted:
     """Delete an alias. Its model is kept."""
     with uow() as work:
-        row = model_aliases.get(work.session, project.id, alias)
-        model_aliases.remove(work, row)
+        row = model_aliases.remove(work, project.id, alias)
         return AliasDeleted(id=row.id, name=row.name)

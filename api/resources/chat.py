@@ -253,8 +253,8 @@ def with_weights(body: Generating, project: Project, service: Service, upstream:
         return body.model_copy(update={"model": base}).forwarded(Served(base_model=base))
     with service.database.read() as session:
         name = model_aliases.resolve(session, project.id, body.model)
-        if name in service.registry.models:
-            return body.model_copy(update={"model": name}).forwarded(Served(base_model=name))
+        if (base := service.registry.resolve(name)) in service.registry.models:
+            return body.model_copy(update={"model": base}).forwarded(Served(base_model=base))
         model = tuned_models.find(session, project.id, name)
         checkpoint = None if model is None else tuned_models.checkpoint_of(session, model)
         if model is None or checkpoint is None:

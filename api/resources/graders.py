@@ -19,7 +19,7 @@ from core.disconnect import until_gone
 from core.errors import GraderEnvironmentMissing, InvalidRequest, NotFound, Unavailable
 from core.results import lineage
 from graders.backends import Backends
-from graders.build import python_parts, reward_model_parts
+from graders.build import masked_part, python_parts, reward_model_parts
 from graders.checks import has_patterns
 from graders.environments.catalog import EnvironmentNotBuilt
 from graders.hazards.pool import OWNER, HazardFailed
@@ -116,6 +116,11 @@ async def refuse(
     body_is_read()
     if not in_job:
         refuse_reward_models(spec, param)
+    if (masked := masked_part(spec, param)) is not None:
+        raise InvalidRequest(
+            f"'{masked}' has the mask of a secret: send its value.",
+            param=masked,
+        )
     check = partial(_refuse_unusable, spec, service.backends, param)
     if has_patterns(spec):
         await in_turn(check, service, project)

@@ -83,7 +83,13 @@ class Reinforcement(StrictModel):
     @model_validator(mode="wrap")
     @classmethod
     def _notes_the_reference(cls, sent: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        """Validate the specification of a stored grader, and remember where it came from."""
+        """Validate the specification of a stored grader, and remember where it came from.
+
+        The method of a job with one, as responses show it, has both the specification and the reference: it may be sent
+        again, and the specification counts.
+        """
+        if isinstance(sent, Mapping):
+            sent = {name: value for name, value in sent.items() if name != STORED_GRADER}
         found = ResolvedReference.of(sent.get("grader")) if isinstance(sent, Mapping) else None
         if found is None:
             return handler(sent)

@@ -427,16 +427,21 @@ def list_preview_answers(
     most = clamped(limit)
     stored = previews.answers(session, previews.get(session, project.id, preview_id))
     items = {one["line"]: one["item"] for one in stored if "item" in one}
-    found = [
-        PreviewAnswerOut(id=f"previewanswer_{place}", **one | {"item": items.get(one["line"])})
-        for place, one in enumerate(stored)
-    ]
     first = 0
     if after is not None:
-        first = next((place + 1 for place, one in enumerate(found) if one.id == after), 0)
+        first = next((place + 1 for place in range(len(stored)) if _answer_id(place) == after), 0)
         if not first:
             raise InvalidRequest(f"No item with id '{after}' in this list.", param="after")
-    return Listing(data=found[first : first + most], has_more=len(found) > first + most)
+    places = range(first, min(first + most, len(stored)))
+    found = [
+        PreviewAnswerOut(id=_answer_id(place), **stored[place] | {"item": items.get(stored[place]["line"])})
+        for place in places
+    ]
+    return Listing(data=found, has_more=len(stored) > first + most)
+
+
+def _answer_id(place: int) -> str:
+    return f"previewanswer_{place}"
 
 
 @router.post("/{preview_id}/cancel")

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from anyio import to_thread
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, ValidationInfo, model_validator
 from sqlalchemy.orm import Session
 
 from api.http.deps import CurrentProject, ReadSession, Service, ServiceDep, UnitOfWork
@@ -23,12 +23,11 @@ from core import golden_cases, stored_graders
 from core.database.engine import Work
 from core.database.tables import GoldenCase, GraderVersion, Project, StoredGrader
 from core.disconnect import until_gone
-from core.errors import InvalidParameter, InvalidRequest
+from core.errors import InvalidRequest
 from core.golden_cases import MAX_CASES, NewCase
 from core.storage.datasets import MAX_DEPTH, is_nested_too_deeply
 from core.strict import StrictModel
 from core.tenancy import tenants
-from graders.build import masked_part
 from graders.hazards.pool import OWNER
 from graders.prompts import sample_of
 from graders.report import run_report
@@ -58,15 +57,6 @@ class StoredGraderSave(Body):
     name: StoredName
     grader: Annotated[GraderSpec, BeforeValidator(_named)]
     note: Annotated[Note, Field(description="What this version changes.")] = ""
-
-    @field_validator("grader")
-    @classmethod
-    def _has_its_secrets(cls, spec: GraderSpec) -> GraderSpec:
-        if (where := masked_part(spec)) is not None:
-            raise InvalidParameter(
-                f"'{where}' has the mask of a secret: send its value.", param=where, code="invalid_value"
-            )
-        return spec
 
 
 class StoredGraderOut(BaseModel):

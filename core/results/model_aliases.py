@@ -67,7 +67,7 @@ def promote(work: Work, project_id: str, name: str, model: str, registry: Regist
             code="invalid_value",
         )
     session = work.session
-    pages.keep_order(session, project_id)  # a concurrent deletion of the model waits, and is then refused
+    _keep(session, project_id, model)
     target = _target(session, project_id, model, registry)
     alias = find(session, project_id, name)
     if alias is None:
@@ -95,18 +95,28 @@ def roll_back(work: Work, project_id: str, name: str, registry: Registry) -> Mod
         ModelNotFound: the project may not use the previous model any more.
     """
     session = work.session
-    pages.keep_order(session, project_id)
+    before = get(session, project_id, name).previous_model
+    if before is None:
+        raise InvalidRequest(f"The alias '{name}' has no previous model.", param="alias")
+    _keep(session, project_id, before)
     alias = get(session, project_id, name)
+    session.refresh(alias)
     if alias.previous_model is None:
         raise InvalidRequest(f"The alias '{name}' has no previous model.", param="alias")
     _point(work, alias, _target(session, project_id, alias.previous_model, registry))
     return alias
 
 
-def remove(work: Work, alias: ModelAlias) -> None:
-    """Delete the alias. Its model is kept."""
+def remove(work: Work, project_id: str, name: str) -> ModelAlias:
+    """Delete the alias of this name, and return it. Its model is kept.
+
+    Raises AliasNotFound: the project has none of this name.
+    """
+    pages.keep_order(work.session, project_id)  # a concurrent change waits, or has come before
+    alias = get(work.session, project_id, name)
     pages.delete_row(work.session, alias, owner=alias.project_id)
     work.record("model_alias.deleted", alias.name, {"from": alias.model})
+    return alias
 
 
 def refuse(session: Session, project_id: str, name: str, param: str) -> None:
@@ -121,6 +131,17 @@ def refuse(session: Session, project_id: str, name: str, param: str) -> None:
             param=param,
             code="invalid_model",
         )
+
+
+def _keep(session: Session, project_id: str, model: str) -> None:
+    """Lock the project's aliases, and the model: its deletion, and the end of its checkpoint, wait for the commit.
+
+    Those who delete lock the project of the model. The order is that of the ids, so that no two requests wait for each
+    other.
+    """
+    found = tuned_models.find(session, project_id, model)
+    for one in sorted({project_id} | ({found.project_id} if found is not None else set())):
+        pages.keep_order(session, one)
 
 
 def _point(work: Work, alias: ModelAlias, model: str) -> None:

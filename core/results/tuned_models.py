@@ -72,6 +72,8 @@ def delete(work: Work, project_id: str, name: str) -> bool:
     Raises InvalidRequest: an alias of the project points at it, or a job that has not ended needs it.
     """
     pages.keep_order(work.session, project_id)  # no alias may be pointed at it meanwhile
+    if find_own(work.session, project_id, name) is None:
+        return False
     pointing = select(ModelAlias.name).where(ModelAlias.project_id == project_id, ModelAlias.model == name)
     if aliases := work.session.scalars(pointing.order_by(ModelAlias.name)).all():
         raise InvalidRequest(

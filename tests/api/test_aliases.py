@@ -1,6 +1,7 @@
 """Names that a project gives to models."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -240,3 +241,20 @@ def test_the_audit_log_has_who_pointed_it_at_what_and_when(
     ]
     assert {entry["target"] for entry in changes} == {"production"}
     assert {entry["actor"]["api_key"]["id"] for entry in changes} == {house.key_id()}
+
+
+def test_requests_at_once_leave_the_alias_as_the_last_entry_of_the_audit_log_says(
+    api: TestClient, promote: Callable[..., dict[str, Any]]
+) -> None:
+    for round_ in range(5):
+        name = f"production-{round_}"
+        promote(FIRST, name)
+        with ThreadPoolExecutor() as threads:
+            deletions = [threads.submit(api.delete, f"{PATH}/{name}") for _ in range(3)]
+            point = threads.submit(api.post, PATH, json={"name": name, "model": SECOND})
+            answers = [one.result() for one in (*deletions, point)]
+
+        assert {answer.status_code for answer in answers} <= {200, 404}
+        log = api.get("/v1/organization/audit_logs", params={"limit": 20}).json()["data"]
+        [last, *_] = [entry for entry in log if entry["target"] == name]
+        assert api.get(f"{PATH}/{name}").json().get("model") == last["data"].get("to")

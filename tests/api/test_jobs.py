@@ -13,7 +13,7 @@ from core.settings import GpuClass
 from graders.backends import Backends
 from graders.endpoint import Endpoints
 from graders.judge.judges import JudgeModel
-from tests.api.conftest import House
+from tests.api.conftest import GRADER, House
 
 if TYPE_CHECKING:
     from httpx2 import Response
@@ -138,6 +138,32 @@ def test_the_method_of_a_job_that_has_run_creates_the_same_job_again(
     assert again.status_code == 200, again.text
     resent = Hyperparameters.model_validate(again.json()["method"]["reinforcement"]["hyperparameters"])
     assert resolve(resent, rows=100, parameters=500_000_000, context=4096) == run
+
+
+def test_the_method_of_a_job_with_a_stored_grader_can_be_sent_again(
+    api: TestClient, create_job: Callable[..., dict[str, Any]]
+) -> None:
+    api.post("/v1/regraft/graders", json={"name": "close", "grader": GRADER})
+    job = create_job(reinforcement={"grader": {"type": "stored", "name": "close"}})
+    files = {name: job[name] for name in ("model", "training_file", "validation_file")}
+    assert job["method"]["reinforcement"]["stored_grader"]["name"] == "close"
+
+    again = api.post(JOBS, json={**files, "method": job["method"]})
+
+    assert again.status_code == 200, again.text
+    assert again.json()["method"]["reinforcement"]["grader"] == job["method"]["reinforcement"]["grader"]
+
+
+def test_the_mask_of_a_secret_is_no_value_of_a_header(
+    api: TestClient, job_request: Callable[..., dict[str, Any]]
+) -> None:
+    grader = {"type": "endpoint", "name": "mine", "url": "https://example.com", "headers": {"key": "***"}}
+
+    answer = api.post(JOBS, json=job_request(reinforcement={"grader": grader}))
+
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "method.reinforcement.grader.headers.key"
+    assert "has the mask of a secret: send its value" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("kind", ["supervised", "dpo"])

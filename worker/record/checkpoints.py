@@ -313,6 +313,9 @@ def _retire(session: Session, job: Job) -> list[str]:
     Keeps the newest, the best, those of the last epochs, those at which an alias points, and those of pauses until
     their names are deleted, so that a resumed job does not delete a model that was in use during the pause.
     """
+    pages.keep_order(
+        session, job.project_id
+    )  # an alias that is being pointed at one of them comes before, or fails
     present: Sequence[Checkpoint] = session.scalars(_of_job(job.id)).all()
     newest = max(present, key=lambda one: one.step)
     measured = [one for one in present if one.valid_reward is not None]
