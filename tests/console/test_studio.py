@@ -461,6 +461,27 @@ def test_a_source_is_written_and_left_by_the_keyboard(studio: Page) -> None:
     expect(source).to_have_attribute("aria-description", re.compile("Escape, then Tab leaves the editor"))
 
 
+def test_what_is_typed_replaces_the_selection(
+    logged_in: Page, watched: tuple[BrowserContext, Watched]
+) -> None:
+    """And brackets enclose it. Chromium alone would break the content policy, which `watched` finds."""
+    watched[1].expected.append("400")  # it is no grader
+    logged_in.goto("/#/graders?on=rows")
+    logged_in.get_by_label("Start from").select_option("Python code")
+    source = logged_in.get_by_label("Grader: its Python source")
+    write(source, "def grade(sample, item):\n    return 1")
+    expect(source.locator("span").first).to_have_text("def")  # it has a color
+
+    source.press("Control+a")
+    source.press("(")
+    assert written(source) == "(def grade(sample, item):\n    return 1)"
+    source.press("Control+a")
+    source.press_sequentially("pass")
+    assert written(source) == "pass"
+    source.press("Control+z")
+    assert written(source) == "(def grade(sample, item):\n    return 1)"
+
+
 def test_a_source_is_colored_searched_and_accessible(
     studio: Page, theme: str, accessible: Accessible
 ) -> None:
@@ -499,6 +520,34 @@ def test_a_hostile_source_is_shown_as_text(
     expect(source.locator("script, img:not(.cm-widgetBuffer)")).to_have_count(0)
     accessible(studio)
     assert studio.title() == title
+
+
+def test_characters_that_hide_what_a_source_does_are_shown(
+    logged_in: Page, server: Server, accessible: Accessible
+) -> None:
+    """Those that turn the text, and those that are not seen, in the editor and on both sides of differences."""
+    turning = [*range(0x202A, 0x202F), *range(0x2066, 0x206A)]
+    unseen = [0xAD, 0x200B, 0x200C, 0x200D, 0x2060, 0x3164, 0xFE0F, 0xE0041]
+    hidden = "".join(map(chr, turning + unseen))
+    spelled = "".join(f"⟨U+{number:04X}⟩" for number in turning + unseen)
+    before = f"def grade(sample, item):\n    # before {hidden}\n    return 0"
+    grader = {"type": "python", "name": "hidden", "source": before}
+    server.client().post("/regraft/graders", body={"name": "hidden", "grader": grader}, cast_to=object)
+
+    logged_in.goto("/#/graders?on=rows&stored=hidden")
+    source = logged_in.get_by_label("Grader: its Python source")
+    marks = source.get_by_label("Control character")
+    expect(marks).to_have_count(len(hidden))
+    write(source, before.replace("before", "after ⟨U+202E⟩"))
+    expect(source).to_contain_text("after")
+    expect(marks).to_have_count(len(hidden))
+    logged_in.get_by_role("button", name="Differences").click()
+
+    differences = logged_in.get_by_label("Differences", exact=True)
+    expect(differences.locator(".cm-deletedLine")).to_have_text(f"# before {spelled}")
+    expect(differences.locator(".cm-changedLine")).to_have_text(f"# after ⟨U+27E8⟩U+202E⟩ {spelled}")
+    assert not set(hidden) & set(differences.inner_text())
+    accessible(logged_in)
 
 
 def test_a_grader_is_also_written_where_the_editor_cannot_be_loaded(

@@ -7,7 +7,7 @@ import { python, pythonLanguage } from "@codemirror/lang-python";
 import { bracketMatching, HighlightStyle, indentOnInput, indentUnit, syntaxHighlighting } from "@codemirror/language";
 import { unifiedMergeView } from "@codemirror/merge";
 import { search, searchKeymap } from "@codemirror/search";
-import { Compartment, EditorState, type Extension, StateEffect, StateField, Text } from "@codemirror/state";
+import { Compartment, EditorState, type Extension, StateEffect, StateField, Text, type Transaction } from "@codemirror/state";
 import { Decoration, type DecorationSet, EditorView, highlightSpecialChars, type KeyBinding, keymap, lineNumbers } from "@codemirror/view";
 import { tags } from "@lezer/highlight";
 import { completions, type Completion } from "./complete";
@@ -22,6 +22,13 @@ export type Offers = { schemas: () => Promise<Schemas>; fields: () => string[] }
 export type Editor = { update: (shown: Shown) => void; show: (line: number) => void; destroy: () => void };
 export type Compared = { before: string; after: string };
 export type Comparison = { update: (compared: Compared) => void; destroy: () => void };
+
+/** Characters that are not seen or turn the direction of the text, and so would hide what a source does. Tabs and ends of lines are not among them. */
+const HIDDEN = /[\u0000-\u0008\u000b\u000c\u000e-\u001f\u007f-\u009f\u2028\u2029\ufff9-\ufffc\p{Default_Ignorable_Code_Point}]/gu;
+const hiddenOrBracket = new RegExp(`${HIDDEN.source}|⟨`, "gu");
+
+/** A text with each hidden character as its number, like ⟨U+202E⟩. The bracket is written so too, else two texts that differ could look alike. */
+const spelled = (text: string): string => text.replace(hiddenOrBracket, (one) => `⟨U+${one.codePointAt(0)!.toString(16).toUpperCase().padStart(4, "0")}⟩`);
 
 const markLine = StateEffect.define<number>();
 const marked = Decoration.line({ class: "cm-raised" });
@@ -175,27 +182,39 @@ async function complete(context: CompletionContext, offers: Offers): Promise<Com
   }
 }
 
+/** Replace what is selected by what is typed. Chromium, which would do it itself, makes an element with the style of the selection, which the content policy refuses. */
+const typedOverSelection = EditorView.domEventHandlers({
+  beforeinput(event, view) {
+    const { from, to, empty } = view.state.selection.main;
+    const text = event.data;
+    if (event.inputType !== "insertText" || event.isComposing || view.composing || !text || empty) return false;
+    const insert = (): Transaction => view.state.update(view.state.replaceSelection(text), { userEvent: "input.type", scrollIntoView: true });
+    const isHandled = view.state.facet(EditorView.inputHandler).some((handle) => handle(view, from, to, text, insert)); // such as brackets around it
+    if (!isHandled) view.dispatch(insert());
+    return true;
+  },
+});
+
 function viewIn(host: HTMLElement, state: EditorState): EditorView {
   // In a shadow root CodeMirror adds its style sheets as objects. In the document it would add elements, which the content policy refuses.
   const root = host.attachShadow({ mode: "open" });
   return new EditorView({ state, parent: root, root });
 }
 
-/** Show two texts line by line, without the equal lines far from a change. */
+/** Show two texts line by line, without the equal lines far from a change. Hidden characters are spelled, because CodeMirror marks none in removed lines. */
 export function compare(host: HTMLElement, compared: Compared): Comparison {
   const begin = ({ before, after }: Compared): EditorState =>
     EditorState.create({
-      doc: after,
+      doc: spelled(after),
       extensions: [
         lineNumbers(),
-        highlightSpecialChars(),
         EditorView.lineWrapping,
         EditorState.readOnly.of(true),
         EditorView.editable.of(false),
         EditorView.contentAttributes.of({ "aria-label": "Differences", tabindex: "0" }),
         read(after).grader ? json() : [], // with the source of Python in it, it is no JSON
         syntaxHighlighting(colors),
-        unifiedMergeView({ original: before, mergeControls: false, collapseUnchanged: { margin: 3, minSize: 2 } }),
+        unifiedMergeView({ original: spelled(before), mergeControls: false, collapseUnchanged: { margin: 3, minSize: 2 } }),
         look,
         differences,
       ],
@@ -222,11 +241,12 @@ export function mount(host: HTMLElement, shown: Shown, offers: Offers, onchange:
       extensions: [
         lineNumbers(),
         history(),
-        highlightSpecialChars(), // also marks that change the direction of the text, which would hide what a source does
+        highlightSpecialChars({ specialChars: HIDDEN }),
         indentOnInput(),
         bracketMatching(),
         closeBrackets(),
         autocompletion({ icons: false }),
+        typedOverSelection,
         search({ top: true }),
         EditorView.lineWrapping,
         keymap.of([...closeBracketsKeymap, ...completionKeymap, ...searchKeymap, ...historyKeymap, ...defaultKeymap, ...tabs]),
