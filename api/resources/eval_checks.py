@@ -126,14 +126,13 @@ def refuse_model(source: SampledSource, service: Service, project: Project) -> N
     """Raise ModelNotFound, or InvalidRequest for what the model does not support. Blocks on the database."""
     with service.database.read() as session:
         own = targets.served(session, service.blobs, service.registry, project.id, source.model)
-        tuned = [model.name for model in tuned_models.models(session, project.id)]
         if own is None and source.model not in service.backends.models:
             model_aliases.refuse(session, project.id, source.model, "data_source.model")
-    if own is None and source.model not in service.backends.models:
-        names = [*service.registry.names, *tuned, *service.backends.models]
-        missing = ModelNotFound(source.model, names)
-        missing.param = "data_source.model"
-        raise missing
+            tuned = [model.name for model in tuned_models.models(session, project.id)]
+            names = [*service.registry.names, *tuned, *service.backends.models]
+            missing = ModelNotFound(source.model, names)
+            missing.param = "data_source.model"
+            raise missing
     if own is None:
         return
     if not service.settings.inference_address(own.base_model):

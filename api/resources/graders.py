@@ -16,7 +16,7 @@ from api.http.shapes import Body
 from api.http.stored_graders import OrStored, ResolvesGraders
 from core.database.tables import Project
 from core.disconnect import until_gone
-from core.errors import GraderEnvironmentMissing, InvalidRequest, NotFound, Unavailable
+from core.errors import GraderEnvironmentMissing, InvalidRequest, Unavailable
 from core.results import lineage
 from graders.backends import Backends
 from graders.build import masked_part, python_parts, reward_model_parts
@@ -86,13 +86,10 @@ def refuse_reward_models(spec: GraderSpec, param: str) -> None:
 def _refuse_unknown_reward_models(spec: GraderSpec, service: Service, project: Project) -> None:
     """Raise InvalidRequest or NotFound for a reward model that no job of the project could grade with."""
     for where, part in reward_model_parts(spec, "grader"):
-        param = f"{where}.model"
-        try:
-            with service.database.read() as session:
-                lineage.grading_model(session, project.id, part.model, None, service.registry, param=param)
-        except NotFound as absent:
-            absent.param = param
-            raise
+        with service.database.read() as session:
+            lineage.grading_model(
+                session, project.id, part.model, None, service.registry, param=f"{where}.model"
+            )
 
 
 async def refuse(

@@ -255,14 +255,10 @@ def refuse_unusable_reward_models(
     """
     for where, part in reward_model_parts(asked.grader, GRADER_PARAM):
         param = f"{where}.model"
-        try:
-            with service.database.read() as session:
-                model = lineage.grading_model(
-                    session, project.id, part.model, base_model, service.registry, param=param
-                )
-        except NotFound as absent:
-            absent.param = param
-            raise
+        with service.database.read() as session:
+            model = lineage.grading_model(
+                session, project.id, part.model, base_model, service.registry, param=param
+            )
         of_steps = asked.hyperparameters.advanced.supervision == "process"
         if of_steps and part is asked.grader and model.reward_kind != "steps":
             raise InvalidRequest(
@@ -299,7 +295,6 @@ def refuse_unusable_teacher(
         if name in service.backends.models:
             refuse_unusable_server(asked)
             return
-        absent.param = TEACHER_PARAM
         absent.message += (
             " A model on a server teaches once the operator has named it under [models] in REGRAFT_GRADERS_FILE "
             "(docs/howto/distillation.md)."

@@ -7,7 +7,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from core.database.tables import Job
-from core.errors import InvalidRequest
+from core.errors import InvalidRequest, NotFound
 from core.jobs.hyperparameter_groups import Train
 from core.jobs.methods import REWARD_MODEL
 from core.registry import Registry
@@ -104,6 +104,14 @@ def start_name(parent: Parent | None) -> str:
     return "the base model" if parent is None else parent.model
 
 
+def _refuse_absent(base_model: str, registry: Registry, param: str) -> None:
+    try:
+        registry.get(base_model)
+    except NotFound as absent:
+        absent.param = param
+        raise
+
+
 def start_of(
     session: Session,
     project_id: str,
@@ -127,9 +135,9 @@ def start_of(
     if found is None:
         if model not in registry.names:
             model_aliases.refuse(session, project_id, model, param)
-        registry.get(model)
+        _refuse_absent(model, registry, param)
         return registry.resolve(model), None
-    registry.get(found.base_model)
+    _refuse_absent(found.base_model, registry, param)
     checkpoint = tuned_models.checkpoint_of(session, found)
     job = session.scalar(select(Job).where(Job.id == found.job_id))
     if checkpoint is None or job is None or job.resolved is None:

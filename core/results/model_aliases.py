@@ -95,12 +95,10 @@ def roll_back(work: Work, project_id: str, name: str, registry: Registry) -> Mod
         ModelNotFound: the project may not use the previous model any more.
     """
     session = work.session
-    before = get(session, project_id, name).previous_model
-    if before is None:
-        raise InvalidRequest(f"The alias '{name}' has no previous model.", param="alias")
+    mine = ModelAlias.project_id == project_id, ModelAlias.name == name
+    before = session.scalar(select(ModelAlias.previous_model).where(*mine))
     _keep(session, project_id, before)
     alias = get(session, project_id, name)
-    session.refresh(alias)
     if alias.previous_model is None:
         raise InvalidRequest(f"The alias '{name}' has no previous model.", param="alias")
     _point(work, alias, _target(session, project_id, alias.previous_model, registry))
@@ -133,13 +131,13 @@ def refuse(session: Session, project_id: str, name: str, param: str) -> None:
         )
 
 
-def _keep(session: Session, project_id: str, model: str) -> None:
-    """Lock the project's aliases, and the model: its deletion, and the end of its checkpoint, wait for the commit.
+def _keep(session: Session, project_id: str, model: str | None) -> None:
+    """Lock the project's aliases and the model, if there is one.
 
-    Those who delete lock the project of the model. The order is that of the ids, so that no two requests wait for each
-    other.
+    Its deletion, and the end of its checkpoint, then wait for the commit: those who delete lock the project of the
+    model. The order is that of the ids, so that no two requests wait for each other.
     """
-    found = tuned_models.find(session, project_id, model)
+    found = None if model is None else tuned_models.find(session, project_id, model)
     for one in sorted({project_id} | ({found.project_id} if found is not None else set())):
         pages.keep_order(session, one)
 

@@ -119,7 +119,7 @@ def test_once_resolved_the_numbers_take_the_place_of_auto(
 
     assert (shown["batch_size"], shown["n_epochs"], shown["learning_rate_multiplier"]) == (8, 4, 2.0)
     assert shown["advanced"]["loss"] == "dapo"
-    assert "learning_rate" not in shown["advanced"] or shown["advanced"]["learning_rate"] == "auto"
+    assert shown["advanced"]["learning_rate"] == "auto"  # twice the automatic one, as the request has it
     assert "total_steps" not in shown.keys() | shown["advanced"].keys()
 
 

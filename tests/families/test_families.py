@@ -107,7 +107,7 @@ def test_a_step_changes_the_adapter_of_a_supported_family(
 ) -> None:
     _, loaded = load(family)
     if loaded.policy is None:
-        pytest.skip("refused")
+        pytest.skip("the family is refused on creation, so no step is taken")
     policy = loaded.policy
     # Nothing else has one, such as the experts' fused weights, which PEFT may take in place of a shared expert.
     adapted = [module for module in policy.model.modules() if isinstance(module, LoraLayer)]

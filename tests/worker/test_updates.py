@@ -106,7 +106,7 @@ class TestWhatCounts:
         self, policy: Policy, kl: float, overlap: bool
     ) -> None:
         if kl and overlap:
-            pytest.skip("refused")
+            pytest.skip("overlap is refused with a KL penalty")
         silent, mixed, stand_in = sampled(policy, [[1.0] * 4, *MIXED])
         settings = asked({"kl": kl, "overlap": overlap, "resample_prompts": 2}, batch_size=2)
 
