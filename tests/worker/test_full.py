@@ -31,7 +31,7 @@ from tests.worker.test_training import drawn, prompt, sampling
 from worker.learn.offline import OfflineTrainer
 from worker.learn.trainer import PeftTrainer
 from worker.model import support
-from worker.model.full import MASTERS, FullPolicy, refuse, refuse_other_names
+from worker.model.full import FullPolicy, refuse, refuse_other_names
 from worker.model.policy import Base, load_base
 from worker.refusals import InvalidModel, UnsupportedModel
 from worker.types import Group, Pack
@@ -252,7 +252,7 @@ def test_a_supervised_or_preference_run_resumes_bit_for_bit(
     assert [resumed.step(packs) for _ in range(3)] == [whole.step(packs) for _ in range(3)]
     assert all(map(torch.equal, resumed.policy.trainable, whole.policy.trainable))
     assert all(map(torch.equal, resumed.policy.model.parameters(), whole.policy.model.parameters()))
-    assert (tmp_path / MASTERS).exists() == (dtype == "bfloat16")
+    assert (tmp_path / "masters-00001.safetensors").exists() == (dtype == "bfloat16")
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ def test_the_reference_of_a_checkpoint_is_stored_only_if_it_is_not_the_start(
         trainer = PeftTrainer(make_full(), reinforcement(kl=0.1, **advanced), token_budget=40)
         learn(trainer, groups)
         trainer.save(tmp_path)
-        return torch.load(tmp_path / "trainer.pt", weights_only=True)["reference"] is not None
+        return (tmp_path / "reference-00001.safetensors").exists()
 
     assert not stored()
     assert stored(reference_refresh_steps=1)
@@ -362,9 +362,11 @@ def test_a_run_may_start_from_the_weights_of_a_whole_model(
     assert child.source == models["untied"]
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", MASTERS, "trainer.pt"])
+@pytest.mark.parametrize("name", ["masters-00001.safetensors", "moments-00001.safetensors", "trainer.pt"])
 def test_a_damaged_checkpoint_is_refused(make_full: MakeFull, tmp_path: Path, name: str) -> None:
-    OfflineTrainer(make_full(dtype="bfloat16"), offline(), token_budget=60).save(tmp_path)
+    trainer = OfflineTrainer(make_full(dtype="bfloat16"), offline(), token_budget=60)
+    trainer.step(conversations())
+    trainer.save(tmp_path)
     (tmp_path / name).write_bytes(b"no weights")
 
     with pytest.raises(InvalidModel, match="cannot be read"):

@@ -119,9 +119,9 @@ class OwnGradient(WithReference):
 
     @property
     def trainable(self) -> list[Parameter]:
-        """The weights of the policy that are trained, and of a value head."""
+        """The weights that the first of several ranks updates: of the policy, and of a value head."""
         head = [] if self.value_head is None else list(self.value_head.parameters())
-        return [*self.policy.trainable, *head]
+        return [*self.policy.led, *head]
 
     def add(self, packs: Sequence[Pack], std: float) -> None:
         self.add_micro_batches(self.micro_batches(packs), std)

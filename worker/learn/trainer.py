@@ -1,6 +1,5 @@
 """Train a policy on graded groups: optimizer steps with a GRPO-family loss."""
 
-import pickle
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -14,20 +13,18 @@ from core.jobs.hyperparameters import Resolved
 from worker.learn.batch import Share, batch_of, divisors, in_mini_batches, share_of
 from worker.learn.distributed import DistributedGradient
 from worker.learn.gradient import Gradient, OwnGradient, keep_memory
-from worker.learn.optimizer import AdapterOptimizer
+from worker.learn.optimizer import BETAS, AdapterOptimizer, optimizer_of
 from worker.learn.token_rewards import StepMoments
 from worker.learn.totals import Totals
+from worker.learn.trained import read_state, trained_of
 from worker.learn.value_optimizer import ValueOptimizer
 from worker.learn.world import World
 from worker.model.policy import Policy
-from worker.refusals import InvalidModel, SamplerMismatch
+from worker.refusals import SamplerMismatch
 from worker.rollout.sampler_gate import SamplerGate
 from worker.rollout.samplers.requests import same
 from worker.sharing.turns import TURNS
 from worker.types import Group, Pack, UpdateMetrics
-
-# Of AdamW, without weight decay: what RL with LoRA converged on (a second moment of 0.95 forgets in ~20 steps).
-BETAS = (0.9, 0.95)
 
 
 class Trainer(Protocol):
@@ -80,15 +77,7 @@ class PeftTrainer:
         if world is not None:
             self.gradient = DistributedGradient(self.own, world)
         self.waits = settings.value_warmup_steps or 0  # steps before the first of the policy
-        self.optimizer = AdapterOptimizer(
-            policy,
-            learning_rate=settings.learning_rate,
-            betas=BETAS,
-            max_grad_norm=settings.max_grad_norm,
-            warmup_steps=settings.warmup_steps,
-            schedule=settings.learning_rate_schedule,
-            total_steps=settings.total_steps - self.waits,
-        )
+        self.trained = trained_of(self.own, optimizer_of(policy, settings, world), world)
         self.value_optimizer: ValueOptimizer | None = None
         if self.own.value_head is not None:
             self.value_optimizer = ValueOptimizer(self.own.value_head, settings, betas=BETAS)
@@ -104,6 +93,10 @@ class PeftTrainer:
         self._shares: list[Share] = []
         self._answers = 0
         self._waiting: list[Share] = []
+
+    @property
+    def optimizer(self) -> AdapterOptimizer:
+        return self.trained.optimizer
 
     @TURNS
     def add(self, group: Group) -> None:
@@ -199,9 +192,9 @@ class PeftTrainer:
     def _descend(self, divisor: float) -> float | None:
         """Take a step of the adapter and of a value head. As `AdapterOptimizer.step`; 0 where the adapter waits."""
         if self.value_optimizer is not None and self.steps_taken < self.waits:
-            self.optimizer.clear()
+            self.trained.clear()
             return 0.0 if self.value_optimizer.step(divisor, self.steps_taken) else None
-        norm = self.optimizer.step(divisor, self.steps_taken - self.waits)
+        norm = self.trained.step(divisor, self.steps_taken - self.waits)
         if self.value_optimizer is None:
             return norm
         if norm is None:
@@ -236,7 +229,7 @@ class PeftTrainer:
         try:
             self.gate.check(mean=first.gap / first.tokens, largest=first.gap_max, tokens=first.tokens)
         except SamplerMismatch:
-            self.optimizer.clear()
+            self.trained.clear()
             if self.value_optimizer is not None:
                 self.value_optimizer.clear()
             self.gradient.end()
@@ -255,15 +248,12 @@ class PeftTrainer:
 
     def start_from_policy(self) -> None:
         """Take the current policy for the reference of the KL, in place of the model that the job started from."""
-        self.own.change_reference(None)  # so that the last one is not in memory beside the new one
-        self.own.change_reference(self.policy.snapshot())
+        self.trained.keep_reference()
 
     def save(self, folder: Path) -> None:
-        self.policy.save(folder)
         state: dict[str, Any] = {
-            "optimizer": self.optimizer.state_dict(),
+            **self.trained.save(folder),
             "steps_taken": self.steps_taken,
-            "reference": self.own.changed_reference,
             "torch_rng": torch.get_rng_state(),
         }
         if self._earlier:
@@ -274,14 +264,9 @@ class PeftTrainer:
         torch.save(state, folder / "trainer.pt")
 
     def load(self, folder: Path) -> None:
-        self.policy.load(folder)
-        try:
-            state = torch.load(folder / "trainer.pt", map_location="cpu", weights_only=True)
-        except (pickle.UnpicklingError, EOFError, RuntimeError) as cause:
-            raise InvalidModel(f"The optimizer's state in the checkpoint cannot be read: {cause}") from cause
-        self.optimizer.load_state_dict(state["optimizer"])
+        state = read_state(folder)
+        self.trained.load(folder, state)
         self.steps_taken = state["steps_taken"]
-        self.own.change_reference(state["reference"])
         # Checkpoints of earlier versions have none: their answers in flight are sampled again with the newest policy.
         self._earlier.clear()
         self._earlier.extend(state.get("earlier_adapters", ()))

@@ -9,7 +9,7 @@ import json
 import logging
 import re
 import tempfile
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,7 +21,7 @@ from core.database import pages
 from core.database.tables import Checkpoint, Job, Organization, RolloutPage, TunedModel
 from core.jobs import events, lifecycle, usage
 from core.results import model_aliases, tuned_models
-from core.results.export import STAYS
+from core.results.export import is_trainers
 from core.storage import manifests
 from core.storage.manifests import MANIFEST, Damaged
 from core.storage.store import BlobExists, check_not_empty, is_bad_sector
@@ -226,13 +226,13 @@ class Checkpoints:
 
     def download(self, prefix: str, folder: Path) -> None:
         """Download all files of a checkpoint. Raises Damaged if one is missing or does not match its hash."""
-        self._download(prefix, folder, frozenset())
+        self._download(prefix, folder, lambda name: False)
 
     def download_model(self, prefix: str, folder: Path) -> None:
         """As `download`, without the state of the trainer."""
-        self._download(prefix, folder, STAYS)
+        self._download(prefix, folder, is_trainers)
 
-    def _download(self, prefix: str, folder: Path, without: Collection[str]) -> None:
+    def _download(self, prefix: str, folder: Path, without: Callable[[str], bool]) -> None:
         try:
             self._download_all(prefix, folder, without)
         except Damaged as damage:
@@ -240,7 +240,7 @@ class Checkpoints:
                 check_not_empty(self.blobs)
             raise
 
-    def _download_all(self, prefix: str, folder: Path, without: Collection[str]) -> None:
+    def _download_all(self, prefix: str, folder: Path, without: Callable[[str], bool]) -> None:
         self._reading = MANIFEST
         manifest = manifests.read(self.blobs, prefix)
         if manifest.format > FORMAT:
@@ -249,7 +249,7 @@ class Checkpoints:
                 f"{FORMAT}: run the job on workers of the version of regraft that wrote it, or of a later one."
             )
         for file in manifest.files:
-            if file.name in without:
+            if without(file.name):
                 continue
             self._reading = file.name
             manifests.download(self.blobs, prefix, file, folder)
