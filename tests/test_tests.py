@@ -38,7 +38,7 @@ ALLOWED = {
         "the command line waits before it connects again"
     ),
     ("worker/eventful_child.py", "sharding.shard = noted"): NO_GPU,
-    ("worker/eventful_child.py", "sizing.degrees_of = lambda machine, gpus: (gpus,)"): NO_GPU,
+    ("worker/eventful_child.py", "sizing.degrees_of = lambda machine, gpus, full: (gpus,)"): NO_GPU,
     ("worker/test_adapters.py", "monkeypatch.setattr('worker.serve.adapters.shutil.rmtree', remove)"): RACE,
     ("worker/test_adapters.py", "monkeypatch.setattr('worker.serve.adapters.os.utime', removed_first)"): RACE,
     (

@@ -3,7 +3,7 @@
 `... EVENT member PARENT`: worker.members.launcher, whose rank it is.
 
 drain: the launcher gets SIGTERM in the first step of an attempt. SIGKILL, SIGSTOP: rank 1 gets it in the second step.
-shard: as drain, and both ranks share one copy of the base model, as GPUs do on which it does not fit whole; each that
+shard: as drain, and both ranks share one copy of the model, as GPUs do on which it does not fit whole; each that
 does leaves a file in the data folder. none: nothing happens.
 """
 
@@ -43,14 +43,14 @@ class Eventful(World):
 
 def share_the_base() -> None:
     """Sharding is planned for GPUs only, whose memory is not enough for the whole base model."""
-    shard = sharding.shard
+    place = sharding.place
 
-    def noted(*args: Any, **how: Any) -> None:
-        shard(*args, **how)
+    def noted(*args: Any) -> None:
+        place(*args)
         Path(os.environ["REGRAFT_DATA_DIR"], f"sharded-{os.getpid()}").touch()
 
-    sharding.shard = noted
-    sizing.degrees_of = lambda machine, gpus: (gpus,)
+    sharding.place = noted
+    sizing.degrees_of = lambda machine, gpus, full: (gpus,)
 
 
 def be_member(parent: int) -> None:

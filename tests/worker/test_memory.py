@@ -753,6 +753,43 @@ def test_a_refusal_names_the_degrees_that_were_tried() -> None:
         sizing.plan_sharded("m", llama_shape(*LLAMA_70B), WORK, H100, 12)
 
 
+def test_all_weights_of_an_8b_model_are_trained_in_parts_where_they_do_not_fit_whole() -> None:
+    """Llama 3 8B by hand: 128,256 x 4,096 weights each in embeddings and head, and 218,112,000 in each of 32 layers."""
+    ends, layer = 2 * 128_256 * 4096, 218_112_000
+    inside = 32 * layer + 4096  # the last norm
+    work, shape = replace(WORK, full=True, references=1), llama_shape(*LLAMA_8B)
+
+    found = sizing.plan_sharded("m", shape, work, replace(H100, may_sleep=True), 8)
+
+    [eighth, two] = inside / 8, 2 * -(-inside // 32)
+    estimate = found.estimate
+    assert found.degree == 8 and "sharded over 8 GPUs" in str(estimate)
+    assert estimate.shard == (ends + two) * 2
+    # Masters, gradients and moments; of the ends also a vector of all gradients; gradients that are being added up.
+    assert estimate.optimizer == 16 * eighth + 20 * ends + two * (2 + 4)
+    # The reference, and the own parts while it computes.
+    assert estimate.reference == eighth * (2 + 4) + 2 * ends * 2
+    fits = {
+        (gib, gpus): sizing.plan_sharded("m", shape, replace(work, references=0), there, gpus).degree
+        for gib, gpus in ((78, 4), (78, 8), (139, 2), (178, 1), (178, 2))
+        for there in [replace(H100, available=gib * GIB, may_sleep=True)]
+    }
+    assert fits == {(78, 4): 4, (78, 8): 8, (139, 2): 2, (178, 1): 1, (178, 2): 2}
+    for gib, gpus in ((78, 2), (139, 1)):
+        with pytest.raises(DoesNotFit):
+            sizing.plan_sharded("m", shape, work, replace(H100, available=gib * GIB, may_sleep=True), gpus)
+
+
+@pytest.mark.parametrize(("gib", "gpus", "degree"), [(150, 8, 8), (78, 6, 6), (178, 8, 1)])
+def test_the_ranks_that_train_all_weights_have_a_copy_each_or_share_one(
+    gib: int, gpus: int, degree: int
+) -> None:
+    """With a half of 8 GPUs for each copy, the two copies would have to be kept equal."""
+    work, there = replace(WORK, full=True), replace(H100, available=gib * GIB, may_sleep=True)
+
+    assert sizing.plan_sharded("m", llama_shape(*LLAMA_8B), work, there, gpus).degree == degree
+
+
 def test_the_sampler_that_uses_the_weights_of_training_is_not_sharded() -> None:
     with pytest.raises(DoesNotFit, match="because the sampler `transformers` uses them: use `vllm`"):
         sizing.plan_sharded("m", llama_shape(*LLAMA_70B), WORK, replace(H100, sampler="transformers"), 8)

@@ -1,4 +1,4 @@
-"""All weights of a model, trained in parts by several ranks: what one process learns, and checkpoints for any number."""
+"""All weights of a model, trained in parts by several ranks: as one process does, and with the same checkpoints."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -104,9 +104,23 @@ class Shape:
         The embeddings and the head whole, a part of each layer, and two whole layers: the one that is computed and
         the next one, which is being gathered. Layers are taken to be of one size.
         """
-        inside = self.parameters - self.end_parameters
-        gathered = min(2, self.layers) * -(-inside // self.layers)
-        return (self.end_parameters + -(-inside // degree) + gathered) * self.bytes_each
+        inside = -(-self.inside_parameters // degree)
+        return (self.end_parameters + inside + self.gathered_parameters) * self.bytes_each
+
+    @property
+    def inside_parameters(self) -> int:
+        """Of all layers: everything but embeddings and head."""
+        return self.parameters - self.end_parameters
+
+    @property
+    def gathered_parameters(self) -> int:
+        """Of the two layers of a sharded copy that are whole at a time."""
+        return min(2, self.layers) * -(-self.inside_parameters // self.layers)
+
+    @property
+    def trained_shard_bytes(self) -> int:
+        """As `shard_bytes`, if all weights are trained: the parts of layers are the optimizer's (`optimizer_bytes`)."""
+        return (self.end_parameters + self.gathered_parameters) * self.bytes_each
 
     def cache_bytes(self, tokens: int) -> int:
         """Bytes of a KV cache for one sequence of `tokens` in vLLM: whole blocks, and one that vLLM keeps empty."""
@@ -172,7 +186,7 @@ class Machine:
     tensor_parallel: int = 1  # devices that share the weights and the cache of an engine
     split: bool = False  # the engines have devices of the same size that no trainer uses
     degree: int = 1  # GPUs that share one copy of the trainer's weights
-    ranks: int = 1  # of a job that trains all weights, each with a whole copy
+    ranks: int = 1  # of a job that trains all weights, each with a whole copy of them
     may_sleep: bool = False  # nothing is sampled while the trainer learns, so that vLLM can sleep then
     sleeps: bool = False  # vLLM sleeps while the trainer learns
     main_memory: int | None = None  # free bytes beside the GPUs, for vLLM's weights; None: unknown
@@ -329,14 +343,30 @@ def _norm_bytes(shape: Shape, full: bool) -> int:
     return shape.bytes_each if shape.recomputes_norms else 4
 
 
-def optimizer_bytes(shape: Shape, ranks: int) -> int:
+def optimizer_bytes(shape: Shape, ranks: int, degree: int = 1) -> int:
     """Of a job that trains all weights: a gradient and two moments in float32, and a float32 copy of narrow weights.
 
-    Several ranks exchange weights and gradients as one vector in float32.
+    Several ranks, each with a whole copy, exchange weights and gradients as one vector in float32.
+
+    Args:
+        degree: GPUs that share one copy (worker/model/sharded_full.py). Each has its part of the layers in float32, of
+            whatever precision, and the gradients of two whole layers, which are added up in float32. Embeddings and
+            head are as with several ranks.
     """
     master = 4 if shape.bytes_each < 4 else 0
-    vector = 4 if ranks > 1 else 0
-    return shape.parameters * (master + 3 * 4 + vector)
+    if degree == 1:
+        vector = 4 if ranks > 1 else 0
+        return shape.parameters * (master + 3 * 4 + vector)
+    parts = -(-shape.inside_parameters // degree) * 4 * 4
+    return parts + shape.end_parameters * (master + 4 * 4) + shape.gathered_parameters * (shape.bytes_each + 4)
+
+
+def reference_bytes(shape: Shape, degree: int) -> int:
+    """Of a copy of all weights. While a sharded model computes as its reference, its own parts are beside it."""
+    if degree == 1:
+        return shape.weight_bytes
+    parts = -(-shape.inside_parameters // degree) * (shape.bytes_each + 4)
+    return parts + 2 * shape.end_parameters * shape.bytes_each
 
 
 def estimate(
@@ -376,6 +406,9 @@ def estimate(
     logits = HEAD_CHUNK * shape.vocabulary * 4 * 4  # with their log-softmax, its exponential, a gradient
     # Of the head's weights, that of a chunk and the sum of the chunks before it.
     head_gradients = 2 * shape.vocabulary * shape.hidden * shape.bytes_each if full else 0
+    shard = None
+    if machine.degree > 1:
+        shard = shape.trained_shard_bytes if full else shape.shard_bytes(machine.degree)
     found = Estimate(
         copies=machine.copies,
         weights=weights,
@@ -388,10 +421,10 @@ def estimate(
         cache=cache,
         margin=0,
         tensor_parallel=machine.tensor_parallel,
-        shard=shape.shard_bytes(machine.degree) if machine.degree > 1 else None,
+        shard=shard,
         degree=machine.degree,
-        optimizer=optimizer_bytes(shape, machine.ranks) if full else 0,
-        reference=references * shape.weight_bytes,
+        optimizer=optimizer_bytes(shape, machine.ranks, machine.degree) if full else 0,
+        reference=references * reference_bytes(shape, machine.degree),
         sleeps=machine.sleeps,
     )
     return replace(found, margin=_margin(found, machine))
@@ -468,14 +501,13 @@ def plan_sharded(name: str, shape: Shape, work: Workload, machine: Machine, gpus
     Raises:
         DoesNotFit: with no degree; the message has the numbers of the largest one.
     """
-    if work.full:  # trained weights are not sharded
-        return plan(name, shape, work, replace(machine, ranks=gpus))
-    degrees = degrees_of(machine, gpus)
+    degrees = degrees_of(machine, gpus, full=work.full)
     can_sleep = machine.may_sleep and machine.has_engine and machine.device == "cuda"
     for sleeps in (False, True) if can_sleep else (False,):
         for degree in degrees:
             try:
-                return plan(name, shape, work, replace(machine, degree=degree, sleeps=sleeps))
+                ranks = gpus if work.full and degree == 1 else 1
+                return plan(name, shape, work, replace(machine, degree=degree, ranks=ranks, sleeps=sleeps))
             except DoesNotFit as cause:
                 refusal = cause
     tried = [f"the weights sharded over {', '.join(map(str, degrees))} GPUs"] if len(degrees) > 1 else []
@@ -484,13 +516,16 @@ def plan_sharded(name: str, shape: Shape, work: Workload, machine: Machine, gpus
     raise DoesNotFit(f"{refusal}{note}{_unsharded(machine, gpus)}") from refusal
 
 
-def degrees_of(machine: Machine, gpus: int) -> tuple[int, ...]:
+def degrees_of(machine: Machine, gpus: int, *, full: bool = False) -> tuple[int, ...]:
     """How many GPUs may share a copy of the weights: those that divide the GPUs of a machine.
 
+    With `full` the GPUs have a copy each or all of them share one: copies that are trained would have to be kept equal.
     The transformers sampler decodes on rank 0 alone with the trainer's weights, so these are whole there.
     """
     if machine.sampler != "vllm" or machine.device != "cuda":
         return (1,)
+    if full:
+        return tuple(sorted({1, gpus}))
     return tuple(degree for degree in DEGREES if gpus % degree == 0)
 
 
