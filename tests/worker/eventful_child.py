@@ -20,6 +20,8 @@ from worker.learn.offline_ranks import AddRows
 from worker.learn.world import World
 from worker.members import launcher
 from worker.model import sharding, sizing
+from worker.model.policy import Policy
+from worker.model.sizing import Machine
 
 
 class Eventful(World):
@@ -45,12 +47,15 @@ def share_the_base() -> None:
     """Sharding is planned for GPUs only, whose memory is not enough for the whole base model."""
     place = sharding.place
 
-    def noted(*args: Any) -> None:
-        place(*args)
+    def noted(policy: Policy, stand_in: Policy) -> None:
+        place(policy, stand_in)
         Path(os.environ["REGRAFT_DATA_DIR"], f"sharded-{os.getpid()}").touch()
 
+    def all_of_them(machine: Machine, gpus: int, *, full: bool = False) -> tuple[int, ...]:
+        return (gpus,)
+
     sharding.place = noted
-    sizing.degrees_of = lambda machine, gpus, full: (gpus,)
+    sizing.degrees_of = all_of_them
 
 
 def be_member(parent: int) -> None:

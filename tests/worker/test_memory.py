@@ -780,7 +780,7 @@ def test_all_weights_of_an_8b_model_are_trained_in_parts_where_they_do_not_fit_w
             sizing.plan_sharded("m", shape, work, replace(H100, available=gib * GIB, may_sleep=True), gpus)
 
 
-@pytest.mark.parametrize(("gib", "gpus", "degree"), [(150, 8, 8), (78, 6, 6), (178, 8, 1)])
+@pytest.mark.parametrize(("gib", "gpus", "degree"), [(150, 8, 8), (78, 6, 6), (210, 8, 1)])
 def test_the_ranks_that_train_all_weights_have_a_copy_each_or_share_one(
     gib: int, gpus: int, degree: int
 ) -> None:

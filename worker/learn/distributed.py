@@ -282,7 +282,7 @@ def follow(world: World) -> NoReturn:
 
 
 def part_of(own: OwnGradient | OfflineGradient, world: World) -> TrainedModel | None:
-    """What a rank above 0 trains itself. None: rank 0 trains for all."""
+    """Return the part that a rank above 0 trains itself. None: rank 0 trains for all."""
     policy = own.policy
     if not isinstance(policy, ShardedFullPolicy):
         return None
@@ -346,31 +346,36 @@ def load_checked(
     bases = sharding.load_bases(
         model.name, model.entry, model.cache, device, settings.chat_template, settings.chat_template_kwargs
     )
-    policy: Policy
-    stand_in: Policy
+    device_type = torch.device(device).type
     if settings.train == "full":
-        policy, stand_in = ShardedFullPolicy(bases[0]), FullPolicy(bases[1])
-    else:
-        policy, stand_in = (
-            Policy(
-                base,
-                rank=settings.lora_rank,
-                alpha=settings.lora_alpha,
-                seed=model.seed,
-                targets=settings.lora_targets,
-            )
-            for base in bases
+        trained, like_it = ShardedFullPolicy(bases[0]), FullPolicy(bases[1])
+        verdict = _prepare(trained, like_it, model, beat)
+        mesh = world.neighbors(device_type, degree)
+        trained.shard(like_it, mesh, model.weights or trained.source)
+        beat()
+        return trained, verdict
+    policy, stand_in = (
+        Policy(
+            base,
+            rank=settings.lora_rank,
+            alpha=settings.lora_alpha,
+            seed=model.seed,
+            targets=settings.lora_targets,
         )
+        for base in bases
+    )
+    verdict = _prepare(policy, stand_in, model, beat)
+    sharding.shard(policy, stand_in, world.neighbors(device_type, degree), seed=model.seed)
+    beat()
+    return policy, verdict
+
+
+def _prepare(policy: Policy, stand_in: Policy, model: Model, beat: Callable[[], None]) -> ForwardVerdict:
+    """Choose the forward pass by the stand-in, before there are weights. Raises UnsupportedModel: none is right."""
     verdict = support.probe(stand_in, sampled=False)
     beat()
     recompute.keep_as_in(policy.model, stand_in.model)
     policy.use(verdict.route)
     if model.checkpointed:
         policy.checkpoint_layers()
-    mesh = world.neighbors(torch.device(device).type, degree)
-    if isinstance(policy, ShardedFullPolicy):
-        policy.shard(stand_in, mesh, model.weights or policy.source)
-    else:
-        sharding.shard(policy, stand_in, mesh, seed=model.seed)
-    beat()
-    return policy, verdict
+    return verdict

@@ -110,7 +110,7 @@ class DistributedOffline:
 
     def _share_weights(self) -> None:
         own = self.own
-        # Where the weights are sharded and trained, each rank has its own part of the reference.
+        # Each rank has its own part of the reference if it trains a part of the weights.
         parts = isinstance(own.policy, ShardedFullPolicy)
         fixed = {"reference": own.reference if own.settings.has_reference and not parts else None}
         if isinstance(own, SoftTargetGradient) and own.teacher is not None:

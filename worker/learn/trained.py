@@ -1,8 +1,8 @@
-"""What a job trains, with its optimizer and the reference of its loss: updates, and what a checkpoint has of them.
+"""The weights that a job trains, with their optimizer and the reference of the loss: updates and checkpoints.
 
 An adapter is small: one process has all of it, and its optimizer's state is in `trainer.pt`. All weights of a model are
-large: their master weights, moments and reference are in files of their own, written and read one after the other. With
-a sharded model each rank trains its part, and whatever rank 0 does the others do too.
+large: their master weights, moments and reference are in separate files, written and read one after the other. With a
+sharded model each rank trains its part, and the others do whatever rank 0 does.
 """
 
 import pickle
@@ -240,7 +240,7 @@ def sum_gradients(own: Summed, world: World) -> None:
 
 
 def trained_of(own: WithReference, optimizer: AdapterOptimizer, world: World | None = None) -> Trained:
-    """What the run of this process trains."""
+    """Return the trained weights of a run, of which this process is rank 0."""
     policy = own.policy
     if isinstance(policy, ShardedFullPolicy):
         assert world is not None, "the weights are sharded over ranks"
@@ -253,7 +253,7 @@ def trained_of(own: WithReference, optimizer: AdapterOptimizer, world: World | N
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """What is in `trainer.pt` of a checkpoint. Raises InvalidModel: it is damaged."""
+    """Read `trainer.pt` of a checkpoint. Raises InvalidModel: it is damaged."""
     try:
         state: dict[str, Any] = torch.load(folder / "trainer.pt", map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, EOFError, RuntimeError) as cause:

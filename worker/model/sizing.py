@@ -358,7 +358,9 @@ def optimizer_bytes(shape: Shape, ranks: int, degree: int = 1) -> int:
         vector = 4 if ranks > 1 else 0
         return shape.parameters * (master + 3 * 4 + vector)
     parts = -(-shape.inside_parameters // degree) * 4 * 4
-    return parts + shape.end_parameters * (master + 4 * 4) + shape.gathered_parameters * (shape.bytes_each + 4)
+    return (
+        parts + shape.end_parameters * (master + 4 * 4) + shape.gathered_parameters * (shape.bytes_each + 4)
+    )
 
 
 def reference_bytes(shape: Shape, degree: int) -> int:
