@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import Parameter
 
@@ -27,6 +28,7 @@ from worker.refusals import InvalidModel, UnsupportedModel, first_line
 
 MASTERS = "masters.pt"  # of a checkpoint: the float32 copies of narrow weights
 FILE_BYTES = "5GB"  # of a safetensors file, at most
+WRITTEN_BYTES = 2**30  # of a safetensors file for a sampler: as much is copied to main memory at a time
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class FullPolicy(Policy):
         self._names = [name for name, _ in causal.named_parameters()]
         self._weights: list[Parameter] = list(causal.parameters())
         self._masters = [_master_of(weight) for weight in self._weights]
+        self._version = 1
 
     @property
     def trained(self) -> Trained:
@@ -76,6 +79,27 @@ class FullPolicy(Policy):
         for weight, master in zip(self._weights, self._masters, strict=True):
             if weight is not master:
                 weight.copy_(master)
+        self._version += 1
+
+    @property
+    def weights_version(self) -> int:
+        """Differs whenever the weights may have changed. At least 1."""
+        return self._version
+
+    def write_weights(self, folder: Path) -> None:
+        """Write the weights that compute into safetensors files, by the names and in the order of the model."""
+        for number, tensors in enumerate(self.in_parts(WRITTEN_BYTES)):
+            save_file(tensors, folder / f"model-{number:05}.safetensors")
+
+    def in_parts(self, most: int) -> Iterator[dict[str, Tensor]]:
+        """Yield the weights in main memory, at most `most` bytes or a single one at a time."""
+        part: dict[str, Tensor] = {}
+        for name, weight in zip(self._names, self._weights, strict=True):
+            if part and sum(tensor.nbytes for tensor in part.values()) + weight.nbytes > most:
+                yield part
+                part = {}
+            part[name] = weight.detach().cpu().contiguous()
+        yield part
 
     @property
     def has_base(self) -> bool:

@@ -248,7 +248,8 @@ class Estimate:
     @property
     def sampling(self) -> int:
         """While engines sample and the trainer computes nothing."""
-        return self.own + self.adapter + self.engine + self.cache + MARGIN_TWO_PROCESSES
+        kept = self.adapter + self.optimizer + self.reference
+        return self.own + kept + self.engine + self.cache + MARGIN_TWO_PROCESSES
 
     @property
     def learning(self) -> int:
@@ -468,9 +469,9 @@ def plan_sharded(name: str, shape: Shape, work: Workload, machine: Machine, gpus
     Raises:
         DoesNotFit: with no degree; the message has the numbers of the largest one.
     """
-    if work.full:  # trained weights are not sharded
-        return plan(name, shape, work, replace(machine, ranks=gpus))
     degrees = degrees_of(machine, gpus)
+    if work.full:  # trained weights are not sharded
+        machine, degrees = replace(machine, ranks=gpus), (1,)
     can_sleep = machine.may_sleep and machine.has_engine and machine.device == "cuda"
     for sleeps in (False, True) if can_sleep else (False,):
         for degree in degrees:
@@ -481,7 +482,7 @@ def plan_sharded(name: str, shape: Shape, work: Workload, machine: Machine, gpus
     tried = [f"the weights sharded over {', '.join(map(str, degrees))} GPUs"] if len(degrees) > 1 else []
     tried += ["vLLM asleep while the job learns"] if can_sleep else []
     note = f" Tried with {', and with '.join(tried)}." if tried else ""
-    raise DoesNotFit(f"{refusal}{note}{_unsharded(machine, gpus)}") from refusal
+    raise DoesNotFit(f"{refusal}{note}{'' if work.full else _unsharded(machine, gpus)}") from refusal
 
 
 def degrees_of(machine: Machine, gpus: int) -> tuple[int, ...]:
