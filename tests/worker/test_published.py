@@ -24,6 +24,7 @@ class Counted:
 
     def write_weights(self, folder: Path) -> None:
         self.written += 1
+        assert folder.stat().st_mode & 0o077 == 0, "other users could read the weights"
         for name in ("b", "a"):
             save_file({name: torch.tensor([self.weights_version])}, folder / f"{name}.safetensors")
 

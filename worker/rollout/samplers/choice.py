@@ -136,7 +136,7 @@ def build(
         return FleetSampler(
             policy, fleet, store, on_lost=partial(report_lost, recorder), on_left_out=on_left_out
         )
-    build_sampler = partial(vllm.VllmSampler, policy)
+    build_sampler: Callable[..., Sampler] = partial(vllm.VllmSampler, policy)
     if isinstance(policy, FullPolicy):
         parent = published.parent_for(shape.weight_bytes, policy.device.type, plan.main_memory)
         build_sampler = partial(FullVllmSampler, policy, published.PublishedWeights(policy, parent))

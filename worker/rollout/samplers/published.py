@@ -6,6 +6,7 @@ later too. The kernel removes them with the next weights or with this process, h
 
 import os
 import shutil
+import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Protocol
@@ -50,10 +51,11 @@ class PublishedWeights:
         # The next claim removes what a process leaves that is killed while it writes.
         folder = Folder.claim(self._parent, PREFIX)
         try:
-            self._policy.write_weights(Path(folder.path))
-            files = [
-                self._files.enter_context(file.open("rb")) for file in sorted(Path(folder.path).iterdir())
-            ]
+            private = Path(
+                tempfile.mkdtemp(dir=folder.path)
+            )  # unlike the claimed folder, which others may enter
+            self._policy.write_weights(private)
+            files = [self._files.enter_context(file.open("rb")) for file in sorted(private.iterdir())]
         finally:
             folder.remove()
         self.paths = tuple(f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in files)

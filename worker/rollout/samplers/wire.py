@@ -69,7 +69,7 @@ class ReplaceAdapter:
 
 @dataclass(frozen=True)
 class LoadWeights:
-    """Load the model's weights from these safetensors files in place of its own; the engine replies EngineReady."""
+    """Replace the weights of the model by those of safetensors files; the engine replies EngineReady."""
 
     files: tuple[str, ...]
 
