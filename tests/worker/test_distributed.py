@@ -25,6 +25,7 @@ from worker.learn.rank_model import Model
 from worker.learn.trainer import PeftTrainer
 from worker.learn.world import World
 from worker.model import sharding
+from worker.model.full import FullPolicy
 from worker.model.policy import Policy
 from worker.refusals import SamplerMismatch
 from worker.rollout.sampler_gate import SamplerGate
@@ -339,6 +340,7 @@ def test_all_weights_learn_on_all_ranks_what_they_learn_on_one(
     with loading(world, LoadModel(model, "cpu", 1, 60, "")):
         together, _ = load_checked(model, "cpu", 1, world)
     alone = model.load("cpu")
+    assert isinstance(together, FullPolicy) and isinstance(alone, FullPolicy)
     start = alone.snapshot()
 
     trainers = [
@@ -348,6 +350,8 @@ def test_all_weights_learn_on_all_ranks_what_they_learn_on_one(
     without_adam(*trainers)
     metrics = [[learn(trainer, groups(step)) for step in range(3)] for trainer in trainers]
 
+    # Three steps of two updates: what rank 0 sends to the others has not changed.
+    assert [policy.weights_version for policy in (together, alone)] == [7, 7]
     moves = [
         [now.detach() - then.float() for now, then in zip(policy.trainable, start, strict=True)]
         for policy in (together, alone)

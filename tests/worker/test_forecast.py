@@ -206,17 +206,33 @@ def full_on(name: str, gpus: str, *, has_reference: bool = False) -> Forecast:
     return forecast(name, present(sizing.shape_of_config(config, 2)), size, cluster_of(gpus))
 
 
-def test_all_weights_are_sampled_with_those_of_the_trainer_and_learn_with_half_as_many_flops_more() -> None:
-    found = full_on("Llama 3 8B", "B200-180")
-    parameters, layers = 8.03e9, 32
+def test_all_weights_go_to_vllm_in_each_step_and_learn_with_half_as_many_flops_more() -> None:
+    found = full_on("Llama 3.2 1B", "H100-80")
+    parameters, cached = 1.236e9, 32_768
 
-    assert found.plan.estimate.copies == 1
+    assert found.plan.estimate.copies == 2
+    assert not found.plan.checkpointed
     waves = -(-64 // found.concurrent)
-    assert found.decode_seconds == pytest.approx(waves * 1024 * layers * 0.8e-3)  # launching kernels
+    read = (2 * parameters + found.concurrent * (512 + 512) * cached) / (0.6 * 3.35e12)
+    assert found.decode_seconds == pytest.approx(waves * 1024 * read, rel=1e-3)
+    assert found.publishing_seconds == pytest.approx(2 * 2 * parameters / 2e9, rel=1e-3)  # written and read
     assert found.learning_seconds == pytest.approx(
-        6 * parameters * (8 * 512 + 64 * 1024) / (0.4 * 2250e12), rel=1e-3
+        6 * parameters * (8 * 512 + 64 * 1024) / (0.4 * 989e12), rel=1e-3
     )
-    assert "transformers, with the trainer's weights" in str(found)
+    sampling = found.publishing_seconds + found.decode_seconds + found.prefill_seconds
+    assert found.seconds == pytest.approx(sampling + found.learning_seconds)
+    assert "1 vLLM engine" in str(found) and "weights to vLLM 2.5" in str(found)
+
+
+def test_an_adapter_is_sent_in_no_time() -> None:
+    assert on("Llama 3 8B", "H100-80").publishing_seconds == 0
+
+
+def test_all_weights_have_vllm_on_each_gpu_and_a_copy_that_is_not_sharded() -> None:
+    found = full_on("Llama 3.2 1B", "8xH100-80")
+
+    assert found.engines * found.tensor_parallel == 8
+    assert found.plan.degree == 1
 
 
 def test_a_kl_penalty_keeps_a_copy_of_all_weights() -> None:
@@ -269,7 +285,7 @@ def test_the_command_prints_the_forecast_of_a_folder(
 
     (tmp_path / "config.json").write_text(json.dumps(SMALL["Llama 3.2 1B"] | {"model_type": "llama"}))
     assert plan.main(run(str(tmp_path), "--gpus", "H100-80", "--train", "full", "--kl")) == 0
-    assert "weights 2.3, optimizer 18.4, reference 2.3" in capsys.readouterr().out
+    assert "weights 2 x 2.3, optimizer 18.4, reference 2.3" in capsys.readouterr().out
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS["Llama 3 70B"]))
 
     assert plan.main(run(str(tmp_path), "--gpus", "8xH100-80", "--json")) == 0

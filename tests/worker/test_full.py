@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -328,6 +328,47 @@ def test_activations_that_are_computed_twice_give_the_same_gradient(make_full: M
         found.append([present(one.grad) for one in policy.trainable])
 
     assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("kind", ["untied", "tied"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_weights_for_a_sampler_are_those_that_compute_by_the_names_of_a_checkpoint(
+    make_full: MakeFull, tmp_path: Path, kind: str, dtype: str
+) -> None:
+    policy = make_full(kind, dtype)
+    OfflineTrainer(policy, offline(learning_rate=0.01), token_budget=10_000).step(conversations())
+    for name in ("checkpoint", "weights"):
+        (tmp_path / name).mkdir()
+    policy.save(tmp_path / "checkpoint")
+
+    policy.write_weights(tmp_path / "weights")
+
+    written = files_in(tmp_path / "weights")
+    saved = files_in(tmp_path / "checkpoint")
+    assert written.keys() == saved.keys()
+    assert all(torch.equal(written[name], saved[name]) for name in saved)
+    assert {tensor.dtype for tensor in written.values()} == {getattr(torch, dtype)}
+
+
+def test_the_version_of_the_weights_changes_with_each_step_and_each_checkpoint(
+    make_full: MakeFull, tmp_path: Path
+) -> None:
+    policy = make_full()
+    versions = [policy.weights_version]
+    trainer = OfflineTrainer(policy, offline(), token_budget=60)
+
+    trainer.step(conversations())
+    versions.append(policy.weights_version)
+    policy.save(tmp_path)
+    policy.load(tmp_path)
+    versions.append(policy.weights_version)
+
+    assert len(set(versions)) == 3
+    assert policy.weights_version == versions[-1]
+
+
+def files_in(folder: Path) -> dict[str, Tensor]:
+    return {name: one for file in folder.glob("model*.safetensors") for name, one in load_file(file).items()}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -345,6 +345,19 @@ class TestPlan:
             sizing.plan_sharded("Qwen3-8B", LARGE, work, alone, gpus=8)
         assert "Choose train 'lora', a smaller model or" in str(refused.value)
 
+    def test_vllm_has_a_copy_of_all_weights_and_sleeps_beside_what_the_optimizer_keeps(self) -> None:
+        """Of 200 GiB: 15.3 of weights twice, 122.1 of the optimizer. What is computed comes in addition."""
+        work, there = replace(WORK, full=True), replace(H100, available=200 * GIB, may_sleep=True)
+
+        awake = sizing.plan_sharded("Qwen3-8B", LARGE, work, there, gpus=1)
+        assert (awake.sleeps, awake.estimate.copies, awake.degree) == (False, 2, 1)
+        found = sizing.plan("Qwen3-8B", LARGE, work, replace(there, sleeps=True)).estimate
+        assert found.sampling == 2 * found.weights + found.optimizer + found.cache + 4 * GIB
+        assert found.learning == found.weights + found.parts + found.margin
+        tried = r"Tried with the weights sharded over 1, 2 GPUs, and with vLLM asleep while the job learns\.$"
+        with pytest.raises(DoesNotFit, match=tried):
+            sizing.plan_sharded("Qwen3-8B", LARGE, work, replace(there, available=78 * GIB), gpus=2)
+
     def test_what_does_not_fit_is_refused_with_numbers(self) -> None:
         shape = sizing.shape_of_config(QWEN3_14B, 2)
         there = Machine("cuda", 40 * GIB, "vllm", gpu_class="l40s")

@@ -86,4 +86,5 @@ def as_json(found: Forecast) -> dict[str, object]:
         "learning_seconds": found.learning_seconds,
         "gathering_seconds": found.gathering_seconds,
         "sleeping_seconds": found.sleeping_seconds,
+        "publishing_seconds": found.publishing_seconds,
     }

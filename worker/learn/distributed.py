@@ -215,7 +215,8 @@ def carry_out(order: Order, own: OwnGradient, world: World) -> Any:
             own.broadcast_reference(world)
         case ReceiveAdapter():
             world.broadcast(own.trainable)
-            own.policy.follow_trainable()
+            if world.rank > 0:  # those of rank 0 are the same as before
+                own.policy.follow_trainable()
         case AddPacks(packs, std) if own.policy.is_sharded:
             parts = list(own.micro_batches(packs))
             missing = world.most(len(parts)) - len(parts)

@@ -138,7 +138,8 @@ def carry_out(order: OfflineOrder, own: OfflineGradient, world: World) -> list[A
     match order:
         case ReceiveWeights("trained"):
             world.broadcast(own.trainable)
-            own.policy.follow_trainable()
+            if world.rank > 0:  # those of rank 0 are the same as before
+                own.policy.follow_trainable()
             return []
         case ReceiveWeights("reference"):
             own.broadcast_reference(world)

@@ -35,8 +35,7 @@ GPUS = {
 # Shares of the data sheet that well-kept kernels reach. Assumed; a machine with GPUs should replace them.
 COMPUTE_SHARE = 0.4
 BANDWIDTH_SHARE = 0.6
-# Of a layer for each token in transformers, whose kernels are launched one by one. Assumed.
-LAUNCH_SECONDS = 0.8e-3
+FILE_BANDWIDTH = 2e9  # bytes a second of files in /dev/shm, written or read by one process. Assumed
 HOST_BANDWIDTH = 25e9  # bytes a second between a GPU and main memory, in one direction: PCIe 4. Assumed
 ALL_REDUCE_SECONDS = (
     15e-6  # of a few rows of hidden states inside a machine: two in each layer for each token. Assumed
@@ -122,10 +121,6 @@ class Forecast:
         """Answers that an engine decodes side by side: those it has, as far as its cache and vLLM's limit allow."""
         longest = self.size.workload.longest
         cached = self.shape.divided(self.tensor_parallel).cache_bytes(longest)
-        if self.size.full:
-            return max(
-                1, min(self.size.answers, self.plan.cache_bytes // (self.shape.own_token_bytes * longest))
-            )
         own = math.ceil(self.size.answers / self.engines)
         return max(1, min(own, sizing.MAX_SEQUENCES, self.plan.cache_bytes // cached))
 
@@ -139,8 +134,7 @@ class Forecast:
         read = (self.shape.weight_bytes / tp + cached) / (gpu.bandwidth * BANDWIDTH_SHARE)
         computed = 2 * self.shape.parameters * self.concurrent / (tp * gpu.flops * COMPUTE_SHARE)
         summed = 2 * self.shape.layers * ALL_REDUCE_SECONDS if tp > 1 else 0.0
-        launched = self.shape.layers * LAUNCH_SECONDS if size.full else 0.0
-        return waves * size.answer * (max(read, computed, launched) + summed)
+        return waves * size.answer * (max(read, computed) + summed)
 
     @property
     def prefill_seconds(self) -> float:
@@ -176,14 +170,18 @@ class Forecast:
         return 2 * self.shape.weight_bytes / self.tensor_parallel / HOST_BANDWIDTH
 
     @property
+    def publishing_seconds(self) -> float:
+        """Of all weights, which the run writes into files and then each engine reads."""
+        return 2 * self.shape.weight_bytes / FILE_BANDWIDTH if self.size.full else 0.0
+
+    @property
     def seconds(self) -> float:
         """Of a step, without grading."""
-        sampling = self.decode_seconds + self.prefill_seconds
+        sampling = self.publishing_seconds + self.decode_seconds + self.prefill_seconds
         return sampling + self.learning_seconds + self.gathering_seconds + self.sleeping_seconds
 
     def __str__(self) -> str:
         engine = "1 vLLM engine" if self.engines == 1 else f"{self.engines} vLLM engines"
-        engine = "transformers, with the trainer's weights" if self.size.full else engine
         parallel = f" of tensor parallel degree {self.tensor_parallel}" if self.tensor_parallel > 1 else ""
         degree = self.plan.degree
         count = self.cluster.gpus // degree
@@ -202,6 +200,7 @@ class Forecast:
                 f"  seconds    {self.seconds:.1f}: decoding {self.decode_seconds:.1f}, prompts "
                 f"{self.prefill_seconds:.1f}, learning {self.learning_seconds:.1f}"
                 + (f", gathering layers {self.gathering_seconds:.1f}" if degree > 1 else "")
+                + (f", weights to vLLM {self.publishing_seconds:.1f}" if size.full else "")
                 + (f", vLLM's sleep {self.sleeping_seconds:.1f}" if self.plan.sleeps else ""),
                 "  By calculation, not measured on GPUs (docs/howto/scale.md).",
             ]
@@ -223,7 +222,7 @@ def forecast(
         DoesNotFit: with no degree.
     """
     if size.full:
-        return _forecast_full(name, shape, size, cluster)
+        _refuse_full(name, shape, cluster)
     given = [tensor_parallel] if tensor_parallel else [1, 2, 4, 8]
     kv_heads = max(1, shape.key_values * shape.heads // (2 * shape.queries))
     degrees = [
@@ -253,14 +252,11 @@ def forecast(
     return min(found, key=lambda one: one.seconds)
 
 
-def _forecast_full(name: str, shape: Shape, size: StepSize, cluster: Cluster) -> Forecast:
-    """With all weights trained, a copy on each GPU, and sampled with those of the first one. Raises DoesNotFit."""
+def _refuse_full(name: str, shape: Shape, cluster: Cluster) -> None:
+    """Raises DoesNotFit: not all weights of the model can be trained there."""
     if problem := full.too_large(shape.parameters):
         raise DoesNotFit(problem)
     if cluster.nodes > 1:
         raise DoesNotFit(
             f"train 'full' is for one machine: plan {name} on {cluster.per_node}x{cluster.name}."
         )
-    machine = Machine("cuda", cluster.gpu.memory_gib * GIB, "transformers", gpu_class=cluster.name)
-    plan = sizing.plan_sharded(name, shape, size.workload, machine, cluster.per_node)
-    return Forecast(cluster, shape, size, plan, 1, 1)

@@ -29,6 +29,7 @@ from worker.model.tensor_files import TensorFiles
 from worker.refusals import InvalidModel, UnsupportedModel, first_line
 
 MASTERS = "masters"  # files of a checkpoint: the float32 copies of narrow weights
+WRITTEN_BYTES = 2**30  # of a safetensors file for a sampler: as much is copied to main memory at a time
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class FullPolicy(Policy):
         self.names = [name for name, _ in causal.named_parameters()]  # in the order of `trainable`
         self._weights: list[Parameter] = list(causal.parameters())
         self._masters = [self._master_of(weight) for weight in self._weights]
+        self._version = 1
 
     def _master_of(self, weight: Parameter) -> Parameter:
         return master_of(weight)
@@ -82,6 +84,12 @@ class FullPolicy(Policy):
         for weight, master in zip(self._weights, self._masters, strict=True):
             if weight is not master:
                 weight.copy_(master)
+        self._version += 1
+
+    @property
+    def weights_version(self) -> int:
+        """Differs whenever the weights may have changed. At least 1."""
+        return self._version
 
     @property
     def has_base(self) -> bool:
@@ -132,24 +140,18 @@ class FullPolicy(Policy):
         return slice(None)
 
     def write_weights(self, folder: Path | None) -> None:
-        """Write the weights that compute, under the names of the model's files, with an index.
+        """Write the weights that compute into safetensors files, by the names and in the order of the model.
 
         Args:
             folder: None on ranks that only take part, where this is a collective operation.
         """
-        self._write_weights(folder)
+        self._write(folder, WRITTEN_BYTES)
 
-    def _write_weights(self, folder: Path | None) -> None:
+    def _write(self, folder: Path | None, most: int) -> dict[str, str]:
+        """As `write_weights`, and return the file of each tensor. `most`: bytes of a file."""
         buffers = [(name, one) for name, one in self.causal.named_buffers() if name in self._persistent]
         weights = zip(self.names, self._computing(), strict=True)
-        files = tensor_files.write(folder, "model", chain(weights, buffers))
-        if folder is None:
-            return
-        if len(names := set(files.values())) == 1:
-            (folder / names.pop()).rename(folder / SAFE_WEIGHTS_NAME)
-        else:
-            index = {"metadata": {}, "weight_map": files}
-            (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index))
+        return tensor_files.write(folder, "model", chain(weights, buffers), most=most)
 
     @cached_property
     def _persistent(self) -> set[str]:
@@ -166,12 +168,17 @@ class FullPolicy(Policy):
         Args:
             folder: as in `write_weights`.
         """
-        self._write_weights(folder)
+        files = self._write(folder, tensor_files.FILE_BYTES)
         if self.has_masters:
             whole = (self.whole(number, one) for number, one in enumerate(self._masters))
             tensor_files.write(folder, MASTERS, zip(self.names, whole, strict=True))
         if folder is None:
             return
+        if len(names := set(files.values())) == 1:
+            (folder / names.pop()).rename(folder / SAFE_WEIGHTS_NAME)
+        else:
+            index = {"metadata": {}, "weight_map": files}
+            (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index))
         config = copy.deepcopy(self.causal.config)
         config.architectures, config.dtype = [type(self.causal).__name__], self.dtype
         config.save_pretrained(folder)

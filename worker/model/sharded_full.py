@@ -97,6 +97,7 @@ class ShardedFullPolicy(FullPolicy):
         for weight, master in self._both():
             if not isinstance(weight, DTensor) and weight is not master:
                 weight.copy_(master)
+        self._version += 1
 
     def snapshot(self) -> list[Tensor]:
         """The parts of this process."""

@@ -262,7 +262,8 @@ class Estimate:
     @property
     def sampling(self) -> int:
         """While engines sample and the trainer computes nothing."""
-        return self.own + self.adapter + self.engine + self.cache + MARGIN_TWO_PROCESSES
+        kept = self.adapter + self.optimizer + self.reference
+        return self.own + kept + self.engine + self.cache + MARGIN_TWO_PROCESSES
 
     @property
     def learning(self) -> int:
@@ -515,7 +516,7 @@ def plan_sharded(name: str, shape: Shape, work: Workload, machine: Machine, gpus
     tried = [f"the weights sharded over {', '.join(map(str, degrees))} GPUs"] if len(degrees) > 1 else []
     tried += ["vLLM asleep while the job learns"] if can_sleep else []
     note = f" Tried with {', and with '.join(tried)}." if tried else ""
-    raise DoesNotFit(f"{refusal}{note}{_unsharded(machine, gpus)}") from refusal
+    raise DoesNotFit(f"{refusal}{note}{'' if work.full else _unsharded(machine, gpus)}") from refusal
 
 
 def degrees_of(machine: Machine, gpus: int, *, full: bool = False) -> tuple[int, ...]:
