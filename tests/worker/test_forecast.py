@@ -235,6 +235,16 @@ def test_all_weights_have_vllm_on_each_gpu_and_a_copy_that_is_not_sharded() -> N
     assert found.plan.degree == 1
 
 
+def test_an_8b_model_is_trained_in_parts_whose_gradients_are_divided_too() -> None:
+    found = full_on("Llama 3 8B", "8xH100-80")
+
+    assert found.plan.degree == 8
+    layers, batches = 32 * 218_112_000 + 4096, -(-(8 * 512 + 64 * 1024) // 8 // found.plan.token_budget)
+    passes = 3 if found.plan.checkpointed else 2
+    moved = batches * layers * (passes * 2 + 4) * 7 / 8
+    assert found.gathering_seconds == pytest.approx(moved / (0.6 * 450e9), rel=1e-3)
+
+
 def test_a_kl_penalty_keeps_a_copy_of_all_weights() -> None:
     without, with_copy = (full_on("Llama 3.2 1B", "H100-80", has_reference=kl) for kl in (False, True))
 
@@ -245,7 +255,7 @@ def test_a_kl_penalty_keeps_a_copy_of_all_weights() -> None:
 @pytest.mark.parametrize(
     ("name", "gpus", "said"),
     [
-        ("Llama 3 8B", "H100-80", "needs"),
+        ("Llama 3 8B", "2xH100-80", "needs"),
         ("Llama 3 8B", "2x8xH200-141", "train 'full' is for one machine: plan Llama 3 8B on 8xH200-141"),
         ("Qwen 3 32B", "B200-180", "at most 8B parameters, and this one has 32.8B"),
     ],

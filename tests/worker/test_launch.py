@@ -160,11 +160,13 @@ def test_a_lost_rank_ends_the_attempt_as_a_crash(
 
 
 @pytest.mark.skipif(not installed(), reason="no vLLM")
-def test_a_job_whose_base_model_is_shared_by_its_ranks_is_sampled_by_vllm_and_resumes(
-    queued: Callable[..., Supervisor], bench: Bench, tmp_path: Path
+@pytest.mark.parametrize("train", ["lora", "full"])
+def test_a_job_whose_model_is_shared_by_its_ranks_is_sampled_by_vllm_and_resumes(
+    queued: Callable[..., Supervisor], bench: Bench, tmp_path: Path, train: str
 ) -> None:
     """The whole way, on gloo. The gate compares what vLLM sampled with the log-probabilities of the sharded trainer."""
-    queued("shard", model=make_tiny_model(tmp_path / "model", head_dim=32), sampler="vllm").run_waiting()
+    model = make_tiny_model(tmp_path / "model", head_dim=32)
+    queued("shard", model=model, train=train, sampler="vllm").run_waiting()
 
     job = bench.job()
     assert (job.status, job.failures) == ("succeeded", 0), bench.events()

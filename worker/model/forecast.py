@@ -153,14 +153,18 @@ class Forecast:
 
     @property
     def gathering_seconds(self) -> float:
-        """Of the layers of sharded weights, once in each pass of each micro-batch. Not overlapped here."""
+        """Of the layers of sharded weights, once in each pass of each micro-batch. Not overlapped here.
+
+        If all weights are trained, the float32 gradients of a micro-batch are added up and divided in the same way.
+        """
         degree = self.plan.degree
         if degree == 1:
             return 0.0
         passes = 3 if self.plan.checkpointed else 2
         batches = math.ceil(self.size.tokens / self.cluster.gpus / self.plan.token_budget)
-        layers = (self.shape.parameters - self.shape.end_parameters) * self.shape.bytes_each
-        return batches * passes * layers * (degree - 1) / degree / (self.cluster.gpu.link * BANDWIDTH_SHARE)
+        each = passes * self.shape.bytes_each + 4 * self.size.full
+        layers = self.shape.inside_parameters * each
+        return batches * layers * (degree - 1) / degree / (self.cluster.gpu.link * BANDWIDTH_SHARE)
 
     @property
     def sleeping_seconds(self) -> float:
