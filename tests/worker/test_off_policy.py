@@ -29,6 +29,7 @@ from tests.worker.test_resume import (
 from worker.clock import Clock
 from worker.learn.trainer import PeftTrainer
 from worker.model.policy import Policy
+from worker.rollout.sampler_gate import SamplerGate
 from worker.rollout.samplers import Answer, Sampling
 from worker.rollout.samplers.requests import same
 from worker.rollout.samplers.transformers import TransformersSampler
@@ -86,7 +87,8 @@ def ahead(bench: Bench, make_policy: MakePolicy, steps: int, fate: Fate | None =
     asked = {"group_size": 4, "max_completion_tokens": 6, "off_policy_steps": steps, "learning_rate": 0.01}
     run = bench.run(MortalGrader(fate), attempt=attempt, advanced=asked)
     settings = run.settings.model_copy(update={"total_steps": STEPS})
-    trainer = MortalTrainer(policy, settings, token_budget=512)
+    gate = SamplerGate(1e-3, "transformers", "float32")
+    trainer = MortalTrainer(policy, settings, token_budget=512, gate=gate)
     trainer.fate = fate
     sampler = OwnCopySampler(policy, make_policy(), fate)
     return replace(run, settings=settings, sampler=sampler, trainer=trainer)

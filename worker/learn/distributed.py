@@ -30,6 +30,7 @@ from worker.model import recompute, sharding, support
 from worker.model.policy import Policy
 from worker.model.reward_head import RewardHead
 from worker.model.support import ForwardVerdict
+from worker.rollout.sampler_gate import Gap
 from worker.types import AnswerKey, Pack, TokenValues
 
 
@@ -111,6 +112,11 @@ class WatchReference:
     """Rank 0 computes the reference of one pack."""
 
 
+@dataclass(frozen=True)
+class CompareSampler:
+    """Rank 0 computes one micro-batch under the adapter that sampled it."""
+
+
 Order = (
     ReceiveAdapter
     | AddPacks
@@ -122,6 +128,7 @@ Order = (
     | GatherTokenValues
     | EndStep
     | WatchReference
+    | CompareSampler
 )
 
 
@@ -183,6 +190,13 @@ class DistributedGradient:
         watched: float | None = self._order([WatchReference()] * self.world.size)
         return watched
 
+    def sampler_gap(self) -> Gap:
+        """Of a micro-batch of rank 0."""
+        if not self.own.policy.is_sharded:
+            return self.own.sampler_gap()
+        gap: Gap = self._order([CompareSampler()] * self.world.size)
+        return gap
+
     def _share_adapter(self) -> None:
         if self.own.settings.kl > 0 and self.own.reference is not self._reference:
             self._order([ReceiveAdapter(is_reference=True)] * self.world.size)
@@ -235,6 +249,10 @@ def carry_out(order: Order, own: OwnGradient, world: World) -> Any:
             return own.watched_kl()
         case WatchReference():
             own.gather_along_reference()
+        case CompareSampler() if world.rank == 0:
+            return own.sampler_gap()
+        case CompareSampler():
+            own.gather_along_sampler_gap()
         case SumGradients():
             world.sum_gradients(trainable)
             return world.gather(own.collect())

@@ -2,7 +2,7 @@
 
 import pickle
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,7 +21,7 @@ from worker.learn.value_optimizer import ValueOptimizer
 from worker.learn.world import World
 from worker.model.policy import Policy
 from worker.refusals import InvalidModel, SamplerMismatch
-from worker.rollout.sampler_gate import SamplerGate
+from worker.rollout.sampler_gate import Gap, SamplerGate
 from worker.rollout.samplers.requests import same
 from worker.sharing.turns import TURNS
 from worker.types import Group, Pack, UpdateMetrics
@@ -97,9 +97,10 @@ class PeftTrainer:
         self.keeps_tokens = keeps_tokens
         # The adapters before each of the last steps, the oldest first, as the sampler reads them.
         self._earlier: deque[dict[str, Tensor]] = deque(maxlen=settings.off_policy_steps)
-        self._samples_are_stale = (
-            False  # whether another policy than the current one sampled the step's answers
-        )
+        # The adapter that sampled the step's answers, if it is not the current one.
+        self._sampled_with: Mapping[str, Tensor] | None = None
+        # How many more steps of this attempt the gate judges under an adapter that is not the current one.
+        self._to_judge = 0 if settings.continue_in_flight else settings.off_policy_steps + 1
         # State of the current step.
         self._shares: list[Share] = []
         self._answers = 0
@@ -125,8 +126,11 @@ class PeftTrainer:
         after each of its `mini_batches`: the ratio of all of them is to the policy before the first (DeepSeek-R1).
         """
         before = self.policy.adapter() if self.settings.off_policy_steps else {}
-        self._samples_are_stale = bool(self._earlier) and not same(self._earlier[0], before)
+        is_stale = bool(self._earlier) and not same(self._earlier[0], before)
+        self._sampled_with = self._earlier[0] if is_stale else None
         metrics = self._update()
+        if self.settings.continue_in_flight:
+            self._to_judge = 0  # from now on an update may be in the middle of an answer
         self._earlier.append(before)
         self.steps_taken += 1  # also without an update, so that the schedule depends on the step alone
         self._refresh_reference()
@@ -224,17 +228,25 @@ class PeftTrainer:
     def _check_sampler(self, first: Totals) -> None:
         """Check the sampler before the first update of the step, so that a refused step changes nothing.
 
-        The totals are those of all ranks. They compare the same weights: a step's answers are sampled by the policy
-        that its first pass measures. With `off_policy_steps` that is so until an update has changed the policy; later
-        answers come from an earlier policy, and their gap says nothing about the sampler.
+        `first` compares the same weights if the current policy has sampled the answers. With `off_policy_steps` an
+        earlier one has, once an update has changed the policy. Rank 0 then computes one micro-batch with that one's
+        adapter, but only in the first steps of an attempt: in a new job, up to the first answers of an adapter that
+        has learned.
 
         Raises:
             SamplerMismatch: they disagree. The step is dropped.
         """
-        if self.gate is None or self._samples_are_stale:
+        if self.gate is None:
             return
+        gap = Gap(first.gap / first.tokens, first.gap_max, first.tokens)
+        if self._sampled_with is not None:
+            if not self._to_judge:
+                return
+            self._to_judge -= 1
+            with self.policy.with_adapter(self._sampled_with):
+                gap = self.gradient.sampler_gap()
         try:
-            self.gate.check(mean=first.gap / first.tokens, largest=first.gap_max, tokens=first.tokens)
+            self.gate.check(gap)
         except SamplerMismatch:
             self.optimizer.clear()
             if self.value_optimizer is not None:
@@ -285,6 +297,8 @@ class PeftTrainer:
         # Checkpoints of earlier versions have none: their answers in flight are sampled again with the newest policy.
         self._earlier.clear()
         self._earlier.extend(state.get("earlier_adapters", ()))
+        if self.settings.continue_in_flight:
+            self._to_judge = 1  # one adapter samples all of the first step's answers
         if self.own.value_head is not None and self.value_optimizer is not None:
             self.own.value_head.load_state_dict(state["value_head"])
             self.value_optimizer.load_state_dict(state["value_optimizer"])
