@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from core.jobs.hyperparameters import Resolved
+from core.storage.manifests import EARLIER
 from worker.learn.batch import Share, batch_of, divisors, in_mini_batches, share_of
 from worker.learn.distributed import DistributedGradient
 from worker.learn.gradient import Gradient, OwnGradient, keep_memory
@@ -278,25 +279,27 @@ class PeftTrainer:
             "reference": self.own.changed_reference,
             "torch_rng": torch.get_rng_state(),
         }
-        if self._earlier:
-            state["earlier_adapters"] = [*self._earlier]
         if self.own.value_head is not None and self.value_optimizer is not None:
             state["value_head"] = self.own.value_head.state_dict()
             state["value_optimizer"] = self.value_optimizer.state_dict()
         torch.save(state, folder / "trainer.pt")
+        if self._earlier and self.steps_taken < self.settings.total_steps:
+            torch.save([*self._earlier], folder / EARLIER)
 
     def load(self, folder: Path) -> None:
         self.policy.load(folder)
         try:
             state = torch.load(folder / "trainer.pt", map_location="cpu", weights_only=True)
+            # Checkpoints of earlier versions have none: what was in flight is sampled again with the newest policy.
+            has_earlier = (folder / EARLIER).exists()
+            earlier = torch.load(folder / EARLIER, weights_only=True) if has_earlier else []
         except (pickle.UnpicklingError, EOFError, RuntimeError) as cause:
             raise InvalidModel(f"The optimizer's state in the checkpoint cannot be read: {cause}") from cause
         self.optimizer.load_state_dict(state["optimizer"])
         self.steps_taken = state["steps_taken"]
         self.own.change_reference(state["reference"])
-        # Checkpoints of earlier versions have none: their answers in flight are sampled again with the newest policy.
         self._earlier.clear()
-        self._earlier.extend(state.get("earlier_adapters", ()))
+        self._earlier.extend(earlier)
         if self.settings.continue_in_flight:
             self._to_judge = 1  # one adapter samples all of the first step's answers
         if self.own.value_head is not None and self.value_optimizer is not None:
