@@ -17,7 +17,7 @@ from tests.worker.test_training import asked, drawn, prompt, sampling
 from worker.learn.trainer import PeftTrainer
 from worker.model.policy import Policy
 from worker.refusals import SamplerMismatch
-from worker.rollout.sampler_gate import Gap, SamplerGate
+from worker.rollout.sampler_gate import SamplerGap, SamplerGate
 from worker.types import Group
 
 GATE = SamplerGate(1e-3, "transformers 5", "float32")
@@ -177,7 +177,7 @@ def test_the_bound_is_by_precision_unless_the_operator_sets_one() -> None:
 
 
 def test_a_mean_that_is_no_number_is_left_to_the_rule_for_gradients() -> None:
-    GATE.check(Gap(mean=float("nan"), largest=float("nan"), tokens=1))
+    GATE.check(SamplerGap(mean=float("nan"), largest=float("nan"), tokens=1))
 
 
 @pytest.mark.parametrize(("text", "value"), [("auto", "auto"), ("0", 0.0), ("0.1", 0.1)])

@@ -30,7 +30,7 @@ from worker.model import recompute, sharding, support
 from worker.model.policy import Policy
 from worker.model.reward_head import RewardHead
 from worker.model.support import ForwardVerdict
-from worker.rollout.sampler_gate import Gap
+from worker.rollout.sampler_gate import SamplerGap
 from worker.types import AnswerKey, Pack, TokenValues
 
 
@@ -190,11 +190,11 @@ class DistributedGradient:
         watched: float | None = self._order([WatchReference()] * self.world.size)
         return watched
 
-    def sampler_gap(self) -> Gap:
+    def sampler_gap(self) -> SamplerGap:
         """Of a micro-batch of rank 0."""
         if not self.own.policy.is_sharded:
             return self.own.sampler_gap()
-        gap: Gap = self._order([CompareSampler()] * self.world.size)
+        gap: SamplerGap = self._order([CompareSampler()] * self.world.size)
         return gap
 
     def _share_adapter(self) -> None:

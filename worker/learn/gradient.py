@@ -24,7 +24,7 @@ from worker.learn.totals import Totals
 from worker.model.policy import Policy
 from worker.model.sizing import HEAD_CHUNK
 from worker.model.value_head import ValueHead
-from worker.rollout.sampler_gate import Gap
+from worker.rollout.sampler_gate import SamplerGap
 from worker.rollout.samplers import steering
 from worker.rollout.samplers.json_schema import masked
 from worker.sharing.turns import TURNS
@@ -77,7 +77,7 @@ class Gradient(Protocol):
         """
         ...
 
-    def sampler_gap(self) -> Gap:
+    def sampler_gap(self) -> SamplerGap:
         """Compare one micro-batch of the step with the sampler, under the adapter that rank 0 has now."""
         ...
 
@@ -317,10 +317,10 @@ class OwnGradient(WithReference):
         return grpo.kl_k3(batch.old_logp[: len(ref_logp)], ref_logp).mean().item()
 
     @torch.no_grad()
-    def sampler_gap(self) -> Gap:
+    def sampler_gap(self) -> SamplerGap:
         tensors = self.tensors(self._batches[0].packs)
         gap_M = (self.logprobs(tensors)[0].double() - tensors.sampled_logp_M.double()).abs()
-        return Gap(gap_M.mean().item(), gap_M.max().item(), len(gap_M))
+        return SamplerGap(gap_M.mean().item(), gap_M.max().item(), len(gap_M))
 
     @torch.no_grad()
     def gather_along_sampler_gap(self) -> None:

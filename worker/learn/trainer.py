@@ -22,7 +22,7 @@ from worker.learn.value_optimizer import ValueOptimizer
 from worker.learn.world import World
 from worker.model.policy import Policy
 from worker.refusals import InvalidModel, SamplerMismatch
-from worker.rollout.sampler_gate import Gap, SamplerGate
+from worker.rollout.sampler_gate import SamplerGap, SamplerGate
 from worker.rollout.samplers.requests import same
 from worker.sharing.turns import TURNS
 from worker.types import Group, Pack, UpdateMetrics
@@ -239,7 +239,7 @@ class PeftTrainer:
         """
         if self.gate is None:
             return
-        gap = Gap(first.gap / first.tokens, first.gap_max, first.tokens)
+        gap = SamplerGap(first.gap / first.tokens, first.gap_max, first.tokens)
         if self._sampled_with is not None:
             if not self._to_judge:
                 return

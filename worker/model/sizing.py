@@ -642,12 +642,16 @@ def _for_sleep(name: str, shape: Shape, work: Workload, machine: Machine) -> int
     return needed
 
 
-def cache_without_trainer(name: str, shape: Shape, work: Workload, machine: Machine) -> int:
-    """The KV cache of an engine that shares its devices with no trainer. Raises DoesNotFit."""
+def without_trainer(shape: Shape, work: Workload, machine: Machine) -> int:
+    """Bytes on a device of an engine that shares it with no trainer, without its KV cache."""
     weights = math.ceil(shape.weight_bytes / machine.tensor_parallel)
     adapter = adapter_parameters(shape, work.rank, work.targets) * shape.bytes_each
-    margin = MARGIN_SERVING if machine.device == "cuda" else GIB // 2
-    room = machine.available - weights - adapter - margin
+    return weights + adapter + (MARGIN_SERVING if machine.device == "cuda" else GIB // 2)
+
+
+def cache_without_trainer(name: str, shape: Shape, work: Workload, machine: Machine) -> int:
+    """The KV cache of an engine that shares its devices with no trainer. Raises DoesNotFit."""
+    room = machine.available - without_trainer(shape, work, machine)
     one = shape.divided(machine.tensor_parallel).cache_bytes(work.longest)
     wanted = machine.kv_cache_bytes or wanted_cache(shape, work, machine)
     if wanted < one or room < one:

@@ -12,7 +12,7 @@ BOUNDS = {"bfloat16": 0.05, "float32": 1e-3}
 
 
 @dataclass(frozen=True)
-class Gap:
+class SamplerGap:
     """Between the log-probabilities of the sampler and those of the trainer, in nats a token."""
 
     mean: float  # of |difference|
@@ -34,7 +34,7 @@ class SamplerGate:
         bound = BOUNDS[precision] if setting == "auto" else setting
         return SamplerGate(bound, sampler, precision) if bound else None
 
-    def check(self, gap: Gap) -> None:
+    def check(self, gap: SamplerGap) -> None:
         """Check the gap of a step.
 
         Ignores a NaN mean, which the check for non-finite gradients handles.
