@@ -217,7 +217,7 @@ def test_after_the_end_of_a_job_they_are_not_kept(bench: Bench, checkpoints: Che
     restored = Weights()
     assert checkpoints.restore(restored) == 2
     assert restored.files == {"adapter": b"a"}
-    assert f"{EARLIER} of the checkpoint is missing" in bench.events("warn")[0]
+    assert f"The checkpoint's {EARLIER} is missing" in bench.events("warn")[0]
 
 
 def test_the_step_of_a_damaged_checkpoint_is_stored_again_under_its_name(

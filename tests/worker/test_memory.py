@@ -434,7 +434,7 @@ class TestPlan:
         assert (on_policy.main_memory, off_policy.main_memory) == (0, 0)
 
     def test_beside_gpus_they_are_counted_in_main_memory(self) -> None:
-        job = {"rank": 16, "prompt": 1024, "completion": 1024, "batch": 8, "group": 8}
+        job: dict[str, Any] = {"rank": 16, "prompt": 1024, "completion": 1024, "batch": 8, "group": 8}
         work = workload(**job, valid_rows=16, eval_samples=1, off_policy_steps=4)
 
         made = sizing.plan("m", LARGE, work, H100)

@@ -145,7 +145,7 @@ def _plan(parser: argparse.ArgumentParser) -> None:
         choices=range(5),
         default=0,
         metavar="STEPS",
-        help="1 to 4: some GPUs sample so many steps ahead while the others learn (default: 0, all sample, then learn)",
+        help="1 to 4: some GPUs sample this number of steps ahead while others learn (default: 0, each does both)",
     )
     parser.add_argument(
         "--sampling-gpus",

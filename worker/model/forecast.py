@@ -94,7 +94,7 @@ class StepSize:
     rank: int  # of the adapter
     full: bool = False  # all weights are trained, and there is no adapter
     has_reference: bool = False  # with `full`: a KL penalty keeps a copy of the first weights
-    off_policy_steps: int = 0  # some GPUs sample so many updates ahead while the others learn
+    off_policy_steps: int = 0  # how far ahead some GPUs sample while the others learn
 
     @property
     def workload(self) -> Workload:
@@ -336,7 +336,7 @@ def forecast(
 
 
 def _degrees(shape: Shape, count: int, given: int | None) -> list[int]:
-    """The tensor parallel degrees to try for engines on so many GPUs."""
+    """The tensor parallel degrees to try for engines on `count` GPUs."""
     kv_heads = max(1, shape.key_values * shape.heads // (2 * shape.queries))
     return [
         degree

@@ -123,10 +123,8 @@ class Checkpoints:
                 session, job.id, f"Resuming from the checkpoint of step {step}", data={"step": step}
             )
         if not is_exact:
-            message = (
-                f"{EARLIER} of the checkpoint is missing: answers in flight are sampled with its own adapter"
-            )
-            events.append(session, job.id, message, level="warn", data={"step": step})
+            missing = f"The checkpoint's {EARLIER} is missing: answers in flight are sampled again with its own adapter"
+            events.append(session, job.id, missing, level="warn", data={"step": step})
         # A crash between step 0 and the first checkpoint leaves step 0 done; it stays.
         events.discard_steps_after(session, job.id, step)
         session.execute(delete(RolloutPage).where(RolloutPage.job_id == job.id, RolloutPage.step > step))
@@ -209,7 +207,8 @@ class Checkpoints:
         return self._newest_first()[0]
 
     def _upload(self, folder: Path, prefix: str, step: int) -> None:
-        files, resume_files = [], []
+        files: list[dict[str, Any]] = []
+        resume_files: list[dict[str, Any]] = []
         for path in sorted(folder.iterdir()):
             info = self.blobs.put_file(f"{prefix}/{path.name}", path)
             listed = resume_files if path.name == EARLIER else files

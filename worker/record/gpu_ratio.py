@@ -12,7 +12,7 @@ def gpus(count: int) -> str:
 
 
 def settings_of(sampling_gpus: int, ranks: int) -> str:
-    """The settings of a worker that has so many GPUs for each side. `regraft-server plan` prints the same."""
+    """The settings of a worker with this ratio. `regraft-server plan` prints the same."""
     return f"REGRAFT_SAMPLING_GPUS={sampling_gpus} with REGRAFT_RANKS={ranks}"
 
 
