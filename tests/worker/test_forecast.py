@@ -295,6 +295,7 @@ def test_the_table_of_split_placement_is_what_the_command_computes() -> None:
         assert (engines, degree) == (f"{found.engines} x {found.tensor_parallel}", str(found.plan.degree))
         assert gib == f"{found.sampling_bytes / GIB:.0f}, {found.plan.estimate.total / GIB:.0f}"
         assert seconds == f"{found.sampling_seconds:.1f}, {found.updating_seconds:.1f}"
+        assert found.seconds > on(name, gpus.replace(" ", "")).seconds, "colocated, as the text below says"
 
 
 SMALL: dict[str, dict[str, Any]] = {
