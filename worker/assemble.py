@@ -575,6 +575,7 @@ def prepare_task(attempt: Attempt, rows: Rows, base: BaseModel, teacher: Teacher
         group=resolved.group_size,
         valid_rows=len(valid),
         eval_samples=resolved.eval_samples,
+        off_policy_steps=resolved.off_policy_steps,
     )
     return Task(resolved, train, valid, workload, schema)
 

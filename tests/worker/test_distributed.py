@@ -19,7 +19,7 @@ from tests.present import untyped
 from tests.tiny import WORDS, make_byte_model
 from tests.worker.process_group import followed
 from tests.worker.test_json_schema import LETTER, sample
-from tests.worker.test_training import asked, prompt, relative_difference
+from tests.worker.test_training import asked, drawn, prompt, relative_difference, sampling
 from worker.learn.distributed import LoadModel, load_checked, loading
 from worker.learn.rank_model import Model
 from worker.learn.trainer import PeftTrainer
@@ -263,6 +263,37 @@ def test_the_gap_to_the_sampler_is_measured_on_all_ranks(pair: Callable[..., Pai
     assert all(map(torch.equal, before, both.together.policy.trainable))
     both.together.gate = None
     assert learn(both.together, groups(1)).trained_tokens > 0, "the refused step left nothing behind"
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_rank_0_compares_answers_of_an_earlier_policy_with_its_adapter(
+    pair: Callable[..., Pair], tiny_model: Path, degree: int
+) -> None:
+    both = pair(like_the_policy({"off_policy_steps": 1}), tiny_model, degree=degree)
+    both.together.gate = SamplerGate(1e-3, "other", "float32")
+    policy = both.alone.policy
+    prompts = [prompt(policy, text, line) for line, text in enumerate(("say yes", "name a bird"), start=1)]
+
+    def sampled(off_by: float = 0.0) -> list[Group]:
+        with both.alone.policy_before(1):
+            rollouts_PG = drawn(policy, prompts, sampling())
+        return [
+            Group(
+                one,
+                tuple(replace(r, logprobs_T=tuple(off_by + logp for logp in r.logprobs_T)) for r in rollouts),
+                tuple(Grade(float(n % 2)) for n in range(len(rollouts))),
+            )
+            for one, rollouts in zip(prompts, rollouts_PG, strict=True)
+        ]
+
+    learn(both.together, sampled())
+    learn(both.alone, sampled())
+    gap = learn(both.together, sampled()).logprob_gap
+    assert gap is not None and gap > both.together.gate.bound, "the current policy is another one"
+    learn(both.alone, sampled())
+    with pytest.raises(SamplerMismatch, match=r"differ by 0\.25"):
+        learn(both.together, sampled(off_by=0.25))
+    assert learn(both.together, sampled()).trained_tokens > 0, "the refused step left nothing behind"
 
 
 def test_other_ranks_restrict_answers_to_the_schema(pair: Callable[..., Pair], tmp_path: Path) -> None:

@@ -427,6 +427,37 @@ class TestPlan:
         made = sizing.plan("m", LARGE, many, Machine("cpu", 200 * GIB, "transformers"))
         assert made.cache_bytes == LARGE.token_cache_bytes * 131_072
 
+    # Qwen 3 8B, rank 16: a row and a column for the seven linear layers of each of 36 layers.
+    ADAPTER = 16 * 36 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 12_288))
+
+    def test_adapters_of_earlier_policies_are_counted_in_the_memory_of_a_cpu(self) -> None:
+        """Two steps off-policy: two earlier adapters and two of this step at the trainer, and two batches at vLLM."""
+        on_policy, off_policy = (
+            sizing.plan(
+                "m",
+                LARGE,
+                replace(WORK, adapter_copies=sizing.adapter_copies(steps)),
+                Machine("cpu", 64 * GIB, "vllm"),
+            )
+            for steps in (0, 2)
+        )
+
+        assert on_policy.estimate.adapter == 16 * self.ADAPTER
+        assert off_policy.estimate.adapter - on_policy.estimate.adapter == 6 * 4 * self.ADAPTER
+        assert (on_policy.main_memory, off_policy.main_memory) == (0, 0)
+
+    def test_beside_gpus_they_are_counted_in_main_memory(self) -> None:
+        job: dict[str, Any] = {"rank": 16, "prompt": 1024, "completion": 1024, "batch": 8, "group": 8}
+        work = workload(**job, valid_rows=16, eval_samples=1, off_policy_steps=4)
+
+        made = sizing.plan("m", LARGE, work, H100)
+
+        assert made.estimate == sizing.plan("m", LARGE, WORK, H100).estimate
+        assert made.main_memory == 10 * 4 * self.ADAPTER
+        assert "Adapters of earlier policies take 1.6 GiB of main memory." in made.described(LARGE, work)
+        with pytest.raises(DoesNotFit, match=r"m needs 1\.6 GiB of main memory .* and 1\.0 GiB are free"):
+            sizing.plan("m", LARGE, work, replace(H100, main_memory=GIB))
+
 
 class TestRows:
     """With the transformers sampler in rows mode, each answer has a copy of its prompt in the cache."""

@@ -34,6 +34,7 @@ from worker.model.policy import Policy
 from worker.model.reward_head import RewardHead
 from worker.model.sharded_full import ShardedFullPolicy
 from worker.model.support import ForwardVerdict
+from worker.rollout.sampler_gate import SamplerGap
 from worker.types import AnswerKey, Pack, TokenValues
 
 
@@ -115,6 +116,11 @@ class WatchReference:
     """Rank 0 computes the reference of one pack."""
 
 
+@dataclass(frozen=True)
+class CompareSampler:
+    """Rank 0 computes one micro-batch under the adapter that sampled it."""
+
+
 Order = (
     ReceiveAdapter
     | AddPacks
@@ -126,6 +132,7 @@ Order = (
     | GatherTokenValues
     | EndStep
     | WatchReference
+    | CompareSampler
 )
 
 
@@ -188,6 +195,13 @@ class DistributedGradient:
         watched: float | None = self._order([WatchReference()] * self.world.size)
         return watched
 
+    def sampler_gap(self) -> SamplerGap:
+        """Of a micro-batch of rank 0."""
+        if not self.own.policy.is_sharded:
+            return self.own.sampler_gap()
+        gap: SamplerGap = self._order([CompareSampler()] * self.world.size)
+        return gap
+
     def _share_adapter(self) -> None:
         parts = isinstance(self.own.policy, ShardedFullPolicy)  # each rank has its own of the reference
         if self.own.settings.kl > 0 and self.own.reference is not self._reference and not parts:
@@ -241,6 +255,10 @@ def carry_out(order: Order, own: OwnGradient, world: World) -> Any:
             return own.watched_kl()
         case WatchReference():
             own.gather_along_reference()
+        case CompareSampler() if world.rank == 0:
+            return own.sampler_gap()
+        case CompareSampler():
+            own.gather_along_sampler_gap()
         case SumGradients():
             sum_gradients(own, world)
             return world.gather(own.collect())

@@ -24,6 +24,7 @@ from worker.learn.totals import Totals
 from worker.model.policy import Policy
 from worker.model.sizing import HEAD_CHUNK
 from worker.model.value_head import ValueHead
+from worker.rollout.sampler_gate import SamplerGap
 from worker.rollout.samplers import steering
 from worker.rollout.samplers.json_schema import masked
 from worker.sharing.turns import TURNS
@@ -74,6 +75,10 @@ class Gradient(Protocol):
 
         None: all weights are trained, and no copy of the first ones is kept.
         """
+        ...
+
+    def sampler_gap(self) -> SamplerGap:
+        """Compare one micro-batch of the step with the sampler, under the adapter that rank 0 has now."""
         ...
 
     def token_values(self) -> dict[AnswerKey, TokenValues]:
@@ -310,6 +315,17 @@ class OwnGradient(WithReference):
         ref_logp = self._reference_logprobs(self.tensors(batch.packs[:1]))
         assert batch.old_logp is not None
         return grpo.kl_k3(batch.old_logp[: len(ref_logp)], ref_logp).mean().item()
+
+    @torch.no_grad()
+    def sampler_gap(self) -> SamplerGap:
+        tensors = self.tensors(self._batches[0].packs)
+        gap_M = (self.logprobs(tensors)[0].double() - tensors.sampled_logp_M.double()).abs()
+        return SamplerGap(gap_M.mean().item(), gap_M.max().item(), len(gap_M))
+
+    @torch.no_grad()
+    def gather_along_sampler_gap(self) -> None:
+        """Gather the layers of a sharded base for the pass of rank 0 in `sampler_gap`."""
+        self.logprobs(tensors_of([_NOTHING], self.policy.device))
 
     @torch.no_grad()
     def _reference_logprobs(self, tensors: Tensors) -> Tensor:

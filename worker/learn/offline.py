@@ -127,7 +127,7 @@ class OfflineTrainer:
         torch.save(state, folder / "trainer.pt")
 
     def load(self, folder: Path) -> None:
-        state = read_state(folder)
+        state = read_state(folder / "trainer.pt")
         self.trained.load(folder, state)
         self.steps_taken = state["steps_taken"]
 

@@ -252,10 +252,9 @@ def trained_of(own: WithReference, optimizer: AdapterOptimizer, world: World | N
     )
 
 
-def read_state(folder: Path) -> dict[str, Any]:
-    """Read `trainer.pt` of a checkpoint. Raises InvalidModel: it is damaged."""
+def read_state(file: Path) -> Any:
+    """Read `trainer.pt` of a checkpoint, or a file like it. Raises InvalidModel: it is damaged."""
     try:
-        state: dict[str, Any] = torch.load(folder / "trainer.pt", map_location="cpu", weights_only=True)
+        return torch.load(file, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, EOFError, RuntimeError) as cause:
         raise InvalidModel(f"The optimizer's state in the checkpoint cannot be read: {cause}") from cause
-    return state

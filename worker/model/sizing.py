@@ -138,6 +138,7 @@ class Workload:
     targets: LoraTargets = "all-linear"
     full: bool = False  # all weights are trained, and there is no adapter
     references: int = 0  # copies of all weights that it is compared with, if all are trained
+    adapter_copies: int = 0  # in main memory, in float32
 
     @property
     def longest(self) -> int:
@@ -158,6 +159,7 @@ def workload(
     copied: bool = False,
     full: bool = False,
     references: int = 0,
+    off_policy_steps: int = 0,
 ) -> Workload:
     """Of a job with `batch` prompts a step, `group` answers each; `eval_samples` answers to each validation row.
 
@@ -168,7 +170,22 @@ def workload(
         prompts * ((answers if copied else 1) * prompt + answers * completion)
         for prompts, answers in ((batch, group), (valid_rows, eval_samples))
     )
-    return Workload(rank, prompt, completion, max(training, validating), targets, full, references)
+    return Workload(
+        rank,
+        prompt,
+        completion,
+        max(training, validating),
+        targets,
+        full,
+        references,
+        adapter_copies(off_policy_steps),
+    )
+
+
+def adapter_copies(off_policy_steps: int) -> int:
+    """Copies of adapters in main memory: earlier ones and two of the current step at the trainer, and one for each
+    batch at the sampler."""
+    return 2 * off_policy_steps + 2 if off_policy_steps else 0
 
 
 @dataclass(frozen=True)
@@ -383,11 +400,12 @@ def estimate(
     targets: LoraTargets = "all-linear",
     full: bool = False,
     references: int = 0,
+    copies: int = 0,
 ) -> Estimate:
     """The peak of a run that samples and trains.
 
     `checkpointed`: a layer's activations are computed again in the backward pass, so those of one layer are alive
-    at a time. `full` and `references` as in Workload.
+    at a time. `full` and `references` as in Workload, `copies` is its `adapter_copies`.
     """
     if full:
         rank = 0
@@ -415,9 +433,10 @@ def estimate(
     found = Estimate(
         copies=machine.copies,
         weights=weights,
+        # Weight, gradient and two moments, in float32; on a CPU the copies too.
         adapter=adapter_parameters(shape, rank, targets)
         * 4
-        * 4,  # weight, gradient and two moments, in float32
+        * (4 + (copies if machine.device == "cpu" else 0)),
         activations=token_budget * (kept + ends + gradients),
         attention=masks,
         head=logits + head_gradients,
@@ -455,7 +474,7 @@ class MemoryPlan:
     cache_bytes: int
     checkpointed: bool  # activations are computed twice
     estimate: Estimate
-    main_memory: int = 0  # bytes beside the GPUs, for the weights of engines that sleep
+    main_memory: int = 0  # bytes beside the GPUs, for weights of engines that sleep, or for adapters
 
     @property
     def degree(self) -> int:
@@ -472,14 +491,14 @@ class MemoryPlan:
         kept = "Activations are computed twice, to save memory. " if self.checkpointed else ""
         batches = f"{kept}Micro-batches have up to {self.token_budget} tokens"
         if not self.cache_bytes:  # a fleet samples, or nothing is sampled
-            return f"{batches}. Memory: {self.estimate}."
+            return f"{batches}. {self.copies}Memory: {self.estimate}."
         cached = shape.divided(self.estimate.tensor_parallel)
         is_trainers = self.estimate.copies == 1 and self.estimate.cache > 0
         each = shape.own_token_bytes if is_trainers else cached.token_cache_bytes
         sequences = self.cache_bytes // (each * work.longest)
         return (
             f"{batches}, and the KV cache holds {sequences} sequences of {work.longest} tokens. "
-            f"{self.sleep}Memory: {self.estimate}."
+            f"{self.sleep}{self.copies}Memory: {self.estimate}."
         )
 
     @property
@@ -491,6 +510,13 @@ class MemoryPlan:
             "vLLM sleeps while the job learns, because both do not fit at once; its weights take "
             f"{self.main_memory / GIB:.1f} GiB of main memory meanwhile. "
         )
+
+    @property
+    def copies(self) -> str:
+        """A sentence, if adapters of earlier policies are in main memory beside GPUs."""
+        if self.sleeps or not self.main_memory:
+            return ""
+        return f"Adapters of earlier policies take {self.main_memory / GIB:.1f} GiB of main memory. "
 
 
 def plan_sharded(name: str, shape: Shape, work: Workload, machine: Machine, gpus: int) -> MemoryPlan:
@@ -576,6 +602,7 @@ def plan(name: str, shape: Shape, work: Workload, machine: Machine) -> MemoryPla
             targets=work.targets,
             full=work.full,
             references=work.references,
+            copies=work.adapter_copies,
             token_budget=budget,
             cache=cache,
             checkpointed=checkpointed,
@@ -608,8 +635,11 @@ def plan(name: str, shape: Shape, work: Workload, machine: Machine) -> MemoryPla
                 for larger in (budget, *widths(budget, GPU_TOKEN_BUDGETS[1]))
                 if made(larger, cache, checkpointed).total <= machine.available
             )
-        asleep = _main_memory(name, shape, work, machine) if machine.sleeps else 0
-        return MemoryPlan(budget, cache, checkpointed, made(budget, cache, checkpointed), asleep)
+        beside = 0
+        if machine.device == "cuda":
+            needed_by = _for_sleep if machine.sleeps else _for_copies
+            beside = needed_by(name, shape, work, machine)
+        return MemoryPlan(budget, cache, checkpointed, made(budget, cache, checkpointed), beside)
     needed = made(choices[-1][1], least, True)
     size = f"{machine.available / GIB:.1f} GiB"
     place = f"the GPU class `{machine.gpu_class}` has {size}" if machine.gpu_class else f"{size} are free"
@@ -622,7 +652,19 @@ def plan(name: str, shape: Shape, work: Workload, machine: Machine) -> MemoryPla
     )
 
 
-def _main_memory(name: str, shape: Shape, work: Workload, machine: Machine) -> int:
+def _for_copies(name: str, shape: Shape, work: Workload, machine: Machine) -> int:
+    """Bytes beside the GPUs that copies of adapters need. Raises DoesNotFit."""
+    needed = 4 * work.adapter_copies * adapter_parameters(shape, work.rank, work.targets)
+    if machine.main_memory is not None and needed > machine.main_memory:
+        raise DoesNotFit(
+            f"{name} needs {needed / GIB:.1f} GiB of main memory for the adapters of earlier policies, and "
+            f"{machine.main_memory / GIB:.1f} GiB are free. Choose a smaller off_policy_steps or lora_rank, or have "
+            "the operator give the worker more main memory."
+        )
+    return needed
+
+
+def _for_sleep(name: str, shape: Shape, work: Workload, machine: Machine) -> int:
     """Bytes beside the GPUs that engines need for their weights while they sleep. Raises DoesNotFit.
 
     PyTorch rounds pinned memory up to a power of two, so it takes up to twice as much.
@@ -638,12 +680,16 @@ def _main_memory(name: str, shape: Shape, work: Workload, machine: Machine) -> i
     return needed
 
 
-def cache_without_trainer(name: str, shape: Shape, work: Workload, machine: Machine) -> int:
-    """The KV cache of an engine that shares its devices with no trainer. Raises DoesNotFit."""
+def without_trainer(shape: Shape, work: Workload, machine: Machine) -> int:
+    """Bytes on a device of an engine that shares it with no trainer, without its KV cache."""
     weights = math.ceil(shape.weight_bytes / machine.tensor_parallel)
     adapter = adapter_parameters(shape, work.rank, work.targets) * shape.bytes_each
-    margin = MARGIN_SERVING if machine.device == "cuda" else GIB // 2
-    room = machine.available - weights - adapter - margin
+    return weights + adapter + (MARGIN_SERVING if machine.device == "cuda" else GIB // 2)
+
+
+def cache_without_trainer(name: str, shape: Shape, work: Workload, machine: Machine) -> int:
+    """The KV cache of an engine that shares its devices with no trainer. Raises DoesNotFit."""
+    room = machine.available - without_trainer(shape, work, machine)
     one = shape.divided(machine.tensor_parallel).cache_bytes(work.longest)
     wanted = machine.kv_cache_bytes or wanted_cache(shape, work, machine)
     if wanted < one or room < one:
