@@ -32,7 +32,7 @@ MOMENTS, REFERENCE = "moments", "reference"
 _MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW
 
 
-class Trained(Protocol):
+class TrainedState(Protocol):
     optimizer: AdapterOptimizer  # of this process
 
     def step(self, divisor: float, steps_taken: int) -> float | None:
@@ -86,7 +86,7 @@ class _Own:
 
 
 class TrainedAdapter(_Own):
-    """Implements Trained."""
+    """Implements TrainedState."""
 
     def save(self, folder: Path | None) -> dict[str, Any]:
         assert folder is not None, "rank 0 has the whole adapter"
@@ -100,7 +100,7 @@ class TrainedAdapter(_Own):
 
 
 class TrainedModel(_Own):
-    """Implements Trained for all weights of a model, or the part of them that this process has.
+    """Implements TrainedState for all weights of a model, or the part of them that this process has.
 
     If it has a part, `save` and `load` are for all ranks together; only one of them writes.
     """
@@ -159,7 +159,7 @@ class OnParts:
 
 
 class LedParts(TrainedModel):
-    """Implements Trained over all ranks, each of which has a part; this process is rank 0."""
+    """Implements TrainedState over all ranks, each of which has a part; this process is rank 0."""
 
     def __init__(
         self, policy: ShardedFullPolicy, own: WithReference, optimizer: AdapterOptimizer, world: World
@@ -239,7 +239,7 @@ def sum_gradients(own: Summed, world: World) -> None:
     world.sum_gradients(own.trainable)
 
 
-def trained_of(own: WithReference, optimizer: AdapterOptimizer, world: World | None = None) -> Trained:
+def trained_of(own: WithReference, optimizer: AdapterOptimizer, world: World | None = None) -> TrainedState:
     """Return the trained weights of a run, of which this process is rank 0."""
     policy = own.policy
     if isinstance(policy, ShardedFullPolicy):
