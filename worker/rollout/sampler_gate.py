@@ -38,5 +38,5 @@ class SamplerGate:
                 f"The sampler ({self.sampler}) and the trainer disagree about the same {tokens} sampled tokens: their "
                 f"log-probabilities differ by {mean:.3g} nats a token on average and {largest:.3g} at most, and "
                 f"{self.bound:g} on average is allowed in {self.precision} (REGRAFT_MAX_LOGPROB_GAP). The step was not "
-                "taken. The sampler may compute this architecture differently, or may not have the weights of the policy."
+                "taken. The sampler may compute this architecture differently, or may not have the same weights."
             )
