@@ -47,6 +47,6 @@ class SamplerGate:
                 f"The sampler ({self.sampler}) and the trainer disagree about the same {gap.tokens} sampled tokens: "
                 f"their log-probabilities differ by {gap.mean:.3g} nats a token on average and {gap.largest:.3g} at "
                 f"most, and {self.bound:g} on average is allowed in {self.precision} (REGRAFT_MAX_LOGPROB_GAP). The "
-                "step was not taken. The sampler may compute this architecture differently, or may not apply the "
-                "adapter."
+                "step was not taken. The sampler may compute this architecture differently, or may not have the "
+                "same weights."
             )
