@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from core.database.engine import Database
@@ -29,6 +28,7 @@ from core.settings import Settings
 from core.storage.store import blobs_of
 from core.telemetry import logs
 from graders.environments.catalog import EnvironmentNotBuilt
+from graders.sandbox import folders
 from graders.spec import InvalidGrader, parse_grader
 from worker import instruments, process
 from worker.attempt import Attempt
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from worker.learn.world import World
     from worker.offline.run import OfflineRun
 
+SCRATCH = "regraft-run-"  # the folder of temporary files, with checkpoints
 # worker.assemble.assemble. Its module imports torch, so it is imported where it is needed.
 Assemble = Callable[..., Run]
 
@@ -268,13 +269,13 @@ def run_claim(
             claim, database, blobs, patience_seconds=settings.patience_seconds, shared=shared
         )
         watched = instruments.attempt(claim, progress, settings.otlp_endpoint)
-        with TemporaryDirectory(prefix="regraft-") as scratch, watched:
+        with folders.private(SCRATCH) as scratch, watched:
             outcome = asyncio.run(
                 run_attempt(
                     attempt,
                     settings,
                     assemble,
-                    scratch=Path(scratch),
+                    scratch=scratch,
                     stop_requested=stop_requested,
                     beat=beat,
                     world=world,

@@ -1,10 +1,12 @@
-"""The parent folder of a service's scratch folders, locked, so that the next service can remove abandoned ones."""
+"""Folders for temporary files, locked, so that the next process can remove those that a killed one has left."""
 
 from __future__ import annotations
 
 import fcntl
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +38,16 @@ class Folder:
     def remove(self) -> None:
         scratch.remove(self.path)
         os.close(self._lock)
+
+
+@contextmanager
+def private(prefix: str, parent: str | None = None) -> Iterator[Path]:
+    """A folder for this user alone during the context. If the process is killed, the next call removes it."""
+    folder = Folder.claim(parent, prefix)
+    try:
+        yield Path(tempfile.mkdtemp(dir=folder.path))
+    finally:
+        folder.remove()
 
 
 def _locked(folder: str) -> int | None:

@@ -201,6 +201,24 @@ def test_the_folder_of_a_killed_service_is_removed_by_the_next(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_private_folder_of_a_killed_process_is_removed_by_the_next(tmp_path: Path) -> None:
+    program = (
+        "import os, signal, sys\nfrom graders.sandbox import folders\n"
+        "with folders.private('run-', sys.argv[1]) as left:\n"
+        "    (left / 'checkpoint').write_text('x')\n    os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], cwd=ROOT)
+    assert len(list(tmp_path.glob("run-*/*/checkpoint"))) == 1
+
+    with folders.private("run-", str(tmp_path)) as mine:
+        assert mine.stat().st_mode & 0o077 == 0
+        assert [*tmp_path.iterdir()] == [mine.parent], "those of others are gone"
+        with folders.private("run-", str(tmp_path)):
+            assert mine.exists(), "a folder in use stays"
+
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("mapped", "first", "last"),
     [

@@ -287,7 +287,10 @@ def test_a_run_that_does_not_fit_beside_others_tells_its_supervisor_why(
     progress = tmp_path / "progress"
     progress.touch()
 
+    scratch: list[Path] = []
+
     def assemble_nothing(*arguments: Any) -> NoReturn:
+        scratch.extend(one for one in arguments if isinstance(one, Path))
         raise RunsAlone("no room")
 
     status = run_claim(
@@ -299,6 +302,8 @@ def test_a_run_that_does_not_fit_beside_others_tells_its_supervisor_why(
     )
 
     assert status == process.ALONE
+    [folder] = scratch
+    assert folder.parent.name.startswith("regraft-run-") and not folder.parent.exists()
     assert "no room" in capfd.readouterr().err
 
 

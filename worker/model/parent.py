@@ -30,6 +30,8 @@ class Adapters(Protocol):
 class Models(Adapters, Protocol):
     """The files of whole models too."""
 
+    scratch: Path  # a folder for them
+
     def download_model(self, prefix: str, folder: Path) -> None:
         """As `download`, without the state of the trainer."""
         ...
@@ -89,7 +91,7 @@ def whole_weights(
     if parent is None or not parent.is_whole or not (checkpoints.is_empty or settings.has_reference):
         yield None
         return
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir=checkpoints.scratch) as folder:
         with _naming(parent, "model"):
             checkpoints.download_model(parent.blob_prefix, Path(folder))
         yield Path(folder)

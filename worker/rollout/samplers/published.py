@@ -6,12 +6,11 @@ later too. The kernel removes them with the next weights or with this process, h
 
 import os
 import shutil
-import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Protocol
 
-from graders.sandbox.folders import Folder
+from graders.sandbox import folders
 from worker.model import memory
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -48,16 +47,9 @@ class PublishedWeights:
         if version == self.version:
             return
         self.close()
-        # The next claim removes what a process leaves that is killed while it writes.
-        folder = Folder.claim(self._parent, PREFIX)
-        try:
-            private = Path(
-                tempfile.mkdtemp(dir=folder.path)
-            )  # unlike the claimed folder, which others may enter
-            self._policy.write_weights(private)
-            files = [self._files.enter_context(file.open("rb")) for file in sorted(private.iterdir())]
-        finally:
-            folder.remove()
+        with folders.private(PREFIX, self._parent) as folder:
+            self._policy.write_weights(folder)
+            files = [self._files.enter_context(file.open("rb")) for file in sorted(folder.iterdir())]
         self.paths = tuple(f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in files)
         self.version = version
 
