@@ -26,6 +26,7 @@ from starlette.testclient import TestClient
 
 from core.chat import Adapter
 from core.database.tables import Job
+from core.jobs.hyperparameters import Hyperparameters, resolve
 from core.registry import BaseModelEntry
 from core.response_format import held_to
 from core.settings import Settings
@@ -39,6 +40,7 @@ from tests.worker.test_vllm_engines import has_ended
 from tests.worker.test_vllm_server import descendants
 from worker.assemble import assemble
 from worker.model.policy import Policy, load_base
+from worker.model.unloaded import unloaded_policy
 from worker.refusals import SamplerUnusable, UserMistake
 from worker.rollout.samplers import Answer, Sampling, grouped
 from worker.rollout.samplers.fleet import BlobAdapters, FleetSampler, adapter_named, name_of
@@ -185,20 +187,22 @@ def as_groups(answers: list[Answer], how: Sampling) -> Groups:
     return grouped(answers, len({answer.prompt for answer in answers}), how.group_size)
 
 
-def own_engines_answers(policy: Policy, *hows: Sampling) -> list[Groups]:
+@pytest.fixture(scope="module")
+def expected(policy: Policy) -> dict[str, Groups]:
+    """The answers of a job's own engine."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)  # or each engine would compile vLLM again
         sampler = VllmSampler(policy, kv_cache_bytes=1 << 25, threads=1)
+
+    def answers(how: Sampling) -> Groups:
+        return as_groups([*sampler.answers(prompts(policy), how)], how)
+
     try:
-        return [as_groups([*sampler.answers(prompts(policy), how)], how) for how in hows]
+        found = {name: answers(how) for name, how in (("free", HOW), ("held", HELD), ("long", LONG))}
+        with policy.with_adapter({name: torch.zeros_like(one) for name, one in policy.adapter().items()}):
+            return found | {"of the base": answers(HOW)}
     finally:
         sampler.close()
-
-
-@pytest.fixture(scope="module")
-def expected(policy: Policy) -> dict[str, Groups]:
-    names, hows = ("free", "held", "long"), (HOW, HELD, LONG)
-    return dict(zip(names, own_engines_answers(policy, *hows), strict=True))
 
 
 def assert_same(found: Groups, expected: Groups) -> None:
@@ -261,6 +265,22 @@ class TestTwoProcesses:
         assert_same(as_groups(ours, HOW), expected["free"])
         assert as_groups(others, HOW) != as_groups(ours, HOW)
         assert_same(as_groups(asyncio.run(answers_of(one, HOW)), HOW), expected["free"])
+
+    def test_a_job_whose_base_is_not_loaded_has_the_answers_of_the_base_beside_another_jobs(
+        self, fleet: RunningFleet, policy: Policy, expected: dict[str, Groups], bench: Bench
+    ) -> None:
+        entry = BaseModelEntry(path=policy.source, dtype="float32", context=policy.context)
+        settings = resolve(Hyperparameters(), rows=8, parameters=1000, context=128)
+        unloaded = unloaded_policy("tiny", entry, entry.locate(), settings)
+        one, other = (sampler_of(each, fleet, bench) for each in (unloaded, policy))
+
+        async def both() -> tuple[list[Answer], list[Answer]]:
+            return await asyncio.gather(answers_of(one, HOW), answers_of(other, HOW))
+
+        of_the_base, trained = asyncio.run(both())
+
+        assert_same(as_groups(of_the_base, HOW), expected["of the base"])
+        assert_same(as_groups(trained, HOW), expected["free"])
 
     def test_thoughts_have_their_budget_and_answers_their_schema(
         self, fleet: RunningFleet, policy: Policy, expected: dict[str, Groups], bench: Bench
