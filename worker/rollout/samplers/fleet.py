@@ -26,7 +26,6 @@ from worker.rollout.samplers import Answer, Sampling, dealing
 from worker.rollout.samplers.fleet_members import Fleet, FleetConfig
 from worker.rollout.samplers.requests import (
     adapter_of,
-    fresh_adapter_of,
     group_of,
     is_fresh,
     leave_out,
@@ -39,9 +38,12 @@ from worker.types import Prompt
 _DIGEST = 64  # characters of a SHA-256
 
 
-def name_of(adapter: Adapter) -> str:
-    """The name by which a member knows an adapter. No other adapter ever has it."""
-    return f"{adapter.manifest_sha256}/{adapter.prefix}"
+NOTHING = "regraft-no-adapter"  # a member's name for an adapter that adds 0
+
+
+def name_of(adapter: Adapter | None) -> str:
+    """The name by which a member knows an adapter; None: the base model. No other adapter ever has it."""
+    return NOTHING if adapter is None else f"{adapter.manifest_sha256}/{adapter.prefix}"
 
 
 def adapter_named(name: str) -> Adapter | None:
@@ -189,15 +191,15 @@ class FleetSampler:
                     sampled.create_task(fleet.sample(group, adapter, put_answer))
             watch.cancel()
 
-    def _publish(self, tensors: Mapping[str, Tensor], left_out: Sequence[str]) -> Adapter:
+    def _publish(self, tensors: Mapping[str, Tensor], left_out: Sequence[str]) -> Adapter | None:
+        """Store the adapter. Returns None for one that has not learned: it adds 0, so nothing is stored."""
         with self._lock:
             self._left_out = left_out
             self._leave_out()
-        fresh = is_fresh(tensors)
-        is_stored = is_fresh(self._tensors) if fresh else same(self._tensors, tensors)
-        if self._stored is None or not is_stored:
-            put = fresh_adapter_of(self.policy, tensors) if fresh else adapter_of(self.policy, tensors, "")
-            self._stored = self.store.put(put)
+        if is_fresh(tensors):
+            return None
+        if self._stored is None or not same(self._tensors, tensors):
+            self._stored = self.store.put(adapter_of(self.policy, tensors, ""))
             self._tensors = tensors
         return self._stored
 

@@ -48,28 +48,6 @@ def adapter_of(policy: Policy, tensors: Mapping[str, Tensor], namespace: str) ->
     )
 
 
-def fresh_adapter_of(policy: Policy, tensors: Mapping[str, Tensor]) -> AdapterBytes:
-    """The adapter of a job that has not learned yet, which adds nothing: one of its layers says that in kilobytes.
-
-    vLLM needs one: on a CPU it computes a row without an adapter with another row's.
-    """
-    config = policy.model.peft_config["default"]
-    modules = (name.rpartition(".lora_")[0] for name in tensors)
-    module = next(name for name in modules if name not in policy.left_out)
-    zeros = {
-        name: torch.zeros_like(tensor)
-        for name, tensor in tensors.items()
-        if name.startswith(f"{module}.lora_")
-    }
-    return AdapterBytes(
-        namespace="",
-        tensors=save(zeros),
-        rank=config.r,
-        alpha=config.lora_alpha,
-        modules=(module.rpartition(".")[2],),
-    )
-
-
 def dtype_of(policy: Policy) -> str:
     """The precision of its weights, as vLLM names it."""
     return str(policy.model.dtype).removeprefix("torch.")
