@@ -1,4 +1,4 @@
-"""Measure the time to the first sample of a job with a rollout fleet, beside that of a job with an engine of its own.
+"""Measure the time to the first sample of a job with a rollout fleet, beside that of a job that starts an engine.
 
 SmolLM2-135M in float32, whose weights and forward-pass checks take seconds on a CPU, and vLLM in both cases. Both
 servers have run a job before, so verdicts are stored and compiled code is cached. `loaded_seconds` is when the worker

@@ -38,8 +38,8 @@ from tests.fakes import EverySecond
 from tests.worker.conftest import GRADER, Bench
 from tests.worker.test_steering import LETTER, load_thinking
 from tests.worker.test_vllm_engines import has_ended
-from tests.worker.test_vllm_server import assert_same as assert_same_tokens
 from tests.worker.test_vllm_server import descendants, publish, said
+from tests.worker.test_vllm_server import expected as expected_of
 from worker.assemble import assemble
 from worker.model.policy import Policy, load_base
 from worker.model.unloaded import unloaded_policy
@@ -219,6 +219,10 @@ def chat(text: str, *, adapter: Any, **changes: Any) -> dict[str, Any]:
     asked = {"model": "ft", "messages": [{"role": "user", "content": text}], "temperature": 0}
     asked |= {"max_tokens": 10, "logprobs": True, "top_logprobs": 2}
     return asked | {"regraft": {"base_model": "tiny", "adapter": adapter}} | changes
+
+
+def values(said: list[Any]) -> list[float]:
+    return [value for _, value in said]
 
 
 def logprobs_of(choice: dict[str, Any]) -> list[dict[str, Any]]:
@@ -407,14 +411,16 @@ class TestTwoProcesses:
             )
             events = client.post(CHAT, json=chat("a or b", adapter=adapter, stream=True)).text
 
-        assert_same_tokens(of_base, policy, "a or b", base=True)
-        assert_same_tokens(of_adapter, policy, "a or b")
-        assert said(of_base) != said(of_adapter)
+        # Their texts are half characters, which vLLM spells in its own way.
+        with policy.as_base():
+            assert values(said(of_base)) == pytest.approx(values(expected_of(policy, "a or b")), abs=1e-3)
+        assert values(said(of_adapter)) == pytest.approx(values(expected_of(policy, "a or b")), abs=1e-3)
+        assert values(said(of_base)) != pytest.approx(values(said(of_adapter)), abs=1e-3)
         assert of_adapter["usage"]["completion_tokens"] == 10
         assert (refused["error"]["code"], refused["error"]["param"]) == ("unsupported_parameter", "logprobs")
         parts = [json.loads(one.removeprefix("data: ")) for one in events.split("\n\n") if "{" in one]
         streamed = [token for part in parts for choice in part["choices"] for token in logprobs_of(choice)]
-        assert [token["token"] for token in streamed] == [token for token, _ in said(of_adapter)]
+        assert [(token["token"], token["logprob"]) for token in streamed] == said(of_adapter)
         assert events.endswith("data: [DONE]\n\n")
 
     def test_another_key_is_refused(self, fleet: RunningFleet, policy: Policy, bench: Bench) -> None:

@@ -12,7 +12,7 @@ from worker.types import Group, Prompt, UpdateMetrics
 
 
 class LoadingTrainer:
-    """Implements Trainer over one that `load` returns in a thread of its own.
+    """Implements Trainer over one that `load` returns in another thread.
 
     Groups are kept until it is there. The first step waits for it, as does reading or writing a checkpoint. They raise
     the error of `load` if there is one.

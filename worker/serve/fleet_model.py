@@ -1,8 +1,8 @@
 """A base model whose requests are answered by its rollout fleet, so that this process starts no engine for it.
 
-The API has checked who may ask for which weights, and this process counts and converts as for an engine of its own. A
-member of the fleet (worker/rollout/samplers/fleet_server.py) gets the request in vLLM's words and fetches the adapter
-from the blob store itself.
+The API has checked the project's right to the weights. This process counts, and converts requests and answers, as it
+does where it runs vLLM itself. A member of the fleet (worker/rollout/samplers/fleet_server.py) gets the request in
+vLLM's format and downloads the adapter from the blob store.
 """
 
 import asyncio

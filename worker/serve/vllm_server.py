@@ -74,7 +74,7 @@ ADAPTERS = AdapterFoldersByName()  # vLLM has one resolver for a process
 
 
 class VllmModel(ABC):
-    """Puts the requests for one base model and its adapters in the words of vLLM's server."""
+    """Converts the requests for one base model and its adapters to the format of vLLM's server."""
 
     def __init__(self, name: str, entry: BaseModelEntry, source: str, *, rank: int) -> None:
         """`rank`: the highest of the adapters that the server takes."""
