@@ -1,5 +1,6 @@
 """The inference server passes the requests for a model with a rollout fleet on to a member of it."""
 
+import asyncio
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -7,8 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from starlette.testclient import TestClient
+from starlette.types import Message
 
 from core.chat import Adapter
 from core.registry import Registry
@@ -19,9 +22,10 @@ from tests.servers import reserve_port
 from tests.worker.test_vllm_server import publish
 from worker.model.policy import Policy
 from worker.rollout.samplers.fleet import NOTHING, name_of
+from worker.rollout.samplers.fleet_members import FleetMember, Members
 from worker.serve.adapters import AdapterFolders
 from worker.serve.engines import Engines
-from worker.serve.fleet_model import FleetBuilder
+from worker.serve.fleet_model import FleetApp, FleetBuilder
 from worker.serve.passed import CHAT, COMPLETIONS
 from worker.serve.server import create_app
 
@@ -150,3 +154,51 @@ def test_an_adapter_of_too_high_a_rank_is_refused_with_what_to_do(
         answer = client.post(CHAT, json=ASKED | served)
 
     assert "REGRAFT_INFERENCE_MAX_LORA_RANK" in answer.json()["error"]["message"]
+
+
+class Silent(httpx.AsyncBaseTransport):
+    """A connection to a member that never answers."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.is_aborted = False
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        self.asked.set()
+        try:
+            return await asyncio.Future()
+        finally:
+            self.is_aborted = True
+
+
+class OneMember(Members):
+    def __init__(self, member: FleetMember) -> None:
+        super().__init__((), "key")
+        self.member = member
+
+    @property
+    def named(self) -> list[FleetMember]:
+        return [self.member]
+
+
+def test_a_client_that_leaves_aborts_its_request_at_the_member() -> None:
+    async def leave() -> Silent:
+        silent, sent = Silent(), []
+        received = [{"type": "http.request", "body": b"{}", "more_body": False}]
+
+        async def receive() -> Message:
+            if received:
+                return received.pop()
+            await silent.asked.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Message) -> None:
+            sent.append(message)
+
+        client = httpx.AsyncClient(transport=silent, base_url="http://member")
+        app = FleetApp("tiny", OneMember(FleetMember("member", client, "member")))
+        await app({"path": CHAT}, receive, send)
+        assert sent == []
+        return silent
+
+    assert asyncio.run(leave()).is_aborted
