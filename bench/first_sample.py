@@ -95,6 +95,8 @@ def running_fleet(folder: Path, models: str) -> Iterator[dict[str, str]]:
             "REGRAFT_BLOB_URL": str(folder / "blobs"),
             "REGRAFT_MODELS_FILE": str(registry),
             "REGRAFT_KV_CACHE_GIB": "0.25",
+            # On a CPU vLLM computes every adapter with the rank of its slot.
+            "REGRAFT_INFERENCE_MAX_LORA_RANK": str(ADVANCED["lora_rank"]),
         },
     )
     try:
