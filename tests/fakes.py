@@ -17,6 +17,7 @@ from worker.learn import grpo
 from worker.learn.gradient import Batch, OwnGradient
 from worker.learn.optimizer import AdapterOptimizer
 from worker.learn.totals import Totals
+from worker.learn.trained import trained_of
 from worker.learn.trainer import PeftTrainer, Trainer
 from worker.model.policy import Policy
 from worker.record.exporters import Card, Ended
@@ -125,17 +126,18 @@ class RecordingTrainer(PeftTrainer):
         kind: "type[RecordingOptimizer] | None" = None,
     ) -> None:
         super().__init__(policy, settings, token_budget=token_budget)
-        self.optimizer: RecordingOptimizer = (kind or RecordingOptimizer)(
+        self.recording = (kind or RecordingOptimizer)(
             policy,
             learning_rate=settings.learning_rate,
             betas=(0.9, 0.95),
             max_grad_norm=settings.max_grad_norm,
             warmup_steps=settings.warmup_steps,
         )
+        self.trained = trained_of(self.own, self.recording)
 
     @property
     def gradients(self) -> list[list[Tensor]]:
-        return self.optimizer.gradients
+        return self.recording.gradients
 
 
 class RecordingOptimizer(AdapterOptimizer):

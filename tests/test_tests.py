@@ -37,8 +37,8 @@ ALLOWED = {
     ("sdk/test_foreign_servers.py", "monkeypatch.setattr('time.sleep', lambda seconds: None)"): (
         "the command line waits before it connects again"
     ),
-    ("worker/eventful_child.py", "sharding.shard = noted"): NO_GPU,
-    ("worker/eventful_child.py", "sizing.degrees_of = lambda machine, gpus: (gpus,)"): NO_GPU,
+    ("worker/eventful_child.py", "sharding.place = noted"): NO_GPU,
+    ("worker/eventful_child.py", "sizing.degrees_of = all_of_them"): NO_GPU,
     ("worker/test_adapters.py", "monkeypatch.setattr('worker.serve.adapters.shutil.rmtree', remove)"): RACE,
     ("worker/test_adapters.py", "monkeypatch.setattr('worker.serve.adapters.os.utime', removed_first)"): RACE,
     (

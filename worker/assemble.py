@@ -445,7 +445,7 @@ def taught_by(
 
 
 def refuse_full(job: Job, settings: Settings) -> None:
-    """Raises UserMistake: this worker cannot sample a model all of whose weights are trained."""
+    """Raises UserMistake: this worker cannot train or sample all weights of the model."""
     registry = Registry.load(settings.models_file)
     name = registry.resolve(job.model)
     problem = full.several_machines(settings) or full.problem(name, registry.get(name), settings)
@@ -492,7 +492,7 @@ def inspect_model(
     fleet = settings.samplers.get(registry.resolve(name), ())
     device: Device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        sampler, version = choice.choose(entry, settings, device, fleet=bool(fleet), full=full)
+        sampler, version = choice.choose(entry, settings, device, fleet=bool(fleet))
     except choice.SamplerMissing as cause:
         raise UserMistake("sampler_unavailable", str(cause), "model") from cause
     if device == "cuda" and ranks + settings.sampling_gpus > torch.cuda.device_count():
@@ -624,6 +624,7 @@ def prepare_task(attempt: Attempt, rows: Rows, base: BaseModel, teacher: Teacher
         group=resolved.group_size,
         valid_rows=len(valid),
         eval_samples=resolved.eval_samples,
+        off_policy_steps=resolved.off_policy_steps,
     )
     return Task(resolved, train, valid, workload, schema)
 

@@ -118,8 +118,7 @@ def refuse_unusable_full(method: Method, base_model: str, service: Service) -> N
     """Refuse what cannot be done with all weights of a model (`train: "full"`). The worker knows the model's size.
 
     Raises:
-        InvalidRequest: runs have several machines, the model is sampled by something that takes adapters only, or a
-            reward model is to grade.
+        InvalidRequest: runs have several machines, a fleet samples the model, or a reward model is to grade.
     """
     asked = method.reinforcement
     whole = asked or method.supervised or method.dpo

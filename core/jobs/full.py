@@ -28,19 +28,13 @@ def too_large(parameters: int) -> str:
 def problem(name: str, entry: BaseModelEntry, settings: Settings) -> str:
     """Return why no job that samples answers can train all weights of the model under these settings; "" if it can.
 
-    All weights are sampled with the trainer's own: vLLM and the samplers of a fleet take adapters.
+    The trainer's own model and the job's own vLLM engines sample all weights: those of a fleet take adapters.
     """
     settings = settings.of_class(entry.gpu_class or settings.gpu_class)
-    sampler = entry.sampler if settings.sampler == "registry" else settings.sampler
     if name in settings.samplers:
         return (
             f"train 'full' is not supported for '{name}': the operator has samplers for it (REGRAFT_SAMPLERS), which "
             "take adapters only. Use train 'lora'."
-        )
-    if sampler == "vllm":
-        return (
-            f"train 'full' is not supported for '{name}': the operator has it sampled with vLLM, which takes adapters "
-            "only. Use train 'lora', or have the operator set REGRAFT_SAMPLER=transformers."
         )
     return ""
 

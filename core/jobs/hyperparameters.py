@@ -134,8 +134,8 @@ class Advanced(Value):
         refuse_unused_lora(self.train, self.lora)
         if self.train == "full" and self.schedule.type == "off_policy":
             raise ValueError(
-                f"{self.path('off_policy_steps')} cannot be combined with train 'full': all weights are sampled with "
-                "the trainer's own, which learn meanwhile"
+                f"{self.path('off_policy_steps')} cannot be combined with train 'full': answers would be sampled with "
+                "earlier weights, and only earlier adapters are kept"
             )
         if isinstance(self.loss, TokenRewardLoss):
             self._fits_token_rewards()

@@ -3,6 +3,7 @@
 import hashlib
 import io
 import json
+import re
 import tarfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,9 +29,15 @@ from core.storage.manifests import Damaged
 from core.storage.store import BlobCorrupt, BlobNotFound, BlobStore
 
 FORMAT = 1
-# Excluded: only the trainer can use its state and the master weights, which are larger than the rest.
-STAYS = frozenset({"trainer.pt", "masters.pt", "manifest.json"})
+# Excluded: only the trainer can use its state, the master weights, moments and the reference, which are larger than the
+# rest.
+_TRAINERS = re.compile(r"trainer\.pt|manifest\.json|(masters|moments|reference)-\d+\.safetensors")
 HideSecrets = Callable[[Mapping[str, Any]], dict[str, Any]]
+
+
+def is_trainers(name: str) -> bool:
+    """Whether a file of a checkpoint is for training further alone."""
+    return _TRAINERS.fullmatch(name) is not None
 
 
 @dataclass(frozen=True)
@@ -183,7 +190,7 @@ def gather(
     files = [
         StoredFile(file.name, f"{checkpoint.blob_prefix}/{file.name}", file.bytes, file.sha256)
         for file in manifest.files
-        if file.name not in STAYS
+        if not is_trainers(file.name)
     ]
     with database.read() as session:
         job = session.scalars(select(Job).where(Job.id == checkpoint.job_id)).one()

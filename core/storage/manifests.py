@@ -9,6 +9,8 @@ from pathlib import Path
 from core.storage.store import BlobCorrupt, BlobNotFound, BlobStore, is_bad_sector
 
 MANIFEST = "manifest.json"
+# The adapters of earlier policies, with which a run that resumes samples what was in flight.
+EARLIER = "earlier_adapters.pt"
 
 
 class Damaged(Exception):
@@ -34,6 +36,7 @@ class ManifestFile:
 class Manifest:
     format: int
     files: tuple[ManifestFile, ...]
+    resume_files: tuple[ManifestFile, ...] = ()  # for a run that resumes; deleted when the job has succeeded
 
 
 def read(blobs: BlobStore, prefix: str) -> Manifest:
@@ -58,11 +61,14 @@ def parse(content: bytes) -> Manifest:
     """Parse a manifest; raise Damaged if it is invalid."""
     try:
         fields = json.loads(content)
-        files = [ManifestFile(entry["name"], entry["bytes"], entry["sha256"]) for entry in fields["files"]]
-        manifest = Manifest(fields["format"], tuple(files))
+        files, resume_files = (
+            tuple(ManifestFile(entry["name"], entry["bytes"], entry["sha256"]) for entry in entries)
+            for entries in (fields["files"], fields.get("resume_files", []))
+        )
+        manifest = Manifest(fields["format"], files, resume_files)
     except (ValueError, KeyError, TypeError, RecursionError):
         raise Damaged(MANIFEST) from None
-    texts = [text for file in manifest.files for text in (file.name, file.sha256)]
+    texts = [text for file in (*files, *resume_files) for text in (file.name, file.sha256)]
     if not all(isinstance(text, str) for text in texts) or not isinstance(manifest.format, int):
         raise Damaged(MANIFEST)
     return manifest

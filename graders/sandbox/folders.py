@@ -21,15 +21,14 @@ class Folder:
     _lock: int
 
     @classmethod
-    def claim(cls) -> Folder:
-        """Create a locked folder, after removing the folders of services that were killed."""
-        parent = tempfile.gettempdir()
-        for left in Path(parent).glob(f"{_PREFIX}*"):
+    def claim(cls, parent: str | None = None, prefix: str = _PREFIX) -> Folder:
+        """Create a locked folder, after removing those with this prefix that killed processes have left."""
+        for left in Path(parent or tempfile.gettempdir()).glob(f"{prefix}*"):
             if (abandoned := _locked(str(left))) is not None:
                 scratch.remove(str(left))
                 os.close(abandoned)
         while True:
-            path = tempfile.mkdtemp(prefix=_PREFIX)
+            path = tempfile.mkdtemp(prefix=prefix, dir=parent)
             if (lock := _locked(path)) is not None:  # None if another service considers it abandoned
                 Path(path).chmod(0o711)  # a process with a separate user must reach its scratch folder
                 return cls(path, lock)

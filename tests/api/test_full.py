@@ -84,6 +84,10 @@ def test_methods_that_need_an_adapter_refuse_it(api: TestClient, job_request: Jo
         ({"lora_rank": 32}, "lora has no effect with train 'full'"),
         ({"lora": {"targets": ["q_proj"]}}, "lora has no effect with train 'full'"),
         ({"off_policy_steps": 1}, "off_policy_steps cannot be combined with train 'full'"),
+        (
+            {"off_policy_steps": 1, "continue_in_flight": True},
+            "off_policy_steps cannot be combined with train 'full'",
+        ),
     ],
 )
 def test_hyperparameters_without_effect_are_refused(
@@ -144,25 +148,20 @@ def opened(house: House, settings: Settings) -> TestClient:
     return TestClient(app, headers={"Authorization": f"Bearer {house.key}"})
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"sampler": "vllm"}, "the operator has it sampled with vLLM, which takes adapters only"),
-        (
-            {"samplers": {"tiny": ["http://sampler:8300"]}, "samplers_key": "secret"},
-            "the operator has samplers for it (REGRAFT_SAMPLERS), which take adapters only",
-        ),
-    ],
-)
-def test_installations_that_sample_adapters_only_refuse_it(
-    house: House, job_request: JobRequest, settings: dict[str, Any], said: str
-) -> None:
+def test_a_fleet_samples_adapters_only_and_refuses_it(house: House, job_request: JobRequest) -> None:
+    settings: Any = {"samplers": {"tiny": ["http://sampler:8300"]}, "samplers_key": "secret"}
     with opened(house, Settings(data_dir=house.folder, **settings)) as api:
         param, message = refusal(api, job_request(full()))
         supervised = api.post(JOBS, json=job_request(method=of("supervised", {"train": "full"})))
 
-    assert (param, said in message) == (f"{REINFORCEMENT}.train", True)
+    assert param == f"{REINFORCEMENT}.train"
+    assert "the operator has samplers for it (REGRAFT_SAMPLERS), which take adapters only" in message
     assert supervised.status_code == 200  # it samples nothing
+
+
+def test_a_jobs_own_vllm_engines_sample_it(house: House, job_request: JobRequest) -> None:
+    with opened(house, Settings(data_dir=house.folder, sampler="vllm")) as api:
+        assert api.post(JOBS, json=job_request(full())).status_code == 200
 
 
 @pytest.mark.parametrize("kind", ["supervised", "dpo", "reinforcement"])

@@ -3,7 +3,7 @@
 `... EVENT member PARENT`: worker.members.launcher, whose rank it is.
 
 drain: the launcher gets SIGTERM in the first step of an attempt. SIGKILL, SIGSTOP: rank 1 gets it in the second step.
-shard: as drain, and both ranks share one copy of the base model, as GPUs do on which it does not fit whole; each that
+shard: as drain, and both ranks share one copy of the model, as GPUs do on which it does not fit whole; each that
 does leaves a file in the data folder. none: nothing happens.
 """
 
@@ -20,6 +20,8 @@ from worker.learn.offline_ranks import AddRows
 from worker.learn.world import World
 from worker.members import launcher
 from worker.model import sharding, sizing
+from worker.model.policy import Policy
+from worker.model.sizing import Machine
 
 
 class Eventful(World):
@@ -43,14 +45,17 @@ class Eventful(World):
 
 def share_the_base() -> None:
     """Sharding is planned for GPUs only, whose memory is not enough for the whole base model."""
-    shard = sharding.shard
+    place = sharding.place
 
-    def noted(*args: Any, **how: Any) -> None:
-        shard(*args, **how)
+    def noted(policy: Policy, stand_in: Policy) -> None:
+        place(policy, stand_in)
         Path(os.environ["REGRAFT_DATA_DIR"], f"sharded-{os.getpid()}").touch()
 
-    sharding.shard = noted
-    sizing.degrees_of = lambda machine, gpus: (gpus,)
+    def all_of_them(machine: Machine, gpus: int, *, full: bool = False) -> tuple[int, ...]:
+        return (gpus,)
+
+    sharding.place = noted
+    sizing.degrees_of = all_of_them
 
 
 def be_member(parent: int) -> None:

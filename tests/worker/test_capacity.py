@@ -51,10 +51,14 @@ class TestJobs:
         assert "the GPU class `gpu` has 48.0 GiB" in said
         assert "sampler `transformers`" in said
 
-    def test_one_that_trains_all_weights_is_counted_with_them_and_without_vllm(self, folder: Path) -> None:
+    def test_one_that_trains_all_weights_is_counted_with_them_and_those_of_vllm(self, folder: Path) -> None:
         said = present(problem(settings(gpu_memory_gib=78), entry(folder, "4b"), train="full", kl=0.1))
+        alone = settings(gpu_memory_gib=78, sampler="transformers")
 
-        assert "weights 7.5, optimizer 59.9, reference 7.5" in said
+        assert "weights 2 x 7.5, optimizer 59.9, reference 7.5" in said
+        assert "weights 7.5, optimizer 59.9" in present(
+            problem(alone, entry(folder, "4b"), train="full", kl=0.1)
+        )
         assert problem(settings(gpu_memory_gib=139), entry(folder, "4b"), train="full", kl=0.1) is None
 
     def test_a_model_above_8b_parameters_is_too_large_for_training_all_weights(self, folder: Path) -> None:

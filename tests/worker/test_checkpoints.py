@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from core.database.tables import TunedModel
+from core.storage.fsck import of_checkpoint
+from core.storage.manifests import EARLIER
 from core.storage.store import BlobExists, BlobInfo, FolderBlobs, StoreEmpty
 from tests.present import untyped
 from tests.worker.conftest import Bench
@@ -163,6 +165,59 @@ def test_a_job_resumes_from_the_newest_whole_checkpoint(
     assert "resumes from step 2" in warning
     assert "projects/" not in warning  # keys of the store are the operator's
     assert [row.step for row in bench.checkpoints()] == [1, 2]
+
+
+def earlier_of(checkpoints: Checkpoints) -> str:
+    return manifest_of(checkpoints).replace("manifest.json", EARLIER)
+
+
+def with_earlier(data: bytes = b"e") -> Weights:
+    return Weights(**{"adapter": b"a", EARLIER: data})
+
+
+def test_only_a_run_that_resumes_reads_the_adapters_of_earlier_policies(
+    bench: Bench, checkpoints: Checkpoints
+) -> None:
+    save(checkpoints, with_earlier())
+    manifest = json.loads(checkpoints.blobs.read(manifest_of(checkpoints)))
+    folder = bench.tmp_path / "downloaded"
+    folder.mkdir()
+
+    checkpoints.download(bench.checkpoints()[0].blob_prefix, folder)
+    restored = Weights()
+    checkpoints.restore(restored)
+
+    assert [file["name"] for file in manifest["files"]] == ["adapter"]
+    assert [file["name"] for file in manifest["resume_files"]] == [EARLIER]
+    assert [path.name for path in folder.iterdir()] == ["adapter"]
+    assert restored.files == with_earlier().files
+    assert bench.events("warn") == []
+
+
+def test_damaged_adapters_of_earlier_policies_are_damage_of_the_checkpoint(
+    bench: Bench, checkpoints: Checkpoints
+) -> None:
+    save(checkpoints, with_earlier())
+    checkpoints.blobs.put_bytes(earlier_of(checkpoints), b"other")
+
+    assert checkpoints.restore(Weights()) == 0
+
+    assert f"{EARLIER} is not the stored content" in bench.events("warn")[0]
+
+
+def test_after_the_end_of_a_job_they_are_not_kept(bench: Bench, checkpoints: Checkpoints) -> None:
+    save(checkpoints, with_earlier())
+
+    checkpoints.delete_resume_files()
+    checkpoints.delete_resume_files()  # a process that ends before the job's last status does it again
+
+    assert earlier_of(checkpoints) not in checkpoints.blobs.list("projects/")
+    [row] = bench.checkpoints()
+    assert [found for found in of_checkpoint(checkpoints.blobs, row) if found] == [], "no fault of the store"
+    restored = Weights()
+    assert checkpoints.restore(restored) == 2
+    assert restored.files == {"adapter": b"a"}
+    assert f"The checkpoint's {EARLIER} is missing" in bench.events("warn")[0]
 
 
 def test_the_step_of_a_damaged_checkpoint_is_stored_again_under_its_name(

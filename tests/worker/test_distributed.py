@@ -19,12 +19,13 @@ from tests.present import untyped
 from tests.tiny import WORDS, make_byte_model
 from tests.worker.process_group import followed
 from tests.worker.test_json_schema import LETTER, sample
-from tests.worker.test_training import asked, prompt, relative_difference
+from tests.worker.test_training import asked, drawn, prompt, relative_difference, sampling
 from worker.learn.distributed import LoadModel, load_checked, loading
 from worker.learn.rank_model import Model
 from worker.learn.trainer import PeftTrainer
 from worker.learn.world import World
 from worker.model import sharding
+from worker.model.full import FullPolicy
 from worker.model.policy import Policy
 from worker.refusals import SamplerMismatch
 from worker.rollout.sampler_gate import SamplerGate
@@ -264,6 +265,37 @@ def test_the_gap_to_the_sampler_is_measured_on_all_ranks(pair: Callable[..., Pai
     assert learn(both.together, groups(1)).trained_tokens > 0, "the refused step left nothing behind"
 
 
+@pytest.mark.parametrize("degree", [1, 2])
+def test_rank_0_compares_answers_of_an_earlier_policy_with_its_adapter(
+    pair: Callable[..., Pair], tiny_model: Path, degree: int
+) -> None:
+    both = pair(like_the_policy({"off_policy_steps": 1}), tiny_model, degree=degree)
+    both.together.gate = SamplerGate(1e-3, "other", "float32")
+    policy = both.alone.policy
+    prompts = [prompt(policy, text, line) for line, text in enumerate(("say yes", "name a bird"), start=1)]
+
+    def sampled(off_by: float = 0.0) -> list[Group]:
+        with both.alone.policy_before(1):
+            rollouts_PG = drawn(policy, prompts, sampling())
+        return [
+            Group(
+                one,
+                tuple(replace(r, logprobs_T=tuple(off_by + logp for logp in r.logprobs_T)) for r in rollouts),
+                tuple(Grade(float(n % 2)) for n in range(len(rollouts))),
+            )
+            for one, rollouts in zip(prompts, rollouts_PG, strict=True)
+        ]
+
+    learn(both.together, sampled())
+    learn(both.alone, sampled())
+    gap = learn(both.together, sampled()).logprob_gap
+    assert gap is not None and gap > both.together.gate.bound, "the current policy is another one"
+    learn(both.alone, sampled())
+    with pytest.raises(SamplerMismatch, match=r"differ by 0\.25"):
+        learn(both.together, sampled(off_by=0.25))
+    assert learn(both.together, sampled()).trained_tokens > 0, "the refused step left nothing behind"
+
+
 def test_other_ranks_restrict_answers_to_the_schema(pair: Callable[..., Pair], tmp_path: Path) -> None:
     """Otherwise their probabilities would be over the whole vocabulary, which for bytes is another gradient."""
     settings = like_the_policy({"max_completion_tokens": 24})
@@ -339,6 +371,7 @@ def test_all_weights_learn_on_all_ranks_what_they_learn_on_one(
     with loading(world, LoadModel(model, "cpu", 1, 60, "")):
         together, _ = load_checked(model, "cpu", 1, world)
     alone = model.load("cpu")
+    assert isinstance(together, FullPolicy) and isinstance(alone, FullPolicy)
     start = alone.snapshot()
 
     trainers = [
@@ -348,6 +381,8 @@ def test_all_weights_learn_on_all_ranks_what_they_learn_on_one(
     without_adam(*trainers)
     metrics = [[learn(trainer, groups(step)) for step in range(3)] for trainer in trainers]
 
+    # Three steps of two updates: what rank 0 sends to the others has not changed.
+    assert [policy.weights_version for policy in (together, alone)] == [7, 7]
     moves = [
         [now.detach() - then.float() for now, then in zip(policy.trainable, start, strict=True)]
         for policy in (together, alone)

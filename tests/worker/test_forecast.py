@@ -13,8 +13,18 @@ from tests.present import present
 from worker.cli import plan
 from worker.cli.parser import UsageError, build
 from worker.model import sizing
-from worker.model.forecast import GPUS, Cluster, Forecast, StepSize, UnknownGpus, cluster_of, forecast
+from worker.model.forecast import (
+    GPUS,
+    Cluster,
+    Forecast,
+    NotDivisible,
+    StepSize,
+    UnknownGpus,
+    cluster_of,
+    forecast,
+)
 from worker.model.sizing import GIB, DoesNotFit, Shape
+from worker.record.gpu_ratio import GpuRatio, settings_of
 
 DOCUMENT = Path(__file__).parents[2] / "docs/howto/scale.md"
 FULL_DOCUMENT = DOCUMENT.with_name("training.md")
@@ -111,12 +121,101 @@ def test_sharded_weights_are_gathered_in_each_pass_of_each_micro_batch() -> None
 
 
 def test_answers_side_by_side_are_as_many_as_the_cache_holds_and_the_engine_has() -> None:
-    alone, shared = on("Llama 3 8B", "H100-80"), on("Llama 3 8B", "8xH200-141", tensor_parallel=1)
+    short, shared = on("Qwen 3 32B", "H200-141"), on("Llama 3 8B", "8xH200-141", tensor_parallel=1)
 
-    whole = shape("Llama 3 8B").cache_bytes(SIZE.workload.longest)
-    assert alone.concurrent == alone.plan.cache_bytes // whole < 64
-    assert shared.concurrent <= 8
-    assert alone.plan.estimate.total <= GPUS["H100-80"].memory_gib * GIB
+    whole = shape("Qwen 3 32B").cache_bytes(SIZE.workload.longest)
+    assert short.concurrent == short.plan.cache_bytes // whole < 64
+    assert shared.concurrent == 8
+    assert short.plan.estimate.total <= GPUS["H200-141"].memory_gib * GIB
+
+
+def test_a_cache_for_all_that_is_in_flight_holds_all_answers() -> None:
+    """They share the blocks of their prompts."""
+    found = on("Llama 3 8B", "H100-80")
+
+    assert found.plan.cache_bytes == 8 * (512 + 8 * 2048) * shape("Llama 3 8B").token_cache_bytes
+    assert found.concurrent == 64
+
+
+def test_an_engine_has_whole_groups() -> None:
+    """Of 8 groups of 8 answers on 3 engines, one has three."""
+    found = forecast(
+        "Llama 3 8B", shape("Llama 3 8B"), replace(SIZE, off_policy_steps=1), cluster_of("8xH200-141"), 1, 3
+    )
+
+    assert (found.engines, found.answers_of_engine) == (3, 24)
+
+
+def split(name: str, gpus: str, size: StepSize = SIZE, sampling_gpus: int | None = None) -> Forecast:
+    size = replace(size, off_policy_steps=2)
+    return forecast(name, shape(name), size, cluster_of(gpus), sampling_gpus=sampling_gpus)
+
+
+def test_a_split_plan_says_which_gpus_do_what_and_with_which_settings() -> None:
+    found = split("Llama 3 8B", "8xH100-80", sampling_gpus=2)
+    said = str(found)
+
+    assert (
+        "split: sampling on 2 GPUs, 2 steps ahead of learning on 6 (REGRAFT_SAMPLING_GPUS=2 with REGRAFT_RANKS=6)"
+        in said
+    )
+    assert f"To sample {found.sampling_bytes / GIB:.1f} GiB, of which the KV cache is 8.2. To learn" in said
+    assert "Adapters of earlier policies take 0.9 GiB of main memory." in said
+    sides = f"sampling takes {found.sampling_seconds:.1f} s on 2 GPUs, learning {found.updating_seconds:.1f} s on 6"
+    assert f"{found.seconds:.1f}: {sides}, so learning waits. Of these decoding" in said
+    measured = GpuRatio(found.sampling_seconds, found.updating_seconds, 2, 6, found.tensor_parallel)
+    assert f"{sides}, so learning waits." in measured.message, "as a job that has measured it"
+    assert settings_of(2, 6) in said
+    assert settings_of(measured.best_sampling_gpus, 8 - measured.best_sampling_gpus) in measured.message
+
+
+def test_a_colocated_plan_says_so() -> None:
+    assert "placement  colocated: sampling on 8 GPUs, then learning on 16\n" in str(
+        on("Llama 3 8B", "2x8xH100-80")
+    )
+
+
+def test_gpus_of_other_machines_that_have_no_rank_have_no_work() -> None:
+    """Each machine of a group has as many ranks as the first."""
+    found = split("Llama 3 8B", "2x8xH100-80", sampling_gpus=3)
+
+    assert (found.ranks, found.learning_gpus) == (5, 10)
+    assert "sampling on 3 GPUs, 2 steps ahead of learning on 10" in str(found)
+    assert "3 GPUs of other machines without work" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "sampling", "parallel", "full", "message"),
+    [
+        ("H100-80", None, None, False, "Of the 1 GPU of a machine some .* which needs two"),
+        ("8xH100-80", 8, None, False, "Of the 8 GPUs .* and 8 are to sample"),
+        ("8xH100-80", 0, None, False, "and 0 are to sample"),
+        ("8xH100-80", 3, 2, False, "Tensor parallel degree 2 does not divide .* and the 3 GPUs"),
+        ("8xH200-141", None, None, True, "off_policy_steps cannot be combined with train 'full'"),
+    ],
+)
+def test_gpus_that_cannot_be_split_are_refused(
+    gpus: str, sampling: int | None, parallel: int | None, full: bool, message: str
+) -> None:
+    size = replace(SIZE, off_policy_steps=1, full=full)
+
+    with pytest.raises(NotDivisible, match=message):
+        forecast("Llama 3 8B", shape("Llama 3 8B"), size, cluster_of(gpus), parallel, sampling)
+
+
+def test_a_model_that_fits_with_no_ratio_is_refused() -> None:
+    with pytest.raises(DoesNotFit, match=r"needs .* Nor does another ratio of the GPUs fit\."):
+        split("Llama 3 70B", "2xH100-80")
+
+
+def test_split_is_faster_where_a_gpu_has_too_little_memory_for_both() -> None:
+    """docs/howto/scale.md has these numbers."""
+    long = replace(SIZE, completion=16_384, answer=8192)
+
+    seconds = [round(made("Qwen 3 32B", "8xH100-80", long).seconds) for made in (split, on)]
+
+    assert "takes {} s split on 8 x H100-80, and {} s colocated".format(*seconds) in DOCUMENT.read_text()
+    assert seconds[0] < seconds[1]
 
 
 @pytest.mark.parametrize(
@@ -177,15 +276,26 @@ def test_of_the_tensor_parallel_degrees_the_fastest_is_taken_unless_one_is_given
 
 
 def test_the_table_of_the_document_is_what_the_command_computes() -> None:
-    rows = re.findall(
-        r"^\| (.+ \d+B) \| (.+?) \| (.+?) \| (.+?) \| (.+?) \| (.+?) \|$", DOCUMENT.read_text(), re.M
-    )
+    rows = re.findall(r"^\| (.+ \d+B)" + 5 * r" \| ([^|]+)" + r" \|$", DOCUMENT.read_text(), re.M)
 
     assert len(rows) >= 6
     for name, gpus, engines, degree, gib, seconds in rows:
         found = on(name, gpus.replace(" ", ""))
         assert (engines, degree) == (f"{found.engines} x {found.tensor_parallel}", str(found.plan.degree))
         assert (gib, seconds) == (f"{found.plan.estimate.total / GIB:.0f}", f"{found.seconds:.0f}")
+
+
+def test_the_table_of_split_placement_is_what_the_command_computes() -> None:
+    rows = re.findall(r"^\| (.+ \d+B)" + 6 * r" \| ([^|]+)" + r" \|$", DOCUMENT.read_text(), re.M)
+
+    assert len(rows) >= 4
+    for name, gpus, sides, engines, degree, gib, seconds in rows:
+        found = split(name, gpus.replace(" ", ""))
+        assert sides == f"{found.sampling_gpus} + {found.learning_gpus}"
+        assert (engines, degree) == (f"{found.engines} x {found.tensor_parallel}", str(found.plan.degree))
+        assert gib == f"{found.sampling_bytes / GIB:.0f}, {found.plan.estimate.total / GIB:.0f}"
+        assert seconds == f"{found.sampling_seconds:.1f}, {found.updating_seconds:.1f}"
+        assert found.seconds > on(name, gpus.replace(" ", "")).seconds, "colocated, as the text below says"
 
 
 SMALL: dict[str, dict[str, Any]] = {
@@ -206,17 +316,43 @@ def full_on(name: str, gpus: str, *, has_reference: bool = False) -> Forecast:
     return forecast(name, present(sizing.shape_of_config(config, 2)), size, cluster_of(gpus))
 
 
-def test_all_weights_are_sampled_with_those_of_the_trainer_and_learn_with_half_as_many_flops_more() -> None:
-    found = full_on("Llama 3 8B", "B200-180")
-    parameters, layers = 8.03e9, 32
+def test_all_weights_go_to_vllm_in_each_step_and_learn_with_half_as_many_flops_more() -> None:
+    found = full_on("Llama 3.2 1B", "H100-80")
+    parameters, cached = 1.236e9, 32_768
 
-    assert found.plan.estimate.copies == 1
+    assert found.plan.estimate.copies == 2
+    assert not found.plan.checkpointed
     waves = -(-64 // found.concurrent)
-    assert found.decode_seconds == pytest.approx(waves * 1024 * layers * 0.8e-3)  # launching kernels
+    read = (2 * parameters + found.concurrent * (512 + 512) * cached) / (0.6 * 3.35e12)
+    assert found.decode_seconds == pytest.approx(waves * 1024 * read, rel=1e-3)
+    assert found.publishing_seconds == pytest.approx(2 * 2 * parameters / 2e9, rel=1e-3)  # written and read
     assert found.learning_seconds == pytest.approx(
-        6 * parameters * (8 * 512 + 64 * 1024) / (0.4 * 2250e12), rel=1e-3
+        6 * parameters * (8 * 512 + 64 * 1024) / (0.4 * 989e12), rel=1e-3
     )
-    assert "transformers, with the trainer's weights" in str(found)
+    sampling = found.publishing_seconds + found.decode_seconds + found.prefill_seconds
+    assert found.seconds == pytest.approx(sampling + found.learning_seconds)
+    assert "1 vLLM engine" in str(found) and "weights to vLLM 2.5" in str(found)
+
+
+def test_an_adapter_is_sent_in_no_time() -> None:
+    assert on("Llama 3 8B", "H100-80").publishing_seconds == 0
+
+
+def test_all_weights_have_vllm_on_each_gpu_and_a_copy_that_is_not_sharded() -> None:
+    found = full_on("Llama 3.2 1B", "8xH100-80")
+
+    assert found.engines * found.tensor_parallel == 8
+    assert found.plan.degree == 1
+
+
+def test_an_8b_model_is_trained_in_parts_whose_gradients_are_divided_too() -> None:
+    found = full_on("Llama 3 8B", "8xH100-80")
+
+    assert found.plan.degree == 8
+    layers, batches = 32 * 218_112_000 + 4096, -(-(8 * 512 + 64 * 1024) // 8 // found.plan.token_budget)
+    passes = 3 if found.plan.checkpointed else 2
+    moved = batches * layers * (passes * 2 + 4) * 7 / 8
+    assert found.gathering_seconds == pytest.approx(moved / (0.6 * 450e9), rel=1e-3)
 
 
 def test_a_kl_penalty_keeps_a_copy_of_all_weights() -> None:
@@ -229,7 +365,7 @@ def test_a_kl_penalty_keeps_a_copy_of_all_weights() -> None:
 @pytest.mark.parametrize(
     ("name", "gpus", "said"),
     [
-        ("Llama 3 8B", "H100-80", "needs"),
+        ("Llama 3 8B", "2xH100-80", "needs"),
         ("Llama 3 8B", "2x8xH200-141", "train 'full' is for one machine: plan Llama 3 8B on 8xH200-141"),
         ("Qwen 3 32B", "B200-180", "at most 8B parameters, and this one has 32.8B"),
     ],
@@ -269,7 +405,7 @@ def test_the_command_prints_the_forecast_of_a_folder(
 
     (tmp_path / "config.json").write_text(json.dumps(SMALL["Llama 3.2 1B"] | {"model_type": "llama"}))
     assert plan.main(run(str(tmp_path), "--gpus", "H100-80", "--train", "full", "--kl")) == 0
-    assert "weights 2.3, optimizer 18.4, reference 2.3" in capsys.readouterr().out
+    assert "weights 2 x 2.3, optimizer 18.4, reference 2.3" in capsys.readouterr().out
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS["Llama 3 70B"]))
 
     assert plan.main(run(str(tmp_path), "--gpus", "8xH100-80", "--json")) == 0
@@ -294,6 +430,45 @@ def test_the_command_says_that_vllm_sleeps_and_what_it_takes(
     )
     assert "while sampling" in said and "vLLM's sleep 1.3" in said
     assert (data["sleeps"], data["main_memory_bytes"]) == (True, 2 * shape("Llama 3 8B").weight_bytes)
+
+
+def test_the_command_plans_split_placement(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["Llama 3 8B"]))
+    gpus = (str(tmp_path), "--gpus", "8xH100-80")
+
+    assert plan.main(run(*gpus, "--off-policy-steps", "2")) == 0
+    said = capsys.readouterr().out
+    assert plan.main(run(*gpus, "--off-policy-steps", "1", "--sampling-gpus", "2", "--json")) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert plan.main(run(*gpus, "--json")) == 0
+    colocated = json.loads(capsys.readouterr().out)
+
+    assert "split: sampling on 4 GPUs, 2 steps ahead of learning on 4" in said
+    assert (data["placement"], data["sampling_gpus"], data["ranks"]) == ("split", 2, 6)
+    found = split("Llama 3 8B", "8xH100-80", sampling_gpus=2)
+    assert (data["off_policy_steps"], data["bytes_per_sampling_gpu"]) == (1, found.sampling_bytes)
+    assert data["seconds"] == max(
+        data["decode_seconds"] + data["prefill_seconds"], data["learning_seconds"] + data["gathering_seconds"]
+    )
+    assert (colocated["placement"], colocated["sampling_gpus"], colocated["ranks"]) == ("colocated", 0, 8)
+    assert colocated["bytes_per_sampling_gpu"] is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--sampling-gpus", "2"], "add --off-policy-steps"),
+        (["--off-policy-steps", "1", "--train", "full"], "cannot be combined with train 'full'"),
+        (["--off-policy-steps", "1", "--sampling-gpus", "8"], "and 8 are to sample"),
+    ],
+)
+def test_a_split_that_cannot_be_is_a_mistake_in_the_command(
+    tmp_path: Path, options: list[str], message: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["Llama 3 8B"]))
+
+    with pytest.raises(UsageError, match=message):
+        plan.main(run(str(tmp_path), "--gpus", "8xH100-80", *options))
 
 
 def test_a_model_in_a_gguf_file_is_refused_with_the_folder_to_plan_instead(

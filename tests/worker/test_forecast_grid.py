@@ -11,7 +11,7 @@ import pytest
 
 from tests.worker.test_forecast import SIZE, on, shape
 from worker.model import sizing
-from worker.model.forecast import Forecast
+from worker.model.forecast import Forecast, cluster_of, forecast
 from worker.model.sizing import GIB, DoesNotFit, Machine
 
 MEMORY = {"H100-80": 78 * GIB, "H200-141": 139 * GIB}
@@ -132,27 +132,29 @@ def test_the_memory_of_a_gpu_is_the_sum_of_its_parts(name: str, gpus: str) -> No
 @pytest.mark.parametrize(("name", "gpus"), FITTING)
 def test_the_seconds_of_a_step_are_the_sum_of_the_formulas(name: str, gpus: str) -> None:
     model, found, kind = MODELS[name], on(name, gpus), gpus.rpartition("x")[2]
+    count = 16 if gpus.startswith("2x8x") else in_a_machine(gpus)
 
     assert found.engines * found.tensor_parallel == in_a_machine(gpus)
     assert found.seconds == pytest.approx(
         decoding(model, found, kind)
         + prompts(model, found)
-        + learning(model, found)
-        + gathering(model, found)
+        + learning(model, found, count)
+        + gathering(model, found, count)
     )
 
 
 def decoding(model: ByHand, found: Forecast, kind: str) -> float:
     parallel = found.tensor_parallel
-    own = math.ceil(64 / found.engines)
+    own = math.ceil(8 / found.engines) * 8  # whole groups
+    in_flight = math.ceil(8 * (512 + 8 * 2048) / found.engines) * model.token_bytes // parallel
     cached = found.plan.cache_bytes // (LONGEST * model.token_bytes // parallel)
-    together = min(own, 256, cached)
+    together = own if found.plan.cache_bytes >= in_flight else min(own, cached)
     assert together == found.concurrent
     read = (2 * model.parameters + together * (512 + 1024 / 2) * model.token_bytes) / parallel
     read_seconds = read / (0.6 * BANDWIDTH[kind])
     computed_seconds = 2 * model.parameters * together / parallel / (0.4 * FLOPS)
     summed = 2 * model.layers * 15e-6 if parallel > 1 else 0
-    waves = math.ceil(64 / found.engines / together)
+    waves = math.ceil(own / together)
     return waves * 1024 * (max(read_seconds, computed_seconds) + summed)
 
 
@@ -161,17 +163,17 @@ def prompts(model: ByHand, found: Forecast) -> float:
     return 2 * model.parameters * tokens / found.tensor_parallel / (0.4 * FLOPS)
 
 
-def learning(model: ByHand, found: Forecast) -> float:
+def learning(model: ByHand, found: Forecast, gpus: int) -> float:
     flops = 6 if found.plan.checkpointed else 4
-    return flops * model.parameters * (8 * 512 + 64 * 1024) / found.cluster.gpus / (0.4 * FLOPS)
+    return flops * model.parameters * (8 * 512 + 64 * 1024) / gpus / (0.4 * FLOPS)
 
 
-def gathering(model: ByHand, found: Forecast) -> float:
+def gathering(model: ByHand, found: Forecast, gpus: int) -> float:
     degree = found.plan.degree
     if degree == 1:
         return 0
     passes = 3 if found.plan.checkpointed else 2
-    batches = math.ceil((8 * 512 + 64 * 1024) / found.cluster.gpus / found.plan.token_budget)
+    batches = math.ceil((8 * 512 + 64 * 1024) / gpus / found.plan.token_budget)
     layers = 2 * (model.parameters - model.ends)
     return batches * passes * layers * (degree - 1) / degree / (0.6 * LINK)
 
@@ -180,6 +182,51 @@ def in_a_machine(gpus: str) -> int:
     """Of `2x8xH100-80`, 8."""
     counts = gpus.split("x")[:-1]
     return int(counts[-1]) if counts else 1
+
+
+SPLIT = replace(SIZE, off_policy_steps=2)
+EIGHT = [
+    (name, f"{machines}{kind}")
+    for name in ("Llama 3 8B", "Qwen 3 32B")
+    for machines in ("8x", "2x8x")
+    for kind in MEMORY
+]
+
+
+@pytest.mark.parametrize(("name", "gpus"), EIGHT)
+@pytest.mark.parametrize("sampling", range(1, 8))
+def test_a_split_step_takes_the_longer_of_both_sides_and_each_fits_on_its_gpus(
+    name: str, gpus: str, sampling: int
+) -> None:
+    model, kind, machines = MODELS[name], gpus.rpartition("x")[2], 2 if gpus.startswith("2x") else 1
+
+    found = forecast(name, shape(name), SPLIT, cluster_of(gpus), sampling_gpus=sampling)
+
+    learning_gpus = machines * (8 - sampling)
+    assert found.engines * found.tensor_parallel == sampling
+    sides = (
+        decoding(model, found, kind) + prompts(model, found),
+        learning(model, found, learning_gpus) + gathering(model, found, learning_gpus),
+    )
+    assert found.seconds == pytest.approx(max(sides))
+    of, parallel = found.plan.estimate, found.tensor_parallel
+    assert found.sampling_bytes == math.ceil(
+        2 * model.parameters / parallel
+    ) + 2 * model.adapter + 3 * GIB + (found.plan.cache_bytes)
+    assert found.plan.cache_bytes >= LONGEST * model.token_bytes / parallel
+    assert (of.engine, of.cache) == (0, 0)
+    assert of.total == of.own + of.adapter + of.activations + of.attention + of.head + of.margin
+    assert max(found.sampling_bytes, of.total) <= MEMORY[kind]
+    assert found.plan.main_memory == 6 * 4 * model.adapter  # copies of the adapter, in float32
+
+
+@pytest.mark.parametrize(("name", "gpus"), EIGHT)
+def test_of_all_ratios_the_one_with_the_shortest_step_is_planned(name: str, gpus: str) -> None:
+    def seconds(sampling: int | None, parallel: int | None = None) -> float:
+        return forecast(name, shape(name), SPLIT, cluster_of(gpus), parallel, sampling).seconds
+
+    assert seconds(None) == min(seconds(sampling) for sampling in range(1, 8))
+    assert seconds(4) == min(seconds(4, parallel) for parallel in (1, 2, 4))
 
 
 @pytest.mark.parametrize(("name", "kind", "parallel"), [*product(MODELS, MEMORY, (2, 4))])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -31,7 +31,7 @@ from tests.worker.test_training import drawn, prompt, sampling
 from worker.learn.offline import OfflineTrainer
 from worker.learn.trainer import PeftTrainer
 from worker.model import support
-from worker.model.full import MASTERS, FullPolicy, refuse, refuse_other_names
+from worker.model.full import FullPolicy, refuse, refuse_other_names
 from worker.model.policy import Base, load_base
 from worker.refusals import InvalidModel, UnsupportedModel
 from worker.types import Group, Pack
@@ -252,7 +252,7 @@ def test_a_supervised_or_preference_run_resumes_bit_for_bit(
     assert [resumed.step(packs) for _ in range(3)] == [whole.step(packs) for _ in range(3)]
     assert all(map(torch.equal, resumed.policy.trainable, whole.policy.trainable))
     assert all(map(torch.equal, resumed.policy.model.parameters(), whole.policy.model.parameters()))
-    assert (tmp_path / MASTERS).exists() == (dtype == "bfloat16")
+    assert (tmp_path / "masters-00001.safetensors").exists() == (dtype == "bfloat16")
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ def test_the_reference_of_a_checkpoint_is_stored_only_if_it_is_not_the_start(
         trainer = PeftTrainer(make_full(), reinforcement(kl=0.1, **advanced), token_budget=40)
         learn(trainer, groups)
         trainer.save(tmp_path)
-        return torch.load(tmp_path / "trainer.pt", weights_only=True)["reference"] is not None
+        return (tmp_path / "reference-00001.safetensors").exists()
 
     assert not stored()
     assert stored(reference_refresh_steps=1)
@@ -330,6 +330,47 @@ def test_activations_that_are_computed_twice_give_the_same_gradient(make_full: M
     assert all(map(torch.equal, *found))
 
 
+@pytest.mark.parametrize("kind", ["untied", "tied"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_weights_for_a_sampler_are_those_that_compute_by_the_names_of_a_checkpoint(
+    make_full: MakeFull, tmp_path: Path, kind: str, dtype: str
+) -> None:
+    policy = make_full(kind, dtype)
+    OfflineTrainer(policy, offline(learning_rate=0.01), token_budget=10_000).step(conversations())
+    for name in ("checkpoint", "weights"):
+        (tmp_path / name).mkdir()
+    policy.save(tmp_path / "checkpoint")
+
+    policy.write_weights(tmp_path / "weights")
+
+    written = files_in(tmp_path / "weights")
+    saved = files_in(tmp_path / "checkpoint")
+    assert written.keys() == saved.keys()
+    assert all(torch.equal(written[name], saved[name]) for name in saved)
+    assert {tensor.dtype for tensor in written.values()} == {getattr(torch, dtype)}
+
+
+def test_the_version_of_the_weights_changes_with_each_step_and_each_checkpoint(
+    make_full: MakeFull, tmp_path: Path
+) -> None:
+    policy = make_full()
+    versions = [policy.weights_version]
+    trainer = OfflineTrainer(policy, offline(), token_budget=60)
+
+    trainer.step(conversations())
+    versions.append(policy.weights_version)
+    policy.save(tmp_path)
+    policy.load(tmp_path)
+    versions.append(policy.weights_version)
+
+    assert len(set(versions)) == 3
+    assert policy.weights_version == versions[-1]
+
+
+def files_in(folder: Path) -> dict[str, Tensor]:
+    return {name: one for file in folder.glob("model*.safetensors") for name, one in load_file(file).items()}
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_checkpoint_is_a_whole_model_that_transformers_loads(
     make_full: MakeFull, models: dict[str, Path], tmp_path: Path, dtype: str
@@ -362,9 +403,11 @@ def test_a_run_may_start_from_the_weights_of_a_whole_model(
     assert child.source == models["untied"]
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", MASTERS, "trainer.pt"])
+@pytest.mark.parametrize("name", ["masters-00001.safetensors", "moments-00001.safetensors", "trainer.pt"])
 def test_a_damaged_checkpoint_is_refused(make_full: MakeFull, tmp_path: Path, name: str) -> None:
-    OfflineTrainer(make_full(dtype="bfloat16"), offline(), token_budget=60).save(tmp_path)
+    trainer = OfflineTrainer(make_full(dtype="bfloat16"), offline(), token_budget=60)
+    trainer.step(conversations())
+    trainer.save(tmp_path)
     (tmp_path / name).write_bytes(b"no weights")
 
     with pytest.raises(InvalidModel, match="cannot be read"):

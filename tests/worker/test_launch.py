@@ -37,18 +37,15 @@ pytestmark = [
 TEXTS = ["say yes", "what colour is it now please tell me the name", "tell me a number", "say cat"]
 
 
-SUPERVISED: dict[str, Any] = {
-    "hyperparameters": SupervisedHyperparameters(batch_size=4, n_epochs=2).model_dump()
-}
-
-
 @pytest.fixture
 def queued(
     bench: Bench, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Supervisor]:
     """A supervisor of a worker with two ranks, and a queued job of two steps."""
 
-    def make(event: str, model: Path = tiny_model, *, supervised: bool = False, **changes: Any) -> Supervisor:
+    def make(
+        event: str, model: Path = tiny_model, *, supervised: bool = False, train: str = "lora", **changes: Any
+    ) -> Supervisor:
         registry = tmp_path / "models.toml"
         registry.write_text(f'[models.tiny]\npath = "{model}"\ndtype = "float32"\ncontext = 128\n')
         rows: list[Any] = [
@@ -66,11 +63,13 @@ def queued(
             job = session.scalars(select(Job)).one()
             grader = {"type": "text_similarity", "name": "near", "input": "{{sample.output_text}}"}
             grader |= {"reference": "{{item.answer}}", "evaluation_metric": "fuzzy_match"}
-            advanced = {"group_size": 8, "max_completion_tokens": 8}
+            advanced = {"group_size": 8, "max_completion_tokens": 8, "train": train}
             asked = {"batch_size": 4, "n_epochs": 2, "eval_interval": 1, "advanced": advanced}
             job.body = {"grader": grader, "hyperparameters": asked, "response_format": None}
             if supervised:
-                job.method, job.body = "supervised", SUPERVISED
+                learned = {"batch_size": 4, "n_epochs": 2, "advanced": {"train": train}}
+                job.method = "supervised"
+                job.body = {"hyperparameters": SupervisedHyperparameters.model_validate(learned).model_dump()}
         with lifecycle.fenced(bench.database, bench.claim) as (session, job):
             lifecycle.release(session, job)
         environment = {
@@ -126,10 +125,10 @@ def test_a_drained_run_resumes_on_all_ranks(
     wait_for_processes(tmp_path)
 
 
-def test_a_job_that_learns_from_its_file_does_so_on_all_ranks_with_one_base_model_and_resumes(
+def test_a_job_that_learns_all_weights_from_its_file_does_so_in_parts_on_all_ranks_and_resumes(
     queued: Callable[..., Supervisor], bench: Bench, tmp_path: Path
 ) -> None:
-    queued("shard", supervised=True).run_waiting()
+    queued("shard", supervised=True, train="full").run_waiting()
 
     job = bench.job()
     assert (job.status, job.failures) == ("succeeded", 0), bench.events()
@@ -161,11 +160,13 @@ def test_a_lost_rank_ends_the_attempt_as_a_crash(
 
 
 @pytest.mark.skipif(not installed(), reason="no vLLM")
-def test_a_job_whose_base_model_is_shared_by_its_ranks_is_sampled_by_vllm_and_resumes(
-    queued: Callable[..., Supervisor], bench: Bench, tmp_path: Path
+@pytest.mark.parametrize("train", ["lora", "full"])
+def test_a_job_whose_model_is_shared_by_its_ranks_is_sampled_by_vllm_and_resumes(
+    queued: Callable[..., Supervisor], bench: Bench, tmp_path: Path, train: str
 ) -> None:
     """The whole way, on gloo. The gate compares what vLLM sampled with the log-probabilities of the sharded trainer."""
-    queued("shard", model=make_tiny_model(tmp_path / "model", head_dim=32), sampler="vllm").run_waiting()
+    model = make_tiny_model(tmp_path / "model", head_dim=32)
+    queued("shard", model=model, train=train, sampler="vllm").run_waiting()
 
     job = bench.job()
     assert (job.status, job.failures) == ("succeeded", 0), bench.events()

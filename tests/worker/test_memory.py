@@ -345,6 +345,19 @@ class TestPlan:
             sizing.plan_sharded("Qwen3-8B", LARGE, work, alone, gpus=8)
         assert "Choose train 'lora', a smaller model or" in str(refused.value)
 
+    def test_vllm_has_a_copy_of_all_weights_and_sleeps_beside_what_the_optimizer_keeps(self) -> None:
+        """Of 200 GiB: 15.3 of weights twice, 122.1 of the optimizer. What is computed comes in addition."""
+        work, there = replace(WORK, full=True), replace(H100, available=200 * GIB, may_sleep=True)
+
+        awake = sizing.plan_sharded("Qwen3-8B", LARGE, work, there, gpus=1)
+        assert (awake.sleeps, awake.estimate.copies, awake.degree) == (False, 2, 1)
+        found = sizing.plan("Qwen3-8B", LARGE, work, replace(there, sleeps=True)).estimate
+        assert found.sampling == 2 * found.weights + found.optimizer + found.cache + 4 * GIB
+        assert found.learning == found.weights + found.parts + found.margin
+        tried = r"Tried with the weights sharded over 1, 2 GPUs, and with vLLM asleep while the job learns\.$"
+        with pytest.raises(DoesNotFit, match=tried):
+            sizing.plan_sharded("Qwen3-8B", LARGE, work, replace(there, available=78 * GIB), gpus=2)
+
     def test_what_does_not_fit_is_refused_with_numbers(self) -> None:
         shape = sizing.shape_of_config(QWEN3_14B, 2)
         there = Machine("cuda", 40 * GIB, "vllm", gpu_class="l40s")
@@ -413,6 +426,37 @@ class TestPlan:
         many = replace(WORK, in_flight=10**6)
         made = sizing.plan("m", LARGE, many, Machine("cpu", 200 * GIB, "transformers"))
         assert made.cache_bytes == LARGE.token_cache_bytes * 131_072
+
+    # Qwen 3 8B, rank 16: a row and a column for the seven linear layers of each of 36 layers.
+    ADAPTER = 16 * 36 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 12_288))
+
+    def test_adapters_of_earlier_policies_are_counted_in_the_memory_of_a_cpu(self) -> None:
+        """Two steps off-policy: two earlier adapters and two of this step at the trainer, and two batches at vLLM."""
+        on_policy, off_policy = (
+            sizing.plan(
+                "m",
+                LARGE,
+                replace(WORK, adapter_copies=sizing.adapter_copies(steps)),
+                Machine("cpu", 64 * GIB, "vllm"),
+            )
+            for steps in (0, 2)
+        )
+
+        assert on_policy.estimate.adapter == 16 * self.ADAPTER
+        assert off_policy.estimate.adapter - on_policy.estimate.adapter == 6 * 4 * self.ADAPTER
+        assert (on_policy.main_memory, off_policy.main_memory) == (0, 0)
+
+    def test_beside_gpus_they_are_counted_in_main_memory(self) -> None:
+        job: dict[str, Any] = {"rank": 16, "prompt": 1024, "completion": 1024, "batch": 8, "group": 8}
+        work = workload(**job, valid_rows=16, eval_samples=1, off_policy_steps=4)
+
+        made = sizing.plan("m", LARGE, work, H100)
+
+        assert made.estimate == sizing.plan("m", LARGE, WORK, H100).estimate
+        assert made.main_memory == 10 * 4 * self.ADAPTER
+        assert "Adapters of earlier policies take 1.6 GiB of main memory." in made.described(LARGE, work)
+        with pytest.raises(DoesNotFit, match=r"m needs 1\.6 GiB of main memory .* and 1\.0 GiB are free"):
+            sizing.plan("m", LARGE, work, replace(H100, main_memory=GIB))
 
 
 class TestRows:
@@ -751,6 +795,43 @@ def test_the_smallest_degree_that_fits_is_chosen(
 def test_a_refusal_names_the_degrees_that_were_tried() -> None:
     with pytest.raises(DoesNotFit, match="sharded over 1, 2, 4 GPUs"):
         sizing.plan_sharded("m", llama_shape(*LLAMA_70B), WORK, H100, 12)
+
+
+def test_all_weights_of_an_8b_model_are_trained_in_parts_where_they_do_not_fit_whole() -> None:
+    """Llama 3 8B by hand: 128,256 x 4,096 weights each in embeddings and head, and 218,112,000 in each of 32 layers."""
+    ends, layer = 2 * 128_256 * 4096, 218_112_000
+    inside = 32 * layer + 4096  # the last norm
+    work, shape = replace(WORK, full=True, references=1), llama_shape(*LLAMA_8B)
+
+    found = sizing.plan_sharded("m", shape, work, replace(H100, may_sleep=True), 8)
+
+    [eighth, two] = inside / 8, 2 * -(-inside // 32)
+    estimate = found.estimate
+    assert found.degree == 8 and "sharded over 8 GPUs" in str(estimate)
+    assert estimate.shard == (ends + two) * 2
+    # Masters, gradients and moments; of the ends also a vector of all gradients; gradients that are being added up.
+    assert estimate.optimizer == 16 * eighth + 20 * ends + two * (2 + 4)
+    # The reference, and the own parts while it computes.
+    assert estimate.reference == eighth * (2 + 4) + 2 * ends * 2
+    fits = {
+        (gib, gpus): sizing.plan_sharded("m", shape, replace(work, references=0), there, gpus).degree
+        for gib, gpus in ((78, 4), (78, 8), (139, 2), (178, 1), (178, 2))
+        for there in [replace(H100, available=gib * GIB, may_sleep=True)]
+    }
+    assert fits == {(78, 4): 4, (78, 8): 8, (139, 2): 2, (178, 1): 1, (178, 2): 2}
+    for gib, gpus in ((78, 2), (139, 1)):
+        with pytest.raises(DoesNotFit):
+            sizing.plan_sharded("m", shape, work, replace(H100, available=gib * GIB, may_sleep=True), gpus)
+
+
+@pytest.mark.parametrize(("gib", "gpus", "degree"), [(150, 8, 8), (78, 6, 6), (210, 8, 1)])
+def test_the_ranks_that_train_all_weights_have_a_copy_each_or_share_one(
+    gib: int, gpus: int, degree: int
+) -> None:
+    """With a half of 8 GPUs for each copy, the two copies would have to be kept equal."""
+    work, there = replace(WORK, full=True), replace(H100, available=gib * GIB, may_sleep=True)
+
+    assert sizing.plan_sharded("m", llama_shape(*LLAMA_8B), work, there, gpus).degree == degree
 
 
 def test_the_sampler_that_uses_the_weights_of_training_is_not_sharded() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from core.database.engine import Database
 from core.database.tables import RolloutPage
+from core.storage.manifests import EARLIER
 from tests.worker.conftest import Bench, claimed_job
 from tests.worker.test_resume import (
     Fate,
@@ -26,9 +27,11 @@ from tests.worker.test_resume import (
     die,
     left_by,
 )
+from tests.worker.test_training import asked
 from worker.clock import Clock
 from worker.learn.trainer import PeftTrainer
 from worker.model.policy import Policy
+from worker.rollout.sampler_gate import SamplerGate
 from worker.rollout.samplers import Answer, Sampling
 from worker.rollout.samplers.requests import same
 from worker.rollout.samplers.transformers import TransformersSampler
@@ -83,10 +86,11 @@ def ahead(bench: Bench, make_policy: MakePolicy, steps: int, fate: Fate | None =
     attempt = bench.attempt(
         database=MortalDatabase(bench.database, fate), blobs=MortalBlobs(bench.blobs, fate)
     )
-    asked = {"group_size": 4, "max_completion_tokens": 6, "off_policy_steps": steps, "learning_rate": 0.01}
-    run = bench.run(MortalGrader(fate), attempt=attempt, advanced=asked)
+    advanced = {"group_size": 4, "max_completion_tokens": 6, "off_policy_steps": steps, "learning_rate": 0.01}
+    run = bench.run(MortalGrader(fate), attempt=attempt, advanced=advanced)
     settings = run.settings.model_copy(update={"total_steps": STEPS})
-    trainer = MortalTrainer(policy, settings, token_budget=512)
+    gate = SamplerGate(1e-3, "transformers", "float32")
+    trainer = MortalTrainer(policy, settings, token_budget=512, gate=gate)
     trainer.fate = fate
     sampler = OwnCopySampler(policy, make_policy(), fate)
     return replace(run, settings=settings, sampler=sampler, trainer=trainer)
@@ -130,6 +134,21 @@ def test_a_step_is_sampled_by_the_policy_of_so_many_updates_before(
     assert policy_steps(bench) == [{one} for step, one in enumerate(learned_from, start=1) if step], (
         "of each stored rollout"
     )
+    assert not [key for key in bench.blobs.list("projects/") if key.endswith(EARLIER)], "the job has ended"
+
+
+def test_only_checkpoints_with_steps_left_have_the_adapters_of_earlier_policies(
+    make_policy: MakePolicy, tmp_path: Path
+) -> None:
+    settings = asked({"off_policy_steps": 1}).model_copy(update={"total_steps": 2})
+    trainer = PeftTrainer(make_policy(), settings, token_budget=512)
+
+    for step in (1, 2):
+        trainer.step()
+        folder = tmp_path / str(step)
+        folder.mkdir()
+        trainer.save(folder)
+        assert (folder / EARLIER).exists() == (step == 1)
 
 
 def policy_steps(bench: Bench) -> list[set[int]]:

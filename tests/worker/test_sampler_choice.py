@@ -46,12 +46,6 @@ def test_where_nobody_names_one_a_gpu_gets_vllm_if_it_is_installed(
     assert choice.choose(entry, Settings(), device, lambda: installed)[0] == chosen
 
 
-def test_all_weights_are_sampled_with_those_of_the_trainer() -> None:
-    entry = BaseModelEntry(path=Path("x"))
-
-    assert choice.choose(entry, Settings(), "cuda", lambda: "0.32.0", full=True)[0] == "transformers"
-
-
 def test_a_model_whose_sampler_is_not_installed_is_refused() -> None:
     with pytest.raises(choice.SamplerMissing, match="vLLM, which is not installed on the worker"):
         choice.choose(BaseModelEntry(path=Path("x"), sampler="vllm"), Settings(), "cpu", lambda: None)

@@ -17,7 +17,7 @@ from tests.worker.test_training import asked, drawn, prompt, sampling
 from worker.learn.trainer import PeftTrainer
 from worker.model.policy import Policy
 from worker.refusals import SamplerMismatch
-from worker.rollout.sampler_gate import SamplerGate
+from worker.rollout.sampler_gate import SamplerGap, SamplerGate
 from worker.types import Group
 
 GATE = SamplerGate(1e-3, "transformers 5", "float32")
@@ -78,12 +78,39 @@ def test_without_a_gate_the_correction_is_all_there_is(policy: Policy) -> None:
     assert present(learn(trainer_on(policy, gate=None), groups(policy, off_by=0.25)).logprob_gap) > 0.2
 
 
-def test_answers_of_the_policy_before_are_not_judged(policy: Policy) -> None:
-    """With off_policy_steps the second step was sampled before the first was taken: a gap is no fault."""
-    trainer = trainer_on(policy, off_policy_steps=1)
+def stale(trainer: PeftTrainer, *, off_by: float = 0.0) -> list[Group]:
+    """As `groups`, sampled by the policy that samples the next step with `off_policy_steps`."""
+    with trainer.policy_before(trainer.settings.off_policy_steps):
+        return groups(trainer.policy, off_by=off_by)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_answers_of_an_earlier_policy_are_judged_under_it_until_one_that_has_learned_is(
+    policy: Policy, steps: int
+) -> None:
+    """Of a new job, step `steps` + 2 is the first that an updated adapter has sampled."""
+    trainer = trainer_on(policy, off_policy_steps=steps)
+    for _ in range(steps + 1):
+        gap = present(learn(trainer, stale(trainer)).logprob_gap)
+    assert gap > GATE.bound, "the current policy is another one"
+    before = weights(policy)
+
+    with pytest.raises(SamplerMismatch, match=r"differ by 0\.25 nats"):
+        learn(trainer, stale(trainer, off_by=0.25))
+
+    assert all(map(torch.equal, before, weights(policy)))
+    learn(trainer, stale(trainer))
+    learn(trainer, stale(trainer, off_by=0.25))
+    assert trainer.steps_taken == steps + 3, "later steps cost no further pass"
+
+
+def test_answers_in_flight_are_not_judged_because_an_update_may_be_in_the_middle_of_them(
+    policy: Policy,
+) -> None:
+    trainer = trainer_on(policy, off_policy_steps=1, continue_in_flight=True)
     learn(trainer, groups(policy))
 
-    learn(trainer, groups(policy, off_by=0.25))
+    learn(trainer, stale(trainer, off_by=0.25))
 
     assert trainer.steps_taken == 2
 
@@ -93,17 +120,42 @@ def test_the_first_step_of_an_attempt_is_judged_with_off_policy_steps_too(policy
         learn(trainer_on(policy, off_policy_steps=1), groups(policy, off_by=0.25))
 
 
-def test_answers_that_a_restart_samples_with_an_earlier_policy_are_not_judged(
-    policy: Policy, make_policy: Callable[..., Policy], tmp_path: Path
+@pytest.mark.parametrize("advanced", [{}, {"continue_in_flight": True}, {"mini_batches": 2}])
+def test_the_first_step_after_a_restart_is_judged_under_the_earlier_policy_that_samples_it(
+    policy: Policy, make_policy: Callable[..., Policy], tmp_path: Path, advanced: dict[str, Any]
 ) -> None:
-    trainer, again = trainer_on(policy, off_policy_steps=2), trainer_on(make_policy(), off_policy_steps=2)
+    trainer = trainer_on(policy, off_policy_steps=1, **advanced)
     learn(trainer, groups(policy))
     trainer.save(tmp_path)
+    again = trainer_on(make_policy(), off_policy_steps=1, **advanced)
     again.load(tmp_path)
+    before = weights(again.policy)
 
-    learn(again, groups(policy, off_by=0.25))
+    with pytest.raises(SamplerMismatch, match=r"differ by 0\.25 nats"):
+        learn(again, stale(again, off_by=0.25))
 
+    assert all(map(torch.equal, before, weights(again.policy)))
+    again.load(tmp_path)
+    assert present(learn(again, stale(again)).logprob_gap) > GATE.bound
     assert again.steps_taken == 2
+
+
+def test_judging_an_earlier_policy_changes_no_bit_of_a_resumed_run(
+    policy: Policy, make_policy: Callable[..., Policy], tmp_path: Path
+) -> None:
+    trainer = trainer_on(policy, off_policy_steps=2)
+    learn(trainer, groups(policy))
+    trainer.save(tmp_path)
+    judged, other = (
+        trainer_on(make_policy(), gate=gate, off_policy_steps=2, kl=0.1) for gate in (GATE, None)
+    )
+
+    for one in (judged, other):
+        one.load(tmp_path)
+        for _ in range(3):
+            learn(one, stale(one))
+
+    assert all(map(torch.equal, weights(judged.policy), weights(other.policy)))
 
 
 def test_a_step_after_one_without_an_update_is_judged_with_off_policy_steps_too(policy: Policy) -> None:
@@ -125,7 +177,7 @@ def test_the_bound_is_by_precision_unless_the_operator_sets_one() -> None:
 
 
 def test_a_mean_that_is_no_number_is_left_to_the_rule_for_gradients() -> None:
-    GATE.check(mean=float("nan"), largest=float("nan"), tokens=1)
+    GATE.check(SamplerGap(mean=float("nan"), largest=float("nan"), tokens=1))
 
 
 @pytest.mark.parametrize(("text", "value"), [("auto", "auto"), ("0", 0.0), ("0.1", 0.1)])

@@ -443,8 +443,9 @@ def test_a_whole_model_is_loaded_from_its_own_folder_like_a_base_model(
 ) -> None:
     """One of a hundred tuned models that are whole takes the place of the base model, not of an adapter on it."""
     blobs.go.set()
-    names = ("config.json", "model.safetensors", "chat_template.jinja", "trainer.pt", "masters.pt")
-    whole = stored(blobs, "tuned/1", names)
+    names = ("config.json", "model.safetensors", "chat_template.jinja", "trainer.pt")
+    kept = ("masters-00001.safetensors", "moments-00002.safetensors", "reference-00001.safetensors")
+    whole = stored(blobs, "tuned/1", (*names, *kept))
     whole["adapter"]["is_whole"] = True
 
     for _ in range(2):

@@ -30,6 +30,7 @@ from tests.thinking import FAMILIES, make_thinking_model
 from tests.tiny import WORDS, make_tiny_model
 from worker.learn.offline import SoftTargetTrainer
 from worker.learn.teacher import PolicyTeacher, TeacherPolicy
+from worker.model.full import FullPolicy
 from worker.model.policy import Policy, load_base
 from worker.refusals import UserMistake
 from worker.rollout.samplers.vllm import installed
@@ -78,9 +79,10 @@ def policy_of(folder: Path, seed: int) -> Policy:
 
 def publish(folder: Path, policy: Policy, prefix: str) -> dict[str, Any]:
     """As worker/record/checkpoints.py does. Returns how the API names the weights."""
-    policy.save(folder / "scratch")
+    saved = folder / "saved" / prefix
+    policy.save(saved)
     blobs, files = FolderBlobs(folder / "blobs"), []
-    for path in sorted((folder / "scratch").iterdir()):
+    for path in sorted(saved.iterdir()):
         info = blobs.put_file(f"{prefix}/{path.name}", path)
         files.append({"name": path.name, "bytes": info.size, "sha256": info.sha256})
     manifest = json.dumps({"format": 1, "files": files}).encode()
@@ -231,6 +233,27 @@ def test_weights_that_were_trained_again_are_never_the_old_ones(server: str, fol
         adapter = publish(folder, policy, "job/again")
         [answer] = ask_all(server, [("ft:same", adapter, text)])
         assert_same(answer, policy, text)
+
+
+def test_a_model_all_of_whose_weights_were_trained_answers_beside_its_base_model(
+    server: str, folder: Path
+) -> None:
+    entry = BaseModelEntry(path=folder / "model", dtype="float32", context=128)
+    whole = FullPolicy(load_base("tiny", entry, folder, "cpu"))
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for weight in whole.trainable:
+            weight.add_(0.1 * torch.randn_like(weight))
+    adapted = policy_of(folder, 0)
+    weights = publish(folder, whole, "job/whole") | {"is_whole": True}
+    asked = [("ft:whole", weights), ("tiny", None), ("ft", publish(folder, adapted, "job/beside"))]
+
+    own, base, adapter = ask_all(server, [(name, one, "say it") for name, one in asked])
+
+    assert_same(own, whole, "say it")
+    assert_same(base, adapted, "say it", base=True)
+    assert_same(adapter, adapted, "say it")
+    assert said(own) != said(base)
 
 
 def test_an_adapter_of_too_high_a_rank_is_refused_with_what_to_do(server: str, folder: Path) -> None:

@@ -18,9 +18,13 @@ from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager, WorkerLoRAManager
+from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader.reload import layerwise
 from vllm.v1.core.kv_cache_utils import _gen_lora_extra_hash_keys
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.engine.output_processor import OutputProcessor
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker as GpuWorker
 from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
@@ -33,6 +37,7 @@ TAKES = {
     LLMEngine.collective_rpc: ["method", "args"],
     LLMEngine.from_engine_args: ["engine_args"],
     LLMEngine.reset_prefix_cache: ["reset_running_requests"],
+    GPUModelRunner.reload_weights: ["weights_iterator"],
     LLMEngine.sleep: ["level"],
     LLMEngine.step: [],
     LLMEngine.wake_up: [],
@@ -54,6 +59,11 @@ MENTIONS = {
     OutputProcessor: "self.request_states",
     LRUCacheWorkerLoRAManager: "self._adapter_manager = ",
     LoRAModelManager: "self.model",
+    GpuWorker.reload_weights: "self.model_runner.reload_weights(*args, **kwargs)",
+    UnquantizedEmbeddingMethod.process_weights_after_loading: "dispatch_cpu_unquantized_gemm(layer,",
+    dispatch_cpu_unquantized_gemm: "layer.cpu_linear = ",
+    ParallelLMHead.tie_weights: "self.quant_method.tie_weights(self, embed_tokens)",
+    layerwise: "logger = init_logger(__name__)",
     GpuWorker.load_model: '_maybe_get_memory_pool_context(tag="weights")',
     GpuWorker.sleep: "self.sleep_mode_backend.suspend(level)",
     LoRAModelRunnerMixin: "self.lora_manager = ",
@@ -72,10 +82,11 @@ def changed() -> Iterator[str]:
             yield f"{function.__qualname__} no longer takes {missing}"
     for thing, words in MENTIONS.items():
         if words not in inspect.getsource(thing):
-            yield f"{thing.__qualname__} no longer has {words!r}"
+            yield f"{thing.__name__} no longer has {words!r}"
     for config in (
         EngineConfig("", "float32", "cpu", 16, 8, 1, 1),
         EngineConfig("", "bfloat16", "cuda", 16, 8, 1, 0, tensor_parallel=2, sleeps=True),
+        EngineConfig("", "bfloat16", "cuda", 16, 0, 1, 0),
     ):
         if unknown := set(engine.engine_options(config) | engine.worker_options(config)) - {
             f.name for f in dataclasses.fields(EngineArgs)

@@ -140,6 +140,20 @@ def _plan(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--lora-rank", type=int, default=16, help="(default: 16)")
     parser.add_argument(
+        "--off-policy-steps",
+        type=int,
+        choices=range(5),
+        default=0,
+        metavar="STEPS",
+        help="1 to 4: some GPUs sample this number of steps ahead while others learn (default: 0, each does both)",
+    )
+    parser.add_argument(
+        "--sampling-gpus",
+        type=int,
+        metavar="GPUS",
+        help="with --off-policy-steps: how many GPUs sample (default: those with the shortest step)",
+    )
+    parser.add_argument(
         "--train", choices=["lora", "full"], default="lora", help="an adapter, or all weights (default: lora)"
     )
     parser.add_argument(

@@ -9,12 +9,17 @@ from core.settings import Settings
 from worker.cli.configuration import read_settings
 from worker.cli.parser import UsageError
 from worker.model import capacity, forecast
-from worker.model.forecast import Forecast, StepSize, UnknownGpus
+from worker.model.forecast import Forecast, NotDivisible, StepSize, UnknownGpus
 from worker.model.sizing import DoesNotFit
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Raises UsageError: the model or the GPUs are unknown, or the job does not fit."""
+    if arguments.sampling_gpus is not None and not arguments.off_policy_steps:
+        raise UsageError(
+            "--sampling-gpus is for jobs that sample while they learn: add --off-policy-steps. Other jobs sample on "
+            "all GPUs"
+        )
     settings = read_settings()
     entry, parallel = entry_of(arguments.model, settings)
     shape = capacity.shape_of(entry)
@@ -36,11 +41,12 @@ def main(arguments: argparse.Namespace) -> int:
         rank=arguments.lora_rank,
         full=arguments.train == "full",
         has_reference=arguments.kl,
+        off_policy_steps=arguments.off_policy_steps,
     )
     try:
         cluster = forecast.cluster_of(arguments.gpus)
-        found = forecast.forecast(arguments.model, shape, size, cluster, parallel)
-    except (UnknownGpus, DoesNotFit) as cause:
+        found = forecast.forecast(arguments.model, shape, size, cluster, parallel, arguments.sampling_gpus)
+    except (UnknownGpus, NotDivisible, DoesNotFit) as cause:
         raise UsageError(str(cause)) from cause
     print(json.dumps(as_json(found)) if arguments.json else f"{arguments.model}: {found}")
     if not arguments.json and found.tensor_parallel > 1 and parallel is None:
@@ -71,6 +77,10 @@ def _is_file(entry: BaseModelEntry) -> bool:
 def as_json(found: Forecast) -> dict[str, object]:
     return {
         "gpus": found.cluster.gpus,
+        "placement": "split" if found.sampling_gpus else "colocated",
+        "sampling_gpus": found.sampling_gpus,
+        "ranks": found.ranks,
+        "off_policy_steps": found.size.off_policy_steps,
         "engines": found.engines,
         "tensor_parallel": found.tensor_parallel,
         "degree": found.plan.degree,
@@ -79,6 +89,7 @@ def as_json(found: Forecast) -> dict[str, object]:
         "sleeps": found.plan.sleeps,
         "main_memory_bytes": found.plan.main_memory,
         "bytes_per_gpu": found.plan.estimate.total,
+        "bytes_per_sampling_gpu": found.sampling_bytes if found.sampling_gpus else None,
         "answers_side_by_side": found.concurrent,
         "seconds": found.seconds,
         "decode_seconds": found.decode_seconds,
@@ -86,4 +97,5 @@ def as_json(found: Forecast) -> dict[str, object]:
         "learning_seconds": found.learning_seconds,
         "gathering_seconds": found.gathering_seconds,
         "sleeping_seconds": found.sleeping_seconds,
+        "publishing_seconds": found.publishing_seconds,
     }

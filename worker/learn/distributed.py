@@ -19,17 +19,22 @@ from worker.learn import offline_ranks
 from worker.learn.deal import deal
 from worker.learn.gradient import OwnGradient, keep_memory
 from worker.learn.offline_gradient import OfflineGradient
+from worker.learn.optimizer import optimizer_of
 from worker.learn.rank_model import Model
 from worker.learn.reward import RewardGradient
 from worker.learn.soft_targets import SoftTargetGradient
 from worker.learn.teacher import TeacherPolicy
 from worker.learn.token_rewards import StepMoments
 from worker.learn.totals import Totals
+from worker.learn.trained import OnParts, TrainedModel, carry_out_on_part, sum_gradients
 from worker.learn.world import World
 from worker.model import recompute, sharding, support
+from worker.model.full import FullPolicy
 from worker.model.policy import Policy
 from worker.model.reward_head import RewardHead
+from worker.model.sharded_full import ShardedFullPolicy
 from worker.model.support import ForwardVerdict
+from worker.rollout.sampler_gate import SamplerGap
 from worker.types import AnswerKey, Pack, TokenValues
 
 
@@ -111,6 +116,11 @@ class WatchReference:
     """Rank 0 computes the reference of one pack."""
 
 
+@dataclass(frozen=True)
+class CompareSampler:
+    """Rank 0 computes one micro-batch under the adapter that sampled it."""
+
+
 Order = (
     ReceiveAdapter
     | AddPacks
@@ -122,6 +132,7 @@ Order = (
     | GatherTokenValues
     | EndStep
     | WatchReference
+    | CompareSampler
 )
 
 
@@ -178,13 +189,22 @@ class DistributedGradient:
 
     def watched_kl(self) -> float | None:
         """As OwnGradient does."""
-        if not self.own.policy.is_sharded:
+        policy = self.own.policy
+        if not policy.is_sharded or (self.own.reference is None and not policy.has_base):
             return self.own.watched_kl()
         watched: float | None = self._order([WatchReference()] * self.world.size)
         return watched
 
+    def sampler_gap(self) -> SamplerGap:
+        """Of a micro-batch of rank 0."""
+        if not self.own.policy.is_sharded:
+            return self.own.sampler_gap()
+        gap: SamplerGap = self._order([CompareSampler()] * self.world.size)
+        return gap
+
     def _share_adapter(self) -> None:
-        if self.own.settings.kl > 0 and self.own.reference is not self._reference:
+        parts = isinstance(self.own.policy, ShardedFullPolicy)  # each rank has its own of the reference
+        if self.own.settings.kl > 0 and self.own.reference is not self._reference and not parts:
             self._order([ReceiveAdapter(is_reference=True)] * self.world.size)
             self._reference = self.own.reference
         if not self._has_adapter:
@@ -204,13 +224,13 @@ def carry_out(order: Order, own: OwnGradient, world: World) -> Any:
     A forward or backward pass of a sharded base is a collective operation, so all ranks compute as many of each kind:
     the one with the fewest micro-batches fills up with passes that add nothing.
     """
-    trainable = own.trainable
     match order:
         case ReceiveAdapter(is_reference=True):
             own.broadcast_reference(world)
         case ReceiveAdapter():
-            world.broadcast(trainable)
-            own.policy.follow_trainable()
+            world.broadcast(own.trainable)
+            if world.rank > 0:  # those of rank 0 are the same as before
+                own.policy.follow_trainable()
         case AddPacks(packs, std) if own.policy.is_sharded:
             parts = list(own.micro_batches(packs))
             missing = world.most(len(parts)) - len(parts)
@@ -235,8 +255,12 @@ def carry_out(order: Order, own: OwnGradient, world: World) -> Any:
             return own.watched_kl()
         case WatchReference():
             own.gather_along_reference()
+        case CompareSampler() if world.rank == 0:
+            return own.sampler_gap()
+        case CompareSampler():
+            own.gather_along_sampler_gap()
         case SumGradients():
-            world.sum_gradients(trainable)
+            sum_gradients(own, world)
             return world.gather(own.collect())
         case GatherTokenValues():
             return world.gather(own.token_values())
@@ -259,16 +283,29 @@ def loading(world: World | None, order: LoadModel) -> Iterator[None]:
 def follow(world: World) -> NoReturn:
     """Follow the orders of rank 0 for as long as there is one. Raises BrokenWorld."""
     own: OwnGradient | OfflineGradient | None = None
+    trained: TrainedModel | None = None  # its part of the weights, where each rank has one
     while True:
         order = world.receive()
         if isinstance(order, LoadModel):
             own = loaded(order, world)
+            trained = part_of(own, world)
             world.gather(None)
+        elif isinstance(order, OnParts):
+            assert trained is not None, "LoadModel comes first"
+            carry_out_on_part(order, trained, world)
         elif isinstance(own, OfflineGradient) and order is not None:
             offline_ranks.carry_out(order, own, world)
         elif order is not None:
             assert isinstance(own, OwnGradient), "LoadModel comes first"
             carry_out(order, own, world)
+
+
+def part_of(own: OwnGradient | OfflineGradient, world: World) -> TrainedModel | None:
+    """Return the part that a rank above 0 trains itself. None: rank 0 trains for all."""
+    policy = own.policy
+    if not isinstance(policy, ShardedFullPolicy):
+        return None
+    return TrainedModel(policy, own, optimizer_of(policy, own.settings, world))
 
 
 def loaded(order: LoadModel, world: World) -> OwnGradient | OfflineGradient:
@@ -328,6 +365,14 @@ def load_checked(
     bases = sharding.load_bases(
         model.name, model.entry, model.cache, device, settings.chat_template, settings.chat_template_kwargs
     )
+    device_type = torch.device(device).type
+    if settings.train == "full":
+        trained, like_it = ShardedFullPolicy(bases[0]), FullPolicy(bases[1])
+        verdict = _prepare(trained, like_it, model, beat)
+        mesh = world.neighbors(device_type, degree)
+        trained.shard(like_it, mesh, model.weights or trained.source)
+        beat()
+        return trained, verdict
     policy, stand_in = (
         Policy(
             base,
@@ -338,12 +383,18 @@ def load_checked(
         )
         for base in bases
     )
+    verdict = _prepare(policy, stand_in, model, beat)
+    sharding.shard(policy, stand_in, world.neighbors(device_type, degree), seed=model.seed)
+    beat()
+    return policy, verdict
+
+
+def _prepare(policy: Policy, stand_in: Policy, model: Model, beat: Callable[[], None]) -> ForwardVerdict:
+    """Choose the forward pass by the stand-in, before there are weights. Raises UnsupportedModel: none is right."""
     verdict = support.probe(stand_in, sampled=False)
     beat()
     recompute.keep_as_in(policy.model, stand_in.model)
     policy.use(verdict.route)
     if model.checkpointed:
         policy.checkpoint_layers()
-    sharding.shard(policy, stand_in, world.neighbors(torch.device(device).type, degree), seed=model.seed)
-    beat()
-    return policy, verdict
+    return verdict

@@ -24,6 +24,7 @@ from worker.learn.totals import Totals
 from worker.model.policy import Policy
 from worker.model.sizing import HEAD_CHUNK
 from worker.model.value_head import ValueHead
+from worker.rollout.sampler_gate import SamplerGap
 from worker.rollout.samplers import steering
 from worker.rollout.samplers.json_schema import masked
 from worker.sharing.turns import TURNS
@@ -76,6 +77,10 @@ class Gradient(Protocol):
         """
         ...
 
+    def sampler_gap(self) -> SamplerGap:
+        """Compare one micro-batch of the step with the sampler, under the adapter that rank 0 has now."""
+        ...
+
     def token_values(self) -> dict[AnswerKey, TokenValues]:
         """Return what the step's passes computed with, for each token of each answer."""
         ...
@@ -119,9 +124,9 @@ class OwnGradient(WithReference):
 
     @property
     def trainable(self) -> list[Parameter]:
-        """The weights of the policy that are trained, and of a value head."""
+        """The weights that the first of several ranks updates: of the policy, and of a value head."""
         head = [] if self.value_head is None else list(self.value_head.parameters())
-        return [*self.policy.trainable, *head]
+        return [*self.policy.led, *head]
 
     def add(self, packs: Sequence[Pack], std: float) -> None:
         self.add_micro_batches(self.micro_batches(packs), std)
@@ -310,6 +315,17 @@ class OwnGradient(WithReference):
         ref_logp = self._reference_logprobs(self.tensors(batch.packs[:1]))
         assert batch.old_logp is not None
         return grpo.kl_k3(batch.old_logp[: len(ref_logp)], ref_logp).mean().item()
+
+    @torch.no_grad()
+    def sampler_gap(self) -> SamplerGap:
+        tensors = self.tensors(self._batches[0].packs)
+        gap_M = (self.logprobs(tensors)[0].double() - tensors.sampled_logp_M.double()).abs()
+        return SamplerGap(gap_M.mean().item(), gap_M.max().item(), len(gap_M))
+
+    @torch.no_grad()
+    def gather_along_sampler_gap(self) -> None:
+        """Gather the layers of a sharded base for the pass of rank 0 in `sampler_gap`."""
+        self.logprobs(tensors_of([_NOTHING], self.policy.device))
 
     @torch.no_grad()
     def _reference_logprobs(self, tensors: Tensors) -> Tensor:

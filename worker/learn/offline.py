@@ -1,6 +1,5 @@
 """Train on given answers: an optimizer step for each batch of rows, by the gradient of the job's loss."""
 
-import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,16 +11,16 @@ from core.jobs.offline_hyperparameters import ResolvedOffline
 from graders.types import TokenUsage
 from worker.learn.offline_gradient import OfflineGradient
 from worker.learn.offline_ranks import DistributedOffline
-from worker.learn.optimizer import AdapterOptimizer
+from worker.learn.optimizer import AdapterOptimizer, optimizer_of
 from worker.learn.reward import RewardGradient
 from worker.learn.soft_targets import SoftTargetGradient
 from worker.learn.teacher import TeacherPolicy, TopTeacher
 from worker.learn.totals import Totals
+from worker.learn.trained import read_state, trained_of
 from worker.learn.world import World
 from worker.model import reward_head
 from worker.model.policy import Policy
 from worker.model.reward_head import RewardHead, Scale
-from worker.refusals import InvalidModel
 from worker.sharing.turns import TURNS
 from worker.types import Pack
 
@@ -63,22 +62,6 @@ class OfflineMetrics:
         )
 
 
-def optimizer_of(
-    policy: Policy, settings: ResolvedOffline, head: Sequence[torch.nn.Parameter] = ()
-) -> AdapterOptimizer:
-    return AdapterOptimizer(
-        policy,
-        learning_rate=settings.learning_rate,
-        betas=(0.9, 0.999),
-        max_grad_norm=settings.max_grad_norm,
-        warmup_steps=settings.warmup_steps,
-        weight_decay=settings.weight_decay,
-        schedule=settings.schedule,
-        total_steps=settings.total_steps,
-        head=head,
-    )
-
-
 class OfflineTrainer:
     """AdamW on the policy's trainable weights in float32: the adapter's, or all of the model."""
 
@@ -102,15 +85,19 @@ class OfflineTrainer:
         self.own = own or OfflineGradient(policy, settings, token_budget=token_budget)
         self.ranks = None if world is None else DistributedOffline(self.own, world)
         self.gradient = self.ranks or self.own
-        self.optimizer = optimizer_of(policy, settings)
+        self.trained = trained_of(self.own, optimizer_of(policy, settings, world), world)
         self.steps_taken = 0
         self.beat = beat
+
+    @property
+    def optimizer(self) -> AdapterOptimizer:
+        return self.trained.optimizer
 
     @TURNS
     def step(self, packs: Sequence[Pack]) -> OfflineMetrics:
         """One update with these rows."""
         totals = self.gradient.add(self.prepared(packs))
-        norm = self.optimizer.step(totals.counted, self.steps_taken)
+        norm = self.trained.step(totals.counted, self.steps_taken)
         self.steps_taken += 1  # also of a skipped step, so that the schedule depends on the step alone
         self.beat()
         return self.metrics(totals, grad_norm=norm, skipped=norm is None)
@@ -133,26 +120,16 @@ class OfflineTrainer:
 
     def start_from_policy(self) -> None:
         """Take the current adapter for the reference, in place of the base model."""
-        self.own.change_reference(self.policy.snapshot())
+        self.trained.keep_reference()
 
     def save(self, folder: Path) -> None:
-        self.policy.save(folder)
-        state: dict[str, Any] = {
-            "optimizer": self.optimizer.state_dict(),
-            "steps_taken": self.steps_taken,
-            "reference": self.own.changed_reference,
-        }
+        state = {**self.trained.save(folder), "steps_taken": self.steps_taken}
         torch.save(state, folder / "trainer.pt")
 
     def load(self, folder: Path) -> None:
-        self.policy.load(folder)
-        try:
-            state = torch.load(folder / "trainer.pt", map_location="cpu", weights_only=True)
-        except (pickle.UnpicklingError, EOFError, RuntimeError) as cause:
-            raise InvalidModel(f"The optimizer's state in the checkpoint cannot be read: {cause}") from cause
-        self.optimizer.load_state_dict(state["optimizer"])
+        state = read_state(folder / "trainer.pt")
+        self.trained.load(folder, state)
         self.steps_taken = state["steps_taken"]
-        self.own.change_reference(state["reference"])
 
 
 class RewardTrainer(OfflineTrainer):
@@ -177,7 +154,7 @@ class RewardTrainer(OfflineTrainer):
         )
         self.settings = settings
         self.head, self.scale, self.measured = head, scale, measured
-        self.optimizer = optimizer_of(policy, settings, [head.weight])
+        self.trained = trained_of(self.own, optimizer_of(policy, settings, head=[head.weight]))
 
     def metrics(self, totals: Totals, **update: Any) -> OfflineMetrics:
         """Accuracies are of pairs and of steps."""

@@ -40,8 +40,8 @@ class OfflineGradient(WithReference):
 
     @property
     def trainable(self) -> list[Parameter]:
-        """The weights that get a gradient."""
-        return self.policy.trainable
+        """The weights that the first of several ranks updates."""
+        return self.policy.led
 
     @property
     def nothing(self) -> Pack:

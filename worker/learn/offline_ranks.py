@@ -18,7 +18,9 @@ from worker.learn.offline_gradient import OfflineGradient, mismatched, z0_of
 from worker.learn.reward import RewardGradient
 from worker.learn.soft_targets import SoftTargetGradient
 from worker.learn.totals import Totals
+from worker.learn.trained import sum_gradients
 from worker.learn.world import World
+from worker.model.sharded_full import ShardedFullPolicy
 from worker.progress import PROGRESS
 from worker.types import Pack
 
@@ -108,7 +110,9 @@ class DistributedOffline:
 
     def _share_weights(self) -> None:
         own = self.own
-        fixed = {"reference": own.reference if own.settings.has_reference else None}
+        # Each rank has its own part of the reference if it trains a part of the weights.
+        parts = isinstance(own.policy, ShardedFullPolicy)
+        fixed = {"reference": own.reference if own.settings.has_reference and not parts else None}
         if isinstance(own, SoftTargetGradient) and own.teacher is not None:
             fixed["teacher"] = own.teacher.adapter
         for name in ("reference", "teacher"):
@@ -134,7 +138,8 @@ def carry_out(order: OfflineOrder, own: OfflineGradient, world: World) -> list[A
     match order:
         case ReceiveWeights("trained"):
             world.broadcast(own.trainable)
-            own.policy.follow_trainable()
+            if world.rank > 0:  # those of rank 0 are the same as before
+                own.policy.follow_trainable()
             return []
         case ReceiveWeights("reference"):
             own.broadcast_reference(world)
@@ -152,7 +157,7 @@ def carry_out(order: OfflineOrder, own: OfflineGradient, world: World) -> list[A
             own.z0 = z0
             result = own.add_micro_batches(parts)
             own.gather_along(missing)
-            world.sum_gradients(own.trainable)
+            sum_gradients(own, world)
         case MeasureRows(_, z0):
             own.z0 = z0
             result = own.measure_micro_batches(parts)

@@ -1,8 +1,7 @@
 """Train a policy on graded groups: optimizer steps with a GRPO-family loss."""
 
-import pickle
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,23 +10,22 @@ import torch
 from torch import Tensor
 
 from core.jobs.hyperparameters import Resolved
+from core.storage.manifests import EARLIER
 from worker.learn.batch import Share, batch_of, divisors, in_mini_batches, share_of
 from worker.learn.distributed import DistributedGradient
 from worker.learn.gradient import Gradient, OwnGradient, keep_memory
-from worker.learn.optimizer import AdapterOptimizer
+from worker.learn.optimizer import BETAS, AdapterOptimizer, optimizer_of
 from worker.learn.token_rewards import StepMoments
 from worker.learn.totals import Totals
+from worker.learn.trained import read_state, trained_of
 from worker.learn.value_optimizer import ValueOptimizer
 from worker.learn.world import World
 from worker.model.policy import Policy
-from worker.refusals import InvalidModel, SamplerMismatch
-from worker.rollout.sampler_gate import SamplerGate
+from worker.refusals import SamplerMismatch
+from worker.rollout.sampler_gate import SamplerGap, SamplerGate
 from worker.rollout.samplers.requests import same
 from worker.sharing.turns import TURNS
 from worker.types import Group, Pack, UpdateMetrics
-
-# Of AdamW, without weight decay: what RL with LoRA converged on (a second moment of 0.95 forgets in ~20 steps).
-BETAS = (0.9, 0.95)
 
 
 class Trainer(Protocol):
@@ -80,15 +78,7 @@ class PeftTrainer:
         if world is not None:
             self.gradient = DistributedGradient(self.own, world)
         self.waits = settings.value_warmup_steps or 0  # steps before the first of the policy
-        self.optimizer = AdapterOptimizer(
-            policy,
-            learning_rate=settings.learning_rate,
-            betas=BETAS,
-            max_grad_norm=settings.max_grad_norm,
-            warmup_steps=settings.warmup_steps,
-            schedule=settings.learning_rate_schedule,
-            total_steps=settings.total_steps - self.waits,
-        )
+        self.trained = trained_of(self.own, optimizer_of(policy, settings, world), world)
         self.value_optimizer: ValueOptimizer | None = None
         if self.own.value_head is not None:
             self.value_optimizer = ValueOptimizer(self.own.value_head, settings, betas=BETAS)
@@ -97,13 +87,18 @@ class PeftTrainer:
         self.keeps_tokens = keeps_tokens
         # The adapters before each of the last steps, the oldest first, as the sampler reads them.
         self._earlier: deque[dict[str, Tensor]] = deque(maxlen=settings.off_policy_steps)
-        self._samples_are_stale = (
-            False  # whether another policy than the current one sampled the step's answers
-        )
+        # The adapter that sampled the step's answers, if it is not the current one.
+        self._sampled_with: Mapping[str, Tensor] | None = None
+        # How many more steps of this attempt the gate judges under an adapter that is not the current one.
+        self._to_judge = 0 if settings.continue_in_flight else settings.off_policy_steps + 1
         # State of the current step.
         self._shares: list[Share] = []
         self._answers = 0
         self._waiting: list[Share] = []
+
+    @property
+    def optimizer(self) -> AdapterOptimizer:
+        return self.trained.optimizer
 
     @TURNS
     def add(self, group: Group) -> None:
@@ -125,8 +120,11 @@ class PeftTrainer:
         after each of its `mini_batches`: the ratio of all of them is to the policy before the first (DeepSeek-R1).
         """
         before = self.policy.adapter() if self.settings.off_policy_steps else {}
-        self._samples_are_stale = bool(self._earlier) and not same(self._earlier[0], before)
+        is_stale = bool(self._earlier) and not same(self._earlier[0], before)
+        self._sampled_with = self._earlier[0] if is_stale else None
         metrics = self._update()
+        if self.settings.continue_in_flight:
+            self._to_judge = 0  # from now on an update may be in the middle of an answer
         self._earlier.append(before)
         self.steps_taken += 1  # also without an update, so that the schedule depends on the step alone
         self._refresh_reference()
@@ -199,9 +197,9 @@ class PeftTrainer:
     def _descend(self, divisor: float) -> float | None:
         """Take a step of the adapter and of a value head. As `AdapterOptimizer.step`; 0 where the adapter waits."""
         if self.value_optimizer is not None and self.steps_taken < self.waits:
-            self.optimizer.clear()
+            self.trained.clear()
             return 0.0 if self.value_optimizer.step(divisor, self.steps_taken) else None
-        norm = self.optimizer.step(divisor, self.steps_taken - self.waits)
+        norm = self.trained.step(divisor, self.steps_taken - self.waits)
         if self.value_optimizer is None:
             return norm
         if norm is None:
@@ -224,19 +222,27 @@ class PeftTrainer:
     def _check_sampler(self, first: Totals) -> None:
         """Check the sampler before the first update of the step, so that a refused step changes nothing.
 
-        The totals are those of all ranks. They compare the same weights: a step's answers are sampled by the policy
-        that its first pass measures. With `off_policy_steps` that is so until an update has changed the policy; later
-        answers come from an earlier policy, and their gap says nothing about the sampler.
+        `first` compares the same weights if the current policy has sampled the answers. With `off_policy_steps` an
+        earlier one has, once an update has changed the policy. Rank 0 then computes one micro-batch with that one's
+        adapter, but only in the first steps of an attempt: in a new job, up to the first answers of an adapter that
+        has learned.
 
         Raises:
             SamplerMismatch: they disagree. The step is dropped.
         """
-        if self.gate is None or self._samples_are_stale:
+        if self.gate is None:
             return
+        gap = SamplerGap(first.gap / first.tokens, first.gap_max, first.tokens)
+        if self._sampled_with is not None:
+            if not self._to_judge:
+                return
+            self._to_judge -= 1
+            with self.policy.with_adapter(self._sampled_with):
+                gap = self.gradient.sampler_gap()
         try:
-            self.gate.check(mean=first.gap / first.tokens, largest=first.gap_max, tokens=first.tokens)
+            self.gate.check(gap)
         except SamplerMismatch:
-            self.optimizer.clear()
+            self.trained.clear()
             if self.value_optimizer is not None:
                 self.value_optimizer.clear()
             self.gradient.end()
@@ -255,36 +261,31 @@ class PeftTrainer:
 
     def start_from_policy(self) -> None:
         """Take the current policy for the reference of the KL, in place of the model that the job started from."""
-        self.own.change_reference(None)  # so that the last one is not in memory beside the new one
-        self.own.change_reference(self.policy.snapshot())
+        self.trained.keep_reference()
 
     def save(self, folder: Path) -> None:
-        self.policy.save(folder)
         state: dict[str, Any] = {
-            "optimizer": self.optimizer.state_dict(),
+            **self.trained.save(folder),
             "steps_taken": self.steps_taken,
-            "reference": self.own.changed_reference,
             "torch_rng": torch.get_rng_state(),
         }
-        if self._earlier:
-            state["earlier_adapters"] = [*self._earlier]
         if self.own.value_head is not None and self.value_optimizer is not None:
             state["value_head"] = self.own.value_head.state_dict()
             state["value_optimizer"] = self.value_optimizer.state_dict()
         torch.save(state, folder / "trainer.pt")
+        if self._earlier and self.steps_taken < self.settings.total_steps:
+            torch.save([*self._earlier], folder / EARLIER)
 
     def load(self, folder: Path) -> None:
-        self.policy.load(folder)
-        try:
-            state = torch.load(folder / "trainer.pt", map_location="cpu", weights_only=True)
-        except (pickle.UnpicklingError, EOFError, RuntimeError) as cause:
-            raise InvalidModel(f"The optimizer's state in the checkpoint cannot be read: {cause}") from cause
-        self.optimizer.load_state_dict(state["optimizer"])
+        state = read_state(folder / "trainer.pt")
+        # Checkpoints of earlier versions have none: what was in flight is sampled again with the newest policy.
+        earlier = read_state(folder / EARLIER) if (folder / EARLIER).exists() else []
+        self.trained.load(folder, state)
         self.steps_taken = state["steps_taken"]
-        self.own.change_reference(state["reference"])
-        # Checkpoints of earlier versions have none: their answers in flight are sampled again with the newest policy.
         self._earlier.clear()
-        self._earlier.extend(state.get("earlier_adapters", ()))
+        self._earlier.extend(earlier)
+        if self.settings.continue_in_flight:
+            self._to_judge = 1  # one adapter samples all of the first step's answers
         if self.own.value_head is not None and self.value_optimizer is not None:
             self.own.value_head.load_state_dict(state["value_head"])
             self.value_optimizer.load_state_dict(state["value_optimizer"])

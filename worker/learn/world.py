@@ -125,6 +125,8 @@ class World:
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """Overwrite the tensors of all ranks with those of rank 0. Raises BrokenWorld."""
+        if not tensors:
+            return
         vector = flat(tensors)
         with _collective():
             dist.broadcast(vector, 0)
@@ -140,11 +142,13 @@ class World:
             dist.all_reduce(vector)
         return shaped(vector, tensors)
 
-    def sum_gradients(self, parameters: Sequence[Parameter]) -> None:
-        """Leave the sums over all ranks as the gradients of rank 0, and none on the others. Raises BrokenWorld."""
+    def sum_gradients(self, parameters: Sequence[Parameter], *, on_all: bool = False) -> None:
+        """Leave the sums over all ranks as the gradients of rank 0, or `on_all`; none elsewhere. Raises BrokenWorld."""
+        if not parameters:
+            return
         gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in parameters]
         for parameter, gradient in zip(parameters, self.sum(gradients), strict=True):
-            parameter.grad = gradient if self.rank == 0 else None
+            parameter.grad = gradient if self.rank == 0 or on_all else None
 
     def most(self, number: int) -> int:
         """Return the largest of the numbers of all ranks, on all ranks. Raises BrokenWorld."""

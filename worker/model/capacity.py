@@ -111,6 +111,7 @@ def job_problem(
         group=resolved.group_size,
         valid_rows=valid_rows,
         eval_samples=resolved.eval_samples,
+        off_policy_steps=resolved.off_policy_steps,
     )
     takes_turns = not (resolved.overlap or resolved.off_policy_steps)
     return _problem(settings, name, entry, shape, work, gpu_class, may_sleep=takes_turns)
@@ -162,8 +163,6 @@ def _planned(
     has_fleet = name in settings.samplers and not work.full
     sampler = "vllm" if has_fleet else sampler_of(entry, settings.sampler, "cuda")
     assert sampler is not None, "machines with a GPU have a sampler"
-    if work.full:
-        sampler = "transformers"
     there = sizing.machine(
         settings,
         "cuda",
@@ -171,7 +170,7 @@ def _planned(
         sampler,
         gpu_class=gpu_class,
         engines=0 if has_fleet else 1,
-        tensor_parallel=1 if has_fleet or work.full else entry.tensor_parallel,
+        tensor_parallel=1 if has_fleet else entry.tensor_parallel,
         may_sleep=may_sleep,
     )
     return sizing.plan_sharded(name, shape, work, there, settings.ranks)

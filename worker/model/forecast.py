@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from core.jobs import full
 from worker.model import sizing
 from worker.model.sizing import GIB, DoesNotFit, Machine, MemoryPlan, Shape, Workload
+from worker.record.gpu_ratio import gpus, settings_of, side_by_side
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,7 @@ GPUS = {
 # Shares of the data sheet that well-kept kernels reach. Assumed; a machine with GPUs should replace them.
 COMPUTE_SHARE = 0.4
 BANDWIDTH_SHARE = 0.6
-# Of a layer for each token in transformers, whose kernels are launched one by one. Assumed.
-LAUNCH_SECONDS = 0.8e-3
+FILE_BANDWIDTH = 2e9  # bytes a second of files in /dev/shm, written or read by one process. Assumed
 HOST_BANDWIDTH = 25e9  # bytes a second between a GPU and main memory, in one direction: PCIe 4. Assumed
 ALL_REDUCE_SECONDS = (
     15e-6  # of a few rows of hidden states inside a machine: two in each layer for each token. Assumed
@@ -45,6 +45,10 @@ ALL_REDUCE_SECONDS = (
 
 class UnknownGpus(ValueError):
     """Not a number of known GPUs."""
+
+
+class NotDivisible(ValueError):
+    """The GPUs cannot be divided between sampling and learning."""
 
 
 @dataclass(frozen=True)
@@ -89,13 +93,20 @@ class StepSize:
     rank: int  # of the adapter
     full: bool = False  # all weights are trained, and there is no adapter
     has_reference: bool = False  # with `full`: a KL penalty keeps a copy of the first weights
+    off_policy_steps: int = 0  # how far ahead some GPUs sample while the others learn
 
     @property
     def workload(self) -> Workload:
         in_flight = self.prompts * (self.prompt + self.group * self.completion)
         references = int(self.full and self.has_reference)
         return Workload(
-            self.rank, self.prompt, self.completion, in_flight, full=self.full, references=references
+            self.rank,
+            self.prompt,
+            self.completion,
+            in_flight,
+            full=self.full,
+            references=references,
+            adapter_copies=sizing.adapter_copies(self.off_policy_steps),
         )
 
     @property
@@ -116,31 +127,53 @@ class Forecast:
     plan: MemoryPlan
     engines: int
     tensor_parallel: int
+    sampling_gpus: int = 0  # of the first machine, that do not learn; 0: colocated
+
+    @property
+    def ranks(self) -> int:
+        """GPUs of each machine that learn."""
+        return self.cluster.per_node - self.sampling_gpus
+
+    @property
+    def learning_gpus(self) -> int:
+        return self.cluster.nodes * self.ranks
+
+    @property
+    def answers_of_engine(self) -> int:
+        """Of the engine that has the most. All answers to a prompt are sampled by one engine."""
+        return math.ceil(self.size.prompts / self.engines) * self.size.group
+
+    @property
+    def sampling_bytes(self) -> int:
+        """Of a GPU that only samples."""
+        machine = Machine("cuda", 0, "vllm", tensor_parallel=self.tensor_parallel)
+        return sizing.without_trainer(self.shape, self.size.workload, machine) + self.plan.cache_bytes
 
     @property
     def concurrent(self) -> int:
-        """Answers that an engine decodes side by side: those it has, as far as its cache and vLLM's limit allow."""
+        """Answers that an engine decodes side by side: those it has, as far as its cache and vLLM's limit allow.
+
+        A cache for its share of all that the step can have in flight allows all: they share their prompts' blocks.
+        """
         longest = self.size.workload.longest
         cached = self.shape.divided(self.tensor_parallel).cache_bytes(longest)
-        if self.size.full:
-            return max(
-                1, min(self.size.answers, self.plan.cache_bytes // (self.shape.own_token_bytes * longest))
-            )
-        own = math.ceil(self.size.answers / self.engines)
-        return max(1, min(own, sizing.MAX_SEQUENCES, self.plan.cache_bytes // cached))
+        most = min(self.answers_of_engine, sizing.MAX_SEQUENCES)
+        engines = Machine("cuda", 0, "vllm", engines=self.engines, tensor_parallel=self.tensor_parallel)
+        if self.plan.cache_bytes >= sizing.wanted_cache(self.shape, self.size.workload, engines):
+            return most
+        return max(1, min(most, self.plan.cache_bytes // cached))
 
     @property
     def decode_seconds(self) -> float:
         """Of all answers: each token reads the weights once for all answers side by side, and their keys and values."""
         gpu, size, tp = self.cluster.gpu, self.size, self.tensor_parallel
-        waves = math.ceil(size.answers / self.engines / self.concurrent)
+        waves = math.ceil(self.answers_of_engine / self.concurrent)
         context = size.prompt + size.answer / 2
         cached = self.concurrent * context * self.shape.divided(tp).token_cache_bytes
         read = (self.shape.weight_bytes / tp + cached) / (gpu.bandwidth * BANDWIDTH_SHARE)
         computed = 2 * self.shape.parameters * self.concurrent / (tp * gpu.flops * COMPUTE_SHARE)
         summed = 2 * self.shape.layers * ALL_REDUCE_SECONDS if tp > 1 else 0.0
-        launched = self.shape.layers * LAUNCH_SECONDS if size.full else 0.0
-        return waves * size.answer * (max(read, computed, launched) + summed)
+        return waves * size.answer * (max(read, computed) + summed)
 
     @property
     def prefill_seconds(self) -> float:
@@ -155,18 +188,30 @@ class Forecast:
         gpu = self.cluster.gpu
         each = 4 + 2 * self.plan.checkpointed + 2 * self.size.full
         flops = each * self.shape.parameters * self.size.tokens
-        return flops / (self.cluster.gpus * gpu.flops * COMPUTE_SHARE)
+        return flops / (self.learning_gpus * gpu.flops * COMPUTE_SHARE)
 
     @property
     def gathering_seconds(self) -> float:
-        """Of the layers of sharded weights, once in each pass of each micro-batch. Not overlapped here."""
+        """Of the layers of sharded weights, once in each pass of each micro-batch. Not overlapped here.
+
+        If all weights are trained, the float32 gradients of a micro-batch are added up and divided in the same way.
+        """
         degree = self.plan.degree
         if degree == 1:
             return 0.0
         passes = 3 if self.plan.checkpointed else 2
-        batches = math.ceil(self.size.tokens / self.cluster.gpus / self.plan.token_budget)
-        layers = (self.shape.parameters - self.shape.end_parameters) * self.shape.bytes_each
-        return batches * passes * layers * (degree - 1) / degree / (self.cluster.gpu.link * BANDWIDTH_SHARE)
+        batches = math.ceil(self.size.tokens / self.learning_gpus / self.plan.token_budget)
+        each = passes * self.shape.bytes_each + 4 * self.size.full
+        layers = self.shape.inside_parameters * each
+        return batches * layers * (degree - 1) / degree / (self.cluster.gpu.link * BANDWIDTH_SHARE)
+
+    @property
+    def sampling_seconds(self) -> float:
+        return self.decode_seconds + self.prefill_seconds
+
+    @property
+    def updating_seconds(self) -> float:
+        return self.learning_seconds + self.gathering_seconds
 
     @property
     def sleeping_seconds(self) -> float:
@@ -176,17 +221,23 @@ class Forecast:
         return 2 * self.shape.weight_bytes / self.tensor_parallel / HOST_BANDWIDTH
 
     @property
+    def publishing_seconds(self) -> float:
+        """Of all weights, which the run writes into files and then each engine reads."""
+        return 2 * self.shape.weight_bytes / FILE_BANDWIDTH if self.size.full else 0.0
+
+    @property
     def seconds(self) -> float:
         """Of a step, without grading."""
-        sampling = self.decode_seconds + self.prefill_seconds
-        return sampling + self.learning_seconds + self.gathering_seconds + self.sleeping_seconds
+        if self.sampling_gpus:
+            return max(self.sampling_seconds, self.updating_seconds)
+        moving = self.publishing_seconds + self.sleeping_seconds
+        return self.sampling_seconds + self.updating_seconds + moving
 
     def __str__(self) -> str:
         engine = "1 vLLM engine" if self.engines == 1 else f"{self.engines} vLLM engines"
-        engine = "transformers, with the trainer's weights" if self.size.full else engine
         parallel = f" of tensor parallel degree {self.tensor_parallel}" if self.tensor_parallel > 1 else ""
         degree = self.plan.degree
-        count = self.cluster.gpus // degree
+        count = self.learning_gpus // degree
         copies = "1 copy" if count == 1 else f"{count} copies"
         where = f", sharded over {degree} GPUs" if degree > 1 else ""
         size = self.size
@@ -194,51 +245,86 @@ class Forecast:
             [
                 f"{self.shape.parameters / 1e9:.1f} billion parameters on {self.cluster}; a step of {size.prompts} "
                 f"prompts of {size.prompt} tokens, {size.group} answers of {size.answer} (at most {size.completion})",
+                f"  placement  {self._placement}",
                 f"  sampling   {engine}{parallel}, {self.concurrent} answers side by side in each",
                 f"  learning   {copies} of the weights{where}, micro-batches of "
                 f"{self.plan.token_budget} tokens"
                 + (", activations computed twice" if self.plan.checkpointed else ""),
-                f"  memory     {self.plan.sleep}{self.plan.estimate}; a GPU has {self.cluster.gpu.memory_gib}",
-                f"  seconds    {self.seconds:.1f}: decoding {self.decode_seconds:.1f}, prompts "
+                f"  memory     {self._memory}; a GPU has {self.cluster.gpu.memory_gib}",
+                f"  seconds    {self.seconds:.1f}: {self._sides}decoding {self.decode_seconds:.1f}, prompts "
                 f"{self.prefill_seconds:.1f}, learning {self.learning_seconds:.1f}"
                 + (f", gathering layers {self.gathering_seconds:.1f}" if degree > 1 else "")
+                + (f", weights to vLLM {self.publishing_seconds:.1f}" if size.full else "")
                 + (f", vLLM's sleep {self.sleeping_seconds:.1f}" if self.plan.sleeps else ""),
                 "  By calculation, not measured on GPUs (docs/howto/scale.md).",
             ]
         )
 
+    @property
+    def _placement(self) -> str:
+        sampling, learning = self.sampling_gpus, self.learning_gpus
+        if not sampling:
+            sampling = self.engines * self.tensor_parallel
+            return f"colocated: sampling on {gpus(sampling)}, then learning on {learning}"
+        steps = self.size.off_policy_steps
+        ahead = "1 step" if steps == 1 else f"{steps} steps"
+        idle = (self.cluster.nodes - 1) * sampling
+        return (
+            f"split: sampling on {gpus(sampling)}, {ahead} ahead of learning on {learning} "
+            f"({settings_of(sampling, self.ranks)})"
+            + (f"; {gpus(idle)} of other machines without work" if idle else "")
+        )
+
+    @property
+    def _memory(self) -> str:
+        if not self.sampling_gpus:
+            return f"{self.plan.sleep}{self.plan.estimate}"
+        sampling, cache = self.sampling_bytes / GIB, self.plan.cache_bytes / GIB
+        return (
+            f"{self.plan.copies}To sample {sampling:.1f} GiB, of which the KV cache is {cache:.1f}. To learn "
+            f"{self.plan.estimate}"
+        )
+
+    @property
+    def _sides(self) -> str:
+        if not self.sampling_gpus:
+            return ""
+        sides = (self.sampling_seconds, self.sampling_gpus, self.updating_seconds, self.learning_gpus)
+        return f"{side_by_side(*sides)} Of these "
+
 
 def forecast(
-    name: str, shape: Shape, size: StepSize, cluster: Cluster, tensor_parallel: int | None = None
+    name: str,
+    shape: Shape,
+    size: StepSize,
+    cluster: Cluster,
+    tensor_parallel: int | None = None,
+    sampling_gpus: int | None = None,
 ) -> Forecast:
     """Find the tensor parallel degree with the shortest step, each with the least sharding that fits.
 
-    The engines are on the GPUs of the first machine, which also learn. If the memory asks for it they sleep meanwhile;
-    main memory is taken to suffice for that.
+    Without `off_policy_steps` the engines are on the GPUs of the first machine, which also learn. If the memory asks
+    for it they sleep meanwhile; main memory is taken to suffice for that. With them the GPUs are split.
 
     Args:
         tensor_parallel: the only degree to try.
+        sampling_gpus: with `off_policy_steps`, the only number of GPUs that sample to try.
 
     Raises:
         DoesNotFit: with no degree.
+        NotDivisible: the GPUs cannot be split so.
     """
+    if size.off_policy_steps:
+        return _forecast_split(name, shape, size, cluster, tensor_parallel, sampling_gpus)
     if size.full:
-        return _forecast_full(name, shape, size, cluster)
-    given = [tensor_parallel] if tensor_parallel else [1, 2, 4, 8]
-    kv_heads = max(1, shape.key_values * shape.heads // (2 * shape.queries))
-    degrees = [
-        degree
-        for degree in given
-        if cluster.per_node % degree == 0
-        and shape.heads % degree == 0
-        and (tensor_parallel or degree <= kv_heads)
-    ]
+        _refuse_full(name, shape, cluster)
+    degrees = _degrees(shape, cluster.per_node, tensor_parallel)
     if not degrees:
         raise DoesNotFit(
             f"{name} has {shape.heads} attention heads, and tensor parallel degree {tensor_parallel} does not divide "
             f"them and the {cluster.per_node} GPUs of a machine."
         )
-    machine = Machine("cuda", cluster.gpu.memory_gib * GIB, "vllm", gpu_class=cluster.name, may_sleep=True)
+    machine = _machine(cluster, may_sleep=True)
     found: list[Forecast] = []
     for degree in degrees:
         engines = cluster.per_node // degree
@@ -253,14 +339,68 @@ def forecast(
     return min(found, key=lambda one: one.seconds)
 
 
-def _forecast_full(name: str, shape: Shape, size: StepSize, cluster: Cluster) -> Forecast:
-    """With all weights trained, a copy on each GPU, and sampled with those of the first one. Raises DoesNotFit."""
+def _degrees(shape: Shape, count: int, given: int | None) -> list[int]:
+    """The tensor parallel degrees to try for engines on `count` GPUs."""
+    kv_heads = max(1, shape.key_values * shape.heads // (2 * shape.queries))
+    return [
+        degree
+        for degree in ([given] if given else [1, 2, 4, 8])
+        if count % degree == 0 and shape.heads % degree == 0 and (given or degree <= kv_heads)
+    ]
+
+
+def _machine(cluster: Cluster, **options: bool) -> Machine:
+    return Machine("cuda", cluster.gpu.memory_gib * GIB, "vllm", gpu_class=cluster.name, **options)
+
+
+def _forecast_split(
+    name: str, shape: Shape, size: StepSize, cluster: Cluster, tensor_parallel: int | None, given: int | None
+) -> Forecast:
+    """Some GPUs of the first machine sample while the others learn, and as many of each other machine learn.
+
+    Finds the number that samples and the tensor parallel degree with the shortest step.
+
+    Raises:
+        DoesNotFit: with no number and degree.
+        NotDivisible: as `forecast` does.
+    """
+    if size.full:
+        raise NotDivisible(
+            "off_policy_steps cannot be combined with train 'full': only earlier adapters are kept."
+        )
+    if cluster.per_node < 2 or (given is not None and not 0 < given < cluster.per_node):
+        raise NotDivisible(
+            f"Of the {gpus(cluster.per_node)} of a machine some have to sample and others to learn"
+            + (", which needs two." if given is None else f", and {given} are to sample.")
+        )
+    refusal: DoesNotFit | None = None
+    found: list[Forecast] = []
+    for sampling in range(1, cluster.per_node) if given is None else [given]:
+        for degree in _degrees(shape, sampling, tensor_parallel):
+            engines = sampling // degree
+            machine = replace(_machine(cluster, split=True), engines=engines, tensor_parallel=degree)
+            try:
+                plan = sizing.plan_sharded(name, shape, size.workload, machine, cluster.per_node - sampling)
+            except DoesNotFit as cause:
+                refusal = cause
+            else:
+                found.append(Forecast(cluster, shape, size, plan, engines, degree, sampling))
+    if found:
+        return min(found, key=lambda one: one.seconds)
+    if refusal is not None:
+        others = " Nor does another ratio of the GPUs fit." if given is None else ""
+        raise DoesNotFit(f"{refusal}{others}") from refusal
+    raise NotDivisible(
+        f"Tensor parallel degree {tensor_parallel} does not divide the {shape.heads} attention heads of {name} and the "
+        f"{cluster.per_node - 1 if given is None else given} GPUs that may sample."
+    )
+
+
+def _refuse_full(name: str, shape: Shape, cluster: Cluster) -> None:
+    """Raises DoesNotFit: not all weights of the model can be trained there."""
     if problem := full.too_large(shape.parameters):
         raise DoesNotFit(problem)
     if cluster.nodes > 1:
         raise DoesNotFit(
             f"train 'full' is for one machine: plan {name} on {cluster.per_node}x{cluster.name}."
         )
-    machine = Machine("cuda", cluster.gpu.memory_gib * GIB, "transformers", gpu_class=cluster.name)
-    plan = sizing.plan_sharded(name, shape, size.workload, machine, cluster.per_node)
-    return Forecast(cluster, shape, size, plan, 1, 1)

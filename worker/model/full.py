@@ -6,27 +6,30 @@ most updates are smaller than half of what bfloat16 can tell apart, and would be
 as well, one micro-batch after the other.
 """
 
-import pickle
+import copy
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.nn import Parameter
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from core.jobs import full
-from worker.model import lora, quantized, recompute
+from worker.model import lora, quantized, recompute, tensor_files
 from worker.model.architecture import architecture, has_experts
 from worker.model.policy import Base, Policy, Trained
+from worker.model.tensor_files import TensorFiles
 from worker.refusals import InvalidModel, UnsupportedModel, first_line
 
-MASTERS = "masters.pt"  # of a checkpoint: the float32 copies of narrow weights
-FILE_BYTES = "5GB"  # of a safetensors file, at most
+MASTERS = "masters"  # files of a checkpoint: the float32 copies of narrow weights
+WRITTEN_BYTES = 2**30  # of a safetensors file for a sampler: as much is copied to main memory at a time
 
 
 @dataclass(frozen=True)
@@ -54,9 +57,14 @@ class FullPolicy(Policy):
         if base.parts.head.weight.dtype != torch.float32:
             recompute.install(causal, norms=False)
         self._compute_as(base, partial(lora.linear_in_float32, layer=base.parts.head))
-        self._names = [name for name, _ in causal.named_parameters()]
+        self.dtype = base.parts.head.weight.dtype
+        self.names = [name for name, _ in causal.named_parameters()]  # in the order of `trainable`
         self._weights: list[Parameter] = list(causal.parameters())
-        self._masters = [_master_of(weight) for weight in self._weights]
+        self._masters = [self._master_of(weight) for weight in self._weights]
+        self._version = 1
+
+    def _master_of(self, weight: Parameter) -> Parameter:
+        return master_of(weight)
 
     @property
     def trained(self) -> Trained:
@@ -76,6 +84,12 @@ class FullPolicy(Policy):
         for weight, master in zip(self._weights, self._masters, strict=True):
             if weight is not master:
                 weight.copy_(master)
+        self._version += 1
+
+    @property
+    def weights_version(self) -> int:
+        """Differs whenever the weights may have changed. At least 1."""
+        return self._version
 
     @property
     def has_base(self) -> bool:
@@ -104,45 +118,96 @@ class FullPolicy(Policy):
             for weight, data in zip(self._weights, own, strict=True):
                 weight.data = data
 
-    def save(self, folder: Path) -> None:
-        """Write a whole model that transformers loads, its tokenizer, and the master weights."""
-        self.causal.save_pretrained(folder, max_shard_size=FILE_BYTES)
-        self.tokenizer.save_pretrained(folder)
-        masters = {
-            name: master.detach()
-            for name, weight, master in zip(self._names, self._weights, self._masters, strict=True)
-            if weight is not master
+    @property
+    def has_masters(self) -> bool:
+        """Whether the weights that are trained are copies of those that compute."""
+        return self.dtype in lora.NARROW
+
+    def whole(self, number: int, tensor: Tensor) -> Tensor:
+        """A tensor that belongs to the weight of this number in `names`, of which this process may have a part."""
+        return tensor.detach()
+
+    def _computing(self) -> Iterator[Tensor]:
+        """The weights that compute, each whole."""
+        yield from (weight.detach() for weight in self._weights)
+
+    def shape(self, number: int) -> torch.Size:
+        """Of a whole weight, by its place in `names`."""
+        return self._weights[number].shape
+
+    def rows(self, number: int) -> slice:
+        """The rows of a weight that this process trains."""
+        return slice(None)
+
+    def write_weights(self, folder: Path | None) -> None:
+        """Write the weights that compute into safetensors files, by the names and in the order of the model.
+
+        Args:
+            folder: None on ranks that only take part, where this is a collective operation.
+        """
+        self._write(folder, WRITTEN_BYTES)
+
+    def _write(self, folder: Path | None, most: int) -> dict[str, str]:
+        """As `write_weights`, and return the file of each tensor. `most`: bytes of a file."""
+        buffers = [(name, one) for name, one in self.causal.named_buffers() if name in self._persistent]
+        weights = zip(self.names, self._computing(), strict=True)
+        return tensor_files.write(folder, "model", chain(weights, buffers), most=most)
+
+    @cached_property
+    def _persistent(self) -> set[str]:
+        """The names of buffers that belong to the model's files."""
+        return {
+            f"{place}.{name}" if place else name
+            for place, module in self.causal.named_modules()
+            for name in module._buffers.keys() - module._non_persistent_buffers_set
         }
-        if masters:
-            torch.save(masters, folder / MASTERS)
+
+    def save(self, folder: Path | None) -> None:
+        """Write a whole model that transformers loads, its tokenizer, and the master weights.
+
+        Args:
+            folder: as in `write_weights`.
+        """
+        files = self._write(folder, tensor_files.FILE_BYTES)
+        if self.has_masters:
+            whole = (self.whole(number, one) for number, one in enumerate(self._masters))
+            tensor_files.write(folder, MASTERS, zip(self.names, whole, strict=True))
+        if folder is None:
+            return
+        if len(names := set(files.values())) == 1:
+            (folder / names.pop()).rename(folder / SAFE_WEIGHTS_NAME)
+        else:
+            index = {"metadata": {}, "weight_map": files}
+            (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index))
+        config = copy.deepcopy(self.causal.config)
+        config.architectures, config.dtype = [type(self.causal).__name__], self.dtype
+        config.save_pretrained(folder)
+        if self.causal.generation_config is not None:
+            self.causal.generation_config.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
 
     def load(self, folder: Path) -> None:
-        """Load a checkpoint of the same model: its master weights, and the weights without one.
+        """Load a checkpoint of the same model: its master weights, or the weights where these are trained.
 
         Raises:
             InvalidModel: its files are damaged, or are those of another model.
         """
-        try:
-            masters = _read_masters(folder / MASTERS) if (folder / MASTERS).exists() else {}
-            files = quantized.files_by_tensor(folder)
-            for name, master in zip(self._names, self._masters, strict=True):
-                self._fill(name, master, masters, files)
-        except (SafetensorError, KeyError, OSError) as cause:
-            raise InvalidModel(
-                f"The weights of the checkpoint cannot be read: {first_line(cause)}"
-            ) from cause
+        with TensorFiles(folder, MASTERS if self.has_masters else "model") as files:
+            for number, (name, master) in enumerate(zip(self.names, self._masters, strict=True)):
+                self.fill(number, master, name, files)
         self.follow_trainable()
 
     @torch.no_grad()
-    def _fill(self, name: str, master: Parameter, masters: dict[str, Tensor], files: dict[str, str]) -> None:
-        if name in masters:
-            saved = masters[name]
-        else:
-            with safe_open(files[name], "pt") as tensors:
-                saved = tensors.get_tensor(name)
-        if saved.shape != master.shape:
+    def fill(self, number: int, tensor: Tensor, name: str, files: TensorFiles) -> None:
+        """Read a tensor that belongs to the weight of this number, or the part of it that this process has.
+
+        Raises:
+            InvalidModel: there is none of this name, or it has another shape.
+        """
+        if files.shape(name) != list(self.shape(number)):
             raise InvalidModel(f"The saved weight {name} has another shape than the model's.")
-        master.copy_(saved)
+        if tensor.numel():
+            tensor.copy_(files.rows(name, self.rows(number)))
 
 
 def refuse(config: Any, parameters: int) -> None:
@@ -186,7 +251,7 @@ def refuse_other_names(base: Base) -> None:
         )
 
 
-def _master_of(weight: Parameter) -> Parameter:
+def master_of(weight: Parameter) -> Parameter:
     """The float32 copy of a narrow weight, which takes over its gradients; a wide one is its own."""
     if weight.dtype not in lora.NARROW:
         return weight
@@ -202,13 +267,3 @@ def _master_of(weight: Parameter) -> Parameter:
 
     weight.register_post_accumulate_grad_hook(hand_over)  # type: ignore[no-untyped-call]
     return master
-
-
-def _read_masters(file: Path) -> dict[str, Tensor]:
-    try:
-        masters: dict[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except (pickle.UnpicklingError, EOFError, RuntimeError) as cause:
-        raise InvalidModel(
-            f"The master weights of the checkpoint cannot be read: {first_line(cause)}"
-        ) from cause
-    return masters

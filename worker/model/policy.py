@@ -464,6 +464,11 @@ class Policy:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     @property
+    def led(self) -> list[torch.nn.Parameter]:
+        """Of `trainable`: those that the first of several ranks updates for all of them."""
+        return self.trainable
+
+    @property
     def trained_head(self) -> list[torch.nn.Parameter]:
         """The weights of the head that have a gradient."""
         return []

@@ -119,9 +119,7 @@ def shard(policy: Policy, stand_in: Policy, mesh: DeviceMesh, *, seed: int) -> N
         UnsupportedModel: the files do not have the model's parameters under their own names.
         InvalidModel: parameters are missing in the files.
     """
-    causal = policy.causal
-    config = causal.config
-    device = stand_in.device
+    config = policy.causal.config
     adapter = set(policy.trainable)
     outside = set(policy.outside_of_layers)
     for layer in policy.layers:
@@ -130,18 +128,29 @@ def shard(policy: Policy, stand_in: Policy, mesh: DeviceMesh, *, seed: int) -> N
     # checkpoint, and that rank alone would gather it in the next step.
     fully_shard(policy.text_decoder, mesh=mesh, reshard_after_forward=True, ignored_params=adapter | outside)
 
-    def placed(tensor: Tensor) -> Tensor:
-        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
-
-    policy.model._apply(placed)
-    causal.tie_weights()
-    _copy_buffers(policy.model, dict(stand_in.model.named_buffers()), config)
+    place(policy, stand_in)
     _draw_adapter(policy, seed)
     files = files_of(policy.source)
     with torch.no_grad():
         for name, parameter in policy.model.named_parameters():
             if not parameter.requires_grad:
-                _fill(_name_in_files(name), parameter, files, mesh, config)
+                fill(_name_in_files(name), parameter, files, mesh, config, parameter.dtype)
+
+
+def place(policy: Policy, stand_in: Policy) -> None:
+    """Move a model without weights to the stand-in's device, where it has memory for them, and fill its buffers.
+
+    Raises:
+        UnsupportedModel: the stand-in has other buffers.
+    """
+    device = stand_in.device
+
+    def placed(tensor: Tensor) -> Tensor:
+        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
+
+    policy.model._apply(placed)
+    policy.causal.tie_weights()
+    _copy_buffers(policy.model, dict(stand_in.model.named_buffers()), policy.causal.config)
 
 
 @torch.no_grad()
@@ -178,7 +187,20 @@ def _name_in_files(name: str) -> str:
     return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
 
 
-def _fill(name: str, parameter: Tensor, files: Mapping[str, str], mesh: DeviceMesh, config: Any) -> None:
+def fill(
+    name: str,
+    parameter: Tensor,
+    files: Mapping[str, str],
+    mesh: DeviceMesh,
+    config: Any,
+    dtype: torch.dtype,
+) -> None:
+    """Read a parameter, or this process's part of it, from the model's files, rounded to `dtype`.
+
+    Raises:
+        UnsupportedModel: the files have no tensor of this name.
+        InvalidModel: it has another shape.
+    """
     if name not in files:
         raise _unsupported(config, f"its files have no tensor {name}, so they need a conversion")
     with safe_open(files[name], "pt") as tensors:
@@ -188,13 +210,16 @@ def _fill(name: str, parameter: Tensor, files: Mapping[str, str], mesh: DeviceMe
                 f"The model's tensor {name} has another shape in its files than in its config.json."
             )
         if not isinstance(parameter, DTensor):
-            parameter.copy_(rows[:])
-            return
-        local = parameter.to_local()
-        each = -(-parameter.shape[0] // mesh.size())  # as torch.chunk
-        first = min(mesh.get_local_rank() * each, parameter.shape[0])
-        if len(local):
-            local.copy_(rows[first : first + len(local)])
+            parameter.copy_(rows[:].to(dtype))
+        elif len(local := parameter.to_local()):
+            local.copy_(rows[rows_of(parameter, mesh)].to(dtype))
+
+
+def rows_of(parameter: DTensor, mesh: DeviceMesh) -> slice:
+    """The rows of a parameter that this process keeps: as torch.chunk divides it."""
+    each = -(-parameter.shape[0] // mesh.size())
+    first = min(mesh.get_local_rank() * each, parameter.shape[0])
+    return slice(first, first + parameter.to_local().shape[0])
 
 
 def local_bytes(policy: Policy) -> int:

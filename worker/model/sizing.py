@@ -104,9 +104,23 @@ class Shape:
         The embeddings and the head whole, a part of each layer, and two whole layers: the one that is computed and
         the next one, which is being gathered. Layers are taken to be of one size.
         """
-        inside = self.parameters - self.end_parameters
-        gathered = min(2, self.layers) * -(-inside // self.layers)
-        return (self.end_parameters + -(-inside // degree) + gathered) * self.bytes_each
+        inside = -(-self.inside_parameters // degree)
+        return (self.end_parameters + inside + self.gathered_parameters) * self.bytes_each
+
+    @property
+    def inside_parameters(self) -> int:
+        """Of all layers: everything but embeddings and head."""
+        return self.parameters - self.end_parameters
+
+    @property
+    def gathered_parameters(self) -> int:
+        """Of the two layers of a sharded copy that are whole at a time."""
+        return min(2, self.layers) * -(-self.inside_parameters // self.layers)
+
+    @property
+    def trained_shard_bytes(self) -> int:
+        """As `shard_bytes`, if all weights are trained: the parts of layers are the optimizer's (`optimizer_bytes`)."""
+        return (self.end_parameters + self.gathered_parameters) * self.bytes_each
 
     def cache_bytes(self, tokens: int) -> int:
         """Bytes of a KV cache for one sequence of `tokens` in vLLM: whole blocks, and one that vLLM keeps empty."""
@@ -124,6 +138,7 @@ class Workload:
     targets: LoraTargets = "all-linear"
     full: bool = False  # all weights are trained, and there is no adapter
     references: int = 0  # copies of all weights that it is compared with, if all are trained
+    adapter_copies: int = 0  # in main memory, in float32
 
     @property
     def longest(self) -> int:
@@ -144,6 +159,7 @@ def workload(
     copied: bool = False,
     full: bool = False,
     references: int = 0,
+    off_policy_steps: int = 0,
 ) -> Workload:
     """Of a job with `batch` prompts a step, `group` answers each; `eval_samples` answers to each validation row.
 
@@ -154,7 +170,22 @@ def workload(
         prompts * ((answers if copied else 1) * prompt + answers * completion)
         for prompts, answers in ((batch, group), (valid_rows, eval_samples))
     )
-    return Workload(rank, prompt, completion, max(training, validating), targets, full, references)
+    return Workload(
+        rank,
+        prompt,
+        completion,
+        max(training, validating),
+        targets,
+        full,
+        references,
+        adapter_copies(off_policy_steps),
+    )
+
+
+def adapter_copies(off_policy_steps: int) -> int:
+    """Copies of adapters in main memory: earlier ones and two of the current step at the trainer, and one for each
+    batch at the sampler."""
+    return 2 * off_policy_steps + 2 if off_policy_steps else 0
 
 
 @dataclass(frozen=True)
@@ -172,7 +203,7 @@ class Machine:
     tensor_parallel: int = 1  # devices that share the weights and the cache of an engine
     split: bool = False  # the engines have devices of the same size that no trainer uses
     degree: int = 1  # GPUs that share one copy of the trainer's weights
-    ranks: int = 1  # of a job that trains all weights, each with a whole copy
+    ranks: int = 1  # of a job that trains all weights, each with a whole copy of them
     may_sleep: bool = False  # nothing is sampled while the trainer learns, so that vLLM can sleep then
     sleeps: bool = False  # vLLM sleeps while the trainer learns
     main_memory: int | None = None  # free bytes beside the GPUs, for vLLM's weights; None: unknown
@@ -248,7 +279,8 @@ class Estimate:
     @property
     def sampling(self) -> int:
         """While engines sample and the trainer computes nothing."""
-        return self.own + self.adapter + self.engine + self.cache + MARGIN_TWO_PROCESSES
+        kept = self.adapter + self.optimizer + self.reference
+        return self.own + kept + self.engine + self.cache + MARGIN_TWO_PROCESSES
 
     @property
     def learning(self) -> int:
@@ -329,14 +361,32 @@ def _norm_bytes(shape: Shape, full: bool) -> int:
     return shape.bytes_each if shape.recomputes_norms else 4
 
 
-def optimizer_bytes(shape: Shape, ranks: int) -> int:
+def optimizer_bytes(shape: Shape, ranks: int, degree: int = 1) -> int:
     """Of a job that trains all weights: a gradient and two moments in float32, and a float32 copy of narrow weights.
 
-    Several ranks exchange weights and gradients as one vector in float32.
+    Several ranks, each with a whole copy, exchange weights and gradients as one vector in float32.
+
+    Args:
+        degree: GPUs that share one copy (worker/model/sharded_full.py). Each has its part of the layers in float32, of
+            whatever precision, and the gradients of two whole layers, which are added up in float32. Embeddings and
+            head are as with several ranks.
     """
     master = 4 if shape.bytes_each < 4 else 0
-    vector = 4 if ranks > 1 else 0
-    return shape.parameters * (master + 3 * 4 + vector)
+    if degree == 1:
+        vector = 4 if ranks > 1 else 0
+        return shape.parameters * (master + 3 * 4 + vector)
+    parts = -(-shape.inside_parameters // degree) * 4 * 4
+    return (
+        parts + shape.end_parameters * (master + 4 * 4) + shape.gathered_parameters * (shape.bytes_each + 4)
+    )
+
+
+def reference_bytes(shape: Shape, degree: int) -> int:
+    """Of a copy of all weights. While a sharded model computes as its reference, its own parts are beside it."""
+    if degree == 1:
+        return shape.weight_bytes
+    parts = -(-shape.inside_parameters // degree) * (shape.bytes_each + 4)
+    return parts + 2 * shape.end_parameters * shape.bytes_each
 
 
 def estimate(
@@ -350,11 +400,12 @@ def estimate(
     targets: LoraTargets = "all-linear",
     full: bool = False,
     references: int = 0,
+    copies: int = 0,
 ) -> Estimate:
     """The peak of a run that samples and trains.
 
     `checkpointed`: a layer's activations are computed again in the backward pass, so those of one layer are alive
-    at a time. `full` and `references` as in Workload.
+    at a time. `full` and `references` as in Workload, `copies` is its `adapter_copies`.
     """
     if full:
         rank = 0
@@ -376,22 +427,26 @@ def estimate(
     logits = HEAD_CHUNK * shape.vocabulary * 4 * 4  # with their log-softmax, its exponential, a gradient
     # Of the head's weights, that of a chunk and the sum of the chunks before it.
     head_gradients = 2 * shape.vocabulary * shape.hidden * shape.bytes_each if full else 0
+    shard = None
+    if machine.degree > 1:
+        shard = shape.trained_shard_bytes if full else shape.shard_bytes(machine.degree)
     found = Estimate(
         copies=machine.copies,
         weights=weights,
+        # Weight, gradient and two moments, in float32; on a CPU the copies too.
         adapter=adapter_parameters(shape, rank, targets)
         * 4
-        * 4,  # weight, gradient and two moments, in float32
+        * (4 + (copies if machine.device == "cpu" else 0)),
         activations=token_budget * (kept + ends + gradients),
         attention=masks,
         head=logits + head_gradients,
         cache=cache,
         margin=0,
         tensor_parallel=machine.tensor_parallel,
-        shard=shape.shard_bytes(machine.degree) if machine.degree > 1 else None,
+        shard=shard,
         degree=machine.degree,
-        optimizer=optimizer_bytes(shape, machine.ranks) if full else 0,
-        reference=references * shape.weight_bytes,
+        optimizer=optimizer_bytes(shape, machine.ranks, machine.degree) if full else 0,
+        reference=references * reference_bytes(shape, machine.degree),
         sleeps=machine.sleeps,
     )
     return replace(found, margin=_margin(found, machine))
@@ -419,7 +474,7 @@ class MemoryPlan:
     cache_bytes: int
     checkpointed: bool  # activations are computed twice
     estimate: Estimate
-    main_memory: int = 0  # bytes beside the GPUs, for the weights of engines that sleep
+    main_memory: int = 0  # bytes beside the GPUs, for weights of engines that sleep, or for adapters
 
     @property
     def degree(self) -> int:
@@ -436,14 +491,14 @@ class MemoryPlan:
         kept = "Activations are computed twice, to save memory. " if self.checkpointed else ""
         batches = f"{kept}Micro-batches have up to {self.token_budget} tokens"
         if not self.cache_bytes:  # a fleet samples, or nothing is sampled
-            return f"{batches}. Memory: {self.estimate}."
+            return f"{batches}. {self.copies}Memory: {self.estimate}."
         cached = shape.divided(self.estimate.tensor_parallel)
         is_trainers = self.estimate.copies == 1 and self.estimate.cache > 0
         each = shape.own_token_bytes if is_trainers else cached.token_cache_bytes
         sequences = self.cache_bytes // (each * work.longest)
         return (
             f"{batches}, and the KV cache holds {sequences} sequences of {work.longest} tokens. "
-            f"{self.sleep}Memory: {self.estimate}."
+            f"{self.sleep}{self.copies}Memory: {self.estimate}."
         )
 
     @property
@@ -455,6 +510,13 @@ class MemoryPlan:
             "vLLM sleeps while the job learns, because both do not fit at once; its weights take "
             f"{self.main_memory / GIB:.1f} GiB of main memory meanwhile. "
         )
+
+    @property
+    def copies(self) -> str:
+        """A sentence, if adapters of earlier policies are in main memory beside GPUs."""
+        if self.sleeps or not self.main_memory:
+            return ""
+        return f"Adapters of earlier policies take {self.main_memory / GIB:.1f} GiB of main memory. "
 
 
 def plan_sharded(name: str, shape: Shape, work: Workload, machine: Machine, gpus: int) -> MemoryPlan:
@@ -468,29 +530,31 @@ def plan_sharded(name: str, shape: Shape, work: Workload, machine: Machine, gpus
     Raises:
         DoesNotFit: with no degree; the message has the numbers of the largest one.
     """
-    if work.full:  # trained weights are not sharded
-        return plan(name, shape, work, replace(machine, ranks=gpus))
-    degrees = degrees_of(machine, gpus)
+    degrees = degrees_of(machine, gpus, full=work.full)
     can_sleep = machine.may_sleep and machine.has_engine and machine.device == "cuda"
     for sleeps in (False, True) if can_sleep else (False,):
         for degree in degrees:
             try:
-                return plan(name, shape, work, replace(machine, degree=degree, sleeps=sleeps))
+                ranks = gpus if work.full and degree == 1 else 1
+                return plan(name, shape, work, replace(machine, degree=degree, ranks=ranks, sleeps=sleeps))
             except DoesNotFit as cause:
                 refusal = cause
     tried = [f"the weights sharded over {', '.join(map(str, degrees))} GPUs"] if len(degrees) > 1 else []
     tried += ["vLLM asleep while the job learns"] if can_sleep else []
     note = f" Tried with {', and with '.join(tried)}." if tried else ""
-    raise DoesNotFit(f"{refusal}{note}{_unsharded(machine, gpus)}") from refusal
+    raise DoesNotFit(f"{refusal}{note}{'' if work.full else _unsharded(machine, gpus)}") from refusal
 
 
-def degrees_of(machine: Machine, gpus: int) -> tuple[int, ...]:
+def degrees_of(machine: Machine, gpus: int, *, full: bool = False) -> tuple[int, ...]:
     """How many GPUs may share a copy of the weights: those that divide the GPUs of a machine.
 
+    With `full` the GPUs have a copy each or all of them share one: copies that are trained would have to be kept equal.
     The transformers sampler decodes on rank 0 alone with the trainer's weights, so these are whole there.
     """
     if machine.sampler != "vllm" or machine.device != "cuda":
         return (1,)
+    if full:
+        return tuple(sorted({1, gpus}))
     return tuple(degree for degree in DEGREES if gpus % degree == 0)
 
 
@@ -538,6 +602,7 @@ def plan(name: str, shape: Shape, work: Workload, machine: Machine) -> MemoryPla
             targets=work.targets,
             full=work.full,
             references=work.references,
+            copies=work.adapter_copies,
             token_budget=budget,
             cache=cache,
             checkpointed=checkpointed,
@@ -570,8 +635,11 @@ def plan(name: str, shape: Shape, work: Workload, machine: Machine) -> MemoryPla
                 for larger in (budget, *widths(budget, GPU_TOKEN_BUDGETS[1]))
                 if made(larger, cache, checkpointed).total <= machine.available
             )
-        asleep = _main_memory(name, shape, work, machine) if machine.sleeps else 0
-        return MemoryPlan(budget, cache, checkpointed, made(budget, cache, checkpointed), asleep)
+        beside = 0
+        if machine.device == "cuda":
+            needed_by = _for_sleep if machine.sleeps else _for_copies
+            beside = needed_by(name, shape, work, machine)
+        return MemoryPlan(budget, cache, checkpointed, made(budget, cache, checkpointed), beside)
     needed = made(choices[-1][1], least, True)
     size = f"{machine.available / GIB:.1f} GiB"
     place = f"the GPU class `{machine.gpu_class}` has {size}" if machine.gpu_class else f"{size} are free"
@@ -584,7 +652,19 @@ def plan(name: str, shape: Shape, work: Workload, machine: Machine) -> MemoryPla
     )
 
 
-def _main_memory(name: str, shape: Shape, work: Workload, machine: Machine) -> int:
+def _for_copies(name: str, shape: Shape, work: Workload, machine: Machine) -> int:
+    """Bytes beside the GPUs that copies of adapters need. Raises DoesNotFit."""
+    needed = 4 * work.adapter_copies * adapter_parameters(shape, work.rank, work.targets)
+    if machine.main_memory is not None and needed > machine.main_memory:
+        raise DoesNotFit(
+            f"{name} needs {needed / GIB:.1f} GiB of main memory for the adapters of earlier policies, and "
+            f"{machine.main_memory / GIB:.1f} GiB are free. Choose a smaller off_policy_steps or lora_rank, or have "
+            "the operator give the worker more main memory."
+        )
+    return needed
+
+
+def _for_sleep(name: str, shape: Shape, work: Workload, machine: Machine) -> int:
     """Bytes beside the GPUs that engines need for their weights while they sleep. Raises DoesNotFit.
 
     PyTorch rounds pinned memory up to a power of two, so it takes up to twice as much.
@@ -600,12 +680,16 @@ def _main_memory(name: str, shape: Shape, work: Workload, machine: Machine) -> i
     return needed
 
 
-def cache_without_trainer(name: str, shape: Shape, work: Workload, machine: Machine) -> int:
-    """The KV cache of an engine that shares its devices with no trainer. Raises DoesNotFit."""
+def without_trainer(shape: Shape, work: Workload, machine: Machine) -> int:
+    """Bytes on a device of an engine that shares it with no trainer, without its KV cache."""
     weights = math.ceil(shape.weight_bytes / machine.tensor_parallel)
     adapter = adapter_parameters(shape, work.rank, work.targets) * shape.bytes_each
-    margin = MARGIN_SERVING if machine.device == "cuda" else GIB // 2
-    room = machine.available - weights - adapter - margin
+    return weights + adapter + (MARGIN_SERVING if machine.device == "cuda" else GIB // 2)
+
+
+def cache_without_trainer(name: str, shape: Shape, work: Workload, machine: Machine) -> int:
+    """The KV cache of an engine that shares its devices with no trainer. Raises DoesNotFit."""
+    room = machine.available - without_trainer(shape, work, machine)
     one = shape.divided(machine.tensor_parallel).cache_bytes(work.longest)
     wanted = machine.kv_cache_bytes or wanted_cache(shape, work, machine)
     if wanted < one or room < one:

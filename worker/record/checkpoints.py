@@ -1,7 +1,8 @@
 """Write checkpoints atomically, resume from the newest, and keep and name the best ones.
 
 A checkpoint is a blob prefix with the adapter in PEFT format or a whole model, the trainer's state, and manifest.json,
-which lists every file with its hash and is written last. A prefix without a manifest is not a checkpoint.
+which lists every file with its hash and is written last. A prefix without a manifest is not a checkpoint. Files that
+only a run that resumes reads are deleted when the job has succeeded.
 """
 
 import hashlib
@@ -9,7 +10,7 @@ import json
 import logging
 import re
 import tempfile
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,9 +22,9 @@ from core.database import pages
 from core.database.tables import Checkpoint, Job, Organization, RolloutPage, TunedModel
 from core.jobs import events, lifecycle, usage
 from core.results import model_aliases, tuned_models
-from core.results.export import STAYS
+from core.results.export import is_trainers
 from core.storage import manifests
-from core.storage.manifests import MANIFEST, Damaged
+from core.storage.manifests import EARLIER, MANIFEST, Damaged
 from core.storage.store import BlobExists, check_not_empty, is_bad_sector
 from worker.attempt import Attempt
 
@@ -71,11 +72,11 @@ class Checkpoints:
             InvalidModel: the files are undamaged but do not fit the model. Nothing was deleted.
         """
         damaged: list[tuple[Checkpoint, Damaged]] = []
-        whole = None
+        whole, is_exact = None, True
         for checkpoint in self._newest_first():
             with tempfile.TemporaryDirectory(dir=self.scratch) as folder:
                 try:
-                    self._fetch(checkpoint, Path(folder))
+                    is_exact = self._fetch(checkpoint, Path(folder))
                 except Damaged as damage:
                     log.warning("the checkpoint %s is damaged: %s", checkpoint.blob_prefix, damage)
                     damaged.append((checkpoint, damage))
@@ -83,17 +84,16 @@ class Checkpoints:
                 trainer.load(Path(folder))
             whole = checkpoint
             break
-        return self.attempt.write(partial(self._resume, whole, damaged))
+        return self.attempt.write(partial(self._resume, whole, damaged, is_exact))
 
     def _newest_first(self) -> Sequence[Checkpoint]:
         newest_first = _of_job(self.job.id).order_by(Checkpoint.step.desc())
         return self.attempt.read(lambda session: session.scalars(newest_first).all())
 
-    def _fetch(self, checkpoint: Checkpoint, folder: Path) -> None:
-        """Download all files of a checkpoint. Raises Damaged if one fails verification."""
-        prefix = checkpoint.blob_prefix
+    def _fetch(self, checkpoint: Checkpoint, folder: Path) -> bool:
+        """Download all files of a checkpoint, as `_download_to_resume`. Raises Damaged if one fails verification."""
         try:
-            self.attempt.retry(partial(self.download, prefix, folder))
+            return self.attempt.retry(partial(self._download_to_resume, checkpoint.blob_prefix, folder))
         except OSError as cause:
             if not is_bad_sector(cause):
                 raise
@@ -103,6 +103,7 @@ class Checkpoints:
         self,
         whole: Checkpoint | None,
         damaged: Sequence[tuple[Checkpoint, Damaged]],
+        is_exact: bool,
         session: Session,
         job: Job,
     ) -> int:
@@ -121,6 +122,9 @@ class Checkpoints:
             events.append(
                 session, job.id, f"Resuming from the checkpoint of step {step}", data={"step": step}
             )
+        if not is_exact:
+            missing = f"The checkpoint's {EARLIER} is missing: answers in flight are sampled again with its own adapter"
+            events.append(session, job.id, missing, level="warn", data={"step": step})
         # A crash between step 0 and the first checkpoint leaves step 0 done; it stays.
         events.discard_steps_after(session, job.id, step)
         session.execute(delete(RolloutPage).where(RolloutPage.job_id == job.id, RolloutPage.step > step))
@@ -203,10 +207,12 @@ class Checkpoints:
         return self._newest_first()[0]
 
     def _upload(self, folder: Path, prefix: str, step: int) -> None:
-        files = []
+        files: list[dict[str, Any]] = []
+        resume_files: list[dict[str, Any]] = []
         for path in sorted(folder.iterdir()):
             info = self.blobs.put_file(f"{prefix}/{path.name}", path)
-            files.append({"name": path.name, "bytes": info.size, "sha256": info.sha256})
+            listed = resume_files if path.name == EARLIER else files
+            listed.append({"name": path.name, "bytes": info.size, "sha256": info.sha256})
         manifest = {
             "format": FORMAT,
             "job": self.job.id,
@@ -215,6 +221,8 @@ class Checkpoints:
             "epoch": self.attempt.claim.epoch,
             "files": files,
         }
+        if resume_files:
+            manifest["resume_files"] = resume_files
         key, content = f"{prefix}/{MANIFEST}", json.dumps(manifest, indent=2).encode()
         try:
             self.blobs.put_bytes(key, content, if_absent=True)
@@ -224,15 +232,34 @@ class Checkpoints:
             if self.blobs.read(key) != content:
                 raise
 
+    def delete_resume_files(self) -> None:
+        """Delete the files of all checkpoints that only a run that resumes reads."""
+        keys = [f"{checkpoint.blob_prefix}/{EARLIER}" for checkpoint in self._newest_first()]
+        self.attempt.retry(partial(self.blobs.delete_many, keys))
+
+    def _download_to_resume(self, prefix: str, folder: Path) -> bool:
+        """As `download`, with the files that only a run that resumes reads. Returns whether none of them is missing."""
+        self.download(prefix, folder)
+        for file in manifests.read(self.blobs, prefix).resume_files:
+            self._reading = file.name
+            try:
+                manifests.download(self.blobs, prefix, file, folder)
+            except Damaged as damage:
+                if damage.problem != "missing":
+                    raise
+                check_not_empty(self.blobs)
+                return False
+        return True
+
     def download(self, prefix: str, folder: Path) -> None:
-        """Download all files of a checkpoint. Raises Damaged if one is missing or does not match its hash."""
-        self._download(prefix, folder, frozenset())
+        """Download all files of a checkpoint that stay. Raises Damaged if one is missing or does not match its hash."""
+        self._download(prefix, folder, lambda name: False)
 
     def download_model(self, prefix: str, folder: Path) -> None:
         """As `download`, without the state of the trainer."""
-        self._download(prefix, folder, STAYS)
+        self._download(prefix, folder, is_trainers)
 
-    def _download(self, prefix: str, folder: Path, without: Collection[str]) -> None:
+    def _download(self, prefix: str, folder: Path, without: Callable[[str], bool]) -> None:
         try:
             self._download_all(prefix, folder, without)
         except Damaged as damage:
@@ -240,7 +267,7 @@ class Checkpoints:
                 check_not_empty(self.blobs)
             raise
 
-    def _download_all(self, prefix: str, folder: Path, without: Collection[str]) -> None:
+    def _download_all(self, prefix: str, folder: Path, without: Callable[[str], bool]) -> None:
         self._reading = MANIFEST
         manifest = manifests.read(self.blobs, prefix)
         if manifest.format > FORMAT:
@@ -249,7 +276,7 @@ class Checkpoints:
                 f"{FORMAT}: run the job on workers of the version of regraft that wrote it, or of a later one."
             )
         for file in manifest.files:
-            if file.name in without:
+            if without(file.name):
                 continue
             self._reading = file.name
             manifests.download(self.blobs, prefix, file, folder)

@@ -43,6 +43,8 @@ def deliver(
             param_of(recorder.job, "require_improvement"),
         )
     # Before the job's last status: after it the supervisor may end this process.
+    if settings.off_policy_steps:
+        checkpoints.delete_resume_files()
     feeds.close("succeeded")
     recorder.succeed(best)
 

@@ -7,6 +7,26 @@ from typing import Any
 MEASURED_STEPS = 3
 
 
+def gpus(count: int) -> str:
+    return "1 GPU" if count == 1 else f"{count} GPUs"
+
+
+def settings_of(sampling_gpus: int, ranks: int) -> str:
+    """The settings of a worker with this ratio. `regraft-server plan` prints the same."""
+    return f"REGRAFT_SAMPLING_GPUS={sampling_gpus} with REGRAFT_RANKS={ranks}"
+
+
+def side_by_side(
+    sampling_seconds: float, sampling_gpus: int, learning_seconds: float, learning_gpus: int
+) -> str:
+    """Which of the two waits for the other. `regraft-server plan` prints the same."""
+    waits = "learning" if sampling_seconds > learning_seconds else "sampling"
+    return (
+        f"sampling takes {sampling_seconds:.1f} s on {gpus(sampling_gpus)}, learning {learning_seconds:.1f} s on "
+        f"{learning_gpus}, so {waits} waits."
+    )
+
+
 @dataclass(frozen=True)
 class GpuRatio:
     """Seconds of both at once, on these GPUs, and the best division of the GPUs if each scales with its own."""
@@ -35,20 +55,17 @@ class GpuRatio:
 
     @property
     def message(self) -> str:
-        waits = "learning" if self.sampling_seconds > self.learning_seconds else "sampling"
-        begins = (
-            f"Measured in {MEASURED_STEPS} steps: sampling takes {self.sampling_seconds:.1f} s on "
-            f"{self.sampling_gpus} GPUs, learning {self.learning_seconds:.1f} s on {self.learning_gpus}, so {waits} "
-            "waits. "
+        sides = side_by_side(
+            self.sampling_seconds, self.sampling_gpus, self.learning_seconds, self.learning_gpus
         )
+        begins = f"Measured in {MEASURED_STEPS} steps: {sides} "
         best = self.best_sampling_gpus
         if best == self.sampling_gpus:
             return f"{begins}No other ratio of these GPUs would be faster."
         learning = self.sampling_gpus + self.learning_gpus - best
         return (
-            f"{begins}REGRAFT_SAMPLING_GPUS={best} with REGRAFT_RANKS={learning} would take "
-            f"{self.seconds_with(best):.1f} s instead of {self.seconds_with(self.sampling_gpus):.1f} s, if both scale "
-            "with their GPUs."
+            f"{begins}{settings_of(best, learning)} would take {self.seconds_with(best):.1f} s instead of "
+            f"{self.seconds_with(self.sampling_gpus):.1f} s, if both scale with their GPUs."
         )
 
     @property

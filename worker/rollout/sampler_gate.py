@@ -12,6 +12,15 @@ BOUNDS = {"bfloat16": 0.05, "float32": 1e-3}
 
 
 @dataclass(frozen=True)
+class SamplerGap:
+    """Between the log-probabilities of the sampler and those of the trainer, in nats a token."""
+
+    mean: float  # of |difference|
+    largest: float
+    tokens: int  # that were compared
+
+
+@dataclass(frozen=True)
 class SamplerGate:
     """Refuses a step whose answers were not sampled by the policy that trains on them."""
 
@@ -25,18 +34,19 @@ class SamplerGate:
         bound = BOUNDS[precision] if setting == "auto" else setting
         return SamplerGate(bound, sampler, precision) if bound else None
 
-    def check(self, *, mean: float, largest: float, tokens: int) -> None:
-        """Check the gap of a step, over the tokens of all its answers on all ranks.
+    def check(self, gap: SamplerGap) -> None:
+        """Check the gap of a step.
 
         Ignores a NaN mean, which the check for non-finite gradients handles.
 
         Raises:
             SamplerMismatch: the mean exceeds the bound.
         """
-        if mean > self.bound:
+        if gap.mean > self.bound:
             raise SamplerMismatch(
-                f"The sampler ({self.sampler}) and the trainer disagree about the same {tokens} sampled tokens: their "
-                f"log-probabilities differ by {mean:.3g} nats a token on average and {largest:.3g} at most, and "
-                f"{self.bound:g} on average is allowed in {self.precision} (REGRAFT_MAX_LOGPROB_GAP). The step was not "
-                "taken. The sampler may compute this architecture differently, or may not apply the adapter."
+                f"The sampler ({self.sampler}) and the trainer disagree about the same {gap.tokens} sampled tokens: "
+                f"their log-probabilities differ by {gap.mean:.3g} nats a token on average and {gap.largest:.3g} at "
+                f"most, and {self.bound:g} on average is allowed in {self.precision} (REGRAFT_MAX_LOGPROB_GAP). The "
+                "step was not taken. The sampler may compute this architecture differently, or may not have the "
+                "same weights."
             )

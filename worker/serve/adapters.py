@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from core.chat import Adapter
-from core.results.export import STAYS
+from core.results.export import is_trainers
 from core.storage import manifests
 from core.storage.manifests import MANIFEST, Damaged
 from core.storage.store import BlobCorrupt, BlobNotFound, BlobStore
@@ -93,7 +93,7 @@ class AdapterFolders:
             if hashlib.sha256(manifest).hexdigest() != adapter.manifest_sha256:
                 raise AdapterGone("it has been replaced by other weights")
             for file in manifests.parse(manifest).files:
-                if file.name not in STAYS if adapter.is_whole else file.name in NEEDED:
+                if not is_trainers(file.name) if adapter.is_whole else file.name in NEEDED:
                     manifests.download(self.blobs, adapter.prefix, file, scratch)
             try:
                 scratch.rename(target)

@@ -8,14 +8,16 @@ from importlib.metadata import version
 
 from core.registry import BaseModelEntry, Device, SamplerName, sampler_of
 from core.settings import Settings
+from worker.model.full import FullPolicy
 from worker.model.policy import Policy
 from worker.model.sizing import MAX_TOKENS_IN_FLIGHT, MemoryPlan, Shape
 from worker.record.recorder import Recorder
-from worker.rollout.samplers import Sampler, placement, vllm
+from worker.rollout.samplers import Sampler, placement, published, vllm
 from worker.rollout.samplers.fleet import AdapterStore, FleetSampler
 from worker.rollout.samplers.fleet_members import FleetConfig
 from worker.rollout.samplers.placement import NotPlaceable, Placement
 from worker.rollout.samplers.transformers import TransformersSampler
+from worker.rollout.samplers.vllm_full import FullVllmSampler
 
 
 class SamplerMissing(Exception):
@@ -29,20 +31,16 @@ def choose(
     installed: Callable[[], str | None] = vllm.installed,
     *,
     fleet: bool = False,
-    full: bool = False,
 ) -> tuple[SamplerName, str]:
     """Return the sampler's name and version. Automatic: vLLM on a GPU if it is installed, else transformers.
 
     Args:
         installed: returns the version of vLLM, or None.
         fleet: whether the model has one, which is used then.
-        full: whether all weights are trained. The sampler has the trainer's own then: others take adapters only.
 
     Raises:
         SamplerMissing: the configured sampler is not installed, or is another one than the fleet's.
     """
-    if full:
-        return "transformers", version("transformers")
     if fleet:
         if sampler_of(entry, settings.sampler, "cuda") == "transformers":
             raise SamplerMissing(
@@ -138,8 +136,11 @@ def build(
         return FleetSampler(
             policy, fleet, store, on_lost=partial(report_lost, recorder), on_left_out=on_left_out
         )
-    return vllm.VllmSampler(
-        policy,
+    build_sampler: Callable[..., Sampler] = partial(vllm.VllmSampler, policy)
+    if isinstance(policy, FullPolicy):
+        parent = published.parent_for(shape.weight_bytes, policy.device.type, plan.main_memory)
+        build_sampler = partial(FullVllmSampler, policy, published.PublishedWeights(policy, parent))
+    return build_sampler(
         placement=engines,
         context=longest,
         kv_cache_bytes=plan.cache_bytes,

@@ -26,6 +26,7 @@ from worker.rollout.samplers.wire import (
     Failed,
     FallAsleep,
     Finished,
+    LoadWeights,
     NotApplied,
     ReplaceAdapter,
     Request,
@@ -69,9 +70,7 @@ def engine_options(config: EngineConfig) -> dict[str, Any]:
         "dtype": config.dtype,
         "max_model_len": config.context,
         "max_num_seqs": 256,
-        "enable_lora": True,
-        "max_loras": 1,
-        "max_lora_rank": next(rank for rank in RANKS if rank >= config.rank),
+        **(_adapter_options(config) if config.rank else {}),
         # The exact size, because the trainer uses the same device. vLLM then uses the share only to check at start-up
         # that this much memory is free, so it is close to 0.
         "kv_cache_memory_bytes": config.kv_cache_bytes,
@@ -83,6 +82,14 @@ def engine_options(config: EngineConfig) -> dict[str, Any]:
         "structured_outputs_config": {"backend": "guidance"},
         "disable_log_stats": True,
         **(_cpu_options(config) if config.device == "cpu" else {"enable_sleep_mode": config.sleeps}),
+    }
+
+
+def _adapter_options(config: EngineConfig) -> dict[str, Any]:
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": next(rank for rank in RANKS if rank >= config.rank),
     }
 
 
@@ -141,7 +148,10 @@ def sampling_options(request: Request) -> dict[str, Any]:
 
 
 class SamplingEngine:
-    """vLLM's engine with one adapter slot. Every request uses it: on a CPU a row without an adapter gets it anyway."""
+    """vLLM's engine with one adapter slot, or none, and whole weights from files.
+
+    Every request uses the slot: on a CPU a row without an adapter gets it anyway.
+    """
 
     def __init__(self, config: EngineConfig) -> None:
         from vllm import EngineArgs, SamplingParams
@@ -155,7 +165,8 @@ class SamplingEngine:
         self._held_to = StructuredOutputsParams
         self._lora_request = LoRARequest
         self.vllm = LLMEngine.from_engine_args(EngineArgs(**engine_options(config), **worker_options(config)))
-        if config.device == "cpu":
+        self._has_adapter = config.rank > 0
+        if config.device == "cpu" and self._has_adapter:
             self.vllm.collective_rpc("use_one_adapter_linear")
         self.namespace = ""
         self._tokens: dict[str, int] = {}  # of each answer in flight so far, if it may continue
@@ -169,7 +180,9 @@ class SamplingEngine:
         if batch.adapter is not None:
             self._put(batch.adapter)
         # The path is never opened, since the id is registered; it is there for the prefix cache's key.
-        adapter_of_request = self._lora_request("policy", ADAPTER_ID, self.namespace)
+        adapter_of_request = None
+        if self._has_adapter:
+            adapter_of_request = self._lora_request("policy", ADAPTER_ID, self.namespace)
         for request in batch.requests:
             params = self._params(
                 **sampling_options(request),
@@ -179,6 +192,12 @@ class SamplingEngine:
             prompt = {"type": "token", "prompt_token_ids": list(request.prompt_ids)}
             self.vllm.add_request(request.id, prompt, params, lora_request=adapter_of_request)
             self._tokens[request.id] = 0
+
+    def load(self, weights: LoadWeights) -> None:
+        """Load other weights while there are no requests."""
+        self.vllm.collective_rpc("load_policy_weights", args=(weights.files,))
+        if not self.vllm.reset_prefix_cache():  # its keys are the tokens alone
+            raise RuntimeError("vLLM keeps the keys and values of the weights before these")
 
     def replace(self, adapter: AdapterBytes) -> None:
         """Have answers in flight continue with this adapter.
@@ -251,6 +270,9 @@ def serve(run: Connection, engine: SamplingEngine) -> None:
             run.send(engine.not_applied(message))
         elif isinstance(message, ReplaceAdapter):
             engine.replace(message.adapter)
+        elif isinstance(message, LoadWeights):
+            engine.load(message)
+            run.send(EngineReady())
         elif isinstance(message, Abort):
             engine.abort()
             run.send(EngineReady())

@@ -24,6 +24,7 @@ from worker.rollout.samplers.wire import (
     Failed,
     FallAsleep,
     Finished,
+    LoadWeights,
     NotApplied,
     ReplaceAdapter,
     Request,
@@ -34,7 +35,7 @@ from worker.rollout.samplers.wire import (
 )
 
 # Loading a large model from a slow disk and capturing its graphs takes minutes without any message.
-START_PATIENCE = 1800.0
+LOADING_PATIENCE = 1800.0
 
 
 class EngineLost(Exception):
@@ -52,11 +53,11 @@ class EngineProcess:
         """Start it without waiting for it. `replaces`: another one was lost in its place."""
         self.patience = patience
         self.replaces = replaces
-        self.version = 0  # of the adapter it has
+        self.version = 0  # of the adapter or the weights it has
         self.requests: dict[str, Request] = {}  # unfinished, by id
         self.is_ready = False
         self.is_asleep = False
-        self._has_started = False
+        self._is_loading = True
         self._heard = time.monotonic()
         ours, theirs = socket.socketpair()
         with theirs:
@@ -85,7 +86,7 @@ class EngineProcess:
 
     @property
     def _limit(self) -> float:
-        return self.patience if self._has_started else START_PATIENCE
+        return LOADING_PATIENCE if self._is_loading else self.patience
 
     def not_applied(self, tensors: tuple[str, ...]) -> tuple[str, ...]:
         """Those of these adapter tensors that vLLM would ignore. The engine is idle."""
@@ -101,6 +102,12 @@ class EngineProcess:
             self._heard = time.monotonic()
         self.requests |= {request.id: request for request in requests}
         self._send(SampleBatch(adapter, tuple(requests)))
+
+    def load(self, files: Sequence[str]) -> None:
+        """Have the idle engine load the model's weights from these files; it is ready again after its reply."""
+        self.is_ready, self._is_loading = False, True
+        self._heard = time.monotonic()
+        self._send(LoadWeights(tuple(files)))
 
     def replace(self, adapter: AdapterBytes) -> None:
         """Have its answers continue with this adapter."""
@@ -122,11 +129,11 @@ class EngineProcess:
     def wait_until_asleep(self) -> None:
         """Wait for it, also if it has not started yet: an engine that loads its weights later would take memory."""
         while not isinstance(message := self._message(), Asleep):
-            self._has_started |= isinstance(message, EngineReady)
+            self._is_loading &= not isinstance(message, EngineReady)
         self.is_ready, self.is_asleep = False, True
 
     def wake_up(self) -> None:
-        """It is ready again after its reply. It gets the adapter anew, whatever vLLM keeps of it."""
+        """It is ready again after its reply. It gets the adapter or the weights anew, whatever vLLM keeps of them."""
         self.is_asleep, self.version = False, 0
         self._heard = time.monotonic()
         self._send(WakeUp())
@@ -135,7 +142,7 @@ class EngineProcess:
         """Take the next message: the answers that ended in a step, or that the engine is ready."""
         message = self._message()
         if isinstance(message, EngineReady):
-            self.is_ready = self._has_started = True
+            self.is_ready, self._is_loading = True, False
             return ()
         assert isinstance(message, Stepped)
         if not self.is_ready:

@@ -4,9 +4,10 @@ The calls into what vLLM does not promise to keep are here and in engine.py; tes
 them, so that a new version fails there first.
 """
 
+import logging
 import multiprocessing
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from worker import process
@@ -25,10 +26,13 @@ if SAMPLER in os.environ:
 
 
 class SamplingWorker:
-    """Mixed into vLLM's worker class. With tensor parallelism each worker takes its part of the same adapter."""
+    """Mixed into vLLM's worker class. With tensor parallelism each takes its part of the same adapter or weights."""
 
     def put_policy_adapter(self, adapter: AdapterBytes) -> None:
         put_adapter(self, adapter)
+
+    def load_policy_weights(self, files: tuple[str, ...]) -> None:
+        load_weights(self, files)
 
     def policy_tensors_without_layer(self, tensors: tuple[str, ...]) -> list[str]:
         return tensors_without_layer(self, tensors)
@@ -96,6 +100,28 @@ def put_adapter(worker: Any, adapter: AdapterBytes) -> None:
     manager.add_adapter(model)
     manager.activate_adapter(ADAPTER_ID)
     manager.pin_adapter(ADAPTER_ID)
+
+
+def load_weights(worker: Any, files: Iterable[str]) -> None:
+    """Replace the model's weights by those of safetensors files, in place. Runs in vLLM's worker."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    # It warns of every module whose weights are not in the files, such as rotary embeddings, which have buffers only.
+    logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
+    worker.reload_weights(weights_iterator=tensors_of(files))
+    for module in worker.model_runner.model.modules():
+        # On a CPU a head has a packed copy of its weights. vLLM does not renew it if these are the embeddings'.
+        if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
+            module.quant_method.process_weights_after_loading(module)
+
+
+def tensors_of(files: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    from safetensors import safe_open
+
+    for file in files:
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.offset_keys():
+                yield name, tensors.get_tensor(name)
 
 
 def one_adapter_linear(

@@ -53,6 +53,11 @@ def dtype_of(policy: Policy) -> str:
     return str(policy.model.dtype).removeprefix("torch.")
 
 
+def rank_of(policy: Policy) -> int:
+    """The rank of its adapter; 0 if all weights are trained."""
+    return policy.model.peft_config["default"].r if policy.has_base else 0
+
+
 def leave_out(policy: Policy, tensors: Sequence[str], on_left_out: Callable[[Sequence[str]], None]) -> None:
     """Do not train the layers of these adapter tensors, and report them unless the policy knows."""
     modules = sorted({name.rpartition(".lora_")[0] for name in tensors})

@@ -36,9 +36,16 @@ from worker.rollout.samplers.engine_process import (
     next_to_receive,
 )
 from worker.rollout.samplers.placement import ONE_ENGINE, Placement
-from worker.rollout.samplers.requests import adapter_of, dtype_of, group_of, leave_out, same
+from worker.rollout.samplers.requests import (
+    adapter_of,
+    dtype_of,
+    group_of,
+    leave_out,
+    rank_of,
+    same,
+)
 from worker.rollout.samplers.steering import rollout_of
-from worker.rollout.samplers.wire import EngineConfig, Finished, Request
+from worker.rollout.samplers.wire import AdapterBytes, EngineConfig, Finished, Request
 from worker.types import Prompt
 
 
@@ -90,7 +97,7 @@ class VllmSampler:
             dtype=dtype_of(policy),
             device=policy.device.type,
             context=policy.context if context is None else context,
-            rank=policy.model.peft_config["default"].r,
+            rank=rank_of(policy),
             kv_cache_bytes=kv_cache_bytes,
             threads=threads,
             tensor_parallel=placement.tensor_parallel,
@@ -119,9 +126,8 @@ class VllmSampler:
             EngineLost: one was lost more than `max_restarts` times.
             SamplerUnusable: before its first answer an engine failed with an error that a restart would repeat.
         """
-        # Read here and not in the iterator: the trainer may be changing the adapter by its first `next`.
         self._newer.clear()
-        return self._answers(self.policy.adapter(), prompts_P, sampling)
+        return self._answers(self._current(), prompts_P, sampling)
 
     def update_in_flight(self) -> None:
         """Have the answers in flight continue with the policy as it is at this call. May come from another thread.
@@ -131,9 +137,9 @@ class VllmSampler:
         self._newer.append(self.policy.adapter())
 
     def _answers(
-        self, adapter: Mapping[str, Tensor], prompts_P: Sequence[Prompt], sampling: Sampling
+        self, publish: Callable[[], None], prompts_P: Sequence[Prompt], sampling: Sampling
     ) -> Iterator[Answer]:
-        self._publish(adapter)
+        publish()
         groups = [group_of(self.policy, *placed, sampling) for placed in enumerate(prompts_P)]
         # The largest first, so that the loads end up even.
         work = UnfinishedSample(sorted(groups, key=dealing.tokens, reverse=True))
@@ -183,6 +189,11 @@ class VllmSampler:
         """The prefix cache's key of the adapter published as number `published`."""
         return f"mem://policy/v{published}"
 
+    def _current(self) -> Callable[[], None]:
+        """What publishes the policy as it is at this call."""
+        # Read here and not by the first `next` of the answers: the trainer may be changing the adapter by then.
+        return partial(self._publish, self.policy.adapter())
+
     def _publish(self, adapter: Mapping[str, Tensor]) -> None:
         if not same(self._tensors, adapter):
             self._tensors = adapter
@@ -204,7 +215,7 @@ class VllmSampler:
 
     def _deal(self, work: "UnfinishedSample") -> None:
         """Give groups that wait to engines, with the current adapter for those that have another one."""
-        self._learn_left_out(work)
+        self._prepare(work)
         ready = [number for number, engine in self.engines.items() if engine.is_ready]
         if not work.waiting or not ready:
             return
@@ -222,7 +233,7 @@ class VllmSampler:
                 with self._losses_of(number, work):
                     self._run(self.engines[number], requests)
 
-    def _learn_left_out(self, work: "UnfinishedSample") -> None:
+    def _prepare(self, work: "UnfinishedSample") -> None:
         """Ask the first engine that is ready which tensors it would ignore. They are the same in all engines."""
         ready = [number for number, engine in self.engines.items() if engine.is_ready]
         if ready and not self._knows_left_out:
@@ -232,11 +243,13 @@ class VllmSampler:
                 self._knows_left_out = True
 
     def _run(self, engine: EngineProcess, requests: Sequence[Request]) -> None:
-        adapter = None
-        if engine.version != self._published:
-            adapter = adapter_of(self.policy, self._tensors, self.namespace(self._published))
-        engine.run(requests, adapter)
+        engine.run(requests, self._adapter_for(engine))
         engine.version = self._published
+
+    def _adapter_for(self, engine: EngineProcess) -> AdapterBytes | None:
+        if engine.version == self._published:
+            return None
+        return adapter_of(self.policy, self._tensors, self.namespace(self._published))
 
     @contextmanager
     def _losses_of(self, number: int, work: "UnfinishedSample") -> Iterator[None]:

@@ -11,7 +11,7 @@ class EngineConfig:
     dtype: str
     device: str  # cpu | cuda
     context: int
-    rank: int
+    rank: int  # of the adapter; 0: there is none, and weights come from files
     kv_cache_bytes: int  # of each process
     threads: int  # of torch, on a CPU; 0 leaves torch's own choice
     tensor_parallel: int = 1  # processes that share each layer
@@ -54,7 +54,7 @@ class Request:
 
 @dataclass(frozen=True)
 class SampleBatch:
-    """Answers to sample, all from this adapter; None: from the current one."""
+    """Answers to sample, all from this adapter; None: from the current adapter or weights."""
 
     adapter: AdapterBytes | None
     requests: tuple[Request, ...]
@@ -65,6 +65,13 @@ class ReplaceAdapter:
     """Answers in flight continue with this adapter: what they have so far is computed anew with it."""
 
     adapter: AdapterBytes
+
+
+@dataclass(frozen=True)
+class LoadWeights:
+    """Replace the weights of the model by those of safetensors files; the engine replies EngineReady."""
+
+    files: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -103,7 +110,7 @@ class WakeUp:
 
 @dataclass(frozen=True)
 class EngineReady:
-    """The engine is idle, after its start, after aborting its requests or after its sleep."""
+    """The engine is idle, after its start, new weights, aborting its requests or its sleep."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,260 @@
+"""The weights that a job trains, with their optimizer and the reference of the loss: updates and checkpoints.
+
+An adapter is small: one process has all of it, and its optimizer's state is in `trainer.pt`. All weights of a model are
+large: their master weights, moments and reference are in separate files, written and read one after the other. With a
+sharded model each rank trains its part, and the others do whatever rank 0 does.
+"""
+
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from worker.learn.optimizer import AdapterOptimizer
+from worker.learn.reference import WithReference
+from worker.learn.world import World
+from worker.model import tensor_files
+from worker.model.full import FullPolicy
+from worker.model.policy import Policy
+from worker.model.sharded_full import ShardedFullPolicy
+from worker.model.tensor_files import TensorFiles
+from worker.refusals import InvalidModel
+
+# Files of a checkpoint, beside those of the model and its master weights.
+MOMENTS, REFERENCE = "moments", "reference"
+_MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW
+
+
+class TrainedState(Protocol):
+    optimizer: AdapterOptimizer  # of this process
+
+    def step(self, divisor: float, steps_taken: int) -> float | None:
+        """As AdapterOptimizer.step."""
+        ...
+
+    def clear(self) -> None:
+        """Drop the gradient."""
+        ...
+
+    def keep_reference(self) -> None:
+        """Compare with the current policy from now on, in place of the model that was loaded."""
+        ...
+
+    def save(self, folder: Path | None) -> dict[str, Any]:
+        """Write the weights, and return what `load` needs of `trainer.pt`."""
+        ...
+
+    def load(self, folder: Path, state: dict[str, Any]) -> None:
+        """Read what `save` has written and returned. Raises InvalidModel: it is damaged, or of another model."""
+        ...
+
+
+class Summed(Protocol):
+    """A gradient of which every rank computes a share."""
+
+    @property
+    def policy(self) -> Policy: ...
+    @property
+    def trainable(self) -> Sequence[Parameter]:
+        """The weights that rank 0 updates."""
+        ...
+
+
+class _Own:
+    """What this process trains."""
+
+    def __init__(self, own: WithReference, optimizer: AdapterOptimizer) -> None:
+        self.own = own
+        self.optimizer = optimizer
+
+    def step(self, divisor: float, steps_taken: int) -> float | None:
+        return self.optimizer.step(divisor, steps_taken)
+
+    def clear(self) -> None:
+        self.optimizer.clear()
+
+    def keep_reference(self) -> None:
+        self.own.change_reference(None)  # so that the last one is not in memory beside the new one
+        self.own.change_reference(self.own.policy.snapshot())
+
+
+class TrainedAdapter(_Own):
+    """Implements TrainedState."""
+
+    def save(self, folder: Path | None) -> dict[str, Any]:
+        assert folder is not None, "rank 0 has the whole adapter"
+        self.own.policy.save(folder)
+        return {"optimizer": self.optimizer.state_dict(), "reference": self.own.changed_reference}
+
+    def load(self, folder: Path, state: dict[str, Any]) -> None:
+        self.own.policy.load(folder)
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.own.change_reference(state["reference"])
+
+
+class TrainedModel(_Own):
+    """Implements TrainedState for all weights of a model, or the part of them that this process has.
+
+    If it has a part, `save` and `load` are for all ranks together; only one of them writes.
+    """
+
+    def __init__(self, policy: FullPolicy, own: WithReference, optimizer: AdapterOptimizer) -> None:
+        super().__init__(own, optimizer)
+        self.policy = policy
+
+    def save(self, folder: Path | None) -> dict[str, Any]:
+        policy = self.policy
+        policy.save(folder)
+        tensor_files.write(folder, MOMENTS, self._moments())
+        reference = self.own.changed_reference
+        if reference is not None:
+            whole = (policy.whole(number, one) for number, one in enumerate(reference))
+            tensor_files.write(folder, REFERENCE, zip(policy.names, whole, strict=True))
+        steps = {float(state["step"]) for state in self.optimizer.adamw.state.values()}
+        assert len(steps) <= 1, "the optimizer moves all weights in each step"
+        return {"adamw_steps": steps.pop() if steps else None, "has_reference": reference is not None}
+
+    def _moments(self) -> Iterator[tuple[str, Tensor]]:
+        """Of the weights that have had a gradient."""
+        for number, weight in enumerate(self.policy.trainable):
+            if state := self.optimizer.adamw.state.get(weight):
+                for moment in _MOMENTS:
+                    yield f"{moment}.{self.policy.names[number]}", self.policy.whole(number, state[moment])
+
+    def load(self, folder: Path, state: dict[str, Any]) -> None:
+        policy, adamw = self.policy, self.optimizer.adamw
+        policy.load(folder)
+        adamw.state.clear()
+        with TensorFiles(folder, MOMENTS) as files:
+            saved = files.names()
+            for number, (name, weight) in enumerate(zip(policy.names, policy.trainable, strict=True)):
+                if f"{_MOMENTS[0]}.{name}" in saved:
+                    moments = {one: torch.zeros_like(weight, requires_grad=False) for one in _MOMENTS}
+                    for moment, tensor in moments.items():
+                        policy.fill(number, tensor, f"{moment}.{name}", files)
+                    steps = torch.tensor(state["adamw_steps"], dtype=torch.float32, device=weight.device)
+                    adamw.state[weight] = {"step": steps, **moments}
+        self.own.change_reference(None)
+        if state["has_reference"]:
+            reference = policy.snapshot()
+            with TensorFiles(folder, REFERENCE) as files:
+                for number, (name, tensor) in enumerate(zip(policy.names, reference, strict=True)):
+                    policy.fill(number, tensor, name, files)
+            self.own.change_reference(reference)
+
+
+@dataclass(frozen=True)
+class OnParts:
+    """The order to the other ranks to do with their parts what rank 0 does with its own."""
+
+    operation: Literal["step", "clear", "keep_reference", "save", "load", "write_weights"]
+    arguments: tuple[Any, ...] = ()
+
+
+class LedParts(TrainedModel):
+    """Implements TrainedState over all ranks, each of which has a part; this process is rank 0."""
+
+    def __init__(
+        self, policy: ShardedFullPolicy, own: WithReference, optimizer: AdapterOptimizer, world: World
+    ) -> None:
+        super().__init__(policy, own, optimizer)
+        self.world = world
+        policy.with_others = partial(self._together, OnParts("write_weights"))
+
+    @contextmanager
+    def _together(self, order: OnParts) -> Iterator[None]:
+        with self.world.giving():
+            self.world.give([order] * self.world.size)
+            yield
+
+    def step(self, divisor: float, steps_taken: int) -> float | None:
+        with self._together(OnParts("step", (divisor, steps_taken))):
+            return super().step(divisor, steps_taken)
+
+    def clear(self) -> None:
+        with self._together(OnParts("clear")):
+            super().clear()
+
+    def keep_reference(self) -> None:
+        with self._together(OnParts("keep_reference")):
+            super().keep_reference()
+
+    def save(self, folder: Path | None) -> dict[str, Any]:
+        with self._together(OnParts("save")):
+            return super().save(folder)
+
+    def load(self, folder: Path, state: dict[str, Any]) -> None:
+        with self._together(OnParts("load", (folder, state))):
+            load_together(super().load, self.world, folder, state)
+
+
+def load_together(
+    load: Callable[[Path, Any], None], world: World, folder: Path, state: dict[str, Any]
+) -> None:
+    """Load, wait for the others, and on rank 0 raise what any of them has raised.
+
+    Raises:
+        InvalidModel: by any rank.
+    """
+    problem = ""
+    try:
+        load(folder, state)
+    except InvalidModel as cause:
+        problem = str(cause)
+    problems = [one for one in world.gather(problem) if one]
+    if problems:
+        raise InvalidModel(problems[0])
+
+
+def carry_out_on_part(order: OnParts, trained: TrainedModel, world: World) -> None:
+    """On a rank above 0."""
+    match order.operation:
+        case "step":
+            trained.step(*order.arguments)
+        case "clear":
+            trained.clear()
+        case "keep_reference":
+            trained.keep_reference()
+        case "save":
+            trained.save(None)
+        case "load":
+            load_together(trained.load, world, *order.arguments)
+        case "write_weights":
+            trained.policy.write_weights(None)
+
+
+def sum_gradients(own: Summed, world: World) -> None:
+    """Leave the sums over all ranks where they are needed: on rank 0, or each part on the rank that trains it."""
+    policy = own.policy
+    if isinstance(policy, ShardedFullPolicy):
+        policy.collect_gradients()
+        world.sum_gradients(policy.replicated, on_all=True)
+    world.sum_gradients(own.trainable)
+
+
+def trained_of(own: WithReference, optimizer: AdapterOptimizer, world: World | None = None) -> TrainedState:
+    """Return the trained weights of a run, of which this process is rank 0."""
+    policy = own.policy
+    if isinstance(policy, ShardedFullPolicy):
+        assert world is not None, "the weights are sharded over ranks"
+        return LedParts(policy, own, optimizer, world)
+    return (
+        TrainedModel(policy, own, optimizer)
+        if isinstance(policy, FullPolicy)
+        else TrainedAdapter(own, optimizer)
+    )
+
+
+def read_state(file: Path) -> Any:
+    """Read `trainer.pt` of a checkpoint, or a file like it. Raises InvalidModel: it is damaged."""
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, EOFError, RuntimeError) as cause:
+        raise InvalidModel(f"The optimizer's state in the checkpoint cannot be read: {cause}") from cause
