@@ -234,8 +234,8 @@ def assemble(
     trainer: Trainer
     if verdict is None:
         assert isinstance(sampler, FleetSampler), "others need the loaded policy"
-        trainer = loading = LoadingTrainer(partial(load_trainer, sampler))
-        sampler = SamplerMeanwhile(sampler, loading)
+        trainer = unloaded = LoadingTrainer(partial(load_trainer, sampler))
+        sampler = SamplerMeanwhile(sampler, unloaded)
     else:
         peft_trainer = trainer_of(policy)
         if parent is not None and start_from(parent, policy, checkpoints):
