@@ -71,9 +71,11 @@ def measure(server: Server) -> dict[str, float]:
     return {"create_to_first_sample_seconds": statistics.median(totals), **phases}
 
 
-def when(database: Database, reached: Callable[[Session, str], bool], job_id: str) -> float:
+def when(
+    database: Database, reached: Callable[[Session, str], bool], job_id: str, seconds: float = 60.0
+) -> float:
     """The moment at which it is, to a few milliseconds."""
-    for _ in range(int(60 / LOOK_EVERY)):
+    for _ in range(int(seconds / LOOK_EVERY)):
         with database.read() as session:
             if reached(session, job_id):
                 return time.perf_counter()

@@ -216,7 +216,8 @@ class Settings(BaseSettings):
     sampling_gpus: int = Field(default=0, ge=0)
     # Rollout fleets by base model, as JSON: {"qwen3-4b": ["http://sampler-qwen3-4b:8300"]}. Jobs on these models are
     # sampled there, by the processes of `regraft-server sampler` behind all addresses that the names resolve to, with
-    # the key that both sides share (docs/howto/rollout-fleet.md). Set the same value for the API and all workers.
+    # the key that both sides share, and the inference server answers with them (docs/howto/rollout-fleet.md). Set the
+    # same value for the API, all workers and the inference server.
     samplers: dict[str, Annotated[Addresses, Field(min_length=1)]] = Field(default_factory=dict)
     samplers_key: str = Field(default="", repr=False)
     # A step is skipped and its job fails if the mean difference between the log-probabilities of sampler and trainer

@@ -36,6 +36,7 @@ from worker.heartbeat import Beat, WatchedSampler, WatchedTrainer
 from worker.instruments import ObservedSampler
 from worker.learn.distributed import LoadModel, load_checked, loading
 from worker.learn.gradient import keep_memory
+from worker.learn.loading import LoadingTrainer, SamplerMeanwhile
 from worker.learn.rank_model import Model
 from worker.learn.step_hooks import HookedTrainer
 from worker.learn.teacher import PolicyTeacher
@@ -52,6 +53,7 @@ from worker.model.sizing import MemoryPlan, Shape, Workload
 from worker.model.spelling import Speller
 from worker.model.support import ForwardVerdict
 from worker.model.teachers import TeacherModel
+from worker.model.unloaded import unloaded_policy
 from worker.offline.templates import template_of
 from worker.progress import PROGRESS
 from worker.record.checkpoints import Checkpoints
@@ -65,7 +67,7 @@ from worker.rollout.rewards import Rewards, Scoring
 from worker.rollout.rows import Rows, read_rows
 from worker.rollout.sampler_gate import SamplerGate
 from worker.rollout.samplers import Sampler, choice
-from worker.rollout.samplers.fleet import BlobAdapters
+from worker.rollout.samplers.fleet import BlobAdapters, FleetSampler
 from worker.rollout.samplers.fleet_members import FleetConfig
 from worker.rollout.samplers.placement import NO_ENGINE, ONE_ENGINE, NotPlaceable, Placement
 from worker.rollout.samplers.steering import Bounds, UnsupportedTags, grammar_of
@@ -161,8 +163,14 @@ def assemble(
     )
     beat()
     parent, checkpoints = Parent.of(job), Checkpoints(attempt, scratch)
-    with whole_weights(parent, checkpoints, task.settings) as weights:
-        policy, verdict = load_policy(attempt, base, task, plan, settings, beat, world, weights)
+    fleet = fleet_of(job.model, base, task, settings)
+    policy: Policy
+    if samples_while_loading(attempt, fleet, parent, checkpoints, teacher, has_judges=bool(judges)):
+        policy = unloaded_policy(job.model, base.entry, base.source, task.settings)
+        verdict = None
+    else:
+        with whole_weights(parent, checkpoints, task.settings) as weights:
+            policy, verdict = load_policy(attempt, base, task, plan, settings, beat, world, weights)
 
     sampler_name = f"{base.sampler} {base.sampler_version}"
     quota = Quota(
@@ -172,7 +180,8 @@ def assemble(
     first = job.resolved is None
     recorder.resolved(task.settings, sampler_name)
     if first:
-        recorder.inform(verdict.described(policy.trained), verdict.as_data(policy.trained))
+        if verdict is not None:
+            report_verdict(recorder, verdict, policy)
         if base.precision:
             recorder.inform(base.precision, {})
     if policy.reasoning is None and (effort := effort_of(job)) != "default":
@@ -181,7 +190,6 @@ def assemble(
         )
     if base.device == "cuda" or plan.checkpointed:
         recorder.inform(plan.described(base.shape, task.workload), {})
-    fleet = fleet_of(job.model, base, task, settings)
     if fleet is not None:
         names = ", ".join(fleet.addresses)
         recorder.inform(f"Answers are sampled by the fleet at {names}.", {"addresses": fleet.addresses})
@@ -200,22 +208,41 @@ def assemble(
         fleet=fleet,
         continues=task.settings.continue_in_flight,
         store_coverage=partial(
-            verdicts.store_coverage, policy, base.entry, settings.model_cache, task.settings.lora_targets
+            verdicts.store_coverage,
+            entry=base.entry,
+            model_cache=settings.model_cache,
+            targets=task.settings.lora_targets,
         ),
     )
-    peft_trainer = PeftTrainer(
-        policy,
-        task.settings,
-        **_computing(task, plan),
-        world=world,
-        gate=SamplerGate.of(settings.max_logprob_gap, sampler=sampler_name, precision=base.entry.dtype),
-        keeps_tokens=settings.rollout_tokens_per_step > 0,
-    )
-    if parent is not None and start_from(parent, policy, checkpoints):
-        peft_trainer.start_from_policy()
-    trainer = coordinated(
-        peft_trainer, sampler, sleeps=plan.sleeps, continues=task.settings.continue_in_flight
-    )
+
+    def trainer_of(policy: Policy) -> PeftTrainer:
+        return PeftTrainer(
+            policy,
+            task.settings,
+            **_computing(task, plan),
+            world=world,
+            gate=SamplerGate.of(settings.max_logprob_gap, sampler=sampler_name, precision=base.entry.dtype),
+            keeps_tokens=settings.rollout_tokens_per_step > 0,
+        )
+
+    def load_trainer(sampler: FleetSampler) -> Trainer:
+        loaded, verdict = load_policy(attempt, base, task, plan, settings, beat, world)
+        report_verdict(recorder, verdict, loaded)
+        sampler.use(loaded)
+        return trainer_of(loaded)
+
+    trainer: Trainer
+    if verdict is None:
+        assert isinstance(sampler, FleetSampler), "others need the loaded policy"
+        trainer = unloaded = LoadingTrainer(partial(load_trainer, sampler))
+        sampler = SamplerMeanwhile(sampler, unloaded)
+    else:
+        peft_trainer = trainer_of(policy)
+        if parent is not None and start_from(parent, policy, checkpoints):
+            peft_trainer.start_from_policy()
+        trainer = coordinated(
+            peft_trainer, sampler, sleeps=plan.sleeps, continues=task.settings.continue_in_flight
+        )
     rewards: Scoring
     if teacher is not None:
         rewards = taught_by(teacher, policy, task, plan, checkpoints, settings, beat)
@@ -245,6 +272,28 @@ def assemble(
         thresholds=settings.warnings,
         ratio=ratio_of(base.engines, world),
     )
+
+
+def samples_while_loading(
+    attempt: Attempt,
+    fleet: FleetConfig | None,
+    parent: Parent | None,
+    checkpoints: Checkpoints,
+    teacher: TeacherModel | None,
+    *,
+    has_judges: bool,
+) -> bool:
+    """Whether the job's first answers are sampled and scored without the loaded policy: by the base model, in a fleet.
+
+    A job that starts from an adapter or resumes has other first answers. One that shares its base does not load it.
+    """
+    starts_fresh = parent is None and checkpoints.is_empty
+    alone = attempt.shared is None and not scores_here(teacher, has_judges=has_judges)
+    return fleet is not None and starts_fresh and alone
+
+
+def report_verdict(recorder: Recorder, verdict: ForwardVerdict, policy: Policy) -> None:
+    recorder.inform(verdict.described(policy.trained), verdict.as_data(policy.trained))
 
 
 def coordinated(trainer: Trainer, sampler: Sampler, *, sleeps: bool, continues: bool) -> Trainer:
@@ -596,8 +645,12 @@ def refuse_absent_targets(base: BaseModel, targets: LoraTargets, path: str) -> N
 
 def takes_turns(settings: Resolved, teacher: TeacherModel | None, *, has_judges: bool) -> bool:
     """Whether nothing is sampled while the trainer's GPU computes: neither an update nor the scores of answers."""
-    scores_here = has_judges or (teacher is not None and teacher.server is None)
-    return not (settings.overlap or settings.off_policy_steps or scores_here)
+    return not (settings.overlap or settings.off_policy_steps or scores_here(teacher, has_judges=has_judges))
+
+
+def scores_here(teacher: TeacherModel | None, *, has_judges: bool) -> bool:
+    """Whether the worker's own models score answers."""
+    return has_judges or (teacher is not None and teacher.server is None)
 
 
 def is_off_policy(job: Job) -> bool:

@@ -89,6 +89,12 @@ def failing_once() -> Iterator[None]:
         raise UserMistake(refusal.code, str(refusal), refusal.param) from refusal
 
 
+def first_error(several: BaseExceptionGroup) -> BaseException:
+    """The first error of a group of tasks; it has ended the others."""
+    error = several.exceptions[0]
+    return first_error(error) if isinstance(error, BaseExceptionGroup) else error
+
+
 def first_line(cause: BaseException) -> str:
     """An exception for a message: its type and its first line, shortened."""
     lines = str(cause).strip().splitlines()

@@ -117,8 +117,14 @@ def serving(answer: Callable[[str, Any], tuple[int, str]]) -> Iterator[str]:
     """A server in threads of its own, for callers with event loops of theirs. `answer` gets path and JSON body."""
 
     class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._answer(None)
+
         def do_POST(self) -> None:
-            status, body = answer(self.path, json.loads(self.rfile.read(int(self.headers["content-length"]))))
+            self._answer(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+
+        def _answer(self, sent: Any) -> None:
+            status, body = answer(self.path, sent)
             self.send_response(status)
             self.send_header("content-length", str(len(body)))
             self.end_headers()

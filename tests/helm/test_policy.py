@@ -184,15 +184,16 @@ def test_in_production_they_reach_the_servers_that_the_operator_named_and_what_t
     ]
 
 
-def test_only_workers_reach_a_sampler_and_it_reaches_the_store() -> None:
+def test_only_workers_and_inference_reach_a_sampler_and_it_reaches_the_store() -> None:
     manifests = render(VARIATIONS["fleets"])
     policy = allowed(manifests, "sampler-small")
 
     [port] = [rule for rule in policy["ingress"] if rule["ports"][0]["port"] == 8300]
-    [peer] = port["from"]
-    assert peer["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "worker"
+    peers = [peer["podSelector"]["matchLabels"]["app.kubernetes.io/component"] for peer in port["from"]]
+    assert peers == ["worker", "inference"]
     assert reached(policy) == [("dns", 53), ("10.0.5.0/24", 443)]
-    assert {("sampler-small", 8300), ("sampler-large", 8300)} <= set(reached(allowed(manifests, "worker")))
+    for client in peers:
+        assert {("sampler-small", 8300), ("sampler-large", 8300)} <= set(reached(allowed(manifests, client)))
     assert not any(port == 8300 for _, port in reached(allowed(manifests, "api")))
 
 

@@ -169,12 +169,14 @@ def test_new_jobs_go_to_the_first_pool() -> None:
     assert classes == {"a100": "a100", "h100": "h100", "h200": "h200", "keeper": "keeper"}
 
 
-def test_jobs_find_the_samplers_of_their_base_model() -> None:
+def test_jobs_and_requests_find_the_samplers_of_their_base_model() -> None:
     manifests = render(VARIATIONS["fleets"])
     fleets = {model: [f"http://regraft-sampler-{name}:8300"] for name, model in FLEETS.items()}
 
-    for pod in pods(manifests, "worker") + pods(manifests, "api"):
-        assert json.loads(environment(pod)["REGRAFT_SAMPLERS"]) == fleets
+    for component in ("worker", "api", "inference"):
+        for pod in pods(manifests, component):
+            assert json.loads(environment(pod)["REGRAFT_SAMPLERS"]) == fleets
+            assert "REGRAFT_SAMPLERS_KEY" in environment(pod)
     for name, model in FLEETS.items():
         [pod] = pods(manifests, f"sampler-{name}")
         [service] = [

@@ -202,6 +202,8 @@ class TestServing:
             "large at 8192 tokens needs 35.6 GiB: weights 27.5, adapters 3.8, KV cache 1.3"
         )
         assert said.endswith("this GPU has 24.0 GiB.")
+        fleet = builder(samplers={"large": ("http://sampler:8300",)}, samplers_key="secret")
+        assert list(fleet.problems(registry)) == [], "its fleet has it"
 
     @pytest.mark.slow
     def test_on_a_cpu_the_cache_is_bounded(self, folder: Path, builder: Callable[..., VllmBuilder]) -> None:

@@ -11,6 +11,7 @@ import time
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,8 @@ from starlette.testclient import TestClient
 
 from core.chat import Adapter
 from core.database.tables import Job
-from core.registry import BaseModelEntry
+from core.jobs.hyperparameters import Hyperparameters, resolve
+from core.registry import BaseModelEntry, Registry
 from core.response_format import held_to
 from core.settings import Settings
 from core.storage.manifests import MANIFEST
@@ -36,15 +38,22 @@ from tests.fakes import EverySecond
 from tests.worker.conftest import GRADER, Bench
 from tests.worker.test_steering import LETTER, load_thinking
 from tests.worker.test_vllm_engines import has_ended
-from tests.worker.test_vllm_server import descendants
+from tests.worker.test_vllm_server import descendants, publish, said
+from tests.worker.test_vllm_server import expected as expected_of
 from worker.assemble import assemble
 from worker.model.policy import Policy, load_base
+from worker.model.unloaded import unloaded_policy
 from worker.refusals import SamplerUnusable, UserMistake
 from worker.rollout.samplers import Answer, Sampling, grouped
 from worker.rollout.samplers.fleet import BlobAdapters, FleetSampler, adapter_named, name_of
 from worker.rollout.samplers.fleet_members import FleetConfig, MemberLost, NoMember, finished_of, parameters
 from worker.rollout.samplers.vllm import VllmSampler, installed
 from worker.rollout.samplers.wire import AdapterBytes, Request
+from worker.serve.adapters import AdapterFolders
+from worker.serve.engines import Engines
+from worker.serve.fleet_model import FleetBuilder
+from worker.serve.passed import CHAT
+from worker.serve.server import create_app
 from worker.serve.vllm_app import RequiresKey
 from worker.types import Prompt, Rollout
 
@@ -70,7 +79,11 @@ class Process:
 @dataclass
 class RunningFleet:
     processes: list[Process]
-    blobs: FolderBlobs
+    folder: Path
+
+    @property
+    def blobs(self) -> FolderBlobs:
+        return FolderBlobs(self.folder / "blobs")
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -99,7 +112,7 @@ def fleet(policy: Policy, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     processes = [start(folder, number) for number in range(2)]
     for process in processes:
         wait_until_ready(process)
-    yield RunningFleet(processes, FolderBlobs(folder / "blobs"))
+    yield RunningFleet(processes, folder)
     for process in processes:
         process.child.terminate()
     for process in processes:
@@ -181,24 +194,61 @@ async def answers_of(sampler: FleetSampler, how: Sampling) -> list[Answer]:
     return [answer async for answer in sampler.sample(prompts(sampler.policy), how)]
 
 
+def settings_of(fleet: RunningFleet, policy: Policy, folder: Path) -> Settings:
+    (folder / "models.toml").write_text(registry(policy))
+    return Settings(
+        models_file=folder / "models.toml",
+        data_dir=folder,
+        samplers={"tiny": fleet.addresses},
+        samplers_key=KEY,
+    )
+
+
+@contextmanager
+def inference(settings: Settings, fleet: RunningFleet) -> Iterator[TestClient]:
+    """An inference server that can start no engine of its own."""
+    caches = [AdapterFolders(fleet.blobs, settings.data_dir / name) for name in ("adapters", "tuned-models")]
+    engines = Engines(
+        settings, Registry.load(settings.models_file), {"fleet": FleetBuilder(settings)}, *caches
+    )
+    with TestClient(create_app(engines, "key"), headers={"authorization": "Bearer key"}) as client:
+        yield client
+
+
+def chat(text: str, *, adapter: Any, **changes: Any) -> dict[str, Any]:
+    asked = {"model": "ft", "messages": [{"role": "user", "content": text}], "temperature": 0}
+    asked |= {"max_tokens": 10, "logprobs": True, "top_logprobs": 2}
+    return asked | {"regraft": {"base_model": "tiny", "adapter": adapter}} | changes
+
+
+def values(said: list[Any]) -> list[float]:
+    return [value for _, value in said]
+
+
+def logprobs_of(choice: dict[str, Any]) -> list[dict[str, Any]]:
+    return (choice.get("logprobs") or {}).get("content") or []
+
+
 def as_groups(answers: list[Answer], how: Sampling) -> Groups:
     return grouped(answers, len({answer.prompt for answer in answers}), how.group_size)
 
 
-def own_engines_answers(policy: Policy, *hows: Sampling) -> list[Groups]:
+@pytest.fixture(scope="module")
+def expected(policy: Policy) -> dict[str, Groups]:
+    """The answers of a job's own engine."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)  # or each engine would compile vLLM again
         sampler = VllmSampler(policy, kv_cache_bytes=1 << 25, threads=1)
+
+    def answers(how: Sampling) -> Groups:
+        return as_groups([*sampler.answers(prompts(policy), how)], how)
+
     try:
-        return [as_groups([*sampler.answers(prompts(policy), how)], how) for how in hows]
+        found = {name: answers(how) for name, how in (("free", HOW), ("held", HELD), ("long", LONG))}
+        with policy.with_adapter({name: torch.zeros_like(one) for name, one in policy.adapter().items()}):
+            return found | {"of the base": answers(HOW)}
     finally:
         sampler.close()
-
-
-@pytest.fixture(scope="module")
-def expected(policy: Policy) -> dict[str, Groups]:
-    names, hows = ("free", "held", "long"), (HOW, HELD, LONG)
-    return dict(zip(names, own_engines_answers(policy, *hows), strict=True))
 
 
 def assert_same(found: Groups, expected: Groups) -> None:
@@ -262,6 +312,23 @@ class TestTwoProcesses:
         assert as_groups(others, HOW) != as_groups(ours, HOW)
         assert_same(as_groups(asyncio.run(answers_of(one, HOW)), HOW), expected["free"])
 
+    def test_a_job_whose_base_is_not_loaded_has_the_answers_of_the_base_beside_another_jobs(
+        self, fleet: RunningFleet, policy: Policy, expected: dict[str, Groups], bench: Bench
+    ) -> None:
+        entry = BaseModelEntry(path=policy.source, dtype="float32", context=policy.context)
+        settings = resolve(Hyperparameters(), rows=8, parameters=1000, context=128)
+        assert isinstance(policy.source, Path)
+        unloaded = unloaded_policy("tiny", entry, policy.source, settings)
+        one, other = (sampler_of(each, fleet, bench) for each in (unloaded, policy))
+
+        async def both() -> tuple[list[Answer], list[Answer]]:
+            return await asyncio.gather(answers_of(one, HOW), answers_of(other, HOW))
+
+        of_the_base, trained = asyncio.run(both())
+
+        assert_same(as_groups(of_the_base, HOW), expected["of the base"])
+        assert_same(as_groups(trained, HOW), expected["free"])
+
     def test_thoughts_have_their_budget_and_answers_their_schema(
         self, fleet: RunningFleet, policy: Policy, expected: dict[str, Groups], bench: Bench
     ) -> None:
@@ -299,13 +366,7 @@ class TestTwoProcesses:
                 "group_size": 4,
                 "max_completion_tokens": 24,
             }
-        (tmp_path / "models.toml").write_text(registry(policy))
-        settings = Settings(
-            models_file=tmp_path / "models.toml",
-            data_dir=tmp_path,
-            samplers={"tiny": fleet.addresses},
-            samplers_key=KEY,
-        )
+        settings = settings_of(fleet, policy, tmp_path)
 
         run = assemble(
             bench.attempt(blobs=fleet.blobs),
@@ -321,6 +382,46 @@ class TestTwoProcesses:
         assert f"Answers are sampled by the fleet at {', '.join(fleet.addresses)}." in bench.events()
         assert "Sampling with vllm fleet" in bench.events()
         assert bench.steps()[-1]["trained_tokens"] > 0
+
+    def test_a_schema_holds_for_a_model_that_does_not_think(
+        self, fleet: RunningFleet, policy: Policy, bench: Bench
+    ) -> None:
+        """As a grammar, because the members have options for the schemas of tools."""
+        assert isinstance(policy.source, Path)
+        entry = BaseModelEntry(path=policy.source, dtype="float32", context=policy.context)
+        settings = resolve(Hyperparameters(), rows=8, parameters=1000, context=128)
+        plain = settings.model_copy(update={"chat_template": "plain"})
+        sampler = sampler_of(unloaded_policy("tiny", entry, policy.source, plain), fleet, bench)
+        held = replace(HOW, held_to=held_to(LETTER))
+
+        answers = asyncio.run(answers_of(sampler, held))
+
+        whole = [answer.rollout.text for answer in answers if answer.rollout.finish_reason == "stop"]
+        assert whole and all(json.loads(text).keys() == {"letter"} for text in whole)
+
+    def test_the_inference_server_answers_with_the_fleet_and_starts_no_engine(
+        self, fleet: RunningFleet, policy: Policy, tmp_path: Path
+    ) -> None:
+        adapter = publish(fleet.folder, policy, "projects/p/jobs/j/attempts/1/steps/1")
+        settings = settings_of(fleet, policy, tmp_path)
+        with inference(settings, fleet) as client:
+            of_base, of_adapter, refused = (
+                client.post(CHAT, json=chat("a or b", adapter=weights, **changes)).json()
+                for weights, changes in ((None, {}), (adapter, {}), (adapter, {"temperature": 0.5}))
+            )
+            events = client.post(CHAT, json=chat("a or b", adapter=adapter, stream=True)).text
+
+        # Their texts are half characters, which vLLM spells in its own way.
+        with policy.as_base():
+            assert values(said(of_base)) == pytest.approx(values(expected_of(policy, "a or b")), abs=1e-3)
+        assert values(said(of_adapter)) == pytest.approx(values(expected_of(policy, "a or b")), abs=1e-3)
+        assert values(said(of_base)) != pytest.approx(values(said(of_adapter)), abs=1e-3)
+        assert of_adapter["usage"]["completion_tokens"] == 10
+        assert (refused["error"]["code"], refused["error"]["param"]) == ("unsupported_parameter", "logprobs")
+        parts = [json.loads(one.removeprefix("data: ")) for one in events.split("\n\n") if "{" in one]
+        streamed = [token for part in parts for choice in part["choices"] for token in logprobs_of(choice)]
+        assert [(token["token"], token["logprob"]) for token in streamed] == said(of_adapter)
+        assert events.endswith("data: [DONE]\n\n")
 
     def test_another_key_is_refused(self, fleet: RunningFleet, policy: Policy, bench: Bench) -> None:
         sampler = sampler_of(policy, fleet, bench)
@@ -412,6 +513,7 @@ class TestWithoutProcesses:
         adapter = Adapter(prefix="projects/p/jobs/j/attempts/1/sampling/x", manifest_sha256="0f" * 32)
 
         assert adapter_named(name_of(adapter)) == adapter
+        assert adapter_named(name_of(None)) is None
         assert adapter_named("tiny") is None
         assert adapter_named(f"{'0f' * 32}/../secrets") is None
 
@@ -419,7 +521,7 @@ class TestWithoutProcesses:
         held = replace(REQUEST, held_to="{}")
 
         assert parameters(REQUEST)["structured_outputs"] is None
-        assert parameters(held)["structured_outputs"] == {"json": "{}"}
+        assert parameters(held)["structured_outputs"] == {"grammar": "start: %json {}"}
         assert parameters(replace(held, grammar="start: x"))["structured_outputs"] == {"grammar": "start: x"}
         assert json.loads(json.dumps(parameters(REQUEST)))["seed"] == 11
 

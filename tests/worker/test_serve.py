@@ -65,6 +65,7 @@ class ScriptedBuilder:
         self.tokenizer, self.room = tokenizer, room
         self.built: list[Any] = []
         self.entries: list[tuple[str, Any]] = []  # names and entries of what was built
+        self.others: list[Any] = []  # for which it was to leave memory
         self.go = threading.Event()
         self.go.set()
         self.failure: Exception | None = None
@@ -81,6 +82,7 @@ class ScriptedBuilder:
             raise self.failure
         self.built.append(ScriptedEngine(self.tokenizer))
         self.entries.append((name, entry))
+        self.others = others
         return self.built[-1]
 
 
@@ -132,6 +134,21 @@ def test_an_answer_is_a_chat_completion(client: OpenAI) -> None:
     assert reply.usage is not None
     assert reply.usage.completion_tokens == 3
     assert reply.usage.total_tokens == reply.usage.prompt_tokens + 3
+
+
+def test_a_model_with_a_fleet_is_loaded_by_it_and_others_leave_no_memory_for_it(
+    client: OpenAI, engines: Engines, builder: ScriptedBuilder, tokenizer: Any
+) -> None:
+    fleet = ScriptedBuilder(tokenizer)
+    engines.settings = Settings(samplers={"b": ("http://sampler:8300",)}, samplers_key="secret")
+    engines.builders = {"transformers": builder, "fleet": fleet}
+
+    say(client, "a")
+    say(client, "b")
+
+    assert builder.others == []
+    assert [name for name, _ in builder.entries] == ["a"]
+    assert [name for name, _ in fleet.entries] == ["b"]
 
 
 def test_what_is_asked_for_reaches_the_engine(client: OpenAI, builder: ScriptedBuilder) -> None:

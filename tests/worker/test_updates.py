@@ -548,7 +548,7 @@ class TestLeavingOut:
         recorder = SimpleNamespace(warn=lambda message, data: reported.append((message, data)))
 
         policy.leave_out(down)
-        report_left_out(policy, cast(Recorder, recorder), lambda: None, down)
+        report_left_out(cast(Recorder, recorder), lambda policy: None, policy, down)
 
         assert policy.coverage.modules == whole.modules - len(down) == len(names) - len(down)
         assert 0 < policy.coverage.share < whole.share

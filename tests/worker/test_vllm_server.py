@@ -80,6 +80,7 @@ def policy_of(folder: Path, seed: int) -> Policy:
 def publish(folder: Path, policy: Policy, prefix: str) -> dict[str, Any]:
     """As worker/record/checkpoints.py does. Returns how the API names the weights."""
     saved = folder / "saved" / prefix
+    saved.mkdir(parents=True, exist_ok=True)
     policy.save(saved)
     blobs, files = FolderBlobs(folder / "blobs"), []
     for path in sorted(saved.iterdir()):

@@ -10,7 +10,7 @@ import json
 import pickle
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -27,6 +27,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -777,6 +778,14 @@ def render(
             f"The model's chat template rejects these messages: {first_line(cause)}"
         ) from cause
     return list(ids)
+
+
+def read_generation_config(model: PreTrainedModel, source: Path | str) -> None:
+    """Give a model without weights the generation config of its source, as a loaded one has it."""
+    with suppress(
+        OSError
+    ):  # many models have no generation_config.json; transformers makes one of the config
+        model.generation_config = GenerationConfig.from_pretrained(source)
 
 
 def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

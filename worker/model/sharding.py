@@ -24,7 +24,15 @@ from core import fingerprint
 from core.registry import BaseModelEntry
 from worker.model import quantized
 from worker.model.architecture import architecture, class_of, layer_kinds, refusing
-from worker.model.policy import DTYPES, Base, Policy, read_config, read_tokenizer, source_of
+from worker.model.policy import (
+    DTYPES,
+    Base,
+    Policy,
+    read_config,
+    read_generation_config,
+    read_tokenizer,
+    source_of,
+)
 from worker.model.reasoning import TemplateArguments
 from worker.refusals import InvalidModel, UnsupportedModel
 
@@ -61,6 +69,7 @@ def load_bases(
         ):
             raise _unsupported(config, "some of its weights are kept in another precision")
         stand_in = Base(name, source, small.requires_grad_(False).to(device).eval(), tokenizer, entry.context)
+        read_generation_config(empty, source)
         empty.requires_grad_(False)
         base = Base(name, source, empty.eval(), tokenizer, entry.context, files, logits=stand_in.parts.logits)
         if type(base.parts.decoder) is not type(stand_in.parts.decoder) or base.parts.layers is None:

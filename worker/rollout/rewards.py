@@ -8,6 +8,7 @@ from typing import Protocol
 from graders.run import grade_one
 from graders.types import Grade, Grader, Sample
 from worker.clock import Clock
+from worker.refusals import first_error
 from worker.rollout.reward_models import AnswerScores, Scores
 from worker.rollout.samplers import Answer
 from worker.types import Group, Prompt, Rollout
@@ -90,15 +91,18 @@ class Rewards:
                 if use is not None:
                     await asyncio.to_thread(use, groups[place])
 
-        async with asyncio.TaskGroup() as tasks:
-            reading = tasks.create_task(read(tasks))
-            putting = tasks.create_task(put_together())
-            with clock("sampling"):
-                await reading
-            with clock("grading"):
-                await asyncio.gather(*(task for grading in grading_P for _, task in grading.values()))
-            with clock("training"):
-                await putting
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                reading = tasks.create_task(read(tasks))
+                putting = tasks.create_task(put_together())
+                with clock("sampling"):
+                    await reading
+                with clock("grading"):
+                    await asyncio.gather(*(task for grading in grading_P for _, task in grading.values()))
+                with clock("training"):
+                    await putting
+        except BaseExceptionGroup as several:
+            raise first_error(several) from None  # a Refusal of the sampler fails the job by its own name
         return [groups[place] for place in range(len(prompts_P))]
 
     @staticmethod

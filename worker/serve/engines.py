@@ -84,7 +84,7 @@ class Engines:
         patience: float = LOAD_PATIENCE,
         adapter_patience: float = ADAPTER_PATIENCE,
     ) -> None:
-        """Create without loaded models. `builders`: by sampler name; "vllm" only if it is installed."""
+        """Create without loaded models. `builders`: by sampler name, "vllm" only if it is installed, and "fleet"."""
         self.settings, self.registry, self.builders = settings, registry, builders
         self.adapters, self.wholes = adapters, wholes
         self.device, self.patience, self.adapter_patience = device, patience, adapter_patience
@@ -173,12 +173,14 @@ class Engines:
         return self._loaded[name]
 
     async def _load(self, name: str, entry: BaseModelEntry) -> LoadedModel:
-        builder = self._builder(entry)
+        builder = self._builder(name, entry)
         try:
             needed = await asyncio.to_thread(builder.bytes_needed, entry)
             await self._make_room(name, needed, builder)
             log.info("loading %s", name)
-            absent = set(self.registry.models) - set(self._loaded) - {name}
+            absent = (
+                self.registry.models.keys() - self._loaded.keys() - self.settings.samplers.keys() - {name}
+            )
             with loading("model"):
                 return await builder.build(name, entry, [self.registry.models[other] for other in absent])
         except Refusal as refusal:
@@ -186,14 +188,16 @@ class Engines:
         except ModelUnavailable as silence:
             raise EngineRefused(str(silence), 503, code="model_unavailable", retry_after=10) from silence
 
-    def _builder(self, entry: BaseModelEntry) -> Builder:
-        name = sampler_of(entry, self.settings.sampler, self.device, vllm_installed="vllm" in self.builders)
-        assert name is not None, "device and installation are known here"
-        if name not in self.builders:
+    def _builder(self, name: str, entry: BaseModelEntry) -> Builder:
+        if name in self.settings.samplers:  # not a whole tuned model, whose name has its hash
+            return self.builders["fleet"]
+        kind = sampler_of(entry, self.settings.sampler, self.device, vllm_installed="vllm" in self.builders)
+        assert kind is not None, "device and installation are known here"
+        if kind not in self.builders:
             raise EngineRefused(
                 "The model is served with vLLM, which is not installed here.", 503, code="engine_unavailable"
             )
-        return self.builders[name]
+        return self.builders[kind]
 
     async def _make_room(self, name: str, needed: int, builder: Builder) -> None:
         while (free := builder.bytes_free()) < needed:

@@ -71,7 +71,7 @@ class Passed(Response):
         writer = _Writer(self, scope, receive, send)
         inner = {
             "type": "http",
-            "asgi": scope["asgi"],
+            "asgi": {"version": "3.0"},
             "http_version": "1.1",
             "method": "POST",
             "scheme": "http",

@@ -31,9 +31,10 @@ from worker.serve import serving_metrics
 from worker.serve.adapters import MODELS_KEPT, AdapterFolders
 from worker.serve.engine import Engine
 from worker.serve.engines import Builder, EngineRefused, Engines
+from worker.serve.fleet_model import FleetBuilder
 from worker.serve.passed import CHAT, COMPLETIONS, Passed
 from worker.serve.serving_metrics import Tally
-from worker.serve.vllm_server import VllmServer
+from worker.serve.vllm_server import VllmModel
 
 log = logging.getLogger(__name__)
 
@@ -145,7 +146,7 @@ async def begin(
     async with AsyncExitStack() as stack:
         stack.enter_context(places.take(body.answers))
         model, adapter = await stack.enter_async_context(engines.open(body.served))
-        if isinstance(model, VllmServer):
+        if isinstance(model, VllmModel):
             passed = await asyncio.to_thread(model.prepare, body, adapter)
             return passed.hold(stack.pop_all(), Tally(arrived, body.served.base_model, body.answers))
         if isinstance(body, InternalCompletion):
@@ -158,7 +159,7 @@ def open_engines(settings: Settings) -> Engines:
     from worker.serve.transformers_engine import TransformersBuilder
 
     registry, plain = Registry.load(settings.models_file), TransformersBuilder(settings)
-    builders: dict[str, Builder] = {"transformers": plain}
+    builders: dict[str, Builder] = {"transformers": plain, "fleet": FleetBuilder(settings)}
     if vllm.installed():
         from worker.serve.vllm_builder import VllmBuilder
 

@@ -8,6 +8,7 @@ import secrets
 from argparse import Namespace
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from importlib import import_module
 from typing import Any
 
 from fastapi import FastAPI
@@ -15,6 +16,13 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+# Of a process whose vLLM answers the requests of vllm_server.py; before vLLM is imported.
+ENVIRONMENT = {
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",  # or vLLM resolves no adapter
+    # A required call is held to the schema of its arguments by llguidance, which has checked the schema. vLLM's
+    # structural tags need xgrammar, which the API does not check schemas with.
+    "VLLM_ENFORCE_STRICT_TOOL_CALLING": "0",
+}
 OPEN_PATHS = frozenset({"/health", "/metrics"})
 
 
@@ -67,6 +75,7 @@ async def vllm_app(
     from vllm.utils.argparse_utils import FlexibleArgumentParser
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    import_module("worker.serve.thoughts")  # registers itself with vLLM in this process too
     args: Namespace = make_arg_parser(FlexibleArgumentParser()).parse_args([])
     for option, value in options.items():
         setattr(args, option, value)

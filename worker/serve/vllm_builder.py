@@ -15,6 +15,7 @@ from worker.model.sizing import GIB, Serving, Shape
 from worker.rollout.samplers.engine import RANKS
 from worker.rollout.samplers.wire import EngineConfig
 from worker.serve.engines import EngineRefused
+from worker.serve.vllm_app import ENVIRONMENT
 from worker.serve.vllm_server import ADAPTERS_AT_ONCE, VllmServer
 
 log = logging.getLogger(__name__)
@@ -31,11 +32,7 @@ class VllmBuilder:
         self.device: Device = "cuda" if torch.cuda.is_available() else "cpu"
         # Right before the first import of vLLM, as in worker/rollout/samplers/engine.py; here vLLM starts its process
         # itself.
-        os.environ |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
-        os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # or vLLM resolves no adapter
-        # A required call is held to the schema of its arguments by llguidance, which has checked the schema. vLLM's
-        # structural tags need xgrammar, which the API does not check schemas with.
-        os.environ["VLLM_ENFORCE_STRICT_TOOL_CALLING"] = "0"
+        os.environ |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"} | ENVIRONMENT
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         if settings.torch_threads:
             os.environ["OMP_NUM_THREADS"] = str(settings.torch_threads)
@@ -86,6 +83,8 @@ class VllmBuilder:
             return
         total = torch.cuda.mem_get_info()[1]
         for name, entry in registry.models.items():
+            if name in self.settings.samplers:
+                continue
             shape = capacity.shape_of(entry)
             if shape is not None and (need := self._serving(shape, entry.context)).least > total:
                 yield f"{name} at {entry.context} tokens needs {need}; this GPU has {total / GIB:.1f} GiB."

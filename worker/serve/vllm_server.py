@@ -1,7 +1,8 @@
 """Base models on vLLM's own OpenAI server, which has tools, penalties and completions, and many adapters in one batch.
 
-The inference server finds the adapter's folder and passes the request on, in this process, with what the adapter was
-trained with: its chat template, and how it reasons.
+The inference server finds the adapter's folder and passes the request on, with what the adapter was trained with: its
+chat template, and how it reasons. vLLM's server is in this process (`VllmServer`), or it is a process of the model's
+rollout fleet (fleet_model.py).
 
 An adapter is known to vLLM by a name, a number and a path. All three are made from the hash of its manifest and never
 used for another one: vLLM keeps weights by number and keys and values by name and path, so what is trained again can
@@ -12,16 +13,16 @@ import asyncio
 import logging
 import secrets
 import tempfile
+from abc import ABC, abstractmethod
 from contextlib import AsyncExitStack
 from dataclasses import asdict
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig
 from safetensors.torch import save_file
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from core.chat import InternalChat, InternalCompletion, Message
 from core.reasoning import Format
@@ -52,16 +53,6 @@ def serving_options(config: EngineConfig) -> dict[str, Any]:
         "max_cpu_loras": ADAPTERS_IN_MEMORY,
         # The model's own log-probabilities, before temperature and the rest: what both engines report.
         "logprobs_mode": "raw_logprobs",
-        "disable_log_stats": False,
-        # Of every model, by the tags in the request (thoughts.py). vLLM's other process imports the file.
-        "structured_outputs_config": {
-            "backend": "guidance",
-            # Of the schemas that vLLM makes of tools, which a small model would else fill without an end.
-            "disable_any_whitespace": True,
-            "disable_additional_properties": True,
-            "reasoning_parser": THOUGHTS,
-            "reasoning_parser_plugin": str(Path(__file__).with_name("thoughts.py")),
-        },
     }
 
 
@@ -82,46 +73,21 @@ class AdapterFoldersByName:
 ADAPTERS = AdapterFoldersByName()  # vLLM has one resolver for a process
 
 
-class VllmServer:
-    """A base model on vLLM's server. Implements worker.serve.engine.LoadedModel."""
+class VllmModel(ABC):
+    """Converts the requests for one base model and its adapters to the format of vLLM's server."""
 
-    def __init__(self, name: str, config: EngineConfig, entry: BaseModelEntry) -> None:
-        self.name, self.context = name, config.context
-        self.most_rank = next(rank for rank in RANKS if rank >= config.rank)
-        self.tokenizer = AutoTokenizer.from_pretrained(config.source)
+    def __init__(self, name: str, entry: BaseModelEntry, source: str, *, rank: int) -> None:
+        """`rank`: the highest of the adapters that the server takes."""
+        self.name, self.context = name, entry.context
+        self.most_rank = next(one for one in RANKS if one >= rank)
+        self.tokenizer = AutoTokenizer.from_pretrained(source)
         if entry.template_text is not None:
             self.tokenizer.chat_template = entry.template_text
-        self.stop_ids = stop_ids_of(_eos_of(config.source), self.tokenizer)
-        self.tool_parser = entry.tool_parser or known_tool_parser(self.tokenizer.chat_template)
-        self._config, self._template = config, entry.template_text
-        self._open = AsyncExitStack()
+        self.stop_ids = stop_ids_of(_eos_of(source), self.tokenizer)
+        self.tool_parser = tool_parser_of(entry, self.tokenizer)
+        self.app: Any = None  # vLLM's
+        self._template = entry.template_text
         self._ranks: dict[str, int] = {}
-        self._nothing: Path | None = None
-        self._app: Any = None
-        self._client: Any = None
-
-    async def start(self) -> None:
-        """Takes as long as vLLM takes to start."""
-        if self._config.device == "cpu":
-            # There vLLM gives a row without an adapter that of the last slot. So every row gets one; this adds 0.
-            scratch = self._open.enter_context(tempfile.TemporaryDirectory(prefix="regraft-"))
-            self._nothing = Path(scratch)
-            await asyncio.to_thread(write_nothing, self._config.source, self._nothing)
-        import_module("worker.serve.thoughts")  # registers itself with vLLM in this process too
-        options = serving_options(self._config) | server_options(self.tool_parser)
-        opening = vllm_app(options, name=self.name, key=None, adapters=ADAPTERS)
-        try:
-            self._app, self._client = await self._open.enter_async_context(opening)
-        except BaseException:
-            await self._open.aclose()
-            raise
-
-    @property
-    def lost(self) -> bool:
-        return bool(self._client.errored)
-
-    async def close(self) -> None:
-        await self._open.aclose()
 
     def prepare(self, request: InternalChat | InternalCompletion, adapter: Path | None) -> Passed:
         """The response of vLLM's server, not yet begun.
@@ -129,9 +95,25 @@ class VllmServer:
         Raises:
             EngineRefused: the model does not have a requested feature.
         """
+        if adapter is not None:
+            self._refuse_rank(adapter)
         if isinstance(request, InternalCompletion):
-            return Passed(self._app, COMPLETIONS, self._completion(request, adapter), request)
-        return Passed(self._app, CHAT, self._chat(request, adapter), request)
+            return Passed(self.app, COMPLETIONS, self._completion(request, adapter), request)
+        return Passed(self.app, CHAT, self._chat(request, adapter), request)
+
+    @abstractmethod
+    def adapter_name(self, request: InternalChat | InternalCompletion, folder: Path | None) -> str:
+        """Return the name by which vLLM's server knows the request's adapter, or the model without one."""
+
+    def _refuse_rank(self, folder: Path) -> None:
+        if folder.name not in self._ranks:
+            self._ranks[folder.name] = LoraConfig.from_pretrained(str(folder)).r
+        rank = self._ranks[folder.name]
+        if rank > self.most_rank:
+            raise EngineRefused(
+                f"The adapter's rank is {rank}, and this server takes {self.most_rank} at most: its operator sets "
+                "REGRAFT_INFERENCE_MAX_LORA_RANK."
+            )
 
     def _chat(self, request: InternalChat, adapter: Path | None) -> dict[str, Any]:
         template = template_of(request, adapter) or self._template
@@ -202,7 +184,7 @@ class VllmServer:
     def _sampling(self, request: InternalChat | InternalCompletion, adapter: Path | None) -> dict[str, Any]:
         """What both kinds of requests have. Every field that changes the distribution is said."""
         return {
-            "model": self._adapter_name(adapter),
+            "model": self.adapter_name(request, adapter),
             "n": request.n or 1,
             "temperature": 1.0 if request.temperature is None else request.temperature,
             "top_p": 1.0 if request.top_p is None else request.top_p,
@@ -226,20 +208,43 @@ class VllmServer:
             ),
         }
 
-    def _adapter_name(self, folder: Path | None) -> str:
+
+class VllmServer(VllmModel):
+    """A base model on vLLM's server in this process. Implements worker.serve.engine.LoadedModel."""
+
+    def __init__(self, name: str, config: EngineConfig, entry: BaseModelEntry) -> None:
+        super().__init__(name, entry, config.source, rank=config.rank)
+        self._config = config
+        self._open = AsyncExitStack()
+        self._nothing: Path | None = None
+        self._client: Any = None
+
+    async def start(self) -> None:
+        """Takes as long as vLLM takes to start."""
+        if self._config.device == "cpu":
+            # There vLLM gives a row without an adapter that of the last slot. So every row gets one; this adds 0.
+            scratch = self._open.enter_context(tempfile.TemporaryDirectory(prefix="regraft-"))
+            self._nothing = Path(scratch)
+            await asyncio.to_thread(write_nothing, self._config.source, self._nothing)
+        options = serving_options(self._config) | server_options(self.tool_parser)
+        opening = vllm_app(options, name=self.name, key=None, adapters=ADAPTERS)
+        try:
+            self.app, self._client = await self._open.enter_async_context(opening)
+        except BaseException:
+            await self._open.aclose()
+            raise
+
+    @property
+    def lost(self) -> bool:
+        return bool(self._client.errored)
+
+    async def close(self) -> None:
+        await self._open.aclose()
+
+    def adapter_name(self, request: InternalChat | InternalCompletion, folder: Path | None) -> str:
         folder = folder or self._nothing
         if folder is None:
             return self.name
-        if folder.name not in self._ranks:
-            self._ranks[folder.name] = (
-                0 if folder == self._nothing else LoraConfig.from_pretrained(str(folder)).r
-            )
-        rank = self._ranks[folder.name]
-        if rank > self.most_rank:
-            raise EngineRefused(
-                f"The adapter's rank is {rank}, and this server takes {self.most_rank} at most: its operator sets "
-                "REGRAFT_INFERENCE_MAX_LORA_RANK."
-            )
         ADAPTERS.folders[folder.name] = folder
         return folder.name
 
@@ -277,10 +282,25 @@ def known_tool_parser(template: object) -> str | None:
     return next((name for mark, name in _TOOL_PARSERS if mark in template), None)
 
 
+def tool_parser_of(entry: BaseModelEntry, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """That of the model's entry, or of its chat template."""
+    return entry.tool_parser or known_tool_parser(tokenizer.chat_template)
+
+
 def server_options(tool_parser: str | None) -> dict[str, Any]:
-    """vLLM's command-line options of its server, beside those of its engine."""
+    """vLLM's options for the requests of a `VllmModel`, beside those of its engine: here and in a rollout fleet."""
     return {
-        # Only this process sets it: a user's request has no template.
+        "disable_log_stats": False,
+        # Of every model, by the tags in the request (thoughts.py). vLLM's other process imports the file.
+        "structured_outputs_config": {
+            "backend": "guidance",
+            # Of the schemas that vLLM makes of tools, which a small model would else fill without an end.
+            "disable_any_whitespace": True,
+            "disable_additional_properties": True,
+            "reasoning_parser": THOUGHTS,
+            "reasoning_parser_plugin": str(Path(__file__).with_name("thoughts.py")),
+        },
+        # Only an inference server sets it: a user's request has no template.
         "trust_request_chat_template": True,
         "chat_template_content_format": "string",
         "enable_auto_tool_choice": tool_parser is not None,

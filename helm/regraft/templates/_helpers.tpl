@@ -93,6 +93,17 @@ capabilities:
 {{- toJson $fleets -}}
 {{- end -}}
 
+{{/* Where the rollout fleets are, for their clients. Begins with a new line. */}}
+{{- define "regraft.samplersEnv" -}}
+{{- if .Values.samplers.fleets }}
+- name: REGRAFT_SAMPLERS
+  value: {{ include "regraft.samplers" . | quote }}
+- name: REGRAFT_SAMPLERS_KEY
+  valueFrom:
+    secretKeyRef: {{ include "regraft.samplersSecret" . }}
+{{- end }}
+{{- end -}}
+
 {{/* Nothing: there is none, and the API keeps a random key to itself. */}}
 {{- define "regraft.firstKeySecret" -}}
 {{- if .Values.firstKey.existingSecret -}}
@@ -122,13 +133,7 @@ capabilities:
   {{- $address := $v.inference.url | default (printf "http://%s-inference:8100/v1" (include "regraft.name" .root)) }}
   value: {{ kindIs "map" $address | ternary (toJson $address) $address | quote }}
 {{- end }}
-{{- if $v.samplers.fleets }}
-- name: REGRAFT_SAMPLERS
-  value: {{ include "regraft.samplers" .root | quote }}
-- name: REGRAFT_SAMPLERS_KEY
-  valueFrom:
-    secretKeyRef: {{ include "regraft.samplersSecret" .root }}
-{{- end }}
+{{- include "regraft.samplersEnv" .root }}
 {{ include "regraft.commonEnv" .root }}
 {{- end -}}
 

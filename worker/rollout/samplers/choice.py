@@ -110,7 +110,7 @@ def build(
     engines: Placement = placement.ONE_ENGINE,
     fleet: FleetConfig | None = None,
     continues: bool = False,
-    store_coverage: Callable[[], None] = lambda: None,
+    store_coverage: Callable[[Policy], None] = lambda policy: None,
 ) -> Sampler:
     """Build the sampler.
 
@@ -119,7 +119,7 @@ def build(
         store: where a fleet finds the adapter.
         fleet: of the model, if it has one.
         continues: whether answers in flight continue with the policy after an update.
-        store_coverage: called when the sampler has left layers out.
+        store_coverage: called when the sampler has left layers of the policy out.
     """
     if name == "transformers":
         token, beside = shape.own_token_bytes, 0
@@ -131,7 +131,7 @@ def build(
             max_tokens_in_flight=min(MAX_TOKENS_IN_FLIGHT, max(1, plan.cache_bytes // token)),
             row_tokens=math.ceil(beside / token),
         )
-    on_left_out = partial(report_left_out, policy, recorder, store_coverage)
+    on_left_out = partial(report_left_out, recorder, store_coverage)
     if fleet is not None:
         return FleetSampler(
             policy, fleet, store, on_lost=partial(report_lost, recorder), on_left_out=on_left_out
@@ -148,7 +148,7 @@ def build(
         sleeps=plan.sleeps,
         continues=continues,
         on_restart=lambda reason: recorder.warn(f"The sampler was restarted: {reason}", {"reason": reason}),
-        on_left_out=on_left_out,
+        on_left_out=partial(on_left_out, policy),
     )
 
 
@@ -157,10 +157,10 @@ def report_lost(recorder: Recorder, reason: str) -> None:
 
 
 def report_left_out(
-    policy: Policy, recorder: Recorder, store_coverage: Callable[[], None], modules: Sequence[str]
+    recorder: Recorder, store_coverage: Callable[[Policy], None], policy: Policy, modules: Sequence[str]
 ) -> None:
     """Warn of the layers that vLLM cannot adapt, and correct the coverage that the job has reported and stored."""
-    store_coverage()
+    store_coverage(policy)
     names = f"{', '.join(modules[:3])}{', ...' if len(modules) > 3 else ''}"
     recorder.warn(
         f"vLLM puts no adapter on {len(modules)} of the layers, so they are not trained: {names}. "

@@ -9,7 +9,9 @@ are the same there, and an answer depends neither on the member nor on other job
 import asyncio
 import hashlib
 import json
+import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -18,9 +20,17 @@ from core.chat import Adapter
 from core.storage.manifests import MANIFEST
 from worker.attempt import Attempt
 from worker.model.policy import Policy
+from worker.model.unloaded import UnloadedPolicy
+from worker.refusals import first_error
 from worker.rollout.samplers import Answer, Sampling, dealing
 from worker.rollout.samplers.fleet_members import Fleet, FleetConfig
-from worker.rollout.samplers.requests import adapter_of, group_of, leave_out, same
+from worker.rollout.samplers.requests import (
+    adapter_of,
+    group_of,
+    is_fresh,
+    leave_out,
+    same,
+)
 from worker.rollout.samplers.steering import rollout_of
 from worker.rollout.samplers.wire import AdapterBytes, Finished, Request
 from worker.types import Prompt
@@ -28,9 +38,12 @@ from worker.types import Prompt
 _DIGEST = 64  # characters of a SHA-256
 
 
-def name_of(adapter: Adapter) -> str:
-    """The name by which a member knows an adapter. No other adapter ever has it."""
-    return f"{adapter.manifest_sha256}/{adapter.prefix}"
+NOTHING = "regraft-no-adapter"  # a member's name for an adapter that adds 0
+
+
+def name_of(adapter: Adapter | None) -> str:
+    """The name by which a member knows an adapter; None: the base model. No other adapter ever has it."""
+    return NOTHING if adapter is None else f"{adapter.manifest_sha256}/{adapter.prefix}"
 
 
 def adapter_named(name: str) -> Adapter | None:
@@ -97,16 +110,29 @@ class FleetSampler:
         store: AdapterStore,
         *,
         on_lost: Callable[[str], None] = lambda reason: None,
-        on_left_out: Callable[[Sequence[str]], None] = lambda modules: None,
+        on_left_out: Callable[[Policy, Sequence[str]], None] = lambda policy, modules: None,
     ) -> None:
-        """Connect to nothing yet. Before the first answer `on_left_out` receives the layers without an adapter."""
+        """Connect to nothing yet.
+
+        Args:
+            policy: an UnloadedPolicy samples the base model, until `use` has a loaded one.
+            on_left_out: receives a loaded policy, before it learns, and its layers without an adapter.
+        """
         self.policy = policy
         self.config = config
         self.store = store
         self.on_lost = on_lost
         self.on_left_out = on_left_out
+        self._left_out: Sequence[str] = ()  # adapter tensors that the members ignore
         self._tensors: Mapping[str, Tensor] = {}  # as last stored
         self._stored: Adapter | None = None
+        self._lock = threading.Lock()  # a policy may be loaded while answers are sampled
+
+    def use(self, policy: Policy) -> None:
+        """Sample from this policy, which has been loaded meanwhile and has not learned yet. In any thread."""
+        with self._lock:
+            self.policy = policy
+            self._leave_out()
 
     def sample(self, prompts_P: Sequence[Prompt], sampling: Sampling) -> AsyncIterator[Answer]:
         """Yield the answers.
@@ -165,15 +191,23 @@ class FleetSampler:
                     sampled.create_task(fleet.sample(group, adapter, put_answer))
             watch.cancel()
 
-    def _publish(self, tensors: Mapping[str, Tensor], left_out: Sequence[str]) -> Adapter:
-        leave_out(self.policy, left_out, self.on_left_out)
+    def _publish(self, tensors: Mapping[str, Tensor], left_out: Sequence[str]) -> Adapter | None:
+        """Store the adapter. Returns None for one that has not learned: it adds 0, so nothing is stored."""
+        with self._lock:
+            self._left_out = left_out
+            self._leave_out()
+        if is_fresh(tensors):
+            return None
         if self._stored is None or not same(self._tensors, tensors):
             self._stored = self.store.put(adapter_of(self.policy, tensors, ""))
             self._tensors = tensors
         return self._stored
 
-
-def first_error(several: BaseExceptionGroup) -> BaseException:
-    """The first error of a group of tasks; it has ended the others."""
-    error = several.exceptions[0]
-    return first_error(error) if isinstance(error, BaseExceptionGroup) else error
+    def _leave_out(self) -> None:
+        if not self._left_out:
+            return
+        policy, own = self.policy, self.policy.adapter()
+        # Without weights it is not known which layers have a gradient, so an UnloadedPolicy may have more.
+        tensors = [name for name in self._left_out if name in own]
+        is_loaded = not isinstance(policy, UnloadedPolicy)
+        leave_out(policy, tensors, partial(self.on_left_out, policy) if is_loaded else lambda modules: None)

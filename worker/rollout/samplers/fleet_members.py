@@ -9,7 +9,7 @@ import asyncio
 import socket
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -78,6 +78,17 @@ class FleetMember:
     losses: int = 0
     lost: asyncio.Event | None = None  # of one that answers: set when it is lost
 
+    def stream(self, path: str, body: bytes) -> AbstractAsyncContextManager[httpx.Response]:
+        """Post a body of JSON. The context has the answer, of which nothing but the head has been read."""
+        return self.client.stream(
+            "POST",
+            path,
+            content=body,
+            headers={"content-type": "application/json"},
+            timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),
+            extensions={"sni_hostname": self.hostname},
+        )
+
     async def request(self, method: str, path: str, *, json: Any = None, seconds: float | None) -> Any:
         """The body of the answer.
 
@@ -103,6 +114,64 @@ class FleetMember:
         return response.json() if response.content else None
 
 
+class Members:
+    """The processes behind the addresses of a fleet."""
+
+    def __init__(self, addresses: tuple[str, ...], key: str) -> None:
+        self.addresses = addresses
+        self._key = key
+        self._found: dict[tuple[str, str], FleetMember] = {}  # by address and its number
+        self._numbers: dict[str, set[str]] = {}  # of each address when it was last resolved
+        self._clients = AsyncExitStack()
+
+    async def close(self) -> None:
+        await self._clients.aclose()
+
+    @property
+    def known(self) -> list[FleetMember]:
+        """Also those whose names are gone."""
+        return list(self._found.values())
+
+    @property
+    def named(self) -> list[FleetMember]:
+        """Those that the names resolve to."""
+        return [
+            member for (address, number), member in self._found.items() if number in self._numbers[address]
+        ]
+
+    async def find(self) -> str:
+        """Resolve the addresses. Returns why one does not resolve, or ""."""
+        failure = ""
+        for address in self.addresses:
+            parts = urlsplit(address)
+            assert parts.hostname is not None, "the settings check this"
+            port = parts.port or (443 if parts.scheme == "https" else 80)
+            try:
+                found = await asyncio.get_running_loop().getaddrinfo(
+                    parts.hostname, port, type=socket.SOCK_STREAM
+                )
+            except OSError as cause:
+                failure = f"{parts.hostname}: {cause}"
+                continue
+            self._numbers[address] = {str(place[0]) for *_, place in found}
+            for number in self._numbers[address]:
+                if (address, number) not in self._found:
+                    host = f"[{number}]" if ":" in number else number
+                    client = await self._clients.enter_async_context(
+                        httpx.AsyncClient(
+                            base_url=f"{parts.scheme}://{host}:{port}{parts.path}",
+                            headers={
+                                "host": f"{parts.hostname}:{port}",
+                                "authorization": f"Bearer {self._key}",
+                            },
+                            limits=httpx.Limits(max_connections=MAX_REQUESTS),
+                            trust_env=False,  # a proxy of the environment is for the internet
+                        )
+                    )
+                    self._found[address, number] = FleetMember(f"{host}:{port}", client, parts.hostname)
+        return failure
+
+
 class Fleet:
     """Use as a context manager; `watch` has to run as long as it is used."""
 
@@ -111,8 +180,7 @@ class Fleet:
         self.config = config
         self.tensors = tensors
         self.on_lost = on_lost
-        self.members: dict[tuple[str, str], FleetMember] = {}  # by address and its number
-        self._clients = AsyncExitStack()
+        self.members = Members(config.addresses, config.key)
         self._some_answer = asyncio.Event()
         self._left_out: list[str] = []
         self._silence = "no address resolves"  # why no member answers
@@ -123,7 +191,7 @@ class Fleet:
     async def __aexit__(
         self, kind: type[BaseException] | None, raised: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._clients.aclose()
+        await self.members.close()
 
     async def watch(self) -> None:
         """Find and probe members until cancelled.
@@ -134,8 +202,8 @@ class Fleet:
         """
         heard = time.monotonic()
         while True:
-            await self._find()
-            await asyncio.gather(*map(self._probe, self.members.values()))
+            self._silence = await self.members.find() or self._silence
+            await asyncio.gather(*map(self._probe, self.members.known))
             if self._answering():
                 heard = time.monotonic()
             elif time.monotonic() - heard > self.config.patience:
@@ -201,7 +269,7 @@ class Fleet:
             losing.cancel()
 
     def _answering(self) -> list[FleetMember]:
-        return [member for member in self.members.values() if member.lost is not None]
+        return [member for member in self.members.known if member.lost is not None]
 
     def _lose(self, member: FleetMember, reason: str) -> None:
         if member.lost is None:
@@ -213,35 +281,6 @@ class Fleet:
         if not self._answering():
             self._some_answer.clear()
         self.on_lost(self._silence)
-
-    async def _find(self) -> None:
-        """Resolve the addresses. A member whose name is gone is kept for as long as it answers."""
-        for address in self.config.addresses:
-            parts = urlsplit(address)
-            assert parts.hostname is not None, "the settings check this"
-            port = parts.port or (443 if parts.scheme == "https" else 80)
-            try:
-                found = await asyncio.get_running_loop().getaddrinfo(
-                    parts.hostname, port, type=socket.SOCK_STREAM
-                )
-            except OSError as cause:
-                self._silence = f"{parts.hostname}: {cause}"
-                continue
-            for number in {str(place[0]) for *_, place in found}:
-                if (address, number) not in self.members:
-                    host = f"[{number}]" if ":" in number else number
-                    client = await self._clients.enter_async_context(
-                        httpx.AsyncClient(
-                            base_url=f"{parts.scheme}://{host}:{port}{parts.path}",
-                            headers={
-                                "host": f"{parts.hostname}:{port}",
-                                "authorization": f"Bearer {self.config.key}",
-                            },
-                            limits=httpx.Limits(max_connections=MAX_REQUESTS),
-                            trust_env=False,  # a proxy of the environment is for the internet
-                        )
-                    )
-                    self.members[address, number] = FleetMember(f"{host}:{port}", client, parts.hostname)
 
     async def _probe(self, member: FleetMember) -> None:
         if member.losses >= MAX_LOSSES:
@@ -289,12 +328,10 @@ class Fleet:
 
 def parameters(request: Request) -> dict[str, Any]:
     """vLLM's SamplingParams as JSON: those of a job's own engine."""
-    structured = None
-    if request.grammar:
-        structured = {"grammar": request.grammar}
-    elif request.held_to:
-        structured = {"json": request.held_to}
-    return sampling_options(request) | {"structured_outputs": structured}
+    # A schema as a grammar too: what a member adds to schemas is for the calls of tools.
+    held = f"start: %json {request.held_to}" if request.held_to else ""
+    grammar = request.grammar or held
+    return sampling_options(request) | {"structured_outputs": {"grammar": grammar} if grammar else None}
 
 
 def finished_of(request: Request, body: Any) -> Finished:

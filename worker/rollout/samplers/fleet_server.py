@@ -1,8 +1,9 @@
-"""One member of a rollout fleet: vLLM's own HTTP server for one base model, which samples for many jobs at once.
+"""One member of a rollout fleet: vLLM's own HTTP server for one base model, for many jobs and users at once.
 
-Jobs (fleet.py) send tokens and vLLM's sampling parameters to its route `/inference/v1/generate`. The name of the model
-in a request is that of an adapter in the blob store, which vLLM has this process resolve. The process has no state but
-caches: a job sends the answers that a lost member owes to another one.
+Jobs (fleet.py) send tokens and vLLM's sampling parameters to its route `/inference/v1/generate`, and inference servers
+(worker/serve/fleet_model.py) send OpenAI's requests. The name of the model in a request is that of an adapter in the
+blob store, which vLLM has this process resolve. The process has no state but caches: clients send the requests of a
+lost member to another one.
 
 The calls into what vLLM does not promise to keep are in engine.py, extension.py, `serve` and worker/serve/vllm_app.py;
 tests/worker/vllm_contract.py names those of the first two, and tests/worker/test_fleet.py runs the others.
@@ -11,6 +12,7 @@ tests/worker/vllm_contract.py names those of the first two, and tests/worker/tes
 import asyncio
 import os
 import socket
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,14 +21,15 @@ from pydantic import BaseModel
 from core.registry import BaseModelEntry
 from core.settings import Settings
 from core.storage.store import blobs_of
-from worker.model.policy import source_of
+from worker.model.policy import read_tokenizer, source_of
 from worker.model.sizing import CPU_CACHE_BYTES, GIB
 from worker.rollout.samplers import engine, extension
-from worker.rollout.samplers.fleet import adapter_named
+from worker.rollout.samplers.fleet import NOTHING, adapter_named
 from worker.rollout.samplers.fleet_members import FACTS, Facts
 from worker.rollout.samplers.wire import EngineConfig
 from worker.serve.adapters import AdapterDamaged, AdapterFolders, AdapterGone
-from worker.serve.vllm_app import vllm_app
+from worker.serve.vllm_app import ENVIRONMENT, vllm_app
+from worker.serve.vllm_server import server_options, tool_parser_of, write_nothing
 
 ADAPTERS_AT_ONCE = 8  # in one batch, each in a slot of the device's memory
 ADAPTERS_IN_MEMORY = 16  # of the machine
@@ -43,13 +46,16 @@ class Question(BaseModel):
 class StoredAdapters:
     """Implements vLLM's LoRAResolver: an adapter's name has its prefix in the blob store and its manifest's hash."""
 
-    def __init__(self, folders: AdapterFolders) -> None:
-        self.folders = folders
+    def __init__(self, folders: AdapterFolders, nothing: Path) -> None:
+        """`nothing` is a folder with an adapter that adds 0."""
+        self.folders, self.nothing = folders, nothing
 
     async def resolve_lora(self, base_model_name: str, lora_name: str) -> Any:
         """Return vLLM's LoRARequest. None: it is not the name of an adapter, or its files have been deleted."""
         from vllm.lora.request import LoRARequest
 
+        if lora_name == NOTHING:
+            return LoRARequest(lora_name, 1, str(self.nothing))
         adapter = adapter_named(lora_name)
         if adapter is None:
             return None
@@ -78,11 +84,13 @@ def config_of(entry: BaseModelEntry, settings: Settings) -> EngineConfig:
     )
 
 
-def options(config: EngineConfig) -> dict[str, Any]:
-    """vLLM's EngineArgs: a job's own engine's, with the adapters of many jobs, on GPUs that no trainer uses."""
+def options(config: EngineConfig, tool_parser: str | None) -> dict[str, Any]:
+    """vLLM's options: a job's own engine's, with the adapters of many jobs, on GPUs that no trainer uses."""
     return {
         **engine.engine_options(config),
         **engine.worker_options(config),
+        **server_options(tool_parser),
+        "enable_scale_out": True,  # the routes for tokens
         "max_loras": ADAPTERS_AT_ONCE,
         "max_cpu_loras": ADAPTERS_IN_MEMORY,
         "kv_cache_memory_bytes": config.kv_cache_bytes or None,
@@ -96,7 +104,7 @@ def run(settings: Settings, name: str, entry: BaseModelEntry, listening: socket.
     os.environ |= engine.environment(config) | {
         extension.SAMPLER: str(os.getpid()),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",  # or vLLM resolves no adapter
+        **ENVIRONMENT,
     }
     folders = AdapterFolders(
         blobs_of(settings), (settings.data_dir / "sampler").resolve(), kept=ADAPTERS_ON_DISK
@@ -108,16 +116,20 @@ def run(settings: Settings, name: str, entry: BaseModelEntry, listening: socket.
         max_lora_rank=config.rank,
         left_out=[],
     )
-    asyncio.run(serve(config, facts, StoredAdapters(folders), settings.samplers_key, listening))
+    nothing = settings.data_dir.resolve() / "no-adapter"
+    write_nothing(config.source, nothing)
+    adapters = StoredAdapters(folders, nothing)
+    tokenizer = read_tokenizer(entry, source_of(entry, settings.model_cache))
+    chosen = options(config, tool_parser_of(entry, tokenizer))
+    asyncio.run(serve(chosen, facts, adapters, settings.samplers_key, listening))
 
 
 async def serve(
-    config: EngineConfig, facts: Facts, adapters: StoredAdapters, key: str, listening: socket.socket
+    options: dict[str, Any], facts: Facts, adapters: StoredAdapters, key: str, listening: socket.socket
 ) -> None:
     from vllm.entrypoints.launchers.launcher import serve_http
 
-    with_tokens = {**options(config), "enable_scale_out": True}  # the routes for tokens
-    async with vllm_app(with_tokens, name=facts.model, key=key, adapters=adapters) as (app, client):
+    async with vllm_app(options, name=facts.model, key=key, adapters=adapters) as (app, client):
 
         async def answer(question: Question) -> Facts:
             names, *_ = await client.collective_rpc(

@@ -66,6 +66,11 @@ def leave_out(policy: Policy, tensors: Sequence[str], on_left_out: Callable[[Seq
         on_left_out(modules)
 
 
+def is_fresh(tensors: Mapping[str, Tensor]) -> bool:
+    """Whether an adapter adds nothing, as before the first update: all of its B are zero."""
+    return not any(tensor.any() for name, tensor in tensors.items() if ".lora_B." in name)
+
+
 def same(have: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> bool:
     return have.keys() == want.keys() and all(
         torch.equal(have[name], tensor) for name, tensor in want.items()

@@ -1,0 +1,204 @@
+"""The inference server passes the requests for a model with a rollout fleet on to a member of it."""
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from starlette.testclient import TestClient
+from starlette.types import Message
+
+from core.chat import Adapter
+from core.registry import Registry
+from core.settings import Settings
+from core.storage.store import FolderBlobs
+from tests.graders.servers import serving
+from tests.servers import reserve_port
+from tests.worker.test_vllm_server import publish
+from worker.model.policy import Policy
+from worker.rollout.samplers.fleet import NOTHING, name_of
+from worker.rollout.samplers.fleet_members import FleetMember, Members
+from worker.serve.adapters import AdapterFolders
+from worker.serve.engines import Engines
+from worker.serve.fleet_model import FleetApp, FleetBuilder
+from worker.serve.passed import CHAT, COMPLETIONS
+from worker.serve.server import create_app
+
+ASKED = {"messages": [{"role": "user", "content": "say it"}], "max_tokens": 4}
+USAGE = {"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4}
+
+
+@dataclass
+class Member:
+    """Stands in for vLLM's server: always the same answer."""
+
+    status: int = 200
+    asked: list[tuple[str, Any]] = field(default_factory=list)
+
+    def __call__(self, path: str, sent: Any) -> tuple[int, str]:
+        self.asked.append((path, sent))
+        if self.status != 200:
+            return self.status, json.dumps({"error": {"message": "no", "param": None}})
+        said = {"text": "red"} if path == COMPLETIONS else {"message": {"content": "red"}}
+        choice = {"index": 0, "finish_reason": "stop", **said}
+        return 200, json.dumps({"id": "1", "choices": [choice], "usage": USAGE})
+
+
+@dataclass
+class Service:
+    folder: Path
+    model: Path
+
+    @contextmanager
+    def at(self, *addresses: str) -> Iterator[TestClient]:
+        """An inference server that can start no engine of its own."""
+        (self.folder / "models.toml").write_text(
+            f'[models.tiny]\npath = "{self.model}"\ndtype = "float32"\ncontext = 128\n'
+        )
+        settings = Settings(
+            models_file=self.folder / "models.toml",
+            data_dir=self.folder,
+            samplers={"tiny": addresses},
+            samplers_key="secret",
+            inference_max_lora_rank=8,
+        )
+        blobs = FolderBlobs(self.folder / "blobs")
+        caches = [AdapterFolders(blobs, self.folder / name) for name in ("adapters", "tuned-models")]
+        registry = Registry.load(settings.models_file)
+        app = create_app(Engines(settings, registry, {"fleet": FleetBuilder(settings)}, *caches), "key")
+        with TestClient(app, headers={"authorization": "Bearer key"}) as client:
+            yield client
+
+
+@pytest.fixture
+def service(tmp_path: Path, tiny_model: Path) -> Service:
+    return Service(tmp_path, tiny_model)
+
+
+def test_a_base_model_and_its_adapters_are_answered_by_the_fleet(
+    service: Service, make_policy: Callable[..., Policy]
+) -> None:
+    adapter = publish(service.folder, make_policy(), "projects/p/jobs/j/attempts/1/steps/1")
+    tuned = {"regraft": {"base_model": "tiny", "adapter": adapter}}
+    member = Member()
+    with serving(member) as address, service.at(address) as client:
+        answers = [
+            client.post(CHAT, json=ASKED | {"model": "ft:x"} | served).json() for served in ({}, tuned)
+        ]
+        client.post(COMPLETIONS, json={"model": "tiny", "prompt": "say it"})
+
+    assert "does not exist" in answers[0]["error"]["message"], "a tuned model is named by the API"
+    assert answers[1]["choices"][0]["message"]["content"] == "red"
+    assert (answers[1]["model"], answers[1]["usage"]["completion_tokens"]) == ("ft:x", 1)
+    assert [(path, sent["model"]) for path, sent in member.asked] == [
+        (CHAT, name_of(Adapter(**adapter))),
+        (COMPLETIONS, NOTHING),
+    ]
+
+
+def test_a_member_that_does_not_answer_is_followed_by_another_and_is_the_last_choice(
+    service: Service,
+) -> None:
+    gone, member, locked = f"http://127.0.0.1:{reserve_port()}", Member(), Member(status=401)
+    with ExitStack() as members:
+        addresses = [gone, *(members.enter_context(serving(one)) for one in (locked, member))]
+        client = members.enter_context(service.at(*addresses))
+        answers = [client.post(CHAT, json=ASKED | {"model": "tiny"}) for _ in range(3)]
+
+    assert [answer.status_code for answer in answers] == [200] * 3
+    assert (len(locked.asked), len(member.asked)) == (1, 3)
+
+
+def test_without_a_member_the_client_is_to_retry(service: Service) -> None:
+    with service.at(f"http://127.0.0.1:{reserve_port()}") as client:
+        answer = client.post(CHAT, json=ASKED | {"model": "tiny"})
+
+    assert answer.status_code == 503
+    assert "No sampler of tiny answers: ConnectError" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"temperature": 0.7}, "'temperature'"),
+        ({"top_p": 0.9, "frequency_penalty": 1}, "'top_p', 'frequency_penalty'"),
+        ({"response_format": {"type": "json_object"}}, "'response_format'"),
+        ({"logit_bias": {"3": 5}, "presence_penalty": 1}, "'presence_penalty', 'logit_bias'"),
+    ],
+)
+def test_logprobs_of_another_distribution_than_the_models_are_refused(
+    service: Service, changes: dict[str, Any], named: str
+) -> None:
+    member = Member()
+    with serving(member) as address, service.at(address) as client:
+        refused = client.post(CHAT, json=ASKED | {"model": "tiny", "logprobs": True} | changes)
+        plain = client.post(CHAT, json=ASKED | {"model": "tiny"} | changes)
+
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "logprobs"
+    assert f"together with {named} is" in refused.json()["error"]["message"]
+    assert plain.status_code == 200
+
+
+def test_an_adapter_of_too_high_a_rank_is_refused_with_what_to_do(
+    service: Service, make_policy: Callable[..., Policy]
+) -> None:
+    adapter = publish(service.folder, make_policy(rank=16), "projects/p/jobs/j/attempts/1/steps/1")
+    served = {"model": "ft:x", "regraft": {"base_model": "tiny", "adapter": adapter}}
+    with serving(Member()) as address, service.at(address) as client:
+        answer = client.post(CHAT, json=ASKED | served)
+
+    assert "REGRAFT_INFERENCE_MAX_LORA_RANK" in answer.json()["error"]["message"]
+
+
+class Silent(httpx.AsyncBaseTransport):
+    """A connection to a member that never answers."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.is_aborted = False
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        self.asked.set()
+        try:
+            return await asyncio.Future()
+        finally:
+            self.is_aborted = True
+
+
+class OneMember(Members):
+    def __init__(self, member: FleetMember) -> None:
+        super().__init__((), "key")
+        self.member = member
+
+    @property
+    def named(self) -> list[FleetMember]:
+        return [self.member]
+
+
+def test_a_client_that_leaves_aborts_its_request_at_the_member() -> None:
+    async def leave() -> Silent:
+        silent, sent = Silent(), []
+        received = [{"type": "http.request", "body": b"{}", "more_body": False}]
+
+        async def receive() -> Message:
+            if received:
+                return received.pop()
+            await silent.asked.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Message) -> None:
+            sent.append(message)
+
+        client = httpx.AsyncClient(transport=silent, base_url="http://member")
+        app = FleetApp("tiny", OneMember(FleetMember("member", client, "member")))
+        await app({"path": CHAT}, receive, send)
+        assert sent == []
+        return silent
+
+    assert asyncio.run(leave()).is_aborted
