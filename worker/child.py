@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from worker.offline.run import OfflineRun
     from worker.run import Run, RunOutcome
 
-# worker.assemble.assemble. Its module imports torch, so it is imported where it is needed: never by a launcher of ranks.
+# worker.assemble.assemble. Its module imports torch, so it is imported where it is needed, and by no launcher of ranks.
 Assemble = Callable[..., "Run"]
 
 
