@@ -79,7 +79,7 @@ format: setup    ## Rewrite the files as `make check` wants them
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(VENV)/.bench    ## Every claim of speed, side by side with what it is compared to, in one table with the goals
+bench: setup    ## Every claim of speed, side by side with what it is compared to, in one table with the goals
 	$(BIN)/python -m bench.table
 
 chart: setup    ## Render the Helm chart with all its profiles and check what comes out
@@ -111,7 +111,3 @@ $(VENV)/.console: $(VENV)/.ready hatch_build.py $(shell find console -type f -no
 	touch $@
 
 console: setup    ## Build the page that the API serves at /
-
-$(VENV)/.bench: $(VENV)/.ready
-	$(INSTALL) -c constraints/all.txt -e '.[bench]'
-	touch $@

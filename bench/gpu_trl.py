@@ -1,7 +1,6 @@
 """The steps of gpu_steps.py by TRL's GRPOTrainer, with vLLM colocated on a GPU and with transformers on a CPU."""
 
 import hashlib
-import importlib.util
 import statistics
 import tempfile
 import time
@@ -15,8 +14,6 @@ VLLM_SHARE = 0.3  # of the GPU's memory: TRL's default
 
 
 def measure(shape: Shape, device: str, steps: int) -> dict[str, float]:
-    if importlib.util.find_spec("trl") is None:
-        return {}
     from datasets import Dataset
     from peft import LoraConfig
     from transformers import TrainerCallback

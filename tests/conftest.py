@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from core.database.migrate import upgrade
 from core.database.tables import Table
 from tests import order
 from tests.servers import Postgres, SeaweedFS
+from worker.process import importing
 
 # What these measure is latency: `make test` runs them last, when nothing else runs beside them.
 collect_ignore = [] if os.environ.get("REGRAFT_ATTACKS") else ["attacks"]
@@ -126,6 +127,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--shuffle", type=int, metavar="SEED", help="run files, and tests in a file, in random order"
     )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    with importing():
+        return (yield)
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses

@@ -45,6 +45,8 @@ def files_of(package: str) -> list[Path]:
 WALLS = [
     ("worker/supervise", HEAVY),
     ("worker/cli", HEAVY),
+    # A launcher of ranks starts in a fraction of their time.
+    ("worker/child.py", HEAVY),
     ("worker/record", {"worker.rollout"}),
     ("worker/learn/grpo.py", {"worker", "core.database", "core.storage", "core.settings"}),
     ("worker/run.py", {"core.database", "core.storage", "core.settings", "worker.model", "worker.supervise"}),

@@ -54,8 +54,6 @@ def test_the_other_parts_differ_from_those_in_one_number() -> None:
 
 @pytest.mark.slow
 def test_the_steps_of_trl_run_small_on_a_cpu() -> None:
-    pytest.importorskip("trl")
-
     figures = gpu.run("trl", gpu_models.SHAPES["tiny"], "cpu", 1, steps=2)
 
     assert figures["tokens_per_second"] == pytest.approx(2 * 4 * 8 / figures["step_seconds"])

@@ -37,9 +37,7 @@ from worker.heartbeat import Beat, WatchedGrader, beats_into
 from worker.instruments import ObservedGrader
 from worker.progress import PROGRESS
 from worker.record.exporters.feed import Feeds, left_behind
-from worker.record.recorder import Recorder
 from worker.refusals import InvalidModel, ModelUnavailable, UnsupportedModel, UserMistake, failing_once
-from worker.run import Run, RunOutcome
 from worker.sharing.base import BaseLost, RunsAlone, SharedBase
 from worker.sharing.turns import TURNS
 
@@ -49,10 +47,11 @@ if TYPE_CHECKING:
 
     from worker.learn.world import World
     from worker.offline.run import OfflineRun
+    from worker.run import Run, RunOutcome
 
 SCRATCH = "regraft-run-"  # the folder of temporary files, with checkpoints
-# worker.assemble.assemble. Its module imports torch, so it is imported where it is needed.
-Assemble = Callable[..., Run]
+# worker.assemble.assemble. Its module imports torch, so it is imported where it is needed, and by no launcher of ranks.
+Assemble = Callable[..., "Run"]
 
 
 async def run_attempt(
@@ -64,7 +63,7 @@ async def run_attempt(
     stop_requested: Callable[[], bool],
     beat: Beat,
     world: "World | None" = None,
-) -> RunOutcome:
+) -> "RunOutcome":
     """Train a claimed job. Rank 0 of `world` if there are several.
 
     Raises:
@@ -96,7 +95,7 @@ async def run_attempt(
         raise UserMistake("invalid_grader", str(refused), "method.reinforcement.grader") from refused
 
 
-async def trained(run: "Run | OfflineRun") -> RunOutcome:
+async def trained(run: "Run | OfflineRun") -> "RunOutcome":
     """Run the loop. A Refusal in it is a UserMistake."""
     try:
         with failing_once():
@@ -142,7 +141,8 @@ def main(assemble: Assemble | None = None, rank: Callable[..., None] | None = No
 
     signal.signal(signal.SIGTERM, on_signal)
     # This takes seconds, and a spare child does it before there is a job.
-    assemble = assemble or import_module("worker.assemble").assemble
+    with process.importing():
+        assemble = assemble or import_module("worker.assemble").assemble
     return run_claim(sys.stdin.readline, settings, assemble, args.progress, lambda: stopping)
 
 
@@ -179,10 +179,11 @@ def be_rank(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     status = process.FAILED
     try:
-        from worker.learn.world import World
+        with process.importing():
+            from worker.learn.world import World
 
+            assemble = import_module("worker.assemble").assemble
         settings = Settings()
-        assemble = import_module("worker.assemble").assemble
         ranks = (world or World).join(settings.hang_seconds)
         ranks.watch_machines(settings.lost_machine_seconds, partial(end_without, settings))
         if ranks.rank > 0:
@@ -217,8 +218,9 @@ def be_member(parent: int, world: "type[World] | None" = None) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     status = process.FAILED
     try:
-        from worker.learn.distributed import follow
-        from worker.learn.world import BrokenWorld, World
+        with process.importing():
+            from worker.learn.distributed import follow
+            from worker.learn.world import BrokenWorld, World
 
         settings = Settings()
         ranks = (world or World).join(settings.hang_seconds)
@@ -251,6 +253,9 @@ def run_claim(
     world: "World | None" = None,
 ) -> int:
     """Run the job of a claim, and return the exit status."""
+    from worker.record.recorder import Recorder
+    from worker.run import RunOutcome
+
     database = Database(settings.database)
     blobs = blobs_of(settings)
     job_id, epoch, *folder = read_claim().rstrip("\n").split(" ", 2)

@@ -156,6 +156,7 @@ def test_a_worker_installs_starts_and_ends_by_the_commands_of_its_image(tmp_path
     check_words = json.loads(check.split(" CMD ")[1])
     with installed("worker-cpu", tmp_path) as prefix:
         assert missing_in(prefix) == set()
+        assert not list(prefix.glob("lib/*/site-packages/trl")), "only tests and benches need it"
 
         check_words[0] = str(prefix / "bin" / check_words[0])
         check_words[-1] = check_words[-1].replace("'/data/", f"'{tmp_path}/data/")

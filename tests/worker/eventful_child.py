@@ -12,31 +12,32 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from worker import child
-from worker.learn.distributed import SumGradients
-from worker.learn.offline_ranks import AddRows
 from worker.learn.world import World
 from worker.members import launcher
-from worker.model import sharding, sizing
-from worker.model.policy import Policy
-from worker.model.sizing import Machine
+
+if TYPE_CHECKING:
+    from worker.model.policy import Policy
+    from worker.model.sizing import Machine
 
 
 class Eventful(World):
+    """Orders are known by their names: their modules import transformers and peft, which a launcher does not need."""
+
     sums = 0
 
     def give(self, orders_R: Sequence[Any]) -> None:
         super().give(orders_R)
-        if isinstance(orders_R[0], SumGradients | AddRows):
+        if type(orders_R[0]).__name__ in ("SumGradients", "AddRows"):
             self.sums += 1
             if os.environ["EVENT"] in ("drain", "shard") and self.sums == 1:
                 os.kill(os.getppid(), signal.SIGTERM)
 
     def receive(self) -> Any:
         order = super().receive()
-        if isinstance(order, SumGradients):
+        if type(order).__name__ == "SumGradients":
             self.sums += 1
             if os.environ["EVENT"].startswith("SIG") and self.sums == 2:
                 os.kill(os.getpid(), signal.Signals[os.environ["EVENT"]])
@@ -45,13 +46,15 @@ class Eventful(World):
 
 def share_the_base() -> None:
     """Sharding is planned for GPUs only, whose memory is not enough for the whole base model."""
+    from worker.model import sharding, sizing
+
     place = sharding.place
 
-    def noted(policy: Policy, stand_in: Policy) -> None:
+    def noted(policy: "Policy", stand_in: "Policy") -> None:
         place(policy, stand_in)
         Path(os.environ["REGRAFT_DATA_DIR"], f"sharded-{os.getpid()}").touch()
 
-    def all_of_them(machine: Machine, gpus: int, *, full: bool = False) -> tuple[int, ...]:
+    def all_of_them(machine: "Machine", gpus: int, *, full: bool = False) -> tuple[int, ...]:
         return (gpus,)
 
     sharding.place = noted

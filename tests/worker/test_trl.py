@@ -1,4 +1,4 @@
-"""The losses of given answers, reward models and RLOO against those of TRL's trainers, where TRL is installed.
+"""The losses of given answers, reward models and RLOO against those of TRL's trainers.
 
 TRL's own `compute_loss` runs on a model of single tokens: the log-probability of each token is a number of its own,
 wherever the token stands. So loss and gradient are compared with nothing of either trainer in between. The supervised
@@ -7,6 +7,7 @@ loss is compared on a small model.
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from types import MethodType, SimpleNamespace
 from typing import Any
 
@@ -103,7 +104,7 @@ def same(ours: Tensor, theirs: Tensor, weight: Tensor, *, rel: float = 1e-9) -> 
 def test_the_losses_of_pairs_are_those_of_trl(
     loss: dict[str, Any], theirs: dict[str, Any], beta: float
 ) -> None:
-    trl = pytest.importorskip("trl.trainer.dpo_trainer").DPOTrainer
+    trl = import_module("trl.trainer.dpo_trainer").DPOTrainer
     policy, reference = Unigrams(1), Unigrams(2)
     chosen, rejected = reference.of_answers().detach().chunk(2)
     stub = trainer_of(
@@ -137,7 +138,7 @@ def test_the_losses_of_pairs_are_those_of_trl(
 @pytest.mark.parametrize("seed", [2, 3])
 @pytest.mark.parametrize("weights", [(1.0, 1.0), (1.0, 1.33)])
 def test_kto_is_that_of_trl(weights: tuple[float, float], seed: int) -> None:
-    trl = pytest.importorskip("trl.trainer.kto_trainer").KTOTrainer
+    trl = import_module("trl.trainer.kto_trainer").KTOTrainer
     policy, reference = Unigrams(1), Unigrams(seed)
     desirable = torch.tensor([True, False, True, False])
     # The estimate of the KL is over the answers in another order, which single tokens do not see.
@@ -178,7 +179,7 @@ def test_kto_is_that_of_trl(weights: tuple[float, float], seed: int) -> None:
 @pytest.mark.parametrize("margin", [None, 0.4])
 @pytest.mark.parametrize("centering", [None, 0.01])
 def test_the_loss_of_reward_models_is_that_of_trl(margin: float | None, centering: float | None) -> None:
-    trl = pytest.importorskip("trl.trainer.reward_trainer").RewardTrainer
+    trl = import_module("trl.trainer.reward_trainer").RewardTrainer
     rewards = torch.tensor([0.4, -1.0, 0.9, 0.7], dtype=torch.float64, requires_grad=True)
 
     class Rewards:
@@ -199,7 +200,7 @@ def test_the_loss_of_reward_models_is_that_of_trl(margin: float | None, centerin
 
 @pytest.mark.parametrize("spread", [0.0, 0.1, 0.6])
 def test_rloo_is_that_of_trl(spread: float) -> None:
-    trl = pytest.importorskip("trl.trainer.rloo_trainer").RLOOTrainer
+    trl = import_module("trl.trainer.rloo_trainer").RLOOTrainer
     policy = Unigrams(1)
     generator = torch.Generator().manual_seed(5)
     old = policy.logp.detach() + spread * torch.randn(10, generator=generator, dtype=torch.float64)
@@ -288,7 +289,7 @@ def own_loss_of(model: Logits, pair: int, beta: float, **loss: Any) -> Tensor:
 @pytest.mark.parametrize("pair", [0, 1])
 @pytest.mark.parametrize(("beta", "gamma"), [(2.0, 1.0), (2.5, 0.5)])
 def test_simpo_is_that_of_trl(pair: int, beta: float, gamma: float) -> None:
-    trl = pytest.importorskip("trl.experimental.cpo").CPOTrainer
+    trl = import_module("trl.experimental.cpo").CPOTrainer
     model = Logits(1)
     settings = {"beta": beta, "loss_type": "simpo", "simpo_gamma": gamma, "label_smoothing": 0.0}
     expected = without_reference(trl, model, pair, cpo_alpha=0.0, alpha=0.0, **settings)
@@ -305,7 +306,7 @@ def test_orpo_is_that_of_trl(pair: int, beta: float) -> None:
 
     The only token of a prompt here is the first one, which is not predicted. TRL computes the odds in float32.
     """
-    trl = pytest.importorskip("trl.experimental.orpo").ORPOTrainer
+    trl = import_module("trl.experimental.orpo").ORPOTrainer
     model = Logits(1)
     expected = without_reference(trl, model, pair, beta=beta)
 
@@ -317,7 +318,7 @@ def test_orpo_is_that_of_trl(pair: int, beta: float) -> None:
 @pytest.mark.parametrize("budget", [10_000, 30])
 def test_the_supervised_loss_is_that_of_trl(make_policy: Callable[..., Policy], budget: int) -> None:
     """The loss and the gradient of a step with several answers and masks in a row, on a real model."""
-    trl = pytest.importorskip("trl.trainer.sft_trainer").SFTTrainer
+    trl = import_module("trl.trainer.sft_trainer").SFTTrainer
     ours, theirs = make_policy(moved=True), make_policy(moved=True)
     rows = conversations()
     width = max(len(pack.prompt_ids) + len(pack.sequences[0].output_ids_T) for pack in rows)

@@ -45,7 +45,7 @@ from worker.cli.configuration import check_models, check_packages, read_settings
 from worker.cli.parser import UsageError
 from worker.members.member import Member
 from worker.model.export import export_to
-from worker.process import quiet_environment
+from worker.process import importing, quiet_environment
 from worker.record.exporters.choice import problem as sinks_problem
 from worker.serve.launcher import InferenceServer, own_address
 from worker.supervise import liveness, retention
@@ -323,8 +323,9 @@ def inference(arguments: argparse.Namespace) -> int:
     with suppress(OSError):  # holds only caches, and base models are served without them
         private.make_folder(settings.data_dir)
     os.environ.update(quiet_environment())
-    from worker.serve.server import serve  # imports torch
-    from worker.serve.serving_metrics import VllmMetrics
+    with importing():
+        from worker.serve.server import serve
+        from worker.serve.serving_metrics import VllmMetrics
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _already_stopping)  # as in serve_api
@@ -352,7 +353,8 @@ def sampler(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--model: {arguments.model} is not a base model of the registry")
     private.make_folder(settings.data_dir)
     os.environ.update(quiet_environment())
-    from worker.rollout.samplers import fleet_server, vllm  # they import torch
+    with importing():
+        from worker.rollout.samplers import fleet_server, vllm
 
     if vllm.installed() is None:
         raise UsageError("a sampler runs vLLM, which is not installed here")

@@ -34,7 +34,7 @@ def own_address(settings: Settings) -> tuple[Settings, socket.socket | None]:
 
 
 class InferenceServer:
-    """Starts `python -m worker.serve.server` as a child process on incoming connections."""
+    """Starts `python -m worker.serve` as a child process on incoming connections."""
 
     def __init__(self, listening: socket.socket, *, restart_after_s: float = 2.0) -> None:
         self._listening = listening
@@ -58,7 +58,7 @@ class InferenceServer:
     def _keep(self) -> None:
         while self._knocked():
             descriptor = self._listening.fileno()
-            command = [sys.executable, "-m", "worker.serve.server", str(descriptor), str(os.getpid())]
+            command = [sys.executable, "-m", "worker.serve", str(descriptor), str(os.getpid())]
             self._child = subprocess.Popen(
                 command, start_new_session=True, pass_fds=[descriptor], env=quiet_environment()
             )

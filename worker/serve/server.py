@@ -4,7 +4,6 @@ A separate process: `regraft-server up` starts it on the first request, and `reg
 resolves a model name to weights (core/chat.py); a judge requests a base model by its own name.
 """
 
-import argparse
 import asyncio
 import logging
 import secrets
@@ -25,7 +24,6 @@ from core.registry import Registry
 from core.settings import Settings
 from core.storage.store import blobs_of
 from core.telemetry import tracing
-from worker import process
 from worker.serve import chat as own
 from worker.serve import serving_metrics
 from worker.serve.adapters import MODELS_KEPT, AdapterFolders
@@ -192,17 +190,3 @@ def serve(settings: Settings, listening: socket.socket, *, idle_seconds: float =
                 server.should_exit = True
 
     asyncio.run(answer())
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m worker.serve.server")
-    parser.add_argument("descriptor", type=int, help="inherited file descriptor of the listening socket")
-    parser.add_argument("parent", type=int, help="process id of the server; this process exits with it")
-    args = parser.parse_args()
-    process.die_with_parent(args.parent)
-    settings = Settings()
-    serve(settings, socket.socket(fileno=args.descriptor), idle_seconds=settings.inference_idle_seconds)
-
-
-if __name__ == "__main__":
-    main()

@@ -154,10 +154,11 @@ class SamplingEngine:
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        from vllm import EngineArgs, SamplingParams
-        from vllm.lora.request import LoRARequest
-        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
-        from vllm.v1.engine.llm_engine import LLMEngine
+        with process.importing():
+            from vllm import EngineArgs, SamplingParams
+            from vllm.lora.request import LoRARequest
+            from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+            from vllm.v1.engine.llm_engine import LLMEngine
 
         self._params = SamplingParams
         # The engine has to know how many tokens an answer has when the adapter is replaced.
