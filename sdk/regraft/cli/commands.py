@@ -56,7 +56,6 @@ from regraft.cli.pipelines import (
 from regraft.cli.service import usage, workers
 from regraft.client import Regraft
 from regraft.config import NotConfigured
-from regraft.datasets import method_of
 from regraft.datasets import validate as validate_dataset
 from regraft.errors import DownloadCorrupt, JobFailed, NotARegraftServer, NotSupportedByServer, is_page
 from regraft.jobs import grader_of
@@ -383,10 +382,6 @@ def _validated(path: Path, arguments: argparse.Namespace) -> dict[str, Any]:
         good = validate_dataset(path, grader=arguments.grader, split=arguments.split, method=arguments.method)
     except InvalidDataset as bad:
         errors = [{"line": one.line, "path": one.path, "message": one.message} for one in bad.errors]
-        fitting = method_of(path)
-        if fitting is not None and fitting != arguments.method:
-            message = f"the first row looks like one for --method {fitting}, and this was --method {arguments.method}"
-            errors.insert(0, {"line": 0, "path": "", "message": message})
         return {"file": str(path), "ok": False, "errors": errors, "more": bad.more}
     return {"file": str(path), "ok": True, "rows": good.rows, "fields": list(good.fields)}
 
