@@ -306,14 +306,15 @@ TRAINED_BY = {
 def model_card(name: str, recipe: Mapping[str, Any], steps: Sequence[StepMetrics]) -> str:
     """README.md with the front matter of the Hugging Face Hub."""
     base = recipe["base_model"]
-    known = base.get("hub") or base["name"]
+    hub, known = base.get("hub"), base.get("hub") or base["name"]
     checkpoint, data, asked = recipe["checkpoint"], recipe["data"], recipe["request"]["method"]
     method = asked["type"]
     is_whole = (recipe["resolved_hyperparameters"] or {}).get("train") == "full"
     samples = variant(method, asked[method]) not in OFFLINE
     card = io.StringIO()
     front = [
-        "base_model: " + json.dumps(known),
+        # Readers of the front matter take it for an id of the hub.
+        *(["base_model: " + json.dumps(hub)] if hub else []),
         f"library_name: {'transformers' if is_whole else 'peft'}",
         f"pipeline_tag: {TASKS.get(method, 'text-generation')}",
     ]
@@ -332,7 +333,7 @@ def model_card(name: str, recipe: Mapping[str, Any], steps: Sequence[StepMetrics
     if is_whole:
         card.write(f"```python\n{WHOLE_LOADING_CODE}```\n\n")
     else:
-        _write_loading(card, known, method)
+        _write_loading(card, base, method)
     if samples:
         _write_rewards(card, recipe, steps)
     else:
@@ -361,8 +362,15 @@ WHOLE_LOADING_CODE = (
 )
 
 
+BASE_FOLDER = "FOLDER OF THE BASE MODEL"
+
+
 def loading_code(base: str, method: str) -> str:
-    """Python that loads the adapter in "THIS FOLDER" on a base model of transformers."""
+    """Python that loads the adapter in "THIS FOLDER" on a base model of transformers.
+
+    Args:
+        base: an id of the hub, or a folder.
+    """
     kind, labels, padding = "AutoModelForCausalLM", "", ""
     if method == REWARD_MODEL:
         kind, labels = "AutoModelForSequenceClassification", ", num_labels=1"
@@ -375,14 +383,28 @@ def loading_code(base: str, method: str) -> str:
     )
 
 
-def _write_loading(card: io.StringIO, base: str, method: str) -> None:
-    card.write(f"```python\n{loading_code(base, method)}```\n\n")
+def _write_loading(card: io.StringIO, base: Mapping[str, Any], method: str) -> None:
+    hub = base.get("hub")
+    if hub is None:
+        card.write(
+            f"`{base['name']}` is the name of {_source(base)} in the registry of the service, and not an id of the "
+            f"Hugging Face Hub: replace `{BASE_FOLDER}` by the path of your copy of this model in Hugging Face "
+            "format.\n\n"
+        )
+    card.write(f"```python\n{loading_code(hub or BASE_FOLDER, method)}```\n\n")
     if method == REWARD_MODEL:
         card.write(
             "Its output for one conversation that ends with the token that ends the answer is the reward; `mean` and "
             "`std` in `reward_model.json` make a score of it: (reward - mean) / std. To score several at once, set "
             "`pad_token_id` to a token that conversations do not contain.\n\n"
         )
+
+
+def _source(base: Mapping[str, Any]) -> str:
+    """Where the service has the weights of a base model that is not from the hub, without a path of its machine."""
+    if "package" in base:
+        return f"the file `{base['file']}` of the Python package `{base['package']}`"
+    return "a local model"
 
 
 def _start(recipe: Mapping[str, Any]) -> str:
