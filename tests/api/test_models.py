@@ -6,7 +6,7 @@ from urllib.parse import quote
 import pytest
 from starlette.testclient import TestClient
 
-from core.database.tables import Job, TunedModel
+from core.database.tables import CheckpointPermission, Job, Project, TunedModel
 from core.model_checks import ModelCheck, ModelChecks, source_of
 from core.model_memory import ModelMemories, ModelMemory
 from core.registry import BaseModelEntry
@@ -62,6 +62,37 @@ def test_a_tuned_model_names_its_base(api: TestClient, tuned: str) -> None:
     model = api.get(f"/v1/models/{tuned}").json()
 
     assert (model["root"], model["parent"]) == ("org/large", "org/large")
+
+
+@pytest.mark.both_databases
+def test_a_model_that_was_trained_further_names_the_model_it_started_from_and_its_base(
+    api: TestClient, house: House, tuned: str
+) -> None:
+    parent = {"model": tuned, "job_id": "ftjob-1", "step": 5, "checkpoint_id": "ftckpt_1"}
+    further = "ft:org/large:default:mine:ffff0000"
+    with house.database.write() as session:
+        job = factories.job(session, house.project, model="org/large", parent=parent)
+        session.add(
+            TunedModel(
+                name=further,
+                project_id=house.project.id,
+                job_id=job.id,
+                base_model="org/large",
+                checkpoint_id="ftckpt_2",
+            )
+        )
+        other = session.query(Project).where(Project.id != house.project.id).one()
+        session.add(CheckpointPermission(model=further, project_id=other.id))
+    foreign = {"Authorization": f"Bearer {house.other_key}"}
+
+    model = api.get(f"/v1/models/{further}").json()
+
+    assert (model["root"], model["parent"]) == ("org/large", tuned)
+    assert {one["id"]: one["parent"] for one in api.get("/v1/models").json()["data"] if one["parent"]} == {
+        tuned: "org/large",
+        further: tuned,
+    }
+    assert api.get(f"/v1/models/{further}", headers=foreign).json()["parent"] == "org/large"
 
 
 def test_an_unknown_model_is_answered_with_those_there_are(api: TestClient, tuned: str) -> None:

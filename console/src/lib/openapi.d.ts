@@ -908,9 +908,15 @@ export interface components {
             created: number;
             /** Owned By */
             owned_by: string;
-            /** Root */
+            /**
+             * Root
+             * @description The base model, or the model that an alias points at.
+             */
             root: string;
-            /** Parent */
+            /**
+             * Parent
+             * @description The model that a tuned model was trained from: a base model or another tuned model.
+             */
             parent: string | null;
             /** Shutdown Date */
             shutdown_date?: null;

@@ -1122,8 +1122,16 @@ def checkpoints_download(arguments: argparse.Namespace) -> int:
 
 def models_list(arguments: argparse.Namespace) -> int:
     listed = list(_client().models.list())
-    rows = [[one.id, getattr(one, "parent", None) or "-", when(one.created or None)] for one in listed]
-    return _answer(arguments, listed, lambda: table(["id", "tuned from", "created"], rows))
+    rows = [[one.id, *_origin(one), when(one.created or None)] for one in listed]
+    return _answer(arguments, listed, lambda: table(["id", "tuned from", "base", "created"], rows))
+
+
+def _origin(model: Any) -> tuple[str, str]:
+    """The model that it was trained from, and its base model, or the target of an alias."""
+    parent, root = (getattr(model, name, None) for name in ("parent", "root"))
+    if parent is None and root not in (None, model.id):
+        return "-", f"{root} (alias)"
+    return parent or "-", root if parent and root else "-"
 
 
 def models_delete(arguments: argparse.Namespace) -> int:
