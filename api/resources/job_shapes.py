@@ -247,6 +247,7 @@ OFFLINE_CHECKPOINT_METRICS = (
     "full_valid_mean_reward_accuracy",
     "full_valid_mean_reward_margin",
 )
+DISTILLATION_CHECKPOINT_METRICS = ("teacher_kl", "full_valid_teacher_kl")
 
 
 def checkpoint_metrics(checkpoint: Checkpoint) -> dict[str, int | float]:
@@ -262,7 +263,10 @@ def checkpoint_metrics(checkpoint: Checkpoint) -> dict[str, int | float]:
         "full_valid_mean_parse_error": measured.get("full_valid_mean_parse_error"),
         "full_valid_stderr": measured.get("full_valid_stderr"),
         "full_valid_difference": measured.get("full_valid_difference"),
-        **{name: measured.get(name) for name in OFFLINE_CHECKPOINT_METRICS},
+        **{
+            name: measured.get(name)
+            for name in (*OFFLINE_CHECKPOINT_METRICS, *DISTILLATION_CHECKPOINT_METRICS)
+        },
         "completion_tokens_mean": measured.get("completion_tokens_mean"),
         "reasoning_tokens_mean": measured.get("reasoning_tokens_mean"),
     }

@@ -416,6 +416,49 @@ def test_a_supervised_job_is_shown_with_the_course_of_its_losses(
     assert lines["train loss"] == "4.00 █▆▃ 1.00"
 
 
+def test_a_preference_job_is_shown_with_its_accuracy_and_margin(
+    regraft: Callable[..., tuple[int, str, str]], house: House
+) -> None:
+    job_id = house.job(method="dpo", body={"hyperparameters": {}}, status="succeeded")
+    measured = {"train_loss": 0.5, "train_mean_reward_accuracy": 0.25, "train_mean_reward_margin": -1.0}
+    with house.database.write() as session:
+        job = session.query(Job).where(Job.id == job_id).one()
+        factories.step(
+            session,
+            job,
+            0,
+            total_steps=2,
+            full_valid_mean_reward_accuracy=0.0,
+            full_valid_mean_reward_margin=0.0,
+        )
+        factories.step(session, job, 1, total_steps=2, **measured)
+        measured |= {"train_mean_reward_accuracy": 0.75, "train_mean_reward_margin": 3.0}
+        factories.step(session, job, 2, total_steps=2, **measured, full_valid_mean_reward_accuracy=0.5)
+
+    _, out, _ = regraft("jobs", "show", job_id)
+
+    lines = dict(re.split(r"  +", line, maxsplit=1) for line in out.splitlines())
+    assert lines["train accuracy"] == "0.25 ▃▆ 0.75"
+    assert lines["valid accuracy"] == "0.00 ▁▅ 0.50"
+    assert lines["train margin"] == "-1.00 ▁█ 3.00"
+    assert lines["valid margin"] == "0.00"
+
+
+def test_a_distillation_job_is_shown_with_its_kl_to_the_teacher(
+    regraft: Callable[..., tuple[int, str, str]], house: House
+) -> None:
+    body = {"teacher": {"model": "tiny"}, "hyperparameters": {}}
+    job_id = house.job(method="distillation", body=body, status="succeeded")
+    with house.database.write() as session:
+        job = session.query(Job).where(Job.id == job_id).one()
+        for number, kl in ((1, 2.0), (2, 1.0)):
+            factories.step(session, job, number, total_steps=2, teacher_kl=kl)
+
+    _, out, _ = regraft("jobs", "show", job_id)
+
+    assert re.search("^train KL to the teacher +2.00 █▅ 1.00$", out, re.MULTILINE)
+
+
 def test_watching_in_a_pipe_prints_lines_and_then_the_model(
     regraft: Callable[..., tuple[int, str, str]], learned: str
 ) -> None:

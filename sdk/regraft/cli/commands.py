@@ -748,6 +748,19 @@ def _moved(arguments: argparse.Namespace, job: FineTuningJob) -> int:
     return _answer(arguments, job, lambda: f"{job.id} is {job.status}")
 
 
+# Of jobs that learn from the answers in a file, and of those that learn from a teacher.
+COURSES = (
+    ("train loss", "train_loss"),
+    ("valid loss", "full_valid_loss"),
+    ("train accuracy", "train_mean_reward_accuracy"),
+    ("valid accuracy", "full_valid_mean_reward_accuracy"),
+    ("train margin", "train_mean_reward_margin"),
+    ("valid margin", "full_valid_mean_reward_margin"),
+    ("train KL to the teacher", "teacher_kl"),
+    ("valid KL to the teacher", "full_valid_teacher_kl"),
+)
+
+
 def _job(job: FineTuningJob, steps: list[dict[str, Any]]) -> str:
     shown = {
         "id": job.id,
@@ -780,10 +793,11 @@ def _job(job: FineTuningJob, steps: list[dict[str, Any]]) -> str:
         values = [step[key] for step in steps if step.get(key) is not None]
         if values:
             shown[name] = _course(values, marks, axis)
-    for name, key in (("train loss", "train_loss"), ("valid loss", "full_valid_loss")):
+    for name, key in COURSES:
         values = [step[key] for step in steps if step.get(key) is not None]
         if values:
-            shown[name] = _course(values, marks, (0.0, max(values)))
+            top = 1.0 if key.endswith("accuracy") else max(values)
+            shown[name] = _course(values, marks, (min(0.0, *values), top or 1.0))
     errors = [step["full_valid_stderr"] for step in steps if step.get("full_valid_stderr") is not None]
     if errors and "valid reward" in shown:
         shown["valid reward"] += f" {marks.plus_minus}{errors[-1]:.2f}"
