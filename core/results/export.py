@@ -18,7 +18,7 @@ from core.database.tables import Checkpoint, Event, File, Job, TunedModel
 from core.errors import CheckpointDamaged, CheckpointNotFound, NotFound
 from core.jobs import events
 from core.jobs.methods import OFFLINE, REWARD_MODEL, variant
-from core.jobs.verdict import Verdict
+from core.jobs.verdict import Verdict, shown
 from core.registry import Registry
 from core.results import tuned_models
 from core.results.lineage import Parent
@@ -241,7 +241,7 @@ def _recipe(
         "sampler": _announced(session, job, "sampler"),
         "grader_environments": _announced(session, job, "grader_environments") or [],
         # The delivered checkpoint against the start of the job; null for any other checkpoint of the job.
-        "verdict": job.verdict if job.verdict and job.verdict["step"] == checkpoint.step else None,
+        "verdict": shown(job.verdict) if job.verdict and job.verdict["step"] == checkpoint.step else None,
         "checkpoint": {
             "id": checkpoint.id,
             "step": checkpoint.step,
@@ -442,6 +442,7 @@ def _comparison(recipe: Mapping[str, Any]) -> str:
         warning = {
             "worse": f"**This model is worse than {_start(recipe)} on these rows.** ",
             "no_difference": f"**No difference to {_start(recipe)} was found.** ",
+            "too_few": f"**There are too few rows to compare it with {_start(recipe)}.** ",
             "improved": "",
         }[verdict.outcome]
         return (

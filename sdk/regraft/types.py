@@ -25,7 +25,7 @@ class StepMetrics(BaseModel):
 class Verdict(BaseModel):
     """The delivered model against its base on the same validation rows, paired by row."""
 
-    outcome: Literal["improved", "no_difference", "worse"]
+    outcome: Literal["improved", "no_difference", "worse", "too_few"]
     base_reward: float
     tuned_reward: float
     difference: float
@@ -49,14 +49,12 @@ class Verdict(BaseModel):
             "no_difference": f"no difference to {base}"
             if self.difference >= 0
             else f"not significantly different from {base}",
+            "too_few": f"too few rows to compare with {base}",
         }[self.outcome]
         if self.ground is not None:
             finding = f"{finding}, damaged ({self.ground.replace('_', ' ')})"
         interval = ""
-        if self.ci_low is None or self.ci_high is None:
-            if self.outcome != "worse":
-                finding = f"too few rows to compare with {base}"
-        else:
+        if self.ci_low is not None and self.ci_high is not None:
             interval = f", 95 % interval {self.ci_low:.2f} to {self.ci_high:.2f}"
         left_out = f", {self.ungraded} ungraded" if self.ungraded else ""
         return (

@@ -549,7 +549,7 @@ def test_a_damaged_model_with_too_few_rows_for_an_interval_is_exit_code_1(
             "not significantly different from the base model: ",
         ),
         (
-            {"outcome": "no_difference", "difference": 0.1, "ci_low": None, "ci_high": None},
+            {"outcome": "no_difference", "difference": 0.1, "ci_low": None, "ci_high": None},  # as stored
             "too few rows to compare with the base model: ",
         ),
     ],

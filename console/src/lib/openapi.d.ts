@@ -2527,7 +2527,7 @@ export interface components {
              * Outcome
              * @enum {string}
              */
-            outcome: "improved" | "no_difference" | "worse";
+            outcome: "improved" | "no_difference" | "worse" | "too_few";
             /** Base Reward */
             base_reward: number;
             /** Tuned Reward */
