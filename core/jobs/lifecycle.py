@@ -72,9 +72,8 @@ def create(
     parent: dict[str, Any] | None = None,
     gpu_class: str,
     budget: dict[str, Any] | None = None,
-    warnings: Sequence[str] = (),
 ) -> Job:
-    """Create a job and its first events, one per entry of `warnings`. A worker validates its files next."""
+    """Create a job and its first events. A worker validates its files next."""
     job = Job(
         organization_id=project.organization_id,
         project_id=project.id,
@@ -101,8 +100,6 @@ def create(
     if parent is not None:
         start = f"Starts from {parent['model']} (step {parent['step']} of {parent['job_id']})"
         events.append(work.session, job.id, start)
-    for warning in warnings:
-        events.append(work.session, job.id, warning, level="warn")
     events.append(work.session, job.id, f"Validating {files}")
     work.record("job.created", job.id, {"model": model, "training_file": training_file.id})
     tracing.job_created(job.id)

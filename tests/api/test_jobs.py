@@ -725,22 +725,14 @@ def test_a_preview_is_for_reinforcement_jobs(api: TestClient, upload: Callable[.
     assert error(answer) == ("method.type", "unsupported_method")
 
 
-def test_a_reasoning_effort_is_echoed_and_one_event_says_that_it_has_no_effect(
-    api: TestClient, create_job: Callable[..., dict[str, Any]]
+@pytest.mark.parametrize("effort", ["medium", "default"])
+def test_a_reasoning_effort_is_echoed_and_the_worker_may_warn_of_it(
+    effort: str, api: TestClient, create_job: Callable[..., dict[str, Any]]
 ) -> None:
-    job = create_job(reinforcement=hyperparameters(reasoning_effort="medium"))
+    """A second warning on creation could not know the model's template."""
+    job = create_job(reinforcement=hyperparameters(reasoning_effort=effort))
 
-    assert job["method"]["reinforcement"]["hyperparameters"]["reasoning_effort"] == "medium"
-    listed = api.get(f"{JOBS}/{job['id']}/events").json()["data"]
-    (warning,) = [event for event in listed if event["level"] == "warn"]
-    assert warning["message"].startswith(
-        "reasoning_effort 'medium' has no effect on a model that does not reason"
-    )
-
-
-def test_the_default_effort_is_no_event(api: TestClient, create_job: Callable[..., dict[str, Any]]) -> None:
-    job = create_job(reinforcement=hyperparameters(reasoning_effort="default"))
-
+    assert job["method"]["reinforcement"]["hyperparameters"]["reasoning_effort"] == effort
     levels = {event["level"] for event in api.get(f"{JOBS}/{job['id']}/events").json()["data"]}
     assert levels == {"info"}
 
