@@ -101,8 +101,7 @@ def retrieve_model(
         return ModelOut.alias(alias, project)
     tuned_model = tuned_models.find(session, project.id, model)
     if tuned_model is None:
-        made = [other.name for other in tuned_models.models(session, project.id)]
-        raise ModelNotFound(model, [*service.registry.names, *made])
+        raise ModelNotFound(model, model_aliases.callable_names(session, project.id, service.registry))
     parents = lineage.trained_from(session, project.id, [tuned_model])
     is_reward_model = tuned_models.is_reward_model(session, tuned_model)
     return ModelOut.tuned(

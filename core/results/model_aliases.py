@@ -153,14 +153,16 @@ def _target(session: Session, project_id: str, name: str, registry: Registry) ->
         return base
     model = tuned_models.find(session, project_id, name)
     if model is None:
-        raise ModelNotFound(name, [*registry.names, *_names(session, project_id)])
+        raise ModelNotFound(name, callable_names(session, project_id, registry))
     if tuned_models.is_reward_model(session, model):
         raise tuned_models.only_scores(name, "model")
     return model.name
 
 
-def _names(session: Session, project_id: str) -> list[str]:
-    return [model.name for model in tuned_models.models(session, project_id)]
+def callable_names(session: Session, project_id: str, registry: Registry) -> list[str]:
+    """Every name that the project may call: the registry's, its aliases, its tuned models."""
+    aliases = [alias.name for alias in everything(session, project_id) if alias.name not in registry.names]
+    return [*registry.names, *aliases, *(model.name for model in tuned_models.models(session, project_id))]
 
 
 def checkpoints_in_use(session: Session, job_id: str) -> set[str]:

@@ -105,6 +105,33 @@ def test_an_unknown_model_is_answered_with_those_there_are(api: TestClient, tune
 
 
 @pytest.mark.both_databases
+def test_a_misspelled_model_is_answered_with_the_nearest_of_the_project(
+    api: TestClient, house: House, tuned: str
+) -> None:
+    api.post("/v1/regraft/aliases", json={"name": "production", "model": tuned})
+    with house.database.write() as session:
+        for number in range(30):
+            name = f"ft:tiny:default::{number}"
+            session.add(
+                TunedModel(
+                    name=name, project_id=house.project.id, job_id="j", base_model="tiny", checkpoint_id="c"
+                )
+            )
+
+    said = [
+        api.get("/v1/models/prodution").json()["error"]["message"],
+        api.post(
+            "/v1/chat/completions",
+            json={"model": "prodution", "messages": [{"role": "user", "content": "hi"}]},
+        ).json()["error"]["message"],
+    ]
+
+    assert said[0] == said[1]
+    assert "Available: production, " in said[0]
+    assert said[0].endswith(" and 30 more (GET /v1/models lists all).")
+
+
+@pytest.mark.both_databases
 def test_a_deleted_model_is_gone(api: TestClient, tuned: str) -> None:
     assert api.delete(f"/v1/models/{tuned}").json() == {"id": tuned, "object": "model", "deleted": True}
     assert api.get(f"/v1/models/{tuned}").status_code == 404

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from core.errors import ModelNotFound, TunedModelNotFound
+from core.errors import ModelNotFound, NotFound, TunedModelNotFound
 from core.registry import BaseModelEntry, Device, InvalidRegistry, Registry, SamplerName, sampler_of
 from core.settings import SamplerChoice
 
@@ -200,9 +200,20 @@ def test_only_a_model_that_vllm_samples_is_divided_between_gpus() -> None:
         BaseModelEntry(hub="org/model", sampler="transformers", tensor_parallel=2)
 
 
-def test_an_error_names_twenty_models_and_counts_the_others() -> None:
-    message = ModelNotFound("three", ["tiny", *(f"ft:tiny:{number}" for number in range(10_000))]).message
+TUNED = [f"ft:tiny:default:desk:{number:08x}" for number in range(10_000)]
 
-    assert "tiny" in message.split(", ")[-1]
-    assert message.endswith(" and 9981 more (GET /v1/models).")
-    assert len(message) < 500
+
+def test_an_error_names_five_models_and_counts_the_others() -> None:
+    message = ModelNotFound("gpt-4o", ["tiny", *TUNED]).message
+
+    assert message == (
+        f"The model 'gpt-4o' does not exist. Available: tiny, {', '.join(TUNED[:4])} and 9996 more "
+        "(GET /v1/models lists all)."
+    )
+
+
+@pytest.mark.parametrize("error", [ModelNotFound, TunedModelNotFound])
+def test_the_models_with_the_most_similar_names_are_named_first(error: type[NotFound]) -> None:
+    message = error("prodution", ["tiny", "small", "production-2", "medium", "large", "production"]).message
+
+    assert ": production, production-2, tiny, small, medium and 1 more (GET /v1/models lists all)." in message
