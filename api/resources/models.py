@@ -76,7 +76,11 @@ class ModelOut(BaseModel):
 def list_models(project: CurrentProject, session: ReadSession, service: ServiceDep) -> Listing[ModelOut]:
     """List the base models and their aliases, the project's aliases, then its tuned models, newest first."""
     base = [ModelOut.base(name, service.registry) for name in service.registry.names]
-    aliases = [ModelOut.alias(one, project) for one in model_aliases.everything(session, project.id)]
+    aliases = [
+        ModelOut.alias(one, project)
+        for one in model_aliases.everything(session, project.id)
+        if not model_aliases.is_hidden(one.name, service.registry)
+    ]
     found = tuned_models.models(session, project.id)
     rewards = tuned_models.reward_models(session, found)
     parents = lineage.trained_from(session, project.id, found)

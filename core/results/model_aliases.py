@@ -58,9 +58,10 @@ def promote(work: Work, project_id: str, name: str, model: str, registry: Regist
 
     Raises:
         ModelNotFound: the project may use no model of this name.
-        InvalidRequest: the alias would hide a base model, the model gives no answers, or there are too many aliases.
+        InvalidRequest: the registry has the name, it differs from another one by case only, the model gives no
+            answers, or there are too many aliases.
     """
-    if name in registry.names:
+    if is_hidden(name, registry):
         raise InvalidRequest(
             f"'{name}' is a base model: choose another name for the alias.",
             param="name",
@@ -71,6 +72,7 @@ def promote(work: Work, project_id: str, name: str, model: str, registry: Regist
     target = _target(session, project_id, model, registry)
     alias = find(session, project_id, name)
     if alias is None:
+        _refuse_other_case(session, project_id, name, registry)
         mine = select(func.count()).select_from(ModelAlias).where(ModelAlias.project_id == project_id)
         if session.scalars(mine).one() >= MAX_ALIASES:
             raise InvalidRequest(
@@ -159,9 +161,27 @@ def _target(session: Session, project_id: str, name: str, registry: Registry) ->
     return model.name
 
 
+def is_hidden(name: str, registry: Registry) -> bool:
+    """Whether requests for the name are answered by a model of the registry, which the operator may add later."""
+    return name in registry.names
+
+
+def _refuse_other_case(session: Session, project_id: str, name: str, registry: Registry) -> None:
+    same = ModelAlias.project_id == project_id, func.lower(ModelAlias.name) == name.lower()
+    alias = session.scalar(select(ModelAlias.name).where(*same))
+    taken = next((other for other in registry.names if other.lower() == name.lower()), alias)
+    if taken is not None:
+        kind = "the alias" if taken == alias else "the model"
+        raise InvalidRequest(
+            f"'{name}' differs from {kind} '{taken}' by case only: choose another name.",
+            param="name",
+            code="invalid_value",
+        )
+
+
 def callable_names(session: Session, project_id: str, registry: Registry) -> list[str]:
     """Every name that the project may call: the registry's, its aliases, its tuned models."""
-    aliases = [alias.name for alias in everything(session, project_id) if alias.name not in registry.names]
+    aliases = [alias.name for alias in everything(session, project_id) if not is_hidden(alias.name, registry)]
     return [*registry.names, *aliases, *(model.name for model in tuned_models.models(session, project_id))]
 
 

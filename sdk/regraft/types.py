@@ -511,6 +511,7 @@ class Alias(BaseModel):
     previous_model: str | None = None  # which a rollback restores
     created_at: int
     updated_at: int  # when it was last pointed at another model
+    hidden: bool = False  # whether a model of the registry has the name, and answers in its place
 
 
 class StoredGrader(BaseModel):

@@ -45,6 +45,11 @@ export interface components {
              * @description When it was last pointed at another model.
              */
             updated_at: number;
+            /**
+             * Hidden
+             * @description Whether a model of the registry has the name, and answers in its place.
+             */
+            hidden: boolean;
         };
         /** AttemptOut */
         AttemptOut: {

@@ -1173,7 +1173,15 @@ def models_aliases(arguments: argparse.Namespace) -> int:
     for name in arguments.delete:
         client.aliases.delete(name)
     listed = list(client.aliases.list(limit=100))
-    rows = [[one.name, one.model, one.previous_model or "-", when(one.updated_at)] for one in listed]
+    rows = [
+        [
+            f"{one.name} (hidden by a model of the registry)" if one.hidden else one.name,
+            one.model,
+            one.previous_model or "-",
+            when(one.updated_at),
+        ]
+        for one in listed
+    ]
     return _answer(arguments, listed, lambda: table(["alias", "model", "previous", "changed"], rows))
 
 
