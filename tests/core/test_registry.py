@@ -1,3 +1,4 @@
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -184,6 +185,25 @@ def test_an_alias_that_leads_nowhere_is_refused_by_name(
 ) -> None:
     with pytest.raises(InvalidRegistry, match=problem):
         registry_of(f"{MODELS}[aliases]\n{aliases}\n")
+
+
+def test_a_file_of_aliases_keeps_the_packaged_models(registry_of: Callable[..., Registry]) -> None:
+    registry = registry_of('[aliases]\n"o4-mini" = "SmolLM2-135M-Instruct"\n')
+
+    assert registry.names == ["SmolLM2-135M-Instruct", "o4-mini"]
+    assert registry.get("o4-mini") == Registry.load(None).get("SmolLM2-135M-Instruct")
+
+
+def test_a_file_without_models_and_aliases_is_refused(registry_of: Callable[..., Registry]) -> None:
+    with pytest.raises(InvalidRegistry, match="models"):
+        registry_of("")
+
+
+def test_the_entry_of_the_packaged_model_is_documented(registry_of: Callable[..., Registry]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "howto" / "models.md").read_text()
+    (entry,) = re.findall(r'```toml\n(\[models\."SmolLM2-135M-Instruct"\]\n.*?)```', page, flags=re.S)
+
+    assert registry_of(entry) == Registry.load(None)
 
 
 def test_paths_stay_relative_to_the_file_with_aliases(
