@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from regraft import Regraft
 from regraft.cli import main
-from regraft.cli.output import expected_costs
+from regraft.cli.output import answer_cell, expected_costs
 
 from core.database.tables import Attempt, Job
 from core.jobs.usage import add_usage
@@ -606,6 +606,39 @@ def test_a_list_of_bad_lines_is_told_by_the_event_and_not_again(
     _, _, err = regraft("jobs", "watch", job_id)
 
     assert err == f"regraft: The job {job_id} failed: Training file file-x: line 1: is blank (invalid_file)\n"
+
+
+@pytest.mark.parametrize(
+    ("answer", "encoding", "shown"),
+    [
+        ("four", "utf-8", "four"),
+        ("  four five\n", "utf-8", "··four five\\n"),
+        (" four\n", "ascii", "_four\\n"),
+        ("\n\tfour", None, "\\n\\tfour"),
+        (" ", "utf-8", "·"),
+        (" " * 20 + "four", "utf-8", "·" * 8 + "…four"),
+        ("", "utf-8", ""),
+        ("four\n  five", "utf-8", "four five"),
+    ],
+)
+def test_blanks_at_the_ends_of_an_answer_show_in_a_table(
+    answer: str, encoding: str | None, shown: str
+) -> None:
+    assert answer_cell(answer, 40, encoding) == shown
+
+
+def test_an_answer_with_a_leading_blank_is_marked_in_the_table_and_not_in_json(
+    regraft: Callable[..., tuple[int, str, str]], in_json: Callable[..., Any], house: House
+) -> None:
+    job_id = house.job(status="running")
+    house.step(job_id, 1, 2, 0.5)
+    answer = {"step": 1, "split": "train", "line": 1, "member": 0, "messages": [], "finish_reason": "stop"}
+    house.rollouts(job_id, 1, [answer | {"output_text": " four", "score": 1.0, "reason": ""}])
+
+    _, out, _ = regraft("rollouts", job_id)
+
+    assert "·four" in out
+    assert in_json("rollouts", job_id)[0]["output_text"] == " four"
 
 
 def test_answers_of_the_last_step_are_a_table(

@@ -32,6 +32,7 @@ from regraft.cli.graders import (
     graders_versions,
 )
 from regraft.cli.output import (
+    answer_cell,
     duration,
     expected_costs,
     plain,
@@ -529,7 +530,11 @@ def previews_show(arguments: argparse.Namespace) -> int:
 def previews_answers(arguments: argparse.Namespace) -> int:
     answers = list(_client().previews.answers(arguments.preview_id))
     rows = [
-        [one.line, "none" if one.score is None else f"{one.score:.2f}", shortened(one.output_text, 60)]
+        [
+            one.line,
+            "none" if one.score is None else f"{one.score:.2f}",
+            answer_cell(one.output_text, 60, sys.stdout.encoding),
+        ]
         for one in answers
     ]
     return _answer(arguments, answers, lambda: table(["line", "score", "answer"], rows))
@@ -913,7 +918,7 @@ def rollouts(arguments: argparse.Namespace) -> int:
             one.score if one.score is None else float(one.score),
             *(getattr(one, name) for name in sorted_by),
             one.finish_reason,
-            shortened(one.output_text, WIDE),
+            answer_cell(one.output_text, WIDE, sys.stdout.encoding),
             shortened(one.reason or "", WIDE) if one.score is None else "",
         ]
         for place, one in zip(places, shown, strict=True)
