@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field
 from api.http.deps import CurrentProject, ReadSession, ServiceDep, UnitOfWork
 from api.http.openapi import refusals
 from api.http.shapes import After, Body, Limit, Listing, clamped
-from core.database.tables import ModelAlias
+from core.database.tables import AuditEntry, ModelAlias
 from core.registry import Registry
 from core.results import model_aliases
 
@@ -47,6 +47,31 @@ class AliasOut(BaseModel):
         )
 
 
+class AliasChangeOut(BaseModel):
+    """A change of an alias."""
+
+    id: str
+    object: Literal["regraft.alias.change"] = "regraft.alias.change"
+    name: str
+    previous_model: Annotated[str | None, Field(description="Null: the alias was created.")]
+    model: Annotated[
+        str | None, Field(description="The model that answered from then on. Null: it was deleted.")
+    ]
+    changed_at: int
+    changed_by: Annotated[str, Field(description="The id of an API key or a login, or `operator`.")]
+
+    @classmethod
+    def of(cls, entry: AuditEntry) -> "AliasChangeOut":
+        return cls(
+            id=entry.id,
+            name=entry.target,
+            previous_model=entry.data["from"],
+            model=entry.data.get("to"),
+            changed_at=entry.created_at,
+            changed_by=entry.actor,
+        )
+
+
 class AliasDeleted(BaseModel):
     object: Literal["regraft.alias.deleted"] = "regraft.alias.deleted"
     deleted: Literal[True] = True
@@ -78,6 +103,15 @@ def retrieve_alias(
 ) -> AliasOut:
     """Retrieve an alias."""
     return AliasOut.of(model_aliases.get(session, project.id, alias), service.registry)
+
+
+@router.get("/{alias}/history")
+def list_alias_history(
+    alias: str, project: CurrentProject, session: ReadSession, after: After = None, limit: Limit = 20
+) -> Listing[AliasChangeOut]:
+    """List who pointed an alias from which model at which, and when, newest first; also of a deleted one."""
+    page = model_aliases.history(session, project.id, alias, after=after, limit=clamped(limit))
+    return Listing(data=[AliasChangeOut.of(entry) for entry in page.items], has_more=page.has_more)
 
 
 @router.post("/{alias}/rollback", responses=refusals(400))

@@ -401,7 +401,7 @@ def _write_loading(card: io.StringIO, base: Mapping[str, Any], method: str) -> N
 
 
 def _source(base: Mapping[str, Any]) -> str:
-    """Where the service has the weights of a base model that is not from the hub, without a path of its machine."""
+    """Name the source of a base model that is not from the hub, without a path of the service's machine."""
     if "package" in base:
         return f"the file `{base['file']}` of the Python package `{base['package']}`"
     return "a local model"

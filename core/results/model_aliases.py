@@ -11,14 +11,17 @@ from sqlalchemy.orm import Session
 from core.database import pages
 from core.database.engine import Work
 from core.database.pages import Page
-from core.database.tables import ModelAlias, TunedModel, now
+from core.database.tables import AuditEntry, ModelAlias, TunedModel, now
 from core.errors import AliasNotFound, InvalidRequest, ModelNotFound
 from core.registry import Registry
 from core.results import tuned_models
+from core.tenancy import audit
 
 # No colon and no slash: the names of tuned models and of most base models have one.
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
 MAX_ALIASES = 1_000  # in a project
+# Of the audit log.
+CHANGED, DELETED = "model_alias.changed", "model_alias.deleted"
 
 
 def find(session: Session, project_id: str, name: str) -> ModelAlias | None:
@@ -45,6 +48,19 @@ def page(session: Session, project_id: str, *, after: str | None = None, limit: 
     """Newest first."""
     mine = select(ModelAlias).where(ModelAlias.project_id == project_id)
     return pages.newest_first(session, mine, ModelAlias, after=after, limit=limit, owner=project_id)
+
+
+def history(
+    session: Session, project_id: str, name: str, *, after: str | None = None, limit: int
+) -> Page[AuditEntry]:
+    """The changes of an alias in the audit log, newest first, also those of one that was deleted.
+
+    Raises AliasNotFound: the project has never had an alias of this name.
+    """
+    found = audit.page_of(session, project_id, (CHANGED, DELETED), name, after=after, limit=limit)
+    if not found.items and after is None:
+        get(session, project_id, name)
+    return found
 
 
 def resolve(session: Session, project_id: str, name: str) -> str:
@@ -82,7 +98,7 @@ def promote(work: Work, project_id: str, name: str, model: str, registry: Regist
         alias = ModelAlias(project_id=project_id, name=name, model=target)
         session.add(alias)
         session.flush()
-        work.record("model_alias.changed", name, {"from": None, "to": target})
+        work.record(CHANGED, name, {"from": None, "to": target})
     elif alias.model != target:
         _point(work, alias, target)
     return alias
@@ -115,7 +131,7 @@ def remove(work: Work, project_id: str, name: str) -> ModelAlias:
     pages.keep_order(work.session, project_id)  # a concurrent change waits, or has come before
     alias = get(work.session, project_id, name)
     pages.delete_row(work.session, alias, owner=alias.project_id)
-    work.record("model_alias.deleted", alias.name, {"from": alias.model})
+    work.record(DELETED, alias.name, {"from": alias.model})
     return alias
 
 
@@ -145,7 +161,7 @@ def _keep(session: Session, project_id: str, model: str | None) -> None:
 
 
 def _point(work: Work, alias: ModelAlias, model: str) -> None:
-    work.record("model_alias.changed", alias.name, {"from": alias.model, "to": model})
+    work.record(CHANGED, alias.name, {"from": alias.model, "to": model})
     alias.previous_model, alias.model, alias.updated_at = alias.model, model, now()
 
 

@@ -514,6 +514,17 @@ class Alias(BaseModel):
     hidden: bool = False  # whether a model of the registry has the name, and answers in its place
 
 
+class AliasChange(BaseModel):
+    """A change of an alias."""
+
+    id: str
+    name: str
+    previous_model: str | None = None  # None: the alias was created
+    model: str | None = None  # which answered from then on; None: the alias was deleted
+    changed_at: int
+    changed_by: str  # the id of an API key or a login, or "operator"
+
+
 class StoredGrader(BaseModel):
     """A named grader with its current version."""
 

@@ -245,6 +245,29 @@ def test_the_audit_log_has_who_pointed_it_at_what_and_when(
     assert {entry["actor"]["api_key"]["id"] for entry in changes} == {house.key_id()}
 
 
+def test_the_history_of_an_alias_outlives_it_and_is_that_of_its_project(
+    house: House, api: TestClient, promote: Callable[..., dict[str, Any]]
+) -> None:
+    promote(FIRST)
+    promote(SECOND)
+    promote(FIRST, "other")
+    api.delete(f"{PATH}/production")
+
+    newest = api.get(f"{PATH}/production/history", params={"limit": 2}).json()
+    older = api.get(f"{PATH}/production/history", params={"after": newest["data"][-1]["id"]}).json()
+
+    shown = [(one["name"], one["previous_model"], one["model"]) for one in newest["data"] + older["data"]]
+    assert shown == [
+        ("production", SECOND, None),
+        ("production", FIRST, SECOND),
+        ("production", None, FIRST),
+    ]
+    assert (newest["has_more"], older["has_more"]) == (True, False)
+    assert {one["changed_by"] for one in newest["data"]} == {house.key_id()}
+    theirs = house.client(house.other_key).get(f"{PATH}/production/history")
+    assert (theirs.status_code, theirs.json()["error"]["code"]) == (404, "alias_not_found")
+
+
 def test_requests_at_once_leave_the_alias_as_the_last_entry_of_the_audit_log_says(
     api: TestClient, promote: Callable[..., dict[str, Any]]
 ) -> None:

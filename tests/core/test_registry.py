@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from core.errors import ModelNotFound, NotFound, TunedModelNotFound
+from core.errors import ModelNotFound, TunedModelNotFound
 from core.registry import BaseModelEntry, Device, InvalidRegistry, Registry, SamplerName, sampler_of
 from core.settings import SamplerChoice
 
@@ -233,7 +233,9 @@ def test_an_error_names_five_models_and_counts_the_others() -> None:
 
 
 @pytest.mark.parametrize("error", [ModelNotFound, TunedModelNotFound])
-def test_the_models_with_the_most_similar_names_are_named_first(error: type[NotFound]) -> None:
+def test_the_models_with_the_most_similar_names_are_named_first(
+    error: type[ModelNotFound | TunedModelNotFound],
+) -> None:
     message = error("prodution", ["tiny", "small", "production-2", "medium", "large", "production"]).message
 
     assert ": production, production-2, tiny, small, medium and 1 more (GET /v1/models lists all)." in message

@@ -420,7 +420,11 @@ def test_a_preference_job_is_shown_with_its_accuracy_and_margin(
     regraft: Callable[..., tuple[int, str, str]], house: House
 ) -> None:
     job_id = house.job(method="dpo", body={"hyperparameters": {}}, status="succeeded")
-    measured = {"train_loss": 0.5, "train_mean_reward_accuracy": 0.25, "train_mean_reward_margin": -1.0}
+    measured: dict[str, Any] = {
+        "train_loss": 0.5,
+        "train_mean_reward_accuracy": 0.25,
+        "train_mean_reward_margin": -1.0,
+    }
     with house.database.write() as session:
         job = session.query(Job).where(Job.id == job_id).one()
         factories.step(
@@ -1038,6 +1042,14 @@ def test_a_model_is_promoted_and_an_alias_rolled_back(
     assert listed[:3] == ["production", "ft:tiny:acme::1", "tiny"]
     assert in_json("models", "rollback", "production")["model"] == "tiny"
     assert in_json("models", "aliases", "--delete", "production") == []
+    history = [line.split()[3:5] for line in regraft("models", "history", "production")[1].splitlines()[1:]]
+    assert history == [
+        ["tiny", "deleted"],
+        ["ft:tiny:acme::1", "tiny"],
+        ["tiny", "ft:tiny:acme::1"],
+        ["-", "tiny"],
+    ]
+    assert regraft("models", "history", "none")[0] == 3
     assert regraft("models", "rollback", "production")[0] == 3
 
 

@@ -14,6 +14,39 @@ export interface components {
             largest: number | null;
         };
         /**
+         * AliasChangeOut
+         * @description A change of an alias.
+         */
+        AliasChangeOut: {
+            /** Id */
+            id: string;
+            /**
+             * Object
+             * @default regraft.alias.change
+             * @constant
+             */
+            object: "regraft.alias.change";
+            /** Name */
+            name: string;
+            /**
+             * Previous Model
+             * @description Null: the alias was created.
+             */
+            previous_model: string | null;
+            /**
+             * Model
+             * @description The model that answered from then on. Null: it was deleted.
+             */
+            model: string | null;
+            /** Changed At */
+            changed_at: number;
+            /**
+             * Changed By
+             * @description The id of an API key or a login, or `operator`.
+             */
+            changed_by: string;
+        };
+        /**
          * AliasOut
          * @description A name of the project's own for a model.
          */

@@ -1173,6 +1173,15 @@ def _pointed(alias: Alias) -> str:
     return f"{alias.name}: {alias.model} answers now{before}"
 
 
+def models_history(arguments: argparse.Namespace) -> int:
+    listed = list(_client().aliases.history(arguments.alias, limit=100))
+    rows = [
+        [when(one.changed_at), one.previous_model or "-", one.model or "deleted", one.changed_by]
+        for one in listed
+    ]
+    return _answer(arguments, listed, lambda: table(["changed", "from", "to", "by"], rows))
+
+
 def models_aliases(arguments: argparse.Namespace) -> int:
     client = _client()
     for name in arguments.delete:
@@ -1329,6 +1338,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
         models_delete,
         models_promote,
         models_rollback,
+        models_history,
         models_aliases,
         chat,
         migrate,
