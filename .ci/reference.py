@@ -539,7 +539,8 @@ def events_page() -> Page:
     lines += [
         "## Type metrics",
         "",
-        "Level `info`, one for each step. Message: `Step 3/10 , train mean reward=0.52`. ",
+        "Level `info`, one for each step. Message: `Step 3/10 , train mean reward=0.52`, or of a "
+        "distillation job `Step 3/10 , KL to the teacher=0.31`.",
     ]
     lines += ["`data` has the [step metrics](step-metrics.md).", "", "## Type message", ""]
     lines += ["| level | message | keys of `data` |", "|---|---|---|"]

@@ -10,7 +10,7 @@ ServiceError                    500 server_error
 │   ├── FileNotFound
 │   ├── JobNotFound
 │   ├── CheckpointNotFound
-│   ├── ModelNotFound           lists the available models
+│   ├── ModelNotFound           names the models that are most like it
 │   ├── TunedModelNotFound
 │   ├── ResponseNotFound        responses are not stored
 │   ├── PermissionNotFound
@@ -36,6 +36,7 @@ ServiceError                    500 server_error
 └── NotReady                    503: retry after the given number of seconds
 """
 
+import difflib
 from collections.abc import Iterable, Mapping
 
 
@@ -152,7 +153,19 @@ class PermissionNotFound(NotFound):
 
 
 # Of the names that an error lists.
-MAX_NAMES = 20
+MAX_NAMES = 5
+# Names that are compared with an unknown one: 500 take up to 20 ms.
+COMPARED_NAMES = 500
+
+
+def _nearest(model: str, available: Iterable[str]) -> str:
+    """The names that are most like `model`, then others. All, in order, if there are few."""
+    names = list(available)
+    if len(names) <= MAX_NAMES:
+        return ", ".join(sorted(names)) or "none"
+    near = difflib.get_close_matches(model[:200], names[:COMPARED_NAMES], n=MAX_NAMES)
+    shown = list(dict.fromkeys([*near, *names]))[:MAX_NAMES]
+    return f"{', '.join(shown)} and {len(names) - len(shown)} more (GET /v1/models lists all)"
 
 
 class ModelNotFound(NotFound):
@@ -160,20 +173,18 @@ class ModelNotFound(NotFound):
 
     def __init__(self, model: str, available: Iterable[str]) -> None:
         """`available`: the base models first. A project may have thousands of tuned models, so few are named."""
-        names = list(available)
-        shown = ", ".join(sorted(names[:MAX_NAMES])) or "none"
-        more = f" and {len(names) - MAX_NAMES} more (GET /v1/models)" if len(names) > MAX_NAMES else ""
-        super().__init__(f"The model '{model}' does not exist. Available: {shown}{more}.", param="model")
+        super().__init__(
+            f"The model '{model}' does not exist. Available: {_nearest(model, available)}.", param="model"
+        )
 
 
 class TunedModelNotFound(NotFound):
     code = "model_not_found"
 
     def __init__(self, model: str, available: Iterable[str]) -> None:
-        names = ", ".join(sorted(available)) or "none"
         super().__init__(
             f"This project has no tuned model or checkpoint with the name '{model}' (GET /v1/models lists its tuned "
-            f"models). Base models: {names}.",
+            f"models). Base models: {_nearest(model, available)}.",
             param="model",
         )
 

@@ -141,6 +141,8 @@ class Registry(BaseModel):
     def load(cls, file: Path | None) -> "Registry":
         """Read `file`, or the packaged default. Relative paths in it are relative to the file.
 
+        A file with aliases and no models gives the models of the packaged default further names.
+
         Raises:
             InvalidRegistry: it cannot be read, is not TOML, or has an invalid model or alias; or a `chat_template` is
             neither
@@ -148,7 +150,10 @@ class Registry(BaseModel):
         """
         file = file or DEFAULT_FILE
         try:
-            registry = cls.model_validate(tomllib.loads(file.read_text()))
+            fields = tomllib.loads(file.read_text())
+            if "aliases" in fields and "models" not in fields:
+                fields["models"] = tomllib.loads(DEFAULT_FILE.read_text())["models"]
+            registry = cls.model_validate(fields)
         except ValidationError as invalid:  # its own text quotes the whole input
             raise InvalidRegistry(f"{file}: {'; '.join(map(_problem, invalid.errors()))}") from None
         except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as cause:

@@ -184,10 +184,11 @@ def assemble(
             report_verdict(recorder, verdict, policy)
         if base.precision:
             recorder.inform(base.precision, {})
-    if policy.reasoning is None and (effort := effort_of(job)) != "default":
-        recorder.warn(
-            f"reasoning_effort '{effort}' has no effect: the model's chat template has no thoughts.", {}
-        )
+        # Not on creation: only here the model's template is certainly known.
+        if policy.reasoning is None and (effort := effort_of(job)) != "default":
+            recorder.warn(
+                f"reasoning_effort '{effort}' has no effect: the model's chat template has no thoughts.", {}
+            )
     if base.device == "cuda" or plan.checkpointed:
         recorder.inform(plan.described(base.shape, task.workload), {})
     if fleet is not None:

@@ -260,8 +260,8 @@ def with_weights(body: Generating, project: Project, service: Service, upstream:
         if model is None or checkpoint is None:
             if name != body.model:
                 raise AliasTargetNotFound(body.model, name)
-            made = [other.name for other in tuned_models.models(session, project.id)]
-            raise ModelNotFound(body.model, [*service.registry.names, *made])
+            names = model_aliases.callable_names(session, project.id, service.registry)
+            raise ModelNotFound(body.model, names)
         if tuned_models.is_reward_model(session, model):
             raise tuned_models.only_scores(name, "model")
     try:

@@ -258,7 +258,7 @@ def _rows(blobs: BlobStore, file: File, param: str, spec: GraderSpec, most: int)
             blobs.open(file.blob_key), check=lambda row: missing_fields(spec, row.item), max_rows=most
         )
     except InvalidDataset as invalid:
-        message = f"{param.replace('_', ' ').capitalize()} {file.id}: {invalid}"
+        message = job_files.in_words(invalid, blobs, file, "reinforcement", param)
         raise InvalidRequest(message, param=param, code=f"invalid_{param}") from None
     except BlobNotFound:
         raise InvalidRequest(f"The contents of {file.id} are missing in the store.", param=param) from None

@@ -18,6 +18,8 @@ from core.jobs import (
 )
 from core.jobs.budgets import Price
 from core.jobs.hyperparameters import shown_advanced
+from core.jobs.verdict import Outcome
+from core.jobs.verdict import shown as shown_verdict
 from core.results import evals
 from core.results.lineage import Parent
 from graders.spec import hide_secrets
@@ -33,7 +35,7 @@ class QueueOut(BaseModel):
 class VerdictOut(BaseModel):
     """The delivered model against the start of the job on the validation rows (docs/howto/training.md, Verdict)."""
 
-    outcome: Literal["improved", "no_difference", "worse"]
+    outcome: Outcome
     base_reward: float
     tuned_reward: float
     difference: float
@@ -160,7 +162,7 @@ class JobOut(BaseModel):
             eval_id=evals.eval_id(job.id) if evals.has_eval(job) else None,
             budget=budgets.render(job),
             lineage=None if parent is None else parent.shown() | {"base_model": job.model},
-            verdict=None if job.verdict is None else VerdictOut(**job.verdict),
+            verdict=None if job.verdict is None else VerdictOut(**shown_verdict(job.verdict)),
             progress=lifecycle.progress_of(job),
             preview=None if job.preview is None else PreviewedOut(**job.preview),
             estimate=None if job.status in lifecycle.FINAL else usage.render_estimate(job, price),
@@ -247,6 +249,7 @@ OFFLINE_CHECKPOINT_METRICS = (
     "full_valid_mean_reward_accuracy",
     "full_valid_mean_reward_margin",
 )
+DISTILLATION_CHECKPOINT_METRICS = ("teacher_kl", "full_valid_teacher_kl")
 
 
 def checkpoint_metrics(checkpoint: Checkpoint) -> dict[str, int | float]:
@@ -262,7 +265,10 @@ def checkpoint_metrics(checkpoint: Checkpoint) -> dict[str, int | float]:
         "full_valid_mean_parse_error": measured.get("full_valid_mean_parse_error"),
         "full_valid_stderr": measured.get("full_valid_stderr"),
         "full_valid_difference": measured.get("full_valid_difference"),
-        **{name: measured.get(name) for name in OFFLINE_CHECKPOINT_METRICS},
+        **{
+            name: measured.get(name)
+            for name in (*OFFLINE_CHECKPOINT_METRICS, *DISTILLATION_CHECKPOINT_METRICS)
+        },
         "completion_tokens_mean": measured.get("completion_tokens_mean"),
         "reasoning_tokens_mean": measured.get("reasoning_tokens_mean"),
     }

@@ -119,7 +119,6 @@ def added(
         parent=None if accepted.parent is None else accepted.parent.to_row(),
         gpu_class=accepted.model.gpu_class or service.settings.gpu_class,
         budget=accepted.budget,
-        warnings=body.warnings,
     )
     if preview is not None:
         job.preview = previews.summary(preview)

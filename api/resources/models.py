@@ -11,7 +11,7 @@ from api.http.shapes import Deleted, Listing
 from core.database.tables import ModelAlias, Project, TunedModel
 from core.errors import InvalidRequest, ModelNotFound
 from core.registry import Registry
-from core.results import model_aliases, tuned_models
+from core.results import lineage, model_aliases, tuned_models
 
 router = APIRouter(prefix="/models", tags=["Models"])
 
@@ -21,8 +21,13 @@ class ModelOut(BaseModel):
     object: Literal["model"] = "model"
     created: int
     owned_by: str
-    root: str
-    parent: str | None
+    root: Annotated[str, Field(description="The base model, or the model that an alias points at.")]
+    parent: Annotated[
+        str | None,
+        Field(
+            description="The model that a tuned model was trained from: a base model or another tuned model."
+        ),
+    ]
     shutdown_date: None = None
     kind: Literal["base", "alias", "tuned", "reward_model"]  # extension
     checkpoint_id: Annotated[
@@ -50,13 +55,15 @@ class ModelOut(BaseModel):
         )
 
     @classmethod
-    def tuned(cls, model: TunedModel, project: Project, *, is_reward_model: bool) -> "ModelOut":
+    def tuned(
+        cls, model: TunedModel, project: Project, *, trained_from: str, is_reward_model: bool
+    ) -> "ModelOut":
         return cls(
             id=model.name,
             created=model.created_at,
             owned_by=project.organization_id,
             root=model.base_model,
-            parent=model.base_model,
+            parent=trained_from,
             kind="reward_model" if is_reward_model else "tuned",
             checkpoint_id=model.checkpoint_id if model.project_id == project.id else None,
         )
@@ -69,10 +76,20 @@ class ModelOut(BaseModel):
 def list_models(project: CurrentProject, session: ReadSession, service: ServiceDep) -> Listing[ModelOut]:
     """List the base models and their aliases, the project's aliases, then its tuned models, newest first."""
     base = [ModelOut.base(name, service.registry) for name in service.registry.names]
-    aliases = [ModelOut.alias(one, project) for one in model_aliases.everything(session, project.id)]
+    aliases = [
+        ModelOut.alias(one, project)
+        for one in model_aliases.everything(session, project.id)
+        if not model_aliases.is_hidden(one.name, service.registry)
+    ]
     found = tuned_models.models(session, project.id)
     rewards = tuned_models.reward_models(session, found)
-    made = [ModelOut.tuned(model, project, is_reward_model=model.name in rewards) for model in found]
+    parents = lineage.trained_from(session, project.id, found)
+    made = [
+        ModelOut.tuned(
+            model, project, trained_from=parents[model.name], is_reward_model=model.name in rewards
+        )
+        for model in found
+    ]
     return Listing(data=[*base, *aliases, *made])
 
 
@@ -88,10 +105,12 @@ def retrieve_model(
         return ModelOut.alias(alias, project)
     tuned_model = tuned_models.find(session, project.id, model)
     if tuned_model is None:
-        made = [other.name for other in tuned_models.models(session, project.id)]
-        raise ModelNotFound(model, [*service.registry.names, *made])
+        raise ModelNotFound(model, model_aliases.callable_names(session, project.id, service.registry))
+    parents = lineage.trained_from(session, project.id, [tuned_model])
     is_reward_model = tuned_models.is_reward_model(session, tuned_model)
-    return ModelOut.tuned(tuned_model, project, is_reward_model=is_reward_model)
+    return ModelOut.tuned(
+        tuned_model, project, trained_from=parents[tuned_model.name], is_reward_model=is_reward_model
+    )
 
 
 @router.delete("/{model:path}", responses=refusals(400))

@@ -5,6 +5,7 @@ This process runs a preview in the background and stores it (core/results/previe
 
 import asyncio
 import hashlib
+import json
 import logging
 import random
 import time
@@ -66,6 +67,8 @@ MAX_ANSWERS = 512
 PREVIEW = "A preview"
 REQUESTS_AT_ONCE = 64
 PROGRESS_SECONDS = 1.0
+# Of the answers and rows of one page: a row may have megabytes, and each of its answers repeats it.
+MAX_LISTED_BYTES = 8 << 20
 
 T = TypeVar("T")
 
@@ -423,7 +426,7 @@ def retrieve_preview(preview_id: str, project: CurrentProject, session: ReadSess
 def list_preview_answers(
     preview_id: str, project: CurrentProject, session: ReadSession, after: After = None, limit: Limit = 20
 ) -> Listing[PreviewAnswerOut]:
-    """List the answers and grades of a completed preview, by line."""
+    """List the answers and grades of a completed preview, by line. A page also ends at 8 MiB, whatever its `limit`."""
     most = clamped(limit)
     stored = previews.answers(session, previews.get(session, project.id, preview_id))
     items = {one["line"]: one["item"] for one in stored if "item" in one}
@@ -432,12 +435,16 @@ def list_preview_answers(
         first = next((place + 1 for place in range(len(stored)) if _answer_id(place) == after), 0)
         if not first:
             raise InvalidRequest(f"No item with id '{after}' in this list.", param="after")
-    places = range(first, min(first + most, len(stored)))
-    found = [
-        PreviewAnswerOut(id=_answer_id(place), **stored[place] | {"item": items.get(stored[place]["line"])})
-        for place in places
-    ]
-    return Listing(data=found, has_more=len(stored) > first + most)
+    sizes = {line: len(json.dumps(item)) for line, item in items.items()}
+    found: list[PreviewAnswerOut] = []
+    listed = 0
+    for place in range(first, min(first + most, len(stored))):
+        one = stored[place]
+        listed += sizes.get(one["line"], 0) + len(one["output_text"]) + len(one["reason"])
+        if found and listed > MAX_LISTED_BYTES:
+            break
+        found.append(PreviewAnswerOut(id=_answer_id(place), **one | {"item": items.get(one["line"])}))
+    return Listing(data=found, has_more=len(stored) > first + len(found))
 
 
 def _answer_id(place: int) -> str:

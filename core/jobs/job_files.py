@@ -11,14 +11,21 @@ from core.database.tables import File
 from core.jobs.methods import FORMATS, LOGITS, REWARD_MODEL
 from core.storage import datasets, files
 from core.storage.datasets import Example, InvalidDataset, read_objects
-from core.storage.offline_rows import FORMS, MAX_ROWS, MIN_ROWS, format_of, is_labeled, reward_kind
+from core.storage.offline_rows import (
+    FIRST_ROWS,
+    FORMS,
+    MAX_ROWS,
+    MIN_ROWS,
+    ROWS_OF,
+    explained,
+    format_of,
+    is_labeled,
+    remedy,
+    reward_kind,
+)
 from core.storage.store import BlobNotFound, BlobStore
 
 LABELS = "labels"
-# Formats that a variant reads, where it is not the one with the same name.
-READ_BY: Mapping[str, tuple[str, ...]] = {REWARD_MODEL: (REWARD_MODEL, "dpo"), LOGITS: ("supervised",)}
-# Rows that tell the format of a file.
-FIRST_ROWS = 20
 
 
 class BadFile(Exception):
@@ -44,7 +51,7 @@ def count_rows(blobs: BlobStore, file: File, variant: str, param: str) -> Counte
     Raises:
         BadFile: it has the format of another method, bad lines, or rows of several kinds, or its content is missing.
     """
-    with problems_of(file, param):
+    with problems_of(blobs, file, variant, param):
         refuse_other_format(blobs, file, variant, param)
         try:
             counted = _counted(cast(Hashable, blobs), file.blob_key, file.sha256, variant)
@@ -69,14 +76,19 @@ def _counted(blobs: BlobStore, blob_key: str, sha256: str, variant: str) -> Coun
 
 
 @contextmanager
-def problems_of(file: File, param: str) -> Iterator[None]:
+def problems_of(blobs: BlobStore, file: File, variant: str, param: str) -> Iterator[None]:
     """Raise the problems of a file's rows and content as BadFile."""
     try:
         yield
     except InvalidDataset as cause:
-        raise BadFile(param, f"{_name(param).capitalize()} {file.id}: {cause}") from cause
+        raise BadFile(param, in_words(cause, blobs, file, variant, param)) from cause
     except files.FileDamaged as damage:
         raise BadFile(param, str(damage)) from damage
+
+
+def in_words(invalid: InvalidDataset, blobs: BlobStore, file: File, variant: str, param: str) -> str:
+    """The errors of a file in a job of this variant. One sentence precedes them if the rows are for another method."""
+    return f"{_name(param).capitalize()} {file.id}: {explained(invalid, blobs.open(file.blob_key), variant)}"
 
 
 def kinds_of(variant: str, rows: Iterable[Example]) -> list[str]:
@@ -130,14 +142,14 @@ def refuse_other_format(blobs: BlobStore, file: File, variant: str, param: str) 
         return  # reported when the file is read
     found = {format_of(row[1]) for row in rows if isinstance(row, tuple)}
     [other] = found if len(found) == 1 else [None]
-    if other is None or other in READ_BY.get(variant, (variant,)):
+    if other is None or other in ROWS_OF[variant]:
         return
     method = "distillation" if variant == LOGITS else variant
     raise BadFile(
         param,
         f"The job failed due to an invalid {_name(param)}. Invalid file format. Input file {file.id} is in "
         f"the {FORMATS[other]} format, but the specified fine-tuning job is not using '{other}' as the training method "
-        f"(provided method={method}). ",
+        f"(provided method={method}). {remedy(other, variant)}",
     )
 
 

@@ -24,7 +24,7 @@ from core.database.engine import Database, Work, db_now, json_text
 from core.database.pages import Page
 from core.database.tables import Attempt, File, Job, Project, now
 from core.errors import InvalidJobState, JobNotFound
-from core.jobs import budgets, events, fairness, queue, usage
+from core.jobs import budgets, events, fairness, queue, usage, verdict
 from core.jobs.claim import Claim, LeaseLost
 from core.outbound import webhooks
 from core.telemetry import logs, tracing
@@ -72,9 +72,8 @@ def create(
     parent: dict[str, Any] | None = None,
     gpu_class: str,
     budget: dict[str, Any] | None = None,
-    warnings: Sequence[str] = (),
 ) -> Job:
-    """Create a job and its first events, one per entry of `warnings`. A worker validates its files next."""
+    """Create a job and its first events. A worker validates its files next."""
     job = Job(
         organization_id=project.organization_id,
         project_id=project.id,
@@ -101,8 +100,6 @@ def create(
     if parent is not None:
         start = f"Starts from {parent['model']} (step {parent['step']} of {parent['job_id']})"
         events.append(work.session, job.id, start)
-    for warning in warnings:
-        events.append(work.session, job.id, warning, level="warn")
     events.append(work.session, job.id, f"Validating {files}")
     work.record("job.created", job.id, {"model": model, "training_file": training_file.id})
     tracing.job_created(job.id)
@@ -331,7 +328,7 @@ def succeed(session: Session, job: Job, *, fine_tuned_model: str) -> None:
     _end_attempt(session, job, "succeeded")
     job.fine_tuned_model = fine_tuned_model
     events.append(session, job.id, f"New fine-tuned model created: {fine_tuned_model}")
-    data = {"verdict": job.verdict} if job.verdict else None
+    data = {"verdict": verdict.shown(job.verdict)} if job.verdict else None
     events.append(session, job.id, "The job has successfully completed", data=data)
 
 

@@ -4,19 +4,19 @@ worker/record/verdict.py computes it; it is stored in Job.verdict as JSON.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-Outcome = Literal["improved", "no_difference", "worse"]
+Outcome = Literal["improved", "no_difference", "worse", "too_few"]
 
 
 @dataclass(frozen=True)
 class Verdict:
     """The delivered checkpoint against the model that the job started from, on the same validation rows, paired by row.
 
-    `improved` means that the whole 95 % interval of the mean difference is above 0, `worse` that it is below 0, and
-    `no_difference` that it includes 0 or cannot be computed. A model with a clearly lower mean and damage in the run is
-    also `worse`, on that `ground`. The rewards are means over the compared rows.
+    `improved` means that the whole 95 % interval of the mean difference is above 0, `worse` that it is below 0,
+    `no_difference` that it includes 0, and `too_few` that there are too few rows for one. A model with a clearly lower
+    mean and damage in the run is also `worse`, on that `ground`. The rewards are means over the compared rows.
     """
 
     outcome: Outcome
@@ -39,9 +39,16 @@ class Verdict:
     @classmethod
     def read(cls, stored: Mapping[str, Any]) -> "Verdict":
         """From Job.verdict."""
-        return cls(**{name: stored[name] for name in cls.__dataclass_fields__ if name in stored})
+        found = cls(**{name: stored[name] for name in cls.__dataclass_fields__ if name in stored})
+        is_too_few = found.outcome == "no_difference" and found.ci_low is None
+        return replace(found, outcome="too_few") if is_too_few else found
 
     def to_row(self) -> dict[str, Any]:
+        """For Job.verdict. An API of the version before, which an upgrade still has, does not know `too_few`."""
+        return self.shown() | ({"outcome": "no_difference"} if self.outcome == "too_few" else {})
+
+    def shown(self) -> dict[str, Any]:
+        """As users see it."""
         return asdict(self)
 
     @property
@@ -66,11 +73,16 @@ class Verdict:
     def _conclusion(self) -> str:
         if self.ground is not None:
             return f"worse, for it is lower and the run shows damage ({self.ground.replace('_', ' ')})"
-        if self.outcome == "no_difference" and self.ci_low is None:
+        if self.outcome == "too_few":
             return "too few rows to tell"
         if self.outcome == "no_difference" and self.below_base:
             return "not significantly different"
         return self.outcome.replace("_", " ")
+
+
+def shown(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Job.verdict as users see it."""
+    return Verdict.read(stored).shown()
 
 
 def counted(number: int, singular: str, plural: str | None = None) -> str:

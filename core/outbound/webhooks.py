@@ -21,6 +21,7 @@ from core.database.ids import new_id
 from core.database.pages import Page
 from core.database.tables import EvalRun, Job, Pipeline, Project, WebhookDelivery, WebhookEndpoint, now
 from core.errors import InvalidRequest, WebhookDeliveryNotFound, WebhookEndpointNotFound
+from core.jobs import verdict
 from core.outbound.http import Outgoing, UrlNotAllowed
 from core.results.step_metrics import StepMetrics
 
@@ -203,8 +204,10 @@ def status_changed(job: Job) -> None:
 
 def emit(job: Job, type: str) -> None:
     """Add one delivery per subscribed endpoint of the job's project; sent after the session commits."""
-    with_verdict = job.verdict is not None and type in _WITH_VERDICT
-    _queue(job, type, {"id": job.id} | ({"verdict": job.verdict} if with_verdict else {}))
+    data: dict[str, Any] = {"id": job.id}
+    if job.verdict is not None and type in _WITH_VERDICT:
+        data["verdict"] = verdict.shown(job.verdict)
+    _queue(job, type, data)
 
 
 def eval_run_ended(run: EvalRun) -> None:

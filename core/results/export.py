@@ -19,7 +19,7 @@ from core.database.tables import Checkpoint, Event, File, Job, TunedModel
 from core.errors import CheckpointDamaged, CheckpointNotFound, NotFound
 from core.jobs import events
 from core.jobs.methods import OFFLINE, REWARD_MODEL, variant
-from core.jobs.verdict import Verdict
+from core.jobs.verdict import Verdict, shown
 from core.registry import Registry
 from core.results import tuned_models
 from core.results.lineage import Parent
@@ -248,7 +248,7 @@ def _recipe(
         "sampler": _announced(session, job, "sampler"),
         "grader_environments": _announced(session, job, "grader_environments") or [],
         # The delivered checkpoint against the start of the job; null for any other checkpoint of the job.
-        "verdict": job.verdict if job.verdict and job.verdict["step"] == checkpoint.step else None,
+        "verdict": shown(job.verdict) if job.verdict and job.verdict["step"] == checkpoint.step else None,
         "checkpoint": {
             "id": checkpoint.id,
             "step": checkpoint.step,
@@ -313,14 +313,15 @@ TRAINED_BY = {
 def model_card(name: str, recipe: Mapping[str, Any], steps: Sequence[StepMetrics]) -> str:
     """README.md with the front matter of the Hugging Face Hub."""
     base = recipe["base_model"]
-    known = base.get("hub") or base["name"]
+    hub, known = base.get("hub"), base.get("hub") or base["name"]
     checkpoint, data, asked = recipe["checkpoint"], recipe["data"], recipe["request"]["method"]
     method = asked["type"]
     is_whole = (recipe["resolved_hyperparameters"] or {}).get("train") == "full"
     samples = variant(method, asked[method]) not in OFFLINE
     card = io.StringIO()
     front = [
-        "base_model: " + json.dumps(known),
+        # Readers of the front matter take it for an id of the hub.
+        *(["base_model: " + json.dumps(hub)] if hub else []),
         f"library_name: {'transformers' if is_whole else 'peft'}",
         f"pipeline_tag: {TASKS.get(method, 'text-generation')}",
     ]
@@ -339,7 +340,7 @@ def model_card(name: str, recipe: Mapping[str, Any], steps: Sequence[StepMetrics
     if is_whole:
         card.write(f"```python\n{WHOLE_LOADING_CODE}```\n\n")
     else:
-        _write_loading(card, known, method)
+        _write_loading(card, base, method)
     if samples:
         _write_rewards(card, recipe, steps)
     else:
@@ -368,8 +369,15 @@ WHOLE_LOADING_CODE = (
 )
 
 
+BASE_FOLDER = "FOLDER OF THE BASE MODEL"
+
+
 def loading_code(base: str, method: str) -> str:
-    """Python that loads the adapter in "THIS FOLDER" on a base model of transformers."""
+    """Python that loads the adapter in "THIS FOLDER" on a base model of transformers.
+
+    Args:
+        base: an id of the hub, or a folder.
+    """
     kind, labels, padding = "AutoModelForCausalLM", "", ""
     if method == REWARD_MODEL:
         kind, labels = "AutoModelForSequenceClassification", ", num_labels=1"
@@ -382,14 +390,28 @@ def loading_code(base: str, method: str) -> str:
     )
 
 
-def _write_loading(card: io.StringIO, base: str, method: str) -> None:
-    card.write(f"```python\n{loading_code(base, method)}```\n\n")
+def _write_loading(card: io.StringIO, base: Mapping[str, Any], method: str) -> None:
+    hub = base.get("hub")
+    if hub is None:
+        card.write(
+            f"`{base['name']}` is the name of {_source(base)} in the registry of the service, and not an id of the "
+            f"Hugging Face Hub: replace `{BASE_FOLDER}` by the path of your copy of this model in Hugging Face "
+            "format.\n\n"
+        )
+    card.write(f"```python\n{loading_code(hub or BASE_FOLDER, method)}```\n\n")
     if method == REWARD_MODEL:
         card.write(
             "Its output for one conversation that ends with the token that ends the answer is the reward; `mean` and "
             "`std` in `reward_model.json` make a score of it: (reward - mean) / std. To score several at once, set "
             "`pad_token_id` to a token that conversations do not contain.\n\n"
         )
+
+
+def _source(base: Mapping[str, Any]) -> str:
+    """Name the source of a base model that is not from the hub, without a path of the service's machine."""
+    if "package" in base:
+        return f"the file `{base['file']}` of the Python package `{base['package']}`"
+    return "a local model"
 
 
 def _start(recipe: Mapping[str, Any]) -> str:
@@ -427,6 +449,7 @@ def _comparison(recipe: Mapping[str, Any]) -> str:
         warning = {
             "worse": f"**This model is worse than {_start(recipe)} on these rows.** ",
             "no_difference": f"**No difference to {_start(recipe)} was found.** ",
+            "too_few": f"**There are too few rows to compare it with {_start(recipe)}.** ",
             "improved": "",
         }[verdict.outcome]
         return (

@@ -1,12 +1,13 @@
 """The model that a job starts from: a base model, or a tuned model whose adapter or weights it trains further."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from core.database.tables import Job
+from core.database.tables import Job, TunedModel
 from core.errors import InvalidRequest, NotFound
 from core.jobs.hyperparameter_groups import Train
 from core.jobs.methods import REWARD_MODEL
@@ -97,6 +98,17 @@ def grading_model(
             param=param,
         )
     return found
+
+
+def trained_from(session: Session, project_id: str, models: Sequence[TunedModel]) -> Mapping[str, str]:
+    """The model that each model's job started from, by the name of the model.
+
+    For a model of another project it is the base model: this project may not know its other models.
+    """
+    own = {model.job_id for model in models if model.project_id == project_id}
+    jobs = session.execute(select(Job.id, Job.parent).where(Job.id.in_(own)))
+    parents = {row.id: row.parent["model"] for row in jobs if row.parent is not None}
+    return {model.name: parents.get(model.job_id, model.base_model) for model in models}
 
 
 def start_name(parent: Parent | None) -> str:

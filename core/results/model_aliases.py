@@ -11,14 +11,17 @@ from sqlalchemy.orm import Session
 from core.database import pages
 from core.database.engine import Work
 from core.database.pages import Page
-from core.database.tables import ModelAlias, TunedModel, now
+from core.database.tables import AuditEntry, ModelAlias, TunedModel, now
 from core.errors import AliasNotFound, InvalidRequest, ModelNotFound
 from core.registry import Registry
 from core.results import tuned_models
+from core.tenancy import audit
 
 # No colon and no slash: the names of tuned models and of most base models have one.
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
 MAX_ALIASES = 1_000  # in a project
+# Of the audit log.
+CHANGED, DELETED = "model_alias.changed", "model_alias.deleted"
 
 
 def find(session: Session, project_id: str, name: str) -> ModelAlias | None:
@@ -47,6 +50,19 @@ def page(session: Session, project_id: str, *, after: str | None = None, limit: 
     return pages.newest_first(session, mine, ModelAlias, after=after, limit=limit, owner=project_id)
 
 
+def history(
+    session: Session, project_id: str, name: str, *, after: str | None = None, limit: int
+) -> Page[AuditEntry]:
+    """The changes of an alias in the audit log, newest first, also those of one that was deleted.
+
+    Raises AliasNotFound: the project has never had an alias of this name.
+    """
+    found = audit.page_of(session, project_id, (CHANGED, DELETED), name, after=after, limit=limit)
+    if not found.items and after is None:
+        get(session, project_id, name)
+    return found
+
+
 def resolve(session: Session, project_id: str, name: str) -> str:
     """Resolve an alias of the project to the id of its model; other names are returned unchanged."""
     alias = find(session, project_id, name)
@@ -58,9 +74,10 @@ def promote(work: Work, project_id: str, name: str, model: str, registry: Regist
 
     Raises:
         ModelNotFound: the project may use no model of this name.
-        InvalidRequest: the alias would hide a base model, the model gives no answers, or there are too many aliases.
+        InvalidRequest: the registry has the name, it differs from another one by case only, the model gives no
+            answers, or there are too many aliases.
     """
-    if name in registry.names:
+    if is_hidden(name, registry):
         raise InvalidRequest(
             f"'{name}' is a base model: choose another name for the alias.",
             param="name",
@@ -71,6 +88,7 @@ def promote(work: Work, project_id: str, name: str, model: str, registry: Regist
     target = _target(session, project_id, model, registry)
     alias = find(session, project_id, name)
     if alias is None:
+        _refuse_other_case(session, project_id, name, registry)
         mine = select(func.count()).select_from(ModelAlias).where(ModelAlias.project_id == project_id)
         if session.scalars(mine).one() >= MAX_ALIASES:
             raise InvalidRequest(
@@ -80,7 +98,7 @@ def promote(work: Work, project_id: str, name: str, model: str, registry: Regist
         alias = ModelAlias(project_id=project_id, name=name, model=target)
         session.add(alias)
         session.flush()
-        work.record("model_alias.changed", name, {"from": None, "to": target})
+        work.record(CHANGED, name, {"from": None, "to": target})
     elif alias.model != target:
         _point(work, alias, target)
     return alias
@@ -113,7 +131,7 @@ def remove(work: Work, project_id: str, name: str) -> ModelAlias:
     pages.keep_order(work.session, project_id)  # a concurrent change waits, or has come before
     alias = get(work.session, project_id, name)
     pages.delete_row(work.session, alias, owner=alias.project_id)
-    work.record("model_alias.deleted", alias.name, {"from": alias.model})
+    work.record(DELETED, alias.name, {"from": alias.model})
     return alias
 
 
@@ -143,7 +161,7 @@ def _keep(session: Session, project_id: str, model: str | None) -> None:
 
 
 def _point(work: Work, alias: ModelAlias, model: str) -> None:
-    work.record("model_alias.changed", alias.name, {"from": alias.model, "to": model})
+    work.record(CHANGED, alias.name, {"from": alias.model, "to": model})
     alias.previous_model, alias.model, alias.updated_at = alias.model, model, now()
 
 
@@ -153,14 +171,34 @@ def _target(session: Session, project_id: str, name: str, registry: Registry) ->
         return base
     model = tuned_models.find(session, project_id, name)
     if model is None:
-        raise ModelNotFound(name, [*registry.names, *_names(session, project_id)])
+        raise ModelNotFound(name, callable_names(session, project_id, registry))
     if tuned_models.is_reward_model(session, model):
         raise tuned_models.only_scores(name, "model")
     return model.name
 
 
-def _names(session: Session, project_id: str) -> list[str]:
-    return [model.name for model in tuned_models.models(session, project_id)]
+def is_hidden(name: str, registry: Registry) -> bool:
+    """Whether requests for the name are answered by a model of the registry, which the operator may add later."""
+    return name in registry.names
+
+
+def _refuse_other_case(session: Session, project_id: str, name: str, registry: Registry) -> None:
+    same = ModelAlias.project_id == project_id, func.lower(ModelAlias.name) == name.lower()
+    alias = session.scalar(select(ModelAlias.name).where(*same))
+    taken = next((other for other in registry.names if other.lower() == name.lower()), alias)
+    if taken is not None:
+        kind = "the alias" if taken == alias else "the model"
+        raise InvalidRequest(
+            f"'{name}' differs from {kind} '{taken}' by case only: choose another name.",
+            param="name",
+            code="invalid_value",
+        )
+
+
+def callable_names(session: Session, project_id: str, registry: Registry) -> list[str]:
+    """Every name that the project may call: the registry's, its aliases, its tuned models."""
+    aliases = [alias.name for alias in everything(session, project_id) if not is_hidden(alias.name, registry)]
+    return [*registry.names, *aliases, *(model.name for model in tuned_models.models(session, project_id))]
 
 
 def checkpoints_in_use(session: Session, job_id: str) -> set[str]:

@@ -20,7 +20,8 @@ Functions here yield the problems of a row as (path, message) pairs. An assistan
 """
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import islice
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -28,10 +29,13 @@ from .datasets import (
     EMPTY_KEYS,
     MESSAGE_KEYS,
     ROLES,
+    InvalidDataset,
+    LineError,
     Problem,
     RowForm,
     content_problems,
     kind,
+    read_objects,
 )
 
 RewardKind = Literal["pairs", "scores", "steps"]
@@ -39,6 +43,29 @@ RewardKind = Literal["pairs", "scores", "steps"]
 MIN_ROWS = 10
 MAX_ROWS = 1_000_000
 TOOL_KEYS = {"tool_calls", "tool_call_id", "function_call"}
+# Rows that tell the method that a file is made for.
+FIRST_ROWS = 20
+# The methods whose rows a job reads, by its method or variant (core/jobs/methods.py).
+ROWS_OF: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "reinforcement": ("reinforcement",),
+        "distillation": ("reinforcement",),
+        "distillation_logits": ("supervised",),
+        "supervised": ("supervised",),
+        "dpo": ("dpo",),
+        "reward_model": ("reward_model", "dpo"),
+    }
+)
+_ASK = '{"role": "user", "content": "2 + 2?"}'
+_EXAMPLES: Mapping[str, str] = MappingProxyType(
+    {
+        "reinforcement": f'{{"messages": [{_ASK}], "answer": "4"}}',
+        "supervised": f'{{"messages": [{_ASK}, {{"role": "assistant", "content": "4"}}]}}',
+        "dpo": f'{{"input": {{"messages": [{_ASK}]}}, "preferred_output": [{{"role": "assistant", "content": "4"}}], '
+        '"non_preferred_output": [{"role": "assistant", "content": "5"}]}',
+        "reward_model": f'{{"messages": [{_ASK}, {{"role": "assistant", "content": "4"}}], "score": 1.0}}',
+    }
+)
 
 
 def format_of(row: Mapping[str, Any]) -> str | None:
@@ -56,6 +83,29 @@ def method_of(row: Mapping[str, Any]) -> str | None:
     if not isinstance(messages, list) or not messages:
         return None
     return "supervised" if _role(messages[-1]) == "assistant" else "reinforcement"
+
+
+def remedy(made_for: str, method: str) -> str:
+    """What to do with a file made for one method in a job of another."""
+    return f"Use method '{made_for}' for this file, or rows such as {_EXAMPLES[ROWS_OF[method][0]]}."
+
+
+def explained(invalid: InvalidDataset, chunks: Iterable[bytes], method: str) -> InvalidDataset:
+    """The same errors, after a sentence that names the method that the file is made for, if it is another one.
+
+    Args:
+        chunks: the file once more, from its start.
+        method: of the job, or its variant.
+    """
+    first = islice(read_objects(chunks), FIRST_ROWS)
+    found = {method_of(row[1]) for row in first if isinstance(row, tuple)}
+    [made_for] = found if len(found) == 1 else [None]
+    if made_for is None or made_for in ROWS_OF[method]:
+        return invalid
+    read_as = ROWS_OF[method][0]
+    sentence = f"the rows are made for method '{made_for}', and were read as rows for '{read_as}'. "
+    sentence += remedy(made_for, method)
+    return InvalidDataset([LineError(0, sentence), *invalid.errors], invalid.more)
 
 
 def supervised_problems(row: Mapping[str, Any]) -> Iterator[Problem]:

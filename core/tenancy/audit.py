@@ -1,5 +1,6 @@
 """The audit log, written in the transaction of the change that it records."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +50,16 @@ def record(
             data=data or {},
         )
     )
+
+
+def page_of(
+    session: Session, project_id: str, actions: Collection[str], target: str, *, after: str | None, limit: int
+) -> Page[AuditEntry]:
+    """List the entries of a project with one of these actions on `target`, newest first."""
+    entries = select(AuditEntry).where(
+        AuditEntry.project_id == project_id, AuditEntry.action.in_(actions), AuditEntry.target == target
+    )
+    return pages.newest_first(session, entries, AuditEntry, after=after, limit=limit)
 
 
 def page(

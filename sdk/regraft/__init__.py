@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from regraft.requests import InvalidRequestFile
     from regraft.types import (
         Alias,
+        AliasChange,
         Estimate,
         FileProfile,
         GoldenCase,
@@ -79,9 +80,10 @@ _HOME = {
     "regraft.jobs": "events metrics rollouts show",
     "regraft.progress": "FINAL",
     "regraft.requests": "InvalidRequestFile",
-    "regraft.types": "Alias Estimate FileProfile GoldenCase GraderCheck GraderTest GraderVersion JobComparison "
-    "JobEvent Preview PreviewAnswer PreviewProgress PreviewReport PromptHistory Queue Regrade RegradedAnswer Rollout "
-    "RolloutToken RolloutTokens StepMetrics StoredGrader UsageReport Verdict WhatIf Worker",
+    "regraft.types": "Alias AliasChange Estimate FileProfile GoldenCase GraderCheck GraderTest GraderVersion JobComparison "
+    "JobEvent Preview PreviewAnswer PreviewProgress PreviewReport PromptHistory Queue Regrade "
+    "RegradedAnswer Rollout RolloutToken RolloutTokens StepMetrics StoredGrader UsageReport Verdict "
+    "WhatIf Worker",
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names.split()}
 
@@ -101,6 +103,7 @@ def __dir__() -> list[str]:
 __all__ = [
     "FINAL",
     "Alias",
+    "AliasChange",
     "AliasNotFound",
     "AsyncRegraft",
     "BudgetReached",

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from regraft._rules import datasets as rules
 from regraft._rules import offline_rows
@@ -74,20 +74,15 @@ def validate(
     if method in offline_rows.FORMS:
         form, most = offline_rows.FORMS[method], offline_rows.MAX_ROWS
         least = offline_rows.MIN_ROWS if split == "train" else 1
-    examples = rules.read_examples(
-        _chunks(path), form=form, check=lacks if paths else None, max_rows=most, min_rows=least
-    )
+    try:
+        examples = rules.read_examples(
+            _chunks(path), form=form, check=lacks if paths else None, max_rows=most, min_rows=least
+        )
+    except rules.InvalidDataset as invalid:
+        raise offline_rows.explained(invalid, _chunks(path), method) from None
     for example in examples:
         common = set(example.item) if common is None else common & set(example.item)
     return Summary(path, len(examples), tuple(sorted((common or set()) - {"messages"})))
-
-
-def method_of(file: str | Path) -> Method | None:
-    """The method that the first row of a file seems to be made for; None: it has no readable row."""
-    for row in rules.read_objects(_chunks(Path(file))):
-        found = None if isinstance(row, rules.LineError) else offline_rows.method_of(row[1])
-        return next((method for method in get_args(Method) if method == found), None)
-    return None
 
 
 def _chosen(spec: Mapping[str, Any], row: Example) -> tuple[Mapping[str, Any], str]:

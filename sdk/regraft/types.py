@@ -25,7 +25,7 @@ class StepMetrics(BaseModel):
 class Verdict(BaseModel):
     """The delivered model against its base on the same validation rows, paired by row."""
 
-    outcome: Literal["improved", "no_difference", "worse"]
+    outcome: Literal["improved", "no_difference", "worse", "too_few"]
     base_reward: float
     tuned_reward: float
     difference: float
@@ -49,14 +49,12 @@ class Verdict(BaseModel):
             "no_difference": f"no difference to {base}"
             if self.difference >= 0
             else f"not significantly different from {base}",
+            "too_few": f"too few rows to compare with {base}",
         }[self.outcome]
         if self.ground is not None:
             finding = f"{finding}, damaged ({self.ground.replace('_', ' ')})"
         interval = ""
-        if self.ci_low is None or self.ci_high is None:
-            if self.outcome != "worse":
-                finding = f"too few rows to compare with {base}"
-        else:
+        if self.ci_low is not None and self.ci_high is not None:
             interval = f", 95 % interval {self.ci_low:.2f} to {self.ci_high:.2f}"
         left_out = f", {self.ungraded} ungraded" if self.ungraded else ""
         return (
@@ -513,6 +511,18 @@ class Alias(BaseModel):
     previous_model: str | None = None  # which a rollback restores
     created_at: int
     updated_at: int  # when it was last pointed at another model
+    hidden: bool = False  # whether a model of the registry has the name, and answers in its place
+
+
+class AliasChange(BaseModel):
+    """A change of an alias."""
+
+    id: str
+    name: str
+    previous_model: str | None = None  # None: the alias was created
+    model: str | None = None  # which answered from then on; None: the alias was deleted
+    changed_at: int
+    changed_by: str  # the id of an API key or a login, or "operator"
 
 
 class StoredGrader(BaseModel):

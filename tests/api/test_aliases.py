@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
 
 from core.database.tables import CheckpointPermission, Job, TunedModel
+from core.registry import Registry
 from tests.api.conftest import GRADER, House
 
 PATH = "/v1/regraft/aliases"
@@ -243,6 +245,29 @@ def test_the_audit_log_has_who_pointed_it_at_what_and_when(
     assert {entry["actor"]["api_key"]["id"] for entry in changes} == {house.key_id()}
 
 
+def test_the_history_of_an_alias_outlives_it_and_is_that_of_its_project(
+    house: House, api: TestClient, promote: Callable[..., dict[str, Any]]
+) -> None:
+    promote(FIRST)
+    promote(SECOND)
+    promote(FIRST, "other")
+    api.delete(f"{PATH}/production")
+
+    newest = api.get(f"{PATH}/production/history", params={"limit": 2}).json()
+    older = api.get(f"{PATH}/production/history", params={"after": newest["data"][-1]["id"]}).json()
+
+    shown = [(one["name"], one["previous_model"], one["model"]) for one in newest["data"] + older["data"]]
+    assert shown == [
+        ("production", SECOND, None),
+        ("production", FIRST, SECOND),
+        ("production", None, FIRST),
+    ]
+    assert (newest["has_more"], older["has_more"]) == (True, False)
+    assert {one["changed_by"] for one in newest["data"]} == {house.key_id()}
+    theirs = house.client(house.other_key).get(f"{PATH}/production/history")
+    assert (theirs.status_code, theirs.json()["error"]["code"]) == (404, "alias_not_found")
+
+
 def test_requests_at_once_leave_the_alias_as_the_last_entry_of_the_audit_log_says(
     api: TestClient, promote: Callable[..., dict[str, Any]]
 ) -> None:
@@ -258,3 +283,35 @@ def test_requests_at_once_leave_the_alias_as_the_last_entry_of_the_audit_log_say
         log = api.get("/v1/organization/audit_logs", params={"limit": 20}).json()["data"]
         [last, *_] = [entry for entry in log if entry["target"] == name]
         assert api.get(f"{PATH}/{name}").json().get("model") == last["data"].get("to")
+
+
+def test_an_alias_that_the_registry_hides_is_listed_once_and_says_so(
+    api: TestClient, house: House, promote: Callable[..., dict[str, Any]]
+) -> None:
+    promote(FIRST, "small")
+    assert api.get(f"{PATH}/small").json()["hidden"] is False
+    service = house.app.state.service
+    registry = Registry(models={**service.registry.models, "small": service.registry.models["tiny"]})
+    house.app.state.service = replace(service, registry=registry)
+
+    listed = [one for one in api.get("/v1/models").json()["data"] if one["id"] == "small"]
+
+    assert [(one["kind"], one["root"]) for one in listed] == [("base", "small")]
+    assert api.get(f"{PATH}/small").json()["hidden"] is True
+    assert [one["hidden"] for one in api.get(PATH).json()["data"]] == [True]
+    assert api.delete(f"{PATH}/small").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("name", "taken"), [("TINY", "the model 'tiny'"), ("Production", "the alias 'production'")]
+)
+def test_a_name_that_differs_by_case_only_is_refused(
+    name: str, taken: str, api: TestClient, promote: Callable[..., dict[str, Any]]
+) -> None:
+    promote(FIRST, "production")
+
+    refused = api.post(PATH, json={"name": name, "model": SECOND})
+
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "name")
+    assert f"'{name}' differs from {taken} by case only" in refused.json()["error"]["message"]
+    assert [one["name"] for one in api.get(PATH).json()["data"]] == ["production"]

@@ -725,22 +725,14 @@ def test_a_preview_is_for_reinforcement_jobs(api: TestClient, upload: Callable[.
     assert error(answer) == ("method.type", "unsupported_method")
 
 
-def test_a_reasoning_effort_is_echoed_and_one_event_says_that_it_has_no_effect(
-    api: TestClient, create_job: Callable[..., dict[str, Any]]
+@pytest.mark.parametrize("effort", ["medium", "default"])
+def test_a_reasoning_effort_is_echoed_and_the_worker_may_warn_of_it(
+    effort: str, api: TestClient, create_job: Callable[..., dict[str, Any]]
 ) -> None:
-    job = create_job(reinforcement=hyperparameters(reasoning_effort="medium"))
+    """A second warning on creation could not know the model's template."""
+    job = create_job(reinforcement=hyperparameters(reasoning_effort=effort))
 
-    assert job["method"]["reinforcement"]["hyperparameters"]["reasoning_effort"] == "medium"
-    listed = api.get(f"{JOBS}/{job['id']}/events").json()["data"]
-    (warning,) = [event for event in listed if event["level"] == "warn"]
-    assert warning["message"].startswith(
-        "reasoning_effort 'medium' has no effect on a model that does not reason"
-    )
-
-
-def test_the_default_effort_is_no_event(api: TestClient, create_job: Callable[..., dict[str, Any]]) -> None:
-    job = create_job(reinforcement=hyperparameters(reasoning_effort="default"))
-
+    assert job["method"]["reinforcement"]["hyperparameters"]["reasoning_effort"] == effort
     levels = {event["level"] for event in api.get(f"{JOBS}/{job['id']}/events").json()["data"]}
     assert levels == {"info"}
 
@@ -964,11 +956,13 @@ def test_events_are_listed_newest_first_page_by_page(
     assert (first["has_more"], last["has_more"]) == (True, False)
 
 
-def add_checkpoint(house: House, job_id: str, step: int, reward: float | None, *names: str) -> str:
+def add_checkpoint(
+    house: House, job_id: str, step: int, reward: float | None, *names: str, **metrics: float
+) -> str:
     with house.database.write() as session:
         checkpoint = Checkpoint(job_id=job_id, step=step, epoch=1, valid_reward=reward)
         checkpoint.blob_prefix = f"checkpoints/{step}"
-        checkpoint.metrics = {"train_mean_reward": 0.5, "completion_tokens_mean": 12.0}
+        checkpoint.metrics = {"train_mean_reward": 0.5, "completion_tokens_mean": 12.0, **metrics}
         session.add(checkpoint)
         session.flush()
         for name in names:
@@ -1021,6 +1015,18 @@ def test_kept_checkpoints_are_listed_newest_first_with_their_names(
         },
         "adapter": house.blobs.url("checkpoints/2"),
     }
+
+
+def test_a_checkpoint_of_a_distillation_job_has_its_kl_to_the_teacher(
+    api: TestClient, house: House, create_job: Callable[..., dict[str, Any]]
+) -> None:
+    job_id = create_job()["id"]
+    measured = {"teacher_kl": 0.5, "full_valid_teacher_kl": 0.25}
+    add_checkpoint(house, job_id, 2, -0.25, **measured)
+
+    (listed,) = api.get(f"{JOBS}/{job_id}/checkpoints").json()["data"]
+
+    assert measured.items() <= listed["metrics"].items()
 
 
 @pytest.mark.both_databases

@@ -6,7 +6,7 @@ from urllib.parse import quote
 import pytest
 from starlette.testclient import TestClient
 
-from core.database.tables import Job, TunedModel
+from core.database.tables import CheckpointPermission, Job, Project, TunedModel
 from core.model_checks import ModelCheck, ModelChecks, source_of
 from core.model_memory import ModelMemories, ModelMemory
 from core.registry import BaseModelEntry
@@ -64,6 +64,37 @@ def test_a_tuned_model_names_its_base(api: TestClient, tuned: str) -> None:
     assert (model["root"], model["parent"]) == ("org/large", "org/large")
 
 
+@pytest.mark.both_databases
+def test_a_model_that_was_trained_further_names_the_model_it_started_from_and_its_base(
+    api: TestClient, house: House, tuned: str
+) -> None:
+    parent = {"model": tuned, "job_id": "ftjob-1", "step": 5, "checkpoint_id": "ftckpt_1"}
+    further = "ft:org/large:default:mine:ffff0000"
+    with house.database.write() as session:
+        job = factories.job(session, house.project, model="org/large", parent=parent)
+        session.add(
+            TunedModel(
+                name=further,
+                project_id=house.project.id,
+                job_id=job.id,
+                base_model="org/large",
+                checkpoint_id="ftckpt_2",
+            )
+        )
+        other = session.query(Project).where(Project.id != house.project.id).one()
+        session.add(CheckpointPermission(model=further, project_id=other.id))
+    foreign = {"Authorization": f"Bearer {house.other_key}"}
+
+    model = api.get(f"/v1/models/{further}").json()
+
+    assert (model["root"], model["parent"]) == ("org/large", tuned)
+    assert {one["id"]: one["parent"] for one in api.get("/v1/models").json()["data"] if one["parent"]} == {
+        tuned: "org/large",
+        further: tuned,
+    }
+    assert api.get(f"/v1/models/{further}", headers=foreign).json()["parent"] == "org/large"
+
+
 def test_an_unknown_model_is_answered_with_those_there_are(api: TestClient, tuned: str) -> None:
     answer = api.get("/v1/models/gpt-9")
 
@@ -71,6 +102,33 @@ def test_an_unknown_model_is_answered_with_those_there_are(api: TestClient, tune
     error = answer.json()["error"]
     assert (error["param"], error["code"]) == ("model", "model_not_found")
     assert f"{tuned}, o4-mini-2025-04-16, org/large, tiny" in error["message"]
+
+
+@pytest.mark.both_databases
+def test_a_misspelled_model_is_answered_with_the_nearest_of_the_project(
+    api: TestClient, house: House, tuned: str
+) -> None:
+    api.post("/v1/regraft/aliases", json={"name": "production", "model": tuned})
+    with house.database.write() as session:
+        for number in range(30):
+            name = f"ft:tiny:default::{number}"
+            session.add(
+                TunedModel(
+                    name=name, project_id=house.project.id, job_id="j", base_model="tiny", checkpoint_id="c"
+                )
+            )
+
+    said = [
+        api.get("/v1/models/prodution").json()["error"]["message"],
+        api.post(
+            "/v1/chat/completions",
+            json={"model": "prodution", "messages": [{"role": "user", "content": "hi"}]},
+        ).json()["error"]["message"],
+    ]
+
+    assert said[0] == said[1]
+    assert "Available: production, " in said[0]
+    assert said[0].endswith(" and 30 more (GET /v1/models lists all).")
 
 
 @pytest.mark.both_databases

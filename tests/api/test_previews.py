@@ -293,6 +293,25 @@ def test_answers_are_paged(web: httpx.Client, body: Callable[..., dict[str, Any]
     assert error(web.get(path, params={"after": "previewanswer_9"}), 400)["param"] == "after"
 
 
+def test_a_page_of_answers_with_large_rows_ends_early_and_the_next_one_goes_on(
+    web: httpx.Client, house: House, body: Callable[..., dict[str, Any]]
+) -> None:
+    """Three megabytes in a row, which each of its answers repeats: two fit into a page, and one always does."""
+    made = ended(web, created(web, body() | {"rows": 2, "samples": 2}))["id"]
+    with house.database.write() as session:
+        row = session.scalars(select(Preview).where(Preview.id == made)).one()
+        large = {"messages": [], "answer": "yes", "text": "x" * (3 << 20)}
+        row.answers = [one | {"item": large} if "item" in one else one for one in row.answers or []]
+    path = f"{PREVIEW}/{made}/answers"
+
+    first = web.get(path).json()
+    rest = web.get(path, params={"after": first["data"][-1]["id"]}).json()
+
+    assert (len(first["data"]), first["has_more"]) == (2, True)
+    assert (len(rest["data"]), rest["has_more"]) == (2, False)
+    assert all(one["item"] == large for one in first["data"] + rest["data"])
+
+
 def test_headers_of_graders_are_not_shown(
     house: House, inference: str, model: Model, body: Callable[..., dict[str, Any]]
 ) -> None:

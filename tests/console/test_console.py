@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import BrowserContext, Page, expect
+from playwright.sync_api import BrowserContext, Page, Route, expect
 from regraft import Regraft
 
 from core.database.engine import Database
@@ -173,6 +173,25 @@ def test_attempts_at_a_job_are_shown_with_their_log(logged_in: Page, long_job: s
     logged_in.get_by_role("button", name="Show the log").click()
 
     expect(logged_in.get_by_role("region", name="Log")).to_contain_text("Step 1/")
+
+
+def test_blanks_at_the_ends_of_an_answer_are_marked_and_copied_as_they_are(
+    logged_in: Page, long_job: str
+) -> None:
+    def answer(route: Route) -> None:
+        page = route.fetch().json()
+        page["data"][0]["output_text"] = "  four\n"
+        route.fulfill(json=page)
+
+    logged_in.route("**/rollouts?step=1&*", answer)
+    open_rollouts(logged_in, long_job, "step=1&split=train")
+
+    shown = logged_in.get_by_test_id("answer")
+    expect(shown).to_contain_text("four")
+    assert shown.evaluate("pre => pre.textContent") == "  four\n"
+    marks = "pre => [...pre.querySelectorAll('[data-mark]')].map(one => one.dataset.mark).join('')"
+    assert shown.evaluate(marks) == "··↵"
+    assert logged_in.locator("tbody .answer").first.evaluate(marks) == "··↵"
 
 
 def test_only_the_rollouts_in_sight_are_in_the_page(logged_in: Page, long_job: str) -> None:

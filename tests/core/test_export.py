@@ -9,8 +9,9 @@ import pytest
 from core.database.engine import Database
 from core.database.tables import Checkpoint
 from core.jobs import events
-from core.registry import Registry
+from core.registry import BaseModelEntry, Registry
 from core.results import export
+from core.results.export import TakeHome
 from core.storage.store import FolderBlobs
 from tests import factories
 
@@ -47,12 +48,43 @@ def test_without_such_events_there_is_no_sampler_and_no_grader_environment(
     assert (recipe["sampler"], recipe["grader_environments"]) == (None, [])
 
 
+@pytest.mark.parametrize(
+    ("entry", "loaded", "said"),
+    [
+        (BaseModelEntry(hub="Qwen/Qwen3-4B"), "Qwen/Qwen3-4B", None),
+        (BaseModelEntry(path=Path("/secret/place/qwen")), "FOLDER OF THE BASE MODEL", "a local model"),
+        (
+            BaseModelEntry(package="llm_small", file="small.gguf"),
+            "FOLDER OF THE BASE MODEL",
+            "the file `small.gguf` of the Python package `llm_small`",
+        ),
+    ],
+    ids=["hub", "path", "package"],
+)
+def test_the_readme_loads_the_base_from_the_hub_or_says_whose_name_it_is(
+    entry: BaseModelEntry, loaded: str, said: str | None, database: Database, tmp_path: Path
+) -> None:
+    with database.write() as session:
+        job = factories.job(session, factories.project(session)).id
+
+    home = exported(database, tmp_path, job, Registry(models={"tiny": entry}))
+
+    card = home.texts["README.md"].decode()
+    assert f'from_pretrained("{loaded}")' in card
+    assert ("is the name of" in card, f'base_model: "{loaded}"' in card) == (said is not None, said is None)
+    assert said is None or f"`tiny` is the name of {said} in the registry of the service" in card
+    assert b"/secret/place" not in b"".join(home.texts.values())
+
+
 def reproduce(database: Database, folder: Path, job_id: str) -> Any:
+    return json.loads(exported(database, folder, job_id, Registry.load(None)).texts["reproduce.json"])
+
+
+def exported(database: Database, folder: Path, job_id: str, registry: Registry) -> TakeHome:
     blobs = FolderBlobs(folder / "blobs")
     blobs.put_bytes("step-1/manifest.json", b'{"format": 1, "files": []}')
     with database.write() as session:
         checkpoint = Checkpoint(job_id=job_id, step=1, epoch=1, blob_prefix="step-1")
         session.add(checkpoint)
         session.flush()
-    home = export.gather(database, blobs, Registry.load(None), checkpoint, dict)
-    return json.loads(home.texts["reproduce.json"])
+    return export.gather(database, blobs, registry, checkpoint, dict)

@@ -1,3 +1,4 @@
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -186,6 +187,25 @@ def test_an_alias_that_leads_nowhere_is_refused_by_name(
         registry_of(f"{MODELS}[aliases]\n{aliases}\n")
 
 
+def test_a_file_of_aliases_keeps_the_packaged_models(registry_of: Callable[..., Registry]) -> None:
+    registry = registry_of('[aliases]\n"o4-mini" = "SmolLM2-135M-Instruct"\n')
+
+    assert registry.names == ["SmolLM2-135M-Instruct", "o4-mini"]
+    assert registry.get("o4-mini") == Registry.load(None).get("SmolLM2-135M-Instruct")
+
+
+def test_a_file_without_models_and_aliases_is_refused(registry_of: Callable[..., Registry]) -> None:
+    with pytest.raises(InvalidRegistry, match="models"):
+        registry_of("")
+
+
+def test_the_entry_of_the_packaged_model_is_documented(registry_of: Callable[..., Registry]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "howto" / "models.md").read_text()
+    (entry,) = re.findall(r'```toml\n(\[models\."SmolLM2-135M-Instruct"\]\n.*?)```', page, flags=re.S)
+
+    assert registry_of(entry) == Registry.load(None)
+
+
 def test_paths_stay_relative_to_the_file_with_aliases(
     registry_of: Callable[..., Registry], tmp_path: Path
 ) -> None:
@@ -200,9 +220,22 @@ def test_only_a_model_that_vllm_samples_is_divided_between_gpus() -> None:
         BaseModelEntry(hub="org/model", sampler="transformers", tensor_parallel=2)
 
 
-def test_an_error_names_twenty_models_and_counts_the_others() -> None:
-    message = ModelNotFound("three", ["tiny", *(f"ft:tiny:{number}" for number in range(10_000))]).message
+TUNED = [f"ft:tiny:default:desk:{number:08x}" for number in range(10_000)]
 
-    assert "tiny" in message.split(", ")[-1]
-    assert message.endswith(" and 9981 more (GET /v1/models).")
-    assert len(message) < 500
+
+def test_an_error_names_five_models_and_counts_the_others() -> None:
+    message = ModelNotFound("gpt-4o", ["tiny", *TUNED]).message
+
+    assert message == (
+        f"The model 'gpt-4o' does not exist. Available: tiny, {', '.join(TUNED[:4])} and 9996 more "
+        "(GET /v1/models lists all)."
+    )
+
+
+@pytest.mark.parametrize("error", [ModelNotFound, TunedModelNotFound])
+def test_the_models_with_the_most_similar_names_are_named_first(
+    error: type[ModelNotFound | TunedModelNotFound],
+) -> None:
+    message = error("prodution", ["tiny", "small", "production-2", "medium", "large", "production"]).message
+
+    assert ": production, production-2, tiny, small, medium and 1 more (GET /v1/models lists all)." in message

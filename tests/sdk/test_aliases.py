@@ -22,6 +22,8 @@ def test_an_alias_is_pointed_at_models_rolled_back_and_deleted(client: Regraft, 
     assert [one.name for one in client.aliases.list(limit=1)] == ["production"]
     assert client.aliases.rollback("production").model == "tiny"
     client.aliases.delete("production")
+    changes = [(one.previous_model, one.model) for one in client.aliases.history("production", limit=2)]
+    assert changes == [("tiny", None), (MODEL, "tiny"), ("tiny", MODEL), (None, "tiny")]
     with pytest.raises(regraft.AliasNotFound):
         client.aliases.retrieve("production")
 
@@ -37,6 +39,8 @@ def test_the_asynchronous_client_does_the_same(make_async: Callable[[], AsyncReg
             models = [one.model async for one in client.aliases.list()]
             back = await client.aliases.rollback("production")
             await client.aliases.delete("production")
+            changes = [one.model async for one in client.aliases.history("production")]
+            assert changes == [None, "tiny", MODEL, "tiny"]
             return models, back.model
 
     assert asyncio.run(all_of_it()) == ([MODEL], "tiny")

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from regraft import Regraft
 from regraft.cli import main
-from regraft.cli.output import expected_costs
+from regraft.cli.output import answer_cell, expected_costs
 
 from core.database.tables import Attempt, Job
 from core.jobs.usage import add_usage
@@ -184,8 +184,9 @@ def test_validate_names_the_method_that_the_rows_seem_to_be_for(
 
     code, out, _ = regraft("validate", str(path), "--method", given)
 
-    hint = f"the first row looks like one for --method {fitting}, and this was --method {given}"
-    assert (code, out.splitlines()[0]) == (1, f"{path}: {hint}")
+    hint = f"the rows are made for method '{fitting}', and were read as rows for '{given}'. Use method '{fitting}' for "
+    assert code == 1
+    assert out.startswith(f"{path}: {hint}")
 
 
 def test_validate_names_lines_as_compilers_do(
@@ -415,6 +416,53 @@ def test_a_supervised_job_is_shown_with_the_course_of_its_losses(
     assert lines["train loss"] == "4.00 █▆▃ 1.00"
 
 
+def test_a_preference_job_is_shown_with_its_accuracy_and_margin(
+    regraft: Callable[..., tuple[int, str, str]], house: House
+) -> None:
+    job_id = house.job(method="dpo", body={"hyperparameters": {}}, status="succeeded")
+    measured: dict[str, Any] = {
+        "train_loss": 0.5,
+        "train_mean_reward_accuracy": 0.25,
+        "train_mean_reward_margin": -1.0,
+    }
+    with house.database.write() as session:
+        job = session.query(Job).where(Job.id == job_id).one()
+        factories.step(
+            session,
+            job,
+            0,
+            total_steps=2,
+            full_valid_mean_reward_accuracy=0.0,
+            full_valid_mean_reward_margin=0.0,
+        )
+        factories.step(session, job, 1, total_steps=2, **measured)
+        measured |= {"train_mean_reward_accuracy": 0.75, "train_mean_reward_margin": 3.0}
+        factories.step(session, job, 2, total_steps=2, **measured, full_valid_mean_reward_accuracy=0.5)
+
+    _, out, _ = regraft("jobs", "show", job_id)
+
+    lines = dict(re.split(r"  +", line, maxsplit=1) for line in out.splitlines())
+    assert lines["train accuracy"] == "0.25 ▃▆ 0.75"
+    assert lines["valid accuracy"] == "0.00 ▁▅ 0.50"
+    assert lines["train margin"] == "-1.00 ▁█ 3.00"
+    assert lines["valid margin"] == "0.00"
+
+
+def test_a_distillation_job_is_shown_with_its_kl_to_the_teacher(
+    regraft: Callable[..., tuple[int, str, str]], house: House
+) -> None:
+    body = {"teacher": {"model": "tiny"}, "hyperparameters": {}}
+    job_id = house.job(method="distillation", body=body, status="succeeded")
+    with house.database.write() as session:
+        job = session.query(Job).where(Job.id == job_id).one()
+        for number, kl in ((1, 2.0), (2, 1.0)):
+            factories.step(session, job, number, total_steps=2, teacher_kl=kl)
+
+    _, out, _ = regraft("jobs", "show", job_id)
+
+    assert re.search("^train KL to the teacher +2.00 █▅ 1.00$", out, re.MULTILINE)
+
+
 def test_watching_in_a_pipe_prints_lines_and_then_the_model(
     regraft: Callable[..., tuple[int, str, str]], learned: str
 ) -> None:
@@ -505,7 +553,7 @@ def test_a_damaged_model_with_too_few_rows_for_an_interval_is_exit_code_1(
             "not significantly different from the base model: ",
         ),
         (
-            {"outcome": "no_difference", "difference": 0.1, "ci_low": None, "ci_high": None},
+            {"outcome": "no_difference", "difference": 0.1, "ci_low": None, "ci_high": None},  # as stored
             "too few rows to compare with the base model: ",
         ),
     ],
@@ -524,7 +572,9 @@ def test_any_other_verdict_is_said_and_is_exit_code_0(
 
     assert code == 0
     assert said in err
-    assert present(client.jobs.verdict(job_id)).outcome == changes["outcome"]
+    assert present(client.jobs.verdict(job_id)).outcome == (
+        "too_few" if "ci_low" in changes else changes["outcome"]
+    )
 
 
 def test_a_best_checkpoint_below_the_base_is_marked_so(
@@ -560,6 +610,39 @@ def test_a_list_of_bad_lines_is_told_by_the_event_and_not_again(
     _, _, err = regraft("jobs", "watch", job_id)
 
     assert err == f"regraft: The job {job_id} failed: Training file file-x: line 1: is blank (invalid_file)\n"
+
+
+@pytest.mark.parametrize(
+    ("answer", "encoding", "shown"),
+    [
+        ("four", "utf-8", "four"),
+        ("  four five\n", "utf-8", "··four five\\n"),
+        (" four\n", "ascii", "_four\\n"),
+        ("\n\tfour", None, "\\n\\tfour"),
+        (" ", "utf-8", "·"),
+        (" " * 20 + "four", "utf-8", "·" * 8 + "…four"),
+        ("", "utf-8", ""),
+        ("four\n  five", "utf-8", "four five"),
+    ],
+)
+def test_blanks_at_the_ends_of_an_answer_show_in_a_table(
+    answer: str, encoding: str | None, shown: str
+) -> None:
+    assert answer_cell(answer, 40, encoding) == shown
+
+
+def test_an_answer_with_a_leading_blank_is_marked_in_the_table_and_not_in_json(
+    regraft: Callable[..., tuple[int, str, str]], in_json: Callable[..., Any], house: House
+) -> None:
+    job_id = house.job(status="running")
+    house.step(job_id, 1, 2, 0.5)
+    answer = {"step": 1, "split": "train", "line": 1, "member": 0, "messages": [], "finish_reason": "stop"}
+    house.rollouts(job_id, 1, [answer | {"output_text": " four", "score": 1.0, "reason": ""}])
+
+    _, out, _ = regraft("rollouts", job_id)
+
+    assert "·four" in out
+    assert in_json("rollouts", job_id)[0]["output_text"] == " four"
 
 
 def test_answers_of_the_last_step_are_a_table(
@@ -936,7 +1019,12 @@ def test_the_failure_of_a_sub_grader_is_shown_once_and_also_where_a_score_stands
 
 def test_models(regraft: Callable[..., tuple[int, str, str]], in_json: Callable[..., Any]) -> None:
     assert [model["id"] for model in in_json("models", "list")] == ["tiny", "o4-mini-2025-04-16"]
-    assert regraft("models", "list")[1].splitlines()[1].split() == ["tiny", "-", "-"]
+    rows = [line.split() for line in regraft("models", "list")[1].splitlines()]
+    assert rows == [
+        ["id", "tuned", "from", "base", "created"],
+        ["tiny", "-", "-", "-"],
+        ["o4-mini-2025-04-16", "-", "tiny", "(alias)", "-"],
+    ]
     assert regraft("models", "delete", "tiny")[0] == 2
 
 
@@ -954,6 +1042,14 @@ def test_a_model_is_promoted_and_an_alias_rolled_back(
     assert listed[:3] == ["production", "ft:tiny:acme::1", "tiny"]
     assert in_json("models", "rollback", "production")["model"] == "tiny"
     assert in_json("models", "aliases", "--delete", "production") == []
+    history = [line.split()[3:5] for line in regraft("models", "history", "production")[1].splitlines()[1:]]
+    assert history == [
+        ["tiny", "deleted"],
+        ["ft:tiny:acme::1", "tiny"],
+        ["tiny", "ft:tiny:acme::1"],
+        ["-", "tiny"],
+    ]
+    assert regraft("models", "history", "none")[0] == 3
     assert regraft("models", "rollback", "production")[0] == 3
 
 

@@ -398,3 +398,78 @@ def test_the_asynchronous_client_has_pipelines(make_async: Callable[[], AsyncReg
             assert (await client.pipelines.clone(made.id, name="two")).cloned_from == made.id
 
     asyncio.run(use())
+
+
+def two_files(folder: Path, model: str) -> dict[str, Any]:
+    """A pipeline of two local files and a stage that samples `model`."""
+    rows = [{"messages": [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "1"}]}]
+    for name in ("one.jsonl", "two.jsonl"):
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    mixed = {"files": [{"file": str(folder / name)} for name in ("one.jsonl", "two.jsonl")]}
+    stages: list[dict[str, Any]] = [{"name": "m", "mix": mixed}]
+    if model:
+        stages.append({"name": "s", "sample": {"model": model, "file": "{{stages.m.file}}"}})
+    return {"stages": stages}
+
+
+def test_a_refused_pipeline_leaves_none_of_its_files_behind(client: Regraft, tmp_path: Path) -> None:
+    with pytest.raises(regraft.ModelNotFound):
+        client.pipelines.submit(two_files(tmp_path, model="missing"))
+
+    assert list(client.files.list()) == []
+
+
+def test_a_pipeline_whose_second_file_is_not_uploaded_leaves_none_behind(
+    house: House, tmp_path: Path
+) -> None:
+    sent: list[str] = []
+
+    class Broken(Regraft):
+        def _prepare_request(self, request: "Request") -> None:
+            if request.method == "POST":
+                sent.append(request.url.path)
+            if len(sent) == 2:
+                sent.append("reported")
+                raise openai.APIConnectionError(request=request)
+
+    broken = Broken(base_url=house.base_url, api_key=house.key, max_retries=0)
+
+    with pytest.raises(openai.APIConnectionError):
+        broken.pipelines.submit(two_files(tmp_path, model=""))
+
+    assert sent == ["/v1/files", "/v1/files", "reported"]
+    assert list(broken.files.list()) == []
+
+
+def test_a_created_pipeline_keeps_its_files(client: Regraft, tmp_path: Path) -> None:
+    client.pipelines.submit(two_files(tmp_path, model=""))
+
+    assert len(list(client.files.list())) == 2
+
+
+def test_an_outage_on_creation_deletes_no_file_of_a_pipeline_that_may_exist(
+    house: House, tmp_path: Path
+) -> None:
+    class Broken(Regraft):
+        def _prepare_request(self, request: "Request") -> None:
+            if request.url.path.endswith("/pipelines"):
+                raise openai.APIConnectionError(request=request)
+
+    broken = Broken(base_url=house.base_url, api_key=house.key, max_retries=0)
+
+    with pytest.raises(openai.APIConnectionError):
+        broken.pipelines.submit(two_files(tmp_path, model=""))
+
+    assert len(list(broken.files.list())) == 2
+
+
+def test_the_asynchronous_client_deletes_the_files_of_a_refused_pipeline(
+    make_async: Callable[[], AsyncRegraft], tmp_path: Path
+) -> None:
+    async def use() -> list[str]:
+        async with make_async() as client:
+            with pytest.raises(regraft.ModelNotFound):
+                await client.pipelines.submit(two_files(tmp_path, model="missing"))
+            return [file.id async for file in client.files.list()]
+
+    assert asyncio.run(use()) == []

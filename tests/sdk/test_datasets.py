@@ -71,6 +71,9 @@ def write(tmp_path: Path) -> Callable[..., Path]:
     return write
 
 
+PAIRS = b'{"input": {"messages": [{"role": "user", "content": "hi"}]}, "preferred_output": []}\n'
+
+
 def servers_words(path: Path, tmp_path: Path, grader: dict[str, str]) -> str:
     """What a job with this file would fail with."""
     blobs = FolderBlobs(tmp_path / "blobs")
@@ -89,6 +92,22 @@ def test_a_bad_file_is_told_in_the_servers_words(write: Callable[..., Path], tmp
 
     assert str(bad.value) == servers_words(path, tmp_path, GRADER)
     assert [error.line for error in bad.value.errors] == [1, 2, 3, 4, 5]
+
+
+def test_a_file_for_another_method_is_told_so_in_the_servers_words(
+    write: Callable[..., Path], tmp_path: Path
+) -> None:
+    path = write(PAIRS)
+
+    with pytest.raises(InvalidDataset) as bad:
+        datasets.validate(path, grader=GRADER)
+
+    assert str(bad.value) == servers_words(path, tmp_path, GRADER)
+    assert str(bad.value).startswith(
+        "the rows are made for method 'dpo', and were read as rows for 'reinforcement'. "
+        "Use method 'dpo' for this file, "
+        'or rows such as {"messages": '
+    )
 
 
 @pytest.mark.parametrize("grader", GRADERS, ids=lambda grader: f"{grader['type']}-{grader['name']}")

@@ -3,18 +3,25 @@
 import asyncio
 import errno
 import json
+import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import event, text
 
-from core.database.tables import TunedModel
+from core.database.engine import Database, Work
+from core.database.tables import ModelAlias, TunedModel
+from core.errors import ModelNotFound
+from core.registry import Registry
+from core.results import model_aliases
 from core.storage.fsck import of_checkpoint
 from core.storage.manifests import EARLIER
 from core.storage.store import BlobExists, BlobInfo, FolderBlobs, StoreEmpty
 from tests.present import untyped
-from tests.worker.conftest import Bench
+from tests.worker.conftest import Bench, claimed_job
 from worker.record.checkpoints import Checkpoints, model_name
 from worker.retry import RetryPolicy
 
@@ -337,3 +344,120 @@ def test_a_suffix_is_one_plain_segment_of_the_models_name(
 
     assert name.split(":")[3] == segment
     assert len(name.split(":")) == 5
+
+
+@pytest.fixture
+def either(request: pytest.FixtureRequest, database_kind: str, tmp_path: Path) -> Bench:
+    """A claimed job on SQLite or PostgreSQL."""
+    database: Database = request.getfixturevalue(f"{database_kind}_database")
+    return claimed_job(database, tmp_path)
+
+
+def checkpoints_of(bench: Bench) -> Checkpoints:
+    return Checkpoints(bench.attempt(), bench.tmp_path)
+
+
+def with_three_better_ones(bench: Bench) -> str:
+    """Checkpoints of which the end of step 8 retires the first. Returns its model's name."""
+    for step, reward in ((2, 0.1), (4, 0.5), (6, 0.6)):
+        checkpoints_of(bench).save(Weights(adapter=b"a"), step=step, valid_reward=reward, metrics={})
+    with bench.database.read() as session:
+        return model_name(session, bench.job()) + ":ckpt-step-2"
+
+
+def end_step_8(bench: Bench) -> None:
+    checkpoints_of(bench).save(Weights(adapter=b"a"), step=8, valid_reward=0.7, metrics={})
+
+
+def promote(bench: Bench, model: str) -> None:
+    with bench.database.write() as session:
+        model_aliases.promote(Work(session), bench.project.id, "production", model, Registry(models={}))
+
+
+def is_lock(statement: str) -> bool:
+    """Of a project on PostgreSQL; SQLite locks the whole database as a transaction begins."""
+    return statement == "BEGIN IMMEDIATE" or ("projects" in statement and "FOR NO KEY UPDATE" in statement)
+
+
+def when(bench: Bench, thread: str, is_it: Callable[[str], bool], then: Callable[[], object]) -> None:
+    """Call `then` in the thread with this name, before it executes such a statement."""
+
+    def before(connection: Any, cursor: Any, statement: str, *more: Any) -> None:
+        if threading.current_thread().name.startswith(thread) and is_it(statement):
+            then()
+
+    event.listen(bench.database.engine, "before_cursor_execute", before)
+
+
+def started(threads: ThreadPoolExecutor, act: Callable[[], None], reached: threading.Event) -> Future[None]:
+    """Act in a thread. Returns as it is about to wait, which sets `reached`, or has ended without."""
+    acting = threads.submit(act)
+    acting.add_done_callback(lambda _: reached.set())
+    assert reached.wait(60)
+    return acting
+
+
+def until_blocked(bench: Bench, acting: Future[None]) -> None:
+    """Return once the thread waits for a lock of the other one, or has ended without one."""
+    if bench.database.engine.dialect.name == "sqlite":
+        return  # its BEGIN IMMEDIATE waits outside of any table
+    waiting = text(
+        "select count(*) from pg_stat_activity where wait_event_type = 'Lock' and datname = current_database()"
+    )
+    while not acting.done():
+        with bench.database.read() as session:
+            if session.scalar(waiting):
+                return
+
+
+@pytest.mark.both_databases
+def test_a_checkpoint_is_kept_whose_promotion_has_begun_before_the_end_of_a_later_one(either: Bench) -> None:
+    """The end of step 8 waits for the promotion, and then sees its alias."""
+    model, waits = with_three_better_ones(either), threading.Event()
+    when(either, "ending", is_lock, waits.set)
+
+    with ThreadPoolExecutor(1, thread_name_prefix="ending") as threads:
+        with either.database.write() as session:
+            model_aliases.promote(Work(session), either.project.id, "production", model, Registry(models={}))
+            ending = started(threads, lambda: end_step_8(either), waits)
+            until_blocked(either, ending)
+            assert not ending.done()
+        ending.result()
+
+    assert [one.step for one in either.checkpoints()] == [2, 4, 6, 8]
+    with either.database.read() as session:
+        assert session.query(TunedModel).filter_by(name=model).count() == 1
+
+
+@pytest.mark.both_databases
+def test_a_checkpoint_whose_end_has_begun_is_not_promoted_any_more(either: Bench) -> None:
+    """The promotion waits for the end of step 8, and then finds no such model."""
+    model, deletes, waits, goes_on = (
+        with_three_better_ones(either),
+        *(threading.Event() for _ in range(3)),
+    )
+
+    def pause() -> None:
+        deletes.set()
+        assert goes_on.wait(60)
+
+    when(either, "ending", lambda statement: statement.startswith("DELETE FROM checkpoints"), pause)
+    when(either, "promoting", is_lock, waits.set)
+
+    with (
+        ThreadPoolExecutor(1, thread_name_prefix="ending") as threads,
+        ThreadPoolExecutor(1, thread_name_prefix="promoting") as others,
+    ):
+        ending = started(threads, lambda: end_step_8(either), deletes)
+        promoting = started(others, lambda: promote(either, model), waits)
+        until_blocked(either, promoting)
+        is_too_early = promoting.done()
+        goes_on.set()
+        ending.result()
+
+    assert not is_too_early
+    with pytest.raises(ModelNotFound):
+        promoting.result()
+    assert [one.step for one in either.checkpoints()] == [4, 6, 8]
+    with either.database.read() as session:
+        assert session.query(ModelAlias).count() == 0

@@ -88,6 +88,22 @@ def test_a_folder_without_a_model_is_not_added(
     assert not models_file.exists()
 
 
+@pytest.mark.slow
+def test_a_model_that_is_added_to_a_file_of_aliases_keeps_the_included_one(
+    models_file: Path, tiny_model: Path
+) -> None:
+    models_file.write_text('[aliases]\n"o4-mini" = "SmolLM2-135M-Instruct"\n')
+
+    assert (
+        main(["models", "add", str(tiny_model), "--name", "tiny", "--dtype", "float32", "--context", "128"])
+        == 0
+    )
+
+    registry = Registry.load(models_file)
+    assert registry.names == ["SmolLM2-135M-Instruct", "tiny", "o4-mini"]
+    assert registry.models["SmolLM2-135M-Instruct"] == Registry.load(None).models["SmolLM2-135M-Instruct"]
+
+
 def test_a_name_that_is_taken_is_not_written_twice(
     models_file: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -306,7 +306,7 @@ def test_a_ruined_run_is_worse_though_its_rows_are_too_few_to_show_it(
 
     verdict = comparison.verdict(2, rule)
 
-    assert comparison.verdict(2).outcome == "no_difference"
+    assert comparison.verdict(2).outcome in ("no_difference", "too_few")
     assert (verdict.outcome, verdict.ground) == ("worse", "kl_jump")
     assert likely_cause(steps, verdict, Thresholds()) == (rule, evidence)
 

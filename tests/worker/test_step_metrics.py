@@ -9,6 +9,7 @@ from core.results.step_metrics import COLUMNS, METRICS, SECTIONS, StepMetrics
 from tests.fakes import Skill
 from tests.present import untyped
 from tests.worker.conftest import Bench
+from worker.record.metrics import message
 from worker.record.results import row
 from worker.types import UpdateMetrics
 
@@ -84,3 +85,16 @@ def test_a_step_of_another_version_is_loaded_by_what_this_one_knows() -> None:
 def test_a_misspelled_metric_is_an_error_where_it_is_measured() -> None:
     with pytest.raises(ValidationError):
         untyped(StepMetrics)(step=1, entropi=0.5)
+
+
+def test_the_event_of_a_step_has_its_rewards_or_its_kl_to_the_teacher() -> None:
+    """A job that learns from a teacher has rewards too, but no grader that gave them."""
+    graded = StepMetrics(step=2, total_steps=4, train_mean_reward=0.5, full_valid_mean_reward=0.25)
+    taught = StepMetrics(
+        **graded.model_dump(exclude_unset=True), teacher_kl=0.75, full_valid_teacher_kl=0.625
+    )
+    before = StepMetrics(step=0, total_steps=4, full_valid_mean_reward=0.0, full_valid_teacher_kl=1.5)
+
+    assert message(graded) == "Step 2/4 , train mean reward=0.50, full validation mean reward=0.25"
+    assert message(taught) == "Step 2/4 , KL to the teacher=0.75, full validation KL to the teacher=0.62"
+    assert message(before) == "Step 0/4 , full validation KL to the teacher=1.50"

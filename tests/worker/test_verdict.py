@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from core.jobs.verdict import Verdict
+from core.jobs.verdict import Verdict, shown
 from graders.types import ErrorKind, Grade
 from tests.present import present, untyped
 from worker.record.verdict import (
@@ -68,7 +68,8 @@ def test_identical_scores_are_no_difference_with_an_interval_of_zero_width() -> 
 def test_too_few_rows_have_no_interval_and_decide_nothing(rows: int) -> None:
     verdict = compared([0.0] * rows, [1.0] * rows).verdict(1)
 
-    assert (verdict.ci_low, verdict.ci_high, verdict.outcome) == (None, None, "no_difference")
+    assert (verdict.ci_low, verdict.ci_high, verdict.outcome) == (None, None, "too_few")
+    assert verdict.sentence().endswith(": too few rows to tell.")
     assert "too few rows for a 95 % interval" in verdict.sentence()
     assert "nan" not in str(verdict.to_row()).lower()
 
@@ -187,6 +188,15 @@ def test_a_lower_mean_without_damage_is_not_significantly_different() -> None:
 
     assert many.verdict(2).sentence().endswith(": not significantly different.")
     assert few.verdict(2).sentence().endswith(": too few rows to tell.")
+
+
+def test_too_few_rows_are_stored_for_a_version_before_and_shown_as_what_they_are() -> None:
+    few = compared([0.0] * 3, [1.0] * 3).verdict(2)
+    open_ = compared([0.5] * 9, [0.5] * 8 + [0.4]).verdict(2)
+
+    assert few.to_row()["outcome"] == "no_difference"
+    assert (shown(few.to_row())["outcome"], Verdict.read(few.to_row())) == ("too_few", few)
+    assert shown(open_.to_row())["outcome"] == "no_difference"
 
 
 def test_a_verdict_of_a_version_without_grounds_can_be_read() -> None:

@@ -110,7 +110,10 @@ def add(arguments: argparse.Namespace, settings: Settings) -> int:
         raise UsageError(f"not added. {refusal}") from refusal
     print(report)
     text = file.read_text() if file.exists() else ""
-    addition = as_toml(name, entry)
+    fields = tomllib.loads(text)
+    # A file of aliases has the included models, which a first entry would otherwise replace.
+    kept = registry.models if "aliases" in fields and "models" not in fields else {}
+    addition = "".join(as_toml(*one) for one in [*kept.items(), (name, entry)])
     tomllib.loads(text + addition)
     file.write_text(text + addition)
     print(f"added to {file}")
@@ -151,7 +154,10 @@ def served_by(config: Any, context: int) -> str:
 def as_toml(name: str, entry: BaseModelEntry) -> str:
     """The entry as a table of the models file."""
     key = name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name)
-    source = f"path = {json.dumps(str(entry.path))}" if entry.path else f"hub = {json.dumps(entry.hub)}"
+    if entry.package:
+        source = f"package = {json.dumps(entry.package)}\nfile = {json.dumps(entry.file)}"
+    else:
+        source = f"path = {json.dumps(str(entry.path))}" if entry.path else f"hub = {json.dumps(entry.hub)}"
     return f'\n[models.{key}]\n{source}\ndtype = "{entry.dtype}"\ncontext = {entry.context}\n'
 
 

@@ -80,7 +80,7 @@ def judge(step: int, recorder: Recorder, history: History, thresholds: Threshold
     cause, evidence = monitors.likely_cause(history.steps, verdict, thresholds)
     if verdict.outcome == "worse":
         finding = f"is worse than {start}"
-    elif verdict.ci_low is None:
+    elif verdict.outcome == "too_few":
         finding = f"is below {start}, with too few validation rows to tell them apart"
     else:
         finding = f"is below {start}, not significantly"

@@ -103,7 +103,10 @@ def of_step(
 
 
 def message(step: StepMetrics) -> str:
-    """The event's text, word for word as OpenAI wrote it (the space before the first comma included)."""
+    """The event's text, word for word as OpenAI wrote it (the space before the first comma included).
+
+    A job that learns from a teacher has no grader: its events have the KL to the teacher, which is to fall.
+    """
     if step.offline is not None:
         losses = [
             f"{label}={value:.2f}"
@@ -116,14 +119,17 @@ def message(step: StepMetrics) -> str:
         ]
         return f"Step {step.step}/{step.total_steps}: {', '.join(losses)}"
     parts = [f"Step {step.step}/{step.total_steps} "]
-    for label, value in (
+    measured: list[tuple[str, float | None]] = [
         ("train mean reward", step.train_mean_reward),
         ("full validation mean reward", step.full_valid_mean_reward),
         ("full validation mean parse error", step.full_valid_mean_parse_error),
-    ):
-        if value is not None:
-            parts.append(f" {label}={value:.2f}")
-    return ",".join(parts)
+    ]
+    if step.teacher_kl is not None or step.full_valid_teacher_kl is not None:
+        measured = [
+            ("KL to the teacher", step.teacher_kl),
+            ("full validation KL to the teacher", step.full_valid_teacher_kl),
+        ]
+    return ",".join(parts + [f" {label}={value:.2f}" for label, value in measured if value is not None])
 
 
 @dataclass(frozen=True)

@@ -159,7 +159,9 @@ class Recorder:
         def write(session: Session, job: Job) -> None:
             if job.verdict != stored:
                 job.verdict = stored
-                events.append(session, job.id, message, level=level, data={"verdict": stored, **data})
+                events.append(
+                    session, job.id, message, level=level, data={"verdict": verdict.shown(), **data}
+                )
 
         self.attempt.write(write)
 

@@ -59,7 +59,7 @@ class RewardComparison:
             return "improved"
         if self.high is not None and self.high < 0:
             return "worse"
-        return "no_difference"
+        return "too_few" if self.low is None else "no_difference"
 
     def verdict(self, step: int, damage: str | None = None, *, start: str | None = None) -> Verdict:
         """As the verdict on a job that delivers the checkpoint of this step, and started from the tuned model `start`.
@@ -69,7 +69,8 @@ class RewardComparison:
         damage.
         """
         lower = self.difference <= TIE - CLEARLY_LOWER * self.spread and self.losses >= self.wins
-        ground = damage if self.outcome == "no_difference" and self.difference < 0 and lower else None
+        is_open = self.outcome in ("no_difference", "too_few")
+        ground = damage if is_open and self.difference < 0 and lower else None
         return Verdict(
             outcome="worse" if ground is not None else self.outcome,
             base_reward=self.base_reward,

@@ -77,7 +77,7 @@ def checked(
         progressed()
         return []
 
-    with job_files.problems_of(file, param):
+    with job_files.problems_of(blobs, file, variant, param):
         job_files.refuse_other_format(blobs, file, variant, param)
         rows = files.read_rows(blobs, file, form=FORMS[variant], check=watched, max_rows=MAX_ROWS)
     job_files.refuse_several_kinds(file, param, kinds_of(variant, rows))

@@ -15,7 +15,7 @@ from core.jobs import estimates, events, lifecycle
 from core.jobs.claim import Claim, LeaseLost
 from core.jobs.distillation import asked_of, teacher_of
 from core.jobs.full import is_full
-from core.jobs.job_files import BadFile
+from core.jobs.job_files import BadFile, in_words
 from core.jobs.methods import OFFLINE, variant
 from core.model_templates import is_reasoning
 from core.registry import Registry
@@ -226,8 +226,11 @@ def check_file(
 ) -> list[Example]:
     """Return the rows of a valid file. Raises BadFile with the file's id and the numbers of its bad lines.
 
-    `progressed` is called for each row and may raise, to stop.
+    Args:
+        spec: the grader; None: the job distills a teacher.
+        progressed: called for each row; may raise, to stop.
     """
+    method = "distillation" if spec is None else "reinforcement"
     if file is None:
         raise BadFile(param, f"The {param.replace('_', ' ')} was deleted before it could be read.")
 
@@ -238,7 +241,7 @@ def check_file(
     try:
         return files.read_rows(blobs, file, check=fields_the_grader_needs, max_rows=max_rows)
     except InvalidDataset as cause:
-        raise BadFile(param, f"{param.replace('_', ' ').capitalize()} {file.id}: {cause}") from cause
+        raise BadFile(param, in_words(cause, blobs, file, method, param)) from cause
     except files.FileDamaged as damage:
         raise BadFile(param, str(damage)) from damage
 

@@ -18,3 +18,6 @@ export function checkpointsOf(models: Model[], name: string): Model[] {
 export function fits(memory: NonNullable<BaseModel["memory"]>): string {
   return memory.needed_gib === null ? `needs more than ${Math.floor(memory.gpu_gib)} GiB` : `fits: ${Math.ceil(memory.needed_gib)} of ${Math.floor(memory.gpu_gib)} GiB`;
 }
+
+/** The outcome of a job's verdict in words. */
+export const verdictText = (outcome: NonNullable<Job["verdict"]>["outcome"]): string => (outcome === "too_few" ? "too few rows to tell" : outcome.replace("_", " "));

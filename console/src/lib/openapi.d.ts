@@ -14,6 +14,39 @@ export interface components {
             largest: number | null;
         };
         /**
+         * AliasChangeOut
+         * @description A change of an alias.
+         */
+        AliasChangeOut: {
+            /** Id */
+            id: string;
+            /**
+             * Object
+             * @default regraft.alias.change
+             * @constant
+             */
+            object: "regraft.alias.change";
+            /** Name */
+            name: string;
+            /**
+             * Previous Model
+             * @description Null: the alias was created.
+             */
+            previous_model: string | null;
+            /**
+             * Model
+             * @description The model that answered from then on. Null: it was deleted.
+             */
+            model: string | null;
+            /** Changed At */
+            changed_at: number;
+            /**
+             * Changed By
+             * @description The id of an API key or a login, or `operator`.
+             */
+            changed_by: string;
+        };
+        /**
          * AliasOut
          * @description A name of the project's own for a model.
          */
@@ -45,6 +78,11 @@ export interface components {
              * @description When it was last pointed at another model.
              */
             updated_at: number;
+            /**
+             * Hidden
+             * @description Whether a model of the registry has the name, and answers in its place.
+             */
+            hidden: boolean;
         };
         /** AttemptOut */
         AttemptOut: {
@@ -908,9 +946,15 @@ export interface components {
             created: number;
             /** Owned By */
             owned_by: string;
-            /** Root */
+            /**
+             * Root
+             * @description The base model, or the model that an alias points at.
+             */
             root: string;
-            /** Parent */
+            /**
+             * Parent
+             * @description The model that a tuned model was trained from: a base model or another tuned model.
+             */
             parent: string | null;
             /** Shutdown Date */
             shutdown_date?: null;
@@ -2521,7 +2565,7 @@ export interface components {
              * Outcome
              * @enum {string}
              */
-            outcome: "improved" | "no_difference" | "worse";
+            outcome: "improved" | "no_difference" | "worse" | "too_few";
             /** Base Reward */
             base_reward: number;
             /** Tuned Reward */

@@ -39,7 +39,7 @@ const SAMPLED: Chart[] = [
       return start === undefined ? undefined : { low: start / 10, high: Math.max(3 * start, start + 0.5) };
     },
   },
-  { title: "KL to the reference, nats per token", metrics: [["KL", "kl"], ["KL to the teacher", "teacher_kl"]], usual: { low: null, high: 1 } },
+  { title: "KL to the reference, nats per token", metrics: [["KL", "kl"], ["KL to the teacher", "teacher_kl"], ["KL to the teacher, validation", "full_valid_teacher_kl"]], usual: { low: null, high: 1 } },
   {
     title: "Tokens of an answer",
     metrics: [["mean", "completion_tokens_mean"], ["longest", "completion_tokens_max"], ["validation, mean", "valid_completion_tokens_mean"]],
@@ -62,7 +62,7 @@ const FROM_FILES: Chart[] = [
   { title: "Loss", metrics: [["train", "train_loss"], ["validation", "full_valid_loss"]] },
   { title: "Token accuracy", metrics: [["train", "train_mean_token_accuracy"], ["validation", "full_valid_mean_token_accuracy"]] },
   { title: "Reward accuracy", metrics: [["train", "train_mean_reward_accuracy"], ["validation", "full_valid_mean_reward_accuracy"]] },
-  { title: "Reward margin of pairs", metrics: [["train", "train_mean_reward_margin"]] },
+  { title: "Reward margin of pairs", metrics: [["train", "train_mean_reward_margin"], ["validation", "full_valid_mean_reward_margin"]] },
   { title: "Norm of the gradient", metrics: [["norm", "grad_norm"]] },
 ];
 const PHASES: [label: string, name: string][] = [["sampling", "sampling"], ["grading", "grading"], ["training", "training"], ["validation", "eval"]];
@@ -118,6 +118,20 @@ export function chartsOf(steps: Step[], isSampled: boolean): StepChart[] {
   const phases = phasesOf(steps);
   if (phases.length) charts.push({ title: "Seconds of a step, by phase", lines: phases, stacked: true });
   return charts;
+}
+
+type Measures = Record<string, number | null | undefined>;
+type Measure = [label: string, of: (metrics: Measures) => number | null | undefined];
+
+/** What a table of checkpoints has of each. */
+export function measuresOf(checkpoints: Measures[], isSampled: boolean): Measure[] {
+  const has = (name: string): boolean => checkpoints.some((one) => typeof one[name] === "number");
+  if (has("full_valid_teacher_kl")) return [["KL to the teacher", (one) => one.full_valid_teacher_kl]];
+  if (isSampled) return [["reward", (one) => one.full_valid_mean_reward]];
+  const measures: Measure[] = [["loss", (one) => one.full_valid_loss ?? one.train_loss]];
+  if (has("train_mean_reward_accuracy")) measures.push(["accuracy", (one) => one.full_valid_mean_reward_accuracy ?? one.train_mean_reward_accuracy]);
+  if (has("full_valid_mean_reward_margin")) measures.push(["margin", (one) => one.full_valid_mean_reward_margin]);
+  return measures;
 }
 
 /** The mean reward of each part of a multi grader in training. */

@@ -22,6 +22,7 @@ export type FileInfo = Schemas["FileOut"];
 export type FileProfile = Schemas["ProfileOut"];
 export type Model = Schemas["ModelOut"];
 export type Alias = Schemas["AliasOut"];
+export type AliasChange = Schemas["AliasChangeOut"];
 export type BaseModel = Schemas["BaseModelOut"];
 export type Estimate = Schemas["EstimateOut"];
 export type Preview = Schemas["PreviewOut"];

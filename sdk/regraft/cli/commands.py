@@ -32,6 +32,7 @@ from regraft.cli.graders import (
     graders_versions,
 )
 from regraft.cli.output import (
+    answer_cell,
     duration,
     expected_costs,
     plain,
@@ -56,7 +57,6 @@ from regraft.cli.pipelines import (
 from regraft.cli.service import usage, workers
 from regraft.client import Regraft
 from regraft.config import NotConfigured
-from regraft.datasets import method_of
 from regraft.datasets import validate as validate_dataset
 from regraft.errors import DownloadCorrupt, JobFailed, NotARegraftServer, NotSupportedByServer, is_page
 from regraft.jobs import grader_of
@@ -383,10 +383,6 @@ def _validated(path: Path, arguments: argparse.Namespace) -> dict[str, Any]:
         good = validate_dataset(path, grader=arguments.grader, split=arguments.split, method=arguments.method)
     except InvalidDataset as bad:
         errors = [{"line": one.line, "path": one.path, "message": one.message} for one in bad.errors]
-        fitting = method_of(path)
-        if fitting is not None and fitting != arguments.method:
-            message = f"the first row looks like one for --method {fitting}, and this was --method {arguments.method}"
-            errors.insert(0, {"line": 0, "path": "", "message": message})
         return {"file": str(path), "ok": False, "errors": errors, "more": bad.more}
     return {"file": str(path), "ok": True, "rows": good.rows, "fields": list(good.fields)}
 
@@ -534,7 +530,11 @@ def previews_show(arguments: argparse.Namespace) -> int:
 def previews_answers(arguments: argparse.Namespace) -> int:
     answers = list(_client().previews.answers(arguments.preview_id))
     rows = [
-        [one.line, "none" if one.score is None else f"{one.score:.2f}", shortened(one.output_text, 60)]
+        [
+            one.line,
+            "none" if one.score is None else f"{one.score:.2f}",
+            answer_cell(one.output_text, 60, sys.stdout.encoding),
+        ]
         for one in answers
     ]
     return _answer(arguments, answers, lambda: table(["line", "score", "answer"], rows))
@@ -753,6 +753,19 @@ def _moved(arguments: argparse.Namespace, job: FineTuningJob) -> int:
     return _answer(arguments, job, lambda: f"{job.id} is {job.status}")
 
 
+# Of jobs that learn from the answers in a file, and of those that learn from a teacher.
+COURSES = (
+    ("train loss", "train_loss"),
+    ("valid loss", "full_valid_loss"),
+    ("train accuracy", "train_mean_reward_accuracy"),
+    ("valid accuracy", "full_valid_mean_reward_accuracy"),
+    ("train margin", "train_mean_reward_margin"),
+    ("valid margin", "full_valid_mean_reward_margin"),
+    ("train KL to the teacher", "teacher_kl"),
+    ("valid KL to the teacher", "full_valid_teacher_kl"),
+)
+
+
 def _job(job: FineTuningJob, steps: list[dict[str, Any]]) -> str:
     shown = {
         "id": job.id,
@@ -785,10 +798,11 @@ def _job(job: FineTuningJob, steps: list[dict[str, Any]]) -> str:
         values = [step[key] for step in steps if step.get(key) is not None]
         if values:
             shown[name] = _course(values, marks, axis)
-    for name, key in (("train loss", "train_loss"), ("valid loss", "full_valid_loss")):
+    for name, key in COURSES:
         values = [step[key] for step in steps if step.get(key) is not None]
         if values:
-            shown[name] = _course(values, marks, (0.0, max(values)))
+            top = 1.0 if key.endswith("accuracy") else max(values)
+            shown[name] = _course(values, marks, (min(0.0, *values), top or 1.0))
     errors = [step["full_valid_stderr"] for step in steps if step.get("full_valid_stderr") is not None]
     if errors and "valid reward" in shown:
         shown["valid reward"] += f" {marks.plus_minus}{errors[-1]:.2f}"
@@ -904,7 +918,7 @@ def rollouts(arguments: argparse.Namespace) -> int:
             one.score if one.score is None else float(one.score),
             *(getattr(one, name) for name in sorted_by),
             one.finish_reason,
-            shortened(one.output_text, WIDE),
+            answer_cell(one.output_text, WIDE, sys.stdout.encoding),
             shortened(one.reason or "", WIDE) if one.score is None else "",
         ]
         for place, one in zip(places, shown, strict=True)
@@ -1127,8 +1141,16 @@ def checkpoints_download(arguments: argparse.Namespace) -> int:
 
 def models_list(arguments: argparse.Namespace) -> int:
     listed = list(_client().models.list())
-    rows = [[one.id, getattr(one, "parent", None) or "-", when(one.created or None)] for one in listed]
-    return _answer(arguments, listed, lambda: table(["id", "tuned from", "created"], rows))
+    rows = [[one.id, *_origin(one), when(one.created or None)] for one in listed]
+    return _answer(arguments, listed, lambda: table(["id", "tuned from", "base", "created"], rows))
+
+
+def _origin(model: Any) -> tuple[str, str]:
+    """The model that it was trained from, and its base model, or the target of an alias."""
+    parent, root = (getattr(model, name, None) for name in ("parent", "root"))
+    if parent is None and root not in (None, model.id):
+        return "-", f"{root} (alias)"
+    return parent or "-", root if parent and root else "-"
 
 
 def models_delete(arguments: argparse.Namespace) -> int:
@@ -1151,12 +1173,29 @@ def _pointed(alias: Alias) -> str:
     return f"{alias.name}: {alias.model} answers now{before}"
 
 
+def models_history(arguments: argparse.Namespace) -> int:
+    listed = list(_client().aliases.history(arguments.alias, limit=100))
+    rows = [
+        [when(one.changed_at), one.previous_model or "-", one.model or "deleted", one.changed_by]
+        for one in listed
+    ]
+    return _answer(arguments, listed, lambda: table(["changed", "from", "to", "by"], rows))
+
+
 def models_aliases(arguments: argparse.Namespace) -> int:
     client = _client()
     for name in arguments.delete:
         client.aliases.delete(name)
     listed = list(client.aliases.list(limit=100))
-    rows = [[one.name, one.model, one.previous_model or "-", when(one.updated_at)] for one in listed]
+    rows = [
+        [
+            f"{one.name} (hidden by a model of the registry)" if one.hidden else one.name,
+            one.model,
+            one.previous_model or "-",
+            when(one.updated_at),
+        ]
+        for one in listed
+    ]
     return _answer(arguments, listed, lambda: table(["alias", "model", "previous", "changed"], rows))
 
 
@@ -1299,6 +1338,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
         models_delete,
         models_promote,
         models_rollback,
+        models_history,
         models_aliases,
         chat,
         migrate,

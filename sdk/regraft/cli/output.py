@@ -55,6 +55,29 @@ def shortened(text: str, width: int) -> str:
     return line if len(line) <= width else f"{line[: width - 1]}…"
 
 
+MAX_BLANKS = 8  # of an answer, at each end
+
+
+def answer_cell(text: str, width: int, encoding: str | None) -> str:
+    """As `shortened`, with marks for the blanks at both ends: graders read them."""
+    inner = text.strip()
+    if not inner:
+        return _blanks(text, encoding)
+    start = text.index(inner)
+    ends = [_blanks(part, encoding) for part in (text[:start], text[start + len(inner) :])]
+    return shortened(ends[0] + inner + ends[1], width)
+
+
+def _blanks(text: str, encoding: str | None) -> str:
+    space = "·"
+    try:
+        space.encode(encoding or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        space = "_"
+    marks = "".join(space if one == " " else repr(one)[1:-1] for one in text[:MAX_BLANKS])
+    return marks + ("…" if len(text) > MAX_BLANKS else "")
+
+
 def duration(seconds: float) -> str:
     """90 -> "1 min 30 s"; hours without seconds."""
     minutes, rest = divmod(round(seconds), 60)

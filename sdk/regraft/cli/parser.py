@@ -456,6 +456,8 @@ def _models(top: Commands) -> None:
     )
     rollback = models.add("rollback", "point an alias at its previous model again", "models_rollback")
     rollback.add_argument("alias", metavar="NAME")
+    history = models.add("history", "list the changes of an alias, newest first", "models_history")
+    history.add_argument("alias", metavar="NAME")
     aliases = models.add("aliases", "list the aliases, newest first, after deleting some", "models_aliases")
     aliases.add_argument("--delete", action="append", default=[], metavar="NAME", help="may be repeated")
     chat = top.add(

@@ -6,7 +6,7 @@ from openai import AsyncOpenAI, OpenAI
 from openai._base_client import AsyncPaginator
 from openai.pagination import AsyncCursorPage, SyncCursorPage
 
-from regraft.types import Alias
+from regraft.types import Alias, AliasChange
 
 PATH = "/regraft/aliases"
 
@@ -29,6 +29,15 @@ class Aliases:
 
     def retrieve(self, name: str) -> Alias:
         return self._client.get(f"{PATH}/{name}", cast_to=Alias)
+
+    def history(self, name: str, *, after: str | None = None, limit: int = 20) -> SyncCursorPage[AliasChange]:
+        """Who pointed it from which model at which, newest first; also of a deleted alias."""
+        return self._client.get_api_list(
+            f"{PATH}/{name}/history",
+            page=SyncCursorPage[AliasChange],
+            model=AliasChange,
+            options=_listed(after, limit),
+        )
 
     def rollback(self, name: str) -> Alias:
         """Point an alias at its previous model again. A second rollback undoes the first."""
@@ -56,6 +65,16 @@ class AsyncAliases:
 
     async def retrieve(self, name: str) -> Alias:
         return await self._client.get(f"{PATH}/{name}", cast_to=Alias)
+
+    def history(
+        self, name: str, *, after: str | None = None, limit: int = 20
+    ) -> AsyncPaginator[AliasChange, AsyncCursorPage[AliasChange]]:
+        return self._client.get_api_list(
+            f"{PATH}/{name}/history",
+            page=AsyncCursorPage[AliasChange],
+            model=AliasChange,
+            options=_listed(after, limit),
+        )
 
     async def rollback(self, name: str) -> Alias:
         return await self._client.post(f"{PATH}/{name}/rollback", cast_to=Alias)

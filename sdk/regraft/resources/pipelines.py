@@ -2,9 +2,11 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+import openai
 from openai.pagination import AsyncCursorPage, SyncCursorPage
 
 from regraft.requests import Source, read_pipeline
@@ -34,10 +36,21 @@ class Pipelines:
         return self._post("", {"stages": list(stages), "name": name, "metadata": metadata})
 
     def submit(self, source: Source) -> Pipeline:
-        """Create a pipeline from a .toml, .json or .yaml file, and upload its local files."""
+        """Create a pipeline from a .toml, .json or .yaml file, and upload its local files.
+
+        If the server refuses the pipeline or one of its files, the files that were uploaded are deleted.
+        """
         asked, files = read_pipeline(source), self._client.files
-        ids = {way: files.create(file=path, purpose="fine-tune").id for way, path in asked.uploads.items()}
-        return self._post("", asked.with_ids(ids))
+        ids: dict[tuple[str | int, ...], str] = {}
+        try:
+            for way, path in asked.uploads.items():
+                ids[way] = files.create(file=path, purpose="fine-tune").id
+            return self._post("", asked.with_ids(ids))
+        except (OSError, openai.APIError) as error:
+            for file_id in _unused(ids, asked.uploads, error):
+                with suppress(openai.APIError):  # the first error is the one to report
+                    files.delete(file_id)
+            raise
 
     def list(self, *, after: str | None = None, limit: int = 20) -> SyncCursorPage[Pipeline]:
         """Newest first."""
@@ -101,11 +114,16 @@ class AsyncPipelines:
 
     async def submit(self, source: Source) -> Pipeline:
         asked, files = await asyncio.to_thread(read_pipeline, source), self._client.files
-        ids = {
-            way: (await files.create(file=path, purpose="fine-tune")).id
-            for way, path in asked.uploads.items()
-        }
-        return await self._post("", asked.with_ids(ids))
+        ids: dict[tuple[str | int, ...], str] = {}
+        try:
+            for way, path in asked.uploads.items():
+                ids[way] = (await files.create(file=path, purpose="fine-tune")).id
+            return await self._post("", asked.with_ids(ids))
+        except (OSError, openai.APIError) as error:
+            for file_id in _unused(ids, asked.uploads, error):
+                with suppress(openai.APIError):
+                    await files.delete(file_id)
+            raise
 
     def list(
         self, *, after: str | None = None, limit: int = 20
@@ -146,6 +164,22 @@ class AsyncPipelines:
 
     async def _post(self, path: str, body: object = None) -> Pipeline:
         return await self._client.post(PATH + path, body=body, cast_to=Pipeline)
+
+
+# After any other error, such as a lost connection, the server may have created the pipeline.
+REFUSALS = (
+    openai.BadRequestError,
+    openai.AuthenticationError,
+    openai.PermissionDeniedError,
+    openai.NotFoundError,
+    openai.UnprocessableEntityError,
+)
+
+
+def _unused(ids: Mapping[Any, str], uploads: Collection[Any], error: Exception) -> list[str]:
+    """The uploaded files of a pipeline that certainly does not exist after this error."""
+    certainly = len(ids) < len(uploads) or isinstance(error, REFUSALS)
+    return list(ids.values()) if certainly else []
 
 
 def _listed(after: str | None, limit: int) -> Any:
