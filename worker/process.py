@@ -70,7 +70,7 @@ def quiet_environment() -> dict[str, str]:
 def importing() -> Iterator[None]:
     """Import large libraries without the garbage collector, whose passes take a quarter of that time.
 
-    What is imported by then is left out of all later passes, too.
+    Later passes leave out the imported objects too.
     """
     gc.disable()
     try:

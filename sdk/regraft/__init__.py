@@ -80,8 +80,8 @@ _HOME = {
     "regraft.jobs": "events metrics rollouts show",
     "regraft.progress": "FINAL",
     "regraft.requests": "InvalidRequestFile",
-    "regraft.types": "Alias AliasChange Estimate FileProfile GoldenCase GraderCheck GraderTest GraderVersion JobComparison "
-    "JobEvent Preview PreviewAnswer PreviewProgress PreviewReport PromptHistory Queue Regrade "
+    "regraft.types": "Alias AliasChange Estimate FileProfile GoldenCase GraderCheck GraderTest GraderVersion "
+    "JobComparison JobEvent Preview PreviewAnswer PreviewProgress PreviewReport PromptHistory Queue Regrade "
     "RegradedAnswer Rollout RolloutToken RolloutTokens StepMetrics StoredGrader UsageReport Verdict "
     "WhatIf Worker",
 }
