@@ -38,7 +38,7 @@ from tests.api.test_full import tuned
 from tests.graders.servers import serving, verdict
 from tests.present import untyped
 from tests.thinking import HYBRID, make_thinking_model
-from worker.assemble import prepare_task
+from worker.prepare.task import prepare_task
 
 ROWS = [{"messages": [{"role": "user", "content": f"row {n}"}], "answer": "yes"} for n in range(12)]
 FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}, "strict": True}}

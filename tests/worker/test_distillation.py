@@ -19,7 +19,6 @@ from core.settings import Settings
 from graders.types import Grade
 from tests.tiny import make_byte_model, make_tiny_model
 from tests.worker.conftest import Bench
-from worker.assemble import BaseModel, Task, plan_memory
 from worker.clock import Clock
 from worker.learn import grpo
 from worker.learn.teacher import PolicyTeacher
@@ -27,6 +26,9 @@ from worker.learn.trainer import PeftTrainer
 from worker.model import memory, sizing
 from worker.model.policy import Policy, read_config
 from worker.model.teachers import TeacherModel, inspect_teacher, load_teacher, read_adapter
+from worker.prepare.memory_plan import plan_memory
+from worker.prepare.model import BaseModel
+from worker.prepare.task import Task
 from worker.refusals import UserMistake
 from worker.rollout.samplers import Sampling, grouped
 from worker.rollout.samplers.transformers import TransformersSampler

@@ -6,7 +6,7 @@ import pytest
 
 from core.registry import BaseModelEntry, Device
 from core.settings import Settings
-from worker.assemble import inspect_model
+from worker.prepare.model import inspect_model
 from worker.refusals import UserMistake
 from worker.rollout.samplers import choice
 from worker.rollout.samplers.placement import NotPlaceable

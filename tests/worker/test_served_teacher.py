@@ -18,10 +18,10 @@ from tests.echo import echoes_of
 from tests.graders.servers import Time, serving
 from tests.hooks import Receiver
 from tests.tiny import make_byte_model, make_tiny_model
-from worker.assemble import served_teacher
 from worker.clock import Clock
 from worker.learn.teacher import PolicyTeacher
 from worker.model.policy import Policy
+from worker.prepare.scorers import served_teacher
 from worker.refusals import ModelUnavailable, TrainingDiverged, UserMistake
 from worker.rollout.samplers import Answer, Sampling, grouped
 from worker.rollout.samplers.transformers import TransformersSampler

@@ -20,9 +20,11 @@ from core.registry import BaseModelEntry
 from core.settings import Settings
 from tests.families.zoo import FAMILIES
 from tests.worker.conftest import Bench
-from worker.assemble import BaseModel, Task, plan_memory
 from worker.model.policy import Base, Policy, load_weights, read_shape
 from worker.model.sizing import workload
+from worker.prepare.memory_plan import plan_memory
+from worker.prepare.model import BaseModel
+from worker.prepare.task import Task
 from worker.refusals import InvalidModel
 from worker.sharing import holder
 from worker.sharing.base import BaseLost, Offer, RunsAlone, SharedBase

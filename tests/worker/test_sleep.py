@@ -16,12 +16,13 @@ from graders.types import Grade
 from tests.fakes import learn
 from tests.present import untyped
 from tests.worker.test_training import asked, drawn, prompt, sampling
-from worker.assemble import report_placement, takes_turns
+from worker.assemble import report_placement
 from worker.learn.step_hooks import HookedTrainer
 from worker.learn.trainer import PeftTrainer
 from worker.model.policy import Policy
 from worker.model.sizing import Estimate, MemoryPlan
 from worker.model.teachers import TeacherModel
+from worker.prepare.memory_plan import takes_turns
 from worker.rollout.samplers import engine
 from worker.rollout.samplers.placement import ONE_ENGINE
 from worker.rollout.samplers.wire import Abort, Asleep, EngineReady, FallAsleep, SampleBatch, Stepped, WakeUp

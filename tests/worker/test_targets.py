@@ -14,11 +14,12 @@ from core.jobs.hyperparameter_groups import LoraTargets
 from core.jobs.hyperparameters import Hyperparameters, resolve
 from core.registry import BaseModelEntry
 from tests.families.zoo import CONTEXT, FAMILIES, Family
-from worker.assemble import BaseModel, refuse_absent_targets
 from worker.model import memory, sizing, support
 from worker.model.adapters import adaptable_layers, adapter_targets
 from worker.model.architecture import without_weights
 from worker.model.policy import Policy, load_base
+from worker.prepare.model import BaseModel
+from worker.prepare.task import refuse_absent_targets
 from worker.refusals import InvalidTargets, UserMistake
 from worker.rollout.samplers import Sampling
 from worker.rollout.samplers.transformers import TransformersSampler

@@ -13,16 +13,7 @@ from core.jobs import full, methods, offline_hyperparameters
 from core.results.lineage import Parent, start_name
 from core.settings import Settings
 from core.storage.offline_rows import FORMS, reward_kind
-from worker.assemble import (
-    BaseModel,
-    gpus_of,
-    inspect_model,
-    refuse_absent_targets,
-    refuse_to_share,
-    served_teacher,
-    shared_by,
-    teacher_model,
-)
+from worker.assemble import gpus_of
 from worker.attempt import Attempt
 from worker.heartbeat import Beat
 from worker.learn.distributed import LoadModel, RankTeacher, load_checked, loading
@@ -39,6 +30,9 @@ from worker.offline.rows import TokenizedRow, tokenize
 from worker.offline.run import OfflineRun
 from worker.offline.stream import RowStream, sample
 from worker.offline.templates import template_of
+from worker.prepare.model import BaseModel, inspect_model, refuse_to_share, shared_by
+from worker.prepare.scorers import served_teacher, teacher_model
+from worker.prepare.task import refuse_absent_targets
 from worker.record.checkpoints import Checkpoints
 from worker.record.exporters.choice import feeds_of
 from worker.record.recorder import Quota, Recorder

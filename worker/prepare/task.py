@@ -1,0 +1,169 @@
+"""The prompts of a job, and the hyperparameters that it trains with."""
+
+from dataclasses import dataclass
+from functools import partial
+
+from core.database.tables import Job
+from core.jobs import hyperparameters
+from core.jobs.distillation import asked_of, param_of
+from core.jobs.hyperparameter_groups import LoraTargets
+from core.jobs.hyperparameters import Hyperparameters, Resolved
+from core.response_format import stored_held_to
+from core.results.lineage import Parent
+from worker.attempt import Attempt
+from worker.model import sizing
+from worker.model.adapters import adapter_targets
+from worker.model.architecture import without_weights
+from worker.model.parent import continuing
+from worker.model.policy import read_config, read_tokenizer, render
+from worker.model.reasoning import Reasoning, detect, plan_effort
+from worker.model.sizing import Workload
+from worker.model.teachers import TeacherModel
+from worker.prepare.model import BaseModel
+from worker.refusals import InvalidTargets, UserMistake
+from worker.rollout.prompts import NoPassRate, PromptStream, PromptTooLong, tokenize
+from worker.rollout.rows import Rows
+from worker.rollout.samplers.steering import Bounds, UnsupportedTags, grammar_of
+from worker.types import Prompt
+
+NO_THOUGHTS = "thinking_budget needs a model that reasons, and this model's chat template has no thoughts."
+
+
+@dataclass(frozen=True)
+class Task:
+    """The training and validation prompts of a job, and the settings it trains with."""
+
+    settings: Resolved
+    train: list[Prompt]
+    valid: list[Prompt]
+    workload: Workload
+    held_to: str  # the schema that answers are JSON of, or ""
+
+    def prompts(self, seed: int) -> PromptStream:
+        """The training prompts in the order of their epochs.
+
+        Raises:
+            UserMistake: rows lack what they are ordered by.
+        """
+        settings = self.settings
+        try:
+            return PromptStream(
+                self.train, batch_size=settings.batch_size, seed=seed, order=settings.prompt_order
+            )
+        except NoPassRate as cause:
+            raise UserMistake("invalid_value", str(cause), "training_file") from cause
+
+
+def prepare_task(attempt: Attempt, rows: Rows, base: BaseModel, teacher: TeacherModel | None = None) -> Task:
+    """Resolve the hyperparameters and render the prompts.
+
+    Raises:
+        UserMistake: a prompt is too long, or the sampler does not do what a hyperparameter asks for.
+    """
+    job = attempt.job
+    assert job.validation_file is not None, "the API requires one"
+    asked = asked_of(job)
+    named = None if asked.advanced.sampling.chat_template == "auto" else asked.advanced.sampling.chat_template
+    reasoning = detect(read_tokenizer(base.entry, base.source, named))
+    resolved = hyperparameters.resolve(
+        asked,
+        rows=len(rows.train),
+        parameters=base.shape.parameters,
+        context=base.entry.context,
+        reasons=reasoning is not None and not reasoning.form.off,
+    )
+    # An adapter that teaches takes turns with the student's own, so both have one shape.
+    start = Parent.of(job) or (None if teacher is None else teacher.adapter)
+    resolved = continuing(with_effort(resolved, asked, reasoning), start)
+    resolved = hyperparameters.kept(resolved, job.resolved)
+    refuse_absent_targets(base, resolved.lora_targets, param_of(job, "lora_targets"))
+    tokenizer = read_tokenizer(base.entry, base.source, resolved.chat_template, resolved.chat_template_kwargs)
+    room = {"context": base.entry.context, "max_completion_tokens": resolved.max_completion_tokens}
+    param = "training_file"
+    try:
+        train = tokenize(rows.train, partial(render, tokenizer), file=job.training_file, **room)
+        param = "validation_file"
+        valid = tokenize(rows.valid, partial(render, tokenizer), file=job.validation_file, **room)
+    except PromptTooLong as cause:
+        raise UserMistake("prompt_too_long", str(cause), param) from cause
+    if resolved.off_policy_steps and base.sampler == "transformers":
+        raise UserMistake(
+            "invalid_value", hyperparameters.NO_SAMPLER_OF_ITS_OWN, "method.reinforcement.hyperparameters"
+        )
+    if resolved.continue_in_flight and base.fleet:
+        raise UserMistake(
+            "invalid_value", hyperparameters.NO_ENGINES_OF_ITS_OWN, param_of(job, "continue_in_flight")
+        )
+    schema = stored_held_to(job.body.get("response_format"))
+    if base.sampler == "vllm":
+        try:
+            grammar_of(detect(tokenizer), Bounds(schema, resolved.thinking_budget))
+        except UnsupportedTags as cause:
+            raise UserMistake("invalid_value", str(cause), "model") from cause
+    workload = sizing.workload(
+        rank=resolved.lora_rank,
+        targets=resolved.lora_targets,
+        full=resolved.train == "full",
+        references=resolved.reference_copies,
+        copied=base.rows and base.sampler == "transformers",
+        prompt=max(len(prompt.ids) for prompt in [*train, *valid]),
+        completion=resolved.max_completion_tokens,
+        batch=resolved.batch_size + resolved.resample_prompts,
+        group=resolved.group_size,
+        valid_rows=len(valid),
+        eval_samples=resolved.eval_samples,
+        off_policy_steps=resolved.off_policy_steps,
+    )
+    return Task(resolved, train, valid, workload, schema)
+
+
+def refuse_absent_targets(base: BaseModel, targets: LoraTargets, path: str) -> None:
+    """Check the names before the weights are loaded. `path` is that of the hyperparameter in the request.
+
+    Raises:
+        UserMistake: layers with these names do not exist, or cannot have an adapter.
+    """
+    if targets == "all-linear":
+        return
+    try:
+        adapter_targets(without_weights(read_config(base.source)), targets)
+    except InvalidTargets as cause:
+        raise UserMistake(cause.code, str(cause), path) from cause
+
+
+def is_off_policy(job: Job) -> bool:
+    return asked_of(job).advanced.schedule.type == "off_policy"
+
+
+def effort_of(job: Job) -> str:
+    return asked_of(job).reasoning_effort
+
+
+def with_effort(resolved: Resolved, asked: Hyperparameters, reasoning: Reasoning | None) -> Resolved:
+    """Translate `reasoning_effort` to arguments of the chat template and a budget, where neither is given.
+
+    Raises:
+        UserMistake: a thinking_budget without thoughts, or without room for an answer.
+    """
+    param = f"method.reinforcement.hyperparameters.advanced.{asked.advanced.path('thinking_budget')}"
+    if reasoning is None:
+        if resolved.thinking_budget is not None:
+            raise UserMistake(
+                "invalid_value",
+                NO_THOUGHTS,
+                param,
+            )
+        return resolved
+    longest, given = resolved.max_completion_tokens, resolved.thinking_budget
+    effort = plan_effort(reasoning, asked.reasoning_effort, longest)
+    budget = effort.budget if given is None else given
+    if budget is not None and budget + len(reasoning.closing_ids) >= longest:
+        if given is not None:
+            raise UserMistake(
+                "invalid_value",
+                f"thinking_budget {given} leaves no room for an answer in max_completion_tokens {longest}.",
+                param,
+            )
+        budget = None
+    arguments = {**effort.arguments, **resolved.chat_template_kwargs}
+    return resolved.model_copy(update={"chat_template_kwargs": arguments, "thinking_budget": budget})
