@@ -45,8 +45,9 @@ def files_of(package: str) -> list[Path]:
 WALLS = [
     ("worker/supervise", HEAVY),
     ("worker/cli", HEAVY),
-    # A launcher of ranks starts in a fraction of their time.
+    # They import these without the garbage collector (worker/process.py), and a launcher of ranks does not at all.
     ("worker/child.py", HEAVY),
+    ("worker/serve/__main__.py", HEAVY),
     ("worker/record", {"worker.rollout"}),
     ("worker/learn/grpo.py", {"worker", "core.database", "core.storage", "core.settings"}),
     ("worker/run.py", {"core.database", "core.storage", "core.settings", "worker.model", "worker.supervise"}),
