@@ -28,7 +28,7 @@ def test_a_job_shows_its_curve_verdict_and_cost_in_both_themes(
     row = logged_in.locator("tr", has=logged_in.get_by_role("link", name="finished", exact=True))
 
     expect(row.get_by_role("img", name=re.compile("Validation reward from"))).to_be_visible()
-    expect(row).to_contain_text("no difference")
+    expect(row).to_contain_text("too few")
     expect(row).to_contain_text(f"{job.usage_metrics['cost']['amount']:.2f} EUR")
     expect(row).to_contain_text("reinforcement on tiny")
     accessible(logged_in)

@@ -125,8 +125,8 @@ def test_the_tuned_model_answers_through_the_api(
         model=job.fine_tuned_model, messages=[{"role": "user", "content": "say it"}], max_completion_tokens=3
     )
 
-    assert answer.choices[0].message.content
     assert answer.model == job.fine_tuned_model
+    assert answer.usage is not None and answer.usage.completion_tokens > 0  # the first may be the end of the answer
 
 
 def test_every_probe_is_content_while_all_is_well(

@@ -173,6 +173,7 @@ def test_a_crash_is_counted_and_tried_again_later_with_its_last_words(
 
 BARS = """
 import os, sys
+sys.stdin.readline()  # the claim: the counters of before are read by then
 for step in range(50):
     sys.stderr.write(f"\\rLoading weights: {step}%|\\x1b[32m{'#' * step}\\x1b[0m")
 sys.stderr.write("\\n")

@@ -126,6 +126,7 @@ def test_an_engine_of_two_processes_that_starts_from_the_checkpoint_gives_the_sa
     sampler: FullVllmSampler, policy: FullPolicy, prompts: list[Prompt], tmp_path: Path
 ) -> None:
     take_a_step(policy)
+    (tmp_path / "checkpoint").mkdir()
     policy.save(tmp_path / "checkpoint")
     expected = drawn(sampler, prompts, sampling())
     resumed = policy_on(tmp_path / "checkpoint")
