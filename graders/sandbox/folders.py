@@ -13,6 +13,7 @@ from pathlib import Path
 from graders.sandbox import scratch
 
 _PREFIX = "regraft-graders-"
+_ATTEMPTS = 100  # to lock a new folder before another service does
 
 
 @dataclass(frozen=True)
@@ -24,16 +25,21 @@ class Folder:
 
     @classmethod
     def claim(cls, parent: str | None = None, prefix: str = _PREFIX) -> Folder:
-        """Create a locked folder, after removing those with this prefix that killed processes have left."""
+        """Create a locked folder, after removing those with this prefix that killed processes have left.
+
+        Raises OSError: the file system has no locks, or its files do not belong to those who create them.
+        """
         for left in Path(parent or tempfile.gettempdir()).glob(f"{prefix}*"):
             if (abandoned := _locked(str(left))) is not None:
                 scratch.remove(str(left))
                 os.close(abandoned)
-        while True:
+        for _ in range(_ATTEMPTS):
             path = tempfile.mkdtemp(prefix=prefix, dir=parent)
             if (lock := _locked(path)) is not None:  # None if another service considers it abandoned
                 Path(path).chmod(0o711)  # a process with a separate user must reach its scratch folder
                 return cls(path, lock)
+            scratch.remove(path)
+        raise OSError(f"folders in {parent or tempfile.gettempdir()} cannot be locked: set another TMPDIR")
 
     def remove(self) -> None:
         scratch.remove(self.path)

@@ -45,8 +45,9 @@ from worker.model.policy import Policy, load_base
 from worker.model.unloaded import unloaded_policy
 from worker.refusals import SamplerUnusable, UserMistake
 from worker.rollout.samplers import Answer, Sampling, grouped
-from worker.rollout.samplers.fleet import BlobAdapters, FleetSampler, adapter_named, name_of
+from worker.rollout.samplers.fleet import NOTHING, BlobAdapters, FleetSampler, adapter_named, name_of
 from worker.rollout.samplers.fleet_members import FleetConfig, MemberLost, NoMember, finished_of, parameters
+from worker.rollout.samplers.fleet_server import RequestsOnDisk
 from worker.rollout.samplers.vllm import VllmSampler, installed
 from worker.rollout.samplers.wire import AdapterBytes, Request
 from worker.serve.adapters import AdapterFolders
@@ -540,3 +541,15 @@ class Unused:
 
     def put(self, adapter: AdapterBytes) -> Adapter:
         raise AssertionError("no member has answered")
+
+
+def test_an_adapter_whose_folder_was_evicted_is_resolved_again(tmp_path: Path) -> None:
+    adapter = Adapter(prefix="projects/p/jobs/j", manifest_sha256="a" * 64)
+    requests = RequestsOnDisk(AdapterFolders(FolderBlobs(tmp_path / "blobs"), tmp_path))
+    requests |= {name_of(adapter): "its request", NOTHING: "of none"}
+
+    before = [name_of(one) in requests for one in (adapter, None)]
+    (tmp_path / adapter.manifest_sha256).mkdir()
+
+    assert before == [False, True]
+    assert name_of(adapter) in requests

@@ -202,3 +202,57 @@ def test_a_client_that_leaves_aborts_its_request_at_the_member() -> None:
         return silent
 
     assert asyncio.run(leave()).is_aborted
+
+
+class Resolving(OneMember):
+    """Has no member until its addresses are resolved, which takes until `resolved`."""
+
+    def __init__(self, member: FleetMember) -> None:
+        super().__init__(member)
+        self.asked, self.resolved, self.is_found = asyncio.Event(), asyncio.Event(), False
+
+    async def find(self) -> str:
+        self.asked.set()
+        await self.resolved.wait()
+        self.is_found = True
+        return ""
+
+    @property
+    def named(self) -> list[FleetMember]:
+        return [self.member] if self.is_found else []
+
+
+def test_a_client_that_leaves_while_addresses_are_resolved_costs_others_no_answer() -> None:
+    async def status() -> int:
+        transport = httpx.MockTransport(lambda request: httpx.Response(200, json={}))
+        client = httpx.AsyncClient(transport=transport, base_url="http://member")
+        members = Resolving(FleetMember("member", client, "member"))
+        app, sent = FleetApp("tiny", members), list[Message]()
+
+        async def ask(left: asyncio.Event) -> None:
+            received = [{"type": "http.request", "body": b"{}", "more_body": False}]
+
+            async def receive() -> Message:
+                if not received:
+                    await left.wait()
+                    return {"type": "http.disconnect"}
+                return received.pop()
+
+            async def send(message: Message) -> None:
+                sent.append(message)
+
+            await app({"path": CHAT}, receive, send)
+
+        await ask(members.asked)
+        members.resolved.set()
+        await ask(asyncio.Event())
+        return int(sent[0]["status"])
+
+    assert asyncio.run(status()) == 200
+
+
+def test_every_client_learns_why_there_is_no_member(service: Service) -> None:
+    with service.at("http://sampler.invalid:8300") as client:
+        answers = [client.post(CHAT, json=ASKED | {"model": "tiny"}) for _ in range(2)]
+
+    assert ["sampler.invalid" in answer.json()["error"]["message"] for answer in answers] == [True, True]

@@ -96,6 +96,7 @@ class FleetApp:
         self.name, self.members = name, members
         self._failed: dict[FleetMember, float] = {}  # when it last did
         self._found = -math.inf  # when the addresses were resolved
+        self._failure = ""  # why one was not
         self._finding = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -131,10 +132,10 @@ class FleetApp:
     async def _find(self) -> str:
         """Resolve the addresses from time to time. Returns why there may be no member."""
         async with self._finding:
-            if time.monotonic() - self._found < FIND_SECONDS:
-                return ""
-            self._found = time.monotonic()
-            return await self.members.find()
+            if time.monotonic() - self._found >= FIND_SECONDS:
+                self._failure = await self.members.find()
+                self._found = time.monotonic()  # not before: the client may leave meanwhile, and others wait
+            return self._failure
 
     def _has_failed(self, member: FleetMember) -> bool:
         return time.monotonic() - self._failed.get(member, -math.inf) < FIND_SECONDS

@@ -66,6 +66,24 @@ class StoredAdapters:
         return LoRARequest(lora_name, 1, str(folder))  # vLLM replaces the number
 
 
+class RequestsOnDisk(dict[str, Any]):
+    """vLLM's adapters by name, without those whose folders have been evicted: vLLM then resolves them again.
+
+    vLLM forgets none, and its engine ends at an adapter that it has to load again from a folder that is gone.
+    """
+
+    def __init__(self, folders: AdapterFolders) -> None:
+        super().__init__()
+        self.folders = folders
+
+    def __contains__(self, name: object) -> bool:
+        """Also marks the folder as recently used."""
+        if not super().__contains__(name):
+            return False
+        adapter = adapter_named(str(name))
+        return adapter is None or self.folders.found(adapter) is not None
+
+
 def config_of(entry: BaseModelEntry, settings: Settings) -> EngineConfig:
     source = source_of(entry, settings.model_cache)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -137,6 +155,7 @@ async def serve(
             )
             return facts.model_copy(update={"left_out": names})
 
+        app.state.openai_serving_models.lora_requests = RequestsOnDisk(adapters.folders)
         app.add_api_route(FACTS, answer, methods=["POST"])
         host, port = listening.getsockname()[:2]
         ended = await serve_http(
