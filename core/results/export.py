@@ -31,7 +31,7 @@ from core.storage.store import BlobCorrupt, BlobNotFound, BlobStore
 FORMAT = 1
 # Excluded: only the trainer can use its state, the master weights, moments and the reference, which are larger than the
 # rest.
-_TRAINERS = re.compile(r"trainer\.pt|manifest\.json|(masters|moments|reference)-\d+\.safetensors")
+_TRAINERS = re.compile(r"trainer\.pt|masters\.pt|manifest\.json|(masters|moments|reference)-\d+\.safetensors")
 HideSecrets = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 

@@ -126,7 +126,9 @@ def test_the_tuned_model_answers_through_the_api(
     )
 
     assert answer.model == job.fine_tuned_model
-    assert answer.usage is not None and answer.usage.completion_tokens > 0  # the first may be the end of the answer
+    assert (
+        answer.usage is not None and answer.usage.completion_tokens > 0
+    )  # the first may be the end of the answer
 
 
 def test_every_probe_is_content_while_all_is_well(

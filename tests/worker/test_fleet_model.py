@@ -114,12 +114,30 @@ def test_a_member_that_does_not_answer_is_followed_by_another_and_is_the_last_ch
     assert (len(locked.asked), len(member.asked)) == (1, 3)
 
 
+def test_an_engine_that_fails_is_followed_by_one_other_and_no_more(service: Service) -> None:
+    """A request that ends an engine must not end all of them."""
+    lost = [Member(status=500) for _ in range(3)]
+    with ExitStack() as members:
+        client = members.enter_context(service.at(*(members.enter_context(serving(one)) for one in lost)))
+        answer = client.post(CHAT, json=ASKED | {"model": "tiny"})
+    assert answer.status_code == 500
+    assert sorted(len(one.asked) for one in lost) == [0, 1, 1]
+
+    broken, member = Member(status=500), Member()
+    with ExitStack() as members:
+        addresses = [members.enter_context(serving(one)) for one in (broken, member)]
+        client = members.enter_context(service.at(*addresses))
+        answers = [client.post(CHAT, json=ASKED | {"model": "tiny"}) for _ in range(2)]
+    assert [answer.status_code for answer in answers] == [200, 200]
+    assert (len(broken.asked), len(member.asked)) == (1, 2)
+
+
 def test_without_a_member_the_client_is_to_retry(service: Service) -> None:
     with service.at(f"http://127.0.0.1:{reserve_port()}") as client:
         answer = client.post(CHAT, json=ASKED | {"model": "tiny"})
 
     assert answer.status_code == 503
-    assert "No sampler of tiny answers: ConnectError" in answer.json()["error"]["message"]
+    assert answer.json()["error"]["message"].startswith("No sampler of tiny answers. The log of")
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ sharded model each rank trains its part, and the others do whatever rank 0 does.
 """
 
 import pickle
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -129,6 +130,11 @@ class TrainedModel(_Own):
                     yield f"{moment}.{self.policy.names[number]}", self.policy.whole(number, state[moment])
 
     def load(self, folder: Path, state: dict[str, Any]) -> None:
+        if "adamw_steps" not in state:
+            raise InvalidModel(
+                "The checkpoint is of an earlier version, which stored the state of training all weights in another "
+                "form: create the job again."
+            )
         policy, adamw = self.policy, self.optimizer.adamw
         policy.load(folder)
         adamw.state.clear()
@@ -256,5 +262,5 @@ def read_state(file: Path) -> Any:
     """Read `trainer.pt` of a checkpoint, or a file like it. Raises InvalidModel: it is damaged."""
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, EOFError, RuntimeError) as cause:
+    except (pickle.UnpicklingError, EOFError, RuntimeError, ValueError, struct.error) as cause:
         raise InvalidModel(f"The optimizer's state in the checkpoint cannot be read: {cause}") from cause

@@ -278,8 +278,9 @@ class PeftTrainer:
 
     def load(self, folder: Path) -> None:
         state = read_state(folder / "trainer.pt")
-        # Checkpoints of earlier versions have none: what was in flight is sampled again with the newest policy.
-        earlier = read_state(folder / EARLIER) if (folder / EARLIER).exists() else []
+        # Earlier versions have them in trainer.pt.
+        has_file = (folder / EARLIER).exists()
+        earlier = read_state(folder / EARLIER) if has_file else state.get("earlier_adapters", ())
         self.trained.load(folder, state)
         self.steps_taken = state["steps_taken"]
         self._earlier.clear()

@@ -21,6 +21,7 @@ from sqlalchemy.orm import Session
 from core.database import pages
 from core.database.tables import Checkpoint, Job, Organization, RolloutPage, TunedModel
 from core.jobs import events, lifecycle, usage
+from core.jobs.full import is_full
 from core.results import model_aliases, tuned_models
 from core.results.export import is_trainers
 from core.storage import manifests
@@ -32,7 +33,10 @@ log = logging.getLogger(__name__)
 
 # Format of the manifest and its files, including trainer.pt. Raise it when older versions cannot resume from a new
 # checkpoint, and only after a release that reads both: both versions run side by side during a rollout.
-FORMAT = 1
+FORMAT = 2
+FORMAT_OF_ADAPTERS = (
+    1  # these are as in all versions; 2 has the state of training all weights in tensor files
+)
 KEEP_BEST = 3
 # Key in the metrics that marks the checkpoint of a pause, which users may be serving.
 _FOR_PAUSE = "made_for_pause"
@@ -214,7 +218,7 @@ class Checkpoints:
             listed = resume_files if path.name == EARLIER else files
             listed.append({"name": path.name, "bytes": info.size, "sha256": info.sha256})
         manifest = {
-            "format": FORMAT,
+            "format": FORMAT if is_full(self.job) else FORMAT_OF_ADAPTERS,
             "job": self.job.id,
             "base_model": self.job.model,
             "step": step,

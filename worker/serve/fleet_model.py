@@ -104,19 +104,30 @@ class FleetApp:
         await until_gone(receive, self._answer(scope["path"], body, send))
 
     async def _answer(self, path: str, body: bytes, send: Send) -> None:
-        """Pass on the answer of the member with the fewest requests of this process, or of the next one if it fails."""
+        """Pass on the answer of the member with the fewest requests of this process, or of the next one if it fails.
+
+        An error of its engine is tried on one other member and no more: the request may be its cause.
+        """
         failure = await self._find()
-        for member in sorted(self.members.named, key=lambda one: (self._has_failed(one), one.load)):
+        left = sorted(self.members.named, key=lambda one: (self._has_failed(one), one.load))
+        tries_again = True
+        while left:
+            member = left.pop(0)
             member.load += 1
             begun = False
             try:
                 async with member.stream(path, body) as response:
-                    if response.status_code != 401:
+                    is_lost = response.status_code >= 500 and tries_again and bool(left)
+                    if response.status_code != 401 and not is_lost:
                         async for message in _messages(response):
                             begun = True
                             await send(message)
                         return
-                    failure = "it does not accept the key: REGRAFT_SAMPLERS_KEY differs"
+                    failure = f"it answers with status {response.status_code}"
+                    if is_lost:
+                        tries_again = False
+                    else:
+                        failure = "it does not accept the key: REGRAFT_SAMPLERS_KEY differs"
             except httpx.TransportError as cause:
                 if begun:
                     raise
@@ -125,7 +136,11 @@ class FleetApp:
                 member.load -= 1
             self._failed[member] = time.monotonic()
             log.warning("the sampler of %s at %s has failed: %s", self.name, member.name, failure)
-        error = json.dumps(envelope(503, f"No sampler of {self.name} answers: {failure}")).encode()
+        if failure:
+            log.error("no sampler of %s answers: %s", self.name, failure)
+        # The names of machines are none of a client's business.
+        message = f"No sampler of {self.name} answers. The log of the inference server says why."
+        error = json.dumps(envelope(503, message)).encode()
         await send({"type": "http.response.start", "status": 503, "headers": []})
         await send({"type": "http.response.body", "body": error, "more_body": False})
 
