@@ -1,7 +1,7 @@
 """From a claimed job to its Run, in five parts: data, base model, task, memory plan, policy.
 
-What can be refused is refused before the weights are loaded, which may take minutes (worker/prepare/). Importing this module imports
-torch, peft and transformers, which takes seconds: worker/child.py does it before it waits for its job.
+What can be refused is refused before the weights are loaded, which may take minutes (worker/prepare/). Importing this
+module imports torch, peft and transformers, which takes seconds: worker/child.py does it before it waits for its job.
 """
 
 from collections.abc import Callable

@@ -269,8 +269,13 @@ def test_a_client_that_leaves_while_addresses_are_resolved_costs_others_no_answe
     assert asyncio.run(status()) == 200
 
 
-def test_every_client_learns_why_there_is_no_member(service: Service) -> None:
+def test_the_log_says_each_time_why_there_is_no_member(
+    service: Service, caplog: pytest.LogCaptureFixture
+) -> None:
     with service.at("http://sampler.invalid:8300") as client:
         answers = [client.post(CHAT, json=ASKED | {"model": "tiny"}) for _ in range(2)]
 
-    assert ["sampler.invalid" in answer.json()["error"]["message"] for answer in answers] == [True, True]
+    assert [answer.status_code for answer in answers] == [503, 503]
+    said = [one.getMessage() for one in caplog.records if one.levelname == "ERROR"]
+    assert len(said) == 2 and all("sampler.invalid" in one for one in said)
+    assert not any("sampler.invalid" in answer.text for answer in answers)

@@ -25,7 +25,7 @@ from tests.worker.conftest import Bench
 from worker.assemble import assemble
 from worker.learn.trainer import PeftTrainer
 from worker.model.policy import Policy
-from worker.record.checkpoints import FORMAT, Checkpoints, UnknownFormat
+from worker.record.checkpoints import FORMAT, FORMAT_OF_ADAPTERS, Checkpoints, UnknownFormat
 
 pytestmark = pytest.mark.slow  # runs whole jobs
 
@@ -251,11 +251,21 @@ def test_the_format_that_is_written_is_the_one_that_is_said(
 
     [row] = bench.checkpoints()
     manifest = json.loads(bench.blobs.read(f"{row.blob_prefix}/manifest.json"))
-    assert manifest["format"] == FORMAT == 1, "add a test with what the format before looked like"
+    assert manifest["format"] == FORMAT_OF_ADAPTERS == 1, "add a test with what the format before looked like"
     assert {"trainer.pt", "adapter_model.safetensors"} <= {file["name"] for file in manifest["files"]}
     content = bench.blobs.read(f"{row.blob_prefix}/trainer.pt")
     written = torch.load(io.BytesIO(content), weights_only=True)
     assert written.keys() == {"optimizer", "steps_taken", "reference", "torch_rng"}
+
+
+def test_a_worker_of_the_version_before_refuses_the_state_of_training_all_weights_by_its_format(
+    bench: Bench, checkpoints: Checkpoints, trainer: PeftTrainer
+) -> None:
+    checkpoints.job.body = {"hyperparameters": {"advanced": {"train": "full"}}}
+    checkpoints.save(trainer, step=1, valid_reward=None, metrics={})
+
+    [row] = bench.checkpoints()
+    assert json.loads(bench.blobs.read(f"{row.blob_prefix}/manifest.json"))["format"] == FORMAT == 2
 
 
 # The hyperparameters.

@@ -139,8 +139,8 @@ class FleetApp:
         if failure:
             log.error("no sampler of %s answers: %s", self.name, failure)
         # The names of machines are none of a client's business.
-        message = f"No sampler of {self.name} answers. The log of the inference server says why."
-        error = json.dumps(envelope(503, message)).encode()
+        said = f"No sampler of {self.name} answers. The log of the inference server says why."
+        error = json.dumps(envelope(503, said)).encode()
         await send({"type": "http.response.start", "status": 503, "headers": []})
         await send({"type": "http.response.body", "body": error, "more_body": False})
 
