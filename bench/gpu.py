@@ -10,7 +10,7 @@ computed again in the backward pass). Attention and the adapter are not counted,
 
 --part swap: what a changed adapter adds to a sample of one token through vLLM (bench/swap.py says how it is measured).
 
---part colocated, split, ahead, parallel, sleep, fleet and long: whole steps on --gpus GPUs (bench/gpu_steps.py).
+--part colocated, split, ahead, parallel, sleep, fleet, long and full: whole steps on --gpus GPUs (bench/gpu_steps.py).
 
 --part trl: the steps of `colocated` on one GPU by TRL's GRPOTrainer with vLLM colocated (bench/gpu_trl.py).
 
@@ -43,7 +43,7 @@ from worker.rollout.samplers.transformers import TransformersSampler
 from worker.rollout.samplers.vllm import VllmSampler, installed
 from worker.types import Group
 
-PARTS = ("train", "swap", "colocated", "split", "ahead", "parallel", "sleep", "fleet", "long", "trl")
+PARTS = ("train", "swap", "colocated", "split", "ahead", "parallel", "sleep", "fleet", "long", "full", "trl")
 ROUNDS = 3
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ part() { # seconds, part, shape, GPUs
 
 for line in ${PARTS:-60:train:0.5b 90:train:1.5b 120:train:8b 60:swap:0.5b 60:swap:1.5b 110:swap:8b \
     400:colocated:8b 400:sleep:8b 900:long:8b 400:trl:8b \
-    400:colocated:8b:all 400:split:8b:all 400:ahead:8b:all 400:parallel:8b:all 400:fleet:8b:all 900:long:8b:all}; do
+    400:colocated:8b:all 400:split:8b:all 400:ahead:8b:all 600:full:1.5b 600:full:8b:all 400:parallel:8b:all 400:fleet:8b:all 900:long:8b:all}; do
     part $(echo "$line" | tr : ' ')
 done
 exit $failed

@@ -3,7 +3,8 @@
 colocated: every GPU samples, then every GPU learns. split: half of the GPUs sample the next step while the others
 learn. ahead: as split, with four steps that are sampled ahead. parallel: one engine is divided over all GPUs. sleep:
 colocated, and vLLM sleeps while the job learns. fleet: the last GPU runs a process of `regraft-server sampler`, and the
-others learn. long: colocated, with longer answers.
+others learn. long: colocated, with longer answers. full: colocated, and all weights are trained, in parts if the plan
+says so; vLLM sleeps where it has to.
 
 `planned_gib` is what the memory plan counts on the first GPU. `sampling_gib` and `learning_gib` are the memory of that
 GPU which all processes had in use together in each phase, so that the margin of the plan can be checked. A CPU has
@@ -46,13 +47,16 @@ from worker.learn.step_hooks import HookedTrainer
 from worker.learn.trainer import PeftTrainer, Trainer
 from worker.learn.world import World
 from worker.model import memory, sizing
+from worker.model.full import FullPolicy
 from worker.model.policy import Policy, read_config
 from worker.model.sizing import GIB, Machine, MemoryPlan
-from worker.rollout.samplers import Answer, Sampler, Sampling, grouped
+from worker.rollout.samplers import Answer, Sampler, Sampling, grouped, published
 from worker.rollout.samplers.fleet import BlobAdapters, FleetSampler
 from worker.rollout.samplers.fleet_members import FleetConfig
 from worker.rollout.samplers.placement import NO_ENGINE, Placement, gpus_of_job, place
+from worker.rollout.samplers.published import PublishedWeights
 from worker.rollout.samplers.vllm import VllmSampler
+from worker.rollout.samplers.vllm_full import FullVllmSampler
 from worker.types import Group
 
 KEY = "of-a-bench-on-one-machine"
@@ -71,6 +75,7 @@ class Scenario:
     sleeps: bool = False
     fleet: bool = False
     answer: int = 1  # times the answers of the shape
+    full: bool = False
     steps: int = 4  # the first one warms up and is not counted
 
 
@@ -86,6 +91,7 @@ def scenario_of(part: str, gpus: int) -> Scenario | None:
         "sleep": Scenario(gpus, sleeps=True),
         "fleet": Scenario(gpus - 1, fleet=True),
         "long": Scenario(gpus, answer=LONG),
+        "full": Scenario(gpus, full=True),
     }[part]
 
 
@@ -191,7 +197,7 @@ class Steps:
             world=world if world.size > 1 else None,
             release=release,
         )
-        if scenario.sleeps:
+        if self.plan.sleeps:
             assert isinstance(self.sampler, VllmSampler)
             self.trainer = HookedTrainer(self.trainer, before_step=self.sampler.sleep)
         self.sampling_seconds: list[float] = []
@@ -295,6 +301,7 @@ class Steps:
             group=shape.group,
             valid_rows=1,
             eval_samples=1,
+            full=scenario.full,
         )
         on_gpus = self.device == "cuda"
         processes = 1 if on_gpus else scenario.ranks + scenario.sampling + scenario.fleet
@@ -306,6 +313,7 @@ class Steps:
             tensor_parallel=self.engines.tensor_parallel,
             split=self.engines.kind == "split",
             sleeps=scenario.sleeps,
+            may_sleep=scenario.full,
             main_memory=memory.available("cpu"),
         )
         if scenario.sleeps:  # also where it would fit without
@@ -315,7 +323,7 @@ class Steps:
     def _load(self, world: World) -> tuple[Policy, Resolved, Callable[[], None]]:
         advanced = {
             "learning_rate": 1e-12,
-            "lora_rank": RANK,
+            **({"train": "full"} if self.scenario.full else {"lora_rank": RANK}),
             "group_size": self.shape.group,
             "max_completion_tokens": self.shape.answer,
             **({"off_policy_steps": self.scenario.ahead} if self.scenario.sampling else {}),
@@ -327,7 +335,7 @@ class Steps:
             context=self.entry.context,
         )
         model = Model("random", self.entry, self.folder, settings, 0, self.plan.checkpointed, sampled=False)
-        release = torch.cuda.empty_cache if self.scenario.sleeps else keep_memory
+        release = torch.cuda.empty_cache if self.plan.sleeps else keep_memory
         threads = 1 if self.device == "cpu" else 0
         order = LoadModel(
             model, self.device, threads, self.plan.token_budget, "", self.plan.degree, release=release
@@ -340,13 +348,16 @@ class Steps:
 
     def _sampler(self, address: str) -> Sampler:
         if not address:
-            return VllmSampler(
-                self.policy,
-                placement=self.engines,
-                kv_cache_bytes=self.plan.cache_bytes,
-                threads=1 if self.device == "cpu" else 0,
-                sleeps=self.scenario.sleeps,
-            )
+            engines: dict[str, Any] = {
+                "placement": self.engines,
+                "kv_cache_bytes": self.plan.cache_bytes,
+                "threads": 1 if self.device == "cpu" else 0,
+                "sleeps": self.plan.sleeps,
+            }
+            if not isinstance(self.policy, FullPolicy):
+                return VllmSampler(self.policy, **engines)
+            parent = published.parent_for(self.sizes.weight_bytes, self.device, self.plan.main_memory)
+            return FullVllmSampler(self.policy, PublishedWeights(self.policy, parent), **engines)
         config = FleetConfig(
             "random", "bfloat16", self.entry.context, RANK, (address,), KEY, patience=SECONDS
         )

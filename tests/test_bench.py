@@ -30,13 +30,13 @@ def test_the_gpu_bench_runs_small_on_a_cpu(
 
 @pytest.mark.slow
 @pytest.mark.skipif(installed() is None, reason="vLLM is not installed")
-@pytest.mark.parametrize("part", ["sleep", "ahead", "fleet"])
+@pytest.mark.parametrize("part", ["sleep", "ahead", "fleet", "full"])
 def test_the_steps_of_the_gpu_bench_run_small_on_a_cpu(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)  # or each process would compile vLLM again
 
     figures = gpu.run(part, gpu_models.SHAPES["tiny"], "cpu", 2, steps=2)
 
-    assert figures["engines"] == {"fleet": 0, "sleep": 2}.get(part, 1)
+    assert figures["engines"] == {"fleet": 0, "sleep": 2, "full": 2}.get(part, 1)
     assert figures["trained_tokens"] == 2 * 4 * 8
     assert all(value > 0 for name, value in figures.items() if (part, name) not in NOTHING)
 
@@ -49,6 +49,7 @@ def test_the_other_parts_differ_from_those_in_one_number() -> None:
     assert gpu_steps.scenario_of("parallel", 2) == replace(colocated, tensor_parallel=2)
     split = gpu_steps.scenario_of("split", 2)
     assert gpu_steps.scenario_of("ahead", 2) == replace(present(split), ahead=4)
+    assert gpu_steps.scenario_of("full", 2) == replace(colocated, full=True)
     assert gpu_steps.scenario_of("long", 2) == replace(colocated, answer=gpu_steps.LONG)
 
 
