@@ -28,6 +28,9 @@ ALLOWED = {
         "graders/test_contract.py",
         "monkeypatch.setattr(ZygoteProcess, 'grade', broken)",
     ): "a fault of the sandbox itself",
+    ("graders/test_folders.py", "monkeypatch.setattr('fcntl.flock', refuse)"): (
+        "stands in for a filesystem without locks"
+    ),
     (
         "graders/test_spec.py",
         "monkeypatch.setattr(complaints, 'first_of', counted)",

@@ -13,12 +13,12 @@ from pathlib import Path
 from graders.sandbox import scratch
 
 _PREFIX = "regraft-graders-"
-_ATTEMPTS = 100  # to lock a new folder before another service does
+_ATTEMPTS = 100  # to lock a new folder before another process does
 
 
 @dataclass(frozen=True)
 class Folder:
-    """The parent of a pool's scratch folders. The service holds its lock until it exits."""
+    """A folder whose lock this process holds until `remove` or its end."""
 
     path: str
     _lock: int
@@ -35,7 +35,7 @@ class Folder:
                 os.close(abandoned)
         for _ in range(_ATTEMPTS):
             path = tempfile.mkdtemp(prefix=prefix, dir=parent)
-            if (lock := _locked(path)) is not None:  # None if another service considers it abandoned
+            if (lock := _locked(path)) is not None:  # None if another process considers it abandoned
                 Path(path).chmod(0o711)  # a process with a separate user must reach its scratch folder
                 return cls(path, lock)
             scratch.remove(path)

@@ -187,7 +187,7 @@ def python_value(text: str) -> float | None:
         number = eval(text.replace("^", "**"), {}, dict(SCORES))
     except ArithmeticError:
         return None
-    return number if isinstance(number, float) and math.isfinite(number) else None
+    return number if isinstance(number, float) and math.isfinite(number) and is_score(number) else None
 
 
 @given(expressions("+-*"))

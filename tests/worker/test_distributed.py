@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from core.jobs.hyperparameters import Resolved
@@ -24,7 +25,6 @@ from worker.learn.distributed import LoadModel, load_checked, loading
 from worker.learn.rank_model import Model
 from worker.learn.trainer import PeftTrainer
 from worker.learn.world import World
-from worker.model import sharding
 from worker.model.full import FullPolicy
 from worker.model.policy import Policy
 from worker.refusals import SamplerMismatch
@@ -315,13 +315,23 @@ def test_other_ranks_restrict_answers_to_the_schema(pair: Callable[..., Pair], t
     assert metrics.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
 
 
+def local_bytes(policy: Policy) -> int:
+    """Bytes of the base model that this process keeps."""
+    kept = {
+        id(parameter): parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        for parameter in policy.model.parameters()
+        if not parameter.requires_grad
+    }
+    return sum(tensor.numel() * tensor.element_size() for tensor in kept.values())
+
+
 def test_a_sharded_base_is_kept_in_parts(pair: Callable[..., Pair], tiny_model: Path, world: World) -> None:
     """Everything but the head and the embeddings is divided by the number of ranks."""
     policy = pair(like_the_policy({}), tiny_model, degree=world.size).together.policy
     ends = sum(parameter.numel() for parameter in policy.outside_of_layers)
     whole = sum(parameter.numel() for parameter in policy.model.parameters() if not parameter.requires_grad)
 
-    assert sharding.local_bytes(policy) == 4 * (ends + (whole - ends) // world.size)
+    assert local_bytes(policy) == 4 * (ends + (whole - ends) // world.size)
 
 
 def test_the_watched_kl_of_a_sharded_base_is_that_of_one_process(

@@ -926,4 +926,4 @@ class TestSleep:
         made = self.planned()
 
         assert "vLLM sleeps while the job learns" in made.described(llama_shape(*LLAMA_8B), self.LONG)
-        assert "29.9 GiB of main memory" in made.sleep
+        assert "29.9 GiB of main memory" in made.sleep_sentence

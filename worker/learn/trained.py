@@ -30,10 +30,12 @@ from worker.refusals import InvalidModel
 
 # Files of a checkpoint, beside those of the model and its master weights.
 MOMENTS, REFERENCE = "moments", "reference"
-_MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW
+_ADAMW_MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW
 
 
 class TrainedState(Protocol):
+    """The weights that a job trains, with what a checkpoint needs to continue them."""
+
     optimizer: AdapterOptimizer  # of this process
 
     def step(self, divisor: float, steps_taken: int) -> float | None:
@@ -126,7 +128,7 @@ class TrainedModel(_Own):
         """Of the weights that have had a gradient."""
         for number, weight in enumerate(self.policy.trainable):
             if state := self.optimizer.adamw.state.get(weight):
-                for moment in _MOMENTS:
+                for moment in _ADAMW_MOMENTS:
                     yield f"{moment}.{self.policy.names[number]}", self.policy.whole(number, state[moment])
 
     def load(self, folder: Path, state: dict[str, Any]) -> None:
@@ -141,8 +143,8 @@ class TrainedModel(_Own):
         with TensorFiles(folder, MOMENTS) as files:
             saved = files.names()
             for number, (name, weight) in enumerate(zip(policy.names, policy.trainable, strict=True)):
-                if f"{_MOMENTS[0]}.{name}" in saved:
-                    moments = {one: torch.zeros_like(weight, requires_grad=False) for one in _MOMENTS}
+                if f"{_ADAMW_MOMENTS[0]}.{name}" in saved:
+                    moments = {one: torch.zeros_like(weight, requires_grad=False) for one in _ADAMW_MOMENTS}
                     for moment, tensor in moments.items():
                         policy.fill(number, tensor, f"{moment}.{name}", files)
                     steps = torch.tensor(state["adamw_steps"], dtype=torch.float32, device=weight.device)

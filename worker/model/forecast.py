@@ -38,9 +38,8 @@ COMPUTE_SHARE = 0.4
 BANDWIDTH_SHARE = 0.6
 FILE_BANDWIDTH = 2e9  # bytes a second of files in /dev/shm, written or read by one process. Assumed
 HOST_BANDWIDTH = 25e9  # bytes a second between a GPU and main memory, in one direction: PCIe 4. Assumed
-ALL_REDUCE_SECONDS = (
-    15e-6  # of a few rows of hidden states inside a machine: two in each layer for each token. Assumed
-)
+# Of a few rows of hidden states inside a machine: two in each layer for each token. Assumed.
+ALL_REDUCE_SECONDS = 15e-6
 
 
 class UnknownGpus(ValueError):
@@ -278,10 +277,10 @@ class Forecast:
     @property
     def _memory(self) -> str:
         if not self.sampling_gpus:
-            return f"{self.plan.sleep}{self.plan.estimate}"
+            return f"{self.plan.sleep_sentence}{self.plan.estimate}"
         sampling, cache = self.sampling_bytes / GIB, self.plan.cache_bytes / GIB
         return (
-            f"{self.plan.copies}To sample {sampling:.1f} GiB, of which the KV cache is {cache:.1f}. To learn "
+            f"{self.plan.copies_sentence}To sample {sampling:.1f} GiB, of which the KV cache is {cache:.1f}. To learn "
             f"{self.plan.estimate}"
         )
 

@@ -782,9 +782,8 @@ def render(
 
 def read_generation_config(model: PreTrainedModel, source: Path | str) -> None:
     """Give a model without weights the generation config of its source, as a loaded one has it."""
-    with suppress(
-        OSError
-    ):  # many models have no generation_config.json; transformers makes one of the config
+    # Many models have no generation_config.json; transformers makes one of the config.
+    with suppress(OSError):
         model.generation_config = GenerationConfig.from_pretrained(source)
 
 

@@ -220,13 +220,3 @@ def rows_of(parameter: DTensor, mesh: DeviceMesh) -> slice:
     each = -(-parameter.shape[0] // mesh.size())
     first = min(mesh.get_local_rank() * each, parameter.shape[0])
     return slice(first, first + parameter.to_local().shape[0])
-
-
-def local_bytes(policy: Policy) -> int:
-    """Bytes of the base model that this process keeps."""
-    kept = {
-        id(parameter): parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        for parameter in policy.model.parameters()
-        if not parameter.requires_grad
-    }
-    return sum(tensor.numel() * tensor.element_size() for tensor in kept.values())

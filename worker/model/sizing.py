@@ -400,12 +400,12 @@ def estimate(
     targets: LoraTargets = "all-linear",
     full: bool = False,
     references: int = 0,
-    copies: int = 0,
+    adapter_copies: int = 0,
 ) -> Estimate:
     """The peak of a run that samples and trains.
 
     `checkpointed`: a layer's activations are computed again in the backward pass, so those of one layer are alive
-    at a time. `full` and `references` as in Workload, `copies` is its `adapter_copies`.
+    at a time. `full`, `references` and `adapter_copies` as in Workload.
     """
     if full:
         rank = 0
@@ -436,7 +436,7 @@ def estimate(
         # Weight, gradient and two moments, in float32; on a CPU the copies too.
         adapter=adapter_parameters(shape, rank, targets)
         * 4
-        * (4 + (copies if machine.device == "cpu" else 0)),
+        * (4 + (adapter_copies if machine.device == "cpu" else 0)),
         activations=token_budget * (kept + ends + gradients),
         attention=masks,
         head=logits + head_gradients,
@@ -491,19 +491,19 @@ class MemoryPlan:
         kept = "Activations are computed twice, to save memory. " if self.checkpointed else ""
         batches = f"{kept}Micro-batches have up to {self.token_budget} tokens"
         if not self.cache_bytes:  # a fleet samples, or nothing is sampled
-            return f"{batches}. {self.copies}Memory: {self.estimate}."
+            return f"{batches}. {self.copies_sentence}Memory: {self.estimate}."
         cached = shape.divided(self.estimate.tensor_parallel)
         is_trainers = self.estimate.copies == 1 and self.estimate.cache > 0
         each = shape.own_token_bytes if is_trainers else cached.token_cache_bytes
         sequences = self.cache_bytes // (each * work.longest)
         return (
             f"{batches}, and the KV cache holds {sequences} sequences of {work.longest} tokens. "
-            f"{self.sleep}{self.copies}Memory: {self.estimate}."
+            f"{self.sleep_sentence}{self.copies_sentence}Memory: {self.estimate}."
         )
 
     @property
-    def sleep(self) -> str:
-        """A sentence, if vLLM sleeps."""
+    def sleep_sentence(self) -> str:
+        """Empty unless vLLM sleeps."""
         if not self.sleeps:
             return ""
         return (
@@ -512,8 +512,8 @@ class MemoryPlan:
         )
 
     @property
-    def copies(self) -> str:
-        """A sentence, if adapters of earlier policies are in main memory beside GPUs."""
+    def copies_sentence(self) -> str:
+        """Empty unless adapters of earlier policies are in main memory beside GPUs."""
         if self.sleeps or not self.main_memory:
             return ""
         return f"Adapters of earlier policies take {self.main_memory / GIB:.1f} GiB of main memory. "
@@ -602,7 +602,7 @@ def plan(name: str, shape: Shape, work: Workload, machine: Machine) -> MemoryPla
             targets=work.targets,
             full=work.full,
             references=work.references,
-            copies=work.adapter_copies,
+            adapter_copies=work.adapter_copies,
             token_budget=budget,
             cache=cache,
             checkpointed=checkpointed,

@@ -34,9 +34,9 @@ log = logging.getLogger(__name__)
 # Format of the manifest and its files, including trainer.pt. Raise it when older versions cannot resume from a new
 # checkpoint, and only after a release that reads both: both versions run side by side during a rollout.
 FORMAT = 2
-FORMAT_OF_ADAPTERS = (
-    1  # these are as in all versions; 2 has the state of training all weights in tensor files
-)
+# 2 has the state of training all weights in tensor files. Adapters have not changed, so earlier versions still read
+# theirs. Whole models of format 1 were never released, and are refused (worker/learn/trained.py).
+FORMAT_OF_ADAPTERS = 1
 KEEP_BEST = 3
 # Key in the metrics that marks the checkpoint of a pause, which users may be serving.
 _FOR_PAUSE = "made_for_pause"

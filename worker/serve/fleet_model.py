@@ -29,9 +29,8 @@ from worker.serve.vllm_server import VllmModel
 
 log = logging.getLogger(__name__)
 
-FIND_SECONDS = (
-    5.0  # between two resolutions of the addresses; a member that has failed is the last choice as long
-)
+# Between two resolutions of the addresses. A member that has failed is the last choice for as long.
+FIND_SECONDS = 5.0
 
 
 class FleetModel(VllmModel):
@@ -117,17 +116,16 @@ class FleetApp:
             begun = False
             try:
                 async with member.stream(path, body) as response:
-                    is_lost = response.status_code >= 500 and tries_again and bool(left)
-                    if response.status_code != 401 and not is_lost:
+                    if response.status_code == 401:
+                        failure = "it does not accept the key: REGRAFT_SAMPLERS_KEY differs"
+                    elif response.status_code >= 500 and tries_again and left:
+                        failure = f"it answers with status {response.status_code}"
+                        tries_again = False
+                    else:
                         async for message in _messages(response):
                             begun = True
                             await send(message)
                         return
-                    failure = f"it answers with status {response.status_code}"
-                    if is_lost:
-                        tries_again = False
-                    else:
-                        failure = "it does not accept the key: REGRAFT_SAMPLERS_KEY differs"
             except httpx.TransportError as cause:
                 if begun:
                     raise
