@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graders.formula import MAX_DEPTH, MAX_LENGTH, Formula, FormulaDomainError, FormulaError
+from graders.types import is_score
 
 SCORES = {"a": 0.5, "b": 2.0, "x": 3.0, "zero": 0.0}
 

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -272,6 +273,23 @@ def test_a_checkpoint_of_another_model_is_refused_and_the_ranks_go_on(
         trainer.load(tmp_path)
 
     assert learn(trainer, groups(0)).trained_tokens > 0
+
+
+def test_a_checkpoint_that_could_not_be_written_is_written_again(
+    world: World, models: dict[str, Path], tmp_path: Path
+) -> None:
+    """The other ranks must not wait for the rest of the first one."""
+    trainer = Make(world, models["untied"], reinforcement()).together()
+    learn(trainer, groups(0))
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half" / "config.json").mkdir()
+
+    for folder in ("absent", "half"):
+        with pytest.raises((OSError, SafetensorError, AssertionError)):
+            trainer.save(tmp_path / folder)
+
+    saved(trainer, tmp_path / "whole")
+    assert learn(trainer, groups(1)).trained_tokens > 0
 
 
 def test_a_gradient_that_is_not_finite_moves_no_part(

@@ -21,11 +21,10 @@ from torch.nn import Parameter
 from worker.learn.optimizer import AdapterOptimizer
 from worker.learn.reference import WithReference
 from worker.learn.world import World
-from worker.model import tensor_files
 from worker.model.full import FullPolicy
 from worker.model.policy import Policy
 from worker.model.sharded_full import ShardedFullPolicy
-from worker.model.tensor_files import TensorFiles
+from worker.model.tensor_files import TensorFiles, TensorWriter
 from worker.refusals import InvalidModel
 
 # Files of a checkpoint, beside those of the model and its master weights.
@@ -114,12 +113,17 @@ class TrainedModel(_Own):
 
     def save(self, folder: Path | None) -> dict[str, Any]:
         policy = self.policy
-        policy.save(folder)
-        tensor_files.write(folder, MOMENTS, self._moments())
         reference = self.own.changed_reference
-        if reference is not None:
-            whole = (policy.whole(number, one) for number, one in enumerate(reference))
-            tensor_files.write(folder, REFERENCE, zip(policy.names, whole, strict=True))
+        with TensorWriter(folder) as writer:
+            files = policy.write_tensors(writer)
+            writer.write(MOMENTS, self._moments())
+            if reference is not None:
+                whole = (policy.whole(number, one) for number, one in enumerate(reference))
+                writer.write(REFERENCE, zip(policy.names, whole, strict=True))
+        if (
+            folder is not None
+        ):  # after all that is collective: a failure here may be followed by another attempt
+            policy.write_description(folder, files)
         steps = {float(state["step"]) for state in self.optimizer.adamw.state.values()}
         assert len(steps) <= 1, "the optimizer moves all weights in each step"
         return {"adamw_steps": steps.pop() if steps else None, "has_reference": reference is not None}

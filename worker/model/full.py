@@ -8,7 +8,7 @@ as well, one micro-batch after the other.
 
 import copy
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -25,7 +25,7 @@ from core.jobs import full
 from worker.model import lora, quantized, recompute, tensor_files
 from worker.model.architecture import architecture, has_experts
 from worker.model.policy import Base, Policy, Trained
-from worker.model.tensor_files import TensorFiles
+from worker.model.tensor_files import TensorFiles, TensorWriter
 from worker.refusals import InvalidModel, UnsupportedModel, first_line
 
 MASTERS = "masters"  # files of a checkpoint: the float32 copies of narrow weights
@@ -145,13 +145,14 @@ class FullPolicy(Policy):
         Args:
             folder: None on ranks that only take part, where this is a collective operation.
         """
-        self._write(folder, WRITTEN_BYTES)
+        with TensorWriter(folder) as writer:
+            self._write(writer, WRITTEN_BYTES)
 
-    def _write(self, folder: Path | None, most: int) -> dict[str, str]:
+    def _write(self, writer: TensorWriter, most: int) -> dict[str, str]:
         """As `write_weights`, and return the file of each tensor. `most`: bytes of a file."""
         buffers = [(name, one) for name, one in self.causal.named_buffers() if name in self._persistent]
         weights = zip(self.names, self._computing(), strict=True)
-        return tensor_files.write(folder, "model", chain(weights, buffers), most=most)
+        return writer.write("model", chain(weights, buffers), most=most)
 
     @cached_property
     def _persistent(self) -> set[str]:
@@ -162,22 +163,26 @@ class FullPolicy(Policy):
             for name in module._buffers.keys() - module._non_persistent_buffers_set
         }
 
-    def save(self, folder: Path | None) -> None:
-        """Write a whole model that transformers loads, its tokenizer, and the master weights.
+    def save(self, folder: Path) -> None:
+        """Write a whole model that transformers loads, its tokenizer, and the master weights."""
+        with TensorWriter(folder) as writer:
+            files = self.write_tensors(writer)
+        self.write_description(folder, files)
 
-        Args:
-            folder: as in `write_weights`.
-        """
-        files = self._write(folder, tensor_files.FILE_BYTES)
+    def write_tensors(self, writer: TensorWriter) -> dict[str, str]:
+        """Write the weights that compute, and the master weights. Returns the file of each of the former."""
+        files = self._write(writer, tensor_files.FILE_BYTES)
         if self.has_masters:
             whole = (self.whole(number, one) for number, one in enumerate(self._masters))
-            tensor_files.write(folder, MASTERS, zip(self.names, whole, strict=True))
-        if folder is None:
-            return
+            writer.write(MASTERS, zip(self.names, whole, strict=True))
+        return files
+
+    def write_description(self, folder: Path, files: Mapping[str, str]) -> None:
+        """Write what a model has beside its tensors: index, config, tokenizer. `files`: as `write_tensors` returns."""
         if len(names := set(files.values())) == 1:
             (folder / names.pop()).rename(folder / SAFE_WEIGHTS_NAME)
         else:
-            index = {"metadata": {}, "weight_map": files}
+            index = {"metadata": {}, "weight_map": dict(files)}
             (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index))
         config = copy.deepcopy(self.causal.config)
         config.architectures, config.dtype = [type(self.causal).__name__], self.dtype

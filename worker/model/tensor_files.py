@@ -1,6 +1,5 @@
 """Tensors in several safetensors files, written one after the other, and read by name and in parts."""
 
-from collections import deque
 from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,41 +15,60 @@ from worker.refusals import InvalidModel, first_line
 FILE_BYTES = 5 * 10**9  # of a file, at most, unless one tensor has more
 
 
-def write(
-    folder: Path | None, stem: str, tensors: Iterable[tuple[str, Tensor]], *, most: int = FILE_BYTES
-) -> dict[str, str]:
-    """Write named tensors into `{stem}-00001.safetensors` and so on, of which one file is in memory at a time.
+class TensorWriter:
+    """Writes sets of tensors into a folder. A context, which raises the first failure of a file at its end.
 
-    Args:
-        folder: None takes the tensors, which may be a collective operation, and writes nothing.
-
-    Returns:
-        The name of the file of each tensor.
+    After a failure the tensors are taken nevertheless: that may be a collective operation, in which others take part.
     """
-    if folder is None:
-        deque(tensors, maxlen=0)
-        return {}
-    found: dict[str, str] = {}
-    waiting: dict[str, Tensor] = {}
-    size = number = 0
 
-    def flush() -> None:
-        nonlocal size, number
-        number += 1
-        name = f"{stem}-{number:05}.safetensors"
-        save_file(waiting, folder / name, metadata={"format": "pt"})
-        found.update(dict.fromkeys(waiting, name))
+    def __init__(self, folder: Path | None) -> None:
+        """`folder`: None takes all tensors and writes nothing."""
+        self._folder = folder
+        self._failure: Exception | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, raised: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if raised is None and self._failure is not None:
+            raise self._failure
+
+    def write(
+        self, stem: str, tensors: Iterable[tuple[str, Tensor]], *, most: int = FILE_BYTES
+    ) -> dict[str, str]:
+        """Write named tensors into `{stem}-00001.safetensors` and so on, of which one file is in memory at a time.
+
+        Returns:
+            The name of the file of each tensor.
+        """
+        found: dict[str, str] = {}
+        waiting: dict[str, Tensor] = {}
+        size = number = 0
+        for name, tensor in tensors:
+            if self._folder is None or self._failure is not None:
+                waiting.clear()
+                continue
+            if waiting and size + tensor.nbytes > most:
+                number += 1
+                found |= self._flush(f"{stem}-{number:05}.safetensors", waiting)
+                size = 0
+            waiting[name] = tensor.detach().to("cpu").contiguous()
+            size += tensor.nbytes
+        if waiting:
+            found |= self._flush(f"{stem}-{number + 1:05}.safetensors", waiting)
+        return found
+
+    def _flush(self, name: str, waiting: dict[str, Tensor]) -> dict[str, str]:
+        assert self._folder is not None, "without one nothing waits"
+        try:
+            save_file(waiting, self._folder / name, metadata={"format": "pt"})
+        except (OSError, SafetensorError) as cause:
+            self._failure = cause
+        names = dict.fromkeys(waiting, name)
         waiting.clear()
-        size = 0
-
-    for name, tensor in tensors:
-        if waiting and size + tensor.nbytes > most:
-            flush()
-        waiting[name] = tensor.detach().to("cpu").contiguous()
-        size += tensor.nbytes
-    if waiting:
-        flush()
-    return found
+        return names
 
 
 class TensorFiles:
