@@ -189,6 +189,15 @@ class TunedModelNotFound(NotFound):
         )
 
 
+class AliasIsNoTarget(NotFound):
+    code = "model_not_found"
+
+    def __init__(self, alias: str, model: str) -> None:
+        super().__init__(
+            f"'{alias}' is an alias, which points at '{model}': an alias points at a model.", param="model"
+        )
+
+
 class AliasNotFound(NotFound):
     code = "alias_not_found"
 

@@ -135,8 +135,7 @@ def refuse_unusable_full(method: Method, base_model: str, service: Service) -> N
             "train 'full'. Use another grader, or train 'lora'.",
             param=f"{where}.model",
         )
-    entry = service.registry.get(base_model)
-    if problem := full.problem(base_model, entry, service.settings):
+    if problem := full.problem(base_model, service.settings):
         raise InvalidRequest(problem, param=param)
 
 

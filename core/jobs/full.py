@@ -1,7 +1,6 @@
 """Jobs that train all weights of a model (`train: "full"`): what the service's settings must not ask for."""
 
 from core.database.tables import Job
-from core.registry import BaseModelEntry
 from core.settings import Settings
 
 MAX_PARAMETERS = 8.5e9  # models that are called 8B have up to 8.3 billion
@@ -25,12 +24,11 @@ def too_large(parameters: int) -> str:
     return f"train 'full' is for models of at most 8B parameters, and this one has {size}. Use train 'lora'."
 
 
-def problem(name: str, entry: BaseModelEntry, settings: Settings) -> str:
+def problem(name: str, settings: Settings) -> str:
     """Return why no job that samples answers can train all weights of the model under these settings; "" if it can.
 
     The trainer's own model and the job's own vLLM engines sample all weights: those of a fleet take adapters.
     """
-    settings = settings.of_class(entry.gpu_class or settings.gpu_class)
     if name in settings.samplers:
         return (
             f"train 'full' is not supported for '{name}': the operator has samplers for it (REGRAFT_SAMPLERS), which "

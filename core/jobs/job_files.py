@@ -20,6 +20,7 @@ from core.storage.offline_rows import (
     explained,
     format_of,
     is_labeled,
+    method_of,
     remedy,
     reward_kind,
 )
@@ -140,16 +141,18 @@ def refuse_other_format(blobs: BlobStore, file: File, variant: str, param: str) 
         rows = list(islice(read_objects(blobs.open(file.blob_key)), FIRST_ROWS))
     except BlobNotFound:
         return  # reported when the file is read
-    found = {format_of(row[1]) for row in rows if isinstance(row, tuple)}
+    read = [row[1] for row in rows if isinstance(row, tuple)]
+    found, methods = {format_of(row) for row in read}, {method_of(row) for row in read}
     [other] = found if len(found) == 1 else [None]
     if other is None or other in ROWS_OF[variant]:
         return
     method = "distillation" if variant == LOGITS else variant
+    [made_for] = methods if len(methods) == 1 else [None]  # prompts have the format of conversations
     raise BadFile(
         param,
         f"The job failed due to an invalid {_name(param)}. Invalid file format. Input file {file.id} is in "
         f"the {FORMATS[other]} format, but the specified fine-tuning job is not using '{other}' as the training method "
-        f"(provided method={method}). {remedy(other, variant)}",
+        f"(provided method={method}). {remedy(made_for or other, variant)}",
     )
 
 

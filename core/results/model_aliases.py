@@ -12,7 +12,7 @@ from core.database import pages
 from core.database.engine import Work
 from core.database.pages import Page
 from core.database.tables import AuditEntry, ModelAlias, TunedModel, now
-from core.errors import AliasNotFound, InvalidRequest, ModelNotFound
+from core.errors import AliasIsNoTarget, AliasNotFound, InvalidRequest, ModelNotFound
 from core.registry import Registry
 from core.results import tuned_models
 from core.tenancy import audit
@@ -170,6 +170,8 @@ def _target(session: Session, project_id: str, name: str, registry: Registry) ->
     if base in registry.models:
         return base
     model = tuned_models.find(session, project_id, name)
+    if model is None and (alias := find(session, project_id, name)) is not None:
+        raise AliasIsNoTarget(name, alias.model)
     if model is None:
         raise ModelNotFound(name, callable_names(session, project_id, registry))
     if tuned_models.is_reward_model(session, model):

@@ -143,6 +143,15 @@ def test_a_name_that_is_or_looks_like_a_model_is_refused(api: TestClient, name: 
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "name")
 
 
+def test_an_alias_does_not_point_at_an_alias(api: TestClient, promote: Callable[..., dict[str, Any]]) -> None:
+    promote(FIRST)
+
+    refused = api.post(PATH, json={"name": "other", "model": "production"})
+
+    assert (refused.status_code, refused.json()["error"]["param"]) == (404, "model")
+    assert f"'production' is an alias, which points at '{FIRST}'" in refused.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("model", ["ft:tiny:acme::9", "production"])
 def test_an_alias_points_at_models_only(
     api: TestClient, promote: Callable[..., dict[str, Any]], model: str

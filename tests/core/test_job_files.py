@@ -70,6 +70,16 @@ def test_openais_words_for_another_format_are_followed_by_what_to_do(
     assert "\n" not in said
 
 
+@pytest.mark.parametrize("variant", ["dpo", "reward_model"])
+def test_prompts_have_the_format_of_conversations_and_are_for_reinforcement(
+    variant: str, tmp_path: Path
+) -> None:
+    said = refusal_of([PROMPT] * 12, variant, tmp_path)
+
+    assert "is in the fine-tune-chat format" in said
+    assert "Use method 'reinforcement' for this file" in said
+
+
 def test_one_row_of_another_kind_is_an_error_of_its_line(tmp_path: Path) -> None:
     assert refusal_of([CHAT] * 12 + [PROMPT], "supervised", tmp_path).startswith(
         "Training file file-1: line 13: "

@@ -471,6 +471,13 @@ def test_a_split_that_cannot_be_is_a_mistake_in_the_command(
         plan.main(run(str(tmp_path), "--gpus", "8xH100-80", *options))
 
 
+def test_the_rank_of_an_adapter_is_refused_where_there_is_none(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["Llama 3 8B"]))
+
+    with pytest.raises(UsageError, match="--lora-rank has no effect with --train full"):
+        plan.main(run(str(tmp_path), "--gpus", "8xH100-80", "--train", "full", "--lora-rank", "64"))
+
+
 def test_a_model_in_a_gguf_file_is_refused_with_the_folder_to_plan_instead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

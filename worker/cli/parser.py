@@ -138,7 +138,7 @@ def _plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--answer", type=int, metavar="TOKENS", help="mean of an answer (default: half of the most)"
     )
-    parser.add_argument("--lora-rank", type=int, default=16, help="(default: 16)")
+    parser.add_argument("--lora-rank", type=int, help="(default: 16)")
     parser.add_argument(
         "--off-policy-steps",
         type=int,

@@ -12,6 +12,8 @@ from worker.model import capacity, forecast
 from worker.model.forecast import Forecast, NotDivisible, StepSize, UnknownGpus
 from worker.model.sizing import DoesNotFit
 
+LORA_RANK = 16
+
 
 def main(arguments: argparse.Namespace) -> int:
     """Raises UsageError: the model or the GPUs are unknown, or the job does not fit."""
@@ -32,13 +34,15 @@ def main(arguments: argparse.Namespace) -> int:
         raise UsageError(
             f"the config.json of {arguments.model} is not on this machine, or it is not that of a Llama-like decoder"
         )
+    if arguments.train == "full" and arguments.lora_rank is not None:
+        raise UsageError("--lora-rank has no effect with --train full, which trains all weights")
     size = StepSize(
         prompts=arguments.batch_size,
         group=arguments.group_size,
         prompt=arguments.prompt,
         completion=arguments.max_completion_tokens,
         answer=arguments.answer or arguments.max_completion_tokens // 2,
-        rank=arguments.lora_rank,
+        rank=arguments.lora_rank or LORA_RANK,
         full=arguments.train == "full",
         has_reference=arguments.kl,
         off_policy_steps=arguments.off_policy_steps,

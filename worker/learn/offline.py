@@ -154,7 +154,7 @@ class RewardTrainer(OfflineTrainer):
         )
         self.settings = settings
         self.head, self.scale, self.measured = head, scale, measured
-        self.trained = trained_of(self.own, optimizer_of(policy, settings, head=[head.weight]))
+        self.trained = trained_of(self.own, optimizer_of(policy, settings, world, [head.weight]), world)
 
     def metrics(self, totals: Totals, **update: Any) -> OfflineMetrics:
         """Accuracies are of pairs and of steps."""

@@ -160,7 +160,7 @@ def optimizer_of(
             "total_steps": settings.total_steps,
         }
     if isinstance(policy, ShardedFullPolicy):
-        assert world is not None, "the weights are sharded over ranks"
+        assert world is not None and not head, "sharded weights are those of a model without a head of ours"
         return PartsOptimizer(policy, world, **arguments)
     return AdapterOptimizer(policy, head=head, **arguments)
 

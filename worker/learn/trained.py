@@ -29,7 +29,7 @@ from worker.refusals import InvalidModel
 
 # Files of a checkpoint, beside those of the model and its master weights.
 MOMENTS, REFERENCE = "moments", "reference"
-_ADAMW_MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW
+_ADAMW_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class TrainedState(Protocol):
@@ -58,7 +58,7 @@ class TrainedState(Protocol):
         ...
 
 
-class Summed(Protocol):
+class SharedGradient(Protocol):
     """A gradient of which every rank computes a share."""
 
     @property
@@ -72,8 +72,8 @@ class Summed(Protocol):
 class _Own:
     """What this process trains."""
 
-    def __init__(self, own: WithReference, optimizer: AdapterOptimizer) -> None:
-        self.own = own
+    def __init__(self, gradient: WithReference, optimizer: AdapterOptimizer) -> None:
+        self.gradient = gradient
         self.optimizer = optimizer
 
     def step(self, divisor: float, steps_taken: int) -> float | None:
@@ -83,8 +83,8 @@ class _Own:
         self.optimizer.clear()
 
     def keep_reference(self) -> None:
-        self.own.change_reference(None)  # so that the last one is not in memory beside the new one
-        self.own.change_reference(self.own.policy.snapshot())
+        self.gradient.change_reference(None)  # so that the last one is not in memory beside the new one
+        self.gradient.change_reference(self.gradient.policy.snapshot())
 
 
 class TrainedAdapter(_Own):
@@ -92,13 +92,13 @@ class TrainedAdapter(_Own):
 
     def save(self, folder: Path | None) -> dict[str, Any]:
         assert folder is not None, "rank 0 has the whole adapter"
-        self.own.policy.save(folder)
-        return {"optimizer": self.optimizer.state_dict(), "reference": self.own.changed_reference}
+        self.gradient.policy.save(folder)
+        return {"optimizer": self.optimizer.state_dict(), "reference": self.gradient.changed_reference}
 
     def load(self, folder: Path, state: dict[str, Any]) -> None:
-        self.own.policy.load(folder)
+        self.gradient.policy.load(folder)
         self.optimizer.load_state_dict(state["optimizer"])
-        self.own.change_reference(state["reference"])
+        self.gradient.change_reference(state["reference"])
 
 
 class TrainedModel(_Own):
@@ -107,22 +107,21 @@ class TrainedModel(_Own):
     If it has a part, `save` and `load` are for all ranks together; only one of them writes.
     """
 
-    def __init__(self, policy: FullPolicy, own: WithReference, optimizer: AdapterOptimizer) -> None:
-        super().__init__(own, optimizer)
+    def __init__(self, policy: FullPolicy, gradient: WithReference, optimizer: AdapterOptimizer) -> None:
+        super().__init__(gradient, optimizer)
         self.policy = policy
 
     def save(self, folder: Path | None) -> dict[str, Any]:
         policy = self.policy
-        reference = self.own.changed_reference
+        reference = self.gradient.changed_reference
         with TensorWriter(folder) as writer:
             files = policy.write_tensors(writer)
             writer.write(MOMENTS, self._moments())
             if reference is not None:
                 whole = (policy.whole(number, one) for number, one in enumerate(reference))
                 writer.write(REFERENCE, zip(policy.names, whole, strict=True))
-        if (
-            folder is not None
-        ):  # after all that is collective: a failure here may be followed by another attempt
+        # After all that is collective: a failure may be followed by another attempt.
+        if folder is not None:
             policy.write_description(folder, files)
         steps = {float(state["step"]) for state in self.optimizer.adamw.state.values()}
         assert len(steps) <= 1, "the optimizer moves all weights in each step"
@@ -153,13 +152,13 @@ class TrainedModel(_Own):
                         policy.fill(number, tensor, f"{moment}.{name}", files)
                     steps = torch.tensor(state["adamw_steps"], dtype=torch.float32, device=weight.device)
                     adamw.state[weight] = {"step": steps, **moments}
-        self.own.change_reference(None)
+        self.gradient.change_reference(None)
         if state["has_reference"]:
             reference = policy.snapshot()
             with TensorFiles(folder, REFERENCE) as files:
                 for number, (name, tensor) in enumerate(zip(policy.names, reference, strict=True)):
                     policy.fill(number, tensor, name, files)
-            self.own.change_reference(reference)
+            self.gradient.change_reference(reference)
 
 
 @dataclass(frozen=True)
@@ -174,9 +173,9 @@ class LedParts(TrainedModel):
     """Implements TrainedState over all ranks, each of which has a part; this process is rank 0."""
 
     def __init__(
-        self, policy: ShardedFullPolicy, own: WithReference, optimizer: AdapterOptimizer, world: World
+        self, policy: ShardedFullPolicy, gradient: WithReference, optimizer: AdapterOptimizer, world: World
     ) -> None:
-        super().__init__(policy, own, optimizer)
+        super().__init__(policy, gradient, optimizer)
         self.world = world
         policy.with_others = partial(self._together, OnParts("write_weights"))
 
@@ -242,26 +241,26 @@ def carry_out_on_part(order: OnParts, trained: TrainedModel, world: World) -> No
             trained.policy.write_weights(None)
 
 
-def sum_gradients(own: Summed, world: World) -> None:
+def sum_gradients(gradient: SharedGradient, world: World) -> None:
     """Leave the sums over all ranks where they are needed: on rank 0, or each part on the rank that trains it."""
-    policy = own.policy
+    policy = gradient.policy
     if isinstance(policy, ShardedFullPolicy):
         policy.collect_gradients()
         world.sum_gradients(policy.replicated, on_all=True)
-    world.sum_gradients(own.trainable)
+    world.sum_gradients(gradient.trainable)
 
 
-def trained_of(own: WithReference, optimizer: AdapterOptimizer, world: World | None = None) -> TrainedState:
+def trained_of(
+    gradient: WithReference, optimizer: AdapterOptimizer, world: World | None = None
+) -> TrainedState:
     """Return the trained weights of a run, of which this process is rank 0."""
-    policy = own.policy
+    policy = gradient.policy
     if isinstance(policy, ShardedFullPolicy):
         assert world is not None, "the weights are sharded over ranks"
-        return LedParts(policy, own, optimizer, world)
-    return (
-        TrainedModel(policy, own, optimizer)
-        if isinstance(policy, FullPolicy)
-        else TrainedAdapter(own, optimizer)
-    )
+        return LedParts(policy, gradient, optimizer, world)
+    if isinstance(policy, FullPolicy):
+        return TrainedModel(policy, gradient, optimizer)
+    return TrainedAdapter(gradient, optimizer)
 
 
 def read_state(file: Path) -> Any:

@@ -26,7 +26,7 @@ from worker.model import lora, quantized, recompute, tensor_files
 from worker.model.architecture import architecture, has_experts
 from worker.model.policy import Base, Policy, Trained
 from worker.model.tensor_files import TensorFiles, TensorWriter
-from worker.refusals import InvalidModel, UnsupportedModel, first_line
+from worker.refusals import InvalidModel, UnsupportedModel
 
 MASTERS = "masters"  # files of a checkpoint: the float32 copies of narrow weights
 WRITTEN_BYTES = 2**30  # of a safetensors file for a sampler: as much is copied to main memory at a time
@@ -242,12 +242,7 @@ def refuse_other_names(base: Base) -> None:
         UnsupportedModel: the message names a weight.
         InvalidModel: there are no safetensors files.
     """
-    try:
-        files = quantized.files_by_tensor(base.source)
-    except OSError as cause:
-        raise InvalidModel(
-            f"The model has no safetensors files, and train 'full' needs these: {first_line(cause)}"
-        ) from cause
+    files = quantized.files_by_tensor(base.source)
     others = [name for name, _ in base.model.named_parameters() if name not in files]
     if others:
         raise UnsupportedModel(

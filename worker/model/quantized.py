@@ -12,7 +12,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from worker.model.architecture import without_weights
-from worker.refusals import UnsupportedModel
+from worker.refusals import InvalidModel, UnsupportedModel, first_line
 
 # Formats that transformers converts to plain weights, rounded once to the model's dtype. Training computes with those,
 # because kernels for quantized weights have no tested backward pass.
@@ -103,9 +103,15 @@ def shapes_in(source: Path | str) -> dict[str, Sequence[int]]:
 
 
 def files_by_tensor(source: Path | str) -> dict[str, str]:
-    """The safetensors file of each tensor of a folder or of a hub id, by name. Raises OSError as `shapes_in`."""
+    """The safetensors file of each tensor of a folder or of a hub id, by name. Raises InvalidModel: there are none."""
     found: dict[str, str] = {}
-    for file in _files_of(source):
+    try:
+        files = _files_of(source)
+    except OSError as cause:
+        raise InvalidModel(
+            f"The model has no safetensors files, and only these can be sharded or trained whole: {first_line(cause)}"
+        ) from cause
+    for file in files:
         with safe_open(file, "pt") as tensors:
             found |= dict.fromkeys(tensors.keys(), file)
     return found

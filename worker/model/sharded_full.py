@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
-from worker.model import sharding
+from worker.model import quantized, sharding
 from worker.model.full import FullPolicy, master_of
 from worker.model.policy import Base
 
@@ -56,7 +56,7 @@ class ShardedFullPolicy(FullPolicy):
             _shard(layer, mesh, precision)
         _shard(self.text_decoder, mesh, precision, outside)
         sharding.place(self, stand_in)
-        files = sharding.files_of(source)
+        files = quantized.files_by_tensor(source)
         self._weights = list(self.causal.parameters())
         with torch.no_grad():
             for name, weight in zip(self.names, self._weights, strict=True):

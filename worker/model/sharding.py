@@ -130,7 +130,7 @@ def shard(policy: Policy, stand_in: Policy, mesh: DeviceMesh, *, seed: int) -> N
 
     place(policy, stand_in)
     _draw_adapter(policy, seed)
-    files = files_of(policy.source)
+    files = quantized.files_by_tensor(policy.source)
     with torch.no_grad():
         for name, parameter in policy.model.named_parameters():
             if not parameter.requires_grad:
@@ -170,16 +170,6 @@ def _copy_buffers(model: nn.Module, known: Mapping[str, Tensor], config: Any) ->
         if name not in known or known[name].shape != buffer.shape:
             raise _unsupported(config, f"its layers have the buffer {name}")
         buffer.copy_(known[name])
-
-
-def files_of(source: Path | str) -> dict[str, str]:
-    """The safetensors file of each tensor of a folder or hub id. Raises InvalidModel: there are none."""
-    try:
-        return quantized.files_by_tensor(source)
-    except OSError as cause:
-        raise InvalidModel(
-            f"The model has no safetensors files, and only these are read in shards: {cause}."
-        ) from cause
 
 
 def _name_in_files(name: str) -> str:

@@ -106,9 +106,8 @@ def inspect_model(
 
 def refuse_full(job: Job, settings: Settings) -> None:
     """Raises UserMistake: this worker cannot train or sample all weights of the model."""
-    registry = Registry.load(settings.models_file)
-    name = registry.resolve(job.model)
-    problem = full.several_machines(settings) or full.problem(name, registry.get(name), settings)
+    name = Registry.load(settings.models_file).resolve(job.model)
+    problem = full.several_machines(settings) or full.problem(name, settings)
     if problem:
         raise UserMistake("unsupported_parameter", problem, full.param_of(job))
 
