@@ -23,7 +23,7 @@ FAST_WITHOUT_TORCH = tests/contract tests/core tests/graders tests/sdk tests/tes
 FREE_KB = $(shell df -k --output=avail /dev/shm 2>/dev/null | tail -n 1)
 IN_MEMORY = $(shell [ "$(FREE_KB)" -gt 2000000 ] 2>/dev/null && echo PYTEST_DEBUG_TEMPROOT=/dev/shm)
 
-.PHONY: console demo test test-fast test-failed test-fast-worker test-fast-rest attacks check screenshots docs site format bench chart chart-docs setup help
+.PHONY: console demo test test-fast test-failed test-fast-worker test-fast-rest attacks check screenshots docs site format bench gpu-trial chart chart-docs setup help
 
 help:    ## This list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST)
@@ -81,6 +81,9 @@ format: setup    ## Rewrite the files as `make check` wants them
 
 bench: setup    ## Every claim of speed, side by side with what it is compared to, in one table with the goals
 	$(BIN)/python -m bench.table
+
+gpu-trial: setup    ## On a machine with a GPU: what it has to show, in parts of at most eight minutes, into gpu-trial/
+	$(BIN)/python -m bench.gpu_trial
 
 chart: setup    ## Render the Helm chart with all its profiles and check what comes out
 	$(BIN)/python -m pytest tests/helm -m "not slow"

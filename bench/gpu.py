@@ -1,18 +1,22 @@
 """Measure sampler and trainer on a GPU, with random weights of the shape of a real model, so without network access.
 
-NOT YET RUN ON A GPU: only the tiny shape has been run, on a CPU. bench/gpu.sh runs each part in a separate process with
-a time limit.
+bench/gpu_trial.py runs each part in a separate process with a time limit. docs/measured/ has what was measured.
+
+--part exact: log-probabilities and gradients against transformers and dense masks (bench/gpu_exact.py).
 
 --part train: tokens a second of the sampler and of the update, and the update's share of the bfloat16 matrix product
 rate that the same device reaches in the same process. Counted are the products with frozen weights: 4 x the decoder's
 linear weights for every token read (forward, and backward to the inputs), 6 x the head's for every trained one (it is
 computed again in the backward pass). Attention and the adapter are not counted, so the share is a lower bound.
+`planned_gib` is what the memory plan counts for such a job; `first_*` are the first step, which compiles;
+`logprob_gap` is how far the sampler's log-probabilities are from the trainer's. --budget: tokens of a micro-batch.
 
 --part swap: what a changed adapter adds to a sample of one token through vLLM (bench/swap.py says how it is measured).
 
 --part colocated, split, ahead, parallel, sleep, fleet, long and full: whole steps on --gpus GPUs (bench/gpu_steps.py).
 
---part trl: the steps of `colocated` on one GPU by TRL's GRPOTrainer with vLLM colocated (bench/gpu_trl.py).
+--part trl: the steps of `colocated` on one GPU by TRL's GRPOTrainer, with vLLM colocated where it is installed, and
+with transformers elsewhere: those of `train` (bench/gpu_trl.py).
 
 A part has no figures if it needs more GPUs, vLLM or TRL.
 """
@@ -31,19 +35,33 @@ from typing import Any, TypeVar
 
 import torch
 
-from bench import gpu_steps, gpu_trl
+from bench import gpu_exact, gpu_steps, gpu_trl
 from bench.gpu_models import RANK, SHAPES, Shape, prompt, random_base
 from bench.models import settings_for
 from bench.report import report
 from graders.types import Grade
 from worker.learn.trainer import PeftTrainer
-from worker.model.policy import Policy
+from worker.model import memory, sizing
+from worker.model.policy import Base, Policy
 from worker.rollout.samplers import Sampling, grouped
 from worker.rollout.samplers.transformers import TransformersSampler
 from worker.rollout.samplers.vllm import VllmSampler, installed
 from worker.types import Group
 
-PARTS = ("train", "swap", "colocated", "split", "ahead", "parallel", "sleep", "fleet", "long", "full", "trl")
+PARTS = (
+    "exact",
+    "train",
+    "swap",
+    "colocated",
+    "split",
+    "ahead",
+    "parallel",
+    "sleep",
+    "fleet",
+    "long",
+    "full",
+    "trl",
+)
 ROUNDS = 3
 T = TypeVar("T")
 
@@ -58,8 +76,11 @@ def main() -> None:
     )
     parser.add_argument("--gpus", default="1", help="a number, or all; on a CPU, of processes")
     parser.add_argument("--out", type=Path, help="a file that the figures are written to as JSON, too")
+    parser.add_argument("--budget", type=int, help="tokens of a micro-batch of `train`")
     asked = parser.parse_args()
     shape = SHAPES[asked.shape]
+    if asked.budget:
+        shape = replace(shape, token_budget=asked.budget)
     gpus = torch.cuda.device_count() if asked.gpus == "all" else int(asked.gpus)
     figures = run(asked.part, shape, asked.device, gpus, asked.steps)
     if asked.out:
@@ -78,6 +99,8 @@ def main() -> None:
 
 
 def run(part: str, shape: Shape, device: str, gpus: int, steps: int) -> dict[str, float]:
+    if part == "exact":
+        return gpu_exact.measure(device)
     if part in ("train", "swap"):
         return {"train": train, "swap": swap}[part](shape, device)
     if part == "trl":
@@ -93,6 +116,8 @@ def train(shape: Shape, device: str) -> dict[str, float]:
     base = random_base(shape, device)
     policy = Policy(base, rank=RANK, alpha=2 * RANK, seed=0)
     policy.stop_ids = frozenset()  # every answer runs to its full length
+    if device.startswith("cuda"):
+        policy.use(replace(policy.route, blocks=True))  # as the probe chooses for a job
     advanced: dict[str, Any] = {"group_size": shape.group, "max_completion_tokens": shape.answer}
     # Not as the answers come in: sampling and the update are measured apart.
     settings = settings_for(base, learning_rate=1e-12, overlap=False, **advanced)
@@ -100,7 +125,7 @@ def train(shape: Shape, device: str) -> dict[str, float]:
     sampler = TransformersSampler(policy)
     prompts = [prompt(shape, line) for line in range(shape.prompts)]
     sampling = Sampling(shape.group, 1.0, shape.answer, job_seed=0, step=0)
-    sampled, updated, read, trained = [], [], 0, 0
+    sampled, updated, gaps, read, trained = [], [], [], 0, 0
     for _ in range(ROUNDS + 1):
         answers, seconds = timed(device, lambda: list(sampler.answers(prompts, sampling)))
         sampled.append(seconds)
@@ -111,6 +136,7 @@ def train(shape: Shape, device: str) -> dict[str, float]:
         metrics, seconds = timed(device, trainer.step)
         updated.append(seconds)
         trained = metrics.trained_tokens
+        gaps.append((metrics.logprob_gap or 0.0, metrics.logprob_gap_max or 0.0))
     sampling_seconds, update_seconds = statistics.median(sampled[1:]), statistics.median(updated[1:])
     operations = 4 * decoder_weights(shape) * read + 6 * shape.hidden * shape.vocabulary * trained
     rate = matrix_product_rate(device, shape.matrix)
@@ -121,8 +147,34 @@ def train(shape: Shape, device: str) -> dict[str, float]:
         "matmul_teraflops": rate / 1e12,
         "sampling_seconds": sampling_seconds,
         "update_seconds": update_seconds,
+        "first_sampling_seconds": sampled[0],
+        "first_update_seconds": updated[0],
+        "logprob_gap": max(mean for mean, _ in gaps),
+        "logprob_gap_max": max(largest for _, largest in gaps),
         "peak_memory_gib": peak_memory(device) / 2**30,
+        "planned_gib": planned_bytes(base, shape, device) / 2**30,
     }
+
+
+def planned_bytes(base: Base, shape: Shape, device: str) -> float:
+    """Return the bytes that the memory plan of such a job counts, with micro-batches of the size that is measured."""
+    work = sizing.workload(
+        rank=RANK,
+        prompt=shape.prompt,
+        completion=shape.answer,
+        batch=shape.prompts,
+        group=shape.group,
+        valid_rows=1,
+        eval_samples=1,
+    )
+    machine = sizing.Machine(
+        "cuda" if device.startswith("cuda") else "cpu",
+        1 << 50,  # more than any: the need itself is of interest
+        "transformers",
+        token_budget=shape.token_budget,
+    )
+    sizes = memory.shape_of(base.model.config, torch.bfloat16)
+    return sizing.plan("random", sizes, work, machine).estimate.total
 
 
 def swap(shape: Shape, device: str) -> dict[str, float]:

@@ -43,15 +43,7 @@ SHAPES = {
 
 def random_base(shape: Shape, device: str, source: str = "", context: int = 2048) -> Base:
     """A Llama of this shape in bfloat16, made on the device, and a tokenizer of that many words."""
-    words = {f"w{number}": number for number in range(shape.vocabulary)}
-    spaced = Tokenizer(WordLevel(words, unk_token="w0"))
-    spaced.pre_tokenizer = WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=spaced,
-        unk_token="w0",
-        pad_token="w1",
-        eos_token="w2",
-    )
+    tokenizer = words(shape.vocabulary)
     config = LlamaConfig(
         vocab_size=shape.vocabulary,
         hidden_size=shape.hidden,
@@ -74,6 +66,13 @@ def random_base(shape: Shape, device: str, source: str = "", context: int = 2048
         model.save_pretrained(source)
         tokenizer.save_pretrained(source)
     return Base("random", source, model.eval(), tokenizer, context=context)
+
+
+def words(count: int) -> PreTrainedTokenizerFast:
+    """A tokenizer of the words w0 (unknown), w1 (padding), w2 (end), w3, ..."""
+    spaced = Tokenizer(WordLevel({f"w{number}": number for number in range(count)}, unk_token="w0"))
+    spaced.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=spaced, unk_token="w0", pad_token="w1", eos_token="w2")
 
 
 def write_base(shape: Shape, device: str, folder: str, context: int) -> None:

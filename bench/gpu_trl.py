@@ -1,4 +1,4 @@
-"""The steps of gpu_steps.py by TRL's GRPOTrainer, with vLLM colocated on a GPU and with transformers on a CPU."""
+"""The steps of gpu_steps.py by TRL's GRPOTrainer: with vLLM colocated on a GPU that has it, else with transformers."""
 
 import hashlib
 import statistics
@@ -9,8 +9,10 @@ from typing import Any
 import torch
 
 from bench.gpu_models import RANK, Shape, prompt, random_base
+from worker.rollout.samplers.vllm import installed
 
 VLLM_SHARE = 0.3  # of the GPU's memory: TRL's default
+ANSWERS_AT_ONCE = 32  # more would not fit: TRL computes the logits of a micro-batch as one tensor
 
 
 def measure(shape: Shape, device: str, steps: int) -> dict[str, float]:
@@ -33,6 +35,9 @@ def measure(shape: Shape, device: str, steps: int) -> dict[str, float]:
         return [hashlib.sha256(text.encode()).digest()[0] / 255 for text in completions]
 
     on_gpu, clock = device == "cuda", Clock()
+    with_vllm = on_gpu and installed() is not None
+    answers = shape.prompts * shape.group
+    at_once = min(ANSWERS_AT_ONCE, answers)
     with tempfile.TemporaryDirectory() as folder:
         base = random_base(shape, device, f"{folder}/model", shape.prompt + shape.answer)
         texts = [base.tokenizer.decode(prompt(shape, line).ids) for line in range(shape.prompts)]
@@ -45,17 +50,18 @@ def measure(shape: Shape, device: str, steps: int) -> dict[str, float]:
             args=GRPOConfig(
                 output_dir=f"{folder}/trained",
                 model_init_kwargs={"dtype": "bfloat16"},
-                per_device_train_batch_size=shape.prompts * shape.group,
+                per_device_train_batch_size=at_once,
+                gradient_accumulation_steps=answers // at_once,
                 num_generations=shape.group,
                 max_completion_length=shape.answer,
                 max_steps=steps,
                 learning_rate=1e-12,
                 bf16=on_gpu,
                 use_cpu=not on_gpu,
-                use_vllm=on_gpu,
+                use_vllm=with_vllm,
                 vllm_mode="colocate",
                 vllm_gpu_memory_utilization=VLLM_SHARE,
-                generation_kwargs={"ignore_eos": True} if on_gpu else {"min_new_tokens": shape.answer},
+                generation_kwargs={"ignore_eos": True} if with_vllm else {"min_new_tokens": shape.answer},
                 report_to="none",
                 save_strategy="no",
                 logging_steps=1000,

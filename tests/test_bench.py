@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import console, gpu, gpu_models, gpu_steps, scale_sim, sdk, table
+from bench import console, gpu, gpu_exact, gpu_models, gpu_steps, gpu_trial, scale_sim, sdk, table
 from tests.present import present
 from worker.rollout.samplers.vllm import installed
 
@@ -65,10 +65,61 @@ def test_a_part_of_the_gpu_bench_that_needs_more_gpus_has_no_figures(part: str) 
     assert gpu.run(part, gpu_models.SHAPES["tiny"], "cpu", 1, steps=2) == {}
 
 
-def test_every_part_of_the_gpu_bench_is_in_its_script() -> None:
-    script = Path(gpu.__file__).with_suffix(".sh").read_text()
+def test_every_part_of_the_gpu_bench_is_in_the_trial() -> None:
+    tried = {part.arguments[1] for part in gpu_trial.PARTS if part.arguments}
 
-    assert {part for part in gpu.PARTS if f":{part}:" not in script} == set()
+    assert tried == set(gpu.PARTS)
+
+
+def test_no_part_of_the_trial_takes_more_than_eight_minutes() -> None:
+    assert max(part.seconds for part in gpu_trial.PARTS) <= 480
+
+
+def test_the_trial_writes_what_it_measured_skipped_and_could_not_finish(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    parts = [part for part in gpu_trial.PARTS if part.name in ("device", "job")]
+    broken = gpu_trial.Part("broken", "an unknown part of the bench", 480, ("--part", "unknown"))
+    monkeypatch.setattr(gpu_trial, "PARTS", (*parts, broken))
+    monkeypatch.setattr(sys, "argv", ["gpu_trial", "--tiny", "--out", str(tmp_path)])
+
+    assert gpu_trial.main() == 1
+
+    results = json.loads((tmp_path / "gpu-trial.json").read_text())["parts"]
+    assert {name: result["state"] for name, result in results.items()} == {
+        "device": "measured",
+        "job": "skipped",
+        "broken": "failed",
+    }
+    assert results["device"]["figures"]["matmul_bf16_teraflops"] > 0
+    text = (tmp_path / "gpu-trial.md").read_text()
+    assert "**skipped**: on a CPU `make demo` runs it." in text
+    assert "**failed**: exit status 2." in text
+
+
+def test_a_figure_of_the_trial_is_held_against_what_was_predicted() -> None:
+    part = gpu_trial.Part(
+        "part", "", 1, bounds={"gap": gpu_trial.Bound(high=0.05), "rate": gpu_trial.Bound(2, 3)}
+    )
+
+    rows = gpu_trial.rows(
+        part,
+        {"state": "measured", "seconds": 1, "figures": {"gap": 0.1, "a_gap": 0.01, "rate": 2.5, "other": 1}},
+    )
+
+    assert [row for row in rows if row.startswith("| ")][1:] == [
+        "| gap | 0.1 | <= 0.05 | NO |",
+        "| a_gap | 0.01 | <= 0.05 | yes |",
+        "| rate | 2.5 | 2 to 3 | yes |",
+        "| other | 1 |  |  |",
+    ]
+
+
+def test_the_trial_compares_a_model_with_transformers() -> None:
+    figures = gpu_exact.measure("cpu", ("qwen3",))
+
+    assert figures["qwen3_largest_difference"] < 1e-4
+    assert figures["qwen3_in_blocks"] == 0  # on a GPU only
 
 
 def test_the_decoder_has_as_many_weights_as_are_counted() -> None:

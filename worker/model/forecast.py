@@ -1,7 +1,7 @@
 """Predict the placement, the memory and the time of a step of a job on GPUs that are not here. Pure; imports no torch.
 
 The memory is that of the plan of a real run (sizing.py). The time is a roofline: the larger of what the arithmetic and
-the memory traffic take at a share of a GPU's data sheet. Nothing of it has been measured on a GPU.
+the memory traffic take at a share of a GPU's data sheet. docs/measured/h200.md has the trainer's measured rates.
 """
 
 import math

@@ -33,7 +33,7 @@ COMFORTABLE_SEQUENCES = 32
 CPU_CACHE_BYTES = GIB
 
 # What no formula has on a GPU: the CUDA contexts of two processes (about 0.5 GiB each), vLLM's activations and CUDA
-# graphs, cuBLAS workspaces, fragmentation. Not measured on a GPU yet (docs/howto/training.md).
+# graphs, cuBLAS workspaces, fragmentation. The trainer alone was measured: docs/measured/h200.md.
 MARGIN_TWO_PROCESSES = 4 * GIB
 MARGIN_ONE_PROCESS = 2 * GIB
 MARGIN_SERVING = 3 * GIB
