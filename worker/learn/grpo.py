@@ -11,7 +11,6 @@ the group, but for the std of the batch), and one number for the whole batch, `n
 gradient can be computed before the others are there, and all of it divided once (worker/learn/trainer.py).
 """
 
-import math
 import statistics
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -22,9 +21,7 @@ import torch
 from torch import Tensor
 
 from core.jobs.hyperparameter_groups import Importance, KlEstimator, Loss, Normalize, Scale, Std
-
-# Rewards this close are equal: the std of a group that agrees must not be its rounding error.
-_EQUAL = 1e-8
+from core.rewards import all_equal, equal
 
 # The bound of an advantage under a teacher.
 MOST_NATS = 5.0
@@ -34,10 +31,11 @@ def centred(rewards_G: Sequence[float | None]) -> list[float]:
     """Each reward less the mean of its group: better than your siblings is positive.
 
     An ungraded answer (None) leaves the mean alone and gets 0. A group that agrees gets exactly 0, and so
-    does one with fewer than two graded answers.
+    does one with fewer than two graded answers: otherwise a division by the std would make rounding errors as large as
+    any other difference. Rewards agree up to core.rewards.EQUAL of the largest.
     """
     graded = [reward for reward in rewards_G if reward is not None]
-    if len(graded) < 2 or max(graded) - min(graded) <= _EQUAL:
+    if len(graded) < 2 or all_equal(graded):
         return [0.0] * len(rewards_G)
     mean = statistics.fmean(graded)
     return [0.0 if reward is None else reward - mean for reward in rewards_G]
@@ -305,8 +303,8 @@ def signal(rewards_G: Sequence[float | None]) -> Literal["mixed", "all_zero", "a
     graded = [reward for reward in rewards_G if reward is not None]
     if len(graded) < 2:
         return "ungraded"
-    if max(graded) - min(graded) > _EQUAL:
+    if not all_equal(graded):
         return "mixed"
-    if math.isclose(graded[0], 0.0, abs_tol=_EQUAL):
+    if equal(graded[0], 0.0):
         return "all_zero"
-    return "all_one" if math.isclose(graded[0], 1.0, abs_tol=_EQUAL) else "equal"
+    return "all_one" if equal(graded[0], 1.0) else "equal"

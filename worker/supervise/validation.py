@@ -326,7 +326,7 @@ def _constant_part(grades: Sequence[Grade], replies: Sequence[str]) -> str | Non
         return None
     return (
         f"Parts of the grader gave all {len(grades)} test replies, correct and empty ones, the same score: "
-        f"{', '.join(constant)}. A part that scores all answers alike teaches nothing."
+        f"{', '.join(constant)}. A part that scores all answers alike has no signal."
     )
 
 
