@@ -246,15 +246,21 @@ def kl_k3(logp: Tensor, ref_logp: Tensor) -> Tensor:
 
 def kl_penalty(logp: Tensor, log_ratio: Tensor, ref_logp: Tensor, estimator: KlEstimator) -> Tensor:
     """k1, k3: rho x the estimate, with the gradient through both factors (DeepSeek-V3.2, arXiv 2512.02556, eq. 7).
-    k3_plain: the estimate alone, as DeepSeekMath prints it (eqs. 3 and 4).
+    k3_plain: the estimate alone, as DeepSeekMath prints it (eqs. 3 and 4). k1_plain: the log-ratio alone (k1 of
+    Schulman, "Approximating KL divergence"), which PPO with a KL penalty and introductions to GRPO print.
 
     The samples come from where rho is 1, so only the first has the KL's own gradient in the mean. That of a bare k1 is
     0 in the mean, and that of a bare k3 is the gradient of the KL the other way round, KL(reference || policy).
     """
-    if estimator == "k3_plain":
-        return kl_k3(logp, ref_logp)
-    estimate = kl_k1(logp, ref_logp) if estimator == "k1" else kl_k3(logp, ref_logp)
-    return log_ratio.exp() * estimate
+    estimate = (kl_k1 if estimator in ("k1", "k1_plain") else kl_k3)(logp, ref_logp)
+    return estimate if estimator in ("k1_plain", "k3_plain") else log_ratio.exp() * estimate
+
+
+def kl_weight(weight: float, warmup_steps: int, steps_taken: int) -> float:
+    """Return beta of the next step: it rises in a line and is `weight` from step `warmup_steps` on, as a warm-up of the
+    learning rate does.
+    """
+    return weight * min(1.0, (steps_taken + 1) / warmup_steps) if warmup_steps else weight
 
 
 def loss(
