@@ -1,7 +1,7 @@
 """Chat templates for models without one: Jinja text by name, by path or inline.
 
 transformers renders a template in Jinja's sandbox (Python attributes are unreachable). Only the operator supplies
-template text, in the model registry; a job selects one of NAMES.
+Jinja text, in the model registry; a job selects one of NAMES, and gives r1_zero the words of its prompt.
 """
 
 from pathlib import Path
@@ -33,12 +33,27 @@ _TURNS = """\
 
 _PLAIN = "{{- bos_token or '' -}}\n" + _TURNS
 
-# The setup of R1-Zero (arXiv 2501.12948, table 1), reworded: reason first, then answer, each in its tags.
+# The setup of R1-Zero (arXiv 2501.12948, table 1) in our own words: reason first, then answer, each in its tags. With
+# the argument `prompt` a job gives another text, such as that of the paper, in which "{prompt}" is the question.
 _R1_ZERO = (
-    "{{- bos_token or '' -}}\n"
+    """\
+{{- bos_token or '' -}}
+{%- if prompt is defined -%}
+{%- if "{prompt}" not in prompt -%}
+{{- raise_exception("chat_template_kwargs.prompt has no {prompt}, which stands for the question") -}}
+{%- endif -%}
+{%- if messages | map(attribute="role") | join(" ") not in ("user", "user assistant") -%}
+{{- raise_exception("chat_template_kwargs.prompt has room for one question: a row may have one user message only") -}}
+{%- endif -%}
+{{- prompt | replace("{prompt}", messages[0].content) -}}
+{%- for message in messages[1:] -%}{{- " " + message.content + (eos_token or "") -}}{%- endfor -%}
+{%- else -%}
+"""
     "{{- 'The user asks and the assistant solves. The assistant first reasons step by step between <think> and "
     "</think>, and then gives the user the final answer between <answer> and </answer>.\\n\\n' -}}\n"
-) + _TURNS
+    + _TURNS
+    + "{%- endif -%}"
+)
 
 _TEXTS: dict[str, str] = {"plain": _PLAIN, "r1_zero": _R1_ZERO}
 

@@ -13,7 +13,7 @@ from graders.builtin.python import PythonGrader
 from graders.builtin.reward_model import RewardModel
 from graders.builtin.select import Select
 from graders.builtin.string_check import StringCheck
-from graders.builtin.text_similarity import TextSimilarity
+from graders.builtin.text_similarity import TextSimilarity, has_no_word
 from graders.calls import RateLimit
 from graders.endpoint import Endpoint, Endpoints
 from graders.environments.catalog import DEFAULT, default_folder, find
@@ -41,6 +41,7 @@ from graders.spec import (
     SimpleSpec,
     StringCheckSpec,
     TextSimilaritySpec,
+    no_word,
     parts_of,
 )
 from graders.template import (
@@ -87,7 +88,11 @@ def build(
             )
         case TextSimilaritySpec():
             return TextSimilarity(
-                spec.name, Template.parse(spec.input), Template.parse(spec.reference), spec.evaluation_metric
+                spec.name,
+                Template.parse(spec.input),
+                Template.parse(spec.reference),
+                spec.evaluation_metric,
+                spec.tokenizer,
             )
         case MathSpec():
             return MathAnswer(spec.name, Template.parse(spec.input), Template.parse(spec.reference))
@@ -214,14 +219,46 @@ def missing_item_paths(spec: GraderSpec, row: Item) -> list[str]:
     return [dotted("item", path) for path in dict.fromkeys(paths) if not _present(row, path)]
 
 
-def missing_fields(spec: GraderSpec, row: Item) -> list[str]:
-    """Return an error message for each of missing_item_paths, or for a row that chooses no grader."""
+def row_problems(spec: GraderSpec, row: Item) -> list[str]:
+    """Return an error message for each reason why the spec cannot grade answers to this row.
+
+    A field is missing (missing_item_paths), the row chooses no grader, or its reference has no word
+    (unusable_references).
+    """
     missing = missing_item_paths(spec, row)
     problems = [f"the grader reads {{{{{path}}}}}, which this row does not have" for path in missing]
     if isinstance(spec, SelectSpec) and not problems and for_row(spec, row) is None:
         chosen = Template.parse(spec.key).render(Sample.from_text(""), row)
         problems.append(unknown_choice(chosen, spec.graders))
-    return problems
+    return [*problems, *unusable_references(spec, row)]
+
+
+def graders_of(spec: GraderSpec, row: Item) -> list[SimpleSpec | MultiSpec]:
+    """Return the graders of this row: the one that a select chooses, and those of a multi in place of it."""
+    chosen = for_row(spec, row)
+    return [] if chosen is None else [*(parts_of(chosen).values() or [chosen])]
+
+
+def reference_of(spec: StringCheckSpec | TextSimilaritySpec, row: Item) -> str | None:
+    """Return the reference for answers to this row; None if it depends on the answer, or a field is missing."""
+    template = Template.parse(spec.reference)
+    if any(isinstance(part, Reference) and part.namespace == "sample" for part in template.parts):
+        return None
+    try:
+        return template.render(Sample.from_text(""), row)
+    except RenderError:
+        return None
+
+
+def unusable_references(spec: GraderSpec, row: Item) -> list[str]:
+    """Return an error message for each text_similarity whose metric finds no word in its reference for this row."""
+    return [
+        no_word(part, reference)
+        for part in graders_of(spec, row)
+        if isinstance(part, TextSimilaritySpec)
+        and (reference := reference_of(part, row)) is not None
+        and has_no_word(part.evaluation_metric, reference, part.tokenizer)
+    ]
 
 
 def reads_tools(spec: GraderSpec, param: str) -> str | None:

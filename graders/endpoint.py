@@ -17,7 +17,7 @@ import httpx
 from core.outbound.http import Outgoing, UrlNotAllowed, host_of, is_address, matches, parse, resolve_host
 from graders.calls import CallRetryPolicy, NoAnswer, RateLimit, post
 from graders.template import quoted
-from graders.types import ErrorKind, Grade, Item, Sample, StepScore, steps_of
+from graders.types import ErrorKind, Grade, Item, Sample, StepScore, is_score, steps_of, too_large
 
 MAX_PAYLOAD = 1_000_000  # bytes
 TIMEOUT_S = 600.0
@@ -139,6 +139,8 @@ class Endpoint:
         score = _score(answer.text)
         if score is None:
             return _unusable(f'expected {{"score": number}}, got {quoted(answer.text)}')
+        if not is_score(score):
+            return _unusable(f"the endpoint {too_large(score)}")
         try:
             steps = _steps(answer.text, sample)
         except ValueError as wrong:

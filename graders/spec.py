@@ -29,7 +29,7 @@ from pydantic import (
 from graders import complaints
 from graders.builtin.format_check import MAX_PATTERN, Credit, Form
 from graders.builtin.string_check import Operation
-from graders.builtin.text_similarity import Metric
+from graders.builtin.text_similarity import Metric, Tokenizer, has_no_word
 from graders.complaints import Mistake
 from graders.endpoint import checked_headers, checked_url
 from graders.environments.catalog import pins
@@ -106,14 +106,40 @@ class StringCheckSpec(BaseModel, extra="forbid", frozen=True, strict=True):
 
 
 class TextSimilaritySpec(BaseModel, extra="forbid", frozen=True, strict=True):
-    """Measure the similarity of two texts."""
+    """Measure the similarity of two texts. `tokenizer` is an extension of OpenAI's API."""
 
     type: Literal["text_similarity"] = "text_similarity"
     name: GraderName
     input: TemplateText
     reference: TemplateText
     evaluation_metric: Metric
+    tokenizer: Tokenizer | None = None  # None means that of the metric
     pass_threshold: Finite | None = None
+
+    @field_validator("tokenizer")
+    @classmethod
+    def _splits_words(cls, value: Tokenizer | None, info: ValidationInfo) -> Tokenizer | None:
+        if value is not None and info.data.get("evaluation_metric") == "fuzzy_match":
+            raise ValueError("fuzzy_match compares characters and has no tokenizer: leave 'tokenizer' out")
+        return value
+
+    @model_validator(mode="after")
+    def _can_match(self) -> TextSimilaritySpec:
+        reference = Template.parse(self.reference)
+        is_constant = all(isinstance(part, str) for part in reference.parts)
+        if is_constant and has_no_word(self.evaluation_metric, self.reference, self.tokenizer):
+            raise ValueError(no_word(self, self.reference))
+        return self
+
+
+def no_word(spec: TextSimilaritySpec, reference: str) -> str:
+    """Return the error for a reference in which the metric of the spec finds no word."""
+    what = "no letter or digit" if spec.tokenizer else "no word of a-z and 0-9"
+    remedy = "" if spec.tokenizer else ', or set "tokenizer": "unicode"'
+    return (
+        f"the reference {quoted(reference)} of '{spec.name}' has {what}, so {spec.evaluation_metric} would score every "
+        f"answer 0. Use another reference{remedy}"
+    )
 
 
 class MathSpec(BaseModel, extra="forbid", frozen=True, strict=True):

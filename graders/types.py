@@ -108,6 +108,11 @@ def is_score(number: float) -> bool:
     return -MAX_SCORE <= number <= MAX_SCORE
 
 
+def too_large(number: float) -> str:
+    """Return the error for a finite number that is_score refuses."""
+    return f"returned {number:g}; the magnitude of a score is at most {MAX_SCORE:g}"
+
+
 @dataclass(frozen=True)
 class StepScore:
     """The score of one step of an answer, which ends before character `end` of the text."""

@@ -34,7 +34,7 @@ from core.storage.datasets import InvalidDataset
 from core.storage.offline_rows import MAX_ROWS
 from core.storage.splitting import validation_size
 from core.storage.store import BlobNotFound, BlobStore
-from graders.build import missing_fields
+from graders.build import row_problems
 from graders.spec import GraderSpec
 
 router = APIRouter(prefix="/regraft/estimate", tags=["regraft"])
@@ -255,7 +255,7 @@ def _rows(blobs: BlobStore, file: File, param: str, spec: GraderSpec, most: int)
     """
     try:
         return datasets.count_examples(
-            blobs.open(file.blob_key), check=lambda row: missing_fields(spec, row.item), max_rows=most
+            blobs.open(file.blob_key), check=lambda row: row_problems(spec, row.item), max_rows=most
         )
     except InvalidDataset as invalid:
         message = job_files.in_words(invalid, blobs, file, "reinforcement", param)

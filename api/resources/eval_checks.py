@@ -27,7 +27,7 @@ from core.response_format import ResponseFormat, checked_bounds
 from core.results import model_aliases, tuned_models
 from core.storage import files
 from core.storage.datasets import LineError
-from graders.build import item_paths, missing_item_paths
+from graders.build import item_paths, missing_item_paths, unusable_references
 from graders.hazards import table
 from graders.hazards.pool import OWNER, HazardFailed, LimitExceeded, shared
 from graders.prompts import PromptTemplate, parse_input_messages, sample_problem
@@ -261,6 +261,7 @@ def _problems(
     for spec in criteria:
         for path in missing_item_paths(spec, row.item):
             yield f"the criterion '{spec.name}' reads {{{{{path}}}}}, which this row does not have"
+        yield from unusable_references(spec, row.item)
     if prompt is not None and (problem := prompt.problem(row.item)):
         yield problem
     if not sampled and row.sample is not None and (problem := sample_problem(row.sample)):

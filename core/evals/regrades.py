@@ -23,6 +23,7 @@ from core.results import evals, rollouts, what_if
 from core.results.rollout_filters import Wanted
 from core.results.rollouts import Split
 from core.results.what_if import Rescored
+from core.rewards import equal
 from core.storage.store import BlobStore
 
 SOURCE = "regraft.rollouts"
@@ -151,7 +152,7 @@ def changes(run: EvalRun, item: Item) -> frozenset[Change]:
     found: set[Change] = set()
     if (before >= source["pass_threshold_before"]) != (after >= source["pass_threshold"]):
         found.add("flipped")
-    if abs(after - before) <= what_if.CLOSE:
+    if equal(before, after):
         found.add("same")
     else:
         found.add("higher" if after > before else "lower")

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from core.rewards import equal
 from core.statistics import student
 
 Item = Mapping[str, Any]
@@ -191,7 +192,7 @@ def paired_difference(pairs: Sequence[tuple[float | None, float | None]]) -> dic
     """The second values minus the first, with the 95 % interval of Student's t. Pairs with a None are counted only."""
     graded = [(a, b) for a, b in pairs if a is not None and b is not None]
     number = len(graded)
-    differences = [b - a for a, b in graded]
+    differences = [0.0 if equal(a, b) else b - a for a, b in graded]
     mean = sum(differences) / number if number else None
     low = high = error = None
     if mean is not None and number > 1:

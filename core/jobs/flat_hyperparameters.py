@@ -38,7 +38,7 @@ class Flat:
 
 _CLIP = "clip_low and clip_high have no effect with loss 'cispo': use cispo_cap"
 _PPO = "{} is only for loss 'ppo'"
-_KL = "kl_estimator and reference_refresh_steps have no effect with kl 0"
+_KL = "kl_estimator, kl_warmup_steps and reference_refresh_steps have no effect with kl 0"
 _OFF_POLICY = "{} and off_policy_steps cannot be combined"
 
 # In the order in which the API shows them.
@@ -94,6 +94,7 @@ FLAT = {
     ),
     "kl": Flat(("kl", "weight"), 0.0),
     "kl_estimator": Flat(("kl", "estimator"), "auto", _KL),
+    "kl_warmup_steps": Flat(("kl", "warmup_steps"), 0, _KL),
     "reference_refresh_steps": Flat(("kl", "reference_refresh_steps"), 0, _KL),
     "max_grad_norm": Flat(("optimizer", "max_grad_norm"), 1.0),
     "warmup_steps": Flat(("optimizer", "warmup_steps"), 0),

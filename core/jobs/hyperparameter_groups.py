@@ -20,7 +20,7 @@ PromptOrder = Literal["shuffled", "file", "easiest_first"]
 Scale = Literal["group", "batch", "none"]
 Std = Literal["population", "sample"]
 Supervision = Literal["outcome", "process"]
-KlEstimator = Literal["k1", "k3", "k3_plain"]
+KlEstimator = Literal["k1", "k3", "k1_plain", "k3_plain"]
 Importance = Literal["truncate", "mask", "none"]
 Overlong = Literal["score", "mask", "soft"]
 Normalize = Literal["papers", "signal"]
@@ -296,9 +296,12 @@ class Kl(Value):
     # Factor of the penalty in the loss, or in the reward of each token with losses 'reinforce_plus_plus' and
     # 'ppo'. Required.
     weight: float = Field(gt=0, le=10)
-    # The unbiased estimator k1, or k3, which has less variance and is never negative; k3_plain is DeepSeekMath's
-    # penalty, without the ratio. Auto: k3, or k1 where the KL is part of the reward.
+    # The unbiased estimator k1, or k3, which has less variance and is never negative; k1_plain (the log-ratio) and
+    # k3_plain (DeepSeekMath's penalty) are without the ratio of the policies. Auto: k3, or k1 where the KL is part of
+    # the reward.
     estimator: Auto | KlEstimator = "auto"
+    # Steps in which the weight rises in a line; it is reached at this step. 0: from the first step on.
+    warmup_steps: int = Field(default=0, ge=0)
     # Steps after which the current policy becomes the reference. 0: the reference stays the base model.
     reference_refresh_steps: int = Field(default=0, ge=0)
 

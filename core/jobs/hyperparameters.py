@@ -305,6 +305,7 @@ class Resolved(Value):
     value_weight: float | None = None
     value_learning_rate: float | None = None
     value_warmup_steps: int | None = None
+    kl_warmup_steps: int = 0
 
     @property
     def has_token_rewards(self) -> bool:
@@ -392,11 +393,13 @@ def meant(param: str) -> str | None:
     if not found or len(path) > 1 or not {*path} <= {*GROUPS}:
         return None
     places = {name: f"hyperparameters.advanced.{name}" for name in ("train", *GROUPS)}
+    own: dict[str, str] = {}
     for flat_name, flat in FLAT.items():
         group, field = flat.place
         place = f"hyperparameters.advanced.{group}.{field}"
         places |= {flat_name: place if path else f"hyperparameters.advanced.{flat_name}"}
-        places |= {field: place} if path == [group] else {}
+        own |= {field: place} if path == [group] else {}
+    places |= own  # `warmup_steps` in `kl` is not the learning rate's
     places |= {name: f"hyperparameters.{name}" for name in Hyperparameters.model_fields}
     name = ELSEWHERE.get(name, name)
     close = [name] if name in places else difflib.get_close_matches(name, places, n=1, cutoff=0.75)
@@ -479,6 +482,7 @@ _BEFORE: dict[str, Any] = {
     "prompt_order": "shuffled",
     "train": "lora",
     "continue_in_flight": False,
+    "kl_warmup_steps": 0,
 }
 
 

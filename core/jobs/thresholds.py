@@ -21,3 +21,5 @@ class Thresholds(BaseModel):
     truncated_share: float | None = Field(default=0.2, ge=0, le=1)
     # Length inflation: answers are longer than in step 1 by this factor.
     length_factor: float | None = Field(default=3.0, ge=1)
+    # Inert part: a part of the grader gave all answers of this many first steps the same score.
+    inert_steps: int | None = Field(default=3, ge=1, le=10)

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from itertools import groupby, islice
 from typing import Any, Literal
 
+from core.rewards import equal
+
 Row = dict[str, Any]
 # Of answers to one prompt that a selection compares with each other: as many as a sample stage makes.
 MAX_ANSWERS = 256
@@ -251,7 +253,7 @@ def _shaped(answers: Sequence[_Candidate], rate: float | None, form: Form) -> It
         yield prompt if rate is None else prompt | {"pass_rate": rate}
     else:
         best, worst = max(answers, key=_score), min(answers, key=_score)
-        if _score(best) > _score(worst):
+        if not equal(_score(best), _score(worst)):
             better, worse = best.row(), worst.row()
             yield {
                 "input": {"messages": better["messages"]},

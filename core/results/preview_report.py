@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from core.jobs.estimates import Range, quantile
+from core.rewards import all_equal, equal
 from core.statistics import student
 
 GROUP_SIZES = (2, 4, 8, 16, 32)
-EQUAL = 1e-8  # as in the trainer
 # Shares of groups with signal at the job's group size: a job is mostly wasted below the first, and good above the
 # second.
 HARDLY, ENOUGH = 0.1, 0.3
@@ -297,14 +297,14 @@ def mean_lengths(prompts: Sequence[PreviewPrompt]) -> list[float]:
 
 def _only_value(taught: Sequence[float]) -> float | None:
     """The single value of an answer; None if there are several, or none."""
-    return taught[0] if taught and max(taught) - min(taught) <= EQUAL else None
+    return taught[0] if taught and all_equal(taught) else None
 
 
 def _alike(values: Sequence[float]) -> list[float]:
     """The values, with those that differ only by rounding set to the smallest of them."""
     alike: list[float] = []
     for value in sorted(values):
-        alike.append(alike[-1] if alike and value - alike[-1] <= EQUAL else value)
+        alike.append(alike[-1] if alike and equal(value, alike[-1]) else value)
     return alike
 
 

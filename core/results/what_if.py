@@ -16,9 +16,9 @@ from core.database.tables import RolloutPage
 from core.results import rollouts
 from core.results.rollout_filters import Wanted
 from core.results.rollouts import Matches, OpenPage
+from core.rewards import all_equal, equal
 from core.storage.store import BlobStore
 
-CLOSE = 1e-6  # equal rewards
 _COLUMNS = ["split", "group", "score", "sub_scores"]
 
 AdvantageScale = Literal["none", "group", "batch"]
@@ -114,9 +114,9 @@ def compare(
         groups=sum(size > 1 for size in sizes.values()),
         before=_rewards(groups, before, passes),
         after=_rewards(groups, after, threshold),
-        higher=sum(new > old + CLOSE for old, new in pairs),
-        lower=sum(new < old - CLOSE for old, new in pairs),
-        same=sum(abs(new - old) <= CLOSE for old, new in pairs),
+        higher=sum(new > old and not equal(old, new) for old, new in pairs),
+        lower=sum(new < old and not equal(old, new) for old, new in pairs),
+        same=sum(equal(old, new) for old, new in pairs),
         gained=sum(one.before is None and one.after is not None for one in answers),
         lost=sum(one.before is not None and one.after is None for one in answers),
         now_passed=sum(old < passes and new >= threshold for old, new in pairs),
@@ -174,7 +174,7 @@ def _rewards(groups: Sequence[GroupKey], scores: Sequence[float | None], thresho
         graded=len(values),
         mean=statistics.fmean(values) if values else None,
         passed=sum(value >= threshold for value in values),
-        groups_with_signal=sum(max(some) - min(some) > CLOSE for some in _by_group(groups, scores).values()),
+        groups_with_signal=sum(not all_equal(some) for some in _by_group(groups, scores).values()),
     )
 
 
@@ -191,8 +191,7 @@ def _centered(groups: Sequence[GroupKey], scores: Sequence[float | None]) -> lis
     means = {group: statistics.fmean(some) for group, some in _by_group(groups, scores).items()}
 
     def centered(group: GroupKey, score: float) -> float:
-        gap = score - means[group]
-        return 0.0 if abs(gap) <= CLOSE else gap
+        return 0.0 if equal(score, means[group]) else score - means[group]
 
     return [
         None if score is None else centered(group, score) for group, score in zip(groups, scores, strict=True)

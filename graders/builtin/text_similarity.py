@@ -6,17 +6,23 @@ and any other is 0.
 
 bleu, gleu and meteor split a text into runs of letters and digits, and single punctuation marks; bleu and gleu are
 case-sensitive. ROUGE splits it into runs of a-z and 0-9 in lower case. Only meteor applies stemming.
+
+OpenAI does not document its tokenizer. These are the defaults of NLTK's examples and of rouge-score 0.1.2, the version
+in OpenAI's image for graders. `tokenizer` "unicode", an extension of OpenAI's API, replaces them for texts in other
+scripts (`_unicode_words`); it gives the same score for ASCII texts.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
+import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar, Literal
 
+import regex
 from rapidfuzz import fuzz
 
 from graders.hazards import table
@@ -36,10 +42,24 @@ Metric = Literal[
     "rouge_5",
     "rouge_l",
 ]
+Tokenizer = Literal["unicode"]
 
 # The hazard pool measures longer texts: rouge_l, in Python, takes time proportional to the product of the word counts.
 MAX_CHARACTERS_HERE = 2_000
 _WORD = re.compile(r"\w+|[^\w\s]")
+_ROUGE_WORD = re.compile("[a-z0-9]+")  # of a text in lower case, as rouge_score.tokenize
+# Scripts that put no spaces between words: each letter is a word, as in sacreBLEU's tokenizer of Chinese.
+_UNSPACED = r"\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}"
+
+
+def _unicode_pattern(also: str) -> str:
+    """Return the pattern of a word: a run of letters, digits, marks and `also`, or one letter of an unspaced script."""
+    spaced = rf"[\p{{L}}\p{{N}}{also}]--[{_UNSPACED}]"
+    return rf"[[\p{{L}}\p{{N}}]&&[{_UNSPACED}]]\p{{M}}*|[{spaced}][[{spaced}]\p{{M}}]*"
+
+
+_UNICODE_TOKEN = regex.compile(_unicode_pattern("_") + r"|\S", regex.V1)
+_UNICODE_ROUGE_WORD = regex.compile(_unicode_pattern(""), regex.V1)
 
 
 @dataclass(frozen=True)
@@ -53,6 +73,7 @@ class TextSimilarity:
     input: Template
     reference: Template
     evaluation_metric: Metric
+    tokenizer: Tokenizer | None = None
     pool: HazardPool = field(default_factory=shared, repr=False, compare=False)
     type: ClassVar[str] = "text_similarity"
 
@@ -63,22 +84,48 @@ class TextSimilarity:
             return Grade(None, str(absent), absent.kind)
         longest = max(len(got), len(want))
         if longest <= MAX_CHARACTERS_HERE:
-            score = measure(self.evaluation_metric, got, want)
+            score = measure(self.evaluation_metric, got, want, self.tokenizer)
         else:
             try:
-                call = self.pool.submit(table.SIMILARITY, self.evaluation_metric, got, want)
+                call = self.pool.submit(table.SIMILARITY, self.evaluation_metric, got, want, self.tokenizer)
                 score = await asyncio.wrap_future(call)
             except LimitExceeded as exceeded:
                 reason = f"cannot measure {self.evaluation_metric} of {longest} characters: {exceeded}"
                 return Grade(None, reason, ErrorKind.other_error)
             except HazardFailed as broken:
                 return Grade(None, str(broken), ErrorKind.other_error)
-        return Grade(score, f"{score:.3f} similar to {quoted(want)}, got {quoted(got)}")
+        reason = f"{score:.3f} similar to {quoted(want)}, got {quoted(got)}"
+        if (why := too_short(self.evaluation_metric, want, self.tokenizer)) is not None:
+            reason = f"{reason}; every answer scores 0, because the reference {why}"
+        return Grade(score, reason)
 
 
-def measure(metric: Metric, got: str, want: str) -> float:
+def measure(metric: Metric, got: str, want: str, tokenizer: Tokenizer | None = None) -> float:
     """Compute the metric of two texts. For long texts, call it in the hazard pool."""
-    return METRICS[metric](got, want)
+    return fuzzy_match(got, want) if metric == "fuzzy_match" else _OF_WORDS[metric](got, want, tokenizer)
+
+
+def has_no_word(metric: Metric, text: str, tokenizer: Tokenizer | None) -> bool:
+    """Return whether the text is not empty and the metric reads no word in it, so that nothing is similar to it."""
+    return text != "" and metric in _ROUGE and not rouge_words(text, tokenizer)
+
+
+def too_short(metric: Metric, text: str, tokenizer: Tokenizer | None) -> str | None:
+    """Return why nothing is similar to the text by the metric; None if something is."""
+    if has_no_word(metric, text, tokenizer):
+        return "has no letter or digit" if tokenizer else "has no word of a-z and 0-9"
+    least, words = _ROUGE.get(metric, 0), rouge_words(text, tokenizer)
+    if 0 < len(words) < least:
+        return f"has {len(words)} of the {least} words that {metric} compares"
+    return None
+
+
+def ignores_words(metric: Metric, text: str, tokenizer: Tokenizer | None) -> bool:
+    """Return whether the metric reads other words in the text than there are by Unicode, such as "rger" in "Ärger"."""
+    if metric == "fuzzy_match" or tokenizer is not None:
+        return False
+    split = rouge_words if metric in _ROUGE else tokens
+    return split(text.casefold(), None) != split(text.casefold(), "unicode")
 
 
 def fuzzy_match(a: str, b: str) -> float:
@@ -92,11 +139,12 @@ def fuzzy_match(a: str, b: str) -> float:
     return fuzz.ratio(a, b) / 100
 
 
-def bleu(got: str, want: str) -> float:
+def bleu(got: str, want: str, tokenizer: Tokenizer | None = None) -> float:
     """Return the share of n-grams of `got` that are in `want`: geometric mean over n = 1..4, with a brevity penalty.
 
-    Smoothed with method 1 of Chen and Cherry (0.1 instead of a count of 0), because otherwise a sentence without a
-    matching 4-gram would score 0. If a text has fewer than four words, n is at most the length of the shorter text.
+    Source: Papineni et al. 2002, section 2.3. Smoothed with method 1 of Chen and Cherry 2014 (0.1 instead of a count of
+    0), because otherwise a sentence without a matching 4-gram would score 0. If a text has fewer than four words, n is
+    at most the length of the shorter text.
     """
     from nltk.translate.bleu_score import SmoothingFunction, sentence_bleu  # takes 1.5 s, so only when needed
 
@@ -105,22 +153,28 @@ def bleu(got: str, want: str) -> float:
         smoothing = SmoothingFunction().method1
         return float(sentence_bleu([want_W], got_W, weights=[1 / n] * n, smoothing_function=smoothing))
 
-    return _of_words(judge, got, want)
+    return _of_words(judge, got, want, tokenizer)
 
 
-def gleu(got: str, want: str) -> float:
-    """Return the n-grams in common, n = 1..4, as a share of those of the longer text: BLEU for single sentences."""
+def gleu(got: str, want: str, tokenizer: Tokenizer | None = None) -> float:
+    """Return the n-grams in common, n = 1..4, as a share of those of the longer text: BLEU for single sentences.
+
+    Source: Wu et al. 2016 (arXiv 1609.08144), section 4.3.
+    """
     from nltk.translate.gleu_score import sentence_gleu
 
-    return _of_words(lambda got_W, want_W: sentence_gleu([want_W], got_W), got, want)
+    return _of_words(lambda got_W, want_W: sentence_gleu([want_W], got_W), got, want, tokenizer)
 
 
-def meteor(got: str, want: str) -> float:
+def meteor(got: str, want: str, tokenizer: Tokenizer | None = None) -> float:
     """Return METEOR: words in common, with recall weighted nine times precision, less a penalty for word order.
 
     A word matches the same word or one of the same stem (Porter). The original also matches synonyms from WordNet,
     whose data would have to be downloaded: here "big" does not match "large", so scores are never above those of the
-    original. Equal texts score just below 1 (0.996 for five words), as in the original.
+    original.
+
+    Source: Banerjee and Lavie 2005, section 2.2, with a penalty of 0.5 (chunks / matches)^3. So equal texts of n words
+    score 1 - 0.5 / n^3, as in the original: 0.5 for one word, 0.996 for five.
     """
     from nltk.translate.meteor_score import single_meteor_score
 
@@ -129,22 +183,21 @@ def meteor(got: str, want: str) -> float:
         lambda got_W, want_W: single_meteor_score(want_W, got_W, wordnet=synonyms),
         got,
         want,
+        tokenizer,
     )
 
 
-def rouge(kind: str, got: str, want: str) -> float:
+def rouge(kind: str, got: str, want: str, tokenizer: Tokenizer | None = None) -> float:
     """Return the F-measure of the n-grams of two texts, or for "rougeL" of their longest common subsequence.
 
-    ROUGE's words consist of the letters a-z and digits, so a text in another script has no words and scores 0. Texts
-    with fewer than n words score 0 as well.
+    Source: Lin 2004, sections 2 and 3.1. Without a tokenizer, its words consist of the letters a-z and digits, as in
+    rouge-score, so a text in another script has no words and scores 0. Texts with fewer than n words score 0 as well.
     """
     from rouge_score.rouge_scorer import RougeScorer
-    from rouge_score.tokenizers import DefaultTokenizer
 
     if got == want == "":
         return 1.0
-    # Without an explicit tokenizer, each scorer logs that it uses this one.
-    scorer = RougeScorer([kind], tokenizer=DefaultTokenizer())
+    scorer = RougeScorer([kind], tokenizer=_RougeTokenizer(tokenizer))
     return float(scorer.score(want, got)[kind].fmeasure)
 
 
@@ -155,22 +208,54 @@ class _NoSynonyms:
         return []
 
 
-def _of_words(judge: Callable[[Sequence[str], Sequence[str]], float], got: str, want: str) -> float:
-    got_W, want_W = _WORD.findall(got), _WORD.findall(want)
+@dataclass(frozen=True)
+class _RougeTokenizer:
+    """Implements the tokenizer of rouge_score."""
+
+    kind: Tokenizer | None
+
+    def tokenize(self, text: str) -> list[str]:
+        return rouge_words(text, self.kind)
+
+
+def rouge_words(text: str, tokenizer: Tokenizer | None) -> list[str]:
+    """Return the words that ROUGE compares, in lower case and without punctuation."""
+    if tokenizer == "unicode":
+        return _unicode_words(_UNICODE_ROUGE_WORD, text.casefold())
+    return _ROUGE_WORD.findall(text.lower())
+
+
+def tokens(text: str, tokenizer: Tokenizer | None) -> list[str]:
+    """Return the words and punctuation marks that bleu, gleu and meteor compare."""
+    return _WORD.findall(text) if tokenizer is None else _unicode_words(_UNICODE_TOKEN, text)
+
+
+def _unicode_words(words: regex.Pattern[str], text: str) -> list[str]:
+    """Split by the letters, digits and marks of Unicode; the spellings of an accent are equal (form NFC)."""
+    return list(words.findall(unicodedata.normalize("NFC", text)))
+
+
+def _of_words(
+    judge: Callable[[Sequence[str], Sequence[str]], float], got: str, want: str, tokenizer: Tokenizer | None
+) -> float:
+    got_W, want_W = tokens(got, tokenizer), tokens(want, tokenizer)
     if not got_W or not want_W:
         return float(got_W == want_W)
     return min(1.0, max(0.0, float(judge(got_W, want_W))))  # rounding: a mean of ones may exceed 1
 
 
-METRICS: dict[Metric, Callable[[str, str], float]] = {
-    "fuzzy_match": fuzzy_match,
+# The least number of words that a text needs for a score above 0.
+_ROUGE: dict[Metric, int] = {
+    "rouge_1": 1,
+    "rouge_2": 2,
+    "rouge_3": 3,
+    "rouge_4": 4,
+    "rouge_5": 5,
+    "rouge_l": 1,
+}
+_OF_WORDS: dict[Metric, Callable[[str, str, Tokenizer | None], float]] = {
     "bleu": bleu,
     "gleu": gleu,
     "meteor": meteor,
-    "rouge_1": partial(rouge, "rouge1"),
-    "rouge_2": partial(rouge, "rouge2"),
-    "rouge_3": partial(rouge, "rouge3"),
-    "rouge_4": partial(rouge, "rouge4"),
-    "rouge_5": partial(rouge, "rouge5"),
-    "rouge_l": partial(rouge, "rougeL"),
+    **{metric: partial(rouge, metric.replace("_", "").replace("l", "L")) for metric in _ROUGE},
 }

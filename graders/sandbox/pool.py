@@ -6,7 +6,6 @@ import atexit
 import hashlib
 import itertools
 import json
-import math
 import os
 import select
 import subprocess
@@ -27,7 +26,7 @@ from graders.environments.catalog import Environment, EnvironmentNotBuilt, bare,
 from graders.sandbox import cgroup, folders, scratch, sizes, users
 from graders.sandbox.lockdown import NOBODY
 from graders.sandbox.turns import Turns
-from graders.types import StepScore, steps_of
+from graders.types import StepScore, is_score, steps_of
 
 # Modules that a zygote imports before the first grade, in addition to the packages in source.INSTALLED that the source
 # imports. A grade imports all others itself.
@@ -96,7 +95,7 @@ class SandboxLimits:
 
 @dataclass(frozen=True)
 class GradeOutcome:
-    """The outcome of one grade. `score` is finite if `kind` is "ok", else None; then `reason` describes the failure."""
+    """The outcome of one grade. If `kind` is "ok", `score` passes `is_score`, else it is None and `reason` says why."""
 
     kind: Kind
     score: float | None = None
@@ -713,9 +712,9 @@ def _result(text: str, output: str, length: int) -> GradeOutcome:
     except (ValueError, RecursionError):
         result = None
     match result:
-        case {"score": float(score), **rest} if not rest and math.isfinite(score):
+        case {"score": float(score), **rest} if not rest and is_score(score):
             return GradeOutcome("ok", score, output=output)
-        case {"score": float(score), "steps": raw, **rest} if not rest and math.isfinite(score):
+        case {"score": float(score), "steps": raw, **rest} if not rest and is_score(score):
             with suppress(ValueError):
                 return GradeOutcome("ok", score, output=output, steps=steps_of(raw, length))
         case {"error": "memory", **rest} if not rest:

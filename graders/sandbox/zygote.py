@@ -41,7 +41,7 @@ from typing import Any, NamedTuple
 
 from graders.sandbox import lockdown, scratch, syscalls
 from graders.sandbox.source import FILE, TOO_DEEP, compiled
-from graders.types import MAX_STEPS, steps_of
+from graders.types import MAX_SCORE, MAX_STEPS, is_score, steps_of, too_large
 
 SCRATCH = "/scratch"
 SCRATCH_S = 0.05  # interval between measurements of the scratch folder
@@ -547,9 +547,11 @@ def _scored(value: Any, rest: dict[str, Any]) -> bytes:
     try:
         score = float(value)
     except OverflowError:
-        return _error("value", "grade() returned an integer too large for a score")
+        return _error("value", f"grade() returned an integer above {MAX_SCORE:g}, the largest score")
     if score - score != 0:  # NaN and the infinities
         return _error("value", f"grade() must return a finite number, not {score}")
+    if not is_score(score):
+        return _error("value", f"grade() {too_large(score)}")
     return json.dumps({"score": score, **rest}).encode()
 
 

@@ -449,6 +449,20 @@ def test_every_bad_line_of_a_file_is_named(client: OpenAI, new_eval: Callable[..
     assert "line 1: has no 'sample', which the criterion 'exact' reads" in str(refused.value)
 
 
+def test_a_row_whose_reference_has_no_word_for_the_metric_is_refused(
+    client: OpenAI, new_eval: Callable[..., Any]
+) -> None:
+    rouge = NEAR | {"evaluation_metric": "rouge_l"}
+    source = inline(row(1), row(2, "你好") | {"sample": {"output_text": "你好"}})
+
+    with pytest.raises(BadRequestError, match="line 2: the reference '你好' of 'near' has no word of a-z"):
+        client.evals.runs.create(new_eval(rouge).id, data_source=source)
+    made = new_eval(rouge | {"tokenizer": "unicode"})
+    samples = inline(row(2, "你好") | {"sample": {"output_text": "你好"}})
+
+    assert client.evals.runs.create(made.id, data_source=samples).status == "queued"
+
+
 def test_a_deleted_file_and_one_of_another_purpose_are_refused(
     client: OpenAI, new_eval: Callable[..., Any]
 ) -> None:

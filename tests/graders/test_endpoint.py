@@ -58,6 +58,7 @@ def test_the_endpoint_gets_sample_item_and_trace_and_says_the_score() -> None:
         (Reply(200, '{"score": "1"}'), ErrorKind.endpoint_grader_internal_error),
         (Reply(200, '{"score": true}'), ErrorKind.endpoint_grader_internal_error),
         (Reply(200, '{"score": NaN}'), ErrorKind.endpoint_grader_internal_error),
+        (Reply(200, '{"score": 1e308}'), ErrorKind.endpoint_grader_internal_error),
         (Reply(200, "[" * 50_000), ErrorKind.endpoint_grader_internal_error),
         (Reply(200, '{"score": 1, "steps": 1}'), ErrorKind.endpoint_grader_internal_error),
         (

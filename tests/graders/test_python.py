@@ -70,6 +70,16 @@ def test_any_finite_number_is_a_score(grade: Callable[..., Grade], expression: s
     assert grade(returns(expression)).score == score
 
 
+@pytest.mark.parametrize("expression", ["1e308", "-1e16", "10 ** 18", "10 ** 400"])
+def test_a_number_too_large_for_a_score_is_an_error_of_the_source(
+    grade: Callable[..., Grade], expression: str
+) -> None:
+    result = grade(returns(expression))
+
+    assert (result.score, result.error) == (None, ErrorKind.python_grader_runtime_error)
+    assert "1e+15" in result.reason
+
+
 @pytest.mark.slow
 def test_a_numpy_scalar_is_a_score(grade: Callable[..., Grade]) -> None:
     pytest.importorskip("numpy")

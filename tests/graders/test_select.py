@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from graders.build import build, item_paths, missing_fields
+from graders.build import build, item_paths, row_problems
 from graders.spec import InvalidGrader, SelectSpec, dump, parse_grader
 from graders.types import ErrorKind, Grade, Sample
 
@@ -77,7 +77,7 @@ def test_a_row_that_chooses_none_is_not_graded() -> None:
 def test_a_row_needs_the_fields_of_its_own_grader(row: dict[str, Any], problems: list[str]) -> None:
     spec = parse_grader(BY_ROW)
 
-    assert missing_fields(spec, row) == problems
+    assert row_problems(spec, row) == problems
     assert item_paths(spec) == [("grader",), ("total",), ("word",)]
 
 

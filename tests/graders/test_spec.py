@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from graders import complaints
-from graders.build import build, item_paths, missing_item_paths
+from graders.build import build, item_paths, missing_item_paths, row_problems
 from graders.spec import MAX_REFERENCES, InvalidGrader, MultiSpec, dump, parse_grader
 from graders.types import Sample
 from tests.present import untyped
@@ -343,6 +343,44 @@ def test_what_a_row_lacks_is_named_as_in_the_template() -> None:
 
     assert missing_item_paths(spec, {"explanations": []}) == ["item.answer", "item.explanations[0]"]
     assert missing_item_paths(spec, {"answer": None, "explanations": ["because"]}) == []
+
+
+ROUGE = SIMILAR | {"evaluation_metric": "rouge_l", "reference": "{{item.answer}}"}
+
+
+@pytest.mark.parametrize("grader", [ROUGE, MULTI | {"graders": {"acc": ROUGE}, "calculate_output": "acc"}])
+def test_a_reference_without_a_word_is_a_problem_of_its_row(grader: dict[str, Any]) -> None:
+    [problem] = row_problems(parse_grader(grader), {"answer": "Добрый день"})
+
+    assert "'Добрый день' of 'similar' has no word of a-z and 0-9" in problem
+    assert '"tokenizer": "unicode"' in problem
+    assert row_problems(parse_grader(grader), {"answer": ""}) == []  # an empty answer scores 1
+    assert row_problems(parse_grader(grader), {"answer": "Öl 5"}) == []
+
+
+def test_a_reference_that_the_answer_makes_is_no_problem_of_the_row() -> None:
+    spec = parse_grader(ROUGE | {"input": "{{item.answer}}", "reference": "{{sample.output_text}}"})
+
+    assert row_problems(spec, {"answer": "x"}) == []
+
+
+def test_with_the_unicode_tokenizer_a_reference_needs_a_letter_or_digit_of_any_script() -> None:
+    spec = parse_grader(ROUGE | {"tokenizer": "unicode"})
+
+    assert row_problems(spec, {"answer": "Добрый день"}) == []
+    assert "has no letter or digit" in row_problems(spec, {"answer": "…!"})[0]
+
+
+def test_a_constant_reference_without_a_word_is_refused() -> None:
+    error = refused(ROUGE | {"reference": "你好"})
+
+    assert (error.param, error.code) == ("grader", "invalid_value")
+    assert "every answer 0" in error.message
+
+
+def test_a_tokenizer_is_only_for_metrics_of_words() -> None:
+    assert refused(SIMILAR | {"tokenizer": "unicode"}).param == "grader.tokenizer"
+    assert refused(ROUGE | {"tokenizer": "words"}).param == "grader.tokenizer"
 
 
 def judge_of(**fields: object) -> dict[str, Any]:

@@ -2,7 +2,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jinja2.exceptions import SecurityError
+from jinja2.exceptions import SecurityError, TemplateError
 from pydantic import ValidationError
 
 from core import chat_templates
@@ -10,6 +10,7 @@ from core.jobs.hyperparameters import Hyperparameters
 from core.registry import BaseModelEntry, Registry
 from tests.tiny import tiny_tokenizer
 from worker.model.policy import render
+from worker.model.reasoning import with_defaults
 
 CHAT = [
     {"role": "system", "content": "Be brief."},
@@ -35,6 +36,37 @@ def test_r1_zero_asks_for_reasoning_and_an_answer_in_tags() -> None:
 
     assert "</think>" in text and "</answer>" in text
     assert text.endswith("\n\nUser: What is 6 x 7?\nAssistant:")
+
+
+WORDS = "Think, then answer. {% raw %} User: {prompt}. Assistant:"
+
+
+def with_words(messages: list[dict[str, str]], words: str = WORDS) -> Any:
+    """As a job with `chat_template_kwargs` renders them."""
+    template = with_defaults(chat_templates.text_of("r1_zero"), {"prompt": words})
+    return tiny_tokenizer(chat_template=template).apply_chat_template(messages, tokenize=False)
+
+
+def test_r1_zero_takes_the_words_of_the_prompt_from_the_job() -> None:
+    question = CHAT[1:2]
+
+    assert with_words(question) == "Think, then answer. {% raw %} User: What is 6 x 7?. Assistant:"
+    assert with_words(CHAT[1:3]) == with_words(question) + " 42<end>"
+
+
+@pytest.mark.parametrize(
+    ("messages", "words", "says"),
+    [
+        (CHAT[1:2], "Think, then answer.", "has no {prompt}"),
+        (CHAT[:2], WORDS, "one user message only"),
+        (CHAT, WORDS, "one user message only"),
+    ],
+)
+def test_a_conversation_that_the_words_have_no_room_for_is_refused(
+    messages: list[dict[str, str]], words: str, says: str
+) -> None:
+    with pytest.raises(TemplateError, match=says):
+        with_words(messages, words)
 
 
 def test_the_first_token_of_the_model_comes_first_where_it_has_one() -> None:

@@ -157,8 +157,11 @@ def without_adam(*trainers: PeftTrainer) -> None:
         ({"loss": "dapo"}, {}),
         ({"loss": "dapo", "updates_per_batch": 1}, {}),  # the KL is watched last, by a forward pass alone
         ({"loss": "grpo", "overlap": True}, {"budget": 48}),  # distributed while others are being sampled
-        ({"loss": "grpo", "kl": 0.1, "mini_batches": 2}, {"budget": 48}),
-        ({"loss": "reinforce_plus_plus", "kl": 0.1, "mini_batches": 2}, {"budget": 48}),
+        ({"loss": "grpo", "kl": 0.1, "kl_warmup_steps": 3, "mini_batches": 2}, {"budget": 48}),
+        (
+            {"loss": "reinforce_plus_plus", "kl": 0.1, "kl_warmup_steps": 3, "mini_batches": 2},
+            {"budget": 48},
+        ),
         ({"loss": "ppo", "kl": 0.1, "mini_batches": 2, "reference_refresh_steps": 1}, {"budget": 48}),
         ({"loss": "gspo", "kl": 0.1, "reference_refresh_steps": 1}, {"budget": 128, "checkpointed": True}),
     ],

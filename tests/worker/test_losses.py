@@ -155,6 +155,8 @@ def reference(
                 slope = w * rho * advantage * (value == rho * advantage)
             if estimator == "k3_plain":
                 penalty, penalty_slope = x - 1 - math.log(x), 1 - x
+            elif estimator == "k1_plain":
+                penalty, penalty_slope = k1, 1.0
             else:
                 penalty = rho * (k1 if estimator == "k1" else x - 1 - math.log(x))
                 penalty_slope = rho * (k1 + 1 if estimator == "k1" else k1)
@@ -263,7 +265,9 @@ def test_each_loss_and_scale_equals_its_formula_written_as_loops(
 
 
 @pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize(("kl", "estimator"), [(0.0, None), (0.3, "k1"), (0.3, "k3"), (0.3, "k3_plain")])
+@pytest.mark.parametrize(
+    ("kl", "estimator"), [(0.0, None), (0.3, "k1"), (0.3, "k3"), (0.3, "k1_plain"), (0.3, "k3_plain")]
+)
 @pytest.mark.parametrize(("importance", "cap"), [("truncate", 1.3), ("mask", 1.3), ("none", None)])
 @pytest.mark.parametrize("normalize", ["papers", "signal"])
 def test_penalty_and_correction_equal_their_formulas_written_as_loops(
@@ -445,7 +449,7 @@ def toy(theta: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("estimator", ["k1", "k3", "k3_plain"])
+@pytest.mark.parametrize("estimator", ["k1", "k3", "k1_plain", "k3_plain"])
 def test_the_gradient_is_the_slope_of_the_loss(name: Loss, estimator: KlEstimator) -> None:
     theta = torch.tensor([0.3, -0.2, 0.5, 0.1], dtype=torch.float64, requires_grad=True)
     # With cispo every ratio is above the cap: there the factor that has no gradient is a constant.
@@ -550,10 +554,10 @@ def test_gspo_clips_an_answer_and_not_its_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("estimator", "right"), [("k1", True), ("k3", True), ("k3_plain", False), ("k1 alone", False)]
+    ("estimator", "right"), [("k1", True), ("k3", True), ("k1_plain", False), ("k3_plain", False)]
 )
 def test_the_penalty_has_the_gradient_of_the_kl_in_the_mean_even_off_policy(
-    estimator: str, right: bool
+    estimator: KlEstimator, right: bool
 ) -> None:
     """Over all tokens of a small vocabulary, weighted by how often the old policy draws them: exact, no samples."""
     theta = torch.tensor([0.5, -0.3, 0.1], dtype=torch.float64, requires_grad=True)
@@ -561,8 +565,7 @@ def test_the_penalty_has_the_gradient_of_the_kl_in_the_mean_even_off_policy(
     logp = theta.log_softmax(-1)
     [true] = torch.autograd.grad((logp.exp() * (logp - ref)).sum(), theta, retain_graph=True)
 
-    bare = estimator == "k1 alone"
-    each = grpo.kl_k1(logp, ref) if bare else grpo.kl_penalty(logp, logp - old, ref, untyped(estimator))
+    each = grpo.kl_penalty(logp, logp - old, ref, estimator)
     [mean] = torch.autograd.grad((old.exp() * each).sum(), theta)
 
     assert torch.allclose(mean, true, rtol=1e-10) is right
@@ -595,6 +598,35 @@ def test_the_plain_k3_is_deepseekmaths_as_printed() -> None:
     each = grpo.kl_penalty(policy, policy - policy.detach(), reference, "k3_plain")
     [mean] = torch.autograd.grad((policy.exp().detach() * each).sum(), theta)
     assert mean.tolist() == pytest.approx([0.25, -0.25], abs=1e-12)
+
+
+def test_the_plain_k1_is_the_log_ratio() -> None:
+    """For each token beta (log pi - log pi_ref) with the slope beta, whatever the ratio of the policies."""
+    logp = torch.tensor([-1.3, -0.2, -4.0], dtype=torch.float64, requires_grad=True)
+    old = torch.tensor([-1.0, -0.5, -3.0], dtype=torch.float64)
+    ref = torch.tensor([-0.7, -0.9, -4.9], dtype=torch.float64)
+    weight = torch.tensor([0.5, 0.25, 0.25]).double()
+
+    def loss_with(kl: float) -> torch.Tensor:
+        return grpo.loss(
+            logp,
+            old,
+            torch.tensor([1.0, -1.0, 0.5]).double(),
+            weight,
+            torch.tensor([0, 0, 1]),
+            name="grpo",
+            bounds=(0.8, 1.2),
+            kl=kl,
+            kl_estimator="k1_plain",
+            ref_logp=ref,
+        )
+
+    penalty = loss_with(0.04) - loss_with(0.0)
+    [gradient] = torch.autograd.grad(penalty, logp)
+
+    by_hand = 0.04 * (0.5 * -0.6 + 0.25 * 0.7 + 0.25 * 0.9)
+    assert penalty.item() == pytest.approx(by_hand, rel=1e-12, abs=1e-15)
+    assert gradient.tolist() == pytest.approx([0.02, 0.01, 0.01], rel=1e-12)
 
 
 # A bandit: three positions, six tokens, 0 stops; the reward is the share of positions that hold the right token.

@@ -42,6 +42,49 @@ def test_a_healthy_run_raises_nothing() -> None:
     assert raised(*({"train_mean_reward": reward} for reward in rewards)) == []
 
 
+def by_part(**scores: tuple[float | None, float | None]) -> dict[str, Any]:
+    """The mean and the standard deviation of each part's scores in a step."""
+    rows = [
+        {"name": name, "type": "math", "train_reward_mean": mean, "train_reward_std": std}
+        for name, (mean, std) in scores.items()
+    ]
+    return {"scores": {"graders": rows}}
+
+
+def test_a_part_of_the_grader_that_never_differs_is_named_once() -> None:
+    steps = [by_part(right=(0.1 * number, 0.3), judge=(1.0, 0.0)) for number in range(3)]
+
+    assert raised(*steps[:2]) == []
+    [finding] = check(run(*steps), Thresholds())
+
+    assert finding.rule == "inert_part"
+    assert "of the first 3 steps have the same score by 'judge' (1)." in finding.message
+    assert finding.data["parts"] == {"judge": 1.0}
+    assert check(run(*steps), Thresholds(), {"inert_part"}) == []
+    assert raised(*steps, thresholds=Thresholds(inert_steps=None)) == []
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [by_part(a=(0.5, 0.1), b=(mean, 0.0)) for mean in (1.0, 1.0, 0.0)],
+        [by_part(a=(0.5, 0.1), b=(None, None))] * 3,
+        [by_part(whole=(1.0, 0.0))] * 3,
+    ],
+    ids=["it differs between steps", "it could not grade", "it is the whole grader"],
+)
+def test_a_part_without_evidence_is_not(steps: list[dict[str, Any]]) -> None:
+    assert raised(*steps) == []
+
+
+def test_the_history_keeps_the_scores_by_part_of_the_first_steps_only() -> None:
+    steps = [StepMetrics(step=number, **by_part(a=(1.0, 0.0), b=(0.5, 0.1))) for number in (1, 10, 11)]
+
+    kept = History.of(steps).steps
+
+    assert [len(step.scores.graders) for step in kept] == [2, 2, 0]
+
+
 def test_low_entropy_without_reward_is_collapse_and_with_reward_a_solved_task() -> None:
     low = {"sampling_entropy": 0.01}
 

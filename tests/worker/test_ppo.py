@@ -267,9 +267,9 @@ class TestUpdates:
         head = random_head(own)
         shares = [batch.share_of(group, settings, policy.text) for group in groups]
         own.remember([present(share.pack) for share in shares], 0)
-        moments = own.reward_tokens().advantages
+        moments = own.reward_tokens(settings.kl).advantages
         own.normalize(moments.mean, moments.std("population"))
-        own.again(1.0)
+        own.again(1.0, settings.kl)
         totals = own.collect()
         whole, _ = batch.divisors(shares, settings)
         ours = [present(parameter.grad) / whole for parameter in own.trainable]
@@ -305,11 +305,11 @@ class TestUpdates:
         own = OwnGradient(policy, settings, token_budget=24)
         shares = [batch.share_of(group, settings, policy.text) for group in groups]
         own.remember([present(share.pack) for share in shares], 0)
-        own.reward_tokens()
+        own.reward_tokens(settings.kl)
         own.normalize(0.0, 1.0)
 
         present(own.value_head).bias.data += 1.0
-        own.again(1.0)
+        own.again(1.0, settings.kl)
 
         rewards = [
             reward

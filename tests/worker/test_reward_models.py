@@ -455,6 +455,22 @@ def test_a_score_does_not_depend_on_what_is_scored_beside_it(learned: Path, make
     assert scores(policy, model, texts, budget=10) == pytest.approx(apart, abs=1e-4)
 
 
+def test_equal_answers_are_computed_once_and_have_the_same_score(
+    learned: Path, make_policy: MakePolicy
+) -> None:
+    """In batches of one answer each. The first two prompts have the same conversation."""
+    policy, batches = make_policy(), []
+    texts, (here, there) = ["winter", "two three red dog", "winter"], prompts(2)
+
+    scorer = PolicyScores(policy, [read(learned, policy)], 1, lambda: batches.append(1))
+    first, again, other = asyncio.run(scorer.score([(here, texts), (prompts(1)[0], texts), (there, texts)]))
+
+    assert first == again
+    assert first[0] == first[2] != first[1]
+    assert other[0] == other[2] != first[0]
+    assert len(batches) == 4
+
+
 def test_an_adapter_of_another_rank_scores_alike(
     learned: Path, make_policy: MakePolicy, tiny_base: Any
 ) -> None:

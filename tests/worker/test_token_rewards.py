@@ -241,7 +241,7 @@ class TestReinforcePlusPlus:
         whole, _ = batch.divisors(shares, settings)
         every = sum(len(one.output_ids_T) for group in groups for one in group.rollouts_G)
         ungraded = len(groups[2].rollouts_G[0].output_ids_T)
-        assert own.reward_tokens().advantages.count == whole == every - ungraded - 2
+        assert own.reward_tokens(settings.kl).advantages.count == whole == every - ungraded - 2
 
     def test_reports_say_who_was_trained_on_and_no_single_advantage(
         self, policy: Policy, groups: list[Any]

@@ -408,6 +408,30 @@ class TestReference:
         assert kls[2] == 0.0  # the first step after the refresh starts at its reference
         assert 0 < kls[3] < kls[1]
 
+    @pytest.mark.parametrize("loss", ["grpo", "reinforce_plus_plus", "ppo"])
+    @pytest.mark.parametrize(("steps_taken", "weight"), [(0, 0.1), (1, 0.2), (3, 0.4), (9, 0.4)])
+    def test_its_weight_rises_in_a_line_until_the_end_of_the_warm_up(
+        self,
+        make_policy: Callable[..., Policy],
+        groups: list[Any],
+        loss: str,
+        steps_taken: int,
+        weight: float,
+    ) -> None:
+        """As after a resume, which restores `steps_taken`."""
+        common = {"loss": loss, "mini_batches": 2, "updates_per_batch": 2}
+        warming, plain = (
+            PeftTrainer(make_policy(moved=True), asked(common | kl), token_budget=48)
+            for kl in ({"kl": 0.4, "kl_warmup_steps": 4}, {"kl": weight})
+        )
+        warming.steps_taken = plain.steps_taken = steps_taken
+
+        learn(warming, groups)
+        learn(plain, groups)
+
+        for ours, theirs in zip(warming.policy.trainable, plain.policy.trainable, strict=True):
+            assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-7)
+
     @pytest.mark.slow
     def test_it_survives_a_checkpoint(
         self, make_policy: Callable[..., Policy], groups: list[Any], tmp_path: Path

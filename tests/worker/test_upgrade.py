@@ -123,6 +123,7 @@ THEN = RESOLVED | {
     "eval_pass_score": 1.0,
     "mini_batches": 1,
     "continue_in_flight": False,
+    "kl_warmup_steps": 0,
     "train": "lora",
     "prompt_order": "shuffled",
     **dict.fromkeys(

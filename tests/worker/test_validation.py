@@ -4,7 +4,7 @@ import asyncio
 import io
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ def validate(bench: Bench, tmp_path: Path) -> Callable[..., tuple[Job, list[tupl
     def run(
         train: Any,
         valid: tuple[dict[str, Sequence[Any]]] = (HELD_OUT,),
-        grader: dict[str, str] = GRADER,
+        grader: Mapping[str, Any] = GRADER,
         blobs: FolderBlobs = bench.blobs,
         backends: Backends = Backends.none(),
         response_format: Any = None,
@@ -66,7 +66,7 @@ def validate(bench: Bench, tmp_path: Path) -> Callable[..., tuple[Job, list[tupl
             job = session.get_one(Job, bench.job().seq)
             job.training_file, job.validation_file = ids
             job.status, job.lease_expires_at = "validating_files", None
-            job.body = {**job.body, "grader": grader, "response_format": response_format}
+            job.body = {**job.body, "grader": dict(grader), "response_format": response_format}
         settings = Settings(data_dir=tmp_path, **changes)
         wakes = validate_next(settings, bench.database, blobs, backends, "tester")
         return bench.job(), wakes
@@ -241,6 +241,51 @@ def test_a_grader_that_can_is_not(
     validate([GOOD, GOOD])
 
     assert bench.events("warn") == []
+
+
+def test_rows_that_pass_every_answer_are_one_warning_with_their_number(
+    bench: Bench, validate: Callable[..., tuple[Any, list[tuple[str, str]] | None]]
+) -> None:
+    empty = GOOD | {"answer": ""}
+
+    job, _ = validate([GOOD, empty, GOOD, empty], grader=GRADER | {"operation": "like"})
+
+    assert job.status == "queued"
+    [warning] = bench.events("warn")
+    assert warning.startswith("2 of 4 training rows are doubtful. The first, line 2, has an empty reference")
+
+
+def test_a_row_whose_reference_has_no_word_for_the_metric_fails_the_file(
+    validate: Callable[..., tuple[Any, list[tuple[str, str]] | None]],
+) -> None:
+    similar = {
+        "type": "text_similarity",
+        "name": "close",
+        "input": "{{sample.output_text}}",
+        "reference": "{{item.answer}}",
+        "evaluation_metric": "rouge_l",
+    }
+
+    job, _ = validate([GOOD, GOOD | {"answer": "你好"}], grader=similar)
+    again, _ = validate([GOOD, GOOD | {"answer": "你好"}], grader=similar | {"tokenizer": "unicode"})
+
+    assert job.error["code"] == "invalid_training_file"
+    assert "line 2: the reference '你好' of 'close' has no word of a-z and 0-9" in job.error["message"]
+    assert again.status == "queued"
+
+
+def test_a_part_of_a_multi_that_scores_all_test_replies_alike_is_warned_of_by_name(
+    bench: Bench, validate: Callable[..., tuple[Any, list[tuple[str, str]] | None]]
+) -> None:
+    inert = GRADER | {"name": "inert", "input": "{{item.answer}}"}
+    multi = {"type": "multi", "name": "m", "graders": {"right": GRADER, "inert": inert}}
+
+    job, _ = validate([GOOD, GOOD], grader=multi | {"calculate_output": "right + inert"})
+
+    assert job.status == "queued"
+    [warning] = bench.events("warn")
+    assert warning.startswith("Parts of the grader gave all 4 test replies") and "'inert' (1)" in warning
+    assert "'right'" not in warning
 
 
 def test_a_grader_that_fails_on_its_own_reference_is_warned_of() -> None:

@@ -71,6 +71,7 @@ class ReceiveAdapter:
 class AddPacks:
     packs: Sequence[Pack]
     std: float
+    kl: float
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class RememberPacks:
 
 @dataclass(frozen=True)
 class RewardTokens:
-    pass
+    kl: float
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,7 @@ class NormalizeAdvantages:
 @dataclass(frozen=True)
 class RepeatPacks:
     std: float
+    kl: float
     part: int
 
 
@@ -150,11 +152,11 @@ class DistributedGradient:
         self._has_adapter = False  # whether all ranks have the adapter of this pass
         self._reference: list[Tensor] | None = None  # that all ranks have
 
-    def add(self, packs: Sequence[Pack], std: float) -> None:
+    def add(self, packs: Sequence[Pack], std: float, kl: float) -> None:
         if not packs:
             return
         self._share_adapter()
-        self._order([AddPacks(hand, std) for hand in self._hands(packs)])
+        self._order([AddPacks(hand, std, kl) for hand in self._hands(packs)])
 
     def remember(self, packs: Sequence[Pack], part: int) -> None:
         self._share_adapter()
@@ -164,16 +166,16 @@ class DistributedGradient:
         """The packs of each rank."""
         return deal(packs, self.world.size, rows=self.own.policy.route.forward == "rows")
 
-    def reward_tokens(self) -> StepMoments:
-        moments: list[StepMoments] = self._order([RewardTokens()] * self.world.size)
+    def reward_tokens(self, kl: float) -> StepMoments:
+        moments: list[StepMoments] = self._order([RewardTokens(kl)] * self.world.size)
         return reduce(add, moments)
 
     def normalize(self, mean: float, std: float) -> None:
         self._order([NormalizeAdvantages(mean, std)] * self.world.size)
 
-    def again(self, std: float, part: int = 0) -> None:
+    def again(self, std: float, kl: float, part: int = 0) -> None:
         self._share_adapter()
-        self._order([RepeatPacks(std, part)] * self.world.size)
+        self._order([RepeatPacks(std, kl, part)] * self.world.size)
 
     def collect(self) -> Totals:
         self._has_adapter = False  # the caller updates it
@@ -231,13 +233,13 @@ def carry_out(order: Order, own: OwnGradient, world: World) -> Any:
             world.broadcast(own.trainable)
             if world.rank > 0:  # those of rank 0 are the same as before
                 own.policy.follow_trainable()
-        case AddPacks(packs, std) if own.policy.is_sharded:
+        case AddPacks(packs, std, kl) if own.policy.is_sharded:
             parts = list(own.micro_batches(packs))
             missing = world.most(len(parts)) - len(parts)
-            own.add_micro_batches(parts, std)
+            own.add_micro_batches(parts, std, kl)
             own.fill_up(missing)
-        case AddPacks(packs, std):
-            own.add(packs, std)
+        case AddPacks(packs, std, kl):
+            own.add(packs, std, kl)
         case RememberPacks(packs, part) if own.policy.is_sharded:
             parts = list(own.micro_batches(packs))
             missing = world.most(len(parts)) - len(parts)
@@ -245,12 +247,12 @@ def carry_out(order: Order, own: OwnGradient, world: World) -> Any:
             own.fill_up(missing, part, remembered=True)
         case RememberPacks(packs, part):
             own.remember(packs, part)
-        case RewardTokens():
-            return world.gather(own.reward_tokens())
+        case RewardTokens(kl):
+            return world.gather(own.reward_tokens(kl))
         case NormalizeAdvantages(mean, std):
             own.normalize(mean, std)
-        case RepeatPacks(std, part):
-            own.again(std, part)
+        case RepeatPacks(std, kl, part):
+            own.again(std, kl, part)
         case WatchReference() if world.rank == 0:
             return own.watched_kl()
         case WatchReference():

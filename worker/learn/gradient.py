@@ -46,23 +46,26 @@ class Gradient(Protocol):
         """Return the number of tokens that fill all ranks."""
         ...
 
-    def add(self, packs: Sequence[Pack], std: float) -> None:
-        """Add packs. Multiplies penalties by `std`, by which everything is divided later."""
+    def add(self, packs: Sequence[Pack], std: float, kl: float) -> None:
+        """Add packs. Multiplies penalties by `std`, by which everything is divided later.
+
+        `kl` is the weight of the penalty in this step.
+        """
         ...
 
     def remember(self, packs: Sequence[Pack], part: int) -> None:
         """Keep the packs of a mini-batch, with their log-probabilities under the policy that sampled them."""
         ...
 
-    def reward_tokens(self) -> StepMoments:
-        """Compute the advantages of all remembered tokens, and return their moments."""
+    def reward_tokens(self, kl: float) -> StepMoments:
+        """Compute the advantages of all remembered tokens, and return their moments. `kl`: as for `add`."""
         ...
 
     def normalize(self, mean: float, std: float) -> None:
         """Normalize the advantages of all remembered tokens."""
         ...
 
-    def again(self, std: float, part: int = 0) -> None:
+    def again(self, std: float, kl: float, part: int = 0) -> None:
         """Add all packs of this mini-batch, under the current policy. Those of `add` are part 0."""
         ...
 
@@ -128,18 +131,18 @@ class OwnGradient(WithReference):
         head = [] if self.value_head is None else list(self.value_head.parameters())
         return [*self.policy.led, *head]
 
-    def add(self, packs: Sequence[Pack], std: float) -> None:
-        self.add_micro_batches(self.micro_batches(packs), std)
+    def add(self, packs: Sequence[Pack], std: float, kl: float) -> None:
+        self.add_micro_batches(self.micro_batches(packs), std, kl)
 
     def micro_batches(self, packs: Sequence[Pack]) -> Iterator[list[Pack]]:
         rows = self.policy.route.forward == "rows"
         return micro_batches(packs, self.capacity, self.policy.device, rows=rows, cost=self._cost)
 
-    def add_micro_batches(self, parts: Iterable[Sequence[Pack]], std: float) -> None:
+    def add_micro_batches(self, parts: Iterable[Sequence[Pack]], std: float, kl: float) -> None:
         for part in parts:
             batch = Batch(part)
             self._batches.append(batch)
-            self._totals += self._backward(batch, std)
+            self._totals += self._backward(batch, std, kl)
             TURNS.offer()
 
     def remember(self, packs: Sequence[Pack], part: int) -> None:
@@ -154,17 +157,17 @@ class OwnGradient(WithReference):
             self._batches.append(Batch(packs, part, logp_M, reference, old_value=value_M))
             TURNS.offer()
 
-    def reward_tokens(self) -> StepMoments:
-        return sum(map(self._reward_tokens, self._batches), StepMoments())
+    def reward_tokens(self, kl: float) -> StepMoments:
+        return sum((self._reward_tokens(batch, kl) for batch in self._batches), StepMoments())
 
-    def _reward_tokens(self, batch: "Batch") -> StepMoments:
+    def _reward_tokens(self, batch: "Batch", kl: float) -> StepMoments:
         settings, tensors = self.settings, self.tensors(batch.packs)
         assert batch.old_logp is not None, "the micro-batches are remembered"
         kl_M = torch.zeros_like(batch.old_logp)
         if batch.ref_logp is not None:
             kl_M = grpo.kl_k1(batch.old_logp, batch.ref_logp)
         answer_M = tensors.answer_M
-        reward_M = token_rewards.token_rewards(tensors.advantage_M, kl_M, answer_M, settings.kl)
+        reward_M = token_rewards.token_rewards(tensors.advantage_M, kl_M, answer_M, kl)
         if batch.old_value is None:
             batch.advantage = token_rewards.reinforce_plus_plus(reward_M, answer_M)
             return StepMoments(Moments.of(batch.advantage))
@@ -211,10 +214,10 @@ class OwnGradient(WithReference):
     def _cost(self) -> RowCost | None:
         return row_cost(self.policy)
 
-    def again(self, std: float, part: int = 0) -> None:
+    def again(self, std: float, kl: float, part: int = 0) -> None:
         for batch in self._batches:
             if batch.part == part:
-                self._totals += self._backward(batch, std)
+                self._totals += self._backward(batch, std, kl)
                 TURNS.offer()
         for _ in range(self._filled_up[part]):
             self._gather_along(first=False)
@@ -243,7 +246,7 @@ class OwnGradient(WithReference):
         self._batches, self._filled_up = [], Counter()
         self.release()
 
-    def _backward(self, batch: "Batch", std: float) -> Totals:
+    def _backward(self, batch: "Batch", std: float, kl: float) -> Totals:
         settings = self.settings
         tensors = self.tensors(batch.packs)
         if settings.kl > 0 and batch.ref_logp is None:
@@ -269,7 +272,7 @@ class OwnGradient(WithReference):
             name=settings.loss,
             bounds=settings.ratio_bounds,
             # A penalty in the reward is in the advantages already.
-            kl=0.0 if settings.has_token_rewards else settings.kl * std,
+            kl=0.0 if settings.has_token_rewards else kl * std,
             kl_estimator=settings.kl_estimator,
             ref_logp=batch.ref_logp,
         )

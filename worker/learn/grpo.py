@@ -11,7 +11,6 @@ the group, but for the std of the batch), and one number for the whole batch, `n
 gradient can be computed before the others are there, and all of it divided once (worker/learn/trainer.py).
 """
 
-import math
 import statistics
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -22,9 +21,7 @@ import torch
 from torch import Tensor
 
 from core.jobs.hyperparameter_groups import Importance, KlEstimator, Loss, Normalize, Scale, Std
-
-# Rewards this close are equal: the std of a group that agrees must not be its rounding error.
-_EQUAL = 1e-8
+from core.rewards import all_equal, equal
 
 # The bound of an advantage under a teacher.
 MOST_NATS = 5.0
@@ -34,10 +31,11 @@ def centred(rewards_G: Sequence[float | None]) -> list[float]:
     """Each reward less the mean of its group: better than your siblings is positive.
 
     An ungraded answer (None) leaves the mean alone and gets 0. A group that agrees gets exactly 0, and so
-    does one with fewer than two graded answers.
+    does one with fewer than two graded answers: otherwise a division by the std would make rounding errors as large as
+    any other difference. Rewards agree up to core.rewards.EQUAL of the largest.
     """
     graded = [reward for reward in rewards_G if reward is not None]
-    if len(graded) < 2 or max(graded) - min(graded) <= _EQUAL:
+    if len(graded) < 2 or all_equal(graded):
         return [0.0] * len(rewards_G)
     mean = statistics.fmean(graded)
     return [0.0 if reward is None else reward - mean for reward in rewards_G]
@@ -248,15 +246,21 @@ def kl_k3(logp: Tensor, ref_logp: Tensor) -> Tensor:
 
 def kl_penalty(logp: Tensor, log_ratio: Tensor, ref_logp: Tensor, estimator: KlEstimator) -> Tensor:
     """k1, k3: rho x the estimate, with the gradient through both factors (DeepSeek-V3.2, arXiv 2512.02556, eq. 7).
-    k3_plain: the estimate alone, as DeepSeekMath prints it (eqs. 3 and 4).
+    k3_plain: the estimate alone, as DeepSeekMath prints it (eqs. 3 and 4). k1_plain: the log-ratio alone (k1 of
+    Schulman, "Approximating KL divergence"), which PPO with a KL penalty and introductions to GRPO print.
 
     The samples come from where rho is 1, so only the first has the KL's own gradient in the mean. That of a bare k1 is
     0 in the mean, and that of a bare k3 is the gradient of the KL the other way round, KL(reference || policy).
     """
-    if estimator == "k3_plain":
-        return kl_k3(logp, ref_logp)
-    estimate = kl_k1(logp, ref_logp) if estimator == "k1" else kl_k3(logp, ref_logp)
-    return log_ratio.exp() * estimate
+    estimate = (kl_k1 if estimator in ("k1", "k1_plain") else kl_k3)(logp, ref_logp)
+    return estimate if estimator in ("k1_plain", "k3_plain") else log_ratio.exp() * estimate
+
+
+def kl_weight(weight: float, warmup_steps: int, steps_taken: int) -> float:
+    """Return beta of the next step: it rises in a line and is `weight` from step `warmup_steps` on, as a warm-up of the
+    learning rate does.
+    """
+    return weight * min(1.0, (steps_taken + 1) / warmup_steps) if warmup_steps else weight
 
 
 def loss(
@@ -305,8 +309,8 @@ def signal(rewards_G: Sequence[float | None]) -> Literal["mixed", "all_zero", "a
     graded = [reward for reward in rewards_G if reward is not None]
     if len(graded) < 2:
         return "ungraded"
-    if max(graded) - min(graded) > _EQUAL:
+    if not all_equal(graded):
         return "mixed"
-    if math.isclose(graded[0], 0.0, abs_tol=_EQUAL):
+    if equal(graded[0], 0.0):
         return "all_zero"
-    return "all_one" if math.isclose(graded[0], 1.0, abs_tol=_EQUAL) else "equal"
+    return "all_one" if equal(graded[0], 1.0) else "equal"

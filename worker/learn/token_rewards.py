@@ -15,9 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from core.jobs.hyperparameter_groups import Std
-
-# A std below this is the rounding error of equal advantages.
-_EQUAL = 1e-8
+from core.rewards import equal
 
 
 def token_rewards(score_M: Tensor, kl_M: Tensor, answer_M: Tensor, beta: float) -> Tensor:
@@ -49,8 +47,8 @@ def reinforce_plus_plus(reward_M: Tensor, answer_M: Tensor) -> Tensor:
 
 
 def normalized(advantage_M: Tensor, mean: float, std: float) -> Tensor:
-    """(A - mean) / std, over all tokens of the step (global in REINFORCE++); 0 where they are all equal."""
-    return torch.zeros_like(advantage_M) if std <= _EQUAL else (advantage_M - mean) / std
+    """(A - mean) / std, over all tokens of the step (global in REINFORCE++); 0 where they differ by rounding only."""
+    return torch.zeros_like(advantage_M) if equal(mean + std, mean) else (advantage_M - mean) / std
 
 
 @dataclass(frozen=True)

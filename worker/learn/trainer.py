@@ -11,6 +11,7 @@ from torch import Tensor
 
 from core.jobs.hyperparameters import Resolved
 from core.storage.manifests import EARLIER
+from worker.learn import grpo
 from worker.learn.batch import Share, batch_of, divisors, in_mini_batches, share_of
 from worker.learn.distributed import DistributedGradient
 from worker.learn.gradient import Gradient, OwnGradient, keep_memory
@@ -97,6 +98,11 @@ class PeftTrainer:
         self._waiting: list[Share] = []
 
     @property
+    def _kl(self) -> float:
+        """The weight of the penalty in the current step."""
+        return grpo.kl_weight(self.settings.kl, self.settings.kl_warmup_steps, self.steps_taken)
+
+    @property
     def optimizer(self) -> AdapterOptimizer:
         return self.trained.optimizer
 
@@ -161,7 +167,7 @@ class PeftTrainer:
         for number in range(settings.updates_per_batch * len(parts)):
             part_number = number % len(parts)
             if number > 0:
-                self.gradient.again(std, part_number)
+                self.gradient.again(std, self._kl, part_number)
                 passes.append(self.gradient.collect())
             divisor = wholes[part_number] * std
             losses.append(passes[-1].loss / divisor)
@@ -213,10 +219,10 @@ class PeftTrainer:
         for number, part in enumerate(parts):
             self.gradient.remember(_packs(part), number)
         self._waiting = []
-        moments = self.gradient.reward_tokens()
+        moments = self.gradient.reward_tokens(self._kl)
         advantages = moments.advantages
         self.gradient.normalize(advantages.mean, advantages.std(self.settings.std))
-        self.gradient.again(1.0, 0)
+        self.gradient.again(1.0, self._kl, 0)
         return moments
 
     def _check_sampler(self, first: Totals) -> None:
@@ -249,7 +255,7 @@ class PeftTrainer:
             raise
 
     def _compute_waiting(self, std: float) -> None:
-        self.gradient.add(_packs(self._waiting), std)
+        self.gradient.add(_packs(self._waiting), std, self._kl)
         self._waiting = []
 
     def _refresh_reference(self) -> None:

@@ -12,7 +12,10 @@ from core.results.step_metrics import StepMetrics
 from worker.record.verdict import RowScores
 
 Steps = Sequence[StepMetrics]
-"""The metrics of steps 0, 1, ... in order, without those by grader."""
+"""The metrics of steps 0, 1, ... in order. Those by grader: only the scores, and only of the first steps."""
+
+# A rule reads the scores by grader of steps up to this one (Thresholds.inert_steps).
+FIRST_STEPS = 10
 
 
 @dataclass
@@ -28,12 +31,17 @@ class History:
         cls, recorded: Iterable[StepMetrics], base_scores: RowScores | None = None, warned: Iterable[str] = ()
     ) -> "History":
         """What an attempt starts with."""
-        return cls([step.without_sections() for step in recorded], base_scores, set(warned))
+        return cls([_shortened(step) for step in recorded], base_scores, set(warned))
 
     def add(self, step: StepMetrics, warned: Iterable[str] = ()) -> None:
         """One more recorded step, and the rules that warned in it."""
-        self.steps.append(step.without_sections())
+        self.steps.append(_shortened(step))
         self.warned.update(warned)
+
+
+def _shortened(step: StepMetrics) -> StepMetrics:
+    short = step.without_sections()
+    return short if step.step > FIRST_STEPS else short.model_copy(update={"scores": step.scores})
 
 
 def first(steps: Steps, name: str) -> tuple[int, float] | None:

@@ -86,7 +86,9 @@ def of_step(
         data["sampling_tokens_per_second"] = sampled / sampling_seconds
     if update is not None and seconds.get("training"):
         data["training_tokens_per_second"] = update.trained_tokens / seconds["training"]
-    data["scores"] = {"graders": _per_grader(spec, splits, _score_fields)}
+    is_combined = spec is not None and bool(parts_of(spec))
+    score_fields = _part_score_fields if is_combined else _score_fields
+    data["scores"] = {"graders": _per_grader(spec, splits, score_fields)}
     for split, groups_P in splits:
         data["scores"][f"{split}_reward_mean"] = mean_reward(groups_P)
     data["errors"] = {"graders": _per_grader(spec, splits, _error_fields)}
@@ -355,6 +357,14 @@ def _per_grader(
 
 def _score_fields(split: str, grades: Sequence[Grade]) -> dict[str, Any]:
     return {f"{split}_reward_mean": _mean(grade.score for grade in grades if grade.score is not None)}
+
+
+def _part_score_fields(split: str, grades: Sequence[Grade]) -> dict[str, Any]:
+    """Also the standard deviation: worker/record/monitors.py finds a part by it that scores all answers alike."""
+    scores = [grade.score for grade in grades if grade.score is not None]
+    return _score_fields(split, grades) | {
+        f"{split}_reward_std": statistics.pstdev(scores) if scores else None
+    }
 
 
 def _error_fields(split: str, grades: Sequence[Grade]) -> dict[str, float]:

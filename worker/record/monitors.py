@@ -10,6 +10,7 @@ from typing import Any
 
 from core.jobs.thresholds import Thresholds
 from core.jobs.verdict import Verdict
+from core.rewards import all_equal, equal
 from worker.record.history import Steps, first, last, reward_unit
 
 WINDOW = 3  # steps over which noisy means of single batches are averaged
@@ -269,6 +270,32 @@ def _length_inflation(steps: Steps, factor: float) -> Found | None:
     )
 
 
+def _inert_part(steps: Steps, bound: float) -> Found | None:
+    """A part of a multi or of a select that scores all answers alike has no signal. Reads the first `bound` steps.
+
+    A whole grader that never differs is a step without signal (worker/record/metrics.py).
+    """
+    trained = [step for step in steps if 1 <= step.step <= bound]
+    if len(trained) < bound or any(len(step.scores.graders) < 2 for step in trained):
+        return None
+    constant = {}
+    for rows in zip(*(step.scores.graders for step in trained), strict=True):
+        means = [row.get("train_reward_mean") for row in rows]
+        spreads = [row.get("train_reward_std") for row in rows]
+        measured = [mean for mean in means if mean is not None]
+        never = all(spread is not None and equal(spread, 0.0) for spread in spreads)
+        if never and len(measured) == len(rows) and all_equal(measured):
+            constant[rows[0]["name"]] = measured[0]
+    if not constant:
+        return None
+    parts = ", ".join(f"'{name}' ({score:g})" for name, score in constant.items())
+    return (
+        f"Inert part of the grader: all answers of the first {len(trained)} steps have the same score by {parts}. Such "
+        "a part has no signal: check what it compares.",
+        {"parts": constant},
+    )
+
+
 _RULES: dict[str, tuple[Callable[[Steps, float], Found | None], str]] = {
     "collapse": (_collapse, "entropy_share"),
     "below_base": (_below_base, "below_base"),
@@ -276,5 +303,6 @@ _RULES: dict[str, tuple[Callable[[Steps, float], Found | None], str]] = {
     "kl_jump": (_kl_jump, "kl_jump"),
     "truncation": (_truncation, "truncated_share"),
     "length_inflation": (_length_inflation, "length_factor"),
+    "inert_part": (_inert_part, "inert_steps"),
 }
 RULES = tuple(_RULES)

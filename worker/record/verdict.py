@@ -8,14 +8,13 @@ from statistics import NormalDist, fmean, stdev
 import numpy as np
 
 from core.jobs.verdict import Outcome, Verdict
+from core.rewards import equal
 from core.statistics import student
 from worker.types import Group
 
 RESAMPLES = 10_000
 # With fewer rows even a unanimous result is likelier than 1 in 20 by chance: a sign test needs 2 * 0.5^n <= 0.05.
 MIN_ROWS = 6
-# Scores that differ by less are equal: graders that add up parts differ in the last bits.
-TIE = 1e-9
 # A damaged model is worse from this drop on, as a share of the range of the compared scores: graders have any scale.
 CLEARLY_LOWER = 0.05
 
@@ -68,7 +67,8 @@ class RewardComparison:
         more, is `worse` without an interval below 0: a few rows cannot show one, and chance does not explain the
         damage.
         """
-        lower = self.difference <= TIE - CLEARLY_LOWER * self.spread and self.losses >= self.wins
+        bound = -CLEARLY_LOWER * self.spread
+        lower = (self.difference < bound or equal(self.difference, bound)) and self.losses >= self.wins
         is_open = self.outcome in ("no_difference", "too_few")
         ground = damage if is_open and self.difference < 0 and lower else None
         return Verdict(
@@ -105,7 +105,7 @@ def compare(base_N: RowScores, tuned_N: RowScores) -> RewardComparison | None:
     if not pairs:
         return None
     base, tuned = (fmean(scores) for scores in zip(*pairs, strict=True))
-    differences = [0.0 if abs(b - a) < TIE else b - a for a, b in pairs]
+    differences = [0.0 if equal(a, b) else b - a for a, b in pairs]
     interval = bootstrap_interval(differences) if len(pairs) >= MIN_ROWS else None
     wins, losses = sum(one > 0 for one in differences), sum(one < 0 for one in differences)
     return RewardComparison(

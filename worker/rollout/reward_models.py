@@ -1,6 +1,7 @@
 """Score the answers of a step by reward models: adapters on the policy's base that take its place for a while."""
 
 import asyncio
+import json
 import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -64,6 +65,9 @@ class LoadedRewardModel:
 class PolicyScores:
     """Implements AnswerScores by the policy under the weights of the reward models.
 
+    Equal answers to equal conversations are computed once: in batches of other widths their scores would differ by
+    rounding, and a group of equal answers would have a signal.
+
     Must not be used while the policy samples or learns.
     """
 
@@ -77,46 +81,52 @@ class PolicyScores:
 
     @TURNS
     def _score(self, answers_P: Sequence[tuple[Prompt, Sequence[str]]]) -> list[list[Scores]]:
-        by_model = {model.name: self._of_model(model, answers_P) for model in self.models}
+        different: dict[tuple[str, str], int] = {}  # its number by conversation and text
+        answers_N: list[tuple[Prompt, str]] = []
+        numbers_PG: list[list[int]] = []
+        for prompt, texts_G in answers_P:
+            conversation = json.dumps(prompt.item["messages"])
+            for text in texts_G:
+                if (conversation, text) not in different:
+                    different[conversation, text] = len(answers_N)
+                    answers_N.append((prompt, text))
+            numbers_PG.append([different[conversation, text] for text in texts_G])
+        by_model = {model.name: self._of_model(model, answers_N) for model in self.models}
         return [
-            [{name: scores_PG[p][g] for name, scores_PG in by_model.items()} for g in range(len(texts_G))]
-            for p, (_, texts_G) in enumerate(answers_P)
+            [{name: scores_N[number] for name, scores_N in by_model.items()} for number in numbers_G]
+            for numbers_G in numbers_PG
         ]
 
     @torch.no_grad()
-    def _of_model(
-        self, model: LoadedRewardModel, answers_P: Sequence[tuple[Prompt, Sequence[str]]]
-    ) -> list[list[Score]]:
-        scores_PG: list[list[Score]] = [["" for _ in texts_G] for _, texts_G in answers_P]
+    def _of_model(self, model: LoadedRewardModel, answers_N: Sequence[tuple[Prompt, str]]) -> list[Score]:
+        scores_N: list[Score] = [""] * len(answers_N)
         packs: list[Pack] = []
-        places: dict[int, tuple[int, int, str]] = {}  # of a sequence, by its identity: where and what it is
-        for p, (prompt, texts_G) in enumerate(answers_P):
-            for g, text in enumerate(texts_G):
-                try:
-                    pack = self._pack(model, prompt, text)
-                except ChatTemplateFailed as cause:
-                    scores_PG[p][g] = str(cause)
-                    continue
-                if pack.tokens > self.policy.context:
-                    scores_PG[p][g] = (
-                        f"the conversation has {pack.tokens} tokens, more than the model's context of "
-                        f"{self.policy.context}"
-                    )
-                    continue
-                packs.append(pack)
-                places[id(pack.sequences[0])] = p, g, text
+        numbers: dict[int, int] = {}  # of an answer, by the identity of its sequence
+        for number, (prompt, text) in enumerate(answers_N):
+            try:
+                pack = self._pack(model, prompt, text)
+            except ChatTemplateFailed as cause:
+                scores_N[number] = str(cause)
+                continue
+            if pack.tokens > self.policy.context:
+                scores_N[number] = (
+                    f"the conversation has {pack.tokens} tokens, more than the model's context of {self.policy.context}"
+                )
+                continue
+            packs.append(pack)
+            numbers[id(pack.sequences[0])] = number
         rows = self.policy.route.forward == "rows"
         with self.policy.wearing(model.weights):
             for part in whole_batches(packs, self.token_budget, self.policy.device, rows=rows):
                 rewards_N = reward_head.rewards(self.policy, model.head, tensors_of(part, self.policy.device))
                 left = rewards_N.tolist()
                 for [one] in (pack.sequences for pack in part):
-                    p, g, text = places[id(one)]
+                    number = numbers[id(one)]
                     own, left = left[: sum(one.learned_T)], left[sum(one.learned_T) :]
-                    scores_PG[p][g] = model.scores(own, text)
+                    scores_N[number] = model.scores(own, answers_N[number][1])
                 self.beat()
                 TURNS.offer()
-        return scores_PG
+        return scores_N
 
     @staticmethod
     def _pack(model: LoadedRewardModel, prompt: Prompt, text: str) -> Pack:

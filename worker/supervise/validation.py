@@ -25,7 +25,8 @@ from core.storage.datasets import MAX_TRAINING_ROWS, MAX_VALIDATION_ROWS, Exampl
 from core.storage.store import BlobStore
 from core.telemetry import logs, tracing
 from graders.backends import Backends
-from graders.build import environments_of, for_row, missing_fields, reward_model_parts
+from graders.build import environments_of, graders_of, reward_model_parts, row_problems
+from graders.doubts import row_doubts
 from graders.environments.catalog import EnvironmentNotBuilt
 from graders.run import grade_all
 from graders.spec import (
@@ -35,10 +36,9 @@ from graders.spec import (
     StringCheckSpec,
     TextSimilaritySpec,
     parse_grader,
-    parts_of,
 )
 from graders.template import Path, Reference, RenderError, Template
-from graders.types import Grader, Item, Sample
+from graders.types import Grade, Grader, Item, Sample
 from worker.heartbeat import WatchedGrader
 from worker.model import capacity
 from worker.supervise.bad_files import failed
@@ -134,17 +134,34 @@ def _validate(
             param = "method.reinforcement.grader"
             lifecycle.fail(session, job, code="invalid_grader", message=str(never), param=param)
         return []
+    doubts: list[str] = []
+    if spec is not None:
+        for name, examples in (("training", rows), ("validation", valid_rows)):
+            doubts += _row_doubts(spec, name, examples, lease.progressed)
     estimate = _estimate(settings, database, job, len(rows), len(valid_rows))
     with lifecycle.fenced(database, claim) as (session, job):
         if estimate is not None:
             job.usage = {"estimate": estimate}
-        for warning in filter(None, (doubt, _not_held_out(rows, valid_rows))):
+        for warning in filter(None, (doubt, *doubts, _not_held_out(rows, valid_rows))):
             events.append(session, job.id, warning, level="warn")
         if spec is not None and (environments := environments_of(spec)):
             message = f"Python graders run in the environment {', '.join(environments)}"
             events.append(session, job.id, message, data={"grader_environments": environments})
         wake = lifecycle.validated(session, job)
     return [wake]
+
+
+def _row_doubts(
+    spec: GraderSpec, file: str, rows: Sequence[Example], progressed: Callable[[], None]
+) -> Iterator[str]:
+    """Yield a warning for each doubt about rows of a file (graders/doubts.py), with their number."""
+    lines: dict[str, list[int]] = {}
+    for row in rows:
+        progressed()
+        for doubt in row_doubts(spec, row.item):
+            lines.setdefault(doubt, []).append(row.line)
+    for doubt, of_rows in lines.items():
+        yield f"{len(of_rows)} of {len(rows)} {file} rows are doubtful. The first, line {of_rows[0]}, {doubt}."
 
 
 def _not_held_out(rows: Sequence[Example], valid_rows: Sequence[Example]) -> str | None:
@@ -234,12 +251,12 @@ def check_file(
     if file is None:
         raise BadFile(param, f"The {param.replace('_', ' ')} was deleted before it could be read.")
 
-    def fields_the_grader_needs(row: Example) -> list[str]:
+    def problems_of(row: Example) -> list[str]:
         progressed()
-        return [] if spec is None else missing_fields(spec, row.item)
+        return [] if spec is None else row_problems(spec, row.item)
 
     try:
-        return files.read_rows(blobs, file, check=fields_the_grader_needs, max_rows=max_rows)
+        return files.read_rows(blobs, file, check=problems_of, max_rows=max_rows)
     except InvalidDataset as cause:
         raise BadFile(param, in_words(cause, blobs, file, method, param)) from cause
     except files.FileDamaged as damage:
@@ -250,6 +267,8 @@ async def dry_run(
     grader: Grader, spec: GraderSpec, rows: Sequence[Example], *, schema: Mapping[str, Any] | None = None
 ) -> str | None:
     """Grade a correct and an empty reply to a few rows. Returns a warning if the grader fails or scores all alike.
+
+    So does a part of a multi or of a select that scores all alike.
 
     The correct reply is the grader's own reference, if its spec has one. It is a guess, so a failure is a warning, with
     one exception. Under a `schema` both replies satisfy it, as every answer of the job will: the correct one has the
@@ -288,7 +307,27 @@ async def dry_run(
             f"The grader gave {len(grades)} different test replies, correct and empty ones, the same score "
             f"({scores.pop():g}). If it scores all answers alike, the job has nothing to learn."
         )
-    return None
+    return _constant_part(grades, [reply for reply, _ in replies])
+
+
+def _constant_part(grades: Sequence[Grade], replies: Sequence[str]) -> str | None:
+    """Return a warning if some parts of the grader gave different replies the same score, each part its own."""
+    constant = []
+    for key in dict.fromkeys(key for grade in grades for key in grade.sub_grades):
+        graded = [
+            (reply, grade.sub_grades[key].score)
+            for reply, grade in zip(replies, grades, strict=True)
+            if key in grade.sub_grades
+        ]
+        different, scores = {reply for reply, _ in graded}, {score for _, score in graded}
+        if len(different) > 1 and len(scores) == 1 and (score := scores.pop()) is not None:
+            constant.append(f"'{key}' ({score:g})")
+    if not constant:
+        return None
+    return (
+        f"Parts of the grader gave all {len(grades)} test replies, correct and empty ones, the same score: "
+        f"{', '.join(constant)}. A part that scores all answers alike has no signal."
+    )
 
 
 def _replies(spec: GraderSpec, item: Item, schema: Mapping[str, Any] | None) -> list[str]:
@@ -300,7 +339,7 @@ def _replies(spec: GraderSpec, item: Item, schema: Mapping[str, Any] | None) -> 
 
 def _placed(spec: GraderSpec, item: Item) -> Iterator[tuple[Path, str]]:
     """Return the paths of a JSON answer that the grader compares with values of the row, and these values."""
-    for part in _graders_of(spec, item):
+    for part in graders_of(spec, item):
         if isinstance(part, StringCheckSpec | TextSimilaritySpec | MathSpec):
             read, reference = Template.parse(part.input).parts, Template.parse(part.reference)
             match read:
@@ -311,14 +350,8 @@ def _placed(spec: GraderSpec, item: Item) -> Iterator[tuple[Path, str]]:
 
 def reference_answers(spec: GraderSpec, item: Item) -> list[str]:
     """Return the grader's reference for this row; if its spec has none, a field whose name suggests it."""
-    references = [getattr(part, "reference", None) for part in _graders_of(spec, item)]
+    references = [getattr(part, "reference", None) for part in graders_of(spec, item)]
     templates = [Template.parse(text) for text in references if isinstance(text, str)]
     named = [template.render(Sample.from_text(""), item) for template in templates if template.item_paths]
     guessed = [item[key] for key in _ANSWER_FIELDS if isinstance(item.get(key), str)]
     return list(dict.fromkeys(named or guessed[:1]))
-
-
-def _graders_of(spec: GraderSpec, item: Item) -> list[GraderSpec]:
-    """Return the graders of this row: that which a select chooses, and those of a multi."""
-    chosen = for_row(spec, item)
-    return [] if chosen is None else [*(parts_of(chosen).values() or [chosen])]

@@ -22,7 +22,10 @@ export function mean(values: number[]): number | null {
   return values.length ? values.reduce((a, b) => a + b, 0) / values.length : null;
 }
 
-const CLOSE = 1e-6; // equal rewards, as in the client library
+/** Whether two rewards differ by rounding at most, as core/rewards.py has it. */
+function equal(one: number, other: number): boolean {
+  return Math.abs(one - other) <= 1e-6 * Math.max(1, Math.abs(one), Math.abs(other));
+}
 
 export type Comparison = { both: number; higher: number; lower: number; same: number; gained: number; lost: number; before: number | null; after: number | null };
 
@@ -31,9 +34,9 @@ export function compare(results: Result[]): Comparison {
   const pairs = results.flatMap(({ case: one, graded }) => (one.before !== null && graded.score !== null ? [[one.before, graded.score] as const] : []));
   return {
     both: pairs.length,
-    higher: pairs.filter(([before, after]) => after > before + CLOSE).length,
-    lower: pairs.filter(([before, after]) => after < before - CLOSE).length,
-    same: pairs.filter(([before, after]) => Math.abs(after - before) <= CLOSE).length,
+    higher: pairs.filter(([before, after]) => after > before && !equal(before, after)).length,
+    lower: pairs.filter(([before, after]) => after < before && !equal(before, after)).length,
+    same: pairs.filter(([before, after]) => equal(before, after)).length,
     gained: results.filter(({ case: one, graded }) => one.before === null && graded.score !== null).length,
     lost: results.filter(({ case: one, graded }) => one.before !== null && graded.score === null).length,
     before: mean(pairs.map(([before]) => before)),
@@ -49,7 +52,7 @@ export function groupsWithSignal(results: Result[], score: (result: Result) => n
     if (value !== null) groups.set(result.case.group, [...(groups.get(result.case.group) ?? []), value]);
   }
   const several = [...groups.values()].filter((values) => values.length > 1);
-  return { signal: several.filter((values) => values.some((value) => Math.abs(value - values[0]!) > CLOSE)).length, groups: several.length };
+  return { signal: several.filter((values) => values.some((value) => !equal(value, values[0]!))).length, groups: several.length };
 }
 
 /** Errors by kind, most frequent first. */

@@ -1,0 +1,90 @@
+"""Rewards that differ by rounding only are equal in training and in everything that describes it."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from core.evals.summary import paired_difference
+from core.jobs.hyperparameter_groups import Scale
+from core.pipelines import rows
+from core.pipelines.rows import Selection
+from core.results import what_if
+from core.results.preview_report import with_signal
+from core.rewards import all_equal
+from worker.learn import grpo, token_rewards
+from worker.learn.token_rewards import Moments
+from worker.record import verdict
+
+ROUNDED = [
+    [1, 1, 1, 0.9999999],
+    [23.456789, 23.456791, 23.456790, 23.456789],
+    [0.1 + 0.2, 0.3, 0.3, 0.3],
+    [0.3 - 3 * 0.1, 0.0, 0.0, 0.0],
+    [1e7, 1e7 + 1, 1e7, 1e7],
+    [-1e12, -1e12 - 1e4, -1e12, -1e12],
+]
+DIFFERENT = [
+    [1, 1, 1, 0.99999],
+    [0, 0, 0, 0.0001],
+    [1e7, 1e7 + 1000, 1e7, 1e7],
+    [1e12, -1e12, 1e12, 1e12],
+]
+CASES = [*((rewards, False) for rewards in ROUNDED), *((rewards, True) for rewards in DIFFERENT)]
+
+
+@given(st.floats(-(2.0**40), 2.0**40, width=32), st.lists(st.integers(-2, 2), min_size=2, max_size=8))
+def test_scores_that_differ_in_the_last_bits_of_float32_are_equal(reward: float, bits: list[int]) -> None:
+    base = torch.tensor(reward, dtype=torch.float32)
+    rounded = [(base * (1 + bit * 2.0**-23)).item() for bit in bits]
+
+    assert all_equal(rounded)
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@pytest.mark.parametrize(("rewards", "differ"), CASES)
+def test_training_takes_a_rounding_error_for_no_difference(
+    rewards: list[float], differ: bool, scale: Scale
+) -> None:
+    [advantages] = grpo.advantages([rewards], scale)
+    [[steps]] = grpo.step_advantages([[rewards]], scale)
+
+    assert any(advantages) == any(grpo.leave_one_out(rewards)) == any(steps) == differ
+    assert (grpo.signal(rewards) == "mixed") == differ
+
+
+@pytest.mark.parametrize(("rewards", "differ"), CASES)
+def test_advantages_of_tokens_are_not_normalized_by_a_rounding_error(
+    rewards: list[float], differ: bool
+) -> None:
+    values = torch.tensor(rewards, dtype=torch.float64)
+    moments = Moments.of(values)
+
+    normalized = token_rewards.normalized(values, moments.mean, moments.std("population"))
+
+    assert bool(normalized.any()) == differ
+
+
+@pytest.mark.parametrize(("rewards", "differ"), CASES)
+def test_reports_have_the_same_rule_as_training(rewards: list[float], differ: bool) -> None:
+    stored = [what_if.Rescored((1, "train", 0), reward, rewards[0]) for reward in rewards]
+    compared = what_if.compare(stored, 0.5)
+    sizes, _ = what_if.advantage_sizes(stored, "group")
+    samples = [sample(reward, f"answer {index}") for index, reward in enumerate(rewards)]
+
+    assert (with_signal([(reward,) for reward in rewards], len(rewards)) == 1.0) == differ
+    assert (compared.before.groups_with_signal == 1) == differ
+    assert (compared.same < len(rewards)) == differ
+    assert bool(sizes.largest) == differ
+    assert bool(list(rows.selected(samples, Selection(form="dpo")))) == differ
+    assert (paired_difference([(max(rewards), min(rewards))])["ties"] == 0) == differ
+    paired = verdict.compare([max(rewards)], [min(rewards)])
+    assert paired is not None
+    assert (paired.ties == 0) == differ
+
+
+def sample(score: float, answer: str) -> rows.Row:
+    return {
+        "messages": [{"role": "user", "content": "?"}],
+        "sample": {"answer": answer, "score": score, "finish_reason": "stop", "prompt": 1},
+    }
