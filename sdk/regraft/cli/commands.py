@@ -58,6 +58,7 @@ from regraft.cli.service import usage, workers
 from regraft.client import Regraft
 from regraft.config import NotConfigured
 from regraft.datasets import validate as validate_dataset
+from regraft.display import Waiting
 from regraft.errors import DownloadCorrupt, JobFailed, NotARegraftServer, NotSupportedByServer, is_page
 from regraft.jobs import grader_of
 from regraft.migrate import NO_MODEL
@@ -95,8 +96,9 @@ def run(arguments: argparse.Namespace) -> int:
             return UNREACHABLE
         return BY_STATUS.get(error.status_code, USAGE)
     except openai.APIConnectionError as error:
+        server = error.request.url.copy_with(path="/", query=None)
         why = f": {error.__cause__}" if error.__cause__ else ""
-        _complain(as_json, f"Cannot reach {error.request.url.copy_with(path='/')}{why}", "connection_error")
+        _complain(as_json, f"Cannot reach {server}{why}. Is the server running?", "connection_error")
         return UNREACHABLE
     except JobFailed as failed:
         # The last event lists all lines of the error, such as the invalid rows of a file.
@@ -476,9 +478,13 @@ def jobs_create(arguments: argparse.Namespace) -> int:
 
 def _previewed(arguments: argparse.Namespace, client: Regraft, body: dict[str, Any]) -> int:
     """Show the preview, and create the job after confirmation or with --yes."""
-    preview = client.preview(
-        body, rows=arguments.rows, samples=arguments.samples, progress=_preview_progress()
-    )
+    with Waiting(sys.stderr, "the preview") as waiting:
+        preview = client.preview(
+            body,
+            rows=arguments.rows,
+            samples=arguments.samples,
+            progress=_preview_progress(waiting.say),
+        )
     if arguments.output == "json":
         if arguments.yes and arguments.watch:
             print_json_line(preview)
@@ -557,7 +563,7 @@ def _doing(now: PreviewProgress) -> str:
     return doing if now.phase == "loading" else f"{doing}: {done} of {now.of} answers"
 
 
-def _preview_progress() -> Callable[[PreviewProgress], None]:
+def _preview_progress(say: Callable[[str], None]) -> Callable[[PreviewProgress], None]:
     """Say each phase when it begins, and each quarter of its answers."""
     said: set[tuple[str, int]] = set()
 
@@ -1236,9 +1242,14 @@ def _prompts(arguments: argparse.Namespace) -> Iterator[str]:
 
 def _spoken(messages: list[Any], options: dict[str, Any]) -> str:
     said = ""
-    with _client().chat.completions.create(messages=messages, stream=True, **options) as stream:
+    model = f"{options['model']}, which the server may have to load"
+    with (
+        Waiting(sys.stderr, model) as waiting,
+        _client().chat.completions.create(messages=messages, stream=True, **options) as stream,
+    ):
         try:
             for chunk in stream:
+                waiting.end()
                 piece = (chunk.choices[0].delta.content or "") if chunk.choices else ""
                 said += piece
                 print(piece, end="", flush=True)
