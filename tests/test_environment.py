@@ -81,8 +81,8 @@ def test_no_committed_file_names_a_folder_of_some_machine() -> None:
 def made_venv(tmp_path: Path, requires: str) -> subprocess.CompletedProcess[str]:
     """What `make setup` does first, for a project that requires this Python."""
     (tmp_path / "pyproject.toml").write_text(f'requires-python = "{requires}"\n')
-    command = [sys.executable, ROOT / ".ci/make_venv.py", tmp_path / ".venv", tmp_path / "pyproject.toml"]
-    return subprocess.run(command, capture_output=True, text=True)
+    words = [ROOT / ".ci/make_venv.py", tmp_path / ".venv", tmp_path / "pyproject.toml"]
+    return subprocess.run([sys.executable, *map(str, words)], capture_output=True, text=True)
 
 
 def test_a_python_that_is_not_supported_is_refused_before_anything_is_made(tmp_path: Path) -> None:

@@ -1347,6 +1347,27 @@ def test_the_show_of_a_running_job_has_ranges_of_time_and_gpu_time(
     assert "cost" not in lines
 
 
+def test_the_show_of_a_job_that_starts_says_for_how_long(
+    regraft: Callable[..., tuple[int, str, str]], house: House
+) -> None:
+    started = {"epoch": 1, "step": None, "phase": "starting the sampler", "done": None, "of": None}
+    soon, late = (
+        house.job(
+            status="running", lease_owner="a/1", progress=started | {"since": int(time.time()) - seconds}
+        )
+        for seconds in (100, 1000)
+    )
+
+    assert re.search(
+        r"^now +starting the sampler, for 1 min \d\d s$", regraft("jobs", "show", soon)[1], re.MULTILINE
+    )
+    assert re.search(
+        r"^now +starting the sampler, for 16 min \d\d s: unusually long; `regraft jobs logs` may say why$",
+        regraft("jobs", "show", late)[1],
+        re.MULTILINE,
+    )
+
+
 def test_an_estimate_ages_until_the_next_step() -> None:
     seconds = {"low": 60.0, "expected": 120.0, "high": 240.0}
     cost = {"low": 1.0, "expected": 2.0, "high": 4.0, "currency": "USD"}

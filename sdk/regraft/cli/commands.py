@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -75,6 +75,7 @@ from regraft.types import Alias, ComparedPair, ComparedScores, GraderTest, Money
 DONE, NO, USAGE, NOT_FOUND, AUTH, UNREACHABLE, QUOTA, INTERRUPTED = 0, 1, 2, 3, 4, 5, 6, 130
 BY_STATUS = {401: AUTH, 403: AUTH, 404: NOT_FOUND, 408: UNREACHABLE, 429: QUOTA}
 WIDE = 72
+SLOW_START_S = 300.0  # weights of tens of gigabytes and an engine's start take minutes
 JOB_FILES = (".toml", ".json", ".yaml", ".yml")
 
 
@@ -772,6 +773,13 @@ COURSES = (
 )
 
 
+def _lasting(now: Mapping[str, Any], seconds: float) -> str:
+    """What a run does, and for how long."""
+    slow = now["phase"] in ("loading", "starting the sampler") and seconds >= SLOW_START_S
+    unusual = ": unusually long; `regraft jobs logs` may say why" if slow else ""
+    return f"{doing_now(now)}, for {duration(seconds)}{unusual}"
+
+
 def _job(job: FineTuningJob, steps: list[dict[str, Any]]) -> str:
     shown = {
         "id": job.id,
@@ -791,7 +799,7 @@ def _job(job: FineTuningJob, steps: list[dict[str, Any]]) -> str:
     if steps:
         shown["step"] = f"{steps[-1]['step']} of {steps[-1]['total_steps']}"
     if now := getattr(job, "progress", None):
-        shown["now"] = f"{doing_now(now)}, since {when(now['since'])}"
+        shown["now"] = _lasting(now, max(0.0, time.time() - now["since"]))
     estimate = getattr(job, "estimate", None)
     if estimate and job.estimated_finish is not None and job.status not in FINAL:
         shown |= expected_costs(estimate, job.estimated_finish, time.time())
