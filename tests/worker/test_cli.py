@@ -1,6 +1,7 @@
 """`regraft-server` before a command runs: help, versions and the table of commands."""
 
 import hashlib
+import io
 import json
 import logging
 import os
@@ -197,6 +198,25 @@ def test_options_replace_the_variables_that_api_and_worker_share(quiet_start: Pa
 
     assert (settings.host, settings.metrics_port, settings.data_dir) == ("::1", 9101, Path("elsewhere"))
     assert os.environ["REGRAFT_METRICS_PORT"] == "9101"
+
+
+def test_a_service_says_in_a_terminal_that_it_starts(
+    quiet_start: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before its imports, which take seconds."""
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    monkeypatch.setenv("REGRAFT_PORT", "none")
+
+    with pytest.raises(SystemExit):
+        main(["up"])
+
+    assert terminal.getvalue().startswith("Starting `regraft-server up` ...\n")
+    assert "REGRAFT_PORT" in terminal.getvalue()
 
 
 def test_a_misspelled_command_gets_the_one_that_it_may_mean(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,6 @@
 """One gradient in several processes: the adapter is that of one process, and a checkpoint fits any number of ranks."""
 
 import json
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from tests.fakes import learn
 from tests.present import untyped
 from tests.tiny import WORDS, make_byte_model
 from tests.worker.process_group import followed
-from tests.worker.rounding import assert_same
+from tests.worker.rounding import NATS, assert_same
 from tests.worker.test_json_schema import LETTER, sample
 from tests.worker.test_training import asked, drawn, prompt, relative_difference, sampling
 from worker.learn.distributed import LoadModel, load_checked, loading
@@ -190,7 +189,7 @@ def test_all_ranks_together_learn_what_one_process_does(
                 assert list(mine) == pytest.approx(list(own), rel=1e-3, abs=1e-4)
         # Without a penalty, KL is only watched, on one pack, which may be another one.
         but = ("tokens",) if settings.kl else ("tokens", "kl")
-        assert_same(metrics, expected, terms=math.log(len(WORDS)), but=but)
+        assert_same(metrics, expected, terms=NATS, but=but)
         both.together.save(tmp_path)  # on rank 0 alone, where a state dict shards what was gathered
 
     assert both.movement() < 1e-4

@@ -1,6 +1,5 @@
 """Given answers in several processes: the adapter and the metrics are those of one process, for every loss."""
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import compress, repeat
@@ -17,9 +16,8 @@ from core.registry import BaseModelEntry
 from core.storage.offline_rows import RewardKind
 from graders.types import TokenUsage
 from tests.present import untyped
-from tests.tiny import WORDS
 from tests.worker.process_group import followed
-from tests.worker.rounding import assert_same
+from tests.worker.rounding import NATS, assert_same
 from tests.worker.test_offline_training import conversations, labeled, pairs
 from tests.worker.test_training import relative_difference
 from worker.learn.distributed import LoadModel, RankTeacher, load_checked, load_second, loading
@@ -153,7 +151,7 @@ def both(world: World, tiny_model: Path) -> Callable[..., tuple[OfflineTrainer, 
 
 def same(metrics: OfflineMetrics, expected: OfflineMetrics) -> None:
     """Rewards and losses are differences of the log-probabilities of whole answers."""
-    nats = expected.tokens / expected.sequences * math.log(len(WORDS))
+    nats = expected.tokens / expected.sequences * NATS
     assert_same(metrics, expected, terms=nats)
 
 
@@ -175,7 +173,7 @@ def test_all_ranks_together_learn_what_one_process_does(
         [now.detach() - then for now, then in zip(trainer.optimizer.trained, start, strict=True)]
         for trainer in (together, alone)
     ]
-    assert relative_difference(*moves) < 1e-4
+    assert relative_difference(*moves) < 1e-3
 
 
 @pytest.mark.parametrize("degree", [1, 2])

@@ -14,8 +14,7 @@ from core.jobs.hyperparameters import Resolved
 from graders.types import Grade
 from tests.fakes import RecordingOptimizer, RecordingTrainer, learn
 from tests.present import present
-from tests.tiny import WORDS
-from tests.worker.rounding import assert_same
+from tests.worker.rounding import NATS, assert_same
 from tests.worker.test_training import (
     asked,
     drawn,
@@ -494,7 +493,7 @@ class TestOverlap:
         )
 
         # KL is only watched, on the first pack, which is another one here.
-        assert_same(one_by_one, at_once, terms=math.log(len(WORDS)), but=("kl",))
+        assert_same(one_by_one, at_once, terms=NATS, but=("kl",))
 
     def test_a_group_is_computed_while_others_are_still_sampled(self, policy: Policy) -> None:
         """The first group's gradient is there before the last is sampled, and the step's is that of all at once."""

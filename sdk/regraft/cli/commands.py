@@ -774,7 +774,7 @@ COURSES = (
 
 
 def _lasting(now: Mapping[str, Any], seconds: float) -> str:
-    """What a run does, and for how long."""
+    """Describe the work of a run and how long it has lasted."""
     slow = now["phase"] in ("loading", "starting the sampler") and seconds >= SLOW_START_S
     unusual = ": unusually long; `regraft jobs logs` may say why" if slow else ""
     return f"{doing_now(now)}, for {duration(seconds)}{unusual}"
