@@ -40,7 +40,7 @@ def _near(word: str, known: Iterable[str]) -> str | None:
 
 
 @dataclass(frozen=True)
-class Place:
+class CompletionPoint:
     """The possible words after the commands in `path`."""
 
     path: tuple[str, ...]
@@ -55,7 +55,7 @@ def script(parser: argparse.ArgumentParser, shell: str) -> str:
     return {"bash": _bash, "zsh": _zsh, "fish": _fish}[shell](places, parser.prog)
 
 
-def _places(parser: argparse.ArgumentParser, path: tuple[str, ...]) -> Iterator[Place]:
+def _places(parser: argparse.ArgumentParser, path: tuple[str, ...]) -> Iterator[CompletionPoint]:
     commands: list[tuple[str, str]] = []
     options: list[tuple[str, str]] = []
     choices: list[str] = []
@@ -70,17 +70,17 @@ def _places(parser: argparse.ArgumentParser, path: tuple[str, ...]) -> Iterator[
             options += [(name, action.help or "") for name in action.option_strings if name.startswith("--")]
         elif action.choices:
             choices += [str(choice) for choice in action.choices]
-    yield Place(path, commands, options, choices)
+    yield CompletionPoint(path, commands, options, choices)
     for sub, where in below:
         yield from _places(sub, where)
 
 
-def _words(place: Place) -> str:
+def _words(place: CompletionPoint) -> str:
     names = [name for name, _ in (*place.commands, *place.options)]
     return " ".join([*names, *place.choices])
 
 
-def _cases(places: Sequence[Place]) -> str:
+def _cases(places: Sequence[CompletionPoint]) -> str:
     return "\n".join(f'    "{" ".join(place.path)}") words="{_words(place)}" ;;' for place in places)
 
 
@@ -97,7 +97,7 @@ _FIND = """  local place="" words="" word
 """
 
 
-def _find(places: Sequence[Place]) -> str:
+def _find(places: Sequence[CompletionPoint]) -> str:
     known = "|".join(f'"{" ".join(place.path)}"' for place in places if place.path)
     return _FIND.format(known=known, cases=_cases(places))
 
@@ -106,7 +106,7 @@ def _function(program: str) -> str:
     return f"_{program.replace('-', '_')}"
 
 
-def _bash(places: Sequence[Place], program: str) -> str:
+def _bash(places: Sequence[CompletionPoint], program: str) -> str:
     function = _function(program)
     return (
         f"# bash completion for {program}\n"
@@ -119,7 +119,7 @@ def _bash(places: Sequence[Place], program: str) -> str:
     )
 
 
-def _zsh(places: Sequence[Place], program: str) -> str:
+def _zsh(places: Sequence[CompletionPoint], program: str) -> str:
     function = _function(program)
     return (
         f"#compdef {program}\n"
@@ -133,7 +133,7 @@ def _zsh(places: Sequence[Place], program: str) -> str:
     )
 
 
-def _fish(places: Sequence[Place], program: str) -> str:
+def _fish(places: Sequence[CompletionPoint], program: str) -> str:
     lines = [f"# fish completion for {program}"]
     for place in places:
         below = " ".join(name for name, _ in place.commands)
