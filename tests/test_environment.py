@@ -1,7 +1,9 @@
 """What must stay out of the environment, and out of the repository."""
 
+import platform
 import re
 import subprocess
+import sys
 import tomllib
 from importlib.metadata import PackageNotFoundError, distribution
 from itertools import chain
@@ -74,3 +76,40 @@ def test_no_committed_file_names_a_folder_of_some_machine() -> None:
     ]
 
     assert [f for f in found if f != "tests/test_environment.py"] == []
+
+
+def made_venv(tmp_path: Path, requires: str) -> subprocess.CompletedProcess[str]:
+    """What `make setup` does first, for a project that requires this Python."""
+    (tmp_path / "pyproject.toml").write_text(f'requires-python = "{requires}"\n')
+    words = [ROOT / ".ci/make_venv.py", tmp_path / ".venv", tmp_path / "pyproject.toml"]
+    return subprocess.run([sys.executable, *map(str, words)], capture_output=True, text=True)
+
+
+def test_a_python_that_is_not_supported_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    done = made_venv(tmp_path, ">=3.98,<3.99")
+
+    assert done.returncode == 1
+    assert "regraft needs >=3.98,<3.99. Choose another one: make setup PYTHON=python3.98" in done.stderr
+    assert not (tmp_path / ".venv").exists()
+
+
+@pytest.mark.slow
+def test_an_environment_of_an_unsupported_python_is_replaced(tmp_path: Path) -> None:
+    python = tmp_path / ".venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text("#!/bin/sh\necho 3.10.13\n")
+    python.chmod(0o755)
+
+    done = made_venv(tmp_path, ">=3.11,<3.99")
+
+    assert done.returncode == 0, done.stderr
+    assert "which has Python 3.10.13." in done.stdout
+    asked = subprocess.run([python, "--version"], capture_output=True, text=True, check=True)
+    assert asked.stdout == f"Python {platform.python_version()}\n"
+
+
+def test_the_makefile_checks_python_before_it_makes_an_environment() -> None:
+    recipe = (ROOT / "Makefile").read_text()
+
+    assert "$(PYTHON) .ci/make_venv.py $(VENV)" in recipe
+    assert "-m venv" not in recipe

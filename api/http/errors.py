@@ -2,11 +2,13 @@
 
 import json
 import logging
+from collections.abc import Collection
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel
 from sqlalchemy.exc import DataError, DBAPIError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -47,7 +49,13 @@ def _service_error(request: Request, error: Exception) -> Response:
 
 def _invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    return _service_error(request, explain(error.errors(), error.body))
+    return _service_error(request, explain(error.errors(), error.body, _fields_of_body(request)))
+
+
+def _fields_of_body(request: Request) -> Collection[str]:
+    field = getattr(request.scope.get("route"), "body_field", None)
+    body = None if field is None else field.field_info.annotation
+    return body.model_fields.keys() if isinstance(body, type) and issubclass(body, BaseModel) else ()
 
 
 def _framework_error(request: Request, error: Exception) -> Response:

@@ -1,6 +1,7 @@
 """Converts validation errors to one API error."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 from core.errors import InvalidParameter, InvalidRequest
@@ -11,8 +12,12 @@ from graders.complaints import Complaint
 from graders.spec import InvalidGrader
 
 
-def explain(complaints: Sequence[Complaint], sent: Any) -> InvalidRequest:
-    """Report the first error in `sent`. A value that matches no branch of a union is one error."""
+def explain(complaints: Sequence[Complaint], sent: Any, fields: Collection[str] = ()) -> InvalidRequest:
+    """Report the first error in `sent`. A value that matches no branch of a union is one error.
+
+    Args:
+        fields: those of the body, among which a misspelled one is looked for.
+    """
     first = complaints[0]
     where, *loc = first["loc"]
     if where == "body":
@@ -33,13 +38,20 @@ def explain(complaints: Sequence[Complaint], sent: Any) -> InvalidRequest:
     if not param and len(about) == 1:
         return _whole_body(about[0])
     mistake = translator.explain(param, about)
-    meant = _meant(param, about[0]["loc"]) if mistake.code == "unknown_parameter" else None
+    meant = _meant(param, about[0]["loc"], fields) if mistake.code == "unknown_parameter" else None
     hint = f" Did you mean '{meant}'?" if meant else ""
     return InvalidRequest(f"{mistake.message}{hint}", param=mistake.param, code=mistake.code)
 
 
-def _meant(param: str, loc: Sequence[int | str]) -> str | None:
+def _meant(param: str, loc: Sequence[int | str], fields: Collection[str]) -> str | None:
     """`loc` has the tags of unions, such as the mode of a distillation, which are not in `param`."""
+    if "." not in param and "[" not in param:
+        if close := get_close_matches(param, fields, n=1, cutoff=0.75):
+            return close[0]
+        if "method" not in fields:  # the body is no job
+            return None
+        inside = (f"hyperparameters.{param}", f"hyperparameters.advanced.{param}")
+        return next(filter(None, map(hyperparameters.meant, inside)), None)
     *_, method = f".{param}".partition(".method.")
     method = LOGITS if "logits" in loc else method.partition(".")[0]
     if method in offline_hyperparameters.KINDS:

@@ -332,4 +332,4 @@ def _checked(sent: dict[str, Any]) -> FileCreate:
         return FileCreate.model_validate(sent)
     except ValidationError as invalid:
         complaints = [error | {"loc": ("body", *error["loc"])} for error in invalid.errors()]
-        raise explain(complaints, sent) from None
+        raise explain(complaints, sent, FileCreate.model_fields) from None

@@ -57,6 +57,7 @@ class ProgressOut(BaseModel):
     step: int | None  # null: no step has begun. 0: the validation of the model that the job starts from
     phase: Literal[
         "loading",
+        "starting the sampler",
         "sampling",
         "grading",
         "training",
@@ -64,6 +65,7 @@ class ProgressOut(BaseModel):
         "saving",
         "waiting for the database",
         "waiting for the blob store or the disk",
+        "waiting for the teacher",
     ]
     done: int | None  # answers of this phase, or rows of a file; null: none are counted
     of: int | None

@@ -54,7 +54,7 @@ async def validate_job(body: JobValidate, project: ReadProject, service: Service
         job = JobCreate.model_validate(sent)
     except ValidationError as invalid:
         complaints = [error | {"loc": ("body", *error["loc"])} for error in invalid.errors()]
-        raise explain(complaints, sent) from None
+        raise explain(complaints, sent, JobCreate.model_fields) from None
     await refuse_unusable(job, service, project)
     return await to_thread.run_sync(_validated, job, body.local_files, project, service)
 

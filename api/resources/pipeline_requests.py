@@ -142,7 +142,7 @@ def parsed_job(sent: Mapping[str, Any], where: str) -> JobCreate:
         return JobCreate.model_validate(sent)
     except ValidationError as invalid:
         complaints = [error | {"loc": ("body", *error["loc"])} for error in invalid.errors()]
-        mistake = explain(complaints, sent)
+        mistake = explain(complaints, sent, JobCreate.model_fields)
         raise named_within(mistake, where) from None
 
 

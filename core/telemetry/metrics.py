@@ -5,7 +5,7 @@ project: each new value is another time series that Prometheus stores.
 """
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -34,20 +34,28 @@ class MetricsCollector(Protocol):
 
 
 @contextmanager
-def served(host: str, port: int, collectors: Iterable[MetricsCollector] = ()) -> Iterator[None]:
-    """Serve `GET /metrics` on a separate port, because it is unauthenticated. 0: off."""
-    if not port:
-        yield
-        return
+def served(
+    host: str, port: int, collectors: Iterable[MetricsCollector] = ()
+) -> Iterator[Callable[[MetricsCollector], None]]:
+    """Serve `GET /metrics` on a separate port, because it is unauthenticated. 0: off.
+
+    Yields a function that adds a collector, for those that exist only after the port is known to be free.
+
+    Raises:
+        OSError: the port is taken, or the address is not this machine's.
+    """
     registry = CollectorRegistry(auto_describe=False)
     for collector in (COUNTED, *collectors):
         registry.register(collector)
+    if not port:
+        yield registry.register
+        return
     for kind in (ProcessCollector, PlatformCollector, GCCollector):
         kind(registry=registry)
     server, thread = start_http_server(port, host, registry)
     log.info("metrics at http://%s:%d/metrics", host, port)
     try:
-        yield
+        yield registry.register
     finally:
         server.shutdown()
         server.server_close()

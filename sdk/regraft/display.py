@@ -1,14 +1,17 @@
-"""Displays a job's events as they occur: one live line in a terminal, one line per event in a pipe."""
+"""Displays a job's events as they occur, and waits: one live line in a terminal, one line per event in a pipe."""
 
 import shutil
-from collections.abc import Mapping
-from typing import Any, TextIO
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Self, TextIO
 
 from openai.types.fine_tuning import FineTuningJobEvent
 
 from regraft.progress import AXIS, Progress, described, marks_for
 
 CLEAR = "\r\x1b[K"
+UNUSUAL_S = 60.0  # a silence of the server that lasts longer is called unusual
 
 
 class Display:
@@ -66,3 +69,70 @@ class Display:
         line = next((line for line in lines if len(line) <= width), lines[-1])
         print(f"{CLEAR}{line[:width]}", end="", file=self.out, flush=True)
         self._drawn = True
+
+
+class Waiting:
+    """Says what a command waits for while the server is silent, from the first second, and for how long.
+
+    A terminal gets one live line with a clock, which goes when the wait ends; a pipe gets a line a minute.
+    """
+
+    def __init__(self, out: TextIO, what: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.out, self._what, self._clock = out, what, clock
+        self._since = clock()
+        self._next_s = 0.0  # when the next line is due in a pipe
+        self._drawn = False
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._keep_saying, name="waiting", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.end()
+
+    def say(self, line: str) -> None:
+        """Print what the server has reported, and start the clock again."""
+        with self._lock:
+            self._print(line)
+            self._since, self._next_s = self._clock(), UNUSUAL_S
+
+    def end(self) -> None:
+        """Stop the clock and erase the live line. May be called several times."""
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        with self._lock:
+            self._erase()
+
+    def tick(self) -> None:
+        """Print how long the wait has lasted. Called every second."""
+        with self._lock:
+            waited = self._clock() - self._since
+            if self.out.isatty():
+                print(f"{CLEAR}{waiting_line(self._what, waited)}", end="", file=self.out, flush=True)
+                self._drawn = True
+            elif waited >= self._next_s:
+                self._print(waiting_line(self._what, waited))
+                self._next_s = waited + UNUSUAL_S
+
+    def _keep_saying(self) -> None:
+        while not self._ended.wait(1.0):
+            self.tick()
+
+    def _print(self, line: str) -> None:
+        self._erase()
+        print(line, file=self.out, flush=True)
+
+    def _erase(self) -> None:
+        if self._drawn:
+            print(CLEAR, end="", file=self.out, flush=True)
+            self._drawn = False
+
+
+def waiting_line(what: str, seconds: float) -> str:
+    """Such as `waiting for desk, 75 s: unusually long`."""
+    unusual = ": unusually long; the server's log may say why" if seconds >= UNUSUAL_S else ""
+    return f"waiting for {what}, {seconds:.0f} s{unusual}"

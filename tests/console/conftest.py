@@ -178,6 +178,16 @@ def write(editor: Locator, text: str) -> None:
     )
 
 
+def expect_offered(options: Locator, texts: list[str]) -> None:
+    """Wait for the editor's list of completions, and until it takes keys.
+
+    CodeMirror ignores keys for 75 ms after its list has opened (interactionDelay). The page's clock skips these.
+    """
+    expect(options).to_have_text(texts)
+    options.page.clock.install()
+    options.page.clock.fast_forward(1000)
+
+
 def expect_written(editor: Locator, text: str) -> None:
     expect(editor.locator(".cm-line")).to_have_text([line.strip() for line in text.split("\n")])
 

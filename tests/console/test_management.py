@@ -24,7 +24,7 @@ from tests.console.conftest import (
     readable_on_a_telephone,
     rows,
 )
-from tests.e2e.conftest import Server
+from tests.e2e.conftest import Server, patient
 from tests.e2e.test_openai_client import GRADER, until
 from tests.hooks import Receiver
 from tests.present import present, untyped
@@ -171,7 +171,7 @@ def test_the_copied_call_of_a_model_answers(logged_in: Page, server: Server) -> 
     logged_in.context.grant_permissions(["clipboard-read", "clipboard-write"])
     logged_in.goto("/#/models/tiny")
 
-    answer: Any = eval(copied(logged_in, "Python"), {"client": server.client()})
+    answer: Any = eval(copied(logged_in, "Python"), {"client": patient(server.client())})
 
     assert answer.choices[0].message.role == "assistant"
 
@@ -294,7 +294,11 @@ def test_a_refused_deletion_is_shown(
 
 def arena(page: Page, server: Server, finished: str) -> str:
     """Open it with the tuned model and its base. Returns the tuned model."""
-    model = present(server.client().fine_tuning.jobs.retrieve(finished).fine_tuned_model)
+    client = patient(server.client())  # the page shows the 503 of an inference server that is starting
+    model = present(client.fine_tuning.jobs.retrieve(finished).fine_tuned_model)
+    client.chat.completions.create(
+        model=model, messages=[{"role": "user", "content": "say it"}], max_tokens=1
+    )
     page.goto(f"/#/models/{model}")
     page.get_by_role("link", name="Compare answers").click()
     page.get_by_role("heading", level=1, name="Arena").wait_for()

@@ -12,6 +12,7 @@ from tests.console.conftest import (
     Accessible,
     Watched,
     copied,
+    expect_offered,
     expect_written,
     log_in,
     project_of,
@@ -419,11 +420,11 @@ def test_a_grader_is_written_by_the_fields_that_are_offered(
     expect_written(text, '{\n"type": "string_check",\n"operation": "ilike"\n}')
     text.press("End")
     text.press_sequentially(',\n"inp')
-    expect(option).to_have_text(["inputrequired"])
+    expect_offered(option, ["inputrequired"])
     accessible(studio)
     text.press("Enter")
     text.press_sequentially("{{")
-    expect(option).to_have_text(["{{sample.output_text}}", "{{item.answer}}"])
+    expect_offered(option, ["{{sample.output_text}}", "{{item.answer}}"])
     text.press("Enter")
     text.press("End")
     text.press_sequentially(',\n"reference": "yes"')
@@ -444,7 +445,7 @@ def test_a_source_is_written_and_left_by_the_keyboard(studio: Page) -> None:
 
     source.press("Control+End")
     source.press_sequentially('\nreturn len(item["')
-    expect(option).to_have_text(["answer"])
+    expect_offered(option, ["answer"])
     source.press("Tab")
     source.press("End")
     source.press_sequentially(" > 2 ?")

@@ -112,5 +112,10 @@ def client(server: Server) -> OpenAI:
     return server.client()
 
 
+def patient(client: OpenAI) -> OpenAI:
+    """A client that retries, as OpenAI's own does, while the inference server starts and loads the model."""
+    return client.with_options(max_retries=20)
+
+
 def jsonl(rows: list[dict[str, Any]]) -> bytes:
     return "".join(json.dumps(row) + "\n" for row in rows).encode()

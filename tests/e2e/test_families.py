@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import regraft
 
-from tests.e2e.conftest import Server, launch
+from tests.e2e.conftest import Server, launch, patient
 from tests.e2e.test_openai_client import create, wait
 from tests.families.zoo import CONTEXT, FAMILIES
 from tests.present import present, untyped
@@ -92,7 +92,7 @@ def test_a_model_that_reasons_is_trained_on_json_after_its_thoughts_and_answers_
     steps = [step for step in regraft.metrics(client, job.id) if step["step"]]
     assert all(step["reasoning_tokens_mean"] > 0 for step in steps)
 
-    answer = client.chat.completions.create(
+    answer = patient(client).chat.completions.create(
         model=present(job.fine_tuned_model),
         messages=[{"role": "user", "content": "say yes"}],
         response_format=untyped(response_format),

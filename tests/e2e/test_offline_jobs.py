@@ -11,7 +11,7 @@ from regraft.types import verdict_of
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.e2e.conftest import jsonl
+from tests.e2e.conftest import jsonl, patient
 from tests.e2e.test_openai_client import wait
 from tests.present import present, untyped
 
@@ -56,7 +56,7 @@ def test_a_supervised_model_says_what_it_was_shown(client: openai.OpenAI, superv
 
     assert supervised.status == "succeeded"
     assert steps[-1]["full_valid_loss"] < steps[0]["full_valid_loss"] / 2
-    answer = client.chat.completions.create(
+    answer = patient(client).chat.completions.create(
         model=present(supervised.fine_tuned_model),
         messages=[{"role": "user", "content": "say blue"}],
         temperature=0,
@@ -150,8 +150,7 @@ def test_all_weights_are_trained_served_downloaded_and_trained_further(
     assert any("All 81,728 parameters are trained." in one for one in events)
 
     chat = [{"role": "user", "content": "say blue"}]
-    patient = client.with_options(max_retries=10)  # the inference server may be starting
-    said = patient.chat.completions.create(
+    said = patient(client).chat.completions.create(
         model=present(job.fine_tuned_model),
         messages=untyped(chat),
         temperature=0,
@@ -159,7 +158,9 @@ def test_all_weights_are_trained_served_downloaded_and_trained_further(
         logprobs=True,
     )
     assert said.choices[0].message.content == "blue"
-    base = patient.chat.completions.create(model="tiny", messages=untyped(chat), temperature=0, max_tokens=3)
+    base = patient(client).chat.completions.create(
+        model="tiny", messages=untyped(chat), temperature=0, max_tokens=3
+    )
     assert base.choices[0].message.content != "blue"  # its own weights have not changed
 
     with regraft.Regraft(base_url=str(client.base_url), api_key=client.api_key) as ours:
@@ -196,7 +197,7 @@ def test_all_weights_are_trained_served_downloaded_and_trained_further(
     assert measured[0]["full_valid_mean_reward"] > 0.5  # the base model hardly ever says a color
     assert measured[1]["kl"] == pytest.approx(0.0, abs=1e-6)
     assert measured[1]["logprob_gap"] < 1e-4
-    answer = patient.chat.completions.create(
+    answer = patient(client).chat.completions.create(
         model=present(child.fine_tuned_model), messages=untyped(chat), temperature=0, max_tokens=3
     )
     assert answer.choices[0].message.content == "blue"
@@ -266,7 +267,7 @@ def test_a_larger_rank_freezes_the_adapter_of_the_parent_and_learns_on_top_of_it
         else:
             assert grown.shape[1] == 24 and (grown[:, :16] == weight).all()
             assert (grown[:, 16:] != 0).any()
-    answer = client.chat.completions.create(
+    answer = patient(client).chat.completions.create(
         model=present(child.fine_tuned_model),
         messages=[{"role": "user", "content": "say blue"}],
         temperature=0,
@@ -341,7 +342,7 @@ def test_a_student_is_distilled_from_a_tuned_model(
     assert shown["hyperparameters"]["advanced"]["sampling"]["group_size"] == 16
     assert shown["hyperparameters"]["batch_size"] == 6
     assert shown["hyperparameters"]["advanced"]["lora"]["rank"] == 16
-    answer = client.chat.completions.create(
+    answer = patient(client).chat.completions.create(
         model=present(student.fine_tuned_model),
         messages=[{"role": "user", "content": "say blue"}],
         temperature=0,
@@ -412,7 +413,7 @@ def test_a_student_learns_the_probabilities_of_a_tuned_model(
     assert shown["mode"] == "logits"
     assert shown["hyperparameters"]["batch_size"] == 6
     assert shown["hyperparameters"]["advanced"]["loss"] == {"top_k": 20, "temperature": 1.0}
-    answer = client.chat.completions.create(
+    answer = patient(client).chat.completions.create(
         model=present(student.fine_tuned_model),
         messages=[{"role": "user", "content": "say blue"}],
         temperature=0,

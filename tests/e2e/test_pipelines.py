@@ -10,7 +10,7 @@ import openai
 import pytest
 import regraft
 
-from tests.e2e.conftest import jsonl, start_server
+from tests.e2e.conftest import jsonl, patient, start_server
 from tests.e2e.test_offline_jobs import PAIRS, ROWS
 from tests.present import present
 
@@ -70,7 +70,7 @@ def test_a_pipeline_learns_from_the_best_answers_of_its_own_model(client: regraf
     best = client.files.content(present(stages["best"].file)).text.splitlines()
     assert 3 < len(best) <= len(ROWS)
     assert stages["mixed"].rows == len(best) + len(ROWS)
-    answer = client.chat.completions.create(
+    answer = patient(client).chat.completions.create(
         model=present(stages["second"].model),
         messages=[{"role": "user", "content": "say red"}],
         temperature=0,

@@ -24,7 +24,7 @@ from openai.types.chat.chat_completion import ChatCompletion
 from openai.types.fine_tuning.fine_tuning_job import FineTuningJob
 from pydantic import BaseModel
 
-from tests.e2e.conftest import ROOT, Server, jsonl, start_server
+from tests.e2e.conftest import ROOT, Server, jsonl, patient, start_server
 from tests.e2e.test_openai_client import until
 from tests.present import present, untyped
 from tests.servers import reserve_port
@@ -100,7 +100,7 @@ def job(client: OpenAI) -> FineTuningJob:
 def say(client: OpenAI, model: str | None, **options: Any) -> Any:
     asked = {"max_completion_tokens": 6, "temperature": 0, "logprobs": True} | options
     assert model is not None
-    return client.chat.completions.create(model=model, messages=USER, **asked)
+    return patient(client).chat.completions.create(model=model, messages=USER, **asked)
 
 
 def distribution(completion: ChatCompletion) -> list[Any]:
@@ -242,7 +242,7 @@ def test_the_next_request_starts_an_inference_process_that_has_died(client: Open
     [pid] = [int(p.name) for p in Path("/proc").glob("[0-9]*") if serves(p, service)]
     os.kill(pid, signal.SIGKILL)
 
-    assert say(client.with_options(max_retries=2), "tiny").choices
+    assert say(client, "tiny").choices
 
 
 def test_what_is_wrong_is_said_by_its_name(client: OpenAI) -> None:

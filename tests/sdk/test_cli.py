@@ -1,4 +1,5 @@
 import http.server
+import io
 import json
 import os
 import pty
@@ -1099,7 +1100,8 @@ def test_who_is_refused_and_what_cannot_be_reached(
     assert regraft("models", "list")[0] == 4
     monkeypatch.setenv("REGRAFT_BASE_URL", "http://127.0.0.1:9")
     code, _, err = regraft("models", "list")
-    assert (code, "Cannot reach http://127.0.0.1:9/" in err) == (5, True)
+    assert (code, err.startswith("regraft: Cannot reach http://127.0.0.1:9/: ")) == (5, True)
+    assert "Is the server running?" in err
     monkeypatch.delenv("REGRAFT_BASE_URL")
     assert regraft("models", "list")[0] == 4
 
@@ -1110,8 +1112,6 @@ def test_logging_in_tries_the_key_before_it_is_kept(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    import io
-
     monkeypatch.delenv("REGRAFT_API_KEY")
     monkeypatch.setattr(sys, "stdin", io.StringIO("rg-wrong\n"))
     assert regraft("login", "--base-url", house.base_url)[0] == 4
@@ -1129,10 +1129,12 @@ class Speaker(http.server.BaseHTTPRequestHandler):
     """A chat endpoint that says "Hello, <the last message>", in pieces when it is asked to."""
 
     heard: list[Any] = []
+    may_answer = threading.Event()
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         self.heard.append(body)
+        self.may_answer.wait(60)
         pieces = ["Hello", ", ", body["messages"][-1]["content"]]
         self.send_response(200)
         if body.get("stream"):
@@ -1161,10 +1163,30 @@ def speaker(
     thread.start()
     monkeypatch.setenv("REGRAFT_BASE_URL", f"http://127.0.0.1:{server.server_port}/v1")
     Speaker.heard = []
+    Speaker.may_answer.set()
     yield server
     server.shutdown()
     thread.join()
     server.server_close()
+
+
+def test_chatting_says_that_it_waits_for_the_model(
+    regraft: Callable[..., tuple[int, str, str]],
+    speaker: ThreadingHTTPServer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Screen(io.StringIO):
+        def write(self, text: str) -> int:
+            Speaker.may_answer.set()
+            return super().write(text)
+
+    Speaker.may_answer.clear()
+    monkeypatch.setattr(sys, "stderr", screen := Screen())
+
+    code, out, _ = regraft("chat", "ft:tiny", "you")
+
+    assert (code, out) == (0, "Hello, you\n")
+    assert screen.getvalue().startswith("waiting for ft:tiny, which the server may have to load, ")
 
 
 def test_chatting_streams_the_answer(
@@ -1183,8 +1205,6 @@ def test_a_pipe_is_one_message(
     speaker: ThreadingHTTPServer,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    import io
-
     monkeypatch.setattr(sys, "stdin", io.StringIO("all of this"))
 
     assert regraft("chat", "ft:tiny")[1] == "Hello, all of this\n"
@@ -1280,6 +1300,19 @@ def test_the_other_shells_scripts_are_whole(regraft: Callable[..., tuple[int, st
         assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [(["job"], "'jobs'"), (["jobs", "lst"], "'list'"), (["jobs", "list", "--limt", "3"], "--limit")],
+)
+def test_a_misspelled_command_or_option_gets_the_one_that_it_may_mean(
+    words: list[str], meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(words)
+
+    assert f"did you mean {meant}?" in capsys.readouterr().err
+
+
 def test_every_command_has_its_function() -> None:
     from regraft.cli.commands import COMMANDS
     from regraft.cli.parser import build
@@ -1312,6 +1345,27 @@ def test_the_show_of_a_running_job_has_ranges_of_time_and_gpu_time(
     assert lines["time left"].endswith("done at 2096-10-02 07:06 UTC")
     assert lines["GPU time"] == "4 h 10 min in all, between 2 h 10 min and 6 h 10 min"
     assert "cost" not in lines
+
+
+def test_the_show_of_a_job_that_starts_says_for_how_long(
+    regraft: Callable[..., tuple[int, str, str]], house: House
+) -> None:
+    started = {"epoch": 1, "step": None, "phase": "starting the sampler", "done": None, "of": None}
+    soon, late = (
+        house.job(
+            status="running", lease_owner="a/1", progress=started | {"since": int(time.time()) - seconds}
+        )
+        for seconds in (100, 1000)
+    )
+
+    assert re.search(
+        r"^now +starting the sampler, for 1 min \d\d s$", regraft("jobs", "show", soon)[1], re.MULTILINE
+    )
+    assert re.search(
+        r"^now +starting the sampler, for 16 min \d\d s: unusually long; `regraft jobs logs` may say why$",
+        regraft("jobs", "show", late)[1],
+        re.MULTILINE,
+    )
 
 
 def test_an_estimate_ages_until_the_next_step() -> None:

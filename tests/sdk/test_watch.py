@@ -10,6 +10,7 @@ import pytest
 import regraft
 from openai.types.fine_tuning.fine_tuning_job import FineTuningJob
 from regraft import AsyncRegraft, Regraft
+from regraft.display import Waiting
 
 from tests.present import present, untyped
 from tests.sdk.conftest import House, Proxy
@@ -218,3 +219,38 @@ def test_ctrl_c_stops_the_waiting_and_not_the_job(house: House, client: Regraft)
 
     assert f"regraft jobs watch {job_id}" in out.getvalue()
     assert client.jobs.retrieve(job_id).status == "running"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_wait_is_said_from_the_first_second_and_called_unusual_after_a_minute() -> None:
+    pipe, terminal, seconds = io.StringIO(), Terminal(), [0.0]
+    waits = [Waiting(out, "desk", clock=lambda: seconds[0]) for out in (pipe, terminal)]
+    for now in (1.0, 2.0, 61.0, 62.0):
+        seconds[0] = now
+        for wait in waits:
+            wait.tick()
+    for wait in waits:
+        wait.end()
+
+    unusual = "unusually long; the server's log may say why"
+    assert pipe.getvalue().splitlines() == ["waiting for desk, 1 s", f"waiting for desk, 61 s: {unusual}"]
+    lines = terminal.getvalue().split("\r\x1b[K")
+    assert lines[1:3] == ["waiting for desk, 1 s", "waiting for desk, 2 s"]
+    assert lines[-1] == "", "nothing of it stays in the terminal"
+
+
+def test_news_of_the_server_begin_a_wait_anew() -> None:
+    out, seconds = io.StringIO(), [0.0]
+    wait = Waiting(out, "the preview", clock=lambda: seconds[0])
+
+    wait.say("loading the model")
+    for now in (1.0, 59.0, 60.0):
+        seconds[0] = now
+        wait.tick()
+
+    assert out.getvalue().splitlines()[0] == "loading the model"
+    assert len(out.getvalue().splitlines()) == 2

@@ -1,11 +1,16 @@
 """`regraft-server` before a command runs: help, versions and the table of commands."""
 
 import hashlib
+import io
 import json
+import logging
+import os
+import re
+import socket
 import subprocess
 import sys
 from argparse import ArgumentParser
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -26,6 +31,7 @@ from tests.servers import SeaweedFS
 from worker.cli import admin, configuration, main, parser, service
 from worker.cli.parser import UsageError
 
+ROOT = Path(__file__).parents[2]
 HELP = [
     ["--help"],
     ["--version"],
@@ -82,6 +88,150 @@ def test_every_verb_of_admin_has_a_function() -> None:
 
 def test_the_scopes_are_those_of_keys() -> None:
     assert parser.SCOPES == keys.SCOPES
+
+
+def test_the_help_of_a_service_lists_the_settings_that_it_reads() -> None:
+    """Those of `up` are all. The others' are what the code of the API and of the worker reads."""
+    commands = {command.name: set(command.settings) for command in parser.COMMANDS}
+    assert commands["up"] == set(Settings.model_fields)
+    for name, folders in {
+        "api": ["api"],
+        "worker": ["worker/supervise", "worker/learn", "worker/rollout"],
+    }.items():
+        sources = [path.read_text() for folder in folders for path in (ROOT / folder).rglob("*.py")]
+        read = {field for source in sources for field in re.findall(r"\bsettings\.(\w+)", source)}
+        assert read & set(Settings.model_fields) <= commands[name], name
+
+
+@pytest.fixture
+def quiet_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """An environment in which services start. Returns their data folder, which does not exist."""
+    environment = {
+        "DATA_DIR": str(tmp_path / "data"),
+        "BROKER_URL": "memory://",
+        "PORT": "0",
+        "METRICS_PORT": "0",
+        "INFERENCE_URL": "http://127.0.0.1:9/v1",
+        "INFERENCE_KEY": "secret",
+        "SAMPLERS_KEY": "secret",
+    }
+    for name, value in environment.items():
+        monkeypatch.setenv(f"REGRAFT_{name}", value)
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield tmp_path / "data"
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+def refused(argv: Sequence[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The last line of a command that is used wrongly, whose other lines are its usage."""
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    printed = capsys.readouterr()
+    assert (ended.value.code, printed.out) == (2, "")
+    assert "http://" not in printed.err, "no address is printed of a service that does not start"
+    return printed.err.splitlines()[-1]
+
+
+SERVICES = {
+    "up": ["up"],
+    "api": ["api"],
+    "worker": ["worker"],
+    "inference": ["inference", "--port", "0"],
+    "sampler": ["sampler", "--model", "m", "--port", "0"],
+}
+
+
+@pytest.mark.parametrize("name", SERVICES)
+@pytest.mark.parametrize("option", ["--port", "--metrics-port"])
+def test_a_port_in_use_ends_the_start_before_anything_else(
+    name: str,
+    option: str,
+    quiet_start: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        argv = SERVICES[name]
+        if option == "--metrics-port":
+            variable = "REGRAFT_METRICS_PORT"
+            monkeypatch.setenv(variable, port)
+        elif "--port" in argv:
+            variable, argv = option, [*argv, option, port]
+        elif name == "worker":
+            pytest.skip("a worker has no other port")
+        else:
+            variable = "REGRAFT_PORT"
+            monkeypatch.setenv(variable, port)
+
+        said = refused(argv, capsys)
+
+    assert said.endswith(f"{variable}: port {port} of 127.0.0.1 is in use; choose another port with {option}")
+    assert not quiet_start.exists()
+
+
+def test_an_address_that_this_machine_does_not_have_is_named_by_its_variable(
+    quiet_start: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("REGRAFT_HOST", "192.0.2.1")
+
+    assert "REGRAFT_HOST: cannot listen on '192.0.2.1'" in refused(["up"], capsys)
+
+
+def test_a_data_folder_in_use_ends_the_start_before_an_address_is_printed(
+    quiet_start: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with service.sole_owner(Settings()):
+        said = refused(["up"], capsys)
+
+    assert f"another `regraft-server up` is using {quiet_start}" in said
+    assert [path.name for path in quiet_start.iterdir()] == ["lock"]
+
+
+def test_options_replace_the_variables_that_api_and_worker_share(quiet_start: Path) -> None:
+    """Also for child processes. Else a worker could not have the environment file of the API beside it."""
+    words = ["worker", "--host", "::1", "--metrics-port", "9101", "--data-dir", "elsewhere"]
+
+    settings = service.configured(parser.build().parse_args(words))
+
+    assert (settings.host, settings.metrics_port, settings.data_dir) == ("::1", 9101, Path("elsewhere"))
+    assert os.environ["REGRAFT_METRICS_PORT"] == "9101"
+
+
+def test_a_service_says_in_a_terminal_that_it_starts(
+    quiet_start: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before its imports, which take seconds."""
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    monkeypatch.setenv("REGRAFT_PORT", "none")
+
+    with pytest.raises(SystemExit):
+        main(["up"])
+
+    assert terminal.getvalue().startswith("Starting `regraft-server up` ...\n")
+    assert "REGRAFT_PORT" in terminal.getvalue()
+
+
+def test_a_misspelled_command_gets_the_one_that_it_may_mean(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "did you mean 'worker'?" in refused(["wrker"], capsys)
+    assert "did you mean --port?" in refused(["up", "--prot", "8650"], capsys)
+
+
+def test_bash_completes_the_commands_of_the_server(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["completion", "bash"])
+    ask = "COMP_WORDS=(regraft-server up --m); COMP_CWORD=2; _regraft_server; echo ${COMPREPLY[@]}"
+    words = ["bash", "-c", f"{capsys.readouterr().out}\n{ask}"]
+
+    assert (
+        subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip() == "--metrics-port"
+    )
 
 
 def test_the_version_is_that_of_the_installed_package(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,7 @@ from core.settings import Settings
 from graders.types import Grade
 from tests.tiny import make_byte_model, make_tiny_model
 from tests.worker.conftest import Bench
+from tests.worker.rounding import NATS, ROUNDING
 from worker.clock import Clock
 from worker.learn import grpo
 from worker.learn.teacher import PolicyTeacher
@@ -116,11 +117,11 @@ def test_a_teacher_like_the_student_teaches_nothing(bench: Bench, make_policy: M
 
     for group in groups:
         for rollout in group.rollouts_G:
-            assert rollout.teacher_T == pytest.approx(rollout.logprobs_T, abs=1e-5)
+            assert rollout.teacher_T == pytest.approx(rollout.logprobs_T, abs=ROUNDING * NATS)
         trainer.add(group)
     update = trainer.step()
 
-    assert update.loss == pytest.approx(0.0, abs=1e-6)
+    assert update.loss == pytest.approx(0.0, abs=ROUNDING * NATS)
     assert update.dropped_sequences == 0
 
 
@@ -151,7 +152,7 @@ def test_the_micro_batches_of_a_teacher_change_nothing(make_policy: MakePolicy) 
 
     for many, few in zip(whole.logprobs(answers_P, 0.7), parts.logprobs(answers_P, 0.7), strict=True):
         for one, other in zip(many, few, strict=True):
-            assert one == pytest.approx(other, abs=1e-5)
+            assert one == pytest.approx(other, abs=ROUNDING * NATS)
 
 
 def distilling(

@@ -17,10 +17,11 @@ from core.storage.offline_rows import RewardKind
 from graders.types import TokenUsage
 from tests.present import untyped
 from tests.worker.process_group import followed
+from tests.worker.rounding import NATS, assert_same
 from tests.worker.test_offline_training import conversations, labeled, pairs
 from tests.worker.test_training import relative_difference
 from worker.learn.distributed import LoadModel, RankTeacher, load_checked, load_second, loading
-from worker.learn.offline import OfflineTrainer, RewardTrainer, SoftTargetTrainer
+from worker.learn.offline import OfflineMetrics, OfflineTrainer, RewardTrainer, SoftTargetTrainer
 from worker.learn.rank_model import Model
 from worker.learn.teacher import TeacherPolicy
 from worker.learn.world import World
@@ -148,10 +149,10 @@ def both(world: World, tiny_model: Path) -> Callable[..., tuple[OfflineTrainer, 
     return make
 
 
-def same(metrics: object, expected: object) -> None:
-    for name, value in vars(expected).items():
-        near = pytest.approx(value, rel=1e-4, abs=1e-6) if isinstance(value, float) else value
-        assert getattr(metrics, name) == near, name
+def same(metrics: OfflineMetrics, expected: OfflineMetrics) -> None:
+    """Rewards and losses are differences of the log-probabilities of whole answers."""
+    nats = expected.tokens / expected.sequences * NATS
+    assert_same(metrics, expected, terms=nats)
 
 
 @pytest.mark.parametrize("degree", [1, 2])
@@ -172,7 +173,7 @@ def test_all_ranks_together_learn_what_one_process_does(
         [now.detach() - then for now, then in zip(trainer.optimizer.trained, start, strict=True)]
         for trainer in (together, alone)
     ]
-    assert relative_difference(*moves) < 1e-4
+    assert relative_difference(*moves) < 1e-3
 
 
 @pytest.mark.parametrize("degree", [1, 2])

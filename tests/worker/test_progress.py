@@ -2,13 +2,16 @@
 
 import asyncio
 import json
+import re
 import sys
+from ast import literal_eval
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
+from api.resources.job_shapes import ProgressOut
 from core.database.engine import Database
 from core.jobs import lifecycle
 from graders.spec import parse_grader
@@ -227,3 +230,16 @@ def test_an_attempt_that_has_lost_the_job_reports_nothing(bench: Bench) -> None:
         lifecycle.report(session, lost, {"step": 9, "phase": "training"})
 
     assert bench.job().progress is None
+
+
+def test_the_api_knows_every_phase_that_a_run_reports() -> None:
+    """A job whose phase it does not know could not be shown at all."""
+    reported: set[str] = {Progress().now()["phase"]}
+    for path in (Path(__file__).parents[2] / "worker").rglob("*.py"):
+        calls = re.findall(r"PROGRESS\.(phase|waiting)\((.+?)[,)]", path.read_text())
+        assert all(name.startswith('"') for _, name in calls), path
+        for kind, name in calls:
+            reported.add(f"waiting for the {literal_eval(name)}" if kind == "waiting" else literal_eval(name))
+
+    assert {"training", "starting the sampler", "waiting for the teacher"} <= reported
+    assert reported <= {*get_args(ProgressOut.model_fields["phase"].annotation)}

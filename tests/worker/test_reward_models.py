@@ -23,6 +23,7 @@ from graders.builtin.reward_model import RewardModel
 from graders.types import Sample
 from tests.tiny import make_byte_model, make_tiny_model
 from tests.worker.conftest import Bench
+from tests.worker.rounding import assert_same_gradient
 from worker.clock import Clock
 from worker.learn.batch import tensors_of
 from worker.learn.offline import RewardTrainer
@@ -263,8 +264,7 @@ def test_loss_and_gradient_are_those_of_single_rows(
     assert counted == len(losses)
     for weight, expected in zip(weights, gradients, strict=True):
         assert weight.grad is not None
-        close = 1e-4 * expected.abs().max().item()
-        assert torch.allclose(weight.grad / counted, expected, rtol=1e-4, atol=close)
+        assert_same_gradient(weight.grad / counted, expected)
 
 
 def test_the_first_loss_of_pairs_without_a_margin_is_ln_2(make_policy: MakePolicy) -> None:

@@ -22,6 +22,7 @@ from core.jobs.offline_hyperparameters import (
     resolve,
 )
 from tests.present import untyped
+from tests.worker.rounding import assert_same_gradient
 from tests.worker.test_offline_training import conversations
 from worker.learn import grpo, preference
 from worker.learn.offline import OfflineTrainer
@@ -358,8 +359,8 @@ def test_the_supervised_loss_is_that_of_trl(make_policy: Callable[..., Policy], 
     [accuracy] = metrics["mean_token_accuracy"]
     assert totals.correct / totals.tokens == pytest.approx(accuracy)
     for own, other in zip(ours.trainable, theirs.trainable, strict=True):
-        assert own.grad is not None and other.grad is not None
-        torch.testing.assert_close(own.grad / totals.counted, other.grad, rtol=1e-4, atol=1e-6)
+        assert own.grad is not None
+        assert_same_gradient(own.grad / totals.counted, other.grad)
 
 
 def resolve_supervised(rows: Sequence[Pack]) -> ResolvedOffline:

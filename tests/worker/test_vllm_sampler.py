@@ -30,6 +30,7 @@ from worker.learn.batch import tensors_of
 from worker.learn.trainer import PeftTrainer
 from worker.model import memory, sizing
 from worker.model.policy import Policy, load_base
+from worker.progress import PROGRESS
 from worker.refusals import SamplerUnusable
 from worker.rollout.samplers import Sampling, choice, grouped
 from worker.rollout.samplers.engine_process import EngineLost, EngineProcess
@@ -176,11 +177,13 @@ def test_answers_are_held_to_the_schema_and_the_trainer_has_the_same_probabiliti
     move(policy, 1)
     prompts = [prompt(policy, "?" * n, n) for n in (1, 2)]
     how = sampling(max_completion_tokens=48, held_to=held_to(SCHEMA))
-    sampler = VllmSampler(policy, kv_cache_bytes=KV_CACHE_BYTES, threads=1)
+    with PROGRESS.phase("training"):
+        sampler = VllmSampler(policy, kv_cache_bytes=KV_CACHE_BYTES, threads=1)
     try:
         groups = drawn(sampler, prompts, how)
     finally:
         sampler.close()
+    assert PROGRESS.now()["phase"] == "starting the sampler", "which the first answers waited for"
     trainer = PeftTrainer(policy, resolve(Hyperparameters(), rows=8, parameters=1000, context=256),
                           token_budget=4096, held_to=how.held_to)  # fmt: skip
     answers = [

@@ -5,11 +5,15 @@ command has been chosen.
 """
 
 import argparse
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from textwrap import fill
 from typing import Any
+
+from worker.cli.command_line import SHELLS, Parser, script
 
 
 class UsageError(Exception):
@@ -26,12 +30,14 @@ class Command:
 
     `handler` is "module:function". The function takes the parsed arguments and returns the exit status; it raises
     UsageError for arguments or settings that it cannot work with. A command with sub-commands adds them in `arguments`.
+    `settings`: of a service, the fields of core.settings.Settings that it reads.
     """
 
     name: str
     summary: str
     handler: str
     arguments: Callable[[argparse.ArgumentParser], None] = _no_arguments
+    settings: tuple[str, ...] = ()
 
 
 class Version(argparse.Action):
@@ -48,20 +54,36 @@ class Version(argparse.Action):
 
 
 def build() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="regraft-server", description="Self-hosted reinforcement fine-tuning."
-    )
+    parser = Parser(prog="regraft-server", description="Self-hosted reinforcement fine-tuning.")
     parser.add_argument("--version", action=Version)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for command in COMMANDS:
-        added = commands.add_parser(command.name, help=command.summary, description=f"{command.summary}.")
-        added.set_defaults(handler=command.handler)
+        added = commands.add_parser(
+            command.name,
+            help=command.summary,
+            description=f"{command.summary}.",
+            epilog=_listed(command.settings),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        added.set_defaults(handler=command.handler, starts=bool(command.settings))
         command.arguments(added)
     return parser
 
 
+def _listed(settings: tuple[str, ...]) -> str | None:
+    if not settings:
+        return None
+    names = fill(", ".join(f"REGRAFT_{name.upper()}" for name in settings), 98, break_long_words=False)
+    lines = "\n".join(f"  {line}" for line in names.splitlines())
+    return f"environment variables that it reads (docs/reference/settings.md describes each):\n{lines}"
+
+
 def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     """Import the chosen command's handler and call it. Returns the exit status."""
+    if (
+        arguments.starts and sys.stderr.isatty()
+    ):  # the imports alone take seconds; a log begins with the first event
+        print(f"Starting `regraft-server {arguments.command}` ...", file=sys.stderr, flush=True)
     module, function = arguments.handler.split(":")
     handler: Callable[[argparse.Namespace], int] = getattr(import_module(module), function)
     try:
@@ -70,13 +92,46 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
         parser.error(str(wrong))
 
 
+def _worker(parser: argparse.ArgumentParser) -> None:
+    """Add options in place of environment variables, which `service.configured` reads."""
+    for option, metavar, text in (
+        ("--host", "ADDRESS", "listen on this address (default: REGRAFT_HOST, else 127.0.0.1)"),
+        ("--metrics-port", "PORT", "of the Prometheus metrics (default: REGRAFT_METRICS_PORT, else none)"),
+        ("--data-dir", "FOLDER", "of data and caches (default: REGRAFT_DATA_DIR, else .regraft)"),
+    ):
+        _in_place_of_a_variable(parser, option, metavar, text)
+
+
+def _api(parser: argparse.ArgumentParser) -> None:
+    _in_place_of_a_variable(
+        parser, "--port", "PORT", "of the API and the console (default: REGRAFT_PORT, else 8000)"
+    )
+    _worker(parser)
+
+
+def _in_place_of_a_variable(parser: argparse.ArgumentParser, option: str, metavar: str, text: str) -> None:
+    variable = "REGRAFT_" + option.removeprefix("--").replace("-", "_").upper()
+    parser.add_argument(option, dest=variable, metavar=metavar, help=text)
+
+
 def _inference(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, default=8100)
+    _worker(parser)
 
 
 def _sampler(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, help="base model of the registry")
     parser.add_argument("--port", type=int, default=8300)
+    _worker(parser)
+
+
+def _completion(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("shell", choices=SHELLS)
+
+
+def completion(arguments: argparse.Namespace) -> int:
+    print(script(build(), arguments.shell), end="")
+    return 0
 
 
 def _migrate(parser: argparse.ArgumentParser) -> None:
@@ -254,11 +309,54 @@ SCOPES = (
     "operator",
 )  # equal to core.tenancy.keys.SCOPES (by a test), which would import SQLAlchemy
 
+# Together the fields of core.settings.Settings (by a test), which would import pydantic.
+_EVERY_PROCESS = tuple(
+    """
+    host metrics_port data_dir database_url blob_url s3_endpoint_url s3_region s3_checksums broker_url models_file
+    graders_file grader_environments inference_url inference_key samplers samplers_key integrations gpu_class
+    gpu_classes default_limits sampler ranks nodes jobs_per_worker engines sampling_gpus kv_cache_gib train_token_budget
+    reconcile_seconds price_per_gpu_second currency webhook_private_hosts min_free_bytes log_format otlp_endpoint
+    """.split()
+)
+_API = tuple(
+    """
+    port first_key console_site console_hosts docs_site sso_header sso_groups_header sso_proxies sso_rules
+    max_upload_bytes max_multipart_bytes min_upload_bytes_per_second grader_runs_per_project
+    grader_runs_waiting_per_project uploads_per_project uploads_waiting_per_project streams_per_project
+    pending_uploads_per_project
+    """.split()
+)
+_WORKER = tuple(
+    """
+    node_rank rendezvous lease_seconds drain_seconds hang_seconds lost_machine_seconds patience_seconds max_failures
+    failing_steps warnings max_logprob_gap torch_threads eval_concurrency rollout_bytes_per_job rollouts_per_step
+    rollout_tokens_per_step keep_rollouts_days keep_checkpoints_days keep_files_days orphan_hours scrub_days
+    inference_max_lora_rank
+    """.split()
+)
+_INFERENCE = ("inference_idle_seconds", "inference_kv_cache_gib")
+
 COMMANDS = (
-    Command("up", "run the API, a worker and the reconciler in one process", "worker.cli.service:up"),
-    Command("api", "run the HTTP API alone (needs REGRAFT_BROKER_URL)", "worker.cli.service:api"),
     Command(
-        "worker", "run a worker and its reconciler (needs REGRAFT_BROKER_URL)", "worker.cli.service:worker"
+        "up",
+        "run the API, a worker and the reconciler in one process",
+        "worker.cli.service:up",
+        _api,
+        (*_EVERY_PROCESS, *_API, *_WORKER, *_INFERENCE),
+    ),
+    Command(
+        "api",
+        "run the HTTP API alone (needs REGRAFT_BROKER_URL)",
+        "worker.cli.service:api",
+        _api,
+        (*_EVERY_PROCESS, *_API),
+    ),
+    Command(
+        "worker",
+        "run a worker and its reconciler (needs REGRAFT_BROKER_URL)",
+        "worker.cli.service:worker",
+        _worker,
+        (*_EVERY_PROCESS, *_WORKER),
     ),
     Command(
         "member",
@@ -315,4 +413,5 @@ COMMANDS = (
         _fsck,
     ),
     Command("sweep", "delete orphaned blobs (docs/howto/storage.md)", "worker.cli.service:sweep", _sweep),
+    Command("completion", "print a shell completion script", "worker.cli.parser:completion", _completion),
 )

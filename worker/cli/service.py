@@ -1,6 +1,7 @@
 """The commands that run the service or a part of it. The only place that knows both the API and the worker."""
 
 import argparse
+import errno
 import fcntl
 import json
 import logging
@@ -11,8 +12,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
@@ -55,12 +56,19 @@ from worker.supervise.telemetry import Gpus, Sandbox, SandboxLayers
 log = logging.getLogger("regraft")
 
 
-def configured() -> Settings:
+def configured(arguments: argparse.Namespace | None = None) -> Settings:
     """Read the settings and configure logging.
+
+    Args:
+        arguments: those named as environment variables replace them, also for child processes, which read these.
 
     Raises:
         UsageError: a setting is invalid.
     """
+    given = {} if arguments is None else vars(arguments)
+    os.environ |= {
+        name: value for name, value in given.items() if name.startswith("REGRAFT_") and value is not None
+    }
     settings = read_settings()
     logs.configure([logs.handler(settings.log_format)], requests=settings.log_format == "json")
     for line in unknown_variables(os.environ):
@@ -69,47 +77,57 @@ def configured() -> Settings:
 
 
 def up(arguments: argparse.Namespace) -> int:
-    settings, listening = own_address(configured())
-    backends = _backends(settings)
-    check_packages(settings)
-    check_store(settings)
-    _check_exporters(settings)
-    prepare(settings)
-    _describe_python_graders(settings)
-    log.info("log in with: %s", login_command(settings))
-    if address := console_address(settings):
-        # Not in the log, which others may read; and after one login it is worth nothing.
-        print(f"The console, for one login within 15 minutes: {address}", file=sys.stderr)
-    serve_all(settings, backends, listening)
+    settings, listening = own_address(configured(arguments))
+    with _api_port(settings) as (settings, port), measured(settings) as measure, sole_owner(settings):
+        backends = _backends(settings)
+        check_packages(settings)
+        check_store(settings)
+        _check_exporters(settings)
+        prepare(settings)
+        _describe_python_graders(settings)
+        log.info("log in with: %s", login_command(settings))
+        if address := console_address(settings):
+            # Not in the log, which others may read; and after one login it is worth nothing.
+            print(f"The console, for one login within 15 minutes: {address}", file=sys.stderr)
+        serve_all(settings, backends, listening, port, measure)
     return 0
 
 
 def api(arguments: argparse.Namespace) -> int:
-    settings = configured()
-    backends = _backends(settings)
-    _require_broker(settings)
-    check_packages(settings)
-    check_store(settings)
-    prepare(settings)
-    _describe_python_graders(settings)
-    send = sender(open_celery(settings.broker_url, settings.gpu_class))
-    database, blobs = open_stores(settings)
-    with measured(settings, ServiceFigures(database, settings.default_limits)):
-        serve_api(settings, database, blobs, backends, send)
+    settings = configured(arguments)
+    with _api_port(settings) as (settings, port), measured(settings) as measure:
+        backends = _backends(settings)
+        _require_broker(settings)
+        check_packages(settings)
+        check_store(settings)
+        prepare(settings)
+        _describe_python_graders(settings)
+        send = sender(open_celery(settings.broker_url, settings.gpu_class))
+        database, blobs = open_stores(settings)
+        measure(ServiceFigures(database, settings.default_limits))
+        serve_api(settings, database, blobs, backends, send, port)
     return 0
 
 
 def worker(arguments: argparse.Namespace) -> int:
-    settings = configured()
-    backends = _backends(settings)
-    _require_broker(settings)
-    check_packages(settings)
-    check_store(settings)
-    _check_exporters(settings)
-    prepare(settings, first_key=False)  # the API creates it
-    _describe_python_graders(settings)
-    work(settings, backends)
+    settings = configured(arguments)
+    with measured(settings) as measure:
+        backends = _backends(settings)
+        _require_broker(settings)
+        check_packages(settings)
+        check_store(settings)
+        _check_exporters(settings)
+        prepare(settings, first_key=False)  # the API creates it
+        _describe_python_graders(settings)
+        work(settings, backends, measure)
     return 0
+
+
+@contextmanager
+def _api_port(settings: Settings) -> Iterator[tuple[Settings, socket.socket]]:
+    """Bind the API's port. Yields the settings with the port that 0 stands for, too."""
+    with bound(settings.host, settings.port, "REGRAFT_PORT", "--port") as port:
+        yield settings.model_copy(update={"port": port.getsockname()[1]}), port
 
 
 def _describe_python_graders(settings: Settings) -> None:
@@ -234,22 +252,28 @@ def check_store(settings: Settings) -> None:
         log.warning("the blob store %s does not respond: %s", settings.blobs, cause)
 
 
-def serve_all(settings: Settings, backends: Backends, listening: socket.socket | None) -> None:
+def serve_all(
+    settings: Settings,
+    backends: Backends,
+    listening: socket.socket | None,
+    port: socket.socket,
+    measure: Callable[[MetricsCollector], None],
+) -> None:
     """Run the API in the main thread and the worker in others. The first Ctrl-C drains and stops both."""
-    with sole_owner(settings), inference_on_demand(listening):
+    with inference_on_demand(listening):
         database, blobs = open_stores(settings)
         worker = WorkerService(settings, database, blobs, backends)
         worker.start()
-        service = ServiceFigures(database, settings.default_limits)
         try:
-            with measured(settings, service, *worker.figures):
-                serve_api(settings, database, blobs, backends, worker.send)
+            for collector in (ServiceFigures(database, settings.default_limits), *worker.figures):
+                measure(collector)
+            serve_api(settings, database, blobs, backends, worker.send, port)
         finally:
             worker.stop()
             database.close()
 
 
-def work(settings: Settings, backends: Backends) -> None:
+def work(settings: Settings, backends: Backends, measure: Callable[[MetricsCollector], None]) -> None:
     """Serve this machine's queue until SIGTERM or Ctrl-C, then drain."""
     database, blobs = open_stores(settings)
     worker = WorkerService(settings, database, blobs, backends)
@@ -257,9 +281,11 @@ def work(settings: Settings, backends: Backends) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: stopping.set())
     worker.start()
-    with measured(settings, *worker.figures), tracing.exported(settings.otlp_endpoint, "regraft-worker"):
+    for collector in worker.figures:
+        measure(collector)
+    with tracing.exported(settings.otlp_endpoint, "regraft-worker"):
         stopping.wait()
-        worker.stop()  # inside `measured`, so that the last run is counted
+        worker.stop()
     database.close()
 
 
@@ -285,9 +311,14 @@ def member(arguments: argparse.Namespace) -> int:
 
 
 def serve_api(
-    settings: Settings, database: Database, blobs: BlobStore, backends: Backends, send: Send
+    settings: Settings,
+    database: Database,
+    blobs: BlobStore,
+    backends: Backends,
+    send: Send,
+    port: socket.socket,
 ) -> None:
-    """Serve requests until a signal, then return, so that the caller can clean up."""
+    """Serve requests at the bound `port` until a signal, then return, so that the caller can clean up."""
     registry, rates = Registry.load(settings.models_file), open_rates(settings.broker_url)
     app = create_app(settings, database, blobs, registry, backends, WakeUps(send), rates)
     # uvicorn stops at a signal and then raises it again; without our own handler the second signal would
@@ -298,8 +329,6 @@ def serve_api(
     config = uvicorn.Config(
         app,
         proxy_headers=False,  # see behind_proxies
-        host=settings.host,
-        port=settings.port,
         log_config=None,  # keep our logging
         log_level="warning",
         timeout_graceful_shutdown=5,
@@ -307,7 +336,7 @@ def serve_api(
     config.app = behind_proxies(app, config.forwarded_allow_ips)
     log.info("serving http://%s:%d/v1", settings.host, settings.port)
     with traced:
-        Server(config, app.state.service.shutdown).run()
+        Server(config, app.state.service.shutdown).run([port])
 
 
 def _already_stopping(number: int, frame: FrameType | None) -> None:
@@ -316,26 +345,28 @@ def _already_stopping(number: int, frame: FrameType | None) -> None:
 
 def inference(arguments: argparse.Namespace) -> int:
     """Serve until SIGTERM, then complete requests in flight. Needs the blob store and the registry, but no database."""
-    settings = configured()
+    settings = configured(arguments)
     if not settings.inference_key:
         raise UsageError("set REGRAFT_INFERENCE_KEY, here and where the API runs, to a secret of your choice")
-    check_models(settings)
-    with suppress(OSError):  # holds only caches, and base models are served without them
-        private.make_folder(settings.data_dir)
-    os.environ.update(quiet_environment())
-    with importing():
-        from worker.serve.server import serve
-        from worker.serve.serving_metrics import VllmMetrics
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _already_stopping)  # as in serve_api
-    listening = socket.create_server((settings.host, arguments.port), backlog=512)
-    log.info("serving inference on http://%s:%d/v1", settings.host, listening.getsockname()[1])
     with (
-        metrics.served(settings.host, settings.metrics_port, [Gpus(), VllmMetrics()]),
-        tracing.exported(settings.otlp_endpoint, "regraft-inference"),
+        bound(settings.host, arguments.port, "--port", "--port") as listening,
+        serve_metrics(settings, Gpus()) as measure,
     ):
-        serve(settings, listening)
+        check_models(settings)
+        with suppress(OSError):  # holds only caches, and base models are served without them
+            private.make_folder(settings.data_dir)
+        os.environ.update(quiet_environment())
+        with importing():
+            from worker.serve.server import serve
+            from worker.serve.serving_metrics import VllmMetrics
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, _already_stopping)  # as in serve_api
+        listening.listen(512)
+        measure(VllmMetrics())
+        log.info("serving inference on http://%s:%d/v1", settings.host, listening.getsockname()[1])
+        with tracing.exported(settings.otlp_endpoint, "regraft-inference"):
+            serve(settings, listening)
     return 0
 
 
@@ -344,29 +375,29 @@ def sampler(arguments: argparse.Namespace) -> int:
 
     Requests in flight are cut, and their jobs send them to other samplers.
     """
-    settings = configured()
+    settings = configured(arguments)
     if not settings.samplers_key:
         raise UsageError("set REGRAFT_SAMPLERS_KEY, here and for the workers, to a secret of your choice")
-    check_models(settings)
-    entry = Registry.load(settings.models_file).models.get(arguments.model)
-    if entry is None:
-        raise UsageError(f"--model: {arguments.model} is not a base model of the registry")
-    private.make_folder(settings.data_dir)
-    os.environ.update(quiet_environment())
-    with importing():
-        from worker.rollout.samplers import fleet_server, vllm
+    # `bound` does not listen: until the model is loaded, connections are refused and jobs use other samplers.
+    with (
+        bound(settings.host, arguments.port, "--port", "--port") as listening,
+        serve_metrics(settings, Gpus()),
+    ):
+        check_models(settings)
+        entry = Registry.load(settings.models_file).models.get(arguments.model)
+        if entry is None:
+            raise UsageError(f"--model: {arguments.model} is not a base model of the registry")
+        private.make_folder(settings.data_dir)
+        os.environ.update(quiet_environment())
+        with importing():
+            from worker.rollout.samplers import fleet_server, vllm
 
-    if vllm.installed() is None:
-        raise UsageError("a sampler runs vLLM, which is not installed here")
-    with socket.socket(socket.AF_INET6 if ":" in settings.host else socket.AF_INET) as listening:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # Not yet listening: until the model is loaded, connections are refused and jobs use other samplers.
-        listening.bind((settings.host, arguments.port))
+        if vllm.installed() is None:
+            raise UsageError("a sampler runs vLLM, which is not installed here")
         log.info(
             "sampling for %s on http://%s:%d", arguments.model, settings.host, listening.getsockname()[1]
         )
-        with metrics.served(settings.host, settings.metrics_port, [Gpus()]):
-            fleet_server.run(settings, arguments.model, entry, listening)
+        fleet_server.run(settings, arguments.model, entry, listening)
     return 0
 
 
@@ -384,10 +415,57 @@ def inference_on_demand(listening: socket.socket | None) -> Iterator[None]:
         server.stop()
 
 
-def measured(settings: Settings, *figures: MetricsCollector) -> AbstractContextManager[None]:
-    """Serve metrics to Prometheus during the context, if REGRAFT_METRICS_PORT is set."""
-    collectors = [*figures, Disks(settings), Sandbox("regraft_sandbox"), SandboxLayers()]
-    return metrics.served(settings.host, settings.metrics_port, collectors)
+@contextmanager
+def bound(host: str, port: int, setting: str, option: str) -> Iterator[socket.socket]:
+    """Take a port, which does not listen yet.
+
+    Args:
+        setting: what an error names, with the option that changes it.
+
+    Raises:
+        UsageError: the port is taken, or the address is not this machine's.
+    """
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            taken.bind((host, port))
+        except OSError as cause:
+            raise _cannot_listen(cause, host, port, setting, option) from cause
+        yield taken
+
+
+def _cannot_listen(cause: OSError, host: str, port: int, setting: str, option: str) -> UsageError:
+    if cause.errno == errno.EADDRINUSE:
+        return UsageError(f"{setting}: port {port} of {host} is in use; choose another port with {option}")
+    if cause.errno in (errno.EACCES, errno.EPERM):
+        return UsageError(
+            f"{setting}: this user may not listen on port {port}; choose one above 1023 with {option}"
+        )
+    return UsageError(f"REGRAFT_HOST: cannot listen on {host!r}: {cause.strerror}")
+
+
+@contextmanager
+def serve_metrics(
+    settings: Settings, *collectors: MetricsCollector
+) -> Iterator[Callable[[MetricsCollector], None]]:
+    """Serve metrics to Prometheus during the context, if REGRAFT_METRICS_PORT is set. Yields what adds a collector.
+
+    Raises:
+        UsageError: the port is taken, as by another process of this machine with the same settings.
+    """
+    with ExitStack() as served:
+        try:
+            measure = served.enter_context(metrics.served(settings.host, settings.metrics_port, collectors))
+        except OSError as cause:
+            raise _cannot_listen(
+                cause, settings.host, settings.metrics_port, "REGRAFT_METRICS_PORT", "--metrics-port"
+            ) from cause
+        yield measure
+
+
+def measured(settings: Settings) -> AbstractContextManager[Callable[[MetricsCollector], None]]:
+    """Serve the metrics of a process that stores data and runs graders."""
+    return serve_metrics(settings, Disks(settings), Sandbox("regraft_sandbox"), SandboxLayers())
 
 
 def open_stores(settings: Settings) -> tuple[Database, BlobStore]:
@@ -416,10 +494,7 @@ def prepare(settings: Settings, *, first_key: bool = True) -> None:
             REGRAFT_DATA_DIR, or the file of the first key in it, cannot be written. No key is created then, and the
             next start retries.
     """
-    try:
-        private.make_folder(settings.data_dir)
-    except OSError as cause:
-        raise UsageError(f"REGRAFT_DATA_DIR: {cause}") from cause
+    _make_data_folder(settings)
     try:
         upgrade(settings.database)
     except InvalidDatabaseUrl as invalid:
@@ -449,6 +524,13 @@ def prepare(settings: Settings, *, first_key: bool = True) -> None:
             f"The first API key is in {path}. Run `regraft-server admin key create` to create others.",
             file=sys.stderr,
         )
+
+
+def _make_data_folder(settings: Settings) -> None:
+    try:
+        private.make_folder(settings.data_dir)
+    except OSError as cause:
+        raise UsageError(f"REGRAFT_DATA_DIR: {cause}") from cause
 
 
 def _database_fails(cause: OperationalError) -> UsageError:
@@ -485,10 +567,22 @@ def delete_orphans(settings: Settings, hours: float, *, dry_run: bool) -> None:
 
 @contextmanager
 def sole_owner(settings: Settings) -> Iterator[None]:
-    """Lock the data folder, so that one `up` uses it: memory:// works only within one process."""
-    with (settings.data_dir / "lock").open("w") as file:
+    """Lock the data folder, so that one `up` uses it: memory:// works only within one process.
+
+    Raises:
+        UsageError: another `up` uses it, or it cannot be written.
+    """
+    _make_data_folder(settings)
+    try:
+        file = (settings.data_dir / "lock").open("w")
+    except OSError as cause:
+        raise UsageError(f"REGRAFT_DATA_DIR: {cause}") from cause
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            sys.exit(f"Another `regraft-server up` is already using {settings.data_dir}.")
+        except BlockingIOError as taken:
+            raise UsageError(
+                f"REGRAFT_DATA_DIR: another `regraft-server up` is using {settings.data_dir}; stop it, or choose "
+                "another folder with --data-dir"
+            ) from taken
         yield

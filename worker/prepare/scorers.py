@@ -72,7 +72,7 @@ def served_teacher(name: str, server: JudgeModel, settings: Settings, beat: Beat
     """One whose outages a run waits for as for those of database and blob store."""
 
     async def wait(seconds: float) -> None:
-        with PROGRESS.waiting(f"teacher '{name}'"):
+        with PROGRESS.waiting("teacher"):
             await asyncio.sleep(seconds)
         beat()
 

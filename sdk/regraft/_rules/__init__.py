@@ -1,1 +1,1 @@
-"""The server's own rules for rows and templates: links to its sources, which are copied into the wheel."""
+"""The server's own rules for rows, templates and commands: links to its sources, which are copied into the wheel."""

@@ -10,7 +10,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     arguments = build().parse_args(argv)
     if arguments.run == "completion":  # shells may run this on startup
-        from regraft.cli.completion import script
+        from regraft._rules.command_line import script
 
         print(script(build(), arguments.shell), end="")
         return 0

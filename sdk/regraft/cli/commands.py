@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -58,6 +58,7 @@ from regraft.cli.service import usage, workers
 from regraft.client import Regraft
 from regraft.config import NotConfigured
 from regraft.datasets import validate as validate_dataset
+from regraft.display import Waiting
 from regraft.errors import DownloadCorrupt, JobFailed, NotARegraftServer, NotSupportedByServer, is_page
 from regraft.jobs import grader_of
 from regraft.migrate import NO_MODEL
@@ -74,6 +75,7 @@ from regraft.types import Alias, ComparedPair, ComparedScores, GraderTest, Money
 DONE, NO, USAGE, NOT_FOUND, AUTH, UNREACHABLE, QUOTA, INTERRUPTED = 0, 1, 2, 3, 4, 5, 6, 130
 BY_STATUS = {401: AUTH, 403: AUTH, 404: NOT_FOUND, 408: UNREACHABLE, 429: QUOTA}
 WIDE = 72
+SLOW_START_S = 300.0  # weights of tens of gigabytes and an engine's start take minutes
 JOB_FILES = (".toml", ".json", ".yaml", ".yml")
 
 
@@ -95,8 +97,9 @@ def run(arguments: argparse.Namespace) -> int:
             return UNREACHABLE
         return BY_STATUS.get(error.status_code, USAGE)
     except openai.APIConnectionError as error:
+        server = error.request.url.copy_with(path="/", query=None)
         why = f": {error.__cause__}" if error.__cause__ else ""
-        _complain(as_json, f"Cannot reach {error.request.url.copy_with(path='/')}{why}", "connection_error")
+        _complain(as_json, f"Cannot reach {server}{why}. Is the server running?", "connection_error")
         return UNREACHABLE
     except JobFailed as failed:
         # The last event lists all lines of the error, such as the invalid rows of a file.
@@ -476,9 +479,13 @@ def jobs_create(arguments: argparse.Namespace) -> int:
 
 def _previewed(arguments: argparse.Namespace, client: Regraft, body: dict[str, Any]) -> int:
     """Show the preview, and create the job after confirmation or with --yes."""
-    preview = client.preview(
-        body, rows=arguments.rows, samples=arguments.samples, progress=_preview_progress()
-    )
+    with Waiting(sys.stderr, "the preview") as waiting:
+        preview = client.preview(
+            body,
+            rows=arguments.rows,
+            samples=arguments.samples,
+            progress=_preview_progress(waiting.say),
+        )
     if arguments.output == "json":
         if arguments.yes and arguments.watch:
             print_json_line(preview)
@@ -557,7 +564,7 @@ def _doing(now: PreviewProgress) -> str:
     return doing if now.phase == "loading" else f"{doing}: {done} of {now.of} answers"
 
 
-def _preview_progress() -> Callable[[PreviewProgress], None]:
+def _preview_progress(say: Callable[[str], None]) -> Callable[[PreviewProgress], None]:
     """Say each phase when it begins, and each quarter of its answers."""
     said: set[tuple[str, int]] = set()
 
@@ -766,6 +773,13 @@ COURSES = (
 )
 
 
+def _lasting(now: Mapping[str, Any], seconds: float) -> str:
+    """Describe the work of a run and how long it has lasted."""
+    slow = now["phase"] in ("loading", "starting the sampler") and seconds >= SLOW_START_S
+    unusual = ": unusually long; `regraft jobs logs` may say why" if slow else ""
+    return f"{doing_now(now)}, for {duration(seconds)}{unusual}"
+
+
 def _job(job: FineTuningJob, steps: list[dict[str, Any]]) -> str:
     shown = {
         "id": job.id,
@@ -785,7 +799,7 @@ def _job(job: FineTuningJob, steps: list[dict[str, Any]]) -> str:
     if steps:
         shown["step"] = f"{steps[-1]['step']} of {steps[-1]['total_steps']}"
     if now := getattr(job, "progress", None):
-        shown["now"] = f"{doing_now(now)}, since {when(now['since'])}"
+        shown["now"] = _lasting(now, max(0.0, time.time() - now["since"]))
     estimate = getattr(job, "estimate", None)
     if estimate and job.estimated_finish is not None and job.status not in FINAL:
         shown |= expected_costs(estimate, job.estimated_finish, time.time())
@@ -1236,9 +1250,14 @@ def _prompts(arguments: argparse.Namespace) -> Iterator[str]:
 
 def _spoken(messages: list[Any], options: dict[str, Any]) -> str:
     said = ""
-    with _client().chat.completions.create(messages=messages, stream=True, **options) as stream:
+    model = f"{options['model']}, which the server may have to load"
+    with (
+        Waiting(sys.stderr, model) as waiting,
+        _client().chat.completions.create(messages=messages, stream=True, **options) as stream,
+    ):
         try:
             for chunk in stream:
+                waiting.end()
                 piece = (chunk.choices[0].delta.content or "") if chunk.choices else ""
                 said += piece
                 print(piece, end="", flush=True)

@@ -4,6 +4,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from regraft._rules.command_line import SHELLS, Parser
+
 EXIT_CODES = """exit codes:
   0  done; a job that was waited for has succeeded or is paused
   1  no: a job failed, was cancelled or is worse than its base; rows are bad; a test or eval failed; evals are left out
@@ -58,7 +60,7 @@ class Version(argparse.Action):
 
 
 def build() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="regraft",
         description="Reinforcement fine-tuning on a regraft server.",
         epilog=EXIT_CODES,
@@ -587,7 +589,7 @@ def _others(top: Commands) -> None:
         "completion",
         example="regraft completion bash > ~/.local/share/bash-completion/completions/regraft",
     )
-    completion.add_argument("shell", choices=("bash", "zsh", "fish"))
+    completion.add_argument("shell", choices=SHELLS)
 
 
 def _output(parser: argparse.ArgumentParser, *, default: str) -> None:

@@ -18,7 +18,7 @@ prefix cache either way.
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -26,6 +26,7 @@ from importlib.metadata import PackageNotFoundError, version
 from torch import Tensor
 
 from worker.model.policy import Policy
+from worker.progress import PROGRESS
 from worker.refusals import SamplerUnusable
 from worker.rollout.samplers import Answer, Sampling, dealing, from_thread
 from worker.rollout.samplers.dealing import RequestGroup
@@ -154,7 +155,9 @@ class VllmSampler:
             self._update(work)
             self._deal(work)
             owing = {engine: number for number, engine in self.engines.items() if engine.owes_message}
-            for engine in next_to_receive([*owing]):
+            with self._start():
+                heard = next_to_receive([*owing])
+            for engine in heard:
                 finished: tuple[Finished, ...] = ()
                 with self._losses_of(owing[engine], work):
                     finished = engine.receive()
@@ -198,6 +201,12 @@ class VllmSampler:
         if not same(self._tensors, adapter):
             self._tensors = adapter
             self._published += 1
+
+    def _start(self) -> AbstractContextManager[None]:
+        """Report during the context that the job waits for its first engine, which takes minutes for a large model."""
+        if self._has_answered or any(engine.is_ready for engine in self.engines.values()):
+            return nullcontext()
+        return PROGRESS.phase("starting the sampler")
 
     def _update(self, work: "UnfinishedSample") -> None:
         """Have engines with answers in flight continue with a newer adapter, if there is one."""
