@@ -1,7 +1,9 @@
 """`regraft-server` before a command runs: help, versions and the table of commands."""
 
 import hashlib
+import io
 import json
+import re
 import subprocess
 import sys
 from argparse import ArgumentParser
@@ -121,6 +123,24 @@ def test_without_a_terminal_the_first_key_is_in_its_file_and_in_no_log(
     assert (tmp_path / "api_key").stat().st_mode & 0o777 == 0o600
     printed = "".join(capfd.readouterr())
     assert str(tmp_path / "api_key") in printed and key not in printed
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_login_address_of_the_console_is_printed_to_a_terminal_only(tmp_path: Path) -> None:
+    (tmp_path / "index.html").write_text("")
+    settings = Settings(data_dir=tmp_path, console_site=tmp_path, database_url=f"sqlite:///{tmp_path}/a.db")
+    service.prepare(settings)
+    terminal, log = Terminal(), io.StringIO()
+
+    service.print_console_address(settings, terminal)
+    service.print_console_address(settings, log)
+
+    assert re.search(r"http://127\.0\.0\.1:8000/\?t=\S{40}", terminal.getvalue())
+    assert log.getvalue() == ""
 
 
 def test_a_new_data_folder_is_its_owners_only(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
+from typing import TextIO
 
 import uvicorn
 from sqlalchemy.exc import OperationalError
@@ -77,9 +78,7 @@ def up(arguments: argparse.Namespace) -> int:
     prepare(settings)
     _describe_python_graders(settings)
     log.info("log in with: %s", login_command(settings))
-    if address := console_address(settings):
-        # Not in the log, which others may read; and after one login it is worth nothing.
-        print(f"The console, for one login within 15 minutes: {address}", file=sys.stderr)
+    print_console_address(settings, sys.stderr)
     serve_all(settings, backends, listening)
     return 0
 
@@ -179,6 +178,12 @@ def login_command(settings: Settings) -> str:
     command = f"regraft login --base-url http://{host}:{settings.port}"
     key = settings.data_dir / "api_key"
     return f"{command} < {shlex.quote(str(key))}" if key.exists() else command
+
+
+def print_console_address(settings: Settings, out: TextIO) -> None:
+    """Print an address that logs in to the console once, on a terminal only: other output ends up in a log."""
+    if out.isatty() and (address := console_address(settings)):
+        print(f"The console, for one login within 15 minutes: {address}", file=out)
 
 
 def console_address(settings: Settings) -> str:
