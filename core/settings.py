@@ -159,6 +159,8 @@ class Settings(BaseSettings):
     keep_rollouts_days: float | None = Field(default=None, gt=0)
     keep_checkpoints_days: float | None = Field(default=None, gt=0)
     keep_files_days: float | None = Field(default=None, gt=0)
+    # Retention in days of the entries of the audit log. 0: for ever (docs/howto/storage.md).
+    keep_audit_days: float = Field(default=365.0, ge=0)
     # Maximum stored bytes of a job's samples, and maximum stored samples per step and split. Beyond either, whole
     # groups
     # are subsampled (docs/howto/rollouts.md).
