@@ -5,7 +5,7 @@ import secrets
 import string
 
 _ALPHABET = string.ascii_letters + string.digits
-# Random characters of an organization's or a project's id. OpenAI's ids have 24, so the two can be told apart.
+# Random characters of an organization's or a project's id. OpenAI's ids have 24, which distinguishes the two.
 TENANT_LENGTH = 28
 
 
