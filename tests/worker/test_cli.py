@@ -4,6 +4,7 @@ import hashlib
 import io
 import json
 import re
+import resource
 import subprocess
 import sys
 from argparse import ArgumentParser
@@ -123,6 +124,17 @@ def test_without_a_terminal_the_first_key_is_in_its_file_and_in_no_log(
     assert (tmp_path / "api_key").stat().st_mode & 0o777 == 0o600
     printed = "".join(capfd.readouterr())
     assert str(tmp_path / "api_key") in printed and key not in printed
+
+
+def test_a_service_may_use_as_many_descriptors_as_the_system_allows() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(512, hard), hard))
+    try:
+        service.raise_descriptor_limit()
+
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 class Terminal(io.StringIO):

@@ -5,6 +5,7 @@ import fcntl
 import json
 import logging
 import os
+import resource
 import shlex
 import signal
 import socket
@@ -22,9 +23,10 @@ import uvicorn
 from sqlalchemy.exc import OperationalError
 
 from api.http.app import create_app
+from api.http.connections import ConnectionLimit, limited
 from api.http.rate_limits import open_rates
 from api.http.shutdown import Server
-from api.http.sign_on import behind_proxies
+from api.http.sign_on import behind_proxies, trusted_proxies
 from core import private
 from core.database.engine import Database, Send
 from core.database.migrate import InvalidDatabaseUrl, SchemaNotReady, open_unchanged, upgrade
@@ -63,10 +65,18 @@ def configured() -> Settings:
         UsageError: a setting is invalid.
     """
     settings = read_settings()
+    raise_descriptor_limit()
     logs.configure([logs.handler(settings.log_format)], requests=settings.log_format == "json")
     for line in unknown_variables(os.environ):
         log.warning("%s", line)
     return settings
+
+
+def raise_descriptor_limit() -> None:
+    """Raise the soft limit of descriptors, often 1,024, to the hard limit: each connection needs one."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):  # a system may have a lower bound than the hard limit, as macOS does
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def up(arguments: argparse.Namespace) -> int:
@@ -303,6 +313,7 @@ def serve_api(
     config = uvicorn.Config(
         app,
         proxy_headers=False,  # see behind_proxies
+        ws="none",
         host=settings.host,
         port=settings.port,
         log_config=None,  # keep our logging
@@ -310,6 +321,9 @@ def serve_api(
         timeout_graceful_shutdown=5,
     )
     config.app = behind_proxies(app, config.forwarded_allow_ips)
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = min(settings.connections_per_address, descriptors // 2)  # one address cannot use up all of them
+    config.http = limited(ConnectionLimit(most, trusted_proxies(config.forwarded_allow_ips, settings)))
     log.info("serving http://%s:%d/v1", settings.host, settings.port)
     with traced:
         Server(config, app.state.service.shutdown).run()
