@@ -179,7 +179,11 @@ def refuse_eval_run_beyond(session: Session, project_id: str, limits: Limits) ->
         if before >= limits.queued_eval_runs:
             hint = "wait until one of them has started, or cancel one"
             raise QuotaExceeded("queued_eval_runs", used=before, maximum=limits.queued_eval_runs, hint=hint)
-    refuse_stored_beyond(session, project_id, limits)  # the rows of the run are counted already
+    if limits.storage_bytes is not None:
+        _lock(session, project_id)
+        # The rows of the run are counted already, and its items need room, too.
+        if (full := storage_used_up(session, project_id, limits)) is not None:
+            raise full
     if (beyond := used_up(session, project_id, limits)) is not None:
         raise beyond
 
