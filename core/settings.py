@@ -125,6 +125,9 @@ class Settings(BaseSettings):
     host: str = "127.0.0.1"
     # Port of the API.
     port: int = Field(default=8000, ge=0, le=65535)
+    # Connections that one address may have open at once, at most half of the descriptors of the process; further ones
+    # are closed. Proxies of FORWARDED_ALLOW_IPS and REGRAFT_SSO_PROXIES are exempt. 0: no limit.
+    connections_per_address: int = Field(default=1000, ge=0)
     # json: one object per line with request, job and step ids, and a line per request (docs/howto/observability.md).
     log_format: Literal["text", "json"] = "text"
     # OTLP endpoint for traces, over HTTP: http://collector:4318. Needs regraft-server[otel]. Empty: off.
@@ -159,6 +162,8 @@ class Settings(BaseSettings):
     keep_rollouts_days: float | None = Field(default=None, gt=0)
     keep_checkpoints_days: float | None = Field(default=None, gt=0)
     keep_files_days: float | None = Field(default=None, gt=0)
+    # Retention in days of the entries of the audit log. 0: for ever (docs/howto/storage.md).
+    keep_audit_days: float = Field(default=365.0, ge=0)
     # Maximum stored bytes of a job's samples, and maximum stored samples per step and split. Beyond either, whole
     # groups
     # are subsampled (docs/howto/rollouts.md).

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import secrets
 import string
 from collections.abc import Iterable, Mapping
@@ -504,6 +505,55 @@ def hide_secrets(dumped: Mapping[str, Any]) -> dict[str, Any]:
     elif inner:
         shown["graders"] = {key: hide_secrets(sub) for key, sub in inner.items()}
     return shown
+
+
+# Fields whose text is a secret in the exports of other services, in any case.
+_SECRET_FIELDS = frozenset(
+    {
+        "authorization",
+        "api_key",
+        "api-key",
+        "apikey",
+        "x-api-key",
+        "password",
+        "secret",
+        "token",
+        "access_token",
+    }
+)
+_USER_OF_URL = re.compile(r"(?<=://)[^/?#\s]*@")
+
+
+def hide_secrets_anywhere(value: Any) -> Any:
+    """Return JSON with the secrets masked that any object in it may have.
+
+    For objects that no parser has checked, such as imported criteria. Masks the values of `headers`, the text of fields
+    named as secrets are, both in any case, and the user and password of a URL.
+    """
+    if isinstance(value, Mapping):
+        return {name: _hidden(name.lower(), inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [hide_secrets_anywhere(inner) for inner in value]
+    if isinstance(value, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", value):
+        return _USER_OF_URL.sub(f"{MASK}@", value, count=1)
+    return value
+
+
+def _hidden(name: str, value: Any) -> Any:
+    if name == "headers":
+        return _masked_texts(value)
+    if name in _SECRET_FIELDS and isinstance(value, str):
+        return MASK
+    return hide_secrets_anywhere(value)
+
+
+def _masked_texts(value: Any) -> Any:
+    """The value with each text in it masked, except for the names of its fields."""
+    if isinstance(value, Mapping):
+        return {name: _masked_texts(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_masked_texts(inner) for inner in value]
+    return value if value is None else MASK
 
 
 def _sub_graders(raw: object, param: str) -> dict[str, SubGraderSpec]:

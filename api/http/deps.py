@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -21,7 +22,8 @@ from api.http.grader_loop import GraderLoop
 from api.http.rate_limits import Rates
 from api.http.shutdown import Shutdown
 from core.database.engine import Database, Send, Work, unit_of_work
-from core.database.tables import ApiKey, Organization, Project
+from core.database.ids import is_tenant_id
+from core.database.tables import ApiKey, Project
 from core.errors import InvalidApiKey, ProjectNotFound, RateLimited
 from core.registry import Registry
 from core.settings import Settings
@@ -79,6 +81,7 @@ ReadSession = Annotated[Session, Depends(_read_session, scope="function")]
 
 SESSION_COOKIES = ("__Host-regraft_session", "regraft_session")  # on https, on http
 CONSOLE_HEADER = "x-regraft-console"
+_HOST = re.compile(r"(\[(?P<address>[0-9A-Fa-f:.]+)\]|(?P<name>[A-Za-z0-9._-]+))(:(?P<port>\d{1,5}))?")
 
 _bearer = HTTPBearer(auto_error=False, description="An API key of this service.")
 _azures_header = APIKeyHeader(
@@ -107,7 +110,7 @@ def _caller(
         request, _credential(request, credentials, azures_key), organization, project
     )
     request.state.organization_id = project_row.organization_id  # for the openai-organization header
-    _limit_rate(request, service, project_row)
+    limit_rate(request, service, project_row)
     if keys.use_is_news(key):
         background.add_task(_note_use, service.database, key.id)  # runs after the response
     return Caller(key, project_row)
@@ -145,9 +148,12 @@ def session_token(request: Request) -> str:
 def refuse_foreign(request: Request) -> None:
     """Raise InvalidApiKey if a page of another site may have made the request, or the host is not this service."""
     headers = request.headers
-    if not is_own_host(request.url.hostname or "", request.app.state.service.settings.console_hosts):
+    host = host_of(headers.get("host", ""))
+    if host is None:
+        raise InvalidApiKey("The Host header of the request is not a host name or an address with a port.")
+    if not is_own_host(host, request.app.state.service.settings.console_hosts):
         raise InvalidApiKey(
-            f"The console is not served under the name {request.url.hostname!r}: add it to REGRAFT_CONSOLE_HOSTS."
+            f"The console is not served under the name {host!r}: add it to REGRAFT_CONSOLE_HOSTS."
         )
     site, has_header = headers.get("sec-fetch-site"), CONSOLE_HEADER in headers
     is_safe = request.method in ("GET", "HEAD")
@@ -155,6 +161,17 @@ def refuse_foreign(request: Request) -> None:
     # asking first, which nothing here answers.
     if not (site == "same-origin" and (is_safe or has_header)) and not (site is None and has_header):
         raise InvalidApiKey("A session is for the pages of this service only. Use an API key.")
+
+
+def host_of(header: str) -> str | None:
+    """The name or the address in a Host header, in lower case; None: the header is not valid.
+
+    Starlette falls back to the address of the socket for such a header, which is always this service's own.
+    """
+    match = _HOST.fullmatch(header)
+    if match is None or int(match["port"] or 0) > 65535:
+        return None
+    return (match["address"] or match["name"]).lower()
 
 
 def is_own_host(host: str, named: tuple[str, ...]) -> bool:
@@ -197,30 +214,41 @@ def _authenticated(
     with service.database.read() as session:
         authenticate = sessions.authenticate if credential.is_session else keys.authenticate
         key, found = authenticate(session, credential.token)
-        _refuse_mismatched(session, found, organization, project)
+        _refuse_mismatched(found, organization, project)
     sign_on.require_same_user(request, service.settings, key)
     return key, found
 
 
-def _refuse_mismatched(
-    session: Session, found: Project, organization: str | None, project: str | None
-) -> None:
-    """Raise InvalidApiKey for a header that names another organization or project of this service.
+def _refuse_mismatched(found: Project, organization: str | None, project: str | None) -> None:
+    """Raise InvalidApiKey for a header with an id of this service's form that is not the id of the key's own.
 
-    OpenAI's client sends OPENAI_ORG_ID and OPENAI_PROJECT_ID of the environment. Ids that this service does not have,
-    such as those of an account at OpenAI, are ignored.
+    OpenAI's client sends OPENAI_ORG_ID and OPENAI_PROJECT_ID of the environment. Ids of another form, such as those of
+    an account at OpenAI, are ignored. Whether an organization or a project has the id is not looked up, so the answer
+    does not show it.
     """
-    named = organization or found.organization_id
-    if named != found.organization_id and session.get(Organization, named) is not None:
-        message = "OpenAI-Organization header should match organization for API key."
-        raise InvalidApiKey(message, code="mismatched_organization")
-    named = project or found.id
-    if named != found.id and session.get(Project, named) is not None:
-        message = "OpenAI-Project header should match project for API key."
-        raise InvalidApiKey(message, code="mismatched_project")
+    if _names_another(organization, found.organization_id):
+        raise InvalidApiKey(
+            "OpenAI-Organization header should match organization for API key. Remove the header, or send "
+            f"{found.organization_id}.",
+            code="mismatched_organization",
+        )
+    if _names_another(project, found.id):
+        raise InvalidApiKey(
+            f"OpenAI-Project header should match project for API key. Remove the header, or send {found.id}.",
+            code="mismatched_project",
+        )
 
 
-def _limit_rate(request: Request, service: Service, project: Project) -> None:
+def _names_another(sent: str | None, own: str) -> bool:
+    return sent is not None and sent != own and is_tenant_id(sent)
+
+
+def limit_rate(request: Request, service: Service, project: Project) -> None:
+    """Count the request against the rate limit of the project, and set the headers of its answer.
+
+    Raises:
+        RateLimited: the project has no request left.
+    """
     per_minute = tenants.limits(project, service.settings.default_limits).requests_per_minute
     if per_minute is None:
         return

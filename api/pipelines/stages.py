@@ -370,8 +370,23 @@ class Advance:
             raise StageFailed(f"The file could not be made: {cause}") from cause
 
     def _stored(self, filename: str, content: Iterable[rows.Row | bytes], *, purpose: str) -> File:
-        lines = bounded(content, self.service.settings.max_upload_bytes)
+        lines = self._within_storage(bounded(content, self.service.settings.max_upload_bytes))
         return files.put(self.service.blobs, self.project.id, filename, lines, purpose=purpose)
+
+    def _within_storage(self, lines: Iterable[bytes]) -> Iterator[bytes]:
+        """The lines, as far as the project may store them. Raises QuotaExceeded."""
+        limits = tenants.limits(self.project, self.service.settings.default_limits)
+
+        def free_bytes(needed: int) -> int | None:
+            with self.service.database.read() as session:
+                return tenants.free_storage(session, self.project.id, limits, needed=needed)
+
+        size, free = 0, free_bytes(1)
+        for line in lines:
+            size += len(line)
+            if free is not None and size > free:
+                free = free_bytes(size)
+            yield line
 
     def _add(self, work: Work, file: File) -> None:
         limits = tenants.limits(self.project, self.service.settings.default_limits)

@@ -71,7 +71,7 @@ def _items(service: Service, project: Project, eval_id: str, run_id: str) -> Ite
         with service.database.read() as session:
             found = catalog.find(session, project.id, eval_id)
             if isinstance(found, Eval):
-                _, where = stored_items(session, eval_id, run_id)
+                _, where = stored_items(session, found, run_id)
                 return items.find(service.blobs, where)
         page, model = validation_of(service, found, run_id)
     except EvalNotFound as missing:

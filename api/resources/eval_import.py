@@ -1,7 +1,9 @@
 """/v1/regraft/evals/import: an eval of another service, with its finished runs (docs/howto/evals.md)."""
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import islice
 from typing import Annotated, Any
 
@@ -21,7 +23,7 @@ from core.database.engine import Work
 from core.database.ids import new_id
 from core.database.tables import Eval, EvalPage, EvalRun, File, Project, now
 from core.errors import ContentDamaged, FileNotFound, InvalidRequest
-from core.evals import catalog, lifecycle, summary
+from core.evals import catalog, imported, lifecycle, summary
 from core.evals.items import BLOCK_ROWS, MAX_ROWS, Item, blob_key, encode
 from core.storage import files
 from core.storage.datasets import LineError, read_objects
@@ -31,6 +33,7 @@ from core.tenancy import tenants
 router = APIRouter(prefix="/regraft/evals/import", tags=["regraft"])
 
 MAX_RUNS = 1000
+MAX_ITEMS = 10 * MAX_ROWS  # of all runs of an import
 _STATUSES = frozenset({"completed", "failed", "canceled"})
 
 
@@ -168,6 +171,9 @@ class EvalImport(Body):
         ids = [sent.run.id for sent in runs if sent.run.id]
         if len(set(ids)) < len(ids):
             raise ValueError("two runs have the same id")
+        items = [sent.items_file for sent in runs if sent.items_file is not None]
+        if len(set(items)) < len(items):  # the items of a file are stored once
+            raise ValueError("two runs have the same items_file; upload a file for each run")
         return runs
 
 
@@ -187,6 +193,49 @@ class _Stored:
     sha256: str
 
 
+class _Pages:
+    """Writes the pages of imported runs to the blob store, within the storage limit of the project."""
+
+    def __init__(self, service: Service, project: Project) -> None:
+        self._service, self._project = service, project
+        self.limits = tenants.limits(project, service.settings.default_limits)
+        self._written: list[str] = []
+        self._bytes, self._free = 0, 0
+
+    def check(self) -> None:
+        """Raise QuotaExceeded if the project has less storage left than the pages so far, or none."""
+        with self._service.database.read() as session:
+            free = tenants.free_storage(session, self._project.id, self.limits, needed=max(1, self._bytes))
+        self._free = sys.maxsize if free is None else free
+
+    def write(self, items: Iterator[Item]) -> list[_Stored]:
+        """Write the pages of one run.
+
+        Raises:
+            QuotaExceeded: the next page would exceed the limit. It is not written.
+        """
+        folder = EvalRun(id=new_id("evalrun_"), project_id=self._project.id)  # not the id that the run gets
+        pages: list[_Stored] = []
+        line = 0
+        while block := list(islice(items, BLOCK_ROWS)):
+            for item in block:
+                line += 1
+                item["line"] = line
+            page = encode(block)
+            key = blob_key(folder, len(pages), 0)
+            self._bytes += len(page.data)
+            if self._bytes > self._free:
+                self.check()
+            self._written.append(key)
+            self._service.blobs.put_bytes(key, page.data)
+            pages.append(_Stored(len(pages), key, len(block), len(page.data), page.sha256))
+        return pages
+
+    def discard(self) -> None:
+        """Delete what was written."""
+        self._service.blobs.delete_many(self._written)
+
+
 @router.post("", status_code=201, response_model=Imported, responses=refusals(404))
 async def import_eval(
     body: EvalImport, project: CurrentProject, service: ServiceDep, once: Once
@@ -196,43 +245,47 @@ async def import_eval(
     Its criteria are checked when a new run is created.
     """
 
+    pages = _Pages(service, project)
+
     def store() -> list[list[_Stored]]:
+        pages.check()  # before anything is read
+        params = [f"runs[{number}].items_file" for number in range(len(body.runs))]
         found = [
-            None
-            if sent.items_file is None
-            else _file(service, project, sent.items_file, f"runs[{number}].items_file")
-            for number, sent in enumerate(body.runs)
+            None if sent.items_file is None else _file(service, project, sent.items_file, param)
+            for sent, param in zip(body.runs, params, strict=True)
         ]
-        for number, file in enumerate(found):  # all of them, before anything is stored
-            for _ in _items(service, file, f"runs[{number}].items_file"):
-                pass
-        return [
-            _pages(service, project, _items(service, file, f"runs[{number}].items_file"))
-            for number, file in enumerate(found)
-        ]
+        sources = list(zip(found, params, strict=True))
+        # All of them, before anything is stored.
+        refuse_too_many((param for file, param in sources for _ in _items(service, file, param)), MAX_ITEMS)
+        return [pages.write(_items(service, file, param)) for file, param in sources]
 
-    stored = await in_reader(service, project, store)
+    def create(work: Work, stored: list[list[_Stored]]) -> Imported:
+        made = _create(work, body, project, stored)
+        tenants.refuse_stored_beyond(work.session, project.id, pages.limits)
+        return made
 
-    def discard() -> None:
-        service.blobs.delete_many([page.blob_key for pages in stored for page in pages])
-
-    def create(work: Work) -> Imported:
+    def run() -> Imported | JSONResponse:
         try:
-            made = _create(work, body, project, stored)
-            limits = tenants.limits(project, service.settings.default_limits)
-            tenants.refuse_file_beyond(work.session, project.id, limits, 0)
-        except Exception:
-            discard()
+            stored = store()
+            made = once(partial(create, stored=stored))
+        except BaseException:
+            pages.discard()
             raise
-        return made
-
-    def commit() -> Imported | JSONResponse:
-        made = once(create)
         if isinstance(made, JSONResponse):  # an earlier request has created them
-            discard()
+            pages.discard()
         return made
 
-    return await in_reader(service, project, commit)
+    return await in_reader(service, project, run)
+
+
+def refuse_too_many(params: Iterable[str], most: int) -> None:
+    """Raise InvalidRequest if there are more items than `most`. For each item the parameter with its file."""
+    for count, param in enumerate(params, 1):
+        if count > most:
+            raise InvalidRequest(
+                f"The runs of one import have at most {most:,} items. Import some of the runs as another eval.",
+                param=param,
+            )
 
 
 def _create(work: Work, body: EvalImport, project: Project, stored: list[list[_Stored]]) -> Imported:
@@ -248,7 +301,7 @@ def _rows(
 ) -> Imported:
     sent = body.eval
     made = Eval(
-        id=catalog.free_eval_id(work.session, sent.id if keep_ids else ""),
+        id=catalog.free_eval_id(work.session, project.id, sent.id if keep_ids else ""),
         project_id=project.id,
         name=sent.name or "",
         metadata_=sent.metadata,
@@ -260,11 +313,11 @@ def _rows(
     ids = []
     for one, pages in zip(body.runs, stored, strict=True):
         run = _run(one.run, project, sum(page.items for page in pages))
-        run.id = catalog.free_run_id(work.session, one.run.id if keep_ids else "")
+        run.id = catalog.free_run_id(work.session, project.id, one.run.id if keep_ids else "")
         run.eval_id = made.id
         lifecycle.create(work, run)
         work.session.add_all(EvalPage(run_id=run.id, **asdict(page)) for page in pages)
-        ids.append(run.id)
+        ids.append(imported.shown(run.id))
     work.session.flush()
     return Imported(eval=EvalOut.of(made), runs=ids)
 
@@ -280,22 +333,6 @@ def _config(sent: dict[str, Any]) -> dict[str, Any]:
     properties = schema.get("properties") if isinstance(schema, dict) else None
     item = properties.get("item") if isinstance(properties, dict) else None
     return sent | {"item_schema": item} if isinstance(item, dict) else sent
-
-
-def _pages(service: Service, project: Project, read: Iterator[Item]) -> list[_Stored]:
-    """Write the pages of a run to the blob store."""
-    folder = EvalRun(id=new_id("evalrun_"), project_id=project.id)  # the run's id is known in the transaction
-    pages: list[_Stored] = []
-    line = 0
-    while block := list(islice(read, BLOCK_ROWS)):
-        for item in block:
-            line += 1
-            item["line"] = line
-        page = encode(block)
-        key = blob_key(folder, len(pages), 0)
-        service.blobs.put_bytes(key, page.data)
-        pages.append(_Stored(len(pages), key, len(block), len(page.data), page.sha256))
-    return pages
 
 
 def _run(sent: _Run, project: Project, total: int) -> EvalRun:

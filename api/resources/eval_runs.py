@@ -21,7 +21,7 @@ from api.resources.rollouts import SEARCHES
 from core.database.engine import Work
 from core.database.tables import Eval, EvalRun, File, Job, Project, RolloutPage
 from core.errors import EvalNotFound, InvalidRequest
-from core.evals import catalog, items, lifecycle, summary
+from core.evals import catalog, imported, items, lifecycle, summary
 from core.results import evals, rollouts
 from core.results.rollout_filters import Wanted
 from core.storage import files
@@ -70,7 +70,7 @@ async def create_run(
         source = body.data_source
         content = source.source.stored() if isinstance(source.source, FileContent) else None
         run = EvalRun(
-            eval_id=eval_id,
+            eval_id=made.id,
             project_id=project.id,
             name=body.name or "",
             metadata_=body.metadata,
@@ -117,7 +117,7 @@ def list_runs(
         if isinstance(found, Eval):
             made = catalog.runs(
                 session,
-                eval_id,
+                found,
                 after=after,
                 limit=most,
                 newest_first=newest_first,
@@ -147,7 +147,7 @@ def retrieve_run(
     with service.database.read() as session:
         found = catalog.find(session, project.id, eval_id)
         if isinstance(found, Eval):
-            run = catalog.run_of(session, eval_id, run_id)
+            run = catalog.run_of(session, found, run_id)
             return RunOut.of_run(run, run.content, report_url=_report_url(request, run))
         page, model = validation_of(service, found, run_id)
     return _validation(request, service.blobs, found, page, model)
@@ -160,8 +160,8 @@ def cancel_run(
 ) -> RunOut:
     """Cancel a run immediately. The items so far are kept."""
     with uow() as work:
-        changeable(catalog.find(work.session, project.id, eval_id))
-        run = catalog.run_of(work.session, eval_id, run_id)
+        made = changeable(catalog.find(work.session, project.id, eval_id))
+        run = catalog.run_of(work.session, made, run_id)
         lifecycle.cancel(work, run)
         return RunOut.of_run(run, run.content, report_url=_report_url(request, run))
 
@@ -172,8 +172,8 @@ def delete_run(
 ) -> RunDeleted:
     """Delete a run and its items. A run in progress is cancelled."""
     with uow() as work:
-        changeable(catalog.find(work.session, project.id, eval_id))
-        keys = lifecycle.remove(work, catalog.run_of(work.session, eval_id, run_id))
+        made = changeable(catalog.find(work.session, project.id, eval_id))
+        keys = lifecycle.remove(work, catalog.run_of(work.session, made, run_id))
     service.blobs.delete_many(keys)
     return RunDeleted(run_id=run_id)
 
@@ -193,7 +193,7 @@ def list_output_items(
     most, newest_first = clamped(limit), order == "desc"
     with service.database.read() as session:
         found = catalog.find(session, project.id, eval_id)
-        made = stored_items(session, eval_id, run_id) if isinstance(found, Eval) else None
+        made = stored_items(session, found, run_id) if isinstance(found, Eval) else None
     if made is not None:
         run, where = made
         line = None
@@ -228,7 +228,7 @@ def retrieve_output_item(
     """Retrieve one item of a run."""
     with service.database.read() as session:
         found = catalog.find(session, project.id, eval_id)
-        made = stored_items(session, eval_id, run_id) if isinstance(found, Eval) else None
+        made = stored_items(session, found, run_id) if isinstance(found, Eval) else None
     if made is not None:
         run, where = made
         item = items.by_id(service.blobs, where, run_id, output_item_id)
@@ -244,10 +244,10 @@ def retrieve_output_item(
     return ItemOut.of(found, page, row, model=model)
 
 
-def stored_items(session: Any, eval_id: str, run_id: str) -> tuple[EvalRun, items.StoredItems]:
+def stored_items(session: Any, made: Eval, run_id: str) -> tuple[EvalRun, items.StoredItems]:
     """The run of a created eval and where its items are. Raises EvalNotFound."""
-    run = catalog.run_of(session, eval_id, run_id)
-    return run, items.stored(session, run_id)
+    run = catalog.run_of(session, made, run_id)
+    return run, items.stored(session, run.id)
 
 
 def validation_of(service: Service, job: Job, run_id: str) -> tuple[RolloutPage, str]:
@@ -267,4 +267,5 @@ def _validation(request: Request, blobs: BlobStore, job: Job, page: RolloutPage,
 
 
 def _report_url(request: Request, run: EvalRun) -> str:
-    return f"{request.base_url}v1/evals/{run.eval_id}/runs/{run.id}/output_items"
+    path = f"v1/evals/{imported.shown(run.eval_id)}/runs/{imported.shown(run.id)}/output_items"
+    return f"{request.base_url}{path}"

@@ -7,13 +7,13 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field
 
 from core.database.tables import Eval, EvalRun, Job, RolloutPage
-from core.evals import budgets, lifecycle, summary
+from core.evals import budgets, imported, lifecycle, summary
 from core.evals.items import Item
 from core.evals.summary import rate
 from core.results import evals
 from core.results.evals import Criterion
 from core.results.rollouts import Row, SamplePosition
-from graders.spec import hide_secrets
+from graders.spec import hide_secrets, hide_secrets_anywhere
 
 # Free text, because an imported item may have another status.
 ItemStatus = Literal["pass", "fail", "error"]
@@ -54,12 +54,12 @@ class EvalOut(BaseModel):
     @classmethod
     def of_eval(cls, made: Eval) -> "EvalOut":
         return cls(
-            id=made.id,
+            id=imported.shown(made.id),
             created_at=made.created_at,
             updated_at=made.updated_at,
             name=made.name,
             data_source_config=_config(made.data_source_config),
-            testing_criteria=[hide_secrets(spec) for spec in made.testing_criteria],
+            testing_criteria=[hide_secrets_anywhere(spec) for spec in made.testing_criteria],
             metadata=made.metadata_,
         )
 
@@ -83,7 +83,9 @@ class EvalOut(BaseModel):
 def _config(stored: Mapping[str, Any]) -> dict[str, Any]:
     """The config with the schema of a whole row. An imported one has it already."""
     if "schema" in stored or "item_schema" not in stored:
-        shown = {"schema": {"type": "object"}} | dict(stored)
+        shown = {"schema": {"type": "object"}} | hide_secrets_anywhere(stored)
+        if "schema" in stored:
+            shown["schema"] = stored["schema"]  # its properties may have any name
         return {name: value for name, value in shown.items() if name != "item_schema"}
     properties = {"item": stored["item_schema"]}
     if stored.get("include_sample_schema"):
@@ -122,17 +124,17 @@ class RunOut(BaseModel):
     @classmethod
     def of_run(cls, run: EvalRun, content: list[Any] | None, *, report_url: str) -> "RunOut":
         kept = run.summary or summary.empty([])
-        shown = kept.get("imported", {})
+        shown = hide_secrets_anywhere(kept.get("imported", {}))
         counts = shown.get("result_counts") or summary.result_counts(kept)
         finished = summary.finished(kept)
-        source = dict(run.data_source)
+        source = hide_secrets_anywhere(run.data_source)
         rows = source.get("source") or {}
         if content is not None or rows.get("type") == "file_content":  # whose rows are deleted after a while
             source["source"] = rows | {"content": content or []}
         return cls(
-            id=run.id,
+            id=imported.shown(run.id),
             created_at=run.created_at,
-            eval_id=run.eval_id,
+            eval_id=imported.shown(run.eval_id),
             name=run.name,
             status=run.status,
             model=run.model or "",
@@ -144,7 +146,7 @@ class RunOut(BaseModel):
             or summary.criteria_results(kept),
             data_source=source,
             metadata=run.metadata_,
-            error=run.error,
+            error=hide_secrets_anywhere(run.error),
             **summary.rate(counts["passed"], counts["passed"] + counts["failed"]),
             progress={"finished": finished, "total": run.total},
             started_at=run.started_at,
@@ -219,7 +221,7 @@ class ItemOut(BaseModel):
     @classmethod
     def of_item(cls, run: EvalRun, item: Item) -> "ItemOut":
         shown = {name: value for name, value in item.items() if name != "line"}
-        return cls(run_id=run.id, eval_id=run.eval_id, **shown)
+        return cls(run_id=imported.shown(run.id), eval_id=imported.shown(run.eval_id), **shown)
 
     @classmethod
     def of(cls, job: Job, page: RolloutPage, row: Row, *, model: str) -> "ItemOut":

@@ -18,7 +18,8 @@ from api.resources.eval_shapes import EvalOut
 from core.database.engine import Work
 from core.database.tables import Eval, Job, now
 from core.errors import MadeByJobs
-from core.evals import catalog
+from core.evals import catalog, imported
+from core.tenancy import tenants
 from graders.spec import dump
 
 router = APIRouter(prefix="/evals", tags=["Evals"])
@@ -56,6 +57,8 @@ async def create_eval(
         )
         made.created_at = made.updated_at = now()
         catalog.create(work, made)
+        limits = tenants.limits(project, service.settings.default_limits)
+        tenants.refuse_stored_beyond(work.session, project.id, limits)
         return EvalOut.of(made)
 
     return await to_thread.run_sync(once, create)
@@ -101,7 +104,7 @@ def update_eval(eval_id: str, body: EvalUpdate, project: CurrentProject, uow: Un
         if "metadata" in body.model_fields_set:
             made.metadata_ = body.metadata
         made.updated_at = now()
-        work.record("eval.updated", made.id)
+        work.record("eval.updated", imported.shown(made.id))
         return EvalOut.of(made)
 
 

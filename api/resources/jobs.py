@@ -96,7 +96,7 @@ def added(
 
     Raises:
         InvalidRequest: there is no such file, or none of training data.
-        QuotaExceeded: the project may queue no further job.
+        QuotaExceeded: the project may queue no further job, or its storage is used up.
     """
     find = partial(files.get_dataset, work.session, project.id)
     training = find(body.training_file, param="training_file")
@@ -127,6 +127,7 @@ def added(
         events.append(work.session, job.id, f"Divided {source.id} into these files by validation_split")
     limits = tenants.limits(project, service.settings.default_limits)
     tenants.refuse_job_beyond(work.session, project.id, limits)
+    tenants.refuse_request_beyond(work.session, project.id, limits, job.body)
     return job
 
 

@@ -26,6 +26,7 @@ from core.pipelines import graph, lifecycle
 from core.pipelines.lifecycle import Stage
 from core.results import model_aliases
 from core.storage import files
+from core.tenancy import tenants
 from graders.spec import hide_secrets
 
 router = APIRouter(prefix="/regraft/pipelines", tags=["regraft"])
@@ -151,10 +152,17 @@ async def create_pipeline(
             actor=actor.id,
             stages=[lifecycle.new_stage(stage) for stage in plan],
         )
-        lifecycle.create(work, made)
-        return PipelineOut.of(work.session, made)
+        return _added(work, made, project, service)
 
     return await to_thread.run_sync(once, create)
+
+
+def _added(work: Work, made: Pipeline, project: Project, service: Service) -> PipelineOut:
+    """Create the pipeline. Raises QuotaExceeded if the storage of the project is used up."""
+    limits = tenants.limits(project, service.settings.default_limits)
+    tenants.refuse_request_beyond(work.session, project.id, limits, made.stages)
+    lifecycle.create(work, made)
+    return PipelineOut.of(work.session, made)
 
 
 async def _refuse_stage(stage: StageCreate, where: str, service: Service, project: Project) -> None:
@@ -269,6 +277,7 @@ async def clone_pipeline(
     pipeline_id: str,
     project: CurrentProject,
     actor: CurrentActor,
+    service: ServiceDep,
     once: Once,
     body: PipelineClone = WHOLE,
 ) -> PipelineOut | JSONResponse:
@@ -290,7 +299,6 @@ async def clone_pipeline(
             cloned_from=pipeline.id,
             stages=stages,
         )
-        lifecycle.create(work, made)
-        return PipelineOut.of(work.session, made)
+        return _added(work, made, project, service)
 
     return await to_thread.run_sync(once, clone)

@@ -302,6 +302,7 @@ def _prepared(body: PreviewCreate, project: Project, service: Service) -> Prepar
         limits = tenants.limits(project, service.settings.default_limits)
         if (beyond := tenants.used_up(session, project.id, limits)) is not None:
             raise beyond
+        tenants.free_storage(session, project.id, limits)
     asked = sizes.asked(body, project, service)
     rows = _some_rows(service.blobs, asked.training, body.rows, body.seed or 0)
     weights = _weights(body, asked, project, service)

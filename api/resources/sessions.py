@@ -1,9 +1,11 @@
 """/v1/regraft/session: log in to the console with an API key or a login address, and out again."""
 
+from dataclasses import replace
 from typing import Literal
 
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, Field, model_validator
+from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
 
 from api.http import sign_on
@@ -13,12 +15,13 @@ from api.http.deps import (
     Service,
     ServiceDep,
     UnitOfWork,
+    limit_rate,
     refuse_foreign,
     session_token,
 )
 from api.http.openapi import FOR_ANY_KEY, refusals
 from api.http.shapes import Body
-from core.database.engine import Work, unit_of_work
+from core.database.engine import unit_of_work
 from core.database.tables import ApiKey, Project
 from core.tenancy import keys, sessions, single_sign_on
 from core.tenancy.audit import Actor
@@ -51,14 +54,14 @@ class SessionOut(BaseModel):
     expires_at: int | None  # of the key
 
 
-@router.post("", responses=refusals(401))
+@router.post("", responses=refusals(401, 429))
 async def create_session(
     body: SessionCreate, request: Request, response: Response, service: ServiceDep
 ) -> SessionOut:
     """Exchange an API key, a login address or the user of single sign-on for a cookie. For the console's page only."""
     refuse_foreign(request)
     identity = sign_on.identify(request, service.settings) if body.single_sign_on else None
-    token, shown = await run_in_threadpool(_begun, body, identity, request.state.request_id, service)
+    token, shown = await run_in_threadpool(_begun, body, identity, request, service)
     is_https = request.url.scheme == "https"
     response.set_cookie(
         SESSION_COOKIES[0] if is_https else SESSION_COOKIES[1],
@@ -72,22 +75,30 @@ async def create_session(
 
 
 def _begun(
-    body: SessionCreate, identity: sign_on.Identity | None, request_id: str, service: Service
+    body: SessionCreate, identity: sign_on.Identity | None, request: Request, service: Service
 ) -> tuple[str, SessionOut]:
-    with service.database.write() as session:
+    # Checked in a read session first: a request without a valid credential opens no write transaction.
+    with service.database.read() as session:
         if identity is not None:
-            key = single_sign_on.key_of(Work(session), identity.user, identity.rule)
-        elif body.login_token is not None:
-            key = sessions.key_of_login(session, body.login_token)
+            project = single_sign_on.project_of(session, identity.rule)
         else:
-            key, _ = keys.authenticate(session, body.api_key or "")
-        project = session.get_one(Project, key.project_id)
-        actor = Actor(key.id, project.organization_id, project.id, request_id)
-        session.expunge(key)
-        shown = _shown(key, project)
-    with unit_of_work(service.database, service.send, actor) as work:
-        _, token = sessions.begin(work, key)
-    return token, shown
+            project = _presented(session, body, use_up=False)[1]
+    limit_rate(request, service, project)
+    with unit_of_work(service.database, service.send) as work:
+        if identity is not None:
+            key = single_sign_on.key_of(work, identity.user, identity.rule)
+        else:
+            key, project = _presented(work.session, body, use_up=True)
+        actor = Actor(key.id, project.organization_id, project.id, request.state.request_id)
+        _, token = sessions.begin(replace(work, actor=actor), key)
+        return token, _shown(key, project)
+
+
+def _presented(session: Session, body: SessionCreate, *, use_up: bool) -> tuple[ApiKey, Project]:
+    """The key of the body's credential and its project. With `use_up`, a login token works only this once."""
+    if body.login_token is not None:
+        return sessions.key_of_login(session, body.login_token, use_up=use_up)
+    return keys.authenticate(session, body.api_key or "")
 
 
 @router.get("")

@@ -33,8 +33,10 @@ def split(
     Raises:
         InvalidRequest: there is no such training file, it cannot be divided, or too few rows are left for training.
         ContentDamaged: its content is missing or damaged.
+        QuotaExceeded: the storage of the project is used up.
     """
     with service.database.read() as session:
+        tenants.free_storage(session, project.id, tenants.limits(project, service.settings.default_limits))
         source = files.get_dataset(session, project.id, file_id, param="training_file")
     read = partial(files.read_content, service.blobs, source)
     try:

@@ -18,7 +18,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-from core.database.ids import new_id
+from core.database.ids import TENANT_LENGTH, new_id
 
 # SQLite autoincrements only a column declared INTEGER; PostgreSQL must not overflow at two billion events.
 Seq = BigInteger().with_variant(Integer, "sqlite")
@@ -43,14 +43,18 @@ class Table(DeclarativeBase):
 
 class Organization(Table):
     __tablename__ = "organizations"
-    id: Mapped[str] = mapped_column(String(64), primary_key=True, default=lambda: new_id("org-"))
+    id: Mapped[str] = mapped_column(
+        String(64), primary_key=True, default=lambda: new_id("org-", TENANT_LENGTH)
+    )
     name: Mapped[str] = mapped_column(String(64))  # part of the names of tuned models
     created_at: Mapped[int] = mapped_column(BigInteger, default=now)
 
 
 class Project(Table):
     __tablename__ = "projects"
-    id: Mapped[str] = mapped_column(String(64), primary_key=True, default=lambda: new_id("proj_"))
+    id: Mapped[str] = mapped_column(
+        String(64), primary_key=True, default=lambda: new_id("proj_", TENANT_LENGTH)
+    )
     organization_id: Mapped[str] = mapped_column(ForeignKey("organizations.id"))
     name: Mapped[str] = mapped_column(String(64))
     created_at: Mapped[int] = mapped_column(BigInteger, default=now)

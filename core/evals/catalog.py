@@ -1,6 +1,5 @@
 """Evals and their runs by id and as lists. The evals of jobs (core/results/evals.py) are in the same list."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -13,11 +12,10 @@ from core.database.ids import new_id
 from core.database.pages import KEEP_PAST_CURSORS_SECONDS, Page
 from core.database.tables import Eval, EvalRun, Job, now
 from core.errors import EvalNotFound, InvalidRequest
-from core.evals import lifecycle
+from core.evals import imported, lifecycle
 from core.results import evals as of_jobs
 
 OrderBy = Literal["created_at", "updated_at"]
-_EVAL_ID, _RUN_ID = re.compile(r"eval_[\w-]{8,56}"), re.compile(r"evalrun_[\w-]{8,56}")
 
 
 def find(session: Session, project_id: str, eval_id: str) -> Eval | Job:
@@ -26,14 +24,15 @@ def find(session: Session, project_id: str, eval_id: str) -> Eval | Job:
     Raises:
         EvalNotFound: the project has no eval with this id.
     """
-    found = session.scalar(select(Eval).where(Eval.id == eval_id, _mine(project_id)))
+    named = Eval.id.in_(imported.candidates(eval_id, project_id))
+    found = session.scalar(select(Eval).where(named, _mine(project_id)))
     return found if found is not None else of_jobs.job_of(session, project_id, eval_id)
 
 
 def create(work: Work, made: Eval) -> None:
     work.session.add(made)
     work.session.flush()
-    work.record("eval.created", made.id, {"name": made.name})
+    work.record("eval.created", imported.shown(made.id), {"name": made.name})
 
 
 def remove(work: Work, made: Eval) -> list[str]:
@@ -43,7 +42,7 @@ def remove(work: Work, made: Eval) -> list[str]:
     ).all()
     keys = [key for run in runs for key in lifecycle.remove(work, run)]
     made.deleted_at = now()
-    work.record("eval.deleted", made.id)
+    work.record("eval.deleted", imported.shown(made.id))
     return keys
 
 
@@ -53,19 +52,29 @@ def forget_deleted(session: Session) -> None:
         session.execute(delete(table).where(table.deleted_at < now() - KEEP_PAST_CURSORS_SECONDS))
 
 
-def free_eval_id(session: Session, wanted: str) -> str:
-    """The wanted id if it is well-formed and neither an eval nor a job has it, else a new one."""
-    of_job = Job.id == "ftjob-" + wanted.removeprefix("eval_")
-    taken = session.scalar(select(Eval.id).where(Eval.id == wanted)) or session.scalar(
-        select(Job.id).where(of_job)
-    )
-    return new_id("eval_") if taken or not _EVAL_ID.fullmatch(wanted) else wanted
+def free_eval_id(session: Session, project_id: str, wanted: str) -> str:
+    """The id of a row that is shown as `wanted`, if that is well-formed and free in the project; else a new one."""
+    kept = imported.kept("eval", wanted, project_id)
+    of_job = Job.id == "ftjob-" + wanted.removeprefix("eval_"), Job.project_id == project_id
+    if (
+        kept is None
+        or _is_taken(session, Eval, wanted, project_id)
+        or session.scalar(select(Job.id).where(*of_job))
+    ):
+        return new_id("eval_")
+    return kept
 
 
-def free_run_id(session: Session, wanted: str) -> str:
+def free_run_id(session: Session, project_id: str, wanted: str) -> str:
     """The same for a run."""
-    taken = session.scalar(select(EvalRun.id).where(EvalRun.id == wanted))
-    return new_id("evalrun_") if taken or not _RUN_ID.fullmatch(wanted) else wanted
+    kept = imported.kept("evalrun", wanted, project_id)
+    return new_id("evalrun_") if kept is None or _is_taken(session, EvalRun, wanted, project_id) else kept
+
+
+def _is_taken(session: Session, table: type[Eval | EvalRun], shown_id: str, project_id: str) -> bool:
+    """Whether the project has, or has deleted within a month, a row that is shown under this id."""
+    taken = table.id.in_(imported.candidates(shown_id, project_id)), table.project_id == project_id
+    return session.scalar(select(table.id).where(*taken)) is not None
 
 
 # The list of evals.
@@ -127,7 +136,7 @@ def _place(row: Eval | Job, order_by: OrderBy) -> _Position:
 
 def _position(session: Session, project_id: str, after: str, order_by: OrderBy) -> _Position:
     row: Eval | Job | None = session.scalar(
-        select(Eval).where(Eval.id == after, Eval.project_id == project_id)
+        select(Eval).where(Eval.id.in_(imported.candidates(after, project_id)), Eval.project_id == project_id)
     )
     if row is None:
         try:
@@ -156,10 +165,12 @@ def _behind(
 # Runs of a created eval.
 
 
-def run_of(session: Session, eval_id: str, run_id: str) -> EvalRun:
+def run_of(session: Session, made: Eval, run_id: str) -> EvalRun:
     """Raises EvalNotFound."""
-    mine = EvalRun.id == run_id, EvalRun.eval_id == eval_id, EvalRun.deleted_at.is_(None)
-    run = session.scalar(select(EvalRun).where(*mine))
+    named = EvalRun.id.in_(imported.candidates(run_id, made.project_id))
+    run = session.scalar(
+        select(EvalRun).where(named, EvalRun.eval_id == made.id, EvalRun.deleted_at.is_(None))
+    )
     if run is None:
         raise EvalNotFound("run", run_id)
     return run
@@ -167,14 +178,15 @@ def run_of(session: Session, eval_id: str, run_id: str) -> EvalRun:
 
 def eval_of(session: Session, project_id: str, run_id: str) -> str | None:
     """The id of the eval, created or of a job, that has this run; None: the project has no such run."""
-    mine = EvalRun.id == run_id, EvalRun.project_id == project_id, EvalRun.deleted_at.is_(None)
-    found = session.scalar(select(EvalRun.eval_id).where(*mine))
-    return of_jobs.eval_of(session, project_id, run_id) if found is None else found
+    named = EvalRun.id.in_(imported.candidates(run_id, project_id))
+    mine = EvalRun.project_id == project_id, EvalRun.deleted_at.is_(None)
+    found = session.scalar(select(EvalRun.eval_id).where(named, *mine))
+    return of_jobs.eval_of(session, project_id, run_id) if found is None else imported.shown(found)
 
 
 def runs(
     session: Session,
-    eval_id: str,
+    made: Eval,
     *,
     after: str | None,
     limit: int,
@@ -187,11 +199,12 @@ def runs(
     Raises:
         InvalidRequest: `after` is not and was not a run of the eval.
     """
-    statement = select(EvalRun).where(EvalRun.eval_id == eval_id, EvalRun.deleted_at.is_(None))
+    statement = select(EvalRun).where(EvalRun.eval_id == made.id, EvalRun.deleted_at.is_(None))
     if status is not None:
         statement = statement.where(EvalRun.status == status)
     if after is not None:
-        seq = session.scalar(select(EvalRun.seq).where(EvalRun.id == after, EvalRun.eval_id == eval_id))
+        named = EvalRun.id.in_(imported.candidates(after, made.project_id))
+        seq = session.scalar(select(EvalRun.seq).where(named, EvalRun.eval_id == made.id))
         if seq is None:
             raise no_cursor(after)
         statement = statement.where(EvalRun.seq < seq if newest_first else EvalRun.seq > seq)

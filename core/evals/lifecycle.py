@@ -18,6 +18,7 @@ from core.database import pages
 from core.database.engine import Database, Work, db_now, json_text
 from core.database.tables import EvalJournal, EvalPage, EvalRun, Project, now
 from core.errors import InvalidRequest
+from core.evals import imported
 from core.jobs import queue
 from core.jobs.claim import Claim, LeaseLost
 from core.outbound import webhooks
@@ -36,7 +37,9 @@ def create(work: Work, run: EvalRun) -> None:
     pages.keep_order(work.session, run.project_id)
     work.session.add(run)
     work.session.flush()
-    work.record("eval.run.created", run.id, {"eval": run.eval_id, "model": run.model})
+    work.record(
+        "eval.run.created", imported.shown(run.id), {"eval": imported.shown(run.eval_id), "model": run.model}
+    )
     if run.status == WAITING:
         work.wake(queue.EVAL, queue.DEFAULT_QUEUE)
 
@@ -51,7 +54,9 @@ def cancel(work: Work, run: EvalRun) -> None:
     if run.status == "canceled":
         return
     if run.status in FINAL:
-        raise InvalidRequest(f"The run {run.id} is already {run.status}.", code="invalid_run_state")
+        raise InvalidRequest(
+            f"The run {imported.shown(run.id)} is already {run.status}.", code="invalid_run_state"
+        )
     _end(run, "canceled")
     run.epoch += 1
     work.record("eval.run.canceled", run.id)
@@ -67,7 +72,7 @@ def remove(work: Work, run: EvalRun) -> list[str]:
     session.execute(delete(EvalJournal).where(EvalJournal.run_id == run.id))
     run.deleted_at = now()
     run.content = None
-    work.record("eval.run.deleted", run.id)
+    work.record("eval.run.deleted", imported.shown(run.id))
     return keys
 
 

@@ -9,8 +9,8 @@ from sqlalchemy.orm import Session, defer
 from sqlalchemy.orm.interfaces import ORMOption
 
 from core.database.tables import EvalRun, Job, Pipeline, now
+from core.evals import imported, summary
 from core.evals import lifecycle as eval_runs
-from core.evals import summary
 from core.jobs import lifecycle as jobs
 
 Kind = Literal["job", "pipeline", "eval_run"]
@@ -78,7 +78,7 @@ def _read(session: Session, project_id: str, since: int | None, before: Snapshot
                 .options(*_without_request(table))
             ).all()
             rows |= {row.seq: row for row in found}
-        states += [State(kind, row.id, _data(row)) for _, row in sorted(rows.items())]
+        states += [State(kind, imported.shown(row.id), _data(row)) for _, row in sorted(rows.items())]
         unfinished[kind] = frozenset(row.id for row in rows.values() if row.status in underway)
     return Snapshot(at, states, unfinished, newest)
 
@@ -106,6 +106,6 @@ def _data(row: Job | Pipeline | EvalRun) -> dict[str, Any]:
             return shown | {"stages": {stage["name"]: stage["status"] for stage in row.stages}}
         case EvalRun():
             return shown | {
-                "eval_id": row.eval_id,
+                "eval_id": imported.shown(row.eval_id),
                 "progress": {"finished": summary.finished(row.summary), "total": row.total},
             }

@@ -4,7 +4,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import select
+from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
 from core.database import pages
@@ -50,6 +50,17 @@ def record(
             data=data or {},
         )
     )
+
+
+def delete_old(session: Session, before: float, most: int) -> int:
+    """Delete entries from before this Unix time, at most `most`, and return their number.
+
+    Looks at the oldest entries only: `created_at` has no index, and rises with `seq`.
+    """
+    oldest = select(AuditEntry.seq, AuditEntry.created_at).order_by(AuditEntry.seq).limit(most)
+    old = [seq for seq, created_at in session.execute(oldest) if created_at < before]
+    session.execute(delete(AuditEntry).where(AuditEntry.seq.in_(old)))
+    return len(old)
 
 
 def page_of(

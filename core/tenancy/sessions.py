@@ -17,11 +17,19 @@ from core.tenancy import keys
 
 SESSION_SECONDS = 12 * 3600
 LOGIN_SECONDS = 15 * 60
+MAX_SESSIONS = 20  # of a key; a new one ends the oldest beyond these
 ENDED = "The session has ended. Log in again."
 
 
 def begin(work: Work, key: ApiKey) -> tuple[ConsoleSession, str]:
-    """Create a session of a key, and return it with its token, which is not stored."""
+    """Create a session of a key, and return it with its token, which is not stored.
+
+    The oldest sessions of the key beyond MAX_SESSIONS end.
+    """
+    mine = ConsoleSession.key_id == key.id, ConsoleSession.kind == "session"
+    newest = select(ConsoleSession.id).where(*mine).order_by(ConsoleSession.created_at.desc())
+    beyond = work.session.scalars(newest.offset(MAX_SESSIONS - 1)).all()
+    work.session.execute(delete(ConsoleSession).where(ConsoleSession.id.in_(beyond)))
     made = _new(work.session, key, "session", SESSION_SECONDS)
     work.record("session.created", made[0].id, {"key": key.id})
     return made
@@ -32,18 +40,18 @@ def invite(session: Session, key: ApiKey) -> str:
     return _new(session, key, "login", LOGIN_SECONDS)[1]
 
 
-def key_of_login(session: Session, token: str) -> ApiKey:
-    """Use up a login token, and return its key.
+def key_of_login(session: Session, token: str, *, use_up: bool) -> tuple[ApiKey, Project]:
+    """Return the key of a login token and its project. With `use_up`, the token works only this once.
 
     Raises:
-        InvalidApiKey: it does not exist, has expired, or was used.
+        InvalidApiKey: the token does not exist, has expired, or was used.
     """
-    row = _found(session, token, "login")
+    row = _found(session, token, "login", lock=use_up)
     if row is None:
         raise InvalidApiKey("This login address was used already or has expired. Log in with an API key.")
-    key, _ = keys.usable(session, ApiKey.id == row.key_id, "of this login address")
-    session.delete(row)
-    return key
+    if use_up:
+        session.delete(row)
+    return keys.usable(session, ApiKey.id == row.key_id, "of this login address")
 
 
 def authenticate(session: Session, token: str) -> tuple[ApiKey, Project]:
@@ -76,14 +84,13 @@ def _new(session: Session, key: ApiKey, kind: str, seconds: int) -> tuple[Consol
     return row, token
 
 
-def _found(session: Session, token: str, kind: str) -> ConsoleSession | None:
-    return session.scalar(
-        select(ConsoleSession).where(
-            ConsoleSession.sha256 == _sha256(token),
-            ConsoleSession.kind == kind,
-            ConsoleSession.expires_at > now(),
-        )
+def _found(session: Session, token: str, kind: str, *, lock: bool = False) -> ConsoleSession | None:
+    row = select(ConsoleSession).where(
+        ConsoleSession.sha256 == _sha256(token),
+        ConsoleSession.kind == kind,
+        ConsoleSession.expires_at > now(),
     )
+    return session.scalar(row.with_for_update() if lock else row)
 
 
 def _sha256(token: str) -> str:

@@ -13,6 +13,7 @@ from typing import Annotated, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 from sqlalchemy import select
+from sqlalchemy.orm import Session
 
 from core.database.engine import Work
 from core.database.tables import ApiKey, Project
@@ -80,17 +81,23 @@ def is_trusted(peer: str | None, networks: Sequence[Network]) -> bool:
     return any(address in network for network in networks)
 
 
-def key_of(work: Work, user: str, rule: Rule) -> ApiKey:
-    """The user's key in the project of the rule, created at the first login.
+def project_of(session: Session, rule: Rule) -> Project:
+    """The project of the rule.
 
     Raises:
-        InvalidApiKey: the project does not exist, or is archived.
+        InvalidApiKey: it does not exist, or is archived.
     """
-    project = work.session.get(Project, rule.project)
+    project = session.get(Project, rule.project)
     if project is None or project.archived_at is not None:
         raise InvalidApiKey(
             f"The project {rule.project} of your single sign-on does not exist or is archived."
         )
+    return project
+
+
+def key_of(work: Work, user: str, rule: Rule) -> ApiKey:
+    """The user's key in the project of the rule, created at the first login. Raises as `project_of` does."""
+    project = project_of(work.session, rule)
     mine = (
         select(ApiKey)
         .where(ApiKey.project_id == project.id, ApiKey.sso_user == user, ApiKey.scope == rule.scope)

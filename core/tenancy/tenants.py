@@ -4,6 +4,7 @@ Limits are checked in the transaction of the change, after locking the project's
 each other's changes.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,6 +14,7 @@ from sqlalchemy.orm import Session
 
 from core.database.engine import Work
 from core.database.tables import (
+    Eval,
     EvalJournal,
     EvalPage,
     EvalRun,
@@ -177,7 +179,11 @@ def refuse_eval_run_beyond(session: Session, project_id: str, limits: Limits) ->
         if before >= limits.queued_eval_runs:
             hint = "wait until one of them has started, or cancel one"
             raise QuotaExceeded("queued_eval_runs", used=before, maximum=limits.queued_eval_runs, hint=hint)
-    refuse_stored_beyond(session, project_id, limits)  # the rows of the run are counted already
+    if limits.storage_bytes is not None:
+        _lock(session, project_id)
+        # The rows of the run are counted already, and its items need room, too.
+        if (full := storage_used_up(session, project_id, limits)) is not None:
+            raise full
     if (beyond := used_up(session, project_id, limits)) is not None:
         raise beyond
 
@@ -231,6 +237,17 @@ def refuse_file_beyond(session: Session, project_id: str, limits: Limits, size: 
         free_storage(session, project_id, limits, needed=size)
 
 
+def refuse_request_beyond(session: Session, project_id: str, limits: Limits, request: object) -> None:
+    """Check the storage limit before adding a row with a request (JSON), in the same transaction.
+
+    For jobs and pipelines: a project cannot delete them, so they do not count as stored.
+
+    Raises:
+        QuotaExceeded: the request would exceed the limit.
+    """
+    refuse_file_beyond(session, project_id, limits, len(json.dumps(request)))
+
+
 def refuse_stored_beyond(session: Session, project_id: str, limits: Limits) -> None:
     """Check the storage limit after adding rows, in the same transaction, which the error rolls back.
 
@@ -282,7 +299,7 @@ def in_use(session: Session, project_id: str) -> dict[str, Any]:
 
 
 def stored_bytes(session: Session, project_id: str) -> int:
-    """Bytes of all files that are not deleted, including results, of multipart uploads, eval runs and stored graders.
+    """Bytes of all files that are not deleted, including results, of multipart uploads, evals, runs and stored graders.
 
     A pending upload counts as its announced size, or as its received bytes if those are more. Cancelled and expired
     uploads count their received bytes until deleted.
@@ -299,9 +316,15 @@ def stored_bytes(session: Session, project_id: str) -> int:
         .subquery()
     )
     mine = EvalRun.project_id == project_id, EvalRun.deleted_at.is_(None)
+    evals = [
+        select(func.sum(func.length(cast(column, Text)))).where(
+            Eval.project_id == project_id, Eval.deleted_at.is_(None)
+        )
+        for column in (Eval.data_source_config, Eval.testing_criteria)
+    ]
     rows = select(func.sum(EvalRun.content_bytes)).where(*mine)
     items = select(func.sum(EvalPage.bytes)).join(EvalRun, EvalRun.id == EvalPage.run_id).where(*mine)
-    # Its entries are JSON in ASCII, so a character is a byte.
+    # JSON is stored in ASCII, so a character is a byte.
     journal = (
         select(func.sum(func.length(cast(EvalJournal.data, Text))))
         .join(EvalRun, EvalRun.id == EvalJournal.run_id)
@@ -313,7 +336,7 @@ def stored_bytes(session: Session, project_id: str) -> int:
         .where(StoredGrader.project_id == project_id)
         for table in (GraderVersion, GoldenCase)
     ]
-    counted = (files, select(func.sum(uploads.c.bytes)), rows, items, journal, *graders)
+    counted = (files, select(func.sum(uploads.c.bytes)), rows, items, journal, *evals, *graders)
     return sum(int(session.scalar(one) or 0) for one in counted)
 
 

@@ -34,9 +34,13 @@ def join(pid: int) -> str:
 
 
 @cache
-def group() -> tuple[Path | None, str]:
+def group(proc: Path = PROC) -> tuple[Path | None, str]:
     """Return the group of this host's graders, creating it if needed; None and the reason on failure."""
-    return make((PROC / "cgroup").read_text(), (PROC / "mounts").read_text())
+    try:
+        memberships, mounts = (proc / "cgroup").read_text(), (proc / "mounts").read_text()
+    except OSError as cause:
+        return None, f"{proc} cannot be read: {cause.strerror}"
+    return make(memberships, mounts)
 
 
 def make(memberships: str, mounts: str) -> tuple[Path | None, str]:

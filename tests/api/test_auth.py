@@ -30,20 +30,28 @@ def test_a_short_wrong_key_is_not_shown_at_all(house: House) -> None:
 
 @pytest.mark.parametrize("header", ["OpenAI-Organization", "OpenAI-Project"])
 @pytest.mark.both_databases
-def test_a_header_that_names_another_tenant_is_refused(house: House, header: str) -> None:
+def test_a_header_that_names_another_tenant_is_refused_as_one_that_never_existed(
+    house: House, header: str
+) -> None:
     with house.database.read() as session:
         other = keys.authenticate(session, house.other_key)[1]
     named = {"OpenAI-Organization": other.organization_id, "OpenAI-Project": other.id}[header]
+    unknown = named[:-1] + ("a" if named[-1] != "a" else "b")
 
-    answer = house.client(house.key).get("/v1/files", headers={header: named})
+    answers = [
+        house.client(house.key).get("/v1/files", headers={header: value}) for value in (named, unknown)
+    ]
 
-    assert answer.status_code == 401
-    assert answer.json()["error"]["code"].startswith("mismatched_")
+    assert [answer.status_code for answer in answers] == [401, 401]
+    assert answers[0].json() == answers[1].json()
+    assert answers[0].json()["error"]["code"].startswith("mismatched_")
 
 
 @pytest.mark.parametrize("header", ["OpenAI-Organization", "OpenAI-Project"])
-def test_a_header_that_names_nothing_of_this_service_is_ignored(house: House, header: str) -> None:
-    answer = house.client(house.key).get("/v1/files", headers={header: "org-at-openai"})
+@pytest.mark.parametrize("named", ["org-at-openai", "org-" + "a" * 24, "proj_" + "a" * 24])
+def test_a_header_of_an_account_at_openai_is_ignored(house: House, header: str, named: str) -> None:
+    """The ids of OpenAI have 24 random characters, ours more."""
+    answer = house.client(house.key).get("/v1/files", headers={header: named})
 
     assert answer.status_code == 200
 

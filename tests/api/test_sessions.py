@@ -136,6 +136,29 @@ def test_names_that_were_rebound_to_this_address_have_no_sessions(
         assert "REGRAFT_CONSOLE_HOSTS" in answer.text
 
 
+@pytest.mark.parametrize(
+    "host",
+    [
+        "",
+        "a b",
+        "localhost@evil.example",
+        "evil.example:99999",
+        "evil.example:",
+        "localhost:",
+        "[::1",
+        "local/host",
+    ],
+)
+def test_a_host_that_does_not_parse_has_no_sessions(house: House, host: str) -> None:
+    """Starlette would take the socket's own address instead, under which the console is served."""
+    client = browser(house, host=host)
+
+    answer = client.post("/v1/regraft/session", json={"api_key": house.key})
+
+    assert answer.status_code == 401
+    assert "The Host header" in answer.text
+
+
 def test_a_name_of_the_operators_has_sessions(house: House, tmp_path: Path) -> None:
     service = house.app.state.service
     house.app = create_app(
@@ -184,6 +207,47 @@ def test_a_login_address_works_once(house: House) -> None:
     assert (first.status_code, second.status_code) == (200, 401)
     assert "was used already" in second.text
     assert house.client(token).get("/v1/files").status_code == 401
+
+
+@pytest.mark.both_databases
+def test_a_login_counts_as_a_request(house: House) -> None:
+    house.limit(requests_per_minute=2)
+    client = browser(house)
+
+    answers = [client.post("/v1/regraft/session", json={"api_key": house.key}) for _ in range(3)]
+
+    assert [answer.status_code for answer in answers] == [200, 200, 429]
+    assert answers[0].headers["x-ratelimit-remaining-requests"] == "1"
+    assert answers[2].json()["error"]["code"] == "rate_limit_exceeded"
+
+
+@pytest.mark.both_databases
+def test_a_key_has_twenty_sessions_at_most_and_a_new_one_ends_the_oldest(house: House) -> None:
+    other = browser(house)
+    log_in(other, house.new_key("read"))
+    first, *_, last = clients = [browser(house) for _ in range(sessions.MAX_SESSIONS + 1)]
+    for client in reversed(clients):
+        log_in(client, house.key)
+        with house.database.write() as session:
+            session.execute(update(ConsoleSession).values(created_at=ConsoleSession.created_at - 1))
+
+    statuses = [client.get("/v1/files").status_code for client in (last, first, other)]
+
+    assert statuses == [401, 200, 200]
+    with house.database.read() as session:
+        mine = ConsoleSession.key_id == house.key_id()
+        assert len(session.scalars(select(ConsoleSession).where(mine)).all()) == sessions.MAX_SESSIONS
+
+
+@pytest.mark.parametrize("body", [{"login_token": "none"}, {"api_key": "none"}])
+def test_a_login_without_a_valid_credential_opens_no_write_transaction(
+    house: House, body: dict[str, str]
+) -> None:
+    """SQLite has one writer: a second one waits for the end of this one, which waits for the answer."""
+    with house.database.write():
+        answer = browser(house).post("/v1/regraft/session", json=body)
+
+    assert answer.status_code == 401
 
 
 def test_logging_in_and_out_is_in_the_audit_log(house: House) -> None:

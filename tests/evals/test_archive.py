@@ -1,22 +1,28 @@
 """Leaving OpenAI: evals are exported with the official client and imported here, with our own server as the source."""
 
+import errno
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 from httpx2._models import Request, Response
-from openai import AuthenticationError, BadRequestError, OpenAI, RateLimitError
+from openai import AuthenticationError, BadRequestError, InternalServerError, OpenAI, RateLimitError
 from regraft.eval_archive import UnsafeArchive, export, import_folder
 from starlette.testclient import TestClient
 
+from api.resources.eval_import import refuse_too_many
+from core.errors import InvalidRequest
+from core.storage.store import BlobInfo, FolderBlobs
 from core.tenancy import tenants
 from tests.evals.conftest import EXACT, JUDGED, House, completions, row
 from tests.evals.test_runs import upload
 from tests.present import untyped
+from tests.watched_blobs import WatchedBlobs
 
 
 def contents(folder: Path) -> dict[str, Any]:
@@ -414,9 +420,11 @@ def send(
     lines: list[Any] | tuple[dict[str, Any]] = (ITEM,),
 ) -> Any:
     content = "\n".join(map(json.dumps, lines)).encode()
-    file = client.files.create(file=("items.jsonl", content), purpose="evals").id
-    body = {"eval": made, "runs": [{"run": run, "items_file": file} for run in runs]}
-    return client.post("/regraft/evals/import", body=body, cast_to=object)
+    sent = [
+        {"run": run, "items_file": client.files.create(file=("items.jsonl", content), purpose="evals").id}
+        for run in runs
+    ]
+    return client.post("/regraft/evals/import", body={"eval": made, "runs": sent}, cast_to=object)
 
 
 @pytest.mark.parametrize(
@@ -545,7 +553,7 @@ def test_imports_at_the_same_time_get_different_ids(client: OpenAI, house: House
         assert [item.id for item in items] == ["outputitem_1"]
 
 
-def test_rows_and_items_of_runs_count_as_stored(
+def test_evals_and_the_rows_and_items_of_runs_count_as_stored(
     client: OpenAI, new_eval: Callable[..., Any], house: House
 ) -> None:
     def stored() -> int:
@@ -553,13 +561,152 @@ def test_rows_and_items_of_runs_count_as_stored(
             return tenants.stored_bytes(session, house.project.id)
 
     made = new_eval()
+    alone = stored()
     run = client.evals.runs.create(made.id, data_source=completions(2))
     queued = stored()
     house.work()
 
-    assert 0 < queued < stored()
+    assert 0 < alone < queued < stored()
     house.limit(storage_bytes=stored() + 10)
     with pytest.raises(RateLimitError, match="storage_bytes"):
         client.evals.runs.create(made.id, data_source=completions(2))
     client.evals.runs.delete(run.id, eval_id=made.id)
+    assert stored() == alone
+    client.evals.delete(made.id)
     assert stored() == 0
+
+
+def test_items_of_an_import_are_not_written_beyond_the_quota(client: OpenAI, house: House) -> None:
+    """Each page is checked before it is written, and none stays."""
+    content = "\n".join(json.dumps(ITEM | {"id": f"item{line}"}) for line in range(1000)).encode()
+    file = client.files.create(file=("items.jsonl", content), purpose="evals").id
+    watching = WatchedBlobs(house.settings.data_dir / "blobs")
+    house.app.state.service = replace(house.app.state.service, blobs=watching)
+    sent = {"eval": MADE, "runs": [{"run": RUN, "items_file": file}]}
+
+    house.limit(storage_bytes=len(content))
+    with pytest.raises(RateLimitError, match="storage_bytes"):
+        client.post("/regraft/evals/import", body=sent, cast_to=object)
+    assert watching.begun == watching.opened == []
+
+    house.limit(storage_bytes=len(content) + 5000)
+    with pytest.raises(RateLimitError, match="storage_bytes"):
+        client.post("/regraft/evals/import", body=sent, cast_to=object)
+    assert 0 < sum(watching.written) <= 5000
+    assert not list(house.blobs.list(f"projects/{house.project.id}/evals/"))
+    assert client.evals.list().data == []
+
+
+def test_the_items_of_a_file_are_stored_once(client: OpenAI) -> None:
+    file = client.files.create(file=("items.jsonl", json.dumps(ITEM).encode()), purpose="evals").id
+    sent = {"eval": MADE, "runs": [{"run": RUN, "items_file": file}] * 2}
+
+    with pytest.raises(BadRequestError, match="two runs have the same items_file"):
+        client.post("/regraft/evals/import", body=sent, cast_to=object)
+
+
+def test_the_items_of_all_runs_together_are_bounded() -> None:
+    refuse_too_many(["runs[0].items_file"] * 2 + ["runs[1].items_file"], 3)
+
+    with pytest.raises(InvalidRequest, match="at most 2 items") as refused:
+        refuse_too_many(["runs[0].items_file"] * 2 + ["runs[1].items_file"], 2)
+    assert refused.value.param == "runs[1].items_file"
+
+
+def test_a_failure_between_two_pages_leaves_none(client: OpenAI, house: House) -> None:
+    """The second run has an item whose blob cannot be stored."""
+    blobs = FullAfterOne(house.settings.data_dir / "blobs")
+    house.app.state.service = replace(house.app.state.service, blobs=blobs)
+
+    with pytest.raises(InternalServerError, match="storage"):
+        send(client, runs=[RUN, RUN])
+
+    assert not list(house.blobs.list(f"projects/{house.project.id}/evals/"))
+
+
+class FullAfterOne(FolderBlobs):
+    """A store with room for the page of one run of an eval."""
+
+    def put_bytes(self, key: str, data: bytes, *, if_absent: bool = False) -> BlobInfo:
+        if "/evals/" in key and any("/evals/" in stored for stored in self.list("projects/")):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().put_bytes(key, data, if_absent=if_absent)
+
+
+IDS = {"eval": "eval_" + "a" * 32, "run": "evalrun_" + "b" * 32}
+
+
+@pytest.mark.both_databases
+def test_ids_of_an_import_belong_to_its_project(client: OpenAI, house: House, database_kind: str) -> None:
+    """Whether another project has an eval, a run or a job with the id makes no difference, and none can take it."""
+    other = house.openai(house.other_key)
+
+    for owner in (client, other):
+        created = send(owner, MADE | {"id": IDS["eval"]}, [RUN | {"id": IDS["run"]}])
+
+        assert (created["eval"]["id"], created["runs"]) == (IDS["eval"], [IDS["run"]])
+        assert owner.evals.retrieve(IDS["eval"]).id == IDS["eval"]
+        [run] = owner.evals.runs.list(IDS["eval"]).data
+        assert (run.id, run.eval_id) == (IDS["run"], IDS["eval"])
+        assert f"/evals/{IDS['eval']}/runs/{IDS['run']}/" in run.report_url
+        [item] = owner.evals.runs.output_items.list(IDS["run"], eval_id=IDS["eval"]).data
+        assert (item.run_id, item.eval_id) == (IDS["run"], IDS["eval"])
+    again = send(client, MADE | {"id": IDS["eval"]}, [RUN | {"id": IDS["run"]}])
+    assert again["eval"]["id"] != IDS["eval"]
+    assert again["runs"] != [IDS["run"]]
+    other.evals.runs.delete(IDS["run"], eval_id=IDS["eval"])
+    other.evals.delete(IDS["eval"])
+    assert client.evals.runs.retrieve(IDS["run"], eval_id=IDS["eval"]).status == "completed"
+
+
+def test_new_runs_of_an_imported_eval_are_shown_under_its_id(client: OpenAI, house: House) -> None:
+    send(client, MADE | {"id": IDS["eval"]}, [RUN | {"id": IDS["run"]}])
+
+    run = client.evals.runs.create(IDS["eval"], data_source=completions(1))
+    house.work()
+
+    assert run.eval_id == IDS["eval"]
+    runs = [one.id for one in client.evals.runs.list(IDS["eval"])]
+    assert runs == [IDS["run"], run.id]
+    assert [one.id for one in client.evals.runs.list(IDS["eval"], after=IDS["run"])] == [run.id]
+    assert client.evals.runs.retrieve(run.id, eval_id=IDS["eval"]).status == "completed"
+    audit: Any = client.get("/organization/audit_logs", cast_to=object)
+    assert "@" not in json.dumps(audit)
+
+
+SECRET = "not-for-readers"
+ITEM_SCHEMA = {"properties": {"headers": {"type": "string"}}}  # no secret
+LEAKS: list[dict[str, Any]] = [
+    {"type": "endpoint", "url": "https://a.example", "headers": {"Authorization": SECRET}},
+    {"type": "multi", "graders": {"a": {"type": "endpoint", "headers": {"x": SECRET}}}},
+    {"type": "multi", "grader": {"type": "endpoint", "headers": {"x": SECRET}}},
+    {"type": "endpoint", "Headers": {"x": SECRET}},
+    {"type": "endpoint", "request": {"HEADERS": [{"name": "x", "value": SECRET}]}},
+    {"type": "endpoint", "url": f"https://user:{SECRET}@a.example/path"},
+    {"type": "endpoint", "targets": [{"href": f"wss://{SECRET}@a.example"}]},
+    {"type": "unheard of", "part": {"headers": f"x: {SECRET}"}},
+    {"type": "score_model", "api_key": SECRET},
+    {"type": "score_model", "client": {"Authorization": SECRET, "password": SECRET}},
+]
+
+
+@pytest.mark.parametrize("leak", LEAKS, ids=range(len(LEAKS)))
+def test_secrets_of_an_imported_eval_are_masked_wherever_they_stand(
+    client: OpenAI, leak: dict[str, Any]
+) -> None:
+    schema = {"properties": {"item": ITEM_SCHEMA}}
+    config = {"type": "custom", "schema": schema, "more": leak}
+    run = RUN | {
+        "data_source": {"type": "jsonl", "source": leak | {"type": "file_id"}, "more": leak},
+        "error": {"code": "a", "message": "b", "more": leak},
+    }
+    made = {"data_source_config": config, "testing_criteria": [leak | {"name": "a"}]}
+
+    created = send(client, made, [run])
+
+    eval_id, [run_id] = created["eval"]["id"], created["runs"]
+    paths = [f"/evals/{eval_id}", "/evals", f"/evals/{eval_id}/runs", f"/evals/{eval_id}/runs/{run_id}"]
+    shown = [created, *(client.get(path, cast_to=object) for path in paths)]
+    assert SECRET not in json.dumps(shown)
+    assert leak["type"] in json.dumps(shown)
+    assert created["eval"]["data_source_config"]["schema"] == {"properties": {"item": ITEM_SCHEMA}}

@@ -90,3 +90,7 @@ def test_graders_are_in_the_group_of_this_host() -> None:
         assert f"/{cgroup.NAME}\n" in Path(f"/proc/{zygote.process.pid}/cgroup").read_text()
     finally:
         pool.close()
+
+
+def test_a_host_without_proc_has_no_group_and_says_why(tmp_path: Path) -> None:
+    assert cgroup.group(tmp_path) == (None, f"{tmp_path} cannot be read: No such file or directory")

@@ -85,8 +85,10 @@ def test_an_organization_of_this_service_is_still_enforced(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with house.database.write() as session:
-        session.add(Organization(id="org-other", name="other"))
-    monkeypatch.setenv("OPENAI_ORG_ID", "org-other")
+        other = Organization(name="other")
+        session.add(other)
+        session.flush()
+        monkeypatch.setenv("OPENAI_ORG_ID", other.id)
 
     with (
         OpenAI(base_url=house.base_url, api_key=house.key, max_retries=0) as client,

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import resource
 import socket
 import subprocess
 import sys
@@ -271,6 +272,35 @@ def test_without_a_terminal_the_first_key_is_in_its_file_and_in_no_log(
     assert (tmp_path / "api_key").stat().st_mode & 0o777 == 0o600
     printed = "".join(capfd.readouterr())
     assert str(tmp_path / "api_key") in printed and key not in printed
+
+
+def test_a_service_may_use_as_many_descriptors_as_the_system_allows() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(512, hard), hard))
+    try:
+        service.raise_descriptor_limit()
+
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_login_address_of_the_console_is_printed_to_a_terminal_only(tmp_path: Path) -> None:
+    (tmp_path / "index.html").write_text("")
+    settings = Settings(data_dir=tmp_path, console_site=tmp_path, database_url=f"sqlite:///{tmp_path}/a.db")
+    service.prepare(settings)
+    terminal, log = Terminal(), io.StringIO()
+
+    service.print_console_address(settings, terminal)
+    service.print_console_address(settings, log)
+
+    assert re.search(r"http://127\.0\.0\.1:8000/\?t=\S{40}", terminal.getvalue())
+    assert log.getvalue() == ""
 
 
 def test_a_new_data_folder_is_its_owners_only(tmp_path: Path) -> None:

@@ -5,9 +5,20 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from sqlalchemy import delete, select
 
 from core.database.engine import Work
-from core.database.tables import Checkpoint, File, Job, Preview, RolloutPage, TunedModel, Upload, UploadPart
+from core.database.tables import (
+    AuditEntry,
+    Checkpoint,
+    File,
+    Job,
+    Preview,
+    RolloutPage,
+    TunedModel,
+    Upload,
+    UploadPart,
+)
 from core.jobs import lifecycle
 from core.settings import Settings
 from core.storage.store import FolderBlobs
@@ -280,6 +291,30 @@ def test_the_model_of_a_real_job_survives_everything(bench: Bench, keep: Callabl
     for prefix in prefixes:
         assert bench.blobs.read(f"{prefix}/manifest.json")
     assert keys(bench, "rollouts") == []
+
+
+# The audit log
+
+
+@pytest.mark.parametrize(("settings", "left"), [({}, [1, 364]), ({"keep_audit_days": 0}, [1, 364, 366, 900])])
+def test_entries_of_the_audit_log_go_after_a_year(
+    bench: Bench, keep: Callable[..., Retention], settings: dict[str, Any], left: list[int]
+) -> None:
+    now = int(time.time())
+    with bench.database.write() as session:
+        session.execute(delete(AuditEntry))
+        for days_ago in (900, 366, 364, 1):
+            created_at = now - round(days_ago * DAY)
+            session.add(
+                AuditEntry(actor="a", action="a", target=f"{days_ago} days ago", created_at=created_at)
+            )
+            session.flush()
+
+    keep(**settings).policies()
+
+    with bench.database.read() as session:
+        targets = session.scalars(select(AuditEntry.target).order_by(AuditEntry.seq.desc())).all()
+    assert targets == [f"{days_ago} days ago" for days_ago in left]
 
 
 # Files

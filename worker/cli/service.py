@@ -6,6 +6,7 @@ import fcntl
 import json
 import logging
 import os
+import resource
 import shlex
 import signal
 import socket
@@ -17,14 +18,16 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
+from typing import TextIO
 
 import uvicorn
 from sqlalchemy.exc import OperationalError
 
 from api.http.app import create_app
+from api.http.connections import ConnectionLimit, limited
 from api.http.rate_limits import open_rates
 from api.http.shutdown import Server
-from api.http.sign_on import behind_proxies
+from api.http.sign_on import behind_proxies, trusted_proxies
 from core import private
 from core.database.engine import Database, Send
 from core.database.migrate import InvalidDatabaseUrl, SchemaNotReady, open_unchanged, upgrade
@@ -70,10 +73,18 @@ def configured(arguments: argparse.Namespace | None = None) -> Settings:
         name: value for name, value in given.items() if name.startswith("REGRAFT_") and value is not None
     }
     settings = read_settings()
+    raise_descriptor_limit()
     logs.configure([logs.handler(settings.log_format)], requests=settings.log_format == "json")
     for line in unknown_variables(os.environ):
         log.warning("%s", line)
     return settings
+
+
+def raise_descriptor_limit() -> None:
+    """Raise the soft limit of descriptors, often 1,024, to the hard limit: each connection needs one."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):  # a system may have a lower bound than the hard limit, as macOS does
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def up(arguments: argparse.Namespace) -> int:
@@ -86,9 +97,7 @@ def up(arguments: argparse.Namespace) -> int:
         prepare(settings)
         _describe_python_graders(settings)
         log.info("log in with: %s", login_command(settings))
-        if address := console_address(settings):
-            # Not in the log, which others may read; and after one login it is worth nothing.
-            print(f"The console, for one login within 15 minutes: {address}", file=sys.stderr)
+        print_console_address(settings, sys.stderr)
         serve_all(settings, backends, listening, port, measure)
     return 0
 
@@ -197,6 +206,12 @@ def login_command(settings: Settings) -> str:
     command = f"regraft login --base-url http://{host}:{settings.port}"
     key = settings.data_dir / "api_key"
     return f"{command} < {shlex.quote(str(key))}" if key.exists() else command
+
+
+def print_console_address(settings: Settings, out: TextIO) -> None:
+    """Print an address that logs in to the console once, on a terminal only: other output ends up in a log."""
+    if out.isatty() and (address := console_address(settings)):
+        print(f"The console, for one login within 15 minutes: {address}", file=out)
 
 
 def console_address(settings: Settings) -> str:
@@ -329,11 +344,15 @@ def serve_api(
     config = uvicorn.Config(
         app,
         proxy_headers=False,  # see behind_proxies
+        ws="none",
         log_config=None,  # keep our logging
         log_level="warning",
         timeout_graceful_shutdown=5,
     )
     config.app = behind_proxies(app, config.forwarded_allow_ips)
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = min(settings.connections_per_address, descriptors // 2)  # one address cannot use up all of them
+    config.http = limited(ConnectionLimit(most, trusted_proxies(config.forwarded_allow_ips, settings)))
     log.info("serving http://%s:%d/v1", settings.host, settings.port)
     with traced:
         Server(config, app.state.service.shutdown).run([port])

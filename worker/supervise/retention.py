@@ -29,12 +29,13 @@ from core.results import previews
 from core.settings import Settings
 from core.storage import files, orphans, uploads
 from core.storage.store import BlobEntry, BlobStore
+from core.tenancy import audit
 
 log = logging.getLogger(__name__)
 
 MINUTE, HOUR, DAY = 60.0, 3600.0, 86400.0
 # Maximum deletions per pass; the next pass continues.
-PAGES_AT_ONCE, CHECKPOINTS_AT_ONCE = 500, 20
+PAGES_AT_ONCE, CHECKPOINTS_AT_ONCE, AUDIT_ENTRIES_AT_ONCE = 500, 20, 500
 # A sweep of a large store takes long, so it is interleaved with the reconciler's other passes.
 SWEEP_SECONDS = 1.0
 
@@ -82,6 +83,7 @@ class Retention:
             self._old_previews(),
             self._old_checkpoints(),
             self._old_files(),
+            self._old_audit_entries(),
         ]
         if not any(more):
             self._next_policy = self._clock() + MINUTE
@@ -180,6 +182,14 @@ class Retention:
                 .execution_options(synchronize_session=False)
             )
         return False
+
+    def _old_audit_entries(self) -> bool:
+        """Delete entries of the audit log past their retention. Returns whether there may be more."""
+        if self.settings.keep_audit_days == 0:
+            return False
+        before = time.time() - self.settings.keep_audit_days * DAY
+        with self.database.write() as session:
+            return audit.delete_old(session, before, AUDIT_ENTRIES_AT_ONCE) == AUDIT_ENTRIES_AT_ONCE
 
 
 def sweep(

@@ -1,0 +1,190 @@
+"""The storage quota on every route that stores, read from the OpenAPI document so that no new one is forgotten."""
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from sqlalchemy import func, select
+from starlette.testclient import TestClient
+
+from core.database.tables import (
+    Eval,
+    EvalRun,
+    File,
+    GoldenCase,
+    GraderVersion,
+    Job,
+    Pipeline,
+    Preview,
+    Upload,
+)
+from core.tenancy import tenants
+from tests.api.conftest import GRADER, House
+from tests.api.test_rollouts import row, store
+
+Route = tuple[str, str]
+CONTENT = (Eval, EvalRun, File, GoldenCase, GraderVersion, Job, Pipeline, Preview, Upload)
+
+# Routes that store nothing, or rows of a bounded size and number, each with the reason.
+ONLY_READS = "it stores nothing"
+CHANGES = "it changes a row that is there"
+FEW = "a project has a bounded number of them"
+ANNOUNCED = "the announced size of the upload counts already"
+NOT_STORING = {
+    "/v1/uploads/{upload_id}/parts": ANNOUNCED,
+    "/v1/uploads/{upload_id}/complete": ANNOUNCED,
+    "/v1/uploads/{upload_id}/cancel": CHANGES,
+    "/v1/fine_tuning/jobs/{job_id}/cancel": CHANGES,
+    "/v1/fine_tuning/jobs/{job_id}/pause": CHANGES,
+    "/v1/fine_tuning/jobs/{job_id}/resume": CHANGES,
+    "/v1/fine_tuning/jobs/{job_id}/budget": CHANGES,
+    "/v1/fine_tuning/checkpoints/{checkpoint}/permissions": "one of a few hundred bytes for each project",
+    "/v1/regraft/estimate": ONLY_READS,
+    "/v1/regraft/previews/{preview_id}/cancel": CHANGES,
+    "/v1/regraft/aliases": FEW,
+    "/v1/regraft/aliases/{alias}/rollback": CHANGES,
+    "/v1/regraft/files/{file_id}/profile": ONLY_READS,
+    "/v1/chat/completions": ONLY_READS,
+    "/v1/completions": ONLY_READS,
+    "/v1/responses": ONLY_READS,
+    "/v1/fine_tuning/alpha/graders/validate": ONLY_READS,
+    "/v1/fine_tuning/alpha/graders/run": ONLY_READS,
+    "/v1/regraft/graders/{grader_name}/check": ONLY_READS,
+    "/v1/regraft/jobs/{job_id}/regrades/{regrade_id}/cancel": CHANGES,
+    "/v1/evals/{eval_id}": CHANGES,
+    "/v1/evals/{eval_id}/runs/{run_id}/cancel": CHANGES,
+    "/v1/regraft/pipelines/{pipeline_id}/cancel": CHANGES,
+    "/v1/regraft/pipelines/{pipeline_id}/pause": CHANGES,
+    "/v1/regraft/pipelines/{pipeline_id}/resume": CHANGES,
+    "/v1/regraft/pipelines/{pipeline_id}/retry": CHANGES,
+    "/v1/webhook_endpoints": FEW,
+    "/v1/webhook_endpoints/{webhook_endpoint_id}": CHANGES,
+    "/v1/webhook_endpoints/{webhook_endpoint_id}/rotate_secret": CHANGES,
+    "/v1/webhook_endpoints/{webhook_endpoint_id}/test": "a delivery, which is deleted after a while",
+    "/v1/webhook_endpoints/{webhook_endpoint_id}/deliveries/{delivery_id}/redeliver": CHANGES,
+    "/v1/organization/projects/{project_id}/api_keys": "administrators only, a few hundred bytes each",
+    "/v1/organization/projects/{project_id}/api_keys/{key_id}/rotate": CHANGES,
+    "/v1/regraft/session": FEW,
+    "/v1/regraft/jobs/validate": ONLY_READS,
+}
+ITEM = {"id": "item", "status": "pass", "datasource_item": {}, "results": []}
+CONFIG = {"type": "custom", "item_schema": {"type": "object", "properties": {"answer": {"type": "string"}}}}
+CRITERION = GRADER | {"input": "{{item.answer}}"}
+
+
+@pytest.fixture
+def storing(
+    house: House,
+    api: TestClient,
+    upload: Callable[..., str],
+    create_job: Callable[..., dict[str, Any]],
+    job_request: Callable[..., dict[str, Any]],
+) -> dict[str, dict[str, Any]]:
+    """A valid request for each route that stores, by its path; `url` is the path with its ids."""
+    job = create_job()
+    store(house, job["id"], 2, rows=[row(2, "train", 0, 0)])
+    api.post("/v1/regraft/graders", json={"name": "close", "grader": GRADER})
+    made = api.post("/v1/evals", json={"data_source_config": CONFIG, "testing_criteria": [CRITERION]}).json()
+    items = upload(json.dumps(ITEM).encode())
+    file, other = (
+        upload(json.dumps({"messages": [{"role": "user", "content": text}], "answer": "4"}).encode())
+        for text in ("2 + 2?", "1 + 3?")
+    )
+    stage = {"name": "m", "mix": {"files": [{"file": file}]}}
+    pipeline = api.post("/v1/regraft/pipelines", json={"stages": [stage]}).json()["id"]
+    rows = {"type": "file_content", "content": [{"item": {"answer": "4"}}]}
+    case = {"sample": {"output_text": "4"}, "item": {"answer": "4"}, "expect": 1}
+    announced = {"filename": "a", "mime_type": "text/jsonl", "purpose": "fine-tune", "bytes": 2}
+    preview = job_request() | {"training_file": file, "validation_file": other}
+    return {
+        "/v1/files": {"data": {"purpose": "fine-tune"}, "files": {"file": ("a.jsonl", b"new")}},
+        "/v1/uploads": {"json": announced},
+        "/v1/fine_tuning/jobs": {"json": job_request()},
+        "/v1/regraft/previews": {"json": preview},
+        "/v1/regraft/graders": {"json": {"name": "new", "grader": GRADER}},
+        "/v1/regraft/graders/{grader_name}/cases": {
+            "url": "/v1/regraft/graders/close/cases",
+            "json": {"cases": [case]},
+        },
+        "/v1/regraft/jobs/{job_id}/regrade": {
+            "url": f"/v1/regraft/jobs/{job['id']}/regrade",
+            "json": {"grader": GRADER | {"reference": "4"}},
+        },
+        "/v1/evals": {"json": {"data_source_config": CONFIG, "testing_criteria": [CRITERION]}},
+        "/v1/evals/{eval_id}/runs": {
+            "url": f"/v1/evals/{made['id']}/runs",
+            "json": {"data_source": {"type": "jsonl", "source": rows}},
+        },
+        "/v1/regraft/evals/import": {
+            "json": {
+                "eval": {"data_source_config": CONFIG, "testing_criteria": [CRITERION]},
+                "runs": [
+                    {"run": {"status": "completed", "data_source": {"type": "jsonl"}}, "items_file": items}
+                ],
+            }
+        },
+        "/v1/regraft/pipelines": {"json": {"stages": [stage]}},
+        "/v1/regraft/pipelines/{pipeline_id}/clone": {
+            "url": f"/v1/regraft/pipelines/{pipeline}/clone",
+            "json": {},
+        },
+    }
+
+
+def posts(house: House) -> Iterator[str]:
+    """The paths to which something is sent."""
+    for path, operations in house.app.openapi()["paths"].items():
+        if set(operations) & {"post", "put", "patch"}:
+            yield path
+
+
+def stored(house: House) -> dict[str, Any]:
+    with house.database.read() as session:
+        rows = {
+            table.__tablename__: session.scalar(select(func.count()).select_from(table)) for table in CONTENT
+        }
+    return rows | {"blobs": sorted(house.blobs.list(""))}
+
+
+def test_every_route_is_known_to_store_or_not_to(house: House, storing: dict[str, dict[str, Any]]) -> None:
+    assert not storing.keys() & NOT_STORING.keys()
+    assert set(posts(house)) == storing.keys() | NOT_STORING.keys()
+
+
+@pytest.mark.both_databases
+def test_a_project_whose_storage_is_used_up_stores_nothing_more(
+    house: House, api: TestClient, storing: dict[str, dict[str, Any]]
+) -> None:
+    with house.database.read() as session:
+        used = tenants.stored_bytes(session, house.project.id)
+    house.limit(storage_bytes=used)
+    before, begun = stored(house), len(house.blobs.begun)
+
+    answers = {
+        path: api.post(request.get("url", path), **{name: request[name] for name in request if name != "url"})
+        for path, request in storing.items()
+    }
+
+    said = {
+        path: (answer.status_code, (answer.json().get("error") or {}).get("code"))
+        for path, answer in answers.items()
+    }
+    assert said == dict.fromkeys(answers, (429, "insufficient_quota"))
+    assert all("limit storage_bytes" in answer.text for answer in answers.values())
+    assert stored(house) == before
+    assert len(house.blobs.begun) <= begun + 1, "only a form's file, whose size no header announces"
+
+
+def test_the_same_requests_are_accepted_where_there_is_room(
+    house: House, api: TestClient, storing: dict[str, dict[str, Any]]
+) -> None:
+    """Or the test above would pass on requests that are refused for another reason."""
+    answers = {
+        path: api.post(request.get("url", path), **{name: request[name] for name in request if name != "url"})
+        for path, request in storing.items()
+    }
+
+    refused = {path: answer.text for path, answer in answers.items() if answer.status_code not in (200, 201)}
+    assert list(refused) == ["/v1/regraft/previews"]
+    assert "inference" in refused["/v1/regraft/previews"]
