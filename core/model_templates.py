@@ -24,7 +24,7 @@ from core import chat_templates
 from core.errors import NotReady
 from core.fingerprint import conversion_of
 from core.model_checks import ModelChecks
-from core.reasoning import QUESTION, Render, find_format
+from core.reasoning import QUESTION, Format, Render, find_format
 from core.registry import BaseModelEntry
 
 log = logging.getLogger(__name__)
@@ -167,16 +167,24 @@ def main() -> None:
 
 
 def _found(template: str, special_tokens: Mapping[str, str]) -> bool:
+    form = format_of(template, special_tokens)
+    return form is not None and not form.off
+
+
+def format_of(template: str, special_tokens: Mapping[str, str]) -> Format | None:
+    """How a model with this template writes thoughts; None: it writes none, or the template fails.
+
+    Only for a process of limited time and memory.
+    """
     try:
-        form = find_format(renderer(template, special_tokens), template)
+        return find_format(renderer(template, special_tokens), template)
     except (TemplateError, ValueError, TypeError):
-        return False  # as in worker/model/reasoning.py
+        return None  # as in worker/model/reasoning.py
     except Exception as cause:  # a template is a program
         log.warning(
             "a chat template cannot be rendered, so its model counts as one without thoughts: %s", cause
         )
-        return False
-    return form is not None and not form.off
+        return None
 
 
 def renderer(template: str, special_tokens: Mapping[str, str]) -> Render:

@@ -7,15 +7,20 @@ whose special tokens have names that no content has. All other tokens, and those
 
 import re
 import secrets
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import WordLevel
 
+from core.reasoning import KNOWN_TAGS, Format
+
 # Breaks the text of a special token that the vocabulary has as an ordinary word too, so that it is spelled.
 ESCAPE = "\u200b"  # ZERO WIDTH SPACE
 _NOTHING: frozenset[str] = frozenset()
+
+Chat = Sequence[Mapping[str, Any]]
+Tools = Sequence[Mapping[str, Any]] | None
 
 
 class SpecialTokens:
@@ -59,9 +64,24 @@ class SpecialTokens:
             lambda text: list(backend.encode(text, add_special_tokens=False).ids),
         )
 
+    def tags(self, form: Format | None) -> frozenset[str]:
+        """The special tokens of the tags around thoughts, which answers may have: an SFT file teaches thoughts so.
+
+        Args:
+            form: of the model's thoughts; None: it has none of its own.
+        """
+        texts = KNOWN_TAGS if form is None else (*KNOWN_TAGS, form.start, form.end)
+        return frozenset(one for one in self.texts if any(one in text for text in texts))
+
     def occur_in(self, value: Any, kept: Collection[str] = _NOTHING) -> bool:
         """Whether a text of JSON `value` has the text of a special token, apart from those in `kept`."""
         return any(text not in kept for part in _strings(value) for _, _, text in self._found(part))
+
+    def occur_in_chat(self, chat: Chat, tools: Tools, tags: Collection[str]) -> bool:
+        """The same for the content of messages, of which those of the assistant may have `tags`."""
+        return self.occur_in(tools) or any(
+            self.occur_in(_content(message), _kept(message, tags)) for message in chat
+        )
 
     def hide(self, value: Any, kept: Collection[str] = _NOTHING) -> Any:
         """A copy of JSON `value` with placeholders for the texts of special tokens, apart from those in `kept`."""
@@ -72,6 +92,12 @@ class SpecialTokens:
         if isinstance(value, list | tuple):
             return [self.hide(one, kept) for one in value]
         return value
+
+    def hide_in_chat(self, chat: Chat, tags: Collection[str]) -> list[dict[str, Any]]:
+        """The same for the content of messages, of which those of the assistant keep `tags`."""
+        return [
+            {"role": message["role"]} | self.hide(_content(message), _kept(message, tags)) for message in chat
+        ]
 
     def encode(self, rendered: str) -> list[int]:
         """The tokens of a rendered conversation with placeholders, which become the text that they stand for."""
@@ -131,3 +157,11 @@ def _strings(value: Any) -> Iterator[str]:
     elif isinstance(value, list | tuple):
         for one in value:
             yield from _strings(one)
+
+
+def _content(message: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in message.items() if key != "role"}
+
+
+def _kept(message: Mapping[str, Any], tags: Collection[str]) -> Collection[str]:
+    return tags if message["role"] == "assistant" else _NOTHING

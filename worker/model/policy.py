@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
-from jinja2 import TemplateError
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.tuners.lora.layer import LoraLayer
 from safetensors import SafetensorError
@@ -35,11 +34,12 @@ from transformers import (
 from core import chat_templates, fingerprint
 from core.jobs.hyperparameter_groups import LoraTargets
 from core.registry import BaseModelEntry
+from core.special_tokens import Chat, Tools
 from core.template_facts import TemplateFacts
 from worker.model import attention, lora, memory, quantized, reasoning, recompute
 from worker.model.adapters import adaptable_layers, adapter_targets, fused_experts
 from worker.model.architecture import class_of, refusing
-from worker.model.chat_tokens import Chat, content_tokens
+from worker.model.chat_tokens import content_tokens
 from worker.model.decoding import (
     Decode,
     Decoding,
@@ -786,7 +786,7 @@ def render(
         "return_dict": False,
     }
 
-    def text(chat: Chat, tools: Sequence[Mapping[str, Any]] | None) -> str:
+    def text(chat: Chat, tools: Tools) -> str:
         return str(tokenizer.apply_chat_template(chat, tools=tools, tokenize=False, **arguments))
 
     given = list(tools) or None
@@ -794,8 +794,10 @@ def render(
         ids = content_tokens(tokenizer, chat_template, chat, given, text)
         if ids is None:
             ids = tokenizer.apply_chat_template(chat, tools=given, tokenize=True, **arguments)
-    except (TemplateError, ValueError, TypeError) as cause:
-        # Templates are programs, and some reject an order of roles.
+    except MemoryError:
+        raise
+    except Exception as cause:
+        # Templates are programs: some reject an order of roles, others divide by zero.
         raise ChatTemplateFailed(
             f"The model's chat template rejects these messages: {first_line(cause)}"
         ) from cause

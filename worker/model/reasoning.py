@@ -1,15 +1,17 @@
 """Split answers by the format of the model's reasoning, which core/reasoning.py finds. No torch."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Literal
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from core.chat_templates import Arguments
 from core.reasoning import QUESTION, Format, Switches, find_format, find_switches
+
+log = logging.getLogger(__name__)
 
 Effort = Literal["default", "none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -199,7 +201,8 @@ def _detected(tokenizer: PreTrainedTokenizerBase, template: str | None) -> Reaso
 
     try:
         form = find_format(render, text)
-    except (TemplateError, ValueError, TypeError):
+    except Exception as cause:  # a template is a program; rendering a chat with it says what is wrong
+        log.warning("a chat template cannot be rendered: %r", cause)
         return None
     return None if form is None else Reasoning(form, find_switches(render), tokenizer)
 

@@ -16,7 +16,8 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from worker.model.chat_tokens import Chat, content_tokens
+from core.special_tokens import Chat, Tools
+from worker.model.chat_tokens import content_tokens
 
 # Of a process whose vLLM answers the requests of vllm_server.py; before vLLM is imported.
 ENVIRONMENT = {
@@ -117,11 +118,11 @@ def _tokenize_content_as_text(renderer: Any) -> None:
         tokenizer: Any,
         conversation: Chat,
         *,
-        tools: Any = None,
+        tools: Tools = None,
         chat_template: str | None = None,
         **arguments: Any,
     ) -> Any:
-        def render(chat: Chat, tools: Any) -> str:
+        def render(chat: Chat, tools: Tools) -> str:
             return str(safe_apply_chat_template(model_config, tokenizer, chat, tools=tools, **as_text))
 
         as_text = arguments | {"chat_template": chat_template, "tokenize": False}
