@@ -172,7 +172,7 @@ def _found(template: str, special_tokens: Mapping[str, str]) -> bool:
 
 
 def format_of(template: str, special_tokens: Mapping[str, str]) -> Format | None:
-    """How a model with this template writes thoughts; None: it writes none, or the template fails.
+    """Find the format of thoughts in a template; None: the model writes none, or the template fails.
 
     Only for a process of limited time and memory.
     """

@@ -68,7 +68,7 @@ class SpecialTokens:
         """The special tokens of the tags around thoughts, which answers may have: an SFT file teaches thoughts so.
 
         Args:
-            form: of the model's thoughts; None: it has none of its own.
+            form: of the model's thoughts; None: no format is known.
         """
         texts = KNOWN_TAGS if form is None else (*KNOWN_TAGS, form.start, form.end)
         return frozenset(one for one in self.texts if any(one in text for text in texts))

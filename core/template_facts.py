@@ -1,7 +1,7 @@
 """Facts of a chat template, found by rendering conversations. No torch and no transformers: the API shows them.
 
-A template is a program, and a mistake in it shows nowhere else: a model that is asked without the header of its answer,
-or whose answers end with a token that no engine stops at, only gives worse answers.
+A template is a program, and a mistake in it raises no error: a prompt without the header of the answer, or a token after
+answers that no engine stops at, only makes answers worse.
 """
 
 from collections.abc import Callable, Collection
@@ -30,7 +30,7 @@ RenderChat = Callable[[list[dict[str, Any]], list[dict[str, Any]] | None, bool],
 
 
 class TemplateFacts(BaseModel):
-    """What a chat template does with a conversation."""
+    """The behavior of a chat template."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -38,7 +38,7 @@ class TemplateFacts(BaseModel):
     end_of_turn: str | None
     # Whether that token is none of the model's own end tokens, so that only the template shows it.
     end_of_turn_added: bool
-    generation_prompt: bool  # false: the model is asked without the header of its answer
+    generation_prompt: bool  # false: prompts lack the header of the answer
     system_role: Literal["rendered", "ignored", "rejected"]
     alternation: bool  # two messages of one role in a row are rejected
     tools: bool
@@ -51,8 +51,8 @@ class TemplateFacts(BaseModel):
         found = []
         if not self.generation_prompt:
             found.append(
-                "The model's chat template writes nothing before an answer (it ignores add_generation_prompt), so the "
-                "model is asked without the header of its answer. Set chat_template in the model's entry of the "
+                "The model's chat template writes nothing before an answer (it ignores add_generation_prompt), so "
+                "prompts lack the header of the answer. Set chat_template in the model's entry of the "
                 "registry to a template that writes it."
             )
         if self.system_role == "ignored":

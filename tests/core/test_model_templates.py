@@ -1,6 +1,7 @@
 """The chat template of a model as the API reads it: what it finds is what transformers renders."""
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 
 from core import chat_templates
+from core.errors import NotReady
 from core.fingerprint import conversion_of
 from core.model_checks import ModelChecks
 from core.model_templates import is_reasoning, reasons, renderer
@@ -156,6 +158,22 @@ def test_a_template_that_does_not_end_counts_as_one_without_thoughts(
     entry: Callable[..., BaseModelEntry], tmp_path: Path, template: str
 ) -> None:
     assert reasons(entry({"chat_template.jinja": template}), tmp_path) is False
+
+
+def test_a_check_that_was_killed_is_not_kept_as_a_result(
+    entry: Callable[..., BaseModelEntry], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine that is short of memory a reasoning model counted as one without thoughts for good."""
+    model = entry({"chat_template.jinja": HYBRID + "{# killed once #}"})
+    killed = tmp_path / "python"
+    killed.write_text("#!/bin/sh\nkill -KILL $$\n")
+    killed.chmod(0o755)
+    with monkeypatch.context() as machine:
+        machine.setattr(sys, "executable", str(killed))
+        with pytest.raises(NotReady, match="interrupted"):
+            reasons(model, tmp_path)
+
+    assert reasons(model, tmp_path) is True
 
 
 @pytest.mark.parametrize(

@@ -281,7 +281,7 @@ CHRISTMAS = {chat_templates.CLOCK: "2026-12-24T18:30:05+00:00"}
 
 
 def test_a_job_has_one_date_in_all_its_prompts() -> None:
-    """Whatever day it is when the run resumes or the tuned model is asked, because the date is in its template."""
+    """Whatever day it is when the run resumes or answers a request, because the date is in its template."""
     fixed = chat_templates.with_defaults(DEFECTS["the date"], CHRISTMAS)
     seconds = chat_templates.with_defaults(DEFECTS["the second"], CHRISTMAS)
 

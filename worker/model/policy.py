@@ -655,7 +655,7 @@ class Policy:
 
     @property
     def template_facts(self) -> TemplateFacts | None:
-        """What the chat template does; None: the model has none."""
+        """The facts of the chat template; None: the model has none."""
         return facts_of(self.tokenizer, own_stop_ids(configured_stops(self.causal), self.tokenizer))
 
     def text(self, output_ids_T: Sequence[int]) -> str:
