@@ -109,14 +109,13 @@ class SpecialTokens:
         """The tokenizer with other names for its special tokens, whose ids `_ids` translates back."""
         second = Tokenizer(backend.model)
         second.normalizer, second.pre_tokenizer = backend.normalizer, backend.pre_tokenizer
-        for token_id, token in sorted(added.items()):
-            number = self._numbers.get(token.content) if token.special else None
-            name = token.content if number is None else self._names[number]
-            flags = {
-                flag: getattr(token, flag)
-                for flag in ("single_word", "lstrip", "rstrip", "normalized", "special")
-            }
-            second.add_tokens([AddedToken(name, **flags)])
+        names = {
+            token_id: self._names[self._numbers[token.content]] if token.special else token.content
+            for token_id, token in sorted(added.items())
+            if token.content
+        }
+        second.add_tokens([_named(added[token_id], name) for token_id, name in names.items()])
+        for token_id, name in names.items():
             new_id = second.token_to_id(name)
             assert new_id is not None, "it was just added"
             self._ids[new_id] = token_id
@@ -141,6 +140,11 @@ class SpecialTokens:
         for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
             if token:
                 yield start, end, text[start:end]
+
+
+def _named(token: AddedToken, name: str) -> AddedToken:
+    flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    return AddedToken(name, **{flag: getattr(token, flag) for flag in flags})
 
 
 def _escaped(text: str) -> str:

@@ -1,7 +1,7 @@
 """Facts of a chat template, found by rendering conversations. No torch and no transformers: the API shows them.
 
-A template is a program, and a mistake in it raises no error: a prompt without the header of the answer, or a token after
-answers that no engine stops at, only makes answers worse.
+A template is a program, and a mistake in it raises no error: a prompt without the header of the answer, or a token
+after answers that no engine stops at, only makes answers worse.
 """
 
 from collections.abc import Callable, Collection

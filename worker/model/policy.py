@@ -794,8 +794,8 @@ def render(
         ids = content_tokens(tokenizer, chat_template, chat, given, text)
         if ids is None:
             ids = tokenizer.apply_chat_template(chat, tools=given, tokenize=True, **arguments)
-    except MemoryError:
-        raise
+    except (MemoryError, OSError):
+        raise  # the machine's
     except Exception as cause:
         # Templates are programs: some reject an order of roles, others divide by zero.
         raise ChatTemplateFailed(
