@@ -1,6 +1,7 @@
 """A chat template with a mistake is mended, refused or reported: none is silent."""
 
 import asyncio
+import json
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -138,6 +139,12 @@ class Named(VllmModel):
         return self.name
 
 
+def to_vllm(folder: Path, request: InternalChat) -> Any:
+    """The body of the request to vLLM's server."""
+    model = Named("turns", BaseModelEntry(path=folder, dtype="float32", context=512), str(folder), rank=8)
+    return json.loads(model.prepare(request, None).sent)
+
+
 def asked(**fields: Any) -> InternalChat:
     return InternalChat.model_validate({"model": "turns", "messages": QUESTION} | fields)
 
@@ -148,7 +155,7 @@ def test_every_engine_stops_at_the_templates_token(tmp_path: Path) -> None:
     expected = {tokenizer.convert_tokens_to_ids(END), tokenizer.eos_token_id}
     entry = BaseModelEntry(path=folder, dtype="float32", context=512)
 
-    vllm = Named("turns", entry, str(folder), rank=8)._chat(asked(), None)
+    vllm = to_vllm(folder, asked())
     engine = ContinuousEngine(load_base("turns", entry, folder, "cpu"))
     served = engine.stop_ids(None)
     asyncio.run(engine.close())
@@ -162,10 +169,9 @@ def test_every_engine_stops_at_the_templates_token(tmp_path: Path) -> None:
 def test_a_served_answer_stops_by_the_template_of_its_request(tmp_path: Path) -> None:
     """An adapter may be trained with another template than the model's own."""
     folder = make_turn_model(tmp_path)
-    vllm = Named("turns", BaseModelEntry(path=folder, dtype="float32", context=512), str(folder), rank=8)
     served = {"base_model": "turns", "chat_template": "plain"}
 
-    plain = vllm._chat(asked(regraft=served), None)
+    plain = to_vllm(folder, asked(regraft=served))
 
     assert plain["stop_token_ids"] == [turn_tokenizer().eos_token_id]
 
@@ -327,7 +333,7 @@ def test_a_schema_without_a_decoder_is_refused_by_name(tmp_path: Path) -> None:
 
     for attempt in (
         lambda: asyncio.run(ask()),
-        lambda: Named("tiny", entry, str(folder), rank=8)._chat(request, None),
+        lambda: to_vllm(folder, request),
     ):
         with pytest.raises(EngineRefused, match="decoder") as refused:
             attempt()
