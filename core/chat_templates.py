@@ -4,12 +4,19 @@ transformers renders a template in Jinja's sandbox (Python attributes are unreac
 Jinja text, in the model registry; a job selects one of NAMES, and gives r1_zero the words of its prompt.
 """
 
+import json
+from collections.abc import Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Literal, get_args
 
 Name = Literal["plain", "r1_zero"]
 NAMES: tuple[Name, ...] = get_args(Name)
 MAX_CHARACTERS = 64 * 1024
+Arguments = Mapping[str, bool | int | float | str]
+# The function of templates that returns the present time. As an argument of a template it is a fixed time.
+CLOCK = "strftime_now"
+_DIRECTIVES = "aAbBcdeHIjklmMpSuUVwWxXyYZzfFDGTn%"
 
 # A conversation as plain text:
 #
@@ -79,3 +86,35 @@ def text_of(template: str, folder: Path = Path()) -> str:
             f"chat_template has {len(template)} characters; at most {MAX_CHARACTERS} are allowed"
         )
     return template
+
+
+def reads_clock(template: str) -> bool:
+    """Whether prompts may depend on the time at which they are rendered. In Jinja's sandbox nothing else has it."""
+    return CLOCK in template
+
+
+def with_defaults(template: str, arguments: Arguments) -> str:
+    """The template with other defaults of its arguments, so that every renderer uses them.
+
+    Raises:
+        ValueError: CLOCK is no date in ISO 8601.
+    """
+    if not arguments:
+        return template
+    set_ = "".join(_default(name, value) for name, value in sorted(arguments.items()))
+    # trim_blocks, which transformers sets, removes this line end; `-%}` would also remove white space of the template.
+    return f"{set_.removesuffix('-%}')}%}}\n{template}"
+
+
+def _default(name: str, value: bool | int | float | str) -> str:
+    if name == CLOCK:
+        return _clock(datetime.fromisoformat(str(value)))
+    # JSON's true, false, numbers and strings are Jinja's.
+    return f"{{%- if {name} is not defined -%}}{{%- set {name} = {json.dumps(value)} -%}}{{%- endif -%}}"
+
+
+def _clock(time: datetime) -> str:
+    """A macro in place of the function, so that engines and exported models render the same without code of ours."""
+    directives = [f"%{flag}{letter}" for flag in ("", "-") for letter in _DIRECTIVES]
+    replaced = "".join(f"|replace({json.dumps(one)},{json.dumps(time.strftime(one))})" for one in directives)
+    return f"{{%- macro {CLOCK}(format) -%}}{{{{- format{replaced} -}}}}{{%- endmacro -%}}"

@@ -19,6 +19,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from core.registry import BaseModelEntry
+from core.template_facts import TemplateFacts
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +89,7 @@ class ModelCheck(Stored):
     adapted_share: Share
     adapted_by_kind: dict[str, CheckedKind]
     reasons: bool | None  # its chat template lets it write thoughts; None: not known
+    template: TemplateFacts | None = None  # None: it has none
     verdict: CheckedVerdict
 
     @model_validator(mode="after")

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import resource
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -20,9 +21,10 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from core import chat_templates
+from core.errors import NotReady
 from core.fingerprint import conversion_of
 from core.model_checks import ModelChecks
-from core.reasoning import QUESTION, Render, find_format
+from core.reasoning import QUESTION, Format, Render, find_format
 from core.registry import BaseModelEntry
 
 log = logging.getLogger(__name__)
@@ -123,46 +125,66 @@ def _token(value: Any) -> str:
 
 @lru_cache(maxsize=64)
 def _reasons(template: str, special_tokens: tuple[tuple[str, str], ...]) -> bool:
-    """Asks a process of limited time and memory: a template is a program, and may never end."""
-    try:
-        child = subprocess.run(
-            [sys.executable, "-m", __name__],
-            input=json.dumps([template, special_tokens]),
-            capture_output=True,
-            text=True,
-            timeout=2 * CPU_SECONDS,
-            env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
+    """Asks a process of limited CPU time and memory: a template is a program, and may never end.
+
+    Not of limited wall time: the result is kept, and must not depend on what else the machine does. A template has no
+    way to wait.
+
+    Raises:
+        NotReady: the process was killed from outside. Not kept.
+    """
+    child = subprocess.run(
+        [sys.executable, "-m", __name__],
+        input=json.dumps([template, special_tokens]),
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
+    )
+    if child.returncode == 0:
+        return child.stdout.strip() == "True"
+    if -child.returncode not in (signal.SIGXCPU, signal.SIGSEGV):
+        log.error("the check of a chat template ended with status %d: %s", child.returncode, child.stderr)
+        raise NotReady(
+            "The check of the model's chat template was interrupted before it had a result; retry.",
+            retry_after=1,
         )
-    except subprocess.TimeoutExpired:
-        answer = ""
-    else:
-        answer = child.stdout.strip()
-    if answer not in ("True", "False"):
-        log.warning(
-            "a chat template needs too much time or memory, so its model counts as one without thoughts"
-        )
-    return answer == "True"
+    log.warning(
+        "a chat template needs more than %d s of CPU time or %d MiB, so its model counts as one without thoughts",
+        CPU_SECONDS,
+        MEMORY_BYTES >> 20,
+    )
+    return False
 
 
 def main() -> None:
     """Answer whether the template on stdin lets a model write thoughts: True or False."""
-    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
+    # The kernel sends SIGXCPU at the first limit and SIGKILL, as for other reasons, at the second.
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS + 1))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     template, special_tokens = json.load(sys.stdin)
     sys.stdout.write(str(_found(template, dict(special_tokens))))
 
 
 def _found(template: str, special_tokens: Mapping[str, str]) -> bool:
+    form = format_of(template, special_tokens)
+    return form is not None and not form.off
+
+
+def format_of(template: str, special_tokens: Mapping[str, str]) -> Format | None:
+    """Find the format of thoughts in a template; None: the model writes none, or the template fails.
+
+    Only for a process of limited time and memory.
+    """
     try:
-        form = find_format(renderer(template, special_tokens), template)
+        return find_format(renderer(template, special_tokens), template)
     except (TemplateError, ValueError, TypeError):
-        return False  # as in worker/model/reasoning.py
+        return None  # as in worker/model/reasoning.py
     except Exception as cause:  # a template is a program
         log.warning(
             "a chat template cannot be rendered, so its model counts as one without thoughts: %s", cause
         )
-        return False
-    return form is not None and not form.off
+        return None
 
 
 def renderer(template: str, special_tokens: Mapping[str, str]) -> Render:

@@ -10,11 +10,15 @@ import resource
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from core.model_templates import TemplateFiles, chat_renderer
+from core.model_templates import TemplateFiles, chat_renderer, format_of
+
+if TYPE_CHECKING:
+    from core.special_tokens import SpecialTokens
 
 CPU_SECONDS = 120  # of all batches, over all threads
 MEMORY_BYTES = 4 << 30
@@ -23,6 +27,14 @@ FILE = "tokenizer.json"
 
 class CannotCount(Exception):
     """The tokens of this model cannot be counted; the message has the reason."""
+
+
+@dataclass(frozen=True)
+class ChatTokens:
+    """The tokens of a conversation."""
+
+    tokens: int
+    special_texts: bool  # its content has the text of a special token, which is text and no control token
 
 
 class TokenCounter:
@@ -60,8 +72,8 @@ class TokenCounter:
         self._child.kill()
         self._child.communicate()
 
-    def count(self, chats: Sequence[Mapping[str, Any]]) -> list[int | None]:
-        """Return the tokens of each conversation; None if the template rejects it.
+    def count(self, chats: Sequence[Mapping[str, Any]]) -> list["ChatTokens | None"]:
+        """Count the tokens of each conversation; None if the template rejects it.
 
         Args:
             chats: `messages`, `tools` and `prompt`: whether an answer is to follow.
@@ -82,13 +94,14 @@ class TokenCounter:
             raise CannotCount(
                 "the chat template or the tokenizer needs too much time or memory, or is invalid"
             )
-        counts: list[int | None] = json.loads(answer)
-        return counts
+        return [None if one is None else ChatTokens(*one) for one in json.loads(answer)]
 
 
 def main() -> None:
     """Answer each batch of conversations on stdin with a line of counts."""
     from tokenizers import Tokenizer
+
+    from core.special_tokens import SpecialTokens
 
     first = json.loads(sys.stdin.readline())
     resource.setrlimit(resource.RLIMIT_CPU, (first["cpu_seconds"], first["cpu_seconds"]))
@@ -97,16 +110,34 @@ def main() -> None:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     render = chat_renderer(first["template"], first["special_tokens"])
+    special = SpecialTokens.of_backend(tokenizer)
+    tags = special.tags(format_of(first["template"], first["special_tokens"]))
     for line in sys.stdin:
-        texts = [_rendered(render, chat) for chat in json.loads(line)]
-        found = iter(
-            tokenizer.encode_batch_fast(
-                [text for text in texts if text is not None], add_special_tokens=False
-            )
-        )
-        counts = [None if text is None else len(next(found).ids) for text in texts]
+        chats = json.loads(line)
+        found = [special.occur_in_chat(chat["messages"], chat["tools"], tags) for chat in chats]
+        texts = [
+            _rendered(render, _hidden(special, chat, tags) if has_special else chat)
+            for chat, has_special in zip(chats, found, strict=True)
+        ]
+        plain = [
+            text
+            for text, has_special in zip(texts, found, strict=True)
+            if text is not None and not has_special
+        ]
+        encoded = iter(tokenizer.encode_batch_fast(plain, add_special_tokens=False))
+        counts = [
+            None
+            if text is None
+            else [len(special.encode(text) if has_special else next(encoded).ids), has_special]
+            for text, has_special in zip(texts, found, strict=True)
+        ]
         sys.stdout.write(json.dumps(counts) + "\n")
         sys.stdout.flush()
+
+
+def _hidden(special: "SpecialTokens", chat: Mapping[str, Any], tags: frozenset[str]) -> dict[str, Any]:
+    messages = special.hide_in_chat(chat["messages"], tags)
+    return {**chat, "messages": messages, "tools": special.hide(chat["tools"])}
 
 
 def _rendered(render: Any, chat: Mapping[str, Any]) -> str | None:

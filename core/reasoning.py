@@ -23,6 +23,7 @@ _PAIRS = (
     ("<|START_THINKING|>", "<|END_THINKING|>"),
     ("<seed:think>", "</seed:think>"),
 )
+KNOWN_TAGS = tuple(tag for pair in _PAIRS for tag in pair)
 _LAST_TAG = re.compile(r"(<[^<>\s]+>|\[[^\[\]\s]+\])\s*$")
 _TOGGLES = ("enable_thinking", "thinking")
 

@@ -13,7 +13,7 @@ END = 1
 class ScriptedEngine:
     """An engine that says `script`, a byte a token, and remembers what it was asked."""
 
-    context, stop_ids = 50, frozenset({END})
+    context = 50
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
@@ -21,6 +21,9 @@ class ScriptedEngine:
         self.asked: list[Ask] = []
         self.ended, self.lost = 0, False
         self.failure: Exception | None = None
+
+    def stop_ids(self, template: str | None) -> frozenset[int]:
+        return frozenset({END})
 
     async def generate(self, ask: Ask) -> AsyncGenerator[Token, None]:
         self.asked.append(ask)

@@ -10,6 +10,7 @@ from api.http.shapes import Listing
 from core.model_checks import ModelCheck, ModelChecks, differ, installed_versions
 from core.model_memory import ModelMemories, ModelMemory
 from core.registry import BaseModelEntry, Registry, SamplerName
+from core.template_facts import TemplateFacts
 
 router = APIRouter(prefix="/regraft/models", tags=["regraft"])
 
@@ -38,6 +39,7 @@ class BaseModelOut(BaseModel):
     adapted_share: float | None = None
     adapted_by_kind: dict[str, KindOut] | None = None
     reasons: bool | None = None
+    template: TemplateFacts | None = None  # what its chat template does; null also if it has none
     # Of one GPU of the class, as a worker has estimated it at its start; null: unknown, or no GPU.
     memory: ModelMemory | None = None
     checked_at: int | None = None

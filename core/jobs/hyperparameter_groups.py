@@ -6,7 +6,7 @@ groups are in core/jobs/hyperparameters.py, the flat names of the same fields in
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from core import chat_templates
 
@@ -271,6 +271,22 @@ ScheduleGroup = Annotated[OnPolicy | OffPolicy, Field(discriminator="type")]
 TemplateArgument = Annotated[str, Field(pattern=r"^[a-z_][a-z0-9_]{0,63}$")]
 
 
+def _with_valid_clock(arguments: dict[str, bool | int | float | str]) -> dict[str, bool | int | float | str]:
+    try:
+        chat_templates.with_defaults("", arguments)
+    except ValueError as cause:
+        raise ValueError(
+            f"'{chat_templates.CLOCK}', the time that prompts have, must be a date in ISO 8601, such as '2026-11-26'"
+        ) from cause
+    return arguments
+
+
+# `strftime_now` is the time that prompts have, if the template shows it. A job without it gets that of its creation.
+TemplateArguments = Annotated[
+    dict[TemplateArgument, bool | int | float | str], AfterValidator(_with_valid_clock)
+]
+
+
 class Sampling(Value):
     """How answers are sampled for training."""
 
@@ -282,7 +298,7 @@ class Sampling(Value):
     # Chat template by a name of core/chat_templates.py; auto: that of the registry or the model.
     chat_template: Auto | chat_templates.Name = "auto"
     # Arguments of the chat template, such as {"enable_thinking": false}.
-    chat_template_kwargs: dict[TemplateArgument, bool | int | float | str] = {}
+    chat_template_kwargs: TemplateArguments = {}
     # Tokens after which a thought is closed; auto: by reasoning_effort.
     thinking_budget: Auto | Annotated[int, Field(ge=0, le=131072)] = "auto"
     # Of the prompts in each epoch: shuffled anew, as in the file, or by falling `pass_rate` of the rows, which a

@@ -19,7 +19,7 @@ from core.jobs.hyperparameter_groups import (
     Lora,
     LoraTargets,
     OnlyLora,
-    TemplateArgument,
+    TemplateArguments,
     Train,
     Value,
     WithoutNulls,
@@ -77,7 +77,7 @@ class TemplateChoice(Value):
     # A name of core/chat_templates.py; auto: that of the registry or the model.
     chat_template: Auto | chat_templates.Name = "auto"
     # Arguments of the chat template, such as {"enable_thinking": false}.
-    chat_template_kwargs: dict[TemplateArgument, bool | int | float | str] = {}
+    chat_template_kwargs: TemplateArguments = {}
 
 
 class OfflineAdvanced(Value):

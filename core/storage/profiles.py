@@ -15,7 +15,7 @@ from typing import Any, Literal, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from core.prompt_tokens import CannotCount, TokenCounter
+from core.prompt_tokens import CannotCount, ChatTokens, TokenCounter
 from core.storage.datasets import PROMPTS, Example, LineError, RowForm, read_objects, read_rows
 from core.storage.offline_rows import FORMS, is_labeled, method_of, reward_kind
 
@@ -77,6 +77,8 @@ class TokenLengths(Lengths):
     room: int
     too_long: SomeLines  # of the counted rows: those with more tokens than `room`
     not_rendered: SomeLines  # of the counted rows: those that the chat template rejects
+    # Of the counted rows: those whose content has the text of a special token. It is read and learned as text.
+    special_texts: SomeLines
 
 
 @dataclass(frozen=True)
@@ -417,7 +419,7 @@ class _TokenCount:
     _every: int = 1
     _waiting: list[tuple[int, list[Mapping[str, Any]]]] = field(default_factory=list)
     _characters: int = 0  # of those that wait
-    _counted: dict[int, int | None] = field(default_factory=dict)  # by line
+    _counted: dict[int, ChatTokens | None] = field(default_factory=dict)  # by line
 
     def add(self, row: Example) -> None:
         if self.reason is None and _mixed(row.line) % self._every == 0:
@@ -431,21 +433,27 @@ class _TokenCount:
         self._flush()
         if self.reason is not None:
             return None
-        long, broken, counts = _Lines(), _Lines(), []
-        for line, tokens in sorted(self._counted.items()):
-            if tokens is None:
+        long, broken, special, counts = _Lines(), _Lines(), _Lines(), []
+        for line, counted in sorted(self._counted.items()):
+            if counted is None:
                 broken.add(line)
                 continue
-            counts.append(tokens)
-            if tokens > self.room.tokens:
+            counts.append(counted.tokens)
+            if counted.tokens > self.room.tokens:
                 long.add(line)
+            if counted.special_texts:
+                special.add(line)
         if not counts:
             self.reason = (
                 "the chat template of the model rejects every row" if broken.rows else "there are no rows"
             )
             return None
         return TokenLengths(
-            **vars(lengths(counts)), room=self.room.tokens, too_long=long.end(), not_rendered=broken.end()
+            **vars(lengths(counts)),
+            room=self.room.tokens,
+            too_long=long.end(),
+            not_rendered=broken.end(),
+            special_texts=special.end(),
         )
 
     def _flush(self) -> None:
@@ -457,8 +465,10 @@ class _TokenCount:
             self._counted.clear()
             counts = iter([None] * len(chats))
         for line, several in self._waiting:
-            of_row = [next(counts) for _ in several]
-            self._counted[line] = None if None in of_row else max(cast(list[int], of_row))
+            of_row = [one for one in (next(counts) for _ in several) if one is not None]
+            longest = max((one.tokens for one in of_row), default=0)
+            has_special = any(one.special_texts for one in of_row)
+            self._counted[line] = None if len(of_row) < len(several) else ChatTokens(longest, has_special)
         self._waiting.clear()
         self._characters = 0
         while len(self._counted) > self.most:

@@ -296,6 +296,7 @@ class TokenLengths(Lengths):
     room: int  # the most that a row may have
     too_long: SomeLines
     not_rendered: SomeLines  # rejected by the chat template
+    special_texts: SomeLines  # with the text of a special token, which is read as text
 
 
 class DatasetField(BaseModel):

@@ -214,6 +214,16 @@ def test_what_a_worker_has_found_is_shown(api: TestClient, house: House) -> None
         "adapted_by_kind": {"attention": {"modules": 12, "share": 0.5}},
         "checked_at": 1_700_000_000,
         "versions": {"regraft-server": version("regraft-server")},
+        "template": {
+            "end_of_turn": "<|im_end|>",
+            "end_of_turn_added": True,
+            "generation_prompt": False,
+            "system_role": "ignored",
+            "alternation": False,
+            "tools": False,
+            "thoughts": False,
+            "date": True,
+        },
     }
     checks = ModelChecks(house.app.state.service.settings.model_cache)
     checks.keep(check_of(entry, found, key="new"))

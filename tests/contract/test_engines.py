@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from core.registry import BaseModelEntry
-from tests.engines import ScriptedEngine
+from tests.engines import END, ScriptedEngine
 from worker.model.policy import load_base
 from worker.serve.continuous import ContinuousEngine
 from worker.serve.engine import Ask, Engine, Token
@@ -25,6 +25,7 @@ ASK = Ask(
     seed=1,
     max_tokens=12,
     held_to="",
+    stop_ids=frozenset({END}),
     top_logprobs=None,
 )
 
@@ -67,7 +68,7 @@ def test_an_answer_ends_with_its_last_token_and_within_the_limit(make_engine: Ca
 
 def test_an_answer_shorter_than_the_limit_ends_with_a_stop_token(make_engine: Callable[[], Engine]) -> None:
     async def use(engine: Engine) -> tuple[list[Token], frozenset[int]]:
-        return await tokens(engine, replace(ASK, max_tokens=40)), engine.stop_ids
+        return await tokens(engine, replace(ASK, max_tokens=40)), engine.stop_ids(None)
 
     answer, stop_ids = with_engine(make_engine, use)
 

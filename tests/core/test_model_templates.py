@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from core import chat_templates
+from core.errors import NotReady
 from core.fingerprint import conversion_of
 from core.model_checks import ModelChecks
 from core.model_templates import is_reasoning, reasons, renderer
@@ -156,6 +157,19 @@ def test_a_template_that_does_not_end_counts_as_one_without_thoughts(
     entry: Callable[..., BaseModelEntry], tmp_path: Path, template: str
 ) -> None:
     assert reasons(entry({"chat_template.jinja": template}), tmp_path) is False
+
+
+def test_a_check_that_could_not_run_is_not_kept_as_a_result(
+    entry: Callable[..., BaseModelEntry], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine that was busy or short of memory a reasoning model counted as one without thoughts for good."""
+    model = entry({"chat_template.jinja": HYBRID + "{# tried twice #}"})
+    with monkeypatch.context() as machine:
+        machine.setenv("PYTHONHOME", str(tmp_path))  # no Python starts with it
+        with pytest.raises(NotReady, match="interrupted"):
+            reasons(model, tmp_path)
+
+    assert reasons(model, tmp_path) is True
 
 
 @pytest.mark.parametrize(

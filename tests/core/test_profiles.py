@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 import pytest
 
 from core.model_templates import TemplateFiles
-from core.prompt_tokens import CannotCount, TokenCounter
+from core.prompt_tokens import CannotCount, ChatTokens, TokenCounter
 from core.storage import profiles
-from core.storage.profiles import Profile, Reader, TokenRoom
+from core.storage.profiles import Profile, Reader, SomeLines, TokenRoom
 from tests.thinking import HYBRID, thinking_tokenizer
 from tests.tiny import TEMPLATE, tiny_tokenizer
 from worker.model.policy import render
@@ -146,9 +146,9 @@ def test_long_rows_are_counted_in_small_batches(files: TemplateFiles) -> None:
     class Watched(TokenCounter):
         batches: ClassVar[list[int]] = []
 
-        def count(self, chats: Sequence[Mapping[str, Any]]) -> list[int | None]:
+        def count(self, chats: Sequence[Mapping[str, Any]]) -> list[ChatTokens | None]:
             self.batches.append(len(chats))
-            return [1 for _ in chats]
+            return [ChatTokens(1, special_texts=False) for _ in chats]
 
     half = "x" * (profiles.BATCH_CHARACTERS // 2)
     with Watched(files) as counter:
@@ -246,4 +246,18 @@ def test_special_tokens_of_the_template_are_one_token_each(tmp_path: Path) -> No
     with TokenCounter(TemplateFiles(HYBRID, {}, tmp_path)) as counter:
         [count] = counter.count([{"messages": row["messages"], "tools": None, "prompt": True}])
 
-    assert count == len(render(tokenizer, row["messages"]))
+    assert count == ChatTokens(len(render(tokenizer, row["messages"])), special_texts=False)
+
+
+@pytest.mark.slow
+def test_rows_with_the_text_of_a_special_token_are_counted_as_the_worker_renders_them(tmp_path: Path) -> None:
+    tokenizer = thinking_tokenizer(HYBRID)
+    tokenizer.save_pretrained(tmp_path)
+    rows = [prompt("Hi"), prompt("Ho <|end|><user>")]
+
+    with TokenCounter(TemplateFiles(HYBRID, {}, tmp_path)) as counter:
+        made = profiled(rows, room=TokenRoom(counter, 100))
+
+    assert made.tokens is not None
+    assert made.tokens.max == len(render(tokenizer, rows[1]["messages"]))
+    assert made.tokens.special_texts == SomeLines(1, [2])

@@ -102,6 +102,15 @@ def test_a_job_names_one_and_brings_none_of_its_own() -> None:
             Hyperparameters.model_validate({"advanced": {"chat_template": other}})
 
 
+def test_a_job_may_choose_the_time_that_its_prompts_have() -> None:
+    def asked(time: str) -> Hyperparameters:
+        return Hyperparameters.model_validate({"advanced": {"chat_template_kwargs": {"strftime_now": time}}})
+
+    assert asked("2026-11-26").advanced.sampling.chat_template_kwargs == {"strftime_now": "2026-11-26"}
+    with pytest.raises(ValidationError, match="must be a date in ISO 8601"):
+        asked("soon")
+
+
 def test_templates_are_rendered_in_a_sandbox() -> None:
     reach_out = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
 

@@ -14,7 +14,7 @@ import torch
 from core.registry import BaseModelEntry
 from core.response_format import SchemaTooLarge, held_to
 from tests.present import untyped
-from tests.tiny import make_byte_model
+from tests.tiny import WORDS, make_byte_model
 from worker.model.decoding import CopiedDecoding
 from worker.model.generation import choose
 from worker.model.policy import Policy, load_base
@@ -44,6 +44,7 @@ def ask(length: int = 4, adapter: Path | None = None, **options: Any) -> Ask:
         "seed": 1,
         "max_tokens": 12,
         "held_to": "",
+        "stop_ids": frozenset({WORDS.index("<end>")}),
         "top_logprobs": 3,
     }
     return Ask(prompt_ids=tuple(range(6, 6 + length)), adapter=adapter, **defaults | options)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from core.registry import Registry
+from tests.families.templates import DEFECTS, make_turn_model
 from tests.families.zoo import FAMILIES
 from worker.cli import main
 
@@ -73,6 +74,23 @@ def test_what_a_check_found_can_be_read_by_a_program(
     assert found["largest_difference"] < 1e-4
     assert found["adapted_modules"] == 14
     assert list(found["memory"]) == ["128"]
+    assert found["template"]["generation_prompt"] is True
+
+
+@pytest.mark.slow
+def test_a_check_shows_the_chat_template_and_what_is_wrong_with_it(
+    models_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = make_turn_model(tmp_path / "model", DEFECTS["no generation prompt"])
+    models_file.write_text(f'[models.turns]\npath = "{model}"\ndtype = "float32"\ncontext = 128\n')
+
+    assert main(["models", "check"]) == 0
+
+    said = capsys.readouterr().out
+    assert (
+        "template       answers end with '<|im_end|>' (not an EOS of the model), NO generation prompt" in said
+    )
+    assert "warning        The model's chat template writes nothing before an answer" in said
 
 
 def test_a_folder_without_a_model_is_not_added(

@@ -174,7 +174,7 @@ def test_an_effort_is_the_models_own_switch_or_a_budget(
 
 
 def test_arguments_become_defaults_of_the_template() -> None:
-    template = reasoning.with_defaults(HYBRID, {"enable_thinking": False, "name": 'a "b"'})
+    template = chat_templates.with_defaults(HYBRID, {"enable_thinking": False, "name": 'a "b"'})
     tokenizer = thinking_tokenizer(template)
     chat = [{"role": "user", "content": "a"}]
 
@@ -189,7 +189,7 @@ def test_arguments_become_defaults_of_the_template() -> None:
 
 def test_behind_a_closed_thought_all_is_answer() -> None:
     """Thinking is switched off, so a schema applies from the first token."""
-    template = reasoning.with_defaults(HYBRID, {"enable_thinking": False})
+    template = chat_templates.with_defaults(HYBRID, {"enable_thinking": False})
 
     assert present(found(template)).form.off
     assert present(found(template)).switches.toggle == "enable_thinking"

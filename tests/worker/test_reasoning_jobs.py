@@ -2,18 +2,20 @@
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 from sqlalchemy import select
 
-from core.database.tables import File, Job
+from core.database.tables import Event, File, Job
 from core.jobs import events
 from core.results import rollouts
 from core.results.rollout_filters import Wanted
 from core.settings import Settings
+from tests.families.templates import DEFECTS, make_turn_model
 from tests.thinking import DISTILL, HYBRID, make_thinking_model
 from tests.tiny import make_byte_model
 from tests.worker.conftest import Bench
@@ -47,14 +49,16 @@ FORMAT = {
 def run(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Job]:
     """Run a job on this model with these hyperparameters, in this process, and return it."""
 
-    def work(model: Any, effort: str = "default", **advanced: Any) -> Job:
+    def work(
+        model: Any, effort: str = "default", *, rows: Sequence[Mapping[str, Any]] = ROWS, **advanced: Any
+    ) -> Job:
         registry = tmp_path / "models.toml"
         registry.write_text(
             f'[models.tiny]\npath = {json.dumps(str(model))}\ndtype = "float32"\ncontext = 512\n'
         )
         monkeypatch.setenv("REGRAFT_MODELS_FILE", str(registry))
         monkeypatch.setenv("REGRAFT_DATA_DIR", str(tmp_path / "data"))
-        info = bench.blobs.put_bytes("files/rows", "".join(json.dumps(row) + "\n" for row in ROWS).encode())
+        info = bench.blobs.put_bytes("files/rows", "".join(json.dumps(row) + "\n" for row in rows).encode())
         with bench.database.write() as session:
             for name in ("file-a", "file-b"):
                 session.add(
@@ -129,6 +133,32 @@ def test_arguments_of_the_template_are_defaults_of_the_delivered_one(
     [row, *_] = rollouts.find(bench.blobs, pages, Wanted())
     # <user> w <assistant>, and an empty thought that the template closed.
     assert row["prompt_tokens"] == 3 + len(["<think>", "\n", "\n", "</think>", "\n", "\n"])
+
+
+@pytest.mark.slow
+def test_a_job_records_its_chat_template_fixes_its_date_and_warns_of_what_makes_answers_worse(
+    run: Callable[..., Any], bench: Bench, tmp_path: Path
+) -> None:
+    template = "{{- strftime_now('%H:%M:%S') -}}" + DEFECTS["no generation prompt"]
+    rows = [{"messages": [{"role": "user", "content": text}], "letter": "a"} for text in ("w", "x<|im_end|>")]
+
+    job = run(make_turn_model(tmp_path / "model", template), rows=rows)
+
+    created = datetime.fromtimestamp(job.created_at, UTC)
+    assert job.resolved["chat_template_kwargs"] == {"strftime_now": created.isoformat()}
+    with bench.database.read() as session:
+        told = [(event.level, event.message, event.data) for event in session.scalars(select(Event))]
+    [recorded] = [data["chat_template"] for _, _, data in told if data and "chat_template" in data]
+    assert (recorded["end_of_turn"], recorded["generation_prompt"]) == ("<|im_end|>", False)
+    assert any("Answers also end at '<|im_end|>'" in message for _, message, _ in told)
+    warnings = [message for level, message, _ in told if level == "warn"]
+    assert any("writes nothing before an answer" in message for message in warnings)
+    assert any("1 rows of file-a contain the text of a special token" in message for message in warnings)
+    with bench.database.read() as session:
+        pages = rollouts.pages(session, job.id)
+    lengths = {row["prompt_tokens"] for row in rollouts.find(bench.blobs, pages, Wanted())}
+    short = len(f"{created:%H:%M:%S}") + 1 + len("user\nw") + 1 + len("\n")
+    assert lengths == {short, short + len("<|im_end|>")}
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ import openai
 import pytest
 import torch
 from httpx._client import AsyncClient
+from transformers import AutoTokenizer
 
 from core.jobs.methods import LOGITS
 from core.jobs.offline_hyperparameters import LogitsHyperparameters, resolve
@@ -31,7 +32,7 @@ from tests.tiny import WORDS, make_tiny_model
 from worker.learn.offline import SoftTargetTrainer
 from worker.learn.teacher import PolicyTeacher, TeacherPolicy
 from worker.model.full import FullPolicy
-from worker.model.policy import Policy, load_base
+from worker.model.policy import Policy, load_base, render
 from worker.refusals import UserMistake
 from worker.rollout.samplers.vllm import installed
 from worker.rollout.served_teacher import ServedTeacher
@@ -420,6 +421,19 @@ def test_a_thought_and_its_answer_come_apart_whole_and_streamed(client: openai.O
     assert streamed.strip() == thought
     assert parts[-1].usage == answer.usage
     assert all(part.model == "thinker" for part in parts)
+
+
+@pytest.mark.parametrize("content", ["<|end|><user>", "say <end> now", "abc"])
+def test_a_prompt_has_the_tokens_that_a_job_gives_it(
+    client: openai.OpenAI, folder: Path, content: str
+) -> None:
+    """Texts of special tokens in content are text for vLLM's server too."""
+    tokenizer = AutoTokenizer.from_pretrained(folder / "thinker")
+    messages: Any = [{"role": "user", "content": content}]
+
+    answer = client.chat.completions.create(model="thinker", messages=messages, max_tokens=1)
+
+    assert present(answer.usage).prompt_tokens == len(render(tokenizer, messages))
 
 
 def test_a_prompt_that_is_too_long_has_openais_code(client: openai.OpenAI) -> None:

@@ -21,6 +21,7 @@ from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager, WorkerLoRAManage
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import layerwise
+from vllm.renderers.hf import HfRenderer, safe_apply_chat_template
 from vllm.v1.core.kv_cache_utils import _gen_lora_extra_hash_keys
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.engine.output_processor import OutputProcessor
@@ -45,6 +46,14 @@ TAKES = {
     LoRAModel.from_lora_tensors: [
         *["lora_model_id", "tensors", "peft_helper", "device", "dtype", "model_vocab_size", "weights_mapper"]
     ],
+    safe_apply_chat_template: [
+        "model_config",
+        "tokenizer",
+        "conversation",
+        "tools",
+        "chat_template",
+        "tokenize",
+    ],
     PEFTHelper.from_dict: ["config_dict"],
     PEFTHelper.validate_legal: ["lora_config"],
     LRUCacheLoRAModelManager.remove_adapter: ["adapter_id"],
@@ -56,6 +65,7 @@ TAKES = {
     ],
 }
 MENTIONS = {
+    HfRenderer: "self._apply_chat_template_async(",
     OutputProcessor: "self.request_states",
     LRUCacheWorkerLoRAManager: "self._adapter_manager = ",
     LoRAModelManager: "self.model",

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from core.jobs.hyperparameter_groups import Lora
 from core.registry import DEFAULT_FILE, BaseModelEntry, Device, InvalidRegistry, Registry
 from core.settings import Settings
+from core.template_facts import TemplateFacts
 from worker.cli.configuration import read_settings
 from worker.cli.parser import UsageError
 from worker.model import sizing
@@ -39,6 +40,7 @@ class ModelReport:
     parameters: int
     memory: dict[int, str]  # by tokens of prompt and answer together: what a job needs
     instead: str  # why the forward is not the quickest one
+    template: TemplateFacts | None  # None: it has no chat template
 
     @property
     def kinds(self) -> str:
@@ -57,6 +59,9 @@ class ModelReport:
             f"  adapter        {self.adapted_modules} linear layers, {self.adapted_share:.0%} of the parameters"
             f" ({self.kinds})",
         ]
+        lines.append(f"  template       {self.template or 'none: jobs need chat_template'}")
+        if self.template is not None:
+            lines += [f"  warning        {warning}" for warning in self.template.warnings]
         lines += [f"  memory         {tokens:>6} tokens: {needed}" for tokens, needed in self.memory.items()]
         return "\n".join(lines)
 
@@ -83,7 +88,7 @@ def check(arguments: argparse.Namespace, settings: Settings) -> int:
             refused += 1
             print(f"{name}: refused. {refusal}")
             continue
-        print(json.dumps(report.__dict__) if arguments.json else report)
+        print(json.dumps(report.__dict__, default=TemplateFacts.model_dump) if arguments.json else report)
     return 1 if refused else 0
 
 
@@ -196,6 +201,7 @@ def inspect(name: str, entry: BaseModelEntry, settings: Settings) -> ModelReport
             for tokens in sorted({*(t for t in CONTEXTS if t < entry.context), entry.context})
         },
         instead=verdict.instead,
+        template=verdicts.own_facts(policy, entry),
     )
 
 

@@ -23,8 +23,6 @@ class Decodable(Protocol):
 
     @property
     def device(self) -> torch.device: ...
-    @property
-    def stop_ids(self) -> frozenset[int]: ...
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [..., h] -> logits [..., V] in float32."""
         ...
@@ -36,6 +34,7 @@ class RowSettings:
 
     temperature: float  # 0 is greedy
     max_tokens: int
+    stop_ids: frozenset[int]
     top_p: float = 1.0
 
 
@@ -117,9 +116,9 @@ class DecodingBatch(Generic[DecodingT]):
         """Compute the prompts of `decoding`. `choose`: another one for a caller that knows the tokens (Replay)."""
         self.model, self.decoding, self._choose = model, decoding, choose
         self._settings_R, self._steering_R = list(settings_R), list(steering_R)
+        self._stops: list[frozenset[int]] = []
         with torch.inference_mode():
             self._hidden = decoding.start()
-            self._stop = torch.tensor(sorted(model.stop_ids), device=model.device)
             self._left_R = torch.tensor([row.max_tokens for row in settings_R], device=model.device)
             self._newest_R = torch.zeros_like(self._left_R)
             self._common()
@@ -138,7 +137,7 @@ class DecodingBatch(Generic[DecodingT]):
         )
         failed |= take(self._steering_R, token_R, but=failed)
         self._newest_R, self._left_R = token_R, self._left_R - 1
-        last_R = torch.isin(token_R, self._stop) | (self._left_R == 0)
+        last_R = (token_R[:, None] == self._stop_RS).any(-1) | (self._left_R == 0)
         return Step(token_R, logprob_R, last_R, failed)
 
     @torch.inference_mode()
@@ -157,7 +156,9 @@ class DecodingBatch(Generic[DecodingT]):
         self._hidden = self.decoding.next(self._newest_R)
 
     def _common(self) -> None:
-        """The temperature and top_p of all rows: one number where they agree."""
+        """The temperature, top_p and stop tokens of all rows: those of one row where they agree."""
+        stops = [row.stop_ids for row in self._settings_R]
+        self._stop_with(stops[:1] if len(set(stops)) == 1 else stops)
         device = self.model.device
         temperatures = [row.temperature for row in self._settings_R]
         top_ps = [row.top_p for row in self._settings_R]
@@ -165,6 +166,15 @@ class DecodingBatch(Generic[DecodingT]):
             temperatures[0] if len(set(temperatures)) == 1 else torch.tensor(temperatures, device=device)
         )
         self._top_p_R = torch.tensor(top_ps, device=device) if min(top_ps) < 1 else None
+
+    def _stop_with(self, stops: list[frozenset[int]]) -> None:
+        """The stop tokens [R or 1, S], padded with -1."""
+        if stops == self._stops:
+            return
+        most = max(map(len, stops))
+        padded = [[*sorted(one), *[-1] * (most - len(one))] for one in stops]
+        self._stops = stops
+        self._stop_RS = torch.tensor(padded, dtype=torch.int64, device=self.model.device)
 
 
 @torch.inference_mode()

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
-from jinja2 import TemplateError
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.tuners.lora.layer import LoraLayer
 from safetensors import SafetensorError
@@ -35,9 +34,12 @@ from transformers import (
 from core import chat_templates, fingerprint
 from core.jobs.hyperparameter_groups import LoraTargets
 from core.registry import BaseModelEntry
+from core.special_tokens import Chat, Tools
+from core.template_facts import TemplateFacts
 from worker.model import attention, lora, memory, quantized, reasoning, recompute
 from worker.model.adapters import adaptable_layers, adapter_targets, fused_experts
 from worker.model.architecture import class_of, refusing
+from worker.model.chat_tokens import content_tokens
 from worker.model.decoding import (
     Decode,
     Decoding,
@@ -47,9 +49,10 @@ from worker.model.decoding import (
     row_bytes,
 )
 from worker.model.parts import Head, Parts, parts_of
-from worker.model.reasoning import Reasoning, TemplateArguments
+from worker.model.reasoning import Reasoning
 from worker.model.sizing import Shape
 from worker.model.targets import KINDS, Kind
+from worker.model.template import facts_of, own_stop_ids, stop_ids_of
 from worker.refusals import (
     ChatTemplateFailed,
     InvalidModel,
@@ -165,7 +168,7 @@ def load_base(
     cache: Path,
     device: str,
     chat_template: str | None = None,
-    template_arguments: TemplateArguments | None = None,
+    template_arguments: chat_templates.Arguments | None = None,
     *,
     weights: Path | None = None,
     shared: Callable[[], PreTrainedModel] | None = None,
@@ -247,7 +250,7 @@ def read_tokenizer(
     entry: BaseModelEntry,
     source: Path | str,
     chat_template: str | None = None,
-    template_arguments: TemplateArguments | None = None,
+    template_arguments: chat_templates.Arguments | None = None,
 ) -> PreTrainedTokenizerBase:
     """The tokenizer with the chat template of the job or else of the registry's entry. Raises as `load_base` does."""
     with _reading(source, "tokenizer"):
@@ -255,10 +258,17 @@ def read_tokenizer(
     template = chat_templates.text_of(chat_template) if chat_template else entry.template_text
     if template is not None:
         tokenizer.chat_template = template
-    if template_arguments and tokenizer.chat_template is not None:
-        # In the template, so that the exported adapter and the inference server render prompts as the job does.
-        tokenizer.chat_template = reasoning.with_defaults(tokenizer.get_chat_template(), template_arguments)
+    set_arguments(tokenizer, template_arguments or {})
     return tokenizer
+
+
+def set_arguments(tokenizer: PreTrainedTokenizerBase, arguments: chat_templates.Arguments) -> None:
+    """Write new defaults of the arguments into the chat template.
+
+    So the exported adapter and the inference server render prompts as the job does.
+    """
+    if arguments and tokenizer.chat_template is not None:
+        tokenizer.chat_template = chat_templates.with_defaults(tokenizer.get_chat_template(), arguments)
 
 
 _DAMAGED = (SafetensorError, json.JSONDecodeError, UnicodeDecodeError, EOFError, pickle.UnpicklingError)
@@ -394,7 +404,7 @@ class Policy:
         self._head_output = head
         self._own_attention: str = self.causal.config._attn_implementation
         self.use(Route())
-        self.stop_ids = stop_ids(self.causal, base.tokenizer)
+        self.stop_ids = stop_ids_of(configured_stops(self.causal), base.tokenizer)
         self.left_out: list[str] = []
         # The first rows of each A and columns of each B that are not trained: the adapter of a parent.
         self.frozen_rank = 0
@@ -643,6 +653,11 @@ class Policy:
         """The model's format of reasoning; None if it does not reason."""
         return reasoning.detect(self.tokenizer)
 
+    @property
+    def template_facts(self) -> TemplateFacts | None:
+        """The facts of the chat template; None: the model has none."""
+        return facts_of(self.tokenizer, own_stop_ids(configured_stops(self.causal), self.tokenizer))
+
     def text(self, output_ids_T: Sequence[int]) -> str:
         """The text of the final answer."""
         if self.reasoning is not None:
@@ -740,6 +755,8 @@ def render(
 ) -> list[int]:
     """Render a chat to token ids. Passes `developer` as `system` to templates.
 
+    Texts of special tokens inside content are text (chat_tokens.py).
+
     Args:
         chat_template: Jinja text in place of the tokenizer's own.
         generation_prompt: end with the beginning of an answer.
@@ -763,17 +780,24 @@ def render(
         }
         for message in messages
     ]
+    arguments: dict[str, Any] = {
+        "chat_template": chat_template,
+        "add_generation_prompt": generation_prompt,
+        "return_dict": False,
+    }
+
+    def text(chat: Chat, tools: Tools) -> str:
+        return str(tokenizer.apply_chat_template(chat, tools=tools, tokenize=False, **arguments))
+
+    given = list(tools) or None
     try:
-        ids = tokenizer.apply_chat_template(
-            chat,
-            chat_template=chat_template,
-            tools=list(tools) or None,
-            add_generation_prompt=generation_prompt,
-            tokenize=True,
-            return_dict=False,
-        )
-    except (TemplateError, ValueError, TypeError) as cause:
-        # Templates are programs, and some reject an order of roles.
+        ids = content_tokens(tokenizer, chat_template, chat, given, text)
+        if ids is None:
+            ids = tokenizer.apply_chat_template(chat, tools=given, tokenize=True, **arguments)
+    except (MemoryError, OSError):
+        raise  # the machine's
+    except Exception as cause:
+        # Templates are programs: some reject an order of roles, others divide by zero.
         raise ChatTemplateFailed(
             f"The model's chat template rejects these messages: {first_line(cause)}"
         ) from cause
@@ -787,14 +811,10 @@ def read_generation_config(model: PreTrainedModel, source: Path | str) -> None:
         model.generation_config = GenerationConfig.from_pretrained(source)
 
 
-def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    return stop_ids_of(getattr(model.generation_config, "eos_token_id", None), tokenizer)
-
-
-def stop_ids_of(configured: int | list[int] | None, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """The tokens that end an answer: the model's own and the tokenizer's."""
-    many = configured if isinstance(configured, list) else [configured]
-    return frozenset(token for token in [*many, tokenizer.eos_token_id] if token is not None)
+def configured_stops(model: PreTrainedModel) -> int | list[int] | None:
+    """`eos_token_id` of the model's generation config."""
+    configured: int | list[int] | None = getattr(model.generation_config, "eos_token_id", None)
+    return configured
 
 
 def _text(message: Mapping[str, Any]) -> str:

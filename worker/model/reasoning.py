@@ -1,18 +1,19 @@
 """Split answers by the format of the model's reasoning, which core/reasoning.py finds. No torch."""
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Literal
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from core.chat_templates import Arguments
 from core.reasoning import QUESTION, Format, Switches, find_format, find_switches
 
+log = logging.getLogger(__name__)
+
 Effort = Literal["default", "none", "minimal", "low", "medium", "high", "xhigh", "max"]
-TemplateArguments = Mapping[str, bool | int | float | str]
 
 # The thought's share of max_completion_tokens, for a template without a switch for the effort.
 _BUDGET_SHARES: dict[str, float] = {"minimal": 0.125, "low": 0.25, "medium": 0.5}
@@ -200,7 +201,8 @@ def _detected(tokenizer: PreTrainedTokenizerBase, template: str | None) -> Reaso
 
     try:
         form = find_format(render, text)
-    except (TemplateError, ValueError, TypeError):
+    except Exception as cause:  # a template is a program; rendering a chat with it says what is wrong
+        log.warning("a chat template cannot be rendered: %r", cause)
         return None
     return None if form is None else Reasoning(form, find_switches(render), tokenizer)
 
@@ -209,7 +211,7 @@ def _detected(tokenizer: PreTrainedTokenizerBase, template: str | None) -> Reaso
 class EffortPlan:
     """What an effort means for one model."""
 
-    arguments: TemplateArguments  # of its chat template
+    arguments: Arguments  # of its chat template
     budget: int | None  # tokens of the thought; None: unlimited
 
 
@@ -224,7 +226,7 @@ def plan_effort(reasoning: Reasoning, effort: Effort | None, max_completion_toke
         return EffortPlan({}, None)
     if effort == "none" and switches.toggle:
         return EffortPlan({switches.toggle: False}, None)
-    on: TemplateArguments = {switches.toggle: True} if switches.toggle else {}
+    on: Arguments = {switches.toggle: True} if switches.toggle else {}
     if switches.efforts:
         return EffortPlan({**on, "reasoning_effort": _nearest(effort, switches.efforts)}, None)
     if effort == "none":
@@ -242,14 +244,3 @@ def _nearest(effort: str | None, efforts: Sequence[str]) -> str:
         "max": ("xhigh", "high"),
     }
     return next((level for level in levels.get(effort, (str(effort),)) if level in efforts), efforts[0])
-
-
-def with_defaults(template: str, arguments: TemplateArguments) -> str:
-    """The template with other defaults of its arguments, so that every renderer uses them."""
-    return "".join(_defaults(arguments)) + template
-
-
-def _defaults(arguments: TemplateArguments) -> Iterator[str]:
-    for name, value in sorted(arguments.items()):
-        # JSON's true, false, numbers and strings are Jinja's.
-        yield f"{{%- if {name} is not defined -%}}{{%- set {name} = {json.dumps(value)} -%}}{{%- endif -%}}"

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from core import fingerprint
+from core.chat_templates import Arguments
 from core.registry import BaseModelEntry
 from worker.model import quantized
 from worker.model.architecture import architecture, class_of, layer_kinds, refusing
@@ -33,7 +34,6 @@ from worker.model.policy import (
     read_tokenizer,
     source_of,
 )
-from worker.model.reasoning import TemplateArguments
 from worker.refusals import InvalidModel, UnsupportedModel
 
 LEAST_LAYERS = 2  # of the stand-in
@@ -45,7 +45,7 @@ def load_bases(
     cache: Path,
     device: str,
     chat_template: str | None = None,
-    template_arguments: TemplateArguments | None = None,
+    template_arguments: Arguments | None = None,
 ) -> tuple[Base, Base]:
     """Return the base model without weights, on the meta device, and its stand-in with random ones on `device`.
 

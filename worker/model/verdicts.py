@@ -15,9 +15,11 @@ from core.jobs.hyperparameter_groups import LoraTargets
 from core.model_checks import ModelCheck, ModelChecks, installed_versions, source_of
 from core.model_templates import reasons
 from core.registry import BaseModelEntry
+from core.template_facts import TemplateFacts
 from worker.model import support
-from worker.model.policy import Policy
+from worker.model.policy import Policy, configured_stops, read_tokenizer
 from worker.model.support import ForwardVerdict
+from worker.model.template import facts_of, own_stop_ids
 from worker.refusals import UnsupportedModel
 
 WORKER = Path(__file__).parents[1]
@@ -66,6 +68,7 @@ def probed(
                 context=entry.context,
                 versions=installed_versions(),
                 reasons=reasons(entry, model_cache),
+                template=own_facts(policy, entry),
                 checked_at=verdict.checked_at,
                 forward=verdict.route.forward,
                 decode=verdict.route.decode if sampled else None,
@@ -75,6 +78,12 @@ def probed(
             )
         )
     return verdict
+
+
+def own_facts(policy: Policy, entry: BaseModelEntry) -> TemplateFacts | None:
+    """The facts of the model's own chat template, which is not always that of the policy's job."""
+    tokenizer = read_tokenizer(entry, policy.source)
+    return facts_of(tokenizer, own_stop_ids(configured_stops(policy.causal), tokenizer))
 
 
 def store_coverage(policy: Policy, entry: BaseModelEntry, model_cache: Path, targets: LoraTargets) -> None:

@@ -23,9 +23,10 @@ from worker.learn.teacher import TeacherPolicy
 from worker.learn.world import World
 from worker.model import memory, sizing, teachers
 from worker.model.parent import continuing, start_from, whole_weights
-from worker.model.policy import read_tokenizer
+from worker.model.policy import read_tokenizer, set_arguments
 from worker.model.reward_head import RewardHead, Scale
 from worker.model.teachers import TeacherModel
+from worker.model.template import with_fixed_clock
 from worker.offline.rows import TokenizedRow, tokenize
 from worker.offline.run import OfflineRun
 from worker.offline.stream import RowStream, sample
@@ -33,6 +34,7 @@ from worker.offline.templates import template_of
 from worker.prepare.model import BaseModel, inspect_model, refuse_to_share, shared_by
 from worker.prepare.scorers import served_teacher, teacher_model
 from worker.prepare.task import refuse_absent_targets
+from worker.prepare.template_report import report_special_texts, report_template
 from worker.record.checkpoints import Checkpoints
 from worker.record.exporters.choice import feeds_of
 from worker.record.recorder import Quota, Recorder
@@ -91,10 +93,10 @@ def assemble(
     refuse_absent_targets(
         base, resolved.lora_targets, f"method.{job.method}.hyperparameters.advanced.lora.targets"
     )
-    template = template_of(
-        base.source,
-        read_tokenizer(base.entry, base.source, resolved.chat_template, resolved.chat_template_kwargs),
-    )
+    tokenizer = read_tokenizer(base.entry, base.source, resolved.chat_template)
+    resolved = with_fixed_clock(resolved, tokenizer, job.created_at)
+    set_arguments(tokenizer, resolved.chat_template_kwargs)
+    template = template_of(base.source, tokenizer)
     tokens = partial(tokenize, kind, template=template, context=base.entry.context, beat=beat)
     train_rows = tokens(train, file=job.training_file, field="training_file")
     valid_rows = tokens(valid, file=job.validation_file or "", field="validation_file")
@@ -164,6 +166,9 @@ def assemble(
     recorder.resolved(resolved)
     if first:
         recorder.inform(verdict.described(policy.trained), verdict.as_data(policy.trained))
+        report_template(recorder, policy)
+        for file, rows_of_file in ((job.training_file, train), (job.validation_file, valid)):
+            report_special_texts(recorder, policy.tokenizer, file or "", rows_of_file)
         if base.precision:
             recorder.inform(base.precision, {})
         if divided := sum(len(row.packs) > 1 for row in train_rows):

@@ -4,7 +4,8 @@ from pathlib import Path
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from worker.model.policy import render, stop_ids_of
+from worker.model.policy import render
+from worker.model.template import stop_ids_of
 from worker.offline.rows import ChatTemplate
 from worker.refusals import UserMistake
 

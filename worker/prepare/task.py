@@ -15,14 +15,16 @@ from worker.model import sizing
 from worker.model.adapters import adapter_targets
 from worker.model.architecture import without_weights
 from worker.model.parent import continuing
-from worker.model.policy import read_config, read_tokenizer, render
+from worker.model.policy import read_config, read_tokenizer, render, set_arguments
 from worker.model.reasoning import Reasoning, detect, plan_effort
 from worker.model.sizing import Workload
 from worker.model.teachers import TeacherModel
+from worker.model.template import with_fixed_clock
 from worker.prepare.model import BaseModel
 from worker.refusals import InvalidTargets, UserMistake
 from worker.rollout.prompts import NoPassRate, PromptStream, PromptTooLong, tokenize
 from worker.rollout.rows import Rows
+from worker.rollout.samplers.json_schema import schema_problem
 from worker.rollout.samplers.steering import Bounds, UnsupportedTags, grammar_of
 from worker.types import Prompt
 
@@ -77,7 +79,9 @@ def prepare_task(attempt: Attempt, rows: Rows, base: BaseModel, teacher: Teacher
     resolved = continuing(with_effort(resolved, asked, reasoning), start)
     resolved = hyperparameters.kept(resolved, job.resolved)
     refuse_absent_targets(base, resolved.lora_targets, param_of(job, "lora_targets"))
-    tokenizer = read_tokenizer(base.entry, base.source, resolved.chat_template, resolved.chat_template_kwargs)
+    tokenizer = read_tokenizer(base.entry, base.source, resolved.chat_template)
+    resolved = with_fixed_clock(resolved, tokenizer, job.created_at)
+    set_arguments(tokenizer, resolved.chat_template_kwargs)
     room = {"context": base.entry.context, "max_completion_tokens": resolved.max_completion_tokens}
     param = "training_file"
     try:
@@ -95,6 +99,8 @@ def prepare_task(attempt: Attempt, rows: Rows, base: BaseModel, teacher: Teacher
             "invalid_value", hyperparameters.NO_ENGINES_OF_ITS_OWN, param_of(job, "continue_in_flight")
         )
     schema = stored_held_to(job.body.get("response_format"))
+    if (schema or resolved.thinking_budget is not None) and (problem := schema_problem(tokenizer)):
+        raise UserMistake("invalid_value", f"The model cannot do this: {problem}.", "model")
     if base.sampler == "vllm":
         try:
             grammar_of(detect(tokenizer), Bounds(schema, resolved.thinking_budget))

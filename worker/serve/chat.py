@@ -24,7 +24,7 @@ from worker.serve.channels import ReasoningAnswer
 from worker.serve.detokenizer import Detokenizer, Piece
 from worker.serve.engine import Ask, Engine, Token
 from worker.serve.engines import EngineRefused
-from worker.serve.prompting import budget_of, reasoning_of, template_of
+from worker.serve.prompting import budget_of, reasoning_of, refuse_unenforceable, template_of
 from worker.serve.serving_metrics import Result, Tally
 
 log = logging.getLogger(__name__)
@@ -125,6 +125,7 @@ async def begin(
     try:
         template, reasoning = await asyncio.to_thread(reasoning_of, request, engine.tokenizer, template)
         prompt_ids = tuple(await asyncio.to_thread(render, engine.tokenizer, messages, template))
+        stop_ids = await asyncio.to_thread(engine.stop_ids, template)
     except Refusal as cause:
         raise EngineRefused(str(cause), code=cause.code) from cause
     except Exception as cause:
@@ -138,6 +139,7 @@ async def begin(
         )
     longest = min(room, request.most_tokens or room)
     budget = budget_of(request, reasoning, longest)
+    await asyncio.to_thread(refuse_unenforceable, request, engine.tokenizer, budget)
     asks = [
         Ask(
             prompt_ids=prompt_ids,
@@ -147,13 +149,14 @@ async def begin(
             seed=_seed(request.seed, number),
             max_tokens=longest,
             held_to=request.held_to,
+            stop_ids=stop_ids,
             top_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
             reasoning=reasoning,
             thinking_budget=budget,
         )
         for number in range(request.n or 1)
     ]
-    written = engine.tokenizer, engine.stop_ids, request.stops
+    written = engine.tokenizer, stop_ids, request.stops
     answers = [
         Detokenizer(*written) if reasoning is None else ReasoningAnswer(*written, reasoning) for _ in asks
     ]

@@ -27,6 +27,7 @@ from worker.model.decoding import CopiedDecoding
 from worker.model.generation import DecodingBatch, RowSettings, join
 from worker.model.lora import FrozenLinear
 from worker.model.policy import Base
+from worker.model.template import stop_ids_of
 from worker.refusals import UnsupportedModel
 from worker.rollout.samplers.json_schema import Vocabulary
 from worker.rollout.samplers.steering import RequestedModel, Steering
@@ -93,7 +94,7 @@ class ServedModel:
         base.model.set_attn_implementation(attention.NAME)
         self._head = FrozenLinear(head, trained=False, float32=True)
         self.device: torch.device = head.weight.device
-        self.stop_ids = policy.stop_ids(base.model, base.tokenizer)
+        self.configured_stops = policy.configured_stops(base.model)
         self._refuse_unsupported(base)
 
     @torch.inference_mode()
@@ -144,7 +145,8 @@ class ServedModel:
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
-        return Vocabulary(self.tokenizer, int(self._head.layer.weight.shape[0]), self.stop_ids)
+        stops = stop_ids_of(self.configured_stops, self.tokenizer)
+        return Vocabulary(self.tokenizer, int(self._head.layer.weight.shape[0]), stops)
 
     def _forward_of(self, name: str, layer: nn.Linear) -> Callable[[Tensor], Tensor]:
         frozen = FrozenLinear(layer, trained=False)
@@ -229,11 +231,7 @@ class ContinuousEngine:
         served: Callable[[Base], ServedModel] = ServedModel,
     ) -> None:
         self.model = served(base)
-        self.context, self.tokenizer, self.stop_ids = (
-            self.model.context,
-            self.model.tokenizer,
-            self.model.stop_ids,
-        )
+        self.context, self.tokenizer = self.model.context, self.model.tokenizer
         self.most_rows, self.most_prompt_tokens = most_rows, most_prompt_tokens
         self.steps = 0  # forward passes that wrote a token
         self._loras: OrderedDict[Path, ServedAdapter] = OrderedDict()
@@ -244,6 +242,9 @@ class ContinuousEngine:
         self._batch: DecodingBatch[CopiedDecoding] | None = None  # of `_rows`, in their order
         self._thread = threading.Thread(target=self._run, name="inference", daemon=True)
         self._thread.start()
+
+    def stop_ids(self, template: str | None) -> frozenset[int]:
+        return stop_ids_of(self.model.configured_stops, self.tokenizer, template)
 
     async def generate(self, ask: Ask) -> AsyncGenerator[Token, None]:
         lora = None if ask.adapter is None else await asyncio.to_thread(self._lora, ask.adapter)
@@ -345,7 +346,10 @@ class ContinuousEngine:
         loras: dict[int, ServedAdapter | None] = {id(row.lora): row.lora for row in chosen}
         self.model.use([loras[key] for key, _ in places])
         decoding = self.model.decoding([ids for _, ids in places], [places[row.prompt] for row in chosen])
-        settings = [RowSettings(row.ask.temperature, row.ask.max_tokens, row.ask.top_p) for row in chosen]
+        settings = [
+            RowSettings(row.ask.temperature, row.ask.max_tokens, row.ask.stop_ids, row.ask.top_p)
+            for row in chosen
+        ]
         fresh = DecodingBatch(self.model, decoding, settings, [self._steering(row) for row in chosen])
         self._choose(chosen, fresh)
         chosen = _staying(chosen, fresh)

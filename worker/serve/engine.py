@@ -21,6 +21,7 @@ class Ask:
     seed: int
     max_tokens: int
     held_to: str  # a schema (core/response_format.py), or ""
+    stop_ids: frozenset[int]
     top_logprobs: int | None  # None: no log-probabilities at all
     reasoning: Reasoning | None = None  # how the model reasons with the request's template
     thinking_budget: int | None = None  # tokens after which a thought is closed
@@ -52,7 +53,10 @@ class Engine(LoadedModel, Protocol):
 
     context: int  # tokens of prompt and answer together
     tokenizer: PreTrainedTokenizerBase
-    stop_ids: frozenset[int]
+
+    def stop_ids(self, template: str | None) -> frozenset[int]:
+        """The tokens that end answers to prompts of this chat template; None: the model's own."""
+        ...
 
     def generate(self, ask: Ask) -> AsyncGenerator[Token, None]:
         """Stream the answer's tokens. Closing the iterator aborts the request."""

@@ -1,4 +1,4 @@
-"""The chat template of a request, how the model reasons with it, and for how long."""
+"""The chat template of a request, how the model reasons with it, for how long, and what cannot be enforced."""
 
 from pathlib import Path
 
@@ -6,8 +6,10 @@ from transformers import PreTrainedTokenizerBase
 
 from core import chat_templates
 from core.chat import InternalChat
-from worker.model.reasoning import Reasoning, detect, plan_effort, with_defaults
+from worker.model.reasoning import Reasoning, detect, plan_effort
+from worker.rollout.samplers.json_schema import schema_problem
 from worker.serve.adapters import CHAT_TEMPLATE
+from worker.serve.engines import EngineRefused
 
 
 def template_of(request: InternalChat, adapter: Path | None) -> str | None:
@@ -29,7 +31,7 @@ def reasoning_of(
         arguments = {**plan_effort(reasoning, request.reasoning_effort, 0).arguments, **arguments}
     if not arguments or (template is None and tokenizer.chat_template is None):
         return template, reasoning
-    template = with_defaults(template or tokenizer.get_chat_template(), arguments)
+    template = chat_templates.with_defaults(template or tokenizer.get_chat_template(), arguments)
     return template, detect(tokenizer, template)
 
 
@@ -41,3 +43,21 @@ def budget_of(request: InternalChat, reasoning: Reasoning | None, longest: int) 
     if budget is None:
         budget = plan_effort(reasoning, request.reasoning_effort, longest).budget
     return budget if budget is not None and budget + len(reasoning.closing_ids) < longest else None
+
+
+def refuse_unenforceable(
+    request: InternalChat, tokenizer: PreTrainedTokenizerBase, budget: int | None
+) -> None:
+    """Check that the tokenizer lets answers follow a schema and a budget of thoughts.
+
+    Raises:
+        EngineRefused: it does not.
+    """
+    if not request.held_to and budget is None:
+        return
+    if problem := schema_problem(tokenizer):
+        raise EngineRefused(
+            f"The model {request.served.base_model} cannot do this: {problem}.",
+            code="unsupported_parameter",
+            param="response_format" if request.held_to else "reasoning_effort",
+        )

@@ -16,6 +16,9 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from core.special_tokens import Chat, Tools
+from worker.model.chat_tokens import content_tokens
+
 # Of a process whose vLLM answers the requests of vllm_server.py; before vLLM is imported.
 ENVIRONMENT = {
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",  # or vLLM resolves no adapter
@@ -92,6 +95,7 @@ async def vllm_app(
         usage_context=UsageContext.OPENAI_API_SERVER,
     )
     try:
+        _tokenize_content_as_text(client.renderer)
         tasks = await client.get_supported_tasks()
         app = build_app(args, tasks, client.model_config)
         await init_app_state(client, app.state, args, tasks)
@@ -99,3 +103,30 @@ async def vllm_app(
     finally:
         # vLLM's processes exit slowly and have no state to save, so they are killed after a short timeout.
         await asyncio.to_thread(client.shutdown, timeout=2.0)
+
+
+def _tokenize_content_as_text(renderer: Any) -> None:
+    """Have vLLM's server tokenize chats as jobs do: texts of special tokens in content are text."""
+    from vllm.renderers.hf import HfRenderer, safe_apply_chat_template
+    from vllm.utils.async_utils import make_async
+
+    if not isinstance(renderer, HfRenderer):
+        return  # vLLM's renderers of other kinds encode content apart from control tokens
+
+    def apply(
+        model_config: Any,
+        tokenizer: Any,
+        conversation: Chat,
+        *,
+        tools: Tools = None,
+        chat_template: str | None = None,
+        **arguments: Any,
+    ) -> Any:
+        def render(chat: Chat, tools: Tools) -> str:
+            return str(safe_apply_chat_template(model_config, tokenizer, chat, tools=tools, **as_text))
+
+        as_text = arguments | {"chat_template": chat_template, "tokenize": False}
+        ids = content_tokens(tokenizer, chat_template, conversation, tools, render)
+        return render(conversation, tools) if ids is None else ids
+
+    renderer._apply_chat_template_async = make_async(apply, executor=renderer._executor)

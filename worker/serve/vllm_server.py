@@ -28,8 +28,9 @@ from core.chat import InternalChat, InternalCompletion, Message
 from core.reasoning import Format
 from core.registry import BaseModelEntry
 from worker.model.architecture import without_weights
-from worker.model.policy import read_config, stop_ids_of
+from worker.model.policy import read_config
 from worker.model.reasoning import Reasoning
+from worker.model.template import own_stop_ids, stop_ids_of
 from worker.refusals import Refusal
 from worker.rollout.samplers.engine import RANKS, engine_options
 from worker.rollout.samplers.steering import Bounds, UnsupportedTags, grammar_of
@@ -37,7 +38,7 @@ from worker.rollout.samplers.wire import EngineConfig
 from worker.serve.engines import EngineRefused
 from worker.serve.names import THOUGHTS, THOUGHTS_FORMAT, THOUGHTS_IN_GRAMMAR
 from worker.serve.passed import CHAT, COMPLETIONS, Passed
-from worker.serve.prompting import budget_of, reasoning_of, template_of
+from worker.serve.prompting import budget_of, reasoning_of, refuse_unenforceable, template_of
 from worker.serve.vllm_app import vllm_app
 
 log = logging.getLogger(__name__)
@@ -83,7 +84,7 @@ class VllmModel(ABC):
         self.tokenizer = AutoTokenizer.from_pretrained(source)
         if entry.template_text is not None:
             self.tokenizer.chat_template = entry.template_text
-        self.stop_ids = stop_ids_of(_eos_of(source), self.tokenizer)
+        self._eos = _eos_of(source)
         self.tool_parser = tool_parser_of(entry, self.tokenizer)
         self.app: Any = None  # vLLM's
         self._template = entry.template_text
@@ -125,6 +126,7 @@ class VllmModel(ABC):
             raise EngineRefused(str(cause), code=cause.code) from cause
         longest = min(self.context, request.most_tokens or self.context)
         budget = budget_of(request, reasoning, longest)
+        refuse_unenforceable(request, self.tokenizer, budget)
         calls = bool(request.tools) and request.tool_choice != "none"
         if calls:
             self._refuse_calls(budget)
@@ -132,7 +134,7 @@ class VllmModel(ABC):
             grammar = "" if calls else grammar_of(reasoning, Bounds(request.held_to, budget))
         except UnsupportedTags as cause:
             raise EngineRefused(str(cause)) from cause
-        body = self._sampling(request, adapter) | {
+        body = self._sampling(request, adapter, stop_ids_of(self._eos, self.tokenizer, template)) | {
             "messages": [_message(message) for message in request.messages],
             "max_completion_tokens": longest,
             "logprobs": bool(request.logprobs),
@@ -171,7 +173,7 @@ class VllmModel(ABC):
             )
 
     def _completion(self, request: InternalCompletion, adapter: Path | None) -> dict[str, Any]:
-        body = self._sampling(request, adapter) | {
+        body = self._sampling(request, adapter, own_stop_ids(self._eos, self.tokenizer)) | {
             "prompt": request.prompt,
             "max_tokens": 16 if request.max_tokens is None else request.max_tokens,
             "echo": bool(request.echo),
@@ -181,7 +183,9 @@ class VllmModel(ABC):
             body["return_tokens_as_token_ids"] = request.return_tokens_as_token_ids
         return body
 
-    def _sampling(self, request: InternalChat | InternalCompletion, adapter: Path | None) -> dict[str, Any]:
+    def _sampling(
+        self, request: InternalChat | InternalCompletion, adapter: Path | None, stop_ids: frozenset[int]
+    ) -> dict[str, Any]:
         """What both kinds of requests have. Every field that changes the distribution is said."""
         return {
             "model": self.adapter_name(request, adapter),
@@ -196,7 +200,7 @@ class VllmModel(ABC):
             "logit_bias": request.logit_bias or None,
             "seed": secrets.randbits(62) if request.seed is None else request.seed,
             "stop": [request.stop] if isinstance(request.stop, str) else request.stop or [],
-            "stop_token_ids": sorted(self.stop_ids),
+            "stop_token_ids": sorted(stop_ids),
             "ignore_eos": True,  # the stop tokens above are all
             "watermarking": False,
             "stream": bool(request.stream),

@@ -265,6 +265,8 @@ def profile_text(profile: dict[str, Any]) -> str:
         lines.append(f"tokens{counted}: {_lengths(tokens)}; room for {tokens['room']}")
         lines += _lines_of("rows do not fit", tokens["too_long"])
         lines += _lines_of("rows are rejected by the chat template", tokens["not_rendered"])
+        special = "rows contain the text of a special token, which the model reads as text"
+        lines += _lines_of(special, tokens["special_texts"])
     if profile["characters"] is not None:
         lines.append(f"characters: {_lengths(profile['characters'])}")
     same = profile["duplicates"]

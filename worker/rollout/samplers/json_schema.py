@@ -4,6 +4,8 @@ The trainer applies the same grammar (`allowed`), so that its probabilities are 
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
 
 import torch
 from llguidance import LLMatcher, LLTokenizer
@@ -18,16 +20,39 @@ class UnsupportedTokenizer(ValueError):
     """The model's tokenizer does not support a response schema."""
 
 
+@lru_cache(maxsize=32)
+def schema_problem(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Why answers of the model cannot follow a schema or a budget of thoughts; empty if they can. Takes about a second
+    the first time.
+    """
+    try:
+        _tokenizer_of(tokenizer)
+    except UnsupportedTokenizer as cause:
+        return str(cause)
+    return ""
+
+
+def _tokenizer_of(tokenizer: PreTrainedTokenizerBase, *options: Any) -> LLTokenizer:
+    needs = "a response schema or a limit of thoughts needs a tokenizer whose tokens have known bytes"
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise UnsupportedTokenizer(f"{needs}, and {type(tokenizer).__name__} is not a fast tokenizer")
+    try:
+        return from_tokenizer(tokenizer, *options)
+    except ValueError as cause:  # no decoder, or one of an unknown kind
+        raise UnsupportedTokenizer(f"{needs}, and this model's has none ({cause})") from cause
+
+
 class Vocabulary:
     """A tokenizer as llguidance knows it. Takes about a second to make, so it is made once."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, size: int, stop_ids: frozenset[int]) -> None:
-        """`size` is that of the model's head, which may be larger than the tokenizer's."""
-        if not isinstance(tokenizer, PreTrainedTokenizerFast):
-            name = type(tokenizer).__name__
-            raise UnsupportedTokenizer(f"a response schema needs a fast tokenizer, and {name} is not one")
+        """`size` is that of the model's head, which may be larger than the tokenizer's.
+
+        Raises:
+            UnsupportedTokenizer: the bytes of its tokens are not known.
+        """
         self.size = size
-        self.tokenizer: LLTokenizer = from_tokenizer(tokenizer, size, sorted(stop_ids))
+        self.tokenizer = _tokenizer_of(tokenizer, size, sorted(stop_ids))
 
     def start(self, held_to: str) -> LLMatcher:
         """The place before the first token of an answer."""

@@ -82,7 +82,7 @@ class TransformersSampler:
         batch = DecodingBatch(
             policy,
             policy.decoding([prompt.ids for prompt in prompts_P], size),
-            [RowSettings(sampling.temperature, most)] * rows,
+            [RowSettings(sampling.temperature, most, policy.stop_ids)] * rows,
             Steering.of(policy, sampling, rows),
             self._choose,
         )

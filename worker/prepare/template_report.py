@@ -1,0 +1,43 @@
+"""Events about the chat template of a job's model, and about rows that contain texts of its special tokens."""
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from core.storage.datasets import Example
+from worker.model.chat_tokens import special_tokens, thought_tags
+from worker.model.policy import Policy
+from worker.record.recorder import Recorder
+
+MAX_NAMED = 5  # lines
+
+
+def report_template(recorder: Recorder, policy: Policy) -> None:
+    """Record the facts of the chat template with the job, and warn of those that make answers worse."""
+    facts = policy.template_facts
+    if facts is None:
+        return
+    recorder.inform(f"The chat template: {facts}.", {"chat_template": facts.model_dump()})
+    for note in facts.notes:
+        recorder.inform(note, {})
+    for warning in facts.warnings:
+        recorder.warn(warning, {})
+
+
+def report_special_texts(
+    recorder: Recorder, tokenizer: PreTrainedTokenizerBase, file: str, rows: Sequence[Example]
+) -> None:
+    """Warn of rows whose content has texts of special tokens, which are text there and no control tokens."""
+    special, tags = special_tokens(tokenizer), thought_tags(tokenizer, None)
+    lines = [row.line for row in rows if any(special.occur_in(row.item.get(name), tags) for name in RENDERED)]
+    if lines:
+        named = ", ".join(map(str, lines[:MAX_NAMED])) + (", ..." if len(lines) > MAX_NAMED else "")
+        recorder.warn(
+            f"{len(lines)} rows of {file} contain the text of a special token of the model (lines {named}). The model "
+            "reads and learns it as text, not as a control token.",
+            {"file": file, "special_text_rows": len(lines)},
+        )
+
+
+# The fields of rows that are rendered.
+RENDERED = ("messages", "input", "preferred_output", "non_preferred_output", "output", "tools")
