@@ -1,16 +1,15 @@
 """Exception handlers: every error response has the same shape."""
 
-import json
 import logging
-from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from sqlalchemy.exc import DataError, DBAPIError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from api.http.json_responses import JSON
 from api.http.large_bodies import BodyRejected
 from api.http.middleware import no_room
 from api.http.validation_errors import explain
@@ -19,13 +18,6 @@ from core.errors import InvalidRequest, ServiceError, Unavailable
 from core.storage import disk
 
 log = logging.getLogger(__name__)
-
-
-class AsciiJSON(JSONResponse):
-    """ASCII-escaped JSON: messages quote the request, which may contain lone surrogates."""
-
-    def render(self, content: Any) -> bytes:
-        return json.dumps(content, separators=(",", ":")).encode("ascii")
 
 
 def add_handlers(app: FastAPI) -> None:
@@ -42,7 +34,7 @@ def add_handlers(app: FastAPI) -> None:
 
 def _service_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ServiceError)
-    return AsciiJSON(error.envelope(), status_code=error.status_code, headers=dict(error.headers))
+    return JSON(error.envelope(), status_code=error.status_code, headers=dict(error.headers))
 
 
 def _invalid(request: Request, error: Exception) -> Response:
@@ -66,7 +58,7 @@ def _framework_error(request: Request, error: Exception) -> Response:
         code = "payload_too_large"
     kind = "invalid_request_error" if error.status_code < 500 else "server_error"
     body = {"error": {"message": message, "type": kind, "param": None, "code": code}}
-    return AsciiJSON(body, status_code=error.status_code, headers=error.headers)
+    return JSON(body, status_code=error.status_code, headers=error.headers)
 
 
 def _refused(request: Request, error: Exception) -> Response:
@@ -81,9 +73,7 @@ def _refused(request: Request, error: Exception) -> Response:
 
 
 def _not_storable(request: Request, error: Exception) -> Response:
-    """Values that PostgreSQL rejects and our validation does not: a NUL character in an id, an integer over 64 bits."""
-    if "\0" in request.scope["path"]:  # SQLite finds no row for such an id
-        return _framework_error(request, HTTPException(404))
+    """Values that PostgreSQL rejects and our validation does not, such as an integer over 64 bits."""
     return _service_error(request, InvalidRequest("A value in the request cannot be stored or looked up."))
 
 

@@ -15,6 +15,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from api.http.deps import CurrentProject, ReadSession, Service, ServiceDep, UnitOfWork
 from api.http.idempotency import OnceOnly, OnceStreamed
+from api.http.json_responses import JSON
 from api.http.multipart import FormPart, TextField, receive
 from api.http.openapi import refusals
 from api.http.shapes import After, Deleted, EndedListing, ends
@@ -131,7 +132,7 @@ def list_files(
     data = [FileOut.of(file) for file in page.items]
     listing = EndedListing[FileOut](data=data, has_more=page.has_more, **ends(page))
     # Serialized here, in a thread: FastAPI would do it in the event loop.
-    return Response(listing.model_dump_json(), media_type="application/json")
+    return JSON(listing)
 
 
 @router.get("/{file_id}")

@@ -15,10 +15,10 @@ from typing import Annotated, Any, Literal
 import httpx
 from anyio import to_thread
 from fastapi import APIRouter, Depends, Request, Response
-from fastapi.responses import JSONResponse
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationInfo, model_validator
 
 from api.http.deps import CurrentCaller, CurrentProject, ServiceDep
+from api.http.json_responses import JSON, encode
 from api.http.openapi import refusals
 from api.resources.chat import ChatCreate as Chat
 from api.resources.chat import (
@@ -513,7 +513,7 @@ async def create_response(
     ]
     answer.logprobs = (choice["logprobs"] or {}).get("content") or []
     answer.finish_reason, answer.usage = choice["finish_reason"], completion["usage"]
-    return JSONResponse(answer.response())
+    return JSON(answer.response())
 
 
 @router.get("/{response_id}", include_in_schema=False)
@@ -566,8 +566,7 @@ async def events(
 
     def event(kind: str, **fields: Any) -> bytes:
         body = {"type": kind, "sequence_number": next(numbers)} | fields
-        data = json.dumps(body, ensure_ascii=False, separators=(",", ":"))
-        return f"event: {kind}\ndata: {data}\n\n".encode()
+        return b"event: %s\ndata: %s\n\n" % (kind.encode(), encode(body))
 
     item = {"output_index": 0}
     part = {"item_id": answer.message_id, "output_index": 0, "content_index": 0}
