@@ -45,20 +45,32 @@ def _invalid(request: Request, error: Exception) -> Response:
 def _framework_error(request: Request, error: Exception) -> Response:
     """Errors of Starlette and FastAPI themselves: unknown URL, wrong method, unreadable body."""
     assert isinstance(error, HTTPException)
-    message, code = error.detail, None
-    if error.status_code == 404:
+    message, code, status = error.detail, None, error.status_code
+    headers = error.headers
+    if status == 405 and _is_only_an_id(request):
+        status, headers = 404, None
+    if status == 404:
         message = f"Invalid URL ({request.method} {request.url.path})"
         code = "unknown_url"
-    elif error.status_code == 405:
+    elif status == 405:
         message = f"Not allowed to {request.method} on {request.url.path}."
         code = "method_not_supported"
-    elif error.status_code == 408:
+    elif status == 408:
         code = "request_timeout"
-    elif error.status_code == 413:
+    elif status == 413:
         code = "payload_too_large"
-    kind = "invalid_request_error" if error.status_code < 500 else "server_error"
+    kind = "invalid_request_error" if status < 500 else "server_error"
     body = {"error": {"message": message, "type": kind, "param": None, "code": code}}
-    return JSON(body, status_code=error.status_code, headers=error.headers)
+    return JSON(body, status_code=status, headers=headers)
+
+
+def _is_only_an_id(request: Request) -> bool:
+    """Whether the last part of a path of the API matches another route's parameter only.
+
+    POST /v1/files/import is a path that this API does not have, and not a wrong method of the file `import`.
+    """
+    path: str = request.scope["route"].path
+    return path.startswith("/v1/") and path.endswith("}")
 
 
 def _refused(request: Request, error: Exception) -> Response:

@@ -119,13 +119,13 @@ def list_files(
     project: CurrentProject,
     session: ReadSession,
     purpose: str | None = None,
-    limit: Annotated[int, Query(ge=1, le=10000)] = MAX_FILES_A_PAGE,
+    limit: Annotated[int, Query(le=10000)] = MAX_FILES_A_PAGE,
     order: Literal["asc", "desc"] = "desc",
     after: After = None,
 ) -> Response:
     """List the project's files, at most 1000 per page; with `has_more`, continue `after` the last id."""
     newest_first = order == "desc"
-    most = min(limit, MAX_FILES_A_PAGE)
+    most = max(1, min(limit, MAX_FILES_A_PAGE))
     page = files.page(
         session, project.id, purpose=purpose, newest_first=newest_first, after=after, limit=most
     )

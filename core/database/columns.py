@@ -7,7 +7,7 @@ from sqlalchemy.types import TypeDecorator
 from core.text import storable
 
 
-class String(TypeDecorator[str]):
+class StorableString(TypeDecorator[str]):
     """A string of limited length; values and operands of comparisons are made storable first."""
 
     impl = sqlalchemy.String
@@ -17,7 +17,7 @@ class String(TypeDecorator[str]):
         return None if value is None else storable(value)
 
 
-class Text(String):
+class StorableText(StorableString):
     """A string of any length."""
 
     impl = sqlalchemy.Text

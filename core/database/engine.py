@@ -15,7 +15,7 @@ from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.functions import FunctionElement
 
 from core import private
-from core.database.columns import Text
+from core.database.columns import StorableText
 from core.tenancy import audit
 from core.tenancy.audit import OPERATOR, Actor
 from core.text import to_json
@@ -45,7 +45,7 @@ class json_text(FunctionElement[str]):
     non-ASCII keys.
     """
 
-    type = Text()
+    type = StorableText()
     inherit_cache = True
 
 

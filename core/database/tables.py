@@ -16,7 +16,8 @@ from sqlalchemy import (
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-from core.database.columns import String, Text
+from core.database.columns import StorableString as String
+from core.database.columns import StorableText as Text
 from core.database.ids import new_id
 
 # SQLite autoincrements only a column declared INTEGER; PostgreSQL must not overflow at two billion events.

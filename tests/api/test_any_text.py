@@ -131,6 +131,7 @@ EXAMPLES: dict[str, tuple[Any, dict[str, str]]] = {
     "/v1/chat/completions": ({"model": "tiny", "messages": MESSAGES, "metadata": {"team": "a"}}, {}),
     "/v1/completions": ({"model": "tiny", "prompt": "a"}, {}),
     "/v1/responses": ({"model": "tiny", "input": MESSAGES, "metadata": {"team": "a"}}, {}),
+    "/v1/responses/input_tokens": ({"model": "tiny", "input": MESSAGES}, {}),
     "/v1/fine_tuning/alpha/graders/validate": ({"grader": GRADER}, {}),
     "/v1/fine_tuning/alpha/graders/run": (
         {"grader": PYTHON | {"source": RAISES}, "model_sample": json.dumps({"a": "b"}), "item": {"a": "b"}},
@@ -185,6 +186,7 @@ REFUSED = {
     "/v1/chat/completions",
     "/v1/completions",
     "/v1/responses",
+    "/v1/responses/input_tokens",
     "/v1/webhook_endpoints/{webhook_endpoint_id}/test",
     "/v1/regraft/session",
 }
@@ -219,11 +221,11 @@ class Walk:
 
     api: TestClient
     known: dict[str, str]
-    # What the routes with ids have been asked about, to ask again.
+    # The ids that were known after each creation.
     created: list[dict[str, str]] = field(default_factory=list)
 
     def named(self, value: Any) -> Any:
-        """The value with ids in the place of their names."""
+        """The value with the ids that its names stand for."""
         if isinstance(value, dict):
             return {key: self.named(inner) for key, inner in value.items()}
         if isinstance(value, list):
@@ -297,7 +299,7 @@ def walk(house: House, api: TestClient) -> Walk:
                 job_id=job.id,
                 checkpoint_id=checkpoint.id,
                 base_model="tiny",
-            )  # fmt: skip
+            )
         )
     walk.known |= {"job_id": job.id, "checkpoint_id": checkpoint.id, "preview_id": preview.id}
     store(house, job.id, 1)
@@ -341,7 +343,7 @@ def test_any_text_can_be_sent_to_every_route_and_read_from_every_route(
     walk.upload(storable(text), ROWS)
     as_a_worker_writes(house, walk.known, text)
 
-    house.app.state.service.shutdown.begin()  # ends the streams that have no end of their own
+    house.app.state.service.shutdown.begin()  # ends the streams
     for path in (path for path, found in DOCUMENT["paths"].items() if "get" in found):
         names = re.findall(r"{(\w+)}", path)
         mine, *others = [tuple(known[name] for name in names) for known in [walk.known, *walk.created]]
