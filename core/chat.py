@@ -12,7 +12,6 @@ from core.strict import StrictModel
 
 MAX_CHOICES = 128
 NotEmpty = Annotated[str, Field(min_length=1)]
-Stop = NotEmpty | Annotated[list[NotEmpty], Field(max_length=4)] | None
 Temperature = Annotated[float, Field(ge=0, le=2)] | None
 TopP = Annotated[float, Field(gt=0, le=1)] | None
 MaxTokens = Annotated[int, Field(ge=1)] | None
@@ -55,6 +54,15 @@ def _text_or_list(value: Any) -> str | None:
 # Discriminates between a string and a list, so that an error inside the list is reported at its location.
 TEXT_OR_LIST = Discriminator(
     _text_or_list, custom_error_type="text_or_list", custom_error_message="expected a string or an array"
+)
+
+
+Stop = (
+    Annotated[
+        Annotated[NotEmpty, Tag("text")] | Annotated[list[NotEmpty], Field(max_length=4), Tag("list")],
+        TEXT_OR_LIST,
+    ]
+    | None
 )
 
 

@@ -12,6 +12,7 @@ ServiceError                    500 server_error
 │   ├── CheckpointNotFound
 │   ├── ModelNotFound           names the models that are most like it
 │   ├── TunedModelNotFound
+│   ├── NoEmbeddingModel        no model of this service can embed
 │   ├── ResponseNotFound        responses are not stored
 │   ├── PermissionNotFound
 │   ├── UploadNotFound
@@ -212,6 +213,16 @@ class AliasTargetNotFound(NotFound):
         super().__init__(
             f"The alias '{alias}' points at '{model}', which no longer exists or is no longer shared with this "
             "project: point the alias at another model.",
+            param="model",
+        )
+
+
+class NoEmbeddingModel(NotFound):
+    code = "model_not_found"
+
+    def __init__(self, model: str) -> None:
+        super().__init__(
+            f"The model '{model}' cannot create embeddings: this service has no embedding models.",
             param="model",
         )
 

@@ -1,11 +1,20 @@
-"""Text that models, graders and other services return, made storable."""
+"""Text that users, models, graders and other services send, made storable."""
 
+import json
+import re
 from typing import Any
+
+_UNSTORABLE = re.compile(r"[\0\ud800-\udfff]")
+# The same in ASCII-escaped JSON, and a few that only look like it.
+_ESCAPED = re.compile(r"\\u(?:0000|d[89a-f])")
 
 
 def storable(text: str) -> str:
-    """Replace lone surrogates, which JSON can carry and UTF-8 cannot encode."""
-    return text.encode("utf-8", "replace").decode("utf-8")
+    """Replace NUL and lone surrogates with U+FFFD.
+
+    JSON can carry both, but PostgreSQL stores no NUL, and UTF-8 cannot encode a lone surrogate.
+    """
+    return _UNSTORABLE.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def storable_json(value: Any) -> Any:
@@ -17,3 +26,10 @@ def storable_json(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [storable_json(inner) for inner in value]
     return value
+
+
+def to_json(value: Any) -> str:
+    """Serialize a value as compact ASCII JSON in which all texts are storable."""
+    text = json.dumps(value, separators=(",", ":"))
+    # A copy of every value would double the time for values without such text, which are nearly all.
+    return json.dumps(storable_json(value), separators=(",", ":")) if _ESCAPED.search(text) else text

@@ -31,6 +31,15 @@ _BOUNDS = {
     "less_than_equal": ("<=", "le", "above_max_value", "above maximum"),
     "less_than": ("<", "lt", "above_max_value", "above maximum"),
 }
+# The type fits, and the value does not.
+_REJECTED = {
+    "value_error",
+    "string_too_short",
+    "string_too_long",
+    "string_pattern_mismatch",
+    "too_short",
+    "too_long",
+}
 
 Complaint = Mapping[str, Any]
 """One of pydantic's ErrorDetails."""
@@ -55,11 +64,11 @@ def first_of(complaints: Sequence[Complaint], sent: Any, prefix: str = "") -> tu
 def explain(param: str, complaints: Sequence[Complaint], notes: Mapping[str, str] | None = None) -> Mistake:
     """Build the error at `param`. Several complaints are merged into one: the value matches no branch of a union.
 
-    If the type fits one branch and its validator rejects the value, only the message of that branch is returned.
+    If the type fits one branch, which rejects the value, only the message of that branch is returned.
 
     `notes` maps unsupported values to hints.
     """
-    rejected = [complaint for complaint in complaints if complaint["type"] == "value_error"]
+    rejected = [complaint for complaint in complaints if complaint["type"] in _REJECTED]
     if len(rejected) == 1 and all(
         complaint["type"] in _EXPECTED for complaint in complaints if complaint is not rejected[0]
     ):

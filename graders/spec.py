@@ -11,7 +11,7 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -434,11 +434,15 @@ _NOTES = {
 MASK = "***"
 
 
-def parse_grader(raw: object, param: str = "grader") -> GraderSpec:
-    """Parse a spec from `raw`, parsed JSON. Raises InvalidGrader with a `param` below the given one."""
+def parse_grader(raw: object, param: str = "grader", *, unlisted: Collection[str] = ()) -> GraderSpec:
+    """Parse a spec from `raw`, parsed JSON. Raises InvalidGrader with a `param` below the given one.
+
+    Args:
+        unlisted: types that the caller rejects itself, so that an error about an unknown type does not offer them.
+    """
     if count_references(raw) > MAX_REFERENCES:
         raise _invalid_value(param, f"its templates may have at most {MAX_REFERENCES} references in all.")
-    return _parsed(_object(raw, param), param)
+    return _parsed(_object(raw, param), param, unlisted)
 
 
 def count_references(raw: object) -> int:
@@ -449,8 +453,9 @@ def count_references(raw: object) -> int:
         return 0
 
 
-def _parsed(fields: dict[str, Any], param: str) -> GraderSpec:
-    fields = _with_one_unknown(fields, model := _MODELS[_one_of(_MODELS, fields, f"{param}.type")])
+def _parsed(fields: dict[str, Any], param: str, unlisted: Collection[str] = ()) -> GraderSpec:
+    model = _MODELS[_known_type(fields, f"{param}.type", unlisted)]
+    fields = _with_one_unknown(fields, model)
     if "name" in fields and fields["name"] is None:  # typed clients send null for unset fields
         del fields["name"]
     if model is MultiSpec and "graders" in fields:
@@ -580,7 +585,7 @@ def _choices(raw: object, param: str) -> dict[str, SubGraderSpec | MultiSpec]:
             raise _invalid_value(
                 f"{param}.{key}.type", "a select grader cannot contain another select grader."
             )
-        graders[key] = spec = _parsed(fields, f"{param}.{key}")  # type: ignore[assignment]
+        graders[key] = spec = _parsed(fields, f"{param}.{key}", ("select",))  # type: ignore[assignment]
         assert not isinstance(spec, SelectSpec)
     return graders
 
@@ -613,8 +618,7 @@ def _sub_grader(raw: object, param: str) -> SubGraderSpec:
             f"{param}.type",
             f"a multi grader cannot contain {'another' if kind == 'multi' else 'a'} {kind} grader.",
         )
-    _one_of([kind for kind in _MODELS if kind not in ("multi", "select")], fields, f"{param}.type")
-    spec = _parsed(fields, param)
+    spec = _parsed(fields, param, ("multi", "select"))
     assert not isinstance(spec, MultiSpec | SelectSpec)
     return spec
 
@@ -631,15 +635,15 @@ def _object(raw: object, param: str) -> dict[str, Any]:
     return dict(raw)
 
 
-def _one_of(supported: Iterable[str], fields: Mapping[str, Any], param: str) -> str:
+def _known_type(fields: Mapping[str, Any], param: str, unlisted: Collection[str]) -> str:
     """Return the grader type in `fields`. Raises InvalidGrader if it is missing or unsupported."""
     if "type" not in fields:
         raise _missing(param)
     kind = fields["type"]
     if not isinstance(kind, str):
         raise _wrong_type(param, "a string", kind)
-    if kind not in supported:
-        raise _unsupported(kind, param, _listed(repr(name) for name in supported))
+    if kind not in _MODELS:
+        raise _unsupported(kind, param, _listed(repr(name) for name in _MODELS if name not in unlisted))
     return kind
 
 

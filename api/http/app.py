@@ -7,13 +7,15 @@ from functools import cache
 
 import anyio
 from anyio import CapacityLimiter
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter, Depends, FastAPI
 from starlette.routing import BaseRoute
 
 from api.http import azure, console, docs_site, errors
 from api.http.admission import FILE_READS, UPLOADS, Admission
 from api.http.deps import Service, key_owner
+from api.http.duplicate_keys import refuse_duplicate_keys
 from api.http.grader_loop import GraderLoop
+from api.http.json_responses import JSON
 from api.http.large_bodies import LargeBodies
 from api.http.middleware import BodyLimit, RequestHeaders
 from api.http.openapi import Documented
@@ -29,6 +31,7 @@ from api.resources import (
     chat,
     completions,
     curves,
+    embeddings,
     estimates,
     eval_compare,
     eval_import,
@@ -104,6 +107,7 @@ def create_app(
         redoc_url=None,
         redirect_slashes=False,
         lifespan=lifespan,
+        default_response_class=JSON,
     )
     admission = Admission(settings)
     app.state.service = Service(
@@ -151,7 +155,11 @@ def create_app(
 def all_routes() -> list[BaseRoute]:
     """Build all routes once per process: it takes half a second, and they hold no state of an application."""
     # 4XX keeps FastAPI from documenting its 422, which we never return; the document then names each status.
-    router = APIRouter(responses={"4XX": {"model": Error}})
+    router = APIRouter(
+        responses={"4XX": {"model": Error}},
+        default_response_class=JSON,
+        dependencies=[Depends(refuse_duplicate_keys)],
+    )
     router.include_router(health.router)
     for resource in (
         files,
@@ -168,6 +176,7 @@ def all_routes() -> list[BaseRoute]:
         chat,
         completions,
         responses,
+        embeddings,
         graders,
         stored_graders,
         rollouts,

@@ -1,18 +1,17 @@
 """Exception handlers: every error response has the same shape."""
 
-import json
 import logging
 from collections.abc import Collection
-from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from pydantic import BaseModel
 from sqlalchemy.exc import DataError, DBAPIError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from api.http.json_responses import JSON
 from api.http.large_bodies import BodyRejected
 from api.http.middleware import no_room
 from api.http.validation_errors import explain
@@ -21,13 +20,6 @@ from core.errors import InvalidRequest, ServiceError, Unavailable
 from core.storage import disk
 
 log = logging.getLogger(__name__)
-
-
-class AsciiJSON(JSONResponse):
-    """ASCII-escaped JSON: messages quote the request, which may contain lone surrogates."""
-
-    def render(self, content: Any) -> bytes:
-        return json.dumps(content, separators=(",", ":")).encode("ascii")
 
 
 def add_handlers(app: FastAPI) -> None:
@@ -44,7 +36,7 @@ def add_handlers(app: FastAPI) -> None:
 
 def _service_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ServiceError)
-    return AsciiJSON(error.envelope(), status_code=error.status_code, headers=dict(error.headers))
+    return JSON(error.envelope(), status_code=error.status_code, headers=dict(error.headers))
 
 
 def _invalid(request: Request, error: Exception) -> Response:
@@ -61,20 +53,32 @@ def _fields_of_body(request: Request) -> Collection[str]:
 def _framework_error(request: Request, error: Exception) -> Response:
     """Errors of Starlette and FastAPI themselves: unknown URL, wrong method, unreadable body."""
     assert isinstance(error, HTTPException)
-    message, code = error.detail, None
-    if error.status_code == 404:
+    message, code, status = error.detail, None, error.status_code
+    headers = error.headers
+    if status == 405 and _is_only_an_id(request):
+        status, headers = 404, None
+    if status == 404:
         message = f"Invalid URL ({request.method} {request.url.path})"
         code = "unknown_url"
-    elif error.status_code == 405:
+    elif status == 405:
         message = f"Not allowed to {request.method} on {request.url.path}."
         code = "method_not_supported"
-    elif error.status_code == 408:
+    elif status == 408:
         code = "request_timeout"
-    elif error.status_code == 413:
+    elif status == 413:
         code = "payload_too_large"
-    kind = "invalid_request_error" if error.status_code < 500 else "server_error"
+    kind = "invalid_request_error" if status < 500 else "server_error"
     body = {"error": {"message": message, "type": kind, "param": None, "code": code}}
-    return AsciiJSON(body, status_code=error.status_code, headers=error.headers)
+    return JSON(body, status_code=status, headers=headers)
+
+
+def _is_only_an_id(request: Request) -> bool:
+    """Whether the last part of a path of the API matches another route's parameter only.
+
+    POST /v1/files/import is a path that this API does not have, and not a wrong method of the file `import`.
+    """
+    path: str = request.scope["route"].path
+    return path.startswith("/v1/") and path.endswith("}")
 
 
 def _refused(request: Request, error: Exception) -> Response:
@@ -89,9 +93,7 @@ def _refused(request: Request, error: Exception) -> Response:
 
 
 def _not_storable(request: Request, error: Exception) -> Response:
-    """Values that PostgreSQL rejects and our validation does not: a NUL character in an id, an integer over 64 bits."""
-    if "\0" in request.scope["path"]:  # SQLite finds no row for such an id
-        return _framework_error(request, HTTPException(404))
+    """Values that PostgreSQL rejects and our validation does not, such as an integer over 64 bits."""
     return _service_error(request, InvalidRequest("A value in the request cannot be stored or looked up."))
 
 

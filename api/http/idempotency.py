@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
 from api.http.deps import CurrentProject, UnitOfWork
+from api.http.json_responses import JSON
 from core.database.engine import Work
 from core.tenancy import idempotency
 from core.tenancy.idempotency import Keyed, StoredResponse
@@ -60,7 +61,7 @@ class OnceOnly:
             earlier = idempotency.take(work.session, request)
             if earlier is not None:
                 headers = {"idempotent-replayed": "true"}
-                return JSONResponse(earlier.body, status_code=earlier.status_code, headers=headers)
+                return JSON(earlier.body, status_code=earlier.status_code, headers=headers)
             made = create(work)
             idempotency.keep(work.session, request, StoredResponse(self.status, made.model_dump(mode="json")))
             return made

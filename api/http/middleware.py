@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from api.http.json_responses import JSON
 from core.errors import InsufficientStorage, ServiceError, Unavailable
 from core.storage import disk, store
 from core.telemetry import logs
@@ -60,7 +60,7 @@ class RequestHeaders:
                 error = _crash(cause, scope, request_id)
                 if answering:
                     raise  # too late for another status: the server closes the connection
-                answer = JSONResponse(error.envelope(), error.status_code, dict(error.headers))
+                answer = JSON(error.envelope(), error.status_code, dict(error.headers))
                 await answer(scope, receive, send_with_headers)
 
 

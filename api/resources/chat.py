@@ -18,7 +18,7 @@ from pydantic import BeforeValidator, ValidationInfo
 from starlette.types import Receive, Scope, Send
 
 from api.http.deps import CurrentProject, Service, ServiceDep
-from api.http.errors import AsciiJSON
+from api.http.json_responses import encode
 from api.http.openapi import refusals
 from api.http.schema_checks import refuse_unusable_schemas
 from api.http.shapes import Body
@@ -373,4 +373,4 @@ async def _events(answer: httpx.Response) -> AsyncGenerator[bytes, None]:
             yield part
     except httpx.TransportError:  # too late for a status code; clients raise on an error event
         error = ServiceError("The inference server closed the connection before its response was complete.")
-        yield b"data: " + AsciiJSON(error.envelope()).body + b"\n\n"
+        yield b"data: " + encode(error.envelope()) + b"\n\n"

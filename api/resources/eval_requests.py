@@ -68,7 +68,7 @@ def parse_criteria(raw: list[Any]) -> list[GraderSpec]:
             raise InvalidGrader(
                 f"Invalid value for '{param}.type': {message}", f"{param}.type", "invalid_value"
             )
-        spec = parse_grader(sent, param)
+        spec = parse_grader(sent, param, unlisted=("multi", "select", "reward_model"))
         if spec.type == "text_similarity" and spec.pass_threshold is None:
             name = f"{param}.pass_threshold"
             raise InvalidGrader(f"Missing required parameter: '{name}'.", name, "missing_required_parameter")

@@ -33,6 +33,9 @@ _SAMPLE = {
     "properties": {"model": {"type": "string"}, "output_text": {"type": "string"}, "output_json": {}},
 }
 
+# Of a sample whose run names no model or does not set the parameter.
+UNSET = {"model": "", "temperature": 1.0, "top_p": 1.0, "max_completion_tokens": 0, "seed": 0}
+
 
 class EvalOut(BaseModel):
     id: str
@@ -221,7 +224,11 @@ class ItemOut(BaseModel):
     @classmethod
     def of_item(cls, run: EvalRun, item: Item) -> "ItemOut":
         shown = {name: value for name, value in item.items() if name != "line"}
-        return cls(run_id=imported.shown(run.id), eval_id=imported.shown(run.eval_id), **shown)
+        return cls(
+            run_id=imported.shown(run.id),
+            eval_id=imported.shown(run.eval_id),
+            **shown | {"sample": _without_nulls(item["sample"])},
+        )
 
     @classmethod
     def of(cls, job: Job, page: RolloutPage, row: Row, *, model: str) -> "ItemOut":
@@ -235,7 +242,7 @@ class ItemOut(BaseModel):
             datasource_item_id=row["line"],
             datasource_item=(row["item"] or {}) | {"messages": row["messages"] or []},
             results=[_result(criterion, row) for criterion in criteria],
-            sample=_sample(job, row, model),
+            sample=_without_nulls(_sample(job, row, model)),
             rollout_id=row["id"],
         )
 
@@ -256,6 +263,12 @@ def _result(criterion: Criterion, row: Row) -> dict[str, Any]:
         "error": error,
         "output": output,
     }
+
+
+def _without_nulls(sample: Mapping[str, Any]) -> dict[str, Any]:
+    """The sample with values of the types that OpenAI's clients have for parameters that were not set."""
+    unset = {name: value for name, value in UNSET.items() if name in sample and sample[name] is None}
+    return {**sample, **unset}
 
 
 def _sample(job: Job, row: Row, model: str) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from api.http.deps import CurrentProject, ReadSession, Service, ServiceDep, UnitOfWork
 from api.http.idempotency import OnceOnly, OnceStreamed
+from api.http.json_responses import JSON
 from api.http.multipart import FormPart, TextField, receive
 from api.http.openapi import refusals
 from api.http.shapes import After, Deleted, EndedListing, ends
@@ -118,20 +119,20 @@ def list_files(
     project: CurrentProject,
     session: ReadSession,
     purpose: str | None = None,
-    limit: Annotated[int, Query(ge=1, le=10000)] = MAX_FILES_A_PAGE,
+    limit: Annotated[int, Query(le=10000)] = MAX_FILES_A_PAGE,
     order: Literal["asc", "desc"] = "desc",
     after: After = None,
 ) -> Response:
     """List the project's files, at most 1000 per page; with `has_more`, continue `after` the last id."""
     newest_first = order == "desc"
-    most = min(limit, MAX_FILES_A_PAGE)
+    most = max(1, min(limit, MAX_FILES_A_PAGE))
     page = files.page(
         session, project.id, purpose=purpose, newest_first=newest_first, after=after, limit=most
     )
     data = [FileOut.of(file) for file in page.items]
     listing = EndedListing[FileOut](data=data, has_more=page.has_more, **ends(page))
     # Serialized here, in a thread: FastAPI would do it in the event loop.
-    return Response(listing.model_dump_json(), media_type="application/json")
+    return JSON(listing)
 
 
 @router.get("/{file_id}")

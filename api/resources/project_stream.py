@@ -10,7 +10,6 @@ message has the whole state, of which only the newest matters. The id is a time;
 ends when the server shuts down, the key is revoked or expires, or the project is archived.
 """
 
-import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +20,7 @@ from fastapi import APIRouter, Header
 from fastapi.responses import StreamingResponse
 
 from api.http.deps import CurrentCaller, CurrentProject, ServiceDep
+from api.http.json_responses import encode
 from api.http.shutdown import Shutdown
 from api.resources.stream import KEEP_ALIVE_SECONDS, POLL_SECONDS, Following
 from core.database.engine import Database
@@ -114,4 +114,4 @@ async def follow(log: ProjectLog, snapshot: Snapshot, shutdown: Shutdown) -> Asy
 
 def _message(at: int, state: State) -> bytes:
     data = {"object": "regraft.state", "kind": state.kind, "id": state.id, **state.data}
-    return f"id: {at}\nevent: {state.kind}\ndata: {json.dumps(data)}\n\n".encode()
+    return b"id: %d\nevent: %s\ndata: %s\n\n" % (at, state.kind.encode(), encode(data))

@@ -15,10 +15,19 @@ from typing import Annotated, Any, Literal
 import httpx
 from anyio import to_thread
 from fastapi import APIRouter, Depends, Request, Response
-from fastapi.responses import JSONResponse
-from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationInfo, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationInfo,
+    model_validator,
+)
 
 from api.http.deps import CurrentCaller, CurrentProject, ServiceDep
+from api.http.json_responses import JSON, encode
 from api.http.openapi import refusals
 from api.resources.chat import ChatCreate as Chat
 from api.resources.chat import (
@@ -58,6 +67,8 @@ router = APIRouter(prefix="/responses", tags=["Responses"])
 # The path of the schema in a request, and in Chat.
 SCHEMA, CHATS_SCHEMA = "text.format.schema", "response_format.json_schema.schema"
 LOGPROBS = "message.output_text.logprobs"
+# Parameters of a chat completion that do not change its prompt.
+ONLY_FOR_ANSWERS = {"stream", "stream_options", "response_format", "logprobs", "top_logprobs"}
 
 
 def _not_stored(value: Any, info: ValidationInfo) -> None:
@@ -513,7 +524,27 @@ async def create_response(
     ]
     answer.logprobs = (choice["logprobs"] or {}).get("content") or []
     answer.finish_reason, answer.usage = choice["finish_reason"], completion["usage"]
-    return JSONResponse(answer.response())
+    return JSON(answer.response())
+
+
+class InputTokens(BaseModel):
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
+
+
+@router.post("/input_tokens", response_model=InputTokens, responses=refusals(404, 503))
+async def count_input_tokens(
+    request: Request, body: Annotated[Described, Depends(_described)], upstream: Inference
+) -> InputTokens | Response:
+    """Count the tokens of the input as the model reads it: `usage.input_tokens` of a response to the same request.
+
+    The inference server counts, so it samples one token, which is dropped.
+    """
+    chat = {name: value for name, value in body.chat.items() if name not in ONLY_FOR_ANSWERS}
+    answer = await create_chat_completion(request, chat | {"max_completion_tokens": 1}, upstream)
+    if answer.status_code != 200:
+        return answer
+    return InputTokens(input_tokens=json.loads(bytes(answer.body))["usage"]["prompt_tokens"])
 
 
 @router.get("/{response_id}", include_in_schema=False)
@@ -566,8 +597,7 @@ async def events(
 
     def event(kind: str, **fields: Any) -> bytes:
         body = {"type": kind, "sequence_number": next(numbers)} | fields
-        data = json.dumps(body, ensure_ascii=False, separators=(",", ":"))
-        return f"event: {kind}\ndata: {data}\n\n".encode()
+        return b"event: %s\ndata: %s\n\n" % (kind.encode(), encode(body))
 
     item = {"output_index": 0}
     part = {"item_id": answer.message_id, "output_index": 0, "content_index": 0}

@@ -13,6 +13,7 @@ from fastapi.responses import Response, StreamingResponse
 from pydantic import BaseModel, Field
 
 from api.http.deps import CurrentProject, ReadSession, Service, ServiceDep
+from api.http.json_responses import JSON
 from api.http.shapes import After, Listing, Measured, SchemaOf
 from core.database.tables import RolloutPage
 from core.errors import InvalidRequest, NotFound
@@ -493,7 +494,7 @@ def list_metrics(
         for step, data in events.step_data(session, job.id)
     ]
     # Validated again and encoded by FastAPI, five thousand steps take most of a second longer.
-    return Response(StepListing.model_construct(data=steps).model_dump_json(), media_type="application/json")
+    return JSON(StepListing.model_construct(data=steps))
 
 
 def _chosen(names: str) -> list[list[str]]:

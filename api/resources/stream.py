@@ -10,7 +10,6 @@ in OpenAI's streams. A client that reconnects with `Last-Event-ID`, as every Eve
 of the server closes all streams. A stream also ends when its key is revoked or expires, or its project is archived.
 """
 
-import json
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +22,7 @@ from starlette.types import Receive, Scope, Send
 
 from api.http.admission import AdmittedRequest
 from api.http.deps import CurrentCaller, CurrentProject, ServiceDep
+from api.http.json_responses import encode
 from api.http.shutdown import Shutdown
 from api.resources.job_shapes import EventOut
 from core.database.engine import Database
@@ -137,7 +137,7 @@ async def follow(
     while True:
         for event in news.events:
             last = event.id
-            yield f"id: {event.id}\ndata: {event.model_dump_json()}\n\n".encode()
+            yield b"id: %s\ndata: %s\n\n" % (event.id.encode(), encode(event))
         if not news.has_more and news.status != status:
             status = news.status
             yield _named("status", log.job_id, {"status": status})
@@ -167,5 +167,5 @@ async def follow(
 
 
 def _named(event: str, job_id: str, data: Mapping[str, Any]) -> bytes:
-    text = json.dumps({"object": f"regraft.job.{event}", "id": job_id, **data})
-    return f"event: {event}\ndata: {text}\n\n".encode()
+    content = encode({"object": f"regraft.job.{event}", "id": job_id, **data})
+    return b"event: %s\ndata: %s\n\n" % (event.encode(), content)

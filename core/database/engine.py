@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Double, Engine, Text, create_engine, event, make_url
+from sqlalchemy import Connection, Double, Engine, create_engine, event, make_url
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, TimeoutError
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.orm import Session, sessionmaker
@@ -15,8 +15,10 @@ from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.functions import FunctionElement
 
 from core import private
+from core.database.columns import StorableText
 from core.tenancy import audit
 from core.tenancy.audit import OPERATOR, Actor
+from core.text import to_json
 
 
 class db_now(FunctionElement[float]):
@@ -43,7 +45,7 @@ class json_text(FunctionElement[str]):
     non-ASCII keys.
     """
 
-    type = Text()
+    type = StorableText()
     inherit_cache = True
 
 
@@ -65,14 +67,18 @@ def open_engine(url: str) -> Engine:
         return _open_sqlite(url)
     # A server that disappears must not block a heartbeat until the TCP timeout, which takes minutes.
     limits = {"connect_timeout": 10, "tcp_user_timeout": 20_000, "keepalives_idle": 10}
-    return create_engine(url, pool_pre_ping=True, pool_size=10, max_overflow=20, connect_args=limits)
+    return create_engine(
+        url, pool_pre_ping=True, pool_size=10, max_overflow=20, connect_args=limits, json_serializer=to_json
+    )
 
 
 def _open_sqlite(url: str) -> Engine:
     database = make_url(url).database
     if database:
         private.make_folder(Path(database).parent)
-    engine = create_engine(url, connect_args={"timeout": 30}, pool_size=10, max_overflow=20)
+    engine = create_engine(
+        url, connect_args={"timeout": 30}, pool_size=10, max_overflow=20, json_serializer=to_json
+    )
 
     @event.listens_for(engine, "do_connect")
     def on_do_connect(dialect: Any, record: Any, arguments: list[Any], options: dict[str, Any]) -> None:

@@ -12,12 +12,12 @@ from sqlalchemy import (
     Index,
     Integer,
     MetaData,
-    String,
-    Text,
     UniqueConstraint,
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
+from core.database.columns import StorableString as String
+from core.database.columns import StorableText as Text
 from core.database.ids import TENANT_LENGTH, new_id
 
 # SQLite autoincrements only a column declared INTEGER; PostgreSQL must not overflow at two billion events.

@@ -28,8 +28,9 @@ def append(
 
     An event with `step` is superseded when the step is repeated.
     """
+    # Messages quote the stderr of crashed processes; escape codes and progress bars stay in the log of the run.
     event = Event(
-        job_id=job_id, message=_storable(message), level=level, type=type, data=data or {}, step=step
+        job_id=job_id, message=logs.cleaned(message), level=level, type=type, data=data or {}, step=step
     )
     session.add(event)
     session.flush()  # assigns the sequence number now, independent of the transaction's other writes
@@ -102,7 +103,7 @@ def valid_scores(session: Session, job_id: str, step: int) -> list[float | None]
 
 def has_message(session: Session, job_id: str, message: str) -> bool:
     """Whether the job has an event with exactly this message."""
-    same = select(Event.id).where(Event.job_id == job_id, Event.message == _storable(message))
+    same = select(Event.id).where(Event.job_id == job_id, Event.message == logs.cleaned(message))
     return session.scalar(same.limit(1)) is not None
 
 
@@ -124,12 +125,3 @@ def _of_job(job_id: str) -> tuple[Select[Event], Select[Event]]:
     """All events of a job, which are valid cursors, and the ones that are listed."""
     events = select(Event).where(Event.job_id == job_id)
     return events, events.where(Event.superseded.is_(False))
-
-
-def _storable(text: str) -> str:
-    # Messages quote model output and the stderr of crashed processes. PostgreSQL stores no NUL and neither database
-    # stores lone surrogates; rejecting them here would lose the event and its state change. Escape codes and progress
-    # bars
-    # stay in the log of the run.
-    text = logs.cleaned(text)
-    return text.replace("\0", "\N{REPLACEMENT CHARACTER}").encode("utf-8", "replace").decode("utf-8")

@@ -6,7 +6,6 @@ worker/supervise/deliveries.py sends the rows.
 
 import base64
 import hashlib
-import json
 import secrets
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -24,6 +23,7 @@ from core.errors import InvalidRequest, WebhookDeliveryNotFound, WebhookEndpoint
 from core.jobs import verdict
 from core.outbound.http import Outgoing, UrlNotAllowed
 from core.results.step_metrics import StepMetrics
+from core.text import to_json
 
 _STATUS_EVENTS = {
     status: f"fine_tuning.job.{status}" for status in ("succeeded", "failed", "cancelled", "paused")
@@ -263,7 +263,7 @@ def emit_thresholds(job: Job, step: StepMetrics) -> None:
 def event_body(type: str, data: Mapping[str, Any]) -> str:
     """The JSON text of an event, exactly as it is signed."""
     event = {"object": "event", "id": new_id("evt_"), "type": type, "created_at": now(), "data": data}
-    return json.dumps(event, separators=(",", ":"))
+    return to_json(event)
 
 
 def sample_body(type: str) -> str:

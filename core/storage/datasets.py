@@ -11,6 +11,7 @@ import codecs
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -263,7 +264,13 @@ def _parse(line: bytes) -> Any:
         raise ValueError("starts with a byte order mark, which is allowed only in the first line of a file")
     try:
         text = line.decode("utf-8")
-        row = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite, parse_int=_whole)
+        row = json.loads(
+            text,
+            parse_constant=_refuse_constant,
+            parse_float=_finite,
+            parse_int=_whole,
+            object_pairs_hook=unique_keys,
+        )
         broken = _has_lone_surrogate(text, row)
     except UnicodeDecodeError as error:
         raise ValueError(f"is not UTF-8: byte {error.start + 1} is 0x{line[error.start]:02x}") from None
@@ -276,6 +283,27 @@ def _parse(line: bytes) -> Any:
     if broken:
         raise ValueError("contains a lone surrogate (such as \\ud83d), which is not a character")
     return row
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The `object_pairs_hook` of json.loads for files and requests that people write.
+
+    Raises:
+        DuplicateKey: JSON parsers take the last of two equal keys, so a part of the object would be lost.
+    """
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        seen = Counter(key for key, _ in pairs)
+        raise DuplicateKey(next(key for key, times in seen.items() if times > 1))
+    return row
+
+
+class DuplicateKey(ValueError):
+    """An object has a key twice."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(f"has the key {key[:100]!r} twice in one object; keep one of them")
+        self.key = key
 
 
 def _refuse_constant(name: str) -> float:

@@ -12,8 +12,11 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from regraft._rules.datasets import unique_keys
 
 FILES = ("training_file", "validation_file")
 OF_THE_METHOD = ("grader", "hyperparameters", "response_format")
@@ -178,7 +181,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, Any]]:
     for number, line in enumerate(_text(path).split("\n"), start=1):
         if line.strip():
             try:
-                yield number, json.loads(line)
+                yield number, json.loads(line, object_pairs_hook=unique_keys)
             except ValueError as cause:
                 raise InvalidRequestFile(f"{path}: line {number}: {cause}") from cause
 
@@ -267,7 +270,7 @@ def _text(path: Path) -> str:
 def _parsers(path: Path) -> Any:
     match path.suffix.lower():
         case ".json":
-            return json.loads
+            return partial(json.loads, object_pairs_hook=unique_keys)
         case ".toml":
             return tomllib.loads
         case ".yaml" | ".yml":
@@ -277,6 +280,17 @@ def _parsers(path: Path) -> Any:
                 raise InvalidRequestFile(
                     f"{path}: YAML files need `pip install pyyaml`; TOML and JSON files do not"
                 ) from None
-            return yaml.safe_load
+            return partial(yaml.load, Loader=_unique_keys_of(yaml.SafeLoader))
         case _:
             raise InvalidRequestFile(f"{path}: expected a file that ends in .toml, .json or .yaml")
+
+
+def _unique_keys_of(loader: Any) -> Any:
+    """The YAML loader with an error for a key that a mapping has twice; a key beside a merged one replaces it."""
+
+    class UniqueKeys(loader):  # type: ignore[misc]
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            unique_keys([(key.value, None) for key, _ in node.value if not key.tag.endswith(":merge")])
+            return super().construct_mapping(node, deep)
+
+    return UniqueKeys

@@ -271,6 +271,9 @@ def test_a_deleted_model_is_not_served_any_more(web: httpx.Client, inference: In
         ({"temperature": 3}, "temperature"),
         ({"n": 0}, "n"),
         ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
+        ({"stop": ""}, "stop"),
+        ({"stop": ["a", ""]}, "stop[1]"),
+        ({"stop": 5}, "stop"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0]"),
         ({"messages": [{"role": "user"}]}, "messages[0]"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
@@ -286,6 +289,22 @@ def test_what_would_not_be_honoured_is_refused_by_its_name(
 
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
     assert inference.asked == []
+
+
+@pytest.mark.parametrize(
+    ("stop", "message"),
+    [
+        (list("abcde"), "Invalid 'stop': too many entries. Expected at most 4, but got 5 instead."),
+        (
+            "",
+            "Invalid 'stop': string too short. Expected a string with minimum length 1, but got a string with length "
+            "0 instead.",
+        ),
+        (5, "Invalid type for 'stop': expected a string or an array, but got an integer instead."),
+    ],
+)
+def test_a_stop_sequence_is_refused_in_openais_words(web: httpx.Client, stop: Any, message: str) -> None:
+    assert ask(web, stop=stop).json()["error"]["message"] == message
 
 
 @pytest.mark.parametrize("sent", [3, 3.0, 200])

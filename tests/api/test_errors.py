@@ -57,6 +57,39 @@ def test_a_method_that_the_url_does_not_have(api: TestClient) -> None:
     assert answer.headers["allow"]
 
 
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/v1/files/import"),
+        ("POST", "/openai/files/import"),
+        ("POST", "/v1/responses/compact"),
+        ("PATCH", "/v1/models/tiny"),
+        ("PUT", "/v1/fine_tuning/jobs/ftjob-1"),
+    ],
+)
+def test_a_path_that_only_an_id_of_another_route_matches_is_an_unknown_url(
+    api: TestClient, method: str, path: str
+) -> None:
+    answer = api.request(method, path, json={})
+
+    error = envelope(answer, 404)
+    assert (error["code"], error["message"]) == (
+        "unknown_url",
+        f"Invalid URL ({method} {path.replace('/openai/', '/v1/')})",
+    )
+    assert "allow" not in answer.headers
+
+
+def test_embeddings_name_the_model_that_cannot_embed(house: House, api: TestClient) -> None:
+    body = {"model": "text-embedding-3-small", "input": ["a"], "encoding_format": "base64"}
+
+    error = envelope(api.post("/v1/embeddings", json=body), 404)
+
+    assert (error["code"], error["param"]) == ("model_not_found", "model")
+    assert "'text-embedding-3-small' cannot create embeddings" in error["message"]
+    assert house.client().post("/v1/embeddings", json=body).status_code == 401
+
+
 def test_a_body_that_is_not_json(api: TestClient) -> None:
     answer = api.post(JOBS, content=b'{"model": ', headers={"content-type": "application/json"})
 
@@ -81,6 +114,30 @@ def test_a_body_that_does_not_say_it_is_json(api: TestClient) -> None:
 )
 def test_a_body_that_no_json_parser_should_take(api: TestClient, body: bytes) -> None:
     envelope(api.post(JOBS, content=body, headers={"content-type": "application/json"}), 400)
+
+
+@pytest.mark.parametrize(
+    ("body", "key"),
+    [
+        (b'{"training_file": "file-a", "model": "tiny", "training_file": "file-b"}', "training_file"),
+        (b'{"metadata": {"a": "1", "\\u0061": "2"}}', "a"),
+        (b'[{"a": 1, "a": 1}]', "a"),
+    ],
+)
+@pytest.mark.parametrize("path", [JOBS, "/v1/evals", "/v1/chat/completions", "/v1/regraft/estimate"])
+def test_a_key_that_a_body_has_twice_is_named(api: TestClient, path: str, body: bytes, key: str) -> None:
+    error = envelope(api.post(path, content=body, headers={"content-type": "application/json"}), 400)
+
+    message = f"The body of the request has the key '{key}' twice in one object; keep one of them."
+    assert (error["message"], error["param"], error["code"]) == (message, key, "duplicate_key")
+
+
+def test_equal_keys_of_different_objects_are_no_duplicates(api: TestClient) -> None:
+    body = {"grader": {"type": "text_similarity", "name": "a", "x": {"type": 1, "name": 2}}}
+
+    answer = api.post("/v1/fine_tuning/alpha/graders/validate", json=body)
+
+    assert answer.json()["error"]["code"] != "duplicate_key"
 
 
 def test_a_body_too_large_to_hold(api: TestClient) -> None:

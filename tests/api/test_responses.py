@@ -574,6 +574,29 @@ def test_azures_paths_reach_it(house: House, url: str, inference: Inference) -> 
         assert client.responses.create(model="tiny", input="hello").output_text == "ab"
 
 
+def test_the_tokens_of_an_input_are_those_that_a_response_would_read(
+    client: OpenAI, create: Callable[..., Any], inference: Inference
+) -> None:
+    fields: Any = {"model": "tiny", "instructions": "Be brief.", "input": "hello"}
+
+    counted = client.responses.input_tokens.count(**fields, text={"format": {"type": "json_object"}})
+
+    assert (counted.object, counted.input_tokens) == ("response.input_tokens", USAGE["prompt_tokens"])
+    assert counted.input_tokens == create(**fields).usage.input_tokens
+    asked, answered = inference.asked
+    assert asked == answered | {"max_completion_tokens": 1}
+
+
+def test_a_count_of_tokens_passes_on_the_error_of_the_inference_server(
+    client: OpenAI, inference: Inference
+) -> None:
+    error = {"message": "too long", "type": "invalid_request_error", "param": None, "code": None}
+    inference.error = JSONResponse({"error": error}, 400)
+
+    with pytest.raises(openai.BadRequestError, match="too long"):
+        client.responses.input_tokens.count(model="tiny", input="hello")
+
+
 def test_nothing_is_stored_and_the_refusal_says_so(client: OpenAI, create: Callable[..., Any]) -> None:
     answer = create()
     for look_up in (

@@ -95,12 +95,6 @@ def test_tools_may_be_null() -> None:
     assert problems(row(tools=None)) == []
 
 
-def test_of_duplicate_keys_the_last_wins_as_in_json() -> None:
-    (example,) = read_examples([b'{"a": 1, "messages": [{"role": "user", "content": "x"}], "a": 2}'])
-
-    assert example.item["a"] == 2
-
-
 def test_escaped_emoji_are_characters_like_any_other() -> None:
     (example,) = read_examples([json.dumps({"messages": [USER], "mood": "😀"}, ensure_ascii=True).encode()])
 
@@ -126,6 +120,11 @@ def test_escaped_emoji_are_characters_like_any_other() -> None:
         (b'{"a": 1e999}', "has a number too large for a 64-bit float"),
         (b'{"a": ' + b"9" * 5000 + b"}", "has a number of more than 400 digits"),
         (b'{"a": ' + b"[" * 100_000, "is nested too deeply"),
+        (b'{"a": 1, "a": 1}', "has the key 'a' twice in one object; keep one of them"),
+        (
+            b'{"m": [{"r": {"\xc3\xa9": 1, "b": 2, "\xc3\xa9": 3}}]}',
+            "has the key 'é' twice in one object; keep one of them",
+        ),
         (rb'{"a": "\ud83d"}', r"contains a lone surrogate (such as \ud83d), which is not a character"),
         (
             b"\xef\xbb\xbf" + row(),

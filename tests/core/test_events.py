@@ -64,7 +64,7 @@ def test_a_message_that_the_database_cannot_hold_is_kept_as_far_as_possible(data
 
     with database.read() as session:
         [event] = events.page(session, "ftjob-1", limit=1).items
-    assert event.message == "the model said \N{REPLACEMENT CHARACTER} and ?"
+    assert event.message == "the model said \N{REPLACEMENT CHARACTER} and \N{REPLACEMENT CHARACTER}"
 
 
 def test_steps_are_read_in_order(session: Session) -> None:

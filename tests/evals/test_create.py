@@ -96,6 +96,11 @@ def test_another_project_does_not_see_it(house: House, new_eval: Callable[..., A
 
 BAD = [
     ({"testing_criteria": [EXACT | {"type": "vibes"}]}, "testing_criteria[0].type", "'vibes'"),
+    (
+        {"testing_criteria": [EXACT | {"type": "vibes"}]},
+        "testing_criteria[0].type",
+        "'label_model' or 'endpoint'.",
+    ),
     ({"testing_criteria": [{"type": "multi", "name": "m"}]}, "testing_criteria[0].type", "multi"),
     ({"testing_criteria": []}, "testing_criteria", "at least one"),
     ({"testing_criteria": [EXACT, EXACT]}, "testing_criteria[1].name", "already"),

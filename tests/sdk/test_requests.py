@@ -133,6 +133,32 @@ def test_a_file_that_is_no_job_is_named_with_its_mistake(
         read_job(path)
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("job.json", '{"method": {"type": "dpo", "type": "supervised"}}'),
+        ("job.yaml", "method: {type: dpo, type: supervised}"),
+        ("job.toml", 'method = {type = "dpo", type = "supervised"}'),
+    ],
+)
+def test_a_key_that_a_file_has_twice_is_named(tmp_path: Path, name: str, text: str) -> None:
+    if name.endswith("yaml"):
+        pytest.importorskip("yaml")
+    path = tmp_path / name
+    path.write_text(text)
+
+    with pytest.raises(InvalidRequestFile, match=rf"{name}: .*type|duplicate"):
+        read_job(path)
+
+
+def test_a_key_beside_a_merged_mapping_of_yaml_is_no_duplicate(tmp_path: Path) -> None:
+    pytest.importorskip("yaml")
+    path = tmp_path / "job.yaml"
+    path.write_text("base: &base {model: tiny, seed: 1}\nmetadata: {<<: *base, seed: 2}\n")
+
+    assert read_job(path).body["metadata"] == {"model": "tiny", "seed": 2}
+
+
 def test_masks_are_found_wherever_they_are() -> None:
     body = {"method": {"reinforcement": {"grader": {"graders": {"e": {"headers": {"key": "***"}}}}}}}
 

@@ -234,7 +234,7 @@ def test_half_a_surrogate_pair_from_a_grader_can_be_stored() -> None:
     [[row]] = rows_of(0, GradedStep("valid", [group(Grade(1.0, "\ud83d", output="\udc00"))]))
 
     assert rollouts.encode([row], 1)
-    assert (row["reason"], row["output"]) == ("?", "?")
+    assert (row["reason"], row["output"]) == ("\ufffd", "\ufffd")
 
 
 class RamblingGrader(Halves):

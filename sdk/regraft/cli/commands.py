@@ -19,7 +19,7 @@ from openai.types.fine_tuning import FineTuningJob
 from openai.types.fine_tuning.jobs import FineTuningJobCheckpoint
 
 from regraft import config
-from regraft._rules.datasets import InvalidDataset
+from regraft._rules.datasets import InvalidDataset, unique_keys
 from regraft.cli.evals import evals_compare, evals_export, evals_gate, evals_import, evals_run
 from regraft.cli.graders import (
     graders_cases,
@@ -455,7 +455,7 @@ def _item(text: str | None) -> dict[str, Any]:
     if text is None:
         return {}
     try:
-        item = json.loads(text)
+        item = json.loads(text, object_pairs_hook=unique_keys)
     except ValueError as cause:
         raise Refused(f"--item: {cause}") from cause
     if not isinstance(item, dict):
