@@ -38,7 +38,11 @@ def of_content(content: Iterable[dict[str, Any]]) -> Iterator[EvalRow | LineErro
 
 def _row(line: int, row: dict[str, Any]) -> EvalRow | LineError:
     if row and row.keys().isdisjoint({"item", "sample"}):
-        return LineError(line, "is nested too deeply") if is_nested_too_deeply(row) else EvalRow(line, row, is_flat=True)
+        return (
+            LineError(line, "is nested too deeply")
+            if is_nested_too_deeply(row)
+            else EvalRow(line, row, is_flat=True)
+        )
     for name in row:
         if name not in ("item", "sample"):
             return LineError(line, f"has the key '{name}'; a row has 'item' and perhaps 'sample'")

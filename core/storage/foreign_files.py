@@ -22,9 +22,7 @@ Target = Literal["rft", "sft", "dpo"]
 TARGETS: Mapping[str, Target] = MappingProxyType(
     {"reinforcement": "rft", "supervised": "sft", "dpo": "dpo", "reward_model": "dpo"}
 )
-_METHODS: Mapping[Target, str] = MappingProxyType(
-    {"rft": "reinforcement", "sft": "supervised", "dpo": "dpo"}
-)
+_METHODS: Mapping[Target, str] = MappingProxyType({"rft": "reinforcement", "sft": "supervised", "dpo": "dpo"})
 _ANY: tuple[Target, ...] = ("rft", "sft", "dpo")
 
 HEAD_BYTES = 64 << 10
@@ -85,6 +83,7 @@ ALPACA = ForeignFormat("the rows are Alpaca's (instruction, input, output)", _AS
 LABELED = ForeignFormat(
     "the rows are TRL's labeled answers (prompt, completion, label)",
     "write them as input, output and label",
+    ("dpo",),
 )
 PROMPT_COMPLETION = ForeignFormat("the rows have prompt and completion", _AS_MESSAGES, ("rft", "sft"))
 PROMPT = ForeignFormat("the rows have their prompt in the key prompt", "write it as messages", ("rft", "sft"))
@@ -97,7 +96,7 @@ _ROW_FORMATS: Sequence[tuple[ForeignFormat, Callable[[Mapping[str, Any]], bool]]
     (SHAREGPT, lambda row: isinstance(row.get("conversations"), list)),
     (PREFERENCES, lambda row: {"chosen", "rejected"} <= row.keys()),
     (ALPACA, lambda row: "instruction" in row),
-    (LABELED, lambda row: {"prompt", "completion", "label"} <= row.keys()),
+    (LABELED, lambda row: is_labeled_completion(row)),
     (PROMPT_COMPLETION, lambda row: {"prompt", "completion"} <= row.keys()),
     (PROMPT, lambda row: "prompt" in row),
     (QUESTION, lambda row: "question" in row),
@@ -197,6 +196,11 @@ def format_of_rows(rows: Sequence[Mapping[str, Any]]) -> ForeignFormat | None:
         if rows and all(not _is_of_a_method(row) and has_it(row) for row in rows):
             return row_format
     return None
+
+
+def is_labeled_completion(row: Mapping[str, Any]) -> bool:
+    """Whether the row is a good or a bad answer, which only preference jobs learn from."""
+    return {"prompt", "completion"} <= row.keys() and isinstance(row.get("label"), bool)
 
 
 def uses_functions(row: Mapping[str, Any]) -> bool:

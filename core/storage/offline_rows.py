@@ -94,9 +94,7 @@ def remedy(made_for: str, method: str) -> str:
     return f"Use method '{made_for}' for this file, or rows such as {_EXAMPLES[ROWS_OF[method][0]]}."
 
 
-def explained(
-    invalid: InvalidDataset, chunks: Callable[[], Iterable[bytes]], method: str
-) -> InvalidDataset:
+def explained(invalid: InvalidDataset, chunks: Callable[[], Iterable[bytes]], method: str) -> InvalidDataset:
     """The errors of a file as the user reads them.
 
     A file in a foreign format gets one sentence in place of the errors of its lines. The errors of a file for another

@@ -346,9 +346,10 @@ class Overlap(BaseModel):
 
 
 class DatasetProblem(BaseModel):
-    line: int
+    line: int  # the first one
     path: str
     message: str
+    more_lines: int = 0  # further lines with the same problem
 
 
 class FileProfile(BaseModel):
@@ -361,6 +362,7 @@ class FileProfile(BaseModel):
     is_whole: bool  # false: only the first million rows were read
     invalid: int
     problems: list[DatasetProblem]
+    foreign_format: str | None = None  # names the format of a file that no job reads, and says what to do
     characters: Lengths | None = None  # of the text of a prompt
     tokens: TokenLengths | None = None
     tokens_reason: str | None = None  # why the tokens are not counted

@@ -97,7 +97,7 @@ class Jobs(OpenAIJobs):
     """Everything of OpenAI's `client.fine_tuning.jobs`, and more."""
 
     def submit(self, request: Source, *, set: Sequence[str] = ()) -> FineTuningJob:
-        """Create a job from a job file or its content; local files are uploaded first.
+        """Create a job from a job file or its content; local files are validated and uploaded first.
 
         `set` overrides fields, as in ["hyperparameters.n_epochs=2"]. A retry after a lost response does not create a
         second
@@ -106,8 +106,13 @@ class Jobs(OpenAIJobs):
         return self._create(self.prepare(request, set=set))
 
     def prepare(self, request: Source, *, set: Sequence[str] = ()) -> dict[str, Any]:
-        """Upload the files and return the body that `submit` sends, for `client.estimate` and `client.preview`."""
+        """Upload the files and return the body that `submit` sends, for `client.estimate` and `client.preview`.
+
+        Raises:
+            InvalidDataset: a local file has invalid rows. Nothing was uploaded.
+        """
         job, files = read_job(request, set), self._client.files
+        validate_local(job)
         return job.with_ids(
             {field: files.create(file=path, purpose="fine-tune").id for field, path in job.uploads.items()}
         )
@@ -225,6 +230,7 @@ class AsyncJobs(OpenAIAsyncJobs):
     async def prepare(self, request: Source, *, set: Sequence[str] = ()) -> dict[str, Any]:
         """As Jobs.prepare."""
         job, files = read_job(request, set), self._client.files
+        await asyncio.to_thread(validate_local, job)
         return job.with_ids(
             {
                 field: (await files.create(file=path, purpose="fine-tune")).id
