@@ -126,7 +126,7 @@ def container_of(head: bytes) -> ForeignFormat | None:
     Args:
         head: the first bytes of the file, at least HEAD_BYTES of a longer one.
     """
-    for magic, container in ((b"\x1f\x8b", GZIP), (b"PK\x03\x04", ZIP), (b"PAR1", PARQUET)):
+    for magic, container in ((b"\x1f\x8b\x08", GZIP), (b"PK\x03\x04", ZIP), (b"PAR1", PARQUET)):
         if head.startswith(magic):
             return container
     if (encoding := encoding_of(head)) != "utf-8-sig":
