@@ -39,11 +39,11 @@ def test_prompts_for_a_grader_are_named_before_the_errors_of_their_rows(variant:
     first, *errors = refusal_of([PROMPT] * 30, variant, tmp_path).split("\n")
 
     assert first == (
-        "Training file file-1 (rows.jsonl): the rows are made for method 'reinforcement', and were read as rows for 'supervised'. "
-        "Use method 'reinforcement' for this file, or rows such as "
+        "Training file file-1 (rows.jsonl): the rows are made for method 'reinforcement', and were read as rows for "
+        "'supervised'. Use method 'reinforcement' for this file, or rows such as "
         '{"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}.'
     )
-    assert errors[0] == "line 1: answer: is not a key of this format"
+    assert errors[0] == "line 1: answer: is not a key of this format (and in 29 more lines: 2, 3, 4, 5, …)"
 
 
 @pytest.mark.parametrize(
