@@ -40,7 +40,7 @@ class ForeignFormat:
     targets: tuple[Target, ...] = _ANY  # what `regraft convert` makes of it
 
     def sentence(self, rows_for: str | None = None) -> str:
-        """What the file is and what to do, for the user.
+        """Return one or two sentences for the user: the format, and the remedy.
 
         Args:
             rows_for: the method whose rows are needed; None: unknown.
@@ -167,9 +167,9 @@ class CsvLayout:
 
 
 def csv_layout(text: str) -> CsvLayout | None:
-    """How a file that starts with this text separates its cells; None: it is not CSV with names of columns.
+    """Return the delimiter and the columns of a file that starts with this text; None: it is not CSV.
 
-    A file with one column is not recognized: it cannot be told from lines of text.
+    A file with one column is not recognized: it looks like lines of text.
     """
     if text.startswith(("{", "[")):
         return None

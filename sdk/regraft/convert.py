@@ -64,7 +64,7 @@ NEEDS_PYARROW = "Parquet files need pyarrow: run `pip install pyarrow`, or save 
 
 
 class CannotConvert(ValueError):
-    """Why a row cannot become a row of the target."""
+    """A row cannot become a row of the target; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ def _pieces(file: IO[bytes], encoding: str) -> Iterator[str]:
 
 
 def _json_lines(pieces: Iterable[str]) -> Iterator[bytes]:
-    """Each value of an array, or of values one after another, on a line of its own.
+    """Yield one line for each value of an array, or of values one after another.
 
     A value that is not JSON is the last one: where it ends is unknown.
     """

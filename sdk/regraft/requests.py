@@ -36,6 +36,10 @@ class JobRequest:
     body: dict[str, Any]
     uploads: dict[str, Path]
 
+    @property
+    def distinct_uploads(self) -> list[Path]:
+        return list(dict.fromkeys(self.uploads.values()))
+
     def with_ids(self, ids: Mapping[str, str]) -> dict[str, Any]:
         return self.body | dict(ids)
 

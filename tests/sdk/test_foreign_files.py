@@ -568,6 +568,16 @@ def test_a_field_that_the_grader_reads_is_found_before_the_upload(
     assert list(client.files.list()) == []
 
 
+def test_one_file_for_training_and_validation_is_uploaded_once(desk: Path, client: Regraft) -> None:
+    (desk / "theirs.data").write_bytes(lines(*ROWS))
+    request = job("reinforcement") | {"validation_split": None, "validation_file": "theirs.data"}
+
+    made = client.jobs.submit(request)
+
+    assert made.validation_file == made.training_file
+    assert [file.id for file in client.files.list()] == [made.training_file]
+
+
 def test_an_array_in_a_file_that_is_named_like_a_job_is_read_as_rows(
     desk: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -336,7 +336,7 @@ def validate(arguments: argparse.Namespace) -> int:
 
 
 def _invalid(path: Path | str, bad: InvalidDataset) -> dict[str, Any]:
-    """The report on a file with invalid rows; `path` counts unless the error names a file of its own."""
+    """Report a file with invalid rows: the one that the error names, else `path`."""
     return {
         "file": bad.file or str(path),
         "ok": False,

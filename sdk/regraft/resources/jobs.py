@@ -113,9 +113,9 @@ class Jobs(OpenAIJobs):
         """
         job, files = read_job(request, set), self._client.files
         validate_local(job)
-        return job.with_ids(
-            {field: files.create(file=path, purpose="fine-tune").id for field, path in job.uploads.items()}
-        )
+        # One file for both fields is uploaded once, so that the service knows that it is one.
+        ids = {path: files.create(file=path, purpose="fine-tune").id for path in job.distinct_uploads}
+        return job.with_ids({field: ids[path] for field, path in job.uploads.items()})
 
     def validate(self, request: Source, *, set: Sequence[str] = ()) -> Any:
         """Validate a job file with the server, and its local files by the rules for rows. Uploads nothing.
@@ -231,12 +231,8 @@ class AsyncJobs(OpenAIAsyncJobs):
         """As Jobs.prepare."""
         job, files = read_job(request, set), self._client.files
         await asyncio.to_thread(validate_local, job)
-        return job.with_ids(
-            {
-                field: (await files.create(file=path, purpose="fine-tune")).id
-                for field, path in job.uploads.items()
-            }
-        )
+        ids = {path: (await files.create(file=path, purpose="fine-tune")).id for path in job.distinct_uploads}
+        return job.with_ids({field: ids[path] for field, path in job.uploads.items()})
 
     async def validate(self, request: Source, *, set: Sequence[str] = ()) -> Any:
         """As Jobs.validate."""
