@@ -162,7 +162,7 @@ def _rows(path: Path, file: IO[bytes], head: bytes) -> _NumberedRows:
     start = head.decode(encoding, "ignore")
     layout = container_of(start.encode("utf-8", "replace"))
     if layout in (JSON_ARRAY, PRETTY_JSON):
-        yield from read_objects(_json_lines(_pieces(file, encoding)))
+        yield from read_objects(json_lines(_pieces(file, encoding)))
     elif layout is CR_LINES:
         yield from read_objects(piece.replace("\r", "\n").encode() for piece in _pieces(file, encoding))
     elif (table := csv_layout(start.lstrip())) is not None:
@@ -178,7 +178,7 @@ def _pieces(file: IO[bytes], encoding: str) -> Iterator[str]:
     return iter(lambda: text.read(PIECE), "")
 
 
-def _json_lines(pieces: Iterable[str]) -> Iterator[bytes]:
+def json_lines(pieces: Iterable[str]) -> Iterator[bytes]:
     """Yield one line for each value of an array, or of values one after another.
 
     A value that is not JSON is the last one: where it ends is unknown.

@@ -15,7 +15,7 @@ import pytest
 from pyarrow import parquet
 from regraft import InvalidDataset, Regraft
 from regraft.cli import main
-from regraft.convert import convert
+from regraft.convert import convert, json_lines
 from regraft.datasets import Method, validate
 
 from core.database.tables import File
@@ -454,16 +454,16 @@ def test_cells_of_a_table_may_have_commas_quotes_and_line_ends(tmp_path: Path) -
     assert row == {"messages": [{"role": "user", "content": 'Say "a, b"\nand c'}], "answer": "x"}
 
 
-def test_an_array_is_read_in_pieces_wherever_they_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_an_array_is_read_in_pieces_wherever_they_end(size: int) -> None:
     rows = [
-        {"messages": [{"role": "user", "content": "[{" * n + '"\\\n'}], "answer": "]},"} for n in range(60)
+        {"messages": [{"role": "user", "content": "[{" * n + '"\\\n'}], "answer": "]},"} for n in range(40)
     ]
-    content = json.dumps(rows, indent=1).encode()
-    monkeypatch.setattr("regraft.convert.PIECE", 7)
+    text = json.dumps(rows, indent=1)
 
-    assert convert_text(tmp_path, content, "rft") == rows
+    found = json_lines(text[at : at + size] for at in range(0, len(text), size))
+
+    assert [json.loads(line) for line in found] == rows
 
 
 REFUSED: dict[str, tuple[bytes, Target, dict[str, str], str]] = {
