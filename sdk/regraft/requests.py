@@ -85,6 +85,22 @@ class PipelineRequest:
     body: dict[str, Any]
     uploads: dict[tuple[str | int, ...], Path]
 
+    @property
+    def jobs(self) -> list[JobRequest]:
+        """The jobs of its stages, with their local files."""
+        return [
+            JobRequest(
+                stage["job"],
+                {
+                    str(way[-1]): path
+                    for way, path in self.uploads.items()
+                    if way[:3] == ("stages", number, "job")
+                },
+            )
+            for number, stage in enumerate(self.body["stages"])
+            if isinstance(stage.get("job"), dict)
+        ]
+
     def with_ids(self, ids: Mapping[tuple[str | int, ...], str]) -> dict[str, Any]:
         body = deepcopy(self.body)
         for (*way, last), file_id in ids.items():

@@ -568,6 +568,18 @@ def test_a_field_that_the_grader_reads_is_found_before_the_upload(
     assert list(client.files.list()) == []
 
 
+def test_the_local_files_of_a_pipelines_jobs_are_validated_before_the_upload(
+    desk: Path, client: Regraft, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (desk / "theirs.data").write_bytes(ALPACA)
+    stages = [{"name": "first", "job": {"model": "tiny", "training_file": "theirs.data"}}]
+    (desk / "pipeline.json").write_text(json.dumps({"stages": stages}))
+
+    assert main(["pipelines", "create", "-f", "pipeline.json"]) == 1
+    assert "theirs.data: the rows are Alpaca's" in capsys.readouterr().err
+    assert list(client.files.list()) == []
+
+
 def test_one_file_for_training_and_validation_is_uploaded_once(desk: Path, client: Regraft) -> None:
     (desk / "theirs.data").write_bytes(lines(*ROWS))
     request = job("reinforcement") | {"validation_split": None, "validation_file": "theirs.data"}
