@@ -37,12 +37,9 @@ def of_content(content: Iterable[dict[str, Any]]) -> Iterator[EvalRow | LineErro
 
 
 def _row(line: int, row: dict[str, Any]) -> EvalRow | LineError:
-    if row and row.keys().isdisjoint({"item", "sample"}):
-        return (
-            LineError(line, "is nested too deeply")
-            if is_nested_too_deeply(row)
-            else EvalRow(line, row, is_flat=True)
-        )
+    is_flat = bool(row) and row.keys().isdisjoint({"item", "sample"})
+    if is_flat:
+        row = {"item": row}
     for name in row:
         if name not in ("item", "sample"):
             return LineError(line, f"has the key '{name}'; a row has 'item' and perhaps 'sample'")
@@ -54,4 +51,4 @@ def _row(line: int, row: dict[str, Any]) -> EvalRow | LineError:
         return LineError(line, "must be an object", "sample")
     if is_nested_too_deeply(row):
         return LineError(line, "is nested too deeply")
-    return EvalRow(line, row["item"], row.get("sample"))
+    return EvalRow(line, row["item"], row.get("sample"), is_flat=is_flat)

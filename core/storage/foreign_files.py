@@ -110,13 +110,12 @@ def detect(chunks: Iterable[bytes]) -> ForeignFormat | None:
     Reads the first 64 KiB, and the first FIRST_ROWS lines.
     """
     rest = iter(chunks)
-    held: list[bytes] = []
-    while sum(map(len, held)) < HEAD_BYTES and (chunk := next(rest, None)) is not None:
-        held.append(chunk)
-    container = container_of(b"".join(held))
-    if container is not None:
+    head = bytearray()
+    while len(head) < HEAD_BYTES and (chunk := next(rest, None)) is not None:
+        head += chunk
+    if (container := container_of(bytes(head))) is not None:
         return container
-    first = islice(read_objects(chain(held, rest)), FIRST_ROWS)
+    first = islice(read_objects(chain([bytes(head)], rest)), FIRST_ROWS)
     return format_of_rows([row[1] for row in first if isinstance(row, tuple)])
 
 

@@ -38,6 +38,7 @@ class JobRequest:
 
     @property
     def distinct_uploads(self) -> list[Path]:
+        """The files to upload, each once."""
         return list(dict.fromkeys(self.uploads.values()))
 
     def with_ids(self, ids: Mapping[str, str]) -> dict[str, Any]:

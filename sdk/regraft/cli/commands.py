@@ -418,7 +418,7 @@ def convert(arguments: argparse.Namespace) -> int:
         names[name] = field
     source: Path = arguments.source
     # train.csv.gz becomes train.rft.jsonl.
-    stem = source.name.split(".")[0] or source.name
+    stem = Path(source.name.removesuffix(".gz")).stem
     path = arguments.out or Path(f"{stem}.{arguments.target}.jsonl")
     if path.exists() and path.samefile(source):
         raise Refused(f"{path} is the file that is converted: choose another name with -o")
