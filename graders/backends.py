@@ -13,11 +13,12 @@ from pathlib import Path
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from graders import complaints
-from graders.build import build, python_parts
+from graders.build import build, judge_parts, python_parts
 from graders.checks import check_patterns
 from graders.endpoint import Endpoints
 from graders.environments.catalog import DEFAULT, default_folder, find
 from graders.judge.judges import HttpJudges, JudgeModel
+from graders.prompts import refuse_media
 from graders.sandbox.pool import shared
 from graders.spec import GraderSpec, InvalidGrader
 from graders.types import Grader
@@ -163,11 +164,15 @@ class Backends:
         """Run the checks that need this installation. Blocks on the hazard pool, so do not call it in an event loop.
 
         Raises:
-            InvalidGrader: a regular expression does not compile, or (NotConfigured) this installation cannot run it.
+            InvalidGrader: a regular expression does not compile, a judge that reads text only gets images or audio, or
+                (NotConfigured) this installation cannot run it.
             EnvironmentNotBuilt: the environment of a python grader has not been built.
         """
         check_patterns(spec, param)
         build(spec, HttpJudges(self.judges), self.endpoints, self.environments, param=param)
+        for where, part in judge_parts(spec, param):
+            if self.judges[part.model].is_text_only:
+                refuse_media(part.input, f"{where}.input")
 
     async def compile(self, spec: GraderSpec, owner: str = "", param: str = "grader") -> None:
         """Raise InvalidGrader if the source of a python grader does not compile.
@@ -221,6 +226,7 @@ def _judge(entry: JudgeEntry, inference: Inference | None, environment: Mapping[
         requests_per_second=entry.requests_per_second,
         timeout_s=entry.timeout_seconds,
         explains=entry.explains,
+        is_text_only=entry.model is not None,
     )
 
 

@@ -170,6 +170,16 @@ def reward_model_parts(spec: GraderSpec, param: str = "grader") -> Iterator[tupl
         yield from reward_model_parts(sub, f"{param}.graders.{key}")
 
 
+def judge_parts(
+    spec: GraderSpec, param: str = "grader"
+) -> Iterator[tuple[str, ScoreModelSpec | LabelModelSpec]]:
+    """Yield the parts of the spec that prompt a judge model, each with its path."""
+    if isinstance(spec, ScoreModelSpec | LabelModelSpec):
+        yield param, spec
+    for key, sub in parts_of(spec).items():
+        yield from judge_parts(sub, f"{param}.graders.{key}")
+
+
 def masked_part(spec: GraderSpec, param: str = "grader") -> str | None:
     """The path of a header value that is the mask of a secret, as `hide_secrets` returns it; None: there is none."""
     if isinstance(spec, EndpointSpec) and spec.headers:

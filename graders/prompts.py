@@ -164,19 +164,29 @@ def _template(raw: object, where: str) -> PromptTemplate:
     except ValidationError as invalid:
         at, about = complaints.first_of(invalid.errors(), raw, where)
         raise _refused(complaints.explain(at, about)) from None
+    refuse_media(messages, where)
     parsed = []
     for number, message in enumerate(messages):
-        for part in message.parts:
-            if isinstance(part, InputImage | InputAudio):
-                what = "images" if isinstance(part, InputImage) else "audio"
-                text = f"{what} ('{part.type}') are not supported by this server, which reads text only."
-                raise _refused(complaints.invalid_value(f"{where}[{number}].content", text))
         templates = tuple(Template.parse(text) for text in message.templates)
         if any(isinstance(p, Reference) and p.namespace == "sample" for t in templates for p in t.parts):
             text = "the prompt cannot read 'sample', which it produces."
             raise _refused(complaints.invalid_value(f"{where}[{number}].content", text))
         parsed.append((message.role, templates))
     return PromptTemplate(messages=tuple(parsed))
+
+
+def refuse_media(messages: Sequence[MessageSpec], where: str) -> None:
+    """Raise InvalidGrader for images and audio in messages to a model of this service, which reads text only.
+
+    Args:
+        where: the path of the messages in the request.
+    """
+    for number, message in enumerate(messages):
+        for part in message.parts:
+            if isinstance(part, InputImage | InputAudio):
+                what = "images" if isinstance(part, InputImage) else "audio"
+                text = f"{what} ('{part.type}') are not supported by this server, which reads text only."
+                raise _refused(complaints.invalid_value(f"{where}[{number}].content", text))
 
 
 def _refused(mistake: complaints.Mistake) -> InvalidGrader:

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from email.message import Message
+from email.utils import collapse_rfc2231_value
 from typing import Protocol, TypeVar
 
 from anyio import CancelScope, CapacityLimiter, to_thread
@@ -110,12 +112,12 @@ class FormReader:
         self._name = self._value = b""
 
     def _on_headers_finished(self) -> None:
-        _, options = parse_options_header(self._headers.get(b"content-disposition", b""))
+        disposition = self._headers.get(b"content-disposition", b"")
+        _, options = parse_options_header(disposition)
         if b"name" not in options:
             raise InvalidRequest("A part of the form has no name.", code="invalid_form")
-        filename = options.get(b"filename")
         name = options[b"name"].decode("utf-8", "replace")
-        self._part = self._begin(name, None if filename is None else filename.decode("utf-8", "replace"))
+        self._part = self._begin(name, _file_name(disposition, options))
 
     def _on_part_data(self, data: bytes, start: int, end: int) -> None:
         assert self._part is not None
@@ -127,6 +129,22 @@ class FormReader:
 
     def _on_end(self) -> None:
         self._ended = True
+
+
+def _file_name(disposition: bytes, options: dict[bytes, bytes]) -> str | None:
+    """The file name of a part; None: it is not a file.
+
+    Some clients send a name outside of ASCII as RFC 5987's `filename*`, perhaps with a `filename` for servers that do
+    not know it.
+    """
+    if b"filename*" in disposition:
+        header = Message()
+        header["content-disposition"] = disposition.decode("latin-1")
+        for name, value in header.get_params([], header="content-disposition"):
+            if name.lower() == "filename" and isinstance(value, tuple):  # encoded: charset, language, text
+                return collapse_rfc2231_value(value)
+    plain = options.get(b"filename")
+    return None if plain is None else plain.decode("utf-8", "replace")
 
 
 class FormReceiver(Protocol):

@@ -21,12 +21,13 @@ from core.database.tables import File, Project
 from core.errors import ContentDamaged, FileNotFound, InvalidRequest, ModelNotFound, ServiceError
 from core.evals import budgets, rows, targets
 from core.evals.items import MAX_ROWS
-from core.evals.rows import Complaints, EvalRow, InvalidRows
+from core.evals.rows import EvalRow
 from core.inference import not_served
 from core.response_format import ResponseFormat, checked_bounds
 from core.results import model_aliases, tuned_models
 from core.storage import files
-from core.storage.datasets import LineError
+from core.storage.datasets import InvalidDataset, LineError, Problems
+from core.storage.foreign_files import container_of
 from graders.build import item_paths, missing_item_paths, unusable_references
 from graders.hazards import table
 from graders.hazards.pool import OWNER, HazardFailed, LimitExceeded, shared
@@ -185,21 +186,22 @@ def count_rows(
     if isinstance(source, SampledSource):
         prompt = parse_input_messages(source.input_messages, "data_source.input_messages")
     param = "data_source.source." + ("id" if file is not None else "content")
-    complaints = Complaints()
+    problems = Problems()
     count = 0
     try:
-        for batch in _batches(_rows(body, file, service), complaints):
+        for batch in _batches(_rows(body, file, service), problems):
             count += len(batch)
             if count > MAX_ROWS:
                 raise InvalidRequest(f"A run has at most {MAX_ROWS} rows.", param=param)
-            _check_batch(batch, config, criteria, prompt, complaints, sampled=prompt is not None)
-            if complaints.full:
+            _check_batch(batch, config, criteria, prompt, problems, sampled=prompt is not None)
+            if problems.full:
                 break
-        complaints.refuse()
-    except InvalidRows as invalid:
-        raise InvalidRequest(
-            f"Invalid rows in '{param}': {invalid}", param=param, code="invalid_rows"
-        ) from None
+        problems.refuse(count, 0)
+    except InvalidDataset as invalid:
+        head = b"" if file is None else next(iter(service.blobs.open(file.blob_key)), b"")
+        foreign = container_of(head)
+        why = str(invalid) if foreign is None else f"{foreign.seen}; {foreign.remedy}."
+        raise InvalidRequest(f"Invalid rows in '{param}': {why}", param=param, code="invalid_rows") from None
     except files.FileDamaged as damaged:
         raise ContentDamaged(str(damaged)) from None
     if count == 0:
@@ -215,13 +217,13 @@ def _rows(body: RunCreate, file: File | None, service: Service) -> Iterator[Eval
     return rows.of_file(files.read_content(service.blobs, file))
 
 
-def _batches(found: Iterator[EvalRow | LineError], complaints: Complaints) -> Iterator[list[EvalRow]]:
+def _batches(found: Iterator[EvalRow | LineError], problems: Problems) -> Iterator[list[EvalRow]]:
     batch: list[EvalRow] = []
     size = 0
     for row in found:
         if isinstance(row, LineError):
-            complaints.add(row)
-            if complaints.full:
+            problems.add(row)
+            if problems.full:
                 break
             continue
         batch.append(row)
@@ -238,7 +240,7 @@ def _check_batch(
     config: Mapping[str, Any],
     criteria: Sequence[GraderSpec],
     prompt: PromptTemplate | None,
-    complaints: Complaints,
+    problems: Problems,
     *,
     sampled: bool,
 ) -> None:
@@ -247,9 +249,21 @@ def _check_batch(
     if schema is not None:
         call = shared().submit(table.ITEMS, json.dumps(schema), json.dumps([row.item for row in batch]))
         violations = _result(call, SCHEMA)
+    keys = frozenset(schema.get("properties", ()) if schema is not None else ())
     for row, violation in zip(batch, violations, strict=True):
+        if row.is_flat and (violation or keys.isdisjoint(row.item)):
+            problems.add(LineError(row.line, _no_item(row, violation)))
+            continue
         for problem in _problems(row, violation, criteria, prompt, sampled):
-            complaints.add(LineError(row.line, problem))
+            problems.add(LineError(row.line, problem))
+
+
+def _no_item(row: EvalRow, violation: str) -> str:
+    why = f": {violation}" if violation else ""
+    return (
+        f"has the key '{next(iter(row.item))}'; a row has 'item' and perhaps 'sample', or is itself an item that fits "
+        f"'{SCHEMA}'{why}"
+    )
 
 
 def _problems(

@@ -82,15 +82,10 @@ class CustomConfig(StrictModel):
     include_sample_schema: bool = False
 
 
-class LogsConfig(StrictModel):
-    type: Literal["logs"]
-    metadata: dict[str, Any] | None = None
-
-
 def _supported_config(sent: Any) -> Any:
-    if isinstance(sent, dict) and sent.get("type") == "stored_completions":
+    if isinstance(sent, dict) and sent.get("type") in ("stored_completions", "logs"):
         raise InvalidParameter(
-            "'stored_completions' is not supported: this server stores no chat completions. Use 'custom', and send "
+            f"'{sent['type']}' is not supported: this server stores no chat completions. Use 'custom', and send "
             "the rows with each run.",
             param="data_source_config.type",
             code="unsupported_parameter",
@@ -101,9 +96,7 @@ def _supported_config(sent: Any) -> Any:
 class EvalCreate(Body):
     name: Name | None = None
     metadata: Metadata = None
-    data_source_config: Annotated[
-        Annotated[CustomConfig | LogsConfig, Field(discriminator="type")], BeforeValidator(_supported_config)
-    ]
+    data_source_config: Annotated[CustomConfig, BeforeValidator(_supported_config)]
     testing_criteria: Annotated[list[Annotated[GraderSpec, OrStored()]], BeforeValidator(_criteria)]
 
 

@@ -25,6 +25,7 @@ from core.database.ids import new_id
 from core.database.tables import File, Project, now
 from core.errors import ContentDamaged, InvalidRequest, PayloadTooLarge, ServiceError, Unavailable
 from core.storage import files
+from core.storage.foreign_files import HEAD_BYTES
 from core.storage.store import BlobInfo, BlobNotFound, BlobWriter, StoreEmpty, check_not_empty
 from core.strict import StrictModel
 from core.tenancy import tenants
@@ -248,8 +249,9 @@ class ArrivingFile:
         """Create the file, or return the first response for this Idempotency-Key."""
         fields = _checked(self._sent)
         info = None if self._stored is None else self._stored.info
-        if info is None or info.size == 0:
+        if self._stored is None or info is None or info.size == 0:
             raise InvalidRequest("The file is empty.", param="file")
+        files.refuse_foreign(fields.purpose, fields.file, self._stored.head)
         created_at = now()
         file = File(
             id=self._id,
@@ -300,10 +302,12 @@ class _Stored:
         self._writer, self._check = writer, check
         self._received = 0
         self.info: BlobInfo | None = None
+        self.head = b""  # the first HEAD_BYTES
 
     def write(self, data: bytes) -> None:
         self._received += len(data)
         self._check(self._received)
+        self.head += data[: HEAD_BYTES - len(self.head)]
         self._writer.write(data)
 
     def end(self) -> None:

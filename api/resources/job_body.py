@@ -25,6 +25,7 @@ from core.jobs import budgets, methods, offline_hyperparameters
 from core.jobs.budgets import Price
 from core.jobs.distillation import Distillation
 from core.jobs.hyperparameters import Hyperparameters
+from core.jobs.job_files import SAME_FILE
 from core.response_format import ResponseFormat
 from core.storage.splitting import MAX_SHARE
 from core.strict import StrictModel
@@ -279,15 +280,6 @@ class JobCreate(Body):
             raise ValueError("only reinforcement jobs have previews")
         return preview
 
-    @field_validator("validation_file")
-    @classmethod
-    def _differs(cls, file_id: str | None, info: ValidationInfo) -> str | None:
-        if file_id is not None and file_id == info.data.get("training_file"):
-            raise ValueError(
-                "it must not be the training file: its figures would say nothing about new prompts"
-            )
-        return file_id
-
     def reinforcement(self, what: str) -> Reinforcement:
         """method.reinforcement, for a request that is about `what` of it.
 
@@ -320,6 +312,7 @@ class JobCreate(Body):
 
     @property
     def warnings(self) -> list[str]:
-        """One sentence for each accepted value without effect."""
+        """One sentence for each accepted value that has no effect, or another one than it seems."""
         asked = self.method.reinforcement
-        return [] if asked is None else asked.hyperparameters.warnings
+        values = [] if asked is None else asked.hyperparameters.warnings
+        return values + ([SAME_FILE] if self.validation_file == self.training_file else [])

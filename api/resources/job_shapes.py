@@ -49,6 +49,7 @@ class VerdictOut(BaseModel):
     step: int
     ground: str | None = None  # null: decided by the interval alone
     start: str | None = None  # the tuned model that the job trained further; null: the base model
+    held_out: bool = True  # false: the validation file is the training file
 
 
 class ProgressOut(BaseModel):

@@ -38,6 +38,7 @@ from core.evals import targets
 from core.inference import address_of, not_served
 from core.jobs import estimates, usage
 from core.jobs.estimates import Range
+from core.jobs.job_files import in_words
 from core.results import evals, preview_report, previews
 from core.results.preview_report import (
     Grading,
@@ -51,7 +52,7 @@ from core.results.preview_report import (
 )
 from core.results.previews import PreviewResults
 from core.storage import datasets
-from core.storage.datasets import Example, LineError
+from core.storage.datasets import Example, InvalidDataset, LineError
 from core.storage.store import BlobStore
 from core.tenancy import tenants
 from graders.hazards.pool import OWNER
@@ -617,7 +618,8 @@ def _some_rows(blobs: BlobStore, file: File, count: int, seed: int) -> list[Exam
     draw = random.Random(f"{seed}/preview")
     for number, row in enumerate(datasets.read_rows(blobs.open(file.blob_key))):
         if isinstance(row, LineError):
-            raise InvalidRequest(f"{file.id}: {row}", param="training_file")
+            message = in_words(InvalidDataset([row]), blobs, file, "reinforcement", "training_file")
+            raise InvalidRequest(message, param="training_file", code="invalid_training_file")
         if number < count:
             chosen.append(row)
         elif (place := draw.randrange(number + 1)) < count:

@@ -25,7 +25,7 @@ from core.model_templates import files_of, is_reasoning
 from core.prompt_tokens import CannotCount, TokenCounter
 from core.registry import BaseModelEntry
 from core.results import lineage
-from core.storage import files, profiles
+from core.storage import files, foreign_files, profiles
 from core.storage.profiles import (
     Duplicates,
     GraderReads,
@@ -82,7 +82,13 @@ class ProfileOut(BaseModel):
     rows: Annotated[int, Field(description="Valid rows.")]
     is_whole: Annotated[bool, Field(description="False: only the first million rows were read.")]
     invalid: Annotated[int, Field(description="Lines with problems, which a job would reject.")]
-    problems: Annotated[list[RowProblem], Field(description="The first 20.")]
+    problems: Annotated[list[RowProblem], Field(description="The first 20 different ones.")]
+    foreign_format: Annotated[
+        str | None,
+        Field(
+            description="Names the format of a file that no job reads, and says what to do; null: it has none."
+        ),
+    ] = None
     characters: Annotated[Lengths | None, Field(description="Of the text of a prompt.")]
     tokens: TokenLengths | None
     tokens_reason: Annotated[str | None, Field(description="The reason if tokens are not counted.")]
@@ -144,7 +150,9 @@ def _profile(file_id: str, body: ProfileCreate, project: Project, service: Servi
             reader=None if body.grader is None else _reader(body.grader),
             validation=other,
         )
-    return ProfileOut(file_id=file.id, model=body.model, **vars(made))
+        foreign = foreign_files.detect(stack.enter_context(content(file))) if made.invalid else None
+    sentence = None if foreign is None else foreign.sentence(body.method)
+    return ProfileOut(file_id=file.id, model=body.model, foreign_format=sentence, **vars(made))
 
 
 def _room(

@@ -10,6 +10,7 @@ from api.http.deps import Service
 from core.database.engine import Work
 from core.database.tables import File, Project
 from core.errors import ContentDamaged, InvalidRequest
+from core.jobs.job_files import in_words
 from core.storage import datasets, files, splitting
 from core.storage.datasets import InvalidDataset
 from core.storage.offline_rows import MAX_ROWS, MIN_ROWS
@@ -59,7 +60,8 @@ def split(
             )
         )
     except InvalidDataset as invalid:
-        raise InvalidRequest(str(invalid), param="training_file", code="invalid_training_file") from None
+        message = in_words(invalid, service.blobs, source, method, "training_file")
+        raise InvalidRequest(message, param="training_file", code="invalid_training_file") from None
     except (files.FileDamaged, BlobNotFound) as damage:
         raise ContentDamaged(str(damage)) from None
 

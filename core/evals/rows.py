@@ -1,30 +1,27 @@
 """The rows of a run: from an uploaded file, the request or the rollouts of a job (core/evals/regrades.py).
 
-Each has an `item` and perhaps a `sample`.
+Each has an `item` and perhaps a `sample`, or is itself an item.
 """
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from core.storage.datasets import MAX_REPORTED, LineError, is_nested_too_deeply, read_objects
+from core.storage.datasets import LineError, is_nested_too_deeply, read_objects
 
 
 @dataclass(frozen=True)
 class EvalRow:
-    """One row; `line` counts from 1. `rollout` is the stored answer of a regrade."""
+    """One row; `line` counts from 1. `rollout` is the stored answer of a regrade.
+
+    `is_flat`: the row has no key `item`, and is itself the item.
+    """
 
     line: int
     item: dict[str, Any]
     sample: dict[str, Any] | None = None
     rollout: dict[str, Any] | None = None
-
-
-class InvalidRows(ValueError):
-    """The first errors of the rows, at most MAX_REPORTED."""
-
-    def __init__(self, errors: Iterable[LineError]) -> None:
-        super().__init__("\n".join(map(str, errors)))
+    is_flat: bool = False
 
 
 def of_file(chunks: Iterable[bytes]) -> Iterator[EvalRow | LineError]:
@@ -40,6 +37,9 @@ def of_content(content: Iterable[dict[str, Any]]) -> Iterator[EvalRow | LineErro
 
 
 def _row(line: int, row: dict[str, Any]) -> EvalRow | LineError:
+    is_flat = bool(row) and row.keys().isdisjoint({"item", "sample"})
+    if is_flat:
+        row = {"item": row}
     for name in row:
         if name not in ("item", "sample"):
             return LineError(line, f"has the key '{name}'; a row has 'item' and perhaps 'sample'")
@@ -51,24 +51,4 @@ def _row(line: int, row: dict[str, Any]) -> EvalRow | LineError:
         return LineError(line, "must be an object", "sample")
     if is_nested_too_deeply(row):
         return LineError(line, "is nested too deeply")
-    return EvalRow(line, row["item"], row.get("sample"))
-
-
-class Complaints:
-    """Collects the errors of rows up to the number that is reported."""
-
-    def __init__(self) -> None:
-        self.errors: list[LineError] = []
-
-    @property
-    def full(self) -> bool:
-        return len(self.errors) >= MAX_REPORTED
-
-    def add(self, error: LineError) -> None:
-        if not self.full:
-            self.errors.append(error)
-
-    def refuse(self) -> None:
-        """Raise InvalidRows if there were errors."""
-        if self.errors:
-            raise InvalidRows(self.errors)
+    return EvalRow(line, row["item"], row.get("sample"), is_flat=is_flat)

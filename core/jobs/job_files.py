@@ -11,8 +11,8 @@ from core.database.tables import File
 from core.jobs.methods import FORMATS, LOGITS, REWARD_MODEL
 from core.storage import datasets, files
 from core.storage.datasets import Example, InvalidDataset, read_objects
+from core.storage.foreign_files import FIRST_ROWS
 from core.storage.offline_rows import (
-    FIRST_ROWS,
     FORMS,
     MAX_ROWS,
     MIN_ROWS,
@@ -27,6 +27,8 @@ from core.storage.offline_rows import (
 from core.storage.store import BlobNotFound, BlobStore
 
 LABELS = "labels"
+# For a job whose two files are one, which OpenAI accepts as well.
+SAME_FILE = "The validation file is the training file, so validation proves nothing about new prompts."
 
 
 class BadFile(Exception):
@@ -88,8 +90,9 @@ def problems_of(blobs: BlobStore, file: File, variant: str, param: str) -> Itera
 
 
 def in_words(invalid: InvalidDataset, blobs: BlobStore, file: File, variant: str, param: str) -> str:
-    """The errors of a file in a job of this variant. One sentence precedes them if the rows are for another method."""
-    return f"{_name(param).capitalize()} {file.id}: {explained(invalid, blobs.open(file.blob_key), variant)}"
+    """The errors of a file in a job of this variant, as `explained` puts them, after the name of the file."""
+    errors = explained(invalid, lambda: blobs.open(file.blob_key), variant)
+    return f"{_name(param).capitalize()} {file.id} ({file.filename}): {errors}"
 
 
 def kinds_of(variant: str, rows: Iterable[Example]) -> list[str]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+NOT_HELD_OUT = "The validation file is the training file, so this proves nothing about new prompts."
 Outcome = Literal["improved", "no_difference", "worse", "too_few"]
 
 
@@ -35,6 +36,8 @@ class Verdict:
     ground: str | None = None
     # The tuned model that the job trained further and that is compared here; None: the base model.
     start: str | None = None
+    # Whether the validation rows are not those that the job trains on.
+    held_out: bool = True
 
     @classmethod
     def read(cls, stored: Mapping[str, Any]) -> "Verdict":
@@ -67,7 +70,7 @@ class Verdict:
             f"Compared with {self.start or 'the base model'} on {counted(self.rows, 'validation row')}{left_out}: "
             f"{self.base_reward:.2f} -> {self.tuned_reward:.2f}, difference {self.difference:+.2f} ({interval}), "
             f"{counted(self.wins, 'win')}, {counted(self.losses, 'loss', 'losses')}, "
-            f"{counted(self.ties, 'tie')}: {self._conclusion()}."
+            f"{counted(self.ties, 'tie')}: {self._conclusion()}.{'' if self.held_out else f' {NOT_HELD_OUT}'}"
         )
 
     def _conclusion(self) -> str:

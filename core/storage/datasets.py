@@ -13,12 +13,13 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 # OpenAI's limits for reinforcement fine-tuning.
 MAX_TRAINING_ROWS, MAX_VALIDATION_ROWS = 50_000, 1_000
 MAX_REPORTED = 20
+MAX_ALSO = 4  # further lines that are named with one error
 MAX_LINE_BYTES = 4 << 20  # a prompt is kilobytes; a longer "line" means a file without line ends
 MAX_DEPTH = 100
 MAX_DIGITS = 400  # more than any float has; Python's own limit is 4300
@@ -46,14 +47,30 @@ class LineError:
     line: int
     message: str
     path: str = ""
+    more_lines: int = 0  # further lines with the same error
+    also: tuple[int, ...] = ()  # the first MAX_ALSO of them
+
+    def also_in(self, line: int) -> "LineError":
+        """The same error with one more line."""
+        also = (*self.also, line)[:MAX_ALSO]
+        return replace(self, more_lines=self.more_lines + 1, also=also)
+
+    @property
+    def text(self) -> str:
+        """The error without its first line, but with the number of further lines that have it."""
+        sentence = ": ".join(part for part in (self.path, self.message) if part)
+        if not self.more_lines:
+            return sentence
+        named = [*map(str, self.also), *(["…"] if self.more_lines > len(self.also) else [])]
+        noun = "line" if self.more_lines == 1 else "lines"
+        return f"{sentence} (and in {self.more_lines} more {noun}: {', '.join(named)})"
 
     def __str__(self) -> str:
-        line = f"line {self.line}" if self.line else ""
-        return ": ".join(part for part in (line, self.path, self.message) if part)
+        return f"line {self.line}: {self.text}" if self.line else self.text
 
 
 class InvalidDataset(ValueError):
-    """The first errors of a file, at most MAX_REPORTED, and the number of further lines with errors."""
+    """The first different errors of a file, at most MAX_REPORTED, and the number of further lines with errors."""
 
     file: str | None = None  # its path, where it is a local file of a job
 
@@ -84,7 +101,7 @@ def read_examples(
         form: the format of a row; None: a prompt and the fields of its graders.
     """
     examples: list[Example] = []
-    problems = _Problems()
+    problems = Problems()
     for row in _good_rows(chunks, problems, check, max_rows, form):
         if problems.errors:
             examples.clear()  # an invalid file returns no rows
@@ -103,7 +120,7 @@ def count_examples(
     min_rows: int = 1,
 ) -> int:
     """Count the rows that `read_examples` would return, or raise the same errors. Holds one row at a time."""
-    problems = _Problems()
+    problems = Problems()
     count = sum(1 for _ in _good_rows(chunks, problems, check, max_rows, form))
     problems.refuse(count, min_rows)
     return count
@@ -111,7 +128,7 @@ def count_examples(
 
 def _good_rows(
     chunks: Iterable[bytes],
-    problems: "_Problems",
+    problems: "Problems",
     check: Callable[[Example], Iterable[str]] | None,
     max_rows: int | None,
     form: "RowForm | None" = None,
@@ -167,24 +184,35 @@ def read_objects(
             yield _object(number, line)
 
 
-class _Problems:
-    """Keeps the first MAX_REPORTED errors and counts the further lines with errors."""
+class Problems:
+    """Keeps the first MAX_REPORTED different errors, each with its number of lines, and counts the further lines."""
 
     def __init__(self) -> None:
-        self.errors: list[LineError] = []
         self.more = 0
+        self._errors: dict[tuple[str, str], LineError] = {}
         self._last_line = -1
 
+    @property
+    def errors(self) -> list[LineError]:
+        return list(self._errors.values())
+
+    @property
+    def full(self) -> bool:
+        return len(self._errors) >= MAX_REPORTED
+
     def add(self, error: LineError) -> None:
-        if len(self.errors) < MAX_REPORTED:
-            self.errors.append(error)
+        key = error.path, error.message
+        if (earlier := self._errors.get(key)) is not None:
+            self._errors[key] = earlier.also_in(error.line)
+        elif not self.full:
+            self._errors[key] = error
         elif error.line != self._last_line:
             self.more += 1
         self._last_line = error.line
 
     def refuse(self, rows: int, min_rows: int) -> None:
         """Raise InvalidDataset if there were errors or too few rows."""
-        if self.errors:
+        if self._errors:
             raise InvalidDataset(self.errors, self.more)
         if rows < min_rows:
             raise InvalidDataset([LineError(0, _too_few(rows, min_rows))])
@@ -275,7 +303,7 @@ def _parse(line: bytes) -> Any:
     except UnicodeDecodeError as error:
         raise ValueError(f"is not UTF-8: byte {error.start + 1} is 0x{line[error.start]:02x}") from None
     except json.JSONDecodeError as error:
-        raise ValueError(f"is not JSON: {error.msg} at column {error.colno}") from None
+        raise ValueError(f"is not JSON: {error.msg.removesuffix(' at')} at column {error.colno}") from None
     except RecursionError:
         raise ValueError("is nested too deeply") from None
     if is_nested_too_deeply(row):

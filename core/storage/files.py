@@ -16,6 +16,7 @@ from core.errors import FileNotFound, InvalidRequest
 from core.jobs.lifecycle import FINAL
 from core.storage import datasets
 from core.storage.datasets import Example, InvalidDataset, RowForm
+from core.storage.foreign_files import container_of
 from core.storage.store import (
     CHUNK_BYTES,
     BlobCorrupt,
@@ -49,6 +50,21 @@ def get_dataset(session: Session, project_id: str, file_id: str, *, param: str) 
         message = f"The file {file_id} has purpose '{file.purpose}', but must have '{FINE_TUNE}'."
         raise InvalidRequest(message, param=param)
     return file
+
+
+def refuse_foreign(purpose: str, filename: str, head: bytes) -> None:
+    """Reject training data that no job could read.
+
+    Args:
+        head: the first bytes of the file, at least foreign_files.HEAD_BYTES of a longer one.
+
+    Raises:
+        InvalidRequest: the file is not JSONL; the message names its format and what to do.
+    """
+    foreign = container_of(head) if purpose == FINE_TUNE else None
+    if foreign is not None:
+        message = f"{filename} is not a dataset: {foreign.sentence()}"
+        raise InvalidRequest(message, param="file", code="invalid_file_format")
 
 
 MISSING, DAMAGED = "are missing", "are damaged"

@@ -20,11 +20,12 @@ Functions here yield the problems of a row as (path, message) pairs. An assistan
 """
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import islice
 from types import MappingProxyType
 from typing import Any, Literal
 
+from . import foreign_files
 from .datasets import (
     EMPTY_KEYS,
     MESSAGE_KEYS,
@@ -37,14 +38,13 @@ from .datasets import (
     kind,
     read_objects,
 )
+from .foreign_files import FIRST_ROWS
 
 RewardKind = Literal["pairs", "scores", "steps"]
 # OpenAI's minimum; it refuses smaller files with `invalid_n_examples`.
 MIN_ROWS = 10
 MAX_ROWS = 1_000_000
 TOOL_KEYS = {"tool_calls", "tool_call_id", "function_call"}
-# Rows that tell the method that a file is made for.
-FIRST_ROWS = 20
 # The methods whose rows a job reads, by its method or variant (core/jobs/methods.py).
 ROWS_OF: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -72,7 +72,11 @@ def format_of(row: Mapping[str, Any]) -> str | None:
     """The method whose format the row seems to have; None: none of them. Pairs are dpo's."""
     if "messages" in row:
         return "reward_model" if {"score", "step_labels"} & row.keys() else "supervised"
-    return "dpo" if {"input", "output", "preferred_output", "non_preferred_output"} & row.keys() else None
+    # The keys `input` and `output` alone do not make a row of dpo: Alpaca's rows have both.
+    given = row.get("input")
+    has_prompt = isinstance(given, Mapping) and "messages" in given
+    is_pair = not row.keys().isdisjoint({"preferred_output", "non_preferred_output"})
+    return "dpo" if has_prompt or is_pair else None
 
 
 def method_of(row: Mapping[str, Any]) -> str | None:
@@ -90,14 +94,20 @@ def remedy(made_for: str, method: str) -> str:
     return f"Use method '{made_for}' for this file, or rows such as {_EXAMPLES[ROWS_OF[method][0]]}."
 
 
-def explained(invalid: InvalidDataset, chunks: Iterable[bytes], method: str) -> InvalidDataset:
-    """The same errors, after a sentence that names the method that the file is made for, if it is another one.
+def explained(invalid: InvalidDataset, chunks: Callable[[], Iterable[bytes]], method: str) -> InvalidDataset:
+    """The errors of a file as the user reads them.
+
+    A file in a foreign format gets one sentence in place of the errors of its lines. The errors of a file for another
+    method follow a sentence that names that method.
 
     Args:
-        chunks: the file once more, from its start.
+        chunks: returns the file's content, from its start.
         method: of the job, or its variant.
     """
-    first = islice(read_objects(chunks), FIRST_ROWS)
+    foreign = foreign_files.detect(chunks())
+    if foreign is not None:
+        return InvalidDataset([LineError(0, foreign.sentence(ROWS_OF[method][0]))])
+    first = islice(read_objects(chunks()), FIRST_ROWS)
     found = {method_of(row[1]) for row in first if isinstance(row, tuple)}
     [made_for] = found if len(found) == 1 else [None]
     if made_for is None or made_for in ROWS_OF[method]:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from core.prompt_tokens import CannotCount, ChatTokens, TokenCounter
-from core.storage.datasets import PROMPTS, Example, LineError, RowForm, read_objects, read_rows
+from core.storage.datasets import PROMPTS, Example, LineError, Problems, RowForm, read_objects, read_rows
 from core.storage.offline_rows import FORMS, is_labeled, method_of, reward_kind
 
 Method = Literal["reinforcement", "supervised", "dpo", "reward_model"]
@@ -26,7 +26,7 @@ MAX_ROWS = 1_000_000
 # Rows whose tokens are counted: all of a training file of a reinforcement job, which has at most 50,000, else a sample.
 MAX_COUNTED = 50_000
 MAX_FIELDS = 100
-MAX_SHOWN = 20  # lines, pairs of lines and problems
+MAX_SHOWN = 20  # lines and pairs of lines
 MAX_DISTINCT = 1000
 EXAMPLE_CHARACTERS = 120
 # Longer keys are left out: 100 of them could be as large as the file.
@@ -132,9 +132,10 @@ class Overlap:
 
 @dataclass(frozen=True)
 class RowProblem:
-    line: int
+    line: int  # the first one
     path: str
     message: str
+    more_lines: int  # further lines with the same problem
 
 
 @dataclass(frozen=True)
@@ -194,7 +195,7 @@ def profile(
     """
     form = form_of(method)
     seen = _Seen()
-    problems: list[RowProblem] = []
+    problems = Problems()
     bad_lines: set[int] = set()
     fields: dict[str, _FieldCount] = {}
     read = None if reader is None else _ReadCount(reader)
@@ -203,8 +204,7 @@ def profile(
     for row in read_rows(chunks, form=form):
         if isinstance(row, LineError):
             bad_lines.add(row.line)
-            if len(problems) < MAX_SHOWN:
-                problems.append(RowProblem(row.line, _short(row.path), row.message))
+            problems.add(row)
             continue
         if len(seen.lines) == max_rows:
             is_whole = False
@@ -226,7 +226,9 @@ def profile(
         rows=rows,
         is_whole=is_whole,
         invalid=len(bad_lines),
-        problems=problems,
+        problems=[
+            RowProblem(one.line, _short(one.path), one.message, one.more_lines) for one in problems.errors
+        ],
         characters=lengths(seen.characters) if rows else None,
         tokens=tokens,
         tokens_reason=tokens_reason if counts is None else counts.reason,

@@ -21,6 +21,7 @@ from core.database.ids import new_id
 from core.database.tables import File, Upload, UploadPart, now
 from core.errors import InvalidRequest, PayloadTooLarge, UploadNotFound
 from core.storage import files
+from core.storage.foreign_files import HEAD_BYTES
 from core.storage.store import BlobCorrupt, BlobNotFound, BlobStore
 from core.tenancy import tenants
 from core.tenancy.audit import OPERATOR, Actor
@@ -179,7 +180,7 @@ def complete(
 
     Raises:
         UploadNotFound: the project has no such upload.
-        InvalidRequest: the upload has ended, or the parts do not match. It is unchanged.
+        InvalidRequest: the upload has ended, the parts do not match, or training data is not JSONL. It is unchanged.
         QuotaExceeded: the project's limit was lowered since the upload was created. It is unchanged.
     """
     with database.write() as session:
@@ -192,6 +193,7 @@ def complete(
     file_id = new_id("file-", 22)
     blob_key = f"projects/{project_id}/files/{file_id}"
     try:
+        files.refuse_foreign(upload.purpose, upload.filename, _head(blobs, parts))
         stored = blobs.put_stream(blob_key, _joined(blobs, upload, parts, md5))
         twin = files.intact_twin(database, blobs, project_id, stored)
         with database.write() as session:
@@ -332,6 +334,17 @@ def _chosen(session: Session, upload: Upload, part_ids: Sequence[str]) -> list[U
             param="part_ids",
         )
     return parts
+
+
+def _head(blobs: BlobStore, parts: Sequence[UploadPart]) -> bytes:
+    """The first bytes of all parts, by which the format of the file is recognized."""
+    head = bytearray()
+    for part in parts:
+        for chunk in blobs.open(part.blob_key):
+            head += chunk
+            if len(head) >= HEAD_BYTES:
+                return bytes(head[:HEAD_BYTES])
+    return bytes(head)
 
 
 def _joined(

@@ -76,6 +76,7 @@ class JudgeModel:
     requests_per_second: float | None = None
     timeout_s: float = 120.0
     explains: bool = True  # whether it writes "steps" before the "result"
+    is_text_only: bool = False  # a model of this service, which reads neither images nor audio
 
 
 class HttpJudges:

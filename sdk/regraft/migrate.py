@@ -83,7 +83,7 @@ def _migrate_offline(
         'hyperparameters: "auto" follows OpenAI\'s rule for n_epochs; batch_size is rows / 20, at most 16.',
         *_rate(hyperparameters),
         "Rows that are longer than the model's context fail the job with their line numbers; OpenAI cuts them.",
-        "Rows may not have images or `functions`.",
+        "Rows may not have images; `regraft convert FILE --to sft` writes `functions` as tools.",
     ]
     comments = [f"# To do: {line}" for line in to_do]
     text = "\n".join([*comments, *([""] if comments else []), toml(job)])

@@ -39,6 +39,11 @@ class JobRequest:
     body: dict[str, Any]
     uploads: dict[str, Path]
 
+    @property
+    def distinct_uploads(self) -> list[Path]:
+        """The files to upload, each once."""
+        return list(dict.fromkeys(self.uploads.values()))
+
     def with_ids(self, ids: Mapping[str, str]) -> dict[str, Any]:
         return self.body | dict(ids)
 
@@ -83,6 +88,22 @@ class PipelineRequest:
 
     body: dict[str, Any]
     uploads: dict[tuple[str | int, ...], Path]
+
+    @property
+    def jobs(self) -> list[JobRequest]:
+        """The jobs of its stages, with their local files."""
+        return [
+            JobRequest(
+                stage["job"],
+                {
+                    str(way[-1]): path
+                    for way, path in self.uploads.items()
+                    if way[:3] == ("stages", number, "job")
+                },
+            )
+            for number, stage in enumerate(self.body["stages"])
+            if isinstance(stage.get("job"), dict)
+        ]
 
     def with_ids(self, ids: Mapping[tuple[str | int, ...], str]) -> dict[str, Any]:
         body = deepcopy(self.body)

@@ -22,6 +22,9 @@ class StepMetrics(BaseModel):
     timing: dict[str, Any] | None = None
 
 
+NOT_HELD_OUT = "; the validation file is the training file, so this proves nothing about new prompts"
+
+
 class Verdict(BaseModel):
     """The delivered model against its base on the same validation rows, paired by row."""
 
@@ -39,6 +42,7 @@ class Verdict(BaseModel):
     step: int  # of the delivered checkpoint
     ground: str | None = None  # the damage that makes it worse; None: decided by the interval alone
     start: str | None = None  # the tuned model that the job trained further; None: the base model
+    held_out: bool = True  # False: the validation file is the training file
 
     def __str__(self) -> str:
         """`worse than the base model: 0.59 -> 0.00 (difference -0.59, 95 % interval ...)`."""
@@ -62,6 +66,7 @@ class Verdict(BaseModel):
             f"(difference {self.difference:+.2f}{interval}; "
             f"{_counted(self.wins, 'win', 'wins')}, {_counted(self.losses, 'loss', 'losses')}, "
             f"{_counted(self.ties, 'tie', 'ties')} in {_counted(self.rows, 'row', 'rows')}{left_out})"
+            f"{'' if self.held_out else NOT_HELD_OUT}"
         )
 
 
@@ -342,9 +347,10 @@ class Overlap(BaseModel):
 
 
 class DatasetProblem(BaseModel):
-    line: int
+    line: int  # the first one
     path: str
     message: str
+    more_lines: int = 0  # further lines with the same problem
 
 
 class FileProfile(BaseModel):
@@ -357,6 +363,7 @@ class FileProfile(BaseModel):
     is_whole: bool  # false: only the first million rows were read
     invalid: int
     problems: list[DatasetProblem]
+    foreign_format: str | None = None  # names the format of a file that no job reads, and says what to do
     characters: Lengths | None = None  # of the text of a prompt
     tokens: TokenLengths | None = None
     tokens_reason: str | None = None  # why the tokens are not counted

@@ -315,6 +315,51 @@ def test_a_name_in_any_script_survives(api: TestClient) -> None:
     assert "%E6%95%B0" in api.get(f"/v1/files/{file_id}/content").headers["content-disposition"]
 
 
+DISPOSITIONS = {
+    "encoded alone": "filename*=UTF-8''%C3%A9.jsonl",
+    "beside a name for old servers": "filename=\"e.jsonl\"; filename*=UTF-8''%C3%A9.jsonl",
+    "in another encoding": "filename*=ISO-8859-1'fr'%E9.jsonl",
+    "in pieces": "filename*0*=UTF-8''%C3%A9; filename*1=.jsonl",
+    "quoted, as some clients do": "filename*=\"UTF-8''%C3%A9.jsonl\"",
+    "with a path": "filename*=UTF-8''..%2F..%2F%C3%A9.jsonl",
+}
+
+
+@pytest.mark.parametrize("parameters", DISPOSITIONS.values(), ids=DISPOSITIONS.keys())
+def test_an_encoded_file_name_is_kept(api: TestClient, parameters: str) -> None:
+    body = (
+        f'--b\r\nContent-Disposition: form-data; name="file"; {parameters}\r\n\r\n{{}}\n\r\n'
+        '--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nfine-tune\r\n--b--\r\n'
+    )
+
+    answer = api.post("/v1/files", content=body, headers={"content-type": "multipart/form-data; boundary=b"})
+
+    assert answer.json()["filename"] == "é.jsonl"
+
+
+def test_a_quoted_file_name_that_looks_encoded_is_kept_as_it_is(api: TestClient) -> None:
+    name = "a; filename*=UTF-8''b.jsonl"
+
+    assert post(api, name=name).json()["filename"] == name
+
+
+def test_training_data_that_no_job_reads_is_refused_and_leaves_nothing_behind(
+    api: TestClient, house: House
+) -> None:
+    refused = post(api, b"question,answer\n1 + 1?,2\n", name="train.csv")
+
+    assert refused.status_code == 400
+    assert refused.json()["error"] == {
+        "message": "train.csv is not a dataset: the file is CSV with the columns question, answer; write one object "
+        "per line. `regraft convert FILE --to rft|sft|dpo` does that.",
+        "type": "invalid_request_error",
+        "param": "file",
+        "code": "invalid_file_format",
+    }
+    assert list(house.blobs.list("")) == []
+    assert api.get("/v1/files").json()["data"] == []
+
+
 def test_a_file_larger_than_allowed_leaves_nothing_behind(api: TestClient, house: House) -> None:
     answer = post(api, b"x" * ((1 << 20) + 1))
 

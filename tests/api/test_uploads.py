@@ -284,3 +284,17 @@ def test_an_upload_needs_a_key(house: House) -> None:
     answer: httpx2.Response = house.client().post("/v1/uploads", json=BODY)
 
     assert answer.status_code == 401
+
+
+def test_training_data_in_parts_that_no_job_reads_is_refused_as_in_one_piece(
+    api: TestClient, house: House
+) -> None:
+    content = b'[{"messages": []},\n{"messages": []}]'
+    upload = begin(api, bytes=len(content))
+    parts = [add(api, upload, content[:1]), add(api, upload, content[1:])]
+
+    refused = complete(api, upload, *parts)
+
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_file_format")
+    assert "the file is one JSON array" in refused.json()["error"]["message"]
+    assert api.get("/v1/files").json()["data"] == []

@@ -109,6 +109,21 @@ def test_a_broken_line_of_the_file_is_named(api: TestClient, job_request: JobReq
     assert "line 4" in error["message"]
 
 
+def test_a_job_may_validate_on_its_training_file_with_a_warning(
+    api: TestClient, job_request: JobRequest, upload: Upload
+) -> None:
+    source = upload(rows(4))
+    asked = job_request(training_file=source, validation_file=source)
+
+    job = api.post(JOBS, json=asked).json()
+    answer = api.post("/v1/regraft/jobs/validate", json={"job": asked}).json()
+
+    assert (job["training_file"], job["validation_file"]) == (source, source)
+    assert answer["warnings"] == [
+        "The validation file is the training file, so validation proves nothing about new prompts."
+    ]
+
+
 def test_an_estimate_counts_the_rows_of_both_sides(
     api: TestClient, job_request: JobRequest, upload: Upload
 ) -> None:

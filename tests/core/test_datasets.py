@@ -340,20 +340,39 @@ def test_one_bad_line_refuses_the_file_and_names_itself() -> None:
     assert str(error) == "line 2: messages: is missing"
 
 
-def test_twenty_problems_are_told_and_the_further_lines_counted() -> None:
+def test_one_problem_of_many_lines_is_reported_once_with_its_lines() -> None:
     error = invalid(file(*[b"{}"] * 25, row(), b"{}"))
+
+    assert str(error) == "line 1: messages: is missing (and in 25 more lines: 2, 3, 4, 5, …)"
+    assert str(invalid(file(b"{}", row(), b"{}"))) == "line 1: messages: is missing (and in 1 more line: 3)"
+
+
+def test_twenty_different_problems_are_reported_and_the_further_lines_counted() -> None:
+    lines = [b'{"messages": [], "%d"}' % 10**n for n in range(26)]  # the column of each error differs
+
+    error = invalid(file(*lines))
 
     assert [found.line for found in error.errors] == list(range(1, MAX_REPORTED + 1))
     assert error.more == 6
-    assert str(error).endswith("line 20: messages: is missing\nand 6 more line(s) with problems")
+    assert str(error).endswith("\nand 6 more line(s) with problems")
 
 
 def test_lines_are_counted_once_however_many_problems_they_have() -> None:
-    bad = row(*[{"role": "bot", "content": 1}] * 8)  # 16 problems; the second of these lines is told in part
-    error = invalid(file(bad, bad, bad, bad))
+    good, bad = {"role": "user", "content": "hi"}, {"role": "bot", "content": 1}
+    # 16 problems of each line, whose paths differ from those of the others; the second line is told in part.
+    error = invalid(file(*[row(*[good] * at, *[bad] * 8) for at in (0, 8, 16, 24)]))
 
     assert len(error.errors) == MAX_REPORTED
     assert error.more == 2
+
+
+def test_the_parsers_words_are_english() -> None:
+    """Python's parser writes "Invalid control character at", and "Unterminated string starting at"."""
+    for line in (b'{"a": "b\tc"}', b'{"a": "b'):
+        assert " at at " not in str(invalid(file(line)))
+    assert (
+        str(invalid(file(b'{"a": "b\tc"}'))) == "line 1: is not JSON: Invalid control character at column 9"
+    )
 
 
 def test_a_check_adds_problems_of_its_own() -> None:

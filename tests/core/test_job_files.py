@@ -39,11 +39,11 @@ def test_prompts_for_a_grader_are_named_before_the_errors_of_their_rows(variant:
     first, *errors = refusal_of([PROMPT] * 30, variant, tmp_path).split("\n")
 
     assert first == (
-        "Training file file-1: the rows are made for method 'reinforcement', and were read as rows for 'supervised'. "
-        "Use method 'reinforcement' for this file, or rows such as "
+        "Training file file-1 (rows.jsonl): the rows are made for method 'reinforcement', and were read as rows for "
+        "'supervised'. Use method 'reinforcement' for this file, or rows such as "
         '{"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}.'
     )
-    assert errors[0] == "line 1: answer: is not a key of this format"
+    assert errors[0] == "line 1: answer: is not a key of this format (and in 29 more lines: 2, 3, 4, 5, …)"
 
 
 @pytest.mark.parametrize(
@@ -82,5 +82,5 @@ def test_prompts_have_the_format_of_conversations_and_are_for_reinforcement(
 
 def test_one_row_of_another_kind_is_an_error_of_its_line(tmp_path: Path) -> None:
     assert refusal_of([CHAT] * 12 + [PROMPT], "supervised", tmp_path).startswith(
-        "Training file file-1: line 13: "
+        "Training file file-1 (rows.jsonl): line 13: "
     )

@@ -29,15 +29,6 @@ def test_an_eval_is_returned_as_openai_returns_it(client: OpenAI, database_kind:
     assert client.evals.retrieve(made.id).to_dict() == made.to_dict()
 
 
-def test_logs_are_a_config_without_rows_of_a_schema(client: OpenAI) -> None:
-    made = client.evals.create(
-        data_source_config={"type": "logs", "metadata": {"use": "chat"}}, testing_criteria=[EXACT]
-    )
-
-    assert made.data_source_config.type == "logs"
-    assert made.data_source_config.metadata == {"use": "chat"}
-
-
 def test_name_and_metadata_can_be_changed(client: OpenAI, new_eval: Callable[..., Any]) -> None:
     made = new_eval(metadata={"a": "1"})
 
@@ -148,7 +139,12 @@ BAD = [
         "objekt",
     ),
     ({"data_source_config": {"type": "custom"}}, "data_source_config.item_schema", "Missing"),
-    ({"data_source_config": {"type": "stored_completions"}}, "data_source_config.type", "stored"),
+    (
+        {"data_source_config": {"type": "stored_completions"}},
+        "data_source_config.type",
+        "'stored_completions' is not",
+    ),
+    ({"data_source_config": {"type": "logs"}}, "data_source_config.type", "'logs' is not supported"),
     ({"data_source_config": {"type": "else"}}, "data_source_config", "else"),
     ({"metadata": {"k": "v" * 513}}, "metadata.k", ""),
 ]
@@ -168,7 +164,7 @@ def test_a_bad_eval_is_refused_by_name(client: OpenAI, wrong: dict[str, Any], pa
 
 
 def test_a_repeated_request_gets_the_first_answer_with_its_status(house: House) -> None:
-    body = {"data_source_config": {"type": "logs"}, "testing_criteria": [EXACT]}
+    body = {"data_source_config": CONFIG, "testing_criteria": [EXACT]}
     client = house.client(house.key)
     first, again = (
         client.post("/v1/evals", json=body, headers={"Idempotency-Key": "ci-1"}) for _ in range(2)

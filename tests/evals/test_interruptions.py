@@ -22,7 +22,7 @@ from core.jobs.claim import Claim, LeaseLost
 from core.outbound import webhooks
 from core.storage import fsck, orphans
 from core.tenancy import tenants
-from tests.evals.conftest import EXACT, JUDGED, House, completions
+from tests.evals.conftest import CONFIG, EXACT, JUDGED, House, completions
 from tests.evals.servers import chat_server, verdict
 from tests.present import present
 from worker.evals.record import PaidCall, Record
@@ -211,7 +211,7 @@ def test_projects_take_turns(
     made = new_eval()
     mine = [client.evals.runs.create(made.id, data_source=completions(1)).id for _ in range(3)]
     theirs = house.openai(house.other_key)
-    other = theirs.evals.create(data_source_config={"type": "logs"}, testing_criteria=[EXACT])
+    other = theirs.evals.create(data_source_config=CONFIG, testing_criteria=[EXACT])
     second = theirs.evals.runs.create(other.id, data_source=completions(1)).id
 
     order = [present(house.runner().claim()).job_id for _ in range(4)]

@@ -451,6 +451,48 @@ def test_a_model_that_does_not_exist_is_not_found(client: OpenAI, new_eval: Call
     assert (refused.value.param, refused.value.code) == ("data_source.model", "model_not_found")
 
 
+def test_a_row_without_item_whose_keys_fit_the_schema_is_the_item(
+    client: OpenAI, new_eval: Callable[..., Any], house: House
+) -> None:
+    made = new_eval()
+    file = upload(client, row(1)["item"], row(2), row(3)["item"] | {"source": "a book"})
+    run = client.evals.runs.create(
+        made.id, data_source=completions(0) | {"source": {"type": "file_id", "id": file}}
+    )
+    house.work()
+
+    assert client.evals.runs.retrieve(run.id, eval_id=made.id).result_counts.passed == 3
+    items = client.evals.runs.output_items.list(run.id, eval_id=made.id).data
+    assert {item.datasource_item["question"] for item in items} == {"q1", "q2", "q3"}
+
+
+def test_one_fault_of_many_rows_is_one_sentence(client: OpenAI, new_eval: Callable[..., Any]) -> None:
+    made = new_eval()
+    file = upload(client, *[{"question": "no answer"}] * 30)
+
+    with pytest.raises(BadRequestError) as refused:
+        client.evals.runs.create(
+            made.id, data_source=completions(0) | {"source": {"type": "file_id", "id": file}}
+        )
+
+    assert (
+        "line 1: has the key 'question'; a row has 'item' and perhaps 'sample', or is itself an item that fits "
+        in str(refused.value)
+    )
+    assert "'answer' is a required property (and in 29 more lines: 2, 3, 4, 5, …)" in str(refused.value)
+
+
+def test_a_file_that_is_no_jsonl_is_named(client: OpenAI, new_eval: Callable[..., Any]) -> None:
+    made = new_eval()
+    content = json.dumps([row(1), row(2)]).encode()
+    file = client.files.create(file=("rows.json", content), purpose="evals").id
+
+    with pytest.raises(BadRequestError, match="the file is one JSON array; write one object per line"):
+        client.evals.runs.create(
+            made.id, data_source=completions(0) | {"source": {"type": "file_id", "id": file}}
+        )
+
+
 def test_every_bad_line_of_a_file_is_named(client: OpenAI, new_eval: Callable[..., Any]) -> None:
     made = new_eval()
     file = upload(client, row(1), {"input": "x"}, row(2), {"item": {"question": "a"}})

@@ -8,7 +8,7 @@ from openai import OpenAI
 from starlette.testclient import TestClient
 
 from tests.api.test_tenancy import BODIES
-from tests.evals.conftest import House, completions
+from tests.evals.conftest import CONFIG, House, completions
 
 if TYPE_CHECKING:
     from httpx2 import Response
@@ -84,7 +84,7 @@ def test_anothers_run_is_no_partner_of_a_comparison(
     house: House, rows: dict[Any, Any], new_eval: Callable[..., Any]
 ) -> None:
     theirs = house.openai(house.other_key)
-    made = theirs.evals.create(data_source_config={"type": "logs"}, testing_criteria=[_exact()])
+    made = theirs.evals.create(data_source_config=CONFIG, testing_criteria=[_exact()])
     own = theirs.evals.runs.create(made.id, data_source=completions(1)).id
 
     answer = house.client(house.other_key).get(
@@ -101,7 +101,7 @@ def test_anothers_rows_are_no_source_and_its_evals_no_cursor(
     file = client.files.create(file=("rows.jsonl", b'{"item": {}, "sample": {}}'), purpose="evals").id
     theirs = house.client(house.other_key)
     made = theirs.post(
-        "/v1/evals", json={"data_source_config": {"type": "logs"}, "testing_criteria": [_exact()]}
+        "/v1/evals", json={"data_source_config": CONFIG, "testing_criteria": [_exact()]}
     ).json()
     source = {"type": "jsonl", "source": {"type": "file_id", "id": file}}
 

@@ -2,13 +2,14 @@ import asyncio
 import json
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from core.inference import address_of
 from graders.backends import Backends, Inference, InvalidBackends
 from graders.build import NotConfigured
-from graders.spec import parse_grader
+from graders.spec import GraderSpec, InvalidGrader, parse_grader
 from graders.types import Grade, Sample
 from tests.graders.servers import Reply, ScriptedServer, verdict
 
@@ -151,3 +152,33 @@ def test_an_endpoint_is_sent_the_trace_id_it_is_given(tmp_path: Path) -> None:
 
     assert server.requests[0]["trace_id"] == "trace_mine"
     assert server.requests[1]["trace_id"].startswith("trace_")
+
+
+IMAGE = {"type": "input_image", "image_url": "{{item.picture}}"}
+AUDIO = {"type": "input_audio", "input_audio": {"data": "{{item.sound}}", "format": "wav"}}
+
+
+@pytest.mark.parametrize(("part", "what"), [(IMAGE, "images"), (AUDIO, "audio")])
+@pytest.mark.parametrize("kind", ["score_model", "label_model", "multi"])
+def test_images_and_audio_are_refused_for_a_judge_of_this_service_and_not_for_others(
+    tmp_path: Path, kind: str, part: dict[str, Any], what: str
+) -> None:
+    file = written(
+        tmp_path, '[judges.ours]\nmodel = "small"\n[judges.theirs]\nbase_url = "http://judge.example/v1"\n'
+    )
+    backends = Backends.load(file, Inference(lambda model: "http://127.0.0.1:1/v1"))
+
+    def spec(model: str) -> GraderSpec:
+        message = {"role": "user", "content": [{"type": "input_text", "text": "Good?"}, part]}
+        judge: dict[str, Any] = {"type": "score_model", "name": "j", "model": model, "input": [message]}
+        if kind == "label_model":
+            judge |= {"type": kind, "labels": ["yes", "no"], "passing_labels": ["yes"]}
+        if kind == "multi":
+            judge = {"type": kind, "name": "m", "graders": {"j": judge}, "calculate_output": "j"}
+        return parse_grader(judge)
+
+    backends.check(spec("theirs"))
+    with pytest.raises(InvalidGrader, match=f"{what} .* are not supported by this server") as refused:
+        backends.check(spec("ours"), "testing_criteria[0]")
+    within = "testing_criteria[0].graders.j" if kind == "multi" else "testing_criteria[0]"
+    assert refused.value.param == f"{within}.input[0].content"

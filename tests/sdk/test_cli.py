@@ -506,6 +506,7 @@ VERDICT = {
     "step": 2,
     "ground": None,
     "start": None,
+    "held_out": True,
 }
 WORSE = (
     "worse than the base model: 0.59 -> 0.00 "

@@ -81,7 +81,7 @@ def servers_words(path: Path, tmp_path: Path, grader: dict[str, str]) -> str:
     file = File(id="file-1", filename=path.name, blob_key="file", bytes=info.size, sha256=info.sha256)
     with pytest.raises(BadFile) as bad:
         validation.check_file(blobs, file, parse_grader(grader), "training_file", MAX_TRAINING_ROWS)
-    return bad.value.message.removeprefix("Training file file-1: ")
+    return bad.value.message.removeprefix("Training file file-1 (train.jsonl): ")
 
 
 def test_a_bad_file_is_told_in_the_servers_words(write: Callable[..., Path], tmp_path: Path) -> None:

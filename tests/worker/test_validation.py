@@ -330,6 +330,24 @@ def test_validation_rows_that_are_trained_on_are_warned_of(
     )
 
 
+def test_a_job_that_validates_on_its_training_file_is_warned(
+    bench: Bench, validate: Callable[..., tuple[Any, list[tuple[str, str]] | None]]
+) -> None:
+    job, _ = validate([GOOD])
+    with bench.database.write() as session:
+        job = session.get_one(Job, job.seq)
+        job.validation_file = job.training_file
+        job.status, job.lease_expires_at = "validating_files", None
+
+    wakes = validate_next(Settings(), bench.database, bench.blobs, Backends.none(), "tester")
+
+    assert wakes
+    assert (
+        "The validation file is the training file, so validation proves nothing about new prompts."
+        in bench.events()
+    )
+
+
 @pytest.mark.parametrize("method", ["reinforcement", "supervised"])
 def test_a_model_above_8b_parameters_is_refused_before_all_its_weights_are_trained(
     bench: Bench,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from regraft.types import Verdict as ShownVerdict
 
 from core.jobs.verdict import Verdict, shown
 from graders.types import ErrorKind, Grade
@@ -149,6 +150,16 @@ def test_the_sentence_has_every_number() -> None:
         "+0.15 (95 % interval 0.04 to 0.25), 5 wins, 0 losses, 37 ties: improved."
     )
     assert Verdict.read(verdict.to_row()) == verdict
+
+
+def test_a_verdict_on_the_training_file_says_that_it_proves_nothing() -> None:
+    verdict = compared([0.0] * 8, [1.0] * 8).verdict(2, held_out=False)
+
+    assert verdict.sentence().endswith(
+        ": improved. The validation file is the training file, so this proves nothing about new prompts."
+    )
+    assert Verdict.read(verdict.to_row()) == verdict
+    assert str(ShownVerdict(**verdict.shown())).endswith("proves nothing about new prompts")
 
 
 class TestADamagedModel:

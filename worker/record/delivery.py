@@ -72,7 +72,10 @@ def judge(step: int, recorder: Recorder, history: History, thresholds: Threshold
     parent = Parent.of(recorder.job)
     start = start_name(parent)
     verdict = compared.verdict(
-        step, None if damage is None else damage[0], start=None if parent is None else parent.model
+        step,
+        None if damage is None else damage[0],
+        start=None if parent is None else parent.model,
+        held_out=recorder.job.validation_file != recorder.job.training_file,
     )
     if not verdict.below_base:
         recorder.judged(verdict, verdict.sentence(), level="info", data={})

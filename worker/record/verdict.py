@@ -60,8 +60,12 @@ class RewardComparison:
             return "worse"
         return "too_few" if self.low is None else "no_difference"
 
-    def verdict(self, step: int, damage: str | None = None, *, start: str | None = None) -> Verdict:
+    def verdict(
+        self, step: int, damage: str | None = None, *, start: str | None = None, held_out: bool = True
+    ) -> Verdict:
         """As the verdict on a job that delivers the checkpoint of this step, and started from the tuned model `start`.
+
+        `held_out` is false if the job validates on its training file.
 
         With `damage` (worker/record/monitors.py), a model that is clearly lower and loses as many rows as it wins, or
         more, is `worse` without an interval below 0: a few rows cannot show one, and chance does not explain the
@@ -86,6 +90,7 @@ class RewardComparison:
             step=step,
             ground=ground,
             start=start,
+            held_out=held_out,
         )
 
 

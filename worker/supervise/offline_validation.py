@@ -10,7 +10,7 @@ from core.database.engine import Database
 from core.database.tables import File, Job
 from core.jobs import events, job_files, lifecycle
 from core.jobs.claim import Claim
-from core.jobs.job_files import BadFile, kinds_of
+from core.jobs.job_files import SAME_FILE, BadFile, kinds_of
 from core.jobs.methods import variant
 from core.storage import files
 from core.storage.datasets import Example
@@ -47,7 +47,9 @@ def validate_offline(
     learned = {json.dumps(row.item, sort_keys=True) for row in rows}
     shared = sum(json.dumps(row.item, sort_keys=True) in learned for row in valid_rows)
     with lifecycle.fenced(database, claim) as (session, held):
-        if shared:
+        if held.validation_file == held.training_file:
+            events.append(session, held.id, SAME_FILE, level="warn")
+        elif shared:
             events.append(
                 session,
                 held.id,

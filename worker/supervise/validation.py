@@ -15,7 +15,7 @@ from core.jobs import estimates, events, lifecycle
 from core.jobs.claim import Claim, LeaseLost
 from core.jobs.distillation import asked_of, teacher_of
 from core.jobs.full import is_full
-from core.jobs.job_files import BadFile, in_words
+from core.jobs.job_files import SAME_FILE, BadFile, in_words
 from core.jobs.methods import OFFLINE, variant
 from core.model_templates import is_reasoning
 from core.registry import Registry
@@ -142,7 +142,7 @@ def _validate(
     with lifecycle.fenced(database, claim) as (session, job):
         if estimate is not None:
             job.usage = {"estimate": estimate}
-        for warning in filter(None, (doubt, *doubts, _not_held_out(rows, valid_rows))):
+        for warning in filter(None, (doubt, *doubts, _not_held_out(job, rows, valid_rows))):
             events.append(session, job.id, warning, level="warn")
         if spec is not None and (environments := environments_of(spec)):
             message = f"Python graders run in the environment {', '.join(environments)}"
@@ -164,8 +164,10 @@ def _row_doubts(
         yield f"{len(of_rows)} of {len(rows)} {file} rows are doubtful. The first, line {of_rows[0]}, {doubt}."
 
 
-def _not_held_out(rows: Sequence[Example], valid_rows: Sequence[Example]) -> str | None:
+def _not_held_out(job: Job, rows: Sequence[Example], valid_rows: Sequence[Example]) -> str | None:
     """Return a warning if prompts are in both files."""
+    if job.validation_file == job.training_file:
+        return SAME_FILE
     learned = {json.dumps(row.messages, sort_keys=True) for row in rows}
     shared = sum(json.dumps(row.messages, sort_keys=True) in learned for row in valid_rows)
     if not shared:

@@ -19,5 +19,8 @@ export function fits(memory: NonNullable<BaseModel["memory"]>): string {
   return memory.needed_gib === null ? `needs more than ${Math.floor(memory.gpu_gib)} GiB` : `fits: ${Math.ceil(memory.needed_gib)} of ${Math.floor(memory.gpu_gib)} GiB`;
 }
 
+/** What a verdict on the training file is worth; empty: the validation rows are others. */
+export const caveat = (verdict: NonNullable<Job["verdict"]>): string => (verdict.held_out ? "" : "The validation file is the training file, so this proves nothing about new prompts.");
+
 /** The outcome of a job's verdict in words. */
 export const verdictText = (outcome: NonNullable<Job["verdict"]>["outcome"]): string => (outcome === "too_few" ? "too few rows to tell" : outcome.replace("_", " "));

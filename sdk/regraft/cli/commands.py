@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import asdict
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -19,7 +20,8 @@ from openai.types.fine_tuning import FineTuningJob
 from openai.types.fine_tuning.jobs import FineTuningJobCheckpoint
 
 from regraft import config
-from regraft._rules.datasets import InvalidDataset, unique_keys
+from regraft._rules.datasets import InvalidDataset, LineError, unique_keys
+from regraft._rules.foreign_files import HEAD_BYTES, JSON_ARRAY, container_of
 from regraft.cli.evals import evals_compare, evals_export, evals_gate, evals_import, evals_run
 from regraft.cli.graders import (
     graders_cases,
@@ -57,6 +59,7 @@ from regraft.cli.pipelines import (
 from regraft.cli.service import usage, workers
 from regraft.client import Regraft
 from regraft.config import NotConfigured
+from regraft.convert import convert as convert_dataset
 from regraft.datasets import validate as validate_dataset
 from regraft.display import Waiting
 from regraft.errors import DownloadCorrupt, JobFailed, NotARegraftServer, NotSupportedByServer, is_page
@@ -117,6 +120,9 @@ def run(arguments: argparse.Namespace) -> int:
     except config.NotConfigured as missing:
         _complain(as_json, str(missing), "not_configured")
         return AUTH
+    except InvalidDataset as bad:
+        _complain(as_json, "\n".join(_problems(_invalid("the file", bad))), "invalid_dataset")
+        return NO
     except (InvalidRequestFile, InvalidGate, Refused, OSError, httpx2.InvalidURL) as wrong:
         if isinstance(wrong, BrokenPipeError):  # `| head` has closed the pipe
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -254,10 +260,10 @@ def profile_text(profile: dict[str, Any]) -> str:
     lines = [
         f"{whole}{profile['rows']} rows of a {profile['method']} job, {profile['invalid']} invalid lines"
     ]
-    lines += [
-        f"  line {problem['line']}: {': '.join(filter(None, (problem['path'], problem['message'])))}"
-        for problem in profile["problems"]
-    ]
+    if profile["foreign_format"] is not None:
+        lines.append(profile["foreign_format"])
+    else:
+        lines += [f"  {LineError(**problem)}" for problem in profile["problems"]]
     if (tokens := profile["tokens"]) is None:
         lines.append(f"tokens: not counted, {profile['tokens_reason']}")
     else:
@@ -330,15 +336,26 @@ def validate(arguments: argparse.Namespace) -> int:
                 fields = f", each with {', '.join(report['fields'])}" if report["fields"] else ""
                 print(f"{report['file']}: {report['rows']} rows{fields}")
                 continue
-            for error in report["errors"]:
-                # In the format of compilers, which editors can parse.
-                where = f":{error['line']}" if error["line"] else ""
-                print(
-                    f"{report['file']}{where}: {': '.join(filter(None, (error['path'], error['message'])))}"
-                )
-            if report["more"]:
-                print(f"{report['file']}: and {report['more']} more line(s) with problems")
+            print("\n".join(_problems(report)))
     return DONE if all(report["ok"] for report in reports) else NO
+
+
+def _invalid(path: Path | str, bad: InvalidDataset) -> dict[str, Any]:
+    """Report a file with invalid rows: the one that the error names, else `path`."""
+    return {
+        "file": bad.file or str(path),
+        "ok": False,
+        "errors": [asdict(error) for error in bad.errors],
+        "more": bad.more,
+    }
+
+
+def _problems(report: Mapping[str, Any]) -> list[str]:
+    """The errors of a report in the format of compilers, which editors can parse."""
+    file = report["file"]
+    errors = [LineError(**error) for error in report["errors"]]
+    lines = [f"{file}{f':{error.line}' if error.line else ''}: {error.text}" for error in errors]
+    return lines + ([f"{file}: and {report['more']} more line(s) with problems"] if report["more"] else [])
 
 
 def _validated_grader(arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -359,8 +376,7 @@ def _validated_job(path: Path) -> dict[str, Any]:
     try:
         validate_local(job)
     except InvalidDataset as bad:
-        errors = [{"line": one.line, "path": one.path, "message": one.message} for one in bad.errors]
-        return {"file": bad.file or str(path), "ok": False, "errors": errors, "more": bad.more}
+        return _invalid(path, bad)
     return {"file": str(path), "ok": True}
 
 
@@ -377,19 +393,47 @@ def _refused_by_server(path: str, body: dict[str, Any], what: str) -> openai.API
 
 def _refused(path: Path, refusal: openai.APIStatusError) -> dict[str, Any]:
     message = refusal.message.removeprefix(f"Error code: {refusal.status_code} - ")
-    error = {"line": 0, "path": refusal.param or "", "message": message}
-    return {"file": str(path), "ok": False, "errors": [error], "more": 0}
+    error = LineError(0, message, refusal.param or "")
+    return _invalid(path, InvalidDataset([error]))
+
+
+def _is_array(path: Path) -> bool:
+    """Whether a file that is named like a job file has rows."""
+    with path.open("rb") as file:
+        return container_of(file.read(HEAD_BYTES)) is JSON_ARRAY
 
 
 def _validated(path: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    if path.suffix.lower() in JOB_FILES:
+    if path.suffix.lower() in JOB_FILES and not _is_array(path):
         return _validated_job(path)
     try:
         good = validate_dataset(path, grader=arguments.grader, split=arguments.split, method=arguments.method)
     except InvalidDataset as bad:
-        errors = [{"line": one.line, "path": one.path, "message": one.message} for one in bad.errors]
-        return {"file": str(path), "ok": False, "errors": errors, "more": bad.more}
+        return _invalid(path, bad)
     return {"file": str(path), "ok": True, "rows": good.rows, "fields": list(good.fields)}
+
+
+def convert(arguments: argparse.Namespace) -> int:
+    """Convert a file of another format to a dataset."""
+    names: dict[str, str] = {}
+    for assignment in arguments.names:
+        name, equals, field = assignment.partition("=")
+        if not (name and equals and field):
+            raise Refused(f"--map {assignment}: write it as NAME=FIELD, such as answer=label")
+        names[name] = field
+    source: Path = arguments.source
+    # train.csv.gz becomes train.rft.jsonl.
+    stem = Path(source.name.removesuffix(".gz")).stem
+    path = arguments.out or Path(f"{stem}.{arguments.target}.jsonl")
+    if path.exists() and path.samefile(source):
+        raise Refused(f"{path} is the file that is converted: choose another name with -o")
+    try:
+        made = convert_dataset(source, arguments.target, path, names=names)
+    except InvalidDataset as bad:
+        bad.file = str(source)
+        raise
+    shown = {"path": str(made.path), "rows": made.rows}
+    return _answer(arguments, shown, lambda: f"{made.path}: {made.rows} rows")
 
 
 # Graders.
@@ -1363,6 +1407,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
         models_aliases,
         chat,
         migrate,
+        convert,
         evals_run,
         evals_compare,
         evals_gate,

@@ -141,6 +141,36 @@ def _data(top: Commands) -> None:
         help="which method's rows the files have (default: reinforcement; a job without a method is supervised)",
     )
 
+    convert = top.add(
+        "convert",
+        "convert a file in another format to a dataset: JSON, CSV, Parquet; Alpaca, ShareGPT, TRL and others",
+        "convert",
+        example="regraft convert questions.csv --to rft --map prompt=question --map answer=label",
+    )
+    convert.add_argument("source", type=Path, metavar="FILE")
+    convert.add_argument(
+        "--to",
+        dest="target",
+        choices=("rft", "sft", "dpo"),
+        required=True,
+        help="rows for reinforcement (rft), supervised (sft) or preference jobs (dpo)",
+    )
+    convert.add_argument(
+        "--map",
+        dest="names",
+        action="append",
+        default=[],
+        metavar="NAME=FIELD",
+        help="the field of the file that becomes NAME: prompt, answer, chosen, rejected, system or another field",
+    )
+    convert.add_argument(
+        "-o",
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="default: FILE.TARGET.jsonl, such as questions.rft.jsonl",
+    )
+
 
 def _graders(top: Commands) -> None:
     graders = top.group("graders", "test graders, and store them with versions and golden cases")

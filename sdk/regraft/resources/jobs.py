@@ -97,7 +97,7 @@ class Jobs(OpenAIJobs):
     """Everything of OpenAI's `client.fine_tuning.jobs`, and more."""
 
     def submit(self, request: Source, *, set: Sequence[str] = ()) -> FineTuningJob:
-        """Create a job from a job file or its content; local files are uploaded first.
+        """Create a job from a job file or its content; local files are validated and uploaded first.
 
         `set` overrides fields, as in ["hyperparameters.n_epochs=2"]. A retry after a lost response does not create a
         second
@@ -106,11 +106,16 @@ class Jobs(OpenAIJobs):
         return self._create(self.prepare(request, set=set))
 
     def prepare(self, request: Source, *, set: Sequence[str] = ()) -> dict[str, Any]:
-        """Upload the files and return the body that `submit` sends, for `client.estimate` and `client.preview`."""
+        """Upload the files and return the body that `submit` sends, for `client.estimate` and `client.preview`.
+
+        Raises:
+            InvalidDataset: a local file has invalid rows. Nothing was uploaded.
+        """
         job, files = read_job(request, set), self._client.files
-        return job.with_ids(
-            {field: files.create(file=path, purpose="fine-tune").id for field, path in job.uploads.items()}
-        )
+        validate_local(job)
+        # One file for both fields is uploaded once, so that the service knows that it is one.
+        ids = {path: files.create(file=path, purpose="fine-tune").id for path in job.distinct_uploads}
+        return job.with_ids({field: ids[path] for field, path in job.uploads.items()})
 
     def validate(self, request: Source, *, set: Sequence[str] = ()) -> Any:
         """Validate a job file with the server, and its local files by the rules for rows. Uploads nothing.
@@ -225,12 +230,9 @@ class AsyncJobs(OpenAIAsyncJobs):
     async def prepare(self, request: Source, *, set: Sequence[str] = ()) -> dict[str, Any]:
         """As Jobs.prepare."""
         job, files = read_job(request, set), self._client.files
-        return job.with_ids(
-            {
-                field: (await files.create(file=path, purpose="fine-tune")).id
-                for field, path in job.uploads.items()
-            }
-        )
+        await asyncio.to_thread(validate_local, job)
+        ids = {path: (await files.create(file=path, purpose="fine-tune")).id for path in job.distinct_uploads}
+        return job.with_ids({field: ids[path] for field, path in job.uploads.items()})
 
     async def validate(self, request: Source, *, set: Sequence[str] = ()) -> Any:
         """As Jobs.validate."""

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import openai
 from openai.pagination import AsyncCursorPage, SyncCursorPage
 
-from regraft.requests import Source, read_pipeline
+from regraft.requests import PipelineRequest, Source, read_pipeline
+from regraft.resources.jobs import validate_local
 from regraft.types import Pipeline
 
 if TYPE_CHECKING:
@@ -19,6 +20,12 @@ if TYPE_CHECKING:
 PATH = "/regraft/pipelines"
 ENDS = frozenset({"succeeded", "failed", "cancelled", "paused"})
 POLL_SECONDS = 2.0
+
+
+def _validate_local(asked: PipelineRequest) -> None:
+    """Raise InvalidDataset for the first local file of a job with invalid rows."""
+    for job in asked.jobs:
+        validate_local(job)
 
 
 class Pipelines:
@@ -36,11 +43,12 @@ class Pipelines:
         return self._post("", {"stages": list(stages), "name": name, "metadata": metadata})
 
     def submit(self, source: Source) -> Pipeline:
-        """Create a pipeline from a .toml, .json or .yaml file, and upload its local files.
+        """Create a pipeline from a .toml, .json or .yaml file; local files of its jobs are validated, all are uploaded.
 
         If the server refuses the pipeline or one of its files, the files that were uploaded are deleted.
         """
         asked, files = read_pipeline(source), self._client.files
+        _validate_local(asked)
         ids: dict[tuple[str | int, ...], str] = {}
         try:
             for way, path in asked.uploads.items():
@@ -114,6 +122,7 @@ class AsyncPipelines:
 
     async def submit(self, source: Source) -> Pipeline:
         asked, files = await asyncio.to_thread(read_pipeline, source), self._client.files
+        await asyncio.to_thread(_validate_local, asked)
         ids: dict[tuple[str | int, ...], str] = {}
         try:
             for way, path in asked.uploads.items():

@@ -1,0 +1,241 @@
+"""Names the format of a file that is not JSONL with rows of a job, and says what to do with it.
+
+The API uses it on upload, when a job's files are validated and for profiles, the client before it uploads anything and
+to convert files. `regraft convert` (sdk/regraft/convert.py) reads each format whose `targets` are not empty.
+"""
+
+import codecs
+import csv
+import io
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+from types import MappingProxyType
+from typing import Any, Literal
+
+from .datasets import read_objects
+
+Target = Literal["rft", "sft", "dpo"]
+# What `regraft convert --to` writes, by the method whose rows a job reads.
+TARGETS: Mapping[str, Target] = MappingProxyType(
+    {"reinforcement": "rft", "supervised": "sft", "dpo": "dpo", "reward_model": "dpo"}
+)
+_METHODS: Mapping[Target, str] = MappingProxyType({"rft": "reinforcement", "sft": "supervised", "dpo": "dpo"})
+_ANY: tuple[Target, ...] = ("rft", "sft", "dpo")
+
+HEAD_BYTES = 64 << 10
+# Rows by which the format of a file is recognized.
+FIRST_ROWS = 20
+_MAX_COLUMNS, _MAX_NAME = 8, 40  # of a CSV file, as a sentence shows them
+
+
+@dataclass(frozen=True)
+class ForeignFormat:
+    """A format that a file has. `seen` names it, `remedy` says what to do by hand."""
+
+    seen: str
+    remedy: str
+    targets: tuple[Target, ...] = _ANY  # what `regraft convert` makes of it
+
+    def sentence(self, rows_for: str | None = None) -> str:
+        """Return one or two sentences for the user: the format, and the remedy.
+
+        Args:
+            rows_for: the method whose rows are needed; None: unknown.
+        """
+        target = None if rows_for is None else TARGETS[rows_for]
+        if self.targets and target is not None and target not in self.targets:
+            fits = " or ".join(f"'{_METHODS[one]}'" for one in self.targets)
+            return f"{self.seen}; they can become rows for method {fits}, not for '{rows_for}'."
+        if not self.targets:
+            return f"{self.seen}; {self.remedy}."
+        return f"{self.seen}; {self.remedy}. `regraft convert FILE --to {target or '|'.join(self.targets)}` does that."
+
+
+_ONE_A_LINE = "write one object per line"
+_AS_MESSAGES = "write them as messages"
+
+GZIP = ForeignFormat("the file is compressed with gzip", "uncompress it")
+ZIP = ForeignFormat(
+    "the file is a ZIP archive or an Excel workbook", "unpack it, or save the sheet as CSV", ()
+)
+PARQUET = ForeignFormat("the file is Parquet", _ONE_A_LINE)
+UTF_16 = ForeignFormat("the file is UTF-16", "save it as UTF-8")
+UTF_32 = ForeignFormat("the file is UTF-32", "save it as UTF-8")
+JSON_ARRAY = ForeignFormat("the file is one JSON array", _ONE_A_LINE)
+PRETTY_JSON = ForeignFormat("the file has JSON objects over several lines", _ONE_A_LINE)
+CR_LINES = ForeignFormat("the lines of the file end with CR alone", "end them with LF")
+
+FUNCTIONS = ForeignFormat(
+    "the rows use functions and function_call, which OpenAI has replaced",
+    "write them as tools and tool_calls",
+    ("sft", "dpo"),
+)
+SHAREGPT = ForeignFormat("the rows are ShareGPT's (conversations)", _AS_MESSAGES, ("rft", "sft"))
+PREFERENCES = ForeignFormat(
+    "the rows are TRL's preferences (chosen, rejected)",
+    "write them as input, preferred_output and non_preferred_output",
+    ("dpo", "sft"),
+)
+ALPACA = ForeignFormat("the rows are Alpaca's (instruction, input, output)", _AS_MESSAGES, ("rft", "sft"))
+LABELED = ForeignFormat(
+    "the rows are TRL's labeled answers (prompt, completion, label)",
+    "write them as input, output and label",
+    ("dpo",),
+)
+PROMPT_COMPLETION = ForeignFormat("the rows have prompt and completion", _AS_MESSAGES, ("rft", "sft"))
+PROMPT = ForeignFormat("the rows have their prompt in the key prompt", "write it as messages", ("rft", "sft"))
+QUESTION = ForeignFormat(
+    "the rows have their prompt in the key question", "write it as messages", ("rft", "sft")
+)
+INPUT = ForeignFormat("the rows have their prompt in the key input", "write it as messages", ("rft", "sft"))
+
+_ROW_FORMATS: Sequence[tuple[ForeignFormat, Callable[[Mapping[str, Any]], bool]]] = (
+    (SHAREGPT, lambda row: isinstance(row.get("conversations"), list)),
+    (PREFERENCES, lambda row: {"chosen", "rejected"} <= row.keys()),
+    (ALPACA, lambda row: "instruction" in row),
+    (LABELED, lambda row: is_labeled_completion(row)),
+    (PROMPT_COMPLETION, lambda row: {"prompt", "completion"} <= row.keys()),
+    (PROMPT, lambda row: "prompt" in row),
+    (QUESTION, lambda row: "question" in row),
+    (INPUT, lambda row: isinstance(row.get("input"), str | list)),
+)
+
+
+def detect(chunks: Iterable[bytes]) -> ForeignFormat | None:
+    """The foreign format of a file; None: it is JSONL, with the keys of a method or with unknown ones.
+
+    Reads the first 64 KiB, and the first FIRST_ROWS lines.
+    """
+    rest = iter(chunks)
+    head = bytearray()
+    while len(head) < HEAD_BYTES and (chunk := next(rest, None)) is not None:
+        head += chunk
+    if (container := container_of(bytes(head))) is not None:
+        return container
+    first = islice(read_objects(chain([bytes(head)], rest)), FIRST_ROWS)
+    return format_of_rows([row[1] for row in first if isinstance(row, tuple)])
+
+
+def container_of(head: bytes) -> ForeignFormat | None:
+    """The format of a file that is not JSONL in UTF-8, by its start; None: it seems to be.
+
+    Args:
+        head: the first bytes of the file, at least HEAD_BYTES of a longer one.
+    """
+    for magic, container in ((b"\x1f\x8b\x08", GZIP), (b"PK\x03\x04", ZIP), (b"PAR1", PARQUET)):
+        if head.startswith(magic):
+            return container
+    if (encoding := encoding_of(head)) != "utf-8-sig":
+        return UTF_16 if encoding == "utf-16" or encoding.startswith("utf-16-") else UTF_32
+    text = head[:HEAD_BYTES].decode(encoding, "replace").lstrip()
+    if re.match(r"\[\s*\{", text):
+        return JSON_ARRAY
+    if _is_pretty(text, is_cut=len(head) >= HEAD_BYTES):
+        return PRETTY_JSON
+    first, *others = text.split("\r")
+    if "\n" not in text and any(map(str.strip, others)) and _is_json(first):
+        return CR_LINES
+    if (table := csv_layout(text)) is not None:
+        names = [name if len(name) <= _MAX_NAME else f"{name[:_MAX_NAME]}…" for name in table.columns]
+        more = ", …" if len(names) > _MAX_COLUMNS else ""
+        return ForeignFormat(
+            f"the file is CSV with the columns {', '.join(names[:_MAX_COLUMNS])}{more}", _ONE_A_LINE
+        )
+    return None
+
+
+def encoding_of(head: bytes) -> str:
+    """The encoding of a text file, as Python names it: utf-8-sig unless the start shows UTF-16 or UTF-32."""
+    if head.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):  # the first begins with UTF-16's mark
+        return "utf-32"
+    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "utf-16"
+    zeros = [byte == 0 for byte in head[:4]]  # of files without a mark, which begin with { or [
+    if zeros == [False, True, False, True]:
+        return "utf-16-le"
+    return "utf-16-be" if zeros == [True, False, True, False] else "utf-8-sig"
+
+
+@dataclass(frozen=True)
+class CsvLayout:
+    delimiter: str
+    columns: list[str]
+
+
+def csv_layout(text: str) -> CsvLayout | None:
+    """Return the delimiter and the columns of a file that starts with this text; None: it is not CSV.
+
+    A file with one column is not recognized: it looks like lines of text.
+    """
+    if text.startswith(("{", "[")):
+        return None
+    for delimiter in ",;\t|":
+        try:
+            names, *rows = islice(csv.reader(io.StringIO(text, newline=""), delimiter=delimiter), 2)
+        except (csv.Error, ValueError):  # ValueError: there is no line
+            continue
+        columns = [name.strip() for name in names]
+        is_named = len(set(columns)) == len(columns) > 1 and all(map(_COLUMN.fullmatch, columns))
+        if is_named and rows and len(rows[0]) == len(columns):
+            return CsvLayout(delimiter, columns)
+    return None
+
+
+_COLUMN = re.compile(r"\w[\w .\-/()#]*")
+
+
+def format_of_rows(rows: Sequence[Mapping[str, Any]]) -> ForeignFormat | None:
+    """The foreign format that all these rows have; that of functions if one row uses them."""
+    if any(map(uses_functions, rows)):
+        return FUNCTIONS
+    for row_format, has_it in _ROW_FORMATS:
+        if rows and all(not _is_of_a_method(row) and has_it(row) for row in rows):
+            return row_format
+    return None
+
+
+def is_labeled_completion(row: Mapping[str, Any]) -> bool:
+    """Whether the row is a good or a bad answer, which only preference jobs learn from."""
+    return {"prompt", "completion"} <= row.keys() and isinstance(row.get("label"), bool)
+
+
+def uses_functions(row: Mapping[str, Any]) -> bool:
+    """Whether the row has OpenAI's functions or calls from before there were tools."""
+    given = row.get("input")
+    messages = row.get("messages") or (given.get("messages") if isinstance(given, Mapping) else None)
+    called = (
+        one.get("function_call") is not None or one.get("role") == "function"
+        for one in (messages if isinstance(messages, list) else ())
+        if isinstance(one, Mapping)
+    )
+    return bool(row.get("functions")) or any(called)
+
+
+def _is_of_a_method(row: Mapping[str, Any]) -> bool:
+    return not row.keys().isdisjoint({"messages", "preferred_output", "non_preferred_output"})
+
+
+def _is_pretty(text: str, *, is_cut: bool) -> bool:
+    """Whether the text starts with a JSON object over several lines."""
+    first, _, rest = text.partition("\n")
+    if not text.startswith("{") or not rest.strip() or _is_json(first):
+        return False
+    try:
+        _, end = json.JSONDecoder().raw_decode(text)
+    except json.JSONDecodeError as error:
+        # An object that is longer than the text has its error at the end.
+        return is_cut and first.rstrip().endswith(("{", "[", ",")) and error.pos > len(first)
+    except RecursionError:
+        return False
+    return "\n" in text[:end]
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True

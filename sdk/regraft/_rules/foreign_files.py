@@ -1,0 +1,1 @@
+../../../core/storage/foreign_files.py

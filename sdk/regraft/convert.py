@@ -1,0 +1,442 @@
+"""`regraft convert`: files in other formats as JSONL for a job, one row at a time.
+
+The formats are those that the detector of the server names (core/storage/foreign_files.py), and rows of the other
+methods. Each written row has passed the server's rules.
+"""
+
+import csv
+import gzip
+import io
+import json
+import re
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import date, time
+from decimal import Decimal
+from itertools import takewhile
+from pathlib import Path
+from typing import IO, Any
+
+from regraft._rules.datasets import (
+    MAX_LINE_BYTES,
+    PROMPTS,
+    InvalidDataset,
+    LineError,
+    Problems,
+    RowForm,
+    read_objects,
+)
+from regraft._rules.foreign_files import (
+    CR_LINES,
+    GZIP,
+    HEAD_BYTES,
+    JSON_ARRAY,
+    PARQUET,
+    PRETTY_JSON,
+    ZIP,
+    Target,
+    container_of,
+    csv_layout,
+    encoding_of,
+    is_labeled_completion,
+)
+from regraft._rules.offline_rows import FORMS
+from regraft.saving import whole
+
+Row = dict[str, Any]
+Message = dict[str, Any]
+_NumberedRows = Iterator[tuple[int, Row] | LineError]
+
+PIECE = 1 << 18  # characters of a file that are read at once
+_FORMS: Mapping[Target, RowForm] = {"rft": PROMPTS, "sft": FORMS["supervised"], "dpo": FORMS["dpo"]}
+_ROLES = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard", "model"), "assistant"),
+    "system": "system",
+}
+_ANSWERS = ("completion", "output", "response", "answer")
+# Columns of CSV files whose cells are JSON.
+_JSON_COLUMNS = ("messages", "conversations", "tools")
+_BETWEEN = re.compile(r"[\s,\[\]]*")
+NEEDS_PYARROW = "Parquet files need pyarrow: run `pip install pyarrow`, or save the data as JSONL or CSV"
+
+
+class CannotConvert(ValueError):
+    """A row cannot become a row of the target; the message says why."""
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A written file."""
+
+    path: Path
+    rows: int
+
+
+def convert(
+    source: str | Path,
+    to: Target,
+    path: str | Path,
+    *,
+    names: Mapping[str, str] | None = None,
+) -> Converted:
+    """Write a dataset for a job: rft for reinforcement, sft for supervised, dpo for preferences.
+
+    Reads JSONL, JSON arrays, JSON over several lines, CSV and Parquet, compressed with gzip or not, in UTF-8, UTF-16 or
+    UTF-32, with rows of OpenAI's formats, Alpaca's, ShareGPT's, TRL's, or with a prompt and an answer.
+
+    Args:
+        names: the field of the source for a field of the row, such as {"answer": "label"}.
+
+    Raises:
+        InvalidDataset: the file or rows of it cannot be converted. Nothing was written.
+    """
+    problems = Problems()
+    rows = 0
+    form = _FORMS[to]
+    with whole(Path(path)) as out:
+        for row in read_any(Path(source)):
+            if isinstance(row, LineError):
+                problems.add(row)
+                continue
+            number, fields = row
+            try:
+                made = convert_row(_renamed(fields, names or {}), to)
+                line = _json(made)
+            except CannotConvert as cannot:
+                problems.add(LineError(number, str(cannot)))
+                continue
+            wrong = [LineError(number, message, where) for where, message in form.problems(made)]
+            for error in wrong:
+                problems.add(error)
+            if not wrong:
+                out.write(line)
+                rows += 1
+        problems.refuse(rows, 1)
+    return Converted(Path(path), rows)
+
+
+# Files.
+
+
+def read_any(path: Path) -> _NumberedRows:
+    """Yield the numbered rows of a file in any of the formats, with the errors of the others.
+
+    Raises:
+        InvalidDataset: the file as a whole cannot be read.
+    """
+    try:
+        with _uncompressed(path) as file:
+            head = file.read(HEAD_BYTES)
+            file.seek(0)
+            yield from _rows(path, file, head)
+    except UnicodeDecodeError as error:
+        raise InvalidDataset([LineError(0, f"the file is not {error.encoding}: save it as UTF-8")]) from None
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise InvalidDataset([LineError(0, f"the compressed data is damaged: {error}")]) from None
+
+
+@contextmanager
+def _uncompressed(path: Path) -> Iterator[IO[bytes]]:
+    with path.open("rb") as file:
+        is_compressed = container_of(file.read(HEAD_BYTES)) is GZIP
+        file.seek(0)
+        if is_compressed:
+            with gzip.GzipFile(fileobj=file) as inner:
+                yield inner  # type: ignore[misc]
+        else:
+            yield file
+
+
+def _rows(path: Path, file: IO[bytes], head: bytes) -> _NumberedRows:
+    container = container_of(head)
+    if container is PARQUET:
+        yield from _parquet_rows(file)
+        return
+    if container in (ZIP, GZIP):
+        raise InvalidDataset([LineError(0, f"{container.seen}; {container.remedy}")])
+    encoding = encoding_of(head)
+    # The start decides on the layout once more, without its encoding.
+    start = head.decode(encoding, "ignore")
+    layout = container_of(start.encode("utf-8", "replace"))
+    if layout in (JSON_ARRAY, PRETTY_JSON):
+        yield from read_objects(json_lines(_pieces(file, encoding)))
+    elif layout is CR_LINES:
+        yield from read_objects(piece.replace("\r", "\n").encode() for piece in _pieces(file, encoding))
+    elif (table := csv_layout(start.lstrip())) is not None:
+        yield from _csv_rows(io.TextIOWrapper(file, encoding, newline=""), table.delimiter)
+    elif encoding == "utf-8-sig":
+        yield from read_objects(iter(lambda: file.read(PIECE), b""))
+    else:
+        yield from read_objects(piece.encode("utf-8", "surrogatepass") for piece in _pieces(file, encoding))
+
+
+def _pieces(file: IO[bytes], encoding: str) -> Iterator[str]:
+    text = io.TextIOWrapper(file, encoding, newline="")
+    return iter(lambda: text.read(PIECE), "")
+
+
+def json_lines(pieces: Iterable[str]) -> Iterator[bytes]:
+    """Yield one line for each value of an array, or of values one after another.
+
+    A value that is not JSON is the last one: where it ends is unknown.
+    """
+    decoder = json.JSONDecoder()
+    held = ""
+    for piece in pieces:
+        held, at = held + piece, 0
+        while (start := _end_of_gap(held, at)) < len(held):
+            try:
+                _, at = decoder.raw_decode(held, start)
+            except (ValueError, RecursionError):
+                if len(held) - start > MAX_LINE_BYTES:
+                    yield _on_one_line(held[start:])
+                    return
+                at = start
+                break
+            yield _on_one_line(held[start:at])
+        held = held[at:]
+    if rest := held[_end_of_gap(held, 0) :]:
+        yield _on_one_line(rest)
+
+
+def _end_of_gap(text: str, start: int) -> int:
+    gap = _BETWEEN.match(text, start)
+    return start if gap is None else gap.end()
+
+
+def _on_one_line(value: str) -> bytes:
+    # Line ends inside of strings are escaped in JSON, so all others are white space.
+    return value.replace("\r", " ").replace("\n", " ").encode("utf-8", "surrogatepass") + b"\n"
+
+
+def _csv_rows(text: IO[str], delimiter: str) -> _NumberedRows:
+    csv.field_size_limit(MAX_LINE_BYTES)
+    reader = csv.reader(text, delimiter=delimiter)
+    columns = [name.strip() for name in next(reader)]
+    for number, cells in enumerate(reader, 2):
+        if not any(cells):
+            continue
+        if len(cells) != len(columns):
+            yield LineError(number, f"has {len(cells)} cells, and the first line has {len(columns)} names")
+            continue
+        yield number, {name: _cell(name, cell) for name, cell in zip(columns, cells, strict=True)}
+
+
+def _cell(name: str, cell: str) -> Any:
+    if name not in _JSON_COLUMNS:
+        return cell
+    try:
+        return json.loads(cell)
+    except ValueError:
+        return cell
+
+
+def _parquet_rows(file: IO[bytes]) -> _NumberedRows:
+    try:
+        from pyarrow import parquet
+    except ImportError:
+        raise InvalidDataset([LineError(0, NEEDS_PYARROW)]) from None
+    number = 0
+    for batch in parquet.ParquetFile(file).iter_batches(batch_size=256):
+        for row in batch.to_pylist():
+            number += 1
+            yield number, row
+
+
+# Rows.
+
+
+def _renamed(row: Row, names: Mapping[str, str]) -> Row:
+    """The row with the fields of the source under the names that are wanted."""
+    for source in names.values():
+        if source not in row:
+            raise CannotConvert(f"has no field {source!r}, which --map names")
+    taken = {target: row[source] for target, source in names.items()}
+    rest = {name: value for name, value in row.items() if name not in names.values() and name not in taken}
+    return taken | rest
+
+
+def convert_row(row: Row, to: Target) -> Row:
+    """One row of the target from a row of any format.
+
+    Raises:
+        CannotConvert: it has no prompt, or lacks an answer that the target needs.
+    """
+    if to != "dpo" and is_labeled_completion(row):
+        raise CannotConvert("is an answer with a label, which only preference jobs read: use --to dpo")
+    return _MAKERS[to](_with_tools(row))
+
+
+def _to_rft(row: Row) -> Row:
+    messages, rest = _conversation(row)
+    if messages and messages[-1].get("role") == "assistant":
+        rest = {"answer": _text(messages.pop().get("content"))} | rest
+    if "answer" not in rest:
+        answer = next((name for name in _ANSWERS if name in rest), None)
+        if answer is not None:
+            rest = {"answer": _text(rest[answer])} | {
+                name: value for name, value in rest.items() if name != answer
+            }
+    return {"messages": messages, **rest}
+
+
+def _to_sft(row: Row) -> Row:
+    messages, rest = _conversation(row)
+    if not messages or messages[-1].get("role") != "assistant":
+        given = ("preferred_output", "chosen", *_ANSWERS)
+        name = next((name for name in given if rest.get(name) is not None), None)
+        if name is None:
+            raise CannotConvert("has no answer; name its field with --map answer=FIELD")
+        messages += _answer(rest[name])
+    return {"messages": messages} | _tools_of(row)
+
+
+def _to_dpo(row: Row) -> Row:
+    messages, rest = _conversation(row)
+    given = {"messages": messages} | _tools_of(row)
+    if "label" in rest and (name := next((name for name in _ANSWERS if name in rest), None)) is not None:
+        return {"input": given, "output": _answer(rest[name]), "label": _truth(rest["label"])}
+    better = rest.get("preferred_output", rest.get("chosen"))
+    worse = rest.get("non_preferred_output", rest.get("rejected"))
+    if better is None or worse is None:
+        raise CannotConvert(
+            "has no two answers; name their fields with --map chosen=FIELD --map rejected=FIELD"
+        )
+    return {
+        "input": given,
+        "preferred_output": _answer(better),
+        "non_preferred_output": _answer(worse),
+    }
+
+
+_MAKERS: Mapping[Target, Callable[[Row], Row]] = {"rft": _to_rft, "sft": _to_sft, "dpo": _to_dpo}
+
+
+def _conversation(row: Row) -> tuple[list[Message], Row]:
+    """The messages of a row, and its other fields."""
+    rest = dict(row)
+    messages = _prompt(rest)
+    system = rest.pop("system", None)
+    if isinstance(system, str) and system and messages[0].get("role") not in ("system", "developer"):
+        messages.insert(0, {"role": "system", "content": system})
+    rest.pop("parallel_tool_calls", None)
+    if not rest.get("tools"):
+        rest.pop("tools", None)
+    return messages, rest
+
+
+def _prompt(rest: Row) -> list[Message]:
+    """Take the messages out of the fields of a row."""
+    given = rest.get("input")
+    if isinstance(rest.get("messages"), list):
+        return list(rest.pop("messages"))
+    if isinstance(rest.get("conversations"), list):
+        return [_turn(one) for one in rest.pop("conversations")]
+    if isinstance(given, Mapping) and isinstance(given.get("messages"), list):
+        rest.pop("input")
+        return list(given["messages"])
+    if "instruction" in rest:
+        parts = [_text(rest.pop("instruction")), _text(rest.pop("input", None) or "")]
+        return _asked("\n\n".join(part for part in parts if part))
+    for name in ("prompt", "question", "input"):
+        if isinstance(rest.get(name), str | list):
+            return _asked(rest.pop(name))
+    better, worse = rest.get("chosen"), rest.get("rejected")
+    if isinstance(better, list) and isinstance(worse, list):  # both begin with the prompt
+        pairs = takewhile(lambda pair: pair[0] == pair[1], zip(better, worse, strict=False))
+        shared = [one for one, _ in pairs]
+        rest["chosen"], rest["rejected"] = better[len(shared) :], worse[len(shared) :]
+        if shared:
+            return shared
+    raise CannotConvert("has no prompt; name its field with --map prompt=FIELD")
+
+
+def _asked(prompt: Any) -> list[Message]:
+    return list(prompt) if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+
+
+def _turn(turn: Any) -> Message:
+    """A message of ShareGPT."""
+    if isinstance(turn, Mapping) and "role" in turn and "content" in turn:
+        return dict(turn)
+    if not isinstance(turn, Mapping) or turn.get("from") not in _ROLES:
+        speaker = turn.get("from") if isinstance(turn, Mapping) else turn
+        raise CannotConvert(f"has a message in conversations from {speaker!r}, which is unknown")
+    return {"role": _ROLES[turn["from"]], "content": turn.get("value")}
+
+
+def _answer(value: Any) -> list[Message]:
+    """The messages of an answer: a text, a message or a list of messages."""
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return list(value)
+    if isinstance(value, Mapping):
+        return [dict(value)]
+    return [{"role": "assistant", "content": _text(value)}]
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], Mapping):
+        return _text(value[0].get("content", value[0].get("text")))
+    if value is None or isinstance(value, list | Mapping):
+        raise CannotConvert("has an answer or a prompt that is not one text")
+    return json.dumps(value)
+
+
+def _truth(value: Any) -> Any:
+    """The label of a cell as a boolean; others unchanged, for the rules to report."""
+    return {"true": True, "false": False}.get(value.lower(), value) if isinstance(value, str) else value
+
+
+def _tools_of(row: Row) -> Row:
+    given = row.get("input")
+    tools = row.get("tools") or (given.get("tools") if isinstance(given, Mapping) else None)
+    return {"tools": tools} if tools else {}
+
+
+def _with_tools(row: Row) -> Row:
+    """The row with tools in place of functions, and tool_calls in place of function_call."""
+    made = dict(row)
+    functions = made.pop("functions", None)
+    if functions:
+        made["tools"] = [{"type": "function", "function": one} for one in functions]
+    given = made.get("input")
+    if isinstance(made.get("messages"), list):
+        made["messages"] = _called(made["messages"])
+    elif isinstance(given, Mapping) and isinstance(given.get("messages"), list):
+        made["input"] = {**given, "messages": _called(given["messages"])}
+    return made
+
+
+def _called(messages: Sequence[Any]) -> list[Any]:
+    made: list[Any] = []
+    calls = 0
+    for message in messages:
+        if not isinstance(message, Mapping):
+            made.append(message)
+            continue
+        new = {name: value for name, value in message.items() if name != "function_call"}
+        if isinstance(call := message.get("function_call"), Mapping):
+            calls += 1
+            new["tool_calls"] = [{"id": f"call_{calls}", "type": "function", "function": dict(call)}]
+        elif message.get("role") == "function":  # the result of the call before it
+            new = {"role": "tool", "tool_call_id": f"call_{calls}", "content": message.get("content")}
+        made.append(new)
+    return made
+
+
+def _json(row: Row) -> bytes:
+    try:
+        return json.dumps(row, ensure_ascii=False, allow_nan=False, default=_plain).encode() + b"\n"
+    except (TypeError, ValueError) as cause:
+        raise CannotConvert(f"has a value that JSON cannot hold: {cause}") from None
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, date | time | Decimal):
+        return str(value)
+    raise TypeError(f"it is of type {type(value).__name__}")

@@ -1,0 +1,641 @@
+"""Files in other formats get one sentence, the same on upload, in a job, from the client and in a profile."""
+
+import gzip
+import io
+import json
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import openai
+import pyarrow
+import pytest
+from pyarrow import parquet
+from regraft import InvalidDataset, Regraft
+from regraft.cli import main
+from regraft.convert import convert, json_lines
+from regraft.datasets import Method, validate
+
+from core.database.tables import File
+from core.jobs.job_files import BadFile
+from core.storage.datasets import MAX_TRAINING_ROWS
+from core.storage.foreign_files import TARGETS, Target, detect
+from core.storage.store import FolderBlobs
+from graders.spec import parse_grader
+from tests.sdk.conftest import GRADER, House
+from worker.supervise import offline_validation, validation
+
+RFT = "o4-mini-2025-04-16"
+ROW = {"messages": [{"role": "user", "content": "1 + 1?"}], "answer": "2"}
+CHAT = {"messages": [*ROW["messages"], {"role": "assistant", "content": "2"}]}
+PAIR = {
+    "input": {"messages": ROW["messages"]},
+    "preferred_output": [{"role": "assistant", "content": "2"}],
+    "non_preferred_output": [{"role": "assistant", "content": "3"}],
+}
+CALL = {"name": "add", "arguments": '{"a": 1}'}
+
+
+def lines(*rows: Any) -> bytes:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+
+
+def as_parquet(*rows: dict[str, Any]) -> bytes:
+    out = io.BytesIO()
+    parquet.write_table(pyarrow.Table.from_pylist(list(rows)), out)
+    return out.getvalue()
+
+
+def does(target: str) -> str:
+    return f"`regraft convert FILE --to {target}` does that."
+
+
+TWELVE = 12  # rows: a supervised job needs ten
+ALPACA = lines(*[{"instruction": f"add {n}", "input": "", "output": "b"} for n in range(TWELVE)])
+SHAREGPT = lines(
+    *[
+        {"conversations": [{"from": "human", "value": f"{n}?"}, {"from": "gpt", "value": "b"}]}
+        for n in range(TWELVE)
+    ]
+)
+COMPLETIONS = lines(*[{"prompt": f"{n}?", "completion": "b"} for n in range(TWELVE)])
+CHOSEN = lines(*[{"prompt": f"{n}?", "chosen": "b", "rejected": "c"} for n in range(TWELVE)])
+LABELED = lines(*[{"prompt": f"{n}?", "completion": "b", "label": n % 2 == 0} for n in range(TWELVE)])
+FUNCTIONS = lines(
+    *[
+        {
+            "messages": [
+                {"role": "user", "content": f"{n} + 1?"},
+                {"role": "assistant", "content": None, "function_call": CALL},
+                {"role": "function", "name": "add", "content": "2"},
+                {"role": "assistant", "content": "2"},
+            ],
+            "functions": [{"name": "add", "parameters": {"type": "object", "properties": {}}}],
+        }
+        for n in range(TWELVE)
+    ]
+)
+MIXED_LINES = b"question,answer\n" + "".join(f"{n}?,ü{n}\n" for n in range(TWELVE)).encode()
+ROWS = [ROW | {"answer": str(n)} for n in range(TWELVE)]
+NO_CONTAINER = False
+# Name: the file, the method of the job, the sentence, and whether the file is none of JSONL.
+FOREIGN: dict[str, tuple[bytes, Method, str, bool]] = {
+    "a JSON array": (
+        json.dumps(ROWS).encode(),
+        "reinforcement",
+        f"the file is one JSON array; write one object per line. {does('rft')}",
+        True,
+    ),
+    "a pretty JSON array": (
+        json.dumps(ROWS, indent=2).encode(),
+        "reinforcement",
+        f"the file is one JSON array; write one object per line. {does('rft')}",
+        True,
+    ),
+    "an array of a row per line": (
+        b"[" + b",\n".join(json.dumps(row).encode() for row in ROWS) + b"]",
+        "reinforcement",
+        f"the file is one JSON array; write one object per line. {does('rft')}",
+        True,
+    ),
+    "pretty JSON": (
+        "\n".join(json.dumps(row, indent=4) for row in ROWS).encode(),
+        "reinforcement",
+        f"the file has JSON objects over several lines; write one object per line. {does('rft')}",
+        True,
+    ),
+    "UTF-16": (
+        lines(*ROWS).decode().encode("utf-16"),
+        "reinforcement",
+        f"the file is UTF-16; save it as UTF-8. {does('rft')}",
+        True,
+    ),
+    "UTF-16 without a mark": (
+        lines(*ROWS).decode().encode("utf-16-le"),
+        "reinforcement",
+        f"the file is UTF-16; save it as UTF-8. {does('rft')}",
+        True,
+    ),
+    "UTF-32": (
+        lines(*ROWS).decode().encode("utf-32"),
+        "reinforcement",
+        f"the file is UTF-32; save it as UTF-8. {does('rft')}",
+        True,
+    ),
+    "gzip": (
+        gzip.compress(lines(*ROWS)),
+        "reinforcement",
+        f"the file is compressed with gzip; uncompress it. {does('rft')}",
+        True,
+    ),
+    "CSV": (
+        MIXED_LINES,
+        "supervised",
+        f"the file is CSV with the columns question, answer; write one object per line. {does('sft')}",
+        True,
+    ),
+    "CSV of a German Excel": (
+        MIXED_LINES.replace(b",", b";").replace(b"\n", b"\r\n"),
+        "supervised",
+        f"the file is CSV with the columns question, answer; write one object per line. {does('sft')}",
+        True,
+    ),
+    "Parquet": (
+        as_parquet(*ROWS),
+        "reinforcement",
+        f"the file is Parquet; write one object per line. {does('rft')}",
+        True,
+    ),
+    "CR line ends": (
+        lines(*ROWS).replace(b"\n", b"\r"),
+        "reinforcement",
+        f"the lines of the file end with CR alone; end them with LF. {does('rft')}",
+        True,
+    ),
+    "a workbook": (
+        b"PK\x03\x04" + bytes(60),
+        "reinforcement",
+        "the file is a ZIP archive or an Excel workbook; unpack it, or save the sheet as CSV.",
+        True,
+    ),
+    "Alpaca": (
+        ALPACA,
+        "supervised",
+        f"the rows are Alpaca's (instruction, input, output); write them as messages. {does('sft')}",
+        NO_CONTAINER,
+    ),
+    "Alpaca for preferences": (
+        ALPACA,
+        "dpo",
+        "the rows are Alpaca's (instruction, input, output); they can become rows for method 'reinforcement' or "
+        "'supervised', not for 'dpo'.",
+        NO_CONTAINER,
+    ),
+    "ShareGPT": (
+        SHAREGPT,
+        "supervised",
+        f"the rows are ShareGPT's (conversations); write them as messages. {does('sft')}",
+        NO_CONTAINER,
+    ),
+    "prompt and completion": (
+        COMPLETIONS,
+        "supervised",
+        f"the rows have prompt and completion; write them as messages. {does('sft')}",
+        NO_CONTAINER,
+    ),
+    "TRL's preferences": (
+        CHOSEN,
+        "dpo",
+        "the rows are TRL's preferences (chosen, rejected); write them as input, preferred_output and "
+        f"non_preferred_output. {does('dpo')}",
+        NO_CONTAINER,
+    ),
+    "TRL's labels": (
+        LABELED,
+        "dpo",
+        "the rows are TRL's labeled answers (prompt, completion, label); write them as input, output and label. "
+        f"{does('dpo')}",
+        NO_CONTAINER,
+    ),
+    "TRL's prompts": (
+        lines(*[{"prompt": ROW["messages"], "answer": "2"}] * TWELVE),
+        "reinforcement",
+        f"the rows have their prompt in the key prompt; write it as messages. {does('rft')}",
+        NO_CONTAINER,
+    ),
+    "questions": (
+        lines(*[{"question": "1 + 1?", "answer": "2"}] * TWELVE),
+        "reinforcement",
+        f"the rows have their prompt in the key question; write it as messages. {does('rft')}",
+        NO_CONTAINER,
+    ),
+    "an input of the Responses API": (
+        lines(*[{"input": ROW["messages"], "answer": "2"}] * TWELVE),
+        "reinforcement",
+        f"the rows have their prompt in the key input; write it as messages. {does('rft')}",
+        NO_CONTAINER,
+    ),
+    "functions": (
+        FUNCTIONS,
+        "supervised",
+        "the rows use functions and function_call, which OpenAI has replaced; write them as tools and tool_calls. "
+        f"{does('sft')}",
+        NO_CONTAINER,
+    ),
+}
+table = pytest.mark.parametrize(
+    ("content", "method", "sentence", "is_container"), FOREIGN.values(), ids=FOREIGN.keys()
+)
+
+
+@pytest.fixture
+def desk(house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder, for a command line that is logged in."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("REGRAFT_BASE_URL", house.base_url)
+    monkeypatch.setenv("REGRAFT_API_KEY", house.key)
+    return tmp_path
+
+
+def job(method: str) -> dict[str, Any]:
+    inside = {"grader": GRADER} if method == "reinforcement" else {}
+    files = {"training_file": "theirs.data"} | ({"validation_split": 0.2} if inside else {})
+    return {"model": RFT, "method": {"type": method, method: inside}} | files
+
+
+def refusal_of_the_worker(content: bytes, method: str, folder: Path) -> str:
+    """The message with which a job fails."""
+    path = folder / "stored"
+    path.write_bytes(content)
+    blobs = FolderBlobs(folder / "blobs")
+    info = blobs.put_file("file", path)
+    file = File(id="file-1", filename="theirs", blob_key="file", bytes=info.size, sha256=info.sha256)
+    read: Callable[[], Any] = partial(offline_validation.checked, blobs, file, method, "training_file")
+    if method == "reinforcement":
+        spec = parse_grader(GRADER)
+        read = partial(validation.check_file, blobs, file, spec, "training_file", MAX_TRAINING_ROWS)
+    with pytest.raises(BadFile) as bad:
+        read()
+    return bad.value.message
+
+
+@table
+def test_a_foreign_file_is_named_in_one_sentence_everywhere(
+    content: bytes,
+    method: Method,
+    sentence: str,
+    is_container: bool,
+    desk: Path,
+    house: House,
+    client: Regraft,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = desk / "theirs.data"
+    path.write_bytes(content)
+    (desk / "job.json").write_text(json.dumps(job(method)))
+
+    found = detect([content])
+    assert found is not None
+    assert found.sentence(method) == sentence
+    assert refusal_of_the_worker(content, method, desk) == f"Training file file-1 (theirs): {sentence}"
+    assert main(["validate", path.name, "--method", method]) == 1
+    assert capsys.readouterr().out == f"theirs.data: {sentence}\n"
+    assert main(["jobs", "create", "-f", "job.json"]) == 1
+    assert capsys.readouterr().err == f"regraft: {path.name}: {sentence} (invalid_dataset)\n"
+    assert list(client.files.list()) == []
+    assert list(client.fine_tuning.jobs.list()) == []
+
+    if is_container:
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.files.create(file=path, purpose="fine-tune")
+        assert refused.value.code == "invalid_file_format"
+        assert sentence.split(".")[0] in refused.value.message
+    else:
+        file = client.files.create(file=path, purpose="fine-tune")
+        assert client.profile(file.id, method=method).foreign_format == sentence
+
+
+@table
+def test_a_foreign_file_becomes_a_dataset_of_the_job(
+    content: bytes, method: Method, sentence: str, is_container: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "theirs"
+    path.write_bytes(content)
+    target = TARGETS[method]
+    if f"--to {target}`" not in sentence:
+        with pytest.raises(ValueError, match=r"has no two answers|ZIP archive"):
+            convert(path, target, tmp_path / "ours.jsonl")
+        assert not (tmp_path / "ours.jsonl").exists()
+        return
+
+    made = convert(path, target, tmp_path / "ours.jsonl")
+
+    grader = GRADER if method == "reinforcement" else None
+    assert made.rows == TWELVE
+    assert validate(made.path, method=method, grader=grader).rows == TWELVE
+
+
+def convert_text(folder: Path, content: bytes, target: Target, **names: str) -> list[dict[str, Any]]:
+    (folder / "theirs").write_bytes(content)
+    made = convert(folder / "theirs", target, folder / "ours.jsonl", names=names)
+    return [json.loads(line) for line in made.path.read_bytes().splitlines()]
+
+
+USER = {"role": "user", "content": "1 + 1?"}
+ANSWER = {"role": "assistant", "content": "2"}
+WRONG = {"role": "assistant", "content": "3"}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
+CONVERTED: dict[str, tuple[Any, Target, dict[str, str], Any]] = {
+    "Alpaca": (
+        {"instruction": "Add", "input": "1 + 1?", "output": "2", "text": "Below is ..."},
+        "sft",
+        {},
+        {"messages": [{"role": "user", "content": "Add\n\n1 + 1?"}, ANSWER]},
+    ),
+    "Alpaca without an input": (
+        {"instruction": "1 + 1?", "input": "", "output": "2", "system": "Be brief."},
+        "rft",
+        {},
+        {"messages": [{"role": "system", "content": "Be brief."}, USER], "answer": "2"},
+    ),
+    "ShareGPT": (
+        {
+            "conversations": [
+                {"from": "system", "value": "Be brief."},
+                {"from": "human", "value": "1 + 1?"},
+                {"from": "gpt", "value": "2"},
+            ],
+            "id": "a",
+        },
+        "sft",
+        {},
+        {"messages": [{"role": "system", "content": "Be brief."}, USER, ANSWER]},
+    ),
+    "prompt and completion": (
+        {"prompt": "1 + 1?", "completion": "2"},
+        "sft",
+        {},
+        {"messages": [USER, ANSWER]},
+    ),
+    "a conversational completion": (
+        {"prompt": [USER], "completion": [ANSWER]},
+        "rft",
+        {},
+        {"messages": [USER], "answer": "2"},
+    ),
+    "preferences": (
+        {"prompt": "1 + 1?", "chosen": "2", "rejected": "3"},
+        "dpo",
+        {},
+        {"input": {"messages": [USER]}, "preferred_output": [ANSWER], "non_preferred_output": [WRONG]},
+    ),
+    "preferences that begin with the prompt": (
+        {"chosen": [USER, ANSWER], "rejected": [USER, WRONG], "score_chosen": 9.0},
+        "dpo",
+        {},
+        {"input": {"messages": [USER]}, "preferred_output": [ANSWER], "non_preferred_output": [WRONG]},
+    ),
+    "the preferred answer": (
+        {"prompt": "1 + 1?", "chosen": "2", "rejected": "3"},
+        "sft",
+        {},
+        {"messages": [USER, ANSWER]},
+    ),
+    "an answer with a label": (
+        {"prompt": "1 + 1?", "completion": "3", "label": False},
+        "dpo",
+        {},
+        {"input": {"messages": [USER]}, "output": [WRONG], "label": False},
+    ),
+    "functions": (
+        {
+            "messages": [
+                USER,
+                {"role": "assistant", "content": None, "function_call": CALL},
+                {"role": "function", "name": "add", "content": "2"},
+                ANSWER,
+            ],
+            "functions": [{"name": "add", "parameters": {}}],
+        },
+        "sft",
+        {},
+        {
+            "messages": [
+                USER,
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "tool_calls": [{"id": "call_1", "type": "function", "function": CALL}],
+                },
+                {"role": "tool", "tool_call_id": "call_1", "content": "2"},
+                ANSWER,
+            ],
+            "tools": [TOOL],
+        },
+    ),
+    "other names": (
+        {"task": "1 + 1?", "label": 2, "page": 7},
+        "rft",
+        {"prompt": "task", "answer": "label"},
+        {"messages": [USER], "answer": 2, "page": 7},
+    ),
+    "a supervised row": ({"messages": [USER, ANSWER]}, "rft", {}, {"messages": [USER], "answer": "2"}),
+    "a row of a reinforcement job": (ROW, "sft", {}, {"messages": [USER, ANSWER]}),
+    "a row of the job itself": (PAIR, "dpo", {}, PAIR),
+}
+
+
+@pytest.mark.parametrize(("row", "target", "names", "right"), CONVERTED.values(), ids=CONVERTED.keys())
+def test_a_row_is_converted(
+    row: dict[str, Any], target: Target, names: dict[str, str], right: dict[str, Any], tmp_path: Path
+) -> None:
+    assert convert_text(tmp_path, lines(row), target, **names) == [right]
+
+
+@pytest.mark.parametrize("ends", [b"\n", b"\r\n", b"\r"])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-be"])
+@pytest.mark.parametrize("packed", [gzip.compress, bytes], ids=["compressed", "plain"])
+def test_text_is_read_in_every_encoding_with_all_line_ends_compressed_or_not(
+    packed: Callable[[bytes], bytes], encoding: str, ends: bytes, tmp_path: Path
+) -> None:
+    rows = [ROW | {"answer": "zwölf \u2028 十二"}] * 3
+    content = lines(*rows).replace(b"\n", ends).decode().encode(encoding)
+
+    assert convert_text(tmp_path, packed(content), "rft") == rows
+
+
+def test_cells_of_a_table_may_have_commas_quotes_and_line_ends(tmp_path: Path) -> None:
+    content = b'\xef\xbb\xbfprompt,answer\r\n"Say ""a, b""\nand c",x\r\n\r\n'
+
+    [row] = convert_text(tmp_path, content, "rft")
+
+    assert row == {"messages": [{"role": "user", "content": 'Say "a, b"\nand c'}], "answer": "x"}
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_an_array_is_read_in_pieces_wherever_they_end(size: int) -> None:
+    rows = [
+        {"messages": [{"role": "user", "content": "[{" * n + '"\\\n'}], "answer": "]},"} for n in range(40)
+    ]
+    text = json.dumps(rows, indent=1)
+
+    found = json_lines(text[at : at + size] for at in range(0, len(text), size))
+
+    assert [json.loads(line) for line in found] == rows
+
+
+REFUSED: dict[str, tuple[bytes, Target, dict[str, str], str]] = {
+    "a row without a prompt": (
+        lines(*[{"a": "1 + 1?", "b": "2"}] * 3),
+        "rft",
+        {},
+        "line 1: has no prompt; name its field with --map prompt=FIELD (and in 2 more lines: 2, 3)",
+    ),
+    "a name that no row has": (
+        lines({"prompt": "a"}),
+        "rft",
+        {"answer": "label"},
+        "line 1: has no field 'label', which --map names",
+    ),
+    "an unknown speaker": (
+        lines({"conversations": [{"from": "narrator", "value": "x"}]}),
+        "sft",
+        {},
+        "line 1: has a message in conversations from 'narrator', which is unknown",
+    ),
+    "a bad answer for a supervised job": (
+        lines({"prompt": "a", "completion": "b", "label": False}),
+        "sft",
+        {},
+        "line 1: is an answer with a label, which only preference jobs read: use --to dpo",
+    ),
+    "a table with a short line": (
+        b"prompt,answer\na,b\nc\n",
+        "rft",
+        {},
+        "line 3: has 1 cells, and the first line has 2 names",
+    ),
+    "a table of an old Excel": (
+        "prompt,answer\na,é\n".encode("latin-1"),
+        "rft",
+        {},
+        "the file is not utf-8: save it as UTF-8",
+    ),
+    "broken JSON in an array": (
+        b'[{"prompt": "a"},\n{"prompt": "b",}]',
+        "rft",
+        {},
+        "line 2: is not JSON: ",
+    ),
+    "half of a compressed file": (
+        gzip.compress(lines(*ROWS))[:-12],
+        "rft",
+        {},
+        "the compressed data is damaged: ",
+    ),
+    "an empty file": (b"", "rft", {}, "the file is empty"),
+}
+
+
+@pytest.mark.parametrize(("content", "target", "names", "words"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_cannot_be_converted_is_named_and_nothing_is_written(
+    content: bytes, target: Target, names: dict[str, str], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(InvalidDataset) as refused:
+        convert_text(tmp_path, content, target, **names)
+
+    assert str(refused.value).startswith(words)
+    assert not (tmp_path / "ours.jsonl").exists()
+
+
+def test_without_pyarrow_the_sentence_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+
+    with pytest.raises(InvalidDataset, match="Parquet files need pyarrow: run `pip install pyarrow`"):
+        convert_text(tmp_path, as_parquet(*ROWS), "rft")
+
+
+def test_the_command_names_the_written_file_and_the_next_command_accepts_it(
+    desk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (desk / "questions.csv").write_text("question,label\n1 + 1?,2\n2 + 2?,4\n")
+
+    code = main(
+        ["convert", "questions.csv", "--to", "rft", "--map", "prompt=question", "--map", "answer=label"]
+    )
+
+    assert (code, capsys.readouterr().out) == (0, "questions.rft.jsonl: 2 rows\n")
+    assert main(["validate", "questions.rft.jsonl"]) == 0
+    assert main(["convert", "questions.csv", "--to", "rft", "-o", "questions.csv"]) == 2
+    assert main(["convert", "questions.csv", "--to", "rft", "--map", "answer"]) == 2
+
+
+def test_a_field_that_the_grader_reads_is_found_before_the_upload(
+    desk: Path, client: Regraft, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (desk / "theirs.data").write_bytes(lines(ROW, *[{"messages": ROW["messages"]}] * 30))
+    (desk / "job.json").write_text(json.dumps(job("reinforcement")))
+
+    assert main(["jobs", "create", "-f", "job.json"]) == 1
+    assert capsys.readouterr().err == (
+        "regraft: theirs.data:2: the grader reads {{item.answer}}, which this row does not have (and in 29 more "
+        "lines: 3, 4, 5, 6, …) (invalid_dataset)\n"
+    )
+    assert list(client.files.list()) == []
+
+
+def test_the_local_files_of_a_pipelines_jobs_are_validated_before_the_upload(
+    desk: Path, client: Regraft, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (desk / "theirs.data").write_bytes(ALPACA)
+    stages = [{"name": "first", "job": {"model": "tiny", "training_file": "theirs.data"}}]
+    (desk / "pipeline.json").write_text(json.dumps({"stages": stages}))
+
+    assert main(["pipelines", "create", "-f", "pipeline.json"]) == 1
+    assert "theirs.data: the rows are Alpaca's" in capsys.readouterr().err
+    assert list(client.files.list()) == []
+
+
+def test_one_file_for_training_and_validation_is_uploaded_once(desk: Path, client: Regraft) -> None:
+    (desk / "theirs.data").write_bytes(lines(*ROWS))
+    request = job("reinforcement") | {"validation_split": None, "validation_file": "theirs.data"}
+
+    made = client.jobs.submit(request)
+
+    assert made.validation_file == made.training_file
+    assert [file.id for file in client.files.list()] == [made.training_file]
+
+
+def test_an_array_in_a_file_that_is_named_like_a_job_is_read_as_rows(
+    desk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (desk / "train.json").write_text(json.dumps(ROWS))
+
+    assert main(["validate", "train.json"]) == 1
+    assert capsys.readouterr().out.startswith(
+        "train.json: the file is one JSON array; write one object per line."
+    )
+
+
+def test_an_empty_file_says_so_everywhere(
+    desk: Path, client: Regraft, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (desk / "theirs.data").write_bytes(b"")
+    (desk / "job.json").write_text(json.dumps(job("reinforcement")))
+
+    assert "the file is empty" in refusal_of_the_worker(b"", "reinforcement", desk)
+    for command in (["validate", "theirs.data"], ["jobs", "create", "-f", "job.json"]):
+        assert main(command) == 1
+        said = capsys.readouterr()
+        assert "theirs.data: the file is empty" in said.out + said.err
+    with pytest.raises(openai.BadRequestError, match="The file is empty"):
+        client.files.create(file=("theirs.data", b""), purpose="fine-tune")
+
+
+JSONL = {
+    "rows of a reinforcement job": lines(*ROWS),
+    "conversations": lines(CHAT),
+    "pairs": lines(PAIR),
+    "rows with an input for the grader": lines(ROW | {"input": "x", "output": "y", "prompt": "z"}),
+    "one long row": lines(ROW | {"text": "a, b\n" * 20_000}),
+    "a row with white space": b'\r\n  { "messages" : [ ] }  \r\n',
+    "a byte order mark": b"\xef\xbb\xbf" + lines(ROW),
+    "a row that is a list": b"[1]\n" + lines(ROW),
+    "a truncated row": b'{"messages": [\n' + lines(ROW),
+    "a raw line end in a text": b'{"messages": "a\nb"}\n',
+    "a raw tab in a text": b'{"messages": [{"role": "user", "content": "q"}], "answer": "a\tb"}\n',
+    "a Python dict": b"{'messages': [], 'answer': 1}\n",
+    "lines of text": b"Hello.\nWorld.\n",
+    "Latin-1": '{"answer": "é"}\n'.encode("latin-1"),
+    "deep": b'{"a": ' * 5000,
+}
+
+
+@pytest.mark.parametrize("content", JSONL.values(), ids=JSONL.keys())
+def test_jsonl_is_no_foreign_format_whatever_its_rows_are(content: bytes) -> None:
+    assert detect([content]) is None
+    assert detect(content[at : at + 1] for at in range(min(len(content), 2000))) is None
