@@ -1,6 +1,7 @@
 """One attempt at a claimed job: its claim, its job, and its access to the database and the blob store."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self, TypeVar
@@ -11,10 +12,10 @@ from sqlalchemy.orm import Session
 from core.database.engine import Database
 from core.database.tables import Job
 from core.jobs import events, lifecycle
-from core.jobs.claim import Claim
+from core.jobs.claim import Claim, LeaseLost
+from core.retry import RetryPolicy
 from core.storage.store import BlobStore
 from worker.progress import PROGRESS
-from worker.retry import RetryPolicy
 from worker.sharing.base import SharedBase
 
 T = TypeVar("T")
@@ -24,7 +25,7 @@ T = TypeVar("T")
 class Attempt:
     """What all parts of a run that read or write anything share.
 
-    Reads, writes and uploads are repeated during an outage (worker/retry.py), so each must be safe to repeat.
+    Reads, writes and uploads are repeated during an outage (core/retry.py), so each must be safe to repeat.
     """
 
     claim: Claim
@@ -46,7 +47,7 @@ class Attempt:
     ) -> Self:
         """Read the claimed job. An outage that the attempt survives becomes an event of the job."""
         retry = RetryPolicy(
-            patience_seconds, partial(_report_outage, database, claim), during=PROGRESS.waiting
+            patience_seconds, partial(report_outage, database, claim), during=PROGRESS.waiting
         )
 
         def read() -> Job:
@@ -95,6 +96,7 @@ class Attempt:
         self.write(append)
 
 
-def _report_outage(database: Database, claim: Claim, incident: str) -> None:
-    with lifecycle.fenced(database, claim) as (session, job):
+def report_outage(database: Database, claim: Claim, incident: str) -> None:
+    """Add an event about an outage that the attempt survived, unless it has ended the claim by now."""
+    with suppress(LeaseLost), lifecycle.fenced(database, claim) as (session, job):
         events.append(session, job.id, incident, level="warn")

@@ -214,7 +214,7 @@ async def import_eval(
     stored = await in_reader(service, project, store)
 
     def discard() -> None:
-        service.blobs.delete_many([page.blob_key for pages in stored for page in pages])
+        service.blobs.discard(*(page.blob_key for pages in stored for page in pages))
 
     def create(work: Work) -> Imported:
         try:

@@ -12,11 +12,11 @@ from sqlalchemy.orm import Session
 
 from core.database.engine import Database
 from core.jobs.claim import LeaseLost
+from core.retry import RetryPolicy
 from core.storage.store import BlobNotFound
 from tests.fakes import Skill
 from tests.worker.conftest import Bench
 from worker.progress import Progress
-from worker.retry import RetryPolicy
 
 REFUSED = OperationalError("select 1", {}, Exception("connection refused"))
 BUSY = ClientError({"Error": {"Code": "SlowDown"}, "ResponseMetadata": {"HTTPStatusCode": 503}}, "PutObject")
@@ -68,8 +68,26 @@ def patience(time: Time, told: list[Any]) -> RetryPolicy:
 
 @pytest.mark.parametrize(
     "cause",
-    [REFUSED, BUSY, FULL, EXPIRED, EndpointConnectionError(endpoint_url="s3"), ConnectionResetError("cut")],
-    ids=["database", "busy store", "full disk", "expired credentials", "no store", "cut connection"],
+    [
+        REFUSED,
+        BUSY,
+        FULL,
+        DENIED,
+        EXPIRED,
+        EndpointConnectionError(endpoint_url="s3"),
+        ConnectionResetError("cut"),
+        OSError(errno.EMFILE, "Too many open files"),
+    ],
+    ids=[
+        "database",
+        "busy store",
+        "full disk",
+        "denied",
+        "expired",
+        "no store",
+        "cut connection",
+        "descriptors",
+    ],
 )
 def test_what_is_away_is_waited_for_and_told_of(
     patience: RetryPolicy, told: list[Any], time: Time, cause: Any
@@ -86,11 +104,10 @@ def test_what_is_away_is_waited_for_and_told_of(
     [
         LeaseLost("another's"),
         BlobNotFound("a"),
-        DENIED,
         FileNotFoundError("a"),
         IntegrityError("i", {}, Exception()),
     ],
-    ids=["lost lease", "no blob", "denied", "no file", "conflict"],
+    ids=["lost lease", "no blob", "no file", "conflict"],
 )
 def test_what_waiting_cannot_help_is_raised_at_once(patience: RetryPolicy, time: Time, cause: Any) -> None:
     with pytest.raises(type(cause)):
@@ -111,7 +128,7 @@ def test_while_it_is_away_the_progress_says_so(time: Time) -> None:
     done = RetryPolicy(600.0, print, clock=lambda: time.now, wait=time.wait, during=progress.waiting)(fail)
 
     assert done == "done"
-    assert seen == ["loading", *["waiting for the blob store or the disk"] * 2]
+    assert seen == ["loading", *["waiting for the blob store"] * 2]
     assert progress.now()["phase"] == "loading"
 
 
