@@ -1,7 +1,6 @@
 """One attempt at a claimed job: its claim, its job, and its access to the database and the blob store."""
 
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self, TypeVar
@@ -12,7 +11,7 @@ from sqlalchemy.orm import Session
 from core.database.engine import Database
 from core.database.tables import Job
 from core.jobs import events, lifecycle
-from core.jobs.claim import Claim, LeaseLost
+from core.jobs.claim import Claim
 from core.retry import RetryPolicy
 from core.storage.store import BlobStore
 from worker.progress import PROGRESS
@@ -97,6 +96,7 @@ class Attempt:
 
 
 def report_outage(database: Database, claim: Claim, incident: str) -> None:
-    """Add an event about an outage that the attempt survived, unless it has ended the claim by now."""
-    with suppress(LeaseLost), lifecycle.fenced(database, claim) as (session, job):
-        events.append(session, job.id, incident, level="warn")
+    """Add an event about an outage that the attempt survived, unless another one has claimed the job since."""
+    with database.write() as session:
+        if session.scalar(select(Job.epoch).where(Job.id == claim.job_id)) == claim.epoch:
+            events.append(session, claim.job_id, incident, level="warn")

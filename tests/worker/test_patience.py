@@ -13,8 +13,9 @@ from sqlalchemy.orm import Session
 from core.database.engine import Database
 from core.jobs.claim import LeaseLost
 from core.retry import RetryPolicy
-from core.storage.store import BlobNotFound
+from core.storage.store import BlobNotFound, FailedCleanups
 from tests.fakes import Skill
+from tests.watched_blobs import WatchedBlobs
 from tests.worker.conftest import Bench
 from worker.progress import Progress
 
@@ -194,6 +195,18 @@ def test_a_run_whose_every_other_transaction_fails_ends_like_any_other(
     told_of = [e for e in bench.events() if e.startswith("Step ")]
     assert len(told_of) == len(set(told_of)) == 5
     assert [one.step for one in bench.checkpoints()] == [2, 4]
+
+
+def test_a_run_that_may_delete_nothing_ends_like_any_other(bench: Bench, patience: RetryPolicy) -> None:
+    blobs = WatchedBlobs(bench.tmp_path / "blobs")
+    blobs.reachable = False  # for deletions
+    counted = FailedCleanups.count
+    run = bench.run(attempt=bench.attempt(blobs=blobs, retry=patience), eval_interval=1, n_epochs=2)
+
+    asyncio.run(run.train())
+
+    assert bench.job().status == "succeeded"
+    assert FailedCleanups.count > counted
 
 
 class FullDisk:
