@@ -17,7 +17,7 @@ from sqlalchemy.exc import TimeoutError as NoFreeConnection
 
 
 class Resource(StrEnum):
-    """What the service waits for during an outage."""
+    """A resource that the service waits for during an outage."""
 
     DATABASE = "database"
     BLOB_STORE = "blob store"
@@ -29,7 +29,7 @@ class Resource(StrEnum):
 
 
 class TemporarilyUnavailable(Exception):
-    """An error of our own that names the resource whose return it waits for."""
+    """Base class of errors that name the resource which is unavailable."""
 
     resource: Resource
 

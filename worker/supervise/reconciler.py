@@ -109,7 +109,7 @@ class Reconciler:
                     lifecycle.give_time(session, self.settings.lease_seconds, excuse)
                     eval_runs.give_time(session, self.settings.lease_seconds)
                     log.warning("%s", excuse)
-                if is_first or excuse is not None:  # before the first pass, nobody saw the clock
+                if is_first or excuse is not None:  # a jump before the first pass is not seen
                     self._bound_times(session)
                 lifecycle.expire_leases(session, max_failures=self.settings.max_failures)
                 eval_runs.expire_leases(session)
