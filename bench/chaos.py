@@ -741,6 +741,7 @@ def open_house(folder: Path, disk: Path, size: Size) -> Iterator[House]:
             "REGRAFT_MODELS_FILE": str(folder / "models.toml"),
             "REGRAFT_PORT": str(api_port),
             "REGRAFT_INFERENCE_URL": model_server.url,
+            "REGRAFT_INFERENCE_KEY": "of-a-server-that-asks-for-none",
             "REGRAFT_TORCH_THREADS": "1",
             "REGRAFT_RECONCILE_SECONDS": "0.5",
             "REGRAFT_LEASE_SECONDS": str(LEASE_SECONDS),

@@ -39,7 +39,12 @@ class RetryPolicy:
         wait: Callable[[float], object] = time.sleep,
         during: Callable[[Resource], AbstractContextManager[None]] = lambda waiting_for: nullcontext(),
     ) -> None:
-        """`during` gets the resource, and is left when that is back or given up."""
+        """Create a policy.
+
+        Args:
+            wait: returns True to give up at once, as `threading.Event.wait` does when the process stops.
+            during: gets the resource, and is left when that is back or given up.
+        """
         self.seconds = seconds
         self._tell = tell
         self._clock = clock
@@ -50,7 +55,7 @@ class RetryPolicy:
         """Call `do`, with retries, and return its result.
 
         Raises:
-            the last error of `do`, if it is no outage, or if the outage outlasted `seconds`.
+            the last error of `do`, if it is no outage, or if the outage outlasted `seconds` or `wait` gave up.
         """
         since: float | None = None
         reason: Exception | None = None
@@ -69,7 +74,8 @@ class RetryPolicy:
                         log.warning("waiting for the %s: %r", resource, cause)
                         waiting.enter_context(self._during(resource))
                     reason = cause
-                self._wait(pause)
+                if self._wait(pause):
+                    raise reason
         if reason is not None and since is not None:
             self._tell(_incident(reason, self._clock() - since))
         return done

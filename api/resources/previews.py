@@ -38,6 +38,7 @@ from core.evals import targets
 from core.inference import address_of, not_served
 from core.jobs import estimates, usage
 from core.jobs.estimates import Range
+from core.outages import outage
 from core.results import evals, preview_report, previews
 from core.results.preview_report import (
     Grading,
@@ -50,7 +51,7 @@ from core.results.preview_report import (
     Verdict,
 )
 from core.results.previews import PreviewResults
-from core.retry import RetryPolicy
+from core.retry import pauses
 from core.storage import datasets
 from core.storage.datasets import Example, LineError
 from core.storage.store import BlobStore
@@ -476,26 +477,34 @@ async def _run(preview_id: str, prepared: Prepared, service: Service, upstream: 
         _in_time(_previewed(prepared, service, upstream, slot, progress), service.preview_seconds)
     )
 
-    retry = RetryPolicy(service.settings.patience_seconds, log.warning)
+    def write_once(write: Callable[..., bool], *values: Any) -> bool:
+        with service.database.write() as session:
+            return write(session, preview_id, *values)
 
-    def written(write: Callable[..., bool], *values: Any) -> bool:
-        def once() -> bool:
-            with service.database.write() as session:
-                return write(session, preview_id, *values)
-
-        return retry(once)
+    async def written(write: Callable[..., bool], *values: Any) -> bool:
+        """As `write_once`, retried during an outage. Waits here and not in a thread, which could not be cancelled."""
+        since = time.monotonic()
+        for pause in pauses():
+            try:
+                return await asyncio.to_thread(write_once, write, *values)
+            except Exception as cause:
+                if outage(cause) is None or time.monotonic() - since > service.settings.patience_seconds:
+                    raise
+                log.warning("the preview %s waits: %r", preview_id, cause)
+            await asyncio.sleep(pause)
+        raise AssertionError("pauses end never")
 
     try:
         while not (await asyncio.wait([working], timeout=PROGRESS_SECONDS))[0]:
-            if not await asyncio.to_thread(written, previews.renew, asdict(progress)):
+            if not await written(previews.renew, asdict(progress)):
                 return  # canceled or deleted
-        await asyncio.to_thread(written, previews.complete, asdict(progress), working.result())
+        await written(previews.complete, asdict(progress), working.result())
     except ServiceError as refused:
-        await asyncio.to_thread(written, previews.fail, _error(refused))
+        await written(previews.fail, _error(refused))
     except Exception:
         log.exception("the preview %s failed", preview_id)
         broken = ServiceError("The preview failed by an error of the server, which is in its log.")
-        await asyncio.to_thread(written, previews.fail, _error(broken))
+        await written(previews.fail, _error(broken))
     finally:
         working.cancel()
         await asyncio.gather(working, return_exceptions=True)

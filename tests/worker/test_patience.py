@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,17 @@ def test_while_it_is_away_the_progress_says_so(time: Time) -> None:
     assert done == "done"
     assert seen == ["loading", *["waiting for the blob store"] * 2]
     assert progress.now()["phase"] == "loading"
+
+
+def test_a_process_that_stops_does_not_wait(told: list[Any]) -> None:
+    stopping = threading.Event()
+    stopping.set()
+    fails = Fails(REFUSED, REFUSED)
+
+    with pytest.raises(OperationalError):
+        RetryPolicy(600.0, told.append, wait=stopping.wait)(fails)
+
+    assert (fails.causes, told) == ([REFUSED], [])
 
 
 def test_patience_ends(patience: RetryPolicy, time: Time) -> None:

@@ -12,7 +12,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from core.database.engine import Database
 from core.evals import lifecycle
 from core.jobs.claim import Claim, LeaseLost
-from core.outages import Resource
+from core.outages import Resource, outage
 from core.retry import RetryPolicy
 from core.settings import Settings
 from core.storage.store import BlobStore
@@ -117,7 +117,8 @@ class EvalRunner:
                     self._end(claim, None)
                 except Exception as cause:
                     log.exception("%s was interrupted", claim.job_id)
-                    self._end(claim, cause)
+                    is_drained = self._stopping.is_set() and outage(cause) is not None
+                    self._end(claim, None if is_drained else cause)
 
     @contextmanager
     def _noted(self, claim: Claim, resource: Resource) -> Iterator[None]:

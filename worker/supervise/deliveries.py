@@ -81,9 +81,11 @@ class Deliveries:
         self.clock = clock
         self.jitter = jitter
         self.poll_seconds = poll_seconds
+        self._stopping = threading.Event()
 
     def run_until(self, stop: threading.Event) -> None:
         """Send due deliveries, `AT_ONCE` at a time and one per endpoint, so that a slow endpoint delays no other."""
+        self._stopping = stop
         busy: dict[Future[None], str] = {}
         with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="delivery") as pool:
             while not stop.is_set():
@@ -133,7 +135,8 @@ class Deliveries:
     def deliver(self, claimed: Claimed) -> None:
         """Make one attempt and record its outcome, which is not lost in a short outage: it would be sent again."""
         outcome = self.send(claimed)
-        RetryPolicy(LEASE_SECONDS / 2, log.warning)(partial(self.settle, claimed, outcome))
+        retry = RetryPolicy(LEASE_SECONDS / 2, log.warning, wait=self._stopping.wait)
+        retry(partial(self.settle, claimed, outcome))
 
     def send(self, claimed: Claimed) -> DeliveryResult:
         """Send one attempt. The body and id are the same each time; the signature has the current time."""
