@@ -9,6 +9,7 @@ import threading
 import urllib.parse
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from email.message import Message
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,7 @@ class S3Request:
 
     method: str
     query: str
-    headers: http.client.HTTPMessage
+    headers: Message
 
     @property
     def writes(self) -> bool:
@@ -109,7 +110,7 @@ class S3Proxy:
         class Server(socketserver.ThreadingMixIn, http.server.HTTPServer):
             daemon_threads = True
 
-        self._server = Server(("127.0.0.1", 0), partial(_S3Handler, self, port))  # type: ignore[arg-type]
+        self._server = Server(("127.0.0.1", 0), partial(_S3Handler, self, port))
         self.endpoint = f"http://127.0.0.1:{self._server.server_port}"
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 

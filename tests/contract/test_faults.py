@@ -185,7 +185,7 @@ def database(line: TcpProxy) -> Iterator[Database]:
 
 def asked(database: Database) -> int:
     with database.write() as session:
-        return int(session.scalar(text("select 1")))  # type: ignore[arg-type]
+        return int(session.scalar(text("select 1")))
 
 
 def test_connections_that_were_cut_are_replaced(line: TcpProxy, database: Database) -> None:

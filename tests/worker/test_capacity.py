@@ -220,6 +220,13 @@ class TestServing:
         )
 
 
+PLAN: MemoryPlan = untyped("the plan")
+
+
+def refuse_to_wait(seconds: float) -> None:
+    raise AssertionError("nothing can pass")
+
+
 class TestMemoryOfOthers:
     """A plan within what other processes leave."""
 
@@ -228,7 +235,7 @@ class TestMemoryOfOthers:
         def plan(bytes_of: Callable[[str], int]) -> MemoryPlan:
             if bytes_of("cuda") < bytes_needed:
                 raise sizing.DoesNotFit(f"needs {bytes_needed}, of {bytes_of('cuda')}")
-            return untyped("the plan")
+            return PLAN
 
         return plan
 
@@ -241,7 +248,7 @@ class TestMemoryOfOthers:
 
         plan = plan_within(self.needing(60), "cuda", memory, patience_seconds=600.0, wait=wait)
 
-        assert (plan, free) == ("the plan", [80])
+        assert (plan, free) == (PLAN, [80])
 
     def test_a_job_that_fits_on_the_free_device_is_no_mistake_of_its_user(self) -> None:
         memory = DeviceMemory(lambda device: 20, lambda device: 80)
@@ -257,6 +264,6 @@ class TestMemoryOfOthers:
         memory = DeviceMemory(lambda device: 20, lambda device: 80)
 
         with pytest.raises(UserMistake, match="needs 100, of 80") as refused:
-            plan_within(self.needing(100), "cuda", memory, patience_seconds=600.0, wait=pytest.fail)
+            plan_within(self.needing(100), "cuda", memory, patience_seconds=600.0, wait=refuse_to_wait)
 
         assert refused.value.code == "not_enough_memory"
