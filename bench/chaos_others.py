@@ -53,7 +53,7 @@ class Others:
         run = self.client.evals.runs.create(made.id, data_source=completions(ROWS), extra_headers=once())
         self.runs.append((made.id, run.id))
         body = {"grader": REGRADER, "name": f"regrade {len(self.regrades)}"}
-        self.regrades.append(self._post(f"/regraft/jobs/{self.job_id}/regrades", body))
+        self.regrades.append(self._post(f"/regraft/jobs/{self.job_id}/regrade", body))
         self._preview()
 
     def _preview(self) -> None:

@@ -195,8 +195,3 @@ def _of_system(error: OSError) -> Resource | None:
     if isinstance(error, ConnectionError | TimeoutError):
         return Resource.BLOB_STORE
     return None if error.errno is None else _ERRNOS.get(error.errno)
-
-
-def is_full(error: BaseException) -> bool:
-    """Whether the error means a full disk: of a folder, of SQLite, of PostgreSQL or of S3."""
-    return outage(error) is Resource.DISK

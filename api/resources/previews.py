@@ -492,7 +492,7 @@ async def _run(preview_id: str, prepared: Prepared, service: Service, upstream: 
                     raise
                 log.warning("the preview %s waits: %r", preview_id, cause)
             await asyncio.sleep(pause)
-        raise AssertionError("pauses end never")
+        raise AssertionError("there is always another pause")
 
     try:
         while not (await asyncio.wait([working], timeout=PROGRESS_SECONDS))[0]:
