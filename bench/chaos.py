@@ -4,15 +4,20 @@ First every job runs undisturbed. Then the same jobs again, and `--kills` times 
 each phase equally often (validation, sampling, grading, update, checkpoint, upload). Then `--outages`:
 
     the broker restarts, and is gone for 60 s
-    the database is gone for 30 s, and PostgreSQL and all its backends get kill -9, three times
-    S3 answers 503 for 30 s and cuts uploads in half
+    PostgreSQL and all its backends get kill -9, three times, and the database is gone for 60 s
+    S3 cuts uploads in half, answers 503 for 60 s, and is full for 60 s
+    no process of the service can open another file or connection for 60 s
+    the API and all workers get kill -9
+    the clock of the database goes back by an hour
     a byte of the newest checkpoint is flipped; one of its objects is deleted
     a worker, and a worker with its run, are stopped (SIGSTOP) for longer than the lease
     the disk of temporary files is full for 20 s (needs the right to mount a tmpfs; skipped by name without)
 
-At the end it sweeps and counts violations: lost jobs, different adapters, duplicate step events, orphaned blobs.
+Beside the jobs, a pipeline, an eval run, a regrade and a preview run (bench/chaos_others.py). At the end it sweeps and
+counts violations: lost jobs, different adapters, duplicate step events, orphaned blobs, failed runs.
 
     python -m bench.chaos --kills 50              on a tiny model
+    python -m bench.chaos --small                 two minutes: one job, a few kills, outages of some seconds
     python -m bench.chaos --kills 1000 --fake     a model without weights (bench/fake_run.py): only kills, many more
 
 The workers are regraft's own with a few wrappers (bench/chaos_worker.py): a process that enters a phase with a pending
@@ -42,8 +47,9 @@ from typing import Any
 
 import httpx
 import psutil
-from sqlalchemy import make_url
+from sqlalchemy import create_engine, make_url, text
 
+from bench.chaos_others import Others
 from bench.chaos_worker import FAKE, ORDERS_FOLDER, write_order
 from bench.report import report
 from core.database.engine import Database
@@ -52,7 +58,9 @@ from core.jobs import run_logs
 from core.settings import Settings
 from core.storage.store import BlobStore, open_blobs
 from tests.e2e.conftest import Server, jsonl, wait_until_ready
+from tests.evals.servers import chat_server
 from tests.flaky_s3 import FlakyS3
+from tests.proxies import OK, S3Proxy, TcpProxy
 from tests.servers import Postgres, SeaweedFS
 from tests.tiny import make_tiny_model
 from worker.supervise import retention
@@ -92,6 +100,7 @@ class Size:
     hyperparameters: dict[str, Any]
     moment: float  # seconds between entering a phase and the kill, at most
     pause: float  # seconds between two kills, on average
+    outage: float = 60.0  # seconds of each outage
 
 
 REAL = Size(workers=2, jobs=6, grader=GRADER, hyperparameters=HYPERPARAMETERS, moment=0.02, pause=0.0)
@@ -103,6 +112,15 @@ FAKES = Size(
     hyperparameters=HYPERPARAMETERS | {"n_epochs": 20},
     moment=0.01,
     pause=0.8,
+)
+SMALL = Size(
+    workers=1,
+    jobs=1,
+    grader=FAKE_GRADER,
+    hyperparameters=HYPERPARAMETERS | {"n_epochs": 10},
+    moment=0.01,
+    pause=0.2,
+    outage=6.0,
 )
 QUESTIONS = [
     "say yes",
@@ -121,13 +139,49 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--outages", action=argparse.BooleanOptionalAction, help="default: not with --fake")
     parser.add_argument("--fake", action="store_true", help="use a model without weights")
+    parser.add_argument("--small", action="store_true", help="what a test can run, without weights")
     parser.add_argument("--minutes", type=float, default=1e9, help="start no further jobs after this time")
     parser.add_argument("--seed", type=int, default=1)
     asked = parser.parse_args()
     outages = not asked.fake if asked.outages is None else asked.outages
     size = FAKES if asked.fake else REAL
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # and so stops what it has started
+    if asked.small:
+        report("chaos_small", small(random.Random(asked.seed)))
+        return
     report("chaos", chaos(asked.kills, outages, size, random.Random(asked.seed), asked.minutes))
+
+
+def small(dice: random.Random, kills: int = 3) -> dict[str, float]:
+    """A small form: every kind of work, and every fault that all kinds of work meet."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="chaos") as name, contextlib.ExitStack() as stack:
+        disk = Path(name) / "disk"
+        disk.mkdir()
+        house = stack.enter_context(open_house(Path(name), disk, SMALL))
+        house.finish(house.create_all())
+        others = house.others()
+        killed: Counter[str] = Counter()
+        batches = [house.create_all()]
+        others.create()
+        house.kill_until(kills, killed, batches[0], dice)
+        for trouble in house.troubles_of_all:
+            batches.append(house.create_all())
+            others.create()
+            trouble()
+            say(f"{trouble.__name__}: over")
+        for batch in batches:
+            house.finish(batch, 300.0)
+        others.finish(300.0, rest)
+        jobs = [job for batch in batches for job in batch.values()]
+        return {
+            "kills": sum(killed.values()) + house.services_killed,
+            "jobs": len(jobs),
+            "lost": sum(house.status(job) != "succeeded" for job in jobs),
+            "duplicate_steps": sum(house.steps_told_twice(job) for job in jobs),
+            **others.figures(len(QUESTIONS)),
+            "seconds": time.monotonic() - began,
+        }
 
 
 def chaos(kills: int, outages: bool, size: Size, dice: random.Random, minutes: float) -> dict[str, float]:
@@ -137,11 +191,13 @@ def chaos(kills: int, outages: bool, size: Size, dice: random.Random, minutes: f
         house = stack.enter_context(open_house(Path(name), disk, size))
         expected = {seed: house.adapter(job) for seed, job in house.finish(house.create_all()).items()}
         say(f"undisturbed: {len(expected)} jobs")
+        others = house.others()
 
         killed: Counter[str] = Counter()
         disturbed: list[dict[int, str]] = []
         while sum(killed.values()) < kills and time.monotonic() < began + 60 * minutes:
             disturbed.append(house.create_all())
+            others.create()
             house.kill_until(kills, killed, disturbed[-1], dice)
         for batch in disturbed:
             house.finish(batch)
@@ -149,7 +205,6 @@ def chaos(kills: int, outages: bool, size: Size, dice: random.Random, minutes: f
             for trouble in (
                 house.broker_restarts,
                 house.broker_gone,
-                house.database_gone,
                 house.database_killed,
                 house.s3_in_trouble,
                 house.checkpoint_damaged,
@@ -157,17 +212,21 @@ def chaos(kills: int, outages: bool, size: Size, dice: random.Random, minutes: f
                 house.worker_frozen,
                 house.worker_and_run_frozen,
                 house.disk_full,
+                *house.troubles_of_all,
             ):
                 disturbed.append(house.create_all())
+                others.create()
                 trouble()
                 house.finish(disturbed[-1])
                 say(f"{trouble.__name__}: over")
             for batch in house.unannounced:
                 disturbed.append(house.finish(batch))
 
+        others.finish(900.0, rest)
         jobs = [(seed, job) for batch in disturbed for seed, job in batch.items()]
         figures = {
-            "kills": sum(killed.values()),
+            "kills": sum(killed.values()) + house.services_killed,
+            **others.figures(len(QUESTIONS)),
             **{f"kills_in_{phase}": killed[phase] for phase in PHASES},
             "jobs": len(jobs),
             "lost": sum(house.status(job) != "succeeded" for _, job in jobs),
@@ -194,7 +253,8 @@ def chaos(kills: int, outages: bool, size: Size, dice: random.Random, minutes: f
 INCIDENTS = {
     "broker": "The broker is unreachable",
     "database": "The database was unavailable",
-    "store": "The blob store or the disk was unavailable",
+    "store": "The blob store was unavailable",
+    "disk": "The disk was unavailable",
     "kills": "Fine-tuning job interrupted",
 }
 
@@ -206,8 +266,9 @@ class House:
         self,
         folder: Path,
         size: Size,
-        lines: "dict[str, Line]",
+        lines: dict[str, TcpProxy],
         s3: FlakyS3,
+        s3_proxy: S3Proxy,
         postgres: Any,
         environment: dict[str, str],
     ) -> None:
@@ -215,6 +276,8 @@ class House:
         self.size = size
         self.lines = lines
         self.s3 = s3
+        self.s3_proxy = s3_proxy
+        self.services_killed = 0
         self.postgres = postgres
         self.environment = environment
         self.orders = folder / "orders"
@@ -222,6 +285,8 @@ class House:
         self.damaged: list[tuple[str, str, str]] = []  # job, checkpoint, name of the object that was harmed
         self.unannounced: list[dict[int, str]] = []  # jobs made while the broker was away
         self.disk_was_filled = False
+        self.request: dict[str, Any] = {}  # of the jobs of the last batch
+        self.first_job = ""
         self.server_errors = 0
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.stopping = threading.Event()
@@ -239,7 +304,7 @@ class House:
         self.settings = settings
 
     def start(self) -> None:
-        self.processes["api"] = self._spawn("api", ["-m", "worker.cli", "api"])
+        self._start_api()
         self.server = Server(self.processes["api"], self.settings.port, self.folder)
         (self.folder / "server.log").touch()
         wait_until_ready(self.server)
@@ -247,7 +312,7 @@ class House:
         self.client = self.server.client(max_retries=20, timeout=60)
         for number in range(self.size.workers):
             self._start_worker(f"worker-{number}")
-        threading.Thread(target=self._keep_workers, daemon=True).start()
+        threading.Thread(target=self._keep_processes, daemon=True).start()
 
     def stop(self) -> None:
         self.stopping.set()
@@ -265,12 +330,19 @@ class House:
     def _start_worker(self, name: str) -> None:
         self.processes[name] = self._spawn(name, ["-m", "bench.chaos_worker", "worker"])
 
-    def _keep_workers(self) -> None:
-        """Restart dead workers, as Kubernetes does."""
+    def _keep_processes(self) -> None:
+        """Restart dead processes, as Kubernetes does."""
         while not self.stopping.wait(0.5):
             for name, process in list(self.processes.items()):
-                if name != "api" and process.poll() is not None:
+                if process.poll() is None:
+                    continue
+                if name == "api":
+                    self._start_api()
+                else:
                     self._start_worker(name)
+
+    def _start_api(self) -> None:
+        self.processes["api"] = self._spawn("api", ["-m", "worker.cli", "api"])
 
     # Jobs
 
@@ -288,13 +360,20 @@ class House:
                 "hyperparameters": self.size.hyperparameters,
             },
         }
-        create = self.client.fine_tuning.jobs.create
-        return {
-            seed: create(
-                model="tiny", training_file=files[0], validation_file=files[1], seed=seed, method=method
-            ).id
-            for seed in range(self.size.jobs)
+        self.request = {
+            "model": "tiny",
+            "training_file": files[0],
+            "validation_file": files[1],
+            "method": method,
         }
+        create = self.client.fine_tuning.jobs.create
+        made = {seed: create(**self.request, seed=seed).id for seed in range(self.size.jobs)}
+        self.first_job = self.first_job or made[0]
+        return made
+
+    def others(self) -> Others:
+        """The work beside jobs. Call it when the first jobs have ended."""
+        return Others(self.client, self.database, self.first_job, self.request)
 
     def finish(self, jobs: dict[int, str], seconds: float = 900.0) -> dict[int, str]:
         """Wait until all jobs are final."""
@@ -416,18 +495,69 @@ class House:
             self.unannounced.append(self.create_all())
             time.sleep(seconds)
 
-    def database_gone(self, seconds: float = 30.0) -> None:
+    @property
+    def troubles_of_all(self) -> Sequence[Callable[[], None]]:
+        """The faults that every kind of work meets. The clock goes back last: times before and after do not compare."""
+        return (
+            self.database_gone,
+            self.store_refuses,
+            self.store_full,
+            self.descriptors_exhausted,
+            self.service_killed,
+            self.clock_back,
+        )
+
+    def database_gone(self) -> None:
         self._running()
         with self.lines["postgres"].down():
-            time.sleep(seconds)
+            time.sleep(self.size.outage)
 
-    def s3_in_trouble(self, seconds: float = 30.0) -> None:
+    def s3_in_trouble(self) -> None:
         self._running()
         self.s3.cut_after, self.s3.cut_requests = 2000, 3
         time.sleep(2)
-        self.s3.refusals = 1_000_000
-        time.sleep(seconds)
-        self.s3.refusals = self.s3.cut_requests = 0
+        self.s3.cut_requests = 0
+
+    def store_refuses(self) -> None:
+        self._store_in("overloaded")
+
+    def store_full(self) -> None:
+        self._store_in("full")
+
+    def _store_in(self, mode: str) -> None:
+        self._running()
+        self.s3_proxy.mode = mode
+        time.sleep(self.size.outage)
+        self.s3_proxy.mode = OK
+
+    def descriptors_exhausted(self) -> None:
+        """No process of the service can open a file or a connection beyond those that it has."""
+        self._running()
+        limits = []
+        for process in list(self.processes.values()):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                started = psutil.Process(process.pid)
+                for one in (started, *started.children(recursive=True)):
+                    before = one.rlimit(psutil.RLIMIT_NOFILE)
+                    one.rlimit(psutil.RLIMIT_NOFILE, (one.num_fds(), before[1]))
+                    limits.append((one, before))
+        time.sleep(self.size.outage)
+        for one, before in limits:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.rlimit(psutil.RLIMIT_NOFILE, before)
+
+    def service_killed(self) -> None:
+        """kill -9 of the API and of all workers; their runs end with them."""
+        self._running()
+        for process in list(self.processes.values()):
+            process.kill()
+            self.services_killed += 1
+
+    def clock_back(self, seconds: float = 3600.0) -> None:
+        """Set the clock of the database back."""
+        self._running()
+        with self.database.write() as session:
+            session.execute(text("update clock.shift set seconds = :seconds"), {"seconds": -seconds})
 
     def database_killed(self, times: int = 3) -> None:
         """kill -9 of PostgreSQL and all its backends; what was committed is there after its recovery."""
@@ -555,56 +685,6 @@ def fill(file: Path) -> None:
                 raise
 
 
-class Line:
-    """A TCP line to a server of ours, which can be cut, or be down for a while."""
-
-    def __init__(self, connect: Callable[[], socket.socket]) -> None:
-        self._connect = connect
-        self._listening = socket.create_server(("127.0.0.1", 0))
-        self.port: int = self._listening.getsockname()[1]
-        self._open: set[socket.socket] = set()
-        self._down = False
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def cut(self) -> None:
-        """End every connection; new ones are welcome."""
-        for end in list(self._open):
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-
-    @contextlib.contextmanager
-    def down(self) -> Iterator[None]:
-        self._down = True
-        self.cut()
-        yield
-        self._down = False
-
-    def _accept(self) -> None:
-        while True:
-            client, _ = self._listening.accept()
-            if self._down:
-                client.close()
-                continue
-            try:
-                server = self._connect()
-            except OSError:  # the server was killed and is not back yet
-                client.close()
-                continue
-            self._open |= {client, server}
-            for source, target in ((client, server), (server, client)):
-                threading.Thread(target=self._pump, args=(source, target), daemon=True).start()
-
-    def _pump(self, source: socket.socket, target: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while piece := source.recv(1 << 16):
-                target.sendall(piece)
-        for end in (source, target):
-            self._open.discard(end)
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-                end.close()
-
-
 @contextlib.contextmanager
 def small_disk(folder: Path, mebibytes: int = 64) -> Iterator[Path]:
     """A folder on a separate tmpfs, so that it can be filled; an ordinary folder where a tmpfs cannot be mounted."""
@@ -636,14 +716,19 @@ def open_house(folder: Path, disk: Path, size: Size) -> Iterator[House]:
     )
     weed = SeaweedFS(SeaweedFS.find() or "weed", folder / "weed")
     house = None
+    stack = contextlib.ExitStack()
     try:
         weed.wait_until_ready()
-        database = make_url(Postgres(postgres).new_database()).database
+        url = Postgres(postgres).new_database()
+        make_clock(url)
+        database = make_url(url).database
         lines = {
-            "redis": Line(partial(socket.create_connection, ("127.0.0.1", redis_port))),
-            "postgres": Line(partial(unix_socket, f"{pg_folder}/.s.PGSQL.5432")),
+            "redis": TcpProxy(partial(socket.create_connection, ("127.0.0.1", redis_port))),
+            "postgres": TcpProxy(partial(unix_socket, f"{pg_folder}/.s.PGSQL.5432")),
         }
-        s3 = FlakyS3("127.0.0.1", weed.port)
+        s3_proxy = S3Proxy(weed.port)
+        s3 = FlakyS3("127.0.0.1", int(s3_proxy.endpoint.rsplit(":", 1)[1]))
+        model_server = stack.enter_context(chat_server(lambda body: str(body["messages"][-1]["content"])))
         environment = os.environ | {
             "AWS_ACCESS_KEY_ID": weed.access_key,
             "AWS_SECRET_ACCESS_KEY": weed.secret_key,
@@ -655,6 +740,8 @@ def open_house(folder: Path, disk: Path, size: Size) -> Iterator[House]:
             "REGRAFT_S3_ENDPOINT_URL": s3.endpoint,
             "REGRAFT_MODELS_FILE": str(folder / "models.toml"),
             "REGRAFT_PORT": str(api_port),
+            "REGRAFT_INFERENCE_URL": model_server.url,
+            "REGRAFT_INFERENCE_KEY": "of-a-server-that-asks-for-none",
             "REGRAFT_TORCH_THREADS": "1",
             "REGRAFT_RECONCILE_SECONDS": "0.5",
             "REGRAFT_LEASE_SECONDS": str(LEASE_SECONDS),
@@ -662,10 +749,10 @@ def open_house(folder: Path, disk: Path, size: Size) -> Iterator[House]:
             "REGRAFT_MAX_FAILURES": "1000",
             "TMPDIR": str(disk),
             ORDERS_FOLDER: str(folder / "orders"),
-            FAKE: "1" if size is FAKES else "",
+            FAKE: "" if size is REAL else "1",
         }
         os.environ |= {key: environment[key] for key in environment if key.startswith("AWS_")}
-        house = House(folder, size, lines, s3, postgres, environment)
+        house = House(folder, size, lines, s3, s3_proxy, postgres, environment)
         house.start()
         yield house
     except BaseException:
@@ -675,9 +762,27 @@ def open_house(folder: Path, disk: Path, size: Size) -> Iterator[House]:
     finally:
         if house is not None:
             house.stop()
+        stack.close()
         weed.stop()
         redis.shutdown(nosave=True)
         postgres.cleanup()
+
+
+def make_clock(url: str) -> None:
+    """Give the database a clock that can be set alone: a function that it finds before PostgreSQL's own."""
+    shifted = "pg_catalog.clock_timestamp() + make_interval(secs => (select seconds from clock.shift))"
+    engine = create_engine(url, isolation_level="AUTOCOMMIT")
+    with engine.connect() as connection:
+        for statement in (
+            "create schema clock",
+            "create table clock.shift (seconds float8)",
+            "insert into clock.shift values (0)",
+            "create function clock.clock_timestamp() returns timestamptz language sql volatile as "
+            f"'select {shifted}'",
+            f'alter database "{make_url(url).database}" set search_path = clock, pg_catalog, public',
+        ):
+            connection.execute(text(statement))
+    engine.dispose()
 
 
 def unix_socket(path: str) -> socket.socket:

@@ -24,7 +24,7 @@ PARAMETERS, CONTEXT = 1000, 128
 
 def without_torch() -> None:
     """Replace the modules that the loop imports only for types. Call it before worker.run is imported."""
-    for name in ("torch", "worker.learn.trainer"):
+    for name in ("torch", "worker.learn.trainer", "worker.rollout.reward_models", "worker.rollout.taught"):
         sys.modules[name] = Types(name)
 
 
@@ -97,10 +97,10 @@ def assemble(
     spec: Any,
     grader: Any,
     settings: Any,
-    ranks: Any,
     scratch: Path,
     stop_requested: Any,
     beat: Any,
+    world: Any,
 ) -> Any:
     """As worker.assemble.assemble, with the fakes in place of the model."""
     from core.jobs import hyperparameters

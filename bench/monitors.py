@@ -26,6 +26,7 @@ from core.jobs.hyperparameters import Hyperparameters, resolve
 from core.jobs.thresholds import Thresholds
 from core.registry import Registry
 from core.results.step_metrics import StepMetrics
+from core.retry import RetryPolicy
 from core.settings import Settings
 from core.storage import datasets
 from core.storage.store import FolderBlobs
@@ -39,7 +40,6 @@ from worker.record.checkpoints import Checkpoints
 from worker.record.history import History
 from worker.record.monitors import Finding, check
 from worker.record.recorder import Recorder
-from worker.retry import RetryPolicy
 from worker.rollout.prompts import PromptStream, tokenize
 from worker.rollout.rewards import Rewards
 from worker.rollout.samplers.transformers import TransformersSampler

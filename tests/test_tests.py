@@ -48,10 +48,6 @@ ALLOWED = {
         "worker/test_capacity.py",
         "monkeypatch.setattr('torch.cuda.mem_get_info', lambda: (20 * GIB, 24 * GIB))",
     ): NO_GPU,
-    (
-        "worker/test_distillation.py",
-        "monkeypatch.setattr('worker.model.memory.available', lambda device: int(free[0]))",
-    ): "stands in for machines with other amounts of memory",
     ("worker/test_losses.py", "trainer._compute_loss"): INTERNALS,
     ("worker/test_trl.py", "trl._compute_loss"): INTERNALS,
     ("worker/test_trl.py", "trl._compute_kl_logps"): INTERNALS,

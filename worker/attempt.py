@@ -12,9 +12,9 @@ from core.database.engine import Database
 from core.database.tables import Job
 from core.jobs import events, lifecycle
 from core.jobs.claim import Claim
+from core.retry import RetryPolicy
 from core.storage.store import BlobStore
 from worker.progress import PROGRESS
-from worker.retry import RetryPolicy
 from worker.sharing.base import SharedBase
 
 T = TypeVar("T")
@@ -24,7 +24,7 @@ T = TypeVar("T")
 class Attempt:
     """What all parts of a run that read or write anything share.
 
-    Reads, writes and uploads are repeated during an outage (worker/retry.py), so each must be safe to repeat.
+    Reads, writes and uploads are repeated during an outage (core/retry.py), so each must be safe to repeat.
     """
 
     claim: Claim
@@ -46,7 +46,7 @@ class Attempt:
     ) -> Self:
         """Read the claimed job. An outage that the attempt survives becomes an event of the job."""
         retry = RetryPolicy(
-            patience_seconds, partial(_report_outage, database, claim), during=PROGRESS.waiting
+            patience_seconds, partial(report_outage, database, claim), during=PROGRESS.waiting
         )
 
         def read() -> Job:
@@ -95,6 +95,8 @@ class Attempt:
         self.write(append)
 
 
-def _report_outage(database: Database, claim: Claim, incident: str) -> None:
-    with lifecycle.fenced(database, claim) as (session, job):
-        events.append(session, job.id, incident, level="warn")
+def report_outage(database: Database, claim: Claim, incident: str) -> None:
+    """Add an event about an outage that the attempt survived, unless another one has claimed the job since."""
+    with database.write() as session:
+        if session.scalar(select(Job.epoch).where(Job.id == claim.job_id)) == claim.epoch:
+            events.append(session, claim.job_id, incident, level="warn")

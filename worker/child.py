@@ -37,7 +37,14 @@ from worker.heartbeat import Beat, WatchedGrader, beats_into
 from worker.instruments import ObservedGrader
 from worker.progress import PROGRESS
 from worker.record.exporters.feed import Feeds, left_behind
-from worker.refusals import InvalidModel, ModelUnavailable, UnsupportedModel, UserMistake, failing_once
+from worker.refusals import (
+    InvalidModel,
+    MemoryTaken,
+    ModelUnavailable,
+    UnsupportedModel,
+    UserMistake,
+    failing_once,
+)
 from worker.sharing.base import BaseLost, RunsAlone, SharedBase
 from worker.sharing.turns import TURNS
 
@@ -295,7 +302,7 @@ def run_claim(
         # Worth another attempt, and no fault of the code, so without a traceback.
         print(cause, file=sys.stderr)  # noqa: T201 - what the supervisor quotes
         return process.FAILED
-    except EnvironmentNotBuilt as missing:
+    except (EnvironmentNotBuilt, MemoryTaken) as missing:
         with lifecycle.fenced(database, claim) as (session, job):
             lifecycle.put_off(session, job, reason=str(missing))
         return process.PUT_OFF

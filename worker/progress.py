@@ -83,7 +83,7 @@ class Progress:
 
     @contextmanager
     def waiting(self, name: str) -> Iterator[None]:
-        """Nothing is done until the service `name`, such as the database, is back."""
+        """Nothing is done until the resource `name` of core/outages.py is back."""
         with self._lock:
             self._outage = f"waiting for the {name}", self._clock()
         try:

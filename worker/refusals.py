@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import ClassVar
 
+from core.outages import Resource, TemporarilyUnavailable
+
 
 class UserMistake(Exception):
     """The job fails with this error, and is not retried: another attempt would fail as well."""
@@ -78,6 +80,16 @@ class TrainingDiverged(Refusal):
 
 class ModelUnavailable(Exception):
     """A model could not be downloaded, or its server does not answer. Another attempt may succeed."""
+
+
+class MemoryTaken(TemporarilyUnavailable):
+    """Other processes use memory that the job needs. Without numbers, so that it is one event of the job."""
+
+    resource = Resource.MEMORY
+
+    def __init__(self, device: str) -> None:
+        place = "main memory" if device == "cpu" else "memory of the GPU"
+        super().__init__(f"other processes use {place} that the job needs")
 
 
 @contextmanager

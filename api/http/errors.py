@@ -1,6 +1,5 @@
 """Exception handlers: every error response has the same shape."""
 
-import logging
 from collections.abc import Collection
 
 from fastapi import FastAPI, Request
@@ -13,13 +12,9 @@ from starlette.requests import ClientDisconnect
 
 from api.http.json_responses import JSON
 from api.http.large_bodies import BodyRejected
-from api.http.middleware import no_room
+from api.http.middleware import of_outage
 from api.http.validation_errors import explain
-from core.database import engine
-from core.errors import InvalidRequest, ServiceError, Unavailable
-from core.storage import disk
-
-log = logging.getLogger(__name__)
+from core.errors import InvalidRequest, ServiceError
 
 
 def add_handlers(app: FastAPI) -> None:
@@ -29,8 +24,8 @@ def add_handlers(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, _framework_error)
     app.add_exception_handler(BodyRejected, _refused)
     app.add_exception_handler(DataError, _not_storable)
-    app.add_exception_handler(DBAPIError, _database_error)
-    app.add_exception_handler(OSError, _system_error)
+    app.add_exception_handler(DBAPIError, _maybe_outage)
+    app.add_exception_handler(OSError, _maybe_outage)
     app.add_exception_handler(ClientDisconnect, _gone)
 
 
@@ -97,23 +92,12 @@ def _not_storable(request: Request, error: Exception) -> Response:
     return _service_error(request, InvalidRequest("A value in the request cannot be stored or looked up."))
 
 
-def _database_error(request: Request, error: Exception) -> Response:
-    """An unavailable database is a retryable 503, not a crash."""
-    if disk.is_full(error):
-        return _service_error(request, no_room(error))
-    if not engine.is_away(error):
+def _maybe_outage(request: Request, error: Exception) -> Response:
+    """An outage is a retryable 503, or a 507 if a store is full. Anything else is a crash."""
+    unavailable = of_outage(error)
+    if unavailable is None:
         raise error
-    log.warning("the database does not answer: %s", error)
-    return _service_error(
-        request, Unavailable("The service cannot reach its database. Try again in a moment.")
-    )
-
-
-def _system_error(request: Request, error: Exception) -> Response:
-    """A full disk is not a crash either."""
-    if not disk.is_full(error):
-        raise error
-    return _service_error(request, no_room(error))
+    return _service_error(request, unavailable)
 
 
 def _gone(request: Request, error: Exception) -> Response:

@@ -16,7 +16,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.http.json_responses import JSON
 from core.errors import InsufficientStorage, ServiceError, Unavailable
-from core.storage import disk, store
+from core.outages import Resource, outage
+from core.storage import disk
 from core.telemetry import logs
 
 log = logging.getLogger(__name__)
@@ -185,21 +186,22 @@ class BodyLimit:
         await self.app(scope, counted, send_after_reading)
 
 
-def no_room(cause: BaseException) -> InsufficientStorage:
-    """The error for a full disk."""
-    disk.REFUSALS.inc()
-    log.error("no room left: %s", cause)
-    return InsufficientStorage()
+def of_outage(cause: BaseException) -> ServiceError | None:
+    """The answer during an outage; None: the error is no outage."""
+    resource = outage(cause)
+    if resource is None:
+        return None
+    log.error("the %s is unavailable: %r", resource, cause)
+    if resource is Resource.DISK:
+        disk.REFUSALS.inc()
+        return InsufficientStorage()
+    return Unavailable(f"The {resource} of this service is unavailable. Try again in a moment.")
 
 
 def _crash(cause: Exception, scope: Scope, request_id: str) -> ServiceError:
-    """The error for an unexpected exception. Any library may raise one that means that a store is full or gone."""
-    if disk.is_full(cause):
-        return no_room(cause)
-    # An OSError may come from anywhere: a time-out, a closed connection.
-    if not isinstance(cause, OSError) and store.is_away(cause):
-        log.error("the blob store fails: %s %s: %s", scope["method"], scope["path"], cause)
-        return Unavailable("The service cannot reach its storage. Try again in a moment.")
+    """The error for an unexpected exception. Any library may raise one that means an outage."""
+    if (unavailable := of_outage(cause)) is not None:
+        return unavailable
     log.error("request failed: %s %s", scope["method"], scope["path"], exc_info=cause)
     return ServiceError(
         f"The server had an error while processing your request. The request ID is {request_id}."

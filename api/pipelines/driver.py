@@ -4,6 +4,7 @@ import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from typing import TypeVar
 
 import anyio
@@ -21,6 +22,13 @@ from core.pipelines import lifecycle
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 AT_ONCE, PER_PROJECT = 8, 2
+
+
+@dataclass
+class HandBack:
+    """How many seconds after its hold a pipeline is due again."""
+
+    after: float
 
 
 class PipelineDriver:
@@ -71,8 +79,8 @@ class PipelineDriver:
 
     async def _advance(self, claim: Claim, project_id: str) -> None:
         try:
-            async with self._held(claim):
-                await Advance(self.service, claim).run()
+            async with self._held(claim) as hand_back:
+                hand_back.after = max(hand_back.after, await Advance(self.service, claim).run())
         except LeaseLost as lost:
             log.info("%s", lost)
         finally:
@@ -111,20 +119,20 @@ class PipelineDriver:
             return write(session)
 
     @asynccontextmanager
-    async def _held(self, claim: Claim) -> AsyncIterator[None]:
+    async def _held(self, claim: Claim) -> AsyncIterator["HandBack"]:
         """Renew the hold while the block runs, then hand the pipeline back until the next round."""
+        hand_back = HandBack(self.service.settings.reconcile_seconds)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._renew, claim)
             failure: BaseException | None = None
             try:
-                yield
+                yield hand_back
             except Exception as cause:  # outside of the task group, which would wrap it
                 failure = cause
             tasks.cancel_scope.cancel()
-        pause = self.service.settings.reconcile_seconds
         with suppress(Exception):  # the hold ends by itself
             await to_thread.run_sync(
-                self._written, lambda session: lifecycle.hold(session, claim, seconds=pause)
+                self._written, lambda session: lifecycle.hold(session, claim, seconds=hand_back.after)
             )
         if failure is not None:
             raise failure

@@ -17,13 +17,14 @@ from api.resources.estimates import in_reader
 from api.resources.eval_requests import RunCreate
 from api.resources.job_body import JobCreate
 from api.resources.pipeline_requests import MixStage, SampleStage, SelectStage, of_pipeline, parsed_job
-from core.database.engine import Work, is_away, unit_of_work
-from core.database.tables import Eval, EvalRun, File, Job, Pipeline, Project
+from core.database.engine import Work, unit_of_work
+from core.database.tables import Eval, EvalRun, File, Job, Pipeline, Project, now
 from core.errors import NotFound, ServiceError
 from core.evals import catalog, items, summary
 from core.evals import lifecycle as eval_runs
 from core.evals.items import MAX_ROWS
 from core.jobs.claim import Claim, LeaseLost
+from core.outages import Resource, outage
 from core.pipelines import graph, lifecycle, rows
 from core.pipelines.lifecycle import Stage
 from core.storage import files
@@ -36,6 +37,9 @@ from graders.spec import dump
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 MAX_ERRORS = 5  # of the service, not of the request, before a stage fails
+# A file that ends the process that makes it, for example by its memory, must not do so for ever.
+MAX_RESTARTS = 20
+MAX_BACK_OFF = 30.0
 
 
 class StageFailed(Exception):
@@ -48,16 +52,22 @@ class Advance:
 
     service: Service
     claim: Claim
+    _back_off: float = 0.0
 
-    async def run(self) -> None:
-        """Raises LeaseLost when a user or another process has changed the pipeline."""
+    async def run(self) -> float:
+        """Return the seconds until the next look is due, beyond the regular ones.
+
+        Raises:
+            LeaseLost: a user or another process has changed the pipeline.
+        """
+        self._back_off = 0.0
         pipeline = await to_thread.run_sync(self._read)
         if (await to_thread.run_sync(lambda: self.project)).archived_at is not None:
             await self._write(lambda work, row: lifecycle.cancel(work, row), pipeline.status)
-            return
+            return 0.0
         if pipeline.status == "paused":
             await self._write(lambda work, row: lifecycle.pause_validated(work, row), "paused")
-            return
+            return 0.0
         for stage in pipeline.stages:
             if stage["status"] == "running":
                 await self._guarded(stage, self._follow)
@@ -66,6 +76,7 @@ class Advance:
         for name in lifecycle.ready(pipeline.stages):
             await self._guarded(known[name], partial(self._start, pipeline))
         await self._write(lambda work, row: lifecycle.settle(work, row))
+        return self._back_off
 
     async def _guarded(self, stage: Stage, act: Callable[[Stage], Any]) -> None:
         """A mistake of the user fails the stage. What passes by itself is noted, and tried again."""
@@ -83,22 +94,32 @@ class Advance:
         except LeaseLost:
             raise
         except Exception as cause:
-            if is_away(cause):
+            resource = outage(cause)
+            if resource is Resource.DATABASE:  # nothing can be noted
                 raise
             log.exception("the stage %s of %s failed", stage["name"], self.claim.job_id)
-            await self._try_again(stage)
+            await self._try_again(stage, resource)
 
-    async def _try_again(self, stage: Stage) -> None:
-        """After an error of the service: at most MAX_ERRORS times."""
-        errors = stage.get("errors", 0) + 1
+    async def _try_again(self, stage: Stage, resource: Resource | None) -> None:
+        """After an error of the service: at most MAX_ERRORS times, beside those within the patience with an outage."""
+        tries, errors = stage.get("tries", 0) + 1, stage.get("errors", 0)
+        # `restarts` as it was before this try, which ended with an error and not with its process.
+        changes: Stage = {"tries": tries, "restarts": stage.get("restarts", 0)}
+        if resource is not None:
+            changes["waiting_since"] = since = stage.get("waiting_since") or now()
+            changes["note"] = f"The stage waits for the {resource}, which is unavailable."
+            is_patient = now() - since < self.service.settings.patience_seconds
+        else:
+            changes["note"] = "The service had an error; the stage is tried again."
+            is_patient = False
+        if not is_patient:
+            changes["errors"] = errors = errors + 1
         if errors > MAX_ERRORS:
             message = "The service failed repeatedly; its log has the reason. Retry the pipeline later."
             await self._fail(stage, "internal_error", message)
             return
-        note = "The service had an error; the stage is tried again."
-        await self._write(
-            lambda work, row: lifecycle.update_stage(row, stage["name"], errors=errors, note=note)
-        )
+        self._back_off = max(self._back_off, min(2.0 ** min(tries, 10), MAX_BACK_OFF))
+        await self._write(lambda work, row: lifecycle.update_stage(row, stage["name"], **changes))
 
     async def _fail(self, stage: Stage, code: str | None, message: str) -> None:
         await self._write(lambda work, row: lifecycle.failed(row, stage["name"], code, message))
@@ -238,7 +259,7 @@ class Advance:
             added = True
         finally:
             if not added:
-                await to_thread.run_sync(service.blobs.delete, file.blob_key)
+                await to_thread.run_sync(service.blobs.discard, file.blob_key)
 
     # Following.
 
@@ -302,9 +323,9 @@ class Advance:
     # Files.
 
     async def _make_file_again(self, stage: Stage) -> None:
-        """A process was stopped while it made the file. At most MAX_ERRORS times: the file may be why it was."""
+        """A process was stopped, or met an error, while it made the file."""
         restarts, name = stage.get("restarts", 0) + 1, stage["name"]
-        if restarts > MAX_ERRORS:
+        if restarts > MAX_RESTARTS:
             raise StageFailed("The service was stopped repeatedly while it made the file.")
         await self._write(lambda work, row: lifecycle.update_stage(row, name, restarts=restarts))
         pipeline = await to_thread.run_sync(self._read)
@@ -361,7 +382,7 @@ class Advance:
             added = True
         finally:
             if not added:
-                await to_thread.run_sync(service.blobs.delete, file.blob_key)
+                await to_thread.run_sync(service.blobs.discard, file.blob_key)
 
     def _made(self, make: Callable[[], File]) -> File:
         try:

@@ -233,7 +233,7 @@ class _Pages:
 
     def discard(self) -> None:
         """Delete what was written."""
-        self._service.blobs.delete_many(self._written)
+        self._service.blobs.discard(*self._written)
 
 
 @router.post("", status_code=201, response_model=Imported, responses=refusals(404))

@@ -174,7 +174,7 @@ def delete_run(
     with uow() as work:
         made = changeable(catalog.find(work.session, project.id, eval_id))
         keys = lifecycle.remove(work, catalog.run_of(work.session, made, run_id))
-    service.blobs.delete_many(keys)
+    service.blobs.discard(*keys)
     return RunDeleted(run_id=run_id)
 
 

@@ -122,6 +122,7 @@ class RunOut(BaseModel):
     budget: dict[str, int] | None = Field(
         default=None, description="Extension: each cap, and its used_ and remaining_ amounts."
     )
+    note: str | None = Field(default=None, description="Extension: what an unfinished run waits for.")
     step: int | None = Field(default=None, description="Extension: of a job's validation.")
 
     @classmethod
@@ -156,6 +157,7 @@ class RunOut(BaseModel):
             finished_at=None if "imported" in kept else run.finished_at,
             estimated_finish=_estimated_finish(run, finished),
             budget=budgets.render(run.budget, kept),
+            note=run.note,
         )
 
     @classmethod

@@ -114,7 +114,7 @@ def delete_eval(eval_id: str, project: CurrentProject, service: ServiceDep, uow:
     with uow() as work:
         made = changeable(catalog.find(work.session, project.id, eval_id))
         keys = catalog.remove(work, made)
-    service.blobs.delete_many(keys)
+    service.blobs.discard(*keys)
     return EvalDeleted(eval_id=eval_id)
 
 

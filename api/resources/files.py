@@ -281,7 +281,7 @@ class ArrivingFile:
     def abort(self) -> None:
         if self._stored is not None and not self._kept:
             self._stored.abort()
-            self._service.blobs.delete(self._blob_key)
+            self._service.blobs.discard(self._blob_key)
 
     def _refuse_beyond(self, received: int) -> None:
         most = self._service.settings.max_upload_bytes

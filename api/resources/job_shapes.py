@@ -65,7 +65,12 @@ class ProgressOut(BaseModel):
         "validation",
         "saving",
         "waiting for the database",
-        "waiting for the blob store or the disk",
+        "waiting for the blob store",
+        "waiting for the disk",
+        "waiting for the file descriptor table",
+        "waiting for the name server",
+        "waiting for the memory",
+        "waiting for the inference server",
         "waiting for the teacher",
     ]
     done: int | None  # answers of this phase, or rows of a file; null: none are counted

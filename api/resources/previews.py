@@ -39,6 +39,7 @@ from core.inference import address_of, not_served
 from core.jobs import estimates, usage
 from core.jobs.estimates import Range
 from core.jobs.job_files import in_words
+from core.outages import outage
 from core.results import evals, preview_report, previews
 from core.results.preview_report import (
     Grading,
@@ -51,6 +52,7 @@ from core.results.preview_report import (
     Verdict,
 )
 from core.results.previews import PreviewResults
+from core.retry import pauses
 from core.storage import datasets
 from core.storage.datasets import Example, InvalidDataset, LineError
 from core.storage.store import BlobStore
@@ -477,21 +479,34 @@ async def _run(preview_id: str, prepared: Prepared, service: Service, upstream: 
         _in_time(_previewed(prepared, service, upstream, slot, progress), service.preview_seconds)
     )
 
-    def written(write: Callable[..., bool], *values: Any) -> bool:
+    def write_once(write: Callable[..., bool], *values: Any) -> bool:
         with service.database.write() as session:
             return write(session, preview_id, *values)
 
+    async def written(write: Callable[..., bool], *values: Any) -> bool:
+        """As `write_once`, retried during an outage. Waits here and not in a thread, which could not be cancelled."""
+        since = time.monotonic()
+        for pause in pauses():
+            try:
+                return await asyncio.to_thread(write_once, write, *values)
+            except Exception as cause:
+                if outage(cause) is None or time.monotonic() - since > service.settings.patience_seconds:
+                    raise
+                log.warning("the preview %s waits: %r", preview_id, cause)
+            await asyncio.sleep(pause)
+        raise AssertionError("there is always another pause")
+
     try:
         while not (await asyncio.wait([working], timeout=PROGRESS_SECONDS))[0]:
-            if not await asyncio.to_thread(written, previews.renew, asdict(progress)):
+            if not await written(previews.renew, asdict(progress)):
                 return  # canceled or deleted
-        await asyncio.to_thread(written, previews.complete, asdict(progress), working.result())
+        await written(previews.complete, asdict(progress), working.result())
     except ServiceError as refused:
-        await asyncio.to_thread(written, previews.fail, _error(refused))
+        await written(previews.fail, _error(refused))
     except Exception:
         log.exception("the preview %s failed", preview_id)
         broken = ServiceError("The preview failed by an error of the server, which is in its log.")
-        await asyncio.to_thread(written, previews.fail, _error(broken))
+        await written(previews.fail, _error(broken))
     finally:
         working.cancel()
         await asyncio.gather(working, return_exceptions=True)
@@ -560,27 +575,20 @@ async def _sampled(
     """The answers, and how long they took.
 
     Args:
-        load_seconds: how long to wait for a server that starts or loads the model.
+        load_seconds: how long to wait for a server that starts, was stopped, or loads the model.
     """
     if prepared.earlier is not None:
         _, completions, seconds = prepared.earlier
         progress.sampled = len(completions)
         return completions, seconds
     # One token first, so that the time to load the model does not count as sampling time.
-    first, until = prepared.chats[0] | {"max_completion_tokens": 1}, time.monotonic() + load_seconds
-    while True:
-        try:
-            await _complete(upstream, first, prepared.rows[0])
-            break
-        except NotReady as loading:
-            if loading.retry_after is None or time.monotonic() + loading.retry_after > until:
-                raise
-            await asyncio.sleep(loading.retry_after)
+    first = prepared.chats[0] | {"max_completion_tokens": 1}
+    await _complete_when_ready(upstream, first, prepared.rows[0], load_seconds)
     started = time.perf_counter()
     progress.began("sampling")
 
     async def sampled(chat: dict[str, Any], row: Example) -> Completion:
-        completion = await _complete(upstream, chat, row)
+        completion = await _complete_when_ready(upstream, chat, row, load_seconds)
         progress.one_sampled()
         return completion
 
@@ -675,6 +683,21 @@ async def _all(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
     except BaseExceptionGroup as failed:
         raise failed.exceptions[0] from None
     return [task.result() for task in running]
+
+
+async def _complete_when_ready(
+    upstream: Upstream, chat: dict[str, Any], row: Example, load_seconds: float
+) -> Completion:
+    """As `_complete`. A server that is not ready has `load_seconds` to become so."""
+    until: float | None = None
+    while True:
+        try:
+            return await _complete(upstream, chat, row)
+        except NotReady as absent:
+            until = until or time.monotonic() + load_seconds
+            if absent.retry_after is None or time.monotonic() + absent.retry_after > until:
+                raise
+            await asyncio.sleep(absent.retry_after)
 
 
 async def _complete(upstream: Upstream, chat: dict[str, Any], row: Example) -> Completion:

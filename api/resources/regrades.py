@@ -300,7 +300,7 @@ def delete_regrade(
     with uow() as work:
         run = regrades.get(work.session, _job(work.session, project, job_id), regrade_id)
         keys = lifecycle.remove(work, run)
-    service.blobs.delete_many(keys)
+    service.blobs.discard(*keys)
     return RegradeDeleted(id=regrade_id)
 
 

@@ -115,4 +115,4 @@ def discard(service: Service, parts: SplitFiles, kept: Iterable[str]) -> None:
     """Delete the contents of files that got no row."""
     for file in (parts.training, parts.validation):
         if file.id not in kept:
-            service.blobs.delete(file.blob_key)
+            service.blobs.discard(file.blob_key)

@@ -1,20 +1,19 @@
 """Engine, sessions, and the unit of work: one transaction, and messages that leave only after it."""
 
-import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Double, Engine, create_engine, event, make_url
-from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, TimeoutError
+from sqlalchemy import Connection, Double, Engine, ExceptionContext, create_engine, event, make_url
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.orm import Session, sessionmaker
 from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.functions import FunctionElement
 
-from core import private
+from core import outages, private
 from core.database.columns import StorableText
 from core.tenancy import audit
 from core.tenancy.audit import OPERATOR, Actor
@@ -67,9 +66,19 @@ def open_engine(url: str) -> Engine:
         return _open_sqlite(url)
     # A server that disappears must not block a heartbeat until the TCP timeout, which takes minutes.
     limits = {"connect_timeout": 10, "tcp_user_timeout": 20_000, "keepalives_idle": 10}
-    return create_engine(
+    engine = create_engine(
         url, pool_pre_ping=True, pool_size=10, max_overflow=20, connect_args=limits, json_serializer=to_json
     )
+
+    @event.listens_for(engine, "handle_error")
+    def on_error(context: ExceptionContext) -> None:
+        # A ping succeeds on a standby and behind a pooler, so the connection would be used again for ever.
+        error = context.sqlalchemy_exception
+        if isinstance(error, DBAPIError) and outages.spoils_connection(error):
+            context.is_disconnect = True
+            context.invalidate_pool_on_disconnect = outages.leads_to_standby(error)
+
+    return engine
 
 
 def _open_sqlite(url: str) -> Engine:
@@ -102,20 +111,6 @@ def _open_sqlite(url: str) -> Engine:
         connection.exec_driver_sql("BEGIN" if read_only else "BEGIN IMMEDIATE")
 
     return engine
-
-
-def is_away(error: BaseException) -> bool:
-    """Whether a retry may succeed: the database is restarting, unreachable, locked or full."""
-    if not isinstance(error, DBAPIError):
-        return isinstance(error, TimeoutError)  # of SQLAlchemy: no free connection in the pool
-    if error.connection_invalidated or isinstance(error, InterfaceError):
-        return True
-    if isinstance(error.orig, sqlite3.Error):
-        # SQLite reports nearly every error as operational, a missing table included.
-        return any(
-            word in str(error.orig) for word in ("locked", "busy", "full", "disk I/O", "unable to open")
-        )
-    return isinstance(error, OperationalError)
 
 
 class Database:

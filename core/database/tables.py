@@ -444,6 +444,8 @@ class EvalRun(Table):
     # As of a job.
     epoch: Mapped[int] = mapped_column(Integer, default=0)
     failures: Mapped[int] = mapped_column(Integer, default=0)  # in a row, without a new item
+    lost_workers: Mapped[int] = mapped_column(Integer, default=0)  # whose lease expired: the same
+    note: Mapped[str | None] = mapped_column(String(256), default=None)  # what it waits for
     lease_owner: Mapped[str | None] = mapped_column(String(128), default=None)
     lease_expires_at: Mapped[float | None] = mapped_column(Double, default=None)
     next_run_at: Mapped[float] = mapped_column(Double, default=0.0)

@@ -20,13 +20,16 @@ from core.database.tables import EvalJournal, EvalPage, EvalRun, Project, now
 from core.errors import InvalidRequest
 from core.evals import imported
 from core.jobs import queue
-from core.jobs.claim import Claim, LeaseLost
+from core.jobs.claim import Claim, LeaseLost, bound_time
+from core.outages import Resource
 from core.outbound import webhooks
 from core.tenancy.limits import NO_LIMITS, Limits
 
 WAITING, RUNNING = "queued", "in_progress"
 FINAL = frozenset({"completed", "failed", "canceled"})
 MAX_BACK_OFF = 60.0
+# A run that ends its worker's process by itself, for example by its memory, must not do so for ever.
+MAX_LOST_WORKERS = 20
 
 
 # Requests of users.
@@ -183,8 +186,24 @@ def release(session: Session, run: EvalRun) -> None:
     run.next_run_at = session.scalars(select(db_now())).one()
 
 
+def wait_for(session: Session, claim: Claim, resource: Resource) -> None:
+    """Note what the run waits for; nothing if the claim has lost it."""
+    noted = (
+        update(EvalRun)
+        .where(EvalRun.id == claim.job_id, EvalRun.epoch == claim.epoch, EvalRun.status == RUNNING)
+        .values(note=f"The run waits for the {resource}, which is unavailable.")
+    )
+    session.execute(noted.execution_options(synchronize_session=False))
+
+
+def progressed(run: EvalRun) -> None:
+    """The run has a new item: forget its failures. Call it inside `fenced`."""
+    run.failures = run.lost_workers = 0
+    run.note = None
+
+
 def crashed(session: Session, run: EvalRun, *, reason: str, max_failures: int) -> None:
-    """The worker died or a service is unavailable: retry after a back-off, at most `max_failures` times in a row.
+    """The attempt failed or an outage outlasted the patience: retry after a back-off, `max_failures` times in a row.
 
     A new item resets the count.
     """
@@ -199,8 +218,12 @@ def crashed(session: Session, run: EvalRun, *, reason: str, max_failures: int) -
 # Operations of the reconciler.
 
 
-def expire_leases(session: Session, *, max_failures: int) -> int:
-    """Queue the runs of workers whose lease expired, and return their number."""
+def expire_leases(session: Session) -> int:
+    """Queue the runs of workers whose lease expired, and return their number.
+
+    The process of a worker ends for many reasons, such as a restart of the service, so this counts as no failure of the
+    run. It fails when MAX_LOST_WORKERS in a row have ended before it had a new item.
+    """
     expired = (
         select(EvalRun)
         .where(EvalRun.status == RUNNING, EvalRun.lease_expires_at < db_now())
@@ -211,7 +234,14 @@ def expire_leases(session: Session, *, max_failures: int) -> int:
     runs = session.scalars(expired).all()
     for run in runs:
         run.epoch += 1
-        crashed(session, run, reason="the worker stopped answering", max_failures=max_failures)
+        run.lost_workers += 1
+        if run.lost_workers > MAX_LOST_WORKERS:
+            message = f"{run.lost_workers} workers in a row stopped while they worked on the run."
+            fail(run, code="internal_error", message=message)
+            continue
+        _put_back(run)
+        run.next_run_at = session.scalars(select(db_now())).one() + min(2**run.lost_workers, MAX_BACK_OFF)
+        run.note = "The worker of the run stopped. The run is queued again and keeps its items."
     return len(runs)
 
 
@@ -219,9 +249,13 @@ def give_time(session: Session, lease_seconds: float) -> None:
     """Restart all leases after a jump of the database's clock, or an outage in which none could be renewed."""
     renew = update(EvalRun).where(EvalRun.status == RUNNING).values(lease_expires_at=db_now() + lease_seconds)
     session.execute(renew.execution_options(synchronize_session=False))
-    latest = db_now() + MAX_BACK_OFF
-    late = update(EvalRun).where(EvalRun.next_run_at > latest).values(next_run_at=latest, dispatched_at=0.0)
-    session.execute(late.execution_options(synchronize_session=False))
+
+
+def bound_times(session: Session, lease_seconds: float) -> None:
+    """As of jobs (core/jobs/lifecycle.py)."""
+    bound_time(session, EvalRun.lease_expires_at, lease_seconds)
+    bound_time(session, EvalRun.next_run_at, MAX_BACK_OFF)
+    bound_time(session, EvalRun.dispatched_at, 0.0)
 
 
 def to_wake(session: Session, *, older_than: float) -> list[tuple[str, str]]:
@@ -248,7 +282,7 @@ def _lock(session: Session, run: EvalRun) -> None:
 def _end(run: EvalRun, status: str) -> None:
     run.status = status
     run.finished_at = now()
-    run.lease_owner = run.lease_expires_at = None
+    run.lease_owner = run.lease_expires_at = run.note = None
     webhooks.eval_run_ended(run)
 
 

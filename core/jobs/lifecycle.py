@@ -25,7 +25,7 @@ from core.database.pages import Page
 from core.database.tables import Attempt, File, Job, Project, now
 from core.errors import InvalidJobState, JobNotFound
 from core.jobs import budgets, events, fairness, queue, usage, verdict
-from core.jobs.claim import Claim, LeaseLost
+from core.jobs.claim import Claim, LeaseLost, bound_time
 from core.outbound import webhooks
 from core.telemetry import logs, tracing
 from core.tenancy.limits import NO_LIMITS, Limits
@@ -435,8 +435,7 @@ def expire_leases(session: Session, *, max_failures: int) -> int:
 def give_time(session: Session, lease_seconds: float, message: str) -> int:
     """Restart all leases after a jump of the database's clock, or an outage in which no lease could be renewed.
 
-    Back-offs are limited to their maximum from now. Each job whose lease changes gets `message` as an event. Returns
-    their number.
+    Each job whose lease changes gets `message` as an event. Returns their number.
     """
     # Skip those renewed since, by their workers or another reconciler.
     fresh = Job.lease_expires_at.between(db_now() + 0.9 * lease_seconds, db_now() + 1.1 * lease_seconds)
@@ -446,11 +445,14 @@ def give_time(session: Session, lease_seconds: float, message: str) -> int:
     for job in held:
         job.lease_expires_at = _db_time(session) + lease_seconds
         events.append(session, job.id, message, level="warn")
-    latest = db_now() + MAX_BACK_OFF
-    for column, bound in ((Job.next_run_at, latest), (Job.dispatched_at, db_now())):
-        late = update(Job).where(column > bound).values({column: bound})
-        session.execute(late.execution_options(synchronize_session=False))
     return len(held)
+
+
+def bound_times(session: Session, lease_seconds: float) -> None:
+    """Bound the times of all jobs after the database's clock was set back."""
+    bound_time(session, Job.lease_expires_at, lease_seconds)
+    bound_time(session, Job.next_run_at, MAX_BACK_OFF)
+    bound_time(session, Job.dispatched_at, 0.0)
 
 
 def tell_waiting(session: Session, message: str) -> None:

@@ -22,14 +22,15 @@ from core.database.tables import EvalRun, Job, Pipeline, now
 from core.errors import InvalidJobState, PipelineNotFound, QuotaExceeded
 from core.evals import lifecycle as eval_runs
 from core.jobs import lifecycle as jobs
-from core.jobs.claim import Claim, LeaseLost
+from core.jobs.claim import Claim, LeaseLost, bound_time
 from core.outbound import webhooks
 from core.pipelines import graph
 from core.pipelines.graph import PlannedStage, StageReference
 
 Stage = dict[str, Any]
 """A stage as stored: name, kind, spec, after, status, and what it has so far of job_id, eval_id, run_id, model, file,
-rows, error, note, errors, restarts, started_at, finished_at, reused_from and earlier, the jobs of failed attempts."""
+rows, error, note, errors, restarts, tries, waiting_since (of an outage), started_at, finished_at, reused_from and
+earlier, the jobs of failed attempts."""
 
 FINAL = frozenset({"succeeded", "failed", "cancelled"})
 FOLLOWED = ("running", "paused")
@@ -247,6 +248,11 @@ def claim(session: Session, owner: str, passed_over: Collection[str] = ()) -> Cl
     return None if row is None else Claim(row.id, row.epoch, owner)
 
 
+def bound_times(session: Session) -> None:
+    """As of jobs (core/jobs/lifecycle.py)."""
+    bound_time(session, Pipeline.held_until, HOLD_SECONDS)
+
+
 def due_of_others(passed_over: Collection[str]) -> ColumnElement[bool]:
     """The unfinished pipelines that no process holds, but for those of some projects."""
     return (
@@ -305,12 +311,15 @@ def update_stage(pipeline: Pipeline, name: str, **changes: Any) -> None:
     pipeline.stages = [stage | changes if stage["name"] == name else stage for stage in pipeline.stages]
 
 
+_NO_OUTAGE: Stage = {"note": None, "waiting_since": None, "tries": 0}
+
+
 def started(pipeline: Pipeline, name: str, **ids: Any) -> None:
-    update_stage(pipeline, name, status="running", started_at=now(), note=None, **ids)
+    update_stage(pipeline, name, status="running", started_at=now(), **_NO_OUTAGE, **ids)
 
 
 def succeeded(pipeline: Pipeline, name: str, **results: Any) -> None:
-    update_stage(pipeline, name, status="succeeded", finished_at=now(), note=None, **results)
+    update_stage(pipeline, name, status="succeeded", finished_at=now(), **_NO_OUTAGE, **results)
 
 
 def failed(pipeline: Pipeline, name: str, code: str | None, message: str, status: str = "failed") -> None:
@@ -320,7 +329,7 @@ def failed(pipeline: Pipeline, name: str, code: str | None, message: str, status
         name,
         status=status,
         finished_at=now(),
-        note=None,
+        **_NO_OUTAGE,
         error={"code": code or "internal_error", "message": message},
     )
 

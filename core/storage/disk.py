@@ -1,17 +1,13 @@
-"""Disk space of the database and the blobs: detection of full-disk errors, and free space."""
+"""Free disk space of the database and the blobs."""
 
-import errno
 import shutil
-import sqlite3
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from prometheus_client import Counter
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from sqlalchemy import make_url
-from sqlalchemy.exc import DBAPIError
 
 from core.settings import Settings
 from core.telemetry.metrics import COUNTED
@@ -21,28 +17,6 @@ REFUSALS = Counter(
     "Requests that failed because the database or the blob store was full.",
     registry=COUNTED,
 )
-
-_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT}
-_PG_DISK_FULL = "53100"
-# Error codes of S3-compatible stores; Amazon S3 is never full.
-_FULL_CODES = {"InsufficientStorage", "XMinioStorageFull", "QuotaExceeded", "EntityTooLargeForQuota"}
-
-
-def is_full(error: BaseException) -> bool:
-    """Whether the error means a full disk: of a folder, of SQLite, of PostgreSQL or of S3."""
-    if isinstance(error, OSError):
-        return error.errno in _FULL_ERRNOS
-    if isinstance(error, DBAPIError):
-        if isinstance(error.orig, sqlite3.Error):
-            return getattr(error.orig, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL or (
-                "disk is full" in str(error.orig)
-            )
-        return getattr(error.orig, "sqlstate", None) == _PG_DISK_FULL
-    answer: dict[str, Any] = getattr(error, "response", None) or {}  # botocore's ClientError
-    if not isinstance(answer, dict):
-        return False
-    status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode")
-    return status == 507 or answer.get("Error", {}).get("Code") in _FULL_CODES
 
 
 def folders(settings: Settings) -> dict[str, Path]:

@@ -23,7 +23,11 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeVar
 from urllib.parse import unquote, urlsplit
 
+from prometheus_client.metrics_core import CounterMetricFamily, Metric
+
+from core.outages import DENIED, REJECTED, Resource, TemporarilyUnavailable, s3_code
 from core.settings import Checksums, Settings
+from core.telemetry.metrics import COUNTED
 
 log = logging.getLogger(__name__)
 
@@ -40,48 +44,6 @@ ATTEMPTS = 10
 T = TypeVar("T")
 
 
-# Codes of S3 for credentials that are wrong or expired, or signed by a clock that is.
-_REJECTED = {
-    "ExpiredToken",
-    "ExpiredTokenException",
-    "InvalidAccessKeyId",
-    "InvalidToken",
-    "RequestTimeTooSkewed",
-    "SignatureDoesNotMatch",
-    "TokenRefreshRequired",
-}
-
-
-def is_away(error: BaseException) -> bool:
-    """Whether a retry may succeed: the store is unreachable, overloaded, disconnected, full, or empty.
-
-    Or it rejects the credentials of the service: those expire and are rotated while jobs run.
-    """
-    if isinstance(error, OSError):
-        return isinstance(error, ConnectionError | TimeoutError) or error.errno in _PASSING_ERRNOS
-    if isinstance(error, StoreEmpty):
-        return True
-    if "botocore" not in sys.modules:
-        return False
-    from botocore.exceptions import (
-        ClientError,
-        CredentialRetrievalError,
-        HTTPClientError,
-        IncompleteReadError,
-        NoCredentialsError,
-        TokenRetrievalError,
-    )
-    from botocore.exceptions import ConnectionError as Unconnected
-
-    if isinstance(error, ClientError):
-        status: int = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-        return (
-            status >= 500 or status == 429 or _code(error) in {"RequestTimeout", "NoSuchBucket", *_REJECTED}
-        )
-    without_credentials = NoCredentialsError | CredentialRetrievalError | TokenRetrievalError
-    return isinstance(error, Unconnected | HTTPClientError | IncompleteReadError | without_credentials)
-
-
 def is_refused(error: BaseException) -> bool:
     """Whether S3 rejects the credentials, or does not let them do this: all requests, or those for one object."""
     if "botocore" not in sys.modules:
@@ -90,25 +52,12 @@ def is_refused(error: BaseException) -> bool:
 
     if isinstance(error, NoCredentialsError):
         return True
-    # The number if the response has no body, as that of a HEAD request.
-    return isinstance(error, ClientError) and _code(error) in {"AccessDenied", "403", *_REJECTED}
+    return isinstance(error, ClientError) and s3_code(error) in DENIED | REJECTED
 
 
 def is_bad_sector(error: OSError) -> bool:
     """Whether the disk cannot read this blob. Any other OSError is about the store and not about one blob."""
     return error.errno == errno.EIO
-
-
-_PASSING_ERRNOS = {
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EIO,
-    errno.ESTALE,
-    errno.EAGAIN,
-    errno.EHOSTUNREACH,
-    errno.ENOTCONN,  # the process of a FUSE mount has ended
-    errno.ENETUNREACH,
-}
 
 
 @dataclass(frozen=True)
@@ -141,11 +90,22 @@ class BlobCorrupt(Exception):
     """The bytes do not match the stored sha256, or were replaced during the read."""
 
 
-class StoreEmpty(Exception):
+class StoreEmpty(TemporarilyUnavailable):
     """The store has no blobs at all, as with a wrong bucket or an unmounted folder."""
+
+    resource = Resource.BLOB_STORE
 
     def __init__(self) -> None:
         super().__init__("The blob store is empty; is it the right one?")
+
+
+class NotTheStore(TemporarilyUnavailable):
+    """Another server answered, such as the login page of a proxy."""
+
+    resource = Resource.BLOB_STORE
+
+    def __init__(self, key: str) -> None:
+        super().__init__(f"The response for {key!r} has no ETag, so it is not from an S3 store.")
 
 
 class BlobWriter(Protocol):
@@ -241,6 +201,16 @@ class BlobStore(Protocol):
                 raise BlobCorrupt(f"{key!r} has sha256 {got.sha256} in {got.size} bytes, expected {sha256}")
             temp.replace(path)
 
+    def discard(self, *keys: str) -> None:
+        """Clean up: delete blobs that no row refers to. A failure is logged and counted, and left to the sweep."""
+        with _cleaning_up(keys):
+            self.delete_many(keys)
+
+    def discard_prefix(self, prefix: str) -> None:
+        """As `discard`, of every key under a prefix that ends in '/'."""
+        with _cleaning_up([prefix]):
+            self.delete_prefix(prefix)
+
     def delete_prefix(self, prefix: str) -> int:
         """Delete every key under a prefix that ends in '/', and return their number."""
         _check_folder(prefix)
@@ -249,6 +219,31 @@ class BlobStore(Protocol):
             self.delete_many(keys)
             count += len(keys)
         return count
+
+
+class FailedCleanups:
+    """The failed clean-ups of this process as a metric."""
+
+    count = 0
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def collect(self) -> Iterable[Metric]:
+        text = "Deletions of unused blobs that failed; the sweep repeats them."
+        yield CounterMetricFamily(self._name, text, FailedCleanups.count)
+
+
+COUNTED.register(FailedCleanups("regraft_failed_cleanups"))
+
+
+@contextmanager
+def _cleaning_up(keys: Sequence[str]) -> Iterator[None]:
+    try:
+        yield
+    except Exception as cause:  # of any store's library, and never worth the work that is already done
+        FailedCleanups.count += 1
+        log.warning("unused blobs stay until the sweep deletes them: %s: %r", ", ".join(keys), cause)
 
 
 class FolderBlobs(BlobStore):
@@ -345,6 +340,7 @@ class S3Blobs(BlobStore):
         self._checksums = checksums
         self._sleep = sleep
         self._conditional: bool | None = None  # not tested yet
+        self._deletes_many = True  # until the store rejects the request
         self._trying = threading.Lock()
 
     def writer(self, key: str, *, if_absent: bool = False) -> BlobWriter:
@@ -358,11 +354,18 @@ class S3Blobs(BlobStore):
         """
         with self._named(key):
             answer = self._client.get_object(**self._where(key))
+        if "ETag" not in answer:
+            raise NotTheStore(key)
         return self._resumed(key, answer, chunk_size)
 
     def size(self, key: str) -> int:
-        with self._named(key):
-            return int(self._client.head_object(**self._where(key))["ContentLength"])
+        try:
+            with self._named(key):
+                return int(self._client.head_object(**self._where(key))["ContentLength"])
+        except BlobNotFound:
+            # The response to a HEAD request does not say whether the key or the bucket is missing; that of a list does.
+            self._client.list_objects_v2(Bucket=self._bucket, Prefix=self._prefix, MaxKeys=1)
+            raise
 
     def entries(self, prefix: str) -> Iterator[BlobEntry]:
         check_prefix(prefix)
@@ -384,10 +387,26 @@ class S3Blobs(BlobStore):
 
     def delete_many(self, keys: Sequence[str]) -> None:
         for batch in batched(keys, DELETED_AT_ONCE):
-            wanted = {"Objects": [{"Key": self._where(key)["Key"]} for key in batch], "Quiet": True}
+            if not (self._deletes_many and self._delete_together(batch)):
+                for key in batch:
+                    self.delete(key)
+
+    def _delete_together(self, keys: Sequence[str]) -> bool:
+        """Delete at most DELETED_AT_ONCE blobs with one request. Returns False if the store rejects such requests."""
+        wanted = {"Objects": [{"Key": self._where(key)["Key"]} for key in keys], "Quiet": True}
+        try:
             failed = self._client.delete_objects(Bucket=self._bucket, Delete=wanted).get("Errors", [])
-            if failed:
-                raise OSError(f"{len(failed)} of {len(batch)} blobs not deleted, the first: {failed[0]}")
+        except self._client.exceptions.ClientError as error:
+            code = s3_code(error)
+            if code not in _NO_BULK_DELETE | DENIED:
+                raise
+            if code in _NO_BULK_DELETE:  # a policy may change while the process runs
+                self._deletes_many = False
+                log.warning("The S3 store behind bucket %s has no DeleteObjects: %s", self._bucket, error)
+            return False
+        if failed:
+            raise OSError(f"{len(failed)} of {len(keys)} blobs not deleted, the first: {failed[0]}")
+        return True
 
     def abort_stale_uploads(self, older_than: float, *, dry_run: bool = False) -> int:
         count = 0
@@ -417,7 +436,7 @@ class S3Blobs(BlobStore):
                 **where, Body=body, Metadata=metadata, **self._checksum(body), **condition
             )
         except self._client.exceptions.ClientError as error:
-            if not (_code(error) in _TAKEN and self._is_ours(where, mark)):
+            if not (s3_code(error) in _TAKEN and self._is_ours(where, mark)):
                 with self._named(info.key):
                     raise
 
@@ -489,18 +508,19 @@ class S3Blobs(BlobStore):
             return self._conditional
 
     def _try_condition(self) -> bool:
-        where = self._where(f"self-test/{secrets.token_hex(8)}")
+        key = f"self-test/{secrets.token_hex(8)}"
+        where = self._where(key)
         self._client.put_object(**where, Body=b"")
         try:
             self._client.put_object(**where, Body=b"", IfNoneMatch="*")
         except self._client.exceptions.ClientError as error:
-            if _code(error) in _TAKEN:
+            if s3_code(error) in _TAKEN:
                 return True
-            if _code(error) in ("NotImplemented", "501"):
+            if s3_code(error) in ("NotImplemented", "501", "InvalidArgument"):
                 return False
             raise
         finally:
-            self._client.delete_object(**where)
+            self.discard(key)
         return False
 
     def _checksum(self, body: bytes) -> dict[str, str]:
@@ -518,7 +538,7 @@ class S3Blobs(BlobStore):
         try:
             yield
         except self._client.exceptions.ClientError as error:
-            code = _code(error)
+            code = s3_code(error)
             if code in ("NoSuchKey", "404"):  # a HEAD response has no body with an error code
                 raise BlobNotFound(key) from error
             if code in _TAKEN:
@@ -605,6 +625,8 @@ class _S3Writer(BlobWriter):
             self._upload = self._where | {"UploadId": begun["UploadId"]}
         number = len(self._done) + 1
         sent = client.upload_part(**self._upload, PartNumber=number, Body=part, **self._store._checksum(part))
+        if "ETag" not in sent:
+            raise NotTheStore(self._key)
         # S3 may require the part checksums again on completion.
         checksums = {name: value for name, value in sent.items() if name in _PART_CHECKSUMS}
         self._done.append({"PartNumber": number, "ETag": sent["ETag"], **checksums})
@@ -618,7 +640,7 @@ class _S3Writer(BlobWriter):
         except Exception as error:
             kind = self._store._client.exceptions.ClientError
             cause = error if isinstance(error, kind) else error.__cause__
-            ended = isinstance(cause, kind) and _code(cause) in _ENDED
+            ended = isinstance(cause, kind) and s3_code(cause) in _ENDED
             if not (ended and self._store._is_ours(self._where, self._mark)):
                 raise
 
@@ -695,13 +717,19 @@ def s3_client(
 
 
 _PART_CHECKSUMS = {"ChecksumCRC32", "ChecksumCRC32C", "ChecksumCRC64NVME", "ChecksumSHA1", "ChecksumSHA256"}
+# Google Cloud Storage's S3 interface has no bulk deletion. Other stores reject it without Content-MD5, or with the
+# checksum of botocore.
+_NO_BULK_DELETE = {
+    "501",
+    "InvalidArgument",
+    "InvalidRequest",
+    "MethodNotAllowed",
+    "MissingContentMD5",
+    "NotImplemented",
+}
 _TAKEN = ("PreconditionFailed", "412")  # the number if the response has no body
 _ENDED = (*_TAKEN, "NoSuchUpload")
 _UNFINISHED = ".part-"
-
-
-def _code(error: Any) -> str:
-    return str(error.response["Error"]["Code"])
 
 
 def batched(items: Iterable[T], size: int) -> Iterator[list[T]]:

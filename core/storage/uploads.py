@@ -149,7 +149,7 @@ class PartWriter:
         """Discard the part; without effect after `commit`."""
         if not self._kept:
             self._writer.abort()
-            self._blobs.delete(self._blob_key)
+            self._blobs.discard(self._blob_key)
 
 
 def check_open(upload: Upload) -> None:
@@ -231,10 +231,10 @@ def complete(
         check_open(upload)
         raise
     except BaseException:
-        blobs.delete(blob_key)
+        blobs.discard(blob_key)
         raise
     if result is None or result.blob_key != blob_key:
-        blobs.delete(blob_key)
+        blobs.discard(blob_key)
     return upload, result
 
 

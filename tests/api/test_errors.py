@@ -1,5 +1,6 @@
 import errno
 import re
+import socket
 import sqlite3
 from collections.abc import Iterator
 from dataclasses import replace
@@ -9,7 +10,7 @@ import psycopg.errors
 import pytest
 from botocore.exceptions import ClientError, EndpointConnectionError
 from fastapi import APIRouter
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import InternalError, OperationalError
 from starlette.testclient import TestClient
 
 from api.http.app import MAX_JSON_BYTES
@@ -300,7 +301,7 @@ def test_a_store_without_room_is_507_whichever_it_is(house: House, api: TestClie
 
 
 @pytest.mark.parametrize(
-    "other", [OSError(errno.EACCES, "no"), ClientError({"Error": {"Code": "AccessDenied"}}, "PutObject")]
+    "other", [OSError(errno.EACCES, "no"), ClientError({"Error": {"Code": "EntityTooLarge"}}, "PutObject")]
 )
 def test_another_error_of_a_store_is_none_of_room(house: House, api: TestClient, other: Any) -> None:
     house.app.state.service = replace(house.app.state.service, database=answers_of(other))
@@ -309,21 +310,28 @@ def test_another_error_of_a_store_is_none_of_room(house: House, api: TestClient,
 
 
 @pytest.mark.parametrize(
-    "outage",
+    ("outage", "named"),
     [
-        EndpointConnectionError(endpoint_url="s3"),
-        ClientError({"Error": {"Code": "ExpiredToken"}}, "PutObject"),
+        (EndpointConnectionError(endpoint_url="s3"), "blob store"),
+        (ClientError({"Error": {"Code": "ExpiredToken"}}, "PutObject"), "blob store"),
+        (ClientError({"Error": {"Code": "AccessDenied"}}, "PutObject"), "blob store"),
+        (ClientError({"Error": {"Code": "PermanentRedirect"}}, "PutObject"), "blob store"),
+        (InternalError("update", {}, psycopg.errors.ReadOnlySqlTransaction("read-only")), "database"),
+        (OSError(errno.EMFILE, "Too many open files"), "file descriptor table"),
+        (socket.gaierror(socket.EAI_AGAIN, "try again"), "name server"),
+        (MemoryError(), "memory"),
     ],
+    ids=str,
 )
-def test_a_blob_store_that_does_not_respond_is_a_503_that_clients_retry(
-    house: House, api: TestClient, outage: Any
+def test_an_outage_is_a_503_that_names_the_resource_and_that_clients_retry(
+    house: House, api: TestClient, outage: Any, named: str
 ) -> None:
     house.app.state.service = replace(house.app.state.service, database=answers_of(outage))
 
     answer = api.get(JOBS)
 
     assert envelope(answer, 503)["code"] == "unavailable"
-    assert "storage" in answer.json()["error"]["message"]
+    assert f"The {named} of this service" in answer.json()["error"]["message"]
     assert answer.headers["retry-after"]
 
 

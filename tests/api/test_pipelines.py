@@ -1,21 +1,26 @@
 """Pipelines: what is refused at once, and how stages start, end, fail, and start again."""
 
+import errno
 import json
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import anyio
 import pytest
+from botocore.exceptions import EndpointConnectionError
 from sqlalchemy import select, update
 from starlette.testclient import TestClient
 
 from api.http.deps import Service
 from api.pipelines.driver import AT_ONCE, PER_PROJECT, PipelineDriver
-from api.pipelines.stages import MAX_ERRORS, Advance
+from api.pipelines.stages import MAX_ERRORS, MAX_RESTARTS, Advance
 from api.resources.pipelines import shown_spec
 from core.database.tables import Job, Pipeline, Project
 from core.jobs.claim import Claim, LeaseLost
 from core.pipelines import lifecycle
+from core.storage.store import BlobWriter, FolderBlobs
 from tests.api.conftest import House
 
 PIPELINES = "/v1/regraft/pipelines"
@@ -335,13 +340,79 @@ def test_a_file_that_stops_the_service_again_and_again_fails_its_stage(
     with house.database.write() as session:
         row = session.scalars(select(Pipeline)).one()
         lifecycle.started(row, "m")
-        lifecycle.update_stage(row, "m", restarts=MAX_ERRORS)
+        lifecycle.update_stage(row, "m", restarts=MAX_RESTARTS)
 
     advance()
 
     failed = stages(api, pipeline["id"])["m"]
     assert failed["status"] == "failed"
     assert "stopped repeatedly" in failed["error"]["message"]
+
+
+class FailingBlobs(FolderBlobs):
+    """Fails with an error until that is taken away."""
+
+    error: Exception | None = None
+
+    def writer(self, key: str, *, if_absent: bool = False) -> BlobWriter:
+        if self.error is not None:
+            raise self.error
+        return super().writer(key, if_absent=if_absent)
+
+
+@pytest.mark.parametrize(
+    ("error", "named"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "disk"),
+        (OSError(errno.EMFILE, "Too many open files"), "file descriptor table"),
+        (EndpointConnectionError(endpoint_url="s3"), "blob store"),
+    ],
+    ids=str,
+)
+def test_a_stage_waits_for_the_end_of_an_outage_with_a_note(
+    api: TestClient, house: House, upload: Upload, error: Exception, named: str
+) -> None:
+    blobs = FailingBlobs(house.folder / "blobs")
+    driver = PipelineDriver(replace(house.app.state.service, blobs=blobs))
+    one = {"name": "m", "mix": {"files": [{"file": upload(lines(learned(1)))}]}}
+    pipeline = api.post(PIPELINES, json={"stages": [one]}).json()
+    blobs.error = error
+    pauses = []
+    for _ in range(MAX_ERRORS + MAX_RESTARTS + 2):
+        looked = time.time()
+        house.portal.call(driver.advance_next)
+        with house.database.write() as session:
+            pauses.append(session.scalars(select(Pipeline.held_until)).one() - looked)
+            session.execute(update(Pipeline).values(held_until=0.0))
+    waiting = stages(api, pipeline["id"])["m"]
+
+    blobs.error = None
+    house.portal.call(driver.advance_next)
+
+    assert waiting["status"] == "running"
+    assert waiting["note"] == f"The stage waits for the {named}, which is unavailable."
+    assert pauses[3] > 2 * pauses[0]
+    done = stages(api, pipeline["id"])["m"]
+    assert (done["status"], done["note"]) == ("succeeded", None)
+
+
+def test_an_outage_that_outlasts_the_patience_fails_the_stage(
+    api: TestClient, house: House, upload: Upload
+) -> None:
+    blobs = FailingBlobs(house.folder / "blobs")
+    service = house.app.state.service
+    impatient = service.settings.model_copy(update={"patience_seconds": 0.0})
+    driver = PipelineDriver(replace(service, blobs=blobs, settings=impatient))
+    one = {"name": "m", "mix": {"files": [{"file": upload(lines(learned(1)))}]}}
+    pipeline = api.post(PIPELINES, json={"stages": [one]}).json()
+    blobs.error = OSError(errno.ENOSPC, "No space left on device")
+
+    for _ in range(MAX_ERRORS + 1):
+        house.portal.call(driver.advance_next)
+        with house.database.write() as session:
+            session.execute(update(Pipeline).values(held_until=0.0))
+
+    assert stages(api, pipeline["id"])["m"]["error"]["code"] == "internal_error"
 
 
 class CountingDriver(PipelineDriver):

@@ -43,6 +43,10 @@ def chat_server(answer: Answer) -> Iterator[ChatServer]:
             usage = server.usages.get(prompt)
             self.send(200, completion(said) | ({} if usage is None else {"usage": usage}))
 
+        def do_GET(self) -> None:
+            """Its health."""
+            self.send(200, {"status": "ok"})
+
         def send(self, status: int, body: dict[str, Any]) -> None:
             text = json.dumps(body).encode()
             self.send_response(status)

@@ -1,17 +1,19 @@
 """Runs survive their workers, end at once when they are cancelled, and stay within the limits of their project."""
 
 import asyncio
+import errno
 import json
 import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from botocore.exceptions import EndpointConnectionError
 from openai import BadRequestError, OpenAI, RateLimitError
 from sqlalchemy import update
 
@@ -20,12 +22,15 @@ from core.database.tables import EvalRun, Project, WebhookDelivery
 from core.evals import lifecycle
 from core.jobs.claim import Claim, LeaseLost
 from core.outbound import webhooks
+from core.retry import RetryPolicy
 from core.storage import fsck, orphans
+from core.storage.store import CHUNK_BYTES, FolderBlobs
 from core.tenancy import tenants
-from tests.evals.conftest import CONFIG, EXACT, JUDGED, House, completions
+from tests.evals.conftest import CONFIG, EXACT, JUDGED, House, completions, row
 from tests.evals.servers import chat_server, verdict
 from tests.present import present
 from worker.evals.record import PaidCall, Record
+from worker.evals.runner import EvalRunner
 
 ROOT = Path(__file__).parents[2]
 KILLS, ROWS = 20, 200
@@ -35,7 +40,7 @@ def expire(database: Database) -> None:
     """Let the lease of every run end, as it does a minute after its worker died, and its back-off pass."""
     with database.write() as session:
         session.execute(update(EvalRun).values(lease_expires_at=0.0))
-        lifecycle.expire_leases(session, max_failures=3)
+        lifecycle.expire_leases(session)
         session.execute(update(EvalRun).values(next_run_at=0.0))
 
 
@@ -145,12 +150,65 @@ def test_a_worker_that_lost_its_run_writes_nothing(
     assert house.row(run.id).status == "completed"
 
 
-def test_a_run_without_progress_fails_after_some_attempts(
+def test_a_service_that_is_killed_again_and_again_is_no_failure_of_a_run(
     client: OpenAI, new_eval: Callable[..., Any], house: House
 ) -> None:
     made = new_eval()
     run = client.evals.runs.create(made.id, data_source=completions(2))
-    for _ in range(4):
+    for _ in range(lifecycle.MAX_LOST_WORKERS):
+        assert house.runner().claim() is not None
+        expire(house.database)
+    waiting = client.evals.runs.retrieve(run.id, eval_id=made.id)
+
+    house.work()
+
+    assert house.row(run.id).failures == 0
+    assert (waiting.status, waiting.to_dict()["note"]) == (
+        "queued",
+        "The worker of the run stopped. The run is queued again and keeps its items.",
+    )
+    done = client.evals.runs.retrieve(run.id, eval_id=made.id)
+    assert (done.status, done.to_dict()["note"]) == ("completed", None)
+    assert house.row(run.id).lost_workers == 0
+
+
+class AwayBlobs(FolderBlobs):
+    """Fails with an error some times."""
+
+    errors: list[Exception]
+
+    def open(self, key: str, *, chunk_size: int = CHUNK_BYTES) -> Iterator[bytes]:
+        if self.errors:
+            raise self.errors.pop()
+        return super().open(key, chunk_size=chunk_size)
+
+
+def test_an_outage_of_the_blob_store_is_no_failure_of_a_run(
+    client: OpenAI, new_eval: Callable[..., Any], house: House
+) -> None:
+    content = json.dumps(row(0)).encode() + b"\n"
+    file = client.files.create(file=("rows.jsonl", content), purpose="evals")
+    made = new_eval()
+    source: Any = completions(1) | {"source": {"type": "file_id", "id": file.id}}
+    run = client.evals.runs.create(made.id, data_source=source)
+    blobs = AwayBlobs(Path(house.blobs.url("x")).parents[1])
+    blobs.errors = [OSError(errno.EMFILE, "Too many open files"), EndpointConnectionError(endpoint_url="s3")]
+    runner = EvalRunner(house.settings, house.database, blobs, house.backends, "worker/1")
+    claim = present(runner.claim())
+
+    runner.run(claim)
+
+    assert blobs.errors == []
+    ended = house.row(run.id)
+    assert (ended.status, ended.failures, ended.note) == ("completed", 0, None)
+
+
+def test_a_run_that_ends_every_worker_fails(
+    client: OpenAI, new_eval: Callable[..., Any], house: House
+) -> None:
+    made = new_eval()
+    run = client.evals.runs.create(made.id, data_source=completions(2))
+    for _ in range(lifecycle.MAX_LOST_WORKERS + 1):
         assert house.runner().claim() is not None
         expire(house.database)
 
@@ -353,7 +411,9 @@ def test_the_calls_of_a_worker_that_lost_its_run_to_another_are_not_counted(
 
 def record_of(house: House, claim: Claim | None) -> Record:
     assert claim is not None
-    record = Record(house.database, house.blobs, claim, house.settings.default_limits, 1.0)
+    record = Record(
+        house.database, house.blobs, claim, house.settings.default_limits, RetryPolicy(1.0, print)
+    )
     with house.database.read() as session:
         record.load(session, house.row(claim.job_id))
     return record

@@ -15,6 +15,7 @@ from core.jobs import events, lifecycle
 from core.jobs.claim import Claim
 from core.jobs.hyperparameters import Hyperparameters, resolve
 from core.registry import BaseModelEntry
+from core.retry import RetryPolicy
 from core.storage.store import FolderBlobs
 from graders.spec import parse_grader
 from graders.types import Grader
@@ -26,7 +27,6 @@ from worker.learn.trainer import Trainer
 from worker.model.policy import Base, Policy, load_base
 from worker.record.checkpoints import Checkpoints
 from worker.record.recorder import Recorder
-from worker.retry import RetryPolicy
 from worker.rollout.prompts import PromptStream
 from worker.rollout.rewards import Rewards
 from worker.rollout.samplers import Sampler

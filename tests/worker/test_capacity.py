@@ -9,12 +9,16 @@ import pytest
 
 from core.jobs.hyperparameters import Hyperparameters
 from core.model_memory import ModelMemories
+from core.outages import Resource, outage
 from core.registry import BaseModelEntry, Registry
 from core.settings import GpuClass, Settings
-from tests.present import present
+from tests.present import present, untyped
 from tests.worker.test_memory import QWEN3_4B, QWEN3_14B
-from worker.model import capacity
-from worker.model.sizing import GIB
+from worker.model import capacity, sizing
+from worker.model.memory import DeviceMemory
+from worker.model.sizing import GIB, MemoryPlan
+from worker.prepare.memory_plan import plan_within
+from worker.refusals import MemoryTaken, UserMistake
 from worker.serve.engines import EngineRefused
 from worker.serve.vllm_builder import VllmBuilder
 
@@ -214,3 +218,52 @@ class TestServing:
         assert self.cache(made, entry(folder), []) == present(capacity.shape_of(entry(folder))).cache_bytes(
             8192
         )
+
+
+PLAN: MemoryPlan = untyped("the plan")
+
+
+def refuse_to_wait(seconds: float) -> None:
+    raise AssertionError("nothing can pass")
+
+
+class TestMemoryOfOthers:
+    """A plan within what other processes leave."""
+
+    @staticmethod
+    def needing(bytes_needed: int) -> Callable[[Callable[[str], int]], MemoryPlan]:
+        def plan(bytes_of: Callable[[str], int]) -> MemoryPlan:
+            if bytes_of("cuda") < bytes_needed:
+                raise sizing.DoesNotFit(f"needs {bytes_needed}, of {bytes_of('cuda')}")
+            return PLAN
+
+        return plan
+
+    def test_memory_that_is_taken_for_a_moment_is_waited_for(self) -> None:
+        free = [20, 20, 80]
+        memory = DeviceMemory(lambda device: free[0], lambda device: 80)
+
+        def wait(seconds: float) -> None:
+            free.pop(0)
+
+        plan = plan_within(self.needing(60), "cuda", memory, patience_seconds=600.0, wait=wait)
+
+        assert (plan, free) == (PLAN, [80])
+
+    def test_a_job_that_fits_on_the_free_device_is_no_mistake_of_its_user(self) -> None:
+        memory = DeviceMemory(lambda device: 20, lambda device: 80)
+
+        with pytest.raises(
+            MemoryTaken, match="other processes use memory of the GPU that the job needs"
+        ) as taken:
+            plan_within(self.needing(60), "cuda", memory, patience_seconds=0.0)
+
+        assert outage(taken.value) is Resource.MEMORY
+
+    def test_a_job_that_fits_on_no_device_is_refused_at_once_with_the_numbers_of_the_device(self) -> None:
+        memory = DeviceMemory(lambda device: 20, lambda device: 80)
+
+        with pytest.raises(UserMistake, match="needs 100, of 80") as refused:
+            plan_within(self.needing(100), "cuda", memory, patience_seconds=600.0, wait=refuse_to_wait)
+
+        assert refused.value.code == "not_enough_memory"

@@ -10,7 +10,6 @@ from core.jobs.hyperparameters import Hyperparameters
 from core.registry import BaseModelEntry, Registry
 from tests.tiny import tiny_tokenizer
 from worker.model.policy import render
-from worker.model.reasoning import with_defaults
 
 CHAT = [
     {"role": "system", "content": "Be brief."},
@@ -43,7 +42,7 @@ WORDS = "Think, then answer. {% raw %} User: {prompt}. Assistant:"
 
 def with_words(messages: list[dict[str, str]], words: str = WORDS) -> Any:
     """As a job with `chat_template_kwargs` renders them."""
-    template = with_defaults(chat_templates.text_of("r1_zero"), {"prompt": words})
+    template = chat_templates.with_defaults(chat_templates.text_of("r1_zero"), {"prompt": words})
     return tiny_tokenizer(chat_template=template).apply_chat_template(messages, tokenize=False)
 
 

@@ -17,13 +17,13 @@ from core.database.tables import ModelAlias, TunedModel
 from core.errors import ModelNotFound
 from core.registry import Registry
 from core.results import model_aliases
+from core.retry import RetryPolicy
 from core.storage.fsck import of_checkpoint
 from core.storage.manifests import EARLIER
 from core.storage.store import BlobExists, BlobInfo, FolderBlobs, StoreEmpty
 from tests.present import untyped
 from tests.worker.conftest import Bench, claimed_job
 from worker.record.checkpoints import Checkpoints, model_name
-from worker.retry import RetryPolicy
 
 
 class Weights:

@@ -25,6 +25,7 @@ from worker.learn import grpo
 from worker.learn.teacher import PolicyTeacher
 from worker.learn.trainer import PeftTrainer
 from worker.model import memory, sizing
+from worker.model.memory import DeviceMemory
 from worker.model.policy import Policy, read_config
 from worker.model.teachers import TeacherModel, inspect_teacher, load_teacher, read_adapter
 from worker.prepare.memory_plan import plan_memory
@@ -238,9 +239,7 @@ def test_a_tuned_model_on_another_base_is_refused(tmp_path: Path) -> None:
         inspect_teacher("ft:larger:x", "larger", tuned, "tiny", entries(tmp_path), tmp_path)
 
 
-def test_the_memory_plan_counts_a_second_model(
-    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_memory_plan_counts_a_second_model(bench: Bench, tmp_path: Path) -> None:
     models = entries(tmp_path)
     shape = memory.shape_of(read_config(tmp_path / "tiny"), torch.float32)
     base = BaseModel(models["tiny"], tmp_path / "tiny", shape, "cpu", "transformers", "5")
@@ -248,12 +247,14 @@ def test_the_memory_plan_counts_a_second_model(
     task = Task(bench.run(advanced=ADVANCED).settings, PROMPTS, PROMPTS, work, "")
     second = inspect_teacher("larger", "larger", None, "tiny", models, tmp_path)
     free = [0.0]
-    monkeypatch.setattr("worker.model.memory.available", lambda device: int(free[0]))
+
+    def all_free(device: str) -> int:
+        return int(free[0])
 
     def fits(free_bytes: float, teacher: TeacherModel | None) -> bool:
         free[0] = free_bytes
         try:
-            plan_memory("tiny", base, task, Settings(), 1, teacher)
+            plan_memory("tiny", base, task, Settings(), 1, teacher, memory=DeviceMemory(all_free, all_free))
         except UserMistake as refused:
             assert refused.code == "not_enough_memory"
             return False

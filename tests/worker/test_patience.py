@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ from sqlalchemy.orm import Session
 
 from core.database.engine import Database
 from core.jobs.claim import LeaseLost
-from core.storage.store import BlobNotFound
+from core.retry import RetryPolicy
+from core.storage.store import BlobNotFound, FailedCleanups
 from tests.fakes import Skill
+from tests.watched_blobs import WatchedBlobs
 from tests.worker.conftest import Bench
 from worker.progress import Progress
-from worker.retry import RetryPolicy
 
 REFUSED = OperationalError("select 1", {}, Exception("connection refused"))
 BUSY = ClientError({"Error": {"Code": "SlowDown"}, "ResponseMetadata": {"HTTPStatusCode": 503}}, "PutObject")
@@ -68,8 +70,26 @@ def patience(time: Time, told: list[Any]) -> RetryPolicy:
 
 @pytest.mark.parametrize(
     "cause",
-    [REFUSED, BUSY, FULL, EXPIRED, EndpointConnectionError(endpoint_url="s3"), ConnectionResetError("cut")],
-    ids=["database", "busy store", "full disk", "expired credentials", "no store", "cut connection"],
+    [
+        REFUSED,
+        BUSY,
+        FULL,
+        DENIED,
+        EXPIRED,
+        EndpointConnectionError(endpoint_url="s3"),
+        ConnectionResetError("cut"),
+        OSError(errno.EMFILE, "Too many open files"),
+    ],
+    ids=[
+        "database",
+        "busy store",
+        "full disk",
+        "denied",
+        "expired",
+        "no store",
+        "cut connection",
+        "descriptors",
+    ],
 )
 def test_what_is_away_is_waited_for_and_told_of(
     patience: RetryPolicy, told: list[Any], time: Time, cause: Any
@@ -86,11 +106,10 @@ def test_what_is_away_is_waited_for_and_told_of(
     [
         LeaseLost("another's"),
         BlobNotFound("a"),
-        DENIED,
         FileNotFoundError("a"),
         IntegrityError("i", {}, Exception()),
     ],
-    ids=["lost lease", "no blob", "denied", "no file", "conflict"],
+    ids=["lost lease", "no blob", "no file", "conflict"],
 )
 def test_what_waiting_cannot_help_is_raised_at_once(patience: RetryPolicy, time: Time, cause: Any) -> None:
     with pytest.raises(type(cause)):
@@ -111,8 +130,19 @@ def test_while_it_is_away_the_progress_says_so(time: Time) -> None:
     done = RetryPolicy(600.0, print, clock=lambda: time.now, wait=time.wait, during=progress.waiting)(fail)
 
     assert done == "done"
-    assert seen == ["loading", *["waiting for the blob store or the disk"] * 2]
+    assert seen == ["loading", *["waiting for the blob store"] * 2]
     assert progress.now()["phase"] == "loading"
+
+
+def test_a_process_that_stops_does_not_wait(told: list[Any]) -> None:
+    stopping = threading.Event()
+    stopping.set()
+    fails = Fails(REFUSED, REFUSED)
+
+    with pytest.raises(OperationalError):
+        RetryPolicy(600.0, told.append, wait=stopping.wait)(fails)
+
+    assert (fails.causes, told) == ([REFUSED], [])
 
 
 def test_patience_ends(patience: RetryPolicy, time: Time) -> None:
@@ -177,6 +207,18 @@ def test_a_run_whose_every_other_transaction_fails_ends_like_any_other(
     told_of = [e for e in bench.events() if e.startswith("Step ")]
     assert len(told_of) == len(set(told_of)) == 5
     assert [one.step for one in bench.checkpoints()] == [2, 4]
+
+
+def test_a_run_that_may_delete_nothing_ends_like_any_other(bench: Bench, patience: RetryPolicy) -> None:
+    blobs = WatchedBlobs(bench.tmp_path / "blobs")
+    blobs.reachable = False  # for deletions
+    counted = FailedCleanups.count
+    run = bench.run(attempt=bench.attempt(blobs=blobs, retry=patience), eval_interval=1, n_epochs=2)
+
+    asyncio.run(run.train())
+
+    assert bench.job().status == "succeeded"
+    assert FailedCleanups.count > counted
 
 
 class FullDisk:

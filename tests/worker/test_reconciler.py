@@ -5,11 +5,13 @@ import time
 from typing import Any, NoReturn
 
 import pytest
+from sqlalchemy import select, update
 from sqlalchemy.exc import OperationalError
 
-from core.database.engine import Work
-from core.database.tables import File, IdempotentRequest, Job, now
-from core.jobs import lifecycle
+from core.database.engine import Database, Work
+from core.database.tables import EvalRun, File, IdempotentRequest, Job, Pipeline, WebhookDelivery, now
+from core.evals import lifecycle as eval_runs
+from core.jobs import lifecycle, queue
 from core.settings import Settings
 from core.tenancy.idempotency import RETENTION_SECONDS
 from tests import factories
@@ -246,6 +248,49 @@ class TestLeasesThatEndedForNoFaultOfTheirWorkers:
         assert bench.job().status == "running"
         assert "The database was unavailable" in bench.events("warn")[-1]
 
+    @pytest.mark.parametrize("was_seen", [True, False], ids=["seen", "before the worker started"])
+    def test_nothing_waits_for_a_time_from_before_the_clock_was_set_back(
+        self, bench: Bench, clock: "Clock", was_seen: bool
+    ) -> None:
+        sent: list[Any] = []
+        settings = Settings(data_dir=bench.tmp_path)
+        reconciler = Reconciler(settings, bench.database, bench.blobs, factories.noting(sent), clock)
+        if was_seen:
+            reconciler.run_once()
+            clock.now += 3600
+        late = time.time() + 3599
+        job = bench.job()
+        with bench.database.write() as session:
+            values = {"status": "queued", "dispatched_at": late, "next_run_at": late}
+            session.execute(update(Job).values(**values, lease_owner=None, lease_expires_at=None))
+            session.add(
+                EvalRun(eval_id="e", project_id=job.project_id, name="r", data_source={}, total=1, **values)
+            )
+            session.add(
+                Pipeline(
+                    project_id=job.project_id, actor="key-1", stages=[], held_until=late, status="running"
+                )
+            )
+            session.add(
+                WebhookDelivery(
+                    endpoint_id="we-1", job_id=job.id, type="t", body="", attempts=1, next_attempt_at=late
+                )
+            )
+
+        reconciler.run_once()
+
+        soon = time.time() + 1
+        with bench.database.read() as session:
+            for table in (Job, EvalRun):
+                assert session.scalars(select(table.dispatched_at)).one() <= soon
+                assert session.scalars(select(table.next_run_at)).one() <= soon + 60
+            assert session.scalars(select(Pipeline.held_until)).one() <= soon + 60
+            assert session.scalars(select(WebhookDelivery.next_attempt_at)).one() <= soon + 120
+        with bench.database.write() as session:
+            for each in (Job, EvalRun):
+                session.execute(update(each).values(next_run_at=0.0))
+        assert {task for task, _ in woken(bench.database)} == {queue.RUN, queue.EVAL}
+
     def test_several_reconcilers_say_it_once(
         self, bench: Bench, reconciler: Reconciler, clock: "Clock"
     ) -> None:
@@ -292,3 +337,9 @@ class Away:
         raise OperationalError("select 1", {}, Exception("connection refused"))
 
     read = write
+
+
+def woken(database: Database) -> list[tuple[str, str]]:
+    """The wake-ups that are due for what was sent none in this second."""
+    with database.write() as session:
+        return [*lifecycle.to_wake(session, older_than=-1.0), *eval_runs.to_wake(session, older_than=-1.0)]

@@ -1,6 +1,7 @@
 """validating_files: what a user reads when a file is wrong."""
 
 import asyncio
+import errno
 import io
 import json
 import logging
@@ -104,11 +105,35 @@ def test_a_file_that_is_missing_from_an_empty_store_fails_no_job(
     empty = FolderBlobs(tmp_path / "not mounted")
 
     with pytest.raises(StoreEmpty):
-        validate([GOOD], blobs=empty)
+        validate([GOOD], blobs=empty, patience_seconds=0.0)
 
     assert bench.job().status == "validating_files"
     with pytest.raises(StoreEmpty):
         read_rows(bench.attempt(blobs=empty))
+
+
+class AwayBlobs(FolderBlobs):
+    """Fails with each of some errors, and then works."""
+
+    def __init__(self, root: Path, *errors: Exception) -> None:
+        super().__init__(root)
+        self.errors = list(errors)
+
+    def open(self, key: str, *, chunk_size: int = CHUNK_BYTES) -> Iterator[bytes]:
+        if self.errors:
+            raise self.errors.pop()
+        return super().open(key, chunk_size=chunk_size)
+
+
+def test_an_outage_during_the_validation_is_waited_for_and_an_event(
+    bench: Bench, validate: Callable[..., tuple[Any, list[tuple[str, str]] | None]]
+) -> None:
+    away = AwayBlobs(bench.tmp_path / "blobs", ConnectionResetError("cut"), OSError(errno.EMFILE, "Too many"))
+
+    job, _ = validate([GOOD], blobs=away)
+
+    assert (job.status, job.failures, away.errors) == ("queued", 0, [])
+    assert "The blob store was unavailable" in bench.events("warn")[-1]
 
 
 def test_a_file_that_is_missing_from_a_store_with_others_fails_the_job(

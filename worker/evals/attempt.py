@@ -20,6 +20,7 @@ from core.evals.rows import EvalRow
 from core.inference import not_served
 from core.jobs.claim import Claim, LeaseLost
 from core.registry import Registry
+from core.retry import RetryPolicy
 from core.settings import Settings
 from core.storage import files
 from core.storage.datasets import LineError
@@ -93,11 +94,17 @@ class RunAttempt:
     """Owned by one event loop."""
 
     def __init__(
-        self, settings: Settings, database: Database, blobs: BlobStore, backends: Backends, claim: Claim
+        self,
+        settings: Settings,
+        database: Database,
+        blobs: BlobStore,
+        backends: Backends,
+        claim: Claim,
+        retry: RetryPolicy,
     ) -> None:
         self.settings, self.database, self.blobs, self.backends = settings, database, blobs, backends
         self.claim = claim
-        self.record = Record(database, blobs, claim, settings.default_limits, settings.patience_seconds)
+        self.record = Record(database, blobs, claim, settings.default_limits, retry)
         self.moved: Callable[[], None] = lambda: None
 
     async def run(self) -> None:
@@ -106,7 +113,7 @@ class RunAttempt:
         Raises:
             LeaseLost: the run was cancelled, or claimed by another worker.
             RunFailed: the user has to change something.
-            ServerUnavailable: the inference server does not answer.
+            an outage (core/outages.py): call `run` of another attempt later.
         """
         with self.database.read() as session:
             run = session.scalars(select(EvalRun).where(EvalRun.id == self.claim.job_id)).one()

@@ -24,11 +24,11 @@ from core.evals import items, lifecycle, summary
 from core.evals.items import BLOCK_ROWS, Item, block_of
 from core.jobs import usage
 from core.jobs.claim import Claim, LeaseLost
+from core.retry import RetryPolicy
 from core.storage.store import BlobStore
 from core.tenancy import tenants
 from core.tenancy.limits import Limits
 from core.text import storable_json
-from worker.retry import RetryPolicy
 
 log = logging.getLogger(__name__)
 
@@ -74,14 +74,14 @@ class Record:
         blobs: BlobStore,
         claim: Claim,
         defaults: Limits,
-        patience_seconds: float,
+        retry: RetryPolicy,
     ) -> None:
         self.database, self.blobs, self.claim, self.defaults = database, blobs, claim, defaults
         self._pending = _Pending()
         self._changed = asyncio.Event()
         self._writing: asyncio.Task[None] | None = None
         self._writes = 0  # commits of this run so far: a repeated one is recognized
-        self._retry = RetryPolicy(patience_seconds, log.warning)
+        self._retry = retry
         self._blocks: dict[int, list[Item]] = defaultdict(list)
         self._total = 0
         self.done: set[int] = set()
@@ -182,7 +182,7 @@ class Record:
             _add_calls(session, run, counts, pending.calls)
             run.summary = counts
             if pending.entries:
-                run.failures = 0
+                lifecycle.progressed(run)
                 _upsert(session, run.id, pending.entries)
             return tenants.used_up(session, run.project_id, self._limits(session, run))
 

@@ -3,17 +3,23 @@
 import asyncio
 import logging
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+from sqlalchemy.exc import SQLAlchemyError
 
 from core.database.engine import Database
 from core.evals import lifecycle
 from core.jobs.claim import Claim, LeaseLost
+from core.outages import Resource, outage
+from core.retry import RetryPolicy
 from core.settings import Settings
 from core.storage.store import BlobStore
 from core.telemetry import logs
 from graders.backends import Backends
 from worker.evals.attempt import RunAttempt, RunFailed
 from worker.evals.record import QuotaReached
-from worker.retry import RetryPolicy
 from worker.supervise.lease import LeaseKeeper
 
 log = logging.getLogger(__name__)
@@ -91,9 +97,16 @@ class EvalRunner:
                 stall_seconds=self.settings.hang_seconds,
                 heartbeat=lifecycle.heartbeat,
             )
+            retry = RetryPolicy(
+                self.settings.patience_seconds,
+                log.warning,
+                wait=self._stopping.wait,
+                during=partial(self._noted, claim),
+            )
             with lease:
                 try:
-                    asyncio.run(self._attempt(claim, lease))
+                    # An attempt resumes from what earlier ones have recorded, so it can be repeated.
+                    retry(lambda: asyncio.run(self._attempt(claim, lease, retry)))
                 except LeaseLost:
                     log.info("%s was cancelled or claimed by another worker", claim.job_id)
                 except RunFailed as failed:
@@ -104,10 +117,22 @@ class EvalRunner:
                     self._end(claim, None)
                 except Exception as cause:
                     log.exception("%s was interrupted", claim.job_id)
-                    self._end(claim, cause)
+                    is_drained = self._stopping.is_set() and outage(cause) is not None
+                    self._end(claim, None if is_drained else cause)
 
-    async def _attempt(self, claim: Claim, lease: LeaseKeeper) -> None:
-        attempt = RunAttempt(self.settings, self.database, self.blobs, self.backends, claim)
+    @contextmanager
+    def _noted(self, claim: Claim, resource: Resource) -> Iterator[None]:
+        """Show users what the run waits for. Best effort: it may be the database."""
+        try:
+            with self.database.write() as session:
+                lifecycle.wait_for(session, claim, resource)
+        except SQLAlchemyError as cause:
+            log.warning("%s cannot be noted: %s", claim.job_id, cause)
+        yield
+
+    async def _attempt(self, claim: Claim, lease: LeaseKeeper, retry: RetryPolicy) -> None:
+        lease.moved()
+        attempt = RunAttempt(self.settings, self.database, self.blobs, self.backends, claim, retry)
         attempt.moved = lease.moved
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import httpx
 
+from core.outages import Resource, TemporarilyUnavailable
 from core.outbound.http import trusted_client
 from core.response_format import ResponseFormat
 from graders.calls import CallRetryPolicy, NoAnswer, RateLimit, post
@@ -25,8 +26,10 @@ RETRIES = 7
 RETRIES_WHILE_LOADING = 30
 
 
-class ServerUnavailable(Exception):
-    """The inference server of this installation does not answer. The run is retried later."""
+class ServerUnavailable(TemporarilyUnavailable):
+    """The inference server of this installation does not answer."""
+
+    resource = Resource.INFERENCE
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ worker/model/sizing.py computes a model's memory requirements, without torch.
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,9 @@ from worker.model import recompute
 from worker.model.adapters import adaptable_layers
 from worker.model.architecture import without_weights
 from worker.model.sizing import Shape
+
+DRIVER_BYTES = 1 << 30  # of a GPU, for the driver and the CUDA context of a process
+SHARE_OF_MACHINE = 0.9  # the system and this service need the rest of main memory
 
 
 def shape_of(config: Any, dtype: torch.dtype) -> Shape:
@@ -132,6 +136,29 @@ def available(
         kept = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
         free = min(free, int(most) - int(used.read_text()) + int(kept["inactive_file"]))
     return free
+
+
+def capacity(
+    device: str, meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")
+) -> int:
+    """Return the bytes that the device has for a job when no other job or server uses it."""
+    if device == "cuda":
+        whole: int = torch.cuda.mem_get_info()[1]
+        return whole - DRIVER_BYTES
+    lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+    total = int(lines["MemTotal"].split()[0]) * 1024
+    limit = cgroup / "memory.max"
+    if limit.exists() and (most := limit.read_text().strip()) != "max":
+        total = min(total, int(most))
+    return int(total * SHARE_OF_MACHINE)
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """The memory of a device in bytes: what is free now, and all that a job could get."""
+
+    available: Callable[[str], int] = available
+    capacity: Callable[[str], int] = capacity
 
 
 def checkpoint_layers(layers: Iterable[nn.Module]) -> None:

@@ -21,16 +21,19 @@ from worker.learn.offline import OfflineTrainer, RewardTrainer, SoftTargetTraine
 from worker.learn.rank_model import Model
 from worker.learn.teacher import TeacherPolicy
 from worker.learn.world import World
-from worker.model import memory, sizing, teachers
+from worker.model import sizing, teachers
+from worker.model.memory import DeviceMemory
 from worker.model.parent import continuing, start_from, whole_weights
 from worker.model.policy import read_tokenizer, set_arguments
 from worker.model.reward_head import RewardHead, Scale
+from worker.model.sizing import MemoryPlan
 from worker.model.teachers import TeacherModel
 from worker.model.template import with_fixed_clock
 from worker.offline.rows import TokenizedRow, tokenize
 from worker.offline.run import OfflineRun
 from worker.offline.stream import RowStream, sample
 from worker.offline.templates import template_of
+from worker.prepare.memory_plan import plan_beside, plan_within
 from worker.prepare.model import BaseModel, inspect_model, refuse_to_share, shared_by
 from worker.prepare.scorers import served_teacher, teacher_model
 from worker.prepare.task import refuse_absent_targets
@@ -41,7 +44,7 @@ from worker.record.recorder import Quota, Recorder
 from worker.refusals import UserMistake
 from worker.rollout.rows import read_file
 from worker.rollout.served_teacher import ServedTeacher
-from worker.sharing.base import RunsAlone, SharedBase
+from worker.sharing.base import SharedBase
 from worker.types import Pack
 
 # Rows whose answers tell the scale of a reward model's rewards.
@@ -268,17 +271,20 @@ def plan_memory(
         eval_samples=1,
     )
     packed = base.device == "cpu" and base.entry.dtype == "float32"
-    if shared is None:
-        free = memory.available(base.device) // (ranks if base.device == "cpu" else 1)
-    else:
-        free = shared.memory(base.shape.weight_bytes)
-    if teacher is not None:
-        free = max(0, free - teacher.weight_bytes(packed=packed))
-    # Without an engine and without a sampler that uses the trainer's weights, so that these can be sharded.
-    machine = sizing.machine(settings, base.device, free, "vllm", packed=packed, engines=0)
-    try:
+
+    def plan(free: int) -> MemoryPlan:
+        if teacher is not None:
+            free = max(0, free - teacher.weight_bytes(packed=packed))
+        # Without an engine and without a sampler that uses the trainer's weights, so that these can be sharded.
+        machine = sizing.machine(settings, base.device, free, "vllm", packed=packed, engines=0)
         return sizing.plan_sharded(name, base.shape, work, machine, ranks)
-    except sizing.DoesNotFit as cause:
-        if shared is not None:
-            raise RunsAlone(f"beside {shared.jobs - 1} others {cause}") from cause
-        raise UserMistake("not_enough_memory", str(cause), "model") from cause
+
+    if shared is not None:
+        return plan_beside(shared, lambda: plan(shared.memory(base.shape.weight_bytes)))
+    processes = ranks if base.device == "cpu" else 1
+    return plan_within(
+        lambda bytes_of: plan(bytes_of(base.device) // processes),
+        base.device,
+        DeviceMemory(),
+        patience_seconds=settings.patience_seconds,
+    )

@@ -1,15 +1,27 @@
 """The memory plan of a job on this machine."""
 
+import logging
+import time
+from collections.abc import Callable
+
 from core.jobs.hyperparameters import Resolved
+from core.retry import RetryPolicy
 from core.settings import Settings
-from worker.model import memory, sizing
+from worker.model import sizing
+from worker.model.memory import DeviceMemory
 from worker.model.sizing import MemoryPlan
 from worker.model.teachers import TeacherModel
 from worker.prepare.model import BaseModel
 from worker.prepare.scorers import scores_here
 from worker.prepare.task import Task
-from worker.refusals import UserMistake
+from worker.progress import PROGRESS
+from worker.refusals import MemoryTaken, UserMistake
 from worker.sharing.base import RunsAlone, SharedBase
+
+log = logging.getLogger(__name__)
+
+# An engine of a killed attempt needs some seconds to release its memory. Longer, and the worker may run another job.
+ENDING_SECONDS = 30.0
 
 
 def takes_turns(settings: Resolved, teacher: TeacherModel | None, *, has_judges: bool) -> bool:
@@ -27,6 +39,7 @@ def plan_memory(
     *,
     has_judges: bool = False,
     shared: SharedBase | None = None,
+    memory: DeviceMemory = DeviceMemory(),
 ) -> MemoryPlan:
     """Divide the free memory, without that of the teacher's weights, between weights, KV cache and micro-batches.
 
@@ -35,8 +48,9 @@ def plan_memory(
         shared: other jobs have an equal part of what this base leaves.
 
     Raises:
-        UserMistake: the job does not fit.
-        RunsAlone: it does not fit beside others.
+        UserMistake: the job does not fit, not even if no other process uses the device.
+        MemoryTaken: it does not fit beside the memory of other processes.
+        RunsAlone: it does not fit beside other jobs on its base.
     """
     # Processes on a CPU share its memory; on GPUs each has its own device.
     processes = 1
@@ -45,25 +59,71 @@ def plan_memory(
         sampling = base.engines.processes
         processes = ranks + sampling if split else max(ranks, sampling)
     weight_bytes = base.shape.weight_bytes
-    free = memory.available(base.device) // processes if shared is None else shared.memory(weight_bytes)
     packed = base.device == "cpu" and base.entry.dtype == "float32"
-    if teacher is not None:
-        free = max(0, free - teacher.weight_bytes(packed=packed))
-    machine = sizing.machine(
-        settings,
-        base.device,
-        free,
-        base.sampler,
-        packed=packed,
-        engines=base.engines.engines,
-        tensor_parallel=base.engines.tensor_parallel,
-        split=split,
-        may_sleep=takes_turns(task.settings, teacher, has_judges=has_judges),
-        main_memory=memory.available("cpu"),
-    )
-    try:
+
+    def plan(free: int, main_memory: int) -> MemoryPlan:
+        if teacher is not None:
+            free = max(0, free - teacher.weight_bytes(packed=packed))
+        machine = sizing.machine(
+            settings,
+            base.device,
+            free,
+            base.sampler,
+            packed=packed,
+            engines=base.engines.engines,
+            tensor_parallel=base.engines.tensor_parallel,
+            split=split,
+            may_sleep=takes_turns(task.settings, teacher, has_judges=has_judges),
+            main_memory=main_memory,
+        )
         return sizing.plan_sharded(name, base.shape, task.workload, machine, ranks)
+
+    if shared is not None:
+        return plan_beside(shared, lambda: plan(shared.memory(weight_bytes), memory.available("cpu")))
+    return plan_within(
+        lambda bytes_of: plan(bytes_of(base.device) // processes, bytes_of("cpu")),
+        base.device,
+        memory,
+        patience_seconds=settings.patience_seconds,
+    )
+
+
+def plan_beside(shared: SharedBase, plan: Callable[[], MemoryPlan]) -> MemoryPlan:
+    """The plan of a job that shares its base model. Raises RunsAlone if it does not fit beside the others."""
+    try:
+        return plan()
     except sizing.DoesNotFit as cause:
-        if shared is not None:
-            raise RunsAlone(f"beside {shared.jobs - 1} others {cause}") from cause
-        raise UserMistake("not_enough_memory", str(cause), "model") from cause
+        raise RunsAlone(f"beside {shared.jobs - 1} others {cause}") from cause
+
+
+def plan_within(
+    plan: Callable[[Callable[[str], int]], MemoryPlan],
+    device: str,
+    memory: DeviceMemory,
+    *,
+    patience_seconds: float,
+    wait: Callable[[float], None] = time.sleep,
+) -> MemoryPlan:
+    """The plan within the free memory, once a process that is ending has released its own.
+
+    Args:
+        plan: takes the function that returns the bytes of a device, by its name.
+
+    Raises:
+        UserMistake: the job does not fit, not even if no other process uses the device.
+        MemoryTaken: it does not fit beside the memory of other processes.
+    """
+
+    def once() -> MemoryPlan:
+        try:
+            return plan(memory.available)
+        except sizing.DoesNotFit as taken:
+            try:
+                plan(lambda name: max(memory.available(name), memory.capacity(name)))
+            except sizing.DoesNotFit as never:
+                raise UserMistake("not_enough_memory", str(never), "model") from never
+            log.warning("other processes use memory that the job needs: %s", taken)
+            raise MemoryTaken(device) from taken
+
+    patience = min(patience_seconds, ENDING_SECONDS)
+    return RetryPolicy(patience, log.info, wait=wait, during=PROGRESS.waiting)(once)

@@ -159,7 +159,7 @@ class Checkpoints:
         marked = metrics | dict.fromkeys(marks, True)
         released = self.attempt.retry(lambda: self._save(trainer, step, valid_reward, marked, is_named))
         for old in released:  # after the commit: a row must not refer to deleted objects
-            self.attempt.retry(partial(self.blobs.delete_prefix, f"{old}/"))
+            self.blobs.discard_prefix(f"{old}/")
 
     def _save(
         self,
@@ -239,7 +239,7 @@ class Checkpoints:
     def delete_resume_files(self) -> None:
         """Delete the files of all checkpoints that only a run that resumes reads."""
         keys = [f"{checkpoint.blob_prefix}/{EARLIER}" for checkpoint in self._newest_first()]
-        self.attempt.retry(partial(self.blobs.delete_many, keys))
+        self.blobs.discard(*keys)
 
     def _download_to_resume(self, prefix: str, folder: Path) -> bool:
         """As `download`, with the files that only a run that resumes reads. Returns whether none of them is missing."""

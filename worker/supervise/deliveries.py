@@ -11,15 +11,18 @@ import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 
-from sqlalchemy import ColumnElement, delete, select, update
-from sqlalchemy.orm import aliased
+from sqlalchemy import ColumnElement, case, delete, select, update
+from sqlalchemy.orm import Session, aliased
 
 from core.database.engine import Database, db_now
 from core.database.tables import Job, WebhookDelivery, WebhookEndpoint
+from core.jobs.claim import bound_time
 from core.jobs.lifecycle import FINAL
 from core.outbound import webhooks
 from core.outbound.http import Outgoing, Unreachable, UrlNotAllowed
+from core.retry import RetryPolicy
 from worker.supervise.telemetry import WEBHOOK_ATTEMPTS
 
 log = logging.getLogger(__name__)
@@ -29,13 +32,15 @@ POLL_SECONDS = 1.0
 # An attempt takes at most 10 seconds, unless a name server does not respond.
 LEASE_SECONDS = 120.0
 FIRST_RETRY, MAX_RETRY = 5.0, 4 * 3600.0
+MAX_DOUBLINGS = 12  # from FIRST_RETRY to MAX_RETRY
+MIN_JITTER, MAX_JITTER = 0.75, 1.25
 GIVE_UP_AFTER = 72 * 3600.0
 RETENTION_SECONDS = 30 * 86400.0
 
 
 def back_off(attempts: int) -> float:
     """Return the seconds to wait after `attempts` failures: 5, 10, 20, ... up to four hours."""
-    return min(FIRST_RETRY * 2.0 ** min(attempts - 1, 20), MAX_RETRY)
+    return min(FIRST_RETRY * 2.0 ** min(attempts - 1, MAX_DOUBLINGS), MAX_RETRY)
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,7 @@ class Deliveries:
         outgoing: Outgoing,
         *,
         clock: Callable[[], ColumnElement[float] | float] = db_now,
-        jitter: Callable[[], float] = lambda: random.uniform(0.75, 1.25),
+        jitter: Callable[[], float] = lambda: random.uniform(MIN_JITTER, MAX_JITTER),
         poll_seconds: float = POLL_SECONDS,
     ) -> None:
         self.database = database
@@ -76,9 +81,11 @@ class Deliveries:
         self.clock = clock
         self.jitter = jitter
         self.poll_seconds = poll_seconds
+        self._stopping = threading.Event()
 
     def run_until(self, stop: threading.Event) -> None:
         """Send due deliveries, `AT_ONCE` at a time and one per endpoint, so that a slow endpoint delays no other."""
+        self._stopping = stop
         busy: dict[Future[None], str] = {}
         with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="delivery") as pool:
             while not stop.is_set():
@@ -126,8 +133,10 @@ class Deliveries:
         return Claimed(delivery, endpoint, delivery.next_attempt_at - LEASE_SECONDS)
 
     def deliver(self, claimed: Claimed) -> None:
-        """Make one attempt and record its outcome."""
-        self.settle(claimed, self.send(claimed))
+        """Make one attempt and record its outcome, which is not lost in a short outage: it would be sent again."""
+        outcome = self.send(claimed)
+        retry = RetryPolicy(LEASE_SECONDS / 2, log.warning, wait=self._stopping.wait)
+        retry(partial(self.settle, claimed, outcome))
 
     def send(self, claimed: Claimed) -> DeliveryResult:
         """Send one attempt. The body and id are the same each time; the signature has the current time."""
@@ -170,6 +179,16 @@ class Deliveries:
         with self.database.write() as session:
             session.execute(change)
         WEBHOOK_ATTEMPTS.labels(result).inc()
+
+
+def bound_times(session: Session) -> None:
+    """As of jobs (core/jobs/lifecycle.py): no attempt is later than its back-off allows."""
+    longest = {
+        attempts: max(LEASE_SECONDS, MAX_JITTER * back_off(attempts))
+        for attempts in range(1, MAX_DOUBLINGS + 1)
+    }
+    seconds = case(longest, value=WebhookDelivery.attempts, else_=MAX_JITTER * MAX_RETRY)
+    bound_time(session, WebhookDelivery.next_attempt_at, seconds)
 
 
 def remove_old(database: Database, clock: Callable[[], ColumnElement[float] | float] = db_now) -> None:

@@ -16,6 +16,7 @@ from core.evals import catalog
 from core.evals import lifecycle as eval_runs
 from core.jobs import lifecycle
 from core.jobs.lifecycle import FINAL
+from core.pipelines import lifecycle as pipelines
 from core.settings import Settings
 from core.storage import files
 from core.storage.store import BlobStore
@@ -103,12 +104,15 @@ class Reconciler:
         """
         try:
             with self.database.write() as session:
+                is_first = self._seen is None
                 if (excuse := self._excuse(session)) is not None:
                     lifecycle.give_time(session, self.settings.lease_seconds, excuse)
                     eval_runs.give_time(session, self.settings.lease_seconds)
                     log.warning("%s", excuse)
+                if is_first or excuse is not None:  # a jump before the first pass is not seen
+                    self._bound_times(session)
                 lifecycle.expire_leases(session, max_failures=self.settings.max_failures)
-                eval_runs.expire_leases(session, max_failures=self.settings.max_failures)
+                eval_runs.expire_leases(session)
         except SQLAlchemyError:
             self._database_was_away = True
             raise
@@ -126,6 +130,13 @@ class Reconciler:
         if self._database_was_away:
             return f"The database was unavailable for up to {passed:.0f} s; no lease expires because of it."
         return None
+
+    def _bound_times(self, session: Session) -> None:
+        """Nothing waits for a time that was written before the clock was set back."""
+        lifecycle.bound_times(session, self.settings.lease_seconds)
+        eval_runs.bound_times(session, self.settings.lease_seconds)
+        pipelines.bound_times(session)
+        deliveries.bound_times(session)
 
     def stale_wake_ups(self) -> None:
         """Notify workers of queued work that no worker has claimed."""

@@ -13,14 +13,13 @@ from sqlalchemy import func, or_, select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
-from core.database import engine
 from core.database.engine import Database
 from core.database.ids import new_id
 from core.database.tables import Checkpoint, File, ScrubRound
+from core.outages import outage
 from core.storage import fsck
 from core.storage.fsck import StorageProblem
 from core.storage.store import BlobStore, check_not_empty
-from core.storage.store import is_away as store_is_away
 from worker.supervise.telemetry import SCRUBBED
 
 log = logging.getLogger(__name__)
@@ -96,7 +95,7 @@ class Scrub:
                     return False
         except Exception as cause:
             self._tries += 1
-            if engine.is_away(cause) or store_is_away(cause) or self._tries < MAX_TRIES:
+            if outage(cause) or self._tries < MAX_TRIES:
                 raise
             # The objects after it must be read, too.
             log.exception("%s cannot be read; the round continues without it", reading.owner.id)

@@ -30,11 +30,11 @@ from core.errors import ModelNotFound
 from core.jobs import lifecycle, run_logs
 from core.jobs.claim import Claim, LeaseLost
 from core.registry import InvalidRegistry, Registry
+from core.retry import RetryPolicy
 from core.settings import Settings
 from core.storage.store import BlobStore
 from core.telemetry import logs
 from worker import process
-from worker.retry import RetryPolicy
 from worker.supervise.killed import KernelMemory
 from worker.supervise.live_log import LiveLog, end_of
 from worker.supervise.sharing import Hold, SharedDevice, hold_command, why_alone

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from core.database.engine import Database
@@ -19,6 +20,7 @@ from core.jobs.job_files import SAME_FILE, BadFile, in_words
 from core.jobs.methods import OFFLINE, variant
 from core.model_templates import is_reasoning
 from core.registry import Registry
+from core.retry import RetryPolicy
 from core.settings import Settings
 from core.storage import files
 from core.storage.datasets import MAX_TRAINING_ROWS, MAX_VALIDATION_ROWS, Example, InvalidDataset
@@ -39,6 +41,7 @@ from graders.spec import (
 )
 from graders.template import Path, Reference, RenderError, Template
 from graders.types import Grade, Grader, Item, Sample
+from worker.attempt import report_outage
 from worker.heartbeat import WatchedGrader
 from worker.model import capacity
 from worker.supervise.bad_files import failed
@@ -74,8 +77,14 @@ def validate_next(
         tracing.span("validation"),
     ):
         try:
+            retry = RetryPolicy(settings.patience_seconds, partial(report_outage, database, claim))
             with LeaseKeeper(database, claim, settings.lease_seconds) as lease:
-                return _validate(settings, database, blobs, backends, claim, lease)
+
+                def validate() -> list[tuple[str, str]]:
+                    lease.progressed()
+                    return _validate(settings, database, blobs, backends, claim, lease)
+
+                return retry(validate)
         except LeaseLost:
             log.info("%s was cancelled or claimed by another worker during file validation", claim.job_id)
             return []

@@ -85,7 +85,7 @@ class BlobAdapters:
             self._attempt.put(f"{prefix}/{name}", content)
         last, self._last = self._last, prefix
         if last not in ("", prefix):
-            self._attempt.retry(lambda: self._attempt.blobs.delete_prefix(f"{last}/"))
+            self._attempt.blobs.discard_prefix(f"{last}/")
         return Adapter(prefix=prefix, manifest_sha256=digest)
 
 

@@ -1,0 +1,197 @@
+"""Decide whether an error passes by itself (an outage) or a repetition would meet it again (a mistake).
+
+Every part of the service asks `outage` before it retries, waits, answers 503 or counts a failure. The tables are here
+and nowhere else: SQLSTATEs of PostgreSQL, messages of SQLite, error codes of S3, and error numbers of the system. What
+an operator can repair while work waits counts as an outage, such as rejected credentials or a missing bucket.
+"""
+
+import errno
+import socket
+import sqlite3
+import sys
+from enum import StrEnum
+from typing import Any
+
+from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
+from sqlalchemy.exc import TimeoutError as NoFreeConnection
+
+
+class Resource(StrEnum):
+    """A resource that the service waits for during an outage."""
+
+    DATABASE = "database"
+    BLOB_STORE = "blob store"
+    DISK = "disk"
+    DESCRIPTORS = "file descriptor table"
+    NAMES = "name server"
+    MEMORY = "memory"
+    INFERENCE = "inference server"
+
+
+class TemporarilyUnavailable(Exception):
+    """Base class of errors that name the resource which is unavailable."""
+
+    resource: Resource
+
+
+def outage(error: BaseException) -> Resource | None:
+    """The resource that is unavailable for a while. None: another try would fail in the same way."""
+    if isinstance(error, TemporarilyUnavailable):
+        return error.resource
+    if isinstance(error, NoFreeConnection):
+        return Resource.DATABASE
+    if isinstance(error, DBAPIError):
+        return _of_database(error)
+    if isinstance(error, MemoryError):
+        return Resource.MEMORY
+    # First S3: some errors of botocore, such as a read time-out, are an OSError without a number as well.
+    return _of_s3(error) or (_of_system(error) if isinstance(error, OSError) else None)
+
+
+# PostgreSQL: a class (two characters) or a code of its appendix A. A code takes precedence over its class.
+_SQLSTATES = {
+    "08": Resource.DATABASE,  # connection exceptions
+    "28": Resource.DATABASE,  # rejected credentials: they are rotated while jobs run
+    "40": Resource.DATABASE,  # serialization failures and deadlocks
+    "53": Resource.DATABASE,  # insufficient resources, too many connections
+    "53100": Resource.DISK,
+    "53200": Resource.MEMORY,
+    "55": Resource.DATABASE,  # locks, objects in use
+    "57": Resource.DATABASE,  # shutdown, crash, canceled statements
+    "58": Resource.DATABASE,  # errors of the server's system
+    "25006": Resource.DATABASE,  # read-only: a standby, or a disk that is nearly full
+    "25P03": Resource.DATABASE,  # idle-in-transaction timeout
+    "25P04": Resource.DATABASE,  # transaction timeout
+    "26000": Resource.DATABASE,  # a pooler gave the connection another server: unknown prepared statement
+    "42P05": Resource.DATABASE,  # the same: the prepared statement exists
+}
+# Of "feature not supported", the texts that are about the server's state: a standby, and a plan of an earlier schema.
+_UNSUPPORTED, _PASSING_TEXTS = "0A000", ("recovery", "cached plan")
+_ANOTHER_SERVER = {"26000", "42P05"}
+# SQLite reports nearly every error as operational, a missing table included. Its messages are not translated.
+_SQLITE_TEXTS = {
+    "full": Resource.DISK,
+    "locked": Resource.DATABASE,
+    "busy": Resource.DATABASE,
+    "disk I/O": Resource.DATABASE,
+    "unable to open": Resource.DATABASE,
+    "readonly database": Resource.DATABASE,
+    "out of memory": Resource.MEMORY,
+}
+
+
+def _of_database(error: DBAPIError) -> Resource | None:
+    cause = error.orig
+    if isinstance(cause, sqlite3.Error):
+        return next((found for text, found in _SQLITE_TEXTS.items() if text in str(cause)), None)
+    code = sqlstate(error)
+    found = _SQLSTATES.get(code) or _SQLSTATES.get(code[:2])
+    if found is not None:
+        return found
+    if code == _UNSUPPORTED and any(text in str(cause) for text in _PASSING_TEXTS):
+        return Resource.DATABASE
+    # The client library has no code for a server that it did not reach, or whose connection broke.
+    unreached = not code and isinstance(error, OperationalError)
+    is_away = error.connection_invalidated or isinstance(error, InterfaceError) or unreached
+    return Resource.DATABASE if is_away else None
+
+
+def sqlstate(error: DBAPIError) -> str:
+    """The code of an error of PostgreSQL; empty: the server did not give one."""
+    return getattr(error.orig, "sqlstate", None) or ""
+
+
+def spoils_connection(error: DBAPIError) -> bool:
+    """Whether this connection meets the same error again, although another one may not: it must be replaced."""
+    return sqlstate(error) in _ANOTHER_SERVER or leads_to_standby(error)
+
+
+def leads_to_standby(error: DBAPIError) -> bool:
+    """Whether the server of the connection is read-only, so that all connections to it must be replaced."""
+    code = sqlstate(error)
+    return code == "25006" or (code == _UNSUPPORTED and _of_database(error) is not None)
+
+
+# Codes of S3 for credentials that are wrong or expired, or signed by a clock that is.
+REJECTED = frozenset(
+    {
+        "ExpiredToken",
+        "ExpiredTokenException",
+        "InvalidAccessKeyId",
+        "InvalidToken",
+        "RequestTimeTooSkewed",
+        "SignatureDoesNotMatch",
+        "TokenRefreshRequired",
+    }
+)
+# The service may not do this. The number if the response has no body, as that of a HEAD request.
+DENIED = frozenset({"AccessDenied", "403"})
+# Amazon S3 is never full; others are.
+_FULL = frozenset(
+    {"InsufficientStorage", "XMinioStorageFull", "QuotaExceeded", "EntityTooLargeForQuota", "507"}
+)
+# Codes about one object or one request. All others are about the bucket, its settings or its region, the credentials
+# or the load, and an operator or time repairs them.
+_ABOUT_THE_OBJECT = frozenset(
+    {
+        "404",
+        "412",
+        "416",
+        "EntityTooLarge",
+        "EntityTooSmall",
+        "InvalidObjectState",
+        "InvalidRange",
+        "KeyTooLongError",
+        "MetadataTooLarge",
+        "NoSuchKey",
+        "NoSuchUpload",
+        "PreconditionFailed",
+    }
+)
+
+
+def s3_code(error: Any) -> str:
+    """The code in a response of S3; that of its status if it has no body."""
+    return str(error.response.get("Error", {}).get("Code", ""))
+
+
+def _of_s3(error: BaseException) -> Resource | None:
+    if "botocore" not in sys.modules:
+        return None
+    from botocore.exceptions import BotoCoreError, ClientError, ParamValidationError
+    from botocore.parsers import ResponseParserError
+
+    if isinstance(error, ClientError):
+        status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+        code = s3_code(error)
+        if status == 507 or code in _FULL:
+            return Resource.DISK
+        return None if code in _ABOUT_THE_OBJECT else Resource.BLOB_STORE
+    if isinstance(error, ParamValidationError):
+        return None
+    # No response, or one that is not S3's.
+    return Resource.BLOB_STORE if isinstance(error, BotoCoreError | ResponseParserError) else None
+
+
+_ERRNOS = {
+    errno.ENOSPC: Resource.DISK,
+    errno.EDQUOT: Resource.DISK,
+    errno.EMFILE: Resource.DESCRIPTORS,
+    errno.ENFILE: Resource.DESCRIPTORS,
+    errno.ENOMEM: Resource.MEMORY,
+    errno.EIO: Resource.BLOB_STORE,
+    errno.EROFS: Resource.BLOB_STORE,  # remounted after an error
+    errno.ESTALE: Resource.BLOB_STORE,
+    errno.EAGAIN: Resource.BLOB_STORE,
+    errno.ENOTCONN: Resource.BLOB_STORE,  # the process of a FUSE mount has ended
+    errno.EHOSTUNREACH: Resource.BLOB_STORE,
+    errno.ENETUNREACH: Resource.BLOB_STORE,
+}
+
+
+def _of_system(error: OSError) -> Resource | None:
+    if isinstance(error, socket.gaierror):
+        return Resource.NAMES
+    if isinstance(error, ConnectionError | TimeoutError):
+        return Resource.BLOB_STORE
+    return None if error.errno is None else _ERRNOS.get(error.errno)

@@ -1,0 +1,226 @@
+"""Faults of a blob store and of a database: each ends in success, or in a wait that ends when the fault ends."""
+
+import itertools
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import boto3
+import pytest
+from botocore.config import Config
+from sqlalchemy import make_url, text
+
+from core.database.engine import Database
+from core.outages import Resource, outage
+from core.retry import RetryPolicy
+from core.storage.store import BlobNotFound, FailedCleanups, S3Blobs
+from tests.proxies import ALL_S3_MODES, RESET, SILENT, S3Proxy, TcpProxy
+from tests.servers import Postgres, SeaweedFS
+
+# In these, a store without what the fault takes away is used without it.
+WORK_WITHOUT = {
+    "no conditional put (501)",
+    "no conditional put (400)",
+    "no right to delete",
+    "no bulk delete (501)",
+    "no bulk delete (400)",
+    "bulk delete without Content-MD5",
+    "no list of uploads",
+    "odd ETags",
+}
+
+
+@pytest.fixture
+def proxy(seaweed: SeaweedFS) -> Iterator[S3Proxy]:
+    proxy = S3Proxy(seaweed.port)
+    yield proxy
+    proxy.stop()
+
+
+@pytest.fixture
+def store(proxy: S3Proxy, seaweed: SeaweedFS) -> S3Blobs:
+    """A new client of a bucket that has a blob."""
+    return store_at(proxy.endpoint, seaweed)
+
+
+def store_at(endpoint: str, seaweed: SeaweedFS, bucket: str | None = None) -> S3Blobs:
+    # One attempt and a short time-out, so that a failure costs no time.
+    config = Config(retries={"total_max_attempts": 1}, read_timeout=1)
+    client = boto3.Session(seaweed.access_key, seaweed.secret_key).client(
+        "s3", endpoint_url=endpoint, region_name="us-east-1", config=config
+    )
+    return S3Blobs(bucket or seaweed.new_bucket(), client=client, sleep=lambda seconds: None)
+
+
+class Fault:
+    """Waits by counting, and repairs the proxy at the third wait."""
+
+    def __init__(self, repair: Callable[[], None]) -> None:
+        self.waits = 0
+        self.resources: list[str] = []
+        self._repair = repair
+
+    def wait(self, seconds: float) -> None:
+        self.waits += 1
+        if self.waits == 3:
+            self._repair()
+
+    def retry(self) -> RetryPolicy:
+        return RetryPolicy(600.0, self.resources.append, wait=self.wait)
+
+
+def used(store: S3Blobs) -> None:
+    """Everything that the service does with a store."""
+    store.put_bytes("new/a", b"first")
+    store.put_bytes("new/manifest", b"once") if not present(store, "new/manifest") else None
+    store.put_stream("new/large", [b"x" * (6 << 20), b"y" * (6 << 20)])
+    assert store.read("new/a") == b"first"
+    assert store.size("new/a") == 5
+    assert "new/a" in set(store.list("new/"))
+    store.put_bytes(f"new/{os.urandom(4).hex()}", b"exclusive", if_absent=True)
+    store.discard_prefix("new/")
+
+
+def present(store: S3Blobs, key: str) -> bool:
+    try:
+        store.size(key)
+    except BlobNotFound:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("mode", ALL_S3_MODES)
+def test_a_fault_of_the_blob_store_is_survived_or_waited_for(
+    proxy: S3Proxy, store: S3Blobs, mode: str
+) -> None:
+    proxy.mode = mode
+    fault = Fault(proxy.repair)
+
+    fault.retry()(partial(used, store))
+
+    assert (fault.waits == 0) is (mode in WORK_WITHOUT)
+    assert proxy.failed or mode == "no list of uploads"
+
+
+def test_a_missing_bucket_does_not_mean_that_a_blob_was_deleted(seaweed: SeaweedFS, proxy: S3Proxy) -> None:
+    store = store_at(proxy.endpoint, seaweed, bucket="never-created")
+
+    with pytest.raises(Exception, match="NoSuchBucket") as missing:
+        store.size("a")
+
+    assert outage(missing.value) is Resource.BLOB_STORE
+
+
+def test_a_blob_that_was_deleted_from_an_existing_bucket_is_not_found(store: S3Blobs) -> None:
+    with pytest.raises(BlobNotFound):
+        store.size("a")
+
+
+@pytest.mark.parametrize(
+    "mode", ["no bulk delete (501)", "no bulk delete (400)", "bulk delete without Content-MD5"]
+)
+def test_a_store_without_bulk_deletion_deletes_one_by_one_and_is_asked_once(
+    proxy: S3Proxy, store: S3Blobs, mode: str
+) -> None:
+    proxy.mode = mode
+    for _ in range(2):
+        for number in range(3):
+            store.put_bytes(f"old/{number}", b"x")
+        assert store.delete_prefix("old/") == 3
+
+    assert list(store.list("old/")) == []
+    assert proxy.failed == 1
+
+
+def test_a_clean_up_without_the_right_to_delete_is_counted_and_left_to_the_sweep(
+    proxy: S3Proxy, store: S3Blobs
+) -> None:
+    store.put_bytes("old/a", b"x")
+    counted = FailedCleanups.count
+    proxy.mode = "no right to delete"
+
+    store.discard("old/a")
+
+    assert FailedCleanups.count == counted + 1
+    assert list(store.list("old/")) == ["old/a"]
+
+
+@pytest.mark.parametrize("mode", [RESET, SILENT, "overloaded", "no bucket"])
+def test_a_wait_that_outlasts_the_patience_raises_the_last_error(
+    proxy: S3Proxy, store: S3Blobs, mode: str
+) -> None:
+    proxy.mode = mode
+    times = itertools.count(step=250.0)
+    policy = RetryPolicy(600.0, print, clock=lambda: next(times), wait=lambda seconds: None)
+
+    with pytest.raises(Exception, match=r"timeout|closed|SlowDown|NoSuchBucket") as error:
+        policy(lambda: store.read("a"))
+
+    assert outage(error.value) is Resource.BLOB_STORE
+
+
+# PostgreSQL.
+
+
+@pytest.fixture
+def line(postgres: Postgres) -> TcpProxy:
+    return TcpProxy(partial(connected, postgres.new_database()))
+
+
+def connected(url: str) -> socket.socket:
+    host = make_url(url).query["host"]
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(f"{host}/.s.PGSQL.5432")
+    return connection
+
+
+@pytest.fixture
+def database(line: TcpProxy) -> Iterator[Database]:
+    database = Database(f"postgresql+psycopg://postgres@127.0.0.1:{line.port}/postgres")
+    yield database
+    database.close()
+
+
+def asked(database: Database) -> int:
+    with database.write() as session:
+        return int(session.scalar(text("select 1")))
+
+
+def test_connections_that_were_cut_are_replaced(line: TcpProxy, database: Database) -> None:
+    assert asked(database) == 1
+    line.cut()
+
+    assert Fault(lambda: None).retry()(partial(asked, database)) == 1
+
+
+@pytest.mark.parametrize("fault", ["down", "silent"])
+def test_a_database_that_does_not_answer_is_waited_for(
+    line: TcpProxy, database: Database, fault: str
+) -> None:
+    assert asked(database) == 1
+    over = threading.Event()
+    started = threading.Event()
+
+    def fail() -> None:
+        with getattr(line, fault)():
+            started.set()
+            over.wait()
+
+    failing = threading.Thread(target=fail)
+    failing.start()
+    started.wait()
+
+    def repair() -> None:
+        over.set()
+        failing.join()
+
+    waiting = Fault(repair)
+    if fault == "silent":  # a client waits on the connection itself
+        threading.Timer(0.5, repair).start()
+    answer = waiting.retry()(partial(asked, database))
+    repair()
+
+    assert answer == 1
+    assert waiting.waits > 0
