@@ -39,7 +39,7 @@ from worker.prepare.memory_plan import plan_memory
 from worker.prepare.model import BaseModel, inspect_model, refuse_full, refuse_to_share, shared_by
 from worker.prepare.scorers import load_reward_model, reward_models, scores_here, taught_by, teacher_model
 from worker.prepare.task import Task, effort_of, is_off_policy, prepare_task
-from worker.prepare.template_report import report_special_texts, report_template
+from worker.prepare.template_report import report_template
 from worker.record.checkpoints import Checkpoints
 from worker.record.exporters.choice import feeds_of
 from worker.record.gpu_ratio import RatioMeasurement
@@ -110,9 +110,9 @@ def assemble(
     if first:
         if verdict is not None:
             report_verdict(recorder, verdict, policy)
-        report_template(recorder, policy)
-        for file, rows_of_file in ((job.training_file, rows.train), (job.validation_file, rows.valid)):
-            report_special_texts(recorder, policy.tokenizer, file or "", rows_of_file)
+        report_template(
+            recorder, policy, {job.training_file: rows.train, job.validation_file or "": rows.valid}
+        )
         if base.precision:
             recorder.inform(base.precision, {})
         # Not on creation: only here the model's template is certainly known.

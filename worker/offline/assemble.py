@@ -37,7 +37,7 @@ from worker.prepare.memory_plan import plan_beside, plan_within
 from worker.prepare.model import BaseModel, inspect_model, refuse_to_share, shared_by
 from worker.prepare.scorers import served_teacher, teacher_model
 from worker.prepare.task import refuse_absent_targets
-from worker.prepare.template_report import report_special_texts, report_template
+from worker.prepare.template_report import report_template
 from worker.record.checkpoints import Checkpoints
 from worker.record.exporters.choice import feeds_of
 from worker.record.recorder import Quota, Recorder
@@ -169,9 +169,7 @@ def assemble(
     recorder.resolved(resolved)
     if first:
         recorder.inform(verdict.described(policy.trained), verdict.as_data(policy.trained))
-        report_template(recorder, policy)
-        for file, rows_of_file in ((job.training_file, train), (job.validation_file, valid)):
-            report_special_texts(recorder, policy.tokenizer, file or "", rows_of_file)
+        report_template(recorder, policy, {job.training_file: train, job.validation_file or "": valid})
         if base.precision:
             recorder.inform(base.precision, {})
         if divided := sum(len(row.packs) > 1 for row in train_rows):

@@ -1,6 +1,6 @@
 """Events about the chat template of a job's model, and about rows that contain texts of its special tokens."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
@@ -10,10 +10,16 @@ from worker.model.policy import Policy
 from worker.record.recorder import Recorder
 
 MAX_NAMED = 5  # lines
+# The fields of rows that are rendered.
+RENDERED = ("messages", "input", "preferred_output", "non_preferred_output", "output", "tools")
 
 
-def report_template(recorder: Recorder, policy: Policy) -> None:
-    """Record the facts of the chat template with the job, and warn of those that make answers worse."""
+def report_template(recorder: Recorder, policy: Policy, files: Mapping[str, Sequence[Example]]) -> None:
+    """Record the facts of the chat template with the job, and warn of what makes answers worse.
+
+    Args:
+        files: the rows of the job by the id of their file. Texts of special tokens in them are text.
+    """
     facts = policy.template_facts
     if facts is None:
         return
@@ -22,22 +28,16 @@ def report_template(recorder: Recorder, policy: Policy) -> None:
         recorder.inform(note, {})
     for warning in facts.warnings:
         recorder.warn(warning, {})
+    for file, rows in files.items():
+        if lines := _lines_with_special_texts(policy.tokenizer, rows):
+            named = ", ".join(map(str, lines[:MAX_NAMED])) + (", ..." if len(lines) > MAX_NAMED else "")
+            recorder.warn(
+                f"{len(lines)} rows of {file} contain the text of a special token of the model (lines {named}). The "
+                "model reads and learns it as text, not as a control token.",
+                {"file": file, "special_text_rows": len(lines)},
+            )
 
 
-def report_special_texts(
-    recorder: Recorder, tokenizer: PreTrainedTokenizerBase, file: str, rows: Sequence[Example]
-) -> None:
-    """Warn of rows whose content has texts of special tokens, which are text there and no control tokens."""
+def _lines_with_special_texts(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Example]) -> list[int]:
     special, tags = special_tokens(tokenizer), thought_tags(tokenizer, None)
-    lines = [row.line for row in rows if any(special.occur_in(row.item.get(name), tags) for name in RENDERED)]
-    if lines:
-        named = ", ".join(map(str, lines[:MAX_NAMED])) + (", ..." if len(lines) > MAX_NAMED else "")
-        recorder.warn(
-            f"{len(lines)} rows of {file} contain the text of a special token of the model (lines {named}). The model "
-            "reads and learns it as text, not as a control token.",
-            {"file": file, "special_text_rows": len(lines)},
-        )
-
-
-# The fields of rows that are rendered.
-RENDERED = ("messages", "input", "preferred_output", "non_preferred_output", "output", "tools")
+    return [row.line for row in rows if any(special.occur_in(row.item.get(name), tags) for name in RENDERED)]
