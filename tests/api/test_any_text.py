@@ -239,7 +239,9 @@ class Walk:
         answer = self.api.request(method, path, **sent)
         assert answer.status_code < 500, f"{method} {path}: {answer.text[:300]}"
         if answer.headers.get("content-type") == "application/json":
-            json.loads(answer.content.decode())
+            content = json.loads(answer.content.decode())
+            if answer.status_code == 400:
+                assert not re.search("should have|should be|after validation", content["error"]["message"])
         return answer
 
     def post(self, path: str, body: str, keeps: Mapping[str, str]) -> int:

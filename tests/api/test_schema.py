@@ -152,16 +152,19 @@ def test_every_refusal_that_all_such_routes_document_is_real(
         assert answer.status_code == status
 
 
-@every_operation
-def test_a_limit_below_one_is_the_smallest_page(
-    house: House, known: dict[Any, Any], method: Any, path: Any
-) -> None:
-    if not any(one["name"] == "limit" for one in DOCUMENT["paths"][path][method].get("parameters", ())):
-        return
+@pytest.mark.parametrize(
+    "path",
+    [
+        path
+        for path, found in DOCUMENT["paths"].items()
+        if any(one["name"] == "limit" for one in found.get("get", {}).get("parameters", ()))
+    ],
+)
+def test_a_limit_below_one_is_the_smallest_page(house: House, known: dict[Any, Any], path: str) -> None:
     url = path.format_map({name: known.get(name, "x") for name in re.findall(r"{(\w+)}", path)})
     client = house.client(house.key)
 
-    answers = [client.request(method, url, params={"limit": limit}) for limit in (1, 0, -1)]
+    answers = [client.get(url, params={"limit": limit}) for limit in (1, 0, -1)]
 
     assert [answer.status_code for answer in answers] == [answers[0].status_code] * 3
     assert len({answer.text for answer in answers}) == 1
