@@ -109,9 +109,9 @@ class WatchedGradient(OwnGradient):
         super().__init__(policy, settings, token_budget=token_budget)
         self.rows: list[int] = []
 
-    def _backward(self, batch: Batch, std: float) -> Totals:
+    def _backward(self, batch: Batch, std: float, kl: float) -> Totals:
         self.rows += [len(part.sequences) for part in batch.packs]
-        return super()._backward(batch, std)
+        return super()._backward(batch, std, kl)
 
 
 class RecordingTrainer(PeftTrainer):
