@@ -8,10 +8,14 @@ import pytest
 
 from core.jobs.thresholds import Thresholds
 from core.results.step_metrics import StepMetrics
+from graders.spec import parse_grader
+from graders.types import Grade
 from tests.present import present
 from tests.worker.test_verdict import compared
+from worker.record import metrics
 from worker.record.history import History
 from worker.record.monitors import RULES, check, damage, likely_cause
+from worker.types import Group, Prompt, Rollout
 
 RECORDED = Path(__file__).parent / "recorded"
 HEALTHY = {
@@ -62,6 +66,34 @@ def test_a_part_of_the_grader_that_never_differs_is_named_once() -> None:
     assert finding.data["parts"] == {"judge": 1.0}
     assert check(run(*steps), Thresholds(), {"inert_part"}) == []
     assert raised(*steps, thresholds=Thresholds(inert_steps=None)) == []
+
+
+def test_the_spread_of_a_parts_scores_is_measured_in_each_step() -> None:
+    equals = {"type": "string_check", "input": "{{sample.output_text}}", "reference": "a", "operation": "eq"}
+    graders = {name: equals | {"name": name} for name in ("right", "judge")}
+    spec = parse_grader({"type": "multi", "graders": graders, "calculate_output": "right + judge"})
+    grades = tuple(
+        Grade(right + 1, sub_grades={"right": Grade(right), "judge": Grade(1.0)}) for right in (0.0, 1.0)
+    )
+    rollouts = tuple(Rollout((1,), (-0.5,), "a", "stop") for _ in grades)
+    measured = [
+        metrics.of_step(
+            step=step,
+            total_steps=3,
+            spec=spec,
+            supervision="outcome",
+            train_P=[Group(Prompt(1, (1,), {}), rollouts, grades)],
+            resampled_P=[],
+            valid_P=None,
+            update=None,
+            seconds={},
+        )
+        for step in (1, 2, 3)
+    ]
+
+    assert [row["train_reward_std"] for row in measured[0].scores.graders] == [0.5, 0.0]
+    [finding] = check(measured, Thresholds())
+    assert finding.data["parts"] == {"judge": 1.0}
 
 
 @pytest.mark.parametrize(
