@@ -535,9 +535,10 @@ class House:
         self._running()
         limits = []
         for process in list(self.processes.values()):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                started = psutil.Process(process.pid)
-                for one in (started, *started.children(recursive=True)):
+            started = psutil.Process(process.pid)
+            for one in (started, *started.children(recursive=True)):
+                # Gone by now, or a sandbox of graders with another user.
+                with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
                     before = one.rlimit(psutil.RLIMIT_NOFILE)
                     one.rlimit(psutil.RLIMIT_NOFILE, (one.num_fds(), before[1]))
                     limits.append((one, before))
