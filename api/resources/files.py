@@ -164,6 +164,7 @@ def download_file(file_id: str, project: CurrentProject, service: ServiceDep) ->
     media_type = "text/csv" if file.purpose == files.RESULTS else "application/octet-stream"
     headers = {
         "content-length": str(file.bytes),
+        "x-content-type-options": "nosniff",  # a browser must not take it for a page
         "content-disposition": f"attachment; filename*=UTF-8''{quote(file.filename, safe='')}",
     }
     return StreamingResponse(chain([first], content), media_type=media_type, headers=headers)

@@ -65,6 +65,7 @@ def test_its_content_comes_back_byte_for_byte(api: TestClient) -> None:
     assert answer.content == content
     assert answer.headers["content-type"] == "application/octet-stream"
     assert answer.headers["content-length"] == str(len(content))
+    assert answer.headers["x-content-type-options"] == "nosniff"
 
 
 def key_of(house: House, file_id: str) -> str:

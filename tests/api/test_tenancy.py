@@ -1,12 +1,15 @@
 """A second project's key must not tell a row of the first from one that was never there."""
 
+import hashlib
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
 
+from core.database.engine import Work
 from core.database.tables import (
     Checkpoint,
     CheckpointPermission,
@@ -15,6 +18,8 @@ from core.database.tables import (
     StepMetric,
     TunedModel,
 )
+from core.tenancy import keys
+from core.tenancy.keys import Scope
 from tests.api.conftest import GRADER, House
 from tests.api.test_rollouts import row, store
 
@@ -23,6 +28,19 @@ pytestmark = pytest.mark.both_databases
 UPLOAD = {"filename": "a", "mime_type": "text/jsonl", "purpose": "fine-tune", "bytes": 2}
 ENDPOINT = {"name": "a", "url": "https://8.8.8.8/", "event_types": ["fine_tuning.job.succeeded"]}
 CASE = {"sample": {"output_text": "4"}, "item": {"answer": "4"}, "expect": 1}
+NEW_EVAL = {
+    "data_source_config": {"type": "custom", "item_schema": {"type": "object"}},
+    "testing_criteria": [GRADER | {"input": "{{item.answer}}"}],
+}
+NAMES = {
+    "alias",
+    "grader_name",
+    "version",
+    "rollout_id",
+    "other_job_id",
+}  # no ids, or ids of a kind that is there
+PROMPT = {"type": "template", "template": [{"role": "user", "content": "a"}]}
+ROWS = {"type": "file_content", "content": [{"item": {"answer": "4"}}]}
 # What a route that takes a body must be sent to get as far as looking for the row.
 BODIES = {
     "/v1/uploads/{upload_id}/complete": {"part_ids": ["part_1"]},
@@ -87,7 +105,11 @@ def rows(house: House, api: TestClient, create_job: Callable[..., dict[str, Any]
     grader = api.post("/v1/regraft/graders", json={"name": "close", "grader": GRADER}).json()
     cases = api.post("/v1/regraft/graders/close/cases", json={"cases": [CASE]}).json()["data"]
     api.post("/v1/regraft/aliases", json={"name": "production", "model": "tiny"})
+    made = api.post("/v1/evals", json=NEW_EVAL).json()["id"]
+    run = api.post(f"/v1/evals/{made}/runs", json={"data_source": {"type": "jsonl", "source": ROWS}}).json()
     return {
+        "created_eval_id": made,
+        "created_run_id": run["id"],
         "alias": "production",
         "other_job_id": create_job()["id"],
         "job_id": job["id"],
@@ -130,6 +152,133 @@ def fill(path: str, rows: dict[str, str]) -> str:
     return (path + queries.get(path.rpartition("/")[2], "")).format(**rows)
 
 
+def unknown(value: str) -> str:
+    """An id of the same form that was never given to anything."""
+    if re.fullmatch("[0-9a-f]{64}", value):
+        return "0" * 64
+    other_random = hashlib.sha256(value.encode()).hexdigest()
+    random = re.sub(r"[A-Za-z0-9]{20,}", lambda part: other_random[: len(part[0])], value)
+    other = re.sub(r"\d", "9", random)
+    return "x" * len(value) if other == value else other
+
+
+def answer(client: TestClient, ids: Mapping[str, str], method: str, url: str, **sent: Any) -> tuple[int, str]:
+    """Status and text of an answer, without the ids that were sent and what differs by chance."""
+    received = client.request(method, url, **sent)
+    text = received.text
+    for value in sorted(set(ids.values()), key=len, reverse=True):
+        text = text.replace(value, "ID")
+    text = re.sub(r"(_at\":) ?\d+", r"\1 0", text)
+    return received.status_code, re.sub(r"(eval|evalrun)_[A-Za-z0-9]{24}", r"\1_NEW", text)
+
+
+def key_of_the_other(house: House, scope: Scope) -> str:
+    with house.database.write() as session:
+        _, project = keys.authenticate(session, house.other_key)
+        return keys.create_key(Work(session), project, scope, scope=scope).token
+
+
+def rows_of(client: TestClient, house: House) -> dict[str, str]:
+    """Rows of the second project, by the name that their ids have in a path."""
+    files = [
+        client.post("/v1/files", data={"purpose": purpose}, files={"file": ("a.jsonl", content)}).json()["id"]
+        for purpose, content in (("fine-tune", b"{}"), ("fine-tune", b"[]"))
+    ]
+    method = {"type": "reinforcement", "reinforcement": {"grader": GRADER}}
+    job = client.post(
+        "/v1/fine_tuning/jobs",
+        json={"model": "tiny", "method": method, "training_file": files[0], "validation_file": files[1]},
+    ).json()
+    client.post(f"/v1/fine_tuning/jobs/{job['id']}/cancel")  # or the stream of its events would have no end
+    client.post("/v1/regraft/graders", json={"name": "mine", "grader": GRADER | {"reference": "4"}})
+    client.post("/v1/regraft/aliases", json={"name": "mine", "model": "tiny"})
+    made = client.post("/v1/evals", json=NEW_EVAL).json()
+    with house.database.read() as session:
+        project_id = keys.authenticate(session, house.other_key)[1].id
+    return {
+        "file_id": files[0],
+        "job_id": job["id"],
+        "eval_id": made["id"],
+        "grader_name": "mine",
+        "alias": "mine",
+        "project_id": project_id,
+        "upload_id": client.post("/v1/uploads", json=UPLOAD).json()["id"],
+        "webhook_endpoint_id": client.post("/v1/webhook_endpoints", json=ENDPOINT).json()["id"],
+        "pipeline_id": client.post("/v1/regraft/pipelines", json={"stages": [mixture(files[0])]}).json()[
+            "id"
+        ],
+    }
+
+
+def queries(house: House, own: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """The text parameters of all routes whose ids in the path the second project has. Streams have no end."""
+    for path, operations in house.app.openapi()["paths"].items():
+        if "get" not in operations or path == "/v1/regraft/stream":
+            continue
+        if set(re.findall(r"{(\w+)}", path)) <= own.keys():
+            for parameter in operations["get"].get("parameters", ()):
+                if parameter["in"] == "query" and "string" in str(parameter["schema"]):
+                    yield path, parameter["name"]
+
+
+def bodies(ids: Mapping[str, str], own: Mapping[str, str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Requests of the second project that name these ids, one place at a time, beside its own."""
+    grader = {"type": "stored", "name": ids["grader_name"]}
+    method = {"type": "reinforcement", "reinforcement": {"grader": GRADER}}
+    job = {
+        "model": "tiny",
+        "method": method,
+        "training_file": own["file_id"],
+        "validation_file": own["file_id"],
+    }
+    for path in (
+        "/v1/fine_tuning/jobs",
+        "/v1/regraft/jobs/validate",
+        "/v1/regraft/estimate",
+        "/v1/regraft/previews",
+    ):
+        yield path, job | {"training_file": ids["file_id"]}
+        yield path, job | {"validation_file": ids["file_id"]}
+        yield path, job | {"model": ids["model"]}
+        yield path, job | {"model": ids["alias"]}
+        yield path, job | {"method": {"type": "reinforcement", "reinforcement": {"grader": grader}}}
+        for teacher in (ids["model"], ids["job_id"]):
+            distillation = {"hyperparameters": {"teacher": teacher}}
+            yield path, job | {"method": {"type": "distillation", "distillation": distillation}}
+    for name in ("model", "alias"):
+        chat = {"model": ids[name], "messages": [{"role": "user", "content": "a"}]}
+        yield "/v1/chat/completions", chat
+        yield "/v1/completions", {"model": ids[name], "prompt": "a"}
+        yield "/v1/responses", {"model": ids[name], "input": "a"}
+        yield "/v1/regraft/aliases", {"name": "new", "model": ids[name]}
+        sampled = {"type": "completions", "model": ids[name], "input_messages": PROMPT, "source": ROWS}
+        yield "/v1/evals/{eval_id}/runs", {"data_source": sampled}
+        judge = {"type": "score_model", "name": "a", "model": ids[name], "input": chat["messages"]}
+        yield "/v1/fine_tuning/alpha/graders/validate", {"grader": judge}
+    yield "/v1/responses", {"model": "tiny", "input": "a", "previous_response_id": ids["job_id"]}
+    yield "/v1/fine_tuning/alpha/graders/validate", {"grader": grader}
+    yield "/v1/fine_tuning/alpha/graders/run", {"grader": grader, "model_sample": "a"}
+    yield "/v1/regraft/jobs/{job_id}/regrade", {"grader": grader}
+    yield "/v1/evals", NEW_EVAL | {"testing_criteria": [grader]}
+    file = {"type": "jsonl", "source": {"type": "file_id", "id": ids["file_id"]}}
+    yield "/v1/evals/{eval_id}/runs", {"data_source": file}
+    for stage in (mixture(ids["file_id"]), {"name": "j", "job": job | {"training_file": ids["file_id"]}}):
+        yield "/v1/regraft/pipelines", {"stages": [stage]}
+    yield "/v1/uploads/{upload_id}/complete", {"part_ids": [ids["upload_id"]]}
+    yield "/v1/fine_tuning/checkpoints/" + ids["model"] + "/permissions", {"project_ids": [ids["project_id"]]}
+    case = CASE | {"rollout_id": ids["rollout_id"], "job_id": ids["job_id"]}
+    yield "/v1/regraft/graders/{grader_name}/cases", {"cases": [case]}
+    yield "/v1/regraft/graders/{grader_name}/check", {"version": ids["version"]}
+    run = {"status": "completed", "data_source": {"type": "jsonl"}}
+    yield "/v1/regraft/evals/import", {"eval": NEW_EVAL, "runs": [{"run": run, "items_file": ids["file_id"]}]}
+    yield "/v1/regraft/evals/import", {"eval": NEW_EVAL | {"id": ids["created_eval_id"]}}
+    yield "/v1/regraft/evals/import", {"eval": NEW_EVAL | {"id": ids["eval_id"]}}
+    yield (
+        "/v1/regraft/evals/import",
+        {"eval": NEW_EVAL, "runs": [{"run": run | {"id": ids["created_run_id"]}}]},
+    )
+
+
 def test_what_belongs_to_another_does_not_exist(house: House, rows: dict[str, str]) -> None:
     theirs = house.client(house.other_key)
 
@@ -142,15 +291,77 @@ def test_what_belongs_to_another_does_not_exist(house: House, rows: dict[str, st
     assert {route: answer.status_code for route, answer in answers.items()} == dict.fromkeys(answers, 404)
 
 
-def test_the_answer_is_the_same_as_for_what_never_was(house: House, rows: dict[str, str]) -> None:
-    theirs = house.client(house.other_key)
+@pytest.mark.parametrize("scope", ["read", "write", "admin"])
+def test_the_answer_is_the_same_as_for_what_never_was(
+    house: House, rows: dict[str, str], scope: Scope
+) -> None:
+    theirs = house.client(key_of_the_other(house, scope))
+    never = {name: unknown(value) for name, value in rows.items()}
 
     for method, path in routes_with_an_id(house):
-        unknown = {name: "x" * len(value) for name, value in rows.items()}
-        foreign_answer = theirs.request(method, fill(path, rows), json=BODIES.get(path)).text
-        for name, value in rows.items():
-            foreign_answer = foreign_answer.replace(value, unknown[name])
-        assert foreign_answer == theirs.request(method, fill(path, unknown), json=BODIES.get(path)).text
+        foreign, absent = (
+            answer(theirs, ids, method, fill(path, ids), json=BODIES.get(path)) for ids in (rows, never)
+        )
+        assert foreign == absent, (method, path)
+        assert foreign[0] in (404, 403), (method, path)
+
+
+def test_foreign_ids_in_queries_are_answered_as_ids_that_never_were(
+    house: House, rows: dict[str, str]
+) -> None:
+    theirs = house.client(house.other_key)
+    own = rows_of(theirs, house)
+    ids = {value for kind, value in rows.items() if kind not in NAMES}
+    tried = 0
+
+    for path, name in queries(house, own):
+        for value in ids:
+            foreign, absent = (
+                answer(theirs, {"id": sent}, "get", path.format(**own), params={name: sent})
+                for sent in (value, unknown(value))
+            )
+            assert foreign == absent, (path, name, value)
+            tried += 1
+
+    assert tried > 500
+
+
+def test_foreign_ids_in_bodies_are_answered_as_ids_that_never_were(
+    house: House, rows: dict[str, str]
+) -> None:
+    theirs = house.client(house.other_key)
+    own = rows_of(theirs, house)
+    never = {name: unknown(value) for name, value in rows.items()}
+
+    foreign, absent = (
+        [answer(theirs, ids, "post", path.format(**own), json=body) for path, body in bodies(ids, own)]
+        for ids in (rows, never)
+    )
+
+    assert foreign == absent
+    paths = [path for path, _ in bodies(rows, own)]
+    accepted = {path for path, (status, _) in zip(paths, foreign, strict=True) if status < 400}
+    assert accepted <= {"/v1/regraft/evals/import"}, "which keeps ids that are free in its own project"
+
+
+def test_foreign_ids_in_headers_are_answered_as_ids_that_never_were(
+    house: House, rows: dict[str, str]
+) -> None:
+    theirs = house.client(house.other_key)
+    named = {"OpenAI-Organization": house.project.organization_id, "OpenAI-Project": house.project.id}
+    no_id = dict.fromkeys(rows, "x")
+
+    for path, operations in house.app.openapi()["paths"].items():
+        for method, operation in operations.items():
+            if "security" not in operation:
+                continue
+            for header, value in named.items():
+                foreign, absent = (
+                    answer(theirs, {"id": sent}, method, fill(path, no_id), headers={header: sent})
+                    for sent in (value, unknown(value))
+                )
+                assert foreign == absent, (method, path, header)
+                assert foreign[0] == 401, (method, path, header)
 
 
 def test_the_same_routes_work_for_the_owner(house: House, api: TestClient, rows: dict[str, str]) -> None:
