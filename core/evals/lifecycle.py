@@ -232,6 +232,13 @@ def to_wake(session: Session, *, older_than: float) -> list[tuple[str, str]]:
     return [(queue.EVAL, queue.DEFAULT_QUEUE)] if session.scalars(stamp).all() else []
 
 
+def tasks_waiting(session: Session) -> list[str]:
+    """The task with a run that a worker could claim now."""
+    return (
+        [queue.EVAL] if session.scalar(select(EvalRun.seq).where(_free(EvalRun)).limit(1)) is not None else []
+    )
+
+
 # Transitions.
 
 

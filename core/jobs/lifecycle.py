@@ -480,6 +480,17 @@ def to_wake(session: Session, *, older_than: float) -> list[tuple[str, str]]:
     return sorted(woken)
 
 
+def tasks_waiting(session: Session, gpu_class: str) -> list[str]:
+    """The tasks with work that a worker of this class could claim now, apart from its projects' limits."""
+    waiting = [
+        (queue.RUN, fairness.runnable(Job) & (Job.gpu_class == gpu_class)),
+        (queue.VALIDATE, fairness.unvalidated(Job)),
+    ]
+    return [
+        task for task, work in waiting if session.scalar(select(Job.seq).where(work).limit(1)) is not None
+    ]
+
+
 def _tell(
     session: Session,
     status: str,

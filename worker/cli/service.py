@@ -80,8 +80,7 @@ def up(arguments: argparse.Namespace) -> int:
     if address := console_address(settings):
         # Not in the log, which others may read; and after one login it is worth nothing.
         print(f"The console, for one login within 15 minutes: {address}", file=sys.stderr)
-    serve_all(settings, backends, listening)
-    return 0
+    return serve_all(settings, backends, listening)
 
 
 def api(arguments: argparse.Namespace) -> int:
@@ -108,8 +107,7 @@ def worker(arguments: argparse.Namespace) -> int:
     _check_exporters(settings)
     prepare(settings, first_key=False)  # the API creates it
     _describe_python_graders(settings)
-    work(settings, backends)
-    return 0
+    return work(settings, backends)
 
 
 def _describe_python_graders(settings: Settings) -> None:
@@ -234,12 +232,15 @@ def check_store(settings: Settings) -> None:
         log.warning("the blob store %s does not respond: %s", settings.blobs, cause)
 
 
-def serve_all(settings: Settings, backends: Backends, listening: socket.socket | None) -> None:
-    """Run the API in the main thread and the worker in others. The first Ctrl-C drains and stops both."""
+def serve_all(settings: Settings, backends: Backends, listening: socket.socket | None) -> int:
+    """Run the API in the main thread and the worker in others. The first Ctrl-C drains and stops both.
+
+    Returns 1 if they stop because a thread of the worker has ended.
+    """
     with sole_owner(settings), inference_on_demand(listening):
         database, blobs = open_stores(settings)
         worker = WorkerService(settings, database, blobs, backends)
-        worker.start()
+        worker.start(on_failure=lambda: os.kill(os.getpid(), signal.SIGTERM))
         service = ServiceFigures(database, settings.default_limits)
         try:
             with measured(settings, service, *worker.figures):
@@ -247,20 +248,22 @@ def serve_all(settings: Settings, backends: Backends, listening: socket.socket |
         finally:
             worker.stop()
             database.close()
+    return int(worker.failed)
 
 
-def work(settings: Settings, backends: Backends) -> None:
-    """Serve this machine's queue until SIGTERM or Ctrl-C, then drain."""
+def work(settings: Settings, backends: Backends) -> int:
+    """Serve this machine's queue until SIGTERM or Ctrl-C, then drain. Returns 1 if it stops because a thread ended."""
     database, blobs = open_stores(settings)
     worker = WorkerService(settings, database, blobs, backends)
     stopping = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: stopping.set())
-    worker.start()
+    worker.start(on_failure=stopping.set)
     with measured(settings, *worker.figures), tracing.exported(settings.otlp_endpoint, "regraft-worker"):
         stopping.wait()
         worker.stop()  # inside `measured`, so that the last run is counted
     database.close()
+    return int(worker.failed)
 
 
 def member(arguments: argparse.Namespace) -> int:
@@ -278,10 +281,10 @@ def member(arguments: argparse.Namespace) -> int:
     launching = Member()
     launching.start()
     log.info("joining the runs at %s, with %d ranks", settings.rendezvous, settings.ranks)
-    liveness.tell(liveness.file_in(settings.data_dir), [launching.thread], stopping)
+    is_alive = liveness.tell(liveness.file_in(settings.data_dir), [launching.thread], stopping)
     launching.stop()
     launching.thread.join()
-    return 0
+    return int(not is_alive)
 
 
 def serve_api(
