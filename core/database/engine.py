@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Double, Engine, Text, create_engine, event, make_url
+from sqlalchemy import Connection, Double, Engine, Text, create_engine, event, make_url, text
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, TimeoutError
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.orm import Session, sessionmaker
@@ -63,9 +63,25 @@ def open_engine(url: str) -> Engine:
     """Open SQLite in WAL mode or PostgreSQL, with settings that are safe for many processes."""
     if make_url(url).get_backend_name() == "sqlite":
         return _open_sqlite(url)
-    # A server that disappears must not block a heartbeat until the TCP timeout, which takes minutes.
-    limits = {"connect_timeout": 10, "tcp_user_timeout": 20_000, "keepalives_idle": 10}
-    return create_engine(url, pool_pre_ping=True, pool_size=10, max_overflow=20, connect_args=limits)
+    options = {
+        # A server that disappears must not block a heartbeat until the TCP timeout, which takes minutes.
+        "connect_timeout": 10,
+        "tcp_user_timeout": 20_000,
+        "keepalives_idle": 10,
+        # A prepared statement belongs to one server connection, and poolers such as pgbouncer give each transaction
+        # another one. psycopg would prepare after five uses.
+        "prepare_threshold": None,
+    }
+    engine = create_engine(url, pool_pre_ping=True, pool_size=10, max_overflow=20, connect_args=options)
+
+    @event.listens_for(engine, "checkin")
+    def on_checkin(connection: Any, record: Any) -> None:
+        # SQLAlchemy resets the READ ONLY of `Database.read` to READ WRITE, which overrides the server's own default
+        # and fails on a standby. psycopg sends neither of them for None.
+        if connection is not None and not connection.closed:
+            connection.read_only = None
+
+    return engine
 
 
 def _open_sqlite(url: str) -> Engine:
@@ -112,6 +128,9 @@ def is_away(error: BaseException) -> bool:
     return isinstance(error, OperationalError)
 
 
+READ_ONLY = "The database accepts no writes: it is a standby, or default_transaction_read_only is set."
+
+
 class Database:
     """Provides sessions: `write` is one transaction that commits at the end, `read` sees one snapshot."""
 
@@ -127,6 +146,16 @@ class Database:
     def read(self) -> Iterator[Session]:
         with self._read() as session:
             yield session
+
+    def accepts_writes(self) -> bool:
+        """False on a standby, and where `default_transaction_read_only` is set, as for a disk that is nearly full.
+
+        SQLite: always True; it has no such state.
+        """
+        if self.engine.dialect.name == "sqlite":
+            return True
+        with self.write() as session:
+            return session.scalar(text("show transaction_read_only")) == "off"
 
     def close(self) -> None:
         self.engine.dispose()

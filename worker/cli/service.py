@@ -5,6 +5,7 @@ import fcntl
 import json
 import logging
 import os
+import secrets
 import shlex
 import signal
 import socket
@@ -25,7 +26,7 @@ from api.http.rate_limits import open_rates
 from api.http.shutdown import Server
 from api.http.sign_on import behind_proxies
 from core import private
-from core.database.engine import Database, Send
+from core.database.engine import READ_ONLY, Database, Send
 from core.database.migrate import InvalidDatabaseUrl, SchemaNotReady, open_unchanged, upgrade
 from core.errors import InvalidApiKey
 from core.jobs.queue import WakeUps, open_celery, sender
@@ -218,18 +219,31 @@ def _check_exporters(settings: Settings) -> None:
 
 
 def check_store(settings: Settings) -> None:
-    """Send the blob store one request, and warn if it does not respond: that passes, and jobs wait for it.
+    """Put, get, head and delete one object. Warn if the store does not respond: that passes, and jobs wait for it.
 
     Raises:
-        UsageError: it rejects the service's credentials. A worker would fail every job that it claims.
+        UsageError: it refuses to put, get or head. A worker would fail every job that it claims.
     """
     blobs = open_blobs_of(settings, attempts=1)  # an outage delays no start
+    key = f"{store.SELF_TEST}/{secrets.token_hex(8)}"
+    action = "puts"
     try:
-        next(iter(blobs.list("")), None)
+        blobs.put_bytes(key, b"self-test")
+        action = "gets"
+        blobs.read(key)
+        action = "heads"
+        blobs.size(key)
     except Exception as cause:
-        if store.is_refused(cause):
-            raise UsageError(f"REGRAFT_BLOB_URL: {settings.blobs} refuses the service: {cause}") from cause
+        if setting := store.setting_of(cause, settings):
+            raise UsageError(
+                f"{setting}: {settings.blobs} refuses the service, which {action} an object to test it: {cause}"
+            ) from cause
         log.warning("the blob store %s does not respond: %s", settings.blobs, cause)
+        return
+    try:
+        blobs.delete_many([key])
+    except Exception as cause:  # no job needs it
+        log.warning("the blob store %s deletes no objects, so its use only grows: %s", settings.blobs, cause)
 
 
 def serve_all(settings: Settings, backends: Backends, listening: socket.socket | None) -> int:
@@ -438,6 +452,8 @@ def prepare(settings: Settings, *, first_key: bool = True) -> None:
             key = keys.bootstrap(session, settings.first_key)
             if key is not None and not settings.first_key:
                 _write_first_key(path, key)  # before the commit, which would leave an unreadable key behind
+        if not database.accepts_writes():
+            log.warning("REGRAFT_DATABASE_URL: %s Requests get 503 until it does.", READ_ONLY)
     finally:
         database.close()
     if key is None:
