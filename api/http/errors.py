@@ -56,6 +56,10 @@ def _framework_error(request: Request, error: Exception) -> Response:
     message, code = error.detail, None
     if error.status_code == 404:
         message = f"Invalid URL ({request.method} {request.url.path})"
+        if "/v1/" in request.url.path[1:] or request.headers.get("x-forwarded-prefix", "/") != "/":
+            message += (
+                "; the service is served at / of a host name of its own: a proxy cannot serve it below a path"
+            )
         code = "unknown_url"
     elif error.status_code == 405:
         message = f"Not allowed to {request.method} on {request.url.path}."

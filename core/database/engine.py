@@ -155,7 +155,7 @@ class Database:
         if self.engine.dialect.name == "sqlite":
             return True
         with self.write() as session:
-            return session.scalar(text("show transaction_read_only")) == "off"
+            return bool(session.scalar(text("show transaction_read_only")) == "off")
 
     def close(self) -> None:
         self.engine.dispose()

@@ -66,9 +66,7 @@ def pgbouncer(postgres: Postgres, tmp_path: Path) -> Iterator[str]:
     url = postgres.new_database()
     upgrade(url)
     server, port = make_url(url), reserve_port()
-    upstream = (
-        f"host={server.query['host']} port={server.port or 5432} dbname={server.database}"
-    )
+    upstream = f"host={server.query['host']} port={server.port or 5432} dbname={server.database}"
     (tmp_path / "users.txt").write_text(f'"{server.username}" "{server.password or ""}"\n')
     (tmp_path / "pgbouncer.ini").write_text(
         f"[databases]\nregraft = {upstream} user={server.username}\n"

@@ -19,13 +19,14 @@ from pathlib import Path
 from types import FrameType
 
 import uvicorn
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import DBAPIError
 
 from api.http.app import create_app
 from api.http.rate_limits import open_rates
 from api.http.shutdown import Server
 from api.http.sign_on import behind_proxies
 from core import private
+from core.addresses import HostPort, family_of
 from core.database.engine import READ_ONLY, Database, Send
 from core.database.migrate import InvalidDatabaseUrl, SchemaNotReady, open_unchanged, upgrade
 from core.errors import InvalidApiKey
@@ -151,7 +152,7 @@ def check_blobs(arguments: argparse.Namespace) -> int:
         database, blobs = open_unchanged(settings.database), open_blobs_of(settings)
     except InvalidDatabaseUrl as invalid:
         raise UsageError(f"REGRAFT_DATABASE_URL: {invalid}") from invalid
-    except OperationalError as cause:
+    except DBAPIError as cause:
         raise _database_fails(cause) from cause
     except SchemaNotReady as refused:
         raise UsageError(str(refused)) from refused
@@ -174,8 +175,7 @@ def check_blobs(arguments: argparse.Namespace) -> int:
 
 def login_command(settings: Settings) -> str:
     """Return the command that logs in on this machine. It reads the key file if that still exists."""
-    host = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host
-    command = f"regraft login --base-url http://{host}:{settings.port}"
+    command = f"regraft login --base-url http://{_local_address(settings)}"
     key = settings.data_dir / "api_key"
     return f"{command} < {shlex.quote(str(key))}" if key.exists() else command
 
@@ -194,8 +194,12 @@ def console_address(settings: Settings) -> str:
         return ""
     finally:
         database.close()
-    host = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host
-    return f"http://{host}:{settings.port}/?t={token}"
+    return f"http://{_local_address(settings)}/?t={token}"
+
+
+def _local_address(settings: Settings) -> HostPort:
+    """The address of the API on this machine."""
+    return HostPort("127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host, settings.port)
 
 
 def _backends(settings: Settings) -> Backends:
@@ -320,9 +324,10 @@ def serve_api(
         log_config=None,  # keep our logging
         log_level="warning",
         timeout_graceful_shutdown=5,
+        timeout_keep_alive=settings.keep_alive_seconds,
     )
     config.app = behind_proxies(app, config.forwarded_allow_ips)
-    log.info("serving http://%s:%d/v1", settings.host, settings.port)
+    log.info("serving http://%s/v1", HostPort(settings.host, settings.port))
     with traced:
         Server(config, app.state.service.shutdown).run()
 
@@ -346,8 +351,9 @@ def inference(arguments: argparse.Namespace) -> int:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _already_stopping)  # as in serve_api
-    listening = socket.create_server((settings.host, arguments.port), backlog=512)
-    log.info("serving inference on http://%s:%d/v1", settings.host, listening.getsockname()[1])
+    family = family_of(settings.host)
+    listening = socket.create_server((settings.host, arguments.port), family=family, backlog=512)
+    log.info("serving inference on http://%s/v1", HostPort(settings.host, listening.getsockname()[1]))
     with (
         metrics.served(settings.host, settings.metrics_port, [Gpus(), VllmMetrics()]),
         tracing.exported(settings.otlp_endpoint, "regraft-inference"),
@@ -375,12 +381,14 @@ def sampler(arguments: argparse.Namespace) -> int:
 
     if vllm.installed() is None:
         raise UsageError("a sampler runs vLLM, which is not installed here")
-    with socket.socket(socket.AF_INET6 if ":" in settings.host else socket.AF_INET) as listening:
+    with socket.socket(family_of(settings.host)) as listening:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         # Not yet listening: until the model is loaded, connections are refused and jobs use other samplers.
         listening.bind((settings.host, arguments.port))
         log.info(
-            "sampling for %s on http://%s:%d", arguments.model, settings.host, listening.getsockname()[1]
+            "sampling for %s on http://%s",
+            arguments.model,
+            HostPort(settings.host, listening.getsockname()[1]),
         )
         with metrics.served(settings.host, settings.metrics_port, [Gpus()]):
             fleet_server.run(settings, arguments.model, entry, listening)
@@ -441,7 +449,7 @@ def prepare(settings: Settings, *, first_key: bool = True) -> None:
         upgrade(settings.database)
     except InvalidDatabaseUrl as invalid:
         raise UsageError(f"REGRAFT_DATABASE_URL: {invalid}") from invalid
-    except OperationalError as cause:
+    except DBAPIError as cause:
         raise _database_fails(cause) from cause
     if not first_key:
         return
@@ -470,7 +478,7 @@ def prepare(settings: Settings, *, first_key: bool = True) -> None:
         )
 
 
-def _database_fails(cause: OperationalError) -> UsageError:
+def _database_fails(cause: DBAPIError) -> UsageError:
     """Quote the driver. SQLAlchemy's own text has the statement, and the address of a page about it."""
     return UsageError(f"REGRAFT_DATABASE_URL: {str(cause.orig).strip()}")
 
