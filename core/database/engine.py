@@ -1,11 +1,11 @@
 """Engine, sessions, and the unit of work: one transaction, and messages that leave only after it."""
 
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from sqlalchemy import Connection, Double, Engine, Text, create_engine, event, make_url, text
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, TimeoutError
@@ -167,8 +167,13 @@ class Database:
         return {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
 
 
-Send = Callable[[str, str], bool]
-"""send(task name, queue): wake up the workers of a queue. False: the broker was not reached."""
+class Send(Protocol):
+    """Wakes up the workers of a queue. `about` is the id of a job or run, for logs and monitors of the broker.
+
+    False: the broker was not reached.
+    """
+
+    def __call__(self, task: str, queue: str, about: str = "") -> bool: ...
 
 
 @dataclass
@@ -177,10 +182,10 @@ class Work:
 
     session: Session
     actor: Actor = OPERATOR
-    outbox: list[tuple[str, str]] = field(default_factory=list)
+    outbox: list[tuple[str, str, str]] = field(default_factory=list)
 
-    def wake(self, task: str, queue: str) -> None:
-        self.outbox.append((task, queue))
+    def wake(self, task: str, queue: str, about: str) -> None:
+        self.outbox.append((task, queue, about))
 
     def record(self, action: str, target: str, data: dict[str, Any] | None = None) -> None:
         """Append to the audit log in the same transaction; see core/tenancy/audit.py."""
@@ -193,5 +198,5 @@ def unit_of_work(database: Database, send: Send, actor: Actor = OPERATOR) -> Ite
     with database.write() as session:
         work = Work(session, actor)
         yield work
-    for task, queue in work.outbox:
-        send(task, queue)
+    for wake_up in work.outbox:
+        send(*wake_up)

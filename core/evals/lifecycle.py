@@ -38,7 +38,7 @@ def create(work: Work, run: EvalRun) -> None:
     work.session.flush()
     work.record("eval.run.created", run.id, {"eval": run.eval_id, "model": run.model})
     if run.status == WAITING:
-        work.wake(queue.EVAL, queue.DEFAULT_QUEUE)
+        work.wake(queue.EVAL, queue.DEFAULT_QUEUE, run.id)
 
 
 def cancel(work: Work, run: EvalRun) -> None:
