@@ -58,7 +58,7 @@ def _framework_error(request: Request, error: Exception) -> Response:
         message = f"Invalid URL ({request.method} {request.url.path})"
         if "/v1/" in request.url.path[1:] or request.headers.get("x-forwarded-prefix", "/") != "/":
             message += (
-                "; the service is served at / of a host name of its own: a proxy cannot serve it below a path"
+                "; the service is served at / of its own host name: a proxy cannot serve it below a path"
             )
         code = "unknown_url"
     elif error.status_code == 405:

@@ -49,7 +49,7 @@ REPLIES = [
 
 
 class RedisProxy:
-    """Forwards connections to a Redis server, and answers a blocked BRPOP in its place when it is told to."""
+    """Forwards connections to a Redis server, and answers a blocked BRPOP in its place on request."""
 
     def __init__(self, upstream: tuple[str, int]) -> None:
         proxy = self
@@ -156,7 +156,7 @@ def test_after_every_error_reply_of_redis_the_next_wake_up_arrives(redis_url: st
 
 
 class Recorded(Supervisor):
-    """Notes that it was asked for queued jobs, and has a run of its own in progress until it is let go."""
+    """Counts the calls, and runs nothing."""
 
     def __init__(self, *parts: Any) -> None:
         super().__init__(*parts)
