@@ -217,7 +217,7 @@ def serve() -> None:
         FolderBlobs(args.folder / "blobs"),
         Registry(models={"tiny": BaseModelEntry(hub="regraft/tiny")}),
         Backends.none(),
-        lambda task, queue: None,  # there are no workers
+        lambda task, queue, about="": True,  # there are no workers
     )
     # Idle connections wait for their next block.
     uvicorn.run(app, host="127.0.0.1", port=args.port, log_level="warning", timeout_keep_alive=600)

@@ -325,7 +325,7 @@ class Fleet:
     def _count(self, *about: Any) -> None:
         self.statements += 1
 
-    def send(self, task: str, line: str) -> bool:
+    def send(self, task: str, line: str, about: str = "") -> bool:
         (self.wake_validator if task == queue.VALIDATE else self.wake).release()
         return True
 

@@ -8,10 +8,19 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import ErrorDetails, PydanticCustomError
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
+from core.addresses import HostPort, check_is_escaped, check_is_meant, plain_host
 from core.inference import InferenceUrl, address_of
 from core.jobs.thresholds import Thresholds
 from core.tenancy.limits import DEFAULT_LIMITS, Limits
@@ -24,7 +33,9 @@ Auto = Literal["auto"]
 KvCacheGib = Auto | Annotated[float, Field(gt=0, allow_inf_nan=False)]
 TokenBudget = Auto | Annotated[int, Field(ge=256)]
 EngineCount = Auto | Annotated[int, Field(ge=1)]
-Addresses = tuple[Annotated[str, Field(pattern=r"^https?://[^\s/@:]+(:\d{1,5})?(/\S*)?$")], ...]
+Addresses = tuple[
+    Annotated[str, Field(pattern=r"^https?://(\[[0-9A-Fa-f:.]+\]|[^\s/@:\[\]]+)(:\d{1,5})?(/\S*)?$")], ...
+]
 
 _HEADER = r"^([A-Za-z][A-Za-z0-9-]{0,63})?$"
 # Headers that mean something else to HTTP or to the service.
@@ -56,7 +67,10 @@ class Settings(BaseSettings):
     """
 
     # Error messages omit the value, which may be a key.
-    model_config = SettingsConfigDict(env_prefix="REGRAFT_", frozen=True, hide_input_in_errors=True)
+    # An empty variable is unset, as Compose writes one: an empty path would be the working directory.
+    model_config = SettingsConfigDict(
+        env_prefix="REGRAFT_", env_ignore_empty=True, frozen=True, hide_input_in_errors=True
+    )
 
     # Folder of the embedded database, blobs and first key, and of a worker's heartbeat file and caches.
     data_dir: Path = Path(".regraft")
@@ -69,7 +83,8 @@ class Settings(BaseSettings):
     s3_region: str | None = None
     # when_required: for S3-compatible stores that do not support checksums.
     s3_checksums: Checksums = "when_supported"
-    # redis://:password@host:6379/0, or rediss:// for TLS. memory:// works only within one process, that of `up`.
+    # redis://:password@host:6379/0, or rediss:// for TLS, of one primary: Sentinel and Cluster are not supported.
+    # memory:// works only within one process, that of `up`.
     broker_url: str = Field(default="memory://", pattern=r"^(memory|rediss?)://")
     # TOML file of the base models, instead of the included ones (docs/howto/models.md).
     models_file: Path | None = None
@@ -121,13 +136,16 @@ class Settings(BaseSettings):
         default="", pattern=r"^( *(wandb|mlflow|trackio) *(, *(wandb|mlflow|trackio) *)*)?$"
     )
 
-    # Address that the API and the metrics listen on; 0.0.0.0: all.
+    # Address that the API and the metrics listen on; 0.0.0.0: all of IPv4; `::`: all.
     host: str = "127.0.0.1"
     # Port of the API.
     port: int = Field(default=8000, ge=0, le=65535)
     # Connections that one address may have open at once, at most half of the descriptors of the process; further ones
     # are closed. Proxies of FORWARDED_ALLOW_IPS and REGRAFT_SSO_PROXIES are exempt. 0: no limit.
     connections_per_address: int = Field(default=1000, ge=0)
+    # Seconds that API and inference server keep an idle connection open. Must exceed the idle timeout of a proxy before
+    # them, which would otherwise send requests to connections that are being closed (502).
+    keep_alive_seconds: int = Field(default=75, ge=1)
     # json: one object per line with request, job and step ids, and a line per request (docs/howto/observability.md).
     log_format: Literal["text", "json"] = "text"
     # OTLP endpoint for traces, over HTTP: http://collector:4318. Needs regraft-server[otel]. Empty: off.
@@ -244,6 +262,41 @@ class Settings(BaseSettings):
     price_per_gpu_second: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     currency: str = Field(default="USD", pattern=r"^[A-Z]{3}$")
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _can_be_meant(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            check_is_meant(value)
+        return value
+
+    @field_validator("broker_url", mode="before")
+    @classmethod
+    def _is_one_redis(cls, url: Any) -> Any:
+        if not isinstance(url, str):
+            return url
+        if re.match(r"\w*\+?(sentinel|cluster)\b", url.partition("://")[0]):
+            text = (
+                "Redis Sentinel and Redis Cluster are not supported: name one primary, as redis://host:6379/0"
+            )
+            raise PydanticCustomError("broker_url", text)
+        if not re.match(r"(memory|rediss?)://", url):
+            raise PydanticCustomError("broker_url", "must begin with redis://, rediss:// (TLS) or memory://")
+        try:
+            check_is_escaped(url)
+        except ValueError as problem:
+            raise PydanticCustomError("broker_url", "{problem}", {"problem": str(problem)}) from None
+        return url
+
+    @field_validator("host", "rendezvous", mode="after")
+    @classmethod
+    def _is_an_address(cls, text: str, field: ValidationInfo) -> str:
+        if not text:
+            return text
+        try:
+            return plain_host(text) if field.field_name == "host" else str(HostPort.parse(text))
+        except ValueError as problem:
+            raise PydanticCustomError("address", "{problem}", {"problem": str(problem)}) from None
+
     @field_validator("first_key")
     @classmethod
     def _hard_to_guess(cls, key: str) -> str:
@@ -346,8 +399,8 @@ class Settings(BaseSettings):
 
 # Variables of the client library and of the sandbox of python graders (docs/howto/sandbox.md).
 _OTHERS = {"REGRAFT_API_KEY", "REGRAFT_BASE_URL", "REGRAFT_CONFIG", "REGRAFT_PYTHON_GRADERS"}
-# Kubernetes sets these in every pod for a Service whose name begins with regraft.
-_SERVICE_LINK = re.compile(r"_SERVICE_(HOST|PORT)|_PORT_\d+_")
+# Kubernetes sets these in every pod for a Service whose name is or begins with regraft.
+_SERVICE_LINK = re.compile(r"(^|_)SERVICE_(HOST|PORT)|(^|_)PORT_\d+_")
 
 
 def unknown_variables(environment: Mapping[str, str]) -> list[str]:
@@ -384,7 +437,7 @@ def _problem(error: ErrorDetails) -> str:
         return str(error["ctx"]["error"])
     # For a value that may also be "auto", pydantic appends the attempted branch to the location.
     *place, last = error["loc"]
-    if _is_branch(last):
+    if place and _is_branch(last):
         return f"{_variable(*place)}: {error['msg']}, or 'auto'"
     return f"{_variable(*place, last)}: {error['msg']}"
 

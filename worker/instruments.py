@@ -7,7 +7,7 @@ project or a model.
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, write_to_textfile
@@ -66,9 +66,13 @@ def written_to(path: Path) -> Iterator[None]:
     """Write all metrics to `path` every few seconds during the context, and at its end."""
     ended = threading.Event()
 
+    def write_once() -> None:
+        with suppress(OSError):  # a full disk, which other writes report; the next write has all counts
+            write_to_textfile(str(path), COUNTED)
+
     def write() -> None:
         while not ended.wait(WRITE_SECONDS):
-            write_to_textfile(str(path), COUNTED)
+            write_once()
 
     thread = threading.Thread(target=write, name="figures", daemon=True)
     thread.start()
@@ -77,7 +81,7 @@ def written_to(path: Path) -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
-        write_to_textfile(str(path), COUNTED)
+        write_once()
 
 
 @contextmanager

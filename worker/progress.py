@@ -149,7 +149,7 @@ def written_to(
 
 
 class Writer:
-    """Writes a progress to a file. A disk that does not take it stops the writing, and not the run."""
+    """Writes a progress to a file. An error of the disk is logged once, and the next call retries."""
 
     def __init__(self, path: Path, progress: Progress) -> None:
         self.path, self.progress = path, progress
@@ -158,13 +158,16 @@ class Writer:
 
     def __call__(self) -> None:
         now = self.progress.now()
-        if self._failed or now == self._last:
+        if now == self._last:
             return
         try:
             new = process.unfinished(self.path)
             new.write_text(json.dumps(now))
             new.replace(self.path)
         except OSError as cause:
+            if not self._failed:
+                log.warning("the progress of the run cannot be written: %s; retrying", cause)
             self._failed = True
-            log.warning("the progress of the run cannot be written: %s", cause)
+            return
+        self._failed = False
         self._last = now

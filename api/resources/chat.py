@@ -26,6 +26,7 @@ from core.chat import Adapter, Chat, Served
 from core.database.tables import Checkpoint, Project
 from core.disconnect import until_gone
 from core.errors import AliasTargetNotFound, InvalidParameter, ModelNotFound, NotReady, ServiceError
+from core.event_stream import UNBUFFERED
 from core.inference import address_of, not_served
 from core.response_format import ResponseFormat, held_to
 from core.results import model_aliases, tuned_models
@@ -356,9 +357,7 @@ class PassedOn(StreamingResponse):
 
     def __init__(self, answer: httpx.Response, events: AsyncGenerator[bytes, None] | None = None) -> None:
         self.answer = answer
-        super().__init__(
-            events or _events(answer), media_type="text/event-stream", headers={"cache-control": "no-cache"}
-        )
+        super().__init__(events or _events(answer), media_type="text/event-stream", headers=UNBUFFERED)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

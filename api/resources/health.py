@@ -6,6 +6,7 @@ from starlette.exceptions import HTTPException
 
 from api.http.deps import ServiceDep
 from api.http.openapi import refusals
+from core.database.engine import READ_ONLY
 from core.database.migrate import is_ready
 from core.storage.disk import Disks
 
@@ -20,14 +21,17 @@ async def healthz() -> dict[str, str]:
 
 @router.get("/readyz", responses=refusals(503))
 def readyz(service: ServiceDep) -> dict[str, str]:
-    """Readiness: the database has a usable schema and the disks have free space."""
+    """Readiness: the database has a usable schema and accepts writes, and the disks have free space."""
     try:
         with service.database.read() as session:
             ready = is_ready(session.connection())
+        accepts_writes = service.database.accepts_writes()
     except SQLAlchemyError as cause:  # the message may contain a host and a user
         raise HTTPException(503, f"The database does not respond: {type(cause).__name__}.") from cause
     if not ready:
         raise HTTPException(503, "The database schema is older than this version: run the migrations.")
+    if not accepts_writes:
+        raise HTTPException(503, READ_ONLY)
     if problem := Disks(service.settings).problem():
         raise HTTPException(503, problem)
     return {"status": "ok"}

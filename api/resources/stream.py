@@ -28,6 +28,7 @@ from api.resources.job_shapes import EventOut
 from core.database.engine import Database
 from core.database.tables import ApiKey
 from core.errors import InvalidApiKey
+from core.event_stream import UNBUFFERED
 from core.jobs import events, lifecycle
 from core.tenancy import keys
 
@@ -36,7 +37,6 @@ router = APIRouter(prefix="/regraft/jobs", tags=["regraft"])
 POLL_SECONDS = 1.0
 KEEP_ALIVE_SECONDS = 15.0  # proxies close idle connections after a minute
 PAGE = 100  # events in memory per stream
-UNBUFFERED = {"cache-control": "no-store", "x-accel-buffering": "no"}  # the second one for nginx
 
 
 @router.get("/{job_id}/stream", response_class=StreamingResponse)

@@ -1,12 +1,12 @@
 """Engine, sessions, and the unit of work: one transaction, and messages that leave only after it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from sqlalchemy import Connection, Double, Engine, ExceptionContext, create_engine, event, make_url
+from sqlalchemy import Connection, Double, Engine, ExceptionContext, create_engine, event, make_url, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.orm import Session, sessionmaker
@@ -64,11 +64,25 @@ def open_engine(url: str) -> Engine:
     """Open SQLite in WAL mode or PostgreSQL, with settings that are safe for many processes."""
     if make_url(url).get_backend_name() == "sqlite":
         return _open_sqlite(url)
-    # A server that disappears must not block a heartbeat until the TCP timeout, which takes minutes.
-    limits = {"connect_timeout": 10, "tcp_user_timeout": 20_000, "keepalives_idle": 10}
+    options = {
+        # A server that disappears must not block a heartbeat until the TCP timeout, which takes minutes.
+        "connect_timeout": 10,
+        "tcp_user_timeout": 20_000,
+        "keepalives_idle": 10,
+        # A prepared statement belongs to one server connection, and poolers such as pgbouncer give each transaction
+        # another one. psycopg would prepare after five uses.
+        "prepare_threshold": None,
+    }
     engine = create_engine(
-        url, pool_pre_ping=True, pool_size=10, max_overflow=20, connect_args=limits, json_serializer=to_json
+        url, pool_pre_ping=True, pool_size=10, max_overflow=20, connect_args=options, json_serializer=to_json
     )
+
+    @event.listens_for(engine, "checkin")
+    def on_checkin(connection: Any, record: Any) -> None:
+        # SQLAlchemy resets the READ ONLY of `Database.read` to READ WRITE, which overrides the server's own default
+        # and fails on a standby. psycopg sends neither of them for None.
+        if connection is not None and not connection.closed:
+            connection.read_only = None
 
     @event.listens_for(engine, "handle_error")
     def on_error(context: ExceptionContext) -> None:
@@ -113,6 +127,9 @@ def _open_sqlite(url: str) -> Engine:
     return engine
 
 
+READ_ONLY = "The database accepts no writes: it is a standby, or default_transaction_read_only is set."
+
+
 class Database:
     """Provides sessions: `write` is one transaction that commits at the end, `read` sees one snapshot."""
 
@@ -129,6 +146,16 @@ class Database:
         with self._read() as session:
             yield session
 
+    def accepts_writes(self) -> bool:
+        """False on a standby, and where `default_transaction_read_only` is set, as for a disk that is nearly full.
+
+        SQLite: always True; it has no such state.
+        """
+        if self.engine.dialect.name == "sqlite":
+            return True
+        with self.write() as session:
+            return bool(session.scalar(text("show transaction_read_only")) == "off")
+
     def close(self) -> None:
         self.engine.dispose()
 
@@ -139,8 +166,13 @@ class Database:
         return {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
 
 
-Send = Callable[[str, str], bool]
-"""send(task name, queue): wake up the workers of a queue. False: the broker was not reached."""
+class Send(Protocol):
+    """Wakes up the workers of a queue. `about` is the id of a job or run, for logs and monitors of the broker.
+
+    False: the broker was not reached.
+    """
+
+    def __call__(self, task: str, queue: str, about: str = "") -> bool: ...
 
 
 @dataclass
@@ -149,10 +181,10 @@ class Work:
 
     session: Session
     actor: Actor = OPERATOR
-    outbox: list[tuple[str, str]] = field(default_factory=list)
+    outbox: list[tuple[str, str, str]] = field(default_factory=list)
 
-    def wake(self, task: str, queue: str) -> None:
-        self.outbox.append((task, queue))
+    def wake(self, task: str, queue: str, about: str) -> None:
+        self.outbox.append((task, queue, about))
 
     def record(self, action: str, target: str, data: dict[str, Any] | None = None) -> None:
         """Append to the audit log in the same transaction; see core/tenancy/audit.py."""
@@ -165,5 +197,5 @@ def unit_of_work(database: Database, send: Send, actor: Actor = OPERATOR) -> Ite
     with database.write() as session:
         work = Work(session, actor)
         yield work
-    for task, queue in work.outbox:
-        send(task, queue)
+    for wake_up in work.outbox:
+        send(*wake_up)

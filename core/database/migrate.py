@@ -16,6 +16,7 @@ from sqlalchemy import Connection, inspect, make_url, text
 from sqlalchemy.exc import ArgumentError, OperationalError
 
 from core import private
+from core.addresses import check_is_escaped
 from core.database.engine import Database, open_engine
 
 log = logging.getLogger(__name__)
@@ -113,7 +114,8 @@ def migrating(database_url: str) -> Iterator[Connection]:
 def _backend_of(database_url: str) -> str:
     """ "sqlite" or "postgresql"."""
     try:
-        backend = make_url(database_url).get_backend_name()
+        url = make_url(database_url)
+        backend = url.get_backend_name()
     except (ArgumentError, ValueError) as cause:  # ValueError: invalid port
         raise InvalidDatabaseUrl(
             "it is not a database URL such as postgresql://user:password@host/name or sqlite:////folder/regraft.db"
@@ -122,6 +124,13 @@ def _backend_of(database_url: str) -> str:
         raise InvalidDatabaseUrl(
             f"{backend} is not supported: use PostgreSQL (postgresql://…) or SQLite (sqlite:///…)"
         )
+    if url.drivername not in ("sqlite", "postgresql", "postgresql+psycopg"):
+        raise InvalidDatabaseUrl(f"{url.drivername}:// names another driver: use {backend}://")
+    if backend == "postgresql":
+        try:
+            check_is_escaped(database_url)
+        except ValueError as problem:
+            raise InvalidDatabaseUrl(str(problem)) from None
     return backend
 
 

@@ -44,7 +44,7 @@ def create(work: Work, run: EvalRun) -> None:
         "eval.run.created", imported.shown(run.id), {"eval": imported.shown(run.eval_id), "model": run.model}
     )
     if run.status == WAITING:
-        work.wake(queue.EVAL, queue.DEFAULT_QUEUE)
+        work.wake(queue.EVAL, queue.DEFAULT_QUEUE, run.id)
 
 
 def cancel(work: Work, run: EvalRun) -> None:
@@ -269,6 +269,13 @@ def to_wake(session: Session, *, older_than: float) -> list[tuple[str, str]]:
         .execution_options(synchronize_session=False)
     )
     return [(queue.EVAL, queue.DEFAULT_QUEUE)] if session.scalars(stamp).all() else []
+
+
+def tasks_waiting(session: Session) -> list[str]:
+    """The task with a run that a worker could claim now."""
+    return (
+        [queue.EVAL] if session.scalar(select(EvalRun.seq).where(_free(EvalRun)).limit(1)) is not None else []
+    )
 
 
 # Transitions.

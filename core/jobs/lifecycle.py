@@ -103,7 +103,7 @@ def create(
     events.append(work.session, job.id, f"Validating {files}")
     work.record("job.created", job.id, {"model": model, "training_file": training_file.id})
     tracing.job_created(job.id)
-    work.wake(queue.VALIDATE, queue.DEFAULT_QUEUE)
+    work.wake(queue.VALIDATE, queue.DEFAULT_QUEUE, job.id)
     return job
 
 
@@ -170,7 +170,7 @@ def resume(work: Work, job: Job) -> None:
     events.append(work.session, job.id, RESUMING)
     webhooks.emit(job, webhooks.RESUMED)
     work.record("job.resumed", job.id)
-    work.wake(queue.RUN, queue.gpu_queue(job.gpu_class))
+    work.wake(queue.RUN, queue.gpu_queue(job.gpu_class), job.id)
 
 
 def set_budget(work: Work, job: Job, budget: dict[str, Any] | None) -> None:
@@ -314,13 +314,13 @@ def pause_at_cap(session: Session, job: Job, message: str, data: dict[str, Any])
 # The ends of a claim. Call these inside `fenced`.
 
 
-def validated(session: Session, job: Job) -> tuple[str, str]:
-    """The files are valid: queue the job. Returns the (task, queue) to wake after the commit."""
+def validated(session: Session, job: Job) -> tuple[str, str, str]:
+    """The files are valid: queue the job. Returns what to wake after the commit."""
     _move(job, "queued")
     _end_attempt(session, job, "validated")
     job.failures = 0  # failures of the validation do not count against the run
     events.append(session, job.id, "Files validated, moving job to queued state")
-    return queue.RUN, queue.gpu_queue(job.gpu_class)
+    return queue.RUN, queue.gpu_queue(job.gpu_class), job.id
 
 
 def succeed(session: Session, job: Job, *, fine_tuned_model: str) -> None:
@@ -480,6 +480,17 @@ def to_wake(session: Session, *, older_than: float) -> list[tuple[str, str]]:
             if gpu_class is not None and _tell(session, status, gpu_class, free, older_than):
                 woken.add(_wake_up(status, gpu_class))
     return sorted(woken)
+
+
+def tasks_waiting(session: Session, gpu_class: str) -> list[str]:
+    """The tasks with work that a worker of this class could claim now, apart from its projects' limits."""
+    waiting = [
+        (queue.RUN, fairness.runnable(Job) & (Job.gpu_class == gpu_class)),
+        (queue.VALIDATE, fairness.unvalidated(Job)),
+    ]
+    return [
+        task for task, work in waiting if session.scalar(select(Job.seq).where(work).limit(1)) is not None
+    ]
 
 
 def _tell(

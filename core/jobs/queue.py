@@ -66,12 +66,14 @@ def open_celery(broker_url: str, gpu_class: str) -> Celery:
 def sender(app: Celery) -> Send:
     """A Send that never raises: the announced state is durable, and the reconciler repeats the wake-up."""
 
-    def send(task: str, queue: str) -> bool:
+    def send(task: str, queue: str, about: str = "") -> bool:
+        # The task takes no arguments; Flower and Celery's events show this text as its arguments.
+        shown = {"argsrepr": f"({about})"} if about else {}
         try:
-            app.send_task(task, queue=queue, retry=False, ignore_result=True)
+            app.send_task(task, queue=queue, retry=False, ignore_result=True, **shown)
             return True
         except Exception as cause:  # each broker client has its own exceptions
-            log.warning("could not send %s to %s (%r); the reconciler will", task, queue, cause)
+            log.warning("could not send %s(%s) to %s (%r); the reconciler will", task, about, queue, cause)
             return False
 
     return send
@@ -85,13 +87,13 @@ class WakeUps:
 
     def __init__(self, send: Send) -> None:
         self._send = send
-        self._waiting: dict[tuple[str, str], None] = {}  # in order of arrival
+        self._waiting: dict[tuple[str, str], str] = {}  # in order of arrival, with what the first was about
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
-    def __call__(self, task: str, queue: str) -> bool:
+    def __call__(self, task: str, queue: str, about: str = "") -> bool:
         with self._changed:
-            self._waiting[task, queue] = None
+            self._waiting.setdefault((task, queue), about)
             self._changed.notify()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="wake-ups", daemon=True)
@@ -102,6 +104,6 @@ class WakeUps:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting)
-                wake = next(iter(self._waiting))
-                del self._waiting[wake]
-            self._send(*wake)
+                task, queue = next(iter(self._waiting))
+                about = self._waiting.pop((task, queue))
+            self._send(task, queue, about)

@@ -25,7 +25,7 @@ from urllib.parse import unquote, urlsplit
 
 from prometheus_client.metrics_core import CounterMetricFamily, Metric
 
-from core.outages import DENIED, REJECTED, Resource, TemporarilyUnavailable, s3_code
+from core.outages import DENIED, REJECTED, Resource, TemporarilyUnavailable, outage, s3_code
 from core.settings import Checksums, Settings
 from core.telemetry.metrics import COUNTED
 
@@ -41,6 +41,9 @@ BREAKS_IN_A_ROW = 6
 # botocore waits 50 ms and doubles that: ten attempts cover about 13 seconds, its default less than one.
 ATTEMPTS = 10
 
+# Prefix of the objects of self-tests, which are deleted at once.
+SELF_TEST = "self-test"
+
 T = TypeVar("T")
 
 
@@ -53,6 +56,30 @@ def is_refused(error: BaseException) -> bool:
     if isinstance(error, NoCredentialsError):
         return True
     return isinstance(error, ClientError) and s3_code(error) in DENIED | REJECTED
+
+
+def setting_of(error: BaseException, settings: Settings) -> str | None:
+    """The setting to change if the store refuses the check at the start. None: an outage, or a missing bucket."""
+    if is_refused(error) or (isinstance(error, OSError) and outage(error) is None):
+        return "REGRAFT_BLOB_URL"
+    if "botocore" not in sys.modules:
+        return None
+    from botocore.exceptions import ClientError, ParamValidationError
+
+    if isinstance(error, ParamValidationError):  # no bucket can have this name
+        return "REGRAFT_BLOB_URL"
+    if not isinstance(error, ClientError):
+        return None
+    code, status = s3_code(error), error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+    if status in {301, 307} or code == "AuthorizationHeaderMalformed":
+        return "REGRAFT_S3_REGION"
+    if status == 405:
+        return "REGRAFT_BLOB_URL"
+    if status == 501 or (status == 400 and outage(error) is None):
+        if settings.s3_checksums == "when_supported":
+            return "REGRAFT_S3_CHECKSUMS=when_required"
+        return "REGRAFT_S3_ENDPOINT_URL"
+    return None
 
 
 def is_bad_sector(error: OSError) -> bool:
@@ -508,7 +535,7 @@ class S3Blobs(BlobStore):
             return self._conditional
 
     def _try_condition(self) -> bool:
-        key = f"self-test/{secrets.token_hex(8)}"
+        key = f"{SELF_TEST}/{secrets.token_hex(8)}"
         where = self._where(key)
         self._client.put_object(**where, Body=b"")
         try:
@@ -686,9 +713,9 @@ def blobs_of(settings: Settings, *, attempts: int = ATTEMPTS) -> BlobStore:
 def check_not_empty(blobs: BlobStore) -> None:
     """Raise StoreEmpty if the store has no blobs. Call it before treating a missing blob as damage.
 
-    Logs of attempts do not count: after a failed attempt, workers write those to a wrong store, too.
+    Logs of attempts and self-tests do not count: workers write those to a wrong store, too.
     """
-    if all(key.endswith("/log.txt") for key in blobs.list("")):
+    if all(key.endswith("/log.txt") or key.startswith(f"{SELF_TEST}/") for key in blobs.list("")):
         raise StoreEmpty
 
 

@@ -19,6 +19,8 @@ from prometheus_client import (
 )
 from prometheus_client.metrics_core import Metric
 
+from core.addresses import HostPort
+
 log = logging.getLogger(__name__)
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # they would double the number of series
@@ -53,7 +55,7 @@ def served(
     for kind in (ProcessCollector, PlatformCollector, GCCollector):
         kind(registry=registry)
     server, thread = start_http_server(port, host, registry)
-    log.info("metrics at http://%s:%d/metrics", host, port)
+    log.info("metrics at http://%s/metrics", HostPort(host, port))
     try:
         yield registry.register
     finally:

@@ -230,6 +230,18 @@ def test_a_service_without_its_database_is_not_ready(house: House, url: str) -> 
     assert "does not respond" in envelope(house.client().get("/readyz"), 503)["message"]
 
 
+def test_a_service_whose_database_accepts_no_writes_is_not_ready(
+    house: House, migrated_postgres: str
+) -> None:
+    """As a standby, which answers every read."""
+    joint = "&" if "?" in migrated_postgres else "?"
+    standby = Database(f"{migrated_postgres}{joint}options=-c%20default_transaction_read_only%3Don")
+    house.app.state.service = replace(house.app.state.service, database=standby)
+
+    assert "accepts no writes" in envelope(house.client().get("/readyz"), 503)["message"]
+    standby.close()
+
+
 @pytest.mark.both_databases
 def test_a_database_that_is_away_is_a_503_that_clients_ask_again(house: House, api: TestClient) -> None:
     class Away:

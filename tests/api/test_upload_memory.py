@@ -31,7 +31,7 @@ database = Database(settings.database)
 with database.write() as session:
     print(keys.bootstrap(session), flush=True)
 blobs = FolderBlobs(folder / "blobs")
-app = create_app(settings, database, blobs, Registry(models={}), Backends.none(), lambda task, queue: None)
+app = create_app(settings, database, blobs, Registry(models={}), Backends.none(), lambda task, queue, about="": True)
 uvicorn.run(app, fd=descriptor, log_level="warning")
 """
 

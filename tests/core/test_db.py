@@ -24,15 +24,15 @@ def count(session: Session) -> Any:
 def test_messages_leave_when_what_they_announce_can_be_seen(database: Database) -> None:
     seen = []
 
-    def send(task: str, queue: str) -> bool:
+    def send(task: str, queue: str, about: str = "") -> bool:
         with database.read() as session:
             seen.append((task, queue, count(session)))
         return True
 
     with unit_of_work(database, send) as work:
         factories.organization(work.session)
-        work.wake("run", "gpu.cpu")
-        work.wake("validate", "default")
+        work.wake("run", "gpu.cpu", "ftjob-1")
+        work.wake("validate", "default", "ftjob-1")
         assert seen == []
 
     assert seen == [("run", "gpu.cpu", 1), ("validate", "default", 1)]
@@ -44,7 +44,7 @@ def test_a_rollback_writes_nothing_and_sends_nothing(database: Database) -> None
     def give_up() -> None:
         with unit_of_work(database, factories.noting(sent)) as work:
             factories.organization(work.session)
-            work.wake("run", "gpu.cpu")
+            work.wake("run", "gpu.cpu", "ftjob-1")
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
@@ -60,7 +60,7 @@ def test_a_commit_that_fails_sends_nothing(database: Database) -> None:
     def add_orphan() -> None:
         with unit_of_work(database, factories.noting(sent)) as work:
             work.session.add(Project(organization_id="org-nobody", name="orphan"))  # found out by the flush
-            work.wake("run", "gpu.cpu")
+            work.wake("run", "gpu.cpu", "ftjob-1")
 
     with pytest.raises(IntegrityError):
         add_orphan()

@@ -121,7 +121,7 @@ def test_a_new_job_says_so_in_openais_words_and_wakes_a_validator(work: Work, pr
 
     created = f"Created fine-tuning job: {job.id}"
     assert messages(work.session, job) == [created, "Validating training file: file-train"]
-    assert work.outbox == [WAKE_VALIDATION]
+    assert work.outbox == [(*WAKE_VALIDATION, job.id)]
 
 
 def test_a_validation_file_is_named_and_announced(work: Work, project: Project) -> None:
@@ -306,7 +306,7 @@ def test_resume_wakes_the_workers_of_the_jobs_class(work: Work, project: Project
 
     lifecycle.resume(work, job)
 
-    assert work.outbox == [(queue.RUN, "gpu.h200")]
+    assert work.outbox == [(queue.RUN, "gpu.h200", job.id)]
 
 
 # Claims.
@@ -457,7 +457,7 @@ def test_good_files_put_the_job_in_the_queue(session: Session, project: Project)
 
     wake = lifecycle.validated(session, job)
 
-    assert wake == WAKE_CPU
+    assert wake == (*WAKE_CPU, job.id)
     assert (fresh(session, job).status, is_held(job)) == ("queued", False)
     assert (job.failures, job.dispatched_at) == (0, 0.0)
     assert messages(session, job) == ["Files validated, moving job to queued state"]

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from core.jobs.queue import WakeUps, open_celery, sender
+from core.jobs.queue import RUN, WakeUps, gpu_queue, open_celery, sender
 
 
 @pytest.mark.parametrize(
@@ -35,6 +35,18 @@ def test_a_worker_reconnects_to_its_broker_however_long_that_is_gone() -> None:
     assert open_celery("redis://redis.example.com:6379/0", "cpu").conf.broker_connection_max_retries is None
 
 
+def test_a_wake_up_shows_the_id_of_its_job_and_passes_no_arguments() -> None:
+    """Flower and Celery's events show it; the task itself looks for work."""
+    app = open_celery("memory://", "shown")
+    assert sender(app)(RUN, gpu_queue("shown"), "ftjob-1")
+
+    with app.connection() as connection:
+        message = connection.default_channel.basic_get(gpu_queue("shown"), no_ack=True)
+
+    assert message.headers["argsrepr"] == "(ftjob-1)"
+    assert message.payload[:2] == [[], {}]
+
+
 class Broker:
     """Takes a wake-up when it is let, and keeps what it got."""
 
@@ -43,7 +55,7 @@ class Broker:
         self.got: list[tuple[str, str]] = []
         self.all = threading.Event()
 
-    def __call__(self, task: str, queue: str) -> bool:
+    def __call__(self, task: str, queue: str, about: str = "") -> bool:
         self.asked.release()
         assert self.let.acquire(timeout=30)
         self.got.append((task, queue))
@@ -75,9 +87,9 @@ def test_a_broker_that_accepts_no_connection_delays_nobody() -> None:
         send = sender(open_celery(f"redis://127.0.0.1:{silent.getsockname()[1]}/0", "cpu"))
         sending = threading.Event()
 
-        def watched(task: str, queue: str) -> bool:
+        def watched(task: str, queue: str, about: str = "") -> bool:
             sending.set()
-            sent = send(task, queue)
+            sent = send(task, queue, about)
             returned.set()
             return sent
 

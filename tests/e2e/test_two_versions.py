@@ -19,7 +19,6 @@ import pytest
 
 from tests.e2e.conftest import ROOT, Server, wait_until_ready
 from tests.e2e.test_openai_client import TRAIN, VALID, create, upload
-from tests.e2e.test_production_size import redis_url as redis_url
 from tests.servers import Postgres, reserve_port
 
 pytestmark = pytest.mark.slow

@@ -68,7 +68,9 @@ def client(address: str, tmp_path_factory: pytest.TempPathFactory, migrated_sqli
         key = keys.bootstrap(session)
     backends = Backends.load(folder / "graders.toml")
     blobs = FolderBlobs(folder / "blobs")
-    app = create_app(settings, database, blobs, Registry(models={}), backends, lambda task, queue: True)
+    app = create_app(
+        settings, database, blobs, Registry(models={}), backends, lambda task, queue, about="": True
+    )
     with TestClient(app) as web:
         yield OpenAI(api_key=key, base_url="http://testserver/v1", http_client=web, max_retries=0)
     database.close()

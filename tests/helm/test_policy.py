@@ -28,6 +28,18 @@ def test_no_container_has_rights(manifests: list[dict[str, Any]]) -> None:
             }, pod.name
 
 
+def test_a_cluster_may_assign_users_and_groups() -> None:
+    """As OpenShift's restricted-v2 does, which refuses pods that name their own."""
+    for pod in pods(render(profile("production", fixedUser=False))):
+        contexts = [pod.spec["securityContext"], *(one["securityContext"] for one in pod.containers)]
+        named = {key for context in contexts for key in context}
+        assert not named & {"runAsUser", "runAsGroup", "fsGroup", "fsGroupChangePolicy"}, pod.name
+        assert pod.spec["securityContext"]["runAsNonRoot"] is True, pod.name
+        for container in pod.containers:
+            names = {variable["name"] for variable in container.get("env", [])}
+            assert ("HOME" in names) == ("USER" in names), pod.name
+
+
 def test_nothing_holds_a_token_of_kubernetes(manifests: list[dict[str, Any]]) -> None:
     for pod in pods(manifests):
         assert pod.spec["automountServiceAccountToken"] is False, pod.name

@@ -15,7 +15,6 @@ from openai.types.fine_tuning.fine_tuning_job import FineTuningJob
 
 from tests.e2e.conftest import Server
 from tests.e2e.test_openai_client import create, method, wait
-from tests.e2e.test_production_size import redis_url as redis_url
 from tests.helm.charts import Pod, of_kind, pods, profile, render
 from tests.helm.kubelet import Kubelet
 from tests.servers import Postgres, SeaweedFS, reserve_ports

@@ -12,7 +12,7 @@ def test_the_file_is_there_while_all_threads_work(tmp_path: Path) -> None:
     stop = threading.Event()
     stop.set()
 
-    liveness.tell(tmp_path / "alive", [threading.main_thread()], stop)
+    assert liveness.tell(tmp_path / "alive", [threading.main_thread()], stop)
 
     assert (tmp_path / "alive").exists()
 
@@ -22,7 +22,18 @@ def test_a_thread_that_has_ended_is_not_covered_up(tmp_path: Path, caplog: pytes
     ended.start()
     ended.join()
 
-    liveness.tell(tmp_path / "alive", [ended], threading.Event())
+    assert not liveness.tell(tmp_path / "alive", [ended], threading.Event())
 
     assert not (tmp_path / "alive").exists()
     assert "reconciler" in caplog.text
+
+
+def test_a_disk_that_takes_no_file_ends_no_heartbeat(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stop = threading.Event()
+    stop.set()
+
+    assert liveness.tell(tmp_path / "absent" / "alive", [threading.main_thread()], stop)
+
+    assert "cannot be written" in caplog.text

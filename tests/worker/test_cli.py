@@ -367,7 +367,7 @@ def test_a_blob_store_that_refuses_the_credentials_ends_the_start(
     stored_in = f"s3://{seaweed.new_bucket()}"
 
     with pytest.raises(
-        UsageError, match=r"^REGRAFT_BLOB_URL: s3://.* refuses the service: .*SignatureDoesNotMatch"
+        UsageError, match=r"^REGRAFT_BLOB_URL: s3://.* refuses the service, .*SignatureDoesNotMatch"
     ):
         service.check_store(
             Settings(blob_url=stored_in, s3_endpoint_url=seaweed.endpoint, s3_region="us-east-1")

@@ -122,10 +122,10 @@ class With:
 
 
 @pytest.fixture
-def validate(bench: Bench, tmp_path: Path) -> Callable[..., list[tuple[str, str]] | None]:
+def validate(bench: Bench, tmp_path: Path) -> Callable[..., list[tuple[str, str, str]] | None]:
     """Validate the bench's job with this grader, under a lease that is renewed all the time."""
 
-    def run(grader: Any) -> list[tuple[str, str]] | None:
+    def run(grader: Any) -> list[tuple[str, str, str]] | None:
         with bench.database.write() as session:
             for name, row in (("file-a", ROW), ("file-b", HELD_OUT)):
                 info = bench.blobs.put_bytes(f"files/{name}", json.dumps(row).encode())
@@ -157,9 +157,9 @@ class Slow:
 
 
 def test_a_slow_grader_does_not_cost_the_validation_its_job(
-    bench: Bench, validate: Callable[..., list[tuple[str, str]] | None]
+    bench: Bench, validate: Callable[..., list[tuple[str, str, str]] | None]
 ) -> None:
-    assert validate(Slow(bench)) == [("regraft.run_next", "gpu.cpu")]
+    assert validate(Slow(bench)) == [("regraft.run_next", "gpu.cpu", bench.claim.job_id)]
 
     assert bench.job().status == "queued"
     assert bench.events("warn") == []
@@ -183,7 +183,7 @@ class Hangs:
 
 
 def test_a_lost_lease_stops_a_grader_that_hangs(
-    bench: Bench, validate: Callable[..., list[tuple[str, str]] | None]
+    bench: Bench, validate: Callable[..., list[tuple[str, str, str]] | None]
 ) -> None:
     grader = Hangs(bench)
 

@@ -162,7 +162,7 @@ def test_only_a_change_is_written(progress: Progress, tmp_path: Path) -> None:
     assert [one.name for one in tmp_path.iterdir()] == ["now"]
 
 
-def test_a_disk_that_takes_nothing_stops_the_writing_and_not_the_run(
+def test_a_disk_that_takes_nothing_is_logged_once_and_tried_again(
     progress: Progress, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     write = Writer(tmp_path / "absent" / "now", progress)
@@ -173,6 +173,9 @@ def test_a_disk_that_takes_nothing_stops_the_writing_and_not_the_run(
     assert [
         one.message.startswith("the progress of the run cannot be written") for one in caplog.records
     ] == [True]
+    (tmp_path / "absent").mkdir()
+    write()
+    assert json.loads((tmp_path / "absent" / "now").read_text())["step"] == 2
 
 
 def test_the_supervisor_reads_it_at_most_once_a_second(

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import resource
+import secrets
 import shlex
 import signal
 import socket
@@ -21,7 +22,7 @@ from types import FrameType
 from typing import TextIO
 
 import uvicorn
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import DBAPIError
 
 from api.http.app import create_app
 from api.http.connections import ConnectionLimit, limited
@@ -29,7 +30,8 @@ from api.http.rate_limits import open_rates
 from api.http.shutdown import Server
 from api.http.sign_on import behind_proxies, trusted_proxies
 from core import private
-from core.database.engine import Database, Send
+from core.addresses import HostPort, family_of
+from core.database.engine import READ_ONLY, Database, Send
 from core.database.migrate import InvalidDatabaseUrl, SchemaNotReady, open_unchanged, upgrade
 from core.errors import InvalidApiKey
 from core.jobs.queue import WakeUps, open_celery, sender
@@ -98,8 +100,7 @@ def up(arguments: argparse.Namespace) -> int:
         _describe_python_graders(settings)
         log.info("log in with: %s", login_command(settings))
         print_console_address(settings, sys.stderr)
-        serve_all(settings, backends, listening, port, measure)
-    return 0
+        return serve_all(settings, backends, listening, port, measure)
 
 
 def api(arguments: argparse.Namespace) -> int:
@@ -128,8 +129,7 @@ def worker(arguments: argparse.Namespace) -> int:
         _check_exporters(settings)
         prepare(settings, first_key=False)  # the API creates it
         _describe_python_graders(settings)
-        work(settings, backends, measure)
-    return 0
+        return work(settings, backends, measure)
 
 
 @contextmanager
@@ -179,7 +179,7 @@ def check_blobs(arguments: argparse.Namespace) -> int:
         database, blobs = open_unchanged(settings.database), open_blobs_of(settings)
     except InvalidDatabaseUrl as invalid:
         raise UsageError(f"REGRAFT_DATABASE_URL: {invalid}") from invalid
-    except OperationalError as cause:
+    except DBAPIError as cause:
         raise _database_fails(cause) from cause
     except SchemaNotReady as refused:
         raise UsageError(str(refused)) from refused
@@ -202,8 +202,7 @@ def check_blobs(arguments: argparse.Namespace) -> int:
 
 def login_command(settings: Settings) -> str:
     """Return the command that logs in on this machine. It reads the key file if that still exists."""
-    host = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host
-    command = f"regraft login --base-url http://{host}:{settings.port}"
+    command = f"regraft login --base-url http://{_local_address(settings)}"
     key = settings.data_dir / "api_key"
     return f"{command} < {shlex.quote(str(key))}" if key.exists() else command
 
@@ -228,8 +227,12 @@ def console_address(settings: Settings) -> str:
         return ""
     finally:
         database.close()
-    host = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host
-    return f"http://{host}:{settings.port}/?t={token}"
+    return f"http://{_local_address(settings)}/?t={token}"
+
+
+def _local_address(settings: Settings) -> HostPort:
+    """The address of the API on this machine."""
+    return HostPort("127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host, settings.port)
 
 
 def _backends(settings: Settings) -> Backends:
@@ -253,18 +256,31 @@ def _check_exporters(settings: Settings) -> None:
 
 
 def check_store(settings: Settings) -> None:
-    """Send the blob store one request, and warn if it does not respond: that passes, and jobs wait for it.
+    """Put, get, head and delete one object. Warn if the store does not respond: that passes, and jobs wait for it.
 
     Raises:
-        UsageError: it rejects the service's credentials. A worker would fail every job that it claims.
+        UsageError: it refuses to put, get or head. A worker would fail every job that it claims.
     """
     blobs = open_blobs_of(settings, attempts=1)  # an outage delays no start
+    key = f"{store.SELF_TEST}/{secrets.token_hex(8)}"
+    action = "puts"
     try:
-        next(iter(blobs.list("")), None)
+        blobs.put_bytes(key, b"self-test")
+        action = "gets"
+        blobs.read(key)
+        action = "heads"
+        blobs.size(key)
     except Exception as cause:
-        if store.is_refused(cause):
-            raise UsageError(f"REGRAFT_BLOB_URL: {settings.blobs} refuses the service: {cause}") from cause
+        if setting := store.setting_of(cause, settings):
+            raise UsageError(
+                f"{setting}: {settings.blobs} refuses the service, which {action} an object to test it: {cause}"
+            ) from cause
         log.warning("the blob store %s does not respond: %s", settings.blobs, cause)
+        return
+    try:
+        blobs.delete_many([key])
+    except Exception as cause:  # no job needs it
+        log.warning("the blob store %s deletes no objects, so its use only grows: %s", settings.blobs, cause)
 
 
 def serve_all(
@@ -273,12 +289,15 @@ def serve_all(
     listening: socket.socket | None,
     port: socket.socket,
     measure: Callable[[MetricsCollector], None],
-) -> None:
-    """Run the API in the main thread and the worker in others. The first Ctrl-C drains and stops both."""
+) -> int:
+    """Run the API in the main thread and the worker in others. The first Ctrl-C drains and stops both.
+
+    Returns 1 if they stop because a thread of the worker has ended.
+    """
     with inference_on_demand(listening):
         database, blobs = open_stores(settings)
         worker = WorkerService(settings, database, blobs, backends)
-        worker.start()
+        worker.start(on_failure=lambda: os.kill(os.getpid(), signal.SIGTERM))
         try:
             for collector in (ServiceFigures(database, settings.default_limits), *worker.figures):
                 measure(collector)
@@ -286,22 +305,24 @@ def serve_all(
         finally:
             worker.stop()
             database.close()
+    return int(worker.failed)
 
 
-def work(settings: Settings, backends: Backends, measure: Callable[[MetricsCollector], None]) -> None:
-    """Serve this machine's queue until SIGTERM or Ctrl-C, then drain."""
+def work(settings: Settings, backends: Backends, measure: Callable[[MetricsCollector], None]) -> int:
+    """Serve this machine's queue until SIGTERM or Ctrl-C, then drain. Returns 1 if it stops because a thread ended."""
     database, blobs = open_stores(settings)
     worker = WorkerService(settings, database, blobs, backends)
     stopping = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: stopping.set())
-    worker.start()
+    worker.start(on_failure=stopping.set)
     for collector in worker.figures:
         measure(collector)
     with tracing.exported(settings.otlp_endpoint, "regraft-worker"):
         stopping.wait()
         worker.stop()
     database.close()
+    return int(worker.failed)
 
 
 def member(arguments: argparse.Namespace) -> int:
@@ -319,10 +340,10 @@ def member(arguments: argparse.Namespace) -> int:
     launching = Member()
     launching.start()
     log.info("joining the runs at %s, with %d ranks", settings.rendezvous, settings.ranks)
-    liveness.tell(liveness.file_in(settings.data_dir), [launching.thread], stopping)
+    is_alive = liveness.tell(liveness.file_in(settings.data_dir), [launching.thread], stopping)
     launching.stop()
     launching.thread.join()
-    return 0
+    return int(not is_alive)
 
 
 def serve_api(
@@ -348,12 +369,13 @@ def serve_api(
         log_config=None,  # keep our logging
         log_level="warning",
         timeout_graceful_shutdown=5,
+        timeout_keep_alive=settings.keep_alive_seconds,
     )
     config.app = behind_proxies(app, config.forwarded_allow_ips)
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = min(settings.connections_per_address, descriptors // 2)  # one address cannot use up all of them
     config.http = limited(ConnectionLimit(most, trusted_proxies(config.forwarded_allow_ips, settings)))
-    log.info("serving http://%s:%d/v1", settings.host, settings.port)
+    log.info("serving http://%s/v1", HostPort(settings.host, settings.port))
     with traced:
         Server(config, app.state.service.shutdown).run([port])
 
@@ -383,7 +405,7 @@ def inference(arguments: argparse.Namespace) -> int:
             signal.signal(number, _already_stopping)  # as in serve_api
         listening.listen(512)
         measure(VllmMetrics())
-        log.info("serving inference on http://%s:%d/v1", settings.host, listening.getsockname()[1])
+        log.info("serving inference on http://%s/v1", HostPort(settings.host, listening.getsockname()[1]))
         with tracing.exported(settings.otlp_endpoint, "regraft-inference"):
             serve(settings, listening)
     return 0
@@ -414,7 +436,9 @@ def sampler(arguments: argparse.Namespace) -> int:
         if vllm.installed() is None:
             raise UsageError("a sampler runs vLLM, which is not installed here")
         log.info(
-            "sampling for %s on http://%s:%d", arguments.model, settings.host, listening.getsockname()[1]
+            "sampling for %s on http://%s",
+            arguments.model,
+            HostPort(settings.host, listening.getsockname()[1]),
         )
         fleet_server.run(settings, arguments.model, entry, listening)
     return 0
@@ -444,7 +468,7 @@ def bound(host: str, port: int, setting: str, option: str) -> Iterator[socket.so
     Raises:
         UsageError: the port is taken, or the address is not this machine's.
     """
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as taken:
+    with socket.socket(family_of(host)) as taken:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             taken.bind((host, port))
@@ -518,7 +542,7 @@ def prepare(settings: Settings, *, first_key: bool = True) -> None:
         upgrade(settings.database)
     except InvalidDatabaseUrl as invalid:
         raise UsageError(f"REGRAFT_DATABASE_URL: {invalid}") from invalid
-    except OperationalError as cause:
+    except DBAPIError as cause:
         raise _database_fails(cause) from cause
     if not first_key:
         return
@@ -529,6 +553,8 @@ def prepare(settings: Settings, *, first_key: bool = True) -> None:
             key = keys.bootstrap(session, settings.first_key)
             if key is not None and not settings.first_key:
                 _write_first_key(path, key)  # before the commit, which would leave an unreadable key behind
+        if not database.accepts_writes():
+            log.warning("REGRAFT_DATABASE_URL: %s Requests get 503 until it does.", READ_ONLY)
     finally:
         database.close()
     if key is None:
@@ -552,7 +578,7 @@ def _make_data_folder(settings: Settings) -> None:
         raise UsageError(f"REGRAFT_DATA_DIR: {cause}") from cause
 
 
-def _database_fails(cause: OperationalError) -> UsageError:
+def _database_fails(cause: DBAPIError) -> UsageError:
     """Quote the driver. SQLAlchemy's own text has the statement, and the address of a page about it."""
     return UsageError(f"REGRAFT_DATABASE_URL: {str(cause.orig).strip()}")
 

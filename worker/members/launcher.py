@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 
+from core.addresses import HostPort
 from core.settings import Settings
 from core.telemetry import logs
 from worker import process
@@ -49,11 +50,11 @@ def main(rank: Callable[..., None] = be_member) -> int:
 
 def wait_for_run(rendezvous: str) -> None:
     """Return when a launcher listens there. Logs why none can be reached when the reason changes."""
-    host, _, port = rendezvous.rpartition(":")
+    address = HostPort.parse(rendezvous)
     last = ""
     while True:
         try:
-            socket.create_connection((host, int(port)), timeout=30).close()
+            socket.create_connection(address, timeout=30).close()
         except OSError as cause:  # no run, or the host name does not resolve yet
             said = f"no run at {rendezvous} yet: {cause}"
             if said != last:

@@ -41,7 +41,14 @@ class Member:
     def _keep(self) -> None:
         while not self._stopping.is_set():
             # Own session: this process forwards Ctrl-C of a terminal.
-            self._child = subprocess.Popen(self.command(), stdin=subprocess.DEVNULL, start_new_session=True)
+            try:
+                self._child = subprocess.Popen(
+                    self.command(), stdin=subprocess.DEVNULL, start_new_session=True
+                )
+            except OSError as cause:  # no memory, process or descriptor is free
+                log.warning("the launcher of ranks could not be started: %s; retrying", cause)
+                self._stopping.wait(RESTART_SECONDS)
+                continue
             if self._stopping.is_set():  # `stop` may have missed the new child
                 self._child.terminate()
             status = self._child.wait()

@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from core.chat import InternalChat, envelope
 from core.disconnect import until_gone
+from core.event_stream import UNBUFFERED
 from core.response_format import SchemaTooLarge
 from worker.refusals import Refusal
 from worker.serve.channels import ReasoningAnswer
@@ -257,7 +258,7 @@ class Stream(StreamingResponse):
     def __init__(self, completion: ChatInProgress, frame: dict[str, Any]) -> None:
         self.completion = completion
         self.events = streamed(completion, frame)
-        super().__init__(self.events, media_type="text/event-stream")
+        super().__init__(self.events, media_type="text/event-stream", headers=UNBUFFERED)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 
 from core.settings import Settings
 from worker.process import quiet_environment
@@ -36,8 +37,15 @@ def own_address(settings: Settings) -> tuple[Settings, socket.socket | None]:
 class InferenceServer:
     """Starts `python -m worker.serve` as a child process on incoming connections."""
 
-    def __init__(self, listening: socket.socket, *, restart_after_s: float = 2.0) -> None:
+    def __init__(
+        self,
+        listening: socket.socket,
+        *,
+        restart_after_s: float = 2.0,
+        start_process: Callable[..., "subprocess.Popen[bytes]"] = subprocess.Popen,
+    ) -> None:
         self._listening = listening
+        self._start_process = start_process
         self._restart_after_s = restart_after_s
         self._stopping, self._stop = socket.socketpair()
         self._child: subprocess.Popen[bytes] | None = None
@@ -59,9 +67,16 @@ class InferenceServer:
         while self._knocked():
             descriptor = self._listening.fileno()
             command = [sys.executable, "-m", "worker.serve", str(descriptor), str(os.getpid())]
-            self._child = subprocess.Popen(
-                command, start_new_session=True, pass_fds=[descriptor], env=quiet_environment()
-            )
+            try:
+                self._child = self._start_process(
+                    command, start_new_session=True, pass_fds=[descriptor], env=quiet_environment()
+                )
+            except (
+                OSError
+            ) as cause:  # no memory, process or descriptor is free; the request waits in the backlog
+                log.warning("the inference process could not be started: %s; retrying", cause)
+                self._told_to_stop(self._restart_after_s)
+                continue
             if self._told_to_stop(0):  # `stop` was called during the start and has not killed it
                 self._child.kill()
             status = self._child.wait()

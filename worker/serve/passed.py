@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from core.chat import InternalChat, InternalCompletion, envelope
+from core.event_stream import UNBUFFERED
 from worker.serve.serving_metrics import Result, Tally
 
 log = logging.getLogger(__name__)
@@ -204,7 +205,10 @@ class _Writer:
             kind = dict(message["headers"]).get(b"content-type", b"")
             self.is_stream = self.status == 200 and kind.startswith(b"text/event-stream")
             if self.is_stream:
-                headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
+                headers = [
+                    (b"content-type", b"text/event-stream; charset=utf-8"),
+                    *((name.encode(), value.encode()) for name, value in UNBUFFERED.items()),
+                ]
                 await self.send({"type": "http.response.start", "status": 200, "headers": headers})
             return
         self.unread += message.get("body", b"")

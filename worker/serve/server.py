@@ -174,7 +174,12 @@ def serve(settings: Settings, listening: socket.socket, *, idle_seconds: float =
     """Serve on this socket until a signal, then complete requests in flight; or until idle for `idle_seconds`."""
     engines = open_engines(settings)
     app = create_app(engines, settings.inference_key)
-    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=DRAIN_SECONDS)
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        timeout_graceful_shutdown=DRAIN_SECONDS,
+        timeout_keep_alive=settings.keep_alive_seconds,
+    )
     server = uvicorn.Server(config)
 
     async def answer() -> None:

@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from worker.sharing.image import Image
 
 log = logging.getLogger(__name__)
+
+RETRY_SECONDS = 1.0
 
 
 def main() -> NoReturn:
@@ -75,7 +78,12 @@ def hold(model: str, settings: Settings, listener: socket.socket) -> NoReturn:
 
 def accept(listener: socket.socket, offer: "Future[Offer]", image: "Future[Image]") -> None:
     while True:
-        client, _ = listener.accept()
+        try:
+            client, _ = listener.accept()
+        except OSError as cause:  # no descriptor is free, until a job ends
+            log.warning("a job could not connect to the base model: %s; retrying", cause)
+            time.sleep(RETRY_SECONDS)
+            continue
         connection = Connection(client.detach())
         threading.Thread(target=give, args=[connection, offer, image], daemon=True).start()
 

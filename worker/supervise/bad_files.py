@@ -6,7 +6,7 @@ from core.jobs.claim import Claim
 from core.jobs.job_files import BadFile
 
 
-def failed(database: Database, claim: Claim, bad: BadFile) -> list[tuple[str, str]]:
+def failed(database: Database, claim: Claim, bad: BadFile) -> list[tuple[str, str, str]]:
     """Fail the job; there is nothing to notify."""
     with lifecycle.fenced(database, claim) as (session, job):
         lifecycle.fail(session, job, code=bad.code, message=bad.message, param=bad.param)

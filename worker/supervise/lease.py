@@ -87,7 +87,12 @@ class LeaseKeeper:
 
     def _run(self) -> None:
         while not self._lost.is_set() and not self._ended.wait(self.lease_seconds / 4):
-            self.renew()
+            try:
+                self.renew()
+            except (
+                Exception
+            ):  # without renewals the lease expires, and all work since the last checkpoint is lost
+                log.exception("the lease of %s could not be renewed; retrying", self.claim.job_id)
 
     def __enter__(self) -> Self:
         self._thread.start()

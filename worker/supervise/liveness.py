@@ -14,8 +14,8 @@ def file_in(data_dir: Path) -> Path:
     return data_dir / "worker.alive"
 
 
-def tell(file: Path, threads: Sequence[threading.Thread], stop: threading.Event) -> None:
-    """Touch `file` every few seconds until `stop`, or until one of the threads has ended.
+def tell(file: Path, threads: Sequence[threading.Thread], stop: threading.Event) -> bool:
+    """Touch `file` every few seconds until `stop`, or until one of the threads has ended. Returns whether none has.
 
     Threads survive an unreachable database or broker, because a restart of the worker would not fix it.
     """
@@ -27,8 +27,12 @@ def tell(file: Path, threads: Sequence[threading.Thread], stop: threading.Event)
                 ", ".join(dead),
                 file,
             )
+            return False
         if dead:
-            return
-        file.touch()
+            return True
+        try:
+            file.touch()
+        except OSError as cause:  # a full disk; the probe sees the age of the file
+            log.warning("the heartbeat file %s cannot be written: %s", file, cause)
         if stop.wait(EVERY_SECONDS):
-            return
+            return True

@@ -26,7 +26,7 @@ def validate_offline(
     job: Job,
     stored: Mapping[str, File],
     progressed: Callable[[], None],
-) -> list[tuple[str, str]]:
+) -> list[tuple[str, str, str]]:
     """Validate the files of a claimed job. Returns the (task, queue) pairs to notify.
 
     Args:

@@ -31,7 +31,7 @@ from worker.supervise.telemetry import PASS_FAILURES
 log = logging.getLogger(__name__)
 
 BROKER_AWAY = (
-    "The broker is unreachable, so workers cannot be notified of this job; the notification is retried."
+    "The broker is unreachable, so no worker is notified of this job; a free worker finds it within seconds."
 )
 BROKER_BACK = "The broker is reachable again."
 # A larger difference between the elapsed time of our clock and the database's means that one of them jumped.
@@ -50,7 +50,11 @@ class Reconciler:
         blobs: BlobStore,
         send: Send,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        wake: Callable[[str], object] = lambda task: None,
     ) -> None:
+        """`wake` has this worker look for the work of a task, and returns at once."""
+        self.wake = wake
         self.settings = settings
         self.database = database
         self.blobs = blobs
@@ -69,6 +73,7 @@ class Reconciler:
         return [
             self.expired_leases,
             self.stale_wake_ups,
+            self.unannounced_work,
             self.missing_results,
             *self.retention.passes,
             self.scrubber.scrub,
@@ -150,6 +155,16 @@ class Reconciler:
             self._broker_is_away = not all(sent)
             with self.database.write() as session:
                 lifecycle.tell_waiting(session, BROKER_AWAY if self._broker_is_away else BROKER_BACK)
+
+    def unannounced_work(self) -> None:
+        """Wake this worker for queued work, because messages are lost and the broker may be unreachable."""
+        with self.database.read() as session:
+            tasks = [
+                *lifecycle.tasks_waiting(session, self.settings.gpu_class),
+                *eval_runs.tasks_waiting(session),
+            ]
+        for task in tasks:
+            self.wake(task)
 
     def missing_results(self) -> None:
         """Write the result file of jobs that ended without a run: cancelled, or failed after too many attempts."""

@@ -40,7 +40,12 @@ class Reporter:
     def run_until(self, stop: threading.Event, ended: threading.Event) -> None:
         """Report until `ended`; from `stop` on, as draining."""
         while not ended.is_set():
-            self.report(draining=stop.is_set())
+            try:
+                self.report(draining=stop.is_set())
+            except (
+                Exception
+            ):  # of a driver or of the kernel's files; without reports the worker would be "silent"
+                log.exception("the worker could not be reported; retrying")
             (ended if stop.is_set() else stop).wait(self.every_seconds)
         self.end()
 

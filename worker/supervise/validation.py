@@ -62,7 +62,7 @@ class GraderCannotRun(Exception):
 
 def validate_next(
     settings: Settings, database: Database, blobs: BlobStore, backends: Backends, owner: str
-) -> list[tuple[str, str]] | None:
+) -> list[tuple[str, str, str]] | None:
     """Validate the oldest job in status validating_files.
 
     Returns the (task, queue) pairs to notify: one if the files are valid, else none. None: there was no such job.
@@ -80,7 +80,7 @@ def validate_next(
             retry = RetryPolicy(settings.patience_seconds, partial(report_outage, database, claim))
             with LeaseKeeper(database, claim, settings.lease_seconds) as lease:
 
-                def validate() -> list[tuple[str, str]]:
+                def validate() -> list[tuple[str, str, str]]:
                     lease.progressed()
                     return _validate(settings, database, blobs, backends, claim, lease)
 
@@ -97,7 +97,7 @@ def _validate(
     backends: Backends,
     claim: Claim,
     lease: LeaseKeeper,
-) -> list[tuple[str, str]]:
+) -> list[tuple[str, str, str]]:
     def check(name: str, file: File | None, most: int) -> list[Example]:
         return check_file(blobs, file, spec, name, most, lease.progressed)
 

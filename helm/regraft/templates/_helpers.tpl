@@ -25,10 +25,12 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
 
 {{- define "regraft.podSecurity" -}}
 runAsNonRoot: true
+{{- if .root.Values.fixedUser }}
 runAsUser: {{ .user }}
 runAsGroup: {{ .user }}
 fsGroup: {{ .user }}
 fsGroupChangePolicy: OnRootMismatch
+{{- end }}
 seccompProfile:
   type: RuntimeDefault
 {{- end -}}

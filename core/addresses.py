@@ -1,0 +1,80 @@
+"""Hosts, ports and URLs as operators write them."""
+
+import re
+import socket
+from ipaddress import IPv6Address
+from typing import NamedTuple, Self
+
+from pydantic_core import PydanticCustomError
+
+_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?")
+
+
+class HostPort(NamedTuple):
+    """A host, without brackets, and a port. `str` has the brackets that an IPv6 address needs beside a port."""
+
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Parse `host:port` or `[address]:port`.
+
+        Raises:
+            ValueError: it is neither, or the port is not between 1 and 65535.
+        """
+        host, colon, port = text.rpartition(":")
+        if not colon or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise ValueError("must be host:port, with a port between 1 and 65535")
+        if ":" in host and "/" not in host and not host.startswith("["):
+            raise ValueError("write an IPv6 address in brackets: [fd00::7]:2950")
+        return cls(plain_host(host), int(port))
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def plain_host(text: str) -> str:
+    """Return a host name or an address without the brackets of an IPv6 address. Raises ValueError if it is neither."""
+    host = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+    try:
+        IPv6Address(host)
+    except ValueError:
+        if host != text or not _NAME.fullmatch(host):
+            raise ValueError("must be a host name or an address, without scheme and port") from None
+    return host
+
+
+def family_of(host: str) -> socket.AddressFamily:
+    """The address family of a socket that listens on `host`."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def check_is_meant(text: str) -> None:
+    """Raise for a value that no setting has, but that other tools write. The message omits it: it may be a key."""
+    if text.endswith("\r"):
+        problem = "ends with a carriage return, as in a file with Windows line ends: sed -i 's/\\r$//' FILE"
+    elif any(ord(char) < 32 or ord(char) == 127 for char in text):
+        problem = (
+            "has a line feed or another control character; `echo` adds one to a Secret, `printf` does not"
+        )
+    elif text != text.strip():
+        problem = "begins or ends with white space"
+    elif len(text) > 1 and text[0] == text[-1] and text[0] in "\"'":
+        problem = "is in quotes, which are a part of the value here; remove them"
+    elif text.startswith("tcp://"):
+        problem = (
+            "is a Kubernetes Service link in the setting's place: set enableServiceLinks: false for the pod"
+        )
+    else:
+        return
+    raise PydanticCustomError("not_meant", "{problem}", {"problem": problem})
+
+
+def check_is_escaped(url: str) -> None:
+    """Raise ValueError if the password in a URL is not percent-encoded. The message has nothing of it."""
+    user, at, _ = url.partition("://")[2].rpartition("@")
+    if at and re.search(r"[/?#@\[\]\s]", user):
+        raise ValueError(
+            "percent-encode the password: @ is %40, / is %2F, # is %23, ? is %3F, [ is %5B and ] is %5D"
+        )

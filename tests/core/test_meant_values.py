@@ -1,0 +1,132 @@
+"""A value that no operator can have meant is refused by the name of its variable, whichever setting it is."""
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+from pydantic_settings import SettingsError
+
+from core.addresses import HostPort, check_is_escaped
+from core.settings import Settings, problems, unknown_variables
+from tests.present import untyped
+from worker.cli import service
+from worker.cli.parser import UsageError
+
+SETTINGS = sorted(Settings.model_fields)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(
+    "value",
+    ["8000\r", "8000\n", " 8000", "'8000'", '"8000"', "tcp://10.96.0.12:8000", '"tcp://10.96.0.12:8000"'],
+    ids=["carriage return", "line feed", "white space", "quotes", "double quotes", "service link", "both"],
+)
+def test_what_other_tools_make_of_a_value_is_refused_by_the_name_of_its_variable(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(f"REGRAFT_{name.upper()}", value)
+
+    with pytest.raises((ValidationError, SettingsError)) as invalid:
+        Settings()
+
+    said = problems(untyped(invalid.value))
+    assert said.startswith((f"REGRAFT_{name.upper()}: ", f"REGRAFT_{name.upper()}.")) and value not in said
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_an_empty_variable_is_unset(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.delenv(f"REGRAFT_{name.upper()}", raising=False)
+    unset = Settings()
+
+    monkeypatch.setenv(f"REGRAFT_{name.upper()}", "")
+
+    assert Settings() == unset
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("broker_url", "sentinel://a:26379", "Redis Sentinel and Redis Cluster are not supported"),
+        ("broker_url", "redis+sentinel://a:26379/0", "Redis Sentinel and Redis Cluster are not supported"),
+        ("broker_url", "redis+cluster://a:6379", "Redis Sentinel and Redis Cluster are not supported"),
+        ("broker_url", "redis+socket:///run/redis.sock", "must begin with redis://"),
+        ("broker_url", "amqp://broker", "must begin with redis://"),
+        ("broker_url", "redis://:p@ss/w#rd@host:6379/0", "percent-encode the password"),
+        ("host", "http://0.0.0.0", "must be a host name or an address"),
+        ("host", "0.0.0.0:8000", "must be a host name or an address"),
+        ("rendezvous", "gpu-1", "String should match pattern"),
+        ("rendezvous", "gpu-1:0", "a port between 1 and 65535"),
+        ("rendezvous", "::1:2950", "write an IPv6 address in brackets"),
+        ("rendezvous", "http://gpu-1:2950", "without scheme"),
+    ],
+)
+def test_an_address_that_the_service_cannot_use_is_refused_with_what_to_write(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, said: str
+) -> None:
+    monkeypatch.setenv(f"REGRAFT_{name.upper()}", value)
+
+    with pytest.raises(ValidationError) as invalid:
+        Settings()
+
+    reported = problems(untyped(invalid.value))
+    assert reported.startswith(f"REGRAFT_{name.upper()}: ") and said in reported
+    assert "ss/w" not in reported
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("postgresql://u:p@ss/w#rd@host/name", "percent-encode the password"),
+        ("postgresql+psycopg2://u:secret@host/name", "use postgresql://"),
+        ("postgresql+asyncpg://u:secret@host/name", "use postgresql://"),
+        ("sqlite+aiosqlite:////folder/regraft.db", "use sqlite://"),
+        ("postgresql://u:secret@127.0.0.1:1/name?pool_size=3", 'invalid connection option "pool_size"'),
+    ],
+)
+def test_a_database_url_for_another_driver_or_with_a_bare_password_is_one_sentence_without_it(
+    tmp_path: Path, url: str, said: str
+) -> None:
+    with pytest.raises(UsageError) as refused:
+        service.prepare(Settings(data_dir=tmp_path, database_url=url))
+
+    assert str(refused.value).startswith("REGRAFT_DATABASE_URL: ") and said in str(refused.value)
+    assert "secret" not in str(refused.value) and "ss/w" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "url", ["redis://:a%40b%2Fc@host:6379/0", "postgresql://user@host/name", "redis://host"]
+)
+def test_an_encoded_password_and_none_are_accepted(url: str) -> None:
+    check_is_escaped(url)
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "port"), [("gpu-1:2950", "gpu-1", 2950), ("[fd00::7]:2950", "fd00::7", 2950)]
+)
+def test_a_host_and_its_port_are_read_and_written_alike(text: str, host: str, port: int) -> None:
+    assert HostPort.parse(text) == (host, port)
+    assert str(HostPort.parse(text)) == text
+
+
+@pytest.mark.parametrize("host", ["::", "[::]"])
+def test_the_host_may_be_an_ipv6_address_with_or_without_brackets(host: str) -> None:
+    settings = Settings(host=host)
+
+    assert settings.host == "::"
+    assert service.login_command(settings).startswith("regraft login --base-url http://127.0.0.1:")
+
+
+def test_a_service_link_of_a_service_named_regraft_is_no_misspelled_setting() -> None:
+    links = {
+        "REGRAFT_SERVICE_HOST": "10.96.0.12",
+        "REGRAFT_SERVICE_PORT": "80",
+        "REGRAFT_PORT_80_TCP_PORT": "80",
+    }
+
+    assert unknown_variables(links) == []
+
+
+def test_samplers_have_ipv6_addresses_too() -> None:
+    settings = Settings(samplers={"m": ("http://[fd00::7]:8300",)}, samplers_key="secret")
+
+    assert settings.samplers == {"m": ("http://[fd00::7]:8300",)}
