@@ -74,7 +74,7 @@ def main() -> None:
 
     def gradient(packs: list[Pack]) -> list[torch.Tensor]:
         policy.model.zero_grad()
-        own._backward(Batch(packs), std=1.0)
+        own._backward(Batch(packs), std=1.0, kl=0.0)
         return [p.grad.clone() for p in policy.trainable if p.grad is not None]
 
     shared_gradient, shared_training = timed(lambda: gradient([Pack(ids, tuple(answers))]))
