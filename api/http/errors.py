@@ -55,9 +55,7 @@ def _framework_error(request: Request, error: Exception) -> Response:
     if status == 404:
         message = f"Invalid URL ({request.method} {request.url.path})"
         if "/v1/" in request.url.path[1:] or request.headers.get("x-forwarded-prefix", "/") != "/":
-            message += (
-                "; the service is served at / of its own host name: a proxy cannot serve it below a path"
-            )
+            message += "; serve it at the root of a separate host name: a proxy cannot serve it below a path"
         code = "unknown_url"
     elif status == 405:
         message = f"Not allowed to {request.method} on {request.url.path}."
