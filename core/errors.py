@@ -312,6 +312,16 @@ class PayloadTooLarge(ServiceError):
     status_code, type, code = 413, "invalid_request_error", "payload_too_large"
 
 
+class RangeNotSatisfiable(ServiceError):
+    """The requested range of bytes is not part of the content."""
+
+    status_code, type, code = 416, "invalid_request_error", "range_not_satisfiable"
+
+    def __init__(self, size: int) -> None:
+        super().__init__(f"The content has {size} bytes, and the requested range is not part of them.")
+        self.headers = {"content-range": f"bytes */{size}"}
+
+
 class QuotaExceeded(ServiceError):
     """The project has reached a limit, which the operator can raise."""
 

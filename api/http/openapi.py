@@ -16,6 +16,7 @@ REFUSALS = {
     404: "The resource does not exist in this project.",
     410: "The stored content is damaged or missing; a retry does not help.",
     413: "The request body is too large.",
+    416: "The requested range of bytes is not part of the content.",
     429: "Too many requests; `retry-after` says when to retry.",
     503: "The service is temporarily unavailable.",
     507: "The service is out of storage.",

@@ -18,6 +18,7 @@ from api.http.idempotency import OnceOnly, OnceStreamed
 from api.http.json_responses import JSON
 from api.http.multipart import FormPart, TextField, receive
 from api.http.openapi import refusals
+from api.http.ranges import requested_part
 from api.http.shapes import After, Deleted, EndedListing, ends
 from api.http.validation_errors import explain
 from core.database.engine import Work
@@ -150,10 +151,17 @@ def delete_file(file_id: str, project: CurrentProject, uow: UnitOfWork) -> Delet
     return Deleted(id=file_id, object="file")
 
 
-@router.get("/{file_id}/content", response_class=StreamingResponse, responses=refusals(410, 503))
-def download_file(file_id: str, project: CurrentProject, service: ServiceDep) -> StreamingResponse:
-    """Download a file. The connection is aborted before the last byte if the content does not match its hash."""
+@router.get("/{file_id}/content", response_class=StreamingResponse, responses=refusals(410, 416, 503))
+def download_file(
+    file_id: str, request: Request, project: CurrentProject, service: ServiceDep
+) -> StreamingResponse:
+    """Download a file. The connection is aborted before the last byte if the content does not match its hash.
+
+    `Range` requests a part of it. A part is verified only if it includes the last byte.
+    """
     file = _row(service, project, file_id)
+    etag, asked = f'"{file.sha256}"', request.headers
+    part = requested_part(asked.get("range"), file.bytes, if_range=asked.get("if-range"), etag=etag)
     try:
         content = _logged(file, files.read_content(service.blobs, file))
         first = next(content)  # all of a small file, so that damage can still be reported with a status
@@ -163,11 +171,17 @@ def download_file(file_id: str, project: CurrentProject, service: ServiceDep) ->
         raise ContentDamaged(str(damage)) from None
     media_type = "text/csv" if file.purpose == files.RESULTS else "application/octet-stream"
     headers = {
+        "accept-ranges": "bytes",
         "content-length": str(file.bytes),
+        "etag": etag,
         "x-content-type-options": "nosniff",  # a browser must not take it for a page
         "content-disposition": f"attachment; filename*=UTF-8''{quote(file.filename, safe='')}",
     }
-    return StreamingResponse(chain([first], content), media_type=media_type, headers=headers)
+    whole = chain([first], content)
+    if part is None:
+        return StreamingResponse(whole, media_type=media_type, headers=headers)
+    headers |= {"content-length": str(part.end - part.start), "content-range": part.content_range}
+    return StreamingResponse(part.of(whole), status_code=206, media_type=media_type, headers=headers)
 
 
 def _row(service: Service, project: Project, file_id: str) -> File:

@@ -55,6 +55,63 @@ def test_an_uploaded_file_is_processed_at_once(api: TestClient) -> None:
     assert file["id"].startswith("file-")
 
 
+BYTES = bytes(range(256)) * 1000
+
+
+@pytest.mark.parametrize(
+    ("asked", "start", "end"),
+    [
+        ("bytes=0-0", 0, 1),
+        ("bytes=1000-255999", 1000, len(BYTES)),
+        ("bytes=255999-", len(BYTES) - 1, len(BYTES)),
+        ("bytes=-10", len(BYTES) - 10, len(BYTES)),
+        ("bytes=5-99999999", 5, len(BYTES)),
+        ("bytes=-99999999", 0, len(BYTES)),
+    ],
+)
+def test_a_part_of_a_file_can_be_downloaded(api: TestClient, asked: str, start: int, end: int) -> None:
+    file_id = post(api, BYTES, purpose="user_data").json()["id"]
+
+    answer = api.get(f"/v1/files/{file_id}/content", headers={"range": asked})
+
+    assert answer.status_code == 206
+    assert answer.content == BYTES[start:end]
+    assert answer.headers["content-length"] == str(end - start)
+    assert answer.headers["content-range"] == f"bytes {start}-{end - 1}/{len(BYTES)}"
+
+
+@pytest.mark.parametrize("asked", ["bytes=256000-", "bytes=-0"])
+def test_a_part_beyond_the_end_of_a_file_is_refused(api: TestClient, asked: str) -> None:
+    file_id = post(api, BYTES, purpose="user_data").json()["id"]
+
+    answer = api.get(f"/v1/files/{file_id}/content", headers={"range": asked})
+
+    assert answer.status_code == 416
+    assert answer.json()["error"]["code"] == "range_not_satisfiable"
+    assert answer.headers["content-range"] == f"bytes */{len(BYTES)}"
+
+
+@pytest.mark.parametrize("asked", ["bytes=9-3", "bytes=0-1,5-6", "bytes=-", "lines=1-2", "bytes=a-b", ""])
+def test_a_range_that_is_not_understood_gets_the_whole_file(api: TestClient, asked: str) -> None:
+    file_id = post(api, BYTES, purpose="user_data").json()["id"]
+
+    answer = api.get(f"/v1/files/{file_id}/content", headers={"range": asked})
+
+    assert (answer.status_code, answer.content) == (200, BYTES)
+
+
+def test_a_part_of_another_content_is_not_sent(api: TestClient) -> None:
+    file_id = post(api, BYTES, purpose="user_data").json()["id"]
+    path = f"/v1/files/{file_id}/content"
+    etag = api.get(path).headers["etag"]
+
+    same = api.get(path, headers={"range": "bytes=1-2", "if-range": etag})
+    other = api.get(path, headers={"range": "bytes=1-2", "if-range": '"another"'})
+
+    assert (same.status_code, same.content) == (206, BYTES[1:3])
+    assert (other.status_code, other.content) == (200, BYTES)
+
+
 @pytest.mark.both_databases
 def test_its_content_comes_back_byte_for_byte(api: TestClient) -> None:
     content = bytes(range(256)) * 1000 + b"\r\n--not-the-boundary\r\n" + ROW
