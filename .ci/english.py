@@ -26,6 +26,7 @@ CHECKED = (
     "docs/howto",
     "docs/tutorial",
     "docs/explain",
+    "docs/measured",
     "docs/index.md",
     "README.md",
     "CHANGELOG.md",

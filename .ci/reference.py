@@ -309,6 +309,8 @@ def _bounded(module: ModuleType, kind: str) -> str:
     for node in ast.parse(inspect.getsource(module)).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == kind:
             alias = ast.unparse(node.value)
+            if "AfterValidator" in alias:  # a check, and no bound
+                alias = alias.removeprefix("Annotated[").rpartition(", AfterValidator")[0]
             return _with_bounds(alias) if alias.startswith("Annotated[") else kind
     return kind
 
@@ -409,8 +411,9 @@ def memory_page() -> Page:
         "The least memory in GiB that a job needs on one GPU, by tokens of prompt and answer together: bfloat16 "
         "weights, an adapter of rank 16 on all linear layers, a KV cache for one sequence, activations of one "
         "sequence computed twice, and a margin. Computed by the estimate that guards jobs "
-        "(`worker/model/sizing.py`); no part has been measured on a GPU, and no checkpoint was downloaded for it. More "
-        "memory makes a job faster: [memory planning](../howto/training.md#memory-planning).",
+        "(`worker/model/sizing.py`); the trainer stayed below its plan on [one H200](../measured/h200.md), and no "
+        "checkpoint was downloaded for it. More memory makes a job faster: "
+        "[memory planning](../howto/training.md#memory-planning).",
         "",
         "`regraft-server models check` prints the same for a model of your registry. Models of the same size and shape "
         "need about as much. All experts of a mixture count.",

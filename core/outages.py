@@ -22,9 +22,9 @@ class Resource(StrEnum):
     DATABASE = "database"
     BLOB_STORE = "blob store"
     DISK = "disk"
-    DESCRIPTORS = "file descriptor table"
+    DESCRIPTORS = "file descriptors"
     NAMES = "name server"
-    MEMORY = "memory"
+    MEMORY = "main memory"
     INFERENCE = "inference server"
 
 

@@ -50,6 +50,9 @@ class RetryPolicy:
         self._clock = clock
         self._wait = wait
         self._during = during
+        self._exhausted: Exception | None = (
+            None  # what a call gave up on, so that a call around it does not wait again
+        )
 
     def __call__(self, do: Callable[[], T]) -> T:
         """Call `do`, with retries, and return its result.
@@ -68,7 +71,10 @@ class RetryPolicy:
                     resource = outage(cause)
                     if since is None:
                         since = self._clock()
-                    if resource is None or self._clock() - since >= self.seconds:
+                    if resource is None or cause is self._exhausted:
+                        raise
+                    if self._clock() - since >= self.seconds:
+                        self._exhausted = cause
                         raise
                     if reason is None:
                         log.warning("waiting for the %s: %r", resource, cause)
@@ -82,8 +88,8 @@ class RetryPolicy:
 
 
 def _incident(reason: Exception, seconds: float) -> str:
-    first_line = str(reason).strip().split("\n", 1)[0]
+    first_line = (str(reason).strip() or repr(reason)).split("\n", 1)[0]
     return (
-        f"The {outage(reason)} was unavailable; the run waited {seconds:.0f} s and resumed. "
+        f"The {outage(reason)} was unavailable; the work waited {seconds:.0f} s and resumed. "
         f"Last error: {first_line}"
     )

@@ -188,14 +188,16 @@ class BodyLimit:
 
 def of_outage(cause: BaseException) -> ServiceError | None:
     """The answer during an outage; None: the error is no outage."""
+    if isinstance(cause, ConnectionError | TimeoutError):
+        return None  # Python's own may come from anywhere; those of the stores have other classes
     resource = outage(cause)
     if resource is None:
         return None
-    log.error("the %s is unavailable: %r", resource, cause)
+    log.error("the %s cannot be used: %r", resource, cause, exc_info=cause)
     if resource is Resource.DISK:
         disk.REFUSALS.inc()
         return InsufficientStorage()
-    return Unavailable(f"The {resource} of this service is unavailable. Try again in a moment.")
+    return Unavailable(f"The service cannot use its {resource} now. Try again in a moment.")
 
 
 def _crash(cause: Exception, scope: Scope, request_id: str) -> ServiceError:

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
@@ -231,6 +232,14 @@ class _Pages:
             pages.append(_Stored(len(pages), key, len(block), len(page.data), page.sha256))
         return pages
 
+    @contextmanager
+    def discarded_on_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.discard()
+            raise
+
     def discard(self) -> None:
         """Delete what was written."""
         self._service.blobs.discard(*self._written)
@@ -260,17 +269,16 @@ async def import_eval(
         return [pages.write(_items(service, file, param)) for file, param in sources]
 
     def create(work: Work, stored: list[list[_Stored]]) -> Imported:
-        made = _create(work, body, project, stored)
-        tenants.refuse_stored_beyond(work.session, project.id, pages.limits)
+        with pages.discarded_on_failure():
+            made = _create(work, body, project, stored)
+            tenants.refuse_stored_beyond(work.session, project.id, pages.limits)
         return made
 
     def run() -> Imported | JSONResponse:
-        try:
+        with pages.discarded_on_failure():
             stored = store()
-            made = once(partial(create, stored=stored))
-        except BaseException:
-            pages.discard()
-            raise
+        # A commit that seems to fail may have succeeded: then the sweep decides about the pages.
+        made = once(partial(create, stored=stored))
         if isinstance(made, JSONResponse):  # an earlier request has created them
             pages.discard()
         return made

@@ -67,9 +67,9 @@ class ProgressOut(BaseModel):
         "waiting for the database",
         "waiting for the blob store",
         "waiting for the disk",
-        "waiting for the file descriptor table",
+        "waiting for the file descriptors",
         "waiting for the name server",
-        "waiting for the memory",
+        "waiting for the main memory",
         "waiting for the inference server",
         "waiting for the teacher",
     ]

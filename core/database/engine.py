@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from sqlalchemy import Connection, Double, Engine, ExceptionContext, create_engine, event, make_url, text
 from sqlalchemy.exc import DBAPIError
@@ -166,6 +166,14 @@ class Database:
         return {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
 
 
+class WakeUp(NamedTuple):
+    """A message that wakes the workers of a queue. `about` is the id of a job or run, for logs and monitors only."""
+
+    task: str
+    queue: str
+    about: str
+
+
 class Send(Protocol):
     """Wakes up the workers of a queue. `about` is the id of a job or run, for logs and monitors of the broker.
 
@@ -181,10 +189,10 @@ class Work:
 
     session: Session
     actor: Actor = OPERATOR
-    outbox: list[tuple[str, str, str]] = field(default_factory=list)
+    outbox: list[WakeUp] = field(default_factory=list)
 
     def wake(self, task: str, queue: str, about: str) -> None:
-        self.outbox.append((task, queue, about))
+        self.outbox.append(WakeUp(task, queue, about))
 
     def record(self, action: str, target: str, data: dict[str, Any] | None = None) -> None:
         """Append to the audit log in the same transaction; see core/tenancy/audit.py."""

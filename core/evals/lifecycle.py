@@ -62,7 +62,7 @@ def cancel(work: Work, run: EvalRun) -> None:
         )
     _end(run, "canceled")
     run.epoch += 1
-    work.record("eval.run.canceled", run.id)
+    work.record("eval.run.canceled", imported.shown(run.id))
 
 
 def remove(work: Work, run: EvalRun) -> list[str]:

@@ -276,7 +276,7 @@ def _with_valid_clock(arguments: dict[str, bool | int | float | str]) -> dict[st
         chat_templates.with_defaults("", arguments)
     except ValueError as cause:
         raise ValueError(
-            f"'{chat_templates.CLOCK}', the time that prompts have, must be a date in ISO 8601, such as '2026-11-26'"
+            "'strftime_now', the time that prompts have, must be a date in ISO 8601, such as '2026-11-26'"
         ) from cause
     return arguments
 

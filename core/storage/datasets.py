@@ -61,9 +61,10 @@ class LineError:
         sentence = ": ".join(part for part in (self.path, self.message) if part)
         if not self.more_lines:
             return sentence
-        named = [*map(str, self.also), *(["…"] if self.more_lines > len(self.also) else [])]
         noun = "line" if self.more_lines == 1 else "lines"
-        return f"{sentence} (and in {self.more_lines} more {noun}: {', '.join(named)})"
+        named = [*map(str, self.also), *(["…"] if self.more_lines > len(self.also) else [])]
+        which = f": {', '.join(named)}" if self.also else ""
+        return f"{sentence} (and in {self.more_lines} more {noun}{which})"
 
     def __str__(self) -> str:
         return f"line {self.line}: {self.text}" if self.line else self.text

@@ -47,7 +47,7 @@ SELF_TEST = "self-test"
 T = TypeVar("T")
 
 
-def is_refused(error: BaseException) -> bool:
+def _is_refused(error: BaseException) -> bool:
     """Whether S3 rejects the credentials, or does not let them do this: all requests, or those for one object."""
     if "botocore" not in sys.modules:
         return False
@@ -60,7 +60,7 @@ def is_refused(error: BaseException) -> bool:
 
 def setting_of(error: BaseException, settings: Settings) -> str | None:
     """The setting to change if the store refuses the check at the start. None: an outage, or a missing bucket."""
-    if is_refused(error) or (isinstance(error, OSError) and outage(error) is None):
+    if _is_refused(error) or (isinstance(error, OSError) and outage(error) is None):
         return "REGRAFT_BLOB_URL"
     if "botocore" not in sys.modules:
         return None

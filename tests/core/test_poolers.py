@@ -13,7 +13,7 @@ from sqlalchemy import make_url, select, text
 from sqlalchemy.exc import DBAPIError, OperationalError
 
 from core.database.engine import Database
-from core.database.migrate import upgrade
+from core.database.migrate import is_ready, upgrade
 from core.database.tables import Organization
 from tests import factories
 from tests.servers import Postgres, reserve_port
@@ -121,3 +121,8 @@ def test_transactions_succeed_behind_pgbouncer_in_transaction_mode(pgbouncer: st
 
 def test_a_schema_is_migrated_through_pgbouncer(pgbouncer: str) -> None:
     upgrade(pgbouncer)  # takes its lock and finds nothing to do
+
+    database = Database(pgbouncer)
+    with database.engine.connect() as connection:
+        assert is_ready(connection)
+    database.close()

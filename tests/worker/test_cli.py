@@ -33,6 +33,17 @@ from worker.cli import admin, configuration, main, parser, service
 from worker.cli.parser import UsageError
 
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def own_environment() -> Iterator[None]:
+    """Options such as --host set variables of the process."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
 HELP = [
     ["--help"],
     ["--version"],

@@ -315,7 +315,8 @@ _EVERY_PROCESS = tuple(
     host metrics_port data_dir database_url blob_url s3_endpoint_url s3_region s3_checksums broker_url models_file
     graders_file grader_environments inference_url inference_key samplers samplers_key integrations gpu_class
     gpu_classes default_limits sampler ranks nodes jobs_per_worker engines sampling_gpus kv_cache_gib train_token_budget
-    reconcile_seconds price_per_gpu_second currency webhook_private_hosts min_free_bytes log_format otlp_endpoint
+    reconcile_seconds patience_seconds price_per_gpu_second currency
+    webhook_private_hosts min_free_bytes log_format otlp_endpoint
     """.split()
 )
 _API = tuple(
@@ -323,15 +324,15 @@ _API = tuple(
     port first_key console_site console_hosts docs_site sso_header sso_groups_header sso_proxies sso_rules
     max_upload_bytes max_multipart_bytes min_upload_bytes_per_second grader_runs_per_project
     grader_runs_waiting_per_project uploads_per_project uploads_waiting_per_project streams_per_project
-    pending_uploads_per_project
+    pending_uploads_per_project connections_per_address keep_alive_seconds
     """.split()
 )
 _WORKER = tuple(
     """
-    node_rank rendezvous lease_seconds drain_seconds hang_seconds lost_machine_seconds patience_seconds max_failures
+    node_rank rendezvous lease_seconds drain_seconds hang_seconds lost_machine_seconds max_failures
     failing_steps warnings max_logprob_gap torch_threads eval_concurrency rollout_bytes_per_job rollouts_per_step
-    rollout_tokens_per_step keep_rollouts_days keep_checkpoints_days keep_files_days orphan_hours scrub_days
-    inference_max_lora_rank
+    rollout_tokens_per_step keep_rollouts_days keep_checkpoints_days keep_files_days keep_audit_days orphan_hours
+    scrub_days inference_max_lora_rank
     """.split()
 )
 _INFERENCE = ("inference_idle_seconds", "inference_kv_cache_gib")

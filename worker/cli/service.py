@@ -91,7 +91,11 @@ def raise_descriptor_limit() -> None:
 
 def up(arguments: argparse.Namespace) -> int:
     settings, listening = own_address(configured(arguments))
-    with _api_port(settings) as (settings, port), measured(settings) as measure, sole_owner(settings):
+    with (
+        _api_port(settings) as (settings, port),
+        service_metrics(settings) as add_collector,
+        sole_owner(settings),
+    ):
         backends = _backends(settings)
         check_packages(settings)
         check_store(settings)
@@ -100,12 +104,12 @@ def up(arguments: argparse.Namespace) -> int:
         _describe_python_graders(settings)
         log.info("log in with: %s", login_command(settings))
         print_console_address(settings, sys.stderr)
-        return serve_all(settings, backends, listening, port, measure)
+        return serve_all(settings, backends, listening, port, add_collector)
 
 
 def api(arguments: argparse.Namespace) -> int:
     settings = configured(arguments)
-    with _api_port(settings) as (settings, port), measured(settings) as measure:
+    with _api_port(settings) as (settings, port), service_metrics(settings) as add_collector:
         backends = _backends(settings)
         _require_broker(settings)
         check_packages(settings)
@@ -114,14 +118,14 @@ def api(arguments: argparse.Namespace) -> int:
         _describe_python_graders(settings)
         send = sender(open_celery(settings.broker_url, settings.gpu_class))
         database, blobs = open_stores(settings)
-        measure(ServiceFigures(database, settings.default_limits))
+        add_collector(ServiceFigures(database, settings.default_limits))
         serve_api(settings, database, blobs, backends, send, port)
     return 0
 
 
 def worker(arguments: argparse.Namespace) -> int:
     settings = configured(arguments)
-    with measured(settings) as measure:
+    with service_metrics(settings) as add_collector:
         backends = _backends(settings)
         _require_broker(settings)
         check_packages(settings)
@@ -129,7 +133,7 @@ def worker(arguments: argparse.Namespace) -> int:
         _check_exporters(settings)
         prepare(settings, first_key=False)  # the API creates it
         _describe_python_graders(settings)
-        return work(settings, backends, measure)
+        return work(settings, backends, add_collector)
 
 
 @contextmanager
@@ -288,7 +292,7 @@ def serve_all(
     backends: Backends,
     listening: socket.socket | None,
     port: socket.socket,
-    measure: Callable[[MetricsCollector], None],
+    add_collector: Callable[[MetricsCollector], None],
 ) -> int:
     """Run the API in the main thread and the worker in others. The first Ctrl-C drains and stops both.
 
@@ -300,7 +304,7 @@ def serve_all(
         worker.start(on_failure=lambda: os.kill(os.getpid(), signal.SIGTERM))
         try:
             for collector in (ServiceFigures(database, settings.default_limits), *worker.figures):
-                measure(collector)
+                add_collector(collector)
             serve_api(settings, database, blobs, backends, worker.send, port)
         finally:
             worker.stop()
@@ -308,7 +312,7 @@ def serve_all(
     return int(worker.failed)
 
 
-def work(settings: Settings, backends: Backends, measure: Callable[[MetricsCollector], None]) -> int:
+def work(settings: Settings, backends: Backends, add_collector: Callable[[MetricsCollector], None]) -> int:
     """Serve this machine's queue until SIGTERM or Ctrl-C, then drain. Returns 1 if it stops because a thread ended."""
     database, blobs = open_stores(settings)
     worker = WorkerService(settings, database, blobs, backends)
@@ -317,7 +321,7 @@ def work(settings: Settings, backends: Backends, measure: Callable[[MetricsColle
         signal.signal(number, lambda number, frame: stopping.set())
     worker.start(on_failure=stopping.set)
     for collector in worker.figures:
-        measure(collector)
+        add_collector(collector)
     with tracing.exported(settings.otlp_endpoint, "regraft-worker"):
         stopping.wait()
         worker.stop()
@@ -391,7 +395,7 @@ def inference(arguments: argparse.Namespace) -> int:
         raise UsageError("set REGRAFT_INFERENCE_KEY, here and where the API runs, to a secret of your choice")
     with (
         bound(settings.host, arguments.port, "--port", "--port") as listening,
-        serve_metrics(settings, Gpus()) as measure,
+        serve_metrics(settings, Gpus()) as add_collector,
     ):
         check_models(settings)
         with suppress(OSError):  # holds only caches, and base models are served without them
@@ -404,7 +408,7 @@ def inference(arguments: argparse.Namespace) -> int:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, _already_stopping)  # as in serve_api
         listening.listen(512)
-        measure(VllmMetrics())
+        add_collector(VllmMetrics())
         log.info("serving inference on http://%s/v1", HostPort(settings.host, listening.getsockname()[1]))
         with tracing.exported(settings.otlp_endpoint, "regraft-inference"):
             serve(settings, listening)
@@ -506,7 +510,7 @@ def serve_metrics(
         yield measure
 
 
-def measured(settings: Settings) -> AbstractContextManager[Callable[[MetricsCollector], None]]:
+def service_metrics(settings: Settings) -> AbstractContextManager[Callable[[MetricsCollector], None]]:
     """Serve the metrics of a process that stores data and runs graders."""
     return serve_metrics(settings, Disks(settings), Sandbox("regraft_sandbox"), SandboxLayers())
 

@@ -71,8 +71,8 @@ class WorkerService:
     def _validate_files(self) -> None:
         # One message may stand for many jobs, so loop until none is left.
         while not self._stopping.is_set():
-            owner = self.supervisor.owner
-            wakes = validate_next(self.settings, self.database, self.blobs, self.backends, owner)
+            owner, wait = self.supervisor.owner, self._stopping.wait
+            wakes = validate_next(self.settings, self.database, self.blobs, self.backends, owner, wait=wait)
             if wakes is None:
                 return
             for wake in wakes:

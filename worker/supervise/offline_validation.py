@@ -6,7 +6,7 @@ The order is OpenAI's: a file in the format of another method is reported as tha
 import json
 from collections.abc import Callable, Mapping
 
-from core.database.engine import Database
+from core.database.engine import Database, WakeUp
 from core.database.tables import File, Job
 from core.jobs import events, job_files, lifecycle
 from core.jobs.claim import Claim
@@ -26,8 +26,8 @@ def validate_offline(
     job: Job,
     stored: Mapping[str, File],
     progressed: Callable[[], None],
-) -> list[tuple[str, str, str]]:
-    """Validate the files of a claimed job. Returns the (task, queue) pairs to notify.
+) -> list[WakeUp]:
+    """Validate the files of a claimed job. Returns the wake-ups to send.
 
     Args:
         stored: the files of the job's project by id.

@@ -4,13 +4,14 @@ import asyncio
 import json
 import logging
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from core.database.engine import Database
+from core.database.engine import Database, WakeUp
 from core.database.tables import File, Job
 from core.jobs import estimates, events, lifecycle
 from core.jobs.claim import Claim, LeaseLost
@@ -61,11 +62,18 @@ class GraderCannotRun(Exception):
 
 
 def validate_next(
-    settings: Settings, database: Database, blobs: BlobStore, backends: Backends, owner: str
-) -> list[tuple[str, str, str]] | None:
+    settings: Settings,
+    database: Database,
+    blobs: BlobStore,
+    backends: Backends,
+    owner: str,
+    *,
+    wait: Callable[[float], object] = time.sleep,
+) -> list[WakeUp] | None:
     """Validate the oldest job in status validating_files.
 
-    Returns the (task, queue) pairs to notify: one if the files are valid, else none. None: there was no such job.
+    Returns the wake-ups to send: one if the files are valid, else none. None: there was no such job. `wait` returns
+    True to give up at once during an outage, as `threading.Event.wait` does when the worker stops.
     """
     with database.write() as session:
         claim = lifecycle.claim_validation(session, owner=owner, lease_seconds=settings.lease_seconds)
@@ -77,10 +85,11 @@ def validate_next(
         tracing.span("validation"),
     ):
         try:
-            retry = RetryPolicy(settings.patience_seconds, partial(report_outage, database, claim))
+            told = partial(report_outage, database, claim)
+            retry = RetryPolicy(settings.patience_seconds, told, wait=wait)
             with LeaseKeeper(database, claim, settings.lease_seconds) as lease:
 
-                def validate() -> list[tuple[str, str, str]]:
+                def validate() -> list[WakeUp]:
                     lease.progressed()
                     return _validate(settings, database, blobs, backends, claim, lease)
 
@@ -97,7 +106,7 @@ def _validate(
     backends: Backends,
     claim: Claim,
     lease: LeaseKeeper,
-) -> list[tuple[str, str, str]]:
+) -> list[WakeUp]:
     def check(name: str, file: File | None, most: int) -> list[Example]:
         return check_file(blobs, file, spec, name, most, lease.progressed)
 
@@ -170,7 +179,8 @@ def _row_doubts(
         for doubt in row_doubts(spec, row.item):
             lines.setdefault(doubt, []).append(row.line)
     for doubt, of_rows in lines.items():
-        yield f"{len(of_rows)} of {len(rows)} {file} rows are doubtful. The first, line {of_rows[0]}, {doubt}."
+        are = "is" if len(of_rows) == 1 else "are"
+        yield f"{len(of_rows)} of {len(rows)} {file} rows {are} doubtful. The first, line {of_rows[0]}, {doubt}."
 
 
 def _not_held_out(job: Job, rows: Sequence[Example], valid_rows: Sequence[Example]) -> str | None:
