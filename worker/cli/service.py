@@ -28,6 +28,7 @@ from api.http.connections import ConnectionLimit, limited
 from api.http.rate_limits import open_rates
 from api.http.shutdown import Server
 from api.http.sign_on import behind_proxies, trusted_proxies
+from api.resources.batch_requests import prepare_request
 from core import private
 from core.database.engine import Database, Send
 from core.database.migrate import InvalidDatabaseUrl, SchemaNotReady, open_unchanged, upgrade
@@ -277,7 +278,7 @@ def serve_all(
     """Run the API in the main thread and the worker in others. The first Ctrl-C drains and stops both."""
     with inference_on_demand(listening):
         database, blobs = open_stores(settings)
-        worker = WorkerService(settings, database, blobs, backends)
+        worker = WorkerService(settings, database, blobs, backends, prepare_request)
         worker.start()
         try:
             for collector in (ServiceFigures(database, settings.default_limits), *worker.figures):
@@ -291,7 +292,7 @@ def serve_all(
 def work(settings: Settings, backends: Backends, measure: Callable[[MetricsCollector], None]) -> None:
     """Serve this machine's queue until SIGTERM or Ctrl-C, then drain."""
     database, blobs = open_stores(settings)
-    worker = WorkerService(settings, database, blobs, backends)
+    worker = WorkerService(settings, database, blobs, backends, prepare_request)
     stopping = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: stopping.set())

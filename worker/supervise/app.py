@@ -11,6 +11,7 @@ from collections.abc import Callable
 from celery.worker import state
 
 from core.database.engine import Database, Send
+from core.evals.batches import Prepare
 from core.jobs.queue import DEFAULT_QUEUE, EVAL, RUN, VALIDATE, gpu_queue, open_celery, sender
 from core.outbound.http import Outgoing
 from core.settings import Settings
@@ -36,12 +37,14 @@ class WorkerService:
     `start` and `stop` are the whole use.
     """
 
-    def __init__(self, settings: Settings, database: Database, blobs: BlobStore, backends: Backends) -> None:
+    def __init__(
+        self, settings: Settings, database: Database, blobs: BlobStore, backends: Backends, prepare: Prepare
+    ) -> None:
         self.settings = settings
         self.celery = open_celery(settings.broker_url, settings.gpu_class)
         self.send: Send = sender(self.celery)
         self.supervisor = Supervisor(settings, database, blobs)
-        self.evals = EvalRunner(settings, database, blobs, backends, self.supervisor.owner)
+        self.evals = EvalRunner(settings, database, blobs, backends, self.supervisor.owner, prepare)
         self.reconciler = Reconciler(settings, database, blobs, self.send)
         self.deliveries = Deliveries(database, Outgoing(settings.private_hosts))
         gpus = Gpus()
