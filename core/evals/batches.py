@@ -101,7 +101,7 @@ def _request(line: int, sent: dict[str, Any], endpoint: Endpoint) -> EvalRow | R
 
 @dataclass
 class Checked:
-    """What the check of an input file found. `model` is the one of all requests."""
+    """The result of the check of an input file. `model` is the one of all requests."""
 
     total: int = 0
     model: str = ""

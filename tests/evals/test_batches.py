@@ -12,13 +12,15 @@ from openai.types.responses import Response
 
 from core.database.tables import EvalJournal, EvalPage, EvalRun
 from core.evals import batches, lifecycle
+from core.evals.items import MAX_ROWS
 from core.evals.rows import EvalRow
 from core.retry import RetryPolicy
 from tests.evals.conftest import House
 from worker.evals.record import Record
 from worker.supervise.reconciler import Reconciler
 
-CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
+CHAT: Any = "/v1/chat/completions"
+RESPONSES: Any = "/v1/responses"
 Line = dict[str, Any]
 
 
@@ -193,7 +195,7 @@ def test_a_queue_that_is_full_refuses_a_batch(house: House, client: OpenAI) -> N
 
 
 def test_a_file_with_too_many_requests_fails_its_batch() -> None:
-    lines = [EvalRow(number, chat_line(number)) for number in range(1, batches.MAX_ROWS + 2)]
+    lines = [EvalRow(number, chat_line(number)) for number in range(1, MAX_ROWS + 2)]
 
     checked = batches.check(lines)
 
