@@ -10,10 +10,11 @@ from openai.types import Batch
 from openai.types.chat import ChatCompletion
 from openai.types.responses import Response
 
-from core.database.tables import EvalJournal, EvalPage, EvalRun
+from core.database.tables import EvalJournal, EvalPage, EvalRun, Project, WebhookDelivery
 from core.evals import batches, lifecycle
 from core.evals.items import MAX_ROWS
 from core.evals.rows import EvalRow
+from core.outbound import webhooks
 from core.retry import RetryPolicy
 from tests.evals.conftest import House
 from worker.evals.record import Record
@@ -265,6 +266,34 @@ def test_output_files_expire_as_the_request_says(house: House, client: OpenAI) -
 
     assert file.expires_at is not None
     assert abs(file.expires_at - file.created_at - 3600) <= 60
+
+
+def test_subscribers_hear_of_a_batch_once_its_files_are_written(house: House, client: OpenAI) -> None:
+    with house.database.write() as session:
+        webhooks.create(
+            session,
+            session.get_one(Project, house.project.id),
+            name="ci",
+            url="https://example.com",
+            event_types=["batch.completed", "batch.cancelled", "eval.run.succeeded", "eval.run.canceled"],
+            thresholds=None,
+        )
+    done = create(client, [chat_line(1)]).id
+    house.work()
+    cancelled = create(client, [chat_line(1)]).id
+    client.batches.cancel(cancelled)
+
+    assert [body["data"]["id"] for body in deliveries(house)] == [done]
+    reconcile(house)
+    assert [(body["type"], body["data"]["id"]) for body in deliveries(house)] == [
+        ("batch.completed", done),
+        ("batch.cancelled", cancelled),
+    ]
+
+
+def deliveries(house: House) -> list[Line]:
+    with house.database.read() as session:
+        return [json.loads(one.body) for one in session.query(WebhookDelivery).order_by(WebhookDelivery.seq)]
 
 
 def test_a_batch_is_no_eval(house: House, client: OpenAI) -> None:

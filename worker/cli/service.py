@@ -46,7 +46,7 @@ from core.tenancy import keys, sessions
 from graders.backends import Backends, InvalidBackends
 from graders.sandbox import pool
 from worker.backends import open_backends
-from worker.cli.configuration import check_models, check_packages, read_settings
+from worker.cli.configuration import check_models, check_packages, missing_vllm, read_settings
 from worker.cli.parser import UsageError
 from worker.members.member import Member
 from worker.model.export import export_to
@@ -278,6 +278,7 @@ def serve_all(
     """Run the API in the main thread and the worker in others. The first Ctrl-C drains and stops both."""
     with inference_on_demand(listening):
         database, blobs = open_stores(settings)
+        _warn_without_vllm(settings)
         worker = WorkerService(settings, database, blobs, backends, prepare_request)
         worker.start()
         try:
@@ -292,6 +293,7 @@ def serve_all(
 def work(settings: Settings, backends: Backends, measure: Callable[[MetricsCollector], None]) -> None:
     """Serve this machine's queue until SIGTERM or Ctrl-C, then drain."""
     database, blobs = open_stores(settings)
+    _warn_without_vllm(settings)
     worker = WorkerService(settings, database, blobs, backends, prepare_request)
     stopping = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -303,6 +305,11 @@ def work(settings: Settings, backends: Backends, measure: Callable[[MetricsColle
         stopping.wait()
         worker.stop()
     database.close()
+
+
+def _warn_without_vllm(settings: Settings) -> None:
+    if warning := missing_vllm(settings):
+        log.warning("%s", warning)
 
 
 def member(arguments: argparse.Namespace) -> int:
