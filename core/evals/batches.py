@@ -26,12 +26,13 @@ from core.outbound import webhooks
 from core.storage import files
 from core.storage.datasets import LineError, read_objects
 from core.storage.store import BlobNotFound, BlobStore
+from core.text import storable_json
 
 SOURCE = "regraft.batch"
 PURPOSE, OUTPUT = "batch", "batch_output"
 WINDOW_SECONDS = 24 * 3600
 MAX_ERRORS = 100  # that a batch lists
-MAX_CUSTOM_ID = 512
+MAX_CUSTOM_ID = MAX_MODEL = 512  # characters
 KEYS = ("custom_id", "method", "url", "body")
 
 Endpoint = Literal["/v1/chat/completions", "/v1/responses"]
@@ -94,7 +95,8 @@ def _request(line: int, sent: dict[str, Any], endpoint: Endpoint) -> EvalRow | R
         return RequestError(line, problem, "url", code="mismatched_url")
     if not isinstance(sent["body"], dict):
         return RequestError(line, "must be an object", "body", code="invalid_type")
-    if not isinstance(sent["body"].get("model"), str):
+    model = sent["body"].get("model")
+    if not isinstance(model, str) or not 0 < len(model) <= MAX_MODEL:
         return RequestError(line, "must name a model", "body.model", code="missing_required_parameter")
     return EvalRow(line, {name: sent[name] for name in KEYS})
 
@@ -154,7 +156,7 @@ def new(project_id: str, checked: Checked, *, metadata: dict[str, str] | None, *
         project_id=project_id,
         name="",
         metadata_=metadata,
-        model=checked.model or None,
+        model=None if checked.errors else checked.model,
         data_source={"type": SOURCE, **source},
         file_id=source["input_file_id"],
         total=checked.total,
@@ -166,7 +168,7 @@ def new(project_id: str, checked: Checked, *, metadata: dict[str, str] | None, *
         batch.error = {
             "code": "invalid_input",
             "message": "The input file is invalid.",
-            "data": checked.errors,
+            "data": storable_json(checked.errors),
         }
     return batch
 

@@ -129,6 +129,8 @@ def test_refused_requests_are_in_the_error_file_and_the_others_are_answered(
         ([chat_line(1) | {"body": []}], "invalid_type", 1),
         ([chat_line(1, model=None)], "missing_required_parameter", 1),
         ([chat_line(1, model="nobody")], "model_not_found", None),
+        ([chat_line(1, model="no\0body")], "model_not_found", None),
+        ([chat_line(1, model="n" * 600)], "missing_required_parameter", 1),
     ],
 )
 def test_an_invalid_input_file_fails_the_batch_and_names_the_line(

@@ -45,7 +45,7 @@ from graders.template import RenderError
 from graders.types import Grader, Sample
 from worker.evals.grading import Result, result_of, status_of
 from worker.evals.record import Entry, PaidCall, QuotaReached, Record
-from worker.evals.sampling import ChatSampler, ItemAnswer, ServerUnavailable, chat_fields
+from worker.evals.sampling import ChatSampler, ItemAnswer, ItemSampler, ServerUnavailable, chat_fields
 from worker.evals.spending import Calls, ItemCost, Spending
 from worker.supervise.telemetry import EVAL_ITEMS, EVAL_SECONDS
 
@@ -72,7 +72,7 @@ class RunPlan:
     run: EvalRun
     criteria: Sequence[GraderSpec]
     graders: Sequence[Grader]
-    sampler: ChatSampler | None  # None: rows have their samples
+    sampler: ItemSampler | None  # None: rows have their samples
     metered: bool  # samples are from a model that the operator pays for
     prompt: PromptTemplate | None
     parse_json: bool
@@ -122,6 +122,9 @@ class RunAttempt:
         """
         with self.database.read() as session:
             run = session.scalars(select(EvalRun).where(EvalRun.id == self.claim.job_id)).one()
+            # A retry after its end would find none of the items that its files have replaced.
+            if not lifecycle.is_held(session, self.claim):
+                raise LeaseLost(f"{self.claim.owner} no longer holds {self.claim.job_id}")
             sent = _criteria(session, run)
             content = run.content
             file = session.scalar(select(File).where(File.id == run.file_id)) if run.file_id else None

@@ -40,7 +40,7 @@ class EvalRunner:
         owner: str,
         prepare: Prepare,
     ) -> None:
-        """`prepare` reads the requests of batches, in whose format only the API is versed."""
+        """`prepare` converts the requests of batches, whose formats belong to the API."""
         self.prepare = prepare
         self.settings, self.database, self.blobs, self.backends = settings, database, blobs, backends
         self.owner = owner

@@ -64,6 +64,15 @@ class ItemSampler(Protocol):
         """
         ...
 
+    async def complete(self, chat: Mapping[str, Any]) -> tuple[dict[str, Any], Mapping[str, int]]:
+        """Return the whole chat completion of one request, with its usage.
+
+        Raises:
+            ServiceError: the server's error for this request.
+            ServerUnavailable: no request can be answered now.
+        """
+        ...
+
     async def close(self) -> None: ...
 
 
@@ -107,12 +116,6 @@ class ChatSampler:
             return ItemAnswer(error={"code": "server_error", "message": text})
 
     async def complete(self, chat: Mapping[str, Any]) -> tuple[dict[str, Any], Mapping[str, int]]:
-        """The whole chat completion of one request, with its usage.
-
-        Raises:
-            ServiceError: the server's error for this request.
-            ServerUnavailable: no request can be answered now.
-        """
         body = json.dumps({**chat, **self.fields}).encode()
         try:
             answer = await self._answered(body, MAX_COMPLETION)
