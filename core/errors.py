@@ -17,6 +17,7 @@ ServiceError                    500 server_error
 │   ├── PermissionNotFound
 │   ├── UploadNotFound
 │   ├── EvalNotFound            an eval, a run or an output item
+│   ├── BatchNotFound
 │   ├── PipelineNotFound
 │   ├── GraderNotFound          a stored grader, or a version of one
 │   ├── GoldenCaseNotFound
@@ -247,6 +248,11 @@ class EvalNotFound(NotFound):
     def __init__(self, what: str, its_id: str, *, param: str | None = None) -> None:
         """`what` is the kind (eval, run, output_item), which also names the parameter."""
         super().__init__(f"No such {what.replace('_', ' ')}: {its_id}", param=param or f"{what}_id")
+
+
+class BatchNotFound(NotFound):
+    def __init__(self, batch_id: str) -> None:
+        super().__init__(f"No such batch: {batch_id}", param="batch_id")
 
 
 class PreviewNotFound(NotFound):

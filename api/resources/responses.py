@@ -510,12 +510,17 @@ async def create_response(
 ) -> Response:
     """Create a response, in one piece or as typed server-sent events. Nothing is stored."""
     chat = await create_chat_completion(request, body.chat, upstream)
-    answer = ResponseInProgress(body.request, body.chat["model"])
+    model = body.chat["model"]
     if isinstance(chat, PassedOn):
-        return PassedOn(chat.answer, events(answer, chunks(chat.answer)))
+        return PassedOn(chat.answer, events(ResponseInProgress(body.request, model), chunks(chat.answer)))
     if chat.status_code != 200:
         return chat
-    completion = json.loads(bytes(chat.body))
+    return JSON(response_of(body.request, model, json.loads(bytes(chat.body))))
+
+
+def response_of(request: ResponseCreate, model: str, completion: dict[str, Any]) -> dict[str, Any]:
+    """The whole response whose chat completion this is."""
+    answer = ResponseInProgress(request, model)
     [choice] = completion["choices"]
     answer.text = choice["message"]["content"] or ""
     answer.calls = [
@@ -524,7 +529,7 @@ async def create_response(
     ]
     answer.logprobs = (choice["logprobs"] or {}).get("content") or []
     answer.finish_reason, answer.usage = choice["finish_reason"], completion["usage"]
-    return JSON(answer.response())
+    return answer.response()
 
 
 class InputTokens(BaseModel):

@@ -414,6 +414,7 @@ class EvalRun(Table):
         Index(None, "eval_id", "seq"),
         Index(None, "status", "project_id", "seq"),
         Index(None, "deleted_at"),
+        Index(None, "output_due"),
     )
     seq: Mapped[int] = mapped_column(Seq, primary_key=True, autoincrement=True)
     id: Mapped[str] = mapped_column(String(64), unique=True, default=lambda: new_id("evalrun_"))
@@ -440,6 +441,8 @@ class EvalRun(Table):
     started_at: Mapped[int | None] = mapped_column(BigInteger, default=None)
     finished_at: Mapped[int | None] = mapped_column(BigInteger, default=None)
     deleted_at: Mapped[int | None] = mapped_column(BigInteger, default=None)
+    # Of a batch whose files are not written yet (core/evals/batches.py).
+    output_due: Mapped[bool] = mapped_column(Boolean, default=False)
 
     # As of a job.
     epoch: Mapped[int] = mapped_column(Integer, default=0)

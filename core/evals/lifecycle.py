@@ -30,6 +30,7 @@ FINAL = frozenset({"completed", "failed", "canceled"})
 MAX_BACK_OFF = 60.0
 # A run that ends its worker's process by itself, for example by its memory, must not do so for ever.
 MAX_LOST_WORKERS = 20
+EXPIRED = "batch_expired"  # the error of a batch that was not finished in time
 
 
 # Requests of users.
@@ -245,6 +246,26 @@ def expire_leases(session: Session) -> int:
     return len(runs)
 
 
+def expire_batches(session: Session, seconds: float) -> None:
+    """End the batches that were created `seconds` ago. Their answers so far are kept."""
+    over = (
+        select(EvalRun)
+        .where(
+            EvalRun.output_due, EvalRun.status.in_((WAITING, RUNNING)), EvalRun.created_at < now() - seconds
+        )
+        .order_by(EvalRun.seq)
+        .with_for_update(skip_locked=True)
+        .execution_options(populate_existing=True)
+    )
+    for run in session.scalars(over).all():
+        run.error = {
+            "code": EXPIRED,
+            "message": "The batch was not finished before the end of its completion window.",
+        }
+        _end(run, "canceled")
+        run.epoch += 1
+
+
 def give_time(session: Session, lease_seconds: float) -> None:
     """Restart all leases after a jump of the database's clock, or an outage in which none could be renewed."""
     renew = update(EvalRun).where(EvalRun.status == RUNNING).values(lease_expires_at=db_now() + lease_seconds)
@@ -290,7 +311,8 @@ def _end(run: EvalRun, status: str) -> None:
     run.status = status
     run.finished_at = now()
     run.lease_owner = run.lease_expires_at = run.note = None
-    webhooks.eval_run_ended(run)
+    if not run.output_due:  # a batch ends with its files
+        webhooks.eval_run_ended(run)
 
 
 def _put_back(run: EvalRun) -> None:

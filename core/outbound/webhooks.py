@@ -37,12 +37,14 @@ _EVAL_RUN_EVENTS = {
     "failed": "eval.run.failed",
     "canceled": "eval.run.canceled",
 }
+_BATCH_EVENTS = {status: f"batch.{status}" for status in ("completed", "failed", "cancelled", "expired")}
 _PIPELINE_EVENTS = {status: f"pipeline.{status}" for status in ("succeeded", "failed", "cancelled")}
 EVENT_TYPES = (
     *_STATUS_EVENTS.values(),
     RESUMED,
     THRESHOLD_REACHED,
     *_EVAL_RUN_EVENTS.values(),
+    *_BATCH_EVENTS.values(),
     *_PIPELINE_EVENTS.values(),
 )
 
@@ -215,6 +217,11 @@ def eval_run_ended(run: EvalRun) -> None:
     _queue(run, _EVAL_RUN_EVENTS[run.status], {"id": run.id})
 
 
+def batch_ended(batch: EvalRun, status: str) -> None:
+    """Add one delivery per endpoint that is subscribed to this final status, which is OpenAI's."""
+    _queue(batch, _BATCH_EVENTS[status], {"id": batch.id})
+
+
 def pipeline_ended(pipeline: Pipeline) -> None:
     """Add one delivery per endpoint that is subscribed to this final status."""
     failed = [stage["name"] for stage in pipeline.stages if stage["status"] == "failed"]
@@ -268,7 +275,7 @@ def event_body(type: str, data: Mapping[str, Any]) -> str:
 
 def sample_body(type: str) -> str:
     """A sample event of this type about a job, eval run or pipeline that does not exist."""
-    ids = {"eval": "evalrun_sample", "pipeline": "ftpipe-sample"}
+    ids = {"eval": "evalrun_sample", "batch": "batch_sample", "pipeline": "ftpipe-sample"}
     data: dict[str, Any] = {"id": ids.get(type.partition(".")[0], "ftjob-sample")}
     if type == _PIPELINE_EVENTS["failed"]:
         data |= {"failed_stages": ["judge"]}

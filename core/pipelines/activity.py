@@ -9,7 +9,7 @@ from sqlalchemy.orm import Session, defer
 from sqlalchemy.orm.interfaces import ORMOption
 
 from core.database.tables import EvalRun, Job, Pipeline, now
-from core.evals import imported, summary
+from core.evals import batches, imported, summary
 from core.evals import lifecycle as eval_runs
 from core.jobs import lifecycle as jobs
 
@@ -69,13 +69,14 @@ def _read(session: Session, project_id: str, since: int | None, before: Snapshot
             wanted.append(table.finished_at >= max(since, at - MAX_PAST_SECONDS) - SKEW_SECONDS)
         if before is not None:
             wanted += [table.id.in_(before.unfinished[kind]), table.seq > before.newest[kind]]
+        mine = [table.project_id == project_id]
+        if table is EvalRun:
+            mine.append(EvalRun.eval_id != batches.owner(project_id))
         newest[kind] = session.scalar(select(func.max(table.seq))) or 0
         rows: dict[int, Any] = {}
         for condition in wanted:
             found: Sequence[Any] = session.scalars(
-                select(table)
-                .where(table.project_id == project_id, condition)
-                .options(*_without_request(table))
+                select(table).where(*mine, condition).options(*_without_request(table))
             ).all()
             rows |= {row.seq: row for row in found}
         states += [State(kind, imported.shown(row.id), _data(row)) for _, row in sorted(rows.items())]

@@ -130,8 +130,10 @@ def api(house: House) -> TestClient:
 def upload(api: TestClient) -> Callable[..., str]:
     """Upload a small training file and return its id."""
 
-    def upload(content: bytes = b'{"messages": []}\n', name: str = "train.jsonl") -> str:
-        answer = api.post("/v1/files", data={"purpose": "fine-tune"}, files={"file": (name, content)})
+    def upload(
+        content: bytes = b'{"messages": []}\n', name: str = "train.jsonl", purpose: str = "fine-tune"
+    ) -> str:
+        answer = api.post("/v1/files", data={"purpose": purpose}, files={"file": (name, content)})
         assert answer.status_code == 200, answer.text
         return str(answer.json()["id"])
 

@@ -156,6 +156,15 @@ EXAMPLES: dict[str, tuple[Any, dict[str, str]]] = {
     ),
     "/v1/regraft/graders/{grader_name}/check": ({"grader": GRADER}, {}),
     "/v1/regraft/jobs/{job_id}/regrade": ({"grader": GRADER, "name": "r"}, {"regrade_id": "id"}),
+    "/v1/batches": (
+        {
+            "input_file_id": "{batch_file_id}",
+            "endpoint": "/v1/responses",
+            "completion_window": "24h",
+            "metadata": {"team": "a"},
+        },
+        {"batch_id": "id"},
+    ),
     "/v1/evals": (EVAL, {"eval_id": "id"}),
     "/v1/evals/{eval_id}": ({"name": "eval", "metadata": {"team": "a"}}, {}),
     "/v1/evals/{eval_id}/runs": (EVAL_RUN, {"run_id": "id"}),
@@ -283,6 +292,9 @@ def walk(house: House, api: TestClient) -> Walk:
     walk.known["valid_file_id"] = walk.upload("valid.jsonl", ROWS).json()["id"]
     item = {"id": "i", "status": "pass", "datasource_item": {"q": "1"}, "results": [{"name": "exact"}]}
     walk.known["items_file_id"] = walk.upload("i.jsonl", json.dumps(item).encode(), "evals").json()["id"]
+    body = {"model": "tiny", "input": "a"}
+    request = {"custom_id": "a", "method": "POST", "url": "/v1/responses", "body": body}
+    walk.known["batch_file_id"] = walk.upload("b.jsonl", json.dumps(request).encode(), "batch").json()["id"]
     with house.database.write() as session:
         job = factories.job(
             session, house.project, status="running", body={"grader": GRADER, "hyperparameters": {}}

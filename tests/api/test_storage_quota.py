@@ -52,6 +52,8 @@ NOT_STORING = {
     "/v1/fine_tuning/alpha/graders/run": ONLY_READS,
     "/v1/regraft/graders/{grader_name}/check": ONLY_READS,
     "/v1/regraft/jobs/{job_id}/regrades/{regrade_id}/cancel": CHANGES,
+    "/v1/responses/input_tokens": ONLY_READS,
+    "/v1/batches/{batch_id}/cancel": CHANGES,
     "/v1/evals/{eval_id}": CHANGES,
     "/v1/evals/{eval_id}/runs/{run_id}/cancel": CHANGES,
     "/v1/regraft/pipelines/{pipeline_id}/cancel": CHANGES,
@@ -95,6 +97,8 @@ def storing(
     pipeline = api.post("/v1/regraft/pipelines", json={"stages": [stage]}).json()["id"]
     rows = {"type": "file_content", "content": [{"item": {"answer": "4"}}]}
     case = {"sample": {"output_text": "4"}, "item": {"answer": "4"}, "expect": 1}
+    body = {"model": "tiny", "input": "2 + 2?"}
+    request = {"custom_id": "a", "method": "POST", "url": "/v1/responses", "body": body}
     announced = {"filename": "a", "mime_type": "text/jsonl", "purpose": "fine-tune", "bytes": 2}
     preview = job_request() | {"training_file": file, "validation_file": other}
     return {
@@ -110,6 +114,13 @@ def storing(
         "/v1/regraft/jobs/{job_id}/regrade": {
             "url": f"/v1/regraft/jobs/{job['id']}/regrade",
             "json": {"grader": GRADER | {"reference": "4"}},
+        },
+        "/v1/batches": {
+            "json": {
+                "input_file_id": upload(json.dumps(request).encode(), purpose="batch"),
+                "endpoint": "/v1/responses",
+                "completion_window": "24h",
+            }
         },
         "/v1/evals": {"json": {"data_source_config": CONFIG, "testing_criteria": [CRITERION]}},
         "/v1/evals/{eval_id}/runs": {

@@ -18,6 +18,7 @@ from core.database.tables import (
     StepMetric,
     TunedModel,
 )
+from core.evals import batches
 from core.tenancy import keys
 from core.tenancy.keys import Scope
 from tests.api.conftest import GRADER, House
@@ -100,6 +101,17 @@ def rows(house: House, api: TestClient, create_job: Callable[..., dict[str, Any]
                 id="ftckpt_1", job_id=job["id"], step=1, epoch=1, blob_prefix="checkpoint", valid_reward=1.0
             )
         )
+        batch = batches.new(
+            house.project.id,
+            batches.Checked(total=1, model="tiny"),
+            metadata=None,
+            endpoint="/v1/responses",
+            input_file_id=job["training_file"],
+            completion_window="24h",
+            output_expires_after=None,
+        )
+        session.add(batch)
+        batch_id = batch.id
     house.blobs.put_bytes("checkpoint/manifest.json", json.dumps({"format": 1, "files": []}).encode())
     secret = job["id"].removeprefix("ftjob-")
     grader = api.post("/v1/regraft/graders", json={"name": "close", "grader": GRADER}).json()
@@ -111,6 +123,7 @@ def rows(house: House, api: TestClient, create_job: Callable[..., dict[str, Any]
         "created_eval_id": made,
         "created_run_id": run["id"],
         "alias": "production",
+        "batch_id": batch_id,
         "other_job_id": create_job()["id"],
         "job_id": job["id"],
         "eval_id": f"eval_{secret}",

@@ -15,6 +15,7 @@ from starlette.testclient import TestClient
 
 from api.http.app import create_app
 from api.http.rate_limits import LocalRates
+from api.resources.batch_requests import prepare_request
 from core.database.engine import Database, Work
 from core.database.tables import EvalRun, Project
 from core.registry import BaseModelEntry, Registry
@@ -96,7 +97,9 @@ class House:
         )
 
     def runner(self) -> EvalRunner:
-        return EvalRunner(self.settings, self.database, self.blobs, self.backends, "worker/1")
+        return EvalRunner(
+            self.settings, self.database, self.blobs, self.backends, "worker/1", prepare_request
+        )
 
     def work(self) -> int:
         """Work on all queued runs."""

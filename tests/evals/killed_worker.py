@@ -9,6 +9,7 @@ import os
 import sys
 from pathlib import Path
 
+from api.resources.batch_requests import prepare_request
 from core.database.engine import Database
 from core.settings import Settings
 from core.storage.store import FolderBlobs
@@ -27,7 +28,9 @@ def work(folder: Path, model: str, judge: str) -> None:
     )
     database = Database(f"sqlite:///{folder / 'regraft.db'}")
     backends = Backends({"judge": JudgeModel(judge)})
-    runner = EvalRunner(settings, database, FolderBlobs(folder / "blobs"), backends, f"worker/{os.getpid()}")
+    runner = EvalRunner(
+        settings, database, FolderBlobs(folder / "blobs"), backends, f"worker/{os.getpid()}", prepare_request
+    )
     while (claim := runner.claim()) is not None:
         runner.run(claim)
 

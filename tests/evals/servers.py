@@ -38,7 +38,17 @@ def chat_server(answer: Answer) -> Iterator[ChatServer]:
             prompt = body["messages"][-1]["content"]
             said = 400 if prompt in server.fails else answer(body)
             if isinstance(said, int):
-                self.send(said, {"error": {"message": "no", "code": "no"}})
+                self.send(
+                    said,
+                    {
+                        "error": {
+                            "message": "no",
+                            "type": "invalid_request_error",
+                            "param": None,
+                            "code": "no",
+                        }
+                    },
+                )
                 return
             usage = server.usages.get(prompt)
             self.send(200, completion(said) | ({} if usage is None else {"usage": usage}))
@@ -78,9 +88,20 @@ def chat_server(answer: Answer) -> Iterator[ChatServer]:
 
 def completion(said: Any) -> dict[str, Any]:
     text = said if isinstance(said, str) else json.dumps(said)
+    message = {"role": "assistant", "content": text}
     return {
-        "choices": [{"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}],
-        "usage": {"prompt_tokens": 10, "completion_tokens": 5, "total_tokens": 15},
+        "id": "chatcmpl-1",
+        "object": "chat.completion",
+        "created": 1,
+        "model": "tiny",
+        "choices": [{"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}],
+        "usage": {
+            "prompt_tokens": 10,
+            "completion_tokens": 5,
+            "total_tokens": 15,
+            "prompt_tokens_details": {"cached_tokens": 0},
+            "completion_tokens_details": {"reasoning_tokens": 0},
+        },
     }
 
 

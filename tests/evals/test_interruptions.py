@@ -17,6 +17,7 @@ from botocore.exceptions import EndpointConnectionError
 from openai import BadRequestError, OpenAI, RateLimitError
 from sqlalchemy import update
 
+from api.resources.batch_requests import prepare_request
 from core.database.engine import Database, Work
 from core.database.tables import EvalRun, Project, WebhookDelivery
 from core.evals import lifecycle
@@ -193,7 +194,7 @@ def test_an_outage_of_the_blob_store_is_no_failure_of_a_run(
     run = client.evals.runs.create(made.id, data_source=source)
     blobs = AwayBlobs(Path(house.blobs.url("x")).parents[1])
     blobs.errors = [OSError(errno.EMFILE, "Too many open files"), EndpointConnectionError(endpoint_url="s3")]
-    runner = EvalRunner(house.settings, house.database, blobs, house.backends, "worker/1")
+    runner = EvalRunner(house.settings, house.database, blobs, house.backends, "worker/1", prepare_request)
     claim = present(runner.claim())
 
     runner.run(claim)

@@ -18,6 +18,7 @@ from fastapi import FastAPI, Request
 from regraft import AsyncRegraft, Regraft
 
 from api.http.app import create_app
+from api.resources.batch_requests import prepare_request
 from api.resources.chat import Upstream
 from core.database.engine import Database, Work
 from core.database.tables import Checkpoint, Job, Project, RolloutPage, StepMetric, TunedModel
@@ -282,7 +283,9 @@ def graded_job(house: House) -> str:
 
 @pytest.fixture
 def runner(house: House, tmp_path: Path) -> EvalRunner:
-    return EvalRunner(Settings(data_dir=tmp_path), house.database, house.blobs, Backends({}), "worker/1")
+    return EvalRunner(
+        Settings(data_dir=tmp_path), house.database, house.blobs, Backends({}), "worker/1", prepare_request
+    )
 
 
 @contextmanager

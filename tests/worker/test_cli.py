@@ -364,6 +364,19 @@ def test_an_extra_that_a_setting_needs_is_named(setting: str, value: str, extra:
     configuration.check_packages(Settings(), is_installed=lambda package: False)
 
 
+def test_a_worker_with_a_gpu_and_without_vllm_names_the_command_that_installs_it(tmp_path: Path) -> None:
+    gpu = tmp_path / "nvidiactl"
+    gpu.touch()
+
+    def warning(settings: Settings, *, installed: bool = False, file: Path = gpu) -> str | None:
+        return configuration.missing_vllm(settings, lambda package: installed, [file])
+
+    assert "pip install 'regraft-server[vllm]'" in (warning(Settings()) or "")
+    assert warning(Settings(), installed=True) is None
+    assert warning(Settings(), file=tmp_path / "none") is None
+    assert warning(Settings(sampler="transformers")) is None
+
+
 def test_a_blob_store_that_cannot_be_one_is_named() -> None:
     with pytest.raises(UsageError, match=r"^REGRAFT_BLOB_URL: 'ftp://host' names no blob store"):
         service.check_store(Settings(blob_url="ftp://host"))

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from api.resources.batch_requests import prepare_request
 from core.jobs import lifecycle
 from core.jobs.queue import RUN, gpu_queue, open_celery, sender
 from core.settings import Settings
@@ -176,7 +177,7 @@ def test_a_worker_starts_queued_jobs_while_its_broker_is_unreachable(bench: Benc
     settings = Settings(
         data_dir=bench.tmp_path, broker_url=f"redis://127.0.0.1:{reserve_port()}/0", reconcile_seconds=0.05
     )
-    worker = WorkerService(settings, bench.database, bench.blobs, Backends({}))
+    worker = WorkerService(settings, bench.database, bench.blobs, Backends({}), prepare_request)
     worker.supervisor = supervisor = Recorded(settings, bench.database, bench.blobs)
     worker.start()
     try:
@@ -195,7 +196,7 @@ class Ended(Reconciler):
 
 def test_a_worker_whose_thread_has_ended_stops_itself_with_a_status(bench: Bench) -> None:
     settings = Settings(data_dir=bench.tmp_path)
-    worker = WorkerService(settings, bench.database, bench.blobs, Backends({}))
+    worker = WorkerService(settings, bench.database, bench.blobs, Backends({}), prepare_request)
     worker.supervisor = Recorded(settings, bench.database, bench.blobs)
     worker.reconciler = Ended(settings, bench.database, bench.blobs, worker.send)
     ended = threading.Event()

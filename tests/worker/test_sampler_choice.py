@@ -1,10 +1,11 @@
 """Which sampler a job gets, and what happens where it is not installed."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from core.registry import BaseModelEntry, Device
+from core.registry import BaseModelEntry, Device, SamplerName
 from core.settings import Settings
 from worker.prepare.model import inspect_model
 from worker.refusals import UserMistake
@@ -49,6 +50,26 @@ def test_where_nobody_names_one_a_gpu_gets_vllm_if_it_is_installed(
 def test_a_model_whose_sampler_is_not_installed_is_refused() -> None:
     with pytest.raises(choice.SamplerMissing, match="vLLM, which is not installed on the worker"):
         choice.choose(BaseModelEntry(path=Path("x"), sampler="vllm"), Settings(), "cpu", lambda: None)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "setting", "device", "chosen", "warns"),
+    [
+        (None, "registry", "cuda", "transformers", True),
+        (None, "registry", "cuda", "vllm", False),
+        (None, "registry", "cpu", "transformers", False),
+        (None, "transformers", "cuda", "transformers", False),
+        ("transformers", "registry", "cuda", "transformers", False),
+    ],
+)
+def test_a_gpu_that_samples_with_transformers_for_lack_of_vllm_is_a_warning(
+    sampler: Any, setting: Any, device: Device, chosen: SamplerName, warns: bool
+) -> None:
+    entry = BaseModelEntry(path=Path("x"), sampler=sampler)
+
+    warning = choice.missing_vllm(entry, Settings(sampler=setting), device, chosen)
+
+    assert ("pip install 'regraft-server[vllm]'" in (warning or "")) == warns
 
 
 class TestFleet:

@@ -1,12 +1,14 @@
 """Read the operator's configuration for a command. Errors are UsageErrors that name the variable or the file."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.util import find_spec
+from pathlib import Path
 
 from pydantic import ValidationError
 from pydantic_settings import SettingsError
 
 from core.inference import unknown_models
+from core.jobs.devices import GPU_FILES
 from core.registry import InvalidRegistry, Registry
 from core.settings import Settings, problems
 from worker.cli.parser import UsageError
@@ -36,6 +38,22 @@ def check_packages(settings: Settings, is_installed: Callable[[str], bool] = _is
                 f"{variable} needs the package {package}, which is not installed: "
                 f"pip install 'regraft-server[{extra}]'"
             )
+
+
+def missing_vllm(
+    settings: Settings,
+    is_installed: Callable[[str], bool] = _is_installed,
+    gpu_files: Iterable[Path] = GPU_FILES,
+) -> str | None:
+    """The warning for a worker that has a GPU and would sample with transformers because vLLM is not installed."""
+    if settings.sampler == "transformers" or is_installed("vllm"):
+        return None
+    if not any(file.exists() for file in gpu_files):
+        return None
+    return (
+        "This machine has a GPU and no vLLM, so jobs are sampled with transformers, which is much slower: "
+        "pip install 'regraft-server[vllm]'. If transformers is intended, set REGRAFT_SAMPLER=transformers."
+    )
 
 
 def check_models(settings: Settings) -> None:

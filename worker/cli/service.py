@@ -29,6 +29,7 @@ from api.http.connections import ConnectionLimit, limited
 from api.http.rate_limits import open_rates
 from api.http.shutdown import Server
 from api.http.sign_on import behind_proxies, trusted_proxies
+from api.resources.batch_requests import prepare_request
 from core import private
 from core.addresses import HostPort, family_of
 from core.database.engine import READ_ONLY, Database, Send
@@ -47,7 +48,7 @@ from core.tenancy import keys, sessions
 from graders.backends import Backends, InvalidBackends
 from graders.sandbox import pool
 from worker.backends import open_backends
-from worker.cli.configuration import check_models, check_packages, read_settings
+from worker.cli.configuration import check_models, check_packages, missing_vllm, read_settings
 from worker.cli.parser import UsageError
 from worker.members.member import Member
 from worker.model.export import export_to
@@ -300,7 +301,8 @@ def serve_all(
     """
     with inference_on_demand(listening):
         database, blobs = open_stores(settings)
-        worker = WorkerService(settings, database, blobs, backends)
+        _warn_without_vllm(settings)
+        worker = WorkerService(settings, database, blobs, backends, prepare_request)
         worker.start(on_failure=lambda: os.kill(os.getpid(), signal.SIGTERM))
         try:
             for collector in (ServiceFigures(database, settings.default_limits), *worker.figures):
@@ -315,7 +317,8 @@ def serve_all(
 def work(settings: Settings, backends: Backends, add_collector: Callable[[MetricsCollector], None]) -> int:
     """Serve this machine's queue until SIGTERM or Ctrl-C, then drain. Returns 1 if it stops because a thread ended."""
     database, blobs = open_stores(settings)
-    worker = WorkerService(settings, database, blobs, backends)
+    _warn_without_vllm(settings)
+    worker = WorkerService(settings, database, blobs, backends, prepare_request)
     stopping = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: stopping.set())
@@ -327,6 +330,11 @@ def work(settings: Settings, backends: Backends, add_collector: Callable[[Metric
         worker.stop()
     database.close()
     return int(worker.failed)
+
+
+def _warn_without_vllm(settings: Settings) -> None:
+    if warning := missing_vllm(settings):
+        log.warning("%s", warning)
 
 
 def member(arguments: argparse.Namespace) -> int:

@@ -13,9 +13,11 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from core.database.engine import Database
+from core.database.ids import new_id
 from core.database.tables import Eval, EvalRun, File, now
-from core.errors import BudgetReached
-from core.evals import budgets, items, lifecycle, regrades, rows, summary, targets
+from core.errors import BudgetReached, ServiceError
+from core.evals import batches, budgets, items, lifecycle, regrades, rows, summary, targets
+from core.evals.batches import Prepare
 from core.evals.rows import EvalRow
 from core.inference import not_served
 from core.jobs.claim import Claim, LeaseLost
@@ -75,6 +77,7 @@ class RunPlan:
     prompt: PromptTemplate | None
     parse_json: bool
     spending: Spending
+    is_batch: bool
 
     @property
     def judged(self) -> list[int]:
@@ -101,7 +104,9 @@ class RunAttempt:
         backends: Backends,
         claim: Claim,
         retry: RetryPolicy,
+        prepare: Prepare,
     ) -> None:
+        self.prepare = prepare
         self.settings, self.database, self.blobs, self.backends = settings, database, blobs, backends
         self.claim = claim
         self.record = Record(database, blobs, claim, settings.default_limits, retry)
@@ -117,6 +122,9 @@ class RunAttempt:
         """
         with self.database.read() as session:
             run = session.scalars(select(EvalRun).where(EvalRun.id == self.claim.job_id)).one()
+            # A retry after its end would find none of the items that its files have replaced.
+            if not lifecycle.is_held(session, self.claim):
+                raise LeaseLost(f"{self.claim.owner} no longer holds {self.claim.job_id}")
             sent = _criteria(session, run)
             content = run.content
             file = session.scalar(select(File).where(File.id == run.file_id)) if run.file_id else None
@@ -124,7 +132,9 @@ class RunAttempt:
             self.record.load(session, run)
         OWNER.set(run.project_id)
         source = (
-            partial(self._rows, content, file) if pages is None else partial(regrades.rows, self.blobs, pages)
+            partial(self._rows, run, content, file)
+            if pages is None
+            else partial(regrades.rows, self.blobs, pages)
         )
         async with AsyncExitStack() as stack:
             plan = await self._plan(run, sent, stack)
@@ -134,6 +144,9 @@ class RunAttempt:
             if compared is not None:
                 run.summary = {**run.summary, "comparison": compared}
             lifecycle.complete(run)
+            is_batch = run.output_due
+        if is_batch:
+            await asyncio.to_thread(batches.write_files, self.database, self.blobs, run.id)
 
     def _compared(self, run: EvalRun) -> dict[str, Any]:
         with self.database.read() as session:
@@ -165,17 +178,19 @@ class RunAttempt:
         sampler: ChatSampler | None = None
         prompt = None
         fields = chat_fields(run.data_source)
+        is_batch = batches.is_one(run)
         if run.model is not None:
-            prompt = parse_input_messages(run.data_source["input_messages"], "data_source.input_messages")
             sampler = self._sampler(run, fields)
             stack.push_async_callback(sampler.close)
+        if run.model is not None and not is_batch:
+            prompt = parse_input_messages(run.data_source["input_messages"], "data_source.input_messages")
         wants_json = fields.get("response_format", {}).get("type") in ("json_schema", "json_object")
         if regrades.is_one(run):
             wants_json = run.data_source["parse_json"]
         metered = sampler is not None and not sampler.ours
         kept = run.summary
         spending = Spending(run.budget, budgets.used(kept), summary.paid_items(kept))
-        return RunPlan(run, criteria, graders, sampler, metered, prompt, wants_json, spending)
+        return RunPlan(run, criteria, graders, sampler, metered, prompt, wants_json, spending, is_batch)
 
     def _sampler(self, run: EvalRun, fields: dict[str, Any]) -> ChatSampler:
         assert run.model is not None
@@ -200,12 +215,17 @@ class RunAttempt:
             raise RunFailed("model_not_found", f"The model '{run.model}' does not exist any more.")
         return ChatSampler(theirs, {**fields, "model": theirs.served_as or run.model}, ours=False)
 
-    def _rows(self, content: list[Any] | None, file: File | None) -> Iterator[EvalRow | LineError]:
+    def _rows(
+        self, run: EvalRun, content: list[Any] | None, file: File | None
+    ) -> Iterator[EvalRow | LineError]:
         if content is not None:
             return rows.of_content(content)
         if file is None:
             raise RunFailed("file_deleted", "The file of the run was deleted before it could be read.")
-        return rows.of_file(files.read_content(self.blobs, file))
+        read = files.read_content(self.blobs, file)
+        return (
+            batches.requests(read, run.data_source["endpoint"]) if batches.is_one(run) else rows.of_file(read)
+        )
 
     async def _all(self, plan: RunPlan, source: Callable[[], Iterator[EvalRow | LineError]]) -> None:
         """Work on all unfinished rows, some at a time, while the record is written."""
@@ -300,6 +320,9 @@ class RunAttempt:
 
     async def _one(self, plan: RunPlan, row: EvalRow, entry: Entry, cost: ItemCost) -> None:
         """Sample and grade one row, skipping what an earlier attempt has paid for."""
+        if plan.is_batch:
+            await self._answer(plan, row, cost)
+            return
         if "sample" not in entry:
             with nullcontext() if plan.sampler is None else _timed("sampling"):
                 entry = {"sample": await self._sampled(plan, row, cost), "grades": {}}
@@ -328,6 +351,33 @@ class RunAttempt:
                 "datasource_item": row.item,
                 "results": results,
                 "sample": {name: value for name, value in stored.items() if name != "graded"},
+            },
+            cost.all_tokens,
+        )
+
+    async def _answer(self, plan: RunPlan, row: EvalRow, cost: ItemCost) -> None:
+        """Answer one request of a batch. Its error is an answer, too."""
+        assert plan.sampler is not None
+        try:
+            prepared = self.prepare(plan.run.data_source["endpoint"], row.item["body"])
+            with _timed("sampling"):
+                completion, usage = await plan.sampler.complete(prepared.chat)
+            self._pay(PaidCall(plan.run.model or "", usage, metered=False), cost)
+            status_code, body = 200, prepared.response(completion)
+        except ServiceError as refused:
+            status_code, body = refused.status_code, refused.envelope()
+        status = "pass" if status_code == 200 else "error"
+        EVAL_ITEMS.labels(status).inc()
+        self.record.finish(
+            {
+                "id": f"batch_req_{plan.run.id.removeprefix('batch_')}_{row.line}",
+                "line": row.line,
+                "datasource_item_id": row.line,
+                "status": status,
+                "created_at": now(),
+                "datasource_item": {"custom_id": row.item["custom_id"]},
+                "results": [],
+                "sample": {"status_code": status_code, "request_id": new_id("req_"), "body": body},
             },
             cost.all_tokens,
         )
@@ -418,6 +468,8 @@ def _criteria(session: Session, run: EvalRun) -> list[tuple[str, dict[str, Any]]
     """The graders of a run as they are stored, each with its parameter. Raises LeaseLost: their eval was deleted."""
     if regrades.is_one(run):
         return [("grader", run.data_source["grader"])]
+    if batches.is_one(run):
+        return []
     made = session.scalar(select(Eval).where(Eval.id == run.eval_id))
     if made is None:
         raise LeaseLost(f"{run.eval_id} was deleted")

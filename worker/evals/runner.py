@@ -11,6 +11,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from core.database.engine import Database
 from core.evals import lifecycle
+from core.evals.batches import Prepare
 from core.jobs.claim import Claim, LeaseLost
 from core.outages import Resource, outage
 from core.retry import RetryPolicy
@@ -31,8 +32,16 @@ class EvalRunner:
     """Works on the eval runs of this worker, RUNS_AT_ONCE at a time. `stop` drains: they are queued again."""
 
     def __init__(
-        self, settings: Settings, database: Database, blobs: BlobStore, backends: Backends, owner: str
+        self,
+        settings: Settings,
+        database: Database,
+        blobs: BlobStore,
+        backends: Backends,
+        owner: str,
+        prepare: Prepare,
     ) -> None:
+        """`prepare` converts the requests of batches, whose formats belong to the API."""
+        self.prepare = prepare
         self.settings, self.database, self.blobs, self.backends = settings, database, blobs, backends
         self.owner = owner
         self._stopping = threading.Event()
@@ -132,7 +141,9 @@ class EvalRunner:
 
     async def _attempt(self, claim: Claim, lease: LeaseKeeper, retry: RetryPolicy) -> None:
         lease.moved()
-        attempt = RunAttempt(self.settings, self.database, self.blobs, self.backends, claim, retry)
+        attempt = RunAttempt(
+            self.settings, self.database, self.blobs, self.backends, claim, retry, self.prepare
+        )
         attempt.moved = lease.moved
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None

@@ -11,10 +11,11 @@ from typing import Any, Protocol
 
 import httpx
 
+from core.errors import ServiceError
 from core.outages import Resource, TemporarilyUnavailable
 from core.outbound.http import trusted_client
 from core.response_format import ResponseFormat
-from graders.calls import CallRetryPolicy, NoAnswer, RateLimit, post
+from graders.calls import MAX_ANSWER, AnswerTooLong, CallRetryPolicy, NoAnswer, RateLimit, Reply, post
 from graders.judge.judges import JudgeModel
 from graders.judge.usage import token_usage
 from graders.prompts import Message
@@ -24,6 +25,7 @@ from graders.template import quoted
 RETRIES = 7
 # Our own server answers 503 with Retry-After: 5 while it loads a model, which may take minutes.
 RETRIES_WHILE_LOADING = 30
+MAX_COMPLETION = 64 << 20  # of a batch, with up to 128 choices and their log-probabilities
 
 
 class ServerUnavailable(TemporarilyUnavailable):
@@ -43,6 +45,14 @@ class ItemAnswer:
     error: Mapping[str, str] | None = None
 
 
+class RefusedByServer(ServiceError):
+    """The server's own error for a request, in OpenAI's shape."""
+
+    def __init__(self, status: int, message: str, type: str, param: str | None, code: str | None) -> None:
+        super().__init__(message, param=param)
+        self.status_code, self.type, self.code = status, type, code
+
+
 class ItemSampler(Protocol):
     """Answers prompts. Safe to call concurrently."""
 
@@ -50,6 +60,15 @@ class ItemSampler(Protocol):
         """Return the answer. An error of the request is an Answer with an error.
 
         Raises:
+            ServerUnavailable: no request can be answered now.
+        """
+        ...
+
+    async def complete(self, chat: Mapping[str, Any]) -> tuple[dict[str, Any], Mapping[str, int]]:
+        """Return the whole chat completion of one request, with its usage.
+
+        Raises:
+            ServiceError: the server's error for this request.
             ServerUnavailable: no request can be answered now.
         """
         ...
@@ -84,6 +103,44 @@ class ChatSampler:
 
     async def sample(self, messages: Sequence[Message]) -> ItemAnswer:
         body = json.dumps({**self.fields, "messages": list(messages)}).encode()
+        try:
+            answer = await self._answered(body)
+        except NoAnswer as silence:
+            return ItemAnswer(error={"code": "server_error", "message": str(silence)})
+        if not answer.ok:
+            return ItemAnswer(error=_error(answer.status, answer.text))
+        try:
+            return _answer(json.loads(answer.text), body)
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
+            text = f"not a chat completion: {quoted(answer.text, 300)}"
+            return ItemAnswer(error={"code": "server_error", "message": text})
+
+    async def complete(self, chat: Mapping[str, Any]) -> tuple[dict[str, Any], Mapping[str, int]]:
+        body = json.dumps({**chat, **self.fields}).encode()
+        try:
+            answer = await self._answered(body, MAX_COMPLETION)
+        except NoAnswer as silence:
+            raise ServiceError(f"The model gave no answer: {silence}.") from silence
+        try:
+            completion = json.loads(answer.text)
+            if answer.ok:
+                return completion, asdict(token_usage(completion, body))
+            error = completion["error"]
+            raise RefusedByServer(
+                answer.status, error["message"], error["type"], error["param"], error["code"]
+            )
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as cause:
+            raise ServiceError(
+                f"The inference server answered with status {answer.status} and not in OpenAI's format."
+            ) from cause
+
+    async def _answered(self, body: bytes, max_bytes: int = MAX_ANSWER) -> Reply:
+        """The response of the server.
+
+        Raises:
+            ServerUnavailable: this is the installation's own server, and it does not answer now.
+            NoAnswer: another server does not answer, or the answer exceeds `max_bytes`.
+        """
         headers = {"authorization": f"Bearer {self.model.api_key}"} if self.model.api_key else {}
         url = self.model.base_url.rstrip("/") + "/chat/completions"
         async with self._slots:
@@ -96,20 +153,17 @@ class ChatSampler:
                     patience=self._patience,
                     pace=self._pace,
                     timeout_s=self.model.timeout_s,
+                    max_bytes=max_bytes,
                 )
+            except AnswerTooLong:
+                raise
             except NoAnswer as silence:
                 if self.ours:
                     raise ServerUnavailable(str(silence)) from silence
-                return ItemAnswer(error={"code": "server_error", "message": str(silence)})
-        if not answer.ok:
-            if self.ours and answer.is_loading:
-                raise ServerUnavailable(f"HTTP {answer.status}: {quoted(answer.text, 300)}")
-            return ItemAnswer(error=_error(answer.status, answer.text))
-        try:
-            return _answer(json.loads(answer.text), body)
-        except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
-            text = f"not a chat completion: {quoted(answer.text, 300)}"
-            return ItemAnswer(error={"code": "server_error", "message": text})
+                raise
+        if self.ours and answer.is_loading:
+            raise ServerUnavailable(f"HTTP {answer.status}: {quoted(answer.text, 300)}")
+        return answer
 
     async def close(self) -> None:
         await self._client.aclose()

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 
 from core.database.engine import Database, Send
+from core.evals.batches import Prepare
 from core.jobs.queue import DEFAULT_QUEUE, EVAL, RUN, VALIDATE, gpu_queue, open_celery, sender
 from core.outbound.http import Outgoing
 from core.settings import Settings
@@ -40,12 +41,14 @@ class WorkerService:
     `start` and `stop` are the whole use.
     """
 
-    def __init__(self, settings: Settings, database: Database, blobs: BlobStore, backends: Backends) -> None:
+    def __init__(
+        self, settings: Settings, database: Database, blobs: BlobStore, backends: Backends, prepare: Prepare
+    ) -> None:
         self.settings, self.database, self.blobs, self.backends = settings, database, blobs, backends
         self.celery = open_celery(settings.broker_url, settings.gpu_class)
         self.send: Send = sender(self.celery)
         self.supervisor = Supervisor(settings, database, blobs)
-        self.evals = EvalRunner(settings, database, blobs, backends, self.supervisor.owner)
+        self.evals = EvalRunner(settings, database, blobs, backends, self.supervisor.owner, prepare)
         self.runs = WokenLoop("runs", self._run_next)
         self.validations = WokenLoop("validations", self._validate_files)
         # By task, and what a message of it does. Each returns at once.

@@ -12,7 +12,7 @@ from sqlalchemy.orm import Session
 from core.database import pages
 from core.database.engine import Database, Send, db_now
 from core.database.tables import File, Job, StepMetric, now
-from core.evals import catalog
+from core.evals import batches, catalog
 from core.evals import lifecycle as eval_runs
 from core.jobs import lifecycle
 from core.jobs.lifecycle import FINAL
@@ -75,6 +75,7 @@ class Reconciler:
             self.stale_wake_ups,
             self.unannounced_work,
             self.missing_results,
+            self.files_of_batches,
             *self.retention.passes,
             self.scrubber.scrub,
             self.deleted_files,
@@ -118,6 +119,7 @@ class Reconciler:
                     self._bound_times(session)
                 lifecycle.expire_leases(session, max_failures=self.settings.max_failures)
                 eval_runs.expire_leases(session)
+                eval_runs.expire_batches(session, batches.WINDOW_SECONDS)
         except SQLAlchemyError:
             self._database_was_away = True
             raise
@@ -177,6 +179,13 @@ class Reconciler:
             file = results.prepare(self.database, self.blobs, job)
             with self.database.write() as session:
                 results.attach(session, session.get_one(Job, job.seq), file)
+
+    def files_of_batches(self) -> None:
+        """Write the files of batches that ended without a worker: cancelled, expired or failed."""
+        with self.database.read() as session:
+            ended = [batch.id for batch in batches.due(session)]
+        for batch_id in ended:
+            batches.write_files(self.database, self.blobs, batch_id)
 
     def deleted_files(self) -> None:
         """Remove deleted files that no unfinished job reads: first the contents, then the row.

@@ -54,10 +54,22 @@ def choose(
         return name, version("transformers")
     if version_of_vllm is None:
         raise SamplerMissing(
-            "This model is sampled with vLLM, which is not installed on the worker. Install it there, or set "
-            "REGRAFT_SAMPLER=transformers."
+            "This model is sampled with vLLM, which is not installed on the worker. Install it there, on a GPU with "
+            "pip install 'regraft-server[vllm]', or set REGRAFT_SAMPLER=transformers."
         )
     return "vllm", version_of_vllm
+
+
+def missing_vllm(
+    entry: BaseModelEntry, settings: Settings, device: Device, chosen: SamplerName
+) -> str | None:
+    """The warning for a job on a GPU that is sampled with transformers only because vLLM is not installed."""
+    if device != "cuda" or chosen == sampler_of(entry, settings.sampler, device):
+        return None
+    return (
+        "The worker has a GPU and no vLLM, so this job is sampled with transformers, which is much slower. Install "
+        "vLLM there: pip install 'regraft-server[vllm]'. If transformers is intended, set REGRAFT_SAMPLER=transformers."
+    )
 
 
 def place(
