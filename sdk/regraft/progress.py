@@ -70,8 +70,15 @@ class Progress:
         if spark and len(self.rewards) > 1:
             parts.append(sparkline(self.rewards, spark, marks.blocks, self.axis))
         parts += doing
+        if self.status in FINAL:  # the result is that of the delivered checkpoint, not of the last validation
+            last = {name: value for name, value in last.items() if not name.startswith("full_valid_")}
         parts += described(last, marks)
         return "  ".join(parts)
+
+
+def queued_text(queue: Mapping[str, Any]) -> str:
+    """Such as `position 2, waiting for a free worker of class cpu`."""
+    return f"position {queue['position']}, {queue['reason']}"
 
 
 def doing_now(now: Mapping[str, Any]) -> str:

@@ -75,6 +75,7 @@ def test_a_new_job_has_every_key_of_openais(
         "eval_id": job["id"].replace("ftjob-", "eval_"),
         "budget": None,
         "estimate": None,
+        "result": None,
         "verdict": None,
         "progress": None,
         "preview": None,

@@ -531,6 +531,26 @@ def test_watching_a_job_that_ends_worse_than_its_base_says_so_and_is_exit_code_1
     assert f"verdict      {WORSE}\n" in shown
 
 
+def test_a_job_has_the_numbers_of_its_delivered_checkpoint_in_every_command(
+    regraft: Callable[..., tuple[int, str, str]], house: House
+) -> None:
+    job_id, better = house.job(), {"outcome": "improved", "base_reward": 0.4, "tuned_reward": 0.94, "step": 2}
+    for step, valid in enumerate((0.4, None, 0.94, 0.83)):
+        house.step(job_id, step, 3, 0.5, full_valid_mean_reward=valid)
+    house.end(job_id, "succeeded", fine_tuned_model="ft:tiny:acme::1", verdict=VERDICT | better)
+
+    _, shown, _ = regraft("jobs", "show", job_id)
+    _, listed, _ = regraft("jobs", "list")
+    _, watched, said = regraft("jobs", "watch", job_id)
+
+    lines = dict(re.split(r"  +", line, maxsplit=1) for line in shown.splitlines())
+    assert lines["result"] == "0.40 -> 0.94 at step 2"
+    assert lines["valid reward"].startswith("0.40 ") and lines["valid reward"].endswith(" 0.94")
+    assert "0.40 -> 0.94 at step 2" in listed
+    assert "0.40 -> 0.94" in said
+    assert "valid 0.83" in watched.splitlines()[3]  # of the step
+
+
 def test_a_damaged_model_with_too_few_rows_for_an_interval_is_exit_code_1(
     regraft: Callable[..., tuple[int, str, str]], house: House
 ) -> None:

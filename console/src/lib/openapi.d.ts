@@ -174,6 +174,7 @@ export interface components {
             } | null;
             /** Reasons */
             reasons?: boolean | null;
+            template?: components["schemas"]["TemplateFacts"] | null;
             memory?: components["schemas"]["ModelMemory"] | null;
             /** Checked At */
             checked_at?: number | null;
@@ -795,6 +796,7 @@ export interface components {
             estimate: {
                 [key: string]: unknown;
             } | null;
+            result: components["schemas"]["ResultOut"] | null;
             verdict: components["schemas"]["VerdictOut"] | null;
             progress: components["schemas"]["ProgressOut"] | null;
             preview: components["schemas"]["PreviewedOut"] | null;
@@ -1337,9 +1339,14 @@ export interface components {
             invalid: number;
             /**
              * Problems
-             * @description The first 20.
+             * @description The first 20 different ones.
              */
             problems: components["schemas"]["RowProblem"][];
+            /**
+             * Foreign Format
+             * @description Names the format of a file that no job reads, and says what to do; null: it has none.
+             */
+            foreign_format?: string | null;
             /** @description Of the text of a prompt. */
             characters: components["schemas"]["Lengths"] | null;
             tokens: components["schemas"]["TokenLengths"] | null;
@@ -1385,7 +1392,7 @@ export interface components {
              * Phase
              * @enum {string}
              */
-            phase: "loading" | "sampling" | "grading" | "training" | "validation" | "saving" | "waiting for the database" | "waiting for the blob store or the disk";
+            phase: "loading" | "starting the sampler" | "sampling" | "grading" | "training" | "validation" | "saving" | "waiting for the database" | "waiting for the blob store" | "waiting for the disk" | "waiting for the file descriptor table" | "waiting for the name server" | "waiting for the memory" | "waiting for the inference server" | "waiting for the teacher";
             /** Done */
             done: number | null;
             /** Of */
@@ -1413,6 +1420,11 @@ export interface components {
              * @description All selected steps with stored samples, ascending.
              */
             steps: number[];
+            /**
+             * Counted Step
+             * @description The step that `outcome`, `last_mean` and `change` are of: that of the delivered checkpoint for validations, else the last one.
+             */
+            counted_step: number | null;
             /**
              * Pass Threshold
              * @description The mean reward from which a prompt counts as solved.
@@ -1587,6 +1599,23 @@ export interface components {
             output: string | null;
         };
         /**
+         * ResultOut
+         * @description The validation of the delivered checkpoint. Lists, pages and commands show these numbers as the job's result.
+         */
+        ResultOut: {
+            /** Step */
+            step: number;
+            /**
+             * Metric
+             * @enum {string}
+             */
+            metric: "full_valid_mean_reward" | "full_valid_loss";
+            /** Start */
+            start: number | null;
+            /** Value */
+            value: number;
+        };
+        /**
          * RewardsOut
          * @description The rewards of one formula.
          */
@@ -1730,6 +1759,8 @@ export interface components {
             path: string;
             /** Message */
             message: string;
+            /** More Lines */
+            more_lines: number;
         };
         /** Scores */
         Scores: {
@@ -2405,6 +2436,31 @@ export interface components {
                 [key: string]: unknown;
             } | null;
         };
+        /**
+         * TemplateFacts
+         * @description The behavior of a chat template.
+         */
+        TemplateFacts: {
+            /** End Of Turn */
+            end_of_turn: string | null;
+            /** End Of Turn Added */
+            end_of_turn_added: boolean;
+            /** Generation Prompt */
+            generation_prompt: boolean;
+            /**
+             * System Role
+             * @enum {string}
+             */
+            system_role: "rendered" | "ignored" | "rejected";
+            /** Alternation */
+            alternation: boolean;
+            /** Tools */
+            tools: boolean;
+            /** Thoughts */
+            thoughts: boolean;
+            /** Date */
+            date: boolean;
+        };
         /** Timing */
         Timing: {
             /**
@@ -2453,6 +2509,7 @@ export interface components {
             room: number;
             too_long: components["schemas"]["SomeLines"];
             not_rendered: components["schemas"]["SomeLines"];
+            special_texts: components["schemas"]["SomeLines"];
         };
         /** TokenOut */
         TokenOut: {
@@ -2592,6 +2649,11 @@ export interface components {
             ground?: string | null;
             /** Start */
             start?: string | null;
+            /**
+             * Held Out
+             * @default true
+             */
+            held_out: boolean;
         };
         /**
          * WebhookDeliveryOut

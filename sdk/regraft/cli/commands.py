@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
 from itertools import islice
@@ -66,14 +66,24 @@ from regraft.errors import DownloadCorrupt, JobFailed, NotARegraftServer, NotSup
 from regraft.jobs import grader_of
 from regraft.migrate import NO_MODEL
 from regraft.migrate import migrate as migrated
-from regraft.progress import FINAL, Marks, axis_of, doing_now, marks_for, sparkline
+from regraft.progress import FINAL, Marks, axis_of, doing_now, marks_for, queued_text, sparkline
 from regraft.requests import FILES, InvalidRequestFile, read_grader, read_job, read_table
 from regraft.resources.checkpoints import best
 from regraft.resources.evals import InvalidGate
 from regraft.resources.jobs import VALIDATE, validate_local, validation
 from regraft.resources.rollouts import Filters
 from regraft.saving import chunks, whole
-from regraft.types import Alias, ComparedPair, ComparedScores, GraderTest, Money, PreviewProgress, verdict_of
+from regraft.types import (
+    Alias,
+    ComparedPair,
+    ComparedScores,
+    GraderTest,
+    JobResult,
+    Money,
+    PreviewProgress,
+    result_of,
+    verdict_of,
+)
 
 DONE, NO, USAGE, NOT_FOUND, AUTH, UNREACHABLE, QUOTA, INTERRUPTED = 0, 1, 2, 3, 4, 5, 6, 130
 BY_STATUS = {401: AUTH, 403: AUTH, 404: NOT_FOUND, 408: UNREACHABLE, 429: QUOTA}
@@ -643,16 +653,25 @@ def jobs_list(arguments: argparse.Namespace) -> int:
             break
         listed.append(job)
     rows = [
-        [job.id, job.status, _now(job), when(job.created_at), job.model, job.fine_tuned_model or "-"]
+        [
+            job.id,
+            job.status,
+            _now(job),
+            str(result_of(job) or "-"),
+            when(job.created_at),
+            job.model,
+            job.fine_tuned_model or "-",
+        ]
         for job in listed
     ]
-    return _answer(
-        arguments, listed, lambda: table(["id", "status", "now", "created", "model", "tuned model"], rows)
-    )
+    head = ["id", "status", "now", "result", "created", "model", "tuned model"]
+    return _answer(arguments, listed, lambda: table(head, rows))
 
 
 def _now(job: FineTuningJob) -> str:
-    """The work of a running job inside of its step, in a few words."""
+    """The work of a running job inside of its step, or the place and reason of a waiting one, in a few words."""
+    if (queue := getattr(job, "queue", None)) is not None:
+        return queued_text(queue)
     now = getattr(job, "progress", None)
     return "-" if now is None else doing_now(now)
 
@@ -678,8 +697,8 @@ def _watch(arguments: argparse.Namespace, job_id: str) -> int:
         return NO if job.status in ("failed", "cancelled") or _is_worse(job) else DONE
     job = client.jobs.wait(job_id, progress=sys.stdout)
     if job.status in FINAL:
-        if (verdict := verdict_of(job)) is not None:
-            say(str(verdict))
+        if (found := verdict_of(job) or result_of(job)) is not None:
+            say(str(found))
         print(job.fine_tuned_model)
     else:
         say(f"The job is {job.status}; `regraft jobs resume {job.id}` resumes it.")
@@ -839,7 +858,7 @@ def _job(job: FineTuningJob, steps: list[dict[str, Any]]) -> str:
         "seed": str(job.seed),
     }
     if queue := getattr(job, "queue", None):
-        shown["queue"] = f"position {queue['position']}, {queue['reason']}"
+        shown["queue"] = queued_text(queue)
     if job.error and job.error.message:
         shown["error"] = f"{job.error.message} ({job.error.code})"
     if steps:
@@ -853,6 +872,9 @@ def _job(job: FineTuningJob, steps: list[dict[str, Any]]) -> str:
         shown["GPU time"] = duration(used["gpu_seconds"])
         if cost := used.get("cost"):
             shown["cost"] = f"{cost['amount']:.2f} {cost['currency']}"
+    if (result := result_of(job)) is not None:
+        shown["result"] = str(result)
+        steps = _until(steps, result)
     marks, axis = marks_for(sys.stdout.encoding), axis_of(grader_of(job))
     for name, key in (("train reward", "train_mean_reward"), ("valid reward", "full_valid_mean_reward")):
         values = [step[key] for step in steps if step.get(key) is not None]
@@ -870,6 +892,18 @@ def _job(job: FineTuningJob, steps: list[dict[str, Any]]) -> str:
         shown["verdict"] = str(verdict)
     width = max(map(len, shown))
     return "\n".join(f"{name:<{width}}  {value}" for name, value in shown.items())
+
+
+def _until(steps: Sequence[dict[str, Any]], result: JobResult) -> list[dict[str, Any]]:
+    """The steps without the validations after the delivered checkpoint, whose validation has the result's number."""
+    shown: list[dict[str, Any]] = []
+    for step in steps:
+        if step["step"] > result.step:
+            step = {name: value for name, value in step.items() if not name.startswith("full_valid_")}
+        elif step["step"] == result.step:
+            step = step | {result.metric: result.value}
+        shown.append(step)
+    return shown
 
 
 def _method(job: FineTuningJob) -> str:
