@@ -40,6 +40,8 @@ class Progress:
     status: str = ""
     axis: tuple[float, float] = AXIS  # of the sparkline
     now: Mapping[str, Any] | None = None  # what the run does inside of its step
+    queue: Mapping[str, Any] | None = None  # the place of a waiting job, and what it waits for
+    waited: float = 0.0  # seconds that it has been watched in the queue
     steps: dict[int, Mapping[str, Any]] = field(default_factory=dict)
 
     def add(self, metrics: Mapping[str, Any]) -> None:
@@ -59,6 +61,8 @@ class Progress:
         """The state in one line; `spark` = 0 omits the sparkline."""
         marks = marks or Marks()
         doing = [] if self.now is None or self.status in FINAL else [doing_now(self.now)]
+        if self.queue is not None:
+            doing = [queued_text(self.queue), f"{self.waited:.0f} s"]
         if not self.steps:
             return "  ".join([self.status, *doing])
         last = self.steps[max(self.steps)]

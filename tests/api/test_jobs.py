@@ -70,7 +70,7 @@ def test_a_new_job_has_every_key_of_openais(
         },
         "user_provided_suffix": "mine",
         "usage_metrics": None,
-        "queue": {"position": 1, "reason": "waiting for its files to be validated"},
+        "queue": {"position": 1, "reason": "no worker reports itself"},
         "shared_with_openai": False,
         "eval_id": job["id"].replace("ftjob-", "eval_"),
         "budget": None,

@@ -222,7 +222,8 @@ def test_a_job_is_created_from_a_file_and_steered(
     assert in_json("jobs", "show", job_id)["seed"] == 11
     assert in_json("jobs", "clone", job_id, "--set", "hyperparameters.n_epochs=2")["seed"] == 11
     assert [job["id"] for job in in_json("jobs", "list", "--limit", "5")][1] == job_id
-    assert "position 1, waiting for its files to be validated" in regraft("jobs", "show", job_id)[1]
+    assert "position 1, no worker reports itself" in regraft("jobs", "show", job_id)[1]
+    assert "position 1, no worker reports itself" in regraft("jobs", "list")[1]
     assert regraft("jobs", "pause", job_id)[0] == 2  # its files are still being validated
     assert regraft("jobs", "cancel", job_id)[1] == f"{job_id} is cancelled\n"
     assert regraft("jobs", "resume", job_id)[0] == 2
