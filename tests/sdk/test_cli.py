@@ -371,11 +371,13 @@ def test_what_is_known_of_time_and_cost_is_a_range() -> None:
     known = {
         "remaining_seconds": {"low": 50.0, "expected": 90.0, "high": 7260.0},
         "based_on": "20 steps of 1 earlier job",
+        "upper_end": "the upper end assumes that every answer uses all 512 tokens",
         "cost": {"low": 0.5, "expected": 1.0, "high": 20.0, "currency": "USD"},
     }
 
     assert estimate_text(size | {"group_size": 8, "estimate": known}).splitlines()[2:] == [
         "1 min 30 s, between 50 s and 2 h 01 min, based on 20 steps of 1 earlier job",
+        "the upper end assumes that every answer uses all 512 tokens",
         "1.00, between 0.50 and 20.00 USD",
     ]
 
@@ -674,7 +676,7 @@ def test_answers_of_the_last_step_are_a_table(
     _, out, err = regraft("rollouts", learned, "--worst")
 
     rows = [re.split(r"  +", line.strip()) for line in out.splitlines()]
-    assert rows[1:] == [
+    assert rows[1:4] == [
         ["3", "0", "-", "stop", "?", "the judge is asleep"],
         ["2", "0", "0.000", "stop", "five six"],
         ["1", "0", "1.000", "stop", "four"],
@@ -682,6 +684,39 @@ def test_answers_of_the_last_step_are_a_table(
     assert err == "step 3, train: 3 of 3 answers\n"
     assert [one["line"] for one in in_json("rollouts", learned, "--step", "3")] == [1, 2, 3]
     assert in_json("rollouts", learned, "--ungraded")[0]["reason"] == "the judge is asleep"
+
+
+def test_answers_come_with_their_question_expected_answer_sub_scores_and_reason(
+    regraft: Callable[..., tuple[int, str, str]], house: House
+) -> None:
+    job_id = house.job(status="running")
+    house.step(job_id, 1, 2, 0.5)
+    answer = {
+        "step": 1,
+        "split": "train",
+        "line": 43,
+        "messages": [{"role": "user", "content": "A room for ten?\nWhich desk?"}],
+        "item": json.dumps({"answer": "room booking"}),
+        "finish_reason": "stop",
+        "completion_tokens": 3,
+        "score": 0.5,
+        "reason": "close",
+        "sub_scores": {"exact": 0.0, "similar": 1.0},
+    }
+    house.rollouts(job_id, 1, [answer | {"member": n, "output_text": f"{'desk ' * 30}{n}"} for n in (0, 1)])
+
+    _, out, _ = regraft("rollouts", job_id)
+    _, full, _ = regraft("rollouts", job_id, "--full")
+
+    assert out.count("exact 0.000, similar 1.000; close") == 2
+    rows = [re.split(r"  +", line.strip()) for line in out.splitlines()]
+    assert rows[-2:] == [
+        ["line", "question", "expected"],
+        ["43", "A room for ten? Which desk?", "room booking"],
+    ]
+    assert "user:\n  A room for ten?\n  Which desk?\nanswer:\n  room booking\n" in full
+    assert f"{'desk ' * 30}1" in full
+    assert full.count("sub-scores:\n  exact 0.000, similar 1.000\nreason:\n  close") == 2
 
 
 def test_a_job_that_ended_without_answers_is_not_worth_waiting_for(
@@ -705,12 +740,15 @@ def test_answers_of_several_steps_are_a_table_or_a_file(
     _, first, more = regraft(*ranged, "--limit", "1")
     code, said, _ = regraft("rollouts", learned, "--graded", "--to", str(tmp_path / "answers.jsonl"))
 
-    assert [line.split()[:4] for line in out.splitlines()[1:]] == [
+    assert [line.split()[:4] for line in out.splitlines()[1:3]] == [
         ["2", "train", "1", "0"],
         ["3", "train", "2", "0"],
     ]
     assert err == "2 of 2 answers\n"
-    assert (first.splitlines(), more) == (out.splitlines()[:2], "the first 1 answers; --limit 0 shows all\n")
+    assert [line.split() for line in first.splitlines()[:2]] == [
+        line.split() for line in out.splitlines()[:2]
+    ]
+    assert more == "the first 1 answers; --limit 0 shows all\n"
     saved = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
     assert [one["output_text"] for one in saved] == ["vier", "four", "five\nsix"]
     assert (code, said) == (

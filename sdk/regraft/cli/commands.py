@@ -81,6 +81,7 @@ from regraft.types import (
     JobResult,
     Money,
     PreviewProgress,
+    Rollout,
     result_of,
     verdict_of,
 )
@@ -936,6 +937,8 @@ def estimate_text(estimate: dict[str, Any]) -> str:
         f"{duration(seconds['expected'])}, between {duration(seconds['low'])} and {duration(seconds['high'])}"
         + (f", based on {known['based_on']}" if known.get("based_on") else "")
     )
+    if upper_end := known.get("upper_end"):
+        lines.append(upper_end)
     if cost := known.get("cost"):
         amounts = f"{cost['expected']:.2f}, between {cost['low']:.2f} and {cost['high']:.2f}"
         lines.append(f"{amounts} {cost['currency']}")
@@ -1002,6 +1005,9 @@ def rollouts(arguments: argparse.Namespace) -> int:
         print_json(answers)
         return DONE
     shown = answers[:limit] if limit else answers
+    if arguments.full:
+        print("\n\n".join(_in_full(one) for one in shown))
+        return DONE
     places = [[one.step, one.split] if over_steps else [] for one in shown]
     sorted_by = [arguments.sort] if arguments.sort not in (None, "score") else []
     rows = [
@@ -1013,18 +1019,71 @@ def rollouts(arguments: argparse.Namespace) -> int:
             *(getattr(one, name) for name in sorted_by),
             one.finish_reason,
             answer_cell(one.output_text, WIDE, sys.stdout.encoding),
-            shortened(one.reason or "", WIDE) if one.score is None else "",
+            shortened("; ".join(filter(None, (_sub_scores(one), one.reason))), WIDE),
         ]
         for place, one in zip(places, shown, strict=True)
     ]
-    head = ["line", "member", "reward", *sorted_by, "finish", "answer", ""]
+    head = ["line", "member", "reward", *sorted_by, "finish", "answer", "why"]
     print(table(["step", "split", *head] if over_steps else head, rows))
+    # Each prompt once: a judgment of the scores needs the question and the expected answer.
+    asked_by_line = {one.line: [one.line, shortened(_question(one), WIDE), _expected(one)] for one in shown}
+    if asked_by_line:
+        print()
+        print(
+            table(["line", "question", "expected"], [asked_by_line[line] for line in sorted(asked_by_line)])
+        )
     if in_full or len(answers) <= limit:
         where = "" if over_steps else f"step {asked['step']}, {asked['split']}: "
         say(f"{where}{len(shown)} of {len(answers)} answers")
     else:
         say(f"the first {limit} answers; --limit 0 shows all")
     return DONE
+
+
+def _question(rollout: Rollout) -> str:
+    """The text of the last message."""
+    content = rollout.messages[-1].get("content") if rollout.messages else None
+    if isinstance(content, list):
+        return " ".join(part["text"] for part in content if isinstance(part.get("text"), str))
+    return content or ""
+
+
+def _expected(rollout: Rollout) -> str:
+    """The other fields of the row: without its name if there is only one."""
+    fields = {name: _value(value) for name, value in (rollout.item or {}).items() if name != "messages"}
+    if len(fields) == 1:
+        return next(iter(fields.values()))
+    return shortened(", ".join(f"{name}: {value}" for name, value in fields.items()), WIDE)
+
+
+def _sub_scores(rollout: Rollout) -> str:
+    """Such as `format 1.000, answer 0.500`; empty without a multi grader."""
+    return ", ".join(f"{name} {_number(score)}" for name, score in (rollout.sub_scores or {}).items())
+
+
+def _in_full(rollout: Rollout) -> str:
+    """The whole prompt, row, answer and grade."""
+    fields = {name: value for name, value in (rollout.item or {}).items() if name != "messages"}
+    parts = [
+        *((str(one.get("role")), _text(one.get("content"))) for one in rollout.messages),
+        *((name, _text(value)) for name, value in fields.items()),
+        ("thought", rollout.output_reasoning),
+        ("answer", rollout.output_text),
+        ("reward", _number(rollout.score)),
+        ("sub-scores", _sub_scores(rollout)),
+        ("reason", rollout.reason),
+        *((f"reason of {name}", text) for name, text in (rollout.sub_reasons or {}).items()),
+        ("printed", rollout.output),
+        *((f"printed by {name}", text) for name, text in (rollout.sub_outputs or {}).items()),
+    ]
+    place = f"step {rollout.step}, {rollout.split}, line {rollout.line}, member {rollout.member}"
+    lines = [f"{place}, {rollout.finish_reason}, {rollout.completion_tokens} tokens"]
+    lines += [f"{title}:\n{indent(text.rstrip(), '  ')}" for title, text in parts if text]
+    return "\n".join(lines)
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _last_step(client: Regraft, job_id: str, split: str) -> int:
@@ -1043,9 +1102,9 @@ def _last_step(client: Regraft, job_id: str, split: str) -> int:
 
 
 def _rollouts_file(arguments: argparse.Namespace) -> int:
-    if arguments.worst or arguments.sort is not None or arguments.limit is not None:
+    if arguments.worst or arguments.full or arguments.sort is not None or arguments.limit is not None:
         raise Refused(
-            "--worst, --sort and --limit are for the table; a file has all matching answers by step."
+            "--worst, --full, --sort and --limit are for the table; a file has all matching answers by step."
         )
     asked: Any = {name: getattr(arguments, name) for name in Filters.__annotations__}
     form: Any = arguments.format or "jsonl"

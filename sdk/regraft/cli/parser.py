@@ -381,6 +381,11 @@ def _results(top: Commands) -> None:
         "--limit", type=int, metavar="N", help="default: 20; 0: all. JSON output always has all"
     )
     rollouts.add_argument(
+        "--full",
+        action="store_true",
+        help="print the whole prompt, row, answer and grade of each instead of a table",
+    )
+    rollouts.add_argument(
         "-o", "--to", type=Path, metavar="FILE", help="write all matching answers to a file"
     )
     rollouts.add_argument(
