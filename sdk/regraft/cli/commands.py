@@ -19,7 +19,7 @@ import openai
 from openai.types.fine_tuning import FineTuningJob
 from openai.types.fine_tuning.jobs import FineTuningJobCheckpoint
 
-from regraft import config
+from regraft import config, starters
 from regraft._rules.datasets import InvalidDataset, LineError, unique_keys
 from regraft._rules.foreign_files import HEAD_BYTES, JSON_ARRAY, container_of
 from regraft.cli.evals import evals_compare, evals_export, evals_gate, evals_import, evals_run
@@ -422,6 +422,28 @@ def _validated(path: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     except InvalidDataset as bad:
         return _invalid(path, bad)
     return {"file": str(path), "ok": True, "rows": good.rows, "fields": list(good.fields)}
+
+
+def init(arguments: argparse.Namespace) -> int:
+    """Write the files of a small task, and say the next commands."""
+    folder = arguments.to or Path(arguments.kind)
+    paths = starters.write(arguments.kind, folder)
+
+    def text() -> str:
+        grader = next(path for path in paths if path.stem == "grader")
+        judged = [path for path in paths if path.name == "graders.toml"]
+        return "\n".join(
+            [
+                *(f"Wrote {path}" for path in paths),
+                "Next:",
+                *(f"  REGRAFT_GRADERS_FILE={path} regraft-server up" for path in judged),
+                f"  regraft validate {folder / 'job.toml'}",
+                f"  regraft graders run --grader {grader} {folder / 'cases.jsonl'}",
+                f"  regraft jobs create -f {folder / 'job.toml'} --watch",
+            ]
+        )
+
+    return _answer(arguments, {"folder": str(folder), "files": [str(path) for path in paths]}, text)
 
 
 def convert(arguments: argparse.Namespace) -> int:
@@ -1500,6 +1522,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
         models_aliases,
         chat,
         migrate,
+        init,
         convert,
         evals_run,
         evals_compare,
