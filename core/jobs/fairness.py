@@ -253,7 +253,7 @@ def _lines(defaults: Limits) -> Subquery:
     return select(*each, beyond.label("beyond"), position.label("position")).subquery()
 
 
-def _worker_reports(gpu_class: ColumnElement[str] | None = None) -> ColumnElement[bool]:
+def _worker_reports(gpu_class: InstrumentedAttribute[str] | None = None) -> ColumnElement[bool]:
     """Whether a worker reports itself: one of this class, or of any, as validations need."""
     matches = [reports_itself()] if gpu_class is None else [reports_itself(), Worker.gpu_class == gpu_class]
     return select(Worker.name).where(*matches).exists()

@@ -4,6 +4,7 @@ import os
 import pty
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any, TextIO
 
 import openai
 import pytest
@@ -150,7 +151,7 @@ def test_waiting_in_a_pipe_prints_a_line_for_everything(house: House, client: Re
     ]
 
 
-def in_a_terminal(columns: int, encoding: str, use: Callable[..., FineTuningJob]) -> str:
+def in_a_terminal(columns: int, encoding: str, use: Callable[[Any], object]) -> str:
     """What `use`, given the terminal as a file, writes to one of that many columns."""
     primary, secondary = pty.openpty()
     written = bytearray()
@@ -195,8 +196,8 @@ def test_a_job_in_the_queue_shows_its_place_its_reason_and_a_running_clock(
 def test_the_clock_of_a_queued_job_runs_in_a_terminal() -> None:
     time, queue = [10.0], {"position": 2, "reason": "no worker reports itself"}
 
-    def use(out: io.TextIOBase) -> None:
-        display = Display(out, clock=lambda: time[0])  # type: ignore[arg-type]
+    def use(out: TextIO) -> None:
+        display = Display(out, clock=lambda: time[0])
         display.status("queued")
         display.queued(queue)
         time[0] += 75
