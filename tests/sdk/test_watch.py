@@ -9,7 +9,6 @@ from typing import Any, TextIO
 import openai
 import pytest
 import regraft
-from openai.types.fine_tuning.fine_tuning_job import FineTuningJob
 from regraft import AsyncRegraft, Regraft
 from regraft.display import Display, Waiting
 
