@@ -1,5 +1,6 @@
 """Jobs, their events and their checkpoints, as responses show them."""
 
+from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel
@@ -21,6 +22,7 @@ from core.jobs.hyperparameters import shown_advanced
 from core.jobs.verdict import Outcome
 from core.jobs.verdict import shown as shown_verdict
 from core.results import evals
+from core.results.job_results import JobResult
 from core.results.lineage import Parent
 from graders.spec import hide_secrets
 
@@ -50,6 +52,15 @@ class VerdictOut(BaseModel):
     ground: str | None = None  # null: decided by the interval alone
     start: str | None = None  # the tuned model that the job trained further; null: the base model
     held_out: bool = True  # false: the validation file is the training file
+
+
+class ResultOut(BaseModel):
+    """The validation of the delivered checkpoint. Lists, pages and commands show these numbers as the job's result."""
+
+    step: int
+    metric: Literal["full_valid_mean_reward", "full_valid_loss"]
+    start: float | None  # of the model that the job started from; null: it was not validated
+    value: float
 
 
 class ProgressOut(BaseModel):
@@ -133,13 +144,16 @@ class JobOut(BaseModel):
     lineage: dict[str, Any] | None  # the tuned model that the job trains further; null: a base model
     budget: dict[str, Any] | None
     estimate: dict[str, Any] | None
+    result: ResultOut | None  # null: no checkpoint is delivered, or it was not validated
     verdict: VerdictOut | None  # null: the job has not ended, or there was nothing to compare
     progress: ProgressOut | None  # null: the job is not running
     preview: PreviewedOut | None  # null: the request had no preview
 
     @classmethod
-    def of(cls, job: Job, price: Price, place: fairness.QueuePosition | None) -> "JobOut":
-        """From the row and its place in the queue only. `render` reads the places of a hundred jobs with one query."""
+    def of(
+        cls, job: Job, price: Price, place: fairness.QueuePosition | None, result: JobResult | None
+    ) -> "JobOut":
+        """From the row, its place and its result. `render` reads those of a hundred jobs with one query each."""
         asked = integrations.of_method(job)
         parent = Parent.of(job)
         shown = asked | {"hyperparameters": render_hyperparameters(job)}
@@ -170,6 +184,7 @@ class JobOut(BaseModel):
             eval_id=evals.eval_id(job.id) if evals.has_eval(job) else None,
             budget=budgets.render(job),
             lineage=None if parent is None else parent.shown() | {"base_model": job.model},
+            result=None if result is None else ResultOut.model_validate(asdict(result)),
             verdict=None if job.verdict is None else VerdictOut(**shown_verdict(job.verdict)),
             progress=lifecycle.progress_of(job),
             preview=None if job.preview is None else PreviewedOut(**job.preview),

@@ -19,6 +19,7 @@ from core.database.tables import RolloutPage
 from core.errors import InvalidRequest, NotFound
 from core.jobs import events, lifecycle
 from core.results import evals, prompt_histories, rollout_order, rollouts, what_if
+from core.results.job_results import delivered_steps
 from core.results.prompt_histories import Outcome, PromptHistory, SortKey
 from core.results.rollout_filters import Wanted
 from core.results.rollout_order import SortColumn
@@ -253,6 +254,13 @@ class PromptOut(BaseModel):
 
 class PromptListing(Listing[PromptOut]):
     steps: Annotated[list[int], Field(description="All selected steps with stored samples, ascending.")]
+    counted_step: Annotated[
+        int | None,
+        Field(
+            description="The step that `outcome`, `last_mean` and `change` are of: that of the delivered checkpoint "
+            "for validations, else the last one."
+        ),
+    ]
     pass_threshold: Annotated[
         float, Field(description="The mean reward from which a prompt counts as solved.")
     ]
@@ -286,7 +294,13 @@ def list_prompts(
         grader = job.body.get("grader", {})
         threshold = evals.pass_threshold(grader) if pass_threshold is None else pass_threshold
         pages = rollouts.pages(session, job.id, first_step=step_from, last_step=step_to, split=split)
-    everything = prompt_histories.histories(service.blobs, pages, threshold, line=line)
+        # Of the validation of the delivered checkpoint, as the job's result, unless the request ends the range.
+        counts_result = split == "valid" and step_to is None
+        counted_step = delivered_steps(session, [job]).get(job.id) if counts_result else None
+    everything = prompt_histories.histories(
+        service.blobs, pages, threshold, line=line, counted_step=counted_step
+    )
+    steps = sorted({step for history in everything for step in history.steps})
     matches = [history for history in everything if outcome in (None, history.outcome)]
     matches = prompt_histories.ordered(matches, sort, descending=order == "desc")
     start = 0
@@ -301,7 +315,8 @@ def list_prompts(
     return PromptListing(
         data=[PromptOut.of(history, texts.get(history.line)) for history in shown],
         has_more=len(matches) > start + most,
-        steps=sorted({step for history in everything for step in history.steps}),
+        steps=steps,
+        counted_step=counted_step if counted_step is not None else max(steps, default=None),
         pass_threshold=threshold,
         outcomes=prompt_histories.outcomes(everything),
         stored=sum(sum(history.samples) for history in everything),

@@ -3,15 +3,17 @@
     id: ftevent-…                                        data: the event, as /events has it
     event: status    data: {"object": "regraft.job.status", "id": "ftjob-…", "status": "running"}
     event: progress  data: {"object": "regraft.job.progress", "id": "ftjob-…", "step": 3, "phase": "sampling", ...}
+    event: queue     data: {"object": "regraft.job.queue", "id": "ftjob-…", "position": 2, "reason": "waiting for ..."}
 
 A status is sent at the start and on every change, after the events that led to it, and has no id. With `?progress=true`
-so is the progress inside of a step, of which only the newest is kept. A final status is followed by `data: [DONE]`, as
-in OpenAI's streams. A client that reconnects with `Last-Event-ID`, as every EventSource does, misses nothing. Shutdown
-of the server closes all streams. A stream also ends when its key is revoked or expires, or its project is archived.
+so are the progress inside of a step, of which only the newest is kept, and the place of a waiting job in its queue. A
+final status is followed by `data: [DONE]`, as in OpenAI's streams. A client that reconnects with `Last-Event-ID`, as
+every EventSource does, misses nothing. Shutdown of the server closes all streams. A stream also ends when its key is
+revoked or expires, or its project is archived.
 """
 
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Annotated, Any
 
@@ -29,12 +31,15 @@ from core.database.engine import Database
 from core.database.tables import ApiKey
 from core.errors import InvalidApiKey
 from core.event_stream import UNBUFFERED
-from core.jobs import events, lifecycle
+from core.jobs import events, fairness, lifecycle
+from core.jobs.fairness import QueuePosition
 from core.tenancy import keys
+from core.tenancy.limits import NO_LIMITS, Limits
 
 router = APIRouter(prefix="/regraft/jobs", tags=["regraft"])
 
 POLL_SECONDS = 1.0
+PLACE_SECONDS = 5.0  # between two reads of a waiting job's place, for which the whole queue is sorted
 KEEP_ALIVE_SECONDS = 15.0  # proxies close idle connections after a minute
 PAGE = 100  # events in memory per stream
 
@@ -62,6 +67,7 @@ async def stream_events(
             service.stream_readers,
             with_progress=progress,
             key_id=caller.key.id,
+            limits=service.settings.default_limits,
         )
         start = last_event_id or after
         first = await log.read(start)
@@ -93,6 +99,7 @@ class News:
     status: str
     has_more: bool
     progress: dict[str, Any] | None = None
+    place: QueuePosition | None = None  # None: the job does not wait, or the place was not read
 
 
 @dataclass(frozen=True)
@@ -105,18 +112,19 @@ class JobLog:
     readers: CapacityLimiter
     with_progress: bool = False
     key_id: str | None = None  # checked at each read
+    limits: Limits = NO_LIMITS  # of projects without their own
 
-    async def read(self, after: str | None) -> News:
-        """Return the news after an event.
+    async def read(self, after: str | None, *, with_place: bool = True) -> News:
+        """Return the news after an event. `with_place`: with the place of a waiting job, if the log has progress.
 
         Raises:
             InvalidApiKey: the key is no longer valid.
             JobNotFound: there is no such job.
             InvalidRequest: `after` is not an event of this job.
         """
-        return await to_thread.run_sync(partial(self._read, after), limiter=self.readers)
+        return await to_thread.run_sync(partial(self._read, after, with_place), limiter=self.readers)
 
-    def _read(self, after: str | None) -> News:
+    def _read(self, after: str | None, with_place: bool) -> News:
         # One snapshot for both, so that a final status comes with all of its events.
         with self.database.read() as session:
             if self.key_id is not None:
@@ -125,7 +133,8 @@ class JobLog:
             page = events.onwards(session, job.id, after=after, limit=PAGE)
             found = [EventOut.of(event) for event in page.items]
             progress = lifecycle.progress_of(job) if self.with_progress else None
-            return News(found, job.status, page.has_more, progress)
+            places = fairness.places(session, [job] if self.with_progress and with_place else [], self.limits)
+            return News(found, job.status, page.has_more, progress, places.get(job.id))
 
 
 async def follow(
@@ -134,6 +143,8 @@ async def follow(
     """Yield `news` (read after `after`) and all later events as server-sent events. Ends with the server or the key."""
     last, status, silence = after, "", 0.0
     progress: dict[str, Any] | None = None
+    place, place_age = news.place, 0.0
+    is_new_place = place is not None
     while True:
         for event in news.events:
             last = event.id
@@ -147,6 +158,9 @@ async def follow(
             silence = 0.0
         elif news.events:
             silence = 0.0
+        if is_new_place and place is not None:
+            yield _named("queue", log.job_id, asdict(place))
+            is_new_place, silence = False, 0.0
         if not news.has_more and news.progress is not None and news.progress != progress:
             progress = news.progress
             yield _named("progress", log.job_id, progress)
@@ -158,12 +172,16 @@ async def follow(
         if not news.has_more:
             await shutdown.sleep(POLL_SECONDS)
             silence += POLL_SECONDS
+            place_age += POLL_SECONDS
         if shutdown.begun:
             return
         try:
-            news = await log.read(last)
+            reads_place = place_age >= PLACE_SECONDS
+            news = await log.read(last, with_place=reads_place)
         except InvalidApiKey:
             return  # a client that reconnects gets the reason as 401
+        if reads_place:
+            is_new_place, place, place_age = news.place not in (None, place), news.place, 0.0
 
 
 def _named(event: str, job_id: str, data: Mapping[str, Any]) -> bytes:

@@ -165,7 +165,20 @@ def before_start(past: PastJobs, settings: Resolved, *, train_rows: int, valid_r
     seconds = past.seconds(settings, train_rows=train_rows, valid_rows=valid_rows)
     jobs = "1 earlier job" if past.jobs == 1 else f"{past.jobs} earlier jobs"
     based_on = f"{len(past.tokens_per_second)} steps of {jobs}"
-    return {"remaining_seconds": seconds, "based_on": based_on, "gpus": past.gpus}
+    return {
+        "remaining_seconds": seconds,
+        "based_on": based_on,
+        "upper_end": upper_end(settings),
+        "gpus": past.gpus,
+    }
+
+
+def upper_end(settings: Resolved) -> str:
+    """Say what makes the upper end of an estimate before the job's own steps, and which setting lowers it."""
+    return (
+        f"the upper end assumes that every answer uses all {settings.max_completion_tokens} tokens that it may: "
+        "lower hyperparameters.advanced.sampling.max_completion_tokens to lower it"
+    )
 
 
 def after_preview(
@@ -192,6 +205,7 @@ def after_preview(
     seconds = {name: LEARNING[name] * value for name, value in sampling.items()}
     return {
         "remaining_seconds": seconds,
+        "upper_end": upper_end(settings),
         "based_on": f"the preview's answers and their speed, as {NO_HISTORY}",
     }
 

@@ -38,7 +38,8 @@ from sqlalchemy import (
 from sqlalchemy.orm import InstrumentedAttribute, Session, aliased
 
 from core.database.engine import db_now, json_text
-from core.database.tables import Job, Project
+from core.database.tables import Job, Project, Worker
+from core.telemetry.silence import reports_itself
 from core.tenancy.limits import NO_LIMITS, Limits
 
 WAITING = ("queued", "validating_files")
@@ -218,6 +219,7 @@ def _lines(defaults: Limits) -> Subquery:
             validating.label("validating"),
             case((validating, ""), else_=Job.gpu_class).label("line"),
             Job.project_id.label("project"),
+            case((validating, _worker_reports()), else_=_worker_reports(Job.gpu_class)).label("served"),
             case((validating, 0), else_=func.coalesce(running.c.jobs, 0)).label("running"),
             case((validating, null()), else_=_running_limit(defaults)).label("limit"),
             case((validating, Project.last_validation), else_=Project.last_turn).label("last_turn"),
@@ -251,6 +253,12 @@ def _lines(defaults: Limits) -> Subquery:
     return select(*each, beyond.label("beyond"), position.label("position")).subquery()
 
 
+def _worker_reports(gpu_class: InstrumentedAttribute[str] | None = None) -> ColumnElement[bool]:
+    """Whether a worker reports itself: one of this class, or of any, as validations need."""
+    matches = [reports_itself()] if gpu_class is None else [reports_itself(), Worker.gpu_class == gpu_class]
+    return select(Worker.name).where(*matches).exists()
+
+
 def _reason(row: Row[Any]) -> str:
     if row.rank == BACKS_OFF:
         until = datetime.fromtimestamp(row.next_run_at, UTC).isoformat(timespec="seconds")
@@ -259,9 +267,14 @@ def _reason(row: Row[Any]) -> str:
     if row.validating:
         if row.rank == HELD:
             return "its files are being validated"
-        return "waiting for its files to be validated" + (f", {ahead}" if row.position > 1 else "")
+        waits = "waiting for its files to be validated" if row.served else "no worker reports itself"
+        return waits + (f", {ahead}" if row.position > 1 else "")
     if row.beyond:
         verb = "runs" if row.running >= row.limit else "will run"
         return f"the project {verb} its maximum of {row.limit} jobs"
-    waited_for = f"a free worker of class {row.line}"
-    return f"waiting for {waited_for}" + (f", {ahead}" if row.position > 1 else "")
+    served, unserved = (
+        f"waiting for a free worker of class {row.line}",
+        f"no worker of class {row.line} reports itself",
+    )
+    waits = served if row.served else unserved
+    return waits + (f", {ahead}" if row.position > 1 else "")

@@ -11,9 +11,10 @@ from typing import Any
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from core.database.tables import Checkpoint, File, Job, RolloutPage, TunedModel
+from core.database.tables import File, Job, RolloutPage
 from core.evals.summary import paired_difference
 from core.results import rollouts
+from core.results.job_results import delivered_steps
 from core.results.rollout_filters import Wanted
 from core.storage.store import BlobStore
 
@@ -31,11 +32,7 @@ class Validated:
 
 def validated(session: Session, job: Job) -> Validated:
     pages = rollouts.pages(session, job.id, split="valid")
-    step = session.scalar(
-        select(Checkpoint.step)
-        .join(TunedModel, TunedModel.checkpoint_id == Checkpoint.id)
-        .where(TunedModel.job_id == job.id, TunedModel.name == job.fine_tuned_model)
-    )
+    step = delivered_steps(session, [job]).get(job.id)
     of_step = [page for page in pages if page.step == step]
     counting = of_step or list(pages)
     return Validated(job, counting[-1] if counting else None)

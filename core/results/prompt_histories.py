@@ -39,6 +39,9 @@ class PromptHistory:
     means: Sequence[float | None]
     samples: Sequence[int]
     outcome: Outcome
+    counted_step: int | None = (
+        None  # the last step that `outcome`, `last_mean` and `change` count; None: all steps
+    )
 
     @property
     def first_mean(self) -> float | None:
@@ -46,13 +49,21 @@ class PromptHistory:
 
     @property
     def last_mean(self) -> float | None:
-        return next((mean for mean in reversed(self.means) if mean is not None), None)
+        counted = reversed(_counted(self.steps, self.means, self.counted_step))
+        return next((mean for mean in counted if mean is not None), None)
 
     @property
     def change(self) -> float | None:
         """The last mean minus the first."""
         first, last = self.first_mean, self.last_mean
         return None if first is None or last is None else last - first
+
+
+def _counted(
+    steps: Sequence[int], means: Sequence[float | None], last_step: int | None
+) -> Sequence[float | None]:
+    """The means of the steps up to `last_step`."""
+    return [mean for step, mean in zip(steps, means, strict=True) if last_step is None or step <= last_step]
 
 
 def outcome_of(means: Iterable[float | None], threshold: float) -> Outcome:
@@ -70,15 +81,24 @@ def outcome_of(means: Iterable[float | None], threshold: float) -> Outcome:
 
 
 def histories(
-    blobs: BlobStore, pages: Sequence[RolloutPage], threshold: float, *, line: int | None = None
+    blobs: BlobStore,
+    pages: Sequence[RolloutPage],
+    threshold: float,
+    *,
+    line: int | None = None,
+    counted_step: int | None = None,
 ) -> list[PromptHistory]:
-    """The history of every line or of one, by line. Only two columns of the samples are read."""
+    """The history of every line or of one, by line. Only two columns of the samples are read.
+
+    Steps after `counted_step` are in the history, and do not change its outcome.
+    """
     cells = [_CELLS.empty_table(), *rollouts.map_pages(blobs, pages, Wanted(line=line), _cells)]
     whole = pa.concat_tables(cells)
     whole = whole.take(pc.sort_indices(whole, sort_keys=[("line", "ascending"), ("step", "ascending")]))
     columns = zip(*(whole[name].to_pylist() for name in _CELLS.names), strict=True)
     return [
-        _history(line, list(of_line), threshold) for line, of_line in groupby(columns, lambda cell: cell[0])
+        _history(line, list(of_line), threshold, counted_step)
+        for line, of_line in groupby(columns, lambda cell: cell[0])
     ]
 
 
@@ -96,10 +116,14 @@ def _cells(opened: OpenPage, matches: Matches) -> pa.Table:
 
 
 def _history(
-    line: int, cells: Sequence[tuple[int, int, float | None, int]], threshold: float
+    line: int,
+    cells: Sequence[tuple[int, int, float | None, int]],
+    threshold: float,
+    counted_step: int | None,
 ) -> PromptHistory:
     _, steps, means, samples = zip(*cells, strict=True)
-    return PromptHistory(line, steps, means, samples, outcome_of(means, threshold))
+    outcome = outcome_of(_counted(steps, means, counted_step), threshold)
+    return PromptHistory(line, steps, means, samples, outcome, counted_step)
 
 
 def outcomes(found: Iterable[PromptHistory]) -> dict[Outcome, int]:

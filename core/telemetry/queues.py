@@ -51,6 +51,15 @@ def waiting_seconds(session: Session, defaults: Limits) -> dict[str, list[float]
     return seconds
 
 
+def validation_queue(session: Session) -> tuple[int, float]:
+    """How many jobs wait for the validation of their files, and how long the longest-waiting has, in seconds."""
+    now = select(db_now()).scalar_subquery()
+    since = case((Job.next_run_at > Job.created_at, Job.next_run_at), else_=Job.created_at)
+    waiting = select(func.count(), now - func.min(since)).where(fairness.unvalidated(Job))
+    length, oldest = session.execute(waiting).one()
+    return length, max(0.0, oldest or 0.0)
+
+
 def queues(session: Session, defaults: Limits, workers: Sequence[Seen]) -> list[Queue]:
     """The queue of each GPU class that has jobs or workers, that of validations, and that of eval runs."""
     alive = [seen for seen in workers if seen.status != "silent"]
@@ -116,10 +125,7 @@ def _of_any(workers: Sequence[Seen], running: int, is_busy: str) -> str:
 
 def _validations(session: Session, alive: Sequence[Seen]) -> Queue:
     now = select(db_now()).scalar_subquery()
-    since = case((Job.next_run_at > Job.created_at, Job.next_run_at), else_=Job.created_at)
-    length, oldest = session.execute(
-        select(func.count(), now - func.min(since)).where(fairness.unvalidated(Job))
-    ).one()
+    length, oldest = validation_queue(session)
     validating = Job.status == "validating_files"
     running = session.scalars(select(func.count()).where(validating, Job.lease_expires_at >= now)).one()
     off = session.scalars(select(func.count()).where(validating, Job.next_run_at > now)).one()
@@ -130,7 +136,7 @@ def _validations(session: Session, alive: Sequence[Seen]) -> Queue:
         kind="validations",
         gpu_class=None,
         length=length,
-        oldest_seconds=max(0.0, oldest or 0.0),
+        oldest_seconds=oldest,
         held_back=0,
         backing_off=off,
         running=running,

@@ -118,6 +118,17 @@ def _queues(session: Session, defaults: Limits) -> Iterator[Metric]:
         oldest.add_metric([gpu_class], max(each, default=0.0))
     yield length
     yield oldest
+    waiting, seconds = queues.validation_queue(session)
+    yield GaugeMetricFamily(
+        "regraft_validation_queue_length",
+        "Number of jobs whose files a free worker would validate.",
+        value=waiting,
+    )
+    yield GaugeMetricFamily(
+        "regraft_validation_queue_oldest_seconds",
+        "Waiting time of the longest-waiting of these jobs.",
+        value=seconds,
+    )
 
 
 def _attempts(session: Session) -> Metric:

@@ -12,10 +12,8 @@ from core.database.engine import db_now
 from core.database.tables import EvalRun, Job, Worker
 from core.evals import lifecycle as eval_runs
 from core.jobs import lifecycle
+from core.telemetry.silence import SILENT_SECONDS
 
-REPORT_SECONDS = 15.0
-# Three reports are missing: the process was killed, its machine is gone, or it does not reach the database.
-SILENT_SECONDS = 3 * REPORT_SECONDS
 # The row of a worker that was killed is kept, so that an operator sees which one went silent.
 FORGOTTEN_SECONDS = 86400.0
 

@@ -8,7 +8,7 @@ from typing import Any, Self, TextIO
 
 from openai.types.fine_tuning import FineTuningJobEvent
 
-from regraft.progress import AXIS, Progress, described, marks_for
+from regraft.progress import AXIS, Progress, described, marks_for, queued_text
 
 CLEAR = "\r\x1b[K"
 UNUSUAL_S = 60.0  # a silence of the server that lasts longer is called unusual
@@ -17,15 +17,26 @@ UNUSUAL_S = 60.0  # a silence of the server that lasts longer is called unusual
 class Display:
     """Call `event` and `status` as they occur, and `close` at the end."""
 
-    def __init__(self, out: TextIO, axis: tuple[float, float] = AXIS) -> None:
+    def __init__(
+        self, out: TextIO, axis: tuple[float, float] = AXIS, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """`axis`: the range of the job's rewards."""
         self.out = out
+        self._clock = clock
+        self._queued_at: float | None = None
+        self._lock = threading.RLock()  # the clock of a waiting job redraws the live line beside the events
+        self._ended = threading.Event()
+        self._ticker: threading.Thread | None = None
         self.live = out.isatty()
         self.progress = Progress(axis=axis)
         self._marks = marks_for(out.encoding)
         self._drawn = False
 
     def event(self, event: FineTuningJobEvent) -> None:
+        with self._lock:
+            self._event(event)
+
+    def _event(self, event: FineTuningJobEvent) -> None:
         if event.type == "metrics" and isinstance(event.data, dict):
             self.progress.add(event.data)
             if self.live:
@@ -42,17 +53,47 @@ class Display:
             self._say(event.message)
 
     def status(self, status: str) -> None:
-        self.progress.status = status
-        if self.live:
-            self._draw()
+        with self._lock:
+            self.progress.status, self.progress.queue = status, None
+            if self.live:
+                self._draw()
 
     def inside_step(self, now: Mapping[str, Any]) -> None:
         """Show the work inside of a step; only in a live line."""
-        self.progress.now = now
-        if self.live:
-            self._draw()
+        with self._lock:
+            self.progress.now = now
+            if self.live:
+                self._draw()
+
+    def queued(self, queue: Mapping[str, Any]) -> None:
+        """Show the place of a waiting job and what it waits for: a live line has a running clock."""
+        with self._lock:
+            if self._queued_at is None:
+                self._queued_at = self._clock()
+            self.progress.queue = queue
+            if not self.live:
+                self._say(f"{self.progress.status}: {queued_text(queue)}")
+                return
+            self.tick()
+            if self._ticker is None:
+                self._ticker = threading.Thread(target=self._keep_ticking, name="queue clock", daemon=True)
+                self._ticker.start()
+
+    def tick(self) -> None:
+        """Draw how long the job has been watched in its queue. Called every second."""
+        with self._lock:
+            if self.progress.queue is not None and self._queued_at is not None:
+                self.progress.waited = self._clock() - self._queued_at
+                self._draw()
+
+    def _keep_ticking(self) -> None:
+        while not self._ended.wait(1.0):
+            self.tick()
 
     def close(self) -> None:
+        self._ended.set()
+        if self._ticker is not None:
+            self._ticker.join()
         if self._drawn:
             print(file=self.out, flush=True)
             self._drawn = False

@@ -40,6 +40,8 @@ class Progress:
     status: str = ""
     axis: tuple[float, float] = AXIS  # of the sparkline
     now: Mapping[str, Any] | None = None  # what the run does inside of its step
+    queue: Mapping[str, Any] | None = None  # the place of a waiting job, and what it waits for
+    waited: float = 0.0  # seconds that it has been watched in the queue
     steps: dict[int, Mapping[str, Any]] = field(default_factory=dict)
 
     def add(self, metrics: Mapping[str, Any]) -> None:
@@ -59,6 +61,8 @@ class Progress:
         """The state in one line; `spark` = 0 omits the sparkline."""
         marks = marks or Marks()
         doing = [] if self.now is None or self.status in FINAL else [doing_now(self.now)]
+        if self.queue is not None:
+            doing = [queued_text(self.queue), f"{self.waited:.0f} s"]
         if not self.steps:
             return "  ".join([self.status, *doing])
         last = self.steps[max(self.steps)]
@@ -70,8 +74,15 @@ class Progress:
         if spark and len(self.rewards) > 1:
             parts.append(sparkline(self.rewards, spark, marks.blocks, self.axis))
         parts += doing
+        if self.status in FINAL:  # the result is that of the delivered checkpoint, not of the last validation
+            last = {name: value for name, value in last.items() if not name.startswith("full_valid_")}
         parts += described(last, marks)
         return "  ".join(parts)
+
+
+def queued_text(queue: Mapping[str, Any]) -> str:
+    """Such as `position 2, waiting for a free worker of class cpu`."""
+    return f"position {queue['position']}, {queue['reason']}"
 
 
 def doing_now(now: Mapping[str, Any]) -> str:

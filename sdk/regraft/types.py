@@ -80,6 +80,27 @@ def verdict_of(job: FineTuningJob) -> Verdict | None:
     return None if stored is None else Verdict.construct(**stored)
 
 
+class JobResult(BaseModel):
+    """The validation of the delivered checkpoint, beside that of the model that the job started from."""
+
+    step: int  # of the delivered checkpoint
+    metric: Literal["full_valid_mean_reward", "full_valid_loss"]
+    start: float | None = None  # None: the model that the job started from was not validated
+    value: float
+
+    def __str__(self) -> str:
+        """`0.40 -> 0.94 at step 18`."""
+        loss = "loss " if self.metric == "full_valid_loss" else ""
+        start = "" if self.start is None else f"{self.start:.2f} -> "
+        return f"{loss}{start}{self.value:.2f} at step {self.step}"
+
+
+def result_of(job: FineTuningJob) -> JobResult | None:
+    """The result of a job; None before its end, without a validation, and from an older server."""
+    stored = getattr(job, "result", None)
+    return None if stored is None else JobResult.construct(**stored)
+
+
 class JobEvent(FineTuningJobEvent):
     """A line of a job's log, or the metrics of a step."""
 

@@ -12,6 +12,7 @@ from starlette.testclient import TestClient
 from api.resources.rollouts import RolloutOut
 from core.database.tables import Job, RolloutPage
 from core.jobs import lifecycle, run_logs
+from core.jobs.verdict import Verdict
 from core.results import rollouts
 from tests import many_rollouts
 from tests.api.conftest import GRADER, House
@@ -389,6 +390,21 @@ def test_the_rewards_of_each_prompt_say_what_became_of_it(prompts: Callable[...,
         0.9,
     )
     assert (first["steps"], first["samples"]) == ([0, 5, 10], [2, 2, 2])
+
+
+def test_outcomes_of_validations_are_those_of_the_delivered_checkpoint(
+    house: House, solved: str, prompts: Callable[..., Any]
+) -> None:
+    verdict = Verdict("improved", 0.4, 0.6, 0.2, None, None, 1, 0, 4, 5, 0, step=5)
+    with house.database.write() as session:
+        session.query(Job).where(Job.id == solved).one().verdict = verdict.to_row()
+
+    answer, in_a_range = prompts(), prompts(step_to=10)
+
+    assert [one["outcome"] for one in answer["data"]] == ["learned", "kept", "stuck", "forgotten", "ungraded"]
+    assert [one["last_mean"] for one in answer["data"]] == [0.5, 1.0, 0.0, 0.0, None]
+    assert (answer["counted_step"], answer["steps"]) == (5, [0, 5, 10])
+    assert (in_a_range["counted_step"], in_a_range["data"][1]["outcome"]) == (10, "forgotten")
 
 
 @pytest.mark.parametrize(

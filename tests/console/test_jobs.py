@@ -29,6 +29,7 @@ def test_a_job_shows_its_curve_verdict_and_cost_in_both_themes(
 
     expect(row.get_by_role("img", name=re.compile("Validation reward from"))).to_be_visible()
     expect(row).to_contain_text("too few")
+    expect(row).to_contain_text(f"{job.result['start']:.2f} → {job.result['value']:.2f}")
     expect(row).to_contain_text(f"{job.usage_metrics['cost']['amount']:.2f} EUR")
     expect(row).to_contain_text("reinforcement on tiny")
     accessible(logged_in)

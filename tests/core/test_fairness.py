@@ -12,7 +12,7 @@ from sqlalchemy import event, select, text
 from sqlalchemy.orm import Session
 
 from core.database.engine import Database, Work, db_now
-from core.database.tables import Job
+from core.database.tables import Job, Worker
 from core.jobs import fairness, lifecycle
 from core.jobs.claim import Claim
 from core.tenancy import tenants
@@ -194,10 +194,47 @@ def _until_somebody_waits(database: Database) -> None:
 # What a waiting job is told.
 
 
+def reports(session: Session, gpu_class: str, *, ago: float = 0.0) -> None:
+    """A worker of this class that reported itself so many seconds ago."""
+    at = present(session.scalar(select(db_now()))) - ago
+    session.add(
+        Worker(
+            name=f"host/{gpu_class}",
+            host="host",
+            gpu_class=gpu_class,
+            version="1",
+            machines=1,
+            ranks=1,
+            gpus=[],
+            draining=False,
+            started_at=at,
+            seen_at=at,
+        )
+    )
+    session.flush()
+
+
+def test_a_job_without_a_worker_says_that_none_reports_itself(session: Session) -> None:
+    project = factories.project(session)
+    free = {"status": "validating_files", "lease_owner": None, "lease_expires_at": None}
+    files, run = factories.job(session, project, **free), factories.job(session, project)
+
+    nobody = [place(session, job).reason for job in (files, run)]
+    reports(session, "h200")
+    another = [place(session, job).reason for job in (files, run)]
+    reports(session, "cpu", ago=3600)  # silent since
+    silent = place(session, run).reason
+
+    assert nobody == ["no worker reports itself", "no worker of class cpu reports itself"]
+    assert another == ["waiting for its files to be validated", "no worker of class cpu reports itself"]
+    assert silent == "no worker of class cpu reports itself"
+
+
 def test_the_next_job_waits_for_a_worker_and_the_others_for_those_ahead(session: Session) -> None:
     project = factories.project(session)
     first, second, third = (factories.job(session, project, gpu_class="h200") for _ in range(3))
     factories.job(session, project, gpu_class="cpu")  # another line
+    reports(session, "h200")
 
     assert place(session, first) == fairness.QueuePosition(1, "waiting for a free worker of class h200")
     assert place(session, second).reason == "waiting for a free worker of class h200, 1 job is ahead"
@@ -241,6 +278,7 @@ def test_a_job_waits_for_its_files_before_it_waits_for_a_worker(session: Session
     factories.job(session, project)
     factories.job(session, factories.project(session), status="validating_files")
     free = {"status": "validating_files", "lease_owner": None, "lease_expires_at": None}
+    reports(session, "cpu")
     next_one = factories.job(session, project, **free)
 
     reason = "waiting for its files to be validated, 1 job is ahead"

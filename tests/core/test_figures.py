@@ -127,6 +127,21 @@ def test_lost_workers_are_counted_for_good(database: Database, project: Project)
     assert figures["regraft_attempts_total", "validation", "validated"] == 1
 
 
+def test_the_queue_of_validations_is_measured_without_those_that_a_worker_has(
+    database: Database, project: Project
+) -> None:
+    at, free = int(time.time()), {"lease_owner": None, "lease_expires_at": None}
+    with database.write() as session:
+        factories.job(session, project, status="validating_files", created_at=at - 300, **free)
+        factories.job(session, project, status="validating_files", created_at=at - 9000)
+
+    figures = read(patient(database))
+
+    assert figures["regraft_validation_queue_length",] == 1
+    assert figures["regraft_validation_queue_oldest_seconds",] == pytest.approx(300, abs=60)
+    assert figures["regraft_queue_length", "cpu"] == 0
+
+
 def eval_run(session: Session, project: Project, **fields: Any) -> EvalRun:
     run = EvalRun(**{"eval_id": "eval_1", "name": "", "data_source": {}, "total": 1} | fields)
     run.project_id = project.id

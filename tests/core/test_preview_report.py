@@ -216,6 +216,8 @@ class TestEstimate:
 
         assert known["remaining_seconds"] == {"low": 8.0, "expected": 16.0, "high": 320.0}
         assert "no job of this model has run here yet" in known["based_on"]
+        assert f"all {self.SETTINGS.max_completion_tokens} tokens" in known["upper_end"]
+        assert "hyperparameters.advanced.sampling.max_completion_tokens" in known["upper_end"]
 
     def test_with_history_its_speed_counts_and_the_previews_lengths(self) -> None:
         past = PastJobs(1, [5.0, 5.0], [90.0, 90.0])
@@ -228,3 +230,4 @@ class TestEstimate:
             == before_start(past, self.SETTINGS, **rows)["remaining_seconds"]["high"]
         )
         assert known["based_on"] == "the preview's answers and 2 steps of 1 earlier job"
+        assert known["upper_end"] == before_start(past, self.SETTINGS, **rows)["upper_end"]

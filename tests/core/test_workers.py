@@ -12,7 +12,8 @@ from core.database.engine import Database
 from core.database.tables import EvalRun, Project, Worker
 from core.telemetry import queues, workers
 from core.telemetry.queues import Queue
-from core.telemetry.workers import FORGOTTEN_SECONDS, SILENT_SECONDS, GpuUse, Report
+from core.telemetry.silence import SILENT_SECONDS
+from core.telemetry.workers import FORGOTTEN_SECONDS, GpuUse, Report
 from core.tenancy.limits import NO_LIMITS, Limits
 from tests import factories
 

@@ -222,7 +222,8 @@ def test_a_job_is_created_from_a_file_and_steered(
     assert in_json("jobs", "show", job_id)["seed"] == 11
     assert in_json("jobs", "clone", job_id, "--set", "hyperparameters.n_epochs=2")["seed"] == 11
     assert [job["id"] for job in in_json("jobs", "list", "--limit", "5")][1] == job_id
-    assert "position 1, waiting for its files to be validated" in regraft("jobs", "show", job_id)[1]
+    assert "position 1, no worker reports itself" in regraft("jobs", "show", job_id)[1]
+    assert "position 1, no worker reports itself" in regraft("jobs", "list")[1]
     assert regraft("jobs", "pause", job_id)[0] == 2  # its files are still being validated
     assert regraft("jobs", "cancel", job_id)[1] == f"{job_id} is cancelled\n"
     assert regraft("jobs", "resume", job_id)[0] == 2
@@ -370,11 +371,13 @@ def test_what_is_known_of_time_and_cost_is_a_range() -> None:
     known = {
         "remaining_seconds": {"low": 50.0, "expected": 90.0, "high": 7260.0},
         "based_on": "20 steps of 1 earlier job",
+        "upper_end": "the upper end assumes that every answer uses all 512 tokens",
         "cost": {"low": 0.5, "expected": 1.0, "high": 20.0, "currency": "USD"},
     }
 
     assert estimate_text(size | {"group_size": 8, "estimate": known}).splitlines()[2:] == [
         "1 min 30 s, between 50 s and 2 h 01 min, based on 20 steps of 1 earlier job",
+        "the upper end assumes that every answer uses all 512 tokens",
         "1.00, between 0.50 and 20.00 USD",
     ]
 
@@ -531,6 +534,26 @@ def test_watching_a_job_that_ends_worse_than_its_base_says_so_and_is_exit_code_1
     assert f"verdict      {WORSE}\n" in shown
 
 
+def test_a_job_has_the_numbers_of_its_delivered_checkpoint_in_every_command(
+    regraft: Callable[..., tuple[int, str, str]], house: House
+) -> None:
+    job_id, better = house.job(), {"outcome": "improved", "base_reward": 0.4, "tuned_reward": 0.94, "step": 2}
+    for step, valid in enumerate((0.4, None, 0.94, 0.83)):
+        house.step(job_id, step, 3, 0.5, full_valid_mean_reward=valid)
+    house.end(job_id, "succeeded", fine_tuned_model="ft:tiny:acme::1", verdict=VERDICT | better)
+
+    _, shown, _ = regraft("jobs", "show", job_id)
+    _, listed, _ = regraft("jobs", "list")
+    _, watched, said = regraft("jobs", "watch", job_id)
+
+    lines = dict(re.split(r"  +", line, maxsplit=1) for line in shown.splitlines())
+    assert lines["result"] == "0.40 -> 0.94 at step 2"
+    assert lines["valid reward"].startswith("0.40 ") and lines["valid reward"].endswith(" 0.94")
+    assert "0.40 -> 0.94 at step 2" in listed
+    assert "0.40 -> 0.94" in said
+    assert "valid 0.83" in watched.splitlines()[3]  # of the step
+
+
 def test_a_damaged_model_with_too_few_rows_for_an_interval_is_exit_code_1(
     regraft: Callable[..., tuple[int, str, str]], house: House
 ) -> None:
@@ -653,7 +676,7 @@ def test_answers_of_the_last_step_are_a_table(
     _, out, err = regraft("rollouts", learned, "--worst")
 
     rows = [re.split(r"  +", line.strip()) for line in out.splitlines()]
-    assert rows[1:] == [
+    assert rows[1:4] == [
         ["3", "0", "-", "stop", "?", "the judge is asleep"],
         ["2", "0", "0.000", "stop", "five six"],
         ["1", "0", "1.000", "stop", "four"],
@@ -661,6 +684,39 @@ def test_answers_of_the_last_step_are_a_table(
     assert err == "step 3, train: 3 of 3 answers\n"
     assert [one["line"] for one in in_json("rollouts", learned, "--step", "3")] == [1, 2, 3]
     assert in_json("rollouts", learned, "--ungraded")[0]["reason"] == "the judge is asleep"
+
+
+def test_answers_come_with_their_question_expected_answer_sub_scores_and_reason(
+    regraft: Callable[..., tuple[int, str, str]], house: House
+) -> None:
+    job_id = house.job(status="running")
+    house.step(job_id, 1, 2, 0.5)
+    answer = {
+        "step": 1,
+        "split": "train",
+        "line": 43,
+        "messages": [{"role": "user", "content": "A room for ten?\nWhich desk?"}],
+        "item": json.dumps({"answer": "room booking"}),
+        "finish_reason": "stop",
+        "completion_tokens": 3,
+        "score": 0.5,
+        "reason": "close",
+        "sub_scores": {"exact": 0.0, "similar": 1.0},
+    }
+    house.rollouts(job_id, 1, [answer | {"member": n, "output_text": f"{'desk ' * 30}{n}"} for n in (0, 1)])
+
+    _, out, _ = regraft("rollouts", job_id)
+    _, full, _ = regraft("rollouts", job_id, "--full")
+
+    assert out.count("exact 0.000, similar 1.000; close") == 2
+    rows = [re.split(r"  +", line.strip()) for line in out.splitlines()]
+    assert rows[-2:] == [
+        ["line", "question", "expected"],
+        ["43", "A room for ten? Which desk?", "room booking"],
+    ]
+    assert "user:\n  A room for ten?\n  Which desk?\nanswer:\n  room booking\n" in full
+    assert f"{'desk ' * 30}1" in full
+    assert full.count("sub-scores:\n  exact 0.000, similar 1.000\nreason:\n  close") == 2
 
 
 def test_a_job_that_ended_without_answers_is_not_worth_waiting_for(
@@ -684,12 +740,15 @@ def test_answers_of_several_steps_are_a_table_or_a_file(
     _, first, more = regraft(*ranged, "--limit", "1")
     code, said, _ = regraft("rollouts", learned, "--graded", "--to", str(tmp_path / "answers.jsonl"))
 
-    assert [line.split()[:4] for line in out.splitlines()[1:]] == [
+    assert [line.split()[:4] for line in out.splitlines()[1:3]] == [
         ["2", "train", "1", "0"],
         ["3", "train", "2", "0"],
     ]
     assert err == "2 of 2 answers\n"
-    assert (first.splitlines(), more) == (out.splitlines()[:2], "the first 1 answers; --limit 0 shows all\n")
+    assert [line.split() for line in first.splitlines()[:2]] == [
+        line.split() for line in out.splitlines()[:2]
+    ]
+    assert more == "the first 1 answers; --limit 0 shows all\n"
     saved = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
     assert [one["output_text"] for one in saved] == ["vier", "four", "five\nsix"]
     assert (code, said) == (

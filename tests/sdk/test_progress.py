@@ -74,7 +74,7 @@ def test_a_run_that_has_ended_does_nothing_inside_of_a_step() -> None:
     """The last phase may be told after the last step."""
     now = {"step": 10, "phase": "training", "done": None, "of": None, "since": 1700000000}
     progress = Progress(status="succeeded")
-    progress.add({"step": 10, "total_steps": 10, "train_mean_reward": 0.3})
+    progress.add({"step": 10, "total_steps": 10, "train_mean_reward": 0.3, "full_valid_mean_reward": 0.2})
     progress.now = now
 
     assert progress.line(bar=4) == "succeeded  step 10/10 ████  train 0.30"

@@ -4,13 +4,13 @@ import os
 import pty
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any, TextIO
 
 import openai
 import pytest
 import regraft
-from openai.types.fine_tuning.fine_tuning_job import FineTuningJob
 from regraft import AsyncRegraft, Regraft
-from regraft.display import Waiting
+from regraft.display import Display, Waiting
 
 from tests.present import present, untyped
 from tests.sdk.conftest import House, Proxy
@@ -150,7 +150,7 @@ def test_waiting_in_a_pipe_prints_a_line_for_everything(house: House, client: Re
     ]
 
 
-def in_a_terminal(columns: int, encoding: str, use: Callable[..., FineTuningJob]) -> str:
+def in_a_terminal(columns: int, encoding: str, use: Callable[[Any], object]) -> str:
     """What `use`, given the terminal as a file, writes to one of that many columns."""
     primary, secondary = pty.openpty()
     written = bytearray()
@@ -171,6 +171,45 @@ def in_a_terminal(columns: int, encoding: str, use: Callable[..., FineTuningJob]
     os.close(primary)
     os.environ.pop("COLUMNS") if before is None else os.environ.update(COLUMNS=before)
     return written.decode(encoding)
+
+
+def test_a_job_in_the_queue_shows_its_place_its_reason_and_a_running_clock(
+    house: House, client: Regraft
+) -> None:
+    job_id = house.job()  # no worker reports itself
+
+    class Ends(io.StringIO):
+        """A pipe whose reader ends the job once it has read its place."""
+
+        def write(self, text: str) -> int:
+            if "position 1" in text:
+                house.end(job_id, "succeeded")
+            return super().write(text)
+
+    printed = Ends()
+    client.jobs.wait(job_id, progress=printed)
+
+    assert printed.getvalue().splitlines()[0] == "queued: position 1, no worker of class cpu reports itself"
+
+
+def test_the_clock_of_a_queued_job_runs_in_a_terminal() -> None:
+    time, queue = [10.0], {"position": 2, "reason": "no worker reports itself"}
+
+    def use(out: TextIO) -> None:
+        display = Display(out, clock=lambda: time[0])
+        display.status("queued")
+        display.queued(queue)
+        time[0] += 75
+        display.tick()
+        display.status("running")
+        display.close()
+
+    text = in_a_terminal(100, "utf-8", use)
+
+    lines = text.split("\r\x1b[K")
+    assert "queued  position 2, no worker reports itself  0 s" in lines
+    assert "queued  position 2, no worker reports itself  75 s" in lines
+    assert lines[-1].strip() == "running"
 
 
 @pytest.fixture

@@ -10,7 +10,8 @@ from sqlalchemy.exc import SQLAlchemyError
 from core.database.engine import Database
 from core.settings import Settings
 from core.telemetry import workers
-from core.telemetry.workers import REPORT_SECONDS, Report
+from core.telemetry.silence import REPORT_SECONDS
+from core.telemetry.workers import Report
 from worker.supervise.killed import KernelMemory
 from worker.supervise.telemetry import Gpus
 

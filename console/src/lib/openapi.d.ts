@@ -796,6 +796,7 @@ export interface components {
             estimate: {
                 [key: string]: unknown;
             } | null;
+            result: components["schemas"]["ResultOut"] | null;
             verdict: components["schemas"]["VerdictOut"] | null;
             progress: components["schemas"]["ProgressOut"] | null;
             preview: components["schemas"]["PreviewedOut"] | null;
@@ -1420,6 +1421,11 @@ export interface components {
              */
             steps: number[];
             /**
+             * Counted Step
+             * @description The step that `outcome`, `last_mean` and `change` are of: that of the delivered checkpoint for validations, else the last one.
+             */
+            counted_step: number | null;
+            /**
              * Pass Threshold
              * @description The mean reward from which a prompt counts as solved.
              */
@@ -1591,6 +1597,23 @@ export interface components {
              * @description Printed by the new grader.
              */
             output: string | null;
+        };
+        /**
+         * ResultOut
+         * @description The validation of the delivered checkpoint. Lists, pages and commands show these numbers as the job's result.
+         */
+        ResultOut: {
+            /** Step */
+            step: number;
+            /**
+             * Metric
+             * @enum {string}
+             */
+            metric: "full_valid_mean_reward" | "full_valid_loss";
+            /** Start */
+            start: number | null;
+            /** Value */
+            value: number;
         };
         /**
          * RewardsOut

@@ -3,7 +3,9 @@
 import type { Step } from "./types";
 
 export type Values = (number | null)[];
-export type Line = { label: string; values: Values; color?: string; dash?: number[]; points?: boolean; faint?: boolean };
+export type Line = { label: string; values: Values; color?: string; dash?: number[]; points?: boolean; faint?: boolean; result?: Result };
+/** What the legend shows of a line in place of its newest value: the result of the job. */
+export type Result = { step: number; value: number };
 /** The usual values; null: no bound. */
 export type Usual = { low: number | null; high: number | null };
 export type Mark = { step: number; kind: "checkpoint" | "best" | "warning"; text: string };

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
 from itertools import islice
@@ -19,7 +19,7 @@ import openai
 from openai.types.fine_tuning import FineTuningJob
 from openai.types.fine_tuning.jobs import FineTuningJobCheckpoint
 
-from regraft import config
+from regraft import config, starters
 from regraft._rules.datasets import InvalidDataset, LineError, unique_keys
 from regraft._rules.foreign_files import HEAD_BYTES, JSON_ARRAY, container_of
 from regraft.cli.evals import evals_compare, evals_export, evals_gate, evals_import, evals_run
@@ -66,14 +66,25 @@ from regraft.errors import DownloadCorrupt, JobFailed, NotARegraftServer, NotSup
 from regraft.jobs import grader_of
 from regraft.migrate import NO_MODEL
 from regraft.migrate import migrate as migrated
-from regraft.progress import FINAL, Marks, axis_of, doing_now, marks_for, sparkline
+from regraft.progress import FINAL, Marks, axis_of, doing_now, marks_for, queued_text, sparkline
 from regraft.requests import FILES, InvalidRequestFile, read_grader, read_job, read_table
 from regraft.resources.checkpoints import best
 from regraft.resources.evals import InvalidGate
 from regraft.resources.jobs import VALIDATE, validate_local, validation
 from regraft.resources.rollouts import Filters
 from regraft.saving import chunks, whole
-from regraft.types import Alias, ComparedPair, ComparedScores, GraderTest, Money, PreviewProgress, verdict_of
+from regraft.types import (
+    Alias,
+    ComparedPair,
+    ComparedScores,
+    GraderTest,
+    JobResult,
+    Money,
+    PreviewProgress,
+    Rollout,
+    result_of,
+    verdict_of,
+)
 
 DONE, NO, USAGE, NOT_FOUND, AUTH, UNREACHABLE, QUOTA, INTERRUPTED = 0, 1, 2, 3, 4, 5, 6, 130
 BY_STATUS = {401: AUTH, 403: AUTH, 404: NOT_FOUND, 408: UNREACHABLE, 429: QUOTA}
@@ -413,6 +424,28 @@ def _validated(path: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     return {"file": str(path), "ok": True, "rows": good.rows, "fields": list(good.fields)}
 
 
+def init(arguments: argparse.Namespace) -> int:
+    """Write the files of a small task, and say the next commands."""
+    folder = arguments.to or Path(arguments.kind)
+    paths = starters.write(arguments.kind, folder)
+
+    def text() -> str:
+        grader = next(path for path in paths if path.stem == "grader")
+        judged = [path for path in paths if path.name == "graders.toml"]
+        return "\n".join(
+            [
+                *(f"Wrote {path}" for path in paths),
+                "Next:",
+                *(f"  REGRAFT_GRADERS_FILE={path} regraft-server up" for path in judged),
+                f"  regraft validate {folder / 'job.toml'}",
+                f"  regraft graders run --grader {grader} {folder / 'cases.jsonl'}",
+                f"  regraft jobs create -f {folder / 'job.toml'} --watch",
+            ]
+        )
+
+    return _answer(arguments, {"folder": str(folder), "files": [str(path) for path in paths]}, text)
+
+
 def convert(arguments: argparse.Namespace) -> int:
     """Convert a file of another format to a dataset."""
     names: dict[str, str] = {}
@@ -643,16 +676,25 @@ def jobs_list(arguments: argparse.Namespace) -> int:
             break
         listed.append(job)
     rows = [
-        [job.id, job.status, _now(job), when(job.created_at), job.model, job.fine_tuned_model or "-"]
+        [
+            job.id,
+            job.status,
+            _now(job),
+            str(result_of(job) or "-"),
+            when(job.created_at),
+            job.model,
+            job.fine_tuned_model or "-",
+        ]
         for job in listed
     ]
-    return _answer(
-        arguments, listed, lambda: table(["id", "status", "now", "created", "model", "tuned model"], rows)
-    )
+    head = ["id", "status", "now", "result", "created", "model", "tuned model"]
+    return _answer(arguments, listed, lambda: table(head, rows))
 
 
 def _now(job: FineTuningJob) -> str:
-    """The work of a running job inside of its step, in a few words."""
+    """The work of a running job inside of its step, or the place and reason of a waiting one, in a few words."""
+    if (queue := getattr(job, "queue", None)) is not None:
+        return queued_text(queue)
     now = getattr(job, "progress", None)
     return "-" if now is None else doing_now(now)
 
@@ -678,8 +720,8 @@ def _watch(arguments: argparse.Namespace, job_id: str) -> int:
         return NO if job.status in ("failed", "cancelled") or _is_worse(job) else DONE
     job = client.jobs.wait(job_id, progress=sys.stdout)
     if job.status in FINAL:
-        if (verdict := verdict_of(job)) is not None:
-            say(str(verdict))
+        if (found := verdict_of(job) or result_of(job)) is not None:
+            say(str(found))
         print(job.fine_tuned_model)
     else:
         say(f"The job is {job.status}; `regraft jobs resume {job.id}` resumes it.")
@@ -839,7 +881,7 @@ def _job(job: FineTuningJob, steps: list[dict[str, Any]]) -> str:
         "seed": str(job.seed),
     }
     if queue := getattr(job, "queue", None):
-        shown["queue"] = f"position {queue['position']}, {queue['reason']}"
+        shown["queue"] = queued_text(queue)
     if job.error and job.error.message:
         shown["error"] = f"{job.error.message} ({job.error.code})"
     if steps:
@@ -853,6 +895,9 @@ def _job(job: FineTuningJob, steps: list[dict[str, Any]]) -> str:
         shown["GPU time"] = duration(used["gpu_seconds"])
         if cost := used.get("cost"):
             shown["cost"] = f"{cost['amount']:.2f} {cost['currency']}"
+    if (result := result_of(job)) is not None:
+        shown["result"] = str(result)
+        steps = _until(steps, result)
     marks, axis = marks_for(sys.stdout.encoding), axis_of(grader_of(job))
     for name, key in (("train reward", "train_mean_reward"), ("valid reward", "full_valid_mean_reward")):
         values = [step[key] for step in steps if step.get(key) is not None]
@@ -870,6 +915,18 @@ def _job(job: FineTuningJob, steps: list[dict[str, Any]]) -> str:
         shown["verdict"] = str(verdict)
     width = max(map(len, shown))
     return "\n".join(f"{name:<{width}}  {value}" for name, value in shown.items())
+
+
+def _until(steps: Sequence[dict[str, Any]], result: JobResult) -> list[dict[str, Any]]:
+    """The steps without the validations after the delivered checkpoint, whose validation has the result's number."""
+    shown: list[dict[str, Any]] = []
+    for step in steps:
+        if step["step"] > result.step:
+            step = {name: value for name, value in step.items() if not name.startswith("full_valid_")}
+        elif step["step"] == result.step:
+            step = step | {result.metric: result.value}
+        shown.append(step)
+    return shown
 
 
 def _method(job: FineTuningJob) -> str:
@@ -902,6 +959,8 @@ def estimate_text(estimate: dict[str, Any]) -> str:
         f"{duration(seconds['expected'])}, between {duration(seconds['low'])} and {duration(seconds['high'])}"
         + (f", based on {known['based_on']}" if known.get("based_on") else "")
     )
+    if upper_end := known.get("upper_end"):
+        lines.append(upper_end)
     if cost := known.get("cost"):
         amounts = f"{cost['expected']:.2f}, between {cost['low']:.2f} and {cost['high']:.2f}"
         lines.append(f"{amounts} {cost['currency']}")
@@ -968,6 +1027,9 @@ def rollouts(arguments: argparse.Namespace) -> int:
         print_json(answers)
         return DONE
     shown = answers[:limit] if limit else answers
+    if arguments.full:
+        print("\n\n".join(_in_full(one) for one in shown))
+        return DONE
     places = [[one.step, one.split] if over_steps else [] for one in shown]
     sorted_by = [arguments.sort] if arguments.sort not in (None, "score") else []
     rows = [
@@ -979,18 +1041,71 @@ def rollouts(arguments: argparse.Namespace) -> int:
             *(getattr(one, name) for name in sorted_by),
             one.finish_reason,
             answer_cell(one.output_text, WIDE, sys.stdout.encoding),
-            shortened(one.reason or "", WIDE) if one.score is None else "",
+            shortened("; ".join(filter(None, (_sub_scores(one), one.reason))), WIDE),
         ]
         for place, one in zip(places, shown, strict=True)
     ]
-    head = ["line", "member", "reward", *sorted_by, "finish", "answer", ""]
+    head = ["line", "member", "reward", *sorted_by, "finish", "answer", "why"]
     print(table(["step", "split", *head] if over_steps else head, rows))
+    # Each prompt once: a judgment of the scores needs the question and the expected answer.
+    asked_by_line = {one.line: [one.line, shortened(_question(one), WIDE), _expected(one)] for one in shown}
+    if asked_by_line:
+        print()
+        print(
+            table(["line", "question", "expected"], [asked_by_line[line] for line in sorted(asked_by_line)])
+        )
     if in_full or len(answers) <= limit:
         where = "" if over_steps else f"step {asked['step']}, {asked['split']}: "
         say(f"{where}{len(shown)} of {len(answers)} answers")
     else:
         say(f"the first {limit} answers; --limit 0 shows all")
     return DONE
+
+
+def _question(rollout: Rollout) -> str:
+    """The text of the last message."""
+    content = rollout.messages[-1].get("content") if rollout.messages else None
+    if isinstance(content, list):
+        return " ".join(part["text"] for part in content if isinstance(part.get("text"), str))
+    return content or ""
+
+
+def _expected(rollout: Rollout) -> str:
+    """The other fields of the row: without its name if there is only one."""
+    fields = {name: _value(value) for name, value in (rollout.item or {}).items() if name != "messages"}
+    if len(fields) == 1:
+        return next(iter(fields.values()))
+    return shortened(", ".join(f"{name}: {value}" for name, value in fields.items()), WIDE)
+
+
+def _sub_scores(rollout: Rollout) -> str:
+    """Such as `format 1.000, answer 0.500`; empty without a multi grader."""
+    return ", ".join(f"{name} {_number(score)}" for name, score in (rollout.sub_scores or {}).items())
+
+
+def _in_full(rollout: Rollout) -> str:
+    """The whole prompt, row, answer and grade."""
+    fields = {name: value for name, value in (rollout.item or {}).items() if name != "messages"}
+    parts = [
+        *((str(one.get("role")), _text(one.get("content"))) for one in rollout.messages),
+        *((name, _text(value)) for name, value in fields.items()),
+        ("thought", rollout.output_reasoning),
+        ("answer", rollout.output_text),
+        ("reward", _number(rollout.score)),
+        ("sub-scores", _sub_scores(rollout)),
+        ("reason", rollout.reason),
+        *((f"reason of {name}", text) for name, text in (rollout.sub_reasons or {}).items()),
+        ("printed", rollout.output),
+        *((f"printed by {name}", text) for name, text in (rollout.sub_outputs or {}).items()),
+    ]
+    place = f"step {rollout.step}, {rollout.split}, line {rollout.line}, member {rollout.member}"
+    lines = [f"{place}, {rollout.finish_reason}, {rollout.completion_tokens} tokens"]
+    lines += [f"{title}:\n{indent(text.rstrip(), '  ')}" for title, text in parts if text]
+    return "\n".join(lines)
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _last_step(client: Regraft, job_id: str, split: str) -> int:
@@ -1009,9 +1124,9 @@ def _last_step(client: Regraft, job_id: str, split: str) -> int:
 
 
 def _rollouts_file(arguments: argparse.Namespace) -> int:
-    if arguments.worst or arguments.sort is not None or arguments.limit is not None:
+    if arguments.worst or arguments.full or arguments.sort is not None or arguments.limit is not None:
         raise Refused(
-            "--worst, --sort and --limit are for the table; a file has all matching answers by step."
+            "--worst, --full, --sort and --limit are for the table; a file has all matching answers by step."
         )
     asked: Any = {name: getattr(arguments, name) for name in Filters.__annotations__}
     form: Any = arguments.format or "jsonl"
@@ -1407,6 +1522,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
         models_aliases,
         chat,
         migrate,
+        init,
         convert,
         evals_run,
         evals_compare,

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from regraft._rules.command_line import SHELLS, Parser
+from regraft.starters import KINDS
 
 EXIT_CODES = """exit codes:
   0  done; a job that was waited for has succeeded or is paused
@@ -85,6 +86,15 @@ def _account(top: Commands) -> None:
 
 
 def _data(top: Commands) -> None:
+    init = top.add(
+        "init",
+        "write a small task to begin with: rows, a grader, golden cases and a job file",
+        "init",
+        example="regraft init classify --to first-job",
+    )
+    init.add_argument("kind", choices=KINDS, metavar="KIND", help="%(choices)s")
+    init.add_argument("--to", type=Path, metavar="FOLDER", help="default: a folder with the name of the kind")
+
     files = top.group("files", "upload, list, download and delete files")
     upload = files.add("upload", "upload files to train on", "files_upload")
     upload.add_argument("paths", nargs="+", type=Path, metavar="FILE")
@@ -379,6 +389,11 @@ def _results(top: Commands) -> None:
     )
     rollouts.add_argument(
         "--limit", type=int, metavar="N", help="default: 20; 0: all. JSON output always has all"
+    )
+    rollouts.add_argument(
+        "--full",
+        action="store_true",
+        help="print the whole prompt, row, answer and grade of each instead of a table",
     )
     rollouts.add_argument(
         "-o", "--to", type=Path, metavar="FILE", help="write all matching answers to a file"

@@ -65,7 +65,7 @@ class Cursor:
         if message.get("object") == "regraft.job.status":
             self.status = message["status"]
             return self.status
-        if message.get("object") == "regraft.job.progress":
+        if message.get("object") in ("regraft.job.progress", "regraft.job.queue"):
             return message
         event = JobEvent.construct(**message)
         self.last = event.id
@@ -388,6 +388,8 @@ def _show(display: Display, one: News) -> None:
         display.status(one)
     elif isinstance(one, JobEvent):
         display.event(one)
+    elif one.get("object") == "regraft.job.queue":
+        display.queued(one)
     else:
         display.inside_step(one)
 

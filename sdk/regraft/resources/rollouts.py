@@ -47,6 +47,9 @@ class PromptPage(SyncCursorPage[PromptHistory]):
     """A page of prompts, and facts about all prompts of the selected steps."""
 
     steps: list[int]
+    counted_step: int | None = (
+        None  # that outcomes and changes are of; of validations the delivered checkpoint's
+    )
     pass_threshold: float  # the mean reward from which a prompt counts as solved
     outcomes: dict[str, int]  # the number of prompts by outcome
     stored: int  # the number of answers behind the list
@@ -54,6 +57,7 @@ class PromptPage(SyncCursorPage[PromptHistory]):
 
 class AsyncPromptPage(AsyncCursorPage[PromptHistory]):
     steps: list[int]
+    counted_step: int | None = None
     pass_threshold: float
     outcomes: dict[str, int]
     stored: int
