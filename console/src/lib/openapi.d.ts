@@ -1392,7 +1392,7 @@ export interface components {
              * Phase
              * @enum {string}
              */
-            phase: "loading" | "starting the sampler" | "sampling" | "grading" | "training" | "validation" | "saving" | "waiting for the database" | "waiting for the blob store" | "waiting for the disk" | "waiting for the file descriptor table" | "waiting for the name server" | "waiting for the memory" | "waiting for the inference server" | "waiting for the teacher";
+            phase: "loading" | "starting the sampler" | "sampling" | "grading" | "training" | "validation" | "saving" | "waiting for the database" | "waiting for the blob store" | "waiting for the disk" | "waiting for the file descriptors" | "waiting for the name server" | "waiting for the main memory" | "waiting for the inference server" | "waiting for the teacher";
             /** Done */
             done: number | null;
             /** Of */
