@@ -48,7 +48,7 @@ def test_a_proxy_that_serves_the_service_below_a_path_is_named(
     response = house.client(house.key).get(path, headers=headers)
 
     assert response.status_code == 404
-    assert "its own host name" in response.json()["error"]["message"]
+    assert "a separate host name" in response.json()["error"]["message"]
 
 
 def test_another_address_that_does_not_exist_says_nothing_of_proxies(house: House) -> None:

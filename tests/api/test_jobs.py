@@ -795,16 +795,6 @@ def test_a_suffix_is_echoed_as_it_was_sent(create_job: Callable[..., dict[str, A
     assert create_job(suffix=suffix)["user_provided_suffix"] == suffix
 
 
-def test_a_job_cannot_be_validated_on_what_it_was_trained_on(
-    api: TestClient, upload: Callable[..., str], job_request: Callable[..., dict[str, Any]]
-) -> None:
-    file_id = upload()
-
-    answer = api.post(JOBS, json=job_request(training_file=file_id, validation_file=file_id))
-
-    assert error(answer) == ("validation_file", "invalid_value")
-
-
 def test_a_file_of_another_purpose_is_refused(
     api: TestClient, house: House, job_request: Callable[..., dict[str, Any]]
 ) -> None:

@@ -517,6 +517,7 @@ def test_estimate_preview_and_worker_give_answers_the_same_room(
         method="reinforcement",
         body={"hyperparameters": hyperparameters, "response_format": None},
         resolved=None,
+        created_at=0,
     )
     shape = SimpleNamespace(parameters=1000)
     base = SimpleNamespace(entry=entry, source=entry.path, shape=shape, sampler="transformers", rows=False)

@@ -94,12 +94,12 @@ def buckets(kubelet: Kubelet) -> list[Any]:
     return [one["Name"] for one in client.list_buckets()["Buckets"]]
 
 
-def test_the_first_upload_makes_the_bucket_and_the_worker_reads_from_it(demo: Kubelet) -> None:
+def test_the_start_makes_the_bucket_and_the_worker_reads_an_upload_from_it(demo: Kubelet) -> None:
     """The job is one that the worker refuses: so it has heard of it by the broker, and has read its file."""
     (demo.folder / "api_key").write_text(demo.secrets["regraft-bundled"]["first-key"])
     server = Server(untyped(None), demo.ports["api"], demo.folder)
     client = server.client(max_retries=5)
-    assert buckets(demo) == []
+    assert buckets(demo) == ["regraft"]  # by the object that the start writes to test the store
 
     good = b'{"messages": [{"role": "user", "content": "say yes"}], "answer": "yes"}\n'
     bad, other = (
@@ -107,7 +107,6 @@ def test_the_first_upload_makes_the_bucket_and_the_worker_reads_from_it(demo: Ku
         for rows in (good + b"{oops\n", good)
     )
 
-    assert buckets(demo) == ["regraft"]
     assert client.files.content(other.id).read() == good
     grader = {
         "type": "string_check",
