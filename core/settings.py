@@ -69,7 +69,11 @@ class Settings(BaseSettings):
     # Error messages omit the value, which may be a key.
     # An empty variable is unset, as Compose writes one: an empty path would be the working directory.
     model_config = SettingsConfigDict(
-        env_prefix="REGRAFT_", env_ignore_empty=True, frozen=True, hide_input_in_errors=True
+        env_prefix="REGRAFT_",
+        env_ignore_empty=True,
+        frozen=True,
+        hide_input_in_errors=True,
+        allow_inf_nan=False,
     )
 
     # Folder of the embedded database, blobs and first key, and of a worker's heartbeat file and caches.

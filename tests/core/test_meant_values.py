@@ -43,6 +43,14 @@ def test_an_empty_variable_is_unset(monkeypatch: pytest.MonkeyPatch, name: str) 
     assert Settings() == unset
 
 
+@pytest.mark.parametrize("name", [n for n, f in Settings.model_fields.items() if f.annotation is float])
+def test_no_number_of_seconds_or_days_is_infinite(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(f"REGRAFT_{name.upper()}", "inf")
+
+    with pytest.raises(ValueError, match=name):
+        Settings()
+
+
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [

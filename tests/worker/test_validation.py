@@ -5,6 +5,7 @@ import errno
 import io
 import json
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ def validate(bench: Bench, tmp_path: Path) -> Callable[..., tuple[Job, list[Wake
         blobs: FolderBlobs = bench.blobs,
         backends: Backends = Backends.none(),
         response_format: Any = None,
+        stopping: threading.Event | None = None,
         **changes: Any,
     ) -> tuple[Job, list[WakeUp] | None]:
         with bench.database.write() as session:
@@ -69,7 +71,7 @@ def validate(bench: Bench, tmp_path: Path) -> Callable[..., tuple[Job, list[Wake
             job.status, job.lease_expires_at = "validating_files", None
             job.body = {**job.body, "grader": dict(grader), "response_format": response_format}
         settings = Settings(data_dir=tmp_path, **changes)
-        wakes = validate_next(settings, bench.database, blobs, backends, "tester")
+        wakes = validate_next(settings, bench.database, blobs, backends, "tester", stopping=stopping)
         return bench.job(), wakes
 
     return run
@@ -104,10 +106,10 @@ def test_a_file_that_is_missing_from_an_empty_store_fails_no_job(
     """The store is another one, or is not mounted: the validation, or the run, tries again later."""
     empty = FolderBlobs(tmp_path / "not mounted")
 
-    with pytest.raises(StoreEmpty):
-        validate([GOOD], blobs=empty, patience_seconds=0.0)
+    job, wakes = validate([GOOD], blobs=empty, patience_seconds=0.0)
 
-    assert bench.job().status == "validating_files"
+    assert (job.status, job.lease_expires_at, job.failures, wakes) == ("validating_files", None, 1, [])
+    assert "interrupted: the blob store was unavailable for 0 s" in bench.events("warn")[-1]
     with pytest.raises(StoreEmpty):
         read_rows(bench.attempt(blobs=empty))
 
@@ -133,7 +135,20 @@ def test_an_outage_during_the_validation_is_waited_for_and_an_event(
     job, _ = validate([GOOD], blobs=away)
 
     assert (job.status, job.failures, away.errors) == ("queued", 0, [])
+    assert bench.events("warn")[-2] == "The validation waits for the file descriptors."
     assert "The blob store was unavailable" in bench.events("warn")[-1]
+
+
+def test_a_worker_that_stops_during_an_outage_leaves_the_job_to_another_one(
+    bench: Bench, validate: Callable[..., tuple[Any, list[WakeUp] | None]], tmp_path: Path
+) -> None:
+    stopping = threading.Event()
+    stopping.set()
+
+    job, wakes = validate([GOOD], blobs=FolderBlobs(tmp_path / "not mounted"), stopping=stopping)
+
+    assert (job.status, job.lease_expires_at, job.failures, wakes) == ("validating_files", None, 0, [])
+    assert bench.events()[-1] == "Validation interrupted, it will start over"
 
 
 def test_a_file_that_is_missing_from_a_store_with_others_fails_the_job(

@@ -1,7 +1,7 @@
 """Records the steps, events, rollouts and the end of a run."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -43,6 +43,16 @@ class Quota:
     tokens_per_page: int = 20_000
 
 
+def unreached(settings: Resolved | ResolvedOffline) -> Iterator[str]:
+    """Yield a warning for each value that a warm-up as long as the job never reaches."""
+    steps = f"the job has {settings.total_steps} steps"
+    if (warmup := settings.warmup_steps) >= settings.total_steps:
+        yield f"The learning rate never reaches {settings.learning_rate:g}: {steps}, and warmup_steps is {warmup}."
+    if isinstance(settings, Resolved) and settings.kl and settings.kl_warmup_steps > settings.total_steps:
+        warmup = settings.kl_warmup_steps
+        yield f"The weight of the KL never reaches {settings.kl:g}: {steps}, and kl.warmup_steps is {warmup}."
+
+
 class Recorder:
     """Writes down what a run does, in short transactions that only the holder of its claim can commit."""
 
@@ -64,14 +74,9 @@ class Recorder:
         """Show on the job what "auto" became, and say what it is sampled with, if it is."""
 
         def write(session: Session, job: Job) -> None:
-            if job.resolved is None and settings.warmup_steps >= settings.total_steps:
-                events.append(
-                    session,
-                    job.id,
-                    f"The learning rate never reaches {settings.learning_rate:g}: the job has "
-                    f"{settings.total_steps} steps, and warmup_steps is {settings.warmup_steps}.",
-                    level="warn",
-                )
+            if job.resolved is None:
+                for warning in unreached(settings):
+                    events.append(session, job.id, warning, level="warn")
             job.resolved = settings.model_dump()
             if sampler is not None:
                 events.append(session, job.id, f"Sampling with {sampler}", data={"sampler": sampler})

@@ -74,8 +74,14 @@ class WorkerService:
     def _validate_files(self) -> None:
         # One message may stand for many jobs, so loop until none is left.
         while not self._stopping.is_set():
-            owner, wait = self.supervisor.owner, self._stopping.wait
-            wakes = validate_next(self.settings, self.database, self.blobs, self.backends, owner, wait=wait)
+            wakes = validate_next(
+                self.settings,
+                self.database,
+                self.blobs,
+                self.backends,
+                self.supervisor.owner,
+                stopping=self._stopping,
+            )
             if wakes is None:
                 return
             for wake in wakes:

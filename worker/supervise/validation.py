@@ -4,9 +4,10 @@ import asyncio
 import json
 import logging
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ from core.jobs.full import is_full
 from core.jobs.job_files import SAME_FILE, BadFile, in_words
 from core.jobs.methods import OFFLINE, variant
 from core.model_templates import is_reasoning
+from core.outages import Resource, outage
 from core.registry import Registry
 from core.retry import RetryPolicy
 from core.settings import Settings
@@ -68,12 +70,12 @@ def validate_next(
     backends: Backends,
     owner: str,
     *,
-    wait: Callable[[float], object] = time.sleep,
+    stopping: threading.Event | None = None,
 ) -> list[WakeUp] | None:
     """Validate the oldest job in status validating_files.
 
-    Returns the wake-ups to send: one if the files are valid, else none. None: there was no such job. `wait` returns
-    True to give up at once during an outage, as `threading.Event.wait` does when the worker stops.
+    Returns the wake-ups to send: one if the files are valid, else none. None: there was no such job. If `stopping` is
+    set during an outage, the job is released for another worker.
     """
     with database.write() as session:
         claim = lifecycle.claim_validation(session, owner=owner, lease_seconds=settings.lease_seconds)
@@ -86,7 +88,8 @@ def validate_next(
     ):
         try:
             told = partial(report_outage, database, claim)
-            retry = RetryPolicy(settings.patience_seconds, told, wait=wait)
+            wait = time.sleep if stopping is None else stopping.wait
+            retry = RetryPolicy(settings.patience_seconds, told, wait=wait, during=partial(_waiting, told))
             with LeaseKeeper(database, claim, settings.lease_seconds) as lease:
 
                 def validate() -> list[WakeUp]:
@@ -97,6 +100,25 @@ def validate_next(
         except LeaseLost:
             log.info("%s was cancelled or claimed by another worker during file validation", claim.job_id)
             return []
+        except Exception as cause:
+            resource = outage(cause)
+            if resource in (None, Resource.DATABASE):
+                raise
+            with suppress(LeaseLost), lifecycle.fenced(database, claim) as (session, job):
+                if stopping is not None and stopping.is_set():
+                    lifecycle.release(session, job)
+                else:
+                    reason = f"the {resource} was unavailable for {settings.patience_seconds:g} s: {cause}"
+                    lifecycle.crashed(session, job, reason=reason, max_failures=settings.max_failures)
+            return []
+
+
+@contextmanager
+def _waiting(told: Callable[[str], None], resource: Resource) -> Iterator[None]:
+    """Say what the job waits for. Without the database nothing can be said."""
+    if resource is not Resource.DATABASE:
+        told(f"The validation waits for the {resource}.")
+    yield
 
 
 def _validate(
