@@ -107,7 +107,7 @@ class Advance:
         changes: Stage = {"tries": tries, "restarts": stage.get("restarts", 0)}
         if resource is not None:
             changes["waiting_since"] = since = stage.get("waiting_since") or now()
-            changes["note"] = f"The stage waits for the {resource}, which is unavailable."
+            changes["note"] = f"The stage waits for the {resource}."
             is_patient = now() - since < self.service.settings.patience_seconds
         else:
             changes["note"] = "The service had an error; the stage is tried again."

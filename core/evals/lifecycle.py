@@ -192,7 +192,7 @@ def wait_for(session: Session, claim: Claim, resource: Resource) -> None:
     noted = (
         update(EvalRun)
         .where(EvalRun.id == claim.job_id, EvalRun.epoch == claim.epoch, EvalRun.status == RUNNING)
-        .values(note=f"The run waits for the {resource}, which is unavailable.")
+        .values(note=f"The run waits for the {resource}.")
     )
     session.execute(noted.execution_options(synchronize_session=False))
 

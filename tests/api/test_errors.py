@@ -329,9 +329,9 @@ def test_another_error_of_a_store_is_none_of_room(house: House, api: TestClient,
         (ClientError({"Error": {"Code": "AccessDenied"}}, "PutObject"), "blob store"),
         (ClientError({"Error": {"Code": "PermanentRedirect"}}, "PutObject"), "blob store"),
         (InternalError("update", {}, psycopg.errors.ReadOnlySqlTransaction("read-only")), "database"),
-        (OSError(errno.EMFILE, "Too many open files"), "file descriptor table"),
+        (OSError(errno.EMFILE, "Too many open files"), "file descriptors"),
         (socket.gaierror(socket.EAI_AGAIN, "try again"), "name server"),
-        (MemoryError(), "memory"),
+        (MemoryError(), "main memory"),
     ],
     ids=str,
 )
@@ -343,7 +343,7 @@ def test_an_outage_is_a_503_that_names_the_resource_and_that_clients_retry(
     answer = api.get(JOBS)
 
     assert envelope(answer, 503)["code"] == "unavailable"
-    assert f"The {named} of this service" in answer.json()["error"]["message"]
+    assert f"The service cannot use its {named} now" in answer.json()["error"]["message"]
     assert answer.headers["retry-after"]
 
 

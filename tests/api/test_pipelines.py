@@ -364,7 +364,7 @@ class FailingBlobs(FolderBlobs):
     ("error", "named"),
     [
         (OSError(errno.ENOSPC, "No space left on device"), "disk"),
-        (OSError(errno.EMFILE, "Too many open files"), "file descriptor table"),
+        (OSError(errno.EMFILE, "Too many open files"), "file descriptors"),
         (EndpointConnectionError(endpoint_url="s3"), "blob store"),
     ],
     ids=str,
@@ -390,7 +390,7 @@ def test_a_stage_waits_for_the_end_of_an_outage_with_a_note(
     house.portal.call(driver.advance_next)
 
     assert waiting["status"] == "running"
-    assert waiting["note"] == f"The stage waits for the {named}, which is unavailable."
+    assert waiting["note"] == f"The stage waits for the {named}."
     assert pauses[3] > 2 * pauses[0]
     done = stages(api, pipeline["id"])["m"]
     assert (done["status"], done["note"]) == ("succeeded", None)

@@ -190,13 +190,17 @@ def test_the_event_types_are_those_that_are_sent(client: OpenAI) -> None:
         "eval.run.succeeded",
         "eval.run.failed",
         "eval.run.canceled",
+        "batch.completed",
+        "batch.failed",
+        "batch.cancelled",
+        "batch.expired",
         "pipeline.succeeded",
         "pipeline.failed",
         "pipeline.cancelled",
     ]
 
 
-@pytest.mark.parametrize("event_type", ["batch.completed", "response.completed", "nonsense"])
+@pytest.mark.parametrize("event_type", ["response.completed", "nonsense"])
 def test_an_event_that_is_never_sent_is_refused_with_those_that_are(client: OpenAI, event_type: Any) -> None:
     error = refused(create, client, event_types=[SUCCEEDED, event_type])
 
@@ -428,6 +432,6 @@ def test_a_test_of_an_endpoint_that_is_not_there_says_so(client: OpenAI) -> None
 
 
 def test_a_test_of_an_event_that_does_not_exist_is_refused(client: OpenAI) -> None:
-    error = refused(client.webhooks.test, create(client).id, event_type="batch.completed")
+    error = refused(client.webhooks.test, create(client).id, event_type="response.completed")
 
     assert error.param == "event_type"
