@@ -82,8 +82,7 @@ PREFERENCES = ForeignFormat(
 ALPACA = ForeignFormat("the rows are Alpaca's (instruction, input, output)", _AS_MESSAGES, ("rft", "sft"))
 LABELED = ForeignFormat(
     "the rows are TRL's labeled answers (prompt, completion, label)",
-    "write them as input, output and label",
-    ("dpo",),
+    "write them as input, output and label, or the good ones as messages",
 )
 PROMPT_COMPLETION = ForeignFormat("the rows have prompt and completion", _AS_MESSAGES, ("rft", "sft"))
 PROMPT = ForeignFormat("the rows have their prompt in the key prompt", "write it as messages", ("rft", "sft"))
@@ -198,8 +197,28 @@ def format_of_rows(rows: Sequence[Mapping[str, Any]]) -> ForeignFormat | None:
 
 
 def is_labeled_completion(row: Mapping[str, Any]) -> bool:
-    """Whether the row is a good or a bad answer, which only preference jobs learn from."""
-    return {"prompt", "completion"} <= row.keys() and isinstance(row.get("label"), bool)
+    """Whether the row is TRL's good or bad answer."""
+    return {"prompt", "completion"} <= row.keys() and truth_of(row.get("label")) is not None
+
+
+def truth_of(label: Any) -> bool | None:
+    """The label of an answer as a boolean, such as of 1, "False" or "yes"; None: it is neither true nor false."""
+    if isinstance(label, str):
+        return _TRUTHS.get(label.strip().lower())
+    return bool(label) if isinstance(label, int | float) and label in (0, 1) else None
+
+
+_TRUTHS = MappingProxyType(
+    {**dict.fromkeys(("true", "yes", "1", "1.0"), True), **dict.fromkeys(("false", "no", "0", "0.0"), False)}
+)
+
+
+def repeats_an_answer(row: Mapping[str, Any]) -> bool:
+    """Whether messages is a conversation with an answer, in a row that has the answers chosen and rejected."""
+    messages = row.get("messages")
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    is_answered = isinstance(last, Mapping) and last.get("role") == "assistant"
+    return is_answered and row.get("chosen") is not None and row.get("rejected") is not None
 
 
 def uses_functions(row: Mapping[str, Any]) -> bool:
@@ -215,7 +234,9 @@ def uses_functions(row: Mapping[str, Any]) -> bool:
 
 
 def _is_of_a_method(row: Mapping[str, Any]) -> bool:
-    return not row.keys().isdisjoint({"messages", "preferred_output", "non_preferred_output"})
+    if "messages" in row:
+        return not repeats_an_answer(row)
+    return not row.keys().isdisjoint({"preferred_output", "non_preferred_output"})
 
 
 def _is_pretty(text: str, *, is_cut: bool) -> bool:

@@ -59,6 +59,7 @@ from regraft.cli.pipelines import (
 from regraft.cli.service import usage, workers
 from regraft.client import Regraft
 from regraft.config import NotConfigured
+from regraft.convert import SameFile
 from regraft.convert import convert as convert_dataset
 from regraft.datasets import validate as validate_dataset
 from regraft.display import Waiting
@@ -458,15 +459,28 @@ def convert(arguments: argparse.Namespace) -> int:
     # train.csv.gz becomes train.rft.jsonl.
     stem = Path(source.name.removesuffix(".gz")).stem
     path = arguments.out or Path(f"{stem}.{arguments.target}.jsonl")
-    if path.exists() and path.samefile(source):
-        raise Refused(f"{path} is the file that is converted: choose another name with -o")
     try:
         made = convert_dataset(source, arguments.target, path, names=names)
+    except SameFile as same:
+        raise Refused(f"{same} with -o") from None
     except InvalidDataset as bad:
         bad.file = str(source)
         raise
-    shown = {"path": str(made.path), "rows": made.rows}
-    return _answer(arguments, shown, lambda: f"{made.path}: {made.rows} rows")
+    shown = {
+        "path": str(made.path),
+        "rows": made.rows,
+        "left_out": dict(made.left_out),
+        "dropped_fields": list(made.dropped_fields),
+    }
+
+    def text() -> str:
+        said = [f"{made.path}: {made.rows} rows"]
+        said += [f"left out: {rows} row(s) {why}" for why, rows in made.left_out.items()]
+        if made.dropped_fields:
+            said.append(f"dropped fields: {', '.join(made.dropped_fields)}")
+        return "\n".join(said)
+
+    return _answer(arguments, shown, text)
 
 
 # Graders.
