@@ -25,6 +25,11 @@ TARGETS: Mapping[str, Target] = MappingProxyType(
 _METHODS: Mapping[Target, str] = MappingProxyType({"rft": "reinforcement", "sft": "supervised", "dpo": "dpo"})
 _ANY: tuple[Target, ...] = ("rft", "sft", "dpo")
 
+# Fields that `regraft convert` has a place for. Files may write them with capitals.
+FIELDS = frozenset(
+    "prompt question instruction input context history system system_prompt messages conversations tools completion "
+    "output response answer chosen rejected label".split()
+)
 HEAD_BYTES = 64 << 10
 # Rows by which the format of a file is recognized.
 FIRST_ROWS = 20
@@ -129,7 +134,8 @@ def container_of(head: bytes) -> ForeignFormat | None:
             return container
     if (encoding := encoding_of(head)) != "utf-8-sig":
         return UTF_16 if encoding == "utf-16" or encoding.startswith("utf-16-") else UTF_32
-    text = head[:HEAD_BYTES].decode(encoding, "replace").lstrip()
+    decoded = head[:HEAD_BYTES].decode(encoding, "replace")
+    text = decoded.lstrip()
     if re.match(r"\[\s*\{", text):
         return JSON_ARRAY
     if _is_pretty(text, is_cut=len(head) >= HEAD_BYTES):
@@ -137,8 +143,9 @@ def container_of(head: bytes) -> ForeignFormat | None:
     first, *others = text.split("\r")
     if "\n" not in text and any(map(str.strip, others)) and _is_json(first):
         return CR_LINES
-    if (table := csv_layout(text)) is not None:
-        names = [name if len(name) <= _MAX_NAME else f"{name[:_MAX_NAME]}…" for name in table.columns]
+    if (table := csv_layout(decoded)) is not None:
+        named = filter(None, table.columns)
+        names = [name if len(name) <= _MAX_NAME else f"{name[:_MAX_NAME]}…" for name in named]
         more = ", …" if len(names) > _MAX_COLUMNS else ""
         return ForeignFormat(
             f"the file is CSV with the columns {', '.join(names[:_MAX_COLUMNS])}{more}", _ONE_A_LINE
@@ -161,29 +168,40 @@ def encoding_of(head: bytes) -> str:
 @dataclass(frozen=True)
 class CsvLayout:
     delimiter: str
-    columns: list[str]
+    columns: list[str]  # the first may have no name: pandas writes its index there
+    lines_before: int  # the line of the names: Excel's `sep=;`
 
 
-def csv_layout(text: str) -> CsvLayout | None:
-    """Return the delimiter and the columns of a file that starts with this text; None: it is not CSV.
+def csv_layout(text: str, *, is_named: bool = False) -> CsvLayout | None:
+    """Return the layout of a CSV file that starts with this text; None: it is not CSV.
 
     A file with one column is not recognized: it looks like lines of text.
+
+    Args:
+        is_named: the file is named as CSV, so that any names of columns are believed.
     """
-    if text.startswith(("{", "[")):
+    text = text.lstrip("\r\n ")
+    if text.lstrip().startswith(("{", "[")):
         return None
-    for delimiter in ",;\t|":
+    said = _SEPARATOR.match(text)
+    for delimiter in said[1] if said else ",;\t|":
+        lines = io.StringIO(text[said.end() :] if said else text, newline="")
         try:
-            names, *rows = islice(csv.reader(io.StringIO(text, newline=""), delimiter=delimiter), 2)
+            names, *rows = islice(csv.reader(lines, delimiter=delimiter), 2)
         except (csv.Error, ValueError):  # ValueError: there is no line
             continue
         columns = [name.strip() for name in names]
-        is_named = len(set(columns)) == len(columns) > 1 and all(map(_COLUMN.fullmatch, columns))
-        if is_named and rows and len(rows[0]) == len(columns):
-            return CsvLayout(delimiter, columns)
+        named = columns[1:] if columns[:1] == [""] else columns
+        if len(columns) < 2 or not all(_COLUMN.fullmatch(name) and name.isprintable() for name in named):
+            continue
+        is_known = is_named or bool(said) or any(name.lower() in FIELDS for name in named)
+        if len(rows[0]) == len(columns) if rows and not is_named else is_known:
+            return CsvLayout(delimiter, columns, 1 if said else 0)
     return None
 
 
-_COLUMN = re.compile(r"\w[\w .\-/()#]*")
+_COLUMN = re.compile(r"\w[^{}\[\]\":]*")
+_SEPARATOR = re.compile(r'"?sep=([,;\t|])"?\r?\n', re.IGNORECASE)
 
 
 def format_of_rows(rows: Sequence[Mapping[str, Any]]) -> ForeignFormat | None:

@@ -31,12 +31,14 @@ from regraft._rules.datasets import (
 )
 from regraft._rules.foreign_files import (
     CR_LINES,
+    FIELDS,
     GZIP,
     HEAD_BYTES,
     JSON_ARRAY,
     PARQUET,
     PRETTY_JSON,
     ZIP,
+    CsvLayout,
     Target,
     container_of,
     csv_layout,
@@ -193,8 +195,8 @@ def _rows(path: Path, file: IO[bytes], head: bytes) -> _NumberedRows:
         yield from read_objects(json_lines(_pieces(file, encoding)))
     elif layout is CR_LINES:
         yield from read_objects(piece.replace("\r", "\n").encode() for piece in _pieces(file, encoding))
-    elif (table := csv_layout(start.lstrip())) is not None:
-        yield from _csv_rows(io.TextIOWrapper(file, encoding, newline=""), table.delimiter)
+    elif (table := csv_layout(start, is_named=_is_named_csv(path))) is not None:
+        yield from _csv_rows(io.TextIOWrapper(file, encoding, newline=""), table)
     elif encoding == "utf-8-sig":
         yield from read_objects(iter(lambda: file.read(PIECE), b""))
     else:
@@ -261,21 +263,36 @@ def _on_one_line(value: str) -> bytes:
     return value.replace("\r", " ").replace("\n", " ").encode("utf-8", "surrogatepass") + b"\n"
 
 
-def _csv_rows(text: IO[str], delimiter: str) -> _NumberedRows:
+def _is_named_csv(path: Path) -> bool:
+    return Path(path.name.removesuffix(".gz")).suffix.lower() in (".csv", ".tsv")
+
+
+def _csv_rows(text: IO[str], layout: CsvLayout) -> _NumberedRows:
     csv.field_size_limit(MAX_LINE_BYTES)
-    reader = csv.reader(text, delimiter=delimiter)
-    columns = [name.strip() for name in next(reader)]
-    for number, cells in enumerate(reader, 2):
-        if not any(cells):
+    reader = csv.reader(text, delimiter=layout.delimiter)
+    numbered = ((number, cells) for number, cells in enumerate(reader, 1) if any(cells))
+    for _ in range(layout.lines_before):
+        next(numbered)
+    first, _ = next(numbered)
+    repeated = next((name for name, times in Counter(layout.columns).items() if times > 1), None)
+    if repeated is not None:
+        raise InvalidDataset([LineError(first, f"has the column {repeated!r} twice: rename one of them")])
+    has_rows = False
+    for number, cells in numbered:
+        has_rows = True
+        if len(cells) != len(layout.columns):
+            names = len(layout.columns)
+            yield LineError(number, f"has {len(cells)} cells, and line {first} has {names} names")
             continue
-        if len(cells) != len(columns):
-            yield LineError(number, f"has {len(cells)} cells, and the first line has {len(columns)} names")
-            continue
-        yield number, {name: _cell(name, cell) for name, cell in zip(columns, cells, strict=True)}
+        row = {name: _cell(name, cell) for name, cell in zip(layout.columns, cells, strict=True)}
+        row.pop("", None)
+        yield number, row
+    if not has_rows:
+        raise InvalidDataset([LineError(0, "the file has the names of its columns and no rows")])
 
 
 def _cell(name: str, cell: str) -> Any:
-    if name not in _JSON_COLUMNS:
+    if name.lower() not in _JSON_COLUMNS:
         return cell
     try:
         return json.loads(cell)
@@ -308,7 +325,11 @@ def _renamed(row: Row, names: Mapping[str, str]) -> Row:
             raise CannotConvert(f"has no field {source!r}, which --map names")
     taken = {target: row[source] for target, source in names.items()}
     rest = {name: value for name, value in row.items() if name not in names.values() and name not in taken}
-    return taken | rest
+    made = taken | rest
+    for name in rest:
+        if (field := name.lower()) in FIELDS and field not in made:  # such as Question
+            made[field] = made.pop(name)
+    return made
 
 
 def convert_row(row: Row, to: Target) -> tuple[Row, list[str]]:

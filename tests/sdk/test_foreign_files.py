@@ -600,6 +600,35 @@ def test_cells_of_a_table_may_have_commas_quotes_and_line_ends(tmp_path: Path) -
     assert row == {"messages": [{"role": "user", "content": 'Say "a, b"\nand c'}], "answer": "x"}
 
 
+TABLES = {
+    "capitals": ("Question,Answer\n1 + 1?,2\n", "question", "answer"),
+    "other characters": ("Frage,Lösung (€)\n1 + 1?,2\n", "Frage", "Lösung (€)"),
+    "pandas' index": (",question,answer\n0,1 + 1?,2\n", "question", "answer"),
+    "pandas' index before tabs": ("\tquestion\tanswer\n0\t1 + 1?\t2\n", "question", "answer"),
+    "Excel's separator": ("sep=;\r\nquestion;answer\r\n1 + 1?;2\r\n", "question", "answer"),
+    "blank lines before the names": ("\n\nquestion,answer\n1 + 1?,2\n", "question", "answer"),
+}
+
+
+@pytest.mark.parametrize(("content", "prompt", "answer"), TABLES.values(), ids=TABLES.keys())
+def test_tables_of_common_programs_are_recognized_and_converted(
+    content: str, prompt: str, answer: str, tmp_path: Path
+) -> None:
+    found = detect([content.encode()])
+    names = {} if prompt == "question" else {"prompt": prompt, "answer": answer}
+
+    assert found is not None
+    assert found.seen.lower() == f"the file is csv with the columns {prompt}, {answer}".lower()
+    assert convert_text(tmp_path, content.encode(), "rft", **names) == [{"messages": [USER], "answer": "2"}]
+
+
+def test_the_name_of_a_table_is_believed_where_its_lines_differ(tmp_path: Path) -> None:
+    (tmp_path / "theirs.csv").write_text("Frage,Wert\na\nb,c\n")
+
+    with pytest.raises(InvalidDataset, match="line 2: has 1 cells, and line 1 has 2 names"):
+        convert(tmp_path / "theirs.csv", "rft", tmp_path / "ours.jsonl", names={"prompt": "Frage"})
+
+
 @pytest.mark.parametrize("size", [1, 7, 1000])
 def test_an_array_is_read_in_pieces_wherever_they_end(size: int) -> None:
     rows = [
@@ -672,7 +701,19 @@ REFUSED: dict[str, tuple[bytes, Target, dict[str, str], str]] = {
         b"prompt,answer\na,b\nc\n",
         "rft",
         {},
-        "line 3: has 1 cells, and the first line has 2 names",
+        "line 3: has 1 cells, and line 1 has 2 names",
+    ),
+    "a table with a column twice": (
+        b"prompt,label,label\na,b,c\n",
+        "rft",
+        {},
+        "line 1: has the column 'label' twice: rename one of them",
+    ),
+    "a table without rows": (
+        b"prompt,label\n",
+        "rft",
+        {},
+        "the file has the names of its columns and no rows",
     ),
     "a table of an old Excel": (
         "prompt,answer\na,é\n".encode("latin-1"),
