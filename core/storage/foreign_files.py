@@ -73,6 +73,7 @@ JSON_ARRAY = ForeignFormat("the file is one JSON array", _ONE_A_LINE)
 PRETTY_JSON = ForeignFormat("the file has JSON objects over several lines", _ONE_A_LINE)
 CR_LINES = ForeignFormat("the lines of the file end with CR alone", "end them with LF")
 
+WRAPPED = ForeignFormat('the file is one JSON object with its rows in {"data": [...]}', _ONE_A_LINE)
 FUNCTIONS = ForeignFormat(
     "the rows use functions and function_call, which OpenAI has replaced",
     "write them as tools and tool_calls",
@@ -97,6 +98,7 @@ QUESTION = ForeignFormat(
 INPUT = ForeignFormat("the rows have their prompt in the key input", "write it as messages", ("rft", "sft"))
 
 _ROW_FORMATS: Sequence[tuple[ForeignFormat, Callable[[Mapping[str, Any]], bool]]] = (
+    (WRAPPED, lambda row: wraps_rows(row)),
     (SHAREGPT, lambda row: isinstance(row.get("conversations"), list)),
     (PREFERENCES, lambda row: {"chosen", "rejected"} <= row.keys()),
     (ALPACA, lambda row: "instruction" in row),
@@ -136,7 +138,7 @@ def container_of(head: bytes) -> ForeignFormat | None:
         return UTF_16 if encoding == "utf-16" or encoding.startswith("utf-16-") else UTF_32
     decoded = head[:HEAD_BYTES].decode(encoding, "replace")
     text = decoded.lstrip()
-    if re.match(r"\[\s*\{", text):
+    if re.match(r"\[\s*(\{|\]\s*$)", text):
         return JSON_ARRAY
     if _is_pretty(text, is_cut=len(head) >= HEAD_BYTES):
         return PRETTY_JSON
@@ -229,6 +231,13 @@ def truth_of(label: Any) -> bool | None:
 _TRUTHS = MappingProxyType(
     {**dict.fromkeys(("true", "yes", "1", "1.0"), True), **dict.fromkeys(("false", "no", "0", "0.0"), False)}
 )
+
+
+def wraps_rows(row: Mapping[str, Any]) -> bool:
+    """Whether the object has the rows of its file in data, and no field of a row."""
+    inner = row.get("data")
+    is_list = isinstance(inner, list) and bool(inner) and all(isinstance(one, Mapping) for one in inner)
+    return is_list and FIELDS.isdisjoint(row)
 
 
 def repeats_an_answer(row: Mapping[str, Any]) -> bool:

@@ -46,6 +46,7 @@ from regraft._rules.foreign_files import (
     is_labeled_completion,
     repeats_an_answer,
     truth_of,
+    wraps_rows,
 )
 from regraft._rules.offline_rows import FORMS
 from regraft.saving import whole
@@ -161,7 +162,11 @@ def read_any(path: Path) -> _NumberedRows:
         with _uncompressed(path) as file:
             head = file.read(HEAD_BYTES)
             file.seek(0)
-            yield from _rows(path, file, head)
+            for row in _rows(path, file, head):
+                if isinstance(row, tuple) and wraps_rows(row[1]):
+                    yield from enumerate(row[1]["data"], 1)
+                else:
+                    yield row
     except UnicodeDecodeError as error:
         raise InvalidDataset([LineError(0, f"the file is not {error.encoding}: save it as UTF-8")]) from None
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:

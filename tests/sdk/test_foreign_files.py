@@ -808,15 +808,32 @@ def test_one_file_for_training_and_validation_is_uploaded_once(desk: Path, clien
     assert [file.id for file in client.files.list()] == [made.training_file]
 
 
-def test_an_array_in_a_file_that_is_named_like_a_job_is_read_as_rows(
-    desk: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (json.dumps(ROWS), " the file is one JSON array; write one object per line."),
+        ("[]", " the file is one JSON array; write one object per line."),
+        (
+            json.dumps({"data": ROWS}),
+            ' the file is one JSON object with its rows in {"data": [...]}; write one',
+        ),
+        (lines({"text": "a"}).decode(), "1: messages: is missing"),
+    ],
+)
+def test_rows_in_a_file_that_is_named_like_a_job_are_read_as_rows(
+    content: str, words: str, desk: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (desk / "train.json").write_text(json.dumps(ROWS))
+    (desk / "train.json").write_text(content)
 
     assert main(["validate", "train.json"]) == 1
-    assert capsys.readouterr().out.startswith(
-        "train.json: the file is one JSON array; write one object per line."
-    )
+    assert capsys.readouterr().out.startswith(f"train.json:{words}")
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+def test_the_rows_in_data_are_converted(indent: int | None, tmp_path: Path) -> None:
+    wrapped = json.dumps({"version": 1, "data": ROWS}, indent=indent).encode()
+
+    assert convert_text(tmp_path, wrapped, "rft") == ROWS
 
 
 def test_an_empty_file_says_so_everywhere(

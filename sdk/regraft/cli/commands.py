@@ -409,14 +409,22 @@ def _refused(path: Path, refusal: openai.APIStatusError) -> dict[str, Any]:
     return _invalid(path, InvalidDataset([error]))
 
 
-def _is_array(path: Path) -> bool:
-    """Whether a file that is named like a job file has rows."""
+def _is_dataset(path: Path) -> bool:
+    """Whether a file that is named like a job file has rows: an array, or JSON without a key of a job."""
     with path.open("rb") as file:
-        return container_of(file.read(HEAD_BYTES)) is JSON_ARRAY
+        if container_of(file.read(HEAD_BYTES)) is JSON_ARRAY:
+            return True
+    if path.suffix.lower() != ".json":
+        return False
+    try:
+        first, _ = json.JSONDecoder().raw_decode(path.read_text("utf-8-sig").lstrip())
+    except (ValueError, RecursionError):
+        return False
+    return not isinstance(first, dict) or first.keys().isdisjoint({"model", "method", *FILES, "grader"})
 
 
 def _validated(path: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    if path.suffix.lower() in JOB_FILES and not _is_array(path):
+    if path.suffix.lower() in JOB_FILES and not _is_dataset(path):
         return _validated_job(path)
     try:
         good = validate_dataset(path, grader=arguments.grader, split=arguments.split, method=arguments.method)
