@@ -135,6 +135,11 @@ class TextSimilaritySpec(BaseModel, extra="forbid", frozen=True, strict=True):
 
 def no_word(spec: TextSimilaritySpec, reference: str) -> str:
     """Return the error for a reference in which the metric of the spec finds no word."""
+    if not reference:
+        return (
+            f"the reference of '{spec.name}' is empty, so {spec.evaluation_metric} would score every answer with words "
+            "0. Use another reference"
+        )
     what = "no letter or digit" if spec.tokenizer else "no word of a-z and 0-9"
     remedy = "" if spec.tokenizer else ', or set "tokenizer": "unicode"'
     return (

@@ -25,6 +25,11 @@ TARGETS: Mapping[str, Target] = MappingProxyType(
 _METHODS: Mapping[Target, str] = MappingProxyType({"rft": "reinforcement", "sft": "supervised", "dpo": "dpo"})
 _ANY: tuple[Target, ...] = ("rft", "sft", "dpo")
 
+# Fields that `regraft convert` has a place for. Files may write them with capitals.
+FIELDS = frozenset(
+    "prompt question instruction input context history system system_prompt messages conversations tools completion "
+    "output response answer chosen rejected label".split()
+)
 HEAD_BYTES = 64 << 10
 # Rows by which the format of a file is recognized.
 FIRST_ROWS = 20
@@ -68,6 +73,7 @@ JSON_ARRAY = ForeignFormat("the file is one JSON array", _ONE_A_LINE)
 PRETTY_JSON = ForeignFormat("the file has JSON objects over several lines", _ONE_A_LINE)
 CR_LINES = ForeignFormat("the lines of the file end with CR alone", "end them with LF")
 
+WRAPPED = ForeignFormat('the file is one JSON object with its rows in {"data": [...]}', _ONE_A_LINE)
 FUNCTIONS = ForeignFormat(
     "the rows use functions and function_call, which OpenAI has replaced",
     "write them as tools and tool_calls",
@@ -82,8 +88,7 @@ PREFERENCES = ForeignFormat(
 ALPACA = ForeignFormat("the rows are Alpaca's (instruction, input, output)", _AS_MESSAGES, ("rft", "sft"))
 LABELED = ForeignFormat(
     "the rows are TRL's labeled answers (prompt, completion, label)",
-    "write them as input, output and label",
-    ("dpo",),
+    "write them as input, output and label, or the good ones as messages",
 )
 PROMPT_COMPLETION = ForeignFormat("the rows have prompt and completion", _AS_MESSAGES, ("rft", "sft"))
 PROMPT = ForeignFormat("the rows have their prompt in the key prompt", "write it as messages", ("rft", "sft"))
@@ -93,6 +98,7 @@ QUESTION = ForeignFormat(
 INPUT = ForeignFormat("the rows have their prompt in the key input", "write it as messages", ("rft", "sft"))
 
 _ROW_FORMATS: Sequence[tuple[ForeignFormat, Callable[[Mapping[str, Any]], bool]]] = (
+    (WRAPPED, lambda row: wraps_rows(row)),
     (SHAREGPT, lambda row: isinstance(row.get("conversations"), list)),
     (PREFERENCES, lambda row: {"chosen", "rejected"} <= row.keys()),
     (ALPACA, lambda row: "instruction" in row),
@@ -130,16 +136,18 @@ def container_of(head: bytes) -> ForeignFormat | None:
             return container
     if (encoding := encoding_of(head)) != "utf-8-sig":
         return UTF_16 if encoding == "utf-16" or encoding.startswith("utf-16-") else UTF_32
-    text = head[:HEAD_BYTES].decode(encoding, "replace").lstrip()
-    if re.match(r"\[\s*\{", text):
+    decoded = head[:HEAD_BYTES].decode(encoding, "replace")
+    text = decoded.lstrip()
+    if re.match(r"\[\s*(\{|\]\s*$)", text):
         return JSON_ARRAY
     if _is_pretty(text, is_cut=len(head) >= HEAD_BYTES):
         return PRETTY_JSON
     first, *others = text.split("\r")
     if "\n" not in text and any(map(str.strip, others)) and _is_json(first):
         return CR_LINES
-    if (table := csv_layout(text)) is not None:
-        names = [name if len(name) <= _MAX_NAME else f"{name[:_MAX_NAME]}…" for name in table.columns]
+    if (table := csv_layout(decoded)) is not None:
+        named = filter(None, table.columns)
+        names = [name if len(name) <= _MAX_NAME else f"{name[:_MAX_NAME]}…" for name in named]
         more = ", …" if len(names) > _MAX_COLUMNS else ""
         return ForeignFormat(
             f"the file is CSV with the columns {', '.join(names[:_MAX_COLUMNS])}{more}", _ONE_A_LINE
@@ -162,29 +170,40 @@ def encoding_of(head: bytes) -> str:
 @dataclass(frozen=True)
 class CsvLayout:
     delimiter: str
-    columns: list[str]
+    columns: list[str]  # the first may have no name: pandas writes its index there
+    lines_before: int  # the line of the names: Excel's `sep=;`
 
 
-def csv_layout(text: str) -> CsvLayout | None:
-    """Return the delimiter and the columns of a file that starts with this text; None: it is not CSV.
+def csv_layout(text: str, *, is_named: bool = False) -> CsvLayout | None:
+    """Return the layout of a CSV file that starts with this text; None: it is not CSV.
 
     A file with one column is not recognized: it looks like lines of text.
+
+    Args:
+        is_named: the file is named as CSV, so that any names of columns are believed.
     """
-    if text.startswith(("{", "[")):
+    text = text.lstrip("\r\n ")
+    if text.lstrip().startswith(("{", "[")):
         return None
-    for delimiter in ",;\t|":
+    said = _SEPARATOR.match(text)
+    for delimiter in said[1] if said else ",;\t|":
+        lines = io.StringIO(text[said.end() :] if said else text, newline="")
         try:
-            names, *rows = islice(csv.reader(io.StringIO(text, newline=""), delimiter=delimiter), 2)
+            names, *rows = islice(csv.reader(lines, delimiter=delimiter), 2)
         except (csv.Error, ValueError):  # ValueError: there is no line
             continue
         columns = [name.strip() for name in names]
-        is_named = len(set(columns)) == len(columns) > 1 and all(map(_COLUMN.fullmatch, columns))
-        if is_named and rows and len(rows[0]) == len(columns):
-            return CsvLayout(delimiter, columns)
+        named = columns[1:] if columns[:1] == [""] else columns
+        if len(columns) < 2 or not all(_COLUMN.fullmatch(name) and name.isprintable() for name in named):
+            continue
+        is_known = is_named or bool(said) or any(name.lower() in FIELDS for name in named)
+        if len(rows[0]) == len(columns) if rows and not is_named else is_known:
+            return CsvLayout(delimiter, columns, 1 if said else 0)
     return None
 
 
-_COLUMN = re.compile(r"\w[\w .\-/()#]*")
+_COLUMN = re.compile(r"\w[^{}\[\]\":]*")
+_SEPARATOR = re.compile(r'"?sep=([,;\t|])"?\r?\n', re.IGNORECASE)
 
 
 def format_of_rows(rows: Sequence[Mapping[str, Any]]) -> ForeignFormat | None:
@@ -198,8 +217,35 @@ def format_of_rows(rows: Sequence[Mapping[str, Any]]) -> ForeignFormat | None:
 
 
 def is_labeled_completion(row: Mapping[str, Any]) -> bool:
-    """Whether the row is a good or a bad answer, which only preference jobs learn from."""
-    return {"prompt", "completion"} <= row.keys() and isinstance(row.get("label"), bool)
+    """Whether the row is TRL's good or bad answer."""
+    return {"prompt", "completion"} <= row.keys() and truth_of(row.get("label")) is not None
+
+
+def truth_of(label: Any) -> bool | None:
+    """The label of an answer as a boolean, such as of 1, "False" or "yes"; None: it is neither true nor false."""
+    if isinstance(label, str):
+        return _TRUTHS.get(label.strip().lower())
+    return bool(label) if isinstance(label, int | float) and label in (0, 1) else None
+
+
+_TRUTHS = MappingProxyType(
+    {**dict.fromkeys(("true", "yes", "1", "1.0"), True), **dict.fromkeys(("false", "no", "0", "0.0"), False)}
+)
+
+
+def wraps_rows(row: Mapping[str, Any]) -> bool:
+    """Whether the object has the rows of its file in data, and no field of a row."""
+    inner = row.get("data")
+    is_list = isinstance(inner, list) and bool(inner) and all(isinstance(one, Mapping) for one in inner)
+    return is_list and FIELDS.isdisjoint(row)
+
+
+def repeats_an_answer(row: Mapping[str, Any]) -> bool:
+    """Whether messages is a conversation with an answer, in a row that has the answers chosen and rejected."""
+    messages = row.get("messages")
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    is_answered = isinstance(last, Mapping) and last.get("role") == "assistant"
+    return is_answered and row.get("chosen") is not None and row.get("rejected") is not None
 
 
 def uses_functions(row: Mapping[str, Any]) -> bool:
@@ -215,7 +261,9 @@ def uses_functions(row: Mapping[str, Any]) -> bool:
 
 
 def _is_of_a_method(row: Mapping[str, Any]) -> bool:
-    return not row.keys().isdisjoint({"messages", "preferred_output", "non_preferred_output"})
+    if "messages" in row:
+        return not repeats_an_answer(row)
+    return not row.keys().isdisjoint({"preferred_output", "non_preferred_output"})
 
 
 def _is_pretty(text: str, *, is_cut: bool) -> bool:

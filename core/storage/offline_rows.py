@@ -70,6 +70,8 @@ _EXAMPLES: Mapping[str, str] = MappingProxyType(
 
 def format_of(row: Mapping[str, Any]) -> str | None:
     """The method whose format the row seems to have; None: none of them. Pairs are dpo's."""
+    if foreign_files.repeats_an_answer(row):
+        return None
     if "messages" in row:
         return "reward_model" if {"score", "step_labels"} & row.keys() else "supervised"
     # The keys `input` and `output` alone do not make a row of dpo: Alpaca's rows have both.

@@ -106,13 +106,13 @@ def measure(metric: Metric, got: str, want: str, tokenizer: Tokenizer | None = N
 
 
 def has_no_word(metric: Metric, text: str, tokenizer: Tokenizer | None) -> bool:
-    """Return whether the text is not empty and the metric reads no word in it, so that nothing is similar to it."""
-    return text != "" and metric in _ROUGE and not rouge_words(text, tokenizer)
+    """Return whether the metric reads no word in the text, so that no text with words is similar to it."""
+    return metric in _ROUGE and not rouge_words(text, tokenizer)
 
 
 def too_short(metric: Metric, text: str, tokenizer: Tokenizer | None) -> str | None:
-    """Return why nothing is similar to the text by the metric; None if something is."""
-    if has_no_word(metric, text, tokenizer):
+    """Return why nothing is similar to the text by the metric; None if something is: to an empty text another one."""
+    if text and has_no_word(metric, text, tokenizer):
         return "has no letter or digit" if tokenizer else "has no word of a-z and 0-9"
     least, words = _ROUGE.get(metric, 0), rouge_words(text, tokenizer)
     if 0 < len(words) < least:

@@ -10,6 +10,7 @@ import io
 import json
 import re
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,17 +31,22 @@ from regraft._rules.datasets import (
 )
 from regraft._rules.foreign_files import (
     CR_LINES,
+    FIELDS,
     GZIP,
     HEAD_BYTES,
     JSON_ARRAY,
     PARQUET,
     PRETTY_JSON,
     ZIP,
+    CsvLayout,
     Target,
     container_of,
     csv_layout,
     encoding_of,
     is_labeled_completion,
+    repeats_an_answer,
+    truth_of,
+    wraps_rows,
 )
 from regraft._rules.offline_rows import FORMS
 from regraft.saving import whole
@@ -57,14 +63,24 @@ _ROLES = {
     "system": "system",
 }
 _ANSWERS = ("completion", "output", "response", "answer")
+_SYSTEMS = ("system", "system_prompt")
 # Columns of CSV files whose cells are JSON.
-_JSON_COLUMNS = ("messages", "conversations", "tools")
+_JSON_COLUMNS = ("messages", "conversations", "tools", "history")
 _BETWEEN = re.compile(r"[\s,\[\]]*")
+_BAD_ANSWER, _NO_ANSWER = "whose label is false", "without an answer"
 NEEDS_PYARROW = "Parquet files need pyarrow: run `pip install pyarrow`, or save the data as JSONL or CSV"
 
 
 class CannotConvert(ValueError):
     """A row cannot become a row of the target; the message says why."""
+
+
+class SameFile(ValueError):
+    """The converted file would replace its source."""
+
+
+class LeftOut(Exception):
+    """A row is no example for the target; the message ends a sentence about such rows."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +89,8 @@ class Converted:
 
     path: Path
     rows: int
+    left_out: Mapping[str, int]  # numbers of rows, by why they were left out, such as "without an answer"
+    dropped_fields: tuple[str, ...]  # of the source, which rows of the target have no place for
 
 
 def convert(
@@ -87,14 +105,21 @@ def convert(
     Reads JSONL, JSON arrays, JSON over several lines, CSV and Parquet, compressed with gzip or not, in UTF-8, UTF-16 or
     UTF-32, with rows of OpenAI's formats, Alpaca's, ShareGPT's, TRL's, or with a prompt and an answer.
 
+    Rows for rft and sft whose label is false or whose answer is empty are left out.
+
     Args:
         names: the field of the source for a field of the row, such as {"answer": "label"}.
 
     Raises:
         InvalidDataset: the file or rows of it cannot be converted. Nothing was written.
+        SameFile: `path` is the source.
     """
+    if Path(path).exists() and Path(path).samefile(source):
+        raise SameFile(f"{path} is the file that is converted: choose another name")
     problems = Problems()
     rows = 0
+    left_out: Counter[str] = Counter()
+    dropped: dict[str, None] = {}
     form = _FORMS[to]
     with whole(Path(path)) as out:
         for row in read_any(Path(source)):
@@ -103,8 +128,11 @@ def convert(
                 continue
             number, fields = row
             try:
-                made = convert_row(_renamed(fields, names or {}), to)
+                made, without_place = convert_row(_renamed(fields, names or {}), to)
                 line = _json(made)
+            except LeftOut as left:
+                left_out[str(left)] += 1
+                continue
             except CannotConvert as cannot:
                 problems.add(LineError(number, str(cannot)))
                 continue
@@ -114,8 +142,11 @@ def convert(
             if not wrong:
                 out.write(line)
                 rows += 1
+                dropped |= dict.fromkeys(without_place)
+        if left_out and not rows and not problems.errors:
+            problems.add(LineError(0, f"the file has only rows {' or '.join(left_out)}"))
         problems.refuse(rows, 1)
-    return Converted(Path(path), rows)
+    return Converted(Path(path), rows, left_out, tuple(dropped))
 
 
 # Files.
@@ -131,7 +162,11 @@ def read_any(path: Path) -> _NumberedRows:
         with _uncompressed(path) as file:
             head = file.read(HEAD_BYTES)
             file.seek(0)
-            yield from _rows(path, file, head)
+            for row in _rows(path, file, head):
+                if isinstance(row, tuple) and wraps_rows(row[1]):
+                    yield from enumerate(row[1]["data"], 1)
+                else:
+                    yield row
     except UnicodeDecodeError as error:
         raise InvalidDataset([LineError(0, f"the file is not {error.encoding}: save it as UTF-8")]) from None
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
@@ -165,8 +200,8 @@ def _rows(path: Path, file: IO[bytes], head: bytes) -> _NumberedRows:
         yield from read_objects(json_lines(_pieces(file, encoding)))
     elif layout is CR_LINES:
         yield from read_objects(piece.replace("\r", "\n").encode() for piece in _pieces(file, encoding))
-    elif (table := csv_layout(start.lstrip())) is not None:
-        yield from _csv_rows(io.TextIOWrapper(file, encoding, newline=""), table.delimiter)
+    elif (table := csv_layout(start, is_named=_is_named_csv(path))) is not None:
+        yield from _csv_rows(io.TextIOWrapper(file, encoding, newline=""), table)
     elif encoding == "utf-8-sig":
         yield from read_objects(iter(lambda: file.read(PIECE), b""))
     else:
@@ -182,24 +217,45 @@ def json_lines(pieces: Iterable[str]) -> Iterator[bytes]:
     """Yield one line for each value of an array, or of values one after another.
 
     A value that is not JSON is the last one: where it ends is unknown.
+
+    Raises:
+        InvalidDataset: an array does not end, or has an array in it.
     """
     decoder = json.JSONDecoder()
     held = ""
+    is_inside = False  # of an array
     for piece in pieces:
         held, at = held + piece, 0
-        while (start := _end_of_gap(held, at)) < len(held):
-            try:
-                _, at = decoder.raw_decode(held, start)
-            except (ValueError, RecursionError):
-                if len(held) - start > MAX_LINE_BYTES:
-                    yield _on_one_line(held[start:])
-                    return
-                at = start
+        while True:
+            start = _end_of_gap(held, at)
+            is_inside = _is_inside(is_inside, held[at:start])
+            at = start
+            if at == len(held):
                 break
-            yield _on_one_line(held[start:at])
+            try:
+                _, end = decoder.raw_decode(held, at)
+            except (ValueError, RecursionError):
+                if len(held) - at > MAX_LINE_BYTES:
+                    yield _on_one_line(held[at:])
+                    return
+                break
+            yield _on_one_line(held[at:end])
+            at = end
         held = held[at:]
-    if rest := held[_end_of_gap(held, 0) :]:
-        yield _on_one_line(rest)
+    if held:
+        yield _on_one_line(held)
+    elif is_inside:
+        raise InvalidDataset([LineError(0, "the JSON array has no ] at its end: the file is not complete")])
+
+
+def _is_inside(was_inside: bool, gap: str) -> bool:
+    """Whether the text after a gap between values is inside of an array."""
+    for bracket in filter("[]".__contains__, gap):
+        if (bracket == "[") == was_inside:
+            what = "an array inside of the array" if was_inside else "a ] without its ["
+            raise InvalidDataset([LineError(0, f"the file has {what}: write one object per line")])
+        was_inside = not was_inside
+    return was_inside
 
 
 def _end_of_gap(text: str, start: int) -> int:
@@ -212,21 +268,36 @@ def _on_one_line(value: str) -> bytes:
     return value.replace("\r", " ").replace("\n", " ").encode("utf-8", "surrogatepass") + b"\n"
 
 
-def _csv_rows(text: IO[str], delimiter: str) -> _NumberedRows:
+def _is_named_csv(path: Path) -> bool:
+    return Path(path.name.removesuffix(".gz")).suffix.lower() in (".csv", ".tsv")
+
+
+def _csv_rows(text: IO[str], layout: CsvLayout) -> _NumberedRows:
     csv.field_size_limit(MAX_LINE_BYTES)
-    reader = csv.reader(text, delimiter=delimiter)
-    columns = [name.strip() for name in next(reader)]
-    for number, cells in enumerate(reader, 2):
-        if not any(cells):
+    reader = csv.reader(text, delimiter=layout.delimiter)
+    numbered = ((number, cells) for number, cells in enumerate(reader, 1) if any(cells))
+    for _ in range(layout.lines_before):
+        next(numbered)
+    first, _ = next(numbered)
+    repeated = next((name for name, times in Counter(layout.columns).items() if times > 1), None)
+    if repeated is not None:
+        raise InvalidDataset([LineError(first, f"has the column {repeated!r} twice: rename one of them")])
+    has_rows = False
+    for number, cells in numbered:
+        has_rows = True
+        if len(cells) != len(layout.columns):
+            names = len(layout.columns)
+            yield LineError(number, f"has {len(cells)} cells, and line {first} has {names} names")
             continue
-        if len(cells) != len(columns):
-            yield LineError(number, f"has {len(cells)} cells, and the first line has {len(columns)} names")
-            continue
-        yield number, {name: _cell(name, cell) for name, cell in zip(columns, cells, strict=True)}
+        row = {name: _cell(name, cell) for name, cell in zip(layout.columns, cells, strict=True)}
+        row.pop("", None)
+        yield number, row
+    if not has_rows:
+        raise InvalidDataset([LineError(0, "the file has the names of its columns and no rows")])
 
 
 def _cell(name: str, cell: str) -> Any:
-    if name not in _JSON_COLUMNS:
+    if name.lower() not in _JSON_COLUMNS:
         return cell
     try:
         return json.loads(cell)
@@ -236,14 +307,17 @@ def _cell(name: str, cell: str) -> Any:
 
 def _parquet_rows(file: IO[bytes]) -> _NumberedRows:
     try:
-        from pyarrow import parquet
+        from pyarrow import ArrowException, parquet
     except ImportError:
         raise InvalidDataset([LineError(0, NEEDS_PYARROW)]) from None
     number = 0
-    for batch in parquet.ParquetFile(file).iter_batches(batch_size=256):
-        for row in batch.to_pylist():
-            number += 1
-            yield number, row
+    try:
+        for batch in parquet.ParquetFile(file).iter_batches(batch_size=256):
+            for row in batch.to_pylist():
+                number += 1
+                yield number, row
+    except (ArrowException, OSError) as error:
+        raise InvalidDataset([LineError(0, f"the Parquet file is damaged: {error}")]) from None
 
 
 # Rows.
@@ -256,82 +330,127 @@ def _renamed(row: Row, names: Mapping[str, str]) -> Row:
             raise CannotConvert(f"has no field {source!r}, which --map names")
     taken = {target: row[source] for target, source in names.items()}
     rest = {name: value for name, value in row.items() if name not in names.values() and name not in taken}
-    return taken | rest
+    made = taken | rest
+    for name in rest:
+        if (field := name.lower()) in FIELDS and field not in made:  # such as Question
+            made[field] = made.pop(name)
+    return made
 
 
-def convert_row(row: Row, to: Target) -> Row:
-    """One row of the target from a row of any format.
+def convert_row(row: Row, to: Target) -> tuple[Row, list[str]]:
+    """One row of the target from a row of any format, and the fields that have a value but no place in it.
 
     Raises:
         CannotConvert: it has no prompt, or lacks an answer that the target needs.
+        LeftOut: its answer is empty or bad, and the target is for good answers.
     """
-    if to != "dpo" and is_labeled_completion(row):
-        raise CannotConvert("is an answer with a label, which only preference jobs read: use --to dpo")
-    return _MAKERS[to](_with_tools(row))
+    is_ours = (
+        "output" in row and isinstance(row.get("input"), Mapping) and truth_of(row.get("label")) is not None
+    )
+    if to != "dpo" and (is_ours or is_labeled_completion(row)):
+        if not truth_of(row["label"]):
+            raise LeftOut(_BAD_ANSWER)
+        row = {name: value for name, value in row.items() if name != "label"}
+    made, rest = _MAKERS[to](_with_tools(row))
+    return made, [name for name, value in rest.items() if value not in (None, "", [], {})]
 
 
-def _to_rft(row: Row) -> Row:
+# Each maker returns a row of its target, and the fields that are not in it.
+
+
+def _to_rft(row: Row) -> tuple[Row, Row]:
     messages, rest = _conversation(row)
-    if messages and messages[-1].get("role") == "assistant":
+    if messages and _role(messages[-1]) == "assistant":
         rest = {"answer": _text(messages.pop().get("content"))} | rest
-    if "answer" not in rest:
-        answer = next((name for name in _ANSWERS if name in rest), None)
-        if answer is not None:
-            rest = {"answer": _text(rest[answer])} | {
-                name: value for name, value in rest.items() if name != answer
-            }
-    return {"messages": messages, **rest}
+    name = "answer" if "answer" in rest else next((name for name in _ANSWERS if name in rest), None)
+    if name is not None:
+        _refuse_empty(rest[name])
+        if name != "answer":
+            rest = {"answer": _text(rest.pop(name))} | rest
+    unused = {"messages": rest.pop("messages", None)}
+    return {"messages": messages, **rest}, unused
 
 
-def _to_sft(row: Row) -> Row:
+def _to_sft(row: Row) -> tuple[Row, Row]:
     messages, rest = _conversation(row)
-    if not messages or messages[-1].get("role") != "assistant":
+    if not messages or _role(messages[-1]) != "assistant":
         given = ("preferred_output", "chosen", *_ANSWERS)
-        name = next((name for name in given if rest.get(name) is not None), None)
+        present = [name for name in given if name in rest]
+        name = next((name for name in present if rest[name] is not None), None)
         if name is None:
+            if present:
+                raise LeftOut(_NO_ANSWER)
             raise CannotConvert("has no answer; name its field with --map answer=FIELD")
-        messages += _answer(rest[name])
-    return {"messages": messages} | _tools_of(row)
+        answer = _answer(rest.pop(name))
+        roles = [*map(_role, answer)]
+        if "user" in roles or roles[-1:] != ["assistant"]:
+            raise CannotConvert(f"has in {name} other messages than the answer to its prompt")
+        messages += answer
+    last = messages[-1]
+    if not last.get("tool_calls"):
+        _refuse_empty(last.get("content"))
+    return {"messages": messages} | _tools_of(row), _without(rest, "tools")
 
 
-def _to_dpo(row: Row) -> Row:
+def _to_dpo(row: Row) -> tuple[Row, Row]:
     messages, rest = _conversation(row)
     given = {"messages": messages} | _tools_of(row)
+    rest.pop("tools", None)
     if "label" in rest and (name := next((name for name in _ANSWERS if name in rest), None)) is not None:
-        return {"input": given, "output": _answer(rest[name]), "label": _truth(rest["label"])}
-    better = rest.get("preferred_output", rest.get("chosen"))
-    worse = rest.get("non_preferred_output", rest.get("rejected"))
-    if better is None or worse is None:
+        label = rest.pop("label")
+        truth = truth_of(label)
+        return {
+            "input": given,
+            "output": _answer(rest.pop(name)),
+            "label": label if truth is None else truth,  # the rules refuse others
+        }, rest
+    pair = [
+        next((rest.pop(name) for name in names if rest.get(name) is not None), None)
+        for names in (("preferred_output", "chosen"), ("non_preferred_output", "rejected"))
+    ]
+    if None in pair:
         raise CannotConvert(
             "has no two answers; name their fields with --map chosen=FIELD --map rejected=FIELD"
         )
-    return {
-        "input": given,
-        "preferred_output": _answer(better),
-        "non_preferred_output": _answer(worse),
-    }
+    better, worse = map(_answer, pair)
+    return {"input": given, "preferred_output": better, "non_preferred_output": worse}, rest
 
 
-_MAKERS: Mapping[Target, Callable[[Row], Row]] = {"rft": _to_rft, "sft": _to_sft, "dpo": _to_dpo}
+_MAKERS: Mapping[Target, Callable[[Row], tuple[Row, Row]]] = {"rft": _to_rft, "sft": _to_sft, "dpo": _to_dpo}
+
+
+def _without(row: Row, *names: str) -> Row:
+    return {name: value for name, value in row.items() if name not in names}
+
+
+def _refuse_empty(answer: Any) -> None:
+    if answer is None or (isinstance(answer, str) and not answer.strip()):
+        raise LeftOut(_NO_ANSWER)
+
+
+def _role(message: Any) -> Any:
+    return message.get("role") if isinstance(message, Mapping) else None
 
 
 def _conversation(row: Row) -> tuple[list[Message], Row]:
     """The messages of a row, and its other fields."""
     rest = dict(row)
     messages = _prompt(rest)
-    system = rest.pop("system", None)
-    if isinstance(system, str) and system and messages[0].get("role") not in ("system", "developer"):
-        messages.insert(0, {"role": "system", "content": system})
-    rest.pop("parallel_tool_calls", None)
-    if not rest.get("tools"):
-        rest.pop("tools", None)
+    _cut_prompt(messages, rest)
+    if messages and _role(messages[0]) not in ("system", "developer"):
+        name = next((name for name in _SYSTEMS if isinstance(rest.get(name), str) and rest[name]), None)
+        if name is not None:
+            messages.insert(0, {"role": "system", "content": rest.pop(name)})
+    for name in ("tools", *_SYSTEMS):
+        if not rest.get(name):
+            rest.pop(name, None)
     return messages, rest
 
 
 def _prompt(rest: Row) -> list[Message]:
     """Take the messages out of the fields of a row."""
     given = rest.get("input")
-    if isinstance(rest.get("messages"), list):
+    if isinstance(rest.get("messages"), list) and not repeats_an_answer(rest):
         return list(rest.pop("messages"))
     if isinstance(rest.get("conversations"), list):
         return [_turn(one) for one in rest.pop("conversations")]
@@ -340,22 +459,70 @@ def _prompt(rest: Row) -> list[Message]:
         return list(given["messages"])
     if "instruction" in rest:
         parts = [_text(rest.pop("instruction")), _text(rest.pop("input", None) or "")]
-        return _asked("\n\n".join(part for part in parts if part))
+        return _asked("\n\n".join(part for part in parts if part), rest)
     for name in ("prompt", "question", "input"):
         if isinstance(rest.get(name), str | list):
-            return _asked(rest.pop(name))
-    better, worse = rest.get("chosen"), rest.get("rejected")
-    if isinstance(better, list) and isinstance(worse, list):  # both begin with the prompt
-        pairs = takewhile(lambda pair: pair[0] == pair[1], zip(better, worse, strict=False))
-        shared = [one for one, _ in pairs]
-        rest["chosen"], rest["rejected"] = better[len(shared) :], worse[len(shared) :]
-        if shared:
-            return shared
+            return _asked(rest.pop(name), rest)
+    shared: list[Message] = []
+    if _cut_prompt(shared, rest):
+        return shared
     raise CannotConvert("has no prompt; name its field with --map prompt=FIELD")
 
 
-def _asked(prompt: Any) -> list[Message]:
-    return list(prompt) if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+def _asked(prompt: Any, rest: Row) -> list[Message]:
+    """The messages of a prompt, with the context and the earlier turns that its row has beside it."""
+    messages = list(prompt) if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+    context = rest.get("context")
+    last = messages[-1] if messages else None
+    if isinstance(context, str) and isinstance(last, Mapping) and isinstance(last.get("content"), str):
+        rest.pop("context")
+        if context.strip() and context not in last["content"]:
+            messages[-1] = {**last, "content": f"{last['content']}\n\n{context}"}
+    if isinstance(rest.get("history"), list):
+        earlier = [message for turn in rest.pop("history") for message in _earlier(turn)]
+        at = sum(1 for one in messages if _role(one) in ("system", "developer"))
+        messages[at:at] = earlier
+    return messages
+
+
+def _earlier(turn: Any) -> list[Message]:
+    """The messages of a turn in history: one message, or the texts of the user and the assistant."""
+    if isinstance(turn, Mapping):
+        return [_turn(turn)]
+    if isinstance(turn, list) and len(turn) == 2 and all(isinstance(text, str) for text in turn):
+        return [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
+    raise CannotConvert("has a turn in history that is no pair of texts")
+
+
+def _cut_prompt(messages: list[Message], rest: Row) -> bool:
+    """Cut the prompt off chosen and rejected if both begin with it; what else they share extends the prompt.
+
+    Returns:
+        whether chosen and rejected began with a prompt.
+    """
+    better, worse = rest.get("chosen"), rest.get("rejected")
+    if isinstance(better, str) and isinstance(worse, str):
+        asked = messages[-1].get("content") if len(messages) == 1 and _role(messages[0]) == "user" else None
+        answers = [one.removeprefix(asked) if isinstance(asked, str) else one for one in (better, worse)]
+        if not (
+            asked and better.startswith(asked) and worse.startswith(asked) and all(map(str.strip, answers))
+        ):
+            return False
+        rest["chosen"], rest["rejected"] = answers
+        return True
+    if not (isinstance(better, list) and isinstance(worse, list)):
+        return False
+    for start in (messages, [one for one in messages if _role(one) not in ("system", "developer")]):
+        size = len(start)
+        if better[:size] == start == worse[:size]:
+            better, worse = better[size:], worse[size:]
+            # The last message of each is its answer, even if both are the same.
+            pairs = takewhile(lambda pair: pair[0] == pair[1], zip(better[:-1], worse[:-1], strict=False))
+            shared = [one for one, _ in pairs]
+            messages += shared
+            rest["chosen"], rest["rejected"] = better[len(shared) :], worse[len(shared) :]
+            return bool(messages)
+    return False
 
 
 def _turn(turn: Any) -> Message:
@@ -385,11 +552,6 @@ def _text(value: Any) -> str:
     if value is None or isinstance(value, list | Mapping):
         raise CannotConvert("has an answer or a prompt that is not one text")
     return json.dumps(value)
-
-
-def _truth(value: Any) -> Any:
-    """The label of a cell as a boolean; others unchanged, for the rules to report."""
-    return {"true": True, "false": False}.get(value.lower(), value) if isinstance(value, str) else value
 
 
 def _tools_of(row: Row) -> Row:

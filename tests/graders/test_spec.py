@@ -354,7 +354,9 @@ def test_a_reference_without_a_word_is_a_problem_of_its_row(grader: dict[str, An
 
     assert "'Добрый день' of 'similar' has no word of a-z and 0-9" in problem
     assert '"tokenizer": "unicode"' in problem
-    assert row_problems(parse_grader(grader), {"answer": ""}) == []  # an empty answer scores 1
+    assert row_problems(parse_grader(grader), {"answer": ""}) == [
+        "the reference of 'similar' is empty, so rouge_l would score every answer with words 0. Use another reference"
+    ]
     assert row_problems(parse_grader(grader), {"answer": "Öl 5"}) == []
 
 

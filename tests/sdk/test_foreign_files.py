@@ -15,7 +15,7 @@ import pytest
 from pyarrow import parquet
 from regraft import InvalidDataset, Regraft
 from regraft.cli import main
-from regraft.convert import convert, json_lines
+from regraft.convert import SameFile, convert, json_lines
 from regraft.datasets import Method, validate
 
 from core.database.tables import File
@@ -62,6 +62,17 @@ SHAREGPT = lines(
 )
 COMPLETIONS = lines(*[{"prompt": f"{n}?", "completion": "b"} for n in range(TWELVE)])
 CHOSEN = lines(*[{"prompt": f"{n}?", "chosen": "b", "rejected": "c"} for n in range(TWELVE)])
+ULTRAFEEDBACK = lines(
+    *[
+        {
+            "prompt": f"{n}?",
+            "chosen": (good := [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "b"}]),
+            "rejected": [good[0], {"role": "assistant", "content": "c"}],
+            "messages": good,
+        }
+        for n in range(TWELVE)
+    ]
+)
 LABELED = lines(*[{"prompt": f"{n}?", "completion": "b", "label": n % 2 == 0} for n in range(TWELVE)])
 FUNCTIONS = lines(
     *[
@@ -192,11 +203,18 @@ FOREIGN: dict[str, tuple[bytes, Method, str, bool]] = {
         f"non_preferred_output. {does('dpo')}",
         NO_CONTAINER,
     ),
+    "UltraFeedback's preferences, with the chosen conversation in messages": (
+        ULTRAFEEDBACK,
+        "dpo",
+        "the rows are TRL's preferences (chosen, rejected); write them as input, preferred_output and "
+        f"non_preferred_output. {does('dpo')}",
+        NO_CONTAINER,
+    ),
     "TRL's labels": (
         LABELED,
         "dpo",
-        "the rows are TRL's labeled answers (prompt, completion, label); write them as input, output and label. "
-        f"{does('dpo')}",
+        "the rows are TRL's labeled answers (prompt, completion, label); write them as input, output and label, "
+        f"or the good ones as messages. {does('dpo')}",
         NO_CONTAINER,
     ),
     "TRL's prompts": (
@@ -326,6 +344,8 @@ def convert_text(folder: Path, content: bytes, target: Target, **names: str) -> 
 USER = {"role": "user", "content": "1 + 1?"}
 ANSWER = {"role": "assistant", "content": "2"}
 WRONG = {"role": "assistant", "content": "3"}
+CHAT_OF_NOTHING = {"messages": [USER, {"role": "assistant", "content": ""}]}
+SYSTEM = {"role": "system", "content": "Be brief."}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
 CONVERTED: dict[str, tuple[Any, Target, dict[str, str], Any]] = {
     "Alpaca": (
@@ -376,6 +396,75 @@ CONVERTED: dict[str, tuple[Any, Target, dict[str, str], Any]] = {
         "dpo",
         {},
         {"input": {"messages": [USER]}, "preferred_output": [ANSWER], "non_preferred_output": [WRONG]},
+    ),
+    "preferences that begin with the prompt beside them": (
+        {"prompt": "1 + 1?", "system": "Be brief.", "chosen": [USER, ANSWER], "rejected": [USER, WRONG]},
+        "dpo",
+        {},
+        {
+            "input": {"messages": [SYSTEM, USER]},
+            "preferred_output": [ANSWER],
+            "non_preferred_output": [WRONG],
+        },
+    ),
+    "preferences of several turns": (
+        {
+            "prompt": "1 + 1?",
+            "chosen": [USER, ANSWER, USER, ANSWER],
+            "rejected": [USER, ANSWER, USER, WRONG],
+            "messages": [USER, ANSWER, USER, ANSWER],
+        },
+        "dpo",
+        {},
+        {
+            "input": {"messages": [USER, ANSWER, USER]},
+            "preferred_output": [ANSWER],
+            "non_preferred_output": [WRONG],
+        },
+    ),
+    "texts that begin with the prompt": (
+        {"prompt": "1 + 1? ", "chosen": "1 + 1? 2", "rejected": "1 + 1? 3"},
+        "sft",
+        {},
+        {"messages": [{"role": "user", "content": "1 + 1? "}, ANSWER]},
+    ),
+    "the preferred answer of UltraFeedback": (
+        {"prompt": "1 + 1?", "chosen": [USER, ANSWER], "rejected": [USER, WRONG], "messages": [USER, WRONG]},
+        "sft",
+        {},
+        {"messages": [USER, ANSWER]},
+    ),
+    "Dolly": (
+        {"instruction": "Add", "context": "1 + 1?", "response": "2", "category": "qa"},
+        "sft",
+        {},
+        {"messages": [{"role": "user", "content": "Add\n\n1 + 1?"}, ANSWER]},
+    ),
+    "a context that its prompt repeats": (
+        {"prompt": "1 + 1?", "context": "1 + 1", "answer": "2"},
+        "rft",
+        {},
+        {"messages": [USER], "answer": "2"},
+    ),
+    "OpenOrca": (
+        {"system_prompt": "Be brief.", "question": "1 + 1?", "response": "2", "id": "a"},
+        "sft",
+        {},
+        {"messages": [SYSTEM, USER, ANSWER]},
+    ),
+    "LLaMA-Factory": (
+        {"instruction": "1 + 1?", "output": "2", "system": "Be brief.", "history": [["Hi", "Hello"]]},
+        "sft",
+        {},
+        {
+            "messages": [
+                SYSTEM,
+                {"role": "user", "content": "Hi"},
+                {"role": "assistant", "content": "Hello"},
+                USER,
+                ANSWER,
+            ]
+        },
     ),
     "the preferred answer": (
         {"prompt": "1 + 1?", "chosen": "2", "rejected": "3"},
@@ -434,6 +523,63 @@ def test_a_row_is_converted(
     assert convert_text(tmp_path, lines(row), target, **names) == [right]
 
 
+@pytest.mark.parametrize("target", ["rft", "sft"])
+@pytest.mark.parametrize(
+    ("good", "bad"), [(True, False), (1, 0), (1.0, 0.0), ("True", "False"), ("1", "0"), ("yes", "no")]
+)
+def test_bad_answers_never_become_targets_however_their_labels_are_written(
+    good: object, bad: object, target: Target, tmp_path: Path
+) -> None:
+    rows = [{"prompt": "1 + 1?", "completion": text, "label": how} for text, how in (("2", good), ("3", bad))]
+    ours = [
+        {"input": PAIR["input"], "output": [answer], "label": how}
+        for answer, how in ((ANSWER, good), (WRONG, bad))
+    ]
+    table = f"prompt,completion,label\n1 + 1?,2,{good}\n1 + 1?,3,{bad}\n".encode()
+    right = {"messages": [USER], "answer": "2"} if target == "rft" else {"messages": [USER, ANSWER]}
+
+    for content in (lines(*rows), lines(*ours), table):
+        assert convert_text(tmp_path, content, target) == [right]
+        assert [row["label"] for row in convert_text(tmp_path, content, "dpo")] == [True, False]
+
+
+def test_the_command_counts_rows_that_it_leaves_out_and_names_the_fields_without_a_place(
+    desk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (desk / "theirs.csv").write_text(
+        "prompt,completion,label,page,note\na,b,1,7,\na,c,0,7,\nd,,1,7,\ne,  ,yes,7,\nf,g,yes,8,\n"
+    )
+
+    assert main(["convert", "theirs.csv", "--to", "sft"]) == 0
+    assert capsys.readouterr().out == (
+        "theirs.sft.jsonl: 2 rows\nleft out: 1 row(s) whose label is false\nleft out: 2 row(s) without an answer\n"
+        "dropped fields: page\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "row", [{"prompt": "a", "answer": None}, {"question": "a", "response": ""}, CHAT_OF_NOTHING]
+)
+@pytest.mark.parametrize("target", ["rft", "sft"])
+def test_rows_without_an_answer_are_left_out(row: dict[str, Any], target: Target, tmp_path: Path) -> None:
+    (tmp_path / "theirs").write_bytes(lines(row, ROW))
+
+    made = convert(tmp_path / "theirs", target, tmp_path / "ours.jsonl")
+
+    assert (made.rows, made.left_out) == (1, {"without an answer": 1})
+
+
+def test_the_source_is_never_replaced(tmp_path: Path) -> None:
+    source = tmp_path / "theirs.csv"
+    source.write_text("question,answer\na,b\n")
+    (tmp_path / "link").symlink_to(source)
+
+    for path in (source, tmp_path / "link"):
+        with pytest.raises(SameFile, match="is the file that is converted: choose another name"):
+            convert(source, "rft", path)
+    assert source.read_text() == "question,answer\na,b\n"
+
+
 @pytest.mark.parametrize("ends", [b"\n", b"\r\n", b"\r"])
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-be"])
 @pytest.mark.parametrize("packed", [gzip.compress, bytes], ids=["compressed", "plain"])
@@ -452,6 +598,35 @@ def test_cells_of_a_table_may_have_commas_quotes_and_line_ends(tmp_path: Path) -
     [row] = convert_text(tmp_path, content, "rft")
 
     assert row == {"messages": [{"role": "user", "content": 'Say "a, b"\nand c'}], "answer": "x"}
+
+
+TABLES = {
+    "capitals": ("Question,Answer\n1 + 1?,2\n", "question", "answer"),
+    "other characters": ("Frage,Lösung (€)\n1 + 1?,2\n", "Frage", "Lösung (€)"),
+    "pandas' index": (",question,answer\n0,1 + 1?,2\n", "question", "answer"),
+    "pandas' index before tabs": ("\tquestion\tanswer\n0\t1 + 1?\t2\n", "question", "answer"),
+    "Excel's separator": ("sep=;\r\nquestion;answer\r\n1 + 1?;2\r\n", "question", "answer"),
+    "blank lines before the names": ("\n\nquestion,answer\n1 + 1?,2\n", "question", "answer"),
+}
+
+
+@pytest.mark.parametrize(("content", "prompt", "answer"), TABLES.values(), ids=TABLES.keys())
+def test_tables_of_common_programs_are_recognized_and_converted(
+    content: str, prompt: str, answer: str, tmp_path: Path
+) -> None:
+    found = detect([content.encode()])
+    names = {} if prompt == "question" else {"prompt": prompt, "answer": answer}
+
+    assert found is not None
+    assert found.seen.lower() == f"the file is csv with the columns {prompt}, {answer}".lower()
+    assert convert_text(tmp_path, content.encode(), "rft", **names) == [{"messages": [USER], "answer": "2"}]
+
+
+def test_the_name_of_a_table_is_believed_where_its_lines_differ(tmp_path: Path) -> None:
+    (tmp_path / "theirs.csv").write_text("Frage,Wert\na\nb,c\n")
+
+    with pytest.raises(InvalidDataset, match="line 2: has 1 cells, and line 1 has 2 names"):
+        convert(tmp_path / "theirs.csv", "rft", tmp_path / "ours.jsonl", names={"prompt": "Frage"})
 
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
@@ -489,13 +664,56 @@ REFUSED: dict[str, tuple[bytes, Target, dict[str, str], str]] = {
         lines({"prompt": "a", "completion": "b", "label": False}),
         "sft",
         {},
-        "line 1: is an answer with a label, which only preference jobs read: use --to dpo",
+        "the file has only rows whose label is false",
     ),
+    "a conversation that does not begin with its prompt": (
+        lines({"prompt": "2 + 2?", "chosen": [USER, ANSWER], "rejected": [USER, WRONG]}),
+        "sft",
+        {},
+        "line 1: has in chosen other messages than the answer to its prompt",
+    ),
+    "a turn that is one text": (
+        lines({"instruction": "a", "output": "b", "history": ["c"]}),
+        "sft",
+        {},
+        "line 1: has a turn in history that is no pair of texts",
+    ),
+    "half of an array, to the end of a row": (
+        b'[{"prompt": "a"},\n{"prompt": "b"},\n',
+        "rft",
+        {},
+        "the JSON array has no ] at its end: the file is not complete",
+    ),
+    "an array in an array": (
+        b'[{"prompt": "a"}, [{"prompt": "b"}]]',
+        "rft",
+        {},
+        "the file has an array inside of the array: write one object per line",
+    ),
+    "more ends than arrays": (
+        b'[{"prompt": "a"}]]',
+        "rft",
+        {},
+        "the file has a ] without its [: write one object per line",
+    ),
+    "half of a Parquet file": (as_parquet(ROW)[:-40], "rft", {}, "the Parquet file is damaged: "),
     "a table with a short line": (
         b"prompt,answer\na,b\nc\n",
         "rft",
         {},
-        "line 3: has 1 cells, and the first line has 2 names",
+        "line 3: has 1 cells, and line 1 has 2 names",
+    ),
+    "a table with a column twice": (
+        b"prompt,label,label\na,b,c\n",
+        "rft",
+        {},
+        "line 1: has the column 'label' twice: rename one of them",
+    ),
+    "a table without rows": (
+        b"prompt,label\n",
+        "rft",
+        {},
+        "the file has the names of its columns and no rows",
     ),
     "a table of an old Excel": (
         "prompt,answer\na,é\n".encode("latin-1"),
@@ -590,15 +808,32 @@ def test_one_file_for_training_and_validation_is_uploaded_once(desk: Path, clien
     assert [file.id for file in client.files.list()] == [made.training_file]
 
 
-def test_an_array_in_a_file_that_is_named_like_a_job_is_read_as_rows(
-    desk: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (json.dumps(ROWS), " the file is one JSON array; write one object per line."),
+        ("[]", " the file is one JSON array; write one object per line."),
+        (
+            json.dumps({"data": ROWS}),
+            ' the file is one JSON object with its rows in {"data": [...]}; write one',
+        ),
+        (lines({"text": "a"}).decode(), "1: messages: is missing"),
+    ],
+)
+def test_rows_in_a_file_that_is_named_like_a_job_are_read_as_rows(
+    content: str, words: str, desk: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (desk / "train.json").write_text(json.dumps(ROWS))
+    (desk / "train.json").write_text(content)
 
     assert main(["validate", "train.json"]) == 1
-    assert capsys.readouterr().out.startswith(
-        "train.json: the file is one JSON array; write one object per line."
-    )
+    assert capsys.readouterr().out.startswith(f"train.json:{words}")
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+def test_the_rows_in_data_are_converted(indent: int | None, tmp_path: Path) -> None:
+    wrapped = json.dumps({"version": 1, "data": ROWS}, indent=indent).encode()
+
+    assert convert_text(tmp_path, wrapped, "rft") == ROWS
 
 
 def test_an_empty_file_says_so_everywhere(

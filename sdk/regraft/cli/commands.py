@@ -59,6 +59,7 @@ from regraft.cli.pipelines import (
 from regraft.cli.service import usage, workers
 from regraft.client import Regraft
 from regraft.config import NotConfigured
+from regraft.convert import SameFile
 from regraft.convert import convert as convert_dataset
 from regraft.datasets import validate as validate_dataset
 from regraft.display import Waiting
@@ -408,14 +409,22 @@ def _refused(path: Path, refusal: openai.APIStatusError) -> dict[str, Any]:
     return _invalid(path, InvalidDataset([error]))
 
 
-def _is_array(path: Path) -> bool:
-    """Whether a file that is named like a job file has rows."""
+def _is_dataset(path: Path) -> bool:
+    """Whether a file that is named like a job file has rows: an array, or JSON without a key of a job."""
     with path.open("rb") as file:
-        return container_of(file.read(HEAD_BYTES)) is JSON_ARRAY
+        if container_of(file.read(HEAD_BYTES)) is JSON_ARRAY:
+            return True
+    if path.suffix.lower() != ".json":
+        return False
+    try:
+        first, _ = json.JSONDecoder().raw_decode(path.read_text("utf-8-sig").lstrip())
+    except (ValueError, RecursionError):
+        return False
+    return not isinstance(first, dict) or first.keys().isdisjoint({"model", "method", *FILES, "grader"})
 
 
 def _validated(path: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    if path.suffix.lower() in JOB_FILES and not _is_array(path):
+    if path.suffix.lower() in JOB_FILES and not _is_dataset(path):
         return _validated_job(path)
     try:
         good = validate_dataset(path, grader=arguments.grader, split=arguments.split, method=arguments.method)
@@ -458,15 +467,28 @@ def convert(arguments: argparse.Namespace) -> int:
     # train.csv.gz becomes train.rft.jsonl.
     stem = Path(source.name.removesuffix(".gz")).stem
     path = arguments.out or Path(f"{stem}.{arguments.target}.jsonl")
-    if path.exists() and path.samefile(source):
-        raise Refused(f"{path} is the file that is converted: choose another name with -o")
     try:
         made = convert_dataset(source, arguments.target, path, names=names)
+    except SameFile as same:
+        raise Refused(f"{same} with -o") from None
     except InvalidDataset as bad:
         bad.file = str(source)
         raise
-    shown = {"path": str(made.path), "rows": made.rows}
-    return _answer(arguments, shown, lambda: f"{made.path}: {made.rows} rows")
+    shown = {
+        "path": str(made.path),
+        "rows": made.rows,
+        "left_out": dict(made.left_out),
+        "dropped_fields": list(made.dropped_fields),
+    }
+
+    def text() -> str:
+        said = [f"{made.path}: {made.rows} rows"]
+        said += [f"left out: {rows} row(s) {why}" for why, rows in made.left_out.items()]
+        if made.dropped_fields:
+            said.append(f"dropped fields: {', '.join(made.dropped_fields)}")
+        return "\n".join(said)
+
+    return _answer(arguments, shown, text)
 
 
 # Graders.
