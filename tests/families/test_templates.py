@@ -22,7 +22,7 @@ from tests.thinking import FAMILIES, thinking_tokenizer
 from tests.tiny import make_tiny_model
 from worker.model.policy import Policy, load_base, render
 from worker.model.template import facts_of, own_stop_ids, stop_ids_of
-from worker.offline.rows import supervised_packs
+from worker.offline.rows import answers_pack, preference_packs, supervised_packs
 from worker.offline.templates import template_of
 from worker.refusals import ChatTemplateFailed
 from worker.rollout.samplers import Sampling
@@ -185,6 +185,68 @@ def test_a_supervised_answer_ends_with_the_templates_token(tmp_path: Path) -> No
 
     [one] = pack.sequences
     assert turn_tokenizer().decode(list(one.output_ids_T)) == f"b{END}"
+
+
+LOSES = {
+    "the last message": CHATML.replace("in messages", "in messages[:-1]", 1),
+    "content that is no list": CHATML.replace("m.content", "(m.content | selectattr('text') | join)", 1),
+    "the user's name": CHATML.replace("messages -%}", "messages if m.role == 'human' -%}", 1),
+}
+CLOSES_LATE = DEFECTS | {
+    "closed only before a question, with a header like the end": (
+        DEFECTS["closed only before a question"]
+        .replace("'<|im_start|>' + m.role", "'\\n<|im_start|>' + m.role")
+        .replace("<|im_end|>\\n", "\\n<|im_end|>")
+        .replace("'<|im_start|>assistant", "'\\n<|im_start|>assistant")
+    ),
+    "answers closed only before a question": CHATML.replace(
+        "+ '<|im_end|>\\n' }}",
+        "}}{%- if not loop.last or m.role != 'assistant' -%}{{ '<|im_end|>\\n' }}{%- endif -%}",
+        1,
+    ),
+}
+GIVEN = CLOSES_LATE | LOSES | FAMILIES | {"healthy": CHATML, "tools": TOOLS + CHATML, "plain": "plain"}
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_what_is_learned_of_a_row_has_the_answer_and_its_end_or_the_row_is_refused(
+    tmp_path: Path, name: str
+) -> None:
+    """Whatever the template closes, and wherever: no answer is cut off, in any kind of row."""
+    text = chat_templates.text_of("plain") if GIVEN[name] == "plain" else GIVEN[name]
+    tokenizer = turn_tokenizer(text)
+    template = template_of(make_turn_model(tmp_path, text), tokenizer)
+    answers = [{"role": "assistant", "content": one} for one in ("Good7Q", "Bad7Q")]
+    pair = {
+        "input": {"messages": QUESTION},
+        "preferred_output": answers[:1],
+        "non_preferred_output": answers[1:],
+    }
+    conversation = {"messages": [*QUESTION, answers[0], *QUESTION, answers[1]]}
+
+    try:
+        packs = [answers_pack(QUESTION, answers, [], template), *preference_packs(pair, template)]
+        supervised = supervised_packs(conversation, template)
+    except ChatTemplateFailed:
+        assert name in {*LOSES, "fails always"}
+        return
+
+    learned = [[tokenizer.decode(one.output_ids_T) for one in pack.sequences] for pack in packs]
+    for good, bad in learned:
+        assert "Good7Q" in good and "Bad7Q" in bad
+    assert all(tokenizer.decode(pack.prompt_ids).find("7Q") < 0 for pack in packs)
+    ends = {one.output_ids_T[-1] for pack in packs for one in pack.sequences}
+    assert ends <= template.stop_ids
+    if "closed" in name:
+        assert ends == {tokenizer.convert_tokens_to_ids(END)}
+        assert learned == [[f"Good7Q{END}", f"Bad7Q{END}"]] * 2
+    masked = "".join(
+        tokenizer.decode([token for token, is_read in zip(one.output_ids_T, mask, strict=True) if is_read])
+        for pack in supervised
+        for one in pack.sequences
+        for mask in [one.learned_T or (True,) * len(one.output_ids_T)]
+    )
+    assert masked.count("Good7Q") == masked.count("Bad7Q") == 1
 
 
 CONTENT = [
