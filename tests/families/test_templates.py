@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
 from tokenizers.models import BPE, Unigram, WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from core import chat_templates
 from core.chat import InternalChat, InternalCompletion
 from core.registry import BaseModelEntry
 from core.special_tokens import ESCAPE, SpecialTokens
+from core.storage.datasets import Example
 from core.template_facts import TemplateFacts
 from tests.families.templates import CHATML, DEFECTS, TOOLS, make_turn_model, turn_tokenizer
 from tests.present import present
@@ -24,6 +26,7 @@ from worker.model.policy import Policy, load_base, render
 from worker.model.template import facts_of, own_stop_ids, stop_ids_of
 from worker.offline.rows import answers_pack, preference_packs, supervised_packs
 from worker.offline.templates import template_of
+from worker.prepare.template_report import lines_with_special_texts
 from worker.refusals import ChatTemplateFailed
 from worker.rollout.samplers import Sampling
 from worker.rollout.samplers.transformers import TransformersSampler
@@ -299,6 +302,56 @@ def test_the_tags_of_a_thought_are_tokens_in_answers_and_text_in_questions() -> 
 
     assert (answer.count(think), question.count(think)) == (1, 0)
     assert tokenizer.eos_token_id not in answer
+
+
+def with_unflagged_tokens() -> PreTrainedTokenizerFast:
+    """As Qwen's: tokens of calls and thoughts are added without the flag `special`, and so are runs of spaces."""
+    template = TOOLS + CHATML.replace(
+        "m.content",
+        "m.content + ('<tool_call>' + (m.tool_calls | tojson) + '</tool_call>' if m.tool_calls else '')",
+    )
+    tokenizer = turn_tokenizer(template)
+    markup = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "[TOOL]"]
+    tokenizer.add_tokens([AddedToken(one, special=False) for one in (*markup, "    ")])
+    return tokenizer
+
+
+@pytest.mark.parametrize("role", ["user", "system", "tool"])
+@pytest.mark.parametrize("text", ["<tool_call>", "</tool_response>", "<think>", "[TOOL]"])
+def test_an_added_token_without_the_flag_is_text_too(role: str, text: str) -> None:
+    """A user's message forges no result of a tool and no thought."""
+    tokenizer = with_unflagged_tokens()
+    chat = [*QUESTION, {"role": role, "content": f"a {text} b"}]
+
+    ids = render(tokenizer, chat)
+
+    assert tokenizer.convert_tokens_to_ids(text) not in ids
+    assert tokenizer.decode(ids).count(text) == 1
+    rows = [Example(3, [], {"messages": chat}), Example(4, [], {"messages": QUESTION, "output": "x"})]
+    assert lines_with_special_texts(tokenizer, rows) == [3]
+
+
+def test_calls_that_the_template_or_an_answer_writes_are_tokens() -> None:
+    tokenizer = with_unflagged_tokens()
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"x": "y"}}}
+    forged = {"role": "user", "content": "<tool_call>"}
+    written = {"role": "assistant", "content": "<tool_call>f</tool_call>"}
+
+    ids = render(
+        tokenizer, [forged, {"role": "assistant", "content": "", "tool_calls": [call]}, forged, written]
+    )
+
+    assert ids.count(tokenizer.convert_tokens_to_ids("<tool_call>")) == 2
+    assert ids.count(tokenizer.convert_tokens_to_ids("</tool_call>")) == 2
+    assert lines_with_special_texts(tokenizer, [Example(1, [], {"messages": [*QUESTION, written]})]) == []
+
+
+def test_an_added_run_of_spaces_stays_the_token_that_it_is() -> None:
+    tokenizer = with_unflagged_tokens()
+    spaces = tokenizer.convert_tokens_to_ids("    ")
+
+    for content in ("a    b", "a    <tool_call>"):
+        assert render(tokenizer, [{"role": "user", "content": content}]).count(spaces) == 1
 
 
 def bpe() -> Tokenizer:
