@@ -246,7 +246,7 @@ def _places(
     template: ChatTemplate,
     whole: Sequence[int],
 ) -> tuple[int, int]:
-    """Where the renderings of other answers leave `whole`: where the answer begins, and where its content does.
+    """Where the answer begins in `whole`, and where its content does: renderings of other answers leave it there.
 
     A thought, for instance, stands between the two.
 
