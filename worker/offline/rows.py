@@ -246,7 +246,7 @@ def _places(
     template: ChatTemplate,
     whole: Sequence[int],
 ) -> tuple[int, int]:
-    """Where the answer begins in `whole`, and where its content does: renderings of other answers leave it there.
+    """The answer begins in `whole` at the first place, its content at the second: other answers leave it there.
 
     A thought, for instance, stands between the two.
 
