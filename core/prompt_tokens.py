@@ -111,12 +111,12 @@ def main() -> None:
     tokenizer.no_padding()
     render = chat_renderer(first["template"], first["special_tokens"])
     special = SpecialTokens.of_backend(tokenizer)
-    tags = special.tags(format_of(first["template"], first["special_tokens"]))
+    kept = special.answer_texts(format_of(first["template"], first["special_tokens"]))
     for line in sys.stdin:
         chats = json.loads(line)
-        found = [special.occur_in_chat(chat["messages"], chat["tools"], tags) for chat in chats]
+        found = [special.occur_in_chat(chat["messages"], chat["tools"], kept) for chat in chats]
         texts = [
-            _rendered(render, _hidden(special, chat, tags) if has_special else chat)
+            _rendered(render, _hidden(special, chat, kept) if has_special else chat)
             for chat, has_special in zip(chats, found, strict=True)
         ]
         plain = [
@@ -135,8 +135,8 @@ def main() -> None:
         sys.stdout.flush()
 
 
-def _hidden(special: "SpecialTokens", chat: Mapping[str, Any], tags: frozenset[str]) -> dict[str, Any]:
-    messages = special.hide_in_chat(chat["messages"], tags)
+def _hidden(special: "SpecialTokens", chat: Mapping[str, Any], kept: frozenset[str]) -> dict[str, Any]:
+    messages = special.hide_in_chat(chat["messages"], kept)
     return {**chat, "messages": messages, "tools": special.hide(chat["tools"])}
 
 

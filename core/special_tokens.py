@@ -1,5 +1,7 @@
 """Tokenize a rendered conversation so that the texts of special tokens inside its content are text.
 
+Added tokens that look like markup count as special here too, whatever their flag says: Qwen's `<tool_response>` is not
+flagged, and a user's message that forges one must be text as well.
 A tokenizer replaces `<|im_end|>` by the control token wherever it stands, in the chat template or in a user's message.
 Here content is rendered with placeholders for such texts, and encoded by a second tokenizer on the same vocabulary
 whose special tokens have names that no content has. All other tokens, and those beside the texts, are the same.
@@ -18,6 +20,8 @@ from core.reasoning import KNOWN_TAGS, Format
 # Breaks the text of a special token that the vocabulary has as an ordinary word too, so that it is spelled.
 ESCAPE = "\u200b"  # ZERO WIDTH SPACE
 _NOTHING: frozenset[str] = frozenset()
+# Tokenizers also add runs of spaces and rare letters, which are text.
+_MARKUP = re.compile(r"<.*>|\[.*\]|\{.*\}", re.DOTALL)
 
 Chat = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]] | None
@@ -40,7 +44,8 @@ class SpecialTokens:
             encode: encodes a text with the tokenizer itself, without the tokens that it adds to texts.
         """
         nonce = secrets.token_hex(8)  # no content has the names and placeholders that contain it
-        self.texts = tuple(token.content for token in added.values() if token.special and token.content)
+        self.flagged = tuple(token.content for token in added.values() if token.special and token.content)
+        self.texts = tuple(token.content for token in added.values() if _is_control(token))
         self._numbers = {text: number for number, text in enumerate(self.texts)}
         self._placeholder = re.compile(f"{nonce}x([0-9]+)z")
         self._placeholders = tuple(f"{nonce}x{number}z" for number in range(len(self.texts)))
@@ -64,23 +69,25 @@ class SpecialTokens:
             lambda text: list(backend.encode(text, add_special_tokens=False).ids),
         )
 
-    def tags(self, form: Format | None) -> frozenset[str]:
-        """The special tokens of the tags around thoughts, which answers may have: an SFT file teaches thoughts so.
+    def answer_texts(self, form: Format | None) -> frozenset[str]:
+        """Those that are tokens in answers too: an SFT file teaches thoughts and calls by writing their tags.
+
+        These are the tags around thoughts, and all tokens that are not flagged as special.
 
         Args:
             form: of the model's thoughts; None: no format is known.
         """
-        texts = KNOWN_TAGS if form is None else (*KNOWN_TAGS, form.start, form.end)
-        return frozenset(one for one in self.texts if any(one in text for text in texts))
+        tags = KNOWN_TAGS if form is None else (*KNOWN_TAGS, form.start, form.end)
+        return frozenset(self.texts) - {one for one in self.flagged if not any(one in text for text in tags)}
 
     def occur_in(self, value: Any, kept: Collection[str] = _NOTHING) -> bool:
         """Whether a text of JSON `value` has the text of a special token, apart from those in `kept`."""
         return any(text not in kept for part in _strings(value) for _, _, text in self._found(part))
 
-    def occur_in_chat(self, chat: Chat, tools: Tools, tags: Collection[str]) -> bool:
-        """The same for the content of messages, of which those of the assistant may have `tags`."""
+    def occur_in_chat(self, chat: Chat, tools: Tools, kept: Collection[str]) -> bool:
+        """The same for the content of messages, of which those of the assistant may have `kept`."""
         return self.occur_in(tools) or any(
-            self.occur_in(_content(message), _kept(message, tags)) for message in chat
+            self.occur_in(_content(message), _kept(message, kept)) for message in chat
         )
 
     def hide(self, value: Any, kept: Collection[str] = _NOTHING) -> Any:
@@ -93,10 +100,10 @@ class SpecialTokens:
             return [self.hide(one, kept) for one in value]
         return value
 
-    def hide_in_chat(self, chat: Chat, tags: Collection[str]) -> list[dict[str, Any]]:
-        """The same for the content of messages, of which those of the assistant keep `tags`."""
+    def hide_in_chat(self, chat: Chat, kept: Collection[str]) -> list[dict[str, Any]]:
+        """The same for the content of messages, of which those of the assistant keep `kept`."""
         return [
-            {"role": message["role"]} | self.hide(_content(message), _kept(message, tags)) for message in chat
+            {"role": message["role"]} | self.hide(_content(message), _kept(message, kept)) for message in chat
         ]
 
     def encode(self, rendered: str) -> list[int]:
@@ -110,7 +117,7 @@ class SpecialTokens:
         second = Tokenizer(backend.model)
         second.normalizer, second.pre_tokenizer = backend.normalizer, backend.pre_tokenizer
         names = {
-            token_id: self._names[self._numbers[token.content]] if token.special else token.content
+            token_id: self._names[self._numbers[token.content]] if _is_control(token) else token.content
             for token_id, token in sorted(added.items())
             if token.content
         }
@@ -142,6 +149,10 @@ class SpecialTokens:
                 yield start, end, text[start:end]
 
 
+def _is_control(token: AddedToken) -> bool:
+    return bool(token.content) and (token.special or _MARKUP.fullmatch(token.content.strip()) is not None)
+
+
 def _named(token: AddedToken, name: str) -> AddedToken:
     flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
     return AddedToken(name, **{flag: getattr(token, flag) for flag in flags})
@@ -167,5 +178,5 @@ def _content(message: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in message.items() if key != "role"}
 
 
-def _kept(message: Mapping[str, Any], tags: Collection[str]) -> Collection[str]:
-    return tags if message["role"] == "assistant" else _NOTHING
+def _kept(message: Mapping[str, Any], kept: Collection[str]) -> Collection[str]:
+    return kept if message["role"] == "assistant" else _NOTHING

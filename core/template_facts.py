@@ -22,6 +22,7 @@ _TOOL: dict[str, Any] = {
     },
 }
 _USER = {"role": "user", "content": QUESTION}
+_SYSTEM_MESSAGE = {"role": "system", "content": _SYSTEM}
 _ASSISTANT = {"role": "assistant", "content": _ANSWER}
 _NEXT = {"role": "user", "content": _SECOND}
 
@@ -39,6 +40,8 @@ class TemplateFacts(BaseModel):
     # Whether that token is none of the model's own end tokens, so that only the template shows it.
     end_of_turn_added: bool
     generation_prompt: bool  # false: prompts lack the header of the answer
+    question: bool  # false: the user's message is not in the prompt
+    answer: bool  # false: the text of an earlier answer is not in the prompt
     system_role: Literal["rendered", "ignored", "rejected"]
     alternation: bool  # two messages of one role in a row are rejected
     tools: bool
@@ -49,6 +52,20 @@ class TemplateFacts(BaseModel):
     def warnings(self) -> list[str]:
         """Sentences about what makes answers worse without an error."""
         found = []
+        lost = [
+            *([] if self.question else ["the user's message is not in the prompt"]),
+            *([] if self.answer else ["answers are not in the conversation"]),
+        ]
+        if lost:
+            found.append(
+                f"The model's chat template loses text: {' and '.join(lost)}. Set chat_template in the model's "
+                "entry of the registry to a template that renders messages whose content is a string."
+            )
+        elif self.end_of_turn is None:
+            found.append(
+                "The model's chat template writes no special token after an answer, so only the model's own end "
+                "tokens end one, and rows of training files end with the tokenizer's EOS."
+            )
         if not self.generation_prompt:
             found.append(
                 "The model's chat template writes nothing before an answer (it ignores add_generation_prompt), so "
@@ -106,24 +123,40 @@ def find_facts(
         *messages: dict[str, Any], tools: list[dict[str, Any]] | None = None, prompt: bool = False
     ) -> str | None:
         try:
-            return render(list(messages), tools, prompt)
+            return render([*first, *messages], tools, prompt)
         except Exception:  # a template is a program
             return None
 
-    prompt, plain = rendered(_USER, prompt=True), rendered(_USER)
-    system = rendered({"role": "system", "content": _SYSTEM}, _USER, prompt=True)
-    end = _end_of_turn(rendered, special, stops, form)
+    first: list[dict[str, Any]] = []
+    system = rendered(_SYSTEM_MESSAGE, _USER, prompt=True)
+    if system is not None and rendered(_USER, prompt=True) is None:
+        first = [_SYSTEM_MESSAGE]  # some templates require it
+    prompt, plain, whole = rendered(_USER, prompt=True), rendered(_USER), rendered(_USER, _ASSISTANT)
+    has_answer = whole is None or _ANSWER in whole
+    end = _end_of_turn(rendered, special, stops, form) if has_answer else None
     return TemplateFacts(
         end_of_turn=end,
         end_of_turn_added=end is not None and end not in stops,
         # A template that rejects the question alone says nothing of it.
-        generation_prompt=prompt is None or prompt != plain,
+        generation_prompt=prompt is None or prompt != plain or _has_header(prompt, whole or "", form),
+        question=prompt is None or QUESTION in prompt,
+        answer=has_answer,
         system_role="rejected" if system is None else "rendered" if _SYSTEM in system else "ignored",
         alternation=plain is not None and rendered(_USER, _NEXT) is None,
         tools=rendered(_USER, tools=[_TOOL], prompt=True) not in (None, prompt),
         thoughts=form is not None,
         date=reads_clock(template),
     )
+
+
+def _has_header(prompt: str, whole: str, form: Format | None) -> bool:
+    """Whether what stands between a question and its answer is in the prompt.
+
+    Some templates always write the header, and with others, such as Mistral's, it is the end of the question.
+    """
+    between, answered, _ = whole.partition(QUESTION)[2].partition(_ANSWER)
+    header = between.partition(form.start)[0] if form is not None else between
+    return bool(answered) and prompt.partition(QUESTION)[2].strip().startswith(header.strip())
 
 
 def _end_of_turn(

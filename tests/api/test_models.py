@@ -218,6 +218,8 @@ def test_what_a_worker_has_found_is_shown(api: TestClient, house: House) -> None
             "end_of_turn": "<|im_end|>",
             "end_of_turn_added": True,
             "generation_prompt": False,
+            "question": True,
+            "answer": True,
             "system_role": "ignored",
             "alternation": False,
             "tools": False,

@@ -31,6 +31,27 @@ DEFECTS = {
     "the date": "{{- 'Today is ' + strftime_now('%d %b %Y') + '\\n' -}}" + CHATML,
     "the second": "{{- strftime_now('%H:%M:%S') -}}" + CHATML,
     "fails always": "{{ 1 // 0 }}",
+    "the user's message left out": CHATML.replace("messages -%}", "messages if m.role != 'user' -%}", 1),
+    "the last message left out": CHATML.replace("in messages", "in messages[:-1]", 1),
+    "content that is a list": CHATML.replace("m.content", "(m.content | selectattr('text') | join)", 1),
+}
+
+_NO_HEADER = (
+    "{%- for m in messages -%}{%- if m.role == 'assistant' -%}{{ m.content + '<end>' }}{%- else -%}"
+    "{{ '<|im_start|>' + m.content + ' [/INST]' }}{%- endif -%}{%- endfor -%}"
+)
+# By the manner.
+HEALTHY = {
+    "a generation prompt": CHATML.replace("<|im_end|>", "<end>"),
+    "a header that is always written": CHATML.replace(HEADER, "{{ '<|im_start|>assistant\\n' }}").replace(
+        "<|im_end|>", "<end>"
+    ),
+    "the header ends the question": _NO_HEADER,  # as Mistral's
+    "a space after the header": _NO_HEADER.replace("{{ m.content +", "{{ ' ' + m.content +"),  # as Llama 2's
+    "a system message required": (
+        "{%- if messages[0].role != 'system' -%}{{ raise_exception('system first') }}{%- endif -%}"
+        + CHATML.replace("<|im_end|>", "<end>")
+    ),
 }
 
 

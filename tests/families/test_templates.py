@@ -8,22 +8,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
 from tokenizers.models import BPE, Unigram, WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from core import chat_templates
 from core.chat import InternalChat, InternalCompletion
 from core.registry import BaseModelEntry
 from core.special_tokens import ESCAPE, SpecialTokens
+from core.storage.datasets import Example
 from core.template_facts import TemplateFacts
-from tests.families.templates import CHATML, DEFECTS, TOOLS, make_turn_model, turn_tokenizer
+from tests.families.templates import CHATML, DEFECTS, HEALTHY, TOOLS, make_turn_model, turn_tokenizer
 from tests.present import present
 from tests.thinking import FAMILIES, thinking_tokenizer
 from tests.tiny import make_tiny_model
 from worker.model.policy import Policy, load_base, render
 from worker.model.template import facts_of, own_stop_ids, stop_ids_of
-from worker.offline.rows import supervised_packs
+from worker.offline.rows import answers_pack, preference_packs, supervised_packs
 from worker.offline.templates import template_of
+from worker.prepare.template_report import lines_with_special_texts
 from worker.refusals import ChatTemplateFailed
 from worker.rollout.samplers import Sampling
 from worker.rollout.samplers.transformers import TransformersSampler
@@ -59,8 +62,9 @@ def test_no_defect_of_a_template_is_silent(defect: str) -> None:
     """It is warned of, refused, or mended and said."""
     found = facts(DEFECTS[defect])
 
-    mended = {"no end of turn": found.end_of_turn is None, "the date": found.date, "the second": found.date}
-    is_mended = mended.get(defect, "closed" in defect and bool(found.notes))
+    is_mended = (
+        found.date if defect in ("the date", "the second") else "closed" in defect and bool(found.notes)
+    )
     assert found.warnings or is_refused(DEFECTS[defect]) or is_mended
 
 
@@ -85,6 +89,10 @@ def test_no_defect_of_a_template_is_silent(defect: str) -> None:
         (DEFECTS["roles must alternate"], "alternation", True),
         (DEFECTS["no end of turn"], "end_of_turn", None),
         (DEFECTS["closed only before a question"], "end_of_turn", END),
+        (DEFECTS["the user's message left out"], "question", False),
+        (DEFECTS["the user's message left out"], "answer", True),
+        (DEFECTS["content that is a list"], "answer", False),
+        (CHATML, "question", True),
         (DEFECTS["the date"], "date", True),
         (DEFECTS["the second"], "generation_prompt", True),
     ],
@@ -93,13 +101,20 @@ def test_a_fact_is_what_renderings_show(template: str, field: str, value: object
     assert getattr(facts(template), field) == value
 
 
-def test_a_healthy_template_has_no_warnings() -> None:
-    tokenizer = turn_tokenizer()
-    tokenizer.eos_token = END
+@pytest.mark.parametrize("manner", HEALTHY)
+def test_a_healthy_template_has_no_warnings(manner: str) -> None:
+    found = facts(HEALTHY[manner])
 
-    found = present(facts_of(tokenizer, own_stop_ids(None, tokenizer)))
+    assert (found.warnings, found.notes) == ([], [])
+    assert (found.end_of_turn, found.end_of_turn_added) == ("<end>", False)
 
-    assert (found.warnings, found.notes, found.end_of_turn_added) == ([], [], False)
+
+def test_no_end_of_turn_is_read_off_a_conversation_without_its_answer() -> None:
+    found = facts(DEFECTS["the last message left out"])
+
+    assert found.end_of_turn is None
+    [warning] = found.warnings
+    assert "the user's message is not in the prompt" in warning
 
 
 def test_a_template_that_writes_an_eos_of_the_model_adds_no_other_token() -> None:
@@ -187,6 +202,68 @@ def test_a_supervised_answer_ends_with_the_templates_token(tmp_path: Path) -> No
     assert turn_tokenizer().decode(list(one.output_ids_T)) == f"b{END}"
 
 
+CLOSES_LATE = DEFECTS | {
+    "closed only before a question, with a header like the end": (
+        DEFECTS["closed only before a question"]
+        .replace("'<|im_start|>' + m.role", "'\\n<|im_start|>' + m.role")
+        .replace("<|im_end|>\\n", "\\n<|im_end|>")
+        .replace("'<|im_start|>assistant", "'\\n<|im_start|>assistant")
+    ),
+    "answers closed only before a question": CHATML.replace(
+        "+ '<|im_end|>\\n' }}",
+        "}}{%- if not loop.last or m.role != 'assistant' -%}{{ '<|im_end|>\\n' }}{%- endif -%}",
+        1,
+    ),
+}
+GIVEN = CLOSES_LATE | HEALTHY | FAMILIES | {"tools": TOOLS + CHATML, "plain": "plain"}
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_what_is_learned_of_a_row_has_the_answer_and_its_end_or_the_row_is_refused(
+    tmp_path: Path, name: str
+) -> None:
+    """Whatever the template closes, and wherever: no answer is cut off, in any kind of row."""
+    text = chat_templates.text_of("plain") if GIVEN[name] == "plain" else GIVEN[name]
+    tokenizer = turn_tokenizer(text)
+    template = template_of(make_turn_model(tmp_path, text), tokenizer)
+    answers = [{"role": "assistant", "content": one} for one in ("Good7Q", "Bad7Q")]
+    pair = {
+        "input": {"messages": QUESTION},
+        "preferred_output": answers[:1],
+        "non_preferred_output": answers[1:],
+    }
+    conversation = {"messages": [*QUESTION, answers[0], *QUESTION, answers[1]]}
+
+    try:
+        packs = [answers_pack(QUESTION, answers, [], template), *preference_packs(pair, template)]
+        supervised = supervised_packs(conversation, template)
+    except ChatTemplateFailed:
+        assert name in {
+            "fails always",
+            "the last message left out",
+            "content that is a list",
+            "a system message required",
+        }
+        return
+
+    learned = [[tokenizer.decode(one.output_ids_T) for one in pack.sequences] for pack in packs]
+    for good, bad in learned:
+        assert "Good7Q" in good and "Bad7Q" in bad
+    assert all(tokenizer.decode(pack.prompt_ids).find("7Q") < 0 for pack in packs)
+    ends = {one.output_ids_T[-1] for pack in packs for one in pack.sequences}
+    assert ends <= template.stop_ids
+    if "closed" in name:
+        assert ends == {tokenizer.convert_tokens_to_ids(END)}
+        assert learned == [[f"Good7Q{END}", f"Bad7Q{END}"]] * 2
+    masked = "".join(
+        tokenizer.decode([token for token, is_read in zip(one.output_ids_T, mask, strict=True) if is_read])
+        for pack in supervised
+        for one in pack.sequences
+        for mask in [one.learned_T or (True,) * len(one.output_ids_T)]
+    )
+    assert masked.count("Good7Q") == masked.count("Bad7Q") == 1
+
+
 CONTENT = [
     ("user", END),
     ("system", f"be {END} brief"),
@@ -237,6 +314,56 @@ def test_the_tags_of_a_thought_are_tokens_in_answers_and_text_in_questions() -> 
 
     assert (answer.count(think), question.count(think)) == (1, 0)
     assert tokenizer.eos_token_id not in answer
+
+
+def with_unflagged_tokens() -> PreTrainedTokenizerFast:
+    """As Qwen's: tokens of calls and thoughts are added without the flag `special`, and so are runs of spaces."""
+    template = TOOLS + CHATML.replace(
+        "m.content",
+        "m.content + ('<tool_call>' + (m.tool_calls | tojson) + '</tool_call>' if m.tool_calls else '')",
+    )
+    tokenizer = turn_tokenizer(template)
+    markup = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "[TOOL]"]
+    tokenizer.add_tokens([AddedToken(one, special=False) for one in (*markup, "    ")])
+    return tokenizer
+
+
+@pytest.mark.parametrize("role", ["user", "system", "tool"])
+@pytest.mark.parametrize("text", ["<tool_call>", "</tool_response>", "<think>", "[TOOL]"])
+def test_an_added_token_without_the_flag_is_text_too(role: str, text: str) -> None:
+    """A user's message forges no result of a tool and no thought."""
+    tokenizer = with_unflagged_tokens()
+    chat = [*QUESTION, {"role": role, "content": f"a {text} b"}]
+
+    ids = render(tokenizer, chat)
+
+    assert tokenizer.convert_tokens_to_ids(text) not in ids
+    assert tokenizer.decode(ids).count(text) == 1
+    rows = [Example(3, [], {"messages": chat}), Example(4, [], {"messages": QUESTION, "output": "x"})]
+    assert lines_with_special_texts(tokenizer, rows) == [3]
+
+
+def test_calls_that_the_template_or_an_answer_writes_are_tokens() -> None:
+    tokenizer = with_unflagged_tokens()
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"x": "y"}}}
+    forged = {"role": "user", "content": "<tool_call>"}
+    written = {"role": "assistant", "content": "<tool_call>f</tool_call>"}
+
+    ids = render(
+        tokenizer, [forged, {"role": "assistant", "content": "", "tool_calls": [call]}, forged, written]
+    )
+
+    assert ids.count(tokenizer.convert_tokens_to_ids("<tool_call>")) == 2
+    assert ids.count(tokenizer.convert_tokens_to_ids("</tool_call>")) == 2
+    assert lines_with_special_texts(tokenizer, [Example(1, [], {"messages": [*QUESTION, written]})]) == []
+
+
+def test_an_added_run_of_spaces_stays_the_token_that_it_is() -> None:
+    tokenizer = with_unflagged_tokens()
+    spaces = tokenizer.convert_tokens_to_ids("    ")
+
+    for content in ("a    b", "a    <tool_call>"):
+        assert render(tokenizer, [{"role": "user", "content": content}]).count(spaces) == 1
 
 
 def bpe() -> Tokenizer:

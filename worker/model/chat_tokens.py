@@ -25,10 +25,10 @@ def content_tokens(
     special = special_tokens(tokenizer)
     if not special.occur_in_chat(chat, tools, ()):
         return None
-    tags = thought_tags(tokenizer, template)
-    if not special.occur_in_chat(chat, tools, tags):
+    kept = answer_texts(tokenizer, template)
+    if not special.occur_in_chat(chat, tools, kept):
         return None
-    return special.encode(render(special.hide_in_chat(chat, tags), special.hide(tools)))
+    return special.encode(render(special.hide_in_chat(chat, kept), special.hide(tools)))
 
 
 @lru_cache(maxsize=32)
@@ -41,7 +41,7 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> SpecialTokens:
     )
 
 
-def thought_tags(tokenizer: PreTrainedTokenizerBase, template: str | None) -> frozenset[str]:
-    """The special tokens of the tags around thoughts, which answers may have."""
+def answer_texts(tokenizer: PreTrainedTokenizerBase, template: str | None) -> frozenset[str]:
+    """The special tokens that are tokens in answers too, such as the tags around thoughts."""
     reasoning = detect(tokenizer, template)
-    return special_tokens(tokenizer).tags(None if reasoning is None else reasoning.form)
+    return special_tokens(tokenizer).answer_texts(None if reasoning is None else reasoning.form)

@@ -92,7 +92,7 @@ def _facts(tokenizer: PreTrainedTokenizerBase, own_stops: frozenset[int], templa
     return find_facts(
         render,
         template,
-        special=special_tokens(tokenizer).texts,
+        special=special_tokens(tokenizer).flagged,
         stops=frozenset(map(str, tokenizer.convert_ids_to_tokens(sorted(own_stops)))),
         form=None if reasoning is None else reasoning.form,
     )

@@ -26,7 +26,7 @@ class ChatTemplate:
 
     render: Render
     stop_ids: frozenset[int]  # the tokens that end an answer
-    eos_id: int  # ends an answer whose rendering has no such token
+    end_id: int  # ends an answer whose rendering has no such token
     decode: Callable[[Sequence[int]], str]  # without special tokens
 
 
@@ -197,28 +197,76 @@ def _turn(
 ) -> _Turn:
     """Render an answer after the messages before it, through the token that ends it.
 
-    The answer starts where the rendering with it leaves the one with a generation prompt, or, for the first message,
-    those of other answers: templates may write a system message or the tools before it.
+    The answer starts where the rendering with it leaves the one with a generation prompt. For the first message, and
+    where that prompt does not begin the rendering, it starts where those of other answers leave it: templates may
+    write a system message or the tools before it. Its end is looked for only where its content begins.
 
     Raises:
-        ChatTemplateFailed: the template renders the messages before the answer differently once it follows.
+        ChatTemplateFailed: the template renders the messages before the answer differently once it follows, or leaves
+            out the answer.
     """
     whole = template.render([*before, answer], tools, False)
-    if not before:
-        others = [template.render([{"role": "assistant", "content": text}], tools, False) for text in "0x"]
-        start = max(1, min(_common(other, whole) for other in others))  # the first token is not predicted
-    else:
-        asked = template.render(before, tools, True)
-        start = max(1, _common(asked, whole))
-        if start < _common(template.render(before, tools, False), asked):
-            raise ChatTemplateFailed(
-                "the chat template renders earlier messages differently once an answer follows, so the answer's "
-                "tokens cannot be separated from theirs."
-            )
-    ends = [number for number in range(start, len(whole)) if whole[number] in template.stop_ids]
+    begin, content = _places(before, answer, tools, template, whole)
+    start = max(
+        1, _start(before, tools, template, whole, begin) if before else begin
+    )  # the first is not predicted
+    ends = [number for number in range(max(start, content), len(whole)) if whole[number] in template.stop_ids]
     if ends:
         return _Turn(tuple(whole[: ends[-1] + 1]), start, True)
-    return _Turn((*whole, template.eos_id), start, False)
+    return _Turn((*whole, template.end_id), start, False)
+
+
+def _start(
+    before: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]],
+    template: ChatTemplate,
+    whole: Sequence[int],
+    begin: int,
+) -> int:
+    """Where an answer to `before` starts in `whole`; `begin` is where renderings of other answers leave it."""
+    asked = template.render(before, tools, True)
+    shared = _common(asked, whole)
+    if shared == len(asked):
+        return shared
+    header = _common(template.render(before, tools, False), asked)
+    if shared < header:
+        raise ChatTemplateFailed(
+            "the chat template renders earlier messages differently once an answer follows, so the answer's "
+            "tokens cannot be separated from theirs."
+        )
+    # Some templates close a question only once an answer follows: what closes it is no part of the answer.
+    closes_question = shared == header or not template.stop_ids.isdisjoint(whole[shared:begin])
+    return begin if closes_question else shared
+
+
+def _places(
+    before: Sequence[Message],
+    answer: Message,
+    tools: Sequence[Mapping[str, Any]],
+    template: ChatTemplate,
+    whole: Sequence[int],
+) -> tuple[int, int]:
+    """The answer begins in `whole` at the first place, its content at the second: other answers leave it there.
+
+    A thought, for instance, stands between the two.
+
+    Raises:
+        ChatTemplateFailed: the template leaves out the content.
+    """
+
+    def renderings(message: Message) -> list[list[int]]:
+        return [template.render([*before, {**message, "content": text}], tools, False) for text in "0x"]
+
+    plain = renderings({"role": "assistant"})
+    others = renderings(answer) if answer.keys() - {"role", "content"} else plain
+    begin = min(_common(other, whole) for other in plain)
+    if any(other != whole for other in others):
+        return begin, min(_common(other, whole) for other in others)
+    if answer.get("content") and not answer.get("tool_calls"):
+        raise ChatTemplateFailed(
+            "the chat template leaves out the text of the answer: set chat_template to a template that renders it."
+        )
+    return begin, begin
 
 
 def _common(first: Sequence[int], second: Sequence[int]) -> int:

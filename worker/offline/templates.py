@@ -5,7 +5,7 @@ from pathlib import Path
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from worker.model.policy import render
-from worker.model.template import stop_ids_of
+from worker.model.template import facts_of, own_stop_ids, stop_ids_of
 from worker.offline.rows import ChatTemplate
 from worker.refusals import UserMistake
 
@@ -23,13 +23,16 @@ def template_of(source: Path | str, tokenizer: PreTrainedTokenizerBase) -> ChatT
     stops = stop_ids_of(configured, tokenizer)
     if not stops:
         raise UserMistake("invalid_model", "The model's tokenizer has no token that ends an answer.", "model")
-    eos = tokenizer.eos_token_id
+    facts = facts_of(tokenizer, own_stop_ids(configured, tokenizer))
+    end = tokenizer.eos_token_id
+    if facts is not None and facts.end_of_turn is not None:
+        end = tokenizer.convert_tokens_to_ids(facts.end_of_turn)
 
     return ChatTemplate(
         render=lambda messages, tools, generation_prompt: render(
             tokenizer, messages, generation_prompt=generation_prompt, tools=tools
         ),
         stop_ids=stops,
-        eos_id=min(stops) if eos is None else int(eos),
+        end_id=min(stops) if end is None else int(end),
         decode=lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True)),
     )

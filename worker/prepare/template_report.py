@@ -1,17 +1,18 @@
 """Events about the chat template of a job's model, and about rows that contain texts of its special tokens."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from core.storage.datasets import Example
-from worker.model.chat_tokens import special_tokens, thought_tags
+from worker.model.chat_tokens import answer_texts, special_tokens
 from worker.model.policy import Policy
 from worker.record.recorder import Recorder
 
 MAX_NAMED = 5  # lines
-# The fields of rows that are rendered.
-RENDERED = ("messages", "input", "preferred_output", "non_preferred_output", "output", "tools")
+# The fields of rows, and of their `input`, that are rendered.
+RENDERED = ("messages", "preferred_output", "non_preferred_output", "output", "tools")
 
 
 def report_template(recorder: Recorder, policy: Policy, files: Mapping[str, Sequence[Example]]) -> None:
@@ -29,7 +30,7 @@ def report_template(recorder: Recorder, policy: Policy, files: Mapping[str, Sequ
     for warning in facts.warnings:
         recorder.warn(warning, {})
     for file, rows in files.items():
-        if lines := _lines_with_special_texts(policy.tokenizer, rows):
+        if lines := lines_with_special_texts(policy.tokenizer, rows):
             named = ", ".join(map(str, lines[:MAX_NAMED])) + (", ..." if len(lines) > MAX_NAMED else "")
             recorder.warn(
                 f"{len(lines)} rows of {file} contain the text of a special token of the model (lines {named}). The "
@@ -38,6 +39,23 @@ def report_template(recorder: Recorder, policy: Policy, files: Mapping[str, Sequ
             )
 
 
-def _lines_with_special_texts(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Example]) -> list[int]:
-    special, tags = special_tokens(tokenizer), thought_tags(tokenizer, None)
-    return [row.line for row in rows if any(special.occur_in(row.item.get(name), tags) for name in RENDERED)]
+def lines_with_special_texts(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Example]) -> list[int]:
+    """The lines of the rows whose content has texts of special tokens."""
+    special, kept = special_tokens(tokenizer), answer_texts(tokenizer, None)
+
+    def has_texts(row: Mapping[str, Any]) -> bool:
+        given = row["input"] if isinstance(row.get("input"), Mapping) else {}
+        return any(
+            special.occur_in(value) if name == "tools" else special.occur_in_chat(_chat(value), None, kept)
+            for fields in (row, given)
+            for name, value in fields.items()
+            if name in RENDERED
+        )
+
+    return [row.line for row in rows if has_texts(row.item)]
+
+
+def _chat(value: Any) -> list[Mapping[str, Any]]:
+    """The messages in a field, which may be another thing in rows of reinforcement fine-tuning."""
+    parts = value if isinstance(value, list) else []
+    return [one for one in parts if isinstance(one, Mapping) and "role" in one]
