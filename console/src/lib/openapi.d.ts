@@ -2447,6 +2447,10 @@ export interface components {
             end_of_turn_added: boolean;
             /** Generation Prompt */
             generation_prompt: boolean;
+            /** Question */
+            question: boolean;
+            /** Answer */
+            answer: boolean;
             /**
              * System Role
              * @enum {string}
