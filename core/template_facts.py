@@ -61,11 +61,6 @@ class TemplateFacts(BaseModel):
                 f"The model's chat template loses text: {' and '.join(lost)}. Set chat_template in the model's "
                 "entry of the registry to a template that renders messages whose content is a string."
             )
-        elif self.end_of_turn is None:
-            found.append(
-                "The model's chat template writes no special token after an answer, so only the model's own end "
-                "tokens end one, and rows of training files end with the tokenizer's EOS."
-            )
         if not self.generation_prompt:
             found.append(
                 "The model's chat template writes nothing before an answer (it ignores add_generation_prompt), so "
@@ -80,6 +75,11 @@ class TemplateFacts(BaseModel):
     def notes(self) -> list[str]:
         """Sentences about what the service does because of the template."""
         found = []
+        if self.answer and self.end_of_turn is None:  # as in the templates of GLM, where it is no fault
+            found.append(
+                "The model's chat template writes no special token after an answer, so only the model's own end "
+                "tokens end one, and rows of training files end with the tokenizer's EOS."
+            )
         if self.end_of_turn_added:
             found.append(
                 f"Answers also end at '{self.end_of_turn}', which follows them in the chat template: it is none of the "

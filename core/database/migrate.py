@@ -44,7 +44,7 @@ def open_unchanged(database_url: str) -> Database:
         InvalidDatabaseUrl: as in `upgrade`.
         SchemaNotReady: the database needs a migration.
     """
-    name = make_url(database_url).database if _backend_of(database_url) == "sqlite" else None
+    name = make_url(database_url).database if backend_of(database_url) == "sqlite" else None
     if name is not None and not Path(name).is_file():
         raise SchemaNotReady(f"There is no database at {name}.")
     logging.getLogger("alembic").setLevel(logging.WARNING)
@@ -100,7 +100,7 @@ def migrating(database_url: str) -> Iterator[Connection]:
     """An exclusive transaction for changes of the schema."""
     # Alembic's INFO lines would appear on every start.
     logging.getLogger("alembic").setLevel(logging.WARNING)
-    if _backend_of(database_url) == "sqlite":
+    if backend_of(database_url) == "sqlite":
         with _file_lock(database_url), _transaction(database_url) as connection:
             yield connection
     else:
@@ -111,7 +111,7 @@ def migrating(database_url: str) -> Iterator[Connection]:
             yield connection
 
 
-def _backend_of(database_url: str) -> str:
+def backend_of(database_url: str) -> str:
     """ "sqlite" or "postgresql"."""
     try:
         url = make_url(database_url)

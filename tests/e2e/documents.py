@@ -74,6 +74,7 @@ def lay_out(folder: Path) -> None:
     (folder / "bad.jsonl").write_bytes(jsonl(BAD))
     cases = [{"sample": said, "answer": "yes", "expect": expect} for said, expect in CASES]
     (folder / "cases.jsonl").write_bytes(jsonl(cases))
+    (folder / "questions.csv").write_text("question,label\nIs water wet?,yes\nIs fire cold?,no\n")
     (folder / "grader.json").write_text(json.dumps(GRADER))
     (folder / "broken.py").write_text(BROKEN)
     (folder / "openai.json").write_text(json.dumps(OPENAIS))

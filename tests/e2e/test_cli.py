@@ -138,7 +138,7 @@ def test_a_job_is_one_live_line_that_ends_with_its_rewards(watched: list[str]) -
     [line] = [line for line in watched if line.startswith("succeeded")]
 
     done, steps = present(re.search(r"step +(\d+)/(\d+) █+ ", line)).groups()
-    sparkline = re.search(r"  ([▁▂▃▄▅▆▇█]+)  train \d\.\d\d  valid \d\.\d\d", line)
+    sparkline = re.search(r"  ([▁▂▃▄▅▆▇█]+)  train \d\.\d\d  groups", line)
     assert done == steps
     assert sparkline is not None
     assert len(sparkline[1]) > 4

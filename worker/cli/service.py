@@ -33,7 +33,7 @@ from api.resources.batch_requests import prepare_request
 from core import private
 from core.addresses import HostPort, family_of
 from core.database.engine import READ_ONLY, Database, Send
-from core.database.migrate import InvalidDatabaseUrl, SchemaNotReady, open_unchanged, upgrade
+from core.database.migrate import InvalidDatabaseUrl, SchemaNotReady, backend_of, open_unchanged, upgrade
 from core.errors import InvalidApiKey
 from core.jobs.queue import WakeUps, open_celery, sender
 from core.registry import Registry
@@ -519,7 +519,15 @@ def serve_metrics(
 
 
 def service_metrics(settings: Settings) -> AbstractContextManager[Callable[[MetricsCollector], None]]:
-    """Serve the metrics of a process that stores data and runs graders."""
+    """Serve the metrics of a process that stores data and runs graders.
+
+    Raises:
+        UsageError: as `serve_metrics`, or the database URL is invalid.
+    """
+    try:
+        backend_of(settings.database)
+    except InvalidDatabaseUrl as invalid:
+        raise UsageError(f"REGRAFT_DATABASE_URL: {invalid}") from invalid
     return serve_metrics(settings, Disks(settings), Sandbox("regraft_sandbox"), SandboxLayers())
 
 
