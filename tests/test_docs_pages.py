@@ -81,12 +81,6 @@ def test_examples_call_the_client_with_arguments_that_it_has(page: str, text: st
                 assert {keyword.arg for keyword in call.keywords} <= {None, *parameters}, place[1]
 
 
-def test_the_job_of_the_first_tutorial_has_a_valid_grader() -> None:
-    [job] = blocks("tutorial/first-job.md", "toml")
-
-    assert parse_grader(tomllib.loads(job)["grader"]).type == "text_similarity"
-
-
 def test_the_pipeline_of_its_page_is_valid(tmp_path: Path) -> None:
     [text] = blocks("howto/pipelines.md", "toml")
     (tmp_path / "pipeline.toml").write_text(text)

@@ -58,7 +58,9 @@ def test_the_service_takes_the_environment_as_it_is(ours: list[Any], monkeypatch
             for name in [one for one in os.environ if one.startswith("REGRAFT_")]:
                 patched.delenv(name)
             for name, value in environment(pod).items():
-                patched.setenv(name, value.replace("$(LWS_WORKER_INDEX)", "1"))
+                for variable, set_to in {"LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "gpu-0.gpu"}.items():
+                    value = value.replace(f"$({variable})", set_to)
+                patched.setenv(name, value)
             assert Settings().data_dir.as_posix() == "/data"
 
 
