@@ -10,7 +10,7 @@ _RANGE = re.compile(r"bytes=\s*(\d{0,18})-(\d{0,18})\s*")
 
 
 @dataclass(frozen=True)
-class Part:
+class ByteRange:
     """The bytes from `start` to before `end` of a content of `size` bytes."""
 
     start: int
@@ -32,7 +32,7 @@ class Part:
                 return
 
 
-def requested_part(header: str | None, size: int, *, if_range: str | None, etag: str) -> Part | None:
+def requested_part(header: str | None, size: int, *, if_range: str | None, etag: str) -> ByteRange | None:
     """Return the part that a request asks for. None: the whole content.
 
     The RFC lets a server ignore the header: this one does for other units, malformed values, several ranges, and an
@@ -53,4 +53,4 @@ def requested_part(header: str | None, size: int, *, if_range: str | None, etag:
             return None
     if start >= end:
         raise RangeNotSatisfiable(size)
-    return Part(start, end, size)
+    return ByteRange(start, end, size)

@@ -166,7 +166,7 @@ class Database:
         return {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
 
 
-class WakeUp(NamedTuple):
+class WakeMessage(NamedTuple):
     """A message that wakes the workers of a queue. `about` is the id of a job or run, for logs and monitors only."""
 
     task: str
@@ -189,10 +189,10 @@ class Work:
 
     session: Session
     actor: Actor = OPERATOR
-    outbox: list[WakeUp] = field(default_factory=list)
+    outbox: list[WakeMessage] = field(default_factory=list)
 
     def wake(self, task: str, queue: str, about: str) -> None:
-        self.outbox.append(WakeUp(task, queue, about))
+        self.outbox.append(WakeMessage(task, queue, about))
 
     def record(self, action: str, target: str, data: dict[str, Any] | None = None) -> None:
         """Append to the audit log in the same transaction; see core/tenancy/audit.py."""

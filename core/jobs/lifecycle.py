@@ -20,7 +20,7 @@ from sqlalchemy import ColumnElement, ScalarSelect, func, or_, select, update
 from sqlalchemy.orm import Session, aliased
 
 from core.database import pages
-from core.database.engine import Database, WakeUp, Work, db_now, json_text
+from core.database.engine import Database, WakeMessage, Work, db_now, json_text
 from core.database.pages import Page
 from core.database.tables import Attempt, File, Job, Project, now
 from core.errors import InvalidJobState, JobNotFound
@@ -314,13 +314,13 @@ def pause_at_cap(session: Session, job: Job, message: str, data: dict[str, Any])
 # The ends of a claim. Call these inside `fenced`.
 
 
-def validated(session: Session, job: Job) -> WakeUp:
+def validated(session: Session, job: Job) -> WakeMessage:
     """The files are valid: queue the job. Returns what to wake after the commit."""
     _move(job, "queued")
     _end_attempt(session, job, "validated")
     job.failures = 0  # failures of the validation do not count against the run
     events.append(session, job.id, "Files validated, moving job to queued state")
-    return WakeUp(queue.RUN, queue.gpu_queue(job.gpu_class), job.id)
+    return WakeMessage(queue.RUN, queue.gpu_queue(job.gpu_class), job.id)
 
 
 def succeed(session: Session, job: Job, *, fine_tuned_model: str) -> None:

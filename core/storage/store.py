@@ -58,6 +58,9 @@ def _is_refused(error: BaseException) -> bool:
     return isinstance(error, ClientError) and s3_code(error) in DENIED | REJECTED
 
 
+_PASSING_400 = {"RequestTimeout", "IncompleteBody"}
+
+
 def setting_of(error: BaseException, settings: Settings) -> str | None:
     """The setting to change if the store refuses the check at the start. None: an outage, or a missing bucket."""
     if _is_refused(error) or (isinstance(error, OSError) and outage(error) is None):
@@ -75,7 +78,7 @@ def setting_of(error: BaseException, settings: Settings) -> str | None:
         return "REGRAFT_S3_REGION"
     if status == 405:
         return "REGRAFT_BLOB_URL"
-    if status == 501 or (status == 400 and outage(error) is None):
+    if status == 501 or (status == 400 and code not in _PASSING_400):
         if settings.s3_checksums == "when_supported":
             return "REGRAFT_S3_CHECKSUMS=when_required"
         return "REGRAFT_S3_ENDPOINT_URL"

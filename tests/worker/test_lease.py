@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import pytest
 from sqlalchemy.exc import OperationalError
 
-from core.database.engine import WakeUp, Work
+from core.database.engine import WakeMessage, Work
 from core.database.tables import File, Job
 from core.jobs import lifecycle
 from core.jobs.claim import LeaseLost
@@ -122,10 +122,10 @@ class With:
 
 
 @pytest.fixture
-def validate(bench: Bench, tmp_path: Path) -> Callable[..., list[WakeUp] | None]:
+def validate(bench: Bench, tmp_path: Path) -> Callable[..., list[WakeMessage] | None]:
     """Validate the bench's job with this grader, under a lease that is renewed all the time."""
 
-    def run(grader: Any) -> list[WakeUp] | None:
+    def run(grader: Any) -> list[WakeMessage] | None:
         with bench.database.write() as session:
             for name, row in (("file-a", ROW), ("file-b", HELD_OUT)):
                 info = bench.blobs.put_bytes(f"files/{name}", json.dumps(row).encode())
@@ -157,7 +157,7 @@ class Slow:
 
 
 def test_a_slow_grader_does_not_cost_the_validation_its_job(
-    bench: Bench, validate: Callable[..., list[WakeUp] | None]
+    bench: Bench, validate: Callable[..., list[WakeMessage] | None]
 ) -> None:
     assert validate(Slow(bench)) == [("regraft.run_next", "gpu.cpu", bench.claim.job_id)]
 
@@ -183,7 +183,7 @@ class Hangs:
 
 
 def test_a_lost_lease_stops_a_grader_that_hangs(
-    bench: Bench, validate: Callable[..., list[WakeUp] | None]
+    bench: Bench, validate: Callable[..., list[WakeMessage] | None]
 ) -> None:
     grader = Hangs(bench)
 

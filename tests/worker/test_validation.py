@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from core.database.engine import WakeUp, Work
+from core.database.engine import WakeMessage, Work
 from core.database.tables import Checkpoint, File, Job
 from core.jobs import lifecycle
 from core.registry import Registry
@@ -37,7 +37,7 @@ HELD_OUT = {"messages": [{"role": "user", "content": "say blue"}], "answer": "re
 
 
 @pytest.fixture
-def validate(bench: Bench, tmp_path: Path) -> Callable[..., tuple[Job, list[WakeUp] | None]]:
+def validate(bench: Bench, tmp_path: Path) -> Callable[..., tuple[Job, list[WakeMessage] | None]]:
     """Validate a job over two files made of the given lines; returns the job and whom to wake."""
 
     def run(
@@ -49,7 +49,7 @@ def validate(bench: Bench, tmp_path: Path) -> Callable[..., tuple[Job, list[Wake
         response_format: Any = None,
         stopping: threading.Event | None = None,
         **changes: Any,
-    ) -> tuple[Job, list[WakeUp] | None]:
+    ) -> tuple[Job, list[WakeMessage] | None]:
         with bench.database.write() as session:
             ids = []
             for name, lines in (("train", train), ("valid", valid)):
@@ -78,7 +78,7 @@ def validate(bench: Bench, tmp_path: Path) -> Callable[..., tuple[Job, list[Wake
 
 
 def test_good_files_queue_the_job_and_wake_its_workers(
-    bench: Bench, validate: Callable[..., tuple[Any, list[WakeUp] | None]]
+    bench: Bench, validate: Callable[..., tuple[Any, list[WakeMessage] | None]]
 ) -> None:
     job, wakes = validate([GOOD, GOOD])
 
@@ -88,7 +88,7 @@ def test_good_files_queue_the_job_and_wake_its_workers(
 
 
 def test_bad_lines_fail_the_job_and_are_named(
-    validate: Callable[..., tuple[Any, list[WakeUp] | None]],
+    validate: Callable[..., tuple[Any, list[WakeMessage] | None]],
 ) -> None:
     job, wakes = validate([GOOD, "{oops", GOOD, {"messages": []}])
 
@@ -101,7 +101,7 @@ def test_bad_lines_fail_the_job_and_are_named(
 
 
 def test_a_file_that_is_missing_from_an_empty_store_fails_no_job(
-    bench: Bench, validate: Callable[..., tuple[Any, list[WakeUp] | None]], tmp_path: Path
+    bench: Bench, validate: Callable[..., tuple[Any, list[WakeMessage] | None]], tmp_path: Path
 ) -> None:
     """The store is another one, or is not mounted: the validation, or the run, tries again later."""
     empty = FolderBlobs(tmp_path / "not mounted")
@@ -140,7 +140,7 @@ def test_an_outage_during_the_validation_is_waited_for_and_an_event(
 
 
 def test_a_worker_that_stops_during_an_outage_leaves_the_job_to_another_one(
-    bench: Bench, validate: Callable[..., tuple[Any, list[WakeUp] | None]], tmp_path: Path
+    bench: Bench, validate: Callable[..., tuple[Any, list[WakeMessage] | None]], tmp_path: Path
 ) -> None:
     stopping = threading.Event()
     stopping.set()
@@ -152,7 +152,7 @@ def test_a_worker_that_stops_during_an_outage_leaves_the_job_to_another_one(
 
 
 def test_a_file_that_is_missing_from_a_store_with_others_fails_the_job(
-    bench: Bench, validate: Callable[..., tuple[Any, list[WakeUp] | None]], tmp_path: Path
+    bench: Bench, validate: Callable[..., tuple[Any, list[WakeMessage] | None]], tmp_path: Path
 ) -> None:
     store = FolderBlobs(tmp_path / "another copy")
     store.put_bytes("projects/p/files/other", b"x")
@@ -163,7 +163,7 @@ def test_a_file_that_is_missing_from_a_store_with_others_fails_the_job(
 
 
 def test_the_validation_file_is_named_when_it_is_the_bad_one(
-    validate: Callable[..., tuple[Any, list[WakeUp] | None]],
+    validate: Callable[..., tuple[Any, list[WakeMessage] | None]],
 ) -> None:
     job, _ = validate([GOOD], [{"messages": [{"role": "assistant", "content": "red"}], "answer": "red"}])
 
@@ -172,7 +172,7 @@ def test_the_validation_file_is_named_when_it_is_the_bad_one(
 
 
 def test_a_field_that_the_grader_reads_must_be_in_every_row(
-    validate: Callable[..., tuple[Any, list[WakeUp] | None]],
+    validate: Callable[..., tuple[Any, list[WakeMessage] | None]],
 ) -> None:
     job, _ = validate([GOOD, {"messages": GOOD["messages"]}])
 
@@ -180,7 +180,7 @@ def test_a_field_that_the_grader_reads_must_be_in_every_row(
 
 
 def test_a_grader_that_this_machine_cannot_run_fails_the_job_with_the_reason(
-    validate: Callable[..., tuple[Any, list[WakeUp] | None]],
+    validate: Callable[..., tuple[Any, list[WakeMessage] | None]],
 ) -> None:
     judge = {"type": "score_model", "name": "j", "model": "m", "input": [{"role": "user", "content": "?"}]}
 
@@ -191,7 +191,7 @@ def test_a_grader_that_this_machine_cannot_run_fails_the_job_with_the_reason(
 
 
 def test_an_empty_file_says_so(
-    validate: Callable[..., tuple[Any, list[WakeUp] | None]],
+    validate: Callable[..., tuple[Any, list[WakeMessage] | None]],
 ) -> None:
     job, _ = validate([])
 
@@ -199,7 +199,7 @@ def test_an_empty_file_says_so(
 
 
 def test_a_file_deleted_in_between_fails_the_job(
-    bench: Bench, validate: Callable[..., tuple[Any, list[WakeUp] | None]]
+    bench: Bench, validate: Callable[..., tuple[Any, list[WakeMessage] | None]]
 ) -> None:
     with bench.database.write() as session:
         job = session.get_one(Job, bench.job().seq)
@@ -224,7 +224,7 @@ class Slow(FolderBlobs):
 
 
 def test_what_is_logged_meanwhile_says_of_which_job(
-    bench: Bench, validate: Callable[..., tuple[Any, list[WakeUp] | None]]
+    bench: Bench, validate: Callable[..., tuple[Any, list[WakeMessage] | None]]
 ) -> None:
     stream = io.StringIO()
     handler = logs.handler("json", stream)
@@ -244,7 +244,7 @@ def test_what_is_logged_meanwhile_says_of_which_job(
 
 
 def test_it_is_an_attempt_in_the_jobs_trace(
-    bench: Bench, validate: Callable[..., tuple[Any, list[WakeUp] | None]]
+    bench: Bench, validate: Callable[..., tuple[Any, list[WakeMessage] | None]]
 ) -> None:
     memory = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")
     with tracing.exported("", "test", collector := memory.InMemorySpanExporter()):
@@ -266,7 +266,7 @@ def test_nothing_to_validate_is_no_work(bench: Bench) -> None:
 
 
 def test_a_grader_that_cannot_tell_a_right_reply_from_an_empty_one_is_warned_of(
-    bench: Bench, validate: Callable[..., tuple[Any, list[WakeUp] | None]]
+    bench: Bench, validate: Callable[..., tuple[Any, list[WakeMessage] | None]]
 ) -> None:
     # A slip: it compares the row's answer with itself.
     job, wakes = validate([GOOD, GOOD], grader=GRADER | {"input": "{{item.answer}}"})
@@ -278,7 +278,7 @@ def test_a_grader_that_cannot_tell_a_right_reply_from_an_empty_one_is_warned_of(
 
 
 def test_a_grader_that_can_is_not(
-    bench: Bench, validate: Callable[..., tuple[Any, list[WakeUp] | None]]
+    bench: Bench, validate: Callable[..., tuple[Any, list[WakeMessage] | None]]
 ) -> None:
     validate([GOOD, GOOD])
 
@@ -340,7 +340,7 @@ def test_a_grader_that_fails_on_its_own_reference_is_warned_of() -> None:
 
 @pytest.mark.slow
 def test_a_grader_whose_package_is_not_there_fails_the_job_before_it_is_queued(
-    validate: Callable[..., tuple[Any, list[WakeUp] | None]],
+    validate: Callable[..., tuple[Any, list[WakeMessage] | None]],
 ) -> None:
     source = "import torch\ndef grade(sample, item):\n    return 1.0\n"
 
@@ -353,7 +353,7 @@ def test_a_grader_whose_package_is_not_there_fails_the_job_before_it_is_queued(
 
 
 def test_validation_rows_that_are_trained_on_are_warned_of(
-    bench: Bench, validate: Callable[..., tuple[Any, list[WakeUp] | None]]
+    bench: Bench, validate: Callable[..., tuple[Any, list[WakeMessage] | None]]
 ) -> None:
     other = {"messages": [{"role": "user", "content": "say green"}], "answer": "blue"}
 
@@ -393,7 +393,7 @@ def test_a_job_that_validates_on_its_training_file_is_warned(
 @pytest.mark.parametrize("method", ["reinforcement", "supervised"])
 def test_a_model_above_8b_parameters_is_refused_before_all_its_weights_are_trained(
     bench: Bench,
-    validate: Callable[..., tuple[Any, list[WakeUp] | None]],
+    validate: Callable[..., tuple[Any, list[WakeMessage] | None]],
     tmp_path: Path,
     method: str,
 ) -> None:
@@ -412,7 +412,7 @@ def test_a_model_above_8b_parameters_is_refused_before_all_its_weights_are_train
 
 
 def test_a_job_that_fits_on_no_gpu_of_its_class_fails_before_it_is_queued(
-    bench: Bench, validate: Callable[..., tuple[Any, list[WakeUp] | None]], tmp_path: Path
+    bench: Bench, validate: Callable[..., tuple[Any, list[WakeMessage] | None]], tmp_path: Path
 ) -> None:
     (tmp_path / "large").mkdir()
     (tmp_path / "large" / "config.json").write_text(json.dumps(QWEN3_14B))
@@ -430,7 +430,7 @@ def test_a_job_that_fits_on_no_gpu_of_its_class_fails_before_it_is_queued(
 
 @pytest.mark.slow
 def test_an_event_names_the_environment_of_python_graders(
-    bench: Bench, validate: Callable[..., tuple[Any, list[WakeUp] | None]]
+    bench: Bench, validate: Callable[..., tuple[Any, list[WakeMessage] | None]]
 ) -> None:
     python = {
         "type": "python",
@@ -458,7 +458,7 @@ def reproduce(bench: Bench) -> Any:
 
 @pytest.mark.slow
 def test_there_is_no_such_event_without_python_graders(
-    bench: Bench, validate: Callable[..., tuple[Any, list[WakeUp] | None]]
+    bench: Bench, validate: Callable[..., tuple[Any, list[WakeMessage] | None]]
 ) -> None:
     validate([GOOD, GOOD])
 
@@ -466,7 +466,7 @@ def test_there_is_no_such_event_without_python_graders(
 
 
 def test_a_job_waits_for_a_machine_that_has_its_environment_and_an_event_says_so(
-    bench: Bench, validate: Callable[..., tuple[Any, list[WakeUp] | None]], tmp_path: Path
+    bench: Bench, validate: Callable[..., tuple[Any, list[WakeMessage] | None]], tmp_path: Path
 ) -> None:
     python = {"type": "python", "name": "py", "source": "def grade(sample, item):\n    return 1"}
 
@@ -517,7 +517,7 @@ EXPLAINED = "def grade(sample, item):\n    return len(sample['output_json']['exp
 @pytest.mark.slow
 def test_a_grader_of_structured_answers_is_tried_on_answers_of_their_schema(
     bench: Bench,
-    validate: Callable[..., tuple[Any, list[WakeUp] | None]],
+    validate: Callable[..., tuple[Any, list[WakeMessage] | None]],
     grader: dict[str, Any],
 ) -> None:
     job, _ = validate(
@@ -543,7 +543,7 @@ def test_the_right_structured_answer_has_what_the_grader_compares_with() -> None
 
 
 def test_a_grader_that_reads_what_no_structured_answer_has_is_still_warned_of(
-    bench: Bench, validate: Callable[..., tuple[Any, list[WakeUp] | None]]
+    bench: Bench, validate: Callable[..., tuple[Any, list[WakeMessage] | None]]
 ) -> None:
     validate(
         [COMPLIANT],
@@ -557,7 +557,7 @@ def test_a_grader_that_reads_what_no_structured_answer_has_is_still_warned_of(
 
 
 def test_a_schema_that_no_answer_is_found_for_is_no_reason_for_a_warning(
-    bench: Bench, validate: Callable[..., tuple[Any, list[WakeUp] | None]]
+    bench: Bench, validate: Callable[..., tuple[Any, list[WakeMessage] | None]]
 ) -> None:
     form = verdicts(code={"type": "string", "pattern": "^only this 12345$"})
 

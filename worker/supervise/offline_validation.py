@@ -6,7 +6,7 @@ The order is OpenAI's: a file in the format of another method is reported as tha
 import json
 from collections.abc import Callable, Mapping
 
-from core.database.engine import Database, WakeUp
+from core.database.engine import Database, WakeMessage
 from core.database.tables import File, Job
 from core.jobs import events, job_files, lifecycle
 from core.jobs.claim import Claim
@@ -26,7 +26,7 @@ def validate_offline(
     job: Job,
     stored: Mapping[str, File],
     progressed: Callable[[], None],
-) -> list[WakeUp]:
+) -> list[WakeMessage]:
     """Validate the files of a claimed job. Returns the wake-ups to send.
 
     Args:

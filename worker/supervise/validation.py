@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from core.database.engine import Database, WakeUp
+from core.database.engine import Database, WakeMessage
 from core.database.tables import File, Job
 from core.jobs import estimates, events, lifecycle
 from core.jobs.claim import Claim, LeaseLost
@@ -71,7 +71,7 @@ def validate_next(
     owner: str,
     *,
     stopping: threading.Event | None = None,
-) -> list[WakeUp] | None:
+) -> list[WakeMessage] | None:
     """Validate the oldest job in status validating_files.
 
     Returns the wake-ups to send: one if the files are valid, else none. None: there was no such job. If `stopping` is
@@ -92,7 +92,7 @@ def validate_next(
             retry = RetryPolicy(settings.patience_seconds, told, wait=wait, during=partial(_waiting, told))
             with LeaseKeeper(database, claim, settings.lease_seconds) as lease:
 
-                def validate() -> list[WakeUp]:
+                def validate() -> list[WakeMessage]:
                     lease.progressed()
                     return _validate(settings, database, blobs, backends, claim, lease)
 
@@ -128,7 +128,7 @@ def _validate(
     backends: Backends,
     claim: Claim,
     lease: LeaseKeeper,
-) -> list[WakeUp]:
+) -> list[WakeMessage]:
     def check(name: str, file: File | None, most: int) -> list[Example]:
         return check_file(blobs, file, spec, name, most, lease.progressed)
 
