@@ -80,7 +80,7 @@ def test_a_saved_key_is_for_the_server_it_was_saved_for(
         (lambda c: c.files.retrieve("file-none"), regraft.FileNotFound, openai.NotFoundError),
         (lambda c: c.models.retrieve("none"), regraft.ModelNotFound, openai.NotFoundError),
         (
-            lambda c: c.embeddings.create(input="", model=""),
+            lambda c: c.moderations.create(input=""),
             regraft.NotSupportedByServer,
             openai.NotFoundError,
         ),
