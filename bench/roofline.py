@@ -189,6 +189,7 @@ def executed_pairs(packs: Sequence[Pack]) -> int:
 
 class _Tokens:
     eos_token_id = 2
+    chat_template = None
 
 
 def trainer(
