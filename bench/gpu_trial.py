@@ -136,7 +136,7 @@ PARTS: tuple[Part, ...] = (
 )
 
 
-def main() -> int:
+def main(parts: Sequence[Part] = PARTS) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -153,16 +153,16 @@ def main() -> int:
     asked.out.mkdir(parents=True, exist_ok=True)
     results = read(asked.out)
     names = (
-        asked.parts.split(",") if asked.parts else [p.name for p in PARTS if p.name not in results["parts"]]
+        asked.parts.split(",") if asked.parts else [p.name for p in parts if p.name not in results["parts"]]
     )
-    if unknown := set(names) - {part.name for part in PARTS}:
-        sys.exit(f"No such part: {', '.join(sorted(unknown))}. Parts: {', '.join(p.name for p in PARTS)}.")
-    for part in PARTS:
+    if unknown := set(names) - {part.name for part in parts}:
+        sys.exit(f"No such part: {', '.join(sorted(unknown))}. Parts: {', '.join(p.name for p in parts)}.")
+    for part in parts:
         if part.name in names:
             results["parts"][part.name] = measured(part, asked.tiny)
             (asked.out / "gpu-trial.json").write_text(json.dumps(results, indent=1) + "\n")
-            (asked.out / "gpu-trial.md").write_text(page(results))
-    print(page(results))
+            (asked.out / "gpu-trial.md").write_text(page(results, parts))
+    print(page(results, parts))
     return int(any(result["state"] == "failed" for result in results["parts"].values()))
 
 
@@ -294,7 +294,7 @@ def job() -> Figures:
     }
 
 
-def page(results: Mapping[str, Any]) -> str:
+def page(results: Mapping[str, Any], parts: Sequence[Part] = PARTS) -> str:
     about = results["machine"]
     lines = [
         f"# GPU trial: {about['device']}, {results['date']}",
@@ -302,7 +302,7 @@ def page(results: Mapping[str, Any]) -> str:
         ", ".join(f"{name} {value}" for name, value in about.items() if name != "device") + ".",
         "Written by `make gpu-trial` (bench/gpu_trial.py).",
     ]
-    for part in PARTS:
+    for part in parts:
         if (result := results["parts"].get(part.name)) is not None:
             about_part = f"{part.about[0].upper()}{part.about[1:]}."
             lines += ["", f"## {part.name}", "", about_part, "", *rows(part, result)]

@@ -80,10 +80,9 @@ def test_the_trial_writes_what_it_measured_skipped_and_could_not_finish(
 ) -> None:
     parts = [replace(part, seconds=480) for part in gpu_trial.PARTS if part.name in ("device", "job")]
     broken = gpu_trial.Part("broken", "an unknown part of the bench", 480, ("--part", "unknown"))
-    monkeypatch.setattr(gpu_trial, "PARTS", (*parts, broken))
     monkeypatch.setattr(sys, "argv", ["gpu_trial", "--tiny", "--out", str(tmp_path)])
 
-    assert gpu_trial.main() == 1
+    assert gpu_trial.main((*parts, broken)) == 1
 
     results = json.loads((tmp_path / "gpu-trial.json").read_text())["parts"]
     assert {name: result["state"] for name, result in results.items()} == {

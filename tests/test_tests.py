@@ -9,7 +9,7 @@ import pytest
 
 TESTS = Path(__file__).parent
 # What a process is given from outside, and what it finds installed: tests set these as they set its environment.
-INPUTS = {"sys.argv", "sys.stdin", "tempfile.tempdir", "sys.modules"}
+INPUTS = {"sys.argv", "sys.stdin", "sys.stderr", "tempfile.tempdir", "sys.modules"}
 # Fields whose value is a function; none of them is a method.
 FIELDS = {"stop_requested", "before_step", "answer"}
 # Names that begin with an underscore and are documented by the library they belong to.
