@@ -36,7 +36,7 @@ from typing import Any, TypeVar
 import torch
 
 from bench import gpu_exact, gpu_steps, gpu_trl
-from bench.gpu_models import RANK, SHAPES, Shape, prompt, random_base
+from bench.gpu_models import RANK, SHAPES, Shape, prompt, random_base, workload_of
 from bench.models import settings_for
 from bench.report import report
 from graders.types import Grade
@@ -158,15 +158,7 @@ def train(shape: Shape, device: str) -> dict[str, float]:
 
 def planned_bytes(base: Base, shape: Shape, device: str) -> float:
     """Return the bytes that the memory plan of such a job counts, with micro-batches of the size that is measured."""
-    work = sizing.workload(
-        rank=RANK,
-        prompt=shape.prompt,
-        completion=shape.answer,
-        batch=shape.prompts,
-        group=shape.group,
-        valid_rows=1,
-        eval_samples=1,
-    )
+    work = workload_of(shape)
     machine = sizing.Machine(
         "cuda" if device.startswith("cuda") else "cpu",
         1 << 50,  # more than any: the need itself is of interest

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 
 from worker.model import attention
 from worker.model.policy import Base
+from worker.model.sizing import Workload, workload
 from worker.types import Prompt
 
 RANK = 16
@@ -84,4 +85,18 @@ def prompt(shape: Shape, line: int) -> Prompt:
     generator = torch.Generator().manual_seed(line)
     return Prompt(
         line, tuple(torch.randint(3, shape.vocabulary, (shape.prompt,), generator=generator).tolist()), {}
+    )
+
+
+def workload_of(shape: Shape, *, full: bool = False) -> Workload:
+    """What the memory plan reads of a job of this shape."""
+    return workload(
+        rank=RANK,
+        prompt=shape.prompt,
+        completion=shape.answer,
+        batch=shape.prompts,
+        group=shape.group,
+        valid_rows=1,
+        eval_samples=1,
+        full=full,
     )

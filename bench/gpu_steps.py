@@ -32,7 +32,7 @@ from typing import Any, cast
 import httpx
 import torch
 
-from bench.gpu_models import RANK, Shape, prompt, write_base
+from bench.gpu_models import RANK, Shape, prompt, workload_of, write_base
 from core.jobs.hyperparameters import Hyperparameters, Resolved, resolve
 from core.registry import BaseModelEntry
 from core.storage.store import FolderBlobs
@@ -293,16 +293,7 @@ class Steps:
 
     def _plan(self) -> MemoryPlan:
         shape, scenario = self.shape, self.scenario
-        work = sizing.workload(
-            rank=RANK,
-            prompt=shape.prompt,
-            completion=shape.answer,
-            batch=shape.prompts,
-            group=shape.group,
-            valid_rows=1,
-            eval_samples=1,
-            full=scenario.full,
-        )
+        work = workload_of(shape, full=scenario.full)
         on_gpus = self.device == "cuda"
         processes = 1 if on_gpus else scenario.ranks + scenario.sampling + scenario.fleet
         machine = Machine(
