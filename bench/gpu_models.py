@@ -89,7 +89,7 @@ def prompt(shape: Shape, line: int) -> Prompt:
 
 
 def workload_of(shape: Shape, *, full: bool = False) -> Workload:
-    """What the memory plan reads of a job of this shape."""
+    """The memory plan's view of a job of this shape."""
     return workload(
         rank=RANK,
         prompt=shape.prompt,
