@@ -166,7 +166,7 @@ def test_a_file_that_is_sent_again_is_stored_once(house: House, api: TestClient)
 
 
 @pytest.mark.parametrize(
-    "change", [{"content": b"[]\n"}, {"name": "other.jsonl"}, {"expires_after[anchor]": "created_at"}]
+    "change", [{"content": b'{"a": 1}\n'}, {"name": "other.jsonl"}, {"expires_after[anchor]": "created_at"}]
 )
 @pytest.mark.both_databases
 def test_another_file_under_the_same_key_is_refused_and_not_stored(

@@ -195,7 +195,7 @@ def rows_of(client: TestClient, house: House) -> dict[str, str]:
     """Rows of the second project, by the name that their ids have in a path."""
     files = [
         client.post("/v1/files", data={"purpose": purpose}, files={"file": ("a.jsonl", content)}).json()["id"]
-        for purpose, content in (("fine-tune", b"{}"), ("fine-tune", b"[]"))
+        for purpose, content in (("fine-tune", b"{}"), ("fine-tune", b'{"a": 1}'))
     ]
     method = {"type": "reinforcement", "reinforcement": {"grader": GRADER}}
     job = client.post(

@@ -80,7 +80,10 @@ def accept(listener: socket.socket, offer: "Future[Offer]", image: "Future[Image
     while True:
         try:
             client, _ = listener.accept()
-        except OSError as cause:  # no descriptor is free, until a job ends
+        except OSError as cause:
+            if listener.fileno() < 0:
+                return  # it was closed
+            # No descriptor is free, until a job ends.
             log.warning("a job could not connect to the base model: %s; retrying", cause)
             time.sleep(RETRY_SECONDS)
             continue
