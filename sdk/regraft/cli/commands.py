@@ -301,6 +301,10 @@ def profile_text(profile: dict[str, Any]) -> str:
             lines += _lines_of("rows lack it", read["missing"])[1:]
         if reads["no_grader"] is not None:
             lines += _lines_of("rows choose no grader", reads["no_grader"])
+        no_word = "rows have a reference without a word to compare, and a job rejects them"
+        lines += _lines_of(no_word, reads["no_word"])
+        for doubt in reads["doubts"]:
+            lines += _lines_of(f"rows are doubtful: each {doubt['message']}", doubt["found"])
         if reads["not_listed"]:
             lines.append("its code or its endpoint may read other fields as well")
     fields = [
