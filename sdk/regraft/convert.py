@@ -252,9 +252,8 @@ def _rows(path: Path, file: IO[bytes], head: bytes, named_encoding: str | None) 
     if container in (ARROW_FILE, ARROW_STREAM):
         yield from _arrow_rows(file, is_stream=container is ARROW_STREAM)
         return
-    # Text in some encodings looks binary.
-    is_text = container is None or (container is BINARY and named_encoding is not None)
-    if container is not None and not is_text and (not container.targets or container in COMPRESSED.values()):
+    is_text = container is BINARY and named_encoding is not None  # in an encoding that looks binary
+    if container is not None and (container in COMPRESSED.values() or not (container.targets or is_text)):
         raise InvalidDataset([LineError(0, f"{container.seen}; {container.remedy}")])
     encoding = named_encoding or encoding_of(head)
     # The start decides on the layout once more, without its encoding.
