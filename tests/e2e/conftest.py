@@ -82,7 +82,7 @@ def launch(folder: Path, models: str, **environment: str) -> Server:
     try:
         wait_until_ready(server)
     except BaseException:  # also of a test that took too long: the server would run beside all others
-        server.stop()
+        process.kill()
         raise
     return server
 
