@@ -241,7 +241,8 @@ def _decompressor(container: ForeignFormat | None, file: IO[bytes]) -> AbstractC
     with _pyarrow("zstd"):
         import pyarrow
 
-        return pyarrow.CompressedInputStream(file, "zstd")
+        stream: AbstractContextManager[Any] = pyarrow.CompressedInputStream(file, "zstd")
+        return stream
 
 
 def _rows(path: Path, file: IO[bytes], head: bytes, named_encoding: str | None) -> _NumberedRows:
@@ -629,7 +630,7 @@ def _turns(conversations: Sequence[Any]) -> list[Message]:
             content = _TOOL_RESPONSE.sub(r"\1", _text(turn.get("value")))
             messages.append({"role": "tool", "tool_call_id": waiting.pop(0), "content": content})
             continue
-        message = {"role": "assistant", "content": None} if speaker in _CALLS else _turn(turn)
+        message: Message = {"role": "assistant", "content": None} if speaker in _CALLS else _turn(turn)
         called = _calls(turn, message)
         if called:
             waiting = [f"call_{calls + number}" for number in range(1, len(called) + 1)]
