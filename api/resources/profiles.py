@@ -39,7 +39,8 @@ from core.storage.profiles import (
     TokenRoom,
 )
 from core.storage.store import BlobNotFound
-from graders.build import for_row, item_paths, missing_item_paths, reads_more
+from graders.build import for_row, item_paths, missing_item_paths, reads_more, unusable_references
+from graders.doubts import row_doubts
 from graders.spec import GraderSpec, SelectSpec
 from graders.template import dotted
 
@@ -195,6 +196,8 @@ def _reader(spec: GraderSpec) -> Reader:
     return Reader(
         paths=[dotted("item", path) for path in item_paths(spec)],
         missing=missing,
+        lacks_word=lambda row: bool(unusable_references(spec, row)),
+        doubts=partial(row_doubts, spec),
         not_listed=reads_more(spec),
         chooses=chooses if isinstance(spec, SelectSpec) else None,
     )

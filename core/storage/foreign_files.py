@@ -62,11 +62,24 @@ class ForeignFormat:
 _ONE_A_LINE = "write one object per line"
 _AS_MESSAGES = "write them as messages"
 
-GZIP = ForeignFormat("the file is compressed with gzip", "uncompress it")
+GZIP, XZ, BZIP2, ZSTD = (
+    ForeignFormat(f"the file is compressed with {name}", "uncompress it")
+    for name in ("gzip", "xz", "bzip2", "zstd")
+)
 ZIP = ForeignFormat(
     "the file is a ZIP archive or an Excel workbook", "unpack it, or save the sheet as CSV", ()
 )
 PARQUET = ForeignFormat("the file is Parquet", _ONE_A_LINE)
+ARROW_FILE = ForeignFormat("the file is Arrow or Feather", _ONE_A_LINE)
+ARROW_STREAM = ForeignFormat("the file is an Arrow stream, such as of datasets' save_to_disk", _ONE_A_LINE)
+FEATHER_1 = ForeignFormat("the file is Feather in version 1", "save it as Parquet or CSV", ())
+BINARY = ForeignFormat("the file is binary", "save its rows as JSONL, CSV or Parquet", ())
+MARKUP = ForeignFormat(
+    "the file is an HTML or XML page, such as that of a login or of an error",
+    "download the data once more and look at it before the upload",
+    (),
+)
+LFS_POINTER = ForeignFormat("the file is a pointer of Git LFS", "download the data with `git lfs pull`", ())
 UTF_16 = ForeignFormat("the file is UTF-16", "save it as UTF-8")
 UTF_32 = ForeignFormat("the file is UTF-32", "save it as UTF-8")
 JSON_ARRAY = ForeignFormat("the file is one JSON array", _ONE_A_LINE)
@@ -131,13 +144,17 @@ def container_of(head: bytes) -> ForeignFormat | None:
     Args:
         head: the first bytes of the file, at least HEAD_BYTES of a longer one.
     """
-    for magic, container in ((b"\x1f\x8b\x08", GZIP), (b"PK\x03\x04", ZIP), (b"PAR1", PARQUET)):
+    for magic, container in _MAGIC:
         if head.startswith(magic):
             return container
     if (encoding := encoding_of(head)) != "utf-8-sig":
         return UTF_16 if encoding == "utf-16" or encoding.startswith("utf-16-") else UTF_32
     decoded = head[:HEAD_BYTES].decode(encoding, "replace")
     text = decoded.lstrip()
+    if "\0" in decoded[:_BINARY_CHARACTERS] and not text.startswith(("{", "[")):
+        return BINARY
+    if _MARKUP.match(text):
+        return MARKUP
     if re.match(r"\[\s*(\{|\]\s*$)", text):
         return JSON_ARRAY
     if _is_pretty(text, is_cut=len(head) >= HEAD_BYTES):
@@ -149,10 +166,28 @@ def container_of(head: bytes) -> ForeignFormat | None:
         named = filter(None, table.columns)
         names = [name if len(name) <= _MAX_NAME else f"{name[:_MAX_NAME]}…" for name in named]
         more = ", …" if len(names) > _MAX_COLUMNS else ""
+        columns = "column" if len(names) == 1 else "columns"
         return ForeignFormat(
-            f"the file is CSV with the columns {', '.join(names[:_MAX_COLUMNS])}{more}", _ONE_A_LINE
+            f"the file is CSV with the {columns} {', '.join(names[:_MAX_COLUMNS])}{more}", _ONE_A_LINE
         )
     return None
+
+
+_MAGIC: Sequence[tuple[bytes, ForeignFormat]] = (
+    (b"\x1f\x8b\x08", GZIP),
+    (b"\xfd7zXZ\x00", XZ),
+    *((b"BZh%d1AY&SY" % level, BZIP2) for level in range(1, 10)),
+    (b"\x28\xb5\x2f\xfd", ZSTD),
+    (b"PK\x03\x04", ZIP),
+    (b"PAR1", PARQUET),
+    (b"ARROW1\x00\x00", ARROW_FILE),
+    (b"\xff\xff\xff\xff", ARROW_STREAM),  # before the length of its first message
+    (b"FEA1", FEATHER_1),
+    (b"%PDF-", BINARY),
+    (b"version https://git-lfs.github.com/spec/", LFS_POINTER),
+)
+_MARKUP = re.compile(r"<(!doctype|html|head|body|\?xml)\b", re.IGNORECASE)
+_BINARY_CHARACTERS = 1024  # in which a binary file has a NUL
 
 
 def encoding_of(head: bytes) -> str:
@@ -177,7 +212,7 @@ class CsvLayout:
 def csv_layout(text: str, *, is_named: bool = False) -> CsvLayout | None:
     """Return the layout of a CSV file that starts with this text; None: it is not CSV.
 
-    A file with one column is not recognized: it looks like lines of text.
+    One column is recognized by its name, which is one of FIELDS: other files look like lines of text.
 
     Args:
         is_named: the file is named as CSV, so that any names of columns are believed.
@@ -186,8 +221,9 @@ def csv_layout(text: str, *, is_named: bool = False) -> CsvLayout | None:
     if text.lstrip().startswith(("{", "[")):
         return None
     said = _SEPARATOR.match(text)
+    table = text[said.end() :] if said else text
     for delimiter in said[1] if said else ",;\t|":
-        lines = io.StringIO(text[said.end() :] if said else text, newline="")
+        lines = io.StringIO(table, newline="")
         try:
             names, *rows = islice(csv.reader(lines, delimiter=delimiter), 2)
         except (csv.Error, ValueError):  # ValueError: there is no line
@@ -199,6 +235,9 @@ def csv_layout(text: str, *, is_named: bool = False) -> CsvLayout | None:
         is_known = is_named or bool(said) or any(name.lower() in FIELDS for name in named)
         if len(rows[0]) == len(columns) if rows and not is_named else is_known:
             return CsvLayout(delimiter, columns, 1 if said else 0)
+    name = table.partition("\n")[0].strip().strip('"')
+    if name.lower() in FIELDS or (is_named and _COLUMN.fullmatch(name) and name.isprintable()):
+        return CsvLayout(",", [name], 1 if said else 0)
     return None
 
 

@@ -102,12 +102,22 @@ class GraderPath:
 
 
 @dataclass(frozen=True)
+class RowDoubt:
+    """A reason why the grader cannot tell the answers to some rows apart, as the end of a sentence "This row ..."."""
+
+    message: str
+    found: SomeLines
+
+
+@dataclass(frozen=True)
 class GraderReads:
-    """The fields that the templates of a grader read."""
+    """The fields that the templates of a grader read, and the rows that it can learn nothing from."""
 
     paths: list[GraderPath]
     not_listed: bool  # a python grader or an endpoint may read other fields as well
     no_grader: SomeLines | None  # rows for which a select grader has no grader; None: it is not one
+    no_word: SomeLines  # rows in whose reference a text_similarity finds no word, which a job rejects
+    doubts: list[RowDoubt]  # a job accepts these rows, and warns of them
 
 
 @dataclass(frozen=True)
@@ -159,11 +169,13 @@ class Profile:
 @dataclass(frozen=True)
 class Reader:
     """The fields that a grader reads. `missing` returns the paths that a row lacks, `chooses` whether a grader is
-    chosen for it.
+    chosen for it, `lacks_word` whether a reference of it has no word, `doubts` what is doubtful about it.
     """
 
     paths: Sequence[str]
     missing: Callable[[dict[str, Any]], Sequence[str]]
+    lacks_word: Callable[[dict[str, Any]], bool]
+    doubts: Callable[[dict[str, Any]], Sequence[str]]
     not_listed: bool
     chooses: Callable[[dict[str, Any]], bool] | None = None
 
@@ -392,6 +404,8 @@ class _ReadCount:
         self._reader = reader
         self._missing = {path: _Lines() for path in reader.paths}
         self._unchosen = _Lines()
+        self._no_word = _Lines()
+        self._doubts: dict[str, _Lines] = {}
 
     def add(self, row: Example) -> None:
         missing = self._reader.missing(row.item)
@@ -399,11 +413,17 @@ class _ReadCount:
             self._missing[path].add(row.line)
         if self._reader.chooses is not None and not missing and not self._reader.chooses(row.item):
             self._unchosen.add(row.line)
+        if self._reader.lacks_word(row.item):
+            self._no_word.add(row.line)
+            return
+        for doubt in self._reader.doubts(row.item):
+            self._doubts.setdefault(doubt, _Lines()).add(row.line)
 
     def end(self) -> GraderReads:
         paths = [GraderPath(path, lines.end()) for path, lines in self._missing.items()]
         unchosen = None if self._reader.chooses is None else self._unchosen.end()
-        return GraderReads(paths, self._reader.not_listed, unchosen)
+        doubts = [RowDoubt(message, lines.end()) for message, lines in self._doubts.items()]
+        return GraderReads(paths, self._reader.not_listed, unchosen, self._no_word.end(), doubts)
 
 
 @dataclass

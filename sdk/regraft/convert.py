@@ -4,15 +4,17 @@ The formats are those that the detector of the server names (core/storage/foreig
 methods. Each written row has passed the server's rules.
 """
 
+import bz2
 import csv
 import gzip
 import io
 import json
+import lzma
 import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import date, time
 from decimal import Decimal
@@ -30,6 +32,10 @@ from regraft._rules.datasets import (
     read_objects,
 )
 from regraft._rules.foreign_files import (
+    ARROW_FILE,
+    ARROW_STREAM,
+    BINARY,
+    BZIP2,
     CR_LINES,
     FIELDS,
     GZIP,
@@ -37,8 +43,10 @@ from regraft._rules.foreign_files import (
     JSON_ARRAY,
     PARQUET,
     PRETTY_JSON,
-    ZIP,
+    XZ,
+    ZSTD,
     CsvLayout,
+    ForeignFormat,
     Target,
     container_of,
     csv_layout,
@@ -57,6 +65,8 @@ _NumberedRows = Iterator[tuple[int, Row] | LineError]
 
 PIECE = 1 << 18  # characters of a file that are read at once
 _FORMS: Mapping[Target, RowForm] = {"rft": PROMPTS, "sft": FORMS["supervised"], "dpo": FORMS["dpo"]}
+_CALLS = ("function_call", "tool_call")
+_RESULTS = ("observation", "tool", "function_response", "tool_response", "function")
 _ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard", "model"), "assistant"),
@@ -68,7 +78,9 @@ _SYSTEMS = ("system", "system_prompt")
 _JSON_COLUMNS = ("messages", "conversations", "tools", "history")
 _BETWEEN = re.compile(r"[\s,\[\]]*")
 _BAD_ANSWER, _NO_ANSWER = "whose label is false", "without an answer"
-NEEDS_PYARROW = "Parquet files need pyarrow: run `pip install pyarrow`, or save the data as JSONL or CSV"
+# Suffixes of compressed files, by their format.
+COMPRESSED: Mapping[str, ForeignFormat] = {".gz": GZIP, ".xz": XZ, ".bz2": BZIP2, ".zst": ZSTD}
+_NEEDS_PYARROW = "{} files need pyarrow: run `pip install pyarrow`, or save the data as JSONL or CSV"
 
 
 class CannotConvert(ValueError):
@@ -77,6 +89,10 @@ class CannotConvert(ValueError):
 
 class SameFile(ValueError):
     """The converted file would replace its source."""
+
+
+class UnknownEncoding(ValueError):
+    """Python knows no such encoding of text."""
 
 
 class LeftOut(Exception):
@@ -99,21 +115,25 @@ def convert(
     path: str | Path,
     *,
     names: Mapping[str, str] | None = None,
+    encoding: str | None = None,
 ) -> Converted:
     """Write a dataset for a job: rft for reinforcement, sft for supervised, dpo for preferences.
 
-    Reads JSONL, JSON arrays, JSON over several lines, CSV and Parquet, compressed with gzip or not, in UTF-8, UTF-16 or
-    UTF-32, with rows of OpenAI's formats, Alpaca's, ShareGPT's, TRL's, or with a prompt and an answer.
+    Reads JSONL, JSON arrays, JSON over several lines, CSV, Parquet and Arrow, compressed with gzip, xz, bzip2, zstd or
+    not, with rows of OpenAI's formats, Alpaca's, ShareGPT's, TRL's, or with a prompt and an answer.
 
     Rows for rft and sft whose label is false or whose answer is empty are left out.
 
     Args:
         names: the field of the source for a field of the row, such as {"answer": "label"}.
+        encoding: of a text file, such as "cp1252"; None: UTF-8, or UTF-16 or UTF-32, which are recognized.
 
     Raises:
         InvalidDataset: the file or rows of it cannot be converted. Nothing was written.
         SameFile: `path` is the source.
+        UnknownEncoding
     """
+    _check_encoding(encoding)
     if Path(path).exists() and Path(path).samefile(source):
         raise SameFile(f"{path} is the file that is converted: choose another name")
     problems = Problems()
@@ -122,7 +142,7 @@ def convert(
     dropped: dict[str, None] = {}
     form = _FORMS[to]
     with whole(Path(path)) as out:
-        for row in read_any(Path(source)):
+        for row in read_any(Path(source), encoding):
             if isinstance(row, LineError):
                 problems.add(row)
                 continue
@@ -149,50 +169,94 @@ def convert(
     return Converted(Path(path), rows, left_out, tuple(dropped))
 
 
+def _check_encoding(name: str | None) -> None:
+    try:
+        "".encode(name or "utf-8")
+    except LookupError:
+        raise UnknownEncoding(f"there is no encoding of text named {name}; examples: utf-8, cp1252") from None
+
+
 # Files.
 
 
-def read_any(path: Path) -> _NumberedRows:
+def uncompressed_name(path: Path) -> Path:
+    """The name of a file without the suffix of its compression."""
+    return path.with_suffix("") if path.suffix in COMPRESSED else path
+
+
+def read_any(path: Path, encoding: str | None = None) -> _NumberedRows:
     """Yield the numbered rows of a file in any of the formats, with the errors of the others.
+
+    Args:
+        encoding: of a text file; None: by its start.
 
     Raises:
         InvalidDataset: the file as a whole cannot be read.
     """
+    with path.open("rb") as file:
+        container = container_of(file.read(HEAD_BYTES))
     try:
-        with _uncompressed(path) as file:
+        with _uncompressed(path, container) as file:
             head = file.read(HEAD_BYTES)
-            file.seek(0)
-            for row in _rows(path, file, head):
+        with _uncompressed(path, container) as file:
+            for row in _rows(path, file, head, encoding):
                 if isinstance(row, tuple) and wraps_rows(row[1]):
                     yield from enumerate(row[1]["data"], 1)
                 else:
                     yield row
     except UnicodeDecodeError as error:
-        raise InvalidDataset([LineError(0, f"the file is not {error.encoding}: save it as UTF-8")]) from None
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise InvalidDataset([LineError(0, f"the compressed data is damaged: {error}")]) from None
+        remedy = "save it as UTF-8, or name its encoding, such as --encoding cp1252"
+        raise InvalidDataset(
+            [LineError(0, f"the file is not {encoding or error.encoding}: {remedy}")]
+        ) from None
 
 
 @contextmanager
-def _uncompressed(path: Path) -> Iterator[IO[bytes]]:
+def _uncompressed(path: Path, container: ForeignFormat | None) -> Iterator[IO[bytes]]:
+    """Open a file of this format, to read the content of a compressed one.
+
+    Raises:
+        InvalidDataset: the compressed data is damaged.
+    """
     with path.open("rb") as file:
-        is_compressed = container_of(file.read(HEAD_BYTES)) is GZIP
-        file.seek(0)
-        if is_compressed:
-            with gzip.GzipFile(fileobj=file) as inner:
-                yield inner  # type: ignore[misc]
-        else:
+        if container not in COMPRESSED.values():
             yield file
+            return
+        try:
+            with _decompressor(container, file) as inner:
+                yield inner
+        except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
+            if isinstance(error, OSError) and error.errno is not None:  # of the disk
+                raise
+            raise InvalidDataset([LineError(0, f"the compressed data is damaged: {error}")]) from None
 
 
-def _rows(path: Path, file: IO[bytes], head: bytes) -> _NumberedRows:
+def _decompressor(container: ForeignFormat | None, file: IO[bytes]) -> AbstractContextManager[Any]:
+    if container is GZIP:
+        return gzip.GzipFile(fileobj=file)
+    if container is XZ:
+        return lzma.LZMAFile(file)
+    if container is BZIP2:
+        return bz2.BZ2File(file)
+    with _pyarrow("zstd"):
+        import pyarrow
+
+        stream: AbstractContextManager[Any] = pyarrow.CompressedInputStream(file, "zstd")
+        return stream
+
+
+def _rows(path: Path, file: IO[bytes], head: bytes, named_encoding: str | None) -> _NumberedRows:
     container = container_of(head)
     if container is PARQUET:
         yield from _parquet_rows(file)
         return
-    if container in (ZIP, GZIP):
+    if container in (ARROW_FILE, ARROW_STREAM):
+        yield from _arrow_rows(file, is_stream=container is ARROW_STREAM)
+        return
+    is_text = container is BINARY and named_encoding is not None  # in an encoding that looks binary
+    if container is not None and (container in COMPRESSED.values() or not (container.targets or is_text)):
         raise InvalidDataset([LineError(0, f"{container.seen}; {container.remedy}")])
-    encoding = encoding_of(head)
+    encoding = named_encoding or encoding_of(head)
     # The start decides on the layout once more, without its encoding.
     start = head.decode(encoding, "ignore")
     layout = container_of(start.encode("utf-8", "replace"))
@@ -269,7 +333,7 @@ def _on_one_line(value: str) -> bytes:
 
 
 def _is_named_csv(path: Path) -> bool:
-    return Path(path.name.removesuffix(".gz")).suffix.lower() in (".csv", ".tsv")
+    return uncompressed_name(path).suffix.lower() in (".csv", ".tsv")
 
 
 def _csv_rows(text: IO[str], layout: CsvLayout) -> _NumberedRows:
@@ -305,19 +369,45 @@ def _cell(name: str, cell: str) -> Any:
         return cell
 
 
-def _parquet_rows(file: IO[bytes]) -> _NumberedRows:
+@contextmanager
+def _pyarrow(what: str) -> Iterator[None]:
+    """Name the package where it is missing, and damage of the data that it reads."""
     try:
-        from pyarrow import ArrowException, parquet
+        from pyarrow import ArrowException
     except ImportError:
-        raise InvalidDataset([LineError(0, NEEDS_PYARROW)]) from None
-    number = 0
+        raise InvalidDataset([LineError(0, _NEEDS_PYARROW.format(what))]) from None
     try:
-        for batch in parquet.ParquetFile(file).iter_batches(batch_size=256):
-            for row in batch.to_pylist():
+        yield
+    except (ArrowException, OSError) as error:
+        raise InvalidDataset([LineError(0, f"the {what} file is damaged: {error}")]) from None
+
+
+def _parquet_rows(file: IO[bytes]) -> _NumberedRows:
+    with _pyarrow("Parquet"):
+        from pyarrow import parquet
+
+        yield from _rows_of(parquet.ParquetFile(file).iter_batches(batch_size=256))
+
+
+def _arrow_rows(file: IO[bytes], *, is_stream: bool) -> _NumberedRows:
+    with _pyarrow("Arrow"):
+        from pyarrow import ipc
+
+        if is_stream:
+            yield from _rows_of(ipc.open_stream(file))
+        else:
+            reader = ipc.open_file(file)
+            yield from _rows_of(reader.get_batch(number) for number in range(reader.num_record_batches))
+
+
+def _rows_of(batches: Iterable[Any]) -> _NumberedRows:
+    """The rows of Arrow's record batches."""
+    number = 0
+    for batch in batches:
+        for start in range(0, batch.num_rows, 256):  # as Python objects the rows take far more memory
+            for row in batch.slice(start, 256).to_pylist():
                 number += 1
                 yield number, row
-    except (ArrowException, OSError) as error:
-        raise InvalidDataset([LineError(0, f"the Parquet file is damaged: {error}")]) from None
 
 
 # Rows.
@@ -453,7 +543,7 @@ def _prompt(rest: Row) -> list[Message]:
     if isinstance(rest.get("messages"), list) and not repeats_an_answer(rest):
         return list(rest.pop("messages"))
     if isinstance(rest.get("conversations"), list):
-        return [_turn(one) for one in rest.pop("conversations")]
+        return _turns(rest.pop("conversations"))
     if isinstance(given, Mapping) and isinstance(given.get("messages"), list):
         rest.pop("input")
         return list(given["messages"])
@@ -525,6 +615,69 @@ def _cut_prompt(messages: list[Message], rest: Row) -> bool:
     return False
 
 
+def _turns(conversations: Sequence[Any]) -> list[Message]:
+    """The messages of a conversation of ShareGPT, with its calls of tools and their results."""
+    messages: list[Message] = []
+    waiting: list[str] = []  # the ids of the calls that have no result yet
+    calls = 0
+    for turn in conversations:
+        speaker = turn.get("from") if isinstance(turn, Mapping) else None
+        if speaker in _RESULTS:
+            if not waiting:
+                raise CannotConvert(
+                    f"has a message in conversations from {speaker!r} without a call before it"
+                )
+            content = _TOOL_RESPONSE.sub(r"\1", _text(turn.get("value")))
+            messages.append({"role": "tool", "tool_call_id": waiting.pop(0), "content": content})
+            continue
+        message: Message = {"role": "assistant", "content": None} if speaker in _CALLS else _turn(turn)
+        called = _calls(turn, message)
+        if called:
+            waiting = [f"call_{calls + number}" for number in range(1, len(called) + 1)]
+            calls += len(called)
+            message["tool_calls"] = [
+                {"id": call_id, "type": "function", "function": one}
+                for call_id, one in zip(waiting, called, strict=True)
+            ]
+        messages.append(message)
+    return messages
+
+
+# Hermes writes the calls and results of tools into texts.
+_TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+_TOOL_RESPONSE = re.compile(r"\A\s*<tool_response>\s*(.*?)\s*</tool_response>\s*\Z", re.DOTALL)
+
+
+def _calls(turn: Mapping[str, Any], message: Message) -> list[Message]:
+    """The functions that a turn calls. Their text is cut out of its message."""
+    if turn.get("from") in _CALLS:
+        value = turn.get("value")
+        given = _parsed(value) if isinstance(value, str) else value
+        return [_call(one) for one in (given if isinstance(given, list) else [given])]
+    content = message.get("content")
+    if message.get("role") != "assistant" or not isinstance(content, str):
+        return []
+    called = [_call(_parsed(text)) for text in _TOOL_CALL.findall(content)]
+    if called:
+        message["content"] = _TOOL_CALL.sub("", content).strip() or None
+    return called
+
+
+def _call(value: Any) -> Message:
+    if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
+        raise CannotConvert("has a call in conversations that is no object with name and arguments")
+    arguments = value.get("arguments", {})
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {"name": value["name"], "arguments": text}
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise CannotConvert("has a call in conversations that is not JSON") from None
+
+
 def _turn(turn: Any) -> Message:
     """A message of ShareGPT."""
     if isinstance(turn, Mapping) and "role" in turn and "content" in turn:
@@ -564,14 +717,31 @@ def _with_tools(row: Row) -> Row:
     """The row with tools in place of functions, and tool_calls in place of function_call."""
     made = dict(row)
     functions = made.pop("functions", None)
+    if isinstance(made.get("tools"), str):
+        made["tools"] = _tools(made["tools"])
     if functions:
-        made["tools"] = [{"type": "function", "function": one} for one in functions]
+        made["tools"] = [_tool(one) for one in functions]
     given = made.get("input")
     if isinstance(made.get("messages"), list):
         made["messages"] = _called(made["messages"])
     elif isinstance(given, Mapping) and isinstance(given.get("messages"), list):
         made["input"] = {**given, "messages": _called(given["messages"])}
     return made
+
+
+def _tools(text: str) -> Any:
+    """The tools of a row of ShareGPT, which writes them as a JSON text of functions."""
+    try:
+        given = json.loads(text) if text.strip() else []
+    except (ValueError, RecursionError):
+        raise CannotConvert("has tools that are not JSON") from None
+    if not isinstance(given, list):
+        raise CannotConvert("has tools that are no list")
+    return [_tool(one) if isinstance(one, Mapping) and "function" not in one else one for one in given]
+
+
+def _tool(function: Any) -> Row:
+    return {"type": "function", "function": function}
 
 
 def _called(messages: Sequence[Any]) -> list[Any]:

@@ -343,10 +343,19 @@ class GraderPath(BaseModel):
     missing: SomeLines
 
 
+class RowDoubt(BaseModel):
+    """A reason why the grader cannot tell the answers to some rows apart, as the end of a sentence "This row ..."."""
+
+    message: str
+    found: SomeLines
+
+
 class GraderReads(BaseModel):
     paths: list[GraderPath]
     not_listed: bool  # a python grader or an endpoint may read other fields as well
     no_grader: SomeLines | None = None  # rows for which a select grader has no grader
+    no_word: SomeLines  # rows in whose reference a text_similarity finds no word, which a job rejects
+    doubts: list[RowDoubt]  # a job accepts these rows, and warns of them
 
 
 class Duplicates(BaseModel):

@@ -64,7 +64,24 @@ def test_rows_that_the_grader_cannot_grade_are_listed(api: TestClient, upload: C
         "paths": [{"path": "item.answer", "missing": {"rows": 1, "lines": [2]}}],
         "not_listed": False,
         "no_grader": None,
+        "no_word": {"rows": 0, "lines": []},
+        "doubts": [],
     }
+
+
+def test_rows_whose_answers_all_score_alike_are_listed_as_a_job_would_warn_of_them(
+    api: TestClient, upload: Callable[..., str]
+) -> None:
+    file_id = upload(jsonl(*(prompt(text, answer=text) for text in ("", "blue", "light blue", "red"))))
+    rouge = GRADER | {"type": "text_similarity", "evaluation_metric": "rouge_2"}
+    rouge.pop("operation")
+
+    grader = profiled(api, file_id, grader=rouge)["grader"]
+
+    assert grader["no_word"] == {"rows": 1, "lines": [1]}
+    [doubt] = grader["doubts"]
+    assert doubt["message"].endswith("has 1 of the 2 words that rouge_2 compares: all answers score 0")
+    assert doubt["found"] == {"rows": 2, "lines": [2, 4]}
 
 
 def test_a_select_grader_tells_which_rows_choose_none(api: TestClient, upload: Callable[..., str]) -> None:

@@ -1,6 +1,7 @@
 """Two to six jobs side by side."""
 
 import json
+import re
 from typing import Any
 
 import openai
@@ -82,6 +83,44 @@ def test_the_curves_have_the_values_of_both_jobs(
             for some in both
         ]
         assert shown == [str(step), *(NONE if value is None else f"{value:.3f}" for value in values)]
+
+
+def test_the_legends_show_the_result_of_each_job(
+    logged_in: Page, server: Server, finished: str, other: str
+) -> None:
+    open_comparison(logged_in, finished, other)
+
+    legend = logged_in.locator("figure", has_text="Reward of the validation").locator(".entry")
+    results = [untyped(server.client().fine_tuning.jobs.retrieve(job)).result for job in (finished, other)]
+    expect(legend).to_have_text(
+        [
+            re.compile(rf"{name} {result['value']:.3g} ?delivered, step {result['step']}$")
+            for name, result in zip(("finished", "other"), results, strict=True)
+        ]
+    )
+
+
+def test_the_legend_of_the_loss_shows_the_delivered_checkpoint(logged_in: Page, server: Server) -> None:
+    client = server.client()
+    chat = {"messages": [{"role": "user", "content": "say it"}, {"role": "assistant", "content": "yes"}]}
+    file = client.files.create(file=("train.jsonl", (json.dumps(chat) + "\n") * 12), purpose="fine-tune").id
+    hyperparameters = {"n_epochs": 2, "batch_size": 4, "advanced": {"lora_rank": 4}}
+    method: Any = {"type": "supervised", "supervised": {"hyperparameters": hyperparameters}}
+    job_id = client.fine_tuning.jobs.create(
+        model="tiny", training_file=file, validation_file=file, seed=1, method=method
+    ).id
+    path = f"/regraft/jobs/{job_id}/stream"
+    for _ in client.get(path, cast_to=object, stream=True, stream_cls=openai.Stream[object]):
+        pass
+
+    logged_in.goto(f"/#/jobs/{job_id}")
+
+    result = untyped(client.fine_tuning.jobs.retrieve(job_id)).result
+    validation = logged_in.locator("figure").filter(has=logged_in.get_by_role("heading", name="Loss"))
+    expect(validation.locator(".entry", has_text="validation")).to_have_text(
+        re.compile(rf"validation {result['value']:.3g} ?delivered, step {result['step']}$")
+    )
+    assert result["metric"] == "full_valid_loss"
 
 
 def test_the_axis_may_be_tokens(logged_in: Page, server: Server, finished: str, other: str) -> None:

@@ -107,7 +107,13 @@ def test_rows_of_the_validation_file_that_are_in_this_one_are_paired() -> None:
 
 
 def test_rows_that_lack_a_field_of_the_grader_are_listed() -> None:
-    reader = Reader(["item.answer"], lambda row: [] if "answer" in row else ["item.answer"], not_listed=False)
+    reader = Reader(
+        ["item.answer"],
+        missing=lambda row: [] if "answer" in row else ["item.answer"],
+        lacks_word=lambda row: False,
+        doubts=lambda row: [],
+        not_listed=False,
+    )
 
     found = profiled([prompt("a", answer="1"), prompt("b"), prompt("c")], reader=reader).grader
 

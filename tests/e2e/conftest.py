@@ -79,7 +79,11 @@ def launch(folder: Path, models: str, **environment: str) -> Server:
             start_new_session=True,
         )
     server = Server(process, port, folder)
-    wait_until_ready(server)
+    try:
+        wait_until_ready(server)
+    except BaseException:  # also of a test that took too long: the server would run beside all others
+        process.kill()
+        raise
     return server
 
 

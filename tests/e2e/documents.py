@@ -131,6 +131,9 @@ def alike(line: str, desk: Path) -> str:
     """Without what is different each time."""
     line = ID.sub(lambda found: found[0][:4], line.replace(str(desk), "~"))
     line = re.sub(r"[▁-█░]+", "▅", line)
+    line = re.sub(
+        r"\b(\d+ h )?\d+ min( \d+ s)?\b", "0 s", line
+    )  # a busy machine takes minutes for what took seconds
     # What a model says, and which checkpoint is the best.
     line = re.sub(r" (length|stop) .*|  best  ", r" \1 ", line)
     return re.sub(r"\s+", " ", re.sub(r"\d+(?:\.\d+)?", "0", line)).strip()

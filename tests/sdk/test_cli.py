@@ -278,6 +278,22 @@ def test_a_file_is_profiled(
     assert in_json("files", "profile", uploaded["id"])["grader"] is None
 
 
+def test_a_profile_names_the_rows_whose_answers_all_score_alike(
+    regraft: Callable[..., tuple[int, str, str]], in_json: Callable[..., Any], tmp_path: Path
+) -> None:
+    rows = [{"messages": [{"role": "user", "content": "a"}], "answer": answer} for answer in ("", "a", "")]
+    file, grader = tmp_path / "train.jsonl", tmp_path / "grader.json"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    grader.write_text(json.dumps(GRADER | {"operation": "like"}))
+    [uploaded] = in_json("files", "upload", str(file))
+
+    _, out, _ = regraft("files", "profile", uploaded["id"], "--grader", str(grader))
+
+    name = GRADER["name"]
+    doubt = f"an empty reference for '{name}', and every answer contains an empty text: 'like' scores all answers 1"
+    assert f"2 rows are doubtful: each has {doubt}\n  lines 1, 3\n" in out
+
+
 def test_a_preview_in_a_pipe_creates_nothing(
     regraft: Callable[..., tuple[int, str, str]], in_json: Callable[..., Any], job_file: Path, model: None
 ) -> None:

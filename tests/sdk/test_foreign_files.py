@@ -1,8 +1,11 @@
 """Files in other formats get one sentence, the same on upload, in a job, from the client and in a profile."""
 
+import bz2
 import gzip
 import io
 import json
+import lzma
+import re
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -12,7 +15,7 @@ from typing import Any
 import openai
 import pyarrow
 import pytest
-from pyarrow import parquet
+from pyarrow import ipc, parquet
 from regraft import InvalidDataset, Regraft
 from regraft.cli import main
 from regraft.convert import SameFile, convert, json_lines
@@ -46,6 +49,26 @@ def as_parquet(*rows: dict[str, Any]) -> bytes:
     out = io.BytesIO()
     parquet.write_table(pyarrow.Table.from_pylist(list(rows)), out)
     return out.getvalue()
+
+
+def as_arrow(*rows: dict[str, Any], is_stream: bool = False) -> bytes:
+    table = pyarrow.Table.from_pylist(list(rows))
+    out = io.BytesIO()
+    with (ipc.new_stream if is_stream else ipc.new_file)(out, table.schema) as writer:
+        writer.write_table(table, max_chunksize=5)
+    return out.getvalue()
+
+
+def zstd(content: bytes) -> bytes:
+    return bytes(pyarrow.compress(content, codec="zstd", asbytes=True))
+
+
+COMPRESS: dict[str, Callable[[bytes], bytes]] = {
+    "gzip": gzip.compress,
+    "xz": lzma.compress,
+    "bzip2": bz2.compress,
+    "zstd": zstd,
+}
 
 
 def does(target: str) -> str:
@@ -135,10 +158,59 @@ FOREIGN: dict[str, tuple[bytes, Method, str, bool]] = {
         f"the file is UTF-32; save it as UTF-8. {does('rft')}",
         True,
     ),
-    "gzip": (
-        gzip.compress(lines(*ROWS)),
+    **{
+        name: (
+            compress(lines(*ROWS)),
+            "reinforcement",
+            f"the file is compressed with {name}; uncompress it. {does('rft')}",
+            True,
+        )
+        for name, compress in COMPRESS.items()
+    },
+    "Arrow": (
+        as_arrow(*ROWS),
         "reinforcement",
-        f"the file is compressed with gzip; uncompress it. {does('rft')}",
+        f"the file is Arrow or Feather; write one object per line. {does('rft')}",
+        True,
+    ),
+    "an Arrow stream": (
+        as_arrow(*ROWS, is_stream=True),
+        "reinforcement",
+        "the file is an Arrow stream, such as of datasets' save_to_disk; write one object per line. "
+        f"{does('rft')}",
+        True,
+    ),
+    "the page of a login": (
+        b"\n<!DOCTYPE html>\n<html><title>Sign in</title></html>\n",
+        "reinforcement",
+        "the file is an HTML or XML page, such as that of a login or of an error; download the data once more and "
+        "look at it before the upload.",
+        True,
+    ),
+    "an error of S3": (
+        b'<?xml version="1.0" encoding="UTF-8"?>\n<Error><Code>AccessDenied</Code></Error>',
+        "supervised",
+        "the file is an HTML or XML page, such as that of a login or of an error; download the data once more and "
+        "look at it before the upload.",
+        True,
+    ),
+    "a pointer of Git LFS": (
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12\n",
+        "reinforcement",
+        "the file is a pointer of Git LFS; download the data with `git lfs pull`.",
+        True,
+    ),
+    "an old Excel": (
+        b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1" + bytes(600),
+        "reinforcement",
+        "the file is binary; save its rows as JSONL, CSV or Parquet.",
+        True,
+    ),
+    "CSV with one column": (
+        b"messages\n"
+        + b"".join(b'"%b"\n' % json.dumps(CHAT["messages"]).replace('"', '""').encode() for _ in ROWS),
+        "supervised",
+        f"the file is CSV with the column messages; write one object per line. {does('sft')}",
         True,
     ),
     "CSV": (
@@ -323,7 +395,7 @@ def test_a_foreign_file_becomes_a_dataset_of_the_job(
     path.write_bytes(content)
     target = TARGETS[method]
     if f"--to {target}`" not in sentence:
-        with pytest.raises(ValueError, match=r"has no two answers|ZIP archive"):
+        with pytest.raises(ValueError, match=f"has no two answers|{re.escape(sentence[:40])}"):
             convert(path, target, tmp_path / "ours.jsonl")
         assert not (tmp_path / "ours.jsonl").exists()
         return
@@ -347,6 +419,15 @@ WRONG = {"role": "assistant", "content": "3"}
 CHAT_OF_NOTHING = {"messages": [USER, {"role": "assistant", "content": ""}]}
 SYSTEM = {"role": "system", "content": "Be brief."}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
+ADDER = {"name": "add", "parameters": {"type": "object", "properties": {}}}
+ADD = {"name": "add", "arguments": {"a": 1}}
+
+
+def called(number: int, arguments: str) -> dict[str, Any]:
+    """A call of the tool."""
+    return {"id": f"call_{number}", "type": "function", "function": {"name": "add", "arguments": arguments}}
+
+
 CONVERTED: dict[str, tuple[Any, Target, dict[str, str], Any]] = {
     "Alpaca": (
         {"instruction": "Add", "input": "1 + 1?", "output": "2", "text": "Below is ..."},
@@ -510,6 +591,68 @@ CONVERTED: dict[str, tuple[Any, Target, dict[str, str], Any]] = {
         {"prompt": "task", "answer": "label"},
         {"messages": [USER], "answer": 2, "page": 7},
     ),
+    "calls of LLaMA-Factory": (
+        {
+            "conversations": [
+                {"from": "human", "value": "1 + 1, and 2 + 2?"},
+                {"from": "function_call", "value": json.dumps([ADD, ADD | {"arguments": {"a": 2}}])},
+                {"from": "observation", "value": "2"},
+                {"from": "observation", "value": "4"},
+                {"from": "function_call", "value": json.dumps(ADD)},
+                {"from": "observation", "value": "2"},
+                {"from": "gpt", "value": "2"},
+            ],
+            "tools": json.dumps([ADDER]),
+            "system": "Add.",
+        },
+        "sft",
+        {},
+        {
+            "messages": [
+                {"role": "system", "content": "Add."},
+                {"role": "user", "content": "1 + 1, and 2 + 2?"},
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "tool_calls": [called(1, '{"a": 1}'), called(2, '{"a": 2}')],
+                },
+                {"role": "tool", "tool_call_id": "call_1", "content": "2"},
+                {"role": "tool", "tool_call_id": "call_2", "content": "4"},
+                {"role": "assistant", "content": None, "tool_calls": [called(3, '{"a": 1}')]},
+                {"role": "tool", "tool_call_id": "call_3", "content": "2"},
+                ANSWER,
+            ],
+            "tools": [{"type": "function", "function": ADDER}],
+        },
+    ),
+    "calls of Hermes": (
+        {
+            "conversations": [
+                {"from": "human", "value": "1 + 1?"},
+                {"from": "gpt", "value": f"I add.\n<tool_call>\n{json.dumps(ADD)}\n</tool_call>\n"},
+                {"from": "tool", "value": "<tool_response>\n2\n</tool_response>\n"},
+                {"from": "gpt", "value": "2"},
+            ],
+            "tools": json.dumps([{"type": "function", "function": ADDER}]),
+        },
+        "sft",
+        {},
+        {
+            "messages": [
+                USER,
+                {"role": "assistant", "content": "I add.", "tool_calls": [called(1, '{"a": 1}')]},
+                {"role": "tool", "tool_call_id": "call_1", "content": "2"},
+                ANSWER,
+            ],
+            "tools": [{"type": "function", "function": ADDER}],
+        },
+    ),
+    "tools without calls": (
+        {"conversations": [{"from": "human", "value": "1 + 1?"}, {"from": "gpt", "value": "2"}], "tools": ""},
+        "sft",
+        {},
+        {"messages": [USER, ANSWER]},
+    ),
     "a supervised row": ({"messages": [USER, ANSWER]}, "rft", {}, {"messages": [USER], "answer": "2"}),
     "a row of a reinforcement job": (ROW, "sft", {}, {"messages": [USER, ANSWER]}),
     "a row of the job itself": (PAIR, "dpo", {}, PAIR),
@@ -582,7 +725,7 @@ def test_the_source_is_never_replaced(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ends", [b"\n", b"\r\n", b"\r"])
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-be"])
-@pytest.mark.parametrize("packed", [gzip.compress, bytes], ids=["compressed", "plain"])
+@pytest.mark.parametrize("packed", [*COMPRESS.values(), bytes], ids=[*COMPRESS, "plain"])
 def test_text_is_read_in_every_encoding_with_all_line_ends_compressed_or_not(
     packed: Callable[[bytes], bytes], encoding: str, ends: bytes, tmp_path: Path
 ) -> None:
@@ -590,6 +733,37 @@ def test_text_is_read_in_every_encoding_with_all_line_ends_compressed_or_not(
     content = lines(*rows).replace(b"\n", ends).decode().encode(encoding)
 
     assert convert_text(tmp_path, packed(content), "rft") == rows
+
+
+@pytest.mark.parametrize("encoding", ["cp1252", "shift_jis", "utf-16-be"])
+def test_the_encoding_of_a_file_may_be_named(
+    encoding: str, desk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer = {"cp1252": "Größe: 2 €", "shift_jis": "答え", "utf-16-be": "答え"}[encoding]
+    for name, text in (
+        ("theirs.csv", f"question,answer\n1 + 1?,{answer}\n"),
+        ("theirs.json", json.dumps([ROW | {"answer": answer}], ensure_ascii=False)),
+        ("theirs.jsonl", json.dumps(ROW | {"answer": answer}, ensure_ascii=False)),
+    ):
+        (desk / name).write_bytes(text.encode(encoding))
+
+        assert main(["convert", name, "--to", "rft", "--encoding", encoding]) == 0
+        assert capsys.readouterr().out == "theirs.rft.jsonl: 1 rows\n"
+        assert json.loads((desk / "theirs.rft.jsonl").read_text()) == {"messages": [USER], "answer": answer}
+
+
+def test_an_encoding_that_is_none_or_not_that_of_the_file_is_refused(
+    desk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (desk / "theirs.csv").write_bytes("question,answer\na,é\n".encode("cp1252"))
+    convert_it = ["convert", "theirs.csv", "--to", "rft", "--encoding"]
+
+    assert main([*convert_it, "cp9999"]) == 2
+    assert "no encoding of text named cp9999" in capsys.readouterr().err
+    assert main([*convert_it, "hex"]) == 2
+    assert "no encoding of text named hex" in capsys.readouterr().err
+    assert main([*convert_it, "ascii"]) == 1
+    assert "the file is not ascii: save it as UTF-8, or name its encoding" in capsys.readouterr().err
 
 
 def test_cells_of_a_table_may_have_commas_quotes_and_line_ends(tmp_path: Path) -> None:
@@ -620,6 +794,18 @@ def test_tables_of_common_programs_are_recognized_and_converted(
     assert found is not None
     assert found.seen.lower() == f"the file is csv with the columns {prompt}, {answer}".lower()
     assert convert_text(tmp_path, content.encode(), "rft", **names) == [{"messages": [USER], "answer": "2"}]
+
+
+def test_a_table_with_one_column_is_recognized_by_its_name_or_by_that_of_the_file(tmp_path: Path) -> None:
+    assert (
+        convert_text(tmp_path, b'Prompt\r\n1 + 1?\r\n"1, 2"\r\n', "rft")[1]["messages"][0]["content"]
+        == "1, 2"
+    )
+    (tmp_path / "theirs.csv").write_text("Frage\n1 + 1?\n")
+
+    made = convert(tmp_path / "theirs.csv", "rft", tmp_path / "ours.jsonl", names={"prompt": "Frage"})
+
+    assert json.loads(made.path.read_bytes()) == {"messages": [USER]}
 
 
 def test_the_name_of_a_table_is_believed_where_its_lines_differ(tmp_path: Path) -> None:
@@ -719,7 +905,7 @@ REFUSED: dict[str, tuple[bytes, Target, dict[str, str], str]] = {
         "prompt,answer\na,é\n".encode("latin-1"),
         "rft",
         {},
-        "the file is not utf-8: save it as UTF-8",
+        "the file is not utf-8: save it as UTF-8, or name its encoding, such as --encoding cp1252",
     ),
     "broken JSON in an array": (
         b'[{"prompt": "a"},\n{"prompt": "b",}]',
@@ -727,11 +913,49 @@ REFUSED: dict[str, tuple[bytes, Target, dict[str, str], str]] = {
         {},
         "line 2: is not JSON: ",
     ),
-    "half of a compressed file": (
-        gzip.compress(lines(*ROWS))[:-12],
+    **{
+        f"half of a file compressed with {name}": (
+            compress(lines(*ROWS))[:-12],
+            "rft",
+            {},
+            "the compressed data is damaged: ",
+        )
+        for name, compress in COMPRESS.items()
+    },
+    "another content than its compression says": (
+        bz2.compress(lines(*ROWS))[:10] + bytes(80),
         "rft",
         {},
         "the compressed data is damaged: ",
+    ),
+    "half of an Arrow file": (as_arrow(ROW)[:-40], "rft", {}, "the Arrow file is damaged: "),
+    "the result of no call": (
+        lines({"conversations": [{"from": "human", "value": "x"}, {"from": "observation", "value": "y"}]}),
+        "sft",
+        {},
+        "line 1: has a message in conversations from 'observation' without a call before it",
+    ),
+    "a call that is not JSON": (
+        lines(
+            {"conversations": [{"from": "human", "value": "x"}, {"from": "function_call", "value": "add(1)"}]}
+        ),
+        "sft",
+        {},
+        "line 1: has a call in conversations that is not JSON",
+    ),
+    "a call without a name": (
+        lines(
+            {"conversations": [{"from": "human", "value": "x"}, {"from": "function_call", "value": "[1]"}]}
+        ),
+        "sft",
+        {},
+        "line 1: has a call in conversations that is no object with name and arguments",
+    ),
+    "tools that are not JSON": (
+        lines({"conversations": [{"from": "human", "value": "x"}], "tools": "add, sub"}),
+        "sft",
+        {},
+        "line 1: has tools that are not JSON",
     ),
     "an empty file": (b"", "rft", {}, "the file is empty"),
 }

@@ -1,6 +1,6 @@
 /** The charts of a job's page: which metrics, in which groups, and what is usual. */
 
-import type { Step } from "./types";
+import type { Job, Step } from "./types";
 
 export type Values = (number | null)[];
 export type Line = { label: string; values: Values; color?: string; dash?: number[]; points?: boolean; faint?: boolean; result?: Result };
@@ -106,12 +106,20 @@ export function smooth(values: Values, window: number): Values {
 /** How many steps are averaged: five, or a hundredth of a long job. */
 export const windowOf = (count: number): number => Math.max(5, Math.round(count / 100));
 
+/** What the legend shows of a metric of the validation: the value of the delivered checkpoint, as the job's result. */
+export function resultOf(name: string, steps: Step[], delivered: Job["result"] | undefined): Result | undefined {
+  if (!delivered) return undefined;
+  if (name === delivered.metric) return delivered;
+  const value = /^(full_)?valid_/.test(name) ? steps.find((one) => one.step === delivered.step)?.[name] : undefined;
+  return typeof value === "number" ? { step: delivered.step, value } : undefined;
+}
+
 const isMeasured = (line: Line): boolean => line.values.some((value) => value !== null);
 
 /** The charts below the reward that have a value. */
-export function chartsOf(steps: Step[], isSampled: boolean): StepChart[] {
+export function chartsOf(steps: Step[], isSampled: boolean, delivered: Job["result"] | undefined): StepChart[] {
   const charts = (isSampled ? SAMPLED : FROM_FILES).flatMap((chart): StepChart[] => {
-    const lines = chart.metrics.map(([label, name]) => ({ label, values: column(steps, name) })).filter(isMeasured);
+    const lines = chart.metrics.map(([label, name]) => ({ label, values: column(steps, name), result: resultOf(name, steps, delivered) })).filter(isMeasured);
     if (!lines.length || (chart.hideZero && lines.every((line) => line.values.every((value) => !value)))) return [];
     return [{ title: chart.title, lines, usual: typeof chart.usual === "function" ? chart.usual(steps) : chart.usual, range: chart.range ?? fromZero }];
   });

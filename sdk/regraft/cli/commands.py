@@ -59,7 +59,7 @@ from regraft.cli.pipelines import (
 from regraft.cli.service import usage, workers
 from regraft.client import Regraft
 from regraft.config import NotConfigured
-from regraft.convert import SameFile
+from regraft.convert import SameFile, UnknownEncoding, uncompressed_name
 from regraft.convert import convert as convert_dataset
 from regraft.datasets import validate as validate_dataset
 from regraft.display import Waiting
@@ -301,6 +301,10 @@ def profile_text(profile: dict[str, Any]) -> str:
             lines += _lines_of("rows lack it", read["missing"])[1:]
         if reads["no_grader"] is not None:
             lines += _lines_of("rows choose no grader", reads["no_grader"])
+        no_word = "rows have a reference without a word to compare, and a job rejects them"
+        lines += _lines_of(no_word, reads["no_word"])
+        for doubt in reads["doubts"]:
+            lines += _lines_of(f"rows are doubtful: each {doubt['message']}", doubt["found"])
         if reads["not_listed"]:
             lines.append("its code or its endpoint may read other fields as well")
     fields = [
@@ -465,12 +469,14 @@ def convert(arguments: argparse.Namespace) -> int:
         names[name] = field
     source: Path = arguments.source
     # train.csv.gz becomes train.rft.jsonl.
-    stem = Path(source.name.removesuffix(".gz")).stem
+    stem = Path(uncompressed_name(source).name).stem
     path = arguments.out or Path(f"{stem}.{arguments.target}.jsonl")
     try:
-        made = convert_dataset(source, arguments.target, path, names=names)
+        made = convert_dataset(source, arguments.target, path, names=names, encoding=arguments.encoding)
     except SameFile as same:
         raise Refused(f"{same} with -o") from None
+    except UnknownEncoding as unknown:
+        raise Refused(f"--encoding: {unknown}") from None
     except InvalidDataset as bad:
         bad.file = str(source)
         raise

@@ -153,7 +153,7 @@ def _data(top: Commands) -> None:
 
     convert = top.add(
         "convert",
-        "convert a file in another format to a dataset: JSON, CSV, Parquet; Alpaca, ShareGPT, TRL and others",
+        "convert a file in another format to a dataset: JSON, CSV, Parquet, Arrow; Alpaca, ShareGPT, TRL and others",
         "convert",
         example="regraft convert questions.csv --to rft --map prompt=question --map answer=label",
     )
@@ -172,6 +172,11 @@ def _data(top: Commands) -> None:
         default=[],
         metavar="NAME=FIELD",
         help="the field of the file that becomes NAME: prompt, answer, chosen, rejected, system or another field",
+    )
+    convert.add_argument(
+        "--encoding",
+        metavar="NAME",
+        help="of a text file, such as cp1252, gbk or shift_jis (default: UTF-8, UTF-16 or UTF-32, by its start)",
     )
     convert.add_argument(
         "-o",
