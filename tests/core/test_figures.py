@@ -18,7 +18,7 @@ from core.database.tables import Attempt, EvalRun, Job, Project, WebhookDelivery
 from core.jobs import events, lifecycle
 from core.storage.store import BlobWriter
 from core.telemetry.metrics import served
-from core.telemetry.service_metrics import FRESH_SECONDS, ServiceFigures, StoreFigures
+from core.telemetry.service_metrics import FRESH_SECONDS, ServiceFigures, SlowFigures, StoreFigures
 from core.tenancy.limits import Limits
 from tests import factories
 from tests.present import untyped
@@ -46,7 +46,7 @@ def patient(database: Database, **options: Any) -> ServiceFigures:
     return ServiceFigures(database, **options, patience=60)
 
 
-def read(figures: ServiceFigures) -> dict[tuple[str, ...], float]:
+def read(figures: SlowFigures) -> dict[tuple[str, ...], float]:
     """The values by name and labels' values, without the label names."""
     return {
         (sample.name, *sample.labels.values()): sample.value
