@@ -17,7 +17,7 @@ Beside the jobs, a pipeline, an eval run, a regrade and a preview run (bench/cha
 counts violations: lost jobs, different adapters, duplicate step events, orphaned blobs, failed runs.
 
     python -m bench.chaos --kills 50              on a tiny model
-    python -m bench.chaos --small                 two minutes: one job, a few kills, outages of some seconds
+    python -m bench.chaos --small                 two minutes: one job at a time, 3 kills, outages of 5 s that all meet
     python -m bench.chaos --kills 1000 --fake     a model without weights (bench/fake_run.py): only kills, many more
 
 The workers are regraft's own with a few wrappers (bench/chaos_worker.py): a process that enters a phase with a pending
@@ -40,7 +40,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ from bench.chaos_others import Others
 from bench.chaos_worker import FAKE, ORDERS_FOLDER, write_order
 from bench.report import report
 from core.database.engine import Database
-from core.database.tables import Attempt, Checkpoint, Event, Job, StepMetric
+from core.database.tables import Attempt, Checkpoint, EvalPage, Event, File, Job, RolloutPage, StepMetric
 from core.jobs import run_logs
 from core.settings import Settings
 from core.storage.store import BlobStore, open_blobs
@@ -101,9 +101,12 @@ class Size:
     moment: float  # seconds between entering a phase and the kill, at most
     pause: float  # seconds between two kills, on average
     outage: float = 60.0  # seconds of each outage
+    fake: bool = True  # a model without weights
 
 
-REAL = Size(workers=2, jobs=6, grader=GRADER, hyperparameters=HYPERPARAMETERS, moment=0.02, pause=0.0)
+REAL = Size(
+    workers=2, jobs=6, grader=GRADER, hyperparameters=HYPERPARAMETERS, moment=0.02, pause=0.0, fake=False
+)
 # Few enough kills to a second that most attempts take a step: a job that takes none waits longer and longer.
 FAKES = Size(
     workers=4,
@@ -117,10 +120,30 @@ SMALL = Size(
     workers=1,
     jobs=1,
     grader=FAKE_GRADER,
-    hyperparameters=HYPERPARAMETERS | {"n_epochs": 10},
+    hyperparameters=HYPERPARAMETERS,
     moment=0.01,
     pause=0.2,
-    outage=6.0,
+    outage=5.0,
+)
+# Methods of House. Only jobs meet the first; the clock goes back last, because times before and after do not compare.
+OF_JOBS = (
+    "broker_restarts",
+    "broker_gone",
+    "database_killed",
+    "s3_in_trouble",
+    "checkpoint_damaged",
+    "checkpoint_deleted",
+    "worker_frozen",
+    "worker_and_run_frozen",
+    "disk_full",
+)
+OF_ALL = (
+    "database_gone",
+    "store_refuses",
+    "store_full",
+    "descriptors_exhausted",
+    "service_killed",
+    "clock_back",
 )
 QUESTIONS = [
     "say yes",
@@ -136,55 +159,30 @@ QUESTIONS = [
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--kills", type=int, help="default: 50, or 3 with --small")
     parser.add_argument("--outages", action=argparse.BooleanOptionalAction, help="default: not with --fake")
+    parser.add_argument(
+        "--outage", type=float, help="seconds of each outage (default: 60, or 5 with --small)"
+    )
     parser.add_argument("--fake", action="store_true", help="use a model without weights")
     parser.add_argument("--small", action="store_true", help="what a test can run, without weights")
     parser.add_argument("--minutes", type=float, default=1e9, help="start no further jobs after this time")
     parser.add_argument("--seed", type=int, default=1)
     asked = parser.parse_args()
-    outages = not asked.fake if asked.outages is None else asked.outages
-    size = FAKES if asked.fake else REAL
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # and so stops what it has started
-    if asked.small:
-        report("chaos_small", small(random.Random(asked.seed)))
-        return
-    report("chaos", chaos(asked.kills, outages, size, random.Random(asked.seed), asked.minutes))
+    size = SMALL if asked.small else FAKES if asked.fake else REAL
+    size = size if asked.outage is None else replace(size, outage=asked.outage)
+    kills = asked.kills if asked.kills is not None else 3 if asked.small else 50
+    troubles: Sequence[str] = OF_ALL if asked.small else OF_JOBS + OF_ALL
+    if asked.outages is False or (asked.fake and asked.outages is None):
+        troubles = ()
+    report("chaos", chaos(kills, troubles, size, random.Random(asked.seed), asked.minutes))
 
 
-def small(dice: random.Random, kills: int = 3) -> dict[str, float]:
-    """A small form: every kind of work, and every fault that all kinds of work meet."""
-    began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="chaos") as name, contextlib.ExitStack() as stack:
-        disk = Path(name) / "disk"
-        disk.mkdir()
-        house = stack.enter_context(open_house(Path(name), disk, SMALL))
-        house.finish(house.create_all())
-        others = house.others()
-        killed: Counter[str] = Counter()
-        batches = [house.create_all()]
-        others.create()
-        house.kill_until(kills, killed, batches[0], dice)
-        for trouble in house.troubles_of_all:
-            batches.append(house.create_all())
-            others.create()
-            trouble()
-            say(f"{trouble.__name__}: over")
-        for batch in batches:
-            house.finish(batch, 300.0)
-        others.finish(300.0, rest)
-        jobs = [job for batch in batches for job in batch.values()]
-        return {
-            "kills": sum(killed.values()) + house.services_killed,
-            "jobs": len(jobs),
-            "lost": sum(house.status(job) != "succeeded" for job in jobs),
-            "duplicate_steps": sum(house.steps_told_twice(job) for job in jobs),
-            **others.figures(len(QUESTIONS)),
-            "seconds": time.monotonic() - began,
-        }
-
-
-def chaos(kills: int, outages: bool, size: Size, dice: random.Random, minutes: float) -> dict[str, float]:
+def chaos(
+    kills: int, troubles: Sequence[str], size: Size, dice: random.Random, minutes: float
+) -> dict[str, float]:
+    """Run jobs and other work during kills, and then during each of the troubles (methods of House)."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="chaos") as name, contextlib.ExitStack() as stack:
         disk = stack.enter_context(small_disk(Path(name) / "disk"))
@@ -201,26 +199,14 @@ def chaos(kills: int, outages: bool, size: Size, dice: random.Random, minutes: f
             house.kill_until(kills, killed, disturbed[-1], dice)
         for batch in disturbed:
             house.finish(batch)
-        if outages:
-            for trouble in (
-                house.broker_restarts,
-                house.broker_gone,
-                house.database_killed,
-                house.s3_in_trouble,
-                house.checkpoint_damaged,
-                house.checkpoint_deleted,
-                house.worker_frozen,
-                house.worker_and_run_frozen,
-                house.disk_full,
-                *house.troubles_of_all,
-            ):
-                disturbed.append(house.create_all())
-                others.create()
-                trouble()
-                house.finish(disturbed[-1])
-                say(f"{trouble.__name__}: over")
-            for batch in house.unannounced:
-                disturbed.append(house.finish(batch))
+        for trouble in troubles:
+            disturbed.append(house.create_all())
+            others.create()
+            getattr(house, trouble)()
+            house.finish(disturbed[-1])
+            say(f"{trouble}: over")
+        for batch in house.unannounced:
+            disturbed.append(house.finish(batch))
 
         others.finish(900.0, rest)
         jobs = [(seed, job) for batch in disturbed for seed, job in batch.items()]
@@ -239,7 +225,7 @@ def chaos(kills: int, outages: bool, size: Size, dice: random.Random, minutes: f
             "server_errors": house.server_errors,
             "seconds": time.monotonic() - began,
         }
-        if outages:
+        if troubles:
             figures |= {f"events_of_{what}": house.events_like(text) for what, text in INCIDENTS.items()}
             figures |= {
                 "checkpoints_damaged": len(house.damaged),
@@ -430,12 +416,9 @@ class House:
 
     def orphans(self) -> int:
         """Blobs that no row leads to, by looking and not by asking the sweep."""
-        from core.database.tables import File, RolloutPage
-
         with self.database.read() as session:
-            keys = {key for (key,) in session.query(File.blob_key)} | {
-                key for (key,) in session.query(RolloutPage.blob_key)
-            }
+            columns = (File.blob_key, RolloutPage.blob_key, EvalPage.blob_key)
+            keys = {key for column in columns for (key,) in session.query(column)}
             folders = {prefix for (prefix,) in session.query(Checkpoint.blob_prefix)}
             project_of = {job.id: job.project_id for job in session.query(Job)}
             keys |= {
@@ -490,22 +473,10 @@ class House:
         self._running()
         self.lines["redis"].cut()
 
-    def broker_gone(self, seconds: float = 60.0) -> None:
+    def broker_gone(self) -> None:
         with self.lines["redis"].down():
             self.unannounced.append(self.create_all())
-            time.sleep(seconds)
-
-    @property
-    def troubles_of_all(self) -> Sequence[Callable[[], None]]:
-        """The faults that every kind of work meets. The clock goes back last: times before and after do not compare."""
-        return (
-            self.database_gone,
-            self.store_refuses,
-            self.store_full,
-            self.descriptors_exhausted,
-            self.service_killed,
-            self.clock_back,
-        )
+            time.sleep(self.size.outage)
 
     def database_gone(self) -> None:
         self._running()
@@ -750,7 +721,7 @@ def open_house(folder: Path, disk: Path, size: Size) -> Iterator[House]:
             "REGRAFT_MAX_FAILURES": "1000",
             "TMPDIR": str(disk),
             ORDERS_FOLDER: str(folder / "orders"),
-            FAKE: "" if size is REAL else "1",
+            FAKE: "1" if size.fake else "",
         }
         os.environ |= {key: environment[key] for key in environment if key.startswith("AWS_")}
         house = House(folder, size, lines, s3, s3_proxy, postgres, environment)

@@ -36,6 +36,7 @@ ServiceError                    500 server_error
 ├── InsufficientStorage         507: the database or the blob store is full
 ├── GraderEnvironmentMissing    503: the operator has not built the environment of python graders
 └── NotReady                    503: retry after the given number of seconds
+    └── InferenceNotReady       the inference server is not reachable or loads the model (core/inference.py)
 """
 
 import difflib

@@ -7,7 +7,8 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator
 from pydantic_core import PydanticCustomError
 
-from core.errors import InvalidRequest
+from core.errors import InvalidRequest, NotReady
+from core.outages import Resource, TemporarilyUnavailable
 
 ALL_OTHERS = "*"
 _ADDRESS = re.compile(r"https?://[^\s/]+\S*")
@@ -30,6 +31,12 @@ def _checked(value: Any) -> Any:
 
 
 InferenceUrl = Annotated[str | dict[str, str], BeforeValidator(_checked)]
+
+
+class InferenceNotReady(NotReady, TemporarilyUnavailable):
+    """The inference server is not reachable, starts, or loads the model."""
+
+    resource = Resource.INFERENCE
 
 
 def address_of(configured: str | Mapping[str, str], base_model: str) -> str:

@@ -4,9 +4,10 @@ Operations are retried from the start, so they must be idempotent: transactions 
 (a connection can be lost after the commit), and blobs are written atomically.
 """
 
+import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TypeVar
 
@@ -37,18 +38,21 @@ class RetryPolicy:
         *,
         clock: Callable[[], float] = time.monotonic,
         wait: Callable[[float], object] = time.sleep,
+        sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
         during: Callable[[Resource], AbstractContextManager[None]] = lambda waiting_for: nullcontext(),
     ) -> None:
         """Create a policy.
 
         Args:
             wait: returns True to give up at once, as `threading.Event.wait` does when the process stops.
+            sleep: waits between the tries of `call_async`.
             during: gets the resource, and is left when that is back or given up.
         """
         self.seconds = seconds
         self._tell = tell
         self._clock = clock
         self._wait = wait
+        self._sleep = sleep
         self._during = during
         self._exhausted: Exception | None = (
             None  # what a call gave up on, so that a call around it does not wait again
@@ -60,31 +64,64 @@ class RetryPolicy:
         Raises:
             the last error of `do`, if it is no outage, or if the outage outlasted `seconds` or `wait` gave up.
         """
-        since: float | None = None
-        reason: Exception | None = None
-        with ExitStack() as waiting:
+        with _Call(self) as call:
             for pause in pauses():
                 try:
-                    done = do()
-                    break
+                    return do()
                 except Exception as cause:
-                    resource = outage(cause)
-                    if since is None:
-                        since = self._clock()
-                    if resource is None or cause is self._exhausted:
-                        raise
-                    if self._clock() - since >= self.seconds:
-                        self._exhausted = cause
-                        raise
-                    if reason is None:
-                        log.warning("waiting for the %s: %r", resource, cause)
-                        waiting.enter_context(self._during(resource))
-                    reason = cause
+                    call.failed(cause)
+                    error = cause
                 if self._wait(pause):
-                    raise reason
-        if reason is not None and since is not None:
-            self._tell(_incident(reason, self._clock() - since))
-        return done
+                    raise error
+        raise AssertionError("there is always another pause")
+
+    async def call_async(self, do: Callable[[], Awaitable[T]]) -> T:
+        """As a call, in the event loop: cancellation ends the wait."""
+        with _Call(self) as call:
+            for pause in pauses():
+                try:
+                    return await do()
+                except Exception as cause:
+                    call.failed(cause)
+                await self._sleep(pause)
+        raise AssertionError("there is always another pause")
+
+
+class _Call:
+    """The outage that one call of a policy meets. Left without an error, it reports the end of the outage."""
+
+    def __init__(self, policy: RetryPolicy) -> None:
+        self._policy = policy
+        self._waiting = ExitStack()
+        self._since = 0.0
+        self._reason: Exception | None = None
+
+    def failed(self, cause: Exception) -> None:
+        """Return if the operation is to be retried after a pause.
+
+        Raises:
+            cause: it is no outage, or the outage outlasted the policy.
+        """
+        policy, resource = self._policy, outage(cause)
+        if resource is None or cause is policy._exhausted:
+            raise cause
+        if self._reason is None:
+            self._since = policy._clock()
+        if policy._clock() - self._since >= policy.seconds:
+            policy._exhausted = cause
+            raise cause
+        if self._reason is None:
+            log.warning("waiting for the %s: %r", resource, cause)
+            self._waiting.enter_context(policy._during(resource))
+        self._reason = cause
+
+    def __enter__(self) -> "_Call":
+        return self
+
+    def __exit__(self, error: object, *about: object) -> None:
+        self._waiting.close()
+        if error is None and self._reason is not None:
+            self._policy._tell(_incident(self._reason, self._policy._clock() - self._since))
 
 
 def _incident(reason: Exception, seconds: float) -> str:

@@ -19,7 +19,7 @@ from api.resources.job_body import JobCreate
 from api.resources.pipeline_requests import MixStage, SampleStage, SelectStage, of_pipeline, parsed_job
 from core.database.engine import Work, unit_of_work
 from core.database.tables import Eval, EvalRun, File, Job, Pipeline, Project, now
-from core.errors import NotFound, ServiceError
+from core.errors import NotFound, QuotaExceeded, ServiceError
 from core.evals import catalog, items, summary
 from core.evals import lifecycle as eval_runs
 from core.evals.items import MAX_ROWS
@@ -40,6 +40,7 @@ MAX_ERRORS = 5  # of the service, not of the request, before a stage fails
 # A file that ends the process that makes it, for example by its memory, must not do so for ever.
 MAX_RESTARTS = 20
 MAX_BACK_OFF = 30.0
+REPEATED_ERROR = "The service failed repeatedly; its log has the reason. Retry the pipeline later."
 
 
 class StageFailed(Exception):
@@ -52,7 +53,7 @@ class Advance:
 
     service: Service
     claim: Claim
-    _back_off: float = 0.0
+    _pause: float = 0.0
 
     async def run(self) -> float:
         """Return the seconds until the next look is due, beyond the regular ones.
@@ -60,7 +61,7 @@ class Advance:
         Raises:
             LeaseLost: a user or another process has changed the pipeline.
         """
-        self._back_off = 0.0
+        self._pause = 0.0
         pipeline = await to_thread.run_sync(self._read)
         if (await to_thread.run_sync(lambda: self.project)).archived_at is not None:
             await self._write(lambda work, row: lifecycle.cancel(work, row), pipeline.status)
@@ -76,49 +77,56 @@ class Advance:
         for name in lifecycle.ready(pipeline.stages):
             await self._guarded(known[name], partial(self._start, pipeline))
         await self._write(lambda work, row: lifecycle.settle(work, row))
-        return self._back_off
+        return self._pause
 
     async def _guarded(self, stage: Stage, act: Callable[[Stage], Any]) -> None:
         """A mistake of the user fails the stage. What passes by itself is noted, and tried again."""
         try:
             await act(stage)
-        except ServiceError as cause:
-            if cause.status_code == 429 or cause.status_code >= 500:
-                note = cause.message
-                if stage.get("note") != note:
-                    await self._write(lambda work, row: lifecycle.update_stage(row, stage["name"], note=note))
-                return
-            await self._fail(stage, cause.code or "invalid_stage", cause.message)
-        except StageFailed as cause:
-            await self._fail(stage, "invalid_stage", str(cause))
         except LeaseLost:
             raise
+        except StageFailed as cause:
+            await self._fail(stage, "invalid_stage", str(cause))
+        except QuotaExceeded as limit:  # until work of the project has ended, or its user has freed storage
+            await self._back_off(stage, {"note": limit.message, "waiting_since": None})
+        except ServiceError as cause:
+            if cause.status_code == 429 or cause.status_code >= 500:
+                await self._try_again(stage, cause.message, cause)
+            else:
+                await self._fail(stage, cause.code or "invalid_stage", cause.message)
         except Exception as cause:
             resource = outage(cause)
             if resource is Resource.DATABASE:  # nothing can be noted
                 raise
             log.exception("the stage %s of %s failed", stage["name"], self.claim.job_id)
-            await self._try_again(stage, resource)
+            note = None if resource is None else f"The stage waits for the {resource}."
+            await self._try_again(stage, note, ServiceError(REPEATED_ERROR))
 
-    async def _try_again(self, stage: Stage, resource: Resource | None) -> None:
-        """After an error of the service: at most MAX_ERRORS times, beside those within the patience with an outage."""
-        tries, errors = stage.get("tries", 0) + 1, stage.get("errors", 0)
-        # `restarts` as it was before this try, which ended with an error and not with its process.
-        changes: Stage = {"tries": tries, "restarts": stage.get("restarts", 0)}
-        if resource is not None:
+    async def _try_again(self, stage: Stage, note: str | None, error: ServiceError) -> None:
+        """After an error of the service: at most MAX_ERRORS times, beside those within the patience with an outage.
+
+        Args:
+            note: what is unavailable; None: the error does not pass by itself.
+            error: what the stage fails with in the end.
+        """
+        is_patient, errors = False, stage.get("errors", 0)
+        changes: Stage = {"note": note or "The service had an error; the stage is tried again."}
+        if note is not None:
             changes["waiting_since"] = since = stage.get("waiting_since") or now()
-            changes["note"] = f"The stage waits for the {resource}."
             is_patient = now() - since < self.service.settings.patience_seconds
-        else:
-            changes["note"] = "The service had an error; the stage is tried again."
-            is_patient = False
         if not is_patient:
             changes["errors"] = errors = errors + 1
         if errors > MAX_ERRORS:
-            message = "The service failed repeatedly; its log has the reason. Retry the pipeline later."
-            await self._fail(stage, "internal_error", message)
+            await self._fail(stage, error.code, error.message)
             return
-        self._back_off = max(self._back_off, min(2.0 ** min(tries, 10), MAX_BACK_OFF))
+        await self._back_off(stage, changes)
+
+    async def _back_off(self, stage: Stage, changes: Stage) -> None:
+        """Try the stage again, later after each try."""
+        tries = stage.get("tries", 0) + 1
+        self._pause = max(self._pause, min(2.0 ** min(tries, 10), MAX_BACK_OFF))
+        # `restarts` as it was before this try, which ended with an error and not with its process.
+        changes |= {"tries": tries, "restarts": stage.get("restarts", 0)}
         await self._write(lambda work, row: lifecycle.update_stage(row, stage["name"], **changes))
 
     async def _fail(self, stage: Stage, code: str | None, message: str) -> None:

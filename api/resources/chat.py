@@ -25,9 +25,9 @@ from api.http.shapes import Body
 from core.chat import Adapter, Chat, Served
 from core.database.tables import Checkpoint, Project
 from core.disconnect import until_gone
-from core.errors import AliasTargetNotFound, InvalidParameter, ModelNotFound, NotReady, ServiceError
+from core.errors import AliasTargetNotFound, InvalidParameter, ModelNotFound, ServiceError
 from core.event_stream import UNBUFFERED
-from core.inference import address_of, not_served
+from core.inference import InferenceNotReady, address_of, not_served
 from core.response_format import ResponseFormat, held_to
 from core.results import model_aliases, tuned_models
 from core.settings import Settings
@@ -161,7 +161,7 @@ class Upstream:
 
         Raises:
             InvalidRequest: this installation has no inference server for the base model.
-            NotReady: the inference server is not reachable yet.
+            InferenceNotReady: the inference server is not reachable yet.
             ServiceError: the inference server does not respond.
         """
         base_model = body["regraft"]["base_model"]
@@ -215,14 +215,14 @@ class Upstream:
         return adapter
 
 
-def _not_there(cause: httpx.TransportError | None = None) -> NotReady:
+def _not_there(cause: httpx.TransportError | None = None) -> InferenceNotReady:
     if isinstance(cause, httpx.ConnectError | httpx.ConnectTimeout):
         message = (
             "The inference server does not accept connections: it is not running or is starting. Try again."
         )
     else:
         message = "The inference server is starting; try again."
-    return NotReady(message, retry_after=5)
+    return InferenceNotReady(message, retry_after=5)
 
 
 async def _upstream(request: Request) -> Upstream:
@@ -309,7 +309,7 @@ async def whole(answer: httpx.Response) -> bytes:
 
     Raises:
         ServiceError: the response is truncated, or did not come from an inference server that knows this API.
-        NotReady: a proxy could not reach the inference server.
+        InferenceNotReady: a proxy could not reach the inference server.
     """
     try:
         content = await answer.aread()
@@ -342,7 +342,7 @@ def _is_error(content: bytes) -> bool:
 def _of_something_else(status: int) -> ServiceError:
     """The error for a response of another program, whose body our clients could not parse."""
     if status in (502, 503, 504):
-        return NotReady(
+        return InferenceNotReady(
             f"The proxy could not reach the inference server (status {status}); try again.",
             retry_after=5,
         )

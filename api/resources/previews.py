@@ -9,7 +9,8 @@ import json
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
@@ -35,11 +36,11 @@ from core.database.tables import Preview as PreviewRow
 from core.disconnect import until_gone
 from core.errors import InvalidRequest, NotReady, ServiceError, TooManyAtOnce
 from core.evals import targets
-from core.inference import address_of, not_served
+from core.inference import InferenceNotReady, address_of, not_served
 from core.jobs import estimates, usage
 from core.jobs.estimates import Range
 from core.jobs.job_files import in_words
-from core.outages import outage
+from core.outages import Resource
 from core.results import evals, preview_report, previews
 from core.results.preview_report import (
     Grading,
@@ -52,7 +53,7 @@ from core.results.preview_report import (
     Verdict,
 )
 from core.results.previews import PreviewResults
-from core.retry import pauses
+from core.retry import RetryPolicy
 from core.storage import datasets
 from core.storage.datasets import Example, InvalidDataset, LineError
 from core.storage.store import BlobStore
@@ -123,6 +124,9 @@ class PreviewProgressOut(BaseModel):
     of: int
     sampled: int
     graded: int
+    waiting_for: Annotated[
+        str | None, Field(description="What is unavailable, such as the inference server; null: nothing.")
+    ] = None
 
 
 class PreviewErrorOut(BaseModel):
@@ -242,6 +246,7 @@ class PreviewProgress:
     of: int
     sampled: int = 0
     graded: int = 0
+    waiting_for: str | None = None
 
     def began(self, phase: Literal["sampling", "grading"]) -> None:
         self.phase = phase
@@ -251,6 +256,15 @@ class PreviewProgress:
 
     def one_graded(self) -> None:
         self.graded += 1
+
+    @contextmanager
+    def waiting(self, resource: Resource) -> Iterator[None]:
+        """A request waits for the resource. The first of several that has it again says so for all."""
+        self.waiting_for = resource.value
+        try:
+            yield
+        finally:
+            self.waiting_for = None
 
 
 @dataclass(frozen=True)
@@ -479,22 +493,14 @@ async def _run(preview_id: str, prepared: Prepared, service: Service, upstream: 
         _in_time(_previewed(prepared, service, upstream, slot, progress), service.preview_seconds)
     )
 
+    retry = RetryPolicy(service.settings.patience_seconds, log.warning)
+
     def write_once(write: Callable[..., bool], *values: Any) -> bool:
         with service.database.write() as session:
             return write(session, preview_id, *values)
 
     async def written(write: Callable[..., bool], *values: Any) -> bool:
-        """As `write_once`, retried during an outage. Waits here and not in a thread, which could not be cancelled."""
-        since = time.monotonic()
-        for pause in pauses():
-            try:
-                return await asyncio.to_thread(write_once, write, *values)
-            except Exception as cause:
-                if outage(cause) is None or time.monotonic() - since > service.settings.patience_seconds:
-                    raise
-                log.warning("the preview %s waits: %r", preview_id, cause)
-            await asyncio.sleep(pause)
-        raise AssertionError("there is always another pause")
+        return await retry.call_async(partial(asyncio.to_thread, write_once, write, *values))
 
     try:
         while not (await asyncio.wait([working], timeout=PROGRESS_SECONDS))[0]:
@@ -532,7 +538,8 @@ def _error(error: ServiceError) -> dict[str, Any]:
 async def _previewed(
     prepared: Prepared, service: Service, upstream: Upstream, slot: Slot, progress: PreviewProgress
 ) -> PreviewResults:
-    completions, seconds = await _sampled(prepared, upstream, progress, service.preview_load_seconds)
+    retry = RetryPolicy(service.preview_load_seconds, log.warning, during=progress.waiting)
+    completions, seconds = await _sampled(prepared, upstream, progress, retry)
     progress.began("grading")
     grading = partial(_graded, prepared, service, completions, progress.one_graded)
     grades, tokens = await slot.in_thread(grading)
@@ -570,12 +577,12 @@ async def _previewed(
 
 
 async def _sampled(
-    prepared: Prepared, upstream: Upstream, progress: PreviewProgress, load_seconds: float
+    prepared: Prepared, upstream: Upstream, progress: PreviewProgress, retry: RetryPolicy
 ) -> tuple[Sequence[Completion], float]:
     """The answers, and how long they took.
 
     Args:
-        load_seconds: how long to wait for a server that starts, was stopped, or loads the model.
+        retry: for a server that starts, was stopped, or loads the model.
     """
     if prepared.earlier is not None:
         _, completions, seconds = prepared.earlier
@@ -583,12 +590,12 @@ async def _sampled(
         return completions, seconds
     # One token first, so that the time to load the model does not count as sampling time.
     first = prepared.chats[0] | {"max_completion_tokens": 1}
-    await _complete_when_ready(upstream, first, prepared.rows[0], load_seconds)
+    await retry.call_async(partial(_complete, upstream, first, prepared.rows[0]))
     started = time.perf_counter()
     progress.began("sampling")
 
     async def sampled(chat: dict[str, Any], row: Example) -> Completion:
-        completion = await _complete_when_ready(upstream, chat, row, load_seconds)
+        completion = await retry.call_async(partial(_complete, upstream, chat, row))
         progress.one_sampled()
         return completion
 
@@ -685,21 +692,6 @@ async def _all(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
     return [task.result() for task in running]
 
 
-async def _complete_when_ready(
-    upstream: Upstream, chat: dict[str, Any], row: Example, load_seconds: float
-) -> Completion:
-    """As `_complete`. A server that is not ready has `load_seconds` to become so."""
-    until: float | None = None
-    while True:
-        try:
-            return await _complete(upstream, chat, row)
-        except NotReady as absent:
-            until = until or time.monotonic() + load_seconds
-            if absent.retry_after is None or time.monotonic() + absent.retry_after > until:
-                raise
-            await asyncio.sleep(absent.retry_after)
-
-
 async def _complete(upstream: Upstream, chat: dict[str, Any], row: Example) -> Completion:
     answer = await upstream.send(chat)
     await whole(answer)
@@ -720,7 +712,7 @@ def _refusal(row: Example, status: int, error: dict[str, Any], retry_after: str 
     """The inference server's error as ours; an error about a chat is one about a row of the file."""
     message, code = error["message"], error["code"]
     if status == 503:
-        return NotReady(message, retry_after=int(retry_after) if retry_after else None, code=code)
+        return InferenceNotReady(message, retry_after=int(retry_after) if retry_after else None, code=code)
     if code == "model_not_found":
         return InvalidRequest(f"The inference server: {message}", param="model", code=code)
     if status < 500:

@@ -190,6 +190,9 @@ class StepMetrics(_Part):
         "nats",
         csv=True,
     )
+    kl_weight: float | None = metric(
+        "Weight of the KL penalty in the step: `kl.weight`, or less during `kl.warmup_steps`.", csv=True
+    )
     teacher_kl: float | None = metric(
         "distillation: reverse KL to the teacher per sampled token, mean of log p_student - log p_teacher before the "
         "update.",

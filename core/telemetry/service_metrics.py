@@ -1,14 +1,18 @@
-"""Service-wide metrics from the database, for Prometheus: jobs, queues, attempts, eval runs and webhooks.
+"""Service-wide metrics for Prometheus: jobs, queues, attempts, eval runs and webhooks, from the database, and whether
+the blob store responds.
 
-Every process returns the same values, so aggregate over processes with max, not sum.
+Every process returns the same values from the database, so aggregate over processes with max, not sum.
 """
 
 import logging
+import secrets
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from itertools import product
+from typing import Any
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from sqlalchemy import func, select
@@ -18,6 +22,7 @@ from sqlalchemy.orm import Session
 from core.database.engine import Database, db_now
 from core.database.tables import Attempt, EvalRun, Job, WebhookDelivery
 from core.evals import lifecycle as eval_runs
+from core.storage.store import SELF_TEST, BlobStore
 from core.telemetry import queues
 from core.tenancy.limits import NO_LIMITS, Limits
 
@@ -31,32 +36,34 @@ KINDS = ("validation", "run")
 OUTCOMES = ("validated", "succeeded", "failed", "cancelled", "paused", "drained", "crashed", "expired")
 
 
-class ServiceFigures:
-    """Collects the service-wide metrics. `defaults` are the limits of projects without their own."""
+class SlowFigures(ABC):
+    """Metrics that come from another server: read in a thread, and at most every FRESH_SECONDS."""
 
     def __init__(
-        self,
-        database: Database,
-        defaults: Limits = NO_LIMITS,
-        clock: Callable[[], float] = time.monotonic,
-        patience: float = PATIENCE_SECONDS,
+        self, clock: Callable[[], float] = time.monotonic, patience: float = PATIENCE_SECONDS
     ) -> None:
-        self.database = database
-        self.defaults = defaults
         self.patience = patience
         self._clock = clock
         self._lock = threading.Lock()
         self._begun_at: float | None = None
         self._reading: Future[list[Metric]] | None = None
 
+    @abstractmethod
+    def _figures(self) -> Iterator[Metric]:
+        """Read the metrics."""
+
+    @abstractmethod
+    def _if_silent(self) -> Metric:
+        """The only metric if the server is silent: stale values would look current."""
+
     def collect(self) -> Iterable[Metric]:
-        """Yield only `regraft_database_up` 0 while the database is unavailable: stale values would look current."""
         reading = self._latest()
         try:
             return reading.result(self.patience)
         except TimeoutError:
-            log.warning("no figures from the database: it is silent")
-            return [_up(False)]
+            silent = self._if_silent()
+            log.warning("%s is 0: no response within %g s", silent.name, self.patience)
+            return [silent]
 
     def _latest(self) -> "Future[list[Metric]]":
         with self._lock:
@@ -73,6 +80,42 @@ class ServiceFigures:
         except BaseException as cause:
             reading.set_exception(cause)
 
+
+class StoreFigures(SlowFigures):
+    """Whether the blob store accepts and returns an object. `blobs` must not retry."""
+
+    def __init__(self, blobs: BlobStore, **options: Any) -> None:
+        super().__init__(**options)
+        self.blobs = blobs
+        # One key, so that a store that refuses to delete keeps one object.
+        self._key = f"{SELF_TEST}/{secrets.token_hex(8)}"
+
+    def _figures(self) -> Iterator[Metric]:
+        try:
+            self.blobs.put_bytes(self._key, b"self-test")
+            self.blobs.read(self._key)
+        except Exception as cause:  # of any store's library
+            log.warning("the blob store does not respond: %r", cause)
+            yield self._if_silent()
+            return
+        self.blobs.discard(self._key)
+        yield _up("blob_store", True)
+
+    def _if_silent(self) -> Metric:
+        return _up("blob_store", False)
+
+
+class ServiceFigures(SlowFigures):
+    """Collects the service-wide metrics. `defaults` are the limits of projects without their own."""
+
+    def __init__(self, database: Database, defaults: Limits = NO_LIMITS, **options: Any) -> None:
+        super().__init__(**options)
+        self.database = database
+        self.defaults = defaults
+
+    def _if_silent(self) -> Metric:
+        return _up("database", False)
+
     def _figures(self) -> Iterator[Metric]:
         figures: list[Metric] = []
         try:
@@ -86,14 +129,13 @@ class ServiceFigures:
                 ]
         except SQLAlchemyError as cause:
             log.warning("no figures from the database: %s", type(cause).__name__)
-        yield _up(bool(figures))
+        yield _up("database", bool(figures))
         yield from figures
 
 
-def _up(answered: bool) -> Metric:
-    return GaugeMetricFamily(
-        "regraft_database_up", "1 if the database responds, else 0.", value=float(answered)
-    )
+def _up(server: str, answered: bool) -> Metric:
+    text = f"1 if the {server.replace('_', ' ')} responds, else 0."
+    return GaugeMetricFamily(f"regraft_{server}_up", text, value=float(answered))
 
 
 def _jobs(session: Session) -> Metric:

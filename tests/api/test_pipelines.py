@@ -18,6 +18,7 @@ from api.pipelines.driver import AT_ONCE, PER_PROJECT, PipelineDriver
 from api.pipelines.stages import MAX_ERRORS, MAX_RESTARTS, Advance
 from api.resources.pipelines import shown_spec
 from core.database.tables import Job, Pipeline, Project
+from core.errors import NotReady, ServiceError, TooManyAtOnce
 from core.jobs.claim import Claim, LeaseLost
 from core.pipelines import lifecycle
 from core.storage.store import BlobWriter, FolderBlobs
@@ -360,6 +361,20 @@ class FailingBlobs(FolderBlobs):
         return super().writer(key, if_absent=if_absent)
 
 
+def looks_until(
+    house: House, driver: PipelineDriver, has_ended: Callable[[], bool], most: int = 50
+) -> list[float]:
+    """Advance the only pipeline until it has ended, at most `most` times; return the seconds until each next look."""
+    pauses: list[float] = []
+    while len(pauses) < most and not has_ended():
+        looked = time.time()
+        house.portal.call(driver.advance_next)
+        with house.database.write() as session:
+            pauses.append(session.scalars(select(Pipeline.held_until)).one() - looked)
+            session.execute(update(Pipeline).values(held_until=0.0))
+    return pauses
+
+
 @pytest.mark.parametrize(
     ("error", "named"),
     [
@@ -377,13 +392,7 @@ def test_a_stage_waits_for_the_end_of_an_outage_with_a_note(
     one = {"name": "m", "mix": {"files": [{"file": upload(lines(learned(1)))}]}}
     pipeline = api.post(PIPELINES, json={"stages": [one]}).json()
     blobs.error = error
-    pauses = []
-    for _ in range(MAX_ERRORS + MAX_RESTARTS + 2):
-        looked = time.time()
-        house.portal.call(driver.advance_next)
-        with house.database.write() as session:
-            pauses.append(session.scalars(select(Pipeline.held_until)).one() - looked)
-            session.execute(update(Pipeline).values(held_until=0.0))
+    pauses = looks_until(house, driver, lambda: False, most=MAX_ERRORS + MAX_RESTARTS + 2)
     waiting = stages(api, pipeline["id"])["m"]
 
     blobs.error = None
@@ -407,12 +416,59 @@ def test_an_outage_that_outlasts_the_patience_fails_the_stage(
     pipeline = api.post(PIPELINES, json={"stages": [one]}).json()
     blobs.error = OSError(errno.ENOSPC, "No space left on device")
 
-    for _ in range(MAX_ERRORS + 1):
-        house.portal.call(driver.advance_next)
-        with house.database.write() as session:
-            session.execute(update(Pipeline).values(held_until=0.0))
+    looks_until(house, driver, lambda: False, most=MAX_ERRORS + 1)
 
     assert stages(api, pipeline["id"])["m"]["error"]["code"] == "internal_error"
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        NotReady("The model is loading.", retry_after=5),
+        TooManyAtOnce("checks", running=1, waiting=1),
+    ],
+    ids=lambda refusal: type(refusal).__name__,
+)
+def test_a_stage_that_the_service_refuses_for_now_waits_as_in_any_outage(
+    api: TestClient, house: House, upload: Upload, refusal: ServiceError
+) -> None:
+    """With a note and a back-off while the patience lasts; then the stage fails with the reason."""
+    blobs = FailingBlobs(house.folder / "blobs")
+    service = house.app.state.service
+    one = {"name": "m", "mix": {"files": [{"file": upload(lines(learned(1)))}]}}
+    pipeline = api.post(PIPELINES, json={"stages": [one]}).json()
+    blobs.error = refusal
+
+    def has_ended() -> bool:
+        return bool(stages(api, pipeline["id"])["m"]["status"] == "failed")
+
+    patient = PipelineDriver(replace(service, blobs=blobs))
+    pauses = looks_until(house, patient, has_ended, most=MAX_ERRORS + MAX_RESTARTS + 2)
+    waiting = stages(api, pipeline["id"])["m"]
+    impatient = service.settings.model_copy(update={"patience_seconds": 0.0})
+    looks_until(house, PipelineDriver(replace(service, blobs=blobs, settings=impatient)), has_ended)
+
+    assert (waiting["status"], waiting["note"]) == ("running", refusal.message)
+    assert pauses[3] > 2 * pauses[0]
+    failed = stages(api, pipeline["id"])["m"]
+    assert failed["error"] == {"code": refusal.code, "message": refusal.message}
+
+
+def test_a_stage_waits_for_a_limit_with_a_back_off_and_never_fails_by_it(
+    api: TestClient, house: House, upload: Upload
+) -> None:
+    one = {"name": "m", "mix": {"files": [{"file": upload(lines(learned(1)))}]}}
+    pipeline = api.post(PIPELINES, json={"stages": [one]}).json()
+    house.limit(storage_bytes=1)
+    service = house.app.state.service
+    impatient = service.settings.model_copy(update={"patience_seconds": 0.0})
+    driver = PipelineDriver(replace(service, settings=impatient))
+
+    pauses = looks_until(house, driver, lambda: False, most=MAX_RESTARTS + 2)
+
+    waiting = stages(api, pipeline["id"])["m"]
+    assert (waiting["status"], "storage_bytes" in waiting["note"]) == ("running", True)
+    assert pauses[3] > 2 * pauses[0]
 
 
 class CountingDriver(PipelineDriver):

@@ -769,6 +769,30 @@ def test_a_preview_waits_for_a_model_that_is_loading(
     assert len(model.asked) == 4
 
 
+def test_a_preview_waits_for_an_inference_server_that_goes_away_and_says_so(
+    house: House, inference: str, model: Model, body: Callable[..., dict[str, Any]]
+) -> None:
+    """Any 503, with Retry-After or without, in the middle of the sampling."""
+    turns = iter(range(1000))
+    is_back = threading.Event()
+
+    def answer(asked: dict[str, Any]) -> Response:
+        is_away = next(turns) > 0 and not is_back.is_set()
+        return refuses(503, "no server behind this proxy") if is_away else says("yes")
+
+    model.answer = answer
+    for web in opened(house, inference, load_seconds=60.0):
+        made = created(web, body() | {"rows": 1, "samples": 2})
+        while (now := web.get(f"{PREVIEW}/{made['id']}").json()["progress"])["waiting_for"] is None:
+            pass
+        is_back.set()
+        done = ended(web, made)
+
+    assert (now["phase"], now["waiting_for"]) == ("sampling", "inference server")
+    assert (done["status"], done["report"]["passed"]) == ("completed", 2)
+    assert done["progress"]["waiting_for"] is None
+
+
 def test_an_error_among_many_answers_is_the_previews(
     web: httpx.Client, model: Model, body: Callable[..., dict[str, Any]]
 ) -> None:

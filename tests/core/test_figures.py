@@ -6,6 +6,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
@@ -15,12 +16,14 @@ from sqlalchemy.orm import Session
 from core.database.engine import Database, Work
 from core.database.tables import Attempt, EvalRun, Job, Project, WebhookDelivery
 from core.jobs import events, lifecycle
+from core.storage.store import BlobWriter
 from core.telemetry.metrics import served
-from core.telemetry.service_metrics import FRESH_SECONDS, ServiceFigures
+from core.telemetry.service_metrics import FRESH_SECONDS, ServiceFigures, SlowFigures, StoreFigures
 from core.tenancy.limits import Limits
 from tests import factories
 from tests.present import untyped
 from tests.servers import reserve_port
+from tests.watched_blobs import WatchedBlobs
 
 pytestmark = pytest.mark.both_databases
 
@@ -43,7 +46,7 @@ def patient(database: Database, **options: Any) -> ServiceFigures:
     return ServiceFigures(database, **options, patience=60)
 
 
-def read(figures: ServiceFigures) -> dict[tuple[str, ...], float]:
+def read(figures: SlowFigures) -> dict[tuple[str, ...], float]:
     """The values by name and labels' values, without the label names."""
     return {
         (sample.name, *sample.labels.values()): sample.value
@@ -244,6 +247,34 @@ def test_a_database_that_says_nothing_does_not_keep_prometheus_waiting() -> None
         assert read(figures) == {("regraft_database_up",): 0}
         clock.now += FRESH_SECONDS
     assert len(asked) == 1, "nothing more is asked while there is no answer"
+    speaks.set()
+
+
+def test_a_blob_store_is_up_while_it_takes_and_returns_an_object(tmp_path: Path) -> None:
+    blobs, clock = WatchedBlobs(tmp_path), Clock()
+    figures = StoreFigures(blobs, clock=clock, patience=60)
+
+    def value() -> float:
+        clock.now += FRESH_SECONDS
+        return read(figures)["regraft_blob_store_up",]
+
+    assert (value(), list(blobs.list(""))) == (1, [])
+    blobs.writable = False
+    assert value() == 0
+    blobs.writable, blobs.reachable = True, False
+    assert [value() for _ in range(3)] == [1, 1, 1]
+    assert len(list(blobs.list(""))) == 1, "a store that deletes nothing keeps one object"
+
+
+def test_a_blob_store_that_says_nothing_is_not_up(tmp_path: Path) -> None:
+    speaks = threading.Event()
+
+    class Silent(WatchedBlobs):
+        def writer(self, key: str, *, if_absent: bool = False) -> BlobWriter:
+            speaks.wait(30)
+            return super().writer(key, if_absent=if_absent)
+
+    assert read(StoreFigures(Silent(tmp_path), patience=0.01)) == {("regraft_blob_store_up",): 0}
     speaks.set()
 
 

@@ -145,6 +145,34 @@ def test_a_process_that_stops_does_not_wait(told: list[Any]) -> None:
     assert (fails.causes, told) == ([REFUSED], [])
 
 
+@pytest.mark.parametrize("failures", [8, 1000])
+def test_in_an_event_loop_the_same_errors_are_waited_for_as_long(
+    time: Time, told: list[Any], failures: int
+) -> None:
+    async def sleep(seconds: float) -> None:
+        time.wait(seconds)
+
+    fails = Fails(*[REFUSED] * failures)
+
+    async def do() -> str:
+        return fails()
+
+    async def call() -> str | None:
+        policy = RetryPolicy(600.0, told.append, clock=lambda: time.now, sleep=sleep)
+        try:
+            return await policy.call_async(do)
+        except OperationalError:
+            return None
+
+    done = asyncio.run(call())
+
+    if failures == 8:
+        assert (done, [f"waited {time.now:.0f} s" in text for text in told]) == ("done", [True])
+    else:
+        assert (done, told) == (None, [])
+        assert 600 <= time.now < 610
+
+
 def test_patience_ends(patience: RetryPolicy, time: Time) -> None:
     with pytest.raises(OperationalError):
         patience(Fails(*[REFUSED] * 1000))

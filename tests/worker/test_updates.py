@@ -267,6 +267,20 @@ class TestPasses:
 
         assert rates == pytest.approx([1, 1, 0.75, 0.5, 0.25])
 
+    def test_each_step_records_the_weight_of_the_kl_penalty_also_without_an_update(
+        self, policy: Policy, groups: list[Any]
+    ) -> None:
+        trainer = PeftTrainer(policy, asked({"kl": 0.4, "kl_warmup_steps": 4}), token_budget=4096)
+
+        weights = [
+            learn(trainer, groups).kl_weight,
+            trainer.step().kl_weight,
+            learn(trainer, groups).kl_weight,
+        ]
+
+        assert weights == pytest.approx([0.1, 0.2, 0.3])
+        assert learn(PeftTrainer(policy, asked({}), token_budget=4096), groups).kl_weight is None
+
     def test_steps_without_an_update_count_for_the_schedule(self, policy: Policy, groups: list[Any]) -> None:
         settings = asked({"learning_rate_schedule": "linear"})
         trainer = PeftTrainer(policy, settings.model_copy(update={"total_steps": 4}), token_budget=4096)

@@ -43,7 +43,7 @@ from core.storage.disk import Disks
 from core.storage.store import ATTEMPTS, BlobStore, StoreEmpty, blobs_of
 from core.telemetry import logs, metrics, tracing
 from core.telemetry.metrics import MetricsCollector
-from core.telemetry.service_metrics import ServiceFigures
+from core.telemetry.service_metrics import ServiceFigures, StoreFigures
 from core.tenancy import keys, sessions
 from graders.backends import Backends, InvalidBackends
 from graders.sandbox import pool
@@ -119,7 +119,8 @@ def api(arguments: argparse.Namespace) -> int:
         _describe_python_graders(settings)
         send = sender(open_celery(settings.broker_url, settings.gpu_class))
         database, blobs = open_stores(settings)
-        add_collector(ServiceFigures(database, settings.default_limits))
+        for collector in service_collectors(settings, database):
+            add_collector(collector)
         serve_api(settings, database, blobs, backends, send, port)
     return 0
 
@@ -305,13 +306,19 @@ def serve_all(
         worker = WorkerService(settings, database, blobs, backends, prepare_request)
         worker.start(on_failure=lambda: os.kill(os.getpid(), signal.SIGTERM))
         try:
-            for collector in (ServiceFigures(database, settings.default_limits), *worker.figures):
+            for collector in (*service_collectors(settings, database), *worker.figures):
                 add_collector(collector)
             serve_api(settings, database, blobs, backends, worker.send, port)
         finally:
             worker.stop()
             database.close()
     return int(worker.failed)
+
+
+def service_collectors(settings: Settings, database: Database) -> tuple[MetricsCollector, ...]:
+    """The metrics of a process with the API."""
+    blobs = open_blobs_of(settings, attempts=1)  # an outage is visible at once
+    return ServiceFigures(database, settings.default_limits), StoreFigures(blobs)
 
 
 def work(settings: Settings, backends: Backends, add_collector: Callable[[MetricsCollector], None]) -> int:

@@ -138,6 +138,7 @@ class PeftTrainer:
 
     def _update(self) -> UpdateMetrics:
         settings = self.settings
+        kl_weight = self._kl if settings.kl > 0 else None
         shares, answers = batch_of(self._shares, settings), self._answers
         self._shares, self._answers = [], 0
         # Computed groups had signal, so they are in the batch; pending ones may have been replaced by resampling.
@@ -145,7 +146,7 @@ class PeftTrainer:
         self._waiting = [share for share in self._waiting if id(share) in batch]
         trained = sum(len(pack.sequences) for pack in _packs(shares))
         if not trained:
-            return UpdateMetrics(0.0, 0, 0, answers, None, None, None, None, None)
+            return UpdateMetrics(0.0, 0, 0, answers, None, None, None, None, None, kl_weight=kl_weight)
         _, std = divisors(shares, settings)
         parts = in_mini_batches(shares, settings.mini_batches, seed=self.steps_taken)
         wholes = [divisors(part, settings)[0] for part in parts]
@@ -188,6 +189,7 @@ class PeftTrainer:
             grad_norm=sum(norms) / len(norms) if norms else None,
             clip_fraction=total.clipped / total.tokens,
             kl=total.kl / total.tokens if settings.kl > 0 else watched,
+            kl_weight=kl_weight,
             entropy=first.entropy / first.tokens,
             logprob_gap=first.gap / first.tokens,
             logprob_gap_max=first.gap_max,
