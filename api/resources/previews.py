@@ -55,11 +55,12 @@ from core.results.previews import PreviewResults
 from core.retry import pauses
 from core.storage import datasets
 from core.storage.datasets import Example, InvalidDataset, LineError
+from core.storage.disk import count_refusal
 from core.storage.store import BlobStore
 from core.tenancy import tenants
 from graders.hazards.pool import OWNER
 from graders.run import grade_all
-from graders.spec import dump, hide_secrets
+from graders.spec import dump
 from graders.types import Grade, Sample, TokenUsage, summed
 
 log = logging.getLogger(__name__)
@@ -358,7 +359,7 @@ def _drawn(body: PreviewCreate) -> dict[str, int]:
 
 
 def _masked(body: PreviewCreate) -> dict[str, Any]:
-    return hide_secrets(dump(body.reinforcement(PREVIEW).grader))
+    return dump(body.reinforcement(PREVIEW).grader, masked=True)
 
 
 @router.post(
@@ -490,7 +491,8 @@ async def _run(preview_id: str, prepared: Prepared, service: Service, upstream: 
             try:
                 return await asyncio.to_thread(write_once, write, *values)
             except Exception as cause:
-                if outage(cause) is None or time.monotonic() - since > service.settings.patience_seconds:
+                count_refusal(resource := outage(cause))
+                if resource is None or time.monotonic() - since > service.settings.patience_seconds:
                     raise
                 log.warning("the preview %s waits: %r", preview_id, cause)
             await asyncio.sleep(pause)
