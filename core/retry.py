@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TypeVar
 
 from core.outages import Resource, outage
+from core.storage.disk import count_refusal
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +79,7 @@ class RetryPolicy:
                         raise
                     if reason is None:
                         log.warning("waiting for the %s: %r", resource, cause)
+                        count_refusal(resource)
                         waiting.enter_context(self._during(resource))
                     reason = cause
                 if self._wait(pause):

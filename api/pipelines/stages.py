@@ -29,6 +29,7 @@ from core.pipelines import graph, lifecycle, rows
 from core.pipelines.lifecycle import Stage
 from core.storage import files
 from core.storage.datasets import LineError, numbered_lines, read_objects
+from core.storage.disk import count_refusal
 from core.storage.store import BlobNotFound
 from core.tenancy import tenants
 from core.tenancy.audit import Actor
@@ -98,6 +99,7 @@ class Advance:
             if resource is Resource.DATABASE:  # nothing can be noted
                 raise
             log.exception("the stage %s of %s failed", stage["name"], self.claim.job_id)
+            count_refusal(resource)
             await self._try_again(stage, resource)
 
     async def _try_again(self, stage: Stage, resource: Resource | None) -> None:
