@@ -131,7 +131,7 @@ def test_what_if_has_the_advantages_that_training_has(scale: Any) -> None:
 
 @pytest.mark.parametrize("rewards", [*ROUNDED, *DIFFERENT])
 def test_rewards_that_differ_and_count_as_equal_are_warned_of_once(rewards: list[float]) -> None:
-    is_float64 = rewards in ([0.1 + 0.2, 0.3, 0.3, 0.3],)
+    is_float64 = rewards in ([0.1 + 0.2, 0.3, 0.3, 0.3], [0.3 - 3 * 0.1, 0.0, 0.0, 0.0])
     findings = monitors.alike_rewards([[None, *rewards], [1.0, 0.0], [1.0, 1.0], []])
 
     assert bool(findings) == (rewards in ROUNDED and not is_float64)

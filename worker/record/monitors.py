@@ -53,7 +53,7 @@ def check(steps: Steps, thresholds: Thresholds, warned: Collection[str] = ()) ->
 
 
 ALIKE = "alike_rewards"
-SUMS = 1e-12  # smaller relative differences are rounding of float64
+FLOAT64 = 1e-12  # smaller differences are rounding of graders that compute in float64
 
 
 def alike_rewards(
@@ -64,9 +64,7 @@ def alike_rewards(
         return []
     graded_PG = [[reward for reward in rewards_G if reward is not None] for rewards_G in rewards_PG]
     alike = [
-        graded_G
-        for graded_G in graded_PG
-        if graded_G and all_equal(graded_G) and max(graded_G) - min(graded_G) > SUMS * max(map(abs, graded_G))
+        graded_G for graded_G in graded_PG if all_equal(graded_G) and not all_equal(graded_G, within=FLOAT64)
     ]
     if not alike:
         return []
