@@ -93,7 +93,7 @@ def test_no_defect_of_a_template_is_silent(defect: str) -> None:
         (CHATML, "question", True),
         (CHATML, "question_end", True),
         (FAMILIES["hybrid"], "question_end", True),
-        (DEFECTS["closed only before a question"], "question_end", True),
+        (DEFECTS["closed only before a question"], "question_end", False),
         (DEFECTS["the question closed only before an answer"], "question_end", False),
         (DEFECTS["the question closed only before an answer"], "generation_prompt", True),
         (DEFECTS["the date"], "date", True),
