@@ -40,7 +40,6 @@ from core.storage.profiles import (
 )
 from core.storage.store import BlobNotFound
 from graders.build import for_row, item_paths, missing_item_paths, reads_more
-from graders.doubts import row_doubts
 from graders.spec import GraderSpec, SelectSpec
 from graders.template import dotted
 
@@ -198,5 +197,4 @@ def _reader(spec: GraderSpec) -> Reader:
         missing=missing,
         not_listed=reads_more(spec),
         chooses=chooses if isinstance(spec, SelectSpec) else None,
-        doubts=partial(row_doubts, spec),
     )

@@ -102,21 +102,12 @@ class GraderPath:
 
 
 @dataclass(frozen=True)
-class GraderDoubt:
-    """Valid rows that cannot tell good answers from bad ones; `reason` ends the sentence "This row ..."."""
-
-    reason: str
-    found: SomeLines
-
-
-@dataclass(frozen=True)
 class GraderReads:
-    """The fields that the templates of a grader read, and rows that it cannot grade."""
+    """The fields that the templates of a grader read."""
 
     paths: list[GraderPath]
     not_listed: bool  # a python grader or an endpoint may read other fields as well
     no_grader: SomeLines | None  # rows for which a select grader has no grader; None: it is not one
-    doubts: list[GraderDoubt]  # the first different ones
 
 
 @dataclass(frozen=True)
@@ -168,14 +159,13 @@ class Profile:
 @dataclass(frozen=True)
 class Reader:
     """The fields that a grader reads. `missing` returns the paths that a row lacks, `chooses` whether a grader is
-    chosen for it, `doubts` why answers to it cannot be told apart.
+    chosen for it.
     """
 
     paths: Sequence[str]
     missing: Callable[[dict[str, Any]], Sequence[str]]
     not_listed: bool
     chooses: Callable[[dict[str, Any]], bool] | None = None
-    doubts: Callable[[dict[str, Any]], Sequence[str]] = lambda row: ()
 
 
 @dataclass(frozen=True)
@@ -402,25 +392,18 @@ class _ReadCount:
         self._reader = reader
         self._missing = {path: _Lines() for path in reader.paths}
         self._unchosen = _Lines()
-        self._doubts: dict[str, _Lines] = {}
 
     def add(self, row: Example) -> None:
         missing = self._reader.missing(row.item)
         for path in missing:
             self._missing[path].add(row.line)
-        if missing:
-            return
-        if self._reader.chooses is not None and not self._reader.chooses(row.item):
+        if self._reader.chooses is not None and not missing and not self._reader.chooses(row.item):
             self._unchosen.add(row.line)
-        for reason in self._reader.doubts(row.item):
-            if reason in self._doubts or len(self._doubts) < MAX_SHOWN:
-                self._doubts.setdefault(reason, _Lines()).add(row.line)
 
     def end(self) -> GraderReads:
         paths = [GraderPath(path, lines.end()) for path, lines in self._missing.items()]
         unchosen = None if self._reader.chooses is None else self._unchosen.end()
-        doubts = [GraderDoubt(reason, lines.end()) for reason, lines in self._doubts.items()]
-        return GraderReads(paths, self._reader.not_listed, unchosen, doubts)
+        return GraderReads(paths, self._reader.not_listed, unchosen)
 
 
 @dataclass

@@ -343,18 +343,10 @@ class GraderPath(BaseModel):
     missing: SomeLines
 
 
-class GraderDoubt(BaseModel):
-    """Valid rows that cannot tell good answers from bad ones; `reason` ends the sentence "This row ..."."""
-
-    reason: str
-    found: SomeLines
-
-
 class GraderReads(BaseModel):
     paths: list[GraderPath]
     not_listed: bool  # a python grader or an endpoint may read other fields as well
     no_grader: SomeLines | None = None  # rows for which a select grader has no grader
-    doubts: list[GraderDoubt]
 
 
 class Duplicates(BaseModel):

@@ -64,19 +64,7 @@ def test_rows_that_the_grader_cannot_grade_are_listed(api: TestClient, upload: C
         "paths": [{"path": "item.answer", "missing": {"rows": 1, "lines": [2]}}],
         "not_listed": False,
         "no_grader": None,
-        "doubts": [],
     }
-
-
-def test_rows_to_which_every_answer_scores_the_same_are_listed(
-    api: TestClient, upload: Callable[..., str]
-) -> None:
-    file_id = upload(jsonl(prompt("a", answer=""), prompt("b", answer="4"), prompt("c", answer="")))
-
-    [doubt] = profiled(api, file_id, grader=GRADER | {"operation": "like"})["grader"]["doubts"]
-
-    assert doubt["reason"].startswith("has an empty reference for 'exact'")
-    assert doubt["found"] == {"rows": 2, "lines": [1, 3]}
 
 
 def test_a_select_grader_tells_which_rows_choose_none(api: TestClient, upload: Callable[..., str]) -> None:

@@ -301,8 +301,6 @@ def profile_text(profile: dict[str, Any]) -> str:
             lines += _lines_of("rows lack it", read["missing"])[1:]
         if reads["no_grader"] is not None:
             lines += _lines_of("rows choose no grader", reads["no_grader"])
-        for doubt in reads["doubts"]:
-            lines += _lines_of(f"rows are doubtful: each {doubt['reason']}", doubt["found"])
         if reads["not_listed"]:
             lines.append("its code or its endpoint may read other fields as well")
     fields = [
