@@ -14,11 +14,11 @@ from core.database.engine import Work
 from core.database.pages import Page
 from core.database.tables import GoldenCase, StoredGrader
 from core.errors import GoldenCaseNotFound, InvalidRequest
+from core.rewards import equal
 
 MAX_CASES = 200  # of a grader: a check runs all of them in one request
 MAX_CASE_BYTES = 256 << 10
 MAX_BYTES = 8 << 20  # of all cases of a grader
-CLOSE = 1e-6  # equal scores, as in regrades and in the client
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,8 @@ def passes(case: GoldenCase, score: float | None) -> bool:
     if score is None:
         return False
     low, high = case.min_score, case.max_score
-    return (low is None or score >= low - CLOSE) and (high is None or score <= high + CLOSE)
+    is_high_enough = low is None or score >= low or equal(score, low)
+    return is_high_enough and (high is None or score <= high or equal(score, high))
 
 
 def add(work: Work, grader: StoredGrader, cases: Sequence[NewCase]) -> list[GoldenCase]:

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TypeVar
 
 from core.outages import Resource, outage
+from core.storage.disk import count_refusal
 
 log = logging.getLogger(__name__)
 
@@ -112,6 +113,7 @@ class _Call:
             raise cause
         if self._reason is None:
             log.warning("waiting for the %s: %r", resource, cause)
+            count_refusal(resource)
             self._waiting.enter_context(policy._during(resource))
         self._reason = cause
 

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 EQUAL = 1e-6
 
 
-def equal(one: float, other: float) -> bool:
+def equal(one: float, other: float, *, within: float = EQUAL) -> bool:
     """Return whether two rewards differ by rounding at most."""
-    return math.isclose(one, other, rel_tol=EQUAL, abs_tol=EQUAL)
+    return math.isclose(one, other, rel_tol=within, abs_tol=within)
 
 
-def all_equal(rewards: Sequence[float]) -> bool:
+def all_equal(rewards: Sequence[float], *, within: float = EQUAL) -> bool:
     """Return whether any two of the rewards are equal; true for fewer than two."""
-    return len(rewards) < 2 or equal(min(rewards), max(rewards))
+    return len(rewards) < 2 or equal(min(rewards), max(rewards), within=within)

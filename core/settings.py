@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +23,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 from core.addresses import HostPort, check_is_escaped, check_is_meant, plain_host
 from core.inference import InferenceUrl, address_of
 from core.jobs.thresholds import Thresholds
+from core.masking import hide_secrets
 from core.tenancy.limits import DEFAULT_LIMITS, Limits
 from core.tenancy.single_sign_on import Rule, TrustedNetwork
 
@@ -265,6 +266,10 @@ class Settings(BaseSettings):
     # Price of a GPU-second and its currency (ISO 4217). Unset: no costs are shown and budgets cannot be in money.
     price_per_gpu_second: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     currency: str = Field(default="USD", pattern=r"^[A-Z]{3}$")
+
+    def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
+        """The settings for a log or a debugger: without keys, and with the passwords in URLs masked."""
+        return ((name, hide_secrets(value)) for name, value in super().__repr_args__())
 
     @field_validator("*", mode="before")
     @classmethod

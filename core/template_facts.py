@@ -41,6 +41,8 @@ class TemplateFacts(BaseModel):
     end_of_turn_added: bool
     generation_prompt: bool  # false: prompts lack the header of the answer
     question: bool  # false: the user's message is not in the prompt
+    # false: the text after the question lacks in prompts what it has in conversations, where an answer follows.
+    question_end: bool
     answer: bool  # false: the text of an earlier answer is not in the prompt
     system_role: Literal["rendered", "ignored", "rejected"]
     alternation: bool  # two messages of one role in a row are rejected
@@ -66,6 +68,12 @@ class TemplateFacts(BaseModel):
                 "The model's chat template writes nothing before an answer (it ignores add_generation_prompt), so "
                 "prompts lack the header of the answer. Set chat_template in the model's entry of the "
                 "registry to a template that writes it."
+            )
+        if not self.question_end:
+            found.append(
+                "The model's chat template ends the user's message only if an answer follows it, so training rows have "
+                "that end and prompts lack it. Set chat_template in the model's entry of the registry to a template "
+                "that writes it after every message."
             )
         if self.system_role == "ignored":
             found.append("The model's chat template leaves out system messages: the model does not see them.")
@@ -140,6 +148,7 @@ def find_facts(
         # A template that rejects the question alone says nothing of it.
         generation_prompt=prompt is None or prompt != plain or _has_header(prompt, whole or "", form),
         question=prompt is None or QUESTION in prompt,
+        question_end=prompt is None or whole is None or _ends_question(prompt, whole, form),
         answer=has_answer,
         system_role="rejected" if system is None else "rendered" if _SYSTEM in system else "ignored",
         alternation=plain is not None and rendered(_USER, _NEXT) is None,
@@ -155,8 +164,21 @@ def _has_header(prompt: str, whole: str, form: Format | None) -> bool:
     Some templates always write the header, and with others, such as Mistral's, it is the end of the question.
     """
     between, answered, _ = whole.partition(QUESTION)[2].partition(_ANSWER)
-    header = between.partition(form.start)[0] if form is not None else between
+    header = _without_thought(between, form)
     return bool(answered) and prompt.partition(QUESTION)[2].strip().startswith(header.strip())
+
+
+def _ends_question(prompt: str, whole: str, form: Format | None) -> bool:
+    """Whether the text between a question and its answer has nothing before the header that the prompt ends with."""
+    after, between = (_without_thought(text.partition(QUESTION)[2], form) for text in (prompt, whole))
+    between = between.partition(_ANSWER)[0].strip()
+    header = after.strip()
+    return not header or between == header or not between.endswith(header)
+
+
+def _without_thought(text: str, form: Format | None) -> str:
+    """The text up to the thought that it begins."""
+    return text if form is None else text.partition(form.start)[0]
 
 
 def _end_of_turn(

@@ -22,7 +22,6 @@ from graders.judge.judges import Judges
 from graders.judge.model_graders import LabelModel, PromptTemplate, ScoreModel, TemplatePart
 from graders.sandbox.pool import refusal
 from graders.spec import (
-    MASK,
     EndpointSpec,
     FormatSpec,
     GraderSpec,
@@ -178,16 +177,6 @@ def judge_parts(
         yield param, spec
     for key, sub in parts_of(spec).items():
         yield from judge_parts(sub, f"{param}.graders.{key}")
-
-
-def masked_part(spec: GraderSpec, param: str = "grader") -> str | None:
-    """The path of a header value that is the mask of a secret, as `hide_secrets` returns it; None: there is none."""
-    if isinstance(spec, EndpointSpec) and spec.headers:
-        return next(
-            (f"{param}.headers.{name}" for name, value in spec.headers.items() if value == MASK), None
-        )
-    inner = (masked_part(sub, f"{param}.graders.{key}") for key, sub in parts_of(spec).items())
-    return next(filter(None, inner), None)
 
 
 def environments_of(spec: GraderSpec) -> list[str]:

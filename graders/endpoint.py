@@ -14,12 +14,14 @@ from typing import Any, ClassVar
 
 import httpx
 
+from core.masking import hide_in_error, mask_values
 from core.outbound.http import Outgoing, UrlNotAllowed, host_of, is_address, matches, parse, resolve_host
 from graders.calls import CallRetryPolicy, NoAnswer, RateLimit, post
 from graders.template import quoted
 from graders.types import ErrorKind, Grade, Item, Sample, StepScore, is_score, steps_of, too_large
 
 MAX_PAYLOAD = 1_000_000  # bytes
+MAX_QUOTED = 4096  # characters of an answer of which a reason may quote a part
 TIMEOUT_S = 600.0
 
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
@@ -109,7 +111,7 @@ class Endpoint:
     """
 
     name: str
-    url: str
+    url: str = field(repr=False)
     headers: Mapping[str, str] = field(repr=False)
     endpoints: Endpoints
     pace: RateLimit
@@ -132,13 +134,15 @@ class Endpoint:
                     timeout_s=self.endpoints.timeout_s,
                 )
         except NoAnswer as silence:
-            return Grade(None, f"no answer: {silence}", ErrorKind.endpoint_grader_server_error)
+            return Grade(
+                None, f"no answer: {hide_in_error(str(silence))}", ErrorKind.endpoint_grader_server_error
+            )
         if not answer.ok:
-            reason = f"HTTP {answer.status}: {quoted(answer.text)}"
+            reason = f"HTTP {answer.status}: {self._quoted(answer.text)}"
             return Grade(None, reason, ErrorKind.endpoint_grader_server_error)
         score = _score(answer.text)
         if score is None:
-            return _unusable(f'expected {{"score": number}}, got {quoted(answer.text)}')
+            return _unusable(f'expected {{"score": number}}, got {self._quoted(answer.text)}')
         if not is_score(score):
             return _unusable(f"the endpoint {too_large(score)}")
         try:
@@ -146,6 +150,10 @@ class Endpoint:
         except ValueError as wrong:
             return _unusable(f"its steps cannot be used: {wrong}")
         return Grade(score, f"the endpoint returned {score:g}", steps=steps)
+
+    def _quoted(self, answer: str) -> str:
+        """The answer of the server for readers of the job, who may not see the secrets that the server was sent."""
+        return quoted(hide_in_error(mask_values(answer[:MAX_QUOTED], self.headers.values())))
 
 
 def _steps(text: str, sample: Sample) -> tuple[StepScore, ...]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import re
 import secrets
 import string
 from collections.abc import Collection, Iterable, Mapping
@@ -27,6 +26,7 @@ from pydantic import (
     model_validator,
 )
 
+from core.masking import hide_secrets
 from graders import complaints
 from graders.builtin.format_check import MAX_PATTERN, Credit, Form
 from graders.builtin.string_check import Operation
@@ -336,7 +336,7 @@ class EndpointSpec(BaseModel, extra="forbid", frozen=True, strict=True):
 
     type: Literal["endpoint"] = "endpoint"
     name: GraderName
-    url: Annotated[str, AfterValidator(checked_url)]
+    url: Annotated[str, AfterValidator(checked_url)] = Field(repr=False)
     headers: (
         Annotated[dict[str, str], Field(max_length=MAX_HEADERS), AfterValidator(checked_headers)] | None
     ) = Field(default=None, repr=False)
@@ -436,9 +436,6 @@ _NOTES = {
 }
 
 
-MASK = "***"
-
-
 def parse_grader(raw: object, param: str = "grader", *, unlisted: Collection[str] = ()) -> GraderSpec:
     """Parse a spec from `raw`, parsed JSON. Raises InvalidGrader with a `param` below the given one.
 
@@ -494,76 +491,10 @@ def parts_of(spec: GraderSpec) -> Mapping[str, SimpleSpec | MultiSpec]:
 def dump(spec: GraderSpec, *, masked: bool = False) -> dict[str, Any]:
     """Return the spec as JSON for a response: `type` and `name` on every grader, without unset fields.
 
-    `masked` hides the values of an endpoint's headers; a masked spec cannot be run.
+    `masked` hides secrets (core/masking.py); a masked spec cannot be run.
     """
-    dumped = spec.model_dump(mode="json", exclude_none=True)
-    return hide_secrets(dumped) if masked else dumped
-
-
-def hide_secrets(dumped: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a spec with the header values of endpoint graders masked, also inside a multi or a select.
-
-    Args:
-        dumped: as `dump` returns it, or as a valid request has it: a multi's graders may be a list, headers null.
-    """
-    shown = dict(dumped)
-    if shown.get("headers"):
-        shown["headers"] = dict.fromkeys(shown["headers"], MASK)
-    inner = shown.get("graders")
-    if isinstance(inner, list):
-        shown["graders"] = [hide_secrets(sub) for sub in inner]
-    elif inner:
-        shown["graders"] = {key: hide_secrets(sub) for key, sub in inner.items()}
-    return shown
-
-
-# Fields whose text is a secret in the exports of other services, in any case.
-_SECRET_FIELDS = frozenset(
-    {
-        "authorization",
-        "api_key",
-        "api-key",
-        "apikey",
-        "x-api-key",
-        "password",
-        "secret",
-        "token",
-        "access_token",
-    }
-)
-_USER_OF_URL = re.compile(r"(?<=://)[^/?#\s]*@")
-
-
-def hide_secrets_anywhere(value: Any) -> Any:
-    """Return JSON with the secrets masked that any object in it may have.
-
-    For objects that no parser has checked, such as imported criteria. Masks the values of `headers`, the text of fields
-    named as secrets are, both in any case, and the user and password of a URL.
-    """
-    if isinstance(value, Mapping):
-        return {name: _hidden(name.lower(), inner) for name, inner in value.items()}
-    if isinstance(value, list):
-        return [hide_secrets_anywhere(inner) for inner in value]
-    if isinstance(value, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", value):
-        return _USER_OF_URL.sub(f"{MASK}@", value, count=1)
-    return value
-
-
-def _hidden(name: str, value: Any) -> Any:
-    if name == "headers":
-        return _masked_texts(value)
-    if name in _SECRET_FIELDS and isinstance(value, str):
-        return MASK
-    return hide_secrets_anywhere(value)
-
-
-def _masked_texts(value: Any) -> Any:
-    """The value with each text in it masked, except for the names of its fields."""
-    if isinstance(value, Mapping):
-        return {name: _masked_texts(inner) for name, inner in value.items()}
-    if isinstance(value, list):
-        return [_masked_texts(inner) for inner in value]
-    return value if value is None else MASK
+    dumped: dict[str, Any] = spec.model_dump(mode="json", exclude_none=True)
+    return dict(hide_secrets(dumped)) if masked else dumped
 
 
 def _sub_graders(raw: object, param: str) -> dict[str, SubGraderSpec]:

@@ -1,4 +1,4 @@
-"""Allowed imports: worker -> core, graders; api -> core, graders; graders -> core.outbound.http."""
+"""Allowed imports: worker -> core, graders; api -> core, graders; graders -> core.outbound.http, core.masking."""
 
 import ast
 import sys
@@ -13,8 +13,8 @@ ROOT = Path(__file__).parents[1]
 OURS = {"api", "core", "graders", "worker", "sdk", "regraft", "tests"}
 HEAVY = {"torch", "transformers", "peft", "vllm"}
 MAY_IMPORT = {"core": set(), "graders": set(), "api": {"core", "graders"}, "worker": {"core", "graders"}}
-# One client for all requests to other people's servers. It imports nothing of ours.
-SHARED = {"core.outbound.http"}
+# One client for all requests to other people's servers, and what hides secrets. They import nothing of ours.
+SHARED = {"core.masking", "core.outbound.http"}
 # The one place that puts both halves together: the command line.
 COMPOSITION_ROOT = "worker/cli/service.py"
 

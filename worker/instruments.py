@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, writ
 
 from core.jobs.claim import Claim
 from core.results.step_metrics import StepMetrics
+from core.storage.disk import Refusals
 from core.storage.store import FailedCleanups
 from core.telemetry import logs, tracing
 from graders.spec import GraderSpec, parts_of
@@ -29,6 +30,7 @@ WRITE_SECONDS = 5.0
 COUNTED = CollectorRegistry(auto_describe=False)
 COUNTED.register(Sandbox("regraft_run_sandbox"))
 COUNTED.register(FailedCleanups("regraft_run_failed_cleanups"))
+COUNTED.register(Refusals("regraft_run_storage_refusals"))
 STEP_SECONDS = Histogram(
     "regraft_step_seconds",
     "Duration of a training step, by phase; `all` is the whole step.",

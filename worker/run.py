@@ -214,6 +214,13 @@ class Run:
         found = monitors.check(
             [*self.history.steps, data.without_sections()], self.thresholds, self.history.warned
         )
+        if (
+            not self.settings.has_token_rewards
+        ):  # else answers to different prompts are compared with each other
+            rewards_PG = [
+                group.taught_by(self.settings.supervision) for group in train_P if not group.has_teacher
+            ]
+            found += monitors.alike_rewards(rewards_PG, self.history.warned)
         pause = self.recorder.step(data, stored, ahead=ahead, valid_scores=scores, findings=found)
         self.history.add(data, [finding.rule for finding in found])
         if data.step == 0:

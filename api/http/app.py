@@ -7,13 +7,13 @@ from functools import cache
 
 import anyio
 from anyio import CapacityLimiter
-from fastapi import APIRouter, Depends, FastAPI
+from fastapi import FastAPI
 from starlette.routing import BaseRoute
 
 from api.http import azure, console, docs_site, errors
 from api.http.admission import FILE_READS, UPLOADS, Admission
 from api.http.deps import Service, key_owner
-from api.http.duplicate_keys import refuse_duplicate_keys
+from api.http.duplicate_keys import UniqueKeysRouter
 from api.http.grader_loop import GraderLoop
 from api.http.json_responses import JSON
 from api.http.large_bodies import LargeBodies
@@ -156,11 +156,7 @@ def create_app(
 def all_routes() -> list[BaseRoute]:
     """Build all routes once per process: it takes half a second, and they hold no state of an application."""
     # 4XX keeps FastAPI from documenting its 422, which we never return; the document then names each status.
-    router = APIRouter(
-        responses={"4XX": {"model": Error}},
-        default_response_class=JSON,
-        dependencies=[Depends(refuse_duplicate_keys)],
-    )
+    router = UniqueKeysRouter(responses={"4XX": {"model": Error}}, default_response_class=JSON)
     router.include_router(health.router)
     for resource in (
         files,

@@ -1,10 +1,13 @@
-"""Rejects JSON bodies in which an object has a key twice."""
+"""Parses JSON bodies, and rejects those in which an object has a key twice."""
 
 import json
+from collections.abc import Callable, Coroutine
 from functools import partial
+from typing import Any
 
 from anyio import to_thread
-from fastapi import Request
+from fastapi import APIRouter, HTTPException, Request, Response
+from fastapi.routing import APIRoute
 
 from core.errors import InvalidRequest
 from core.storage.datasets import DuplicateKey, unique_keys
@@ -12,22 +15,41 @@ from core.storage.datasets import DuplicateKey, unique_keys
 MAX_PARAM = 200  # characters of a key that are sent back
 IN_THREAD_BYTES = 64 << 10  # a larger body would hold up other requests
 
+_read = partial(json.loads, object_pairs_hook=unique_keys)
 
-async def refuse_duplicate_keys(request: Request) -> None:
-    """A dependency of all routes. FastAPI's parser keeps the last of two equal keys, and drops the other silently.
 
-    Raises:
-        InvalidRequest: with the code `duplicate_key`.
-    """
-    # A route without a body field reads its body in pieces (files), or ignores it.
-    if request.scope["route"].body_field is None:
-        return
-    try:
-        body = await request.body()
-        read = partial(json.loads, body, object_pairs_hook=unique_keys)
-        await to_thread.run_sync(read) if len(body) > IN_THREAD_BYTES else read()
-    except DuplicateKey as cause:
-        message = f"The body of the request {cause}."
-        raise InvalidRequest(message, param=cause.key[:MAX_PARAM], code="duplicate_key") from None
-    except (ValueError, RecursionError):
-        return  # not JSON: FastAPI reports it
+class _Request(Request):
+    """A request that parses its JSON with each key once. Starlette's parser silently drops the first of two."""
+
+    async def json(self) -> Any:
+        body = await self.body()
+        try:
+            return await to_thread.run_sync(_read, body) if len(body) > IN_THREAD_BYTES else _read(body)
+        except DuplicateKey as cause:
+            # The only exception class that FastAPI's body parsing re-raises.
+            raise HTTPException(400) from cause
+
+
+class UniqueKeysRoute(APIRoute):
+    """A route that parses a JSON body once, and answers a duplicate key with the code `duplicate_key`."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handle_unique(request: Request) -> Response:
+            try:
+                return await handle(_Request(request.scope, request.receive))
+            except HTTPException as refused:
+                if not isinstance(cause := refused.__cause__, DuplicateKey):
+                    raise
+            message = f"The body of the request {cause}."
+            raise InvalidRequest(message, param=cause.key[:MAX_PARAM], code="duplicate_key")
+
+        return handle_unique
+
+
+class UniqueKeysRouter(APIRouter):
+    """A router whose routes, those of included routers too, reject duplicate keys."""
+
+    def add_api_route(self, *args: Any, **options: Any) -> None:
+        super().add_api_route(*args, **options | {"route_class_override": UniqueKeysRoute})

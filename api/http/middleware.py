@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from api.http.json_responses import JSON
 from core.errors import InsufficientStorage, ServiceError, Unavailable
 from core.outages import Resource, outage
-from core.storage import disk
+from core.storage.disk import count_refusal
 from core.telemetry import logs
 
 log = logging.getLogger(__name__)
@@ -194,8 +194,8 @@ def of_outage(cause: BaseException) -> ServiceError | None:
     if resource is None:
         return None
     log.error("the %s cannot be used: %r", resource, cause, exc_info=cause)
+    count_refusal(resource)
     if resource is Resource.DISK:
-        disk.REFUSALS.inc()
         return InsufficientStorage()
     return Unavailable(f"The service cannot use its {resource} now. Try again in a moment.")
 

@@ -29,6 +29,7 @@ from core.pipelines import graph, lifecycle, rows
 from core.pipelines.lifecycle import Stage
 from core.storage import files
 from core.storage.datasets import LineError, numbered_lines, read_objects
+from core.storage.disk import count_refusal
 from core.storage.store import BlobNotFound
 from core.tenancy import tenants
 from core.tenancy.audit import Actor
@@ -99,6 +100,7 @@ class Advance:
             if resource is Resource.DATABASE:  # nothing can be noted
                 raise
             log.exception("the stage %s of %s failed", stage["name"], self.claim.job_id)
+            count_refusal(resource)
             note = None if resource is None else f"The stage waits for the {resource}."
             await self._try_again(stage, note, ServiceError(REPEATED_ERROR))
 

@@ -7,7 +7,6 @@ from fastapi.responses import StreamingResponse
 
 from api.http.deps import CurrentProject, ServiceDep
 from core.results import export
-from graders.spec import hide_secrets
 
 router = APIRouter(prefix="/regraft/checkpoints", tags=["regraft"])
 
@@ -26,7 +25,7 @@ async def download_checkpoint(
     def gather() -> export.TakeHome:
         with service.database.read() as session:
             checkpoint = export.of_project(session, project.id, checkpoint_id)
-        home = export.gather(service.database, service.blobs, service.registry, checkpoint, hide_secrets)
+        home = export.gather(service.database, service.blobs, service.registry, checkpoint)
         export.check(home, service.blobs, checkpoint_id)
         return home
 

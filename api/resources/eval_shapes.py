@@ -10,10 +10,10 @@ from core.database.tables import Eval, EvalRun, Job, RolloutPage
 from core.evals import budgets, imported, lifecycle, summary
 from core.evals.items import Item
 from core.evals.summary import rate
+from core.masking import hide_in_error, hide_secrets
 from core.results import evals
 from core.results.evals import Criterion
 from core.results.rollouts import Row, SamplePosition
-from graders.spec import hide_secrets, hide_secrets_anywhere
 
 # Free text, because an imported item may have another status.
 ItemStatus = Literal["pass", "fail", "error"]
@@ -62,7 +62,7 @@ class EvalOut(BaseModel):
             updated_at=made.updated_at,
             name=made.name,
             data_source_config=_config(made.data_source_config),
-            testing_criteria=[hide_secrets_anywhere(spec) for spec in made.testing_criteria],
+            testing_criteria=[hide_secrets(spec) for spec in made.testing_criteria],
             metadata=made.metadata_,
         )
 
@@ -86,7 +86,7 @@ class EvalOut(BaseModel):
 def _config(stored: Mapping[str, Any]) -> dict[str, Any]:
     """The config with the schema of a whole row. An imported one has it already."""
     if "schema" in stored or "item_schema" not in stored:
-        shown = {"schema": {"type": "object"}} | hide_secrets_anywhere(stored)
+        shown = {"schema": {"type": "object"}} | hide_secrets(stored)
         if "schema" in stored:
             shown["schema"] = stored["schema"]  # its properties may have any name
         return {name: value for name, value in shown.items() if name != "item_schema"}
@@ -128,10 +128,10 @@ class RunOut(BaseModel):
     @classmethod
     def of_run(cls, run: EvalRun, content: list[Any] | None, *, report_url: str) -> "RunOut":
         kept = run.summary or summary.empty([])
-        shown = hide_secrets_anywhere(kept.get("imported", {}))
+        shown = hide_secrets(kept.get("imported", {}))
         counts = shown.get("result_counts") or summary.result_counts(kept)
         finished = summary.finished(kept)
-        source = hide_secrets_anywhere(run.data_source)
+        source = hide_secrets(run.data_source)
         rows = source.get("source") or {}
         if content is not None or rows.get("type") == "file_content":  # whose rows are deleted after a while
             source["source"] = rows | {"content": content or []}
@@ -150,7 +150,7 @@ class RunOut(BaseModel):
             or summary.criteria_results(kept),
             data_source=source,
             metadata=run.metadata_,
-            error=hide_secrets_anywhere(run.error),
+            error=hide_in_error(run.error),
             **summary.rate(counts["passed"], counts["passed"] + counts["failed"]),
             progress={"finished": finished, "total": run.total},
             started_at=run.started_at,
@@ -229,7 +229,11 @@ class ItemOut(BaseModel):
         return cls(
             run_id=imported.shown(run.id),
             eval_id=imported.shown(run.eval_id),
-            **shown | {"sample": _without_nulls(item["sample"])},
+            **shown
+            | {
+                "results": [_without_secrets(result) for result in item["results"]],
+                "sample": _without_secrets(_without_nulls(item["sample"])),
+            },
         )
 
     @classmethod
@@ -247,6 +251,11 @@ class ItemOut(BaseModel):
             sample=_without_nulls(_sample(job, row, model)),
             rollout_id=row["id"],
         )
+
+
+def _without_secrets(said: Mapping[str, Any]) -> dict[str, Any]:
+    """A sample, or the result of a grader, without the secrets of a server that an imported error may quote."""
+    return {**said, **({"error": hide_in_error(said["error"])} if said.get("error") else {})}
 
 
 def _result(criterion: Criterion, row: Row) -> dict[str, Any]:

@@ -17,9 +17,10 @@ from api.http.stored_graders import OrStored, ResolvesGraders
 from core.database.tables import Project
 from core.disconnect import until_gone
 from core.errors import GraderEnvironmentMissing, InvalidRequest, Unavailable
+from core.masking import masked_path
 from core.results import lineage
 from graders.backends import Backends
-from graders.build import masked_part, python_parts, reward_model_parts
+from graders.build import python_parts, reward_model_parts
 from graders.checks import has_patterns
 from graders.environments.catalog import EnvironmentNotBuilt
 from graders.hazards.pool import OWNER, HazardFailed
@@ -113,7 +114,7 @@ async def refuse(
     body_is_read()
     if not in_job:
         refuse_reward_models(spec, param)
-    if (masked := masked_part(spec, param)) is not None:
+    if (masked := masked_path(dump(spec), param)) is not None:
         raise InvalidRequest(
             f"'{masked}' has the mask of a secret: send its value.",
             param=masked,

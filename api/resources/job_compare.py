@@ -12,9 +12,9 @@ from api.resources.eval_compare import Difference
 from core.errors import InvalidRequest
 from core.jobs import lifecycle
 from core.jobs.budgets import Price
+from core.masking import hide_secrets
 from core.results import job_comparison
 from core.results.job_comparison import Validated
-from graders.spec import hide_secrets
 
 MAX_OTHERS = 5
 

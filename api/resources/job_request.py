@@ -7,8 +7,8 @@ from fastapi import APIRouter
 from api.http.deps import CurrentProject, ReadSession
 from api.resources.job_body import STORED_GRADER
 from core.jobs import integrations, lifecycle
+from core.masking import hide_secrets
 from core.results.lineage import Parent
-from graders.spec import hide_secrets
 
 router = APIRouter(prefix="/regraft/jobs", tags=["regraft"])
 

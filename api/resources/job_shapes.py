@@ -21,10 +21,10 @@ from core.jobs.budgets import Price
 from core.jobs.hyperparameters import shown_advanced
 from core.jobs.verdict import Outcome
 from core.jobs.verdict import shown as shown_verdict
+from core.masking import hide_secrets
 from core.results import evals
 from core.results.job_results import JobResult
 from core.results.lineage import Parent
-from graders.spec import hide_secrets
 
 
 class QueueOut(BaseModel):

@@ -16,8 +16,8 @@ from api.http.validation_errors import explain
 from api.resources.job_body import GRADER_PATH, JobCreate
 from api.resources.job_checks import accept, refuse_unusable
 from core.database.tables import Project
+from core.masking import hide_secrets
 from core.storage import files
-from graders.spec import hide_secrets
 
 router = APIRouter(prefix="/regraft/jobs/validate", tags=["regraft"])
 

@@ -22,12 +22,12 @@ from core.database.engine import Work
 from core.database.tables import EvalRun, Job, Pipeline, Project
 from core.errors import InvalidRequest, ModelNotFound
 from core.evals import summary, targets
+from core.masking import hide_secrets
 from core.pipelines import graph, lifecycle
 from core.pipelines.lifecycle import Stage
 from core.results import model_aliases
 from core.storage import files
 from core.tenancy import tenants
-from graders.spec import hide_secrets
 
 router = APIRouter(prefix="/regraft/pipelines", tags=["regraft"])
 

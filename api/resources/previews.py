@@ -60,7 +60,7 @@ from core.storage.store import BlobStore
 from core.tenancy import tenants
 from graders.hazards.pool import OWNER
 from graders.run import grade_all
-from graders.spec import dump, hide_secrets
+from graders.spec import dump
 from graders.types import Grade, Sample, TokenUsage, summed
 
 log = logging.getLogger(__name__)
@@ -372,7 +372,7 @@ def _drawn(body: PreviewCreate) -> dict[str, int]:
 
 
 def _masked(body: PreviewCreate) -> dict[str, Any]:
-    return hide_secrets(dump(body.reinforcement(PREVIEW).grader))
+    return dump(body.reinforcement(PREVIEW).grader, masked=True)
 
 
 @router.post(

@@ -23,12 +23,13 @@ from core.evals import budgets, items, lifecycle, regrades, summary
 from core.evals.items import MAX_ROWS, Item
 from core.evals.regrades import Change, SelectedSteps
 from core.jobs import lifecycle as jobs
+from core.masking import hide_secrets
 from core.results import rollouts
 from core.results.rollouts import SamplePosition, Split
 from core.strict import StrictModel
 from core.tenancy import tenants
 from graders.build import missing_item_paths
-from graders.spec import GraderSpec, dump, hide_secrets
+from graders.spec import GraderSpec, dump
 
 router = APIRouter(prefix="/regraft/jobs/{job_id}", tags=["regraft"])
 

@@ -25,6 +25,7 @@ from core.database.tables import GoldenCase, GraderVersion, Project, StoredGrade
 from core.disconnect import until_gone
 from core.errors import InvalidRequest
 from core.golden_cases import MAX_CASES, NewCase
+from core.masking import hide_secrets
 from core.storage.datasets import MAX_DEPTH, is_nested_too_deeply
 from core.strict import StrictModel
 from core.tenancy import tenants
@@ -32,7 +33,7 @@ from graders.hazards.pool import OWNER
 from graders.prompts import sample_of
 from graders.report import run_report
 from graders.run import grade_all
-from graders.spec import GraderSpec, dump, hide_secrets, parse_grader
+from graders.spec import GraderSpec, dump, parse_grader
 from graders.types import ErrorKind, Grade, Item, Sample
 from graders.types import Grader as RunningGrader
 

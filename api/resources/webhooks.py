@@ -13,6 +13,7 @@ from api.http.shapes import After, Body, Deleted, EndedListing, Limit, clamped, 
 from core.database.ids import new_id
 from core.database.tables import Project, WebhookDelivery, WebhookEndpoint, now
 from core.errors import InvalidRequest
+from core.masking import hide_in_error, hide_secrets, masked_path
 from core.outbound import webhooks
 from core.outbound.http import Outgoing, Unreachable, UrlNotAllowed
 from core.outbound.webhooks import DeliveryState
@@ -143,7 +144,7 @@ class WebhookDeliveryOut(BaseModel):
             else None,
             delivered_at=delivery.delivered_at,
             last_status=delivery.last_status,
-            last_error=delivery.last_error,
+            last_error=hide_in_error(delivery.last_error),
             event=json.loads(delivery.body),
         )
 
@@ -159,7 +160,7 @@ def _shown(endpoint: WebhookEndpoint) -> dict[str, Any]:
         "created_at": endpoint.created_at,
         "updated_at": endpoint.updated_at,
         "name": endpoint.name,
-        "url": endpoint.url,
+        "url": hide_secrets(endpoint.url),
         "event_types": endpoint.event_types,
         "thresholds": endpoint.thresholds,
         "signing_secret_hint": f"whsec_...{endpoint.secret[-4:]}",
@@ -265,7 +266,7 @@ async def test_webhook_endpoint(
     try:
         status = await _outgoing(service).post(endpoint.url, sample.encode(), headers)
     except (UrlNotAllowed, Unreachable) as problem:
-        message = f"The endpoint could not be reached: {problem}."
+        message = f"The endpoint could not be reached: {hide_in_error(str(problem))}."
         # 400, not 502: OpenAI's client would retry a 502.
         raise InvalidRequest(message, code="webhook_endpoint_unreachable") from None
     return WebhookEndpointTestOut(
@@ -309,6 +310,8 @@ def list_webhook_event_types(project: CurrentProject) -> EventTypeList:
 
 async def _check_url(service: Service, project: Project, url: str) -> None:
     """Check the address in a thread; projects take turns, because their name servers decide how long it takes."""
+    if masked_path(url, "url"):
+        raise InvalidRequest("'url' has the mask of a secret: send its value.", param="url")
     check = partial(webhooks.check_url, _outgoing(service), url)
     await service.admission.address_checks.in_thread(project.id, check)
 

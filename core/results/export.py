@@ -5,7 +5,7 @@ import io
 import json
 import re
 import tarfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -20,6 +20,7 @@ from core.errors import CheckpointDamaged, CheckpointNotFound, NotFound
 from core.jobs import events
 from core.jobs.methods import OFFLINE, REWARD_MODEL, variant
 from core.jobs.verdict import Verdict, shown
+from core.masking import hide_secrets
 from core.registry import Registry
 from core.results import tuned_models
 from core.results.lineage import Parent
@@ -32,7 +33,6 @@ FORMAT = 1
 # Excluded: only the trainer can use its state, the master weights, moments and the reference, which are larger than the
 # rest.
 _TRAINERS = re.compile(r"trainer\.pt|masters\.pt|manifest\.json|(masters|moments|reference)-\d+\.safetensors")
-HideSecrets = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 
 def is_trainers(name: str) -> bool:
@@ -170,9 +170,8 @@ def gather(
     blobs: BlobStore,
     registry: Registry,
     checkpoint: Checkpoint,
-    hide_secrets: HideSecrets,
 ) -> TakeHome:
-    """Collect an export. `hide_secrets` is that of graders.spec, which core must not import.
+    """Collect an export.
 
     Holds no database connection while reading the blob store.
 
@@ -194,7 +193,7 @@ def gather(
     ]
     with database.read() as session:
         job = session.scalars(select(Job).where(Job.id == checkpoint.job_id)).one()
-        recipe = _recipe(session, registry, job, checkpoint, files, hide_secrets)
+        recipe = _recipe(session, registry, job, checkpoint, files)
         steps = [step for step in events.metrics(session, job.id) if step.step <= checkpoint.step]
         name = tuned_models.names(session, [checkpoint]).get(
             checkpoint.id, f"{job.id} at step {checkpoint.step}"
@@ -212,7 +211,6 @@ def _recipe(
     job: Job,
     checkpoint: Checkpoint,
     files: Sequence[StoredFile],
-    hide_secrets: HideSecrets,
 ) -> dict[str, Any]:
     """reproduce.json: `request` recreates the job once the two files are uploaded."""
     method = {"hyperparameters": job.body["hyperparameters"]}

@@ -187,11 +187,14 @@ def _by_group(groups: Iterable[GroupKey], scores: Iterable[float | None]) -> dic
 
 
 def _centered(groups: Sequence[GroupKey], scores: Sequence[float | None]) -> list[float | None]:
-    """Each score minus the mean of its group; 0 where they are equal up to rounding."""
-    means = {group: statistics.fmean(some) for group, some in _by_group(groups, scores).items()}
+    """Each score minus the mean of its group; 0 in groups without signal, and up to rounding at the mean."""
+    found = _by_group(groups, scores)
+    means = {group: statistics.fmean(some) for group, some in found.items()}
+    spreads = {group: 0.0 if all_equal(some) else max(some) - min(some) for group, some in found.items()}
 
     def centered(group: GroupKey, score: float) -> float:
-        return 0.0 if equal(score, means[group]) else score - means[group]
+        gap, spread = score - means[group], spreads[group]
+        return 0.0 if spread == 0.0 or equal(gap / spread, 0.0) else gap
 
     return [
         None if score is None else centered(group, score) for group, score in zip(groups, scores, strict=True)

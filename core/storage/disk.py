@@ -5,18 +5,35 @@ from collections.abc import Iterable
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from prometheus_client import Counter
-from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from sqlalchemy import make_url
 
+from core.outages import Resource
 from core.settings import Settings
 from core.telemetry.metrics import COUNTED
 
-REFUSALS = Counter(
-    "regraft_storage_refusals",
-    "Requests that failed because the database or the blob store was full.",
-    registry=COUNTED,
-)
+
+class Refusals:
+    """How often this process met a disk, a database or a blob store that was full, as a metric."""
+
+    count = 0
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def collect(self) -> Iterable[Metric]:
+        text = (
+            "Requests, and waits of a worker's work, because a disk, the database or the blob store was full."
+        )
+        yield CounterMetricFamily(self._name, text, Refusals.count)
+
+
+COUNTED.register(Refusals("regraft_storage_refusals"))
+
+
+def count_refusal(resource: Resource | None) -> None:
+    """Count an outage where it happens, if it is one of a full disk."""
+    Refusals.count += resource is Resource.DISK
 
 
 def folders(settings: Settings) -> dict[str, Path]:

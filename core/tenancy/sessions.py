@@ -27,8 +27,9 @@ def begin(work: Work, key: ApiKey) -> tuple[ConsoleSession, str]:
     The oldest sessions of the key beyond MAX_SESSIONS end.
     """
     mine = ConsoleSession.key_id == key.id, ConsoleSession.kind == "session"
-    newest = select(ConsoleSession.id).where(*mine).order_by(ConsoleSession.created_at.desc())
-    beyond = work.session.scalars(newest.offset(MAX_SESSIONS - 1)).all()
+    newest = ConsoleSession.created_at.desc(), ConsoleSession.created_ns.desc()
+    ids = select(ConsoleSession.id).where(*mine).order_by(*newest)
+    beyond = work.session.scalars(ids.offset(MAX_SESSIONS - 1)).all()
     work.session.execute(delete(ConsoleSession).where(ConsoleSession.id.in_(beyond)))
     made = _new(work.session, key, "session", SESSION_SECONDS)
     work.record("session.created", made[0].id, {"key": key.id})

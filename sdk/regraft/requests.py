@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from regraft._rules.datasets import unique_keys
+from regraft._rules.masking import masked_path
 
 FILES = ("training_file", "validation_file")
 OF_THE_METHOD = ("grader", "hyperparameters", "response_format")
 PATHS = [["training_file"], ["validation_file"], ["grader"]]
-MASK = "***"  # the server's mask for secrets
 STORED = "stored:"  # before the name of a stored grader, in place of a file
 
 Source = str | Path | Mapping[str, Any]
@@ -240,16 +240,11 @@ def _place_of(field: str, method: Any) -> list[str]:
     return ["method", kind if isinstance(kind, str) else "reinforcement"]
 
 
-def refuse_masked(body: Mapping[str, Any], path: str = "") -> None:
+def refuse_masked(body: Mapping[str, Any]) -> None:
     """Reject masked secrets: a request that was read from a job would use the masks as secrets."""
-    for key, value in body.items():
-        where = f"{path}.{key}" if path else key
-        if isinstance(value, Mapping):
-            refuse_masked(value, where)
-        elif value == MASK:
-            where = where.removeprefix("method.reinforcement.")
-            message = f"The server does not show {where}: set it again, or pass a grader."
-            raise InvalidRequestFile(message)
+    if (where := masked_path(body, "")) is not None:
+        where = where.removeprefix(".").removeprefix("method.reinforcement.")
+        raise InvalidRequestFile(f"The server does not show {where}: set it again, or pass a grader.")
 
 
 def _with_method(fields: dict[str, Any], name: str) -> dict[str, Any]:

@@ -276,6 +276,17 @@ def at(value: Any, path: str) -> Any:
 @pytest.fixture
 def walk(house: House, api: TestClient) -> Walk:
     """With one of everything, whose texts are plain."""
+    return furnished(house, api, EXAMPLES)
+
+
+def furnished(
+    house: House,
+    api: TestClient,
+    examples: Mapping[str, tuple[Any, dict[str, str]]],
+    *,
+    grader: Mapping[str, Any] = GRADER,
+) -> Walk:
+    """Create one of everything: what the examples create, and a job with this grader."""
     house.app.openapi_schema = DOCUMENT
     walk = Walk(
         api,
@@ -297,7 +308,7 @@ def walk(house: House, api: TestClient) -> Walk:
     walk.known["batch_file_id"] = walk.upload("b.jsonl", json.dumps(request).encode(), "batch").json()["id"]
     with house.database.write() as session:
         job = factories.job(
-            session, house.project, status="running", body={"grader": GRADER, "hyperparameters": {}}
+            session, house.project, status="running", body={"grader": grader, "hyperparameters": {}}
         )
         checkpoint = Checkpoint(job_id=job.id, step=1, epoch=1, blob_prefix="a")
         preview = Preview(
@@ -318,7 +329,7 @@ def walk(house: House, api: TestClient) -> Walk:
     walk.known |= {"job_id": job.id, "checkpoint_id": checkpoint.id, "preview_id": preview.id}
     store(house, job.id, 1)
     trained = walk.known["job_id"]
-    for path, (example, keeps) in EXAMPLES.items():
+    for path, (example, keeps) in examples.items():
         status = walk.post(path, json.dumps(walk.named(example)), keeps)
         assert (status < 300) != (path in REFUSED), (path, status)
         if keeps and path not in REFUSED:

@@ -10,10 +10,12 @@ import psycopg.errors
 import pytest
 from botocore.exceptions import ClientError, EndpointConnectionError
 from fastapi import APIRouter
+from fastapi.routing import APIRoute
 from sqlalchemy.exc import InternalError, OperationalError
 from starlette.testclient import TestClient
 
 from api.http.app import MAX_JSON_BYTES
+from api.http.duplicate_keys import UniqueKeysRoute
 from core.database.engine import Database
 from core.storage import disk
 from core.storage.store import BlobWriter, FolderBlobs
@@ -131,6 +133,13 @@ def test_a_key_that_a_body_has_twice_is_named(api: TestClient, path: str, body: 
 
     message = f"The body of the request has the key '{key}' twice in one object; keep one of them."
     assert (error["message"], error["param"], error["code"]) == (message, key, "duplicate_key")
+
+
+def test_every_route_that_takes_json_names_such_a_key(house: House) -> None:
+    routes = [route for route in house.app.routes if isinstance(route, APIRoute) and route.body_field]
+
+    assert len(routes) > 30
+    assert [route.path for route in routes if not isinstance(route, UniqueKeysRoute)] == []
 
 
 def test_equal_keys_of_different_objects_are_no_duplicates(api: TestClient) -> None:
@@ -261,8 +270,8 @@ def test_a_database_that_is_away_is_a_503_that_clients_ask_again(house: House, a
     assert "database" in answer.json()["error"]["message"]
 
 
-def refusals() -> float:
-    return next(iter(disk.REFUSALS.collect())).samples[0].value
+def refusals() -> int:
+    return disk.Refusals.count
 
 
 class FullFolder(FolderBlobs):

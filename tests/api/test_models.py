@@ -219,6 +219,7 @@ def test_what_a_worker_has_found_is_shown(api: TestClient, house: House) -> None
             "end_of_turn_added": True,
             "generation_prompt": False,
             "question": True,
+            "question_end": True,
             "answer": True,
             "system_role": "ignored",
             "alternation": False,

@@ -9,7 +9,7 @@ from starlette.testclient import TestClient
 
 from api.http import console
 from api.http.app import create_app
-from core.database.tables import ApiKey, ConsoleSession
+from core.database.tables import ApiKey, ConsoleSession, now
 from core.settings import Settings
 from core.tenancy import keys, sessions
 from tests.api.conftest import House
@@ -237,6 +237,19 @@ def test_a_key_has_twenty_sessions_at_most_and_a_new_one_ends_the_oldest(house: 
     with house.database.read() as session:
         mine = ConsoleSession.key_id == house.key_id()
         assert len(session.scalars(select(ConsoleSession).where(mine)).all()) == sessions.MAX_SESSIONS
+
+
+@pytest.mark.both_databases
+def test_sessions_of_one_second_end_in_the_order_of_their_creation(house: House) -> None:
+    clients = [browser(house) for _ in range(sessions.MAX_SESSIONS + 5)]
+    for client in clients:
+        log_in(client, house.key)
+        with house.database.write() as session:
+            session.execute(update(ConsoleSession).values(created_at=now()))
+
+    statuses = [client.get("/v1/files").status_code for client in clients]
+
+    assert statuses == [401] * 5 + [200] * sessions.MAX_SESSIONS
 
 
 @pytest.mark.parametrize("body", [{"login_token": "none"}, {"api_key": "none"}])

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -11,6 +12,8 @@ from core.jobs import devices
 from core.settings import Settings, problems, unknown_variables
 from tests.present import untyped
 from worker.cli import main
+
+SECRET = "hunter22"
 
 
 @pytest.fixture
@@ -90,6 +93,33 @@ def test_a_wrong_variable_is_named(
         Settings()
 
     assert problems(untyped(invalid.value)).startswith(said)
+
+
+@pytest.mark.parametrize("name", Settings.model_fields)
+def test_settings_are_printed_without_secrets(name: str) -> None:
+    """A setting may have a URL with a password, or be a key itself."""
+    url = f"https://user:{SECRET}@host:1/name?sslmode=require&password={SECRET}"
+    of_any_type: list[Any] = [url, {"*": url}, (url,), {"tiny": (url, url)}]
+    of_any_type += [SECRET] if name.endswith(("key", "secret", "password", "token")) else []
+
+    printed = [f"{settings!r} {settings}" for value in of_any_type for settings in [_with(name, value)]]
+
+    assert all(SECRET not in text for text in printed)
+
+
+def test_printed_settings_show_their_other_values() -> None:
+    printed = repr(
+        Settings(database_url=f"postgresql://ana:{SECRET}@db/x", broker_url=f"redis://:{SECRET}@r")
+    )
+
+    assert "database_url='postgresql://***@db/x', " in printed
+    assert "broker_url='redis://***@r', " in printed
+    assert "lease_seconds=60.0, " in printed
+
+
+def _with(name: str, value: Any) -> Settings:
+    """Settings of which one is unchecked."""
+    return Settings().model_copy(update={name: value})
 
 
 def test_a_misspelled_variable_is_named_with_the_setting_that_is_meant() -> None:

@@ -687,6 +687,10 @@ LEAKS: list[dict[str, Any]] = [
     {"type": "unheard of", "part": {"headers": f"x: {SECRET}"}},
     {"type": "score_model", "api_key": SECRET},
     {"type": "score_model", "client": {"Authorization": SECRET, "password": SECRET}},
+    {"type": "endpoint", "url": f"https://a.example/grade?v=1&api_key={SECRET}"},
+    {"type": "endpoint", "url": f"https://a.example/grade?X-Amz-Signature={SECRET}#token={SECRET}"},
+    {"type": "endpoint", "bearer_token": SECRET, "X-Hub-Signature": SECRET, "hfToken": SECRET},
+    {"type": "endpoint", "extra_headers": {"x": SECRET}},
 ]
 
 
@@ -710,3 +714,26 @@ def test_secrets_of_an_imported_eval_are_masked_wherever_they_stand(
     assert SECRET not in json.dumps(shown)
     assert leak["type"] in json.dumps(shown)
     assert created["eval"]["data_source_config"]["schema"] == {"properties": {"item": ITEM_SCHEMA}}
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        f"Incorrect API key provided: sk-proj-{SECRET}.",
+        f"401 of https://a.example/v1?token={SECRET} and https://me:{SECRET}@a.example",
+        f'the request had {{"Authorization": "Bearer {SECRET}"}}',
+        f"curl -H 'X-Api-Key: {SECRET}'",
+        f"password={SECRET}",
+    ],
+)
+def test_secrets_in_the_errors_of_an_import_are_masked(client: OpenAI, message: str) -> None:
+    error = {"code": "server_error", "message": message}
+    item = ITEM | {"sample": {"error": error}, "results": [{"name": "a", "error": message}]}
+
+    created = send(client, MADE, [RUN | {"status": "failed", "error": error}], [item])
+
+    eval_id, [run_id] = created["eval"]["id"], created["runs"]
+    path = f"/evals/{eval_id}/runs/{run_id}"
+    shown = [client.get(at, cast_to=object) for at in (path, f"{path}/output_items")]
+    assert SECRET not in json.dumps(shown)
+    assert json.dumps(shown).count("***") >= 3, "of the run, of the sample and of the result"

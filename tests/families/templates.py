@@ -28,6 +28,11 @@ DEFECTS = {
     "closed only before a question": CHATML.replace(
         "+ '<|im_end|>\\n' }}", "}}{%- if not loop.last -%}{{ '<|im_end|>\\n' }}{%- endif -%}", 1
     ),
+    "the question closed only before an answer": CHATML.replace(
+        "+ '<|im_end|>\\n' }}",
+        "}}{%- if not (loop.last and m.role == 'user') -%}{{ '<|im_end|>\\n' }}{%- endif -%}",
+        1,
+    ),
     "the date": "{{- 'Today is ' + strftime_now('%d %b %Y') + '\\n' -}}" + CHATML,
     "the second": "{{- strftime_now('%H:%M:%S') -}}" + CHATML,
     "fails always": "{{ 1 // 0 }}",

@@ -1,4 +1,5 @@
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,17 @@ def test_header_values_can_be_masked_and_are_in_no_representation() -> None:
     assert dump(parse_grader(RAW), masked=True)["headers"] == {"X-Api-Key": "***"}
     assert "secret" not in str(dump(parse_grader(multi), masked=True))
     assert "secret" not in repr(parse_grader(multi))
+    assert "secret" not in repr(parse_grader({**RAW, "url": "https://example.com/?token=secret"}))
+
+
+@pytest.mark.parametrize("reply", [Reply(401, "{}"), Reply(200, "{}")], ids=["refused", "no score"])
+def test_a_reason_has_no_secret_that_the_server_repeats(reply: Reply) -> None:
+    said = "no access: Authorization: Bearer other-secret, X-Api-Key was first-secret, see https://a.example?page=2"
+
+    grade = Asked(replace(reply, body=said), headers={"X-Api-Key": "first-secret"}).grade
+
+    assert "secret" not in grade.reason
+    assert "X-Api-Key was ***, see https://a.example?page=2" in grade.reason
 
 
 def graded_by(url: str, endpoints: Endpoints) -> Grade:

@@ -1,4 +1,5 @@
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -159,10 +160,17 @@ def test_a_key_beside_a_merged_mapping_of_yaml_is_no_duplicate(tmp_path: Path) -
     assert read_job(path).body["metadata"] == {"model": "tiny", "seed": 2}
 
 
-def test_masks_are_found_wherever_they_are() -> None:
-    body = {"method": {"reinforcement": {"grader": {"graders": {"e": {"headers": {"key": "***"}}}}}}}
+@pytest.mark.parametrize(
+    ("part", "where"),
+    [
+        ({"headers": {"key": "***"}}, "headers.key"),
+        ({"url": "https://a.example/grade?v=1&token=***"}, "url"),
+    ],
+)
+def test_masks_are_found_wherever_they_are(part: dict[str, Any], where: str) -> None:
+    body = {"suffix": "***", "method": {"reinforcement": {"grader": {"graders": {"e": part}}}}}
 
-    with pytest.raises(InvalidRequestFile, match=r"grader\.graders\.e\.headers\.key"):
+    with pytest.raises(InvalidRequestFile, match=rf"not show grader\.graders\.e\.{re.escape(where)}: "):
         refuse_masked(json.loads(json.dumps(body)))
 
 

@@ -6,9 +6,11 @@ from jinja2.exceptions import SecurityError, TemplateError
 from pydantic import ValidationError
 
 from core import chat_templates
-from core.jobs.hyperparameters import Hyperparameters
+from core.jobs.hyperparameters import Hyperparameters, resolve
 from core.registry import BaseModelEntry, Registry
+from core.results.lineage import Parent
 from tests.tiny import tiny_tokenizer
+from worker.model.parent import continuing
 from worker.model.policy import render
 
 CHAT = [
@@ -108,6 +110,32 @@ def test_a_job_may_choose_the_time_that_its_prompts_have() -> None:
     assert asked("2026-11-26").advanced.sampling.chat_template_kwargs == {"strftime_now": "2026-11-26"}
     with pytest.raises(ValidationError, match="must be a date in ISO 8601"):
         asked("soon")
+
+
+@pytest.mark.parametrize(
+    ("advanced", "kept"),
+    [
+        ({}, {"strftime_now": "2026-01-02", "thoughts": False}),
+        ({"chat_template_kwargs": {"thoughts": True}}, {"strftime_now": "2026-01-02", "thoughts": True}),
+        ({"chat_template_kwargs": {"strftime_now": "2027-01-01"}}, {"strftime_now": "2027-01-01"}),
+        ({"chat_template": "plain"}, {}),
+    ],
+)
+def test_a_job_that_trains_a_model_further_keeps_the_time_of_its_prompts(
+    advanced: dict[str, Any], kept: dict[str, Any]
+) -> None:
+    """With other arguments of the template too, unless it names the time itself or renders another template."""
+    shape = {"lora_rank": 4, "lora_alpha": 8, "lora_targets": "all-linear"}
+    rendering = {
+        "chat_template": None,
+        "chat_template_kwargs": {"strftime_now": "2026-01-02", "thoughts": False},
+    }
+    parent = Parent("ft:tiny:x", "ftjob-1", 3, "ckpt-1", "adapter", shape | rendering)
+    asked = Hyperparameters.model_validate({"advanced": advanced})
+
+    resolved = continuing(resolve(asked, rows=8, parameters=1000, context=64), parent)
+
+    assert resolved.chat_template_kwargs == kept
 
 
 def test_templates_are_rendered_in_a_sandbox() -> None:

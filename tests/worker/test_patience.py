@@ -14,6 +14,7 @@ from sqlalchemy.orm import Session
 from core.database.engine import Database
 from core.jobs.claim import LeaseLost
 from core.retry import RetryPolicy
+from core.storage import disk
 from core.storage.store import BlobNotFound, FailedCleanups
 from tests.fakes import Skill
 from tests.watched_blobs import WatchedBlobs
@@ -132,6 +133,17 @@ def test_while_it_is_away_the_progress_says_so(time: Time) -> None:
     assert done == "done"
     assert seen == ["loading", *["waiting for the blob store"] * 2]
     assert progress.now()["phase"] == "loading"
+
+
+@pytest.mark.parametrize(("cause", "refusals"), [(FULL, 1), (REFUSED, 0)], ids=["full disk", "database"])
+def test_a_wait_for_a_full_disk_is_a_refusal_of_storage(
+    patience: RetryPolicy, cause: Exception, refusals: int
+) -> None:
+    before = disk.Refusals.count
+
+    patience(Fails(*[cause] * 8))
+
+    assert disk.Refusals.count - before == refusals
 
 
 def test_a_process_that_stops_does_not_wait(told: list[Any]) -> None:

@@ -22,7 +22,7 @@ from core.storage.datasets import Example
 from core.storage.store import CHUNK_BYTES, FolderBlobs, StoreEmpty
 from core.telemetry import logs, tracing
 from graders.backends import Backends
-from graders.spec import hide_secrets, parse_grader
+from graders.spec import parse_grader
 from graders.types import Grade, Item, Sample
 from tests.fakes import NeverGrades
 from tests.present import present
@@ -452,7 +452,7 @@ def reproduce(bench: Bench) -> Any:
         checkpoint = Checkpoint(job_id=bench.job().id, step=1, epoch=1, blob_prefix="step-1")
         session.add(checkpoint)
         session.flush()
-    home = export.gather(bench.database, bench.blobs, Registry.load(None), checkpoint, hide_secrets)
+    home = export.gather(bench.database, bench.blobs, Registry.load(None), checkpoint)
     return json.loads(home.texts["reproduce.json"])
 
 

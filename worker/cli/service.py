@@ -36,6 +36,7 @@ from core.database.engine import READ_ONLY, Database, Send
 from core.database.migrate import InvalidDatabaseUrl, SchemaNotReady, backend_of, open_unchanged, upgrade
 from core.errors import InvalidApiKey
 from core.jobs.queue import WakeUps, open_celery, sender
+from core.masking import hide_secrets
 from core.registry import Registry
 from core.settings import Settings, unknown_variables
 from core.storage import fsck, store
@@ -268,6 +269,7 @@ def check_store(settings: Settings) -> None:
         UsageError: it refuses to put, get or head. A worker would fail every job that it claims.
     """
     blobs = open_blobs_of(settings, attempts=1)  # an outage delays no start
+    shown = hide_secrets(settings.blobs)
     key = f"{store.SELF_TEST}/{secrets.token_hex(8)}"
     action = "puts"
     try:
@@ -279,14 +281,14 @@ def check_store(settings: Settings) -> None:
     except Exception as cause:
         if setting := store.setting_of(cause, settings):
             raise UsageError(
-                f"{setting}: {settings.blobs} refuses the service, which {action} an object to test it: {cause}"
+                f"{setting}: {shown} refuses the service, which {action} an object to test it: {cause}"
             ) from cause
-        log.warning("the blob store %s does not respond: %s", settings.blobs, cause)
+        log.warning("the blob store %s does not respond: %s", shown, cause)
         return
     try:
         blobs.delete_many([key])
     except Exception as cause:  # no job needs it
-        log.warning("the blob store %s deletes no objects, so its use only grows: %s", settings.blobs, cause)
+        log.warning("the blob store %s deletes no objects, so its use only grows: %s", shown, cause)
 
 
 def serve_all(

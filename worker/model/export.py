@@ -10,7 +10,6 @@ from core.registry import BaseModelEntry, Registry
 from core.results import export
 from core.settings import Settings
 from core.storage.store import BlobStore
-from graders.spec import hide_secrets
 from worker.serve.adapters import CHAT_TEMPLATE
 
 TEXTS = ("README.md", "reproduce.json")
@@ -27,7 +26,7 @@ def export_to(
         with database.read() as session:
             checkpoint = export.find(session, name)
             base_model = export.base_model(session, checkpoint)
-        home = export.gather(database, blobs, registry, checkpoint, hide_secrets)
+        home = export.gather(database, blobs, registry, checkpoint)
         export.check(home, blobs, checkpoint.id)
     except (NotFound, CheckpointDamaged) as refused:
         sys.exit(refused.message)

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+from core.chat_templates import CLOCK
 from core.jobs.hyperparameters import Resolved
 from core.jobs.offline_hyperparameters import ResolvedOffline
 from core.results.lineage import RENDERING, Parent
@@ -39,12 +40,18 @@ class Models(Adapters, Protocol):
 
 def continuing(settings: Settings, parent: Parent | None) -> Settings:
     """The hyperparameters of a job that trains `parent` further: with the shape of its adapter or a larger rank, and
-    rendering prompts as its job did unless they ask for another template."""
+    rendering prompts as its job did unless they ask for another template or other arguments of it.
+
+    Other arguments of the same template keep the time that the parent's prompts have."""
     if parent is None:
         return settings
     kept = {} if parent.is_whole else parent.shape
     if settings.chat_template is None and not settings.chat_template_kwargs:
         kept |= {name: parent.settings[name] for name in RENDERING if parent.settings[name] is not None}
+    elif settings.chat_template == parent.settings.get("chat_template"):
+        arguments = parent.settings.get("chat_template_kwargs") or {}
+        clock = {CLOCK: arguments[CLOCK]} if CLOCK in arguments else {}
+        kept |= {"chat_template_kwargs": clock | settings.chat_template_kwargs}
     return settings.model_validate(settings.model_dump() | kept)
 
 

@@ -4,13 +4,13 @@ Each rule documents its inputs: a few of the first steps and up to seven of the 
 """
 
 import statistics
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from core.jobs.thresholds import Thresholds
 from core.jobs.verdict import Verdict
-from core.rewards import all_equal, equal
+from core.rewards import EQUAL, all_equal
 from worker.record.history import Steps, first, last, reward_unit
 
 WINDOW = 3  # steps over which noisy means of single batches are averaged
@@ -50,6 +50,32 @@ def check(steps: Steps, thresholds: Thresholds, warned: Collection[str] = ()) ->
             message, data = found
             findings.append(Finding(name, message, {**data, "threshold": bound}))
     return findings
+
+
+ALIKE = "alike_rewards"
+FLOAT64 = 1e-12  # smaller differences are rounding of graders that compute in float64
+
+
+def alike_rewards(
+    rewards_PG: Sequence[Sequence[float | None]], warned: Collection[str] = ()
+) -> list[Finding]:
+    """Report groups whose rewards differ and still count as equal (core/rewards.py); nothing if that has `warned`."""
+    if ALIKE in warned:
+        return []
+    graded_PG = [[reward for reward in rewards_G if reward is not None] for rewards_G in rewards_PG]
+    alike = [
+        graded_G for graded_G in graded_PG if all_equal(graded_G) and not all_equal(graded_G, within=FLOAT64)
+    ]
+    if not alike:
+        return []
+    example = max(alike, key=lambda graded_G: max(graded_G) - min(graded_G))
+    low, high = min(example), max(example)
+    message = (
+        f"In {len(alike)} of {len(rewards_PG)} groups the rewards differ by less than {EQUAL:g} of the larger one, or "
+        f"of 1, such as {low!r} and {high!r}. They count as equal, as rounding, so these groups have no signal. "
+        "If the difference is meant, scale the scores."
+    )
+    return [Finding(ALIKE, message, {"groups": len(alike), "low": low, "high": high})]
 
 
 def likely_cause(steps: Steps, verdict: Verdict, thresholds: Thresholds) -> tuple[str, str]:
@@ -282,10 +308,15 @@ def _inert_part(steps: Steps, bound: float) -> Found | None:
     for rows in zip(*(step.scores.graders for step in trained), strict=True):
         means = [row.get("train_reward_mean") for row in rows]
         spreads = [row.get("train_reward_std") for row in rows]
-        measured = [mean for mean in means if mean is not None]
-        never = all(spread is not None and equal(spread, 0.0) for spread in spreads)
-        if never and len(measured) == len(rows) and all_equal(measured):
-            constant[rows[0]["name"]] = measured[0]
+        # With the scores at one standard deviation from the mean: a spread that is rounding at their size is none.
+        scores = [
+            score
+            for mean, spread in zip(means, spreads, strict=True)
+            if mean is not None and spread is not None
+            for score in (mean, mean + spread)
+        ]
+        if len(scores) == 2 * len(rows) and all_equal(scores):
+            constant[rows[0]["name"]] = scores[0]
     if not constant:
         return None
     parts = ", ".join(f"'{name}' ({score:g})" for name, score in constant.items())

@@ -20,6 +20,7 @@ from core.database.engine import Database, db_now
 from core.database.tables import Job, WebhookDelivery, WebhookEndpoint
 from core.jobs.claim import bound_time
 from core.jobs.lifecycle import FINAL
+from core.masking import hide_in_error
 from core.outbound import webhooks
 from core.outbound.http import Outgoing, Unreachable, UrlNotAllowed
 from core.retry import RetryPolicy
@@ -147,10 +148,10 @@ class Deliveries:
         try:
             status = asyncio.run(self.outgoing.post(claimed.endpoint.url, delivery.body.encode(), headers))
         except (UrlNotAllowed, Unreachable) as problem:
-            return DeliveryResult(error=str(problem))
+            return DeliveryResult(error=hide_in_error(str(problem)))
         except Exception as surprise:  # without an outcome it would be retried forever
             log.exception("sending webhook %s failed", delivery.id)
-            return DeliveryResult(error=repr(surprise))
+            return DeliveryResult(error=hide_in_error(repr(surprise)))
         return DeliveryResult(status)
 
     def settle(self, claimed: Claimed, outcome: DeliveryResult) -> None:

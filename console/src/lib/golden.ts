@@ -70,9 +70,18 @@ export function comparable(grader: Grader): string {
   return JSON.stringify(JSON.parse(canonical(grader)), null, 2).replace(/\\(.)/g, (escape, sign) => (sign === "n" ? "\n" : escape));
 }
 
-/** Whether a value of the grader's headers is hidden. */
+/** The mask of a secret in a URL (core/masking.py). */
+const MASKED_URL = /:\/\/\*\*\*@|[?&;#][^?&;#=\s"]+=\*\*\*(?=[&;#"]|$)/;
+
+/** Whether the JSON text of a grader has the mask of a secret. */
+export function hasMaskedText(text: string): boolean {
+  return text.includes('"***"') || MASKED_URL.test(text);
+}
+
+/** Whether a value of the grader's headers, or a secret in its URL, is hidden. */
 export function hasMask(grader: Grader | null): boolean {
   if (!grader) return false;
+  if (MASKED_URL.test(String(grader.url ?? ""))) return true;
   if (Object.values((grader.headers ?? {}) as object).includes("***")) return true;
   return Object.values((grader.graders ?? {}) as Record<string, Grader>).some(hasMask);
 }

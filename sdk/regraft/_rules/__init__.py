@@ -1,1 +1,4 @@
-"""The server's own rules for rows, templates and commands: links to its sources, which are copied into the wheel."""
+"""The server's own rules for rows, templates, commands, rewards and secrets.
+
+Links to its sources, which are copied into the wheel.
+"""

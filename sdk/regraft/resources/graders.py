@@ -11,6 +11,7 @@ from openai.pagination import AsyncCursorPage, SyncCursorPage
 from openai.resources.fine_tuning.alpha.graders import AsyncGraders as OpenAIAsyncGraders
 from openai.resources.fine_tuning.alpha.graders import Graders as OpenAIGraders
 
+from regraft._rules.rewards import equal
 from regraft.requests import InvalidRequestFile, Source, read_grader, read_lines
 from regraft.resources import stored_graders
 from regraft.resources.stored_graders import PATH, golden_cases, listed, what_to_check
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from openai._base_client import AsyncPaginator
 
 AT_ONCE = 8
-CLOSE = 1e-6  # tolerance for equal rewards
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,7 @@ def judged(case: Case, report: Any) -> GraderTest:
     flags = metadata["errors"]
     errors = [name for name, up in flags.items() if up is True]
     details = {name: flags.get(f"{name}_details") for name in errors}
-    right = case.expect is None or abs(report["reward"] - case.expect) <= CLOSE
+    right = case.expect is None or equal(report["reward"], case.expect)
     return GraderTest.construct(
         line=case.line,
         reward=report["reward"],

@@ -1,0 +1,125 @@
+"""Masks secrets where the API shows what users have stored: graders, endpoints, imported evals, and errors.
+
+This module imports nothing of ours, so that graders can use it too.
+"""
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+MASK = "***"
+
+# Names of fields, headers and parameters whose text is a secret, with any prefix: `bearer_token`, `X-Api-Key`.
+_NAME = (
+    r"[\w.-]*(?:authorization|api[-_]?key|access[-_]?key(?:[-_]?id)?|private[-_]?key|passw(?:or)?d|passphrase"
+    r"|secret(?:[-_]?(?:access[-_]?)?key)?|credentials?|signature|token|cookie)"
+)
+_SECRET_FIELD = re.compile(_NAME, re.IGNORECASE)
+_HEADERS = re.compile(r"[\w.-]*headers", re.IGNORECASE)
+# In the query of a URL also short names that mean something else in other places.
+_QUERY = re.compile(rf"(?<=[?&;#])((?:{_NAME}|key|code|sig|auth|pwd|pass)=)[^&;#\s\"'<>]+", re.IGNORECASE)
+_USER_OF_URL = re.compile(r"(?<=://)[^/?#\s\"'<>]*@")
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://\S+")
+_MASKED_URL = re.compile(rf"://{re.escape(MASK)}@|[?&;#][^?&;#=]+={re.escape(MASK)}(?=[&;#]|$)")
+# Secrets in the sentences of an error. A value has at least 6 characters: "unexpected token: a" is none.
+_IN_TEXT = (
+    (re.compile(r"\b(Bearer +|Basic +(?=[A-Za-z+/]*[0-9=]))[\w.~+/=-]{6,}", re.IGNORECASE), rf"\1{MASK}"),
+    (
+        re.compile(
+            rf"(?<![\w.-])({_NAME}[\"']?\s*[:=]\s*[\"']?)(?!Bearer |Basic |\*)[^\s\"',;&<>]{{6,}}",
+            re.IGNORECASE,
+        ),
+        rf"\1{MASK}",
+    ),
+    # Keys whose first characters say what they are: OpenAI's and ours, Hugging Face's, GitHub's, Slack's and AWS's.
+    (re.compile(r"\b(sk-|rg-|hf_|gh[opsu]_|xox[a-z]-|AKIA|ASIA)[\w-]{12,}"), rf"\1{MASK}"),
+)
+
+
+def hide_secrets(value: Any) -> Any:
+    """Return JSON with its secrets masked, checked or not: a grader, or what another service has exported.
+
+    Masks the values of headers, the text of fields with the names of secrets, and, in texts that are a URL, the user
+    and password and the query parameters with such names. Other texts, such as prompts and source code, are unchanged.
+    """
+    if isinstance(value, Mapping):
+        return {name: _hidden(name, inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [hide_secrets(inner) for inner in value]
+    if isinstance(value, str) and _URL.fullmatch(value):
+        return _hide_in_urls(value)
+    return value
+
+
+def hide_in_error(value: Any) -> Any:
+    """Return an error, a sentence or JSON, with secrets masked also inside its sentences."""
+    if isinstance(value, Mapping):
+        return {name: hide_in_error(inner) for name, inner in hide_secrets(value).items()}
+    if isinstance(value, list):
+        return [hide_in_error(inner) for inner in value]
+    if not isinstance(value, str):
+        return value
+    text = _hide_in_urls(value)
+    for pattern, replacement in _IN_TEXT:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+def mask_values(text: str, secrets: Collection[str]) -> str:
+    """Return the text with these secrets masked, of which the scheme is none: `Bearer`.
+
+    Those of fewer than 6 characters stay, since other text may contain them by chance.
+    """
+    parts = {part for secret in secrets for part in (secret, secret.rpartition(" ")[2]) if len(part) >= 6}
+    for part in sorted(parts, key=len, reverse=True):
+        text = text.replace(part, MASK)
+    return text
+
+
+def masked_path(value: Any, path: str, *, is_hidden: bool = False) -> str | None:
+    """The path of a text that is masked as `hide_secrets` does; None: there is none.
+
+    Args:
+        path: of `value`.
+        is_hidden: `hide_secrets` masks every text in `value`.
+    """
+    if isinstance(value, str):
+        is_masked = value == MASK if is_hidden else _URL.fullmatch(value) and _MASKED_URL.search(value)
+        return path if is_masked else None
+    if isinstance(value, Mapping):
+        names = path.endswith(".graders")
+        parts = (
+            masked_path(inner, f"{path}.{name}", is_hidden=is_hidden or (not names and _hides(name, inner)))
+            for name, inner in value.items()
+        )
+    elif isinstance(value, list):
+        parts = (
+            masked_path(inner, f"{path}[{number}]", is_hidden=is_hidden) for number, inner in enumerate(value)
+        )
+    else:
+        return None
+    return next(filter(None, parts), None)
+
+
+def _hidden(name: str, value: Any) -> Any:
+    if name == "graders" and isinstance(value, Mapping):  # its keys are the user's own
+        return {key: hide_secrets(inner) for key, inner in value.items()}
+    return _masked_texts(value) if _hides(name, value) else hide_secrets(value)
+
+
+def _hides(name: str, value: Any) -> bool:
+    """Whether all texts of the field are masked."""
+    return bool(_HEADERS.fullmatch(name) or (isinstance(value, str) and _SECRET_FIELD.fullmatch(name)))
+
+
+def _masked_texts(value: Any) -> Any:
+    """The value with each text in it masked, except for the names of its fields."""
+    if isinstance(value, Mapping):
+        return {name: _masked_texts(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_masked_texts(inner) for inner in value]
+    return value if value is None else MASK
+
+
+def _hide_in_urls(text: str) -> str:
+    return _QUERY.sub(rf"\1{MASK}", _USER_OF_URL.sub(f"{MASK}@", text))

@@ -1,0 +1,135 @@
+"""Secrets that users store are in no answer of any route that reads, and a mask cannot be stored in their place.
+
+The requests are the examples of tests/api/test_any_text.py, which has one for each route with a body, with each grader
+replaced by a call of an endpoint, and each URL by one with a secret.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from httpx2 import Response
+from starlette.testclient import TestClient
+
+from core.database.tables import WebhookDelivery
+from core.masking import hide_in_error, hide_secrets, masked_path
+from graders.backends import Backends
+from graders.endpoint import Endpoints
+from tests.api.conftest import GRADER, House
+from tests.api.test_any_text import EXAMPLES, QUERIES, REFUSED, Walk, furnished
+from tests.api.test_schema import DOCUMENT
+
+SECRET = "not-for-readers"
+URL = f"https://8.8.8.8/hook?version=1&api_key={SECRET}"
+ENDPOINT = {"type": "endpoint", "name": "exact", "url": URL, "headers": {"X-Key": SECRET}}
+# They need answers that are graded at once, by an endpoint on the internet.
+NOT_CALLED = {
+    "/v1/fine_tuning/alpha/graders/run",
+    "/v1/regraft/graders/{grader_name}/check",
+}
+
+
+def with_secrets(example: Any) -> Any:
+    """The example with an endpoint for each grader, and a secret in each URL."""
+    if isinstance(example, dict):
+        if example.get("type") == GRADER["type"]:
+            return ENDPOINT | {"name": example["name"]}
+        return {name: URL if name == "url" else with_secrets(inner) for name, inner in example.items()}
+    return [with_secrets(inner) for inner in example] if isinstance(example, list) else example
+
+
+@pytest.fixture
+def answers(api: TestClient) -> list[str]:
+    """The texts of all answers so far, streams excepted."""
+    texts: list[str] = []
+
+    def keep(answer: Response) -> None:
+        if answer.headers.get("content-type") == "application/json":
+            texts.append(answer.read().decode())
+
+    api.event_hooks = {"response": [keep]}
+    return texts
+
+
+@pytest.fixture
+def walk(house: House, api: TestClient, answers: list[str]) -> Walk:
+    house.app.state.service = replace(house.app.state.service, backends=Backends({}, Endpoints(("8.8.8.8",))))
+    examples = {
+        path: (with_secrets(example), keeps)
+        for path, (example, keeps) in EXAMPLES.items()
+        if path not in NOT_CALLED | REFUSED
+    }
+    walk = furnished(house, api, examples, grader=ENDPOINT)
+    error = f"503 of {URL}, sent with Authorization: Bearer {SECRET}"
+    with house.database.write() as session:
+        endpoint = walk.known["webhook_endpoint_id"]
+        session.add(WebhookDelivery(endpoint_id=endpoint, job_id="j", type="t", body="{}", last_error=error))
+    return walk
+
+
+@pytest.mark.both_databases
+def test_no_route_answers_with_the_secrets_of_a_grader_or_an_endpoint(
+    house: House, walk: Walk, answers: list[str]
+) -> None:
+    house.app.state.service.shutdown.begin()  # ends the streams
+
+    for path in (path for path, found in DOCUMENT["paths"].items() if "get" in found):
+        answer = walk.send("get", path.format_map(walk.known), params=walk.named(QUERIES.get(path)))
+        assert SECRET not in answer.text, path
+
+    assert [text for text in answers if SECRET in text] == []
+    assert sum("***" in text for text in answers) >= 20, "or the routes show nothing of what is stored"
+
+
+def test_a_mask_in_a_url_is_not_stored(house: House, api: TestClient, walk: Walk) -> None:
+    shown = api.get(f"/v1/webhook_endpoints/{walk.known['webhook_endpoint_id']}").json()["url"]
+    grader = ENDPOINT | {"url": shown, "headers": {}}
+
+    answers = [
+        api.post("/v1/webhook_endpoints", json=EXAMPLES["/v1/webhook_endpoints"][0] | {"url": shown}),
+        api.post("/v1/regraft/graders", json={"name": "new", "grader": grader}),
+    ]
+
+    assert shown == URL.replace(SECRET, "***")
+    assert [(one.status_code, one.json()["error"]["param"]) for one in answers] == [
+        (400, "url"),
+        (400, "grader.url"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "plain",
+    [
+        {"input": "Is the password: hunter22?", "reference": "***", "max_tokens": 5},
+        {"type": "multi", "graders": {"token": GRADER, "headers": GRADER}, "calculate_output": "token"},
+        {"source": "def grade(sample, item):\n    return open('https://me:secret@a.example')"},
+        {"url": "https://a.example/grade?version=1&keyword=a"},
+        {"schema": {"properties": {"api_key": {"type": "string"}}, "required": ["api_key"]}},
+    ],
+)
+def test_what_is_no_secret_is_shown_and_can_be_sent_again(plain: dict[str, Any]) -> None:
+    assert hide_secrets(plain) == plain
+    assert masked_path(plain, "grader") is None
+
+
+@pytest.mark.parametrize(
+    ("secret", "path"),
+    [
+        ({"headers": {"X.Key": SECRET}}, "grader.headers.X.Key"),
+        ({"graders": {"a": {"headers": {"x": SECRET}}}}, "grader.graders.a.headers.x"),
+        ({"graders": [{"url": URL}]}, "grader.graders[0].url"),
+        ({"url": f"https://me:{SECRET}@a.example"}, "grader.url"),
+        ({"bearer_token": SECRET}, "grader.bearer_token"),
+    ],
+)
+def test_each_mask_is_found_where_it_stands(secret: dict[str, Any], path: str) -> None:
+    assert masked_path(secret, "grader") is None
+    assert masked_path(hide_secrets(secret), "grader") == path
+
+
+def test_an_error_keeps_all_but_its_secrets() -> None:
+    plain = "line 3: unexpected token: a; see https://a.example/help?page=2, or ask ana@a.example"
+    said = {"code": "c", "message": plain, "param": None}
+
+    assert hide_in_error(said) == said
+    assert hide_in_error(f"token={SECRET}, {plain}") == f"token=***, {plain}"
