@@ -4,6 +4,7 @@ import re
 import socket
 from ipaddress import IPv6Address
 from typing import NamedTuple, Self
+from urllib.parse import parse_qsl, urlsplit
 
 from pydantic_core import PydanticCustomError
 
@@ -78,3 +79,30 @@ def check_is_escaped(url: str) -> None:
         raise ValueError(
             "percent-encode the password: @ is %40, / is %2F, # is %23, ? is %3F, [ is %5B and ] is %5D"
         )
+
+
+# The options of rediss:// that both clients, redis-py and kombu, take and read alike, with the values of each.
+TLS_FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
+_TLS_OPTIONS = {
+    **dict.fromkeys(TLS_FILES, ".+"),
+    "ssl_cert_reqs": "required|optional|none",
+    "ssl_check_hostname": "true|false",
+}
+
+
+def check_redis_options(url: str) -> None:
+    """Raise ValueError if the query of a URL of Redis has an option that one of the clients refuses or ignores."""
+    parts = urlsplit(url)
+    for name, value in parse_qsl(parts.query, keep_blank_values=True):
+        if name not in _TLS_OPTIONS:
+            raise ValueError(f"has the unknown option {name!r}; the options are {', '.join(_TLS_OPTIONS)}")
+        if parts.scheme != "rediss":
+            raise ValueError(f"{name} needs rediss://, which is Redis with TLS")
+        if not re.fullmatch(_TLS_OPTIONS[name], value):
+            allowed = "a file" if name in TLS_FILES else _TLS_OPTIONS[name].replace("|", ", ")
+            raise ValueError(f"{name} must be {allowed}")
+
+
+def tls_files(url: str) -> dict[str, str]:
+    """The files that the options of a URL of Redis name, by option."""
+    return {name: value for name, value in parse_qsl(urlsplit(url).query) if name in TLS_FILES}

@@ -91,7 +91,9 @@ def folder_of(entry: BaseModelEntry, model_cache: Path) -> Path | None:
 
 def _snapshot(hub: str) -> Path:
     """Where huggingface_hub stores the newest revision that it has downloaded."""
-    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
+    # Not Path.home(), which raises for a user without a home folder and without an entry in /etc/passwd.
+    cache = Path(os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache")))  # noqa: PTH111
+    home = Path(os.environ.get("HF_HOME", cache / "huggingface"))
     model = Path(os.environ.get("HF_HUB_CACHE", home / "hub")) / f"models--{hub.replace('/', '--')}"
     try:
         return model / "snapshots" / (model / "refs" / "main").read_text().strip()

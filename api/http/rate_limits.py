@@ -110,7 +110,7 @@ class RedisRates:
                 allowed, tokens = self._take(keys=[f"regraft:rate:{project_id}"], args=[per_minute])
                 return Taken(bool(allowed), float(tokens), per_minute)
             except RedisError as cause:
-                log.warning("Redis does not answer (%r): requests are not limited meanwhile", cause)
+                log.warning("Redis does not answer (%s): requests are not limited meanwhile", cause)
                 self._asked_again_at = self._clock() + self.PAUSE_S
         return Taken(True, float(per_minute), per_minute)
 

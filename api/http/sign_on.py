@@ -6,13 +6,12 @@ client's through, and the service cannot tell which of the two is the proxy's.
 """
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from fastapi import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
-from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware, _TrustedHosts
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from core.database.tables import ApiKey
 from core.errors import InvalidApiKey
@@ -42,16 +41,6 @@ def behind_proxies(app: ASGIApp, forwarded_allow_ips: list[str] | str) -> ASGIAp
     """The application as a server serves it: X-Forwarded-For and -Proto of these addresses are believed."""
     forwarded: Any = ProxyHeadersMiddleware(app, trusted_hosts=forwarded_allow_ips)  # type: ignore[arg-type]
     return RecordPeer(forwarded)
-
-
-def trusted_proxies(forwarded_allow_ips: list[str] | str, settings: Settings) -> Callable[[str], bool]:
-    """Whether an address is that of a proxy: one whose X-Forwarded-For is believed, or one of the single sign-on."""
-    forwarding = _TrustedHosts(forwarded_allow_ips)
-
-    def is_proxy(address: str) -> bool:
-        return address in forwarding or single_sign_on.is_trusted(address, settings.sso_proxies)
-
-    return is_proxy
 
 
 @dataclass(frozen=True)

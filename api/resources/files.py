@@ -174,7 +174,6 @@ def download_file(
         "accept-ranges": "bytes",
         "content-length": str(file.bytes),
         "etag": etag,
-        "x-content-type-options": "nosniff",  # a browser must not take it for a page
         "content-disposition": f"attachment; filename*=UTF-8''{quote(file.filename, safe='')}",
     }
     whole = chain([first], content)

@@ -1,12 +1,24 @@
 """Engine, sessions, and the unit of work: one transaction, and messages that leave only after it."""
 
+import sqlite3
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from sqlalchemy import Connection, Double, Engine, ExceptionContext, create_engine, event, make_url, text
+from sqlalchemy import (
+    Connection,
+    Double,
+    Engine,
+    ExceptionContext,
+    create_engine,
+    event,
+    make_url,
+    select,
+    text,
+)
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.orm import Session, sessionmaker
@@ -35,6 +47,13 @@ def _pg_now(element: db_now, compiler: SQLCompiler, **kw: Any) -> str:
 @compiles(db_now, "sqlite")
 def _sqlite_now(element: db_now, compiler: SQLCompiler, **kw: Any) -> str:
     return "((julianday('now') - 2440587.5) * 86400.0)"
+
+
+def earliest_now(session: Session) -> float:
+    """The earlier of this machine's time and the database's, by which data is deleted: a clock that is ahead deletes
+    nothing early, unless both are.
+    """
+    return min(time.time(), session.scalars(select(db_now())).one())
 
 
 class json_text(FunctionElement[str]):
@@ -113,8 +132,9 @@ def _open_sqlite(url: str) -> Engine:
     @event.listens_for(engine, "connect")
     def on_connect(connection: Any, record: Any) -> None:
         connection.isolation_level = None  # transactions are opened in on_begin
+        use_wal(connection)
         # FULL: a power failure loses no committed transaction. NORMAL could, since it syncs the WAL rarely.
-        for pragma in ("journal_mode=WAL", "synchronous=FULL", "busy_timeout=30000", "foreign_keys=ON"):
+        for pragma in ("synchronous=FULL", "busy_timeout=30000", "foreign_keys=ON"):
             connection.execute(f"PRAGMA {pragma}")
 
     @event.listens_for(engine, "begin")
@@ -125,6 +145,18 @@ def _open_sqlite(url: str) -> Engine:
         connection.exec_driver_sql("BEGIN" if read_only else "BEGIN IMMEDIATE")
 
     return engine
+
+
+def use_wal(connection: sqlite3.Connection) -> None:
+    """Switch the database to WAL.
+
+    Raises:
+        sqlite3.OperationalError: the filesystem has no shared memory, which WAL needs. SQLite keeps its rollback
+            journal then, with which every reader blocks the writers.
+    """
+    [mode] = connection.execute("PRAGMA journal_mode=WAL").fetchone()
+    if mode != "wal":
+        raise sqlite3.OperationalError(f"the filesystem has no shared memory for WAL (journal_mode: {mode})")
 
 
 READ_ONLY = "The database accepts no writes: it is a standby, or default_transaction_read_only is set."

@@ -126,6 +126,9 @@ def backend_of(database_url: str) -> str:
         )
     if url.drivername not in ("sqlite", "postgresql", "postgresql+psycopg"):
         raise InvalidDatabaseUrl(f"{url.drivername}:// names another driver: use {backend}://")
+    if backend == "sqlite" and (url.query or (url.database or "").startswith("file:")):
+        # Options of SQLite's own URIs switch off locks, among others.
+        raise InvalidDatabaseUrl("a URL of SQLite has a path and no options, as sqlite:////folder/regraft.db")
     if backend == "postgresql":
         try:
             check_is_escaped(database_url)

@@ -1,7 +1,7 @@
 """Stored previews: a row for each, with its progress, its report and its answers.
 
-The API process that received the request runs the preview (api/resources/previews.py) and renews its lease. A preview
-whose lease has expired lost its process, and counts as failed.
+The API process that received the request runs the preview (api/resources/previews.py) and renews its lease, by the
+clock of the database. A preview whose lease has expired lost its process, and counts as failed.
 
 Two requests are of one kind if their `parts` are equal: hashes of the model, of the content of the training file, of
 the grader and of the settings of sampling. A job shows the newest completed preview of its kind.
@@ -9,16 +9,15 @@ the grader and of the settings of sampling. A job shows the newest completed pre
 
 import hashlib
 import json
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import ColumnElement, Select, delete, or_, select, update
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Session, object_session
 
 from core.database import pages
-from core.database.engine import Work
+from core.database.engine import Work, db_now
 from core.database.pages import Page
 from core.database.tables import Preview, now
 from core.errors import InvalidRequest, PreviewNotFound
@@ -90,7 +89,7 @@ def add(work: Work, preview: Preview) -> None:
     """Add a preview that is about to run, and delete the oldest ended ones beyond MAX_KEPT."""
     session = work.session
     pages.keep_order(session, preview.project_id)
-    preview.lease_expires_at = time.time() + LEASE_SECONDS
+    preview.lease_expires_at = session.scalars(select(db_now())).one() + LEASE_SECONDS
     session.add(preview)
     session.flush()
     work.record("preview.created", preview.id, {"model": preview.request["model"]})
@@ -132,16 +131,22 @@ def error_of(preview: Preview) -> dict[str, Any] | None:
 
 
 def _is_lost(preview: Preview) -> bool:
-    return preview.status == IN_PROGRESS and preview.lease_expires_at < time.time()
+    if preview.status != IN_PROGRESS:
+        return False
+    session = object_session(preview)
+    assert session is not None, "a preview is shown in the session that has read it"
+    return session.scalar(select(Preview.id).where(Preview.id == preview.id, _ended())) is not None
 
 
 def _ended() -> ColumnElement[bool]:
-    return or_(Preview.status != IN_PROGRESS, Preview.lease_expires_at < time.time())
+    """Whether a preview has ended or its lease has. A lease beyond the next is from before the clock was set back."""
+    held = Preview.lease_expires_at.between(db_now(), db_now() + 2 * LEASE_SECONDS)
+    return or_(Preview.status != IN_PROGRESS, ~held)
 
 
 def renew(session: Session, preview_id: str, progress: Mapping[str, Any]) -> bool:
     """Write the progress. Returns False if the preview was canceled or deleted."""
-    values = {"progress": dict(progress), "lease_expires_at": time.time() + LEASE_SECONDS}
+    values = {"progress": dict(progress), "lease_expires_at": db_now() + LEASE_SECONDS}
     return _change(session, preview_id, values)
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from sqlalchemy import Select, delete, func, select, update
 from sqlalchemy.orm import Session
 
-from core.database.engine import Database, Work
+from core.database.engine import Database, Work, earliest_now
 from core.database.ids import new_id
 from core.database.tables import File, Upload, UploadPart, now
 from core.errors import InvalidRequest, PayloadTooLarge, UploadNotFound
@@ -252,7 +252,7 @@ def expire(session: Session) -> int:
     """Expire the uploads that were not completed in time, and return their number."""
     late = (
         update(Upload)
-        .where(Upload.status == "pending", Upload.expires_at <= now())
+        .where(Upload.status == "pending", Upload.expires_at <= earliest_now(session))
         .values(status="expired")
         .returning(Upload.seq)
         .execution_options(synchronize_session=False)

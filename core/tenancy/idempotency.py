@@ -13,7 +13,8 @@ from sqlalchemy import delete
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
-from core.database.tables import IdempotentRequest, now
+from core.database.engine import earliest_now
+from core.database.tables import IdempotentRequest
 from core.errors import InvalidRequest
 
 RETENTION_SECONDS = 24 * 3600
@@ -76,4 +77,5 @@ def keep(session: Session, request: Keyed, answer: StoredResponse) -> None:
 
 def forget(session: Session) -> None:
     """Delete expired responses; their keys may be reused."""
-    session.execute(delete(IdempotentRequest).where(IdempotentRequest.created_at < now() - RETENTION_SECONDS))
+    before = earliest_now(session) - RETENTION_SECONDS
+    session.execute(delete(IdempotentRequest).where(IdempotentRequest.created_at < before))

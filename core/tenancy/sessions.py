@@ -10,7 +10,7 @@ import secrets
 from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
-from core.database.engine import Work
+from core.database.engine import Work, earliest_now
 from core.database.tables import ApiKey, ConsoleSession, Project, now
 from core.errors import InvalidApiKey
 from core.tenancy import keys
@@ -76,7 +76,7 @@ def end(work: Work, token: str) -> None:
 
 
 def _new(session: Session, key: ApiKey, kind: str, seconds: int) -> tuple[ConsoleSession, str]:
-    session.execute(delete(ConsoleSession).where(ConsoleSession.expires_at <= now()))
+    session.execute(delete(ConsoleSession).where(ConsoleSession.expires_at <= earliest_now(session)))
     token = secrets.token_urlsafe(32)
     expires_at = now() + seconds if key.expires_at is None else min(now() + seconds, key.expires_at)
     row = ConsoleSession(kind=kind, sha256=_sha256(token), key_id=key.id, expires_at=expires_at)

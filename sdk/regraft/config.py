@@ -18,10 +18,19 @@ class Login:
 
 
 def config_file() -> Path:
-    """REGRAFT_CONFIG, or config.toml in the user's configuration folder."""
+    """REGRAFT_CONFIG, or config.toml in the user's configuration folder.
+
+    Raises:
+        NotConfigured: the user has no home folder.
+    """
     if path := os.environ.get("REGRAFT_CONFIG"):
         return Path(path)
-    home = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    try:
+        home = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    except RuntimeError:
+        raise NotConfigured(
+            "This user has no home folder: set REGRAFT_CONFIG to the path of a file."
+        ) from None
     return Path(home) / "regraft" / "config.toml"
 
 
@@ -65,7 +74,10 @@ def normal(url: str) -> str:
 
 
 def _saved() -> Login | None:
-    path = config_file()
+    try:
+        path = config_file()
+    except NotConfigured:
+        return None
     try:
         values = tomllib.loads(path.read_text())
         return Login(values["base_url"], values["api_key"])

@@ -86,7 +86,10 @@ def test_a_checkpoint_goes_home_without_a_connection(
         url = f"/v1/regraft/checkpoints/{checkpoint.id}/archive"
     blobs.held.clear()
 
-    assert weights in api.get(url).content
+    answer = api.get(url)
+
+    assert weights in answer.content
+    assert answer.headers["x-content-type-options"] == "nosniff"
     # The manifest, and the weights: read once to check them, once to send them.
     assert blobs.held == [0, 0, 0]
 

@@ -46,6 +46,7 @@ def envelope(answer: "Response", status: int) -> Any:
     assert re.fullmatch(r"req_[0-9a-f]{32}", answer.headers["x-request-id"])
     assert answer.headers["openai-version"] == "2020-10-01"
     assert answer.headers["openai-processing-ms"].isdigit()
+    assert answer.headers["x-content-type-options"] == "nosniff"
     return answer.json()["error"]
 
 

@@ -588,6 +588,7 @@ def test_a_parquet_download_is_one_file_of_all_pages(house: House, api: TestClie
     assert table.schema.names == [*rollouts.SCHEMA.names, *rollouts.EARLIER_NAMES.values()]
     assert table["step"].to_pylist() == [1] * 8 + [2] * 8 + [3] * 8 + [7] * 3
     assert int(answer.headers["content-length"]) == len(answer.content)
+    assert answer.headers["x-content-type-options"] == "nosniff"
 
 
 def test_a_parquet_download_of_nothing_is_still_a_table(api: TestClient, job_id: str) -> None:

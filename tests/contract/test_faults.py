@@ -17,7 +17,7 @@ from core.outages import Resource, outage
 from core.retry import RetryPolicy
 from core.storage.store import BlobNotFound, FailedCleanups, S3Blobs
 from tests.proxies import ALL_S3_MODES, RESET, SILENT, S3Proxy, TcpProxy
-from tests.servers import Postgres, SeaweedFS
+from tests.servers import Postgres, ReplicatedPostgres, SeaweedFS
 
 # In these, a store without what the fault takes away is used without it.
 WORK_WITHOUT = {
@@ -224,3 +224,27 @@ def test_a_database_that_does_not_answer_is_waited_for(
 
     assert answer == 1
     assert waiting.waits > 0
+
+
+@pytest.fixture
+def pair(postgres: Postgres) -> Iterator[ReplicatedPostgres]:
+    pair = postgres.new_pair()
+    yield pair
+    pair.stop()
+
+
+def test_a_failover_to_a_standby_is_waited_for_and_loses_nothing(pair: ReplicatedPostgres) -> None:
+    database = Database(pair.url)
+    with database.write() as session:
+        session.execute(text("create table kept as select 1 as number"))
+
+    def count() -> int:
+        with database.write() as session:
+            session.execute(text("insert into kept values (2)"))
+            return int(session.scalar(text("select count(*) from kept")))
+
+    pair.fail_over()
+    counted = Fault(lambda: None).retry()(count)
+    database.close()
+
+    assert counted == 2

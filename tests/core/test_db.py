@@ -1,5 +1,7 @@
+import sqlite3
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,7 @@ from sqlalchemy import func, select, text
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
-from core.database.engine import Database, db_now, json_text, unit_of_work
+from core.database.engine import Database, db_now, json_text, unit_of_work, use_wal
 from core.database.migrate import upgrade
 from core.database.tables import Job, Organization, Project
 from tests import factories
@@ -109,6 +111,14 @@ def test_sqlite_syncs_every_commit(tmp_path: Path) -> None:
     with database.write() as first, database.read() as second:  # two connections
         assert [session.scalar(text("PRAGMA synchronous")) for session in (first, second)] == [2, 2]
     database.close()
+
+
+def test_a_filesystem_without_shared_memory_is_refused(tmp_path: Path) -> None:
+    """SQLite's `unix-none` has none, as some network filesystems, and reports no error for `journal_mode=WAL`."""
+    without = sqlite3.connect(f"file:{tmp_path}/regraft.db?vfs=unix-none", uri=True)
+
+    with closing(without), pytest.raises(sqlite3.OperationalError, match="no shared memory"):
+        use_wal(without)
 
 
 def mode(path: Path) -> int:

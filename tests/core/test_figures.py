@@ -1,5 +1,6 @@
 """What the rows say of the service, for Prometheus."""
 
+import socket
 import threading
 import time
 import urllib.error
@@ -16,13 +17,13 @@ from sqlalchemy.orm import Session
 from core.database.engine import Database, Work
 from core.database.tables import Attempt, EvalRun, Job, Project, WebhookDelivery
 from core.jobs import events, lifecycle
+from core.settings import Settings
 from core.storage.store import BlobWriter
 from core.telemetry.metrics import served
 from core.telemetry.service_metrics import FRESH_SECONDS, ServiceFigures, SlowFigures, StoreFigures
 from core.tenancy.limits import Limits
 from tests import factories
 from tests.present import untyped
-from tests.servers import reserve_port
 from tests.watched_blobs import WatchedBlobs
 
 pytestmark = pytest.mark.both_databases
@@ -280,10 +281,11 @@ def test_a_blob_store_that_says_nothing_is_not_up(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_prometheus_reads_them_at_a_port_of_their_own(sqlite_database: Database) -> None:
-    port = reserve_port()
-    address, figures = f"http://127.0.0.1:{port}/metrics", [patient(sqlite_database)]
-    with served("127.0.0.1", port, figures), urllib.request.urlopen(address) as answer:
-        text = answer.read().decode()
+    figures = [patient(sqlite_database)]
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address = f"http://127.0.0.1:{listening.getsockname()[1]}/metrics"
+        with served(listening, Settings(), figures), urllib.request.urlopen(address) as answer:
+            text = answer.read().decode()
 
     assert "regraft_database_up 1.0" in text
     assert "process_resident_memory_bytes" in text

@@ -102,17 +102,29 @@ def test_the_scopes_are_those_of_keys() -> None:
     assert parser.SCOPES == keys.SCOPES
 
 
-def test_the_help_of_a_service_lists_the_settings_that_it_reads() -> None:
-    """Those of `up` are all. The others' are what the code of the API and of the worker reads."""
+@pytest.mark.parametrize(
+    ("name", "sources"),
+    [
+        ("api", ["api"]),
+        ("worker", ["worker/supervise", "worker/learn", "worker/rollout"]),
+        (
+            "inference",
+            ["worker/serve/server.py", "worker/serve/fleet_model.py", "worker/serve/vllm_builder.py"],
+        ),
+        ("sampler", ["worker/rollout/samplers/fleet_server.py"]),
+        ("member", ["worker/members", "worker/learn/launch.py"]),
+    ],
+)
+def test_the_help_of_a_service_lists_the_settings_that_it_reads(name: str, sources: list[str]) -> None:
+    """Those of `up` are all. The others' are at least what their code reads."""
     commands = {command.name: set(command.settings) for command in parser.COMMANDS}
+    files = [file for source in sources for file in [ROOT / source, *(ROOT / source).rglob("*.py")]]
+    texts = [file.read_text() for file in files if file.is_file()]
+    read = {field for text in texts for field in re.findall(r"\bsettings\.(\w+)", text)}
+
     assert commands["up"] == set(Settings.model_fields)
-    for name, folders in {
-        "api": ["api"],
-        "worker": ["worker/supervise", "worker/learn", "worker/rollout"],
-    }.items():
-        sources = [path.read_text() for folder in folders for path in (ROOT / folder).rglob("*.py")]
-        read = {field for source in sources for field in re.findall(r"\bsettings\.(\w+)", source)}
-        assert read & set(Settings.model_fields) <= commands[name], name
+    assert read & commands["up"]
+    assert read & commands["up"] <= commands[name]
 
 
 @pytest.fixture
@@ -346,6 +358,32 @@ def test_a_start_without_its_database_or_folder_names_the_variable_and_no_passwo
 
     assert str(ended.value).startswith(f"REGRAFT_{setting.upper()}: ")
     assert "secret" not in str(ended.value)
+
+
+@pytest.mark.parametrize("name", ["regraft.db-wal", "regraft.db.migrate.lock", "regraft.db"])
+@pytest.mark.parametrize("setting", ["data_dir", "database_url"])
+def test_a_start_without_a_file_that_sqlite_needs_names_the_folder_and_the_remedy(
+    tmp_path: Path, setting: str, name: str
+) -> None:
+    """The database, its log or its lock is a folder, so that the system refuses to open it."""
+    (tmp_path / name).mkdir()
+    url = f"sqlite:///{tmp_path / 'regraft.db'}" if setting == "database_url" else ""
+
+    with pytest.raises(UsageError) as ended:
+        service.prepare(Settings(data_dir=tmp_path, database_url=url))
+
+    said = str(ended.value)
+    assert said.startswith(f"REGRAFT_{setting.upper()}: SQLite at {tmp_path / 'regraft.db'}: ")
+    assert "with locks and shared memory" in said and "PostgreSQL" in said
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["sqlite:////folder/regraft.db?nolock=1", "sqlite:///file:/folder/regraft.db?vfs=unix-none&uri=true"],
+)
+def test_options_of_sqlite_that_could_switch_off_its_locks_are_refused(tmp_path: Path, url: str) -> None:
+    with pytest.raises(UsageError, match=r"^REGRAFT_DATABASE_URL: a URL of SQLite has a path and no options"):
+        service.prepare(Settings(data_dir=tmp_path, database_url=url))
 
 
 @pytest.mark.parametrize(

@@ -309,14 +309,18 @@ SCOPES = (
     "operator",
 )  # equal to core.tenancy.keys.SCOPES (by a test), which would import SQLAlchemy
 
-# Together the fields of core.settings.Settings (by a test), which would import pydantic.
-_EVERY_PROCESS = tuple(
+# Fields of core.settings.Settings, which would import pydantic. A test compares them with those that the code reads.
+_EVERY_SERVER = tuple(
     """
-    host metrics_port data_dir database_url blob_url s3_endpoint_url s3_region s3_checksums broker_url models_file
-    graders_file grader_environments inference_url inference_key samplers samplers_key integrations gpu_class
-    gpu_classes default_limits sampler ranks nodes jobs_per_worker engines sampling_gpus kv_cache_gib train_token_budget
-    reconcile_seconds patience_seconds price_per_gpu_second currency
-    webhook_private_hosts min_free_bytes log_format otlp_endpoint
+    host metrics_port data_dir blob_url s3_endpoint_url s3_region s3_checksums models_file inference_url samplers
+    samplers_key connections_per_address keep_alive_seconds log_format
+    """.split()
+)
+_API_AND_WORKER = tuple(
+    """
+    database_url broker_url graders_file grader_environments inference_key integrations gpu_class gpu_classes
+    default_limits sampler ranks nodes jobs_per_worker engines sampling_gpus kv_cache_gib train_token_budget
+    reconcile_seconds patience_seconds price_per_gpu_second currency webhook_private_hosts min_free_bytes otlp_endpoint
     """.split()
 )
 _API = tuple(
@@ -324,7 +328,7 @@ _API = tuple(
     port first_key console_site console_hosts docs_site sso_header sso_groups_header sso_proxies sso_rules
     max_upload_bytes max_multipart_bytes min_upload_bytes_per_second grader_runs_per_project
     grader_runs_waiting_per_project uploads_per_project uploads_waiting_per_project streams_per_project
-    pending_uploads_per_project connections_per_address keep_alive_seconds
+    pending_uploads_per_project
     """.split()
 )
 _WORKER = tuple(
@@ -335,7 +339,15 @@ _WORKER = tuple(
     scrub_days inference_max_lora_rank
     """.split()
 )
-_INFERENCE = ("inference_idle_seconds", "inference_kv_cache_gib")
+_INFERENCE = tuple(
+    "inference_key inference_max_lora_rank inference_kv_cache_gib sampler torch_threads otlp_endpoint".split()
+)
+_SAMPLER = ("kv_cache_gib", "inference_max_lora_rank", "torch_threads")
+_MEMBER = tuple(
+    """
+    ranks nodes node_rank rendezvous data_dir hang_seconds lost_machine_seconds patience_seconds log_format
+    """.split()
+)
 
 COMMANDS = (
     Command(
@@ -343,26 +355,34 @@ COMMANDS = (
         "run the API, a worker and the reconciler in one process",
         "worker.cli.service:up",
         _api,
-        (*_EVERY_PROCESS, *_API, *_WORKER, *_INFERENCE),
+        (
+            *_EVERY_SERVER,
+            *_API_AND_WORKER,
+            *_API,
+            *_WORKER,
+            "inference_idle_seconds",
+            "inference_kv_cache_gib",
+        ),
     ),
     Command(
         "api",
         "run the HTTP API alone (needs REGRAFT_BROKER_URL)",
         "worker.cli.service:api",
         _api,
-        (*_EVERY_PROCESS, *_API),
+        (*_EVERY_SERVER, *_API_AND_WORKER, *_API),
     ),
     Command(
         "worker",
         "run a worker and its reconciler (needs REGRAFT_BROKER_URL)",
         "worker.cli.service:worker",
         _worker,
-        (*_EVERY_PROCESS, *_WORKER),
+        (*_EVERY_SERVER, *_API_AND_WORKER, *_WORKER),
     ),
     Command(
         "member",
         "run ranks for the worker of another machine (needs REGRAFT_RENDEZVOUS)",
         "worker.cli.service:member",
+        settings=_MEMBER,
     ),
     Command(
         "migrate",
@@ -375,12 +395,14 @@ COMMANDS = (
         "run the inference server alone (needs REGRAFT_INFERENCE_KEY)",
         "worker.cli.service:inference",
         _inference,
+        (*_EVERY_SERVER, *_INFERENCE),
     ),
     Command(
         "sampler",
         "sample for all jobs on one base model (needs REGRAFT_SAMPLERS_KEY)",
         "worker.cli.service:sampler",
         _sampler,
+        (*_EVERY_SERVER, *_SAMPLER),
     ),
     Command("export", "write a checkpoint to a folder", "worker.cli.service:export", _export),
     Command(

@@ -22,16 +22,17 @@ from types import FrameType
 from typing import TextIO
 
 import uvicorn
+from sqlalchemy import make_url
 from sqlalchemy.exc import DBAPIError
 
 from api.http.app import create_app
-from api.http.connections import ConnectionLimit, limited
 from api.http.rate_limits import open_rates
 from api.http.shutdown import Server
-from api.http.sign_on import behind_proxies, trusted_proxies
+from api.http.sign_on import behind_proxies
 from api.resources.batch_requests import prepare_request
 from core import private
-from core.addresses import HostPort, family_of
+from core.addresses import HostPort, family_of, tls_files
+from core.connections import connection_options
 from core.database.engine import READ_ONLY, Database, Send
 from core.database.migrate import InvalidDatabaseUrl, SchemaNotReady, backend_of, open_unchanged, upgrade
 from core.errors import InvalidApiKey
@@ -101,6 +102,7 @@ def up(arguments: argparse.Namespace) -> int:
         backends = _backends(settings)
         check_packages(settings)
         check_store(settings)
+        _check_tls_files(settings)
         _check_exporters(settings)
         prepare(settings)
         _describe_python_graders(settings)
@@ -113,7 +115,7 @@ def api(arguments: argparse.Namespace) -> int:
     settings = configured(arguments)
     with _api_port(settings) as (settings, port), service_metrics(settings) as add_collector:
         backends = _backends(settings)
-        _require_broker(settings)
+        require_broker(settings)
         check_packages(settings)
         check_store(settings)
         prepare(settings)
@@ -130,7 +132,7 @@ def worker(arguments: argparse.Namespace) -> int:
     settings = configured(arguments)
     with service_metrics(settings) as add_collector:
         backends = _backends(settings)
-        _require_broker(settings)
+        require_broker(settings)
         check_packages(settings)
         check_store(settings)
         _check_exporters(settings)
@@ -187,7 +189,7 @@ def check_blobs(arguments: argparse.Namespace) -> int:
     except InvalidDatabaseUrl as invalid:
         raise UsageError(f"REGRAFT_DATABASE_URL: {invalid}") from invalid
     except DBAPIError as cause:
-        raise _database_fails(cause) from cause
+        raise _database_fails(settings, cause) from cause
     except SchemaNotReady as refused:
         raise UsageError(str(refused)) from refused
     count = 0
@@ -250,11 +252,19 @@ def _backends(settings: Settings) -> Backends:
         raise UsageError(f"REGRAFT_GRADERS_FILE: {invalid}") from invalid
 
 
-def _require_broker(settings: Settings) -> None:
+def require_broker(settings: Settings) -> None:
+    """Raise UsageError if the broker works only within one process, or its URL names files that cannot be read."""
     if settings.embedded:
         raise UsageError(
             "memory:// works only within one process: use `up`, or set REGRAFT_BROKER_URL=redis://…"
         )
+    _check_tls_files(settings)
+
+
+def _check_tls_files(settings: Settings) -> None:
+    for option, file in tls_files(settings.broker_url).items():
+        if not os.access(file, os.R_OK):
+            raise UsageError(f"REGRAFT_BROKER_URL: {option} names {file}, which this user cannot read")
 
 
 def _check_exporters(settings: Settings) -> None:
@@ -390,12 +400,9 @@ def serve_api(
         log_config=None,  # keep our logging
         log_level="warning",
         timeout_graceful_shutdown=5,
-        timeout_keep_alive=settings.keep_alive_seconds,
+        **connection_options(settings),
     )
     config.app = behind_proxies(app, config.forwarded_allow_ips)
-    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = min(settings.connections_per_address, descriptors // 2)  # one address cannot use up all of them
-    config.http = limited(ConnectionLimit(most, trusted_proxies(config.forwarded_allow_ips, settings)))
     log.info("serving http://%s/v1", HostPort(settings.host, settings.port))
     with traced:
         Server(config, app.state.service.shutdown).run([port])
@@ -517,14 +524,12 @@ def serve_metrics(
     Raises:
         UsageError: the port is taken, as by another process of this machine with the same settings.
     """
-    with ExitStack() as served:
-        try:
-            measure = served.enter_context(metrics.served(settings.host, settings.metrics_port, collectors))
-        except OSError as cause:
-            raise _cannot_listen(
-                cause, settings.host, settings.metrics_port, "REGRAFT_METRICS_PORT", "--metrics-port"
-            ) from cause
-        yield measure
+    with ExitStack() as stack:
+        listening = None
+        if settings.metrics_port:
+            port = bound(settings.host, settings.metrics_port, "REGRAFT_METRICS_PORT", "--metrics-port")
+            listening = stack.enter_context(port)
+        yield stack.enter_context(metrics.served(listening, settings, collectors))
 
 
 def service_metrics(settings: Settings) -> AbstractContextManager[Callable[[MetricsCollector], None]]:
@@ -571,8 +576,8 @@ def prepare(settings: Settings, *, first_key: bool = True) -> None:
         upgrade(settings.database)
     except InvalidDatabaseUrl as invalid:
         raise UsageError(f"REGRAFT_DATABASE_URL: {invalid}") from invalid
-    except DBAPIError as cause:
-        raise _database_fails(cause) from cause
+    except (DBAPIError, OSError) as cause:  # OSError: the folder of SQLite cannot be written or locked
+        raise _database_fails(settings, cause) from cause
     if not first_key:
         return
     path = settings.data_dir / "api_key"
@@ -607,9 +612,17 @@ def _make_data_folder(settings: Settings) -> None:
         raise UsageError(f"REGRAFT_DATA_DIR: {cause}") from cause
 
 
-def _database_fails(cause: DBAPIError) -> UsageError:
+def _database_fails(settings: Settings, cause: DBAPIError | OSError) -> UsageError:
     """Quote the driver. SQLAlchemy's own text has the statement, and the address of a page about it."""
-    return UsageError(f"REGRAFT_DATABASE_URL: {str(cause.orig).strip()}")
+    reason = str(cause.orig if isinstance(cause, DBAPIError) else cause).strip()
+    if backend_of(settings.database) != "sqlite":
+        return UsageError(f"REGRAFT_DATABASE_URL: {reason}")
+    setting = "REGRAFT_DATABASE_URL" if settings.database_url else "REGRAFT_DATA_DIR"
+    return UsageError(
+        f"{setting}: SQLite at {make_url(settings.database).database}: {reason}. It needs a folder that this user may "
+        "write, of a local filesystem with locks and shared memory; network filesystems often lack one of them. Choose "
+        "another folder, or PostgreSQL"
+    )
 
 
 def _write_first_key(path: Path, key: str) -> None:
@@ -659,4 +672,9 @@ def sole_owner(settings: Settings) -> Iterator[None]:
                 f"REGRAFT_DATA_DIR: another `regraft-server up` is using {settings.data_dir}; stop it, or choose "
                 "another folder with --data-dir"
             ) from taken
+        except OSError as cause:
+            raise UsageError(
+                f"REGRAFT_DATA_DIR: {settings.data_dir} cannot be locked ({cause.strerror}); choose a folder of a "
+                "local filesystem with --data-dir"
+            ) from cause
         yield

@@ -19,6 +19,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 
 from core.chat import InternalChat, InternalCompletion, envelope
+from core.connections import connection_options
 from core.disconnect import until_gone
 from core.registry import Registry
 from core.settings import Settings
@@ -178,7 +179,7 @@ def serve(settings: Settings, listening: socket.socket, *, idle_seconds: float =
         app,
         log_level="warning",
         timeout_graceful_shutdown=DRAIN_SECONDS,
-        timeout_keep_alive=settings.keep_alive_seconds,
+        **connection_options(settings),
     )
     server = uvicorn.Server(config)
 

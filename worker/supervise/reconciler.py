@@ -10,8 +10,8 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from core.database import pages
-from core.database.engine import Database, Send, db_now
-from core.database.tables import File, Job, StepMetric, now
+from core.database.engine import Database, Send, db_now, earliest_now
+from core.database.tables import File, Job, StepMetric
 from core.evals import batches, catalog
 from core.evals import lifecycle as eval_runs
 from core.jobs import lifecycle
@@ -192,8 +192,8 @@ class Reconciler:
 
         Contents that another file shares stay.
         """
-        gone = File.deleted_at.is_not(None) | (File.expires_at < now())
         with self.database.read() as session:
+            gone = File.deleted_at.is_not(None) | (File.expires_at < earliest_now(session))
             free = session.scalars(select(File).where(gone, ~files.in_use()).limit(100)).all()
         for file in free:
             with self.database.read() as session:

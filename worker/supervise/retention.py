@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from sqlalchemy import ColumnElement, delete, select, update
 
 from core.database import pages
-from core.database.engine import Database
+from core.database.engine import Database, earliest_now
 from core.database.tables import (
     Checkpoint,
     EvalJournal,
@@ -94,7 +94,8 @@ class Retention:
             if self._clock() < self._next_sweep:
                 return
             self._next_sweep = self._clock() + HOUR
-            older_than = time.time() - self.settings.orphan_hours * HOUR
+            with self.database.read() as session:
+                older_than = earliest_now(session) - self.settings.orphan_hours * HOUR
             self.blobs.abort_stale_uploads(older_than)
             self._sweeping = sweep(
                 self.database, self.blobs, older_than=older_than, batch_size=self.sweep_batch
@@ -112,7 +113,8 @@ class Retention:
         if self.settings.keep_rollouts_days is None:
             return False
         with self.database.write() as session:
-            ended = select(Job.id).where(_ended(self.settings.keep_rollouts_days))
+            before = earliest_now(session) - self.settings.keep_rollouts_days * DAY
+            ended = select(Job.id).where(_ended(before))
             old = session.scalars(
                 select(RolloutPage).where(RolloutPage.job_id.in_(ended)).limit(self.pages_at_once)
             ).all()
@@ -128,9 +130,9 @@ class Retention:
         """
         if self.settings.keep_rollouts_days is None:
             return False
-        over = time.time() - self.settings.keep_rollouts_days * DAY
         with self.database.write() as session:
-            ended = EvalRun.status.in_(eval_runs.FINAL) & (EvalRun.finished_at < over)
+            before = earliest_now(session) - self.settings.keep_rollouts_days * DAY
+            ended = EvalRun.status.in_(eval_runs.FINAL) & (EvalRun.finished_at < before)
             runs = select(EvalRun.id).where(ended)
             old = session.scalars(
                 select(EvalPage).where(EvalPage.run_id.in_(runs)).limit(self.pages_at_once)
@@ -149,9 +151,9 @@ class Retention:
         """Delete previews past the retention of rollouts. Returns whether there may be more."""
         if self.settings.keep_rollouts_days is None:
             return False
-        over = time.time() - self.settings.keep_rollouts_days * DAY
         with self.database.write() as session:
-            return previews.delete_old(session, over, self.pages_at_once) == self.pages_at_once
+            before = earliest_now(session) - self.settings.keep_rollouts_days * DAY
+            return previews.delete_old(session, before, self.pages_at_once) == self.pages_at_once
 
     def _old_checkpoints(self) -> bool:
         """Delete checkpoints of jobs past their retention, except for those with a model name."""
@@ -159,7 +161,8 @@ class Retention:
             return False
         named = select(TunedModel.seq).where(TunedModel.checkpoint_id == Checkpoint.id).exists()
         with self.database.write() as session:
-            ended = select(Job.id).where(_ended(self.settings.keep_checkpoints_days))
+            before = earliest_now(session) - self.settings.keep_checkpoints_days * DAY
+            ended = select(Job.id).where(_ended(before))
             old = session.scalars(
                 select(Checkpoint).where(Checkpoint.job_id.in_(ended), ~named).limit(CHECKPOINTS_AT_ONCE)
             ).all()
@@ -173,8 +176,8 @@ class Retention:
         """Delete files as their owner would; the reconciler's pass for deleted files removes their contents."""
         if self.settings.keep_files_days is None:
             return False
-        old = File.created_at < time.time() - self.settings.keep_files_days * DAY
         with self.database.write() as session:
+            old = File.created_at < earliest_now(session) - self.settings.keep_files_days * DAY
             session.execute(
                 update(File)
                 .where(old, File.deleted_at.is_(None), ~files.in_use())
@@ -187,8 +190,8 @@ class Retention:
         """Delete entries of the audit log past their retention. Returns whether there may be more."""
         if self.settings.keep_audit_days == 0:
             return False
-        before = time.time() - self.settings.keep_audit_days * DAY
         with self.database.write() as session:
+            before = earliest_now(session) - self.settings.keep_audit_days * DAY
             return audit.delete_old(session, before, AUDIT_ENTRIES_AT_ONCE) == AUDIT_ENTRIES_AT_ONCE
 
 
@@ -210,6 +213,6 @@ def sweep(
         yield batch
 
 
-def _ended(days: float) -> ColumnElement[bool]:
-    """Select final jobs that ended at least that long ago."""
-    return Job.status.in_(FINAL) & (Job.finished_at < time.time() - days * DAY)
+def _ended(before: float) -> ColumnElement[bool]:
+    """Select final jobs that ended before this Unix time."""
+    return Job.status.in_(FINAL) & (Job.finished_at < before)

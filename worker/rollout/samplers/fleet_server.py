@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from pydantic import BaseModel
 
+from core.connections import connection_options
 from core.registry import BaseModelEntry
 from core.settings import Settings
 from core.storage.store import blobs_of
@@ -139,15 +140,20 @@ def run(settings: Settings, name: str, entry: BaseModelEntry, listening: socket.
     adapters = StoredAdapters(folders, nothing)
     tokenizer = read_tokenizer(entry, source_of(entry, settings.model_cache))
     chosen = options(config, tool_parser_of(entry, tokenizer))
-    asyncio.run(serve(chosen, facts, adapters, settings.samplers_key, listening))
+    asyncio.run(serve(chosen, facts, adapters, settings, listening))
 
 
 async def serve(
-    options: dict[str, Any], facts: Facts, adapters: StoredAdapters, key: str, listening: socket.socket
+    options: dict[str, Any],
+    facts: Facts,
+    adapters: StoredAdapters,
+    settings: Settings,
+    listening: socket.socket,
 ) -> None:
     from vllm.entrypoints.launchers.launcher import serve_http
 
-    async with vllm_app(options, name=facts.model, key=key, adapters=adapters) as (app, client):
+    opening = vllm_app(options, name=facts.model, key=settings.samplers_key, adapters=adapters)
+    async with opening as (app, client):
 
         async def answer(question: Question) -> Facts:
             names, *_ = await client.collective_rpc(
@@ -159,6 +165,12 @@ async def serve(
         app.add_api_route(FACTS, answer, methods=["POST"])
         host, port = listening.getsockname()[:2]
         ended = await serve_http(
-            app, sock=listening, host=host, port=port, log_level="warning", access_log=False
+            app,
+            sock=listening,
+            host=host,
+            port=port,
+            log_level="warning",
+            access_log=False,
+            **connection_options(settings),
         )
     await ended

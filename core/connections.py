@@ -1,15 +1,23 @@
 """Limits of connections: the time in which a request's header must arrive, and a number per address.
 
-A connection costs a descriptor before anything shows who its client is. uvicorn has no limit for either.
+A connection costs a descriptor before anything shows who its client is. uvicorn has no limit for either. All servers of
+the service have both: API, inference, sampler and metrics.
 """
 
 import asyncio
 import logging
+import os
+import resource
 from collections import Counter
 from collections.abc import Callable
 from ipaddress import IPv6Address, ip_address, ip_network
+from typing import Any
 
+from uvicorn.middleware.proxy_headers import _TrustedHosts
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from core.settings import Settings
+from core.tenancy import single_sign_on
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +93,12 @@ class LimitedProtocol(H11Protocol):
         elif self._timer is None:
             self._await_header()  # of the next request
 
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        buffered, _ = self.conn.trailing_data
+        if buffered and self._timer is None and self.cycle.response_complete:
+            self._await_header()  # of a next request that began to arrive before the response was complete
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
         if self._counted is not None:
@@ -103,3 +117,27 @@ class LimitedProtocol(H11Protocol):
 def limited(limit: ConnectionLimit, header_seconds: float = HEADER_SECONDS) -> type[LimitedProtocol]:
     """The `http` of a uvicorn.Config."""
     return type("Limited", (LimitedProtocol,), {"limit": limit, "header_seconds": header_seconds})
+
+
+def trusted_proxies(forwarded_allow_ips: list[str] | str, settings: Settings) -> Callable[[str], bool]:
+    """Whether an address is that of a proxy: one whose X-Forwarded-For is believed, or one of the single sign-on."""
+    forwarding = _TrustedHosts(forwarded_allow_ips)
+
+    def is_proxy(address: str) -> bool:
+        return address in forwarding or single_sign_on.is_trusted(address, settings.sso_proxies)
+
+    return is_proxy
+
+
+def connection_options(settings: Settings) -> dict[str, Any]:
+    """The options of uvicorn.Config that all servers of the service share: its limits of connections.
+
+    One address cannot use up the descriptors of the process.
+    """
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = min(settings.connections_per_address, descriptors // 2)
+    forwarded_allow_ips = os.environ.get("FORWARDED_ALLOW_IPS", "127.0.0.1")  # as uvicorn reads it
+    return {
+        "http": limited(ConnectionLimit(most, trusted_proxies(forwarded_allow_ips, settings))),
+        "timeout_keep_alive": settings.keep_alive_seconds,
+    }

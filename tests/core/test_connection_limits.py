@@ -1,20 +1,24 @@
 """Connections that cost a descriptor and send no request, against a real server behind a socket."""
 
+import ast
 import select
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import pytest
 import uvicorn
 from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
-from api.http.connections import ConnectionLimit, client_of, limited
-from api.http.sign_on import trusted_proxies
+from core.connections import ConnectionLimit, client_of, limited, trusted_proxies
 from core.settings import Settings
+from core.telemetry.metrics import served
 
+ROOT = Path(__file__).parents[2]
+STARTS_A_SERVER = {"uvicorn.Config", "uvicorn.run", "serve_http", "start_http_server"}
 PATIENCE = 60.0  # of a test on a busy machine
 HALF = b"GET / HTTP/1.1\r\nHost: a\r\nX-"
 WHOLE = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
@@ -33,7 +37,12 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
 def serving(limit: ConnectionLimit, header_seconds: float) -> Iterator[Connect]:
     """Serve the application, and return a function that opens a connection."""
     config = uvicorn.Config(
-        app, log_level="critical", lifespan="off", ws="none", http=limited(limit, header_seconds)
+        app,
+        log_level="critical",
+        lifespan="off",
+        ws="none",
+        http=limited(limit, header_seconds),
+        timeout_keep_alive=10 * round(PATIENCE),
     )
     server = uvicorn.Server(config)
     with socket.create_server(("127.0.0.1", 0)) as listening, ExitStack() as opened:
@@ -59,10 +68,10 @@ def is_closed(connection: socket.socket) -> bool:
 
 
 def answered(connection: socket.socket) -> bool:
-    """Whether the server answers. Waits for the whole of it."""
+    """Whether the server answers. Reads one response and nothing after it."""
     received = b""
     while not received.endswith(b"here"):
-        more = connection.recv(1000)
+        more = connection.recv(1)
         if not more:
             return False
         received += more
@@ -98,6 +107,25 @@ def test_the_second_header_of_a_connection_has_the_same_time() -> None:
 
         connection.sendall(HALF)
 
+        assert is_closed(connection)
+
+
+def test_half_a_header_behind_a_whole_request_has_the_same_time() -> None:
+    """Also if both arrive at once: the half is read before the response, and nothing arrives after it."""
+    with serving(ConnectionLimit(0), header_seconds=1.0) as connect:
+        connection = connect()
+        connection.sendall(WHOLE + HALF)
+        assert answered(connection)
+
+        assert is_closed(connection)
+
+
+def test_a_whole_request_behind_another_is_answered() -> None:
+    with serving(ConnectionLimit(0), header_seconds=1.0) as connect:
+        connection = connect()
+        connection.sendall(WHOLE + WHOLE + HALF)
+
+        assert [answered(connection), answered(connection)] == [True, True]
         assert is_closed(connection)
 
 
@@ -174,3 +202,32 @@ def test_a_trusted_proxy_has_connections_without_a_limit() -> None:
 )
 def test_an_ipv6_host_counts_with_its_network(one: str, other: str, same: bool) -> None:
     assert (client_of(one) == client_of(other)) is same
+
+
+def test_every_server_of_the_service_has_these_limits() -> None:
+    """API, inference server, sampler and metrics: each server gets `**connection_options(settings)`."""
+    servers = {
+        f"{file.relative_to(ROOT)}:{call.lineno}": [ast.unparse(option.value) for option in call.keywords]
+        for package in ("api", "core", "graders", "worker")
+        for file in (ROOT / package).rglob("*.py")
+        if any(name in file.read_text() for name in STARTS_A_SERVER)
+        for call in ast.walk(ast.parse(file.read_text()))
+        if isinstance(call, ast.Call) and ast.unparse(call.func) in STARTS_A_SERVER
+    }
+
+    assert len(servers) >= 4
+    assert [at for at, options in servers.items() if "connection_options(settings)" not in options] == []
+
+
+def test_metrics_close_connections_of_an_address_that_has_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORWARDED_ALLOW_IPS", "192.0.2.1")  # by default this machine is exempt
+    with socket.create_server(("127.0.0.1", 0)) as listening, ExitStack() as opened:
+        address = listening.getsockname()
+        with served(listening, Settings(connections_per_address=1)):
+            first, second = (
+                opened.enter_context(socket.create_connection(address, timeout=PATIENCE)) for _ in range(2)
+            )
+
+            assert is_closed(second)
+            first.sendall(b"GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n")
+            assert first.recv(15) == b"HTTP/1.1 200 OK"
