@@ -30,8 +30,8 @@ from api.http.app import all_routes
 from core import errors, settings
 from core.jobs import (
     distillation,
-    flat_hyperparameters,
     hyperparameter_groups,
+    hyperparameter_places,
     hyperparameters,
     offline_hyperparameters,
 )
@@ -198,10 +198,8 @@ def hyperparameters_page() -> Page:
         '{"advanced": {"loss": {"type": "cispo", "cap": 5.0}, "kl": {"weight": 0.01}, "lora": {"rank": 32}}}',
         "```",
         "",
-        "Each field also has a [flat name](#flat-names).",
-        "",
     ]
-    groups = flat_hyperparameters.GROUPS
+    groups = hyperparameter_places.GROUPS
     lines += [
         "These fields are in no group:",
         "",
@@ -221,7 +219,6 @@ def hyperparameters_page() -> Page:
         *_offline_section(),
         *_reward_model_section(),
         *_distillation_section(),
-        *_flat_names_section(),
         *_refused_combinations(),
     ]
 
@@ -320,7 +317,7 @@ def _group_section(name: str, field: FieldInfo) -> Page:
     lines = [f"### advanced.{name}", ""]
     [comment] = [row[3] for row in fields_of(hyperparameters, "Advanced") if row[0] == name]
     lines += [comment, ""] if comment else []
-    variants = flat_hyperparameters.VARIANTS.get(name, {})
+    variants = hyperparameter_places.VARIANTS.get(name, {})
     for variant in variants.values() or get_args(field.annotation) or [field.annotation]:
         if variant is NoneType:
             continue
@@ -338,29 +335,8 @@ def _group_section(name: str, field: FieldInfo) -> Page:
     return lines
 
 
-def _flat_names_section() -> Page:
-    lines = [
-        "## Flat names",
-        "",
-        "These names, directly under `advanced`, are those of versions before the groups. They still work, also beside "
-        "groups; one hyperparameter under both of its names is refused. A job is shown with flat names unless its "
-        "request had a group.",
-        "",
-        "| flat name | field | default |",
-        "|---|---|---|",
-    ]
-    for name, flat in flat_hyperparameters.FLAT.items():
-        lines.append(f"| `{name}` | `{'.'.join(flat.place)}` | `{flat.default!r}` |")
-    lines += [
-        "",
-        "`kl: 0` is no group `kl`, and `off_policy_steps: 2` is the `schedule` of type `off_policy` with `steps` 2.",
-        "",
-    ]
-    return lines
-
-
 def _refused_combinations() -> Page:
-    """Messages of rules that groups do not make impossible; those of flat names follow."""
+    """Messages of rules that groups do not make impossible."""
     lines = ["## Refused combinations", ""]
     for module in (hyperparameters, hyperparameter_groups):
         for node in ast.walk(ast.parse(inspect.getsource(module))):
@@ -370,9 +346,7 @@ def _refused_combinations() -> Page:
                 and ast.unparse(node.exc.func) == "ValueError"
             ):
                 lines.append(f"- {said(node.exc.args[0])}")
-    lines += ["", "Flat names are also refused where the chosen variant does not have the field:", ""]
-    refusals = (flat.refusal for flat in flat_hyperparameters.FLAT.values() if flat.refusal)
-    return [*lines, *(f"- {refusal}" for refusal in dict.fromkeys(refusals))]
+    return lines
 
 
 # Memory

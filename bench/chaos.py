@@ -81,7 +81,11 @@ HYPERPARAMETERS = {
     "batch_size": 4,
     "n_epochs": 5,
     "eval_interval": 1,  # a checkpoint a step: there is always one about to be written
-    "advanced": {"group_size": 8, "learning_rate": 0.01, "max_completion_tokens": 12, "lora_rank": 8},
+    "advanced": {
+        "sampling": {"group_size": 8, "max_completion_tokens": 12},
+        "optimizer": {"learning_rate": 0.01},
+        "lora": {"rank": 8},
+    },
 }
 FAKE_GRADER = {
     "type": "string_check",

@@ -58,15 +58,15 @@ def run(arguments: list[str]) -> int:
         fake_run.without_torch()
     from worker import child
     from worker.heartbeat import WatchedGrader, WatchedSampler, WatchedTrainer
-    from worker.record.checkpoints import Checkpoints
+    from worker.record.checkpoints import JobCheckpoints
 
     mark = dying_on_order()
     parts: list[tuple[Any, str, str]] = [
         (WatchedSampler, "sample", "sampling"),
         (WatchedGrader, "grade", "grading"),
         (WatchedTrainer, "step", "update"),
-        (Checkpoints, "_save", "checkpoint"),
-        (Checkpoints, "_upload", "upload"),
+        (JobCheckpoints, "_save", "checkpoint"),
+        (JobCheckpoints, "_upload", "upload"),
     ]
     for owner, name, phase in parts:
         setattr(owner, name, during(mark, phase, getattr(owner, name)))

@@ -105,8 +105,10 @@ def assemble(
     """As worker.assemble.assemble, with the fakes in place of the model."""
     from core.jobs import hyperparameters
     from worker.heartbeat import WatchedSampler, WatchedTrainer
-    from worker.record.checkpoints import Checkpoints
-    from worker.record.recorder import Recorder
+    from worker.record.checkpoints import JobCheckpoints
+    from worker.record.exporters.feed import ExporterFeeds
+    from worker.record.recorder import JobRecorder
+    from worker.rollout.grader_parts import grader_parts
     from worker.rollout.prompts import PromptStream, tokenize
     from worker.rollout.rewards import Rewards
     from worker.rollout.rows import read_rows
@@ -119,20 +121,21 @@ def assemble(
     room = {"context": CONTEXT, "max_completion_tokens": resolved.max_completion_tokens}
     train = tokenize(rows.train, lambda messages: [1, 2], file=job.training_file, **room)
     valid = tokenize(rows.valid, lambda messages: [1, 2], file=job.validation_file, **room)
-    recorder = Recorder(attempt, settings.default_limits)
+    recorder = JobRecorder(attempt, settings.default_limits)
     recorder.resolved(resolved, "fake")
     policy = FakePolicy()
     return Run(
         settings=resolved,
         seed=job.seed,
-        spec=spec,
+        graders=grader_parts(spec),
         train_prompts=PromptStream(train, batch_size=resolved.batch_size, seed=job.seed),
         valid_prompts=valid,
         sampler=WatchedSampler(FakeSampler(policy), beat),
         rewards=Rewards(grader),
         trainer=WatchedTrainer(FakeTrainer(policy), beat),
         recorder=recorder,
-        checkpoints=Checkpoints(attempt, scratch),
+        checkpoints=JobCheckpoints(attempt, scratch),
+        feeds=ExporterFeeds(),
         stop_requested=stop_requested,
         failing_steps=settings.failing_steps,
     )

@@ -36,7 +36,7 @@ from worker.model.policy import source_of
 JOBS = 3
 PATIENCE = 600.0  # seconds; the first job has vLLM compile
 KEY = "the-secret-of-this-fleet"
-ADVANCED = {"group_size": 4, "max_completion_tokens": 4, "lora_rank": 8}
+ADVANCED = {"sampling": {"group_size": 4, "max_completion_tokens": 4}, "lora": {"rank": 8}}
 
 
 def main() -> None:

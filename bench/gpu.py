@@ -31,7 +31,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -118,9 +118,12 @@ def train(shape: Shape, device: str) -> dict[str, float]:
     policy.stop_ids = frozenset()  # every answer runs to its full length
     if device.startswith("cuda"):
         policy.use(replace(policy.route, blocks=True))  # as the probe chooses for a job
-    advanced: dict[str, Any] = {"group_size": shape.group, "max_completion_tokens": shape.answer}
-    # Not as the answers come in: sampling and the update are measured apart.
-    settings = settings_for(base, learning_rate=1e-12, overlap=False, **advanced)
+    # Without overlap: sampling and the update are measured apart.
+    settings = settings_for(
+        base,
+        optimizer={"learning_rate": 1e-12},
+        sampling={"group_size": shape.group, "max_completion_tokens": shape.answer},
+    )
     trainer = PeftTrainer(policy, settings, token_budget=shape.token_budget)
     sampler = TransformersSampler(policy)
     prompts = [prompt(shape, line) for line in range(shape.prompts)]

@@ -39,12 +39,13 @@ from core.storage.store import FolderBlobs
 from graders.types import Grade
 from worker import process
 from worker.attempt import Attempt
+from worker.interfaces import Trainer
 from worker.learn.distributed import LoadModel, follow, load_checked, loading
 from worker.learn.gradient import keep_memory
 from worker.learn.launch import launch
 from worker.learn.rank_model import Model
 from worker.learn.step_hooks import HookedTrainer
-from worker.learn.trainer import PeftTrainer, Trainer
+from worker.learn.trainer import PeftTrainer
 from worker.learn.world import World
 from worker.model import memory, sizing
 from worker.model.full import FullPolicy
@@ -313,11 +314,14 @@ class Steps:
 
     def _load(self, world: World) -> tuple[Policy, Resolved, Callable[[], None]]:
         advanced = {
-            "learning_rate": 1e-12,
-            **({"train": "full"} if self.scenario.full else {"lora_rank": RANK}),
-            "group_size": self.shape.group,
-            "max_completion_tokens": self.shape.answer,
-            **({"off_policy_steps": self.scenario.ahead} if self.scenario.sampling else {}),
+            "optimizer": {"learning_rate": 1e-12},
+            **({"train": "full"} if self.scenario.full else {"lora": {"rank": RANK}}),
+            "sampling": {"group_size": self.shape.group, "max_completion_tokens": self.shape.answer},
+            **(
+                {"schedule": {"type": "off_policy", "steps": self.scenario.ahead}}
+                if self.scenario.sampling
+                else {}
+            ),
         }
         settings = resolve(
             Hyperparameters.model_validate({"advanced": advanced}),

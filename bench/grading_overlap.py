@@ -47,7 +47,7 @@ def main() -> None:
     settings = Settings()
     base = load_base(MODEL, Registry.load(None).get(MODEL), settings.model_cache, "cpu")
     policy = Policy(base, rank=16, alpha=32, seed=0)
-    asked = {"advanced": {"learning_rate": 1e-12, "max_completion_tokens": 64}}
+    asked = {"advanced": {"optimizer": {"learning_rate": 1e-12}, "sampling": {"max_completion_tokens": 64}}}
     resolved = resolve(Hyperparameters.model_validate(asked), rows=8, parameters=base.parameters, context=512)
     trainer = PeftTrainer(policy, resolved, token_budget=CPU_TOKEN_BUDGET)
     sampler = TransformersSampler(policy)

@@ -128,7 +128,7 @@ def run_ours(shape: Shape) -> dict[str, float]:
     policy.stop_ids = frozenset()  # every answer runs to its full length, as on the other side
     asked = {
         "batch_size": shape.prompts,
-        "advanced": {"group_size": GROUP, "max_completion_tokens": shape.answer},
+        "advanced": {"sampling": {"group_size": GROUP, "max_completion_tokens": shape.answer}},
     }
     resolved = resolve(
         Hyperparameters.model_validate(asked),
@@ -254,13 +254,10 @@ def race_ours() -> dict[str, float]:
     base = load_base(MODEL, Registry.load(None).get(MODEL), settings.model_cache, "cpu")
     policy = Policy(base, rank=RACE_RANK, alpha=2 * RACE_RANK, seed=0)
     asked = {
-        "loss": "dr_grpo",
-        "advantage_scale": "none",
-        "learning_rate": RACE_RATE,
-        "group_size": RACE_GROUP,
-        "max_completion_tokens": RACE_ANSWER,
-        "lora_rank": RACE_RANK,
-        "lora_alpha": 2 * RACE_RANK,
+        "loss": {"type": "dr_grpo"},
+        "optimizer": {"learning_rate": RACE_RATE},
+        "sampling": {"group_size": RACE_GROUP, "max_completion_tokens": RACE_ANSWER},
+        "lora": {"rank": RACE_RANK, "alpha": 2 * RACE_RANK},
     }
     resolved = resolve(
         Hyperparameters.model_validate({"batch_size": len(TOPICS), "advanced": asked}),

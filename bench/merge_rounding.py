@@ -41,7 +41,10 @@ def measure(
     """`captured_step_N` and `merged_step_N` for each N of `after`. `load` gives a fresh float32 base each time."""
     base = rounded(load())
     settings = settings_for(
-        base, learning_rate=LEARNING_RATE, group_size=sampling.group_size, lora_rank=RANK, lora_alpha=ALPHA
+        base,
+        optimizer={"learning_rate": LEARNING_RATE},
+        sampling={"group_size": sampling.group_size},
+        lora={"rank": RANK, "alpha": ALPHA},
     )
     policy = Policy(base, rank=RANK, alpha=ALPHA, seed=0)
     trainer = PeftTrainer(policy, settings, token_budget=2048)

@@ -36,10 +36,12 @@ from tests import factories
 from worker.attempt import Attempt
 from worker.learn.trainer import PeftTrainer
 from worker.model.policy import Policy, load_base, render
-from worker.record.checkpoints import Checkpoints
+from worker.record.checkpoints import JobCheckpoints
+from worker.record.exporters.feed import ExporterFeeds
 from worker.record.history import History
 from worker.record.monitors import Finding, check
-from worker.record.recorder import Recorder
+from worker.record.recorder import JobRecorder
+from worker.rollout.grader_parts import grader_parts
 from worker.rollout.prompts import PromptStream, tokenize
 from worker.rollout.rewards import Rewards
 from worker.rollout.samplers.transformers import TransformersSampler
@@ -94,7 +96,7 @@ def train(seed: int, args: argparse.Namespace) -> tuple[list[dict[str, Any]], li
     """The recorded steps of a run, and its events above level info."""
     asked: dict[str, Any] = HYPERPARAMETERS | {"n_epochs": args.epochs, "eval_interval": args.eval_interval}
     if args.learning_rate:
-        asked["advanced"] = asked["advanced"] | {"learning_rate": args.learning_rate}
+        asked["advanced"] = asked["advanced"] | {"optimizer": {"learning_rate": args.learning_rate}}
     train_rows, valid_rows = (
         datasets.read_examples(iter([(DATA / f"{split}.jsonl").read_bytes()])) for split in ("train", "valid")
     )
@@ -118,14 +120,15 @@ def train(seed: int, args: argparse.Namespace) -> tuple[list[dict[str, Any]], li
         run = Run(
             settings=settings,
             seed=seed,
-            spec=parse_grader(GRADER),
+            graders=grader_parts(parse_grader(GRADER)),
             train_prompts=PromptStream(prompts, batch_size=settings.batch_size, seed=seed),
             valid_prompts=valid,
             sampler=TransformersSampler(policy),
             rewards=Rewards(build(parse_grader(GRADER))),
             trainer=PeftTrainer(policy, settings, token_budget=2048),
-            recorder=Recorder(attempt),
-            checkpoints=Checkpoints(attempt, Path(folder)),
+            recorder=JobRecorder(attempt),
+            checkpoints=JobCheckpoints(attempt, Path(folder)),
+            feeds=ExporterFeeds(),
         )
         asyncio.run(run.train())
         with database.read() as session:

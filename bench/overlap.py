@@ -74,8 +74,14 @@ def main() -> None:
 
 
 def trainer(policy: Policy, overlap: bool) -> PeftTrainer:
-    asked = {"advanced": {"learning_rate": 1e-12, "max_completion_tokens": 64, "overlap": overlap}}
-    resolved = resolve(Hyperparameters.model_validate(asked), rows=8, parameters=1000, context=512)
+    advanced = {
+        "optimizer": {"learning_rate": 1e-12},
+        "sampling": {"max_completion_tokens": 64},
+        "schedule": {"type": "on_policy", "overlap": overlap},
+    }
+    resolved = resolve(
+        Hyperparameters.model_validate({"advanced": advanced}), rows=8, parameters=1000, context=512
+    )
     # Small micro-batches, so that a group alone makes one.
     return PeftTrainer(policy, resolved, token_budget=256)
 

@@ -171,7 +171,10 @@ def learn(folder: Path, groups: list[Group], start: list[Tensor]) -> None:
 
 
 def learning_settings() -> Resolved:
-    advanced = {"lora_rank": 16, "lora_alpha": 32, "updates_per_batch": UPDATES, "max_grad_norm": 1e9}
+    advanced = {
+        "lora": {"rank": 16, "alpha": 32},
+        "optimizer": {"updates_per_batch": UPDATES, "max_grad_norm": 1e9},
+    }
     asked = Hyperparameters.model_validate({"advanced": advanced})
     return resolve(asked, rows=len(TOPICS), parameters=135_000_000, context=512)
 

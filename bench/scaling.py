@@ -40,7 +40,9 @@ def main() -> None:
     policy = Policy(base, rank=16, alpha=32, seed=0)
     policy.stop_ids = frozenset()  # every answer runs to its full length
     # Next to no learning: every round samples the same answers.
-    settings = settings_for(base, learning_rate=1e-12, max_completion_tokens=LONG_ANSWER)
+    settings = settings_for(
+        base, optimizer={"learning_rate": 1e-12}, sampling={"max_completion_tokens": LONG_ANSWER}
+    )
     trainer = PeftTrainer(policy, settings, token_budget=CPU_TOKEN_BUDGET)
     cells = [
         *itertools.product(GROUPS, PROMPTS, [SHORT_ANSWER]),

@@ -96,12 +96,10 @@ def ours(seed: int) -> list[float]:
         base = load_base("tiny", BaseModelEntry(path=folder, dtype="float32", context=128), folder, "cpu")
     policy = Policy(base, rank=RANK, alpha=2 * RANK, seed=seed)
     advanced = {
-        "loss": "dapo",
-        "learning_rate": RATE,
-        "group_size": GROUP,
-        "max_completion_tokens": ANSWER,
-        "lora_rank": RANK,
-        "lora_alpha": 2 * RANK,
+        "loss": {"type": "dapo"},
+        "optimizer": {"learning_rate": RATE},
+        "sampling": {"group_size": GROUP, "max_completion_tokens": ANSWER},
+        "lora": {"rank": RANK, "alpha": 2 * RANK},
     }
     hyperparameters = Hyperparameters.model_validate({"batch_size": len(COLORS), "advanced": advanced})
     resolved = resolve(hyperparameters, rows=len(COLORS), parameters=base.parameters, context=base.context)

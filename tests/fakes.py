@@ -13,12 +13,13 @@ from torch import Tensor
 
 from core.jobs.hyperparameters import Resolved
 from graders.types import ErrorKind, Grade, Item, Sample
+from worker.interfaces import Trainer
 from worker.learn import grpo
 from worker.learn.gradient import Batch, OwnGradient
 from worker.learn.optimizer import AdapterOptimizer
 from worker.learn.totals import Totals
 from worker.learn.trained import trained_of
-from worker.learn.trainer import PeftTrainer, Trainer
+from worker.learn.trainer import PeftTrainer
 from worker.model.policy import Policy
 from worker.record.exporters import Card, Ended
 from worker.rollout.samplers import Answer, Sampling

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from bench.closure import figures, loaded_by, modules, tree_of
+
 ROOT = Path(__file__).parents[1]
 OURS = {"api", "core", "graders", "worker", "sdk", "regraft", "tests"}
 HEAVY = {"torch", "transformers", "peft", "vllm"}
@@ -17,11 +19,6 @@ MAY_IMPORT = {"core": set(), "graders": set(), "api": {"core", "graders"}, "work
 SHARED = {"core.masking", "core.outbound.http"}
 # The one place that puts both halves together: the command line.
 COMPOSITION_ROOT = "worker/cli/service.py"
-
-
-@cache
-def tree_of(file: Path) -> ast.Module:
-    return ast.parse(file.read_text())
 
 
 def imports(file: Path) -> Iterator[str]:
@@ -54,34 +51,6 @@ WALLS = [
     ("core/database", {"core.jobs", "core.results", "core.storage", "core.outbound", "core.telemetry"}),
     ("graders/builtin", {"graders.judge", "graders.endpoint", "graders.backends"}),
 ]
-
-
-@cache
-def modules() -> dict[str, Path]:
-    """All modules of the service by their dotted names."""
-    files = [file for package in MAY_IMPORT for file in (ROOT / package).rglob("*.py")]
-    return {".".join(file.relative_to(ROOT).with_suffix("").parts): file for file in files}
-
-
-@cache
-def loaded_by(module: str) -> frozenset[str]:
-    """The modules that a module imports when it is loaded: not inside functions, and not for types alone."""
-
-    def visit(node: ast.AST) -> Iterator[str]:
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
-                continue
-            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
-                continue
-            if isinstance(child, ast.Import):
-                yield from (alias.name for alias in child.names)
-            elif isinstance(child, ast.ImportFrom) and child.module:
-                full = [f"{child.module}.{alias.name}" for alias in child.names]
-                yield from (name if name in modules() else child.module for name in full)
-            yield from visit(child)
-
-    file = modules().get(module)
-    return frozenset() if file is None else frozenset(visit(tree_of(file)))
 
 
 @cache
@@ -197,3 +166,11 @@ def test_a_name_stands_for_one_class() -> None:
     )
 
     assert {name for name, number in found.items() if number > 1} == SHARED_NAMES.keys()
+
+
+def test_the_training_loop_leads_to_few_files() -> None:
+    """Whoever reads worker/run.py first can hold what it loads. Raise a bound only with the reason in an adr."""
+    loop = figures("worker.run")
+
+    assert loop["files"] <= 55
+    assert loop["classes"] <= 125

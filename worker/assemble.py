@@ -20,12 +20,13 @@ from graders.types import Grader
 from worker.attempt import Attempt
 from worker.heartbeat import Beat, WatchedSampler, WatchedTrainer
 from worker.instruments import ObservedSampler
+from worker.interfaces import Scorer, Trainer
 from worker.learn.distributed import LoadModel, load_checked, loading
 from worker.learn.gradient import keep_memory
 from worker.learn.loading import LoadingTrainer, SamplerMeanwhile
 from worker.learn.rank_model import Model
 from worker.learn.step_hooks import HookedTrainer
-from worker.learn.trainer import PeftTrainer, Trainer
+from worker.learn.trainer import PeftTrainer
 from worker.learn.world import World
 from worker.model import verdicts
 from worker.model.parent import start_from, whole_weights
@@ -40,12 +41,13 @@ from worker.prepare.model import BaseModel, inspect_model, refuse_full, refuse_t
 from worker.prepare.scorers import load_reward_model, reward_models, scores_here, taught_by, teacher_model
 from worker.prepare.task import Task, effort_of, is_off_policy, prepare_task
 from worker.prepare.template_report import report_template
-from worker.record.checkpoints import Checkpoints
+from worker.record.checkpoints import JobCheckpoints
 from worker.record.exporters.choice import feeds_of
 from worker.record.gpu_ratio import RatioMeasurement
-from worker.record.recorder import Quota, Recorder
+from worker.record.recorder import JobRecorder, Quota
+from worker.rollout.grader_parts import grader_parts
 from worker.rollout.reward_models import PolicyScores
-from worker.rollout.rewards import Rewards, Scoring
+from worker.rollout.rewards import Rewards
 from worker.rollout.rows import read_rows
 from worker.rollout.sampler_gate import SamplerGate
 from worker.rollout.samplers import Sampler, choice
@@ -90,7 +92,7 @@ def assemble(
         job.model, base, task, settings, local, teacher, has_judges=bool(judges), shared=attempt.shared
     )
     beat()
-    parent, checkpoints = Parent.of(job), Checkpoints(attempt, scratch)
+    parent, checkpoints = Parent.of(job), JobCheckpoints(attempt, scratch)
     fleet = fleet_of(job.model, base, task, settings)
     policy: Policy
     if samples_while_loading(attempt, fleet, parent, checkpoints, teacher, has_judges=bool(judges)):
@@ -104,7 +106,7 @@ def assemble(
     quota = Quota(
         settings.rollout_bytes_per_job, settings.rollouts_per_step, settings.rollout_tokens_per_step
     )
-    recorder = Recorder(attempt, settings.default_limits, quota, Speller(policy.tokenizer))
+    recorder = JobRecorder(attempt, settings.default_limits, quota, Speller(policy.tokenizer))
     first = job.resolved is None
     recorder.resolved(task.settings, sampler_name)
     if first:
@@ -177,7 +179,7 @@ def assemble(
         trainer = coordinated(
             peft_trainer, sampler, sleeps=plan.sleeps, continues=task.settings.continue_in_flight
         )
-    rewards: Scoring
+    rewards: Scorer
     if teacher is not None:
         rewards = taught_by(teacher, policy, task, plan, checkpoints, settings, beat)
     else:
@@ -190,7 +192,7 @@ def assemble(
     return Run(
         settings=task.settings,
         seed=job.seed,
-        spec=spec,
+        graders=grader_parts(spec),
         train_prompts=prompts,
         valid_prompts=task.valid,
         sampler=ObservedSampler(WatchedSampler(sampler, beat)),
@@ -212,7 +214,7 @@ def samples_while_loading(
     attempt: Attempt,
     fleet: FleetConfig | None,
     parent: Parent | None,
-    checkpoints: Checkpoints,
+    checkpoints: JobCheckpoints,
     teacher: TeacherModel | None,
     *,
     has_judges: bool,
@@ -226,7 +228,7 @@ def samples_while_loading(
     return fleet is not None and starts_fresh and alone
 
 
-def report_verdict(recorder: Recorder, verdict: ForwardVerdict, policy: Policy) -> None:
+def report_verdict(recorder: JobRecorder, verdict: ForwardVerdict, policy: Policy) -> None:
     recorder.inform(verdict.described(policy.trained), verdict.as_data(policy.trained))
 
 
@@ -242,7 +244,7 @@ def coordinated(trainer: Trainer, sampler: Sampler, *, sleeps: bool, continues: 
     return HookedTrainer(trainer, after_step=sampler.update_in_flight) if continues else trainer
 
 
-def report_placement(recorder: Recorder, placed: Placement, plan: MemoryPlan) -> None:
+def report_placement(recorder: JobRecorder, placed: Placement, plan: MemoryPlan) -> None:
     sleep = " They sleep while the job learns." if plan.sleeps else ""
     recorder.inform(
         f"Placement: {placed.kind}. Answers are sampled by {placed}.{sleep}",

@@ -35,8 +35,9 @@ from worker.attempt import Attempt
 from worker.backends import open_backends
 from worker.heartbeat import Beat, WatchedGrader, beats_into
 from worker.instruments import ObservedGrader
+from worker.interfaces import Feeds
 from worker.progress import PROGRESS
-from worker.record.exporters.feed import Feeds, left_behind
+from worker.record.exporters.feed import left_behind
 from worker.refusals import (
     InvalidModel,
     MemoryTaken,
@@ -260,7 +261,7 @@ def run_claim(
     world: "World | None" = None,
 ) -> int:
     """Run the job of a claim, and return the exit status."""
-    from worker.record.recorder import Recorder
+    from worker.record.recorder import JobRecorder
     from worker.run import RunOutcome
 
     database = Database(settings.database)
@@ -307,7 +308,7 @@ def run_claim(
             lifecycle.put_off(session, job, reason=str(missing))
         return process.PUT_OFF
     except UserMistake as mistake:
-        Recorder(attempt).fail(code=mistake.code, message=mistake.message, param=mistake.param)
+        JobRecorder(attempt).fail(code=mistake.code, message=mistake.message, param=mistake.param)
         return process.USER_MISTAKE
     return process.DONE if outcome is RunOutcome.DONE else process.DRAINED
 

@@ -14,7 +14,7 @@ from worker.types import Group, Prompt, UpdateMetrics
 
 # These modules import torch, and worker/supervise/validation.py imports this module without torch.
 if TYPE_CHECKING:
-    from worker.learn.trainer import Trainer
+    from worker.interfaces import Trainer
     from worker.rollout.samplers import Answer, Sampler, Sampling
 
 Beat = Callable[[], None]

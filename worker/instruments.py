@@ -111,14 +111,6 @@ def recorded(step: StepMetrics) -> None:
         MIXED.set(step.groups_mixed_share)
 
 
-@contextmanager
-def step(number: int) -> Iterator[None]:
-    """Attribute logs and traces during the context to this step."""
-    PROGRESS.step(number)
-    with logs.bound(step=number), tracing.span("step", **{"regraft.step": number}):
-        yield
-
-
 class ObservedSampler:
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler

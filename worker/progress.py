@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from core.telemetry import logs, tracing
 from worker import process
 
 log = logging.getLogger(__name__)
@@ -171,3 +172,11 @@ class Writer:
             return
         self._failed = False
         self._last = now
+
+
+@contextmanager
+def in_step(number: int) -> Iterator[None]:
+    """Attribute progress, logs and traces during the context to this step."""
+    PROGRESS.step(number)
+    with logs.bound(step=number), tracing.span("step", **{"regraft.step": number}):
+        yield

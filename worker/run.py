@@ -10,28 +10,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from core.jobs.estimates import Ahead
 from core.jobs.hyperparameters import Resolved
+from core.jobs.remaining import RemainingSteps
 from core.jobs.thresholds import Thresholds
 from core.results.step_metrics import StepMetrics
-from graders.spec import GraderSpec
-from worker import instruments
+from worker import progress
 from worker.clock import Clock
-from worker.learn.trainer import Trainer
+from worker.interfaces import Checkpoints, Feeds, Recorder, Scorer, Trainer
 from worker.progress import PROGRESS
 from worker.record import alerts, delivery, divergence, metrics, monitors, stopping
-from worker.record.checkpoints import Checkpoints
-from worker.record.exporters.feed import Feeds
 from worker.record.gpu_ratio import RatioMeasurement
 from worker.record.history import History
-from worker.record.recorder import Recorder
-from worker.record.rollouts import GradedStep
 from worker.record.verdict import row_scores
 from worker.rollout.collect import Collector
 from worker.rollout.prompts import PromptStream
-from worker.rollout.rewards import Scoring
 from worker.rollout.samplers import Sampler, Sampling
-from worker.types import AnswerKey, Group, Prompt, TokenValues, UpdateMetrics
+from worker.types import AnswerKey, GradedStep, GraderPart, Group, Prompt, TokenValues, UpdateMetrics
 
 
 class RunOutcome(enum.Enum):
@@ -45,19 +39,19 @@ class Run:
 
     settings: Resolved
     seed: int
-    spec: GraderSpec | None  # None: a teacher scores the answers
+    graders: Sequence[GraderPart]  # by name in the metrics; none if a teacher scores the answers
     train_prompts: PromptStream
     valid_prompts: Sequence[Prompt]
     sampler: Sampler
-    rewards: Scoring
+    rewards: Scorer
     trainer: Trainer
     recorder: Recorder
     checkpoints: Checkpoints
+    feeds: Feeds
     stop_requested: Callable[[], bool] = lambda: False
     # The job fails when more than half of the grades of this many steps in a row do.
     failing_steps: int = 3
     held_to: str = ""  # the schema that answers are JSON of (core/response_format.py)
-    feeds: Feeds = field(default_factory=Feeds)  # who else gets the metrics
     gpus: int = 1  # GPU-seconds in each second of this run
     thresholds: Thresholds = field(default_factory=Thresholds)  # of the warnings
     ratio: RatioMeasurement | None = None  # if some GPUs sample while others learn
@@ -83,7 +77,7 @@ class Run:
             return RunOutcome.INTERRUPTED  # with nothing to checkpoint: it will start from the base again
         while step < self.settings.total_steps:
             step += 1
-            with instruments.step(step):
+            with progress.in_step(step):
                 ended = await self.step(step)
             if ended is RunOutcome.DONE:
                 break
@@ -128,7 +122,7 @@ class Run:
 
     async def measure_base(self) -> bool:
         """Step 0: how good the model is before it has learned anything. Returns whether the job is to pause."""
-        with instruments.step(0):
+        with progress.in_step(0):
             clock = Clock()
             valid_P = await self.validate(clock)
             pause = self.record(self.measure(0, clock, [], [], None, valid_P), [], [], valid_P)
@@ -161,11 +155,11 @@ class Run:
     def is_measured(self, step: int) -> bool:
         return step % self.settings.eval_interval == 0 or step == self.settings.total_steps
 
-    def ahead(self, step: int) -> Ahead:
+    def ahead(self, step: int) -> RemainingSteps:
         """Count the steps after this one, with and without a validation."""
         left = range(step + 1, self.settings.total_steps + 1)
         validated = sum(map(self.is_measured, left))
-        return Ahead(len(left) - validated, validated, self.is_measured(step + 1))
+        return RemainingSteps(len(left) - validated, validated, self.is_measured(step + 1))
 
     def measure(
         self,
@@ -179,7 +173,7 @@ class Run:
         return metrics.of_step(
             step=step,
             total_steps=self.settings.total_steps,
-            spec=self.spec,
+            graders=self.graders,
             supervision=self.settings.supervision,
             train_P=train_P,
             resampled_P=resampled_P,
@@ -202,7 +196,7 @@ class Run:
         tokens: Mapping[AnswerKey, TokenValues] = MappingProxyType({}),
         is_last: bool = False,
     ) -> bool:
-        ahead = Ahead(0, 0, False) if is_last else self.ahead(data.step)
+        ahead = RemainingSteps(0, 0, False) if is_last else self.ahead(data.step)
         stored: list[GradedStep] = []
         if train_P:
             stored.append(

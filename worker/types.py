@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from numpy.typing import NDArray
 
 from core.jobs.hyperparameter_groups import Supervision
+from core.jobs.hyperparameters import Resolved
 from graders.types import Grade
 
 if TYPE_CHECKING:  # the processes beside a run have no torch
@@ -56,6 +57,17 @@ class Rollout:
     @property
     def sampled_logprobs(self) -> tuple[float, ...]:
         return self.logprobs_T[: self.grammar_start - self.forced] + self.logprobs_T[self.grammar_start :]
+
+
+@dataclass(frozen=True)
+class GraderPart:
+    """A grader that the metrics show by name: one inside a multi or a select, or the job's only one."""
+
+    key: str | None  # in the sub-grades of a grade; None: the grade itself
+    name: str
+    type: str
+    model: str | None = None  # of a judge
+    compares_numbers: bool = False  # final answers as mathematics, itself or a grader inside
 
 
 @dataclass(frozen=True)
@@ -168,3 +180,14 @@ class UpdateMetrics:
     skipped: bool = False  # a gradient was not finite, so the step was not taken
     # Of the answers that were computed; empty unless the trainer keeps them. Not a metric.
     tokens: Mapping[AnswerKey, TokenValues] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class GradedStep:
+    """One split of one step, ready to be stored."""
+
+    split: Literal["train", "valid"]
+    groups_P: Sequence[Group]
+    settings: Resolved | None = None  # settings of the update; None: no update
+    own: int | None = None  # groups from this index on were resampled; None: none were
+    tokens: Mapping[AnswerKey, TokenValues] = field(default_factory=dict)  # what the update computed with

@@ -60,7 +60,7 @@ def _refuse_many_keys(sent: dict[str, Any]) -> None:
 class SchemaOf:
     """Documents a value with the schema of a model.
 
-    The value is returned as it is stored, without validation: an older version may have recorded it.
+    The value is returned as it is stored, without validation: the service wrote it itself.
     """
 
     model: type[BaseModel]

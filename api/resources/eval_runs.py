@@ -25,7 +25,6 @@ from core.evals import catalog, imported, items, lifecycle, summary
 from core.results import evals, rollouts
 from core.results.rollout_filters import Wanted
 from core.storage import files
-from core.storage.store import BlobStore
 from core.tenancy import tenants
 from graders.spec import InvalidGrader
 
@@ -132,10 +131,7 @@ def list_runs(
         names = evals.models(session, found, [run.step for run in page.items])
     if status not in (None, "completed"):
         return listing([], False)
-    validations = [
-        _validation(request, service.blobs, found, run, names.get(run.step, found.model))
-        for run in page.items
-    ]
+    validations = [_validation(request, found, run, names.get(run.step, found.model)) for run in page.items]
     return listing(validations, page.has_more)
 
 
@@ -150,7 +146,7 @@ def retrieve_run(
             run = catalog.run_of(session, found, run_id)
             return RunOut.of_run(run, run.content, report_url=_report_url(request, run))
         page, model = validation_of(service, found, run_id)
-    return _validation(request, service.blobs, found, page, model)
+    return _validation(request, found, page, model)
 
 
 @router.post("/{eval_id}/runs/{run_id}", include_in_schema=False)  # OpenAI's specification
@@ -257,13 +253,10 @@ def validation_of(service: Service, job: Job, run_id: str) -> tuple[RolloutPage,
         return page, evals.models(session, job, [page.step]).get(page.step, job.model)
 
 
-def _validation(request: Request, blobs: BlobStore, job: Job, page: RolloutPage, model: str) -> RunOut:
-    counts = page.summary
-    if counts is None:  # written by an earlier version
-        criteria = evals.criteria(job.body["grader"])
-        counts = evals.summary(rollouts.find(blobs, [page], Wanted()), criteria)
+def _validation(request: Request, job: Job, page: RolloutPage, model: str) -> RunOut:
+    assert page.summary is not None, "a validation of a job with a grader has one"
     path = f"v1/regraft/jobs/{job.id}/rollouts?step={page.step}&split=valid"
-    return RunOut.of(job, page, model=model, summary=counts, report_url=f"{request.base_url}{path}")
+    return RunOut.of(job, page, model=model, summary=page.summary, report_url=f"{request.base_url}{path}")
 
 
 def _report_url(request: Request, run: EvalRun) -> str:

@@ -16,6 +16,7 @@ from core.jobs.budgets import Price
 from core.jobs.devices import device_of
 from core.jobs.distillation import Distillation, OnPolicyDistillation
 from core.jobs.hyperparameter_groups import Lora
+from core.jobs.hyperparameter_places import param_of
 from core.jobs.hyperparameters import NO_ENGINES_OF_ITS_OWN, NO_SAMPLER_OF_ITS_OWN
 from core.model_templates import is_reasoning
 from core.registry import BaseModelEntry, SamplerName, sampler_of
@@ -98,8 +99,6 @@ def accept(body: JobCreate, service: Service, project: Project) -> Accepted:
 def refuse_absurd_learning_rate(method: Method) -> None:
     """Refuse a multiplier that makes any learning rate larger than 1, which ruins every model.
 
-    Only on creation: jobs of earlier versions may have one.
-
     Raises:
         InvalidRequest: it is above MAX_MULTIPLIER.
     """
@@ -155,7 +154,7 @@ def refuse_full_context(method: Method, context: int) -> None:
     if longest != "auto" and longest >= context:
         raise InvalidRequest(
             f"max_completion_tokens {longest} leaves no room for a prompt in the model's context of {context} tokens.",
-            param=f"method.{method.type}.hyperparameters.advanced.{asked.advanced.path('max_completion_tokens')}",
+            param=param_of(method.type, "max_completion_tokens"),
         )
 
 
@@ -369,11 +368,11 @@ def usable_model(body: JobCreate, base_model: str, service: Service) -> BaseMode
     advanced = asked.hyperparameters.advanced
     sampler = _known_sampler(base_model, model, service.settings)
     if advanced.schedule.type == "off_policy" and sampler == "transformers":
-        where = f"method.reinforcement.hyperparameters.advanced.{advanced.path('off_policy_steps')}"
+        where = param_of("reinforcement", "off_policy_steps")
         raise InvalidRequest(NO_SAMPLER_OF_ITS_OWN, param=where)
     continues = advanced.schedule.type == "off_policy" and advanced.schedule.continue_in_flight
     if continues and base_model in service.settings.samplers:
-        where = f"method.reinforcement.hyperparameters.advanced.{advanced.path('continue_in_flight')}"
+        where = param_of("reinforcement", "continue_in_flight")
         raise InvalidRequest(NO_ENGINES_OF_ITS_OWN, param=where)
     return model
 

@@ -18,9 +18,8 @@ from core.jobs import (
     usage,
 )
 from core.jobs.budgets import Price
-from core.jobs.hyperparameters import shown_advanced
+from core.jobs.hyperparameter_places import with_values
 from core.jobs.verdict import Outcome
-from core.jobs.verdict import shown as shown_verdict
 from core.masking import hide_secrets
 from core.results import evals
 from core.results.job_results import JobResult
@@ -185,7 +184,7 @@ class JobOut(BaseModel):
             budget=budgets.render(job),
             lineage=None if parent is None else parent.shown() | {"base_model": job.model},
             result=None if result is None else ResultOut.model_validate(asdict(result)),
-            verdict=None if job.verdict is None else VerdictOut(**shown_verdict(job.verdict)),
+            verdict=None if job.verdict is None else VerdictOut(**job.verdict),
             progress=lifecycle.progress_of(job),
             preview=None if job.preview is None else PreviewedOut(**job.preview),
             estimate=None if job.status in lifecycle.FINAL else usage.render_estimate(job, price),
@@ -256,9 +255,9 @@ def render_hyperparameters(job: Job) -> dict[str, Any]:
         return distillation.shown(asked, resolved)
     # OpenAI's own names stay at the top level, where its users expect them.
     known = {name: value for name, value in resolved.items() if name in asked}
-    hidden = {"total_steps"} | {name for name, by in SCALED.items() if asked.get(by, "auto") != "auto"}
-    ours = {name: value for name, value in resolved.items() if name not in asked.keys() | hidden}
-    return asked | known | {"advanced": shown_advanced(asked["advanced"], ours)}
+    hidden = {name for name, by in SCALED.items() if asked.get(by, "auto") != "auto"}
+    ours = {name: value for name, value in resolved.items() if name not in hidden}
+    return asked | known | {"advanced": with_values(asked["advanced"], ours)}
 
 
 OFFLINE_CHECKPOINT_METRICS = (

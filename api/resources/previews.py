@@ -125,7 +125,13 @@ class PreviewProgressOut(BaseModel):
     sampled: int
     graded: int
     waiting_for: Annotated[
-        str | None, Field(description="What is unavailable, such as the inference server; null: nothing.")
+        str | None,
+        Field(
+            description="The unavailable part, such as the inference server, if the preview waits for one."
+        ),
+        Field(
+            description="The unavailable part, such as the inference server, if the preview waits for one."
+        ),
     ] = None
 
 
@@ -188,10 +194,7 @@ class PreviewAnswerOut(BaseModel):
     reason: str
     sub_scores: dict[str, float | None] | None
     output: Annotated[str | None, Field(description="Printed by the grader.")]
-    item: Annotated[
-        dict[str, Any] | None,
-        Field(description="The dataset row as graders see it; null in previews of earlier versions."),
-    ] = None
+    item: Annotated[dict[str, Any], Field(description="The dataset row as graders see it.")]
 
 
 class PreviewDeleted(BaseModel):

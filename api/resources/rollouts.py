@@ -155,7 +155,6 @@ class RolloutOut(BaseModel):
     sub_errors: dict[str, str] | None
     sub_outputs: dict[str, str] | None
     centered_reward: float | None
-    centred_reward: float | None
     advantage: float | None
     trained: bool | None
     replacement: bool | None
@@ -546,10 +545,9 @@ def _parquet(service: Service, pages: Sequence[RolloutPage], wanted: Wanted) -> 
     """The file, on disk and unnamed, so that closing deletes it. Written one row group at a time."""
     file = cast(BinaryIO, tempfile.TemporaryFile())  # noqa: SIM115 - closed by the response
     try:
-        schema = rollouts.with_earlier_names(rollouts.SCHEMA.empty_table()).schema
-        with pq.ParquetWriter(file, schema, **rollouts.FORMAT) as writer:
+        with pq.ParquetWriter(file, rollouts.SCHEMA, **rollouts.FORMAT) as writer:
             for table in rollouts.found_tables(service.blobs, pages, wanted):
-                writer.write_table(rollouts.with_earlier_names(table))
+                writer.write_table(table)
     except BaseException:
         file.close()
         raise

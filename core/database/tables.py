@@ -65,7 +65,7 @@ class Project(Table):
     # The same for file validations.
     last_validation: Mapped[int] = mapped_column(BigInteger, default=0)
     # The same for eval runs.
-    last_eval_run: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0")
+    last_eval_run: Mapped[int] = mapped_column(BigInteger, default=0)
     archived_at: Mapped[int | None] = mapped_column(BigInteger, default=None)
 
 
@@ -131,10 +131,7 @@ class ProjectUsage(Table):
 
 
 class ModelUsage(Table):
-    """The part of a project's usage on one day that is known by model; see ProjectUsage.
-
-    A version before this table counted without models, so its sums may be less than the project's.
-    """
+    """The part of a project's usage on one day that is known by model; see ProjectUsage."""
 
     __tablename__ = "model_usage"
     project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"), primary_key=True)
@@ -374,7 +371,7 @@ class StepMetric(Table):
 
 
 class RolloutPage(Table):
-    """The blob with the graded samples of a step: Parquet (core/results/rollouts.py), or JSON lines if it is old."""
+    """The blob with the graded samples of a step, in Parquet (core/results/rollouts.py)."""
 
     __tablename__ = "rollout_pages"
     job_id: Mapped[str] = mapped_column(String(64), primary_key=True)
@@ -383,10 +380,9 @@ class RolloutPage(Table):
     epoch: Mapped[int] = mapped_column(Integer)
     blob_key: Mapped[str] = mapped_column(String(512))
     samples: Mapped[int] = mapped_column(Integer)
-    # Number of samples before subsampling to the quota. 0: an older version stored all of them.
-    total: Mapped[int] = mapped_column(Integer, default=0)
-    bytes: Mapped[int] = mapped_column(BigInteger, default=0)
-    # Of a validation: the summary of its eval run over all samples (core/results/evals.py).
+    total: Mapped[int] = mapped_column(Integer)  # samples before subsampling to the quota
+    bytes: Mapped[int] = mapped_column(BigInteger)
+    # Of a validation: the summary of its eval run over all samples (core/results/evals.py). None: of a training batch.
     summary: Mapped[dict[str, Any] | None] = mapped_column(default=None)
     created_at: Mapped[int] = mapped_column(BigInteger, default=now)
 

@@ -80,7 +80,6 @@ class PaidItems:
 
 
 def paid_items(summary: Summary) -> PaidItems:
-    """None yet in the runs of an earlier version."""
     return PaidItems(**summary.get("paid_items", {}))
 
 

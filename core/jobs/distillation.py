@@ -10,7 +10,6 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from core.database.tables import Job
 from core.errors import InvalidParameter
-from core.jobs.flat_hyperparameters import FLAT
 from core.jobs.hyperparameter_groups import (
     Auto,
     ImportanceGroup,
@@ -22,6 +21,7 @@ from core.jobs.hyperparameter_groups import (
     Value,
     WithoutNulls,
 )
+from core.jobs.hyperparameter_places import with_values
 from core.jobs.hyperparameters import Hyperparameters
 from core.jobs.offline_hyperparameters import LogitsHyperparameters
 
@@ -178,18 +178,7 @@ def asked_of(job: Job) -> Hyperparameters:
     return Hyperparameters.model_validate(asked)
 
 
-def param_of(job: Job, name: str) -> str:
-    """The path in the job's request of the hyperparameter with this flat name."""
-    return f"method.{job.method}.hyperparameters.advanced.{asked_of(job).advanced.path(name)}"
-
-
 def shown(asked: Mapping[str, Any], resolved: Mapping[str, Any]) -> dict[str, Any]:
     """The requested hyperparameters with their resolved values, as the API shows them."""
-    # Jobs of earlier versions do not have `train`.
-    groups = {name: dict(value) for name, value in asked["advanced"].items() if name != "train"}
-    for name, flat in FLAT.items():
-        group, field = flat.place
-        if field in groups.get(group, {}) and resolved.get(name) is not None:
-            groups[group][field] = resolved[name]
     known = {name: resolved[name] for name in asked if name in resolved}
-    return {**asked, **known, "advanced": {**asked["advanced"], **groups}}
+    return {**asked, **known, "advanced": with_values(asked["advanced"], resolved)}

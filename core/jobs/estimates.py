@@ -14,6 +14,7 @@ from sqlalchemy.orm import Session
 
 from core.database.tables import Job, StepMetric
 from core.jobs.hyperparameters import Hyperparameters, Resolved, resolve
+from core.jobs.remaining import RemainingSteps
 from core.results.step_metrics import StepMetrics
 
 Range = dict[str, float]
@@ -24,19 +25,6 @@ HISTORY_JOBS, HISTORY_STEPS = 10, 200
 NO_HISTORY = "no job of this model has run here yet"
 # Seconds of a job per second of sampling: nothing else takes time, the same time, or twice that.
 LEARNING = {"low": 1.0, "expected": 2.0, "high": 4.0}
-
-
-@dataclass(frozen=True)
-class Ahead:
-    """The remaining steps of a run, by kind."""
-
-    plain: int
-    validated: int
-    next_is_validated: bool
-
-    @property
-    def steps(self) -> int:
-        return self.plain + self.validated
 
 
 @dataclass(frozen=True)
@@ -55,7 +43,7 @@ class Pace:
             return replace(self, validated=[*self.validated, step.seconds][-RECENT_STEPS:])
         return replace(self, plain=[*self.plain, step.seconds][-RECENT_STEPS:])
 
-    def remaining(self, ahead: Ahead) -> Range | None:
+    def remaining(self, ahead: RemainingSteps) -> Range | None:
         """Seconds of all remaining steps; None before the first training step.
 
         Low and high assume that all of them take as long as the fastest or the slowest tenth of the recent steps, with
@@ -76,7 +64,7 @@ class Pace:
             "high": max(high, expected * (1 + margin)),
         }
 
-    def next_step(self, ahead: Ahead) -> float:
+    def next_step(self, ahead: RemainingSteps) -> float:
         """Expected seconds of the next step; 0 if unknown."""
         plain, validated = self._kinds()
         likes = validated if ahead.next_is_validated else plain
@@ -146,12 +134,6 @@ def history(session: Session, *, model: str, gpu_class: str) -> PastJobs | None:
     return PastJobs(len(jobs), speeds, lengths, StepMetrics.load(steps[0].data).gpus_used) if jobs else None
 
 
-def gpus(estimate: dict[str, Any]) -> float:
-    """GPU-seconds in a second of an estimate. Estimates of older versions do not have it: one."""
-    number: float = estimate.get("gpus", 1)
-    return number
-
-
 def sizes(asked: Hyperparameters, *, rows: int, context: int, reasons: bool = False) -> Resolved:
     """Resolve every "auto" for this number of training rows, except the learning rate, which depends on the model.
 
@@ -207,6 +189,7 @@ def after_preview(
         "remaining_seconds": seconds,
         "upper_end": upper_end(settings),
         "based_on": f"the preview's answers and their speed, as {NO_HISTORY}",
+        "gpus": measured.gpus,
     }
 
 

@@ -94,7 +94,7 @@ def metrics(session: Session, job_id: str) -> list[StepMetrics]:
 
 
 def valid_scores(session: Session, job_id: str, step: int) -> list[float | None] | None:
-    """The row scores of this step's validation; None without one, or if an older version recorded it."""
+    """The row scores of this step's validation; None without one."""
     scores: list[float | None] | None = session.scalar(
         select(StepMetric.valid_scores).where(StepMetric.job_id == job_id, StepMetric.step == step)
     )

@@ -7,7 +7,7 @@ MAX_PARAMETERS = 8.5e9  # models that are called 8B have up to 8.3 billion
 
 
 def is_full(job: Job) -> bool:
-    """Whether the job trains all weights. Jobs of earlier versions do not have the field."""
+    """Whether the job trains all weights."""
     advanced = job.body["hyperparameters"].get("advanced") or {}
     return bool(advanced.get("train") == "full")
 

@@ -1,7 +1,7 @@
 """The groups of `hyperparameters.advanced`: one small class per choice, with only the fields that the choice reads.
 
 A `type` selects the variant of a group, so most combinations without effect cannot be written down. Rules between
-groups are in core/jobs/hyperparameters.py, the flat names of the same fields in core/jobs/flat_hyperparameters.py.
+groups are in core/jobs/hyperparameters.py; core/jobs/hyperparameter_places.py says where the loop's values come from.
 """
 
 from typing import Annotated, Any, Literal

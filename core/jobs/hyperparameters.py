@@ -6,19 +6,13 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
-    ConfigDict,
     Field,
     ModelWrapValidatorHandler,
-    PrivateAttr,
-    SerializerFunctionWrapHandler,
     ValidationError,
-    model_serializer,
     model_validator,
 )
 
 from core import chat_templates
-from core.jobs import flat_hyperparameters as flat_names
-from core.jobs.flat_hyperparameters import FLAT, GROUPS
 from core.jobs.hyperparameter_groups import (
     Auto,
     Dapo,
@@ -54,6 +48,7 @@ from core.jobs.hyperparameter_groups import (
     WithoutNulls,
     refuse_unused_lora,
 )
+from core.jobs.hyperparameter_places import GROUPS, PLACES, as_sent
 
 NO_SAMPLER_OF_ITS_OWN = (
     "off-policy steps need a sampler with its own copy of the model, such as vLLM; this model is sampled with the "
@@ -66,13 +61,8 @@ NO_ENGINES_OF_ITS_OWN = (
 )
 
 
-_ALL_FLAT = frozenset(FLAT)
-
-
 class Advanced(Value):
-    """Hyperparameters beyond OpenAI's, in groups. The flat names of earlier versions are accepted as well."""
-
-    model_config = ConfigDict(json_schema_extra=flat_names.describe)
+    """Hyperparameters beyond OpenAI's, in groups."""
 
     # The weights to train: those of a LoRA adapter, or all of a model with at most 8B parameters.
     train: Train = "lora"
@@ -90,51 +80,38 @@ class Advanced(Value):
     stopping: Stopping = Stopping()
     evaluation: Evaluation = Evaluation()
 
-    # The flat names of the request if it has groups too; otherwise all.
-    _flat: frozenset[str] = PrivateAttr(default=_ALL_FLAT)
-
     @model_validator(mode="wrap")
     @classmethod
-    def _either_spelling(cls, sent: Any, handler: ModelWrapValidatorHandler["Advanced"]) -> "Advanced":
-        if not isinstance(sent, dict):
-            return handler(sent)
-        sent = {name: flat_names.as_sent(value) for name, value in sent.items()}
+    def _errors_at_their_paths(cls, sent: Any, handler: ModelWrapValidatorHandler["Advanced"]) -> "Advanced":
         try:
-            advanced = handler(flat_names.to_groups(sent))
+            return handler(sent)
         except ValidationError as invalid:
-            errors = [
-                spelled
-                for error in invalid.errors(include_url=False)
-                for spelled in flat_names.at_flat_names(error, sent)
-            ]
+            errors = [as_sent(error) for error in invalid.errors(include_url=False)]
             raise ValidationError.from_exception_data(invalid.title, errors) from None
-        advanced._flat = flat_names.names_in(sent) if flat_names.has_groups(sent) else _ALL_FLAT
-        return advanced
 
-    # After the validator above, so that messages have the names of the request.
     @model_validator(mode="after")
     def _groups_that_fit(self) -> "Advanced":
         if self.schedule.type == "off_policy" and self.importance.type == "none":
-            raise ValueError(f"{self.path('off_policy_steps')} needs importance 'truncate' or 'mask'")
+            raise ValueError("schedule.steps needs importance 'truncate' or 'mask'")
         if (
             self.schedule.type == "off_policy"
             and self.schedule.steps > 1
             and self.schedule.continue_in_flight
         ):
-            raise ValueError(f"{self.path('continue_in_flight')} needs {self.path('off_policy_steps')} 1")
+            raise ValueError("schedule.continue_in_flight needs schedule.steps 1")
         if self.schedule.type == "on_policy" and self.schedule.overlap and self.kl is not None:
             raise ValueError(
-                f"{self.path('overlap')} needs kl 0: the reference of the penalty is the model without its adapter, "
-                "which is busy sampling"
+                "schedule.overlap cannot be combined with kl: the reference of the penalty is the model without its "
+                "adapter, which is busy sampling"
             )
         if self.schedule.type == "on_policy" and self.schedule.overlap and self.optimizer.mini_batches > 1:
             raise ValueError(
-                f"{self.path('overlap')} needs {self.path('mini_batches')} 1: they are drawn from the whole step"
+                "schedule.overlap needs optimizer.mini_batches 1: they are drawn from the whole step"
             )
         refuse_unused_lora(self.train, self.lora)
         if self.train == "full" and self.schedule.type == "off_policy":
             raise ValueError(
-                f"{self.path('off_policy_steps')} cannot be combined with train 'full': answers would be sampled with "
+                "schedule.steps cannot be combined with train 'full': answers would be sampled with "
                 "earlier weights, and only earlier adapters are kept"
             )
         if isinstance(self.loss, TokenRewardLoss):
@@ -145,8 +122,7 @@ class Advanced(Value):
             most = self.sampling.max_completion_tokens
             if most == "auto" or self.overlong.buffer > most:
                 raise ValueError(
-                    f"{self.path('overlong_buffer')} needs a {self.path('max_completion_tokens')} that is at least as "
-                    "large"
+                    "overlong.buffer needs a sampling.max_completion_tokens that is at least as large"
                 )
         return self
 
@@ -154,48 +130,34 @@ class Advanced(Value):
         loss = f"loss '{self.loss.type}'"
         if self.schedule.type == "off_policy":
             raise ValueError(
-                f"{self.path('off_policy_steps')} cannot be combined with {loss}: its rewards have the KL of the "
+                f"schedule.steps cannot be combined with {loss}: its rewards have the KL of the "
                 "policy that sampled, which is not known any more"
             )
         if self.schedule.overlap:
             raise ValueError(
-                f"{self.path('overlap')} cannot be combined with {loss}: its advantages are normalized over the whole "
+                f"schedule.overlap cannot be combined with {loss}: its advantages are normalized over the whole "
                 "step"
             )
         zero_variance = {
-            "resample_prompts": self.schedule.resample_prompts,
-            "stop_after_silent_steps": self.stopping.after_silent_steps,
-            "fail_below_signal": self.stopping.fail_below_signal,
+            "schedule.resample_prompts": self.schedule.resample_prompts,
+            "stopping.after_silent_steps": self.stopping.after_silent_steps,
+            "stopping.fail_below_signal": self.stopping.fail_below_signal,
         }
         for name, value in zero_variance.items():
             if value:
                 raise ValueError(
-                    f"{self.path(name)} cannot be combined with {loss}: it has no baseline of the group, so it learns "
-                    "from zero-variance groups as well"
+                    f"{name} cannot be combined with {loss}: it has no baseline of the group, so it learns from "
+                    "zero-variance groups as well"
                 )
         if self.kl is not None and self.kl.estimator not in ("auto", "k1"):
             raise ValueError(
-                f"{self.path('kl_estimator')} '{self.kl.estimator}' cannot be combined with {loss}: its KL is part of "
+                f"kl.estimator '{self.kl.estimator}' cannot be combined with {loss}: its KL is part of "
                 "the reward, where the estimator is 'k1'"
             )
-
-    def path(self, name: str) -> str:
-        """The path below `advanced` at which the request has, or may have, the hyperparameter with this flat name."""
-        return name if name in self._flat else ".".join(FLAT[name].place)
 
     @property
     def supervision(self) -> Supervision:
         return self.loss.supervision if isinstance(self.loss, TokenLoss) else "outcome"
-
-    @model_serializer(mode="wrap")
-    def _as_requested(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """As a job stores and shows it: in groups if the request had one, else with flat names."""
-        groups: dict[str, Any] = handler(self)
-        if self._flat != _ALL_FLAT:
-            return groups
-        # Workers of the version before, which an upgrade still has, do not know `train`.
-        chosen = {} if self.train == "lora" else {"train": self.train}
-        return chosen | flat_names.to_flat(self, requested=True)
 
 
 class Hyperparameters(WithoutNulls):
@@ -215,19 +177,19 @@ class Hyperparameters(WithoutNulls):
         samples, advanced = self.eval_samples, self.advanced
         if advanced.evaluation.temperature == 0 and samples != "auto" and samples > 1:
             raise ValueError(
-                f"eval_samples above 1 needs {advanced.path('eval_temperature')} above 0: greedy answers are identical"
+                "eval_samples above 1 needs evaluation.temperature above 0: greedy answers are identical"
             )
         if self.batch_size != "auto" and advanced.optimizer.mini_batches > self.batch_size:
-            raise ValueError(f"{advanced.path('mini_batches')} cannot be more than batch_size")
+            raise ValueError("optimizer.mini_batches cannot be more than batch_size")
         if advanced.optimizer.learning_rate != "auto" and self.learning_rate_multiplier not in ("auto", 1):
             raise ValueError(
                 "learning_rate_multiplier scales the automatic learning rate: give only one of it and "
-                f"{advanced.path('learning_rate')}"
+                "optimizer.learning_rate"
             )
         if advanced.sampling.group_size != "auto" and self.compute_multiplier not in ("auto", 1):
             raise ValueError(
                 "compute_multiplier scales the automatic group size: give only one of it and "
-                f"{advanced.path('group_size')}"
+                "sampling.group_size"
             )
         return self
 
@@ -239,7 +201,7 @@ class Hyperparameters(WithoutNulls):
         return [
             f"reasoning_effort '{self.reasoning_effort}' has no effect on a model that does not reason. A model that "
             "does uses its chat template's own switch, or else limits its thoughts: see "
-            f"hyperparameters.advanced.{self.advanced.path('thinking_budget')}."
+            f"hyperparameters.advanced.sampling.thinking_budget."
         ]
 
 
@@ -386,19 +348,16 @@ ELSEWHERE = {
 def meant(param: str) -> str | None:
     """The hyperparameter that an unknown dotted path probably means; None without a similar one.
 
-    Inside a group this is a field of a group, elsewhere a flat name.
+    A name of `Resolved`, such as `lora_rank`, and a name of another trainer mean a field of a group.
     """
     _, found, below = f".{param}".partition(".hyperparameters.")
     *path, name = below.removeprefix("advanced.").split(".")
     if not found or len(path) > 1 or not {*path} <= {*GROUPS}:
         return None
-    places = {name: f"hyperparameters.advanced.{name}" for name in ("train", *GROUPS)}
-    own: dict[str, str] = {}
-    for flat_name, flat in FLAT.items():
-        group, field = flat.place
-        place = f"hyperparameters.advanced.{group}.{field}"
-        places |= {flat_name: place if path else f"hyperparameters.advanced.{flat_name}"}
-        own |= {field: place} if path == [group] else {}
+    fields = {name: f"hyperparameters.advanced.{place}" for name, place in PLACES.items()}
+    groups = {name: f"hyperparameters.advanced.{name}" for name in ("train", *GROUPS)}
+    places = groups | fields if path else fields | groups
+    own = {place.field: fields[name] for name, place in PLACES.items() if path == [place.group]}
     places |= own  # `warmup_steps` in `kl` is not the learning rate's
     places |= {name: f"hyperparameters.{name}" for name in Hyperparameters.model_fields}
     name = ELSEWHERE.get(name, name)
@@ -458,7 +417,7 @@ def resolve(
         "lora_targets": "all-linear",
         "eval_temperature": 0.0 if eval_samples == 1 else advanced.sampling.temperature,
     }
-    requested = flat_names.to_flat(advanced, requested=False)
+    requested = {name: place.value_in(advanced) for name, place in PLACES.items()}
     return Resolved(
         batch_size=batch_size,
         n_epochs=n_epochs,
@@ -470,43 +429,16 @@ def resolve(
     )
 
 
-# The behavior of versions without a hyperparameter, where it differs from the current "auto".
-_BEFORE: dict[str, Any] = {
-    "normalize": "signal",
-    "chat_template_kwargs": {},
-    "thinking_budget": None,
-    "lora_targets": "all-linear",
-    "learning_rate_schedule": "constant",
-    "eval_pass_score": 1.0,
-    "mini_batches": 1,
-    "prompt_order": "shuffled",
-    "train": "lora",
-    "continue_in_flight": False,
-    "kl_warmup_steps": 0,
-}
-
-
 def kept(resolved: Resolved, first: Mapping[str, Any] | None) -> Resolved:
     """The hyperparameters of a job that started with `first`; None for a job that starts now.
 
     The job keeps them even if this version would resolve "auto" differently: the shape of its adapter and the number of
-    its steps depend on them. A hyperparameter that is newer than `first` gets the behavior of that version, or else the
-    value in `resolved`.
+    its steps depend on them. A hyperparameter that is newer than `first` has the value in `resolved`.
     """
     if first is None:
         return resolved
     known = {name: value for name, value in first.items() if name in Resolved.model_fields}
-    return Resolved.model_validate(resolved.model_dump() | _BEFORE | known)
-
-
-def shown_advanced(asked: Mapping[str, Any], resolved: Mapping[str, Any]) -> dict[str, Any]:
-    """The stored `advanced` of a job with its resolved values, in the spelling of the request."""
-    if not flat_names.has_groups(asked):
-        return {**asked, **{name: value for name, value in resolved.items() if value is not None}}
-    known = {name: value for name, value in resolved.items() if name in FLAT and value is not None}
-    others = {name: value for name, value in resolved.items() if name not in FLAT}
-    chosen = flat_names.to_groups(known)
-    return {**asked, **{group: (asked[group] or {}) | values for group, values in chosen.items()}, **others}
+    return Resolved.model_validate(resolved.model_dump() | known)
 
 
 def _or(value: Any, automatic: Any) -> Any:

@@ -24,7 +24,7 @@ from core.database.engine import Database, WakeMessage, Work, db_now, json_text
 from core.database.pages import Page
 from core.database.tables import Attempt, File, Job, Project, now
 from core.errors import InvalidJobState, JobNotFound
-from core.jobs import budgets, events, fairness, queue, usage, verdict
+from core.jobs import budgets, events, fairness, queue, usage
 from core.jobs.claim import Claim, LeaseLost, bound_time
 from core.outbound import webhooks
 from core.telemetry import logs, tracing
@@ -328,7 +328,7 @@ def succeed(session: Session, job: Job, *, fine_tuned_model: str) -> None:
     _end_attempt(session, job, "succeeded")
     job.fine_tuned_model = fine_tuned_model
     events.append(session, job.id, f"New fine-tuned model created: {fine_tuned_model}")
-    data = {"verdict": verdict.shown(job.verdict)} if job.verdict else None
+    data = {"verdict": job.verdict} if job.verdict else None
     events.append(session, job.id, "The job has successfully completed", data=data)
 
 

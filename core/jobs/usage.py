@@ -16,7 +16,8 @@ from sqlalchemy.orm import Session
 from core.database.tables import Checkpoint, Job, ModelUsage, ProjectUsage, StepMetric
 from core.jobs import estimates, events
 from core.jobs.budgets import Price
-from core.jobs.estimates import Ahead, Pace, Range
+from core.jobs.estimates import Pace, Range
+from core.jobs.remaining import RemainingSteps
 from core.results.step_metrics import StepMetrics
 
 SECONDS_A_DAY = 86400
@@ -41,12 +42,12 @@ def render_estimate(job: Job, price: Price) -> dict[str, Any] | None:
 def with_cost(estimate: dict[str, Any], used: float, price: Price) -> dict[str, Any]:
     """Add the cost to an estimate of the remaining GPU-seconds; `used` are those so far."""
     remaining: Range = estimate["remaining_seconds"]
-    in_all = {name: used + estimates.gpus(estimate) * seconds for name, seconds in remaining.items()}
+    in_all = {name: used + estimate["gpus"] * seconds for name, seconds in remaining.items()}
     shown = {name: value for name, value in estimate.items() if name != "gpus"}
     return shown | {"total_gpu_seconds": in_all, "cost": price.range(in_all)}
 
 
-def record(session: Session, job: Job, step: StepMetrics, ahead: Ahead) -> None:
+def record(session: Session, job: Job, step: StepMetrics, ahead: RemainingSteps) -> None:
     """Count a recorded step and update the estimate for the steps `ahead`. Call it inside `fenced`."""
     used = with_step(job.usage or {}, step)
     pace = Pace(**used["pace"])

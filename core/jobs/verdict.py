@@ -4,7 +4,7 @@ worker/record/verdict.py computes it; it is stored in Job.verdict as JSON.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 NOT_HELD_OUT = "The validation file is the training file, so this proves nothing about new prompts."
@@ -42,16 +42,10 @@ class Verdict:
     @classmethod
     def read(cls, stored: Mapping[str, Any]) -> "Verdict":
         """From Job.verdict."""
-        found = cls(**{name: stored[name] for name in cls.__dataclass_fields__ if name in stored})
-        is_too_few = found.outcome == "no_difference" and found.ci_low is None
-        return replace(found, outcome="too_few") if is_too_few else found
+        return cls(**stored)
 
     def to_row(self) -> dict[str, Any]:
-        """For Job.verdict. An API of the version before, which an upgrade still has, does not know `too_few`."""
-        return self.shown() | ({"outcome": "no_difference"} if self.outcome == "too_few" else {})
-
-    def shown(self) -> dict[str, Any]:
-        """As users see it."""
+        """For Job.verdict, and as users see it."""
         return asdict(self)
 
     @property
@@ -81,11 +75,6 @@ class Verdict:
         if self.outcome == "no_difference" and self.below_base:
             return "not significantly different"
         return self.outcome.replace("_", " ")
-
-
-def shown(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Job.verdict as users see it."""
-    return Verdict.read(stored).shown()
 
 
 def counted(number: int, singular: str, plural: str | None = None) -> str:

@@ -20,7 +20,6 @@ from core.database.ids import new_id
 from core.database.pages import Page
 from core.database.tables import EvalRun, Job, Pipeline, Project, WebhookDelivery, WebhookEndpoint, now
 from core.errors import InvalidRequest, WebhookDeliveryNotFound, WebhookEndpointNotFound
-from core.jobs import verdict
 from core.outbound.http import Outgoing, UrlNotAllowed
 from core.results.step_metrics import StepMetrics
 from core.text import to_json
@@ -208,7 +207,7 @@ def emit(job: Job, type: str) -> None:
     """Add one delivery per subscribed endpoint of the job's project; sent after the session commits."""
     data: dict[str, Any] = {"id": job.id}
     if job.verdict is not None and type in _WITH_VERDICT:
-        data["verdict"] = verdict.shown(job.verdict)
+        data["verdict"] = job.verdict
     _queue(job, type, data)
 
 

@@ -19,7 +19,7 @@ from core.database.tables import Checkpoint, Event, File, Job, TunedModel
 from core.errors import CheckpointDamaged, CheckpointNotFound, NotFound
 from core.jobs import events
 from core.jobs.methods import OFFLINE, REWARD_MODEL, variant
-from core.jobs.verdict import Verdict, shown
+from core.jobs.verdict import Verdict
 from core.masking import hide_secrets
 from core.registry import Registry
 from core.results import tuned_models
@@ -246,7 +246,7 @@ def _recipe(
         "sampler": _announced(session, job, "sampler"),
         "grader_environments": _announced(session, job, "grader_environments") or [],
         # The delivered checkpoint against the start of the job; null for any other checkpoint of the job.
-        "verdict": shown(job.verdict) if job.verdict and job.verdict["step"] == checkpoint.step else None,
+        "verdict": job.verdict if job.verdict and job.verdict["step"] == checkpoint.step else None,
         "checkpoint": {
             "id": checkpoint.id,
             "step": checkpoint.step,

@@ -65,13 +65,7 @@ class Parent:
         return None if job.parent is None else cls(**job.parent)
 
     def to_row(self) -> dict[str, Any]:
-        row = asdict(self)
-        # Workers of the version before, which an upgrade still has, do not know these.
-        if self.grown_rank is None:
-            del row["grown_rank"]
-        if not self.is_whole:
-            del row["train"]
-        return row
+        return asdict(self)
 
     def shown(self) -> dict[str, Any]:
         return {"model": self.model, "job_id": self.job_id, "step": self.step}

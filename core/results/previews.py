@@ -62,11 +62,7 @@ def parts_of(
         settings: resolved for the model; the number of rows does not matter.
     """
     return parts(
-        model=[
-            *(model, source_of(entry), entry.dtype, entry.context, entry.chat_template),
-            # Previews of earlier versions sampled the base model.
-            *(["the tuned model"] if model.startswith("ft:") else []),
-        ],
+        model=[model, source_of(entry), entry.dtype, entry.context, entry.chat_template],
         training_file=training_sha256,
         grader=[method["grader"], settings.supervision],
         sampling=[

@@ -56,8 +56,8 @@ class Wanted:
         for name in ("line", "group", "finish_reason", "error"):
             if (value := getattr(self, name)) is not None:
                 yield pc.equal(table[name], value)
-        if self.has_tokens is not None:  # null in pages of earlier versions
-            yield pc.equal(pc.fill_null(table["has_tokens"], False), self.has_tokens)
+        if self.has_tokens is not None:
+            yield pc.equal(table["has_tokens"], self.has_tokens)
         if self.grader is not None:
             yield pc.is_valid(
                 pc.map_lookup(table["sub_scores"], self.grader, "all")

@@ -1,8 +1,7 @@
 """Graded samples in columns: one Parquet blob per page, one page per step and split of a job (docs/howto/rollouts.md).
 
 Pages of more than IN_MEMORY_BYTES are read from a temporary file, one row group at a time, starting with the filtered
-columns, so the memory of a request does not grow with the job. Pages with the suffix .jsonl were written by versions
-before this format.
+columns, so the memory of a request does not grow with the job.
 """
 
 import json
@@ -90,8 +89,6 @@ TOKENS = pa.field(
         )
     ),
 )
-# Earlier names of columns, by the name now. Pages of earlier versions have them, and responses do until version 0.2.
-EARLIER_NAMES = {"centered_reward": "centred_reward"}
 _MAPS = ("sub_scores", "sub_reasons", "sub_errors", "sub_outputs")
 _JSON = ("messages", "item")
 _ID = re.compile(r"rollout_(\d{1,9})_([tv])_(\d{1,9})_(\d{1,9})")
@@ -397,32 +394,20 @@ def open_page(blobs: BlobStore, page: RolloutPage) -> OpenPage:
         ContentDamaged: the blob is not a page; reading a part of the page raises it, too.
     """
     try:
-        if 0 < page.bytes <= IN_MEMORY_BYTES:
-            data = blobs.read(page.blob_key)
-            return (
-                _Rows(page, _older(data.splitlines(), page))
-                if is_older(page)
-                else _Parquet(page, pa.BufferReader(data), whole=True)
-            )
+        if page.bytes <= IN_MEMORY_BYTES:
+            return _Parquet(page, pa.BufferReader(blobs.read(page.blob_key)), whole=True)
         chunks = blobs.open(page.blob_key)
     except BlobNotFound:
-        return _Rows(page, SCHEMA.empty_table())
+        return _Deleted(page)
     file = tempfile.TemporaryFile(prefix="regraft-rollouts-")  # noqa: SIM115 - closed with the page
     try:
         for chunk in chunks:
             file.write(chunk)
         file.seek(0)
-        if not is_older(page):
-            return _Parquet(page, file)
-        with file:
-            return _Rows(page, _older(file, page))
+        return _Parquet(page, file)
     except BaseException:
         file.close()
         raise
-
-
-def is_older(page: RolloutPage) -> bool:
-    return page.blob_key.endswith(".jsonl")
 
 
 def records(table: pa.Table) -> list[Row]:
@@ -432,16 +417,8 @@ def records(table: pa.Table) -> list[Row]:
         {"id": SamplePosition.of(row).id}
         | row
         | {key: json.loads(row[key]) if row[key] else None for key in _JSON}
-        | {earlier: row[name] for name, earlier in EARLIER_NAMES.items()}
         for row in rows
     ]
-
-
-def with_earlier_names(table: pa.Table) -> pa.Table:
-    """The table of a downloaded file, with the renamed columns under both names."""
-    for name, earlier in EARLIER_NAMES.items():
-        table = table.append_column(SCHEMA.field(name).with_name(earlier), table.column(name))
-    return table
 
 
 class _Parquet(OpenPage):
@@ -470,56 +447,34 @@ class _Parquet(OpenPage):
         return int(self._file.metadata.row_group(group).num_rows)
 
     def _read(self, groups: Sequence[int], columns: Sequence[str] | None = None) -> pa.Table:
-        """Pages of earlier versions lack some columns, which are null, and have earlier names of others."""
         names = SCHEMA.names if columns is None else list(columns)
-        stored = [*names, *(EARLIER_NAMES[one] for one in names if one in EARLIER_NAMES)]
         with _intact(self.page):
-            table = self._file.read_row_groups(groups, columns=stored, use_threads=False)
-        now = {earlier: name for name, earlier in EARLIER_NAMES.items()}
-        table = table.rename_columns([now.get(name, name) for name in table.column_names])
-        for name in names:
-            if name not in table.column_names:
-                field = TOKENS if name == TOKENS.name else SCHEMA.field(name)
-                table = table.append_column(field, pa.nulls(sum(map(self._rows, groups)), field.type))
+            table = self._file.read_row_groups(groups, columns=names, use_threads=False)
+        if TOKENS.name in names and TOKENS.name not in table.column_names:
+            table = table.append_column(TOKENS, pa.nulls(sum(map(self._rows, groups)), TOKENS.type))
         return table.select(names)
 
     def close(self) -> None:
         self._source.close()
 
 
-class _Rows(OpenPage):
+class _Deleted(OpenPage):
+    """A page whose blob retention has just deleted: no samples."""
+
     parts = 1
 
-    def __init__(self, page: RolloutPage, table: pa.Table) -> None:
+    def __init__(self, page: RolloutPage) -> None:
         self.page = page
-        self._table = table
 
     def part(self, number: int, columns: Sequence[str] | None = None) -> pa.Table:
-        if columns is None:
-            return self._table
-        nothing = pa.nulls(self._table.num_rows, TOKENS.type)
-        return self._table.append_column(TOKENS, nothing).select(columns)
+        schema = pa.schema([*SCHEMA, TOKENS])
+        return schema.empty_table().select(SCHEMA.names if columns is None else columns)
 
     def take(self, number: int, rows: Sequence[int]) -> pa.Table:
-        return self._table.take(rows)
+        return SCHEMA.empty_table()
 
     def close(self) -> None:
         pass
-
-
-def _older(lines: Iterable[bytes], page: RolloutPage) -> pa.Table:
-    """A page in JSON lines, without groups and advantages: groups are derived from the members."""
-    rows: list[Row] = []
-    group, last = -1, -1
-    for number, line in enumerate(lines):
-        stored = json.loads(line)
-        member = stored.get("member", number)
-        group, last = (group if member > last >= 0 else group + 1), member
-        row = dict.fromkeys(SCHEMA.names) | stored | {"group": group, "member": member}
-        row |= {"step": page.step, "split": page.split, "sub_scores": stored.get("sub_scores") or {}}
-        row |= {"messages": json.dumps(stored["messages"]) if "messages" in stored else None}
-        rows.append(row)
-    return _table(rows, SCHEMA)
 
 
 def _table(rows: Iterable[Row], schema: pa.Schema) -> pa.Table:

@@ -133,8 +133,7 @@ def _compare(blobs: BlobStore, expected: _Expected) -> Generator[None, None, Pro
         return "damaged"
     if expected.sha256 is not None:
         return None if digest.hexdigest() == expected.sha256 else "damaged"
-    # 0: an older version did not record the size.
-    return None if expected.size in (0, size) else "damaged"
+    return None if expected.size == size else "damaged"
 
 
 def _last(comparison: Generator[None, None, Problem | None]) -> Problem | None:

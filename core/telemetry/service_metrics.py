@@ -99,10 +99,10 @@ class StoreFigures(SlowFigures):
             yield self._if_silent()
             return
         self.blobs.discard(self._key)
-        yield _up("blob_store", True)
+        yield _blob_store_up(True)
 
     def _if_silent(self) -> Metric:
-        return _up("blob_store", False)
+        return _blob_store_up(False)
 
 
 class ServiceFigures(SlowFigures):
@@ -114,7 +114,7 @@ class ServiceFigures(SlowFigures):
         self.defaults = defaults
 
     def _if_silent(self) -> Metric:
-        return _up("database", False)
+        return _database_up(False)
 
     def _figures(self) -> Iterator[Metric]:
         figures: list[Metric] = []
@@ -129,13 +129,22 @@ class ServiceFigures(SlowFigures):
                 ]
         except SQLAlchemyError as cause:
             log.warning("no figures from the database: %s", type(cause).__name__)
-        yield _up("database", bool(figures))
+        yield _database_up(bool(figures))
         yield from figures
 
 
-def _up(server: str, answered: bool) -> Metric:
-    text = f"1 if the {server.replace('_', ' ')} responds, else 0."
-    return GaugeMetricFamily(f"regraft_{server}_up", text, value=float(answered))
+def _database_up(answered: bool) -> Metric:
+    return GaugeMetricFamily(
+        "regraft_database_up", "1 if the database responds, else 0.", value=float(answered)
+    )
+
+
+def _blob_store_up(answered: bool) -> Metric:
+    return GaugeMetricFamily(
+        "regraft_blob_store_up",
+        "1 if the blob store takes and returns an object, else 0.",
+        value=float(answered),
+    )
 
 
 def _jobs(session: Session) -> Metric:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, ClassVar
 
+from graders.final_answers import final_answer, marked_answer
 from graders.hazards import table
 from graders.hazards.pool import HazardFailed, HazardPool, LimitExceeded, shared
 from graders.template import RenderError, Template, quoted
@@ -19,9 +20,6 @@ from graders.types import ErrorKind, Grade, Item, Sample
 
 MAX_LENGTH = 1000
 
-_TAG = re.compile(r"</?answer>", re.IGNORECASE)
-_BRACE = re.compile(r"[{}]")
-_NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:/\d+)?%?")
 # This module parses these texts itself, with the same result as math-verify at 1 % of its cost.
 _INTEGER = re.compile(r"-?\d{1,12}", re.ASCII)
 _DECIMAL = re.compile(r"-?\d{1,9}\.\d{1,6}", re.ASCII)
@@ -85,45 +83,6 @@ def compare(reference: str, answer: str | None) -> bool | None:
         True  # silences its warning about time limits, which the pool enforces
     )
     return bool(math_verify.verify(want, got, timeout_seconds=None))
-
-
-def final_answer(text: str) -> str | None:
-    """Extract the final answer of a text as written, or None."""
-    marked = marked_answer(text)
-    if marked is not None:
-        return marked
-    numbers = _NUMBER.findall(text)
-    return numbers[-1] if numbers else None
-
-
-def marked_answer(text: str) -> str | None:
-    r"""Extract the content of the last \boxed{...} or \fbox{...}, else of the last <answer>, or None."""
-    boxed = _last_boxed(text)
-    return boxed if boxed is not None else _last_tagged(text)
-
-
-def _last_tagged(text: str) -> str | None:
-    """Extract the last <answer>...</answer> in linear time: r"<answer>(.*?)</answer>" takes quadratic time."""
-    last, opened = None, None
-    for tag in _TAG.finditer(text):
-        if not tag[0].startswith("</"):
-            opened = tag.end() if opened is None else opened
-        elif opened is not None:
-            last, opened = text[opened : tag.start()].strip(), None
-    return last
-
-
-def _last_boxed(text: str) -> str | None:
-    opening = max(text.rfind(r"\boxed{"), text.rfind(r"\fbox{"))
-    if opening < 0:
-        return None
-    start = text.index("{", opening) + 1
-    depth = 1
-    for brace in _BRACE.finditer(text, start):
-        depth += 1 if brace[0] == "{" else -1
-        if depth == 0:
-            return text[start : brace.start()].strip()
-    return None  # truncated
 
 
 @lru_cache(maxsize=256)  # the answers of a group share one reference, and many of them are equal

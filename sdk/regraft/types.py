@@ -148,7 +148,6 @@ class Rollout(BaseModel):
     sub_errors: dict[str, str] | None = None
     sub_outputs: dict[str, str] | None = None
     centered_reward: float | None = None  # the score minus the mean of its group
-    centred_reward: float | None = None  # the same: its earlier name, until version 0.2
     advantage: float | None = None  # as used in training; None: the answer was not trained on
     trained: bool | None = None
     replacement: bool | None = None  # resampled in place of a prompt without signal
@@ -522,7 +521,7 @@ class PreviewAnswer(BaseModel):
     reason: str
     sub_scores: dict[str, float | None] | None = None
     output: str | None = None  # printed by the grader
-    item: dict[str, Any] | None = None  # the dataset row; None: a preview of an earlier version
+    item: dict[str, Any]  # the dataset row
 
 
 class GraderTest(BaseModel):

@@ -14,8 +14,8 @@ from api.http.app import create_app
 from core.database.engine import Work
 from core.database.tables import Checkpoint, File, Job
 from core.jobs import lifecycle, usage
-from core.jobs.estimates import Ahead
 from core.jobs.job_files import BadFile
+from core.jobs.remaining import RemainingSteps
 from core.registry import Registry
 from core.results.step_metrics import StepMetrics
 from core.storage.datasets import MAX_LINE_BYTES
@@ -24,6 +24,7 @@ from graders.spec import parse_grader
 from tests import factories
 from tests.api.conftest import MODELS, House
 from tests.api.test_jobs import JOBS, change, error, post
+from tests.hyperparameters import in_groups
 from tests.present import present, untyped
 from worker.supervise.validation import check_file
 
@@ -53,7 +54,7 @@ def run_steps(house: House) -> Callable[..., None]:
             job.status, job.started_at = status, 1
             for number in range(1, count + 1):
                 step = factories.step(session, job, number, seconds=10.0, tokens=80)
-                usage.record(session, job, StepMetrics.load(step.data), Ahead(ahead, 0, False))
+                usage.record(session, job, StepMetrics.load(step.data), RemainingSteps(ahead, 0, False))
 
     return run_steps
 
@@ -285,7 +286,7 @@ ROW = b'{"messages": [{"role": "user", "content": "hi"}], "answer": "x"}\n'
 def sized_request(upload: Callable[..., str], job_request: Callable[..., dict[str, Any]]) -> dict[str, Any]:
     """Ten rows to learn from, five to validate on; two epochs in batches of five, four answers of up to 100 tokens."""
     advanced = {"group_size": 4, "max_completion_tokens": 100}
-    asked = {"n_epochs": 2, "batch_size": 5, "eval_interval": 2, "advanced": advanced}
+    asked = {"n_epochs": 2, "batch_size": 5, "eval_interval": 2, "advanced": in_groups(advanced)}
     files = {"training_file": upload(ROW * 10), "validation_file": upload(ROW * 5, name="valid.jsonl")}
     return job_request(reinforcement={"hyperparameters": asked}, **files)
 

@@ -10,12 +10,13 @@ import pytest
 from sqlalchemy.pool.base import Pool
 from starlette.testclient import TestClient
 
-from core.database.tables import Checkpoint, RolloutPage
+from core.database.tables import Checkpoint
+from core.results import evals
 from core.storage.store import FolderBlobs
 from tests.api.conftest import House
 from tests.api.test_evals import validate
-from tests.api.test_rollouts import OLD
 from tests.present import untyped
+from tests.rollout_pages import sample, store_page
 
 pytestmark = pytest.mark.both_databases
 
@@ -56,19 +57,19 @@ def test_samples_of_a_validation_are_read_without_a_connection(
     assert blobs.held == [0, 0]
 
 
-def test_a_run_of_an_earlier_version_is_counted_without_a_connection(
+def test_the_items_of_a_run_are_read_without_a_connection(
     house: House, api: TestClient, create_job: Callable[..., dict[str, Any]], blobs: Watching
 ) -> None:
     job = create_job()
-    key = f"projects/p/jobs/{job['id']}/valid-000000.jsonl"
-    house.blobs.put_bytes(key, "".join(json.dumps(line) + "\n" for line in OLD).encode())
+    page = store_page(house.blobs, job["id"], 0, "valid", [sample(0, 0)])
+    page.summary = evals.summary([], evals.criteria(job["method"]["reinforcement"]["grader"]))
     with house.database.write() as session:
-        session.add(RolloutPage(job_id=job["id"], step=0, split="valid", epoch=1, blob_key=key, samples=3))
-    blobs.held.clear()
+        session.add(page)
     [run] = api.get(f"/v1/evals/{job['eval_id']}/runs").json()["data"]
+    blobs.held.clear()
 
-    assert api.get(f"/v1/evals/{job['eval_id']}/runs/{run['id']}").status_code == 200
-    assert blobs.held == [0, 0]
+    assert api.get(f"/v1/evals/{job['eval_id']}/runs/{run['id']}/output_items").status_code == 200
+    assert blobs.held == [0]
 
 
 def test_a_checkpoint_goes_home_without_a_connection(

@@ -1,6 +1,5 @@
 """/v1/evals with OpenAI's client: what a job's validations look like where its users look for them."""
 
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -12,11 +11,12 @@ from openai.types.evals.run_list_response import RunListResponse
 from openai.types.evals.runs.output_item_list_response import OutputItemListResponse
 from starlette.testclient import TestClient
 
-from core.database.tables import Checkpoint, Job, RolloutPage, TunedModel
+from core.database.tables import Checkpoint, Job, TunedModel
 from core.results import evals, rollouts
 from tests.api.conftest import House
-from tests.api.test_rollouts import OLD, row
+from tests.api.test_rollouts import row
 from tests.present import untyped
+from tests.rollout_pages import store_page
 
 MULTI = {
     "type": "multi",
@@ -52,7 +52,7 @@ def client(house: House) -> OpenAI:
     )
 
 
-def validate(house: House, job_id: str, step: int, *, summary: bool = True) -> None:
+def validate(house: House, job_id: str, step: int) -> None:
     """Store the validation of a step, as a run does."""
     with house.database.read() as session:
         grader = session.query(Job).where(Job.id == job_id).one().body["grader"]
@@ -69,11 +69,8 @@ def validate(house: House, job_id: str, step: int, *, summary: bool = True) -> N
         )
         for number, score in enumerate(SCORES)
     ]
-    key = f"projects/p/jobs/{job_id}/valid-{step:06d}.parquet"
-    house.blobs.put_bytes(key, rollouts.encode(rows, len(rows)))
-    told = evals.summary(rows, evals.criteria(grader)) if summary else None
-    page = RolloutPage(job_id=job_id, step=step, split="valid", epoch=1, blob_key=key, samples=6, total=6)
-    page.summary, page.created_at = told, 1000 + step
+    page = store_page(house.blobs, job_id, step, "valid", rows)
+    page.summary, page.created_at = evals.summary(rows, evals.criteria(grader)), 1000 + step
     with house.database.write() as session:
         session.add(page)
 
@@ -259,24 +256,6 @@ def test_output_items_are_listed_page_by_page_from_either_end(client: OpenAI, ru
 
     assert len(set(forward)) == 6
     assert [item.id for item in items(client, run, limit=4, order="desc")] == forward[::-1]
-
-
-@pytest.mark.both_databases
-def test_runs_of_earlier_versions_are_counted_when_they_are_asked_for(
-    house: House, client: OpenAI, create_job: Callable[..., dict[str, Any]]
-) -> None:
-    job = create_job()
-    key = f"projects/p/jobs/{job['id']}/valid-000000.jsonl"
-    house.blobs.put_bytes(key, "".join(json.dumps(line) + "\n" for line in OLD).encode())
-    with house.database.write() as session:
-        session.add(RolloutPage(job_id=job["id"], step=0, split="valid", epoch=1, blob_key=key, samples=3))
-
-    [run] = client.evals.runs.list(job["eval_id"])
-    shown = [item.sample.output[0].content for item in items(client, run)]
-
-    counts = run.result_counts
-    assert (counts.total, counts.passed, counts.failed, counts.errored) == (3, 1, 1, 1)
-    assert shown == [line["output_text"] for line in OLD]
 
 
 @pytest.mark.parametrize(

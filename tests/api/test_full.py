@@ -14,6 +14,7 @@ from core.settings import Settings
 from graders.backends import Backends
 from tests.api.conftest import GRADER, MODELS, House
 from tests.api.test_jobs import JOBS, add_checkpoint
+from tests.hyperparameters import in_groups
 
 WHOLE, ADAPTER = "ft:tiny:o::full", "ft:tiny:o::lora"
 JobRequest = Callable[..., dict[str, Any]]
@@ -21,11 +22,11 @@ REINFORCEMENT = "method.reinforcement.hyperparameters.advanced"
 
 
 def full(**advanced: Any) -> dict[str, Any]:
-    return {"hyperparameters": {"advanced": {"train": "full"} | advanced}}
+    return {"hyperparameters": {"advanced": in_groups({"train": "full"} | advanced)}}
 
 
 def of(kind: str, advanced: dict[str, Any], **more: Any) -> dict[str, Any]:
-    return {"type": kind, kind: {"hyperparameters": {"advanced": advanced}} | more}
+    return {"type": kind, kind: {"hyperparameters": {"advanced": in_groups(advanced)}} | more}
 
 
 def refusal(api: TestClient, request: dict[str, Any]) -> tuple[str, str]:
@@ -83,11 +84,7 @@ def test_methods_that_need_an_adapter_refuse_it(api: TestClient, job_request: Jo
     [
         ({"lora_rank": 32}, "lora has no effect with train 'full'"),
         ({"lora": {"targets": ["q_proj"]}}, "lora has no effect with train 'full'"),
-        ({"off_policy_steps": 1}, "off_policy_steps cannot be combined with train 'full'"),
-        (
-            {"off_policy_steps": 1, "continue_in_flight": True},
-            "off_policy_steps cannot be combined with train 'full'",
-        ),
+        ({"off_policy_steps": 1}, "schedule.steps cannot be combined with train 'full'"),
     ],
 )
 def test_hyperparameters_without_effect_are_refused(

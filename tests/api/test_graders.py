@@ -223,7 +223,7 @@ def test_a_grader_and_a_job_word_the_same_mistake_in_the_same_way(
 ) -> None:
     """A bound or a type of a grader's field is worded as that of a hyperparameter."""
     of_grader = api.post("/v1/fine_tuning/alpha/graders/validate", json={"grader": grader}).json()["error"]
-    asked = {"hyperparameters": {"advanced": {"lora_rank": wrong}}}
+    asked = {"hyperparameters": {"advanced": {"lora": {"rank": wrong}}}}
     of_job = api.post("/v1/fine_tuning/jobs", json=job_request(reinforcement=asked)).json()["error"]
 
     where = "method.reinforcement.hyperparameters.advanced.lora_rank"

@@ -14,7 +14,7 @@ ENDPOINT = {"type": "endpoint", "name": "e", "url": "https://graders.example/", 
 def test_what_is_shown_creates_the_same_job_again(
     api: TestClient, create_job: Callable[..., dict[str, Any]]
 ) -> None:
-    asked = {"hyperparameters": {"n_epochs": 2, "advanced": {"group_size": 4}}}
+    asked = {"hyperparameters": {"n_epochs": 2, "advanced": {"sampling": {"group_size": 4}}}}
     job = create_job(reinforcement=asked, suffix="desk", metadata={"team": "a"}, seed=5)
 
     request = api.get(f"/v1/regraft/jobs/{job['id']}/request").json()

@@ -36,6 +36,7 @@ from tests.api.conftest import GRADER, House
 from tests.api.test_chat import served
 from tests.api.test_full import tuned
 from tests.graders.servers import serving, verdict
+from tests.hyperparameters import in_groups
 from tests.present import untyped
 from tests.thinking import HYBRID, make_thinking_model
 from worker.prepare.task import prepare_task
@@ -381,7 +382,7 @@ def test_another_grader_grades_the_answers_that_are_there(
 
     second = ended(web, created(web, asked | {"method": method}))
     sampled_before = list(model.asked)
-    method["reinforcement"]["hyperparameters"] = {"advanced": {"temperature": 0.5}}
+    method["reinforcement"]["hyperparameters"] = {"advanced": {"sampling": {"temperature": 0.5}}}
     third = ended(web, created(web, asked | {"method": method}))
 
     assert (first["answers_of"], second["answers_of"], third["answers_of"]) == (None, first["id"], None)
@@ -557,7 +558,7 @@ def test_the_answers_are_sampled_as_the_job_would(
     advanced = {"temperature": 0.75, "max_completion_tokens": 33}
     message = {"role": "assistant", "content": "hello", "weight": 0}
     rows = [ROWS[0] | {"messages": [message, *ROWS[0]["messages"]]}]
-    asked = body(rows=rows, hyperparameters={"advanced": advanced}, response_format=FORMAT)
+    asked = body(rows=rows, hyperparameters={"advanced": in_groups(advanced)}, response_format=FORMAT)
     report(web, asked | {"samples": 3})
 
     assert len(model.sampled) == 3

@@ -1,4 +1,4 @@
-"""/v1/regraft/jobs/{id}/rollouts, over pages as the worker writes them and as earlier versions did."""
+"""/v1/regraft/jobs/{id}/rollouts, over pages as the worker writes them."""
 
 import io
 import json
@@ -10,26 +10,14 @@ import pytest
 from starlette.testclient import TestClient
 
 from api.resources.rollouts import RolloutOut
-from core.database.tables import Job, RolloutPage
+from core.database.tables import Job
 from core.jobs import lifecycle, run_logs
 from core.jobs.verdict import Verdict
 from core.results import rollouts
 from tests import many_rollouts
 from tests.api.conftest import GRADER, House
 from tests.present import untyped
-
-OLD = [
-    {"line": 1, "member": 0, "messages": [], "output_text": "4", "score": 1.0, "sub_scores": {}},
-    {
-        "line": 1,
-        "member": 1,
-        "messages": [],
-        "output_text": "Zeile\u2028zwei",
-        "score": None,
-        "sub_scores": {},
-    },
-    {"line": 2, "member": 0, "messages": [], "output_text": "5", "score": 0.0, "sub_scores": {}},
-]
+from tests.rollout_pages import sample, store_page
 
 
 def row(step: int, split: str, group: int, member: int, **fields: Any) -> dict[str, Any]:
@@ -75,29 +63,11 @@ def store(
     **fields: Any,
 ) -> None:
     rows = rows or [row(step, split, group, member) for group in range(groups) for member in range(4)]
-    key = f"projects/p/jobs/{job_id}/{split}-{step:06d}.parquet"
-    size = house.blobs.put_bytes(key, rollouts.encode(rows, total or len(rows))).size
-    page = RolloutPage(
-        job_id=job_id,
-        step=step,
-        split=split,
-        epoch=1,
-        blob_key=key,
-        samples=len(rows),
-        total=total or len(rows),
-        bytes=size,
-    )
+    page = store_page(house.blobs, job_id, step, split, rows, total)
     for name, value in fields.items():
         setattr(page, name, value)
     with house.database.write() as session:
         session.add(page)
-
-
-def store_old(house: House, job_id: str, step: int, split: str = "train") -> None:
-    key = f"projects/p/jobs/{job_id}/{split}-{step:06d}.jsonl"
-    house.blobs.put_bytes(key, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in OLD).encode())
-    with house.database.write() as session:
-        session.add(RolloutPage(job_id=job_id, step=step, split=split, epoch=1, blob_key=key, samples=3))
 
 
 @pytest.fixture
@@ -140,7 +110,6 @@ def test_a_sample_shows_what_it_was_asked_said_and_was_worth(listed: Callable[..
         "id": "rollout_3_t_0_2",
         "messages": [{"role": "user", "content": "2+2?"}],
         "item": {"answer": "4"},
-        "centred_reward": 0.25,  # the earlier name
         "output_reasoning": None,
         "reasoning_tokens": None,
         "grammar_start": None,
@@ -148,24 +117,6 @@ def test_a_sample_shows_what_it_was_asked_said_and_was_worth(listed: Callable[..
         "has_tokens": None,
     }
     assert third.keys() == RolloutOut.model_fields.keys(), "what the OpenAPI document says"
-
-
-def test_a_page_with_an_earlier_name_of_a_column_is_read_under_both(
-    house: House, api: TestClient, listed: Callable[..., Any], job_id: str
-) -> None:
-    with house.database.read() as session:
-        [page] = rollouts.pages(session, job_id, first_step=2, last_step=2)
-    today = pq.read_table(io.BytesIO(house.blobs.read(page.blob_key)))
-    earlier = io.BytesIO()
-    pq.write_table(today.rename_columns({"centered_reward": "centred_reward"}), earlier)
-    house.blobs.put_bytes(page.blob_key, earlier.getvalue())
-
-    for params in ({}, {"graded": "true"}):
-        rows = listed(step=2, **params)["data"]
-        assert {(one["centered_reward"], one["centred_reward"]) for one in rows} == {(0.25, 0.25)}
-    answer = api.get(f"/v1/regraft/jobs/{job_id}/rollouts/download", params={"format": "parquet"})
-    table = pq.read_table(io.BytesIO(answer.content))
-    assert table["centered_reward"].to_pylist() == table["centred_reward"].to_pylist() == [0.25] * 32
 
 
 def test_without_a_step_all_come_in_order(listed: Callable[..., Any]) -> None:
@@ -329,7 +280,7 @@ def test_a_sorted_list_has_filters_and_pages(listed: Callable[..., Any]) -> None
 
 def test_a_sorted_step_comes_whole(house: House, listed: Callable[..., Any], job_id: str) -> None:
     store(house, job_id, 4, groups=300)
-    store_old(house, job_id, 7)
+    store(house, job_id, 7, rows=[sample(0, n, score=score) for n, score in enumerate((1.0, None, 0.0))])
 
     assert [one["member"] for one in listed(step=4, sort="score")["data"]] == [
         member for member in range(4) for _ in range(300)
@@ -508,22 +459,6 @@ def test_it_is_told_how_many_were_left_out(house: House, listed: Callable[..., A
     assert {key: listed(step=5)[key] for key in ("total", "stored")} == {"total": 80, "stored": 8}
 
 
-@pytest.mark.both_databases
-def test_pages_of_earlier_versions_are_read(
-    house: House, api: TestClient, listed: Callable[..., Any], job_id: str
-) -> None:
-    store_old(house, job_id, 7)
-
-    answer = listed(step=7)
-
-    assert ids(answer) == ["rollout_7_t_0_0", "rollout_7_t_0_1", "rollout_7_t_1_0"]
-    assert [one["output_text"] for one in answer["data"]] == [one["output_text"] for one in OLD]
-    assert answer["data"][0]["messages"] == []
-    assert (answer["total"], answer["stored"]) == (3, 3)
-    assert ids(listed(step=7, min_score=0.5)) == ["rollout_7_t_0_0"]
-    assert ids(listed(step_from=7, after="rollout_7_t_0_0")) == ids(answer)[1:]
-
-
 def test_a_step_without_samples_is_a_404(api: TestClient, job_id: str) -> None:
     for params in ({"step": 4}, {"step": 1, "split": "valid"}):
         answer = api.get(f"/v1/regraft/jobs/{job_id}/rollouts", params=untyped(params))
@@ -578,14 +513,14 @@ def test_a_download_has_what_the_list_has(api: TestClient, listed: Callable[...,
 
 
 def test_a_parquet_download_is_one_file_of_all_pages(house: House, api: TestClient, job_id: str) -> None:
-    store_old(house, job_id, 7)
+    store(house, job_id, 7, rows=[sample(0, 0), sample(0, 1), sample(1, 0)])
 
     answer = api.get(
         f"/v1/regraft/jobs/{job_id}/rollouts/download", params={"format": "parquet", "split": "train"}
     )
 
     table = pq.read_table(io.BytesIO(answer.content))
-    assert table.schema.names == [*rollouts.SCHEMA.names, *rollouts.EARLIER_NAMES.values()]
+    assert table.schema.names == rollouts.SCHEMA.names
     assert table["step"].to_pylist() == [1] * 8 + [2] * 8 + [3] * 8 + [7] * 3
     assert int(answer.headers["content-length"]) == len(answer.content)
     assert answer.headers["x-content-type-options"] == "nosniff"
@@ -924,7 +859,7 @@ def test_a_damaged_page_is_named(
 
 @pytest.fixture
 def with_tokens(house: House, create_job: Callable[..., dict[str, Any]]) -> str:
-    """A job whose first sample has the values of its two tokens, and whose second has not; a page of old ones, too."""
+    """A job whose first sample has the values of its two tokens, and whose second has not; nor has its next page."""
     job_id: str = create_job()["id"]
     tokens = [
         {"text": "an", "logprob": -0.5, "advantage": 1.5, "gap": -0.25},
@@ -932,7 +867,7 @@ def with_tokens(house: House, create_job: Callable[..., dict[str, Any]]) -> str:
     ]
     rows = [row(1, "train", 0, 0, has_tokens=True, tokens=tokens), row(1, "train", 0, 1, has_tokens=False)]
     store(house, job_id, 1, rows=rows)
-    store_old(house, job_id, 2)
+    store(house, job_id, 2, rows=[sample(0, 0)])
     return job_id
 
 
@@ -955,7 +890,7 @@ def test_the_values_of_the_tokens_of_a_sample_are_read(api: TestClient, with_tok
     [
         "rollout_1_t_0_1",  # stored without them
         "rollout_1_t_7_0",
-        "rollout_2_t_0_0",  # by an earlier version
+        "rollout_2_t_0_0",  # on a page without any
         "rollout_9_t_0_0",
         "rollout",
     ],
@@ -979,6 +914,6 @@ def test_samples_with_tokens_are_listed_and_downloaded_without_them(
     downloaded = api.get(f"{path}/download", params={"has_tokens": True}).json()
 
     assert ids(having) == ["rollout_1_t_0_0"]
-    assert ids(lacking) == ["rollout_1_t_0_1", "rollout_2_t_0_0", "rollout_2_t_0_1", "rollout_2_t_1_0"]
+    assert ids(lacking) == ["rollout_1_t_0_1", "rollout_2_t_0_0"]
     assert "tokens" not in having["data"][0]
     assert downloaded == having["data"][0]

@@ -14,15 +14,16 @@ from core.database.tables import (
     Checkpoint,
     CheckpointPermission,
     Preview,
-    RolloutPage,
     StepMetric,
     TunedModel,
 )
 from core.evals import batches
+from core.results import evals
 from core.tenancy import keys
 from core.tenancy.keys import Scope
 from tests.api.conftest import GRADER, House
 from tests.api.test_rollouts import row, store
+from tests.rollout_pages import sample, store_page
 
 pytestmark = pytest.mark.both_databases
 
@@ -68,16 +69,14 @@ def rows(house: House, api: TestClient, create_job: Callable[..., dict[str, Any]
     both = {"type": "multi", "name": "both", "graders": {"says": GRADER}, "calculate_output": "says"}
     job = create_job(metadata={"team": "a"}, reinforcement={"grader": both})
     api.post(f"/v1/fine_tuning/jobs/{job['id']}/cancel")  # or the stream of its events would have no end
-    house.blobs.put_bytes("rollouts.jsonl", json.dumps({"score": 1.0}).encode())
     nothing = {"text": "4", "logprob": None, "advantage": None, "gap": None}
     store(house, job["id"], 2, rows=[row(2, "train", 0, 0, has_tokens=True, tokens=[nothing])])
     with house.database.write() as session:
         for split in ("train", "valid"):
-            session.add(
-                RolloutPage(
-                    job_id=job["id"], step=1, split=split, epoch=1, blob_key="rollouts.jsonl", samples=1
-                )
-            )
+            samples = [sample(0, 0, line=1, score=1.0, output_text="4", prompt_tokens=1, completion_tokens=1)]
+            page = store_page(house.blobs, job["id"], 1, split, samples)
+            page.summary = evals.summary(samples, evals.criteria(both))
+            session.add(page)
         session.add(StepMetric(job_id=job["id"], step=1, epoch=1, data={}))
         model = TunedModel(
             name="ft:tiny:default::1", project_id=house.project.id, job_id=job["id"], base_model="tiny"

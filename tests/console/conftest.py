@@ -17,6 +17,7 @@ from playwright.sync_api import Browser, BrowserContext, Locator, Page, expect, 
 
 from tests.e2e.conftest import Server, start_server, tiny_model
 from tests.e2e.test_openai_client import GRADER
+from tests.hyperparameters import in_groups
 
 __all__ = ["tiny_model"]
 
@@ -228,7 +229,7 @@ def create(
         "lora_rank": 4,
         "eval_temperature": 1.0,
     } | sampling
-    asked = {"batch_size": 2, "n_epochs": epochs, "eval_interval": 1, "advanced": advanced}
+    asked = {"batch_size": 2, "n_epochs": epochs, "eval_interval": 1, "advanced": in_groups(advanced)}
     method: Any = {"type": "reinforcement", "reinforcement": {"grader": GRADER, "hyperparameters": asked}}
     job = client.fine_tuning.jobs.create(
         model=model, training_file=files[0], validation_file=files[1], suffix=suffix, seed=1, method=method

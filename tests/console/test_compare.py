@@ -103,8 +103,10 @@ def test_the_legends_show_the_result_of_each_job(
 def test_the_legend_of_the_loss_shows_the_delivered_checkpoint(logged_in: Page, server: Server) -> None:
     client = server.client()
     chat = {"messages": [{"role": "user", "content": "say it"}, {"role": "assistant", "content": "yes"}]}
-    file = client.files.create(file=("train.jsonl", (json.dumps(chat) + "\n") * 12), purpose="fine-tune").id
-    hyperparameters = {"n_epochs": 2, "batch_size": 4, "advanced": {"lora_rank": 4}}
+    file = client.files.create(
+        file=("train.jsonl", ((json.dumps(chat) + "\n") * 12).encode()), purpose="fine-tune"
+    ).id
+    hyperparameters = {"n_epochs": 2, "batch_size": 4, "advanced": {"lora": {"rank": 4}}}
     method: Any = {"type": "supervised", "supervised": {"hyperparameters": hyperparameters}}
     job_id = client.fine_tuning.jobs.create(
         model="tiny", training_file=file, validation_file=file, seed=1, method=method

@@ -298,7 +298,11 @@ def test_a_warning_that_came_again_is_shown_once(logged_in: Page, server: Server
         "input": "{{sample.output_text}}",
         "reference": "{{item.answer}} never",
     }
-    asked = {"batch_size": 1, "n_epochs": 4, "advanced": {"group_size": 2, "max_completion_tokens": 2}}
+    asked = {
+        "batch_size": 1,
+        "n_epochs": 4,
+        "advanced": {"sampling": {"group_size": 2, "max_completion_tokens": 2}},
+    }
     method: Any = {"type": "reinforcement", "reinforcement": {"grader": never, "hyperparameters": asked}}
     job = client.fine_tuning.jobs.create(
         model="tiny", training_file=files[0], validation_file=files[1], suffix="silent", method=method

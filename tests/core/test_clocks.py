@@ -74,7 +74,9 @@ def test_a_machine_whose_clock_is_ahead_deletes_nothing_early(behind: Database, 
                 bytes=1,
                 expires_at=now + HOUR,
             ),
-            RolloutPage(job_id=job.id, step=1, split="train", epoch=1, blob_key="page", samples=1),
+            RolloutPage(
+                job_id=job.id, step=1, split="train", epoch=1, blob_key="page", samples=1, total=1, bytes=1
+            ),
             AuditEntry(created_at=now, actor="operator", action="a", target="t"),
             IdempotentRequest(
                 project_id=project.id, key="k", fingerprint="f", status_code=200, answer={}, created_at=now

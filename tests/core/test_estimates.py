@@ -7,10 +7,12 @@ import pytest
 
 from core.database.engine import Database
 from core.jobs import estimates, hyperparameters
-from core.jobs.estimates import Ahead, Pace, PastJobs
+from core.jobs.estimates import Pace, PastJobs
 from core.jobs.hyperparameters import Hyperparameters
+from core.jobs.remaining import RemainingSteps
 from core.results.step_metrics import StepMetrics
 from tests import factories
+from tests.hyperparameters import in_groups
 from tests.present import present
 
 pytestmark = pytest.mark.both_databases
@@ -29,7 +31,10 @@ def pace(*steps: StepMetrics) -> Pace:
 
 
 def asked(**fields: Any) -> Hyperparameters:
-    return Hyperparameters.model_validate({"n_epochs": 1, "batch_size": 2, "eval_interval": 2} | fields)
+    advanced = {"advanced": in_groups(fields.pop("advanced", {}))}
+    return Hyperparameters.model_validate(
+        {"n_epochs": 1, "batch_size": 2, "eval_interval": 2} | fields | advanced
+    )
 
 
 class TestDuringTheRun:
@@ -37,7 +42,9 @@ class TestDuringTheRun:
         so_far = pace(step(0, 9.0, validated=True), step(1, 10.0), step(2, 30.0, validated=True))
 
         assert (
-            present(so_far.remaining(Ahead(plain=3, validated=2, next_is_validated=False)))["expected"]
+            present(so_far.remaining(RemainingSteps(plain=3, validated=2, next_is_validated=False)))[
+                "expected"
+            ]
             == 3 * 10 + 60
         )
 
@@ -45,34 +52,40 @@ class TestDuringTheRun:
         so_far = pace(step(0, 9.0, validated=True), step(1, 10.0))
 
         assert (
-            present(so_far.remaining(Ahead(plain=1, validated=1, next_is_validated=True)))["expected"]
+            present(so_far.remaining(RemainingSteps(plain=1, validated=1, next_is_validated=True)))[
+                "expected"
+            ]
             == 10 + 19
         )
-        assert so_far.next_step(Ahead(plain=1, validated=1, next_is_validated=True)) == 19
+        assert so_far.next_step(RemainingSteps(plain=1, validated=1, next_is_validated=True)) == 19
 
     def test_a_plain_step_that_was_not_seen_yet_takes_a_validated_one_less_the_validation(self) -> None:
         so_far = pace(step(0, 9.0, validated=True), step(1, 29.0, validated=True))
 
-        assert so_far.next_step(Ahead(plain=1, validated=0, next_is_validated=False)) == 20
+        assert so_far.next_step(RemainingSteps(plain=1, validated=0, next_is_validated=False)) == 20
 
     def test_only_the_last_ten_of_a_kind_count(self) -> None:
         slow = [step(number, 100.0) for number in range(1, 11)]
         fast = [step(number, 1.0) for number in range(11, 21)]
 
-        assert present(pace(*slow, *fast).remaining(Ahead(5, 0, False)))["expected"] == 5
+        assert present(pace(*slow, *fast).remaining(RemainingSteps(5, 0, False)))["expected"] == 5
 
     def test_before_a_step_has_learned_nothing_is_claimed(self) -> None:
         so_far = pace(step(0, 9.0, validated=True))
 
-        assert so_far.remaining(Ahead(4, 1, False)) is None
-        assert so_far.next_step(Ahead(4, 1, False)) == 0.0
+        assert so_far.remaining(RemainingSteps(4, 1, False)) is None
+        assert so_far.next_step(RemainingSteps(4, 1, False)) == 0.0
 
     def test_at_the_end_nothing_remains(self) -> None:
-        assert pace(step(1, 3.0)).remaining(Ahead(0, 0, False)) == {"low": 0, "expected": 0, "high": 0}
+        assert pace(step(1, 3.0)).remaining(RemainingSteps(0, 0, False)) == {
+            "low": 0,
+            "expected": 0,
+            "high": 0,
+        }
 
     def test_one_step_says_little_and_many_alike_say_more(self) -> None:
-        one = pace(step(1, 10.0)).remaining(Ahead(10, 0, False))
-        four = pace(*[step(n, 10.0) for n in range(1, 5)]).remaining(Ahead(10, 0, False))
+        one = pace(step(1, 10.0)).remaining(RemainingSteps(10, 0, False))
+        four = pace(*[step(n, 10.0) for n in range(1, 5)]).remaining(RemainingSteps(10, 0, False))
 
         assert one is not None
         assert (one["low"], one["expected"], one["high"]) == (50, 100, 150)
@@ -82,7 +95,7 @@ class TestDuringTheRun:
     def test_steps_that_differ_widen_the_range_beyond_that(self) -> None:
         uneven = pace(*[step(n, 10.0 if n % 2 else 100.0) for n in range(1, 11)])
 
-        remaining = uneven.remaining(Ahead(10, 0, False))
+        remaining = uneven.remaining(RemainingSteps(10, 0, False))
 
         assert remaining is not None
         assert (remaining["low"], remaining["expected"], remaining["high"]) == (100, 550, 1000)

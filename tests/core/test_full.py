@@ -7,6 +7,7 @@ from core.jobs.offline_hyperparameters import DpoHyperparameters, SupervisedHype
 from core.jobs.offline_hyperparameters import resolve as resolve_offline
 from core.results.lineage import Parent
 from core.storage.manifests import is_whole_model
+from tests.hyperparameters import in_groups
 
 
 def test_the_automatic_learning_rate_is_a_tenth_of_that_of_an_adapter() -> None:
@@ -35,7 +36,7 @@ def test_copies_of_the_weights_are_kept_only_if_something_compares_with_them(
     advanced: dict[str, float], copies: int
 ) -> None:
     for train, expected in (("full", copies), ("lora", 0)):
-        asked = Hyperparameters.model_validate({"advanced": advanced | {"train": train}})
+        asked = Hyperparameters.model_validate({"advanced": in_groups(advanced | {"train": train})})
         assert resolve(asked, rows=8, parameters=1000, context=128).reference_copies == expected
 
 
@@ -46,12 +47,11 @@ def test_preference_losses_with_a_reference_keep_a_copy(loss: str, copies: int) 
     assert resolve_offline("dpo", asked, rows=8, parameters=1000).reference_copies == copies
 
 
-def test_a_parent_that_is_an_adapter_is_stored_as_before() -> None:
+def test_a_parent_is_stored_with_what_its_job_trained() -> None:
     settings = {"lora_rank": 16, "lora_alpha": 32, "lora_targets": "all-linear"}
     adapter = Parent("ft:a", "ftjob-1", 4, "ckpt-1", "jobs/1", settings)
     whole = Parent("ft:a", "ftjob-1", 4, "ckpt-1", "jobs/1", settings, train="full")
 
-    assert "train" not in adapter.to_row()
     assert Parent(**whole.to_row()).is_whole and not Parent(**adapter.to_row()).is_whole
 
 

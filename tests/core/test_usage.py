@@ -13,7 +13,7 @@ from core.database.tables import Checkpoint, Event, Job, ModelUsage, Project, Pr
 from core.errors import BudgetReached, InvalidJobState, InvalidRequest
 from core.jobs import budgets, lifecycle, usage
 from core.jobs.budgets import Price
-from core.jobs.estimates import Ahead
+from core.jobs.remaining import RemainingSteps
 from core.results.step_metrics import StepMetrics
 from core.tenancy import usage_report
 from core.tenancy.usage_report import DAY, MAX_ROWS, Grouping
@@ -23,7 +23,7 @@ from tests.present import present
 pytestmark = pytest.mark.both_databases
 
 FREE, PAID = Price(None, "USD"), Price(0.01, "EUR")
-MANY = Ahead(plain=10, validated=0, next_is_validated=False)
+MANY = RemainingSteps(plain=10, validated=0, next_is_validated=False)
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def job(session: Session) -> Job:
 
 
 def record(
-    session: Session, job: Job, number: int, seconds: float = 10.0, ahead: Ahead = MANY, **more: Any
+    session: Session, job: Job, number: int, seconds: float = 10.0, ahead: RemainingSteps = MANY, **more: Any
 ) -> None:
     row = factories.step(session, job, number, seconds=seconds, **more)
     usage.record(session, job, StepMetrics.load(row.data), ahead)
@@ -113,7 +113,9 @@ class TestCounting:
     def test_an_estimate_from_earlier_jobs_shrinks_by_the_first_validation(
         self, session: Session, job: Job
     ) -> None:
-        job.usage = {"estimate": {"remaining_seconds": {"low": 5.0, "expected": 50.0, "high": 99.0}}}
+        job.usage = {
+            "estimate": {"gpus": 1, "remaining_seconds": {"low": 5.0, "expected": 50.0, "high": 99.0}}
+        }
         record(session, job, 0, seconds=10.0)
 
         estimate = usage.render_estimate(job, FREE)

@@ -73,7 +73,7 @@ def test_a_model_that_reasons_is_trained_on_json_after_its_thoughts_and_answers_
             "n_epochs": 2,
             "eval_interval": 2,
             "reasoning_effort": "low",
-            "advanced": {"group_size": 8, "max_completion_tokens": 64},
+            "advanced": {"sampling": {"group_size": 8, "max_completion_tokens": 64}},
         },
     }
 

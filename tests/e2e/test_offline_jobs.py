@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.e2e.conftest import jsonl, patient
 from tests.e2e.test_openai_client import wait
+from tests.hyperparameters import in_groups
 from tests.present import present, untyped
 
 COLORS = ("red", "green", "blue")
@@ -109,7 +110,7 @@ def test_a_reinforcement_job_continues_a_supervised_model(
     hyperparameters = {
         "n_epochs": 1,
         "batch_size": 6,
-        "advanced": {"group_size": 4, "max_completion_tokens": 3, "kl": 0.01},
+        "advanced": {"sampling": {"group_size": 4, "max_completion_tokens": 3}, "kl": {"weight": 0.01}},
     }
     method = {
         "type": "reinforcement",
@@ -140,7 +141,7 @@ def test_all_weights_are_trained_served_downloaded_and_trained_further(
 ) -> None:
     """A supervised job, its model in a chat and in plain transformers, and a reinforcement job that continues it."""
     advanced = {"train": "full", "optimizer": {"learning_rate": 3e-3}}
-    asked = {"n_epochs": 6, "batch_size": 4, "advanced": advanced}
+    asked = {"n_epochs": 6, "batch_size": 4, "advanced": in_groups(advanced)}
     method = {"type": "supervised", "supervised": {"hyperparameters": asked}}
     job = train(client, ROWS, model="tiny", method=method)
     steps = regraft.metrics(client, job.id)
@@ -185,7 +186,11 @@ def test_all_weights_are_trained_served_downloaded_and_trained_further(
         "hyperparameters": {
             "n_epochs": 1,
             "batch_size": 6,
-            "advanced": {"train": "full", "group_size": 4, "max_completion_tokens": 3, "kl": 0.01},
+            "advanced": {
+                "train": "full",
+                "sampling": {"group_size": 4, "max_completion_tokens": 3},
+                "kl": {"weight": 0.01},
+            },
         },
     }  # fmt: skip
     rows = [{"messages": row["messages"][:1], "answer": row["messages"][1]["content"]} for row in ROWS]

@@ -22,6 +22,7 @@ from openai.types.fine_tuning.fine_tuning_job_event import FineTuningJobEvent
 from tests.e2e.conftest import Server, jsonl, start_server
 from tests.echo import echoes_of
 from tests.graders.servers import serving, verdict
+from tests.hyperparameters import in_groups
 from tests.present import present, untyped
 from tests.tiny import make_byte_model, make_tiny_model
 
@@ -51,11 +52,10 @@ HYPERPARAMETERS = {
     "n_epochs": 6,
     "eval_interval": 4,
     "advanced": {
-        "group_size": 16,
-        "learning_rate": 0.02,
-        "max_completion_tokens": 3,
-        "lora_rank": 8,
-        "eval_temperature": 1.0,
+        "sampling": {"group_size": 16, "max_completion_tokens": 3},
+        "optimizer": {"learning_rate": 0.02},
+        "lora": {"rank": 8},
+        "evaluation": {"temperature": 1.0},
     },
 }
 QUESTIONS = [
@@ -124,7 +124,7 @@ def test_losses_with_rewards_of_tokens_raise_the_reward_as_well(
     client: openai.OpenAI, loss: dict[str, Any]
 ) -> None:
     hyperparameters = HYPERPARAMETERS | {
-        "advanced": {"loss": loss, "kl": 0.01} | untyped(HYPERPARAMETERS["advanced"])
+        "advanced": in_groups({"loss": loss, "kl": 0.01} | untyped(HYPERPARAMETERS["advanced"]))
     }
     method = {
         "type": "reinforcement",
@@ -396,7 +396,10 @@ def test_a_job_learns_answers_that_are_held_to_a_schema(tmp_path: Path, tiny_mod
             "json_schema": {"name": "answer", "schema": schema | {"additionalProperties": False}},
         },
         "hyperparameters": HYPERPARAMETERS
-        | {"n_epochs": 4, "advanced": HYPERPARAMETERS["advanced"] | untyped({"max_completion_tokens": 24})},
+        | {
+            "n_epochs": 4,
+            "advanced": in_groups(HYPERPARAMETERS["advanced"] | untyped({"max_completion_tokens": 24})),
+        },
     }
     server = start_server(tmp_path / "data", tiny_model, judge=make_byte_model(tmp_path / "bytes"))
     try:

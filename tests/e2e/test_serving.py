@@ -44,10 +44,9 @@ HYPERPARAMETERS = {
     "n_epochs": 3,
     "eval_interval": 1,
     "advanced": {
-        "group_size": 16,
-        "learning_rate": 0.05,
-        "max_completion_tokens": 3,
-        "eval_temperature": 1.0,
+        "sampling": {"group_size": 16, "max_completion_tokens": 3},
+        "optimizer": {"learning_rate": 0.05},
+        "evaluation": {"temperature": 1.0},
     },
 }
 ROWS = [

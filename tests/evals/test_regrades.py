@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from core.database.tables import Project, RolloutPage
+from core.database.tables import Project
 from core.evals import regrades
-from core.results import rollouts
 from tests import factories
 from tests.evals.conftest import EXACT, JUDGED, House
+from tests.rollout_pages import store_page
 
 # Two parts, of which the job's formula reads the first: whether the answer is the row's, and how near it is.
 BOTH: Any = {
@@ -59,12 +59,8 @@ def answer(
 
 
 def store(house: House, job_id: str, step: int, split: str, answers: Sequence[dict[str, Any]]) -> None:
-    key = f"projects/p/jobs/{job_id}/{split}-{step:06d}.parquet"
-    size = house.blobs.put_bytes(key, rollouts.encode(answers, len(answers))).size
     with house.database.write() as session:
-        page = RolloutPage(job_id=job_id, step=step, split=split, epoch=1, blob_key=key, bytes=size)
-        page.samples = page.total = len(answers)
-        session.add(page)
+        session.add(store_page(house.blobs, job_id, step, split, answers))
 
 
 @pytest.fixture

@@ -34,7 +34,9 @@ from worker.types import TrainingSequence as Answer
 LENGTHS = (40, 23)  # of the prompts
 ANSWER = 10
 SETTINGS = resolve(
-    Hyperparameters.model_validate({"advanced": {"learning_rate": 0.01, "group_size": 4}}),
+    Hyperparameters.model_validate(
+        {"advanced": {"optimizer": {"learning_rate": 0.01}, "sampling": {"group_size": 4}}}
+    ),
     rows=2,
     parameters=1000,
     context=CONTEXT,

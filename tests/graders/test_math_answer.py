@@ -10,7 +10,7 @@ import sympy
 
 from graders.build import build
 from graders.builtin import math_answer
-from graders.builtin.math_answer import final_answer
+from graders.final_answers import final_answer
 from graders.hazards import table
 from graders.hazards.pool import HazardPool, LimitExceeded, shared
 from graders.run import grade_all

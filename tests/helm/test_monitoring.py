@@ -85,7 +85,6 @@ def test_the_dashboard_shows_everything_that_is_exported(exported: set[Any]) -> 
     _, panels = expressions()
     shown = set(re.findall(r"\bregraft_\w+", " ".join(panels)))
     families = {re.sub(r"_(bucket|count|sum)$", "", name) for name in exported}
-    families -= {"regraft_gpu_utilisation_ratio"}  # the earlier name, until version 0.2
 
     assert families - {re.sub(r"_(bucket|count|sum)$", "", name) for name in shown} == set()
 

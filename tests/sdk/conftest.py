@@ -21,15 +21,15 @@ from api.http.app import create_app
 from api.resources.batch_requests import prepare_request
 from api.resources.chat import Upstream
 from core.database.engine import Database, Work
-from core.database.tables import Checkpoint, Job, Project, RolloutPage, StepMetric, TunedModel
+from core.database.tables import Checkpoint, Job, Project, StepMetric, TunedModel
 from core.jobs import events, lifecycle
 from core.registry import BaseModelEntry, Registry
-from core.results import rollouts
 from core.settings import Settings
 from core.storage.store import FolderBlobs
 from core.tenancy import keys
 from graders.backends import Backends
 from tests import factories
+from tests.rollout_pages import sample, store_page
 from worker.evals.runner import EvalRunner
 
 GRADER: Any = {
@@ -85,21 +85,18 @@ class House:
             events.append(session, job_id, f"now {status}")
 
     def rollouts(self, job_id: str, step: int, lines: list[dict[str, Any]], *, split: str = "train") -> None:
-        key = f"jobs/{job_id}/{split}-{step}.jsonl"
-        self.blobs.put_bytes(key, "".join(json.dumps(line) + "\n" for line in lines).encode())
+        """Store samples. A group ends where the members do not rise. Columns of JSON may be given as values."""
+        rows: list[dict[str, Any]] = []
+        for number, line in enumerate(lines):
+            member, last = line.get("member", number), rows[-1] if rows else None
+            rises = last is not None and member > last["member"]
+            place = {"group": last["group"] + (not rises) if last is not None else 0, "member": member}
+            parsed = {
+                key: line[key] for key in ("messages", "item") if isinstance(line.get(key), list | dict)
+            }
+            rows.append(sample(**place | line | {key: json.dumps(value) for key, value in parsed.items()}))
         with self.database.write() as session:
-            page = RolloutPage(job_id=job_id, step=step, split=split, epoch=1, blob_key=key)
-            page.samples = len(lines)
-            session.add(page)
-
-    def page(self, job_id: str, step: int, rows: list[dict[str, Any]]) -> None:
-        """As `rollouts`, in the format of this version."""
-        key = f"jobs/{job_id}/train-{step}.parquet"
-        size = self.blobs.put_bytes(key, rollouts.encode(rows, len(rows))).size
-        with self.database.write() as session:
-            page = RolloutPage(job_id=job_id, step=step, split="train", epoch=1, blob_key=key, bytes=size)
-            page.samples = len(rows)
-            session.add(page)
+            session.add(store_page(self.blobs, job_id, step, split, rows))
 
     def checkpoint(
         self, job_id: str, step: int, reward: float, files: dict[str, bytes], **metrics: Any

@@ -10,7 +10,6 @@ import pytest
 import regraft
 from regraft import AsyncRegraft
 
-from core.results.rollouts import SCHEMA
 from tests.present import untyped
 from tests.sdk.conftest import House
 
@@ -207,7 +206,7 @@ def test_the_values_of_the_tokens_of_an_answer_are_read(
     token = {"text": "4", "logprob": -0.5, "advantage": 1.5, "gap": 0.25}
     answer = {"step": 9, "split": "train", "group": 0, "member": 0, "line": 3, "messages": "[]", "score": 1.0}
     answer |= {"finish_reason": "stop", "completion_tokens": 1, "output_text": "4", "has_tokens": True}
-    house.page(job_id, 9, [dict.fromkeys(SCHEMA.names) | answer | {"tokens": [token]}])
+    house.rollouts(job_id, 9, [answer | {"tokens": [token]}])
 
     [rollout] = client.rollouts.list(job_id, has_tokens=True)
     found = client.rollouts.tokens(job_id, rollout.id)

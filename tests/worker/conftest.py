@@ -21,12 +21,15 @@ from graders.spec import parse_grader
 from graders.types import Grader
 from tests import factories
 from tests.fakes import ExactGrader, GuessingSampler, Skill, SkillTrainer, WatchedRun
+from tests.hyperparameters import in_groups
 from tests.tiny import make_tiny_model
 from worker.attempt import Attempt
-from worker.learn.trainer import Trainer
+from worker.interfaces import Trainer
 from worker.model.policy import Base, Policy, load_base
-from worker.record.checkpoints import Checkpoints
-from worker.record.recorder import Recorder
+from worker.record.checkpoints import JobCheckpoints
+from worker.record.exporters.feed import ExporterFeeds
+from worker.record.recorder import JobRecorder
+from worker.rollout.grader_parts import grader_parts
 from worker.rollout.prompts import PromptStream
 from worker.rollout.rewards import Rewards
 from worker.rollout.samplers import Sampler
@@ -113,7 +116,8 @@ class Bench:
     ) -> Any:  # a run of this kind, with the fakes' own attributes
         attempt = attempt or self.attempt()
         skill = skill or Skill()
-        asked = {"batch_size": 2, "n_epochs": 1, "eval_interval": 2, "advanced": {"group_size": 4}} | settings
+        asked = {"batch_size": 2, "n_epochs": 1, "eval_interval": 2} | settings
+        asked["advanced"] = in_groups(settings.get("advanced", {"group_size": 4}))
         resolved = resolve(Hyperparameters.model_validate(asked), rows=8, parameters=1000, context=128)
         prompts = [
             Prompt(line, (1, 2), {"messages": [], "answer": ANSWERS[line % 4]}) for line in range(1, 9)
@@ -121,14 +125,15 @@ class Bench:
         return kind(
             settings=resolved,
             seed=3,
-            spec=parse_grader(GRADER),
+            graders=grader_parts(parse_grader(GRADER)),
             train_prompts=PromptStream(prompts, batch_size=resolved.batch_size, seed=3),
             valid_prompts=prompts[:4],
             sampler=sampler or GuessingSampler(skill),
             rewards=Rewards(grader or ExactGrader()),
             trainer=trainer or SkillTrainer(skill),
-            recorder=Recorder(attempt),
-            checkpoints=Checkpoints(attempt, self.tmp_path),
+            recorder=JobRecorder(attempt),
+            checkpoints=JobCheckpoints(attempt, self.tmp_path),
+            feeds=ExporterFeeds(),
             stop_requested=stop_requested,
         )
 

@@ -12,6 +12,7 @@ from core.model_memory import ModelMemories
 from core.outages import Resource, outage
 from core.registry import BaseModelEntry, Registry
 from core.settings import GpuClass, Settings
+from tests.hyperparameters import in_groups
 from tests.present import present, untyped
 from tests.worker.test_memory import QWEN3_4B, QWEN3_14B
 from worker.model import capacity, sizing
@@ -41,7 +42,7 @@ def entry(folder: Path, name: str = "14b", **changes: Any) -> BaseModelEntry:
 
 
 def problem(of: Settings, model: BaseModelEntry, **advanced: Any) -> str | None:
-    asked = Hyperparameters.model_validate({"advanced": advanced})
+    asked = Hyperparameters.model_validate({"advanced": in_groups(advanced)})
     return capacity.job_problem(of, "Qwen3-14B", model, gpu_class="gpu", asked=asked, rows=100, valid_rows=16)
 
 

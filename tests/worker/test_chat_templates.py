@@ -9,6 +9,7 @@ from core import chat_templates
 from core.jobs.hyperparameters import Hyperparameters, resolve
 from core.registry import BaseModelEntry, Registry
 from core.results.lineage import Parent
+from tests.hyperparameters import in_groups
 from tests.tiny import tiny_tokenizer
 from worker.model.parent import continuing
 from worker.model.policy import render
@@ -95,17 +96,19 @@ def test_what_is_no_template_is_refused_when_the_registry_is_read(tmp_path: Path
 
 
 def test_a_job_names_one_and_brings_none_of_its_own() -> None:
-    asked = Hyperparameters.model_validate({"advanced": {"chat_template": "r1_zero"}})
+    asked = Hyperparameters.model_validate({"advanced": {"sampling": {"chat_template": "r1_zero"}}})
 
     assert asked.advanced.sampling.chat_template == "r1_zero"
     for other in ("{{ messages }}", "/etc/passwd"):
         with pytest.raises(ValidationError, match="chat_template"):
-            Hyperparameters.model_validate({"advanced": {"chat_template": other}})
+            Hyperparameters.model_validate({"advanced": {"sampling": {"chat_template": other}}})
 
 
 def test_a_job_may_choose_the_time_that_its_prompts_have() -> None:
     def asked(time: str) -> Hyperparameters:
-        return Hyperparameters.model_validate({"advanced": {"chat_template_kwargs": {"strftime_now": time}}})
+        return Hyperparameters.model_validate(
+            {"advanced": {"sampling": {"chat_template_kwargs": {"strftime_now": time}}}}
+        )
 
     assert asked("2026-11-26").advanced.sampling.chat_template_kwargs == {"strftime_now": "2026-11-26"}
     with pytest.raises(ValidationError, match="must be a date in ISO 8601"):
@@ -131,7 +134,7 @@ def test_a_job_that_trains_a_model_further_keeps_the_time_of_its_prompts(
         "chat_template_kwargs": {"strftime_now": "2026-01-02", "thoughts": False},
     }
     parent = Parent("ft:tiny:x", "ftjob-1", 3, "ckpt-1", "adapter", shape | rendering)
-    asked = Hyperparameters.model_validate({"advanced": advanced})
+    asked = Hyperparameters.model_validate({"advanced": in_groups(advanced)})
 
     resolved = continuing(resolve(asked, rows=8, parameters=1000, context=64), parent)
 

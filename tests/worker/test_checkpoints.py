@@ -23,7 +23,7 @@ from core.storage.manifests import EARLIER
 from core.storage.store import BlobExists, BlobInfo, FolderBlobs, StoreEmpty
 from tests.present import untyped
 from tests.worker.conftest import Bench, claimed_job
-from worker.record.checkpoints import Checkpoints, model_name
+from worker.record.checkpoints import JobCheckpoints, model_name
 
 
 class Weights:
@@ -53,28 +53,28 @@ class Recording(FolderBlobs):
 
 
 @pytest.fixture
-def checkpoints(bench: Bench) -> Checkpoints:
+def checkpoints(bench: Bench) -> JobCheckpoints:
     blobs = Recording(bench.tmp_path / "blobs")
-    return Checkpoints(bench.attempt(blobs=blobs), bench.tmp_path)
+    return JobCheckpoints(bench.attempt(blobs=blobs), bench.tmp_path)
 
 
-def save(checkpoints: Checkpoints, weights: Weights, step: int = 2) -> None:
+def save(checkpoints: JobCheckpoints, weights: Weights, step: int = 2) -> None:
     checkpoints.save(weights, step=step, valid_reward=None, metrics={})
 
 
-def test_the_manifest_is_put_last_and_only_where_there_is_none(checkpoints: Checkpoints) -> None:
+def test_the_manifest_is_put_last_and_only_where_there_is_none(checkpoints: JobCheckpoints) -> None:
     save(checkpoints, Weights(adapter=b"a", zeros=b"z"))
 
     assert untyped(checkpoints.blobs).puts == [("adapter", False), ("zeros", False), ("manifest.json", True)]
 
 
-def manifest_of(checkpoints: Checkpoints) -> str:
+def manifest_of(checkpoints: JobCheckpoints) -> str:
     [key] = [key for key in checkpoints.blobs.list("projects/") if key.endswith("manifest.json")]
     return key
 
 
 def test_a_manifest_that_is_there_already_and_says_the_same_is_fine(
-    bench: Bench, checkpoints: Checkpoints
+    bench: Bench, checkpoints: JobCheckpoints
 ) -> None:
     """The attempt wrote it, and could not say so: the database was away."""
     key = written_without_row(bench, checkpoints, Weights(adapter=b"a"))
@@ -88,7 +88,9 @@ def test_a_manifest_that_is_there_already_and_says_the_same_is_fine(
     assert checkpoints.blobs.read(key) == before
 
 
-def test_a_manifest_that_says_something_else_is_not_overruled(bench: Bench, checkpoints: Checkpoints) -> None:
+def test_a_manifest_that_says_something_else_is_not_overruled(
+    bench: Bench, checkpoints: JobCheckpoints
+) -> None:
     key = written_without_row(bench, checkpoints, Weights(adapter=b"a"))
 
     with pytest.raises(BlobExists):
@@ -98,7 +100,7 @@ def test_a_manifest_that_says_something_else_is_not_overruled(bench: Bench, chec
     assert json.loads(checkpoints.blobs.read(key))["files"][0]["bytes"] == 1
 
 
-def written_without_row(bench: Bench, checkpoints: Checkpoints, weights: Weights) -> str:
+def written_without_row(bench: Bench, checkpoints: JobCheckpoints, weights: Weights) -> str:
     save(checkpoints, weights)
     with bench.database.write() as session:
         for row in bench.checkpoints():
@@ -107,7 +109,7 @@ def written_without_row(bench: Bench, checkpoints: Checkpoints, weights: Weights
 
 
 def test_a_store_that_fails_before_the_manifest_leaves_no_checkpoint(
-    bench: Bench, checkpoints: Checkpoints
+    bench: Bench, checkpoints: JobCheckpoints
 ) -> None:
     class Full(Recording):
         def put_stream(self, key: str, chunks: Iterable[bytes], *, if_absent: bool = False) -> BlobInfo:
@@ -124,7 +126,7 @@ def test_a_store_that_fails_before_the_manifest_leaves_no_checkpoint(
 
 
 @pytest.fixture
-def three(bench: Bench, checkpoints: Checkpoints) -> Callable[..., None]:
+def three(bench: Bench, checkpoints: JobCheckpoints) -> Callable[..., None]:
     """Three checkpoints, all kept since they were validated; `damage(step, file, change)` damages one of them."""
     for step in (1, 2, 3):
         weights = Weights(adapter=b"a%d" % step, state=b"s%d" % step)
@@ -157,7 +159,7 @@ DAMAGE = {
 
 @pytest.mark.parametrize("what", DAMAGE)
 def test_a_job_resumes_from_the_newest_whole_checkpoint(
-    bench: Bench, checkpoints: Checkpoints, three: Callable[..., None], what: str
+    bench: Bench, checkpoints: JobCheckpoints, three: Callable[..., None], what: str
 ) -> None:
     file, change = DAMAGE[what]
     [newest] = [row for row in bench.checkpoints() if row.step == 3]
@@ -174,7 +176,7 @@ def test_a_job_resumes_from_the_newest_whole_checkpoint(
     assert [row.step for row in bench.checkpoints()] == [1, 2]
 
 
-def earlier_of(checkpoints: Checkpoints) -> str:
+def earlier_of(checkpoints: JobCheckpoints) -> str:
     return manifest_of(checkpoints).replace("manifest.json", EARLIER)
 
 
@@ -183,7 +185,7 @@ def with_earlier(data: bytes = b"e") -> Weights:
 
 
 def test_only_a_run_that_resumes_reads_the_adapters_of_earlier_policies(
-    bench: Bench, checkpoints: Checkpoints
+    bench: Bench, checkpoints: JobCheckpoints
 ) -> None:
     save(checkpoints, with_earlier())
     manifest = json.loads(checkpoints.blobs.read(manifest_of(checkpoints)))
@@ -202,7 +204,7 @@ def test_only_a_run_that_resumes_reads_the_adapters_of_earlier_policies(
 
 
 def test_damaged_adapters_of_earlier_policies_are_damage_of_the_checkpoint(
-    bench: Bench, checkpoints: Checkpoints
+    bench: Bench, checkpoints: JobCheckpoints
 ) -> None:
     save(checkpoints, with_earlier())
     checkpoints.blobs.put_bytes(earlier_of(checkpoints), b"other")
@@ -212,7 +214,7 @@ def test_damaged_adapters_of_earlier_policies_are_damage_of_the_checkpoint(
     assert f"{EARLIER} is not the stored content" in bench.events("warn")[0]
 
 
-def test_after_the_end_of_a_job_they_are_not_kept(bench: Bench, checkpoints: Checkpoints) -> None:
+def test_after_the_end_of_a_job_they_are_not_kept(bench: Bench, checkpoints: JobCheckpoints) -> None:
     save(checkpoints, with_earlier())
 
     checkpoints.delete_resume_files()
@@ -228,11 +230,11 @@ def test_after_the_end_of_a_job_they_are_not_kept(bench: Bench, checkpoints: Che
 
 
 def test_the_step_of_a_damaged_checkpoint_is_stored_again_under_its_name(
-    bench: Bench, checkpoints: Checkpoints, three: Callable[..., None]
+    bench: Bench, checkpoints: JobCheckpoints, three: Callable[..., None]
 ) -> None:
     three(3, *DAMAGE["a flipped bit"])
     bench.again()
-    checkpoints = Checkpoints(bench.attempt(blobs=checkpoints.blobs), bench.tmp_path)
+    checkpoints = JobCheckpoints(bench.attempt(blobs=checkpoints.blobs), bench.tmp_path)
     checkpoints.restore(Weights())
 
     checkpoints.save(Weights(adapter=b"new"), step=3, valid_reward=0.5, metrics={})
@@ -246,7 +248,7 @@ def test_the_step_of_a_damaged_checkpoint_is_stored_again_under_its_name(
 
 
 def test_without_a_whole_checkpoint_the_job_starts_from_its_first_step_and_says_so(
-    bench: Bench, checkpoints: Checkpoints, three: Callable[..., None]
+    bench: Bench, checkpoints: JobCheckpoints, three: Callable[..., None]
 ) -> None:
     for step in (1, 2, 3):
         three(step, *DAMAGE["a file that is gone"])
@@ -263,7 +265,7 @@ def test_without_a_whole_checkpoint_the_job_starts_from_its_first_step_and_says_
 
 @pytest.mark.parametrize("left", [[], ["projects/p/jobs/j/attempts/2/log.txt"]], ids=["empty", "only a log"])
 def test_an_empty_store_is_waited_for_and_no_checkpoint_is_withdrawn(
-    bench: Bench, checkpoints: Checkpoints, three: Callable[..., None], left: list[str]
+    bench: Bench, checkpoints: JobCheckpoints, three: Callable[..., None], left: list[str]
 ) -> None:
     """Another bucket, or a folder that is not mounted. Attempts that failed there have left their logs."""
     right, wrong = checkpoints.blobs, FolderBlobs(bench.tmp_path / "not mounted")
@@ -287,7 +289,7 @@ def test_an_empty_store_is_waited_for_and_no_checkpoint_is_withdrawn(
 
 
 def test_a_sector_that_the_disk_cannot_read_is_damage(
-    bench: Bench, checkpoints: Checkpoints, three: Callable[..., None]
+    bench: Bench, checkpoints: JobCheckpoints, three: Callable[..., None]
 ) -> None:
     class Failing(Recording):
         def download(self, key: str, path: Path, *, sha256: str | None = None) -> None:
@@ -353,8 +355,8 @@ def either(request: pytest.FixtureRequest, database_kind: str, tmp_path: Path) -
     return claimed_job(database, tmp_path)
 
 
-def checkpoints_of(bench: Bench) -> Checkpoints:
-    return Checkpoints(bench.attempt(), bench.tmp_path)
+def checkpoints_of(bench: Bench) -> JobCheckpoints:
+    return JobCheckpoints(bench.attempt(), bench.tmp_path)
 
 
 def with_three_better_ones(bench: Bench) -> str:

@@ -17,6 +17,7 @@ from core.registry import BaseModelEntry
 from core.results.lineage import Parent
 from core.settings import Settings
 from graders.types import Grade
+from tests.hyperparameters import in_groups
 from tests.tiny import make_byte_model, make_tiny_model
 from tests.worker.conftest import Bench
 from tests.worker.rounding import NATS, ROUNDING
@@ -160,14 +161,14 @@ def distilling(
     bench: Bench, make_policy: MakePolicy, *, epochs: int, student: Policy | None = None, **parts: Any
 ) -> Run:
     policy = student or make_policy()
-    chosen: dict[str, Any] = {"advanced": ADVANCED, "eval_interval": 4, "eval_samples": 8} | parts
+    chosen: dict[str, Any] = {"advanced": in_groups(ADVANCED), "eval_interval": 4, "eval_samples": 8} | parts
     run = bench.run(n_epochs=epochs, **chosen)
     trainer = PeftTrainer(policy, run.settings, token_budget=512)
     weights = moved(make_policy(), 0.3)
     teaching = PolicyTeacher(policy, partial(policy.wearing, weights), token_budget=512)
     rewards = TeacherRewards(teaching, temperature=1.0)
     changed: Run = replace(
-        run, spec=None, rewards=rewards, sampler=TransformersSampler(policy), trainer=trainer
+        run, graders=(), rewards=rewards, sampler=TransformersSampler(policy), trainer=trainer
     )
     return changed
 

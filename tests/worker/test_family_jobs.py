@@ -130,6 +130,9 @@ def prepare(bench: Bench) -> None:
             "batch_size": 2,
             "n_epochs": 1,
             "eval_interval": 2,
-            "advanced": {"group_size": 4, "max_completion_tokens": 12, "learning_rate": 0.01},
+            "advanced": {
+                "sampling": {"group_size": 4, "max_completion_tokens": 12},
+                "optimizer": {"learning_rate": 0.01},
+            },
         }
         job.body = {"grader": GRADER, "hyperparameters": hyperparameters, "response_format": None}

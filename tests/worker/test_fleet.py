@@ -35,6 +35,7 @@ from core.storage.manifests import MANIFEST
 from core.storage.store import FolderBlobs
 from graders.spec import parse_grader
 from tests.fakes import EverySecond
+from tests.hyperparameters import in_groups
 from tests.worker.conftest import GRADER, Bench
 from tests.worker.test_steering import LETTER, load_thinking
 from tests.worker.test_vllm_engines import has_ended
@@ -271,7 +272,7 @@ def test_answers_of_a_fleet_are_not_continued(bench: Bench, tiny_model: Path, tm
         job = session.scalars(select(Job)).one()
         job.model = "tiny"
         advanced = {"off_policy_steps": 1, "continue_in_flight": True, "max_completion_tokens": 64}
-        job.body = job.body | {"hyperparameters": {"advanced": advanced}}
+        job.body = job.body | {"hyperparameters": {"advanced": in_groups(advanced)}}
     settings = Settings(
         models_file=tmp_path / "models.toml",
         data_dir=tmp_path,
@@ -289,7 +290,7 @@ def test_answers_of_a_fleet_are_not_continued(bench: Bench, tiny_model: Path, tm
             lambda: False,
             lambda: None,
         )
-    assert refused.value.param == "method.reinforcement.hyperparameters.advanced.continue_in_flight"
+    assert refused.value.param == "method.reinforcement.hyperparameters.advanced.schedule.continue_in_flight"
 
 
 class TestTwoProcesses:

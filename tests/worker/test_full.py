@@ -23,6 +23,7 @@ from core.jobs.offline_hyperparameters import ResolvedOffline
 from core.registry import BaseModelEntry
 from graders.types import Grade
 from tests.fakes import RecordingTrainer, learn
+from tests.hyperparameters import in_groups
 from tests.present import present
 from tests.tiny import WORDS, make_tiny_model, tiny_tokenizer
 from tests.worker.test_offline_training import conversations, pairs
@@ -82,7 +83,7 @@ def offline(method: str = "supervised", **changes: Any) -> ResolvedOffline:
 
 def reinforcement(**advanced: Any) -> Resolved:
     common = {"learning_rate": RATE, "max_completion_tokens": 12, "max_grad_norm": 1e9, "train": "full"}
-    hyperparameters = Hyperparameters.model_validate({"advanced": common | advanced})
+    hyperparameters = Hyperparameters.model_validate({"advanced": in_groups(common | advanced)})
     return resolve(hyperparameters, rows=8, parameters=1000, context=128)
 
 

@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy import Connection, event
 
 from core.database.engine import Work
-from core.database.tables import Checkpoint, Event, File, Project, StepMetric, TunedModel, WebhookDelivery
+from core.database.tables import Event, File, Project, TunedModel, WebhookDelivery
 from core.jobs import events, lifecycle
 from core.jobs.thresholds import Thresholds
 from core.outbound import webhooks
@@ -31,7 +31,7 @@ from tests.present import present
 from tests.worker.conftest import Bench
 from worker.clock import Clock
 from worker.record.metrics import no_signal
-from worker.record.recorder import Quota, Recorder
+from worker.record.recorder import JobRecorder, Quota
 from worker.refusals import UserMistake
 from worker.run import RunOutcome
 
@@ -233,8 +233,8 @@ def test_a_warning_of_a_step_that_is_done_again_is_told_again_and_listed_once(be
 
 
 def test_a_crash_between_the_verdict_and_the_end_tells_the_verdict_once(bench: Bench) -> None:
-    class Killed(Recorder):
-        def succeed(self, best: Checkpoint) -> None:
+    class Killed(JobRecorder):
+        def succeed(self, step: int) -> None:
             raise RuntimeError("killed")
 
     run = trained(bench, n_epochs=2)
@@ -246,20 +246,6 @@ def test_a_crash_between_the_verdict_and_the_end_tells_the_verdict_once(bench: B
 
     assert bench.job().status == "succeeded"
     assert len([message for message in bench.events() if message.startswith("Compared with")]) == 1
-
-
-def test_a_job_of_a_version_without_row_scores_says_that_it_cannot_compare(bench: Bench) -> None:
-    run = trained(bench, n_epochs=2)
-    run.stop_requested = lambda: run.trainer.updates == 2
-    asyncio.run(run.train())
-    with bench.database.write() as session:
-        session.query(StepMetric).update({"valid_scores": None})
-    bench.again()
-
-    asyncio.run(trained(bench, n_epochs=2).train())
-
-    assert bench.job().status == "succeeded"
-    assert "earlier version of the service" in told(bench, "warn")[-1][0]
 
 
 def test_thresholds_can_be_changed_and_switched_off(bench: Bench) -> None:

@@ -21,6 +21,7 @@ from core.database.tables import File, Job
 from core.jobs import lifecycle
 from core.jobs.offline_hyperparameters import SupervisedHyperparameters
 from core.settings import Settings
+from tests.hyperparameters import in_groups
 from tests.servers import reserve_port
 from tests.tiny import make_tiny_model
 from tests.worker.conftest import Bench
@@ -64,7 +65,7 @@ def queued(
             grader = {"type": "text_similarity", "name": "near", "input": "{{sample.output_text}}"}
             grader |= {"reference": "{{item.answer}}", "evaluation_metric": "fuzzy_match"}
             advanced = {"group_size": 8, "max_completion_tokens": 8, "train": train}
-            asked = {"batch_size": 4, "n_epochs": 2, "eval_interval": 1, "advanced": advanced}
+            asked = {"batch_size": 4, "n_epochs": 2, "eval_interval": 1, "advanced": in_groups(advanced)}
             job.body = {"grader": grader, "hyperparameters": asked, "response_format": None}
             if supervised:
                 learned = {"batch_size": 4, "n_epochs": 2, "advanced": {"train": train}}

@@ -26,13 +26,13 @@ from tests.worker.conftest import GRADER, Bench
 from worker.assemble import assemble, samples_while_loading
 from worker.child import trained
 from worker.heartbeat import Beat
+from worker.interfaces import Trainer
 from worker.learn.loading import LoadingTrainer, SamplerMeanwhile
-from worker.learn.trainer import Trainer
 from worker.model.policy import Policy, load_base
 from worker.model.sharding import load_bases
 from worker.model.teachers import TeacherModel
 from worker.model.unloaded import unloaded_policy
-from worker.record.checkpoints import Checkpoints
+from worker.record.checkpoints import JobCheckpoints
 from worker.refusals import InvalidModel, UserMistake
 from worker.rollout.samplers import Answer, Sampling
 from worker.rollout.samplers.fleet import NOTHING, FleetSampler
@@ -157,7 +157,7 @@ def test_a_job_that_starts_from_an_adapter_resumes_or_is_scored_by_its_own_model
     bench: Bench, address: str, tmp_path: Path
 ) -> None:
     fleet = fleet_at(address)
-    fresh = Checkpoints(bench.attempt(), tmp_path)
+    fresh = JobCheckpoints(bench.attempt(), tmp_path)
     parent = Parent("ft:tiny", "ftjob-1", 1, "ftckpt-1", "projects/p/adapter", {})
     teacher = TeacherModel("tiny", None, None)
 

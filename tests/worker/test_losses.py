@@ -16,6 +16,7 @@ import torch
 from core.jobs.hyperparameter_groups import Importance, KlEstimator, Loss
 from core.jobs.hyperparameters import Hyperparameters, Resolved, resolve
 from graders.types import ErrorKind, Grade
+from tests.hyperparameters import in_groups
 from tests.present import untyped
 from worker.learn import batch, grpo
 from worker.types import Group, Prompt, Rollout
@@ -170,7 +171,7 @@ def settings_of(
 ) -> Resolved:
     advanced = {"loss": name, "advantage_scale": scale, "kl": kl, "normalize": normalize} | more
     advanced |= {"max_completion_tokens": LONGEST} | ({} if std is None else {"std": std})
-    asked = Hyperparameters.model_validate({"batch_size": batch_size, "advanced": advanced})
+    asked = Hyperparameters.model_validate({"batch_size": batch_size, "advanced": in_groups(advanced)})
     return resolve(asked, rows=100, parameters=1, context=128)
 
 

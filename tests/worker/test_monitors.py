@@ -15,6 +15,7 @@ from tests.worker.test_verdict import compared
 from worker.record import metrics
 from worker.record.history import History
 from worker.record.monitors import RULES, check, damage, likely_cause
+from worker.rollout.grader_parts import grader_parts
 from worker.types import Group, Prompt, Rollout
 
 RECORDED = Path(__file__).parent / "recorded"
@@ -80,7 +81,7 @@ def test_the_spread_of_a_parts_scores_is_measured_in_each_step() -> None:
         metrics.of_step(
             step=step,
             total_steps=3,
-            spec=spec,
+            graders=grader_parts(spec),
             supervision="outcome",
             train_P=[Group(Prompt(1, (1,), {}), rollouts, grades)],
             resampled_P=[],

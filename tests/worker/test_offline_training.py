@@ -32,8 +32,9 @@ from worker.offline.run import OfflineRun
 from worker.offline.stream import RowStream
 from worker.progress import PROGRESS
 from worker.record import alerts
-from worker.record.checkpoints import Checkpoints
-from worker.record.recorder import Recorder
+from worker.record.checkpoints import JobCheckpoints
+from worker.record.exporters.feed import ExporterFeeds
+from worker.record.recorder import JobRecorder
 from worker.refusals import TrainingDiverged
 from worker.run import RunOutcome
 from worker.types import Pack, TrainingSequence
@@ -350,8 +351,9 @@ def run(
         ),
         valid_rows=rows[:3],
         trainer=one,
-        recorder=Recorder(attempt),
-        checkpoints=Checkpoints(attempt, bench.tmp_path),
+        recorder=JobRecorder(attempt),
+        checkpoints=JobCheckpoints(attempt, bench.tmp_path),
+        feeds=ExporterFeeds(),
         stop_requested=lambda: one.steps_taken == stop_at,
     )
 
@@ -439,7 +441,7 @@ def test_a_run_warns_of_a_model_that_is_worse_than_its_start(
 
 def test_a_warm_up_that_is_longer_than_the_job_is_warned_of_once(bench: Bench) -> None:
     long = settings(advanced={"optimizer": {"warmup_steps": 1000, "learning_rate": 0.001}})
-    recorder = Recorder(bench.attempt())
+    recorder = JobRecorder(bench.attempt())
 
     recorder.resolved(long)
     recorder.resolved(long)

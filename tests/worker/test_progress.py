@@ -17,9 +17,9 @@ from core.jobs import lifecycle
 from graders.spec import parse_grader
 from graders.types import Grade, Item, Sample
 from tests.worker.conftest import Bench
-from worker import instruments, process
+from worker import process
 from worker.instruments import ObservedGrader, ObservedSampler
-from worker.progress import PROGRESS, Progress, Writer
+from worker.progress import PROGRESS, Progress, Writer, in_step
 from worker.rollout.samplers import Answer, Sampling
 from worker.supervise.supervisor import REPORT_SECONDS, RunProcess, RunProgress
 from worker.types import Prompt, Rollout
@@ -134,7 +134,7 @@ def test_the_sampler_and_the_grader_of_a_run_are_counted() -> None:
 
     async def seen() -> list[tuple[Any, ...]]:
         found = []
-        with instruments.step(4):
+        with in_step(4):
             async for _ in sampler.sample(prompts, Sampling(2, 1.0, 8, job_seed=0, step=4)):
                 found.append(shown(PROGRESS)[:4])
             for _ in range(3):

@@ -16,6 +16,7 @@ from core.results import rollouts
 from core.results.rollout_filters import Wanted
 from core.settings import Settings
 from tests.families.templates import DEFECTS, make_turn_model
+from tests.hyperparameters import in_groups
 from tests.thinking import DISTILL, HYBRID, make_thinking_model
 from tests.tiny import make_byte_model
 from tests.worker.conftest import Bench
@@ -78,7 +79,7 @@ def run(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callab
                 "n_epochs": 1,
                 "eval_interval": 2,
                 "reasoning_effort": effort,
-                "advanced": {"group_size": 4, "max_completion_tokens": 64} | advanced,
+                "advanced": in_groups({"group_size": 4, "max_completion_tokens": 64} | advanced),
             }
             job.body = {"grader": GRADER, "hyperparameters": asked, "response_format": FORMAT}
         asyncio.run(

@@ -21,6 +21,7 @@ from core.jobs import lifecycle, run_logs
 from core.settings import Settings
 from core.storage.store import BlobInfo, BlobNotFound, FolderBlobs
 from tests.families.zoo import FAMILIES, Family
+from tests.hyperparameters import in_groups
 from tests.tiny import tiny_tokenizer
 from tests.worker.conftest import Bench
 from worker.assemble import assemble
@@ -78,7 +79,7 @@ def queued(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cal
                 session.add(File(id=name, project_id=bench.project.id, **about))
             job = session.scalars(select(Job)).one()
             short = {"group_size": 4, "max_completion_tokens": 4} | (hyperparameters or {})
-            asked = {"batch_size": 2, "n_epochs": 1, "eval_interval": 2, "advanced": short}
+            asked = {"batch_size": 2, "n_epochs": 1, "eval_interval": 2, "advanced": in_groups(short)}
             job.body = {"grader": GRADER, "hyperparameters": asked, "response_format": None}
         environment = {"models_file": registry, "data_dir": tmp_path / "data", "torch_threads": 1}
         for name, value in environment.items():

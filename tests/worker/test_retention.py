@@ -56,10 +56,14 @@ def keys(bench: Bench, part: str = "") -> list[Any]:
 
 def add_page(bench: Bench, step: int = 1) -> str:
     job = bench.job()
-    key = f"projects/{job.project_id}/jobs/{job.id}/attempts/1/rollouts/train-{step:06d}.jsonl"
+    key = f"projects/{job.project_id}/jobs/{job.id}/attempts/1/rollouts/train-{step:06d}.parquet"
     bench.blobs.put_bytes(key, b"{}\n")
     with bench.database.write() as session:
-        session.add(RolloutPage(job_id=job.id, step=step, split="train", epoch=1, blob_key=key, samples=1))
+        session.add(
+            RolloutPage(
+                job_id=job.id, step=step, split="train", epoch=1, blob_key=key, samples=1, total=1, bytes=3
+            )
+        )
     return key
 
 

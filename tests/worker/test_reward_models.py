@@ -35,8 +35,9 @@ from worker.offline.rows import ChatTemplate, TokenizedRow, reward_packs, scored
 from worker.offline.run import OfflineRun
 from worker.offline.stream import RowStream
 from worker.offline.templates import template_of
-from worker.record.checkpoints import Checkpoints
-from worker.record.recorder import Recorder
+from worker.record.checkpoints import JobCheckpoints
+from worker.record.exporters.feed import ExporterFeeds
+from worker.record.recorder import JobRecorder
 from worker.refusals import UserMistake
 from worker.rollout.reward_models import LoadedRewardModel, PolicyScores, Scores, read_reward_model
 from worker.rollout.rewards import Rewards
@@ -310,8 +311,9 @@ def run(bench: Bench, policy: Policy, kind: RewardKind, *, stop_at: int = 0) -> 
         train_rows=RowStream(rows, batch_size=3, steps_per_epoch=3, seed=3),
         valid_rows=rows[:3],
         trainer=own,
-        recorder=Recorder(attempt),
-        checkpoints=Checkpoints(attempt, bench.tmp_path),
+        recorder=JobRecorder(attempt),
+        checkpoints=JobCheckpoints(attempt, bench.tmp_path),
+        feeds=ExporterFeeds(),
         stop_requested=lambda: own.steps_taken == stop_at,
     )
 

@@ -17,13 +17,14 @@ from core.results import rollouts
 from core.results.rollout_filters import Wanted
 from graders.types import ErrorKind, Grade, Sample, StepScore
 from tests.fakes import EveryFourthFails, Halves, SameForAll, Skill
+from tests.hyperparameters import in_groups
 from tests.present import present
 from tests.worker.conftest import Bench
 from worker.learn import batch, grpo
 from worker.learn.batch import divisors, share_of
 from worker.record.recorder import Quota
-from worker.record.rollouts import GradedStep, rows_of
-from worker.types import FinishReason, Group, Prompt, Rollout
+from worker.record.rollouts import rows_of
+from worker.types import FinishReason, GradedStep, Group, Prompt, Rollout
 
 
 def stored(
@@ -36,7 +37,7 @@ def stored(
 
 
 def settings(**advanced: Any) -> Resolved:
-    asked = {"batch_size": 2, "advanced": {"group_size": 4} | advanced}
+    asked = {"batch_size": 2, "advanced": in_groups({"group_size": 4} | advanced)}
     return resolve(Hyperparameters.model_validate(asked), rows=8, parameters=1000, context=128)
 
 
@@ -62,7 +63,7 @@ def test_every_sample_of_a_step_is_stored_with_all_that_is_known_of_it(bench: Be
 
     [page], rows = stored(bench, 1, "train")
     assert len(rows) == page.samples == page.total == 8
-    assert rows[0].keys() == {"id", *rollouts.SCHEMA.names, *rollouts.EARLIER_NAMES.values()}
+    assert rows[0].keys() == {"id", *rollouts.SCHEMA.names}
     assert [(row["group"], row["member"]) for row in rows] == [(g, m) for g in (0, 1) for m in range(4)]
     assert rows[0]["item"].keys() == {"answer"}
     assert rows[0]["finish_reason"] == "stop"
@@ -79,19 +80,6 @@ def test_a_page_is_a_parquet_file_that_other_tools_read(bench: Bench) -> None:
     assert table.schema == rollouts.SCHEMA
     assert (table.num_rows, page.bytes) == (4, len(data))
     assert pq.read_metadata(io.BytesIO(data)).metadata[b"total"] == b"4"
-
-
-def test_a_page_of_a_version_without_reasoning_is_still_read(bench: Bench) -> None:
-    bench.train()
-    [page], _ = stored(bench, 1, "train")
-    table = pq.read_table(io.BytesIO(bench.blobs.read(page.blob_key)))
-    older = io.BytesIO()
-    pq.write_table(table.drop(["output_reasoning", "reasoning_tokens", "grammar_start"]), older)
-    bench.blobs.put_bytes(page.blob_key, older.getvalue())
-
-    [page], rows = stored(bench, 1, "train")
-    assert len(rows) == 8
-    assert {row["output_reasoning"] for row in rows} == {None}
 
 
 def test_the_thought_of_an_answer_is_stored_apart(bench: Bench) -> None:

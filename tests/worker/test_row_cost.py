@@ -15,7 +15,7 @@ from worker.model.policy import Policy, Route
 from worker.types import Group, Pack, Prompt, Rollout, TrainingSequence
 
 SETTINGS = resolve(
-    Hyperparameters.model_validate({"advanced": {"learning_rate": 0.01}}),
+    Hyperparameters.model_validate({"advanced": {"optimizer": {"learning_rate": 0.01}}}),
     rows=8,
     parameters=1000,
     context=128,

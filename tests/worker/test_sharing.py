@@ -22,6 +22,7 @@ from core.jobs import lifecycle
 from core.jobs.claim import Claim
 from core.settings import Settings
 from tests import factories
+from tests.hyperparameters import in_groups
 from tests.present import present
 from tests.worker.conftest import Bench
 from worker import process
@@ -55,7 +56,7 @@ def queue_jobs(bench: Bench, *changes: dict[str, Any]) -> list[str]:
     grader = {"type": "text_similarity", "name": "near", "input": "{{sample.output_text}}"}
     grader |= {"reference": "{{item.answer}}", "evaluation_metric": "fuzzy_match"}
     advanced = {"group_size": 8, "max_completion_tokens": 8}
-    asked = {"batch_size": 4, "n_epochs": 3, "eval_interval": 1, "advanced": advanced}
+    asked = {"batch_size": 4, "n_epochs": 3, "eval_interval": 1, "advanced": in_groups(advanced)}
     body = {"grader": grader, "hyperparameters": asked, "response_format": None}
     with bench.database.write() as session:
         session.execute(delete(Job))

@@ -17,7 +17,7 @@ from tests.worker.conftest import Bench
 from worker.child import closed_at_the_end
 from worker.record import results
 from worker.record.exporters import Card, choice, feed
-from worker.record.exporters.feed import Feed, Feeds, flat
+from worker.record.exporters.feed import ExporterFeeds, Feed, flat
 from worker.record.exporters.types import Ended, Sink
 from worker.refusals import UserMistake
 
@@ -33,10 +33,10 @@ STEP = StepMetrics(
 )
 
 
-def feeds_for(sink: Sink, told: list[str] | None = None, close_seconds: float = 30.0) -> Feeds:
+def feeds_for(sink: Sink, told: list[str] | None = None, close_seconds: float = 30.0) -> ExporterFeeds:
     """`told`: a list that gets what the job's user hears."""
     tell = (lambda what: None) if told is None else told.append
-    return Feeds([Feed(sink, CARD, tell, first_pause=0.0)], close_seconds=close_seconds)
+    return ExporterFeeds([Feed(sink, CARD, tell, first_pause=0.0)], close_seconds=close_seconds)
 
 
 def steps(*numbers: int) -> list[Any]:
@@ -179,7 +179,7 @@ def test_one_that_fails_to_the_end_is_given_up() -> None:
 
 def test_what_waits_is_bounded() -> None:
     book = Notebook(last=0)
-    feeds = Feeds([Feed(book, CARD, lambda what: None, first_pause=0.0, most_waiting=2)])
+    feeds = ExporterFeeds([Feed(book, CARD, lambda what: None, first_pause=0.0, most_waiting=2)])
 
     for data in steps(1, 2, 3):
         feeds.put(data)
@@ -194,7 +194,7 @@ def test_who_cannot_be_told_does_not_end_the_thread() -> None:
         raise RuntimeError("the job is no longer ours")
 
     book = Notebook(failures=1)
-    feeds = Feeds([Feed(book, CARD, deaf, first_pause=0.0)])
+    feeds = ExporterFeeds([Feed(book, CARD, deaf, first_pause=0.0)])
 
     feeds.start([])
     book.answered.wait(30)

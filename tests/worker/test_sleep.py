@@ -14,6 +14,7 @@ import pytest
 from core.jobs.hyperparameters import Hyperparameters, resolve
 from graders.types import Grade
 from tests.fakes import learn
+from tests.hyperparameters import in_groups
 from tests.present import untyped
 from tests.worker.test_training import asked, drawn, prompt, sampling
 from worker.assemble import report_placement
@@ -107,7 +108,10 @@ def test_a_job_that_samples_while_its_gpu_computes_takes_no_turns(
     schedule: dict[str, Any], teacher: TeacherModel | None, has_judges: bool, expected: bool
 ) -> None:
     settings = resolve(
-        Hyperparameters.model_validate({"advanced": schedule}), rows=8, parameters=1000, context=512
+        Hyperparameters.model_validate({"advanced": in_groups(schedule)}),
+        rows=8,
+        parameters=1000,
+        context=512,
     )
 
     assert takes_turns(settings, teacher, has_judges=has_judges) is expected

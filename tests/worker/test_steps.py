@@ -7,6 +7,7 @@ import pytest
 
 from core.jobs.hyperparameters import Hyperparameters, Resolved, resolve
 from graders.types import ErrorKind, Grade, StepScore
+from tests.hyperparameters import in_groups
 from tests.worker.test_training import packs_of
 from worker.learn import grpo
 from worker.rollout.steps import token_ends, with_steps_only
@@ -91,7 +92,7 @@ def test_a_step_within_the_token_of_another_counts_there_too() -> None:
 
 
 def settings(**advanced: Any) -> Resolved:
-    asked = {"advanced": {"loss": "grpo", "supervision": "process"} | advanced}
+    asked = {"advanced": in_groups({"loss": "grpo", "supervision": "process"} | advanced)}
     return resolve(Hyperparameters.model_validate(asked), rows=8, parameters=1000, context=128)
 
 

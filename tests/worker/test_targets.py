@@ -9,11 +9,12 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from core.database.tables import Job
-from core.jobs.distillation import param_of
 from core.jobs.hyperparameter_groups import LoraTargets
+from core.jobs.hyperparameter_places import param_of
 from core.jobs.hyperparameters import Hyperparameters, resolve
 from core.registry import BaseModelEntry
 from tests.families.zoo import CONTEXT, FAMILIES, Family
+from tests.hyperparameters import in_groups
 from worker.model import memory, sizing, support
 from worker.model.adapters import adaptable_layers, adapter_targets
 from worker.model.architecture import without_weights
@@ -169,7 +170,7 @@ class TestRefused:
 
     @pytest.mark.parametrize(
         ("advanced", "path"),
-        [({"lora_targets": ["qproj"]}, "lora_targets"), ({"lora": {"targets": ["qproj"]}}, "lora.targets")],
+        [({"lora": {"targets": ["qproj"]}}, "lora.targets")],
     )
     def test_a_job_is_refused_at_the_name_of_its_request(
         self, advanced: dict[str, Any], path: str, tiny_model: Path
@@ -178,12 +179,12 @@ class TestRefused:
         config = family("Llama 2, 3").config()
         shape = memory.shape_of(config, torch.float32)
         base = BaseModel(entry, tiny_model, shape, "cpu", "transformers", "5")
-        asked = Hyperparameters.model_validate({"advanced": advanced})
+        asked = Hyperparameters.model_validate({"advanced": in_groups(advanced)})
         targets = resolve(asked, rows=8, parameters=1000, context=CONTEXT).lora_targets
         job = Job(method="reinforcement", body={"hyperparameters": asked.model_dump()})
 
         with pytest.raises(UserMistake, match="'qproj' names no layer") as refused:
-            refuse_absent_targets(base, targets, param_of(job, "lora_targets"))
+            refuse_absent_targets(base, targets, param_of(job.method, "lora_targets"))
 
         assert refused.value.param == f"method.reinforcement.hyperparameters.advanced.{path}"
 

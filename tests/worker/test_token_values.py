@@ -12,20 +12,24 @@ from core.jobs.hyperparameters import Hyperparameters, Resolved, resolve
 from core.results import rollouts
 from graders.types import Grade
 from tests.fakes import learn
+from tests.hyperparameters import in_groups
 from tests.present import untyped
 from tests.tiny import WORDS, make_byte_model, tiny_tokenizer
 from worker.learn.batch import lessons
 from worker.learn.trainer import PeftTrainer
 from worker.model.policy import Policy
 from worker.model.spelling import Speller
-from worker.record.rollouts import GradedStep, rows_of, with_tokens
-from worker.types import Group, Prompt, Rollout, TokenValues
+from worker.record.rollouts import rows_of, with_tokens
+from worker.types import GradedStep, Group, Prompt, Rollout, TokenValues
 
 QUESTION = Prompt(1, (3, 30, 6, 4), {"messages": []})
 
 
 def settings(**advanced: Any) -> Resolved:
-    asked = {"batch_size": 2, "advanced": {"group_size": 2, "max_completion_tokens": 12} | advanced}
+    asked = {
+        "batch_size": 2,
+        "advanced": in_groups({"group_size": 2, "max_completion_tokens": 12} | advanced),
+    }
     return resolve(Hyperparameters.model_validate(asked), rows=8, parameters=1000, context=128)
 
 

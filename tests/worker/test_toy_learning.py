@@ -18,6 +18,7 @@ from core.jobs.hyperparameters import Hyperparameters, resolve
 from core.registry import Registry
 from core.settings import Settings
 from graders.types import Grade
+from tests.hyperparameters import in_groups
 from worker.learn.trainer import PeftTrainer
 from worker.model.policy import Policy, load_base
 from worker.rollout.samplers import Sampling, grouped
@@ -46,7 +47,10 @@ def learn(steps: int, advanced: dict[str, Any], *, shuffled: bool = False) -> li
     asked = advanced | {"learning_rate": 1e-3, "group_size": GROUP}
     asked |= {"max_completion_tokens": TOKENS, "lora_rank": 8, "lora_alpha": 16}
     settings = resolve(
-        Hyperparameters.model_validate({"advanced": asked}), rows=len(TOPICS), parameters=1, context=512
+        Hyperparameters.model_validate({"advanced": in_groups(asked)}),
+        rows=len(TOPICS),
+        parameters=1,
+        context=512,
     )
     trainer, sampler = PeftTrainer(policy, settings, token_budget=2048), TransformersSampler(policy)
     prompts = [

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.worker.conftest import Bench
+from graders.spec import parse_grader
+from tests.worker.conftest import GRADER, Bench
 
 pytest.importorskip("opentelemetry.sdk", reason="regraft-server[otel] brings it")
 
@@ -62,7 +63,7 @@ def test_a_grade_is_part_of_its_step_and_so_are_the_phases(
     collector: InMemorySpanExporter, bench: Bench
 ) -> None:
     run = bench.run()
-    run.rewards.grader = ObservedGrader(ExactGrader(), run.spec)
+    run.rewards.grader = ObservedGrader(ExactGrader(), parse_grader(GRADER))
 
     with tracing.exported("", "test", collector), tracing.attempt("ftjob-1", 1):
         asyncio.run(run.train())

@@ -13,6 +13,7 @@ from transformers.masking_utils import causal_mask_function
 from core.jobs.hyperparameters import Hyperparameters, Resolved, resolve
 from graders.types import ErrorKind, Grade
 from tests.fakes import RecordingTrainer, learn
+from tests.hyperparameters import in_groups
 from tests.present import present, untyped
 from tests.tiny import WORDS
 from worker.learn import batch, grpo
@@ -25,7 +26,9 @@ from worker.rollout.samplers.transformers import TransformersSampler, Wave, wave
 from worker.types import Group, Pack, Prompt, Rollout, TrainingSequence
 
 SETTINGS = resolve(
-    Hyperparameters.model_validate({"advanced": {"learning_rate": 0.01, "max_completion_tokens": 12}}),
+    Hyperparameters.model_validate(
+        {"advanced": {"optimizer": {"learning_rate": 0.01}, "sampling": {"max_completion_tokens": 12}}}
+    ),
     rows=8,
     parameters=1000,
     context=128,
@@ -423,7 +426,7 @@ def test_a_fresh_adapter_is_the_base_model(make_policy: Callable[..., Policy]) -
 def asked(advanced: dict[str, Any], **fields: Any) -> Resolved:
     """SETTINGS with other knobs, and a gradient that nothing clips."""
     common = {"learning_rate": 0.01, "max_completion_tokens": 12, "max_grad_norm": 1e9}
-    hyperparameters = Hyperparameters.model_validate({"advanced": common | advanced} | fields)
+    hyperparameters = Hyperparameters.model_validate({"advanced": in_groups(common | advanced)} | fields)
     return resolve(hyperparameters, rows=8, parameters=1000, context=128)
 
 

@@ -30,7 +30,7 @@ from tests.worker.test_training import (
 from worker.learn import batch
 from worker.learn.trainer import PeftTrainer
 from worker.model.policy import Policy
-from worker.record.recorder import Recorder
+from worker.record.recorder import JobRecorder
 from worker.refusals import UnsupportedModel
 from worker.rollout.samplers.choice import report_left_out
 from worker.types import Group
@@ -585,7 +585,7 @@ class TestLeavingOut:
         recorder = SimpleNamespace(warn=lambda message, data: reported.append((message, data)))
 
         policy.leave_out(down)
-        report_left_out(cast(Recorder, recorder), lambda policy: None, policy, down)
+        report_left_out(cast(JobRecorder, recorder), lambda policy: None, policy, down)
 
         assert policy.coverage.modules == whole.modules - len(down) == len(names) - len(down)
         assert 0 < policy.coverage.share < whole.share

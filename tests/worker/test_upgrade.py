@@ -25,7 +25,7 @@ from tests.worker.conftest import Bench
 from worker.assemble import assemble
 from worker.learn.trainer import PeftTrainer
 from worker.model.policy import Policy
-from worker.record.checkpoints import FORMAT, FORMAT_OF_ADAPTERS, Checkpoints, UnknownFormat
+from worker.record.checkpoints import FORMAT, JobCheckpoints, UnknownFormat
 
 pytestmark = pytest.mark.slow  # runs whole jobs
 
@@ -191,8 +191,8 @@ def left(bench: Bench, tmp_path: Path) -> Callable[..., None]:
 
 
 @pytest.fixture
-def checkpoints(bench: Bench) -> Checkpoints:
-    return Checkpoints(bench.attempt(), bench.tmp_path)
+def checkpoints(bench: Bench) -> JobCheckpoints:
+    return JobCheckpoints(bench.attempt(), bench.tmp_path)
 
 
 @pytest.fixture
@@ -207,7 +207,7 @@ def full_of(tensors: Sequence[torch.Tensor] | None, number: Callable[..., Any]) 
 
 
 def test_a_checkpoint_of_format_1_is_continued_to_the_last_bit(
-    left: Callable[..., None], checkpoints: Checkpoints, trainer: PeftTrainer
+    left: Callable[..., None], checkpoints: JobCheckpoints, trainer: PeftTrainer
 ) -> None:
     """Whoever changes what a checkpoint holds must still read this one; then raise FORMAT."""
     left()
@@ -225,7 +225,7 @@ def test_a_checkpoint_of_format_1_is_continued_to_the_last_bit(
 
 
 def test_a_manifest_may_say_more_than_this_version_knows(
-    left: Callable[..., None], checkpoints: Checkpoints, trainer: PeftTrainer
+    left: Callable[..., None], checkpoints: JobCheckpoints, trainer: PeftTrainer
 ) -> None:
     left(colour="red")
 
@@ -233,7 +233,7 @@ def test_a_manifest_may_say_more_than_this_version_knows(
 
 
 def test_a_checkpoint_of_a_later_format_is_refused_before_anything_is_touched(
-    bench: Bench, left: Callable[..., None], checkpoints: Checkpoints, trainer: PeftTrainer
+    bench: Bench, left: Callable[..., None], checkpoints: JobCheckpoints, trainer: PeftTrainer
 ) -> None:
     left(format=FORMAT + 1)
     said = bench.events()
@@ -246,27 +246,17 @@ def test_a_checkpoint_of_a_later_format_is_refused_before_anything_is_touched(
 
 
 def test_the_format_that_is_written_is_the_one_that_is_said(
-    bench: Bench, checkpoints: Checkpoints, trainer: PeftTrainer
+    bench: Bench, checkpoints: JobCheckpoints, trainer: PeftTrainer
 ) -> None:
     checkpoints.save(trainer, step=1, valid_reward=None, metrics={})
 
     [row] = bench.checkpoints()
     manifest = json.loads(bench.blobs.read(f"{row.blob_prefix}/manifest.json"))
-    assert manifest["format"] == FORMAT_OF_ADAPTERS == 1, "add a test with what the format before looked like"
+    assert manifest["format"] == FORMAT == 1, "add a test with what the format before looked like"
     assert {"trainer.pt", "adapter_model.safetensors"} <= {file["name"] for file in manifest["files"]}
     content = bench.blobs.read(f"{row.blob_prefix}/trainer.pt")
     written = torch.load(io.BytesIO(content), weights_only=True)
     assert written.keys() == {"optimizer", "steps_taken", "reference", "torch_rng"}
-
-
-def test_a_worker_of_the_version_before_refuses_the_state_of_training_all_weights_by_its_format(
-    bench: Bench, checkpoints: Checkpoints, trainer: PeftTrainer
-) -> None:
-    checkpoints.job.body = {"hyperparameters": {"advanced": {"train": "full"}}}
-    checkpoints.save(trainer, step=1, valid_reward=None, metrics={})
-
-    [row] = bench.checkpoints()
-    assert json.loads(bench.blobs.read(f"{row.blob_prefix}/manifest.json"))["format"] == FORMAT == 2
 
 
 # The hyperparameters.
@@ -289,13 +279,6 @@ def test_a_hyperparameter_that_is_new_has_its_automatic_value() -> None:
 
 def test_a_hyperparameter_that_is_gone_is_forgotten() -> None:
     assert kept(automatic(), RESOLVED | {"colour": "red"}).model_dump() == THEN
-
-
-def test_a_job_that_began_before_normalize_existed_keeps_the_size_of_its_steps() -> None:
-    assert automatic().normalize == "papers"
-    assert kept(automatic(), RESOLVED).normalize == "signal"
-    assert kept(automatic(), RESOLVED | {"normalize": "papers"}).normalize == "papers"
-    assert kept(automatic(), None).normalize == "papers"
 
 
 def test_a_job_that_begins_now_has_what_this_version_chooses() -> None:

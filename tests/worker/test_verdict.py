@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from regraft.types import Verdict as ShownVerdict
 
-from core.jobs.verdict import Verdict, shown
+from core.jobs.verdict import Verdict
 from graders.types import ErrorKind, Grade
 from tests.present import present, untyped
 from worker.record.verdict import (
@@ -159,7 +159,7 @@ def test_a_verdict_on_the_training_file_says_that_it_proves_nothing() -> None:
         ": improved. The validation file is the training file, so this proves nothing about new prompts."
     )
     assert Verdict.read(verdict.to_row()) == verdict
-    assert str(ShownVerdict(**verdict.shown())).endswith("proves nothing about new prompts")
+    assert str(ShownVerdict(**verdict.to_row())).endswith("proves nothing about new prompts")
 
 
 class TestADamagedModel:
@@ -199,22 +199,6 @@ def test_a_lower_mean_without_damage_is_not_significantly_different() -> None:
 
     assert many.verdict(2).sentence().endswith(": not significantly different.")
     assert few.verdict(2).sentence().endswith(": too few rows to tell.")
-
-
-def test_too_few_rows_are_stored_for_a_version_before_and_shown_as_what_they_are() -> None:
-    few = compared([0.0] * 3, [1.0] * 3).verdict(2)
-    open_ = compared([0.5] * 9, [0.5] * 8 + [0.4]).verdict(2)
-
-    assert few.to_row()["outcome"] == "no_difference"
-    assert (shown(few.to_row())["outcome"], Verdict.read(few.to_row())) == ("too_few", few)
-    assert shown(open_.to_row())["outcome"] == "no_difference"
-
-
-def test_a_verdict_of_a_version_without_grounds_can_be_read() -> None:
-    stored = compared([0.6] * 8, [0.1] * 8).verdict(2).to_row()
-    del stored["ground"]
-
-    assert Verdict.read(stored).ground is None
 
 
 def group(scores: list[Any]) -> Group:

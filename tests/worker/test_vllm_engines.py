@@ -20,6 +20,7 @@ from core.settings import Settings
 from core.storage.store import FolderBlobs
 from graders.spec import parse_grader
 from tests.fakes import EverySecond, Skill, SkillTrainer
+from tests.hyperparameters import in_groups
 from tests.tiny import make_tiny_model
 from tests.worker import vllm_parallel
 from tests.worker.conftest import GRADER, Bench
@@ -275,7 +276,9 @@ def test_a_split_job_continues_its_answers_with_each_update_and_measures_its_rat
         job = session.query(Job).one()
         job.model = "tiny"
         ahead = {"off_policy_steps": 1, "continue_in_flight": True, "max_completion_tokens": 64}
-        job.body = job.body | {"hyperparameters": {"n_epochs": 4, "eval_interval": 4, "advanced": ahead}}
+        job.body = job.body | {
+            "hyperparameters": {"n_epochs": 4, "eval_interval": 4, "advanced": in_groups(ahead)}
+        }
     (tmp_path / "models.toml").write_text(
         f'[models.tiny]\npath = "{policy.source}"\ndtype = "float32"\ncontext = 512\nsampler = "vllm"\n'
     )

@@ -19,6 +19,7 @@ from core.settings import Settings
 from core.storage.store import FolderBlobs
 from graders.spec import parse_grader
 from tests.fakes import EverySecond
+from tests.hyperparameters import in_groups
 from tests.tiny import WORDS, make_tiny_model, tiny_tokenizer
 from tests.worker.conftest import GRADER, Bench
 from tests.worker.test_offline_training import conversations
@@ -188,7 +189,9 @@ def test_a_job_with_tied_embeddings_runs_to_its_end(
         job = session.query(Job).one()
         job.model = "tiny"
         advanced = {"train": "full", "max_completion_tokens": 16, "learning_rate": 0.02}
-        job.body = job.body | {"hyperparameters": {"n_epochs": 4, "eval_interval": 4, "advanced": advanced}}
+        job.body = job.body | {
+            "hyperparameters": {"n_epochs": 4, "eval_interval": 4, "advanced": in_groups(advanced)}
+        }
     (tmp_path / "models.toml").write_text(
         f'[models.tiny]\npath = "{folder}"\ndtype = "float32"\ncontext = 512\nsampler = "vllm"\n'
     )

@@ -118,7 +118,7 @@ def gaps(
 ) -> torch.Tensor:
     """|sampler - trainer| of every token's log-probability, [M]."""
     settings = resolve(
-        Hyperparameters.model_validate({"advanced": {"temperature": temperature}}),
+        Hyperparameters.model_validate({"advanced": {"sampling": {"temperature": temperature}}}),
         rows=8,
         parameters=1000,
         context=512,

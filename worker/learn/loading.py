@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
-from worker.learn.trainer import Trainer
+from worker.interfaces import Trainer
 from worker.rollout.samplers import Answer, Sampler, Sampling
 from worker.types import Group, Prompt, UpdateMetrics
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from worker.learn.trainer import Trainer
+from worker.interfaces import Trainer
 from worker.types import Group, UpdateMetrics
 
 

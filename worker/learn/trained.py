@@ -135,11 +135,6 @@ class TrainedModel(_Own):
                     yield f"{moment}.{self.policy.names[number]}", self.policy.whole(number, state[moment])
 
     def load(self, folder: Path, state: dict[str, Any]) -> None:
-        if "adamw_steps" not in state:
-            raise InvalidModel(
-                "The checkpoint is of an earlier version, which stored the state of training all weights in another "
-                "form: create the job again."
-            )
         policy, adamw = self.policy, self.optimizer.adamw
         policy.load(folder)
         adamw.state.clear()

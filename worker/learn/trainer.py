@@ -2,9 +2,9 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,29 +27,6 @@ from worker.rollout.sampler_gate import SamplerGap, SamplerGate
 from worker.rollout.samplers.requests import same
 from worker.sharing.turns import TURNS
 from worker.types import Group, Pack, UpdateMetrics
-
-
-class Trainer(Protocol):
-    def add(self, group: Group) -> None:
-        """Add a graded group to the step. May be called while other answers of the step are still being sampled."""
-        ...
-
-    def step(self) -> UpdateMetrics:
-        """Update the policy with the groups added since the last step. The sampler then draws from the new policy."""
-        ...
-
-    def save(self, folder: Path) -> None:
-        """Write the adapter (PEFT format) or the whole model, and the state that `load` needs to resume exactly."""
-        ...
-
-    def load(self, folder: Path) -> None: ...
-
-    def policy_before(self, steps: int) -> AbstractContextManager[int]:
-        """In the context the sampler reads the policy of `steps` steps ago, at most `off_policy_steps`.
-
-        No step may be taken meanwhile. Returns how many steps ago it is: fewer where there were no more.
-        """
-        ...
 
 
 class PeftTrainer:
@@ -286,9 +263,7 @@ class PeftTrainer:
 
     def load(self, folder: Path) -> None:
         state = read_state(folder / "trainer.pt")
-        # Earlier versions have them in trainer.pt.
-        has_file = (folder / EARLIER).exists()
-        earlier = read_state(folder / EARLIER) if has_file else state.get("earlier_adapters", ())
+        earlier = read_state(folder / EARLIER) if (folder / EARLIER).exists() else ()
         self.trained.load(folder, state)
         self.steps_taken = state["steps_taken"]
         self._earlier.clear()

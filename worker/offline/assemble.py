@@ -38,9 +38,9 @@ from worker.prepare.model import BaseModel, inspect_model, refuse_to_share, shar
 from worker.prepare.scorers import served_teacher, teacher_model
 from worker.prepare.task import refuse_absent_targets
 from worker.prepare.template_report import report_template
-from worker.record.checkpoints import Checkpoints
+from worker.record.checkpoints import JobCheckpoints
 from worker.record.exporters.choice import feeds_of
-from worker.record.recorder import Quota, Recorder
+from worker.record.recorder import JobRecorder, Quota
 from worker.refusals import UserMistake
 from worker.rollout.rows import read_file
 from worker.rollout.served_teacher import ServedTeacher
@@ -109,7 +109,7 @@ def assemble(
     rows = [*train_rows, *valid_rows]
     plan = plan_memory(job.model, base, resolved, rows, settings, local, teacher, attempt.shared)
     beat()
-    checkpoints = Checkpoints(attempt, scratch)
+    checkpoints = JobCheckpoints(attempt, scratch)
     teaching: TeacherPolicy | ServedTeacher | None = None
     with whole_weights(parent, checkpoints, resolved) as weights:
         model = Model(
@@ -141,7 +141,7 @@ def assemble(
     if teacher is not None and teacher.server is not None:
         teaching = served_teacher(teacher.name, teacher.server, settings, beat)
 
-    recorder = Recorder(
+    recorder = JobRecorder(
         attempt,
         settings.default_limits,
         Quota(settings.rollout_bytes_per_job, settings.rollouts_per_step),

@@ -9,22 +9,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from core.jobs.estimates import Ahead
 from core.jobs.offline_hyperparameters import ResolvedOffline
+from core.jobs.remaining import RemainingSteps
 from core.jobs.verdict import counted
 from core.results.step_metrics import StepMetrics
 from graders.types import TokenUsage
-from worker import instruments
+from worker import progress
 from worker.clock import Clock
+from worker.interfaces import Checkpoints, Feeds, Recorder
 from worker.learn.offline import OfflineMetrics
 from worker.offline.rows import TokenizedRow
 from worker.offline.stream import RowStream, packs_of, sample
 from worker.progress import PROGRESS
 from worker.record import alerts, divergence
-from worker.record.checkpoints import Checkpoints
-from worker.record.exporters.feed import Feeds
 from worker.record.metrics import usage_by_model
-from worker.record.recorder import Recorder
 from worker.run import RunOutcome
 from worker.types import Pack
 
@@ -50,8 +48,8 @@ class OfflineRun:
     trainer: OfflineTraining
     recorder: Recorder
     checkpoints: Checkpoints
+    feeds: Feeds
     stop_requested: Callable[[], bool] = lambda: False
-    feeds: Feeds = field(default_factory=Feeds)  # who else gets the metrics
     start: str = "the base model"  # the model that the job started from
     gpus: int = 1  # GPU-seconds in each second of this run
     teacher: str | None = None  # the name under which the tokens of one on a server are counted
@@ -71,7 +69,7 @@ class OfflineRun:
             return RunOutcome.INTERRUPTED
         while step < self.settings.total_steps:
             step += 1
-            with instruments.step(step):
+            with progress.in_step(step):
                 stop = await self.step(step)
             if stop and step < self.settings.total_steps:
                 return RunOutcome.INTERRUPTED
@@ -116,7 +114,7 @@ class OfflineRun:
     async def measure_base(self) -> bool:
         """Step 0: the validation loss before anything is learned. Returns whether the job is to pause."""
         clock = Clock()
-        with instruments.step(0), clock("eval"):
+        with progress.in_step(0), clock("eval"):
             whole = await self.validate(packs_of(self.valid_rows))
         pause = self.record(self.measured(0, clock, None, None, whole))
         divergence.check_loss(whole.loss)
@@ -176,7 +174,7 @@ class OfflineRun:
     def record(self, data: StepMetrics) -> bool:
         left = range(data.step + 1, self.settings.total_steps + 1)
         validated = sum(self.ends_epoch(step) for step in left)
-        ahead = Ahead(len(left) - validated, validated, self.ends_epoch(data.step + 1))
+        ahead = RemainingSteps(len(left) - validated, validated, self.ends_epoch(data.step + 1))
         if data.full_valid_loss is not None:
             self.losses[data.step] = data.full_valid_loss
         pause = self.recorder.step(data, [], ahead=ahead)

@@ -26,7 +26,7 @@ from worker.offline.templates import template_of
 from worker.prepare.model import BaseModel
 from worker.prepare.task import Task
 from worker.progress import PROGRESS
-from worker.record.checkpoints import Checkpoints
+from worker.record.checkpoints import JobCheckpoints
 from worker.refusals import UserMistake
 from worker.rollout.reward_models import LoadedRewardModel, read_reward_model
 from worker.rollout.served_teacher import ServedTeacher, retries_within
@@ -103,7 +103,7 @@ def reward_model_of(session: Session, *, registry: Registry, job: Job, name: str
 
 
 def load_reward_model(
-    parent: Parent, policy: Policy, base: BaseModel, checkpoints: Checkpoints
+    parent: Parent, policy: Policy, base: BaseModel, checkpoints: JobCheckpoints
 ) -> LoadedRewardModel:
     """Read a reward model's weights, and the chat template that it learned with.
 
@@ -131,7 +131,7 @@ def taught_by(
     policy: Policy,
     task: Task,
     plan: MemoryPlan,
-    checkpoints: Checkpoints,
+    checkpoints: JobCheckpoints,
     settings: Settings,
     beat: Beat,
 ) -> TeacherRewards:

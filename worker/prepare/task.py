@@ -5,8 +5,9 @@ from functools import partial
 
 from core.database.tables import Job
 from core.jobs import hyperparameters
-from core.jobs.distillation import asked_of, param_of
+from core.jobs.distillation import asked_of
 from core.jobs.hyperparameter_groups import LoraTargets
+from core.jobs.hyperparameter_places import param_of
 from core.jobs.hyperparameters import Hyperparameters, Resolved
 from core.response_format import stored_held_to
 from core.results.lineage import Parent
@@ -78,7 +79,7 @@ def prepare_task(attempt: Attempt, rows: Rows, base: BaseModel, teacher: Teacher
     start = Parent.of(job) or (None if teacher is None else teacher.adapter)
     resolved = continuing(with_effort(resolved, asked, reasoning), start)
     resolved = hyperparameters.kept(resolved, job.resolved)
-    refuse_absent_targets(base, resolved.lora_targets, param_of(job, "lora_targets"))
+    refuse_absent_targets(base, resolved.lora_targets, param_of(job.method, "lora_targets"))
     tokenizer = read_tokenizer(base.entry, base.source, resolved.chat_template)
     resolved = with_fixed_clock(resolved, tokenizer, job.created_at)
     set_arguments(tokenizer, resolved.chat_template_kwargs)
@@ -96,7 +97,7 @@ def prepare_task(attempt: Attempt, rows: Rows, base: BaseModel, teacher: Teacher
         )
     if resolved.continue_in_flight and base.fleet:
         raise UserMistake(
-            "invalid_value", hyperparameters.NO_ENGINES_OF_ITS_OWN, param_of(job, "continue_in_flight")
+            "invalid_value", hyperparameters.NO_ENGINES_OF_ITS_OWN, param_of(job.method, "continue_in_flight")
         )
     schema = stored_held_to(job.body.get("response_format"))
     if (schema or resolved.thinking_budget is not None) and (problem := schema_problem(tokenizer)):
@@ -151,7 +152,7 @@ def with_effort(resolved: Resolved, asked: Hyperparameters, reasoning: Reasoning
     Raises:
         UserMistake: a thinking_budget without thoughts, or without room for an answer.
     """
-    param = f"method.reinforcement.hyperparameters.advanced.{asked.advanced.path('thinking_budget')}"
+    param = param_of("reinforcement", "thinking_budget")
     if reasoning is None:
         if resolved.thinking_budget is not None:
             raise UserMistake(

@@ -8,14 +8,14 @@ from transformers import PreTrainedTokenizerBase
 from core.storage.datasets import Example
 from worker.model.chat_tokens import answer_texts, special_tokens
 from worker.model.policy import Policy
-from worker.record.recorder import Recorder
+from worker.record.recorder import JobRecorder
 
 MAX_NAMED = 5  # lines
 # The fields of rows, and of their `input`, that are rendered.
 RENDERED = ("messages", "preferred_output", "non_preferred_output", "output", "tools")
 
 
-def report_template(recorder: Recorder, policy: Policy, files: Mapping[str, Sequence[Example]]) -> None:
+def report_template(recorder: JobRecorder, policy: Policy, files: Mapping[str, Sequence[Example]]) -> None:
     """Record the facts of the chat template with the job, and warn of what makes answers worse.
 
     Args:

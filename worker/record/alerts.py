@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 
-from core.jobs.distillation import param_of
+from core.jobs.hyperparameter_places import param_of
 from core.jobs.hyperparameters import Resolved
 from core.results.step_metrics import StepMetrics
+from worker.interfaces import Recorder
 from worker.learn import grpo
 from worker.record import metrics, stopping
 from worker.record.gpu_ratio import RatioMeasurement
 from worker.record.history import History
-from worker.record.recorder import Recorder
 from worker.refusals import UserMistake
 from worker.types import Group
 
@@ -72,7 +72,7 @@ def require_signal(step: StepMetrics, recorder: Recorder, settings: Resolved) ->
             "no_signal",
             f"In the first step {share:.0%} of the groups had signal, less than fail_below_signal ({bound:.0%}). A "
             "preview (POST /v1/regraft/previews) says what to do about it.",
-            param_of(recorder.job, "fail_below_signal"),
+            param_of(recorder.method, "fail_below_signal"),
         )
 
 

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from sqlalchemy import Select, delete, select
 from sqlalchemy.orm import Session
@@ -21,22 +21,19 @@ from sqlalchemy.orm import Session
 from core.database import pages
 from core.database.tables import Checkpoint, Job, Organization, RolloutPage, TunedModel
 from core.jobs import events, lifecycle, usage
-from core.jobs.full import is_full
 from core.results import model_aliases, tuned_models
 from core.results.export import is_trainers
 from core.storage import manifests
 from core.storage.manifests import EARLIER, MANIFEST, Damaged
 from core.storage.store import BlobExists, check_not_empty, is_bad_sector
 from worker.attempt import Attempt
+from worker.interfaces import Savable
 
 log = logging.getLogger(__name__)
 
 # Format of the manifest and its files, including trainer.pt. Raise it when older versions cannot resume from a new
 # checkpoint, and only after a release that reads both: both versions run side by side during a rollout.
-FORMAT = 2
-# 2 has the state of training all weights in tensor files. Adapters have not changed, so earlier versions still read
-# theirs. Whole models of format 1 were never released, and are refused (worker/learn/trained.py).
-FORMAT_OF_ADAPTERS = 1
+FORMAT = 1
 KEEP_BEST = 3
 # Key in the metrics that marks the checkpoint of a pause, which users may be serving.
 _FOR_PAUSE = "made_for_pause"
@@ -49,12 +46,7 @@ class UnknownFormat(Exception):
     """The checkpoint was written by a later version of the code."""
 
 
-class Savable(Protocol):
-    def save(self, folder: Path) -> None: ...
-    def load(self, folder: Path) -> None: ...
-
-
-class Checkpoints:
+class JobCheckpoints:
     """Reads and writes the checkpoints of one job on behalf of its current attempt."""
 
     def __init__(self, attempt: Attempt, scratch: Path) -> None:
@@ -195,9 +187,12 @@ class Checkpoints:
                 events.append(session, job.id, f"Checkpoint created at step {step} with Snapshot ID: {name}")
             return _retire(session, job)
 
-    def best(self) -> Checkpoint | None:
-        """Return the checkpoint with the highest validation reward; of equals the earliest."""
-        measured = _of_job(self.job.id).where(Checkpoint.valid_reward.is_not(None))
+    def best(self) -> int | None:
+        """Return the step of the checkpoint with the highest validation reward; of equals the earliest."""
+        job = self.job.id
+        measured = select(Checkpoint.step).where(
+            Checkpoint.job_id == job, Checkpoint.valid_reward.is_not(None)
+        )
         best = measured.order_by(Checkpoint.valid_reward.desc(), Checkpoint.step).limit(1)
         return self.attempt.read(lambda session: session.scalar(best))
 
@@ -206,9 +201,9 @@ class Checkpoints:
         """Whether the job has no checkpoint yet."""
         return not self._newest_first()
 
-    def newest(self) -> Checkpoint:
-        """Return the newest checkpoint, of a job that has one."""
-        return self._newest_first()[0]
+    def newest(self) -> int:
+        """Return the step of the newest checkpoint, of a job that has one."""
+        return self._newest_first()[0].step
 
     def _upload(self, folder: Path, prefix: str, step: int) -> None:
         files: list[dict[str, Any]] = []
@@ -218,7 +213,7 @@ class Checkpoints:
             listed = resume_files if path.name == EARLIER else files
             listed.append({"name": path.name, "bytes": info.size, "sha256": info.sha256})
         manifest = {
-            "format": FORMAT if is_full(self.job) else FORMAT_OF_ADAPTERS,
+            "format": FORMAT,
             "job": self.job.id,
             "base_model": self.job.model,
             "step": step,
@@ -315,10 +310,10 @@ def model_name(session: Session, job: Job) -> str:
     return f"ft:{job.model}:{organization.name}:{suffix}:{tail}"
 
 
-def publish_best(session: Session, job: Job, best: Checkpoint) -> str:
-    """Give the best checkpoint the job's own model name, and return it."""
+def publish(session: Session, job: Job, step: int) -> str:
+    """Give the checkpoint of this step the job's own model name, and return it."""
     name = model_name(session, job)
-    _publish(session, job, best, name)
+    _publish(session, job, session.scalars(_of_job(job.id).where(Checkpoint.step == step)).one(), name)
     return name
 
 

@@ -1,15 +1,12 @@
 """The end of a run: select the best checkpoint, compare it with the start, and record the job's success."""
 
-from core.jobs.distillation import param_of
+from core.jobs.hyperparameter_places import param_of
 from core.jobs.hyperparameters import Resolved
 from core.jobs.thresholds import Thresholds
 from core.jobs.verdict import Verdict
-from core.results.lineage import Parent, start_name
+from worker.interfaces import Checkpoints, Feeds, Recorder
 from worker.record import monitors
-from worker.record.checkpoints import Checkpoints
-from worker.record.exporters.feed import Feeds
 from worker.record.history import History
-from worker.record.recorder import Recorder
 from worker.record.verdict import compare
 from worker.refusals import UserMistake
 
@@ -32,15 +29,15 @@ def deliver(
         raise UserMistake(
             "invalid_grader", "Not one validation answer could be graded, so there is no best model."
         )
-    verdict = judge(best.step, recorder, history, thresholds)
+    verdict = judge(best, recorder, history, thresholds)
     if settings.require_improvement and (verdict is None or verdict.outcome != "improved"):
         numbers = "" if verdict is None else f" {verdict.sentence()}"
         raise UserMistake(
             "no_improvement",
             "require_improvement is set, and the validation reward is not significantly above that of "
-            f"{start_name(Parent.of(recorder.job))}."
+            f"{_start(recorder)}."
             f"{numbers} The checkpoints are kept.",
-            param_of(recorder.job, "require_improvement"),
+            param_of(recorder.method, "require_improvement"),
         )
     # Before the job's last status: after it the supervisor may end this process.
     if settings.off_policy_steps:
@@ -58,24 +55,18 @@ def judge(step: int, recorder: Recorder, history: History, thresholds: Threshold
     base, tuned = history.base_scores, recorder.row_scores(step)
     compared = compare(base, tuned) if base is not None and tuned is not None else None
     if compared is None:
-        known = base is not None and tuned is not None
-        reason = (
-            "no validation row was graded for both"
-            if known
-            else "an earlier version of the service recorded their validations without the scores of the rows"
-        )
+        start = _start(recorder)
         recorder.warn(
-            f"The model cannot be compared with {start_name(Parent.of(recorder.job))}: {reason}.", {}
+            f"The model cannot be compared with {start}: no validation row was graded for both.", {}
         )
         return None
     damage = monitors.damage(history.steps, step, thresholds)
-    parent = Parent.of(recorder.job)
-    start = start_name(parent)
+    start = _start(recorder)
     verdict = compared.verdict(
         step,
         None if damage is None else damage[0],
-        start=None if parent is None else parent.model,
-        held_out=recorder.job.validation_file != recorder.job.training_file,
+        start=recorder.parent_model,
+        held_out=recorder.is_held_out,
     )
     if not verdict.below_base:
         recorder.judged(verdict, verdict.sentence(), level="info", data={})
@@ -90,3 +81,7 @@ def judge(step: int, recorder: Recorder, history: History, thresholds: Threshold
     message = f"The delivered model {finding}. {verdict.sentence()} Likely cause: {evidence}"
     recorder.judged(verdict, message, level="error", data={"cause": cause})
     return verdict
+
+
+def _start(recorder: Recorder) -> str:
+    return recorder.parent_model or "the base model"

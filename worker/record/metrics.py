@@ -9,13 +9,12 @@ from typing import Any
 
 from core.jobs.hyperparameter_groups import Supervision
 from core.results.step_metrics import StepMetrics
-from graders.spec import GraderSpec, LabelModelSpec, MathSpec, ScoreModelSpec, parts_of
 from graders.types import ErrorKind, Grade, TokenUsage, summed
 from worker.learn import grpo
 from worker.record import passes
 from worker.record.history import Steps, first
 from worker.record.verdict import RowScores, compare, row_scores, standard_error
-from worker.types import Group, Rollout, UpdateMetrics
+from worker.types import GraderPart, Group, Rollout, UpdateMetrics
 
 PHASES = ("sampling", "grading", "training", "eval")
 
@@ -39,7 +38,7 @@ def of_step(
     *,
     step: int,
     total_steps: int,
-    spec: GraderSpec | None,
+    graders: Sequence[GraderPart],
     supervision: Supervision,
     train_P: Sequence[Group],
     resampled_P: Sequence[Group],
@@ -53,6 +52,7 @@ def of_step(
 ) -> StepMetrics:
     """The metrics of a step. Step 0 is the validation of the base and has no training part.
 
+    The metrics show each of `graders` by name; there are none if a teacher scores the answers.
     `base_scores` are the row scores of step 0, with which a later validation is compared.
     """
     splits = [("train", train_P)] if train_P else []
@@ -63,11 +63,12 @@ def of_step(
         data["gpus"] = gpus
     for split, groups_P in splits:
         data |= _split(split, groups_P)
-    if valid_P is not None and spec is not None:
-        data |= passes.of_validation(valid_P, pass_score, numeric=_compares_numbers(spec))
+    if valid_P is not None and graders:
+        numeric = any(part.compares_numbers for part in graders)
+        data |= passes.of_validation(valid_P, pass_score, numeric=numeric)
     if valid_P is not None and base_scores is not None:
         data |= _against_base(base_scores, valid_P)
-    if train_P and spec is not None:
+    if train_P and graders:
         data |= _signal(train_P, supervision)
     if update is not None:
         data |= _update(update)
@@ -86,20 +87,20 @@ def of_step(
         data["sampling_tokens_per_second"] = sampled / sampling_seconds
     if update is not None and seconds.get("training"):
         data["training_tokens_per_second"] = update.trained_tokens / seconds["training"]
-    is_combined = spec is not None and bool(parts_of(spec))
+    is_combined = any(part.key is not None for part in graders)
     score_fields = _part_score_fields if is_combined else _score_fields
-    data["scores"] = {"graders": _per_grader(spec, splits, score_fields)}
+    data["scores"] = {"graders": _per_grader(graders, splits, score_fields)}
     for split, groups_P in splits:
         data["scores"][f"{split}_reward_mean"] = mean_reward(groups_P)
-    data["errors"] = {"graders": _per_grader(spec, splits, _error_fields)}
+    data["errors"] = {"graders": _per_grader(graders, splits, _error_fields)}
     data["timing"] = {
         "step": dict.fromkeys(PHASES, 0.0) | dict(seconds) | {"full_iteration": sum(seconds.values())},
-        "graders": _per_grader(spec, splits, _latency_fields),
+        "graders": _per_grader(graders, splits, _latency_fields),
     }
     used = {name: usage for name, groups_P in splits if (usage := _tokens_used(groups_P))}
     if used:
         data["model_graders_token_usage"] = usage_by_model(used)
-        rows = _per_grader(spec, splits, _usage_fields)
+        rows = _per_grader(graders, splits, _usage_fields)
         data["usage"] = {"graders": [row for row in rows if "model" in row]}
     return StepMetrics(**data)
 
@@ -238,10 +239,6 @@ def _teacher_kl(name: str, rollouts: Sequence[Rollout]) -> dict[str, float]:
     return {name: statistics.fmean(own - teacher for own, teacher in pairs)} if pairs else {}
 
 
-def _compares_numbers(spec: GraderSpec) -> bool:
-    return isinstance(spec, MathSpec) or any(map(_compares_numbers, parts_of(spec).values()))
-
-
 def _against_base(base_scores: RowScores, valid_P: Sequence[Group]) -> dict[str, float | None]:
     """The mean paired difference to the base model's validation, with its 95 % interval; empty if nothing compares."""
     compared = compare(base_scores, row_scores(valid_P))
@@ -335,21 +332,21 @@ def _mean(values: Iterable[float]) -> float | None:
 
 
 def _per_grader(
-    spec: GraderSpec | None, splits: Sequence[tuple[str, Sequence[Group]]], fields: Any
+    graders: Sequence[GraderPart], splits: Sequence[tuple[str, Sequence[Group]]], fields: Any
 ) -> list[dict[str, Any]]:
     """One entry a grader: those of a multi or a select, or the only one. None without a grader."""
-    if spec is None:
-        return []
-    parts = parts_of(spec).items() or [(None, spec)]
     rows = []
-    for key, part in parts:
+    for part in graders:
         row: dict[str, Any] = {"name": part.name, "type": part.type}
-        if isinstance(part, ScoreModelSpec | LabelModelSpec):
+        if part.model is not None:
             row["model"] = part.model
         for split, groups_P in splits:
             grades = _grades(groups_P)
             row |= fields(
-                split, grades if key is None else [g.sub_grades[key] for g in grades if key in g.sub_grades]
+                split,
+                grades
+                if part.key is None
+                else [g.sub_grades[part.key] for g in grades if part.key in g.sub_grades],
             )
         rows.append(row)
     return rows

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean
 
-from graders.builtin import math_answer
+from graders import final_answers
 from worker.types import Group
 
 
@@ -22,11 +22,11 @@ def final_answer(text: str, *, numeric: bool = False) -> str:
 
     With `numeric` the last number takes the place of all. White space and case do not count.
     """
-    found = math_answer.marked_answer(text)
+    found = final_answers.marked_answer(text)
     if found is None and "####" in text:
         found = text.rpartition("####")[2].partition("\n")[0]
     if found is None and numeric:
-        found = math_answer.final_answer(text)
+        found = final_answers.final_answer(text)
     return " ".join((text if found is None else found).split()).casefold()
 
 

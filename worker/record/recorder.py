@@ -9,14 +9,15 @@ from typing import Any
 
 from sqlalchemy.orm import Session
 
-from core.database.tables import Checkpoint, File, Job, Project, RolloutPage, StepMetric
+from core.database.tables import File, Job, Project, RolloutPage, StepMetric
 from core.jobs import budgets, events, lifecycle, usage
-from core.jobs.estimates import Ahead
 from core.jobs.hyperparameters import Resolved
 from core.jobs.offline_hyperparameters import ResolvedOffline
+from core.jobs.remaining import RemainingSteps
 from core.jobs.verdict import Verdict
 from core.outbound import webhooks
 from core.results import evals, rollouts
+from core.results.lineage import Parent
 from core.results.rollouts import Row
 from core.results.step_metrics import StepMetrics
 from core.tenancy import tenants
@@ -24,11 +25,12 @@ from core.tenancy.limits import NO_LIMITS, Limits
 from worker import instruments
 from worker.attempt import Attempt
 from worker.record import metrics, results
-from worker.record.checkpoints import publish_best
+from worker.record.checkpoints import publish
 from worker.record.history import History
 from worker.record.monitors import Finding
-from worker.record.rollouts import GradedStep, Spell, rows_of, with_tokens
+from worker.record.rollouts import Spell, rows_of, with_tokens
 from worker.record.verdict import RowScores
+from worker.types import GradedStep
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +55,7 @@ def unreached(settings: Resolved | ResolvedOffline) -> Iterator[str]:
         yield f"The weight of the KL never reaches {settings.kl:g}: {steps}, and kl.warmup_steps is {warmup}."
 
 
-class Recorder:
+class JobRecorder:
     """Writes down what a run does, in short transactions that only the holder of its claim can commit."""
 
     def __init__(
@@ -69,6 +71,19 @@ class Recorder:
         self.default_limits = default_limits
         self.quota = quota
         self.spell = spell
+
+    @property
+    def method(self) -> str:
+        return self.job.method
+
+    @property
+    def parent_model(self) -> str | None:
+        parent = Parent.of(self.job)
+        return None if parent is None else parent.model
+
+    @property
+    def is_held_out(self) -> bool:
+        return self.job.validation_file != self.job.training_file
 
     def resolved(self, settings: Resolved | ResolvedOffline, sampler: str | None = None) -> None:
         """Show on the job what "auto" became, and say what it is sampled with, if it is."""
@@ -102,7 +117,7 @@ class Recorder:
         measured: StepMetrics,
         stored: Sequence[GradedStep],
         *,
-        ahead: Ahead,
+        ahead: RemainingSteps,
         valid_scores: RowScores | None = None,
         findings: Sequence[Finding] = (),
     ) -> bool:
@@ -165,18 +180,18 @@ class Recorder:
             if job.verdict != stored:
                 job.verdict = stored
                 events.append(
-                    session, job.id, message, level=level, data={"verdict": verdict.shown(), **data}
+                    session, job.id, message, level=level, data={"verdict": verdict.to_row(), **data}
                 )
 
         self.attempt.write(write)
 
-    def succeed(self, best: Checkpoint) -> None:
-        """The job's end: its result file, its model and its status, in one transaction."""
+    def succeed(self, step: int) -> None:
+        """The job's end: its result file, the model of this step and its status, in one transaction."""
         file = self._result_file()
 
         def write(session: Session, job: Job) -> None:
             results.attach(session, job, file)
-            lifecycle.succeed(session, job, fine_tuned_model=publish_best(session, job, best))
+            lifecycle.succeed(session, job, fine_tuned_model=publish(session, job, step))
 
         self.attempt.write(write)
 
@@ -193,7 +208,9 @@ class Recorder:
         attempt = self.attempt
         return attempt.retry(partial(results.prepare, attempt.database, attempt.blobs, self.job))
 
-    def _write_pages(self, step: int, stored: Sequence[GradedStep], ahead: Ahead) -> list[RolloutPage]:
+    def _write_pages(
+        self, step: int, stored: Sequence[GradedStep], ahead: RemainingSteps
+    ) -> list[RolloutPage]:
         """Write the pages of a step. Each may use an equal share of the rest of the quota, so that the last steps of a
         long job have samples as well as the first ones; later pages share the bytes that a page does not use."""
 

@@ -13,7 +13,6 @@ from core.database.engine import Database
 from core.database.ids import new_id
 from core.database.tables import File, Job
 from core.jobs import events, usage
-from core.jobs.verdict import shown
 from core.results.step_metrics import COLUMNS, OFFLINE_COLUMNS, StepMetrics
 from core.storage.store import BlobStore
 
@@ -49,7 +48,7 @@ def row(step: StepMetrics) -> dict[str, Any]:
 def _verdict(step: StepMetrics, verdict: Mapping[str, Any] | None) -> dict[str, Any]:
     if verdict is None or verdict["step"] != step.step:
         return {}
-    return {f"verdict/{name}": value for name, value in shown(verdict).items() if name != "step"}
+    return {f"verdict/{name}": value for name, value in verdict.items() if name != "step"}
 
 
 def prepare(database: Database, blobs: BlobStore, job: Job) -> File | None:

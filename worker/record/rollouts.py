@@ -4,32 +4,19 @@ import json
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-from core.jobs.hyperparameters import Resolved
-from core.results.rollouts import TOKENS, Row, Split
+from core.results.rollouts import TOKENS, Row
 from core.text import storable
 from graders.types import Grade
 from worker.learn import grpo
 from worker.learn.batch import Lesson, lessons
-from worker.types import AnswerKey, Group, Rollout, TokenValues
+from worker.types import AnswerKey, GradedStep, Group, Rollout, TokenValues
 
 LARGEST = 65504.0  # of half precision
 
 Spell = Callable[[Sequence[int]], list[str]]
 """From the tokens of an answer to the text of each."""
-
-
-@dataclass(frozen=True)
-class GradedStep:
-    """One split of one step, ready to be stored."""
-
-    split: Split
-    groups_P: Sequence[Group]
-    settings: Resolved | None = None  # settings of the update; None: no update
-    own: int | None = None  # groups from this index on were resampled; None: none were
-    tokens: Mapping[AnswerKey, TokenValues] = field(default_factory=dict)  # what the update computed with
 
 
 def rows_of(step: int, graded: GradedStep) -> list[list[Row]]:

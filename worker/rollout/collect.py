@@ -12,10 +12,9 @@ from dataclasses import dataclass, field, replace
 
 from core.jobs.hyperparameters import Resolved
 from worker.clock import Clock
+from worker.interfaces import Scorer, Trainer
 from worker.learn import grpo
-from worker.learn.trainer import Trainer
 from worker.rollout.prompts import PromptStream
-from worker.rollout.rewards import Scoring
 from worker.rollout.samplers import Answer, Sampler, Sampling
 from worker.rollout.steps import with_steps_only
 from worker.types import Group, Prompt
@@ -42,7 +41,7 @@ class Collector:
     seed: int
     prompts: PromptStream
     sampler: Sampler
-    rewards: Scoring
+    rewards: Scorer
     trainer: Trainer
     held_to: str = ""  # response schema of the answers
     # With `off_policy_steps`: seconds in which the step's answers were sampled, while the trainer could learn from

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 from graders.run import grade_one
 from graders.types import Grade, Grader, Sample
@@ -12,19 +11,6 @@ from worker.refusals import first_error
 from worker.rollout.reward_models import AnswerScores, Scores
 from worker.rollout.samplers import Answer
 from worker.types import Group, Prompt, Rollout
-
-
-class Scoring(Protocol):
-    """Scores answers: by a grader, or by a teacher."""
-
-    async def grade(
-        self,
-        prompts_P: Sequence[Prompt],
-        answers: AsyncIterator[Answer],
-        group_size: int,
-        clock: Clock,
-        use: Callable[[Group], None] | None = None,
-    ) -> list[Group]: ...
 
 
 class Rewards:

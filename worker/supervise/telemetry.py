@@ -214,16 +214,12 @@ class Gpus:
 
     @staticmethod
     def _families(gpus: Sequence[GpuUse]) -> list[Metric]:
-        used, total, busy, busy_earlier = (
+        used, total, busy = (
             GaugeMetricFamily(f"regraft_gpu_{name}", help, labels=["gpu"])
             for name, help in (
                 ("memory_used_bytes", "GPU memory in use by all processes, in bytes."),
                 ("memory_total_bytes", "Total GPU memory in bytes."),
                 ("utilization_ratio", "GPU utilization of the last sample period, from 0 to 1."),
-                (
-                    "utilisation_ratio",
-                    "The earlier name of regraft_gpu_utilization_ratio, until version 0.2.",
-                ),
             )
         )
         for gpu in gpus:
@@ -231,11 +227,10 @@ class Gpus:
                 (used, gpu.memory_used_bytes),
                 (total, gpu.memory_total_bytes),
                 (busy, gpu.utilization),
-                (busy_earlier, gpu.utilization),
             ):
                 if value is not None:
                     family.add_metric([gpu.index], float(value))
-        return [used, total, busy, busy_earlier]
+        return [used, total, busy]
 
 
 def _known(value: str) -> float | None:

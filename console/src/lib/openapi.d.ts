@@ -629,7 +629,7 @@ export interface components {
         };
         /**
          * GraderReads
-         * @description The fields that the templates of a grader read.
+         * @description The fields that the templates of a grader read, and the rows that it can learn nothing from.
          */
         GraderReads: {
             /** Paths */
@@ -637,6 +637,9 @@ export interface components {
             /** Not Listed */
             not_listed: boolean;
             no_grader: components["schemas"]["SomeLines"] | null;
+            no_word: components["schemas"]["SomeLines"];
+            /** Doubts */
+            doubts: components["schemas"]["RowDoubt"][];
         };
         /**
          * GraderVersionOut
@@ -1134,11 +1137,11 @@ export interface components {
             output: string | null;
             /**
              * Item
-             * @description The dataset row as graders see it; null in previews of earlier versions.
+             * @description The dataset row as graders see it.
              */
-            item?: {
+            item: {
                 [key: string]: unknown;
-            } | null;
+            };
         };
         /**
          * PreviewErrorOut
@@ -1207,6 +1210,11 @@ export interface components {
             sampled: number;
             /** Graded */
             graded: number;
+            /**
+             * Waiting For
+             * @description The unavailable part, such as the inference server, if the preview waits for one.
+             */
+            waiting_for?: string | null;
         };
         /**
          * PreviewReportOut
@@ -1710,8 +1718,6 @@ export interface components {
                 } | null;
                 /** Centered Reward */
                 centered_reward: number | null;
-                /** Centred Reward */
-                centred_reward: number | null;
                 /** Advantage */
                 advantage: number | null;
                 /** Trained */
@@ -1750,6 +1756,15 @@ export interface components {
             rollout_id: string;
             /** Tokens */
             tokens: components["schemas"]["TokenOut"][];
+        };
+        /**
+         * RowDoubt
+         * @description A reason why the grader cannot tell the answers to some rows apart, as the end of a sentence "This row ...".
+         */
+        RowDoubt: {
+            /** Message */
+            message: string;
+            found: components["schemas"]["SomeLines"];
         };
         /** RowProblem */
         RowProblem: {
@@ -2195,6 +2210,11 @@ export interface components {
              */
             kl?: number | null;
             /**
+             * Kl Weight
+             * @description Weight of the KL penalty in the step: `kl.weight`, or less during `kl.warmup_steps`.
+             */
+            kl_weight?: number | null;
+            /**
              * Teacher Kl
              * @description distillation: reverse KL to the teacher per sampled token, mean of log p_student - log p_teacher before the update.
              */
@@ -2449,6 +2469,8 @@ export interface components {
             generation_prompt: boolean;
             /** Question */
             question: boolean;
+            /** Question End */
+            question_end: boolean;
             /** Answer */
             answer: boolean;
             /**

@@ -12,7 +12,7 @@ from core.jobs.hyperparameters import Resolved
 from core.jobs.integrations import Kind
 from core.jobs.offline_hyperparameters import ResolvedOffline
 from core.settings import Settings
-from worker.record.exporters.feed import Feed, Feeds
+from worker.record.exporters.feed import ExporterFeeds, Feed
 from worker.record.exporters.mlflow import MlflowSink
 from worker.record.exporters.trackio import TrackioSink
 from worker.record.exporters.types import Card, Sink
@@ -55,7 +55,7 @@ def problem(
 
 def feeds_of(
     job: Job, resolved: Resolved | ResolvedOffline, settings: Settings, warn: Warn, make: Make = make
-) -> Feeds:
+) -> ExporterFeeds:
     """Create the feeds of a run, without starting them. `warn` emits an event of the job."""
     feeds = []
     for one in integrations.asked(job):
@@ -67,7 +67,7 @@ def feeds_of(
             warn(message, {"integration": kind})
             continue
         feeds.append(Feed(make(kind, settings), card(job, one[kind], resolved), _teller(kind, warn)))
-    return Feeds(feeds)
+    return ExporterFeeds(feeds)
 
 
 def card(job: Job, place: Mapping[str, Any], resolved: Resolved | ResolvedOffline) -> Card:

@@ -130,7 +130,7 @@ class _GivenUp(Exception):
     """The run is over and the sink still fails."""
 
 
-class Feeds:
+class ExporterFeeds:
     """All sinks of a run."""
 
     def __init__(self, feeds: Sequence[Feed] = (), *, close_seconds: float = CLOSE_SECONDS) -> None:

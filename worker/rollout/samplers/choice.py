@@ -11,7 +11,7 @@ from core.settings import Settings
 from worker.model.full import FullPolicy
 from worker.model.policy import Policy
 from worker.model.sizing import MAX_TOKENS_IN_FLIGHT, MemoryPlan, Shape
-from worker.record.recorder import Recorder
+from worker.record.recorder import JobRecorder
 from worker.rollout.samplers import Sampler, placement, published, vllm
 from worker.rollout.samplers.fleet import AdapterStore, FleetSampler
 from worker.rollout.samplers.fleet_members import FleetConfig
@@ -113,7 +113,7 @@ def build(
     name: SamplerName,
     policy: Policy,
     settings: Settings,
-    recorder: Recorder,
+    recorder: JobRecorder,
     *,
     shape: Shape,
     plan: MemoryPlan,
@@ -164,12 +164,12 @@ def build(
     )
 
 
-def report_lost(recorder: Recorder, reason: str) -> None:
+def report_lost(recorder: JobRecorder, reason: str) -> None:
     recorder.warn(f"A sampler of the fleet was lost: {reason}", {"reason": reason})
 
 
 def report_left_out(
-    recorder: Recorder, store_coverage: Callable[[Policy], None], policy: Policy, modules: Sequence[str]
+    recorder: JobRecorder, store_coverage: Callable[[Policy], None], policy: Policy, modules: Sequence[str]
 ) -> None:
     """Warn of the layers that vLLM cannot adapt, and correct the coverage that the job has reported and stored."""
     store_coverage(policy)
