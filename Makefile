@@ -23,7 +23,7 @@ FAST_WITHOUT_TORCH = tests/contract tests/core tests/graders tests/sdk tests/tes
 FREE_KB = $(shell df -k --output=avail /dev/shm 2>/dev/null | tail -n 1)
 IN_MEMORY = $(shell [ "$(FREE_KB)" -gt 2000000 ] 2>/dev/null && echo PYTEST_DEBUG_TEMPROOT=/dev/shm)
 
-.PHONY: console demo test test-fast test-failed test-fast-worker test-fast-rest attacks check screenshots docs site format bench gpu-trial chart chart-docs setup help
+.PHONY: console demo test test-part test-fast test-failed test-fast-worker test-fast-rest attacks check screenshots docs site format bench gpu-trial chart chart-docs setup help
 
 help:    ## This list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST)
@@ -34,6 +34,10 @@ demo: setup    ## Train a real model on this machine, from a dataset to a better
 test: setup    ## All tests, on SQLite and PostgreSQL, memory:// and Redis, a folder and S3
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(DEAL) || { [ $$? = 1 ] && $(MAKE) --no-print-directory test-failed; }
 	$(MAKE) attacks
+
+# Where several machines share the suite: make test-part PART=1/4.
+test-part: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(DEAL) --part $(PART) || { [ $$? = 1 ] && $(MAKE) --no-print-directory test-failed; }
 
 # A test that starts servers may fail only beside others, on a busy machine. One that fails alone, too, ends `make test`.
 test-failed:

@@ -136,6 +136,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--shuffle", type=int, metavar="SEED", help="run files, and tests in a file, in random order"
     )
+    parser.addoption("--part", metavar="K/N", help="run the files of one of N parts, for a machine each")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -149,6 +150,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Order the tests; mark those that need a server, for `make test-fast` runs without."""
     seed = config.getoption("--shuffle")
     items[:] = order.longest_first(items, path_of) if seed is None else order.shuffled(items, path_of, seed)
+    if part := config.getoption("--part"):
+        number, parts = map(int, part.split("/"))
+        kept = order.part(items, path_of, number, parts)
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+        items[:] = kept
     for item in items:
         if isinstance(item, pytest.Function) and needs_server(item):
             item.add_marker(pytest.mark.server)

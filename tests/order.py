@@ -46,6 +46,14 @@ def longest_first(tests: Iterable[Test], file_of: Callable[[Test], Path]) -> lis
     return sorted(tests, key=lambda test: rank.get(file_of(test), len(rank)))
 
 
+def part(tests: Iterable[Test], file_of: Callable[[Test], Path], number: int, parts: int) -> list[Test]:
+    """One of several parts of tests that are in order, each with whole files: they are dealt out one by one."""
+    ordered = list(tests)
+    files = list(dict.fromkeys(map(file_of, ordered)))
+    mine = set(files[number - 1 :: parts])
+    return [test for test in ordered if file_of(test) in mine]
+
+
 def shuffled(tests: Iterable[Test], file_of: Callable[[Test], Path], seed: int) -> list[Test]:
     """Shuffle the files, and the tests in each; a file stays together, because its tests share servers and models."""
     random, by_file = Random(seed), dict[Path, list[Test]]()
