@@ -226,7 +226,7 @@ def test_a_grader_and_a_job_word_the_same_mistake_in_the_same_way(
     asked = {"hyperparameters": {"advanced": {"lora": {"rank": wrong}}}}
     of_job = api.post("/v1/fine_tuning/jobs", json=job_request(reinforcement=asked)).json()["error"]
 
-    where = "method.reinforcement.hyperparameters.advanced.lora_rank"
+    where = "method.reinforcement.hyperparameters.advanced.lora.rank"
     assert of_grader["message"].replace(f"grader.{field}", where) == of_job["message"]
     assert of_grader["code"] == of_job["code"]
 

@@ -147,8 +147,8 @@ def test_auto_and_asked_hyperparameters_are_shown_resolved(finished: FineTuningJ
 
     assert shown["n_epochs"] == 6
     assert shown["eval_samples"] == 1
-    assert shown["advanced"]["learning_rate"] == 0.02
-    assert shown["advanced"]["loss"] == "dapo"
+    assert shown["advanced"]["optimizer"]["learning_rate"] == 0.02
+    assert shown["advanced"]["loss"]["type"] == "dapo"
 
 
 def test_the_events_tell_the_story_in_openais_words(client: openai.OpenAI, finished: FineTuningJob) -> None:

@@ -770,7 +770,7 @@ def render(
         raise NoChatTemplate(
             "The model has no chat template, as is usual for a base model. Set chat_template = "
             '"plain" (or "r1_zero", or a path to a Jinja file) in its entry of the model registry, or '
-            'hyperparameters.advanced.chat_template = "plain" in the job.'
+            'hyperparameters.advanced.sampling.chat_template = "plain" in the job.'
         )
     chat = [
         {
