@@ -125,12 +125,12 @@ def page(
     without_metadata: bool = False,
 ) -> Page[Job]:
     """List jobs newest first; filters by all pairs of `metadata`, or by jobs without any."""
-    statement = select(Job).where(Job.project_id == project_id)
+    statement = mine = select(Job).where(Job.project_id == project_id)
     for key, value in (metadata or {}).items():
         statement = statement.where(json_text(Job.metadata_, key) == value)
     if without_metadata:
         statement = statement.where(Job.metadata_.is_(None))
-    return pages.newest_first(session, statement, Job, after=after, limit=limit)
+    return pages.newest_first(session, statement, Job, after=after, limit=limit, cursors=mine)
 
 
 def cancel(work: Work, job: Job) -> None:

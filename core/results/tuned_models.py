@@ -167,11 +167,19 @@ def permissions(
     limit: int,
 ) -> Page[CheckpointPermission]:
     """List the permissions of the model."""
-    listed = select(CheckpointPermission).where(CheckpointPermission.model == model.name)
+    listed = everything = select(CheckpointPermission).where(CheckpointPermission.model == model.name)
     if project_id is not None:
         listed = listed.where(CheckpointPermission.project_id == project_id)
     read = pages.newest_first if newest_first else pages.oldest_first
-    return read(session, listed, CheckpointPermission, after=after, limit=limit, owner=model.project_id)
+    return read(
+        session,
+        listed,
+        CheckpointPermission,
+        after=after,
+        limit=limit,
+        cursors=everything,
+        owner=model.project_id,
+    )
 
 
 def unshare(work: Work, model: TunedModel, permission_id: str) -> None:

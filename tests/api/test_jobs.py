@@ -955,6 +955,7 @@ def test_jobs_are_found_by_their_metadata(api: TestClient, create_job: Callable[
     assert found({"metadata[team]": "a", "metadata[try]": "1"}) == [wanted]
     assert found({"metadata": "null"}) == [without]
     assert found({"metadata[team]": "b"}) == []
+    assert found({"metadata[try]": "1", "after": without}) == [wanted], "any job of the project is a cursor"
 
 
 @pytest.mark.both_databases

@@ -148,3 +148,6 @@ def test_a_list_is_paged_in_both_orders_and_filtered(house: House, api: TestClie
     assert pages("descending") == made[::-1]
     only = api.get(URL, params={"project_id": made[1]}).json()["data"]
     assert [permission["project_id"] for permission in only] == [made[1]]
+    newest = api.get(URL).json()["first_id"]
+    behind = api.get(URL, params={"project_id": made[1], "after": newest}).json()["data"]
+    assert behind == only, "a permission that the filter leaves out is a cursor, too"

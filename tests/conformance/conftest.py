@@ -96,7 +96,7 @@ def environment(service: Server) -> Iterator[None]:
         yield
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def inference(service: Server) -> None:
     """The inference server, which the first request starts: it answers 503 with `retry-after` until it has loaded."""
 
