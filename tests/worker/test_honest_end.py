@@ -155,7 +155,10 @@ class TestRequireImprovement:
         job = bench.job()
         assert job.error is not None
         assert failed.value.code == job.error["code"] == "no_improvement"
-        assert job.error["param"] == "method.reinforcement.hyperparameters.advanced.evaluation.require_improvement"
+        assert (
+            job.error["param"]
+            == "method.reinforcement.hyperparameters.advanced.evaluation.require_improvement"
+        )
         assert (job.status, job.fine_tuned_model) == ("failed", None)
         assert job.verdict is not None
         assert job.verdict["outcome"] == "worse"
