@@ -23,16 +23,40 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://\S+")
 _MASKED_URL = re.compile(rf"://{re.escape(MASK)}@|[?&;#][^?&;#=]+={re.escape(MASK)}(?=[&;#]|$)")
 # Secrets in the sentences of an error. A value has at least 6 characters: "unexpected token: a" is none.
 _IN_TEXT = (
-    (re.compile(r"\b(Bearer +|Basic +(?=[A-Za-z+/]*[0-9=]))[\w.~+/=-]{6,}", re.IGNORECASE), rf"\1{MASK}"),
+    # A password with a slash is no valid part of a URL, and drivers quote such URLs.
+    (re.compile(r"(?<=://)[^\s\"'<>@]*:[^\s\"'<>@]*@"), f"{MASK}@"),
+    # The scheme of a header may have any name.
     (
         re.compile(
-            rf"(?<![\w.-])({_NAME}[\"']?\s*[:=]\s*[\"']?)(?!Bearer |Basic |\*)[^\s\"',;&<>]{{6,}}",
+            r"(?<![\w.-])((?:proxy-)?authorization[\"']?\s*[:=]\s*[\"']?(?:[A-Za-z][\w-]*\s+)?)(?!\*)[^\s\"',;&<>]{6,}",
             re.IGNORECASE,
         ),
         rf"\1{MASK}",
     ),
-    # Keys whose first characters say what they are: OpenAI's and ours, Hugging Face's, GitHub's, Slack's and AWS's.
-    (re.compile(r"\b(sk-|rg-|hf_|gh[opsu]_|xox[a-z]-|AKIA|ASIA)[\w-]{12,}"), rf"\1{MASK}"),
+    # Cookies have several parts.
+    (
+        re.compile(r"(?<![\w.-])((?:set-)?cookie[\"']?\s*[:=]\s*[\"']?)(?!\*)[^\"'\r\n]{6,}", re.IGNORECASE),
+        rf"\1{MASK}",
+    ),
+    (re.compile(r"([\w.-]*headers[\"']?\s*[:=]\s*)\{[^{}]*\}", re.IGNORECASE), rf"\1{{{MASK}}}"),
+    (re.compile(r"\b(Bearer +|Basic +(?=[A-Za-z+/]*[0-9=]))[\w.~+/=-]{6,}", re.IGNORECASE), rf"\1{MASK}"),
+    (
+        re.compile(rf"(?<![\w.-])({_NAME}[\"']?\s*[:=]\s*)([\"'])(?!\*)(?:(?!\2).){{6,}}\2", re.IGNORECASE),
+        rf"\1\2{MASK}\2",
+    ),
+    (
+        re.compile(
+            rf"(?<![\w.-])({_NAME}[\"']?\s*[:=]\s*)(?!Bearer |Basic |[\"'*])[^\s\"',&<>]{{6,}}",
+            re.IGNORECASE,
+        ),
+        rf"\1{MASK}",
+    ),
+    # Keys whose first characters say what they are: OpenAI's and ours, Hugging Face's, GitHub's, GitLab's, Google's,
+    # Slack's and AWS's.
+    (
+        re.compile(r"\b(sk-|rg-|hf_|gh[opsu]_|glpat-|AIza|xox[a-z]-|AKIA|ASIA)[\w-]{12,}"),
+        rf"\1{MASK}",
+    ),
 )
 
 
@@ -46,7 +70,7 @@ def hide_secrets(value: Any) -> Any:
         return {name: _hidden(name, inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
         return [hide_secrets(inner) for inner in value]
-    if isinstance(value, str) and _URL.fullmatch(value):
+    if isinstance(value, str) and _URL.fullmatch(value.strip()):
         return _hide_in_urls(value)
     return value
 
@@ -84,7 +108,9 @@ def masked_path(value: Any, path: str, *, is_hidden: bool = False) -> str | None
         is_hidden: `hide_secrets` masks every text in `value`.
     """
     if isinstance(value, str):
-        is_masked = value == MASK if is_hidden else _URL.fullmatch(value) and _MASKED_URL.search(value)
+        is_masked = (
+            value == MASK if is_hidden else _URL.fullmatch(value.strip()) and _MASKED_URL.search(value)
+        )
         return path if is_masked else None
     if isinstance(value, Mapping):
         names = path.endswith(".graders")
@@ -109,7 +135,10 @@ def _hidden(name: str, value: Any) -> Any:
 
 def _hides(name: str, value: Any) -> bool:
     """Whether all texts of the field are masked."""
-    return bool(_HEADERS.fullmatch(name) or (isinstance(value, str) and _SECRET_FIELD.fullmatch(name)))
+    is_text = isinstance(value, str) or (
+        isinstance(value, list) and all(isinstance(one, str) for one in value)
+    )
+    return bool(_HEADERS.fullmatch(name) or (is_text and value and _SECRET_FIELD.fullmatch(name)))
 
 
 def _masked_texts(value: Any) -> Any:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import httpx
 
+from core.masking import hide_in_error
 from core.outbound.http import NoAddress, UrlNotAllowed
 from graders.template import quoted
 
@@ -164,6 +165,11 @@ async def _post_once(
                 raise AnswerTooLong(f"the answer is longer than {max_bytes} bytes")
         text = read.decode("utf-8", errors="replace")
         return Reply(response.status_code, text, response.headers.get("retry-after"))
+
+
+def quoted_reply(text: str) -> str:
+    """Quote what a server answered, for readers of the job: without secrets, such as the key that it refused."""
+    return quoted(hide_in_error(text[:2000]), 300)
 
 
 def _is_passing(status: int) -> bool:

@@ -73,6 +73,11 @@ class Recorder(Protocol):
         ...
 
     @property
+    def start_name(self) -> str:
+        """The model that the job started from, in sentences."""
+        ...
+
+    @property
     def is_held_out(self) -> bool:
         """Whether the validation rows are not those that the job trains on."""
         ...

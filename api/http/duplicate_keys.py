@@ -22,12 +22,17 @@ class _Request(Request):
     """A request that parses its JSON with each key once. Starlette's parser silently drops the first of two."""
 
     async def json(self) -> Any:
-        body = await self.body()
-        try:
-            return await to_thread.run_sync(_read, body) if len(body) > IN_THREAD_BYTES else _read(body)
-        except DuplicateKey as cause:
-            # The only exception class that FastAPI's body parsing re-raises.
-            raise HTTPException(400) from cause
+        """The parsed body, the same object each time: a dependency may change it before FastAPI validates it."""
+        if not hasattr(self, "_json"):
+            body = await self.body()
+            try:
+                self._json = (
+                    await to_thread.run_sync(_read, body) if len(body) > IN_THREAD_BYTES else _read(body)
+                )
+            except DuplicateKey as cause:
+                # The only exception class that FastAPI's body parsing re-raises.
+                raise HTTPException(400) from cause
+        return self._json
 
 
 class UniqueKeysRoute(APIRoute):

@@ -67,8 +67,8 @@ class ResolvedReference(NamedTuple):
 class ResolvesGraders:
     """A dependency that replaces the references in a request by the specifications of the stored versions.
 
-    It changes the parsed body, which Starlette caches and FastAPI validates after the dependencies: so the types of all
-    requests know specifications only.
+    It changes the parsed body, which the request keeps and FastAPI validates after the dependencies: so the types of
+    all requests know specifications only.
 
     Args:
         paths: Where the request may have graders, such as ("testing_criteria", EVERY).

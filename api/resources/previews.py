@@ -129,9 +129,6 @@ class PreviewProgressOut(BaseModel):
         Field(
             description="The unavailable part, such as the inference server, if the preview waits for one."
         ),
-        Field(
-            description="The unavailable part, such as the inference server, if the preview waits for one."
-        ),
     ] = None
 
 
@@ -714,6 +711,8 @@ async def _complete(upstream: Upstream, chat: dict[str, Any], row: Example) -> C
 def _refusal(row: Example, status: int, error: dict[str, Any], retry_after: str | None) -> ServiceError:
     """The inference server's error as ours; an error about a chat is one about a row of the file."""
     message, code = error["message"], error["code"]
+    if code in ("not_enough_memory", "engine_unavailable"):  # these do not pass by themselves
+        return NotReady(message, code=code)
     if status == 503:
         return InferenceNotReady(message, retry_after=int(retry_after) if retry_after else None, code=code)
     if code == "model_not_found":

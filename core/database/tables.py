@@ -98,7 +98,7 @@ class ConsoleSession(Table):
     key_id: Mapped[str] = mapped_column(ForeignKey("api_keys.id"))
     created_at: Mapped[int] = mapped_column(BigInteger, default=now)
     # Orders those of one second. Unix nanoseconds.
-    created_ns: Mapped[int] = mapped_column(BigInteger, default=time.time_ns, server_default="0")
+    created_ns: Mapped[int] = mapped_column(BigInteger, default=time.time_ns)
     expires_at: Mapped[int] = mapped_column(BigInteger)
 
 

@@ -129,9 +129,25 @@ def as_sent(error: ErrorDetails) -> InitErrorDetails:
     return InitErrorDetails(type=kind, loc=tuple(loc), input=value, ctx=context)
 
 
+# A group of each kind that is accepted, for refusals of another value.
+_EXAMPLES: dict[str, dict[str, Any]] = {
+    "loss": {"type": "dapo"},
+    "overlong": {"type": "mask"},
+    "schedule": {"type": "on_policy", "resample_prompts": 8},
+    "importance": {"type": "truncate"},
+    "kl": {"weight": 0.01},
+    "sampling": {"group_size": 8},
+    "optimizer": {"learning_rate": 1e-4},
+    "lora": {"rank": 16},
+    "stopping": {"after_flat_evals": 3},
+    "evaluation": {"pass_score": 0.5},
+}
+
+
 def _example(group: str, value: Any) -> str:
-    """A group in which a value has the field that other trainers call by the group's name, such as `"loss": "dapo"`."""
-    if place := PLACES.get(group):
-        return json.dumps({place.field: value})
-    field = next(place.field for place in PLACES.values() if place.group == group)
-    return f'{{"{field}": ...}}'
+    """A group that is accepted: with the value, if it names a variant or is the weight of a KL penalty."""
+    if isinstance(value, str) and value in VARIANTS.get(group, {}):
+        return json.dumps({"type": value})
+    if group == "kl" and isinstance(value, int | float) and not isinstance(value, bool):
+        return json.dumps({"weight": value}) if value > 0 else f"{json.dumps(_EXAMPLES[group])}, or none"
+    return json.dumps(_EXAMPLES[group])

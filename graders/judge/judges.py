@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import httpx
 
 from core.outbound.http import trusted_client
-from graders.calls import CallRetryPolicy, NoAnswer, RateLimit, post
+from graders.calls import CallRetryPolicy, NoAnswer, RateLimit, post, quoted_reply
 from graders.judge.usage import token_usage
 from graders.template import quoted
 from graders.types import ErrorKind, TokenUsage
@@ -203,11 +203,11 @@ class HttpJudges:
         except NoAnswer as silence:
             raise JudgeFailed(f"{model}: {silence}") from None
         if not answer.ok:
-            raise JudgeFailed(f"{model}: HTTP {answer.status}: {quoted(answer.text, 300)}")
+            raise JudgeFailed(f"{model}: HTTP {answer.status}: {quoted_reply(answer.text)}")
         try:
             return _reply(json.loads(answer.text), body)
         except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
-            raise JudgeFailed(f"{model}: not a chat completion: {quoted(answer.text, 300)}") from None
+            raise JudgeFailed(f"{model}: not a chat completion: {quoted_reply(answer.text)}") from None
 
     def _keep(self, key: str, reply: JudgeReply) -> None:
         self._replies[key] = reply

@@ -133,3 +133,22 @@ def test_an_error_keeps_all_but_its_secrets() -> None:
 
     assert hide_in_error(said) == said
     assert hide_in_error(f"token={SECRET}, {plain}") == f"token=***, {plain}"
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        f"Authorization: Basic {SECRET}",
+        f"Proxy-Authorization: Token {SECRET} was refused",
+        f"Cookie: lang=en-US; session={SECRET}",
+        f"password: 'correct horse {SECRET}'",
+        f"password=ab;{SECRET}",
+        f"redis://:pa/{SECRET}@h:6379/0 refused",
+        f"sent {{'headers': {{'X-Mine': '{SECRET}'}}}}",
+        f"Incorrect API key provided: sk-{SECRET}",
+        f"glpat-{SECRET}",
+    ],
+)
+def test_no_way_to_write_a_secret_in_an_error_shows_it(said: str) -> None:
+    assert SECRET not in hide_in_error(said)
+    assert SECRET not in hide_in_error({"message": said})["message"]

@@ -1,3 +1,4 @@
+import json
 from typing import Any
 
 import pytest
@@ -598,7 +599,13 @@ def test_a_plain_value_for_a_group_is_refused_with_the_shape_of_the_group(group:
 
     [error] = refused.value.errors()
     assert error["loc"] == ("advanced", group)
-    assert "expected an object such as {" in error["msg"]
+    _, _, example = error["msg"].partition("expected an object such as ")
+    assert Hyperparameters.model_validate({"advanced": {group: json.loads(example)}})
+
+
+def test_a_penalty_of_zero_is_no_group() -> None:
+    with pytest.raises(ValidationError, match=r"expected an object such as .*, or none"):
+        Hyperparameters.model_validate({"advanced": {"kl": 0}})
 
 
 def test_python_code_may_build_the_groups() -> None:

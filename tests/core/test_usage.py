@@ -195,7 +195,7 @@ class TestReport:
         assert sums(other, "day", "model", "project") == [(self.TODAY, "a", "other", 8.0)]
 
     def test_usage_that_is_not_known_by_model_is_a_row_of_its_own(self, session: Session) -> None:
-        """A worker of an earlier version counts the project's sums only."""
+        """Some usage has no model, such as that of grader runs."""
         project = factories.project(session)
         self.of_project(session, project, gpu_seconds=10.0, grader_tokens=5)
         self.stored(session, project, model="a", gpu_seconds=4.0, grader_tokens=5)

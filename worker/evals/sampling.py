@@ -12,14 +12,23 @@ from typing import Any, Protocol
 import httpx
 
 from core.errors import ServiceError
+from core.masking import hide_in_error
 from core.outages import Resource, TemporarilyUnavailable
 from core.outbound.http import trusted_client
 from core.response_format import ResponseFormat
-from graders.calls import MAX_ANSWER, AnswerTooLong, CallRetryPolicy, NoAnswer, RateLimit, Reply, post
+from graders.calls import (
+    MAX_ANSWER,
+    AnswerTooLong,
+    CallRetryPolicy,
+    NoAnswer,
+    RateLimit,
+    Reply,
+    post,
+    quoted_reply,
+)
 from graders.judge.judges import JudgeModel
 from graders.judge.usage import token_usage
 from graders.prompts import Message
-from graders.template import quoted
 
 # Of a request that fails: about a minute in all.
 RETRIES = 7
@@ -112,7 +121,7 @@ class ChatSampler:
         try:
             return _answer(json.loads(answer.text), body)
         except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
-            text = f"not a chat completion: {quoted(answer.text, 300)}"
+            text = f"not a chat completion: {quoted_reply(answer.text)}"
             return ItemAnswer(error={"code": "server_error", "message": text})
 
     async def complete(self, chat: Mapping[str, Any]) -> tuple[dict[str, Any], Mapping[str, int]]:
@@ -162,7 +171,7 @@ class ChatSampler:
                     raise ServerUnavailable(str(silence)) from silence
                 raise
         if self.ours and answer.is_loading:
-            raise ServerUnavailable(f"HTTP {answer.status}: {quoted(answer.text, 300)}")
+            raise ServerUnavailable(f"HTTP {answer.status}: {quoted_reply(answer.text)}")
         return answer
 
     async def close(self) -> None:
@@ -193,6 +202,9 @@ def _answer(completion: Mapping[str, Any], body: bytes) -> ItemAnswer:
 def _error(status: int, text: str) -> dict[str, str]:
     try:
         error = json.loads(text)["error"]
-        return {"code": str(error.get("code") or f"http_{status}"), "message": str(error["message"])[:1000]}
+        return {
+            "code": str(error.get("code") or f"http_{status}"),
+            "message": hide_in_error(str(error["message"])[:1000]),
+        }
     except (ValueError, KeyError, TypeError, AttributeError):
-        return {"code": f"http_{status}", "message": f"HTTP {status}: {quoted(text, 300)}"}
+        return {"code": f"http_{status}", "message": f"HTTP {status}: {quoted_reply(text)}"}

@@ -35,7 +35,7 @@ def deliver(
         raise UserMistake(
             "no_improvement",
             "require_improvement is set, and the validation reward is not significantly above that of "
-            f"{_start(recorder)}."
+            f"{recorder.start_name}."
             f"{numbers} The checkpoints are kept.",
             param_of(recorder.method, "require_improvement"),
         )
@@ -55,13 +55,13 @@ def judge(step: int, recorder: Recorder, history: History, thresholds: Threshold
     base, tuned = history.base_scores, recorder.row_scores(step)
     compared = compare(base, tuned) if base is not None and tuned is not None else None
     if compared is None:
-        start = _start(recorder)
+        start = recorder.start_name
         recorder.warn(
             f"The model cannot be compared with {start}: no validation row was graded for both.", {}
         )
         return None
     damage = monitors.damage(history.steps, step, thresholds)
-    start = _start(recorder)
+    start = recorder.start_name
     verdict = compared.verdict(
         step,
         None if damage is None else damage[0],
@@ -81,7 +81,3 @@ def judge(step: int, recorder: Recorder, history: History, thresholds: Threshold
     message = f"The delivered model {finding}. {verdict.sentence()} Likely cause: {evidence}"
     recorder.judged(verdict, message, level="error", data={"cause": cause})
     return verdict
-
-
-def _start(recorder: Recorder) -> str:
-    return recorder.parent_model or "the base model"

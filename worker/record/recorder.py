@@ -17,7 +17,7 @@ from core.jobs.remaining import RemainingSteps
 from core.jobs.verdict import Verdict
 from core.outbound import webhooks
 from core.results import evals, rollouts
-from core.results.lineage import Parent
+from core.results.lineage import Parent, start_name
 from core.results.rollouts import Row
 from core.results.step_metrics import StepMetrics
 from core.tenancy import tenants
@@ -80,6 +80,10 @@ class JobRecorder:
     def parent_model(self) -> str | None:
         parent = Parent.of(self.job)
         return None if parent is None else parent.model
+
+    @property
+    def start_name(self) -> str:
+        return start_name(Parent.of(self.job))
 
     @property
     def is_held_out(self) -> bool:

@@ -19,7 +19,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from core.outbound.http import trusted_client
-from graders.calls import MAX_WAIT_S, CallRetryPolicy, NoAnswer, RateLimit, Reply, post
+from graders.calls import MAX_WAIT_S, CallRetryPolicy, NoAnswer, RateLimit, Reply, post, quoted_reply
 from graders.judge.judges import JudgeModel
 from graders.template import quoted
 from graders.types import TokenUsage
@@ -289,4 +289,4 @@ def _logprob(value: Any) -> float:
 
 
 def _said(reply: Reply) -> str:
-    return f"HTTP {reply.status}: {quoted(reply.text, 300)}"
+    return f"HTTP {reply.status}: {quoted_reply(reply.text)}"
