@@ -114,7 +114,7 @@ def test_a_part_of_another_content_is_not_sent(api: TestClient) -> None:
 
 @pytest.mark.both_databases
 def test_its_content_comes_back_byte_for_byte(api: TestClient) -> None:
-    content = bytes(range(256)) * 1000 + b"\r\n--not-the-boundary\r\n" + ROW
+    content = ROW * 1000 + "é\u2028\x01".encode() + b"\r\n--not-the-boundary\r\n" + ROW
     file_id = post(api, content).json()["id"]
 
     answer = api.get(f"/v1/files/{file_id}/content")

@@ -35,10 +35,11 @@ grader = "grader.json"
 [hyperparameters]
 n_epochs = 1
 batch_size = 4
-[hyperparameters.advanced]
+[hyperparameters.advanced.sampling]
 group_size = 4
 max_completion_tokens = 3
-lora_rank = 8
+[hyperparameters.advanced.lora]
+rank = 8
 """
 
 
