@@ -6,6 +6,7 @@ This module imports nothing of ours, so that graders can use it too.
 import re
 from collections.abc import Collection, Mapping
 from typing import Any
+from urllib.parse import unquote
 
 MASK = "***"
 
@@ -17,7 +18,11 @@ _NAME = (
 _SECRET_FIELD = re.compile(_NAME, re.IGNORECASE)
 _HEADERS = re.compile(r"[\w.-]*headers", re.IGNORECASE)
 # In the query of a URL also short names that mean something else in other places.
-_QUERY = re.compile(rf"(?<=[?&;#])((?:{_NAME}|key|code|sig|auth|pwd|pass)=)[^&;#\s\"'<>]+", re.IGNORECASE)
+_QUERY_NAME = re.compile(
+    rf"(?:{_NAME}|[\w.-]*[_-]?key|code|sig|auth|pwd|pass|jwt|session[-_]?id)(?:\[\w*\])?|auth\[\w+\]",
+    re.IGNORECASE,
+)
+_PARAMETER = re.compile(r"(?<=[?&;#])([^=&;#\s]+)=([^&#\s]+)")
 _USER_OF_URL = re.compile(r"(?<=://)[^/?#\s\"'<>]*@")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://\S+")
 _MASKED_URL = re.compile(rf"://{re.escape(MASK)}@|[?&;#][^?&;#=]+={re.escape(MASK)}(?=[&;#]|$)")
@@ -150,5 +155,18 @@ def _masked_texts(value: Any) -> Any:
     return value if value is None else MASK
 
 
+def secrets_of(url: str) -> list[str]:
+    """The values of the query's parameters that `hide_secrets` masks."""
+    return [unquote(value) for name, value in _PARAMETER.findall(url) if _QUERY_NAME.fullmatch(unquote(name))]
+
+
 def _hide_in_urls(text: str) -> str:
-    return _QUERY.sub(rf"\1{MASK}", _USER_OF_URL.sub(f"{MASK}@", text))
+    return _PARAMETER.sub(_hidden_parameter, _USER_OF_URL.sub(f"{MASK}@", text))
+
+
+def _hidden_parameter(found: re.Match[str]) -> str:
+    name, value = found.groups()
+    if not _QUERY_NAME.fullmatch(unquote(name)):
+        return found[0]
+    # In a sentence a comma or a quotation mark may end the URL.
+    return f"{name}={MASK}{value[len(value.rstrip(',.)')) :]}"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import httpx
 
-from core.masking import hide_in_error
+from core.masking import hide_in_error, mask_values
 from core.outbound.http import NoAddress, UrlNotAllowed
 from graders.template import quoted
 
@@ -167,9 +167,9 @@ async def _post_once(
         return Reply(response.status_code, text, response.headers.get("retry-after"))
 
 
-def quoted_reply(text: str) -> str:
-    """Quote what a server answered, for readers of the job: without secrets, such as the key that it refused."""
-    return quoted(hide_in_error(text[:2000]), 300)
+def quoted_reply(text: str, *keys: str) -> str:
+    """Quote what a server answered, for readers of the job: without secrets, such as the keys that it was sent."""
+    return quoted(hide_in_error(mask_values(text[:2000], keys)), 300)
 
 
 def _is_passing(status: int) -> bool:

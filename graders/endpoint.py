@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import httpx
 
-from core.masking import hide_in_error, mask_values
+from core.masking import hide_in_error, mask_values, secrets_of
 from core.outbound.http import Outgoing, UrlNotAllowed, host_of, is_address, matches, parse, resolve_host
 from graders.calls import CallRetryPolicy, NoAnswer, RateLimit, post
 from graders.template import quoted
@@ -153,7 +153,9 @@ class Endpoint:
 
     def _quoted(self, answer: str) -> str:
         """The answer of the server for readers of the job, who may not see the secrets that the server was sent."""
-        return quoted(hide_in_error(mask_values(answer[:MAX_QUOTED], self.headers.values())))
+        return quoted(
+            hide_in_error(mask_values(answer[:MAX_QUOTED], [*self.headers.values(), *secrets_of(self.url)]))
+        )
 
 
 def _steps(text: str, sample: Sample) -> tuple[StepScore, ...]:

@@ -255,7 +255,11 @@ class ItemOut(BaseModel):
 
 def _without_secrets(said: Mapping[str, Any]) -> dict[str, Any]:
     """A sample, or the result of a grader, without the secrets of a server that an imported error may quote."""
-    return {**said, **({"error": hide_in_error(said["error"])} if said.get("error") else {})}
+    hidden: dict[str, Any] = hide_secrets(said)
+    for name in ("error", "reason"):
+        if hidden.get(name):
+            hidden[name] = hide_in_error(hidden[name])
+    return hidden
 
 
 def _result(criterion: Criterion, row: Row) -> dict[str, Any]:

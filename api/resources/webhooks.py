@@ -35,7 +35,7 @@ EventType = Annotated[str, AfterValidator(_known)]
 # The first unknown one is reported. Complaints of a whole body of them would take a gigabyte.
 EventTypes = Annotated[list[EventType], Field(min_length=1, max_length=100, fail_fast=True)]
 Name = Annotated[str, Field(min_length=1, max_length=128, pattern=NoNul)]
-Url = Annotated[str, Field(max_length=2048, pattern=NoNul)]
+Url = Annotated[str, Field(max_length=2048, pattern=r"^[^\s\x00]*$")]
 
 
 class Thresholds(StrictModel):

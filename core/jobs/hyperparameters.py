@@ -61,6 +61,19 @@ NO_ENGINES_OF_ITS_OWN = (
 )
 
 
+def _without_nulls(sent: Any) -> Any:
+    """A null is the default, in a group and for a whole group, as for OpenAI's own hyperparameters."""
+    if not isinstance(sent, Mapping):
+        return sent
+    return {
+        name: {key: value for key, value in group.items() if value is not None}
+        if isinstance(group, Mapping)
+        else group
+        for name, group in sent.items()
+        if group is not None
+    }
+
+
 class Advanced(Value):
     """Hyperparameters beyond OpenAI's, in groups."""
 
@@ -84,7 +97,7 @@ class Advanced(Value):
     @classmethod
     def _errors_at_their_paths(cls, sent: Any, handler: ModelWrapValidatorHandler["Advanced"]) -> "Advanced":
         try:
-            return handler(sent)
+            return handler(_without_nulls(sent))
         except ValidationError as invalid:
             errors = [as_sent(error) for error in invalid.errors(include_url=False)]
             raise ValidationError.from_exception_data(invalid.title, errors) from None
@@ -310,6 +323,10 @@ ELSEWHERE = {
     "epsilon_high": "clip_high",
     "clip_ratio_high": "clip_high",
     "loss_type": "loss",
+    "adv_estimator": "loss",
+    "use_kl_loss": "kl",
+    "lr_scheduler_type": "learning_rate_schedule",
+    "ppo_mini_batch_size": "mini_batches",
     "scale_rewards": "advantage_scale",
     "max_completion_length": "max_completion_tokens",
     "max_tokens": "max_completion_tokens",

@@ -203,11 +203,13 @@ class HttpJudges:
         except NoAnswer as silence:
             raise JudgeFailed(f"{model}: {silence}") from None
         if not answer.ok:
-            raise JudgeFailed(f"{model}: HTTP {answer.status}: {quoted_reply(answer.text)}")
+            raise JudgeFailed(f"{model}: HTTP {answer.status}: {quoted_reply(answer.text, served.api_key)}")
         try:
             return _reply(json.loads(answer.text), body)
         except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
-            raise JudgeFailed(f"{model}: not a chat completion: {quoted_reply(answer.text)}") from None
+            raise JudgeFailed(
+                f"{model}: not a chat completion: {quoted_reply(answer.text, served.api_key)}"
+            ) from None
 
     def _keep(self, key: str, reply: JudgeReply) -> None:
         self._replies[key] = reply

@@ -14,6 +14,7 @@ from starlette.testclient import TestClient
 from core.database.tables import WebhookDelivery
 from core.masking import hide_in_error, hide_secrets, masked_path
 from graders.backends import Backends
+from graders.calls import quoted_reply
 from graders.endpoint import Endpoints
 from tests.api.conftest import GRADER, House
 from tests.api.test_any_text import EXAMPLES, QUERIES, REFUSED, Walk, furnished
@@ -152,3 +153,18 @@ def test_an_error_keeps_all_but_its_secrets() -> None:
 def test_no_way_to_write_a_secret_in_an_error_shows_it(said: str) -> None:
     assert SECRET not in hide_in_error(said)
     assert SECRET not in hide_in_error({"message": said})["message"]
+
+
+def test_a_server_that_repeats_the_key_that_it_was_sent_is_quoted_without_it() -> None:
+    assert quoted_reply(f"Incorrect key provided: {SECRET}.", SECRET) == "'Incorrect key provided: ***.'"
+
+
+@pytest.mark.parametrize(
+    "name", ["api_key", "api%5Fkey", "subscription-key", "x-functions-key", "auth[token]", "jwt"]
+)
+@pytest.mark.parametrize("value", [SECRET, f"'{SECRET}'", f"a;{SECRET}", f"%22{SECRET}"])
+def test_each_parameter_of_a_url_with_the_name_of_a_secret_is_masked(name: str, value: str) -> None:
+    assert (
+        hide_secrets(f"https://a.example/?page=2&{name}={value}&b=1")
+        == f"https://a.example/?page=2&{name}=***&b=1"
+    )

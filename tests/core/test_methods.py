@@ -603,6 +603,12 @@ def test_a_plain_value_for_a_group_is_refused_with_the_shape_of_the_group(group:
     assert Hyperparameters.model_validate({"advanced": {group: json.loads(example)}})
 
 
+def test_a_null_in_a_group_and_for_a_group_is_the_default() -> None:
+    nulls = dict.fromkeys(GROUPS) | {"sampling": {"temperature": None}}
+
+    assert Hyperparameters.model_validate({"advanced": nulls}) == Hyperparameters()
+
+
 def test_a_penalty_of_zero_is_no_group() -> None:
     with pytest.raises(ValidationError, match=r"expected an object such as .*, or none"):
         Hyperparameters.model_validate({"advanced": {"kl": 0}})
