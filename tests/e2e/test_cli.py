@@ -39,10 +39,9 @@ batch_size = 4
 eval_interval = 4
 
 [hyperparameters.advanced]
-group_size = 16
-learning_rate = 0.02
-max_completion_tokens = 3
-lora_rank = 8
+sampling = { group_size = 16, max_completion_tokens = 3 }
+optimizer = { learning_rate = 0.02 }
+lora = { rank = 8 }
 """
 
 

@@ -170,7 +170,7 @@ def test_where_adapters_lie_is_not_told_to_tenants(
 def test_a_file_in_parts_crosses_the_store_whole(production: tuple[Server, subprocess.Popen[bytes]]) -> None:
     server, _ = production
     client = server.client()
-    content = os.urandom(20 << 20)
+    content = b'{"a": "%s"}\n' % os.urandom(10 << 20).hex().encode()
 
     upload = client.uploads.upload_file_chunked(
         file=content,

@@ -113,7 +113,7 @@ RESOLVED = {
 }
 # And what is known of it in words that are newer.
 THEN = RESOLVED | {
-    "normalize": "signal",
+    "normalize": "papers",
     "require_improvement": False,
     "chat_template": None,
     "chat_template_kwargs": {},
