@@ -96,7 +96,8 @@ def train(seed: int, args: argparse.Namespace) -> tuple[list[dict[str, Any]], li
     """The recorded steps of a run, and its events above level info."""
     asked: dict[str, Any] = HYPERPARAMETERS | {"n_epochs": args.epochs, "eval_interval": args.eval_interval}
     if args.learning_rate:
-        asked["advanced"] = asked["advanced"] | {"optimizer": {"learning_rate": args.learning_rate}}
+        optimizer = asked["advanced"].get("optimizer", {}) | {"learning_rate": args.learning_rate}
+        asked["advanced"] = asked["advanced"] | {"optimizer": optimizer}
     train_rows, valid_rows = (
         datasets.read_examples(iter([(DATA / f"{split}.jsonl").read_bytes()])) for split in ("train", "valid")
     )

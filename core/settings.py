@@ -240,8 +240,8 @@ class Settings(BaseSettings):
     # vLLM engines that sample for one job, each on `tensor_parallel` GPUs (docs/howto/scale.md). auto: as many as
     # the job's GPUs are enough for; 1 on a CPU.
     engines: EngineCount = "auto"
-    # GPUs (on a CPU, processes) for sampling alone, besides those of the ranks. Jobs with `off_policy_steps` sample
-    # there while the ranks learn; others sample on all GPUs (docs/howto/scale.md).
+    # GPUs (on a CPU, processes) for sampling alone, besides those of the ranks. Jobs with the schedule `off_policy`
+    # sample there while the ranks learn; others sample on all GPUs (docs/howto/scale.md).
     sampling_gpus: int = Field(default=0, ge=0)
     # Rollout fleets by base model, as JSON: {"qwen3-4b": ["http://sampler-qwen3-4b:8300"]}. Jobs on these models are
     # sampled there, by the processes of `regraft-server sampler` behind all addresses that the names resolve to, with

@@ -14,14 +14,13 @@ from typing import Any, ClassVar
 
 import httpx
 
-from core.masking import hide_in_error, mask_values, secrets_of
+from core.masking import hide_in_error, secrets_of
 from core.outbound.http import Outgoing, UrlNotAllowed, host_of, is_address, matches, parse, resolve_host
-from graders.calls import CallRetryPolicy, NoAnswer, RateLimit, post
+from graders.calls import CallRetryPolicy, NoAnswer, RateLimit, post, quoted_reply
 from graders.template import quoted
 from graders.types import ErrorKind, Grade, Item, Sample, StepScore, is_score, steps_of, too_large
 
 MAX_PAYLOAD = 1_000_000  # bytes
-MAX_QUOTED = 4096  # characters of an answer of which a reason may quote a part
 TIMEOUT_S = 600.0
 
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
@@ -153,9 +152,7 @@ class Endpoint:
 
     def _quoted(self, answer: str) -> str:
         """The answer of the server for readers of the job, who may not see the secrets that the server was sent."""
-        return quoted(
-            hide_in_error(mask_values(answer[:MAX_QUOTED], [*self.headers.values(), *secrets_of(self.url)]))
-        )
+        return quoted_reply(answer, *self.headers.values(), *secrets_of(self.url))
 
 
 def _steps(text: str, sample: Sample) -> tuple[StepScore, ...]:

@@ -169,7 +169,7 @@ def test_a_name_stands_for_one_class() -> None:
 
 
 def test_the_training_loop_leads_to_few_files() -> None:
-    """Whoever reads worker/run.py first can hold what it loads. Raise a bound only with the reason in an adr."""
+    """A reader can learn all that worker/run.py loads. Raise a bound only with the reason in an ADR."""
     loop = figures("worker.run")
 
     assert loop["files"] <= 55

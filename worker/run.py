@@ -152,6 +152,12 @@ class Run:
         skipped = stopping.in_a_row(self.history.steps, lambda one: one.skipped_updates == 1)
         divergence.check_updates(skipped, self.settings.total_steps)
 
+    def compared_rewards(self, train_P: Sequence[Group]) -> list[Sequence[float | None]]:
+        """The rewards that the loss compares with each other, by group; none if it compares those of all groups."""
+        if self.settings.has_token_rewards:
+            return []
+        return [group.taught_by(self.settings.supervision) for group in train_P if not group.has_teacher]
+
     def is_measured(self, step: int) -> bool:
         return step % self.settings.eval_interval == 0 or step == self.settings.total_steps
 
@@ -208,13 +214,7 @@ class Run:
         found = monitors.check(
             [*self.history.steps, data.without_sections()], self.thresholds, self.history.warned
         )
-        if (
-            not self.settings.has_token_rewards
-        ):  # else answers to different prompts are compared with each other
-            rewards_PG = [
-                group.taught_by(self.settings.supervision) for group in train_P if not group.has_teacher
-            ]
-            found += monitors.alike_rewards(rewards_PG, self.history.warned)
+        found += monitors.alike_rewards(self.compared_rewards(train_P), self.history.warned)
         pause = self.recorder.step(data, stored, ahead=ahead, valid_scores=scores, findings=found)
         self.history.add(data, [finding.rule for finding in found])
         if data.step == 0:

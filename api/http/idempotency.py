@@ -79,7 +79,8 @@ OnceStreamed = Annotated[OnceOnly, Depends(_once_streamed, scope="function")]
 async def _once(request: Request, once: OnceStreamed) -> OnceOnly:
     if once.key is None:
         return once
-    content = await request.body()  # FastAPI has already read and cached it
+    # The bytes, not `request.json()`: a dependency may have put the current version of a stored grader there.
+    content = await request.body()
     try:
         return once.about(json.loads(content))
     except ValueError:  # invalid JSON, so the endpoint is not called

@@ -214,7 +214,7 @@ class Hyperparameters(WithoutNulls):
         return [
             f"reasoning_effort '{self.reasoning_effort}' has no effect on a model that does not reason. A model that "
             "does uses its chat template's own switch, or else limits its thoughts: see "
-            f"hyperparameters.advanced.sampling.thinking_budget."
+            "hyperparameters.advanced.sampling.thinking_budget."
         ]
 
 
@@ -265,22 +265,22 @@ class Resolved(Value):
     max_grad_norm: float
     warmup_steps: int
     chat_template: chat_templates.Name | None
-    chat_template_kwargs: dict[str, bool | int | float | str] = {}
-    thinking_budget: int | None = None
-    lora_targets: LoraTargets = "all-linear"
-    learning_rate_schedule: LearningRateSchedule = "constant"
-    eval_pass_score: float = 1.0
-    mini_batches: int = 1
-    prompt_order: PromptOrder = "shuffled"
-    train: Train = "lora"
-    continue_in_flight: bool = False
-    gae_lambda: float | None = None
-    gamma: float | None = None
-    value_clip: float | None = None
-    value_weight: float | None = None
-    value_learning_rate: float | None = None
-    value_warmup_steps: int | None = None
-    kl_warmup_steps: int = 0
+    chat_template_kwargs: dict[str, bool | int | float | str]
+    thinking_budget: int | None
+    lora_targets: LoraTargets
+    learning_rate_schedule: LearningRateSchedule
+    eval_pass_score: float
+    mini_batches: int
+    prompt_order: PromptOrder
+    train: Train
+    continue_in_flight: bool
+    gae_lambda: float | None
+    gamma: float | None
+    value_clip: float | None
+    value_weight: float | None
+    value_learning_rate: float | None
+    value_warmup_steps: int | None
+    kl_warmup_steps: int
 
     @property
     def has_token_rewards(self) -> bool:

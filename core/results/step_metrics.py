@@ -221,8 +221,8 @@ class StepMetrics(_Part):
         "Effective share of the sample under the weights pi_trainer / pi_sampler.", csv=True
     )
     staleness: float | None = metric(
-        "With `off_policy_steps`: mean number of updates between the policy that sampled a token and the one that "
-        "learns from it.",
+        "With the schedule `off_policy`: mean number of updates between the policy that sampled a token and the one "
+        "that learns from it.",
         "updates",
     )
     stale_tokens_share: float | None = metric(
@@ -245,8 +245,8 @@ class StepMetrics(_Part):
         "Sampled tokens per second of the phase sampling, or of `ahead_seconds`.", "tokens/s"
     )
     ahead_seconds: float | None = metric(
-        "With `off_policy_steps`: seconds in which the answers were sampled during earlier steps. The phase sampling "
-        "is the part of it that the trainer waited for.",
+        "With the schedule `off_policy`: seconds in which the answers were sampled during earlier steps. The phase "
+        "sampling is the part of it that the trainer waited for.",
         "s",
     )
     training_tokens_per_second: float | None = metric(

@@ -138,7 +138,7 @@ def _refuse_absent(model: PreTrainedModel, layers: Sequence[LinearLayer], target
         if not chosen(layers, "attention" if targets == "attention" else [target]):
             names = sorted({layer.name.rpartition(".")[2] for layer in layers})
             raise InvalidTargets(
-                f"lora_targets: {target!r} {_reason(model, target)}. These layers of {type(model).__name__} can have "
+                f"lora.targets: {target!r} {_reason(model, target)}. These layers of {type(model).__name__} can have "
                 f"an adapter: {', '.join(names)}."
             )
 

@@ -658,7 +658,7 @@ def _for_copies(name: str, shape: Shape, work: Workload, machine: Machine) -> in
     if machine.main_memory is not None and needed > machine.main_memory:
         raise DoesNotFit(
             f"{name} needs {needed / GIB:.1f} GiB of main memory for the adapters of earlier policies, and "
-            f"{machine.main_memory / GIB:.1f} GiB are free. Choose a smaller off_policy_steps or lora_rank, or have "
+            f"{machine.main_memory / GIB:.1f} GiB are free. Choose smaller schedule.steps or lora.rank, or have "
             "the operator give the worker more main memory."
         )
     return needed

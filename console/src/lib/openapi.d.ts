@@ -2276,7 +2276,7 @@ export interface components {
             logprob_gap_ess?: number | null;
             /**
              * Staleness
-             * @description With `off_policy_steps`: mean number of updates between the policy that sampled a token and the one that learns from it.
+             * @description With the schedule `off_policy`: mean number of updates between the policy that sampled a token and the one that learns from it.
              */
             staleness?: number | null;
             /**
@@ -2336,7 +2336,7 @@ export interface components {
             sampling_tokens_per_second?: number | null;
             /**
              * Ahead Seconds
-             * @description With `off_policy_steps`: seconds in which the answers were sampled during earlier steps. The phase sampling is the part of it that the trainer waited for.
+             * @description With the schedule `off_policy`: seconds in which the answers were sampled during earlier steps. The phase sampling is the part of it that the trainer waited for.
              */
             ahead_seconds?: number | null;
             /**
