@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -50,7 +49,6 @@ from worker.sharing.base import BaseLost, RunsAlone, SharedBase
 from worker.sharing.turns import TURNS
 
 if TYPE_CHECKING:
-    from multiprocessing.queues import SimpleQueue
     from multiprocessing.synchronize import Event
 
     from worker.learn.world import World
@@ -148,27 +146,21 @@ def main(assemble: Assemble | None = None, rank: Callable[..., None] | None = No
         stopping = True
 
     signal.signal(signal.SIGTERM, on_signal)
-    # This takes seconds, and a spare child does it before there is a job.
     with process.importing():
         assemble = assemble or import_module("worker.assemble").assemble
-    return run_claim(sys.stdin.readline, settings, assemble, args.progress, lambda: stopping)
+    return run_claim(sys.stdin.readline(), settings, assemble, args.progress, lambda: stopping)
 
 
 def in_ranks(settings: Settings, progress: Path, rank: Callable[..., None]) -> int:
-    """Start the ranks, which import their libraries and wait for the claim, and wait for their end."""
+    """Start the ranks, and wait for their end."""
     from worker.learn.launch import Group, MembersMissing, RanksFailed, launch
 
-    context = multiprocessing.get_context("spawn")
-    stopping, claims = context.Event(), context.SimpleQueue()
+    stopping = multiprocessing.get_context("spawn").Event()
     signal.signal(signal.SIGTERM, lambda number, frame: stopping.set())
-    # A spawned process has no stdin.
-    if settings.nodes == 1:
-        threading.Thread(target=lambda: claims.put(sys.stdin.readline()), daemon=True).start()
-    else:  # the other machines join an attempt, and are free to stop while there is none
-        claims.put(sys.stdin.readline())
+    claim = sys.stdin.readline()  # the ranks have no stdin
     try:
         return launch(
-            rank, os.getpid(), progress, stopping, claims, ranks=settings.ranks, group=Group.of(settings)
+            rank, os.getpid(), progress, stopping, claim, ranks=settings.ranks, group=Group.of(settings)
         )
     except (RanksFailed, MembersMissing) as cause:
         print(cause, file=sys.stderr)  # noqa: T201 - what the supervisor quotes
@@ -179,7 +171,7 @@ def be_rank(
     parent: int,
     progress: Path,
     stopping: "Event",
-    claims: "SimpleQueue[str]",
+    claim: str,
     world: "type[World] | None" = None,
 ) -> NoReturn:
     """Be one rank: run the job, or follow the one that does. Exits with a status in any case, which ends all ranks."""
@@ -196,7 +188,7 @@ def be_rank(
         ranks.watch_machines(settings.lost_machine_seconds, partial(end_without, settings))
         if ranks.rank > 0:
             follow_rank_0(ranks)
-        status = run_claim(claims.get, settings, assemble, progress, stopping.is_set, ranks)
+        status = run_claim(claim, settings, assemble, progress, stopping.is_set, ranks)
         status = process.ENDED if status == process.DONE else status
     except BaseException:
         traceback.print_exc()
@@ -253,20 +245,20 @@ def end_without(settings: Settings, machine: int) -> NoReturn:
 
 
 def run_claim(
-    read_claim: Callable[[], str],
+    line: str,
     settings: Settings,
     assemble: Assemble,
     progress: Path,
     stop_requested: Callable[[], bool],
     world: "World | None" = None,
 ) -> int:
-    """Run the job of a claim, and return the exit status."""
+    """Run the job of a claim, a line of stdin, and return the exit status."""
     from worker.record.recorder import JobRecorder
     from worker.run import RunOutcome
 
     database = Database(settings.database)
     blobs = blobs_of(settings)
-    job_id, epoch, *folder = read_claim().rstrip("\n").split(" ", 2)
+    job_id, epoch, *folder = line.rstrip("\n").split(" ", 2)
     PROGRESS.begin()
     claim = Claim(job_id, int(epoch), "run")
     beat = beats_into(progress)

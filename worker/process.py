@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import multiprocessing
 import os
 import select
 import signal
@@ -10,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import connection
 from pathlib import Path
 
 DONE = 0
@@ -24,6 +26,7 @@ USER_MISTAKE = 78  # EX_CONFIG: the job has failed permanently, with the reason
 # Any other status is an infrastructure failure: the supervisor requeues the job a limited number of times.
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
 
 
 @dataclass(frozen=True)
@@ -80,15 +83,31 @@ def importing() -> Iterator[None]:
         gc.enable()
 
 
+def name_this(name: str) -> None:
+    """Show this process as `name`, of which the kernel keeps 15 bytes, in `ps -o comm` and `top` (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
+
+
 def die_with_parent(parent: int) -> None:
     """Have the kernel kill this process when its parent dies (Linux; elsewhere the lease's end does it later).
 
-    The parent may have died before we asked, so its number is compared afterwards.
+    The parent may have died before we asked, so its number is compared afterwards. A process that was forked for the
+    parent (worker/forking.py) is the child of another.
     """
+    forked_for = multiprocessing.parent_process()
+    if forked_for is not None and forked_for.pid == parent != os.getppid():
+        threading.Thread(target=_die_with, args=(forked_for.sentinel,), name="parent", daemon=True).start()
+        return
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(DRAINED)
+
+
+def _die_with(sentinel: int) -> None:
+    connection.wait([sentinel])
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def die_with_ancestor(ancestor: int) -> None:

@@ -4,7 +4,7 @@
 
 drain: the launcher gets SIGTERM in the first step of an attempt. SIGKILL, SIGSTOP: rank 1 gets it in the second step.
 shard: as drain, and both ranks share one copy of the model, as GPUs do on which it does not fit whole; each that
-does leaves a file in the data folder. none: nothing happens.
+does leaves a file in the data folder. none: nothing happens. The file `sessions` there names the session of each.
 """
 
 import os
@@ -65,14 +65,16 @@ def be_member(parent: int) -> None:
     child.be_member(parent, Eventful)
 
 
-def be_rank(parent: int, progress: Path, stopping: Any, claims: Any) -> None:
+def be_rank(parent: int, progress: Path, stopping: Any, claim: str) -> None:
     if os.environ["EVENT"] == "shard":
         share_the_base()
-    child.be_rank(parent, progress, stopping, claims, Eventful)
+    child.be_rank(parent, progress, stopping, claim, Eventful)
 
 
 if __name__ == "__main__":
     os.environ["EVENT"] = sys.argv.pop(1)
+    with Path(os.environ["REGRAFT_DATA_DIR"], "sessions").open("a") as sessions:
+        sessions.write(f"{os.getsid(0)}\n")
     if sys.argv[1] == "member":
         del sys.argv[1]
         sys.exit(launcher.main(rank=be_member))

@@ -167,9 +167,6 @@ class Recorded(Supervisor):
         self.asked.release()
         return 0
 
-    def keep_spare(self) -> None:
-        """None: it would import torch."""
-
 
 def test_a_worker_starts_queued_jobs_while_its_broker_is_unreachable(bench: Bench) -> None:
     with lifecycle.fenced(bench.database, bench.claim) as (session, job):

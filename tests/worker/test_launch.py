@@ -92,11 +92,16 @@ def queued(
 
 
 def wait_for_processes(folder: Path) -> None:
-    """Wait for the end of all processes whose data folder it is."""
+    """Wait for the end of all processes whose data folder it is, but for the fork server of this one."""
+    sessions = set((folder / "sessions").read_text().split()) if (folder / "sessions").exists() else set()
+    mark = f"REGRAFT_DATA_DIR={folder}\0".encode()
     for process in Path("/proc").iterdir():
         with suppress(OSError):
-            mark = f"REGRAFT_DATA_DIR={folder}\0".encode()
-            if process.name.isdecimal() and mark in (process / "environ").read_bytes():
+            if not process.name.isdecimal():
+                continue
+            _, parent, _, session, *_ = (process / "stat").read_text().rpartition(")")[2].split()
+            marked = mark in (process / "environ").read_bytes()
+            if session in sessions or (marked and int(parent) != os.getpid()):
                 ended = os.pidfd_open(int(process.name))
                 waiting = poll()
                 waiting.register(ended)

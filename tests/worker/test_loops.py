@@ -56,8 +56,8 @@ def test_a_member_whose_launcher_cannot_be_started_tries_again() -> None:
 
 
 def test_an_inference_process_that_cannot_be_started_is_started_for_the_same_request_later() -> None:
-    def start(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
-        return subprocess.Popen([sys.executable, "-c", WAIT], **options)
+    def start(command: Sequence[str], environment: dict[str, str], **options: Any) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, "-c", WAIT], env=environment, **options)
 
     starting = FailsOnce(NO_MEMORY, start)
     listening = socket.create_server(("127.0.0.1", 0))

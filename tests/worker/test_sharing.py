@@ -295,7 +295,7 @@ def test_a_run_that_does_not_fit_beside_others_tells_its_supervisor_why(
         raise RunsAlone("no room")
 
     status = run_claim(
-        lambda: f"{bench.claim.job_id} {bench.claim.epoch}\n",
+        f"{bench.claim.job_id} {bench.claim.epoch}\n",
         Settings(data_dir=tmp_path),
         assemble_nothing,
         progress,

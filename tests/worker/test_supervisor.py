@@ -330,63 +330,6 @@ def test_a_child_that_is_drained_before_it_knows_what_that_means_costs_nothing(
     assert (bench.job().status, bench.job().failures) == ("queued", 0)
 
 
-SAY_WHAT = "import sys; told = sys.stdin.readline(); sys.exit(told)"
-
-
-def test_a_spare_child_waits_for_a_job_and_is_told_which(
-    bench: Bench, supervise: Callable[..., tuple[Any, Child]]
-) -> None:
-    supervisor, child = supervise(SAY_WHAT)
-    supervisor.keep_spare()
-    assert child.started.wait(60)
-
-    assert supervisor.run_waiting() == 1
-
-    assert len(child.pids) == 1
-    assert f"{bench.job().id} {bench.job().epoch}" in bench.events("warn")[-1]
-
-
-def test_a_spare_child_that_has_died_is_replaced(
-    bench: Bench, supervise: Callable[..., tuple[Any, Child]]
-) -> None:
-    supervisor, child = supervise(SAY_WHAT)
-    supervisor.keep_spare()
-    assert child.started.wait(60)
-    os.kill(child.pids[0], signal.SIGKILL)
-    assert not alive(child.pids[0])
-
-    assert supervisor.run_waiting() == 1
-
-    assert f"{bench.job().id} {bench.job().epoch}" in bench.events("warn")[-1]
-
-
-def test_a_spare_child_goes_with_the_worker_and_none_comes_after(
-    supervise: Callable[..., tuple[Any, Child]],
-) -> None:
-    supervisor, child = supervise("import signal; signal.pause()")
-    supervisor.keep_spare()
-    assert child.started.wait(60)
-
-    supervisor.stop()
-
-    assert not alive(child.pids[0])
-    supervisor.keep_spare()
-    assert not supervisor.has_spare
-
-
-def test_there_is_no_spare_child_beside_a_job(supervise: Callable[..., tuple[Any, Child]]) -> None:
-    supervisor, child = supervise(WAIT)
-    worker = threading.Thread(target=supervisor.run_waiting)
-    worker.start()
-    assert child.started.wait(60)
-
-    supervisor.keep_spare()
-
-    assert not supervisor.has_spare
-    supervisor.stop()
-    worker.join(60)
-
-
 def test_a_run_that_gets_nowhere_is_killed_and_tried_again(
     bench: Bench, supervise: Callable[..., tuple[Any, Child]]
 ) -> None:

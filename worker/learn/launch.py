@@ -1,7 +1,8 @@
 """Start the ranks of an attempt with torch's elastic launcher, the library behind torchrun, and wait for their end.
 
-The processes are spawned, so they stay in the process group of this one, which the supervisor kills. The first rank
-that exits ends all others, and nothing is restarted here: the job resumes from its last checkpoint in another attempt.
+The processes are forked, which saves each of them the imports, and stay in the process group of this one, which the
+supervisor kills. This one uses no GPU, and no rank returns from `entry`. The first rank that exits ends all others,
+and nothing is restarted here: the job resumes from its last checkpoint in another attempt.
 
 Each machine of a group has a launcher. They meet at the store of the first one, by torch's static rendezvous.
 """
@@ -20,7 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from core.settings import Settings
-from worker import process
+from worker import forking, process
 
 # Machines with another version never meet, because orders are pickles of classes of this package.
 RUN = f"regraft-{version('regraft-server')}"
@@ -77,11 +78,12 @@ def launch(entry: Callable[..., None], *arguments: Any, ranks: int, group: Group
         nproc_per_node=ranks,
         run_id=RUN,
         max_restarts=0,
+        start_method="fork" if forking.FORKS else "spawn",
         signals_to_handle="SIGQUIT",  # SIGTERM is ours: it drains the run
         **_rendezvous(group),
     )
     try:
-        elastic_launch(config, entry)(*arguments)
+        elastic_launch(config, _be_rank)(entry, *arguments)
     except DistError as cause:
         raise group.missing() from cause
     except ChildFailedError as cause:
@@ -93,6 +95,12 @@ def launch(entry: Callable[..., None], *arguments: Any, ranks: int, group: Group
             return process.DONE
         raise RanksFailed(f"rank {rank} {_how(code)}; the job's log may have the reason") from None
     raise AssertionError("each rank exits with a status that is not 0")
+
+
+def _be_rank(entry: Callable[..., None], *arguments: Any) -> None:
+    for number in (signal.SIGTERM, signal.SIGQUIT):  # the launcher's handlers are not for its ranks
+        signal.signal(number, signal.SIG_DFL)
+    entry(*arguments)
 
 
 def _rendezvous(group: Group) -> dict[str, Any]:

@@ -5,10 +5,13 @@ Imports no torch: it only supervises the process that does (worker/members/launc
 
 import logging
 import os
-import subprocess
+import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
+
+from worker import forking
+from worker.forking import Child
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +28,7 @@ class Member:
     def __init__(self, command: Callable[[], Sequence[str]] = launcher_command) -> None:
         self.command = command
         self._stopping = threading.Event()
-        self._child: subprocess.Popen[bytes] | None = None
+        self._child: Child | None = None
         # The child dies with the thread that started it (PR_SET_PDEATHSIG), so the same thread waits for it.
         self.thread = threading.Thread(target=self._keep, name="member", daemon=True)
 
@@ -36,21 +39,19 @@ class Member:
         """Stop without blocking. A launcher that waits for a run exits at once, one in a run with the run."""
         self._stopping.set()
         if self._child is not None:
-            self._child.terminate()
+            self._child.send_signal(signal.SIGTERM)
 
     def _keep(self) -> None:
         while not self._stopping.is_set():
-            # Own session: this process forwards Ctrl-C of a terminal.
+            # In a session of its own: this process forwards Ctrl-C of a terminal.
             try:
-                self._child = subprocess.Popen(
-                    self.command(), stdin=subprocess.DEVNULL, start_new_session=True
-                )
+                self._child = forking.start(self.command(), dict(os.environ))
             except OSError as cause:  # no memory, process or descriptor is free
                 log.warning("the launcher of ranks could not be started: %s; retrying", cause)
                 self._stopping.wait(RESTART_SECONDS)
                 continue
             if self._stopping.is_set():  # `stop` may have missed the new child
-                self._child.terminate()
+                self._child.send_signal(signal.SIGTERM)
             status = self._child.wait()
             if self._stopping.is_set():
                 return

@@ -9,12 +9,13 @@ import os
 import secrets
 import select
 import socket
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
 
 from core.settings import Settings
+from worker import forking
+from worker.forking import Child
 from worker.process import quiet_environment
 
 log = logging.getLogger(__name__)
@@ -42,13 +43,13 @@ class InferenceServer:
         listening: socket.socket,
         *,
         restart_after_s: float = 2.0,
-        start_process: Callable[..., "subprocess.Popen[bytes]"] = subprocess.Popen,
+        start_process: Callable[..., Child] = forking.start,
     ) -> None:
         self._listening = listening
         self._start_process = start_process
         self._restart_after_s = restart_after_s
         self._stopping, self._stop = socket.socketpair()
-        self._child: subprocess.Popen[bytes] | None = None
+        self._child: Child | None = None
         # The child dies with the thread that started it (PR_SET_PDEATHSIG), so the same thread waits for it.
         self._thread = threading.Thread(target=self._keep, name="inference", daemon=True)
 
@@ -68,9 +69,7 @@ class InferenceServer:
             descriptor = self._listening.fileno()
             command = [sys.executable, "-m", "worker.serve", str(descriptor), str(os.getpid())]
             try:
-                self._child = self._start_process(
-                    command, start_new_session=True, pass_fds=[descriptor], env=quiet_environment()
-                )
+                self._child = self._start_process(command, quiet_environment(), pass_fds=[descriptor])
             except (
                 OSError
             ) as cause:  # no memory, process or descriptor is free; the request waits in the backlog

@@ -20,6 +20,7 @@ from core.settings import Settings
 from core.storage.store import BlobStore
 from core.telemetry.metrics import MetricsCollector
 from graders.backends import Backends
+from worker import forking
 from worker.evals.runner import EvalRunner
 from worker.model import capacity
 from worker.supervise import liveness, sharing
@@ -49,7 +50,7 @@ class WorkerService:
         self.send: Send = sender(self.celery)
         self.supervisor = Supervisor(settings, database, blobs)
         self.evals = EvalRunner(settings, database, blobs, backends, self.supervisor.owner, prepare)
-        self.runs = WokenLoop("runs", self._run_next)
+        self.runs = WokenLoop("runs", lambda: self.supervisor.run_waiting())
         self.validations = WokenLoop("validations", self._validate_files)
         # By task, and what a message of it does. Each returns at once.
         wakes = {RUN: self.runs.wake, VALIDATE: self.validations.wake, EVAL: self.evals.wake}
@@ -66,10 +67,6 @@ class WorkerService:
         self._stopped = threading.Event()
         self._reporting: threading.Thread | None = None
         self._threads: list[threading.Thread] = []
-
-    def _run_next(self) -> None:
-        self.supervisor.run_waiting()
-        self.supervisor.keep_spare()
 
     def _validate_files(self) -> None:
         # One message may stand for many jobs, so loop until none is left.
@@ -95,6 +92,7 @@ class WorkerService:
                 thread is meant to, so the caller stops the worker and exits with a status for its supervisor.
         """
         capacity.note(self.settings)
+        forking.warm()  # before there is a job, because imports take most of the time to the first sample
         if self.settings.jobs_per_worker > 1 and (reason := sharing.never(self.settings)):
             log.warning("REGRAFT_JOBS_PER_WORKER has no effect: %s", reason)
         self._thread("celery", self.consumer.run)

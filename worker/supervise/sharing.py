@@ -4,7 +4,6 @@ import contextlib
 import os
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -19,7 +18,7 @@ from core.jobs.devices import GPU_FILES
 from core.registry import Device, Registry, sampler_of
 from core.results.lineage import Parent
 from core.settings import Settings
-from worker import process
+from worker import forking, process
 from worker.sharing.base import OWN_ENGINE
 from worker.supervise.turn_server import TurnServer
 
@@ -50,12 +49,10 @@ class SharedDevice:
             with socket.socket(socket.AF_UNIX) as listener:
                 listener.bind(str(places.base))
                 listener.listen()
-                self._base = subprocess.Popen(
+                self._base = forking.start(
                     self._command(listener.fileno(), self.model),
-                    stdin=subprocess.DEVNULL,
-                    env=process.quiet_environment(),
+                    process.quiet_environment(),
                     pass_fds=[listener.fileno()],
-                    start_new_session=True,  # Ctrl-C in a terminal does not signal it
                 )
             opened.callback(self._end_base)
             self._opened = opened.pop_all()

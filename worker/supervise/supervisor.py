@@ -34,7 +34,8 @@ from core.retry import RetryPolicy
 from core.settings import Settings
 from core.storage.store import BlobStore
 from core.telemetry import logs
-from worker import process
+from worker import forking, process
+from worker.forking import Child
 from worker.supervise.killed import KernelMemory
 from worker.supervise.live_log import LiveLog, end_of
 from worker.supervise.sharing import Hold, SharedDevice, hold_command, why_alone
@@ -85,32 +86,9 @@ class Supervisor:
         self._ended = threading.Event()  # a job that shares the device has
         self._slot = threading.Lock()
         self._stopping = threading.Event()
-        self._spare: RunProcess | None = None
-        self._spare_lock = threading.Lock()
 
     def stop(self) -> None:
         self._stopping.set()
-        if (spare := self._take_spare()) is not None:
-            spare.end()
-
-    def keep_spare(self) -> None:
-        """Start a child ahead of the next job, because imports take most of the time to the first sample.
-
-        Call it only while no job runs, whose memory it would take, and in a long-lived thread: on Linux a child dies
-        with the thread that started it (PR_SET_PDEATHSIG).
-        """
-        with self._spare_lock:
-            if self._spare is None and not self._slot.locked() and not self._stopping.is_set():
-                self._spare = RunProcess(self.command)
-
-    @property
-    def has_spare(self) -> bool:
-        return self._spare is not None
-
-    def _take_spare(self) -> "RunProcess | None":
-        with self._spare_lock:
-            spare, self._spare = self._spare, None
-            return spare
 
     def run_waiting(self) -> int:
         """Claim and run jobs until none is queued. Returns their number; returns 0 at once if a job is running.
@@ -223,11 +201,7 @@ class Supervisor:
 
     def _run_child(self, claim: Claim, device: SharedDevice | None) -> None:
         log.info("running %s, epoch %d", claim.job_id, claim.epoch)
-        child = self._take_spare()
-        if child is not None and not child.is_alive():  # for example, by the kernel's out-of-memory killer
-            child.end()
-            child = None
-        child = child or RunProcess(self.command)
+        child = RunProcess(self.command)
         kills = self.memory.kills()
         peak = Peak(partial(self.memory.peak_of, child.process.pid))
         live = LiveLog(child.words, lambda said: self._keep(claim, said), self.log_seconds)
@@ -254,9 +228,7 @@ class Supervisor:
         except Exception as cause:  # stores raise errors of many libraries
             log.warning("the log of %s is lost: %r", claim.job_id, cause)
 
-    def _watch(
-        self, child: subprocess.Popen[bytes], claim: Claim, progress: "RunProgress", peak: "Peak"
-    ) -> int:
+    def _watch(self, child: Child, claim: Claim, progress: "RunProgress", peak: "Peak") -> int:
         """Wait for the child's exit status, renewing the lease.
 
         Kills the child on a lost lease, an overlong drain, or no progress for too long.
@@ -352,26 +324,22 @@ class Supervisor:
 
 
 class RunProcess:
-    """A process of worker/child.py, which imports its libraries and then reads its job from stdin."""
+    """A process of worker/child.py, which reads its job from stdin."""
 
     def __init__(self, command: Command) -> None:
         self.words = tempfile.TemporaryFile()  # noqa: SIM115 - `end` closes both
         self._progress = tempfile.NamedTemporaryFile()  # noqa: SIM115 - as above
-        # Own process group: Ctrl-C in a terminal does not signal it, and a kill includes the child's children.
-        self.process = subprocess.Popen(
+        # A session of its own: Ctrl-C in a terminal does not signal it, and a kill includes the child's children.
+        self.process = forking.start(
             command(Path(self._progress.name)),
+            process.quiet_environment(),
             stdin=subprocess.PIPE,
             stderr=self.words,
-            env=process.quiet_environment(),
-            start_new_session=True,
         )
 
     @property
     def figures(self) -> Path:
         return process.figures_of(Path(self._progress.name))
-
-    def is_alive(self) -> bool:
-        return self.process.poll() is None
 
     def run(self, claim: Claim, folder: Path | None = None) -> "RunProgress":
         """Send the job to the process. If it has died, its exit status shows it later.
@@ -441,8 +409,9 @@ class Peak:
         self.bytes = now if self.bytes is None else max(self.bytes, now or 0)
 
 
-def _kill(child: subprocess.Popen[bytes]) -> None:
+def _kill(child: Child) -> None:
     """Kill the child and its descendants, if any are left."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
+    child.kill()  # one that has not begun its session yet
     child.wait()
