@@ -31,6 +31,7 @@ from core.registry import Registry
 from core.settings import Settings
 from graders.backends import Backends
 from tests.api.conftest import GRADER, House
+from tests.budgets import examples
 from tests.present import untyped
 
 CHECKS = [
@@ -93,7 +94,7 @@ def send_and_check(
     sent = 0
 
     @settings(
-        max_examples=20,
+        max_examples=examples(6, 20),
         derandomize=True,
         deadline=None,
         database=None,

@@ -18,7 +18,7 @@ def main() -> None:
         try:
             follow(world)
         except BrokenWorld:
-            sys.stdout.write(f"rank {rank} has followed to the end\n")
+            sys.stderr.write(f"rank {rank} has followed to the end\n")
 
 
 if __name__ == "__main__":

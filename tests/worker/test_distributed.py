@@ -152,23 +152,26 @@ def without_adam(*trainers: PeftTrainer) -> None:
             untyped(trainer).value_optimizer.adamw = torch.optim.SGD(trainer.value_optimizer.weights, lr=0.01)
 
 
+SETTINGS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"loss": "dapo"}, {}),
+    ({"loss": "dapo", "updates_per_batch": 1}, {}),  # the KL is watched last, by a forward pass alone
+    ({"loss": "grpo", "overlap": True}, {"budget": 48}),  # distributed while others are being sampled
+    ({"loss": "grpo", "kl": 0.1, "kl_warmup_steps": 3, "mini_batches": 2}, {"budget": 48}),
+    ({"loss": "reinforce_plus_plus", "kl": 0.1, "kl_warmup_steps": 3, "mini_batches": 2}, {"budget": 48}),
+    ({"loss": "ppo", "kl": 0.1, "mini_batches": 2, "reference_refresh_steps": 1}, {"budget": 48}),
+    ({"loss": "gspo", "kl": 0.1, "reference_refresh_steps": 1}, {"budget": 128, "checkpointed": True}),
+]
+
+
 @pytest.mark.parametrize(
-    ("advanced", "options"),
+    ("advanced", "options", "degree", "tied"),
+    # Whole and in parts, and half of both with a tied head: each pair of values is there.
     [
-        ({"loss": "dapo"}, {}),
-        ({"loss": "dapo", "updates_per_batch": 1}, {}),  # the KL is watched last, by a forward pass alone
-        ({"loss": "grpo", "overlap": True}, {"budget": 48}),  # distributed while others are being sampled
-        ({"loss": "grpo", "kl": 0.1, "kl_warmup_steps": 3, "mini_batches": 2}, {"budget": 48}),
-        (
-            {"loss": "reinforce_plus_plus", "kl": 0.1, "kl_warmup_steps": 3, "mini_batches": 2},
-            {"budget": 48},
-        ),
-        ({"loss": "ppo", "kl": 0.1, "mini_batches": 2, "reference_refresh_steps": 1}, {"budget": 48}),
-        ({"loss": "gspo", "kl": 0.1, "reference_refresh_steps": 1}, {"budget": 128, "checkpointed": True}),
+        (*case, degree, (number + degree) % 2 == 0)
+        for number, case in enumerate(SETTINGS)
+        for degree in (1, 2)
     ],
 )
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("degree", [1, 2])
 def test_all_ranks_together_learn_what_one_process_does(
     pair: Callable[..., Pair],
     tiny_model: Path,
