@@ -54,7 +54,7 @@ class Judge:
         return 200, json.dumps({"choices": [choice], "usage": usage})
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def judge() -> Iterator[Judge]:
     judge = Judge()
     with serving(judge.answer) as address:
@@ -62,7 +62,7 @@ def judge() -> Iterator[Judge]:
         yield judge
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def service(tmp_path_factory: pytest.TempPathFactory, judge: Judge) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("conformance")
     model = make_writing_model(folder / "model")
@@ -112,7 +112,7 @@ def inference(service: Server) -> None:
     poll(answers, bool)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def trained(service: Server) -> FineTuningJob:
     """A job that has succeeded, validated three times by two graders: for scripts about what a job leaves."""
     client = service.client()
