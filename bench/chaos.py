@@ -50,7 +50,7 @@ import psutil
 from sqlalchemy import create_engine, make_url, text
 
 from bench.chaos_others import Others
-from bench.chaos_worker import FAKE, ORDERS_FOLDER, write_order
+from bench.chaos_worker import FAKE, ORDERS_FOLDER, RUN, write_order
 from bench.report import report
 from core.database.engine import Database
 from core.database.tables import Attempt, Checkpoint, EvalPage, Event, File, Job, RolloutPage, StepMetric
@@ -619,7 +619,7 @@ class House:
             for job in self._rows(Job, status="running"):
                 with contextlib.suppress(psutil.NoSuchProcess, StopIteration, AttributeError):
                     worker = psutil.Process(int(job.lease_owner.rsplit("/", 1)[1]))
-                    return job.id, next(filter(is_run, worker.children())), worker
+                    return job.id, next(filter(is_run, worker.children(recursive=True))), worker
             rest()
 
     def _running(self) -> None:
@@ -629,7 +629,7 @@ class House:
 
 
 def is_run(process: psutil.Process) -> bool:
-    return process.cmdline()[2:4] == ["bench.chaos_worker", "run"]
+    return process.name() == RUN
 
 
 @contextlib.contextmanager

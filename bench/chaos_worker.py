@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from bench import fake_run
+from worker import forking, process
 
 ORDERS_FOLDER = "CHAOS_ORDERS"
 FAKE = "CHAOS_FAKE"
+RUN = "chaos run"  # the name of the process of a run
 
 
 def main() -> None:
@@ -37,6 +39,8 @@ def work() -> None:
     from worker.cli import main as serve
     from worker.supervise import app, validation
 
+    if os.environ[FAKE]:
+        forking.PRELOADED = "worker.backends"  # without torch
     started = app.WorkerService.__init__
 
     def with_phases(self: Any, *args: Any) -> None:
@@ -46,13 +50,14 @@ def work() -> None:
         ]  # fmt: skip
 
     app.WorkerService.__init__ = with_phases  # type: ignore[method-assign]
-    mark = dying_on_order()
+    mark = dying_on_order(os.getppid())
     validation.check_file = during(mark, "validation", validation.check_file)
     sys.argv = ["regraft-server", "worker"]
     sys.exit(serve())
 
 
 def run(arguments: list[str]) -> int:
+    process.name_this(RUN)
     fake = bool(os.environ[FAKE])
     if fake:
         fake_run.without_torch()
@@ -60,7 +65,7 @@ def run(arguments: list[str]) -> int:
     from worker.heartbeat import WatchedGrader, WatchedSampler, WatchedTrainer
     from worker.record.checkpoints import JobCheckpoints
 
-    mark = dying_on_order()
+    mark = dying_on_order(int(arguments[0]))
     parts: list[tuple[Any, str, str]] = [
         (WatchedSampler, "sample", "sampling"),
         (WatchedGrader, "grade", "grading"),
@@ -74,8 +79,12 @@ def run(arguments: list[str]) -> int:
     return child.main(fake_run.assemble if fake else None)
 
 
-def dying_on_order() -> Callable[[str], None]:
-    """Return the function that a process calls when it enters a phase: it executes the kill order, if there is one."""
+def dying_on_order(worker: int) -> Callable[[str], None]:
+    """Return the function that a process calls when it enters a phase: it executes the kill order, if there is one.
+
+    Args:
+        worker: the process id of a run's worker, which some orders kill.
+    """
     orders = Path(os.environ[ORDERS_FOLDER])
 
     def mark(phase: str) -> None:
@@ -86,7 +95,7 @@ def dying_on_order() -> Callable[[str], None]:
             return
         parent, delay = json.loads(mine.read_text())
         mine.unlink()
-        victim = os.getppid() if parent else os.getpid()
+        victim = worker if parent else os.getpid()
         threading.Timer(delay, os.kill, (victim, signal.SIGKILL)).start()
 
     return mark

@@ -373,7 +373,7 @@ def test_a_model_of_the_registry_judges_a_job(tmp_path: Path, tiny_model: Path) 
         run = client.fine_tuning.alpha.graders.run
         assert until(lambda: run(grader=grader, model_sample="hello", item={}).metadata.sampled_model_name)
         for pid in processes_of(server.folder):
-            if b"worker.serve\0" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            if Path(f"/proc/{pid}/comm").read_text() == "worker.serve\n":
                 os.kill(pid, signal.SIGKILL)
         job = wait(client, create(client, method=method(grader, n_epochs=1)))
         answers = regraft.rollouts(client, job.id, step=2, split="train")

@@ -370,6 +370,6 @@ def serves(process: Path, service: Server) -> bool:
         mine = f"REGRAFT_DATA_DIR={service.folder}".encode() in (process / "environ").read_bytes().split(
             b"\0"
         )
-        return mine and b"worker.serve\0" in (process / "cmdline").read_bytes()
+        return mine and (process / "comm").read_text() == "worker.serve\n"
     except (FileNotFoundError, PermissionError, ProcessLookupError):
         return False
