@@ -1,1 +1,1 @@
-"""A package, so that its fixtures of the scope `package` end with it: an idle service takes CPU time of all other tests."""
+"""A package, so that fixtures of the scope `package` end with it: idle services take time from all other tests."""
