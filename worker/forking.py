@@ -31,7 +31,7 @@ _alive: "set[Forked]" = set()
 
 
 class Child(Protocol):
-    """What the worker needs of a process that it has started. `subprocess.Popen` is one."""
+    """A process that the worker has started, such as a `subprocess.Popen`."""
 
     pid: int
     stdin: IO[bytes] | None
@@ -57,7 +57,7 @@ def start(
     stderr: IO[bytes] | None = None,
     pass_fds: Collection[int] = (),
 ) -> Child:
-    """Start a command in a session of its own. `python -m MODULE ...` of this Python is forked, any other executed.
+    """Start a command in its own session. `python -m MODULE ...` of this Python is forked, any other executed.
 
     Args:
         environment: of the process. The libraries have read theirs when they were imported: this process's.

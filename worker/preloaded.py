@@ -1,4 +1,4 @@
-"""What a process has imported when it is forked (worker/forking.py): torch, and the code of runs and inference.
+"""Modules that a process has imported when it is forked (worker/forking.py): torch, and the code of runs and inference.
 
 No import here may start a thread or use a GPU: neither works after a fork (tests/worker/test_forking.py).
 """

@@ -43,7 +43,7 @@ class Member:
 
     def _keep(self) -> None:
         while not self._stopping.is_set():
-            # In a session of its own: this process forwards Ctrl-C of a terminal.
+            # In its own session: this process forwards Ctrl-C of a terminal.
             try:
                 self._child = forking.start(self.command(), dict(os.environ))
             except OSError as cause:  # no memory, process or descriptor is free

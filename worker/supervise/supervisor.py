@@ -329,7 +329,7 @@ class RunProcess:
     def __init__(self, command: Command) -> None:
         self.words = tempfile.TemporaryFile()  # noqa: SIM115 - `end` closes both
         self._progress = tempfile.NamedTemporaryFile()  # noqa: SIM115 - as above
-        # A session of its own: Ctrl-C in a terminal does not signal it, and a kill includes the child's children.
+        # Its own session: Ctrl-C in a terminal does not signal it, and a kill includes the child's children.
         self.process = forking.start(
             command(Path(self._progress.name)),
             process.quiet_environment(),
