@@ -1,7 +1,18 @@
-"""How many examples a property test draws: few in `make test`, many where REGRAFT_THOROUGH is set, as at night."""
+"""What runs only where REGRAFT_THOROUGH is set, as every night (.github/workflows/nightly.yml)."""
 
 import os
+from collections.abc import Iterable
+
+import pytest
+
+THOROUGH = bool(os.environ.get("REGRAFT_THOROUGH"))
 
 
 def examples(few: int, many: int) -> int:
-    return many if "REGRAFT_THOROUGH" in os.environ else few
+    """How many examples a property test draws."""
+    return many if THOROUGH else few
+
+
+def left_out(items: Iterable[pytest.Item]) -> list[pytest.Item]:
+    """The tests that do not run here."""
+    return [] if THOROUGH else [item for item in items if item.get_closest_marker("thorough")]

@@ -17,7 +17,7 @@ from sqlalchemy import text
 from core.database.engine import Database
 from core.database.migrate import upgrade
 from core.database.tables import Table
-from tests import order
+from tests import budgets, order
 from tests.servers import Postgres, SeaweedFS, reserve_port
 from worker.process import importing
 
@@ -155,6 +155,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept = order.part(items, path_of, number, parts)
         config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
         items[:] = kept
+    if long := budgets.left_out(items):
+        config.hook.pytest_deselected(items=long)
+        items[:] = [item for item in items if item not in set(long)]
     for item in items:
         if isinstance(item, pytest.Function) and needs_server(item):
             item.add_marker(pytest.mark.server)

@@ -28,7 +28,7 @@ from tests.conformance.placeholders import Objects, proxy
 from tests.conformance.test_webhooks import receiver
 from tests.e2e.conftest import ROOT, Server
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.slow, pytest.mark.thorough, pytest.mark.timeout(3600)]
 
 PLUGIN = "pytest-asyncio==1.4.1"
 PAGE = ROOT / "docs" / "howto" / "api.md"

@@ -28,6 +28,7 @@ NONE_OF = (
 
 
 @pytest.mark.slow
+@pytest.mark.thorough  # test_failover.py, core/test_outages.py and the tests of each part are always run
 @pytest.mark.timeout(1800)  # two minutes on an idle machine
 @pytest.mark.skipif(SeaweedFS.find() is None, reason="SeaweedFS is not installed")
 def test_no_work_is_lost_or_done_twice_or_failed_by_outages_and_kills() -> None:

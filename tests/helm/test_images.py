@@ -132,6 +132,7 @@ def started(command: list[str], prefix: Path, folder: Path, **variables: str) ->
 
 
 @pytest.mark.slow
+@pytest.mark.thorough  # test_packages.py always installs what is built
 def test_the_api_installs_and_starts_by_the_commands_of_its_image(tmp_path: Path) -> None:
     with installed("api", tmp_path) as prefix:
         assert not list(prefix.glob("lib/*/site-packages/torch"))
@@ -145,6 +146,7 @@ def test_the_api_installs_and_starts_by_the_commands_of_its_image(tmp_path: Path
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_worker_installs_starts_and_ends_by_the_commands_of_its_image(tmp_path: Path) -> None:
     """Its broker is away, so it waits for that: alive by the image's own check, and gone when it is told to go."""
     if not FIND_LINKS:

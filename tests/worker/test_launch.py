@@ -166,7 +166,7 @@ def test_a_lost_rank_ends_the_attempt_as_a_crash(
 
 
 @pytest.mark.skipif(not installed(), reason="no vLLM")
-@pytest.mark.parametrize("train", ["lora", "full"])
+@pytest.mark.parametrize("train", ["lora", pytest.param("full", marks=pytest.mark.thorough)])
 def test_a_job_whose_model_is_shared_by_its_ranks_is_sampled_by_vllm_and_resumes(
     queued: Callable[..., Supervisor], bench: Bench, tmp_path: Path, train: str
 ) -> None:

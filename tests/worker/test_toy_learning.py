@@ -81,8 +81,12 @@ def share_of_e(policy: Policy, rollout: Rollout) -> float:
 
 @pytest.mark.parametrize(
     "advanced",
-    [{"loss": "grpo"}, {"loss": "rloo"}, {"loss": "ppo", "kl": 0.01}],
-    ids=lambda advanced: advanced["loss"],
+    [
+        {"loss": "grpo"},
+        pytest.param({"loss": "rloo"}, marks=pytest.mark.thorough),
+        pytest.param({"loss": "ppo", "kl": 0.01}, marks=pytest.mark.thorough),
+    ],
+    ids=["grpo", "rloo", "ppo"],
 )
 def test_reward_rises_to_where_it_should(advanced: dict[str, Any]) -> None:
     means = learn(14, advanced)
