@@ -67,7 +67,7 @@ def launch(folder: Path, models: str, **environment: str) -> Server:
         # Answers of three tokens are nearly all cut off, which is not what these tests are about.
         "REGRAFT_WARNINGS": '{"truncated_share": null, "length_factor": null, "kl_jump": null}',
         "REGRAFT_TORCH_THREADS": "1",
-        "REGRAFT_RECONCILE_SECONDS": "0.2",
+        "REGRAFT_RECONCILE_SECONDS": "0.5",
     }
     with (folder / "server.log").open("ab") as log:
         process = subprocess.Popen(
