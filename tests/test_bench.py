@@ -30,7 +30,10 @@ def test_the_gpu_bench_runs_small_on_a_cpu(
 
 @pytest.mark.slow
 @pytest.mark.skipif(installed() is None, reason="vLLM is not installed")
-@pytest.mark.parametrize("part", ["sleep", "ahead", "fleet", "full"])
+@pytest.mark.parametrize(
+    "part",
+    ["ahead", *(pytest.param(part, marks=pytest.mark.thorough) for part in ("sleep", "fleet", "full"))],
+)
 def test_the_steps_of_the_gpu_bench_run_small_on_a_cpu(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)  # or each process would compile vLLM again
 
