@@ -16,6 +16,12 @@ _NAME = (
     r"|secret(?:[-_]?(?:access[-_]?)?key)?|credentials?|signature|token|cookie)"
 )
 _SECRET_FIELD = re.compile(_NAME, re.IGNORECASE)
+# Objects whose every text is one: `credentials: {user, id}`.
+_SECRET_OBJECT = re.compile(
+    r"[\w.-]*(?:credentials?|secrets?|auth|authorization|authentication)", re.IGNORECASE
+)
+# Objects whose keys are the user's own names, or those of a schema.
+_OWN_NAMES = ("graders", "properties")
 _HEADERS = re.compile(r"[\w.-]*headers", re.IGNORECASE)
 # In the query of a URL also short names that mean something else in other places.
 _QUERY_NAME = re.compile(
@@ -68,8 +74,9 @@ _IN_TEXT = (
 def hide_secrets(value: Any) -> Any:
     """Return JSON with its secrets masked, checked or not: a grader, or what another service has exported.
 
-    Masks the values of headers, the text of fields with the names of secrets, and, in texts that are a URL, the user
-    and password and the query parameters with such names. Other texts, such as prompts and source code, are unchanged.
+    Masks the values of headers, the text of fields and all texts of objects with the names of secrets, and, in texts
+    that are a URL, the user and password and the query parameters with such names. Other texts, such as prompts and
+    source code, are unchanged.
     """
     if isinstance(value, Mapping):
         return {name: _hidden(name, inner) for name, inner in value.items()}
@@ -114,13 +121,17 @@ def masked_path(value: Any, path: str, *, is_hidden: bool = False) -> str | None
     """
     if isinstance(value, str):
         is_masked = (
-            value == MASK if is_hidden else _URL.fullmatch(value.strip()) and _MASKED_URL.search(value)
+            MASK in value if is_hidden else _URL.fullmatch(value.strip()) and _MASKED_URL.search(value)
         )
         return path if is_masked else None
     if isinstance(value, Mapping):
-        names = path.endswith(".graders")
+        names = path.endswith(tuple(f".{name}" for name in _OWN_NAMES))
         parts = (
-            masked_path(inner, f"{path}.{name}", is_hidden=is_hidden or (not names and _hides(name, inner)))
+            masked_path(
+                inner,
+                f"{path}.{name}",
+                is_hidden=is_hidden or (not (names and isinstance(inner, Mapping)) and _hides(name, inner)),
+            )
             for name, inner in value.items()
         )
     elif isinstance(value, list):
@@ -133,8 +144,11 @@ def masked_path(value: Any, path: str, *, is_hidden: bool = False) -> str | None
 
 
 def _hidden(name: str, value: Any) -> Any:
-    if name == "graders" and isinstance(value, Mapping):  # its keys are the user's own
-        return {key: hide_secrets(inner) for key, inner in value.items()}
+    if name in _OWN_NAMES and isinstance(value, Mapping):
+        return {
+            key: hide_secrets(inner) if isinstance(inner, Mapping) else _hidden(key, inner)
+            for key, inner in value.items()
+        }
     return _masked_texts(value) if _hides(name, value) else hide_secrets(value)
 
 
@@ -143,6 +157,8 @@ def _hides(name: str, value: Any) -> bool:
     is_text = isinstance(value, str) or (
         isinstance(value, list) and all(isinstance(one, str) for one in value)
     )
+    if isinstance(value, Mapping) and _SECRET_OBJECT.fullmatch(name):
+        return True
     return bool(_HEADERS.fullmatch(name) or (is_text and value and _SECRET_FIELD.fullmatch(name)))
 
 

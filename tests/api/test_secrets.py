@@ -106,6 +106,7 @@ def test_a_mask_in_a_url_is_not_stored(house: House, api: TestClient, walk: Walk
         {"source": "def grade(sample, item):\n    return open('https://me:secret@a.example')"},
         {"url": "https://a.example/grade?version=1&keyword=a"},
         {"schema": {"properties": {"api_key": {"type": "string"}}, "required": ["api_key"]}},
+        {"schema": {"properties": {"credentials": {"type": "object", "title": "Keys"}}}},
     ],
 )
 def test_what_is_no_secret_is_shown_and_can_be_sent_again(plain: dict[str, Any]) -> None:
@@ -121,11 +122,19 @@ def test_what_is_no_secret_is_shown_and_can_be_sent_again(plain: dict[str, Any])
         ({"graders": [{"url": URL}]}, "grader.graders[0].url"),
         ({"url": f"https://me:{SECRET}@a.example"}, "grader.url"),
         ({"bearer_token": SECRET}, "grader.bearer_token"),
+        ({"credentials": {"user": "ana", "id": SECRET}}, "grader.credentials.user"),
+        ({"properties": {"password": SECRET}}, "grader.properties.password"),
     ],
 )
 def test_each_mask_is_found_where_it_stands(secret: dict[str, Any], path: str) -> None:
     assert masked_path(secret, "grader") is None
     assert masked_path(hide_secrets(secret), "grader") == path
+
+
+def test_a_mask_is_found_beside_the_scheme_of_a_header() -> None:
+    assert (
+        masked_path({"headers": {"Authorization": "Bearer ***"}}, "grader") == "grader.headers.Authorization"
+    )
 
 
 def test_an_error_keeps_all_but_its_secrets() -> None:
