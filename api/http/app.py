@@ -13,8 +13,8 @@ from starlette.routing import BaseRoute
 from api.http import azure, console, docs_site, errors
 from api.http.admission import FILE_READS, UPLOADS, Admission
 from api.http.deps import Service, key_owner
-from api.http.duplicate_keys import UniqueKeysRouter
 from api.http.grader_loop import GraderLoop
+from api.http.json_bodies import UniqueKeysRouter
 from api.http.json_responses import JSON
 from api.http.large_bodies import LargeBodies
 from api.http.middleware import BodyLimit, RequestHeaders

@@ -15,7 +15,7 @@ from sqlalchemy.exc import InternalError, OperationalError
 from starlette.testclient import TestClient
 
 from api.http.app import MAX_JSON_BYTES
-from api.http.duplicate_keys import UniqueKeysRoute
+from api.http.json_bodies import UniqueKeysRoute
 from core.database.engine import Database
 from core.storage import disk
 from core.storage.store import BlobWriter, FolderBlobs
@@ -134,6 +134,24 @@ def test_a_key_that_a_body_has_twice_is_named(api: TestClient, path: str, body: 
 
     message = f"The body of the request has the key '{key}' twice in one object; keep one of them."
     assert (error["message"], error["param"], error["code"]) == (message, key, "duplicate_key")
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (b'{"model": NaN}', "has NaN, which JSON does not know; send null or a number"),
+        (b'{"model": -Infinity}', "has -Infinity, which JSON does not know; send null or a number"),
+        ('{"model": "é"}'.encode("latin-1"), "is not UTF-8 at byte 11; send JSON as UTF-8"),
+        (b'{"a":' * 100_000 + b"1" + b"}" * 100_000, "nests objects and arrays too deeply"),
+    ],
+    ids=["nan", "infinity", "latin-1", "deep"],
+)
+def test_a_body_that_is_no_json_says_why(api: TestClient, body: bytes, reason: str) -> None:
+    answer = api.post("/v1/fine_tuning/jobs", content=body, headers={"content-type": "application/json"})
+
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (400, "invalid_json")
+    assert error["message"] == f"The body of the request {reason}."
 
 
 def test_every_route_that_takes_json_names_such_a_key(house: House) -> None:

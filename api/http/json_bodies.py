@@ -1,8 +1,7 @@
-"""Parses JSON bodies, and rejects those in which an object has a key twice."""
+"""Parses JSON bodies, and says why one cannot be read: a key that an object has twice, NaN, another encoding."""
 
 import json
 from collections.abc import Callable, Coroutine
-from functools import partial
 from typing import Any
 
 from anyio import to_thread
@@ -15,7 +14,22 @@ from core.storage.datasets import DuplicateKey, unique_keys
 MAX_PARAM = 200  # characters of a key that are sent back
 IN_THREAD_BYTES = 64 << 10  # a larger body would hold up other requests
 
-_read = partial(json.loads, object_pairs_hook=unique_keys)
+
+class UnreadableBody(Exception):
+    """The body is no JSON in UTF-8. The text is the predicate of a sentence about it."""
+
+
+def _read(body: bytes) -> Any:
+    try:
+        return json.loads(body, object_pairs_hook=unique_keys, parse_constant=_refuse)
+    except UnicodeDecodeError as cause:
+        raise UnreadableBody(f"is not UTF-8 at byte {cause.start}; send JSON as UTF-8") from cause
+    except RecursionError as cause:
+        raise UnreadableBody("nests objects and arrays too deeply") from cause
+
+
+def _refuse(constant: str) -> Any:
+    raise UnreadableBody(f"has {constant}, which JSON does not know; send null or a number")
 
 
 class _Request(Request):
@@ -29,14 +43,14 @@ class _Request(Request):
                 self._json = (
                     await to_thread.run_sync(_read, body) if len(body) > IN_THREAD_BYTES else _read(body)
                 )
-            except DuplicateKey as cause:
+            except (DuplicateKey, UnreadableBody) as cause:
                 # The only exception class that FastAPI's body parsing re-raises.
                 raise HTTPException(400) from cause
         return self._json
 
 
 class UniqueKeysRoute(APIRoute):
-    """A route that parses a JSON body once, and answers a duplicate key with the code `duplicate_key`."""
+    """A route that parses a JSON body once, with the codes `duplicate_key` and `invalid_json` for those it refuses."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -45,10 +59,13 @@ class UniqueKeysRoute(APIRoute):
             try:
                 return await handle(_Request(request.scope, request.receive))
             except HTTPException as refused:
-                if not isinstance(cause := refused.__cause__, DuplicateKey):
+                cause = refused.__cause__
+                if not isinstance(cause, DuplicateKey | UnreadableBody):
                     raise
             message = f"The body of the request {cause}."
-            raise InvalidRequest(message, param=cause.key[:MAX_PARAM], code="duplicate_key")
+            if isinstance(cause, DuplicateKey):
+                raise InvalidRequest(message, param=cause.key[:MAX_PARAM], code="duplicate_key")
+            raise InvalidRequest(message, code="invalid_json")
 
         return handle_unique
 
