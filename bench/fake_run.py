@@ -106,7 +106,7 @@ def assemble(
     from core.jobs import hyperparameters
     from worker.heartbeat import WatchedSampler, WatchedTrainer
     from worker.record.checkpoints import JobCheckpoints
-    from worker.record.exporters.feed import ExporterFeeds
+    from worker.record.exporters.threads import ExporterThreads
     from worker.record.recorder import JobRecorder
     from worker.rollout.grader_parts import grader_parts
     from worker.rollout.prompts import PromptStream, tokenize
@@ -135,7 +135,7 @@ def assemble(
         trainer=WatchedTrainer(FakeTrainer(policy), beat),
         recorder=recorder,
         checkpoints=JobCheckpoints(attempt, scratch),
-        feeds=ExporterFeeds(),
+        exporters=ExporterThreads(),
         stop_requested=stop_requested,
         failing_steps=settings.failing_steps,
     )

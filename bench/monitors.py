@@ -37,7 +37,7 @@ from worker.attempt import Attempt
 from worker.learn.trainer import PeftTrainer
 from worker.model.policy import Policy, load_base, render
 from worker.record.checkpoints import JobCheckpoints
-from worker.record.exporters.feed import ExporterFeeds
+from worker.record.exporters.threads import ExporterThreads
 from worker.record.history import History
 from worker.record.monitors import Finding, check
 from worker.record.recorder import JobRecorder
@@ -129,7 +129,7 @@ def train(seed: int, args: argparse.Namespace) -> tuple[list[dict[str, Any]], li
             trainer=PeftTrainer(policy, settings, token_budget=2048),
             recorder=JobRecorder(attempt),
             checkpoints=JobCheckpoints(attempt, Path(folder)),
-            feeds=ExporterFeeds(),
+            exporters=ExporterThreads(),
         )
         asyncio.run(run.train())
         with database.read() as session:

@@ -59,7 +59,7 @@ ALLOWED = {
         "worker/test_refusals.py",
         "monkeypatch.setattr(policy.AutoConfig, 'from_pretrained', fails)",
     ): BROKEN_LIBRARY,
-    ("worker/test_sinks.py", "monkeypatch.setattr(feed, '_LEFT_BEHIND', [])"): (
+    ("worker/test_sinks.py", "monkeypatch.setattr(threads, '_LEFT_BEHIND', [])"): (
         "a state of the process, which a test must not leave to the next"
     ),
     ("worker/test_support.py", "policy.model.get_base_model().config._attn_implementation"): INTERNALS,

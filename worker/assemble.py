@@ -42,7 +42,7 @@ from worker.prepare.scorers import load_reward_model, reward_models, scores_here
 from worker.prepare.task import Task, effort_of, is_off_policy, prepare_task
 from worker.prepare.template_report import report_template
 from worker.record.checkpoints import JobCheckpoints
-from worker.record.exporters.choice import feeds_of
+from worker.record.exporters.choice import exporters_of
 from worker.record.gpu_ratio import RatioMeasurement
 from worker.record.recorder import JobRecorder, Quota
 from worker.rollout.grader_parts import grader_parts
@@ -203,7 +203,7 @@ def assemble(
         stop_requested=stop_requested,
         failing_steps=settings.failing_steps,
         held_to=task.held_to,
-        feeds=feeds_of(job, task.settings, settings, recorder.warn),
+        exporters=exporters_of(job, task.settings, settings, recorder.warn),
         gpus=gpus_of(world, settings) if base.device == "cuda" else 1,
         thresholds=settings.warnings,
         ratio=ratio_of(base.engines, world),

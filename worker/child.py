@@ -34,9 +34,9 @@ from worker.attempt import Attempt
 from worker.backends import open_backends
 from worker.heartbeat import Beat, WatchedGrader, beats_into
 from worker.instruments import ObservedGrader
-from worker.interfaces import Feeds
+from worker.interfaces import Exporters
 from worker.progress import PROGRESS
-from worker.record.exporters.feed import left_behind
+from worker.record.exporters.threads import left_behind
 from worker.refusals import (
     InvalidModel,
     MemoryTaken,
@@ -81,12 +81,12 @@ async def run_attempt(
         assemble_offline = import_module("worker.offline.assemble").assemble
         with failing_once():
             offline: OfflineRun = assemble_offline(attempt, settings, scratch, stop_requested, beat, world)
-        with closed_at_the_end(offline.feeds):
+        with closed_at_the_end(offline.exporters):
             return await trained(offline)
     if teacher_of(attempt.job) is not None:
         with failing_once():
             run = assemble(attempt, None, None, settings, scratch, stop_requested, beat, world)
-        with closed_at_the_end(run.feeds):
+        with closed_at_the_end(run.exporters):
             return await trained(run)
     try:
         spec = parse_grader(attempt.job.body["grader"])
@@ -95,7 +95,7 @@ async def run_attempt(
             watched = ObservedGrader(WatchedGrader(grader, beat), spec)
             with failing_once():
                 run = assemble(attempt, spec, watched, settings, scratch, stop_requested, beat, world)
-            with closed_at_the_end(run.feeds):
+            with closed_at_the_end(run.exporters):
                 return await trained(run)
     except InvalidGrader as refused:
         raise UserMistake("invalid_grader", str(refused), "method.reinforcement.grader") from refused
@@ -111,20 +111,20 @@ async def trained(run: "Run | OfflineRun") -> "RunOutcome":
 
 
 @contextmanager
-def closed_at_the_end(feeds: Feeds) -> Iterator[None]:
+def closed_at_the_end(exporters: Exporters) -> Iterator[None]:
     """Close the exporters with the way in which the attempt ended, unless the run has closed them."""
     try:
         yield
     except LeaseLost:
-        feeds.abandon()
+        exporters.abandon()
         raise
     except UserMistake:
-        feeds.close("failed")
+        exporters.close("failed")
         raise
     except BaseException:
-        feeds.close("interrupted")
+        exporters.close("interrupted")
         raise
-    feeds.close("interrupted")
+    exporters.close("interrupted")
 
 
 def main(assemble: Assemble | None = None, rank: Callable[..., None] | None = None) -> int:

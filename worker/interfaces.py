@@ -147,8 +147,8 @@ class Checkpoints(Protocol):
         ...
 
 
-class Feeds(Protocol):
-    """Who else gets the metrics. worker/record/exporters/feed.py: ExporterFeeds."""
+class Exporters(Protocol):
+    """Who else gets the metrics. worker/record/exporters/threads.py: ExporterThreads."""
 
     def start(self, recorded: Sequence[StepMetrics]) -> None: ...
 

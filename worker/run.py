@@ -16,7 +16,7 @@ from core.jobs.thresholds import Thresholds
 from core.results.step_metrics import StepMetrics
 from worker import progress
 from worker.clock import Clock
-from worker.interfaces import Checkpoints, Feeds, Recorder, Scorer, Trainer
+from worker.interfaces import Checkpoints, Exporters, Recorder, Scorer, Trainer
 from worker.progress import PROGRESS
 from worker.record import alerts, delivery, divergence, metrics, monitors, stopping
 from worker.record.gpu_ratio import RatioMeasurement
@@ -47,7 +47,7 @@ class Run:
     trainer: Trainer
     recorder: Recorder
     checkpoints: Checkpoints
-    feeds: Feeds
+    exporters: Exporters
     stop_requested: Callable[[], bool] = lambda: False
     # The job fails when more than half of the grades of this many steps in a row do.
     failing_steps: int = 3
@@ -72,7 +72,7 @@ class Run:
     async def train(self) -> RunOutcome:
         step = self.checkpoints.restore(self.trainer)
         recorded, self.history = self.recorder.recorded()
-        self.feeds.start(recorded)
+        self.exporters.start(recorded)
         if step == 0 and not recorded and await self.measure_base():
             return RunOutcome.INTERRUPTED  # with nothing to checkpoint: it will start from the base again
         while step < self.settings.total_steps:
@@ -84,7 +84,7 @@ class Run:
             if ended is RunOutcome.INTERRUPTED and step < self.settings.total_steps:
                 return RunOutcome.INTERRUPTED
         delivery.deliver(
-            self.checkpoints, self.recorder, self.feeds, self.history, self.settings, self.thresholds
+            self.checkpoints, self.recorder, self.exporters, self.history, self.settings, self.thresholds
         )
         return RunOutcome.DONE
 
@@ -219,5 +219,5 @@ class Run:
         self.history.add(data, [finding.rule for finding in found])
         if data.step == 0:
             self.history.base_scores = scores
-        self.feeds.put(data)
+        self.exporters.put(data)
         return pause

@@ -16,7 +16,7 @@ IN_THREAD_BYTES = 64 << 10  # a larger body would hold up other requests
 
 
 class UnreadableBody(Exception):
-    """The body is no JSON in UTF-8. The text is the predicate of a sentence about it."""
+    """The body is not JSON in UTF-8. The text is the predicate of a sentence about it."""
 
 
 def _read(body: bytes) -> Any:

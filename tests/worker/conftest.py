@@ -27,7 +27,7 @@ from worker.attempt import Attempt
 from worker.interfaces import Trainer
 from worker.model.policy import Base, Policy, load_base
 from worker.record.checkpoints import JobCheckpoints
-from worker.record.exporters.feed import ExporterFeeds
+from worker.record.exporters.threads import ExporterThreads
 from worker.record.recorder import JobRecorder
 from worker.rollout.grader_parts import grader_parts
 from worker.rollout.prompts import PromptStream
@@ -133,7 +133,7 @@ class Bench:
             trainer=trainer or SkillTrainer(skill),
             recorder=JobRecorder(attempt),
             checkpoints=JobCheckpoints(attempt, self.tmp_path),
-            feeds=ExporterFeeds(),
+            exporters=ExporterThreads(),
             stop_requested=stop_requested,
         )
 

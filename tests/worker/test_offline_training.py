@@ -33,7 +33,7 @@ from worker.offline.stream import RowStream
 from worker.progress import PROGRESS
 from worker.record import alerts
 from worker.record.checkpoints import JobCheckpoints
-from worker.record.exporters.feed import ExporterFeeds
+from worker.record.exporters.threads import ExporterThreads
 from worker.record.recorder import JobRecorder
 from worker.refusals import TrainingDiverged
 from worker.run import RunOutcome
@@ -353,7 +353,7 @@ def run(
         trainer=one,
         recorder=JobRecorder(attempt),
         checkpoints=JobCheckpoints(attempt, bench.tmp_path),
-        feeds=ExporterFeeds(),
+        exporters=ExporterThreads(),
         stop_requested=lambda: one.steps_taken == stop_at,
     )
 

@@ -36,7 +36,7 @@ from worker.offline.run import OfflineRun
 from worker.offline.stream import RowStream
 from worker.offline.templates import template_of
 from worker.record.checkpoints import JobCheckpoints
-from worker.record.exporters.feed import ExporterFeeds
+from worker.record.exporters.threads import ExporterThreads
 from worker.record.recorder import JobRecorder
 from worker.refusals import UserMistake
 from worker.rollout.reward_models import LoadedRewardModel, PolicyScores, Scores, read_reward_model
@@ -313,7 +313,7 @@ def run(bench: Bench, policy: Policy, kind: RewardKind, *, stop_at: int = 0) -> 
         trainer=own,
         recorder=JobRecorder(attempt),
         checkpoints=JobCheckpoints(attempt, bench.tmp_path),
-        feeds=ExporterFeeds(),
+        exporters=ExporterThreads(),
         stop_requested=lambda: own.steps_taken == stop_at,
     )
 

@@ -16,8 +16,8 @@ from tests.present import present, untyped
 from tests.worker.conftest import Bench
 from worker.child import closed_at_the_end
 from worker.record import results
-from worker.record.exporters import Card, choice, feed
-from worker.record.exporters.feed import ExporterFeeds, Feed, flat
+from worker.record.exporters import Card, choice, threads
+from worker.record.exporters.threads import ExporterThread, ExporterThreads, flat
 from worker.record.exporters.types import Ended, Sink
 from worker.refusals import UserMistake
 
@@ -33,10 +33,10 @@ STEP = StepMetrics(
 )
 
 
-def feeds_for(sink: Sink, told: list[str] | None = None, close_seconds: float = 30.0) -> ExporterFeeds:
+def feeds_for(sink: Sink, told: list[str] | None = None, close_seconds: float = 30.0) -> ExporterThreads:
     """`told`: a list that gets what the job's user hears."""
     tell = (lambda what: None) if told is None else told.append
-    return ExporterFeeds([Feed(sink, CARD, tell, first_pause=0.0)], close_seconds=close_seconds)
+    return ExporterThreads([ExporterThread(sink, CARD, tell, first_pause=0.0)], close_seconds=close_seconds)
 
 
 def steps(*numbers: int) -> list[Any]:
@@ -45,7 +45,7 @@ def steps(*numbers: int) -> list[Any]:
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feed, "_LEFT_BEHIND", [])
+    monkeypatch.setattr(threads, "_LEFT_BEHIND", [])
 
 
 # What is sent.
@@ -53,18 +53,18 @@ def nothing_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_run_is_opened_fed_and_finished_in_order(bench: Bench) -> None:
     book, run = Notebook(), bench.run()
-    run.feeds = feeds_for(book)
+    run.exporters = feeds_for(book)
 
-    with closed_at_the_end(run.feeds):
+    with closed_at_the_end(run.exporters):
         train(run)
 
     assert book.pages == [("start", "ftjob-1"), *(("step", n) for n in range(5)), ("finish", "succeeded")]
-    assert not feed.left_behind()
+    assert not threads.left_behind()
 
 
 def test_metrics_have_the_names_of_the_listing_and_of_the_result_file(bench: Bench) -> None:
     book, run = Notebook(), bench.run()
-    run.feeds = feeds_for(book)
+    run.exporters = feeds_for(book)
 
     train(run)
 
@@ -90,20 +90,20 @@ def test_what_was_not_measured_or_is_no_number_is_left_out() -> None:
 def test_a_run_that_resumes_sends_what_is_missing_and_nothing_twice() -> None:
     """Of the steps before the checkpoint the service has 0 to 2; 3 was recorded here and lost on its way."""
     book = Notebook(last=2)
-    feeds = feeds_for(book)
+    exporters = feeds_for(book)
 
-    feeds.start(steps(0, 1, 2, 3))
-    feeds.put(StepMetrics(step=4))
-    feeds.close("succeeded")
+    exporters.start(steps(0, 1, 2, 3))
+    exporters.put(StepMetrics(step=4))
+    exporters.close("succeeded")
 
     assert [page for page in book.pages if page[0] == "step"] == [("step", 3), ("step", 4)]
 
 
 def test_an_attempt_that_another_one_goes_on_with_is_interrupted(bench: Bench) -> None:
     book, run = Notebook(), bench.run(stop_requested=lambda: True)
-    run.feeds = feeds_for(book)
+    run.exporters = feeds_for(book)
 
-    with closed_at_the_end(run.feeds):
+    with closed_at_the_end(run.exporters):
         train(run)
 
     assert book.pages[-1] == ("finish", "interrupted")
@@ -111,10 +111,10 @@ def test_an_attempt_that_another_one_goes_on_with_is_interrupted(bench: Bench) -
 
 def test_a_mistake_of_the_user_ends_the_run_there_as_failed() -> None:
     book = Notebook()
-    feeds = feeds_for(book)
-    feeds.start([])
+    exporters = feeds_for(book)
+    exporters.start([])
 
-    with pytest.raises(UserMistake), closed_at_the_end(feeds):
+    with pytest.raises(UserMistake), closed_at_the_end(exporters):
         raise UserMistake("grader_failed", "no")
 
     assert book.pages[-1] == ("finish", "failed")
@@ -122,14 +122,14 @@ def test_a_mistake_of_the_user_ends_the_run_there_as_failed() -> None:
 
 def test_a_job_that_is_somebody_elses_is_not_ended_for_them(bench: Bench) -> None:
     book, run = Notebook(), bench.run()
-    run.feeds = feeds_for(book)
+    run.exporters = feeds_for(book)
     bench.again()
 
-    with pytest.raises(Exception, match="no longer holds"), closed_at_the_end(run.feeds):
+    with pytest.raises(Exception, match="no longer holds"), closed_at_the_end(run.exporters):
         train(run)
 
     assert "finish" not in dict(book.pages)
-    assert feed.left_behind()
+    assert threads.left_behind()
 
 
 # What cannot go wrong.
@@ -138,13 +138,13 @@ def test_a_job_that_is_somebody_elses_is_not_ended_for_them(bench: Bench) -> Non
 def test_a_service_that_fails_is_told_once_and_gets_everything_when_it_is_back() -> None:
     told: list[str] = []
     book = Notebook(failures=3)
-    feeds = feeds_for(book, told)
+    exporters = feeds_for(book, told)
 
-    feeds.start([])
+    exporters.start([])
     for data in steps(1, 2):
-        feeds.put(data)
+        exporters.put(data)
     book.answered.wait(30)
-    feeds.close("succeeded")
+    exporters.close("succeeded")
 
     assert told == ["ConnectionError: no route"]
     assert [page for page in book.pages if page[0] == "step"] == [("step", 1), ("step", 2)]
@@ -154,37 +154,39 @@ def test_a_service_that_never_answers_stops_no_run(bench: Bench) -> None:
     """It hangs in its first call, for ever, and the job succeeds with all its steps."""
     hung, run = Hung(), bench.run()
     told: list[str] = []
-    run.feeds = feeds_for(hung, told, close_seconds=0.0)
+    run.exporters = feeds_for(hung, told, close_seconds=0.0)
 
-    with closed_at_the_end(run.feeds):
+    with closed_at_the_end(run.exporters):
         train(run)
 
     assert bench.job().status == "succeeded"
     assert len(bench.steps()) == 5
     assert told == ["TimeoutError: the service did not respond before the run ended"]
-    assert feed.left_behind()
+    assert threads.left_behind()
     hung.freed.set()
 
 
 def test_one_that_fails_to_the_end_is_given_up() -> None:
     told: list[str] = []
-    feeds = feeds_for(Notebook(failures=10**9), told)
+    exporters = feeds_for(Notebook(failures=10**9), told)
 
-    feeds.start(steps(0))
-    feeds.close("succeeded")
+    exporters.start(steps(0))
+    exporters.close("succeeded")
 
-    assert feed.left_behind()
+    assert threads.left_behind()
     assert len(told) == 1
 
 
 def test_what_waits_is_bounded() -> None:
     book = Notebook(last=0)
-    feeds = ExporterFeeds([Feed(book, CARD, lambda what: None, first_pause=0.0, most_waiting=2)])
+    exporters = ExporterThreads(
+        [ExporterThread(book, CARD, lambda what: None, first_pause=0.0, most_waiting=2)]
+    )
 
     for data in steps(1, 2, 3):
-        feeds.put(data)
-    feeds.start([])
-    feeds.close("succeeded")
+        exporters.put(data)
+    exporters.start([])
+    exporters.close("succeeded")
 
     assert book.pages == [("start", "ftjob-1"), ("step", 1), ("step", 2), ("finish", "succeeded")]
 
@@ -194,11 +196,11 @@ def test_who_cannot_be_told_does_not_end_the_thread() -> None:
         raise RuntimeError("the job is no longer ours")
 
     book = Notebook(failures=1)
-    feeds = ExporterFeeds([Feed(book, CARD, deaf, first_pause=0.0)])
+    exporters = ExporterThreads([ExporterThread(book, CARD, deaf, first_pause=0.0)])
 
-    feeds.start([])
+    exporters.start([])
     book.answered.wait(30)
-    feeds.close("failed")
+    exporters.close("failed")
 
     assert book.pages[-1] == ("finish", "failed")
 
@@ -240,11 +242,11 @@ ON = Settings(integrations="wandb, mlflow,trackio")
 def test_a_job_has_the_sinks_that_it_asks_for() -> None:
     made = []
 
-    feeds = choice.feeds_of(
+    exporters = choice.exporters_of(
         job(WANDB), RESOLVED, ON, lambda *_: None, untyped(lambda kind, _: made.append(kind))
     )
 
-    [only] = feeds.feeds
+    [only] = exporters.threads
     assert made == ["wandb"]
     assert replace(only.card, config={}) == Card("ftjob-1", "colours", "ftjob-1", "acme", ("a",), {})
     assert (only.card.config["batch_size"], only.card.config["grader"]) == (8, "string_check")
@@ -253,11 +255,11 @@ def test_a_job_has_the_sinks_that_it_asks_for() -> None:
 def test_a_worker_on_which_it_is_not_enabled_says_so_and_goes_on() -> None:
     said = []
 
-    feeds = choice.feeds_of(
+    exporters = choice.exporters_of(
         job(WANDB), RESOLVED, Settings(), lambda message, data: said.append((message, data))
     )
 
-    assert feeds.feeds == []
+    assert exporters.threads == []
     assert said[0][0].startswith("Weights & Biases is not enabled on the worker")
     assert said[0][1] == {"integration": "wandb"}
 
@@ -267,9 +269,9 @@ def test_a_failure_is_a_warning_that_names_the_service_and_keeps_its_secrets(
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
     said: list[str] = []
-    [only] = choice.feeds_of(
+    [only] = choice.exporters_of(
         job(WANDB), RESOLVED, ON, lambda message, data: said.append(message), lambda *_: Notebook()
-    ).feeds
+    ).threads
 
     only.tell("Refused: https://me:pw@host/x with 0123456789abcdef\nTraceback")
 

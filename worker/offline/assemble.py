@@ -39,7 +39,7 @@ from worker.prepare.scorers import served_teacher, teacher_model
 from worker.prepare.task import refuse_absent_targets
 from worker.prepare.template_report import report_template
 from worker.record.checkpoints import JobCheckpoints
-from worker.record.exporters.choice import feeds_of
+from worker.record.exporters.choice import exporters_of
 from worker.record.recorder import JobRecorder, Quota
 from worker.refusals import UserMistake
 from worker.rollout.rows import read_file
@@ -192,7 +192,7 @@ def assemble(
         recorder=recorder,
         checkpoints=checkpoints,
         stop_requested=stop_requested,
-        feeds=feeds_of(job, resolved, settings, recorder.warn),
+        exporters=exporters_of(job, resolved, settings, recorder.warn),
         start=start_name(parent),
         gpus=gpus_of(world, settings) if base.device == "cuda" else 1,
         teacher=None if teacher is None else teacher.name,

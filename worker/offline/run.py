@@ -16,7 +16,7 @@ from core.results.step_metrics import StepMetrics
 from graders.types import TokenUsage
 from worker import progress
 from worker.clock import Clock
-from worker.interfaces import Checkpoints, Feeds, Recorder
+from worker.interfaces import Checkpoints, Exporters, Recorder
 from worker.learn.offline import OfflineMetrics
 from worker.offline.rows import TokenizedRow
 from worker.offline.stream import RowStream, packs_of, sample
@@ -48,7 +48,7 @@ class OfflineRun:
     trainer: OfflineTraining
     recorder: Recorder
     checkpoints: Checkpoints
-    feeds: Feeds
+    exporters: Exporters
     stop_requested: Callable[[], bool] = lambda: False
     start: str = "the base model"  # the model that the job started from
     gpus: int = 1  # GPU-seconds in each second of this run
@@ -64,7 +64,7 @@ class OfflineRun:
         step = self.checkpoints.restore(self.trainer)
         recorded, _ = self.recorder.recorded()
         self.losses = {one.step: one.full_valid_loss for one in recorded if one.full_valid_loss is not None}
-        self.feeds.start(recorded)
+        self.exporters.start(recorded)
         if step == 0 and not recorded and self.valid_rows and await self.measure_base():
             return RunOutcome.INTERRUPTED
         while step < self.settings.total_steps:
@@ -75,7 +75,7 @@ class OfflineRun:
                 return RunOutcome.INTERRUPTED
         if not self.valid_rows:  # nothing has measured the weights after the last update
             divergence.check_loss((await self.validate(self.train_rows.batch(step))).loss)
-        self.feeds.close("succeeded")
+        self.exporters.close("succeeded")
         self.report_the_end()
         self.recorder.succeed(self.checkpoints.newest())
         return RunOutcome.DONE
@@ -178,7 +178,7 @@ class OfflineRun:
         if data.full_valid_loss is not None:
             self.losses[data.step] = data.full_valid_loss
         pause = self.recorder.step(data, [], ahead=ahead)
-        self.feeds.put(data)
+        self.exporters.put(data)
         return pause
 
     def ends_epoch(self, step: int) -> bool:

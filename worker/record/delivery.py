@@ -4,7 +4,7 @@ from core.jobs.hyperparameter_places import param_of
 from core.jobs.hyperparameters import Resolved
 from core.jobs.thresholds import Thresholds
 from core.jobs.verdict import Verdict
-from worker.interfaces import Checkpoints, Feeds, Recorder
+from worker.interfaces import Checkpoints, Exporters, Recorder
 from worker.record import monitors
 from worker.record.history import History
 from worker.record.verdict import compare
@@ -14,7 +14,7 @@ from worker.refusals import UserMistake
 def deliver(
     checkpoints: Checkpoints,
     recorder: Recorder,
-    feeds: Feeds,
+    exporters: Exporters,
     history: History,
     settings: Resolved,
     thresholds: Thresholds,
@@ -42,7 +42,7 @@ def deliver(
     # Before the job's last status: after it the supervisor may end this process.
     if settings.off_policy_steps:
         checkpoints.delete_resume_files()
-    feeds.close("succeeded")
+    exporters.close("succeeded")
     recorder.succeed(best)
 
 

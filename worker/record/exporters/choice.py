@@ -12,8 +12,8 @@ from core.jobs.hyperparameters import Resolved
 from core.jobs.integrations import Kind
 from core.jobs.offline_hyperparameters import ResolvedOffline
 from core.settings import Settings
-from worker.record.exporters.feed import ExporterFeeds, Feed
 from worker.record.exporters.mlflow import MlflowSink
+from worker.record.exporters.threads import ExporterThread, ExporterThreads
 from worker.record.exporters.trackio import TrackioSink
 from worker.record.exporters.types import Card, Sink
 from worker.record.exporters.wandb import WandbSink
@@ -53,11 +53,11 @@ def problem(
     return None
 
 
-def feeds_of(
+def exporters_of(
     job: Job, resolved: Resolved | ResolvedOffline, settings: Settings, warn: Warn, make: Make = make
-) -> ExporterFeeds:
-    """Create the feeds of a run, without starting them. `warn` emits an event of the job."""
-    feeds = []
+) -> ExporterThreads:
+    """Create the exporters of a run, without starting them. `warn` emits an event of the job."""
+    exporters = []
     for one in integrations.asked(job):
         kind = one["type"]
         if kind not in settings.enabled_integrations:
@@ -66,8 +66,10 @@ def feeds_of(
             )
             warn(message, {"integration": kind})
             continue
-        feeds.append(Feed(make(kind, settings), card(job, one[kind], resolved), _teller(kind, warn)))
-    return ExporterFeeds(feeds)
+        exporters.append(
+            ExporterThread(make(kind, settings), card(job, one[kind], resolved), _teller(kind, warn))
+        )
+    return ExporterThreads(exporters)
 
 
 def card(job: Job, place: Mapping[str, Any], resolved: Resolved | ResolvedOffline) -> Card:

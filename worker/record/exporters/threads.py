@@ -38,7 +38,7 @@ def flat(step: StepMetrics) -> dict[str, float]:
     }
 
 
-class Feed:
+class ExporterThread:
     """The thread that carries one run's steps to one sink."""
 
     def __init__(
@@ -130,44 +130,46 @@ class _GivenUp(Exception):
     """The run is over and the sink still fails."""
 
 
-class ExporterFeeds:
+class ExporterThreads:
     """All sinks of a run."""
 
-    def __init__(self, feeds: Sequence[Feed] = (), *, close_seconds: float = CLOSE_SECONDS) -> None:
-        self.feeds = feeds
+    def __init__(
+        self, threads: Sequence[ExporterThread] = (), *, close_seconds: float = CLOSE_SECONDS
+    ) -> None:
+        self.threads = threads
         self.close_seconds = close_seconds
         self._closed = False
 
     def start(self, recorded: Sequence[StepMetrics]) -> None:
-        for feed in self.feeds:
-            feed.start(recorded)
+        for thread in self.threads:
+            thread.start(recorded)
 
     def put(self, data: StepMetrics) -> None:
-        for feed in self.feeds:
-            feed.put(data)
+        for thread in self.threads:
+            thread.put(data)
 
     def close(self, ended: Ended) -> None:
         """Give them `close_seconds` to take what waits, all together. A second call does nothing."""
         if self._closed:
             return
         self._closed = True
-        for feed in self.feeds:
-            feed.close(ended)
+        for thread in self.threads:
+            thread.close(ended)
         deadline = time.monotonic() + self.close_seconds
-        for feed in self.feeds:
-            feed.join(max(0.0, deadline - time.monotonic()))
-            if not feed.delivered:
-                _LEFT_BEHIND.append(feed)
+        for thread in self.threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+            if not thread.delivered:
+                _LEFT_BEHIND.append(thread)
 
     def abandon(self) -> None:
         """Say nothing more, not even how it ended: another process may be writing to the same runs by now."""
         self._closed = True
-        _LEFT_BEHIND.extend(self.feeds)
+        _LEFT_BEHIND.extend(self.threads)
 
 
 # Libraries like to finish their uploads when the process ends, however long that takes. Whether any would is a property
 # of the process, and so is this.
-_LEFT_BEHIND: list[Feed] = []
+_LEFT_BEHIND: list[ExporterThread] = []
 
 
 def left_behind() -> bool:
