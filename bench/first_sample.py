@@ -22,7 +22,7 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from bench.models import SMOLLM2
-from bench.queue import IDLE_AFTER, is_sampled, is_validated, when
+from bench.queue import is_sampled, is_validated, when
 from bench.report import report
 from core.database.engine import Database
 from core.database.tables import Event
@@ -131,7 +131,6 @@ def measure(server: Server) -> tuple[float, float]:
         if number > 0:
             found.append((sampled - start, loaded - start))
         client.fine_tuning.jobs.cancel(job.id)
-        time.sleep(IDLE_AFTER)
     database.close()
     sampled, loaded = (statistics.median(took) for took in zip(*found, strict=True))
     return sampled, loaded
