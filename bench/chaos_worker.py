@@ -40,7 +40,7 @@ def work() -> None:
     from worker.supervise import app, validation
 
     if os.environ[FAKE]:
-        forking.PRELOADED = "worker.backends"  # without torch
+        forking.SERVER.preloaded = "worker.backends"  # without torch
     started = app.WorkerService.__init__
 
     def with_phases(self: Any, *args: Any) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 import pytest
 
-THOROUGH = bool(os.environ.get("REGRAFT_THOROUGH"))
+THOROUGH = os.environ.get("REGRAFT_THOROUGH") == "1"
 
 
 def examples(few: int, many: int) -> int:

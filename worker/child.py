@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from worker.run import Run, RunOutcome
 
 SCRATCH = "regraft-run-"  # the folder of temporary files, with checkpoints
-# worker.assemble.assemble. Its module imports torch, so it is imported where it is needed, and by no launcher of ranks.
+# worker.assemble.assemble. Its module imports torch, so it is imported where it is needed.
 Assemble = Callable[..., "Run"]
 
 

@@ -1,52 +1,106 @@
 """Start a process of the worker by forking one that has imported torch and the code of a run: it takes milliseconds.
 
-The one that is forked is the fork server of Python's `multiprocessing`: a process that imports `worker.preloaded`,
-starts no thread and computes nothing. It ends when this process and all that were forked for it have ended.
+The one that is forked is worker/fork_server.py, a child of this process. It is started once, and again if it has died.
 """
 
-import atexit
-import multiprocessing
+import json
+import logging
 import os
-import runpy
+import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from multiprocessing import connection, forkserver
-from multiprocessing.connection import Connection
-from typing import IO, Any, NoReturn, Protocol
+from pathlib import Path
+from typing import IO, Protocol
 
 from worker import process
 
+log = logging.getLogger(__name__)
+
+DYING_SECONDS = 10.0
 # Other systems' libraries do not survive a fork (macOS: Objective-C), so a process starts anew there.
 FORKS = sys.platform == "linux"
-PRELOADED = "worker.preloaded"
-
-_context = multiprocessing.get_context("forkserver")
-# `Process.start` asks for the exit statuses of all others, too, and a status can be read once.
-_statuses = threading.Lock()
-_alive: "set[Forked]" = set()
 
 
-class Child(Protocol):
+class Started(Protocol):
     """A process that the worker has started, such as a `subprocess.Popen`."""
 
-    pid: int
-    stdin: IO[bytes] | None
+    @property
+    def pid(self) -> int | None:
+        """None: it has not begun yet."""
 
+    @property
+    def stdin(self) -> IO[bytes] | None: ...
     def poll(self) -> int | None: ...
     def wait(self, timeout: float | None = None) -> int: ...
     def send_signal(self, sig: int) -> None: ...
     def kill(self) -> None: ...
 
 
+class ForkServer:
+    """The process that is forked.
+
+    Args:
+        preloaded: the module that it imports.
+    """
+
+    def __init__(self, preloaded: str = "worker.preloaded") -> None:
+        self.preloaded = preloaded
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._requests: socket.socket | None = None
+
+    def warm(self) -> None:
+        """Start it, if it does not run. Returns before it has imported anything. Raises OSError."""
+        with self._lock:
+            self._start()
+
+    def send(self, task: bytes, files: Sequence[int]) -> None:
+        """Ask for a process. Raises OSError."""
+        with self._lock:
+            requests = self._start()
+            try:
+                socket.send_fds(requests, [task], files)
+            except (BrokenPipeError, ConnectionResetError):  # it has just died
+                socket.send_fds(self._start(), [task], files)
+
+    def _start(self) -> socket.socket:
+        if self._process is not None and self._process.poll() is None and self._requests is not None:
+            return self._requests
+        if self._requests is not None:
+            self._requests.close()
+        # Each request is one message, with its files.
+        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "worker.fork_server",
+                    str(theirs.fileno()),
+                    str(os.getpid()),
+                    self.preloaded,
+                ],
+                stdin=subprocess.DEVNULL,
+                env=process.quiet_environment(),
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # signals to the group of the worker are the worker's to handle
+            )
+        return self._requests
+
+
+SERVER = ForkServer()  # of this process
+
+
 def warm() -> None:
-    """Start the process that is forked, if it does not run yet. Returns before it has imported anything."""
+    """Have the next process start at once. Raises OSError: no memory, process or file descriptor is free."""
     if FORKS:
-        _context.set_forkserver_preload([PRELOADED])
-        forkserver.ensure_running()
+        SERVER.warm()
 
 
 def start(
@@ -56,8 +110,11 @@ def start(
     stdin: int = subprocess.DEVNULL,
     stderr: IO[bytes] | None = None,
     pass_fds: Collection[int] = (),
-) -> Child:
+    server: ForkServer = SERVER,
+) -> Started:
     """Start a command in its own session. `python -m MODULE ...` of this Python is forked, any other executed.
+
+    A forked process has the module search path of this one.
 
     Args:
         environment: of the process. The libraries have read theirs when they were imported: this process's.
@@ -68,116 +125,109 @@ def start(
     Raises OSError: no memory, process or file descriptor is free.
     """
     if FORKS and list(command[:2]) == [sys.executable, "-m"]:
-        return Forked(command[2], command[3:], environment, stdin, stderr, pass_fds)
+        return Forked(server, command[2:], environment, stdin, stderr, pass_fds)
     return subprocess.Popen(
         command, stdin=stdin, stderr=stderr, env=environment, pass_fds=pass_fds, start_new_session=True
     )
 
 
 class Forked:
-    """A process that runs a module, with the methods of a `subprocess.Popen`."""
+    """A process that runs a module, with the methods of a `subprocess.Popen`.
+
+    It begins once the fork server has finished its imports, and is killed when this object is closed or dropped.
+    """
 
     def __init__(
         self,
-        module: str,
-        arguments: Sequence[str],
+        server: ForkServer,
+        module: Sequence[str],
         environment: Mapping[str, str],
         stdin: int,
         stderr: IO[bytes] | None,
         pass_fds: Collection[int],
     ) -> None:
-        theirs, ours = os.pipe() if stdin == subprocess.PIPE else (os.open(os.devnull, os.O_RDONLY), None)
+        self._server = server  # it ends with its last reference
+        self.pid: int | None = None
+        self.stdin: IO[bytes] | None = None
+        self._status: int | None = None
+        self._lock = threading.Lock()
+        # Says the process id and the exit status, and hears signals.
+        self._control, control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        task = os.memfd_create("task")  # an environment may be larger than a message
+        theirs, ours = os.pipe() if stdin == subprocess.PIPE else (os.open(os.devnull, os.O_RDONLY), -1)
+        if ours >= 0:
+            self.stdin = os.fdopen(ours, "wb")
         files = {0: theirs, 1: 1, 2: 2 if stderr is None else stderr.fileno()}
         files |= {number: number for number in pass_fds}
-        sent = {number: Connection(os.dup(file)) for number, file in files.items()}
-        os.close(theirs)
-        self._process = _context.Process(
-            target=_run, name=module, args=(module, list(arguments), dict(environment), sent)
-        )
         try:
-            with _statuses:
-                warm()
-                self._process.start()
+            with open(task, "wb", closefd=False) as out:
+                task_of = [list(module), dict(environment), sys.path, str(Path.cwd()), list(files)]
+                out.write(json.dumps(task_of).encode())
+            server.send(b"fork", [task, control.fileno(), *files.values()])
         except BaseException:
-            if ours is not None:
-                os.close(ours)
+            self._control.close()
+            if self.stdin is not None:
+                self.stdin.close()
             raise
         finally:
-            for copy in sent.values():
-                copy.close()
-        self.stdin: IO[bytes] | None = None
-        if ours is not None:
-            self.stdin = os.fdopen(ours, "wb")
-        assert self._process.pid is not None
-        self.pid: int = self._process.pid
-        _alive.add(self)
+            control.close()
+            os.close(task)
+            os.close(theirs)
 
     def poll(self) -> int | None:
-        with _statuses:
-            status: int | None = self._process.exitcode
-        if status is not None:
-            _alive.discard(self)
-        return status
+        with self._lock:
+            return self._hear(0)
 
     def wait(self, timeout: float | None = None) -> int:
         """Return the exit status, negative after a signal. Raises subprocess.TimeoutExpired."""
-        if self.poll() is None:
-            connection.wait([self._process.sentinel], timeout)
-        if (status := self.poll()) is None:
-            raise subprocess.TimeoutExpired(self._process.name, timeout or 0.0)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while (status := self.poll()) is None:
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                raise subprocess.TimeoutExpired("a forked process", timeout or 0.0)
+            with suppress(ValueError):  # another thread has heard the end
+                select.select([self._control], [], [], left)
         return status
 
     def send_signal(self, sig: int) -> None:
-        with _statuses, suppress(ProcessLookupError):
-            if self._process.exitcode is None:
-                os.kill(self.pid, sig)
+        with self._lock:
+            if self._hear(0) is None:
+                with suppress(BrokenPipeError, ConnectionResetError):
+                    self._control.send(bytes([sig]))
 
     def kill(self) -> None:
+        with self._lock:
+            if self._hear(0) is None and self.pid is None:
+                self._end(-signal.SIGKILL)  # it will not begin
+                return
         self.send_signal(signal.SIGKILL)
 
+    def _hear(self, seconds: float) -> int | None:
+        """Read what the fork server has said. A fork server that has died takes the process with it."""
+        while self._status is None and select.select([self._control], [], [], seconds)[0]:
+            try:
+                said = self._control.recv(64)
+            except ConnectionResetError:
+                said = b""
+            match said.decode().split():
+                case ["pid", pid]:
+                    self.pid = int(pid)
+                case ["status", status]:
+                    self._end(int(status))
+                case _:
+                    log.warning("the fork server has died, and process %s with it", self.pid)
+                    self._await_death()
+                    self._end(-signal.SIGKILL)
+        return self._status
 
-def _run(module: str, arguments: list[str], environment: dict[str, str], files: dict[int, Any]) -> NoReturn:
-    """Be `python -m module arguments`, in a process that has just been forked."""
-    os.setsid()
-    # First above all numbers that are wanted, so that none is overwritten before it has been copied.
-    above = max(files) + 1
-    copies = {number: _copied_above(file.fileno(), above) for number, file in files.items()}
-    for file in files.values():
-        file.close()
-    for number, copy in copies.items():
-        os.dup2(copy, number, inheritable=True)
-        os.close(copy)
-    sys.stdin = os.fdopen(0)
-    os.environ.clear()
-    os.environ.update(environment)
-    multiprocessing.set_start_method(None, force=True)  # Python's own, as in a process that starts anew
-    run_module(module, arguments)
+    def _await_death(self) -> None:
+        """The kernel kills it with the fork server, and its memory is free a moment later."""
+        if self.pid is not None:
+            with suppress(ProcessLookupError):
+                handle = os.pidfd_open(self.pid)
+                select.select([handle], [], [], DYING_SECONDS)
+                os.close(handle)
 
-
-def run_module(module: str, arguments: list[str]) -> NoReturn:
-    """Run a module here, or in place of this process if a library has used CUDA before the fork."""
-    if _touched_a_gpu():
-        os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
-    sys.argv = [module, *arguments]
-    process.name_this(module)
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
-    sys.exit(0)
-
-
-def _copied_above(file: int, number: int) -> int:
-    import fcntl
-
-    return fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, number)
-
-
-def _touched_a_gpu() -> bool:
-    """Whether a library has used CUDA while it was imported, which cannot be used after a fork then."""
-    torch = sys.modules.get("torch")
-    return torch is not None and bool(torch.cuda._is_in_bad_fork())
-
-
-@atexit.register
-def _end_all() -> None:
-    """Python waits at its end for what was forked, and a test that has failed may have left a process."""
-    for forked in list(_alive):
-        forked.kill()
+    def _end(self, status: int) -> None:
+        self._status = status
+        self._control.close()

@@ -2,7 +2,6 @@
 
 import ctypes
 import gc
-import multiprocessing
 import os
 import select
 import signal
@@ -11,7 +10,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import connection
 from pathlib import Path
 
 DONE = 0
@@ -27,6 +25,7 @@ USER_MISTAKE = 78  # EX_CONFIG: the job has failed permanently, with the reason
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
+_FORKED_BY = "REGRAFT_FORKED_BY"
 
 
 @dataclass(frozen=True)
@@ -89,25 +88,27 @@ def name_this(name: str) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
 
 
+def forked_by(server: int, parent: int) -> None:
+    """Say in a process that worker/fork_server.py has forked that the server dies with the worker, `parent`.
+
+    In the environment, so that it holds after an exec, too.
+    """
+    os.environ[_FORKED_BY] = f"{server} {parent}"
+    die_with_parent(parent)
+
+
 def die_with_parent(parent: int) -> None:
     """Have the kernel kill this process when its parent dies (Linux; elsewhere the lease's end does it later).
 
     The parent may have died before we asked, so its number is compared afterwards. A process that was forked for the
-    parent (worker/forking.py) is the child of another.
+    parent is the child of a fork server that dies with it.
     """
-    forked_for = multiprocessing.parent_process()
-    if forked_for is not None and forked_for.pid == parent != os.getppid():
-        threading.Thread(target=_die_with, args=(forked_for.sentinel,), name="parent", daemon=True).start()
-        return
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
+    if os.getppid() == parent:
+        return
+    if os.environ.get(_FORKED_BY) != f"{os.getppid()} {parent}":
         os._exit(DRAINED)
-
-
-def _die_with(sentinel: int) -> None:
-    connection.wait([sentinel])
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def die_with_ancestor(ancestor: int) -> None:

@@ -1,16 +1,18 @@
 """Processes that are forked behave as ones that start anew."""
 
 import os
+import select
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import pytest
 
+from tests.present import present
 from worker import forking
 from worker.process import DRAINED
 
@@ -43,7 +45,7 @@ def text_of(said: IO[bytes]) -> str:
 
 def fork(
     *arguments: str, stderr: IO[bytes] | None = None, stdin: int = subprocess.PIPE, **environment: str
-) -> forking.Child:
+) -> forking.Started:
     command = [sys.executable, "-m", "forked_module", *arguments]
     return forking.start(command, environment, stdin=stdin, stderr=stderr)
 
@@ -54,7 +56,9 @@ def test_a_forked_process_has_its_arguments_environment_input_and_libraries(
     module.write_text(
         "import os, sys\n"
         "loaded = 'torch' in sys.modules and 'transformers' in sys.modules\n"
-        "print(__name__, sys.argv[1:], dict(os.environ), sys.stdin.readline().strip(), loaded, file=sys.stderr)\n"
+        "environment = os.environ['NAME'], os.environ.get('HOME')\n"
+        "said = sys.stdin.readline().strip()\n"
+        "print(__name__, sys.argv[1:], *environment, said, loaded, file=sys.stderr)\n"
         "print(os.getsid(0) == os.getpid(), open('/proc/self/comm').read(), end='', file=sys.stderr)\n"
     )
     child = fork("a", "b", stderr=said, NAME="value")
@@ -63,12 +67,12 @@ def test_a_forked_process_has_its_arguments_environment_input_and_libraries(
         child.stdin.write(b"a claim\n")
 
     assert child.wait(60) == 0
-    assert text_of(said) == "__main__ ['a', 'b'] {'NAME': 'value'} a claim True\nTrue forked_module\n"
+    assert text_of(said) == "__main__ ['a', 'b'] value None a claim True\nTrue forked_module\n"
 
 
 def test_it_has_the_files_that_are_passed_by_their_numbers(module: Path) -> None:
     module.write_text("import os, sys; os.write(int(sys.argv[1]), b'written')")
-    for _ in range(2):  # also where the number is free in the process and where it is not
+    for _ in range(2):
         reading, writing = os.pipe()
         command = [sys.executable, "-m", "forked_module", str(writing)]
         child = forking.start(command, {}, pass_fds=[writing])
@@ -119,20 +123,28 @@ def test_it_can_be_waited_for_and_signalled(module: Path) -> None:
     assert child.wait(60) == 7
 
 
-def test_a_forked_process_dies_with_the_one_it_was_forked_for(tmp_path: Path) -> None:
-    """Also when that is killed by kill -9, and the fork server goes, too."""
-    (tmp_path / "waiting.py").write_text(
-        "import os, signal, sys\n"
-        "from worker import process\n"
-        "process.die_with_parent(int(sys.argv[1]))\n"
-        "print(os.getpid(), os.getppid(), flush=True)\n"
-        "signal.pause()\n"
-    )
+WAITING = """
+import os, signal, sys
+from worker import process
+process.die_with_parent(int(sys.argv[1]))
+with open(sys.argv[2], "w") as ready:
+    ready.write(f"{os.getpid()} {os.getppid()}\\n")
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_forked_process_and_its_server_die_with_the_one_they_were_started_for(
+    tmp_path: Path, stopped: bool
+) -> None:
+    """Also when that is killed by kill -9, and when the process is stopped."""
+    (tmp_path / "waiting.py").write_text(WAITING)
     parent = (
         "import os, sys\n"
         "from worker import forking\n"
-        "forking.PRELOADED = 'json'\n"
-        "forking.start([sys.executable, '-m', 'waiting', str(os.getpid())], dict(os.environ)).wait()\n"
+        "server = forking.ForkServer('json')\n"
+        "command = [sys.executable, '-m', 'waiting', str(os.getpid()), '/dev/stdout']\n"
+        "forking.start(command, dict(os.environ), server=server).wait()\n"
     )
     worker = subprocess.Popen(
         [sys.executable, "-c", parent],
@@ -142,20 +154,154 @@ def test_a_forked_process_dies_with_the_one_it_was_forked_for(tmp_path: Path) ->
     )
     assert worker.stdout is not None
     pids = [int(pid) for pid in worker.stdout.readline().split()]
-    assert all(map(is_alive, pids))
+    handles = [os.pidfd_open(pid) for pid in pids]
+    if stopped:
+        os.kill(pids[0], signal.SIGSTOP)
 
     worker.kill()
-
-    assert worker.stdout.read() == ""  # returns when all have closed the pipe: when they are dead
     worker.wait()
 
+    for handle in handles:
+        assert select.select([handle], [], [], 30)[0], "it lives on"
+        os.close(handle)
 
-def is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
+
+@pytest.fixture
+def server() -> forking.ForkServer:
+    """Another one, without torch."""
+    return forking.ForkServer("json")
+
+
+def ready(server: forking.ForkServer, folder: Path, **options: Any) -> tuple[forking.Started, int]:
+    """A process that waits, and the process id of its parent."""
+    (folder / "waits.py").write_text(WAITING)
+    fifo = folder / "ready"
+    os.mkfifo(fifo)
+    command = [sys.executable, "-m", "waits", str(os.getpid()), str(fifo)]
+    child = forking.start(command, {"PYTHONPATH": str(folder)}, server=server, **options)
+    return child, int(fifo.read_text().split()[1])
+
+
+def test_a_fork_server_that_is_killed_takes_its_processes_with_it_and_is_replaced(
+    module: Path, server: forking.ForkServer
+) -> None:
+    child, parent = ready(server, module.parent)
+
+    handle = os.pidfd_open(present(child.pid or child.poll() or child.pid))
+
+    os.kill(parent, signal.SIGKILL)
+
+    assert child.wait(60) == -signal.SIGKILL
+    assert select.select([handle], [], [], 0)[0], "it has ended"
+    os.close(handle)
+    module.write_text("import sys; sys.exit(6)")
+    assert forking.start([sys.executable, "-m", "forked_module"], {}, server=server).wait(60) == 6
+
+
+def test_a_fork_server_leaves_signals_to_the_worker(module: Path, server: forking.ForkServer) -> None:
+    child, parent = ready(server, module.parent)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(parent, number)
+    child.send_signal(signal.SIGTERM)
+
+    assert child.wait(60) == -signal.SIGTERM
+    module.write_text("import os, sys; sys.exit(os.getppid() != int(sys.argv[1]))")
+    again = forking.start([sys.executable, "-m", "forked_module", str(parent)], {}, server=server)
+    assert again.wait(60) == 0
+
+
+def test_a_process_that_is_dropped_is_killed(module: Path, server: forking.ForkServer) -> None:
+    child, _ = ready(server, module.parent)
+    handle = os.pidfd_open(present(child.pid or child.poll() or child.pid))
+
+    del child
+
+    assert select.select([handle], [], [], 30)[0]
+    os.close(handle)
+
+
+def test_a_start_does_not_wait_for_the_imports_and_can_be_taken_back(
+    tmp_path: Path, module: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    (tmp_path / "slow_imports.py").write_text(f"open({str(gate)!r}).read()")
+    module.write_text("import pathlib; pathlib.Path(__file__).with_name('began').touch()")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    server = forking.ForkServer("slow_imports")
+    command = [sys.executable, "-m", "forked_module"]
+    first, second = (forking.start(command, {"PYTHONPATH": str(tmp_path)}, server=server) for _ in range(2))
+    assert (first.poll(), first.pid) == (None, None)
+
+    first.kill()
+
+    assert first.wait(60) == -signal.SIGKILL
+    assert not (tmp_path / "began").exists()
+    gate.write_text("go on")
+    assert second.wait(60) == 0
+    assert (tmp_path / "began").exists()
+
+
+def test_a_module_that_cannot_be_imported_before_the_fork_leaves_that_to_each_process(
+    module: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    module.write_text("import sys; sys.exit(5)")
+    server = forking.ForkServer("no_such_module_at_all")
+
+    assert forking.start([sys.executable, "-m", "forked_module"], {}, server=server).wait(60) == 5
+    assert "No module named 'no_such_module_at_all'" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("number", range(3, 12))
+def test_a_passed_file_may_have_any_number(module: Path, server: forking.ForkServer, number: int) -> None:
+    """Also one that the process or its server uses itself."""
+    module.write_text(
+        "import os, sys\n"
+        "from worker import process\n"
+        "process.die_with_parent(int(sys.argv[2]))\n"
+        "os.write(int(sys.argv[1]), b'written')\n"
+    )
+    reading, writing = os.pipe()
+    code = (
+        "import os, sys\n"
+        "from worker import forking\n"
+        f"os.dup2({writing}, {number})\n"
+        f"command = [sys.executable, '-m', 'forked_module', '{number}', str(os.getpid())]\n"
+        f"child = forking.start(command, dict(os.environ), pass_fds=[{number}], server=forking.ForkServer('json'))\n"
+        "sys.exit(child.wait(60))\n"
+    )
+    environment = os.environ | {"PYTHONPATH": f"{module.parent}:{ROOT}"}
+    done = subprocess.run([sys.executable, "-c", code], pass_fds=[writing], env=environment)
+    os.close(writing)
+
+    assert (done.returncode, os.read(reading, 100)) == (0, b"written")
+    os.close(reading)
+
+
+def test_a_process_leaves_no_descriptor_open_here(module: Path, server: forking.ForkServer) -> None:
+    module.write_text("")
+
+    def descriptors() -> int:
+        child = forking.start(
+            [sys.executable, "-m", "forked_module"], {}, stdin=subprocess.PIPE, server=server
+        )
+        assert child.wait(60) == 0
+        assert child.stdin is not None
+        child.stdin.close()
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    assert descriptors() == descriptors()
+
+
+def test_functions_for_the_end_of_a_process_run(
+    module: Path, said: IO[bytes], server: forking.ForkServer
+) -> None:
+    module.write_text("import atexit, sys; atexit.register(print, 'the end', file=sys.stderr); sys.exit(4)")
+
+    child = forking.start([sys.executable, "-m", "forked_module"], {}, stderr=said, server=server)
+
+    assert (child.wait(60), text_of(said)) == (4, "the end\n")
 
 
 def test_one_that_is_given_another_parent_ends_at_once(module: Path) -> None:
@@ -164,7 +310,7 @@ def test_one_that_is_given_another_parent_ends_at_once(module: Path) -> None:
     assert fork().wait(60) == DRAINED
 
 
-def test_what_is_imported_before_a_fork_starts_no_thread_and_asks_for_no_gpu() -> None:
+def test_what_is_imported_before_a_fork_starts_no_thread_and_asks_torch_for_no_gpu() -> None:
     """CUDA cannot be used after a fork of a process that has used it, and threads are not there any more."""
     code = """
 import threading
@@ -186,13 +332,19 @@ def test_a_process_in_which_a_library_has_used_cuda_before_the_fork_starts_anew(
 ) -> None:
     """Torch marks such a process itself."""
     (module.parent / "torch_after_cuda.py").write_text(
+        "import sys\n"
         "import torch\n"
-        "from worker import forking\n"
+        "from worker import fork_server\n"
         "torch.cuda._is_in_bad_fork = lambda: True\n"
-        "forking.run_module('forked_module', [])\n"
+        "fork_server.run_module('forked_module', sys.argv[1:])\n"
     )
-    module.write_text("import sys; sys.exit(5 if 'torch' in sys.modules else 4)")
-    command = [sys.executable, "-m", "torch_after_cuda"]
+    module.write_text(
+        "import sys\n"
+        "from worker import process\n"
+        "process.die_with_parent(int(sys.argv[1]))\n"
+        "sys.exit(5 if 'torch' in sys.modules else 4)\n"
+    )
+    command = [sys.executable, "-m", "torch_after_cuda", str(os.getpid())]
 
     child = forking.start(command, {"PYTHONPATH": str(module.parent)}, stderr=said)
 

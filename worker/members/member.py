@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from worker import forking
-from worker.forking import Child
+from worker.forking import Started
 
 log = logging.getLogger(__name__)
 
@@ -28,8 +28,7 @@ class Member:
     def __init__(self, command: Callable[[], Sequence[str]] = launcher_command) -> None:
         self.command = command
         self._stopping = threading.Event()
-        self._child: Child | None = None
-        # The child dies with the thread that started it (PR_SET_PDEATHSIG), so the same thread waits for it.
+        self._child: Started | None = None
         self.thread = threading.Thread(target=self._keep, name="member", daemon=True)
 
     def start(self) -> None:

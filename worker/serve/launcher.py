@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from core.settings import Settings
 from worker import forking
-from worker.forking import Child
+from worker.forking import Started
 from worker.process import quiet_environment
 
 log = logging.getLogger(__name__)
@@ -43,14 +43,13 @@ class InferenceServer:
         listening: socket.socket,
         *,
         restart_after_s: float = 2.0,
-        start_process: Callable[..., Child] = forking.start,
+        start_process: Callable[..., Started] = forking.start,
     ) -> None:
         self._listening = listening
         self._start_process = start_process
         self._restart_after_s = restart_after_s
         self._stopping, self._stop = socket.socketpair()
-        self._child: Child | None = None
-        # The child dies with the thread that started it (PR_SET_PDEATHSIG), so the same thread waits for it.
+        self._child: Started | None = None
         self._thread = threading.Thread(target=self._keep, name="inference", daemon=True)
 
     def start(self) -> None:

@@ -31,10 +31,7 @@ def hold_command(listener: int, model: str) -> Sequence[str]:
 
 
 class SharedDevice:
-    """What jobs on one base model share from the first of them to the end of the last one.
-
-    Enter it in a thread that outlives the jobs: the process that holds the base dies with it (PR_SET_PDEATHSIG).
-    """
+    """What jobs on one base model share from the first of them to the end of the last one."""
 
     def __init__(self, model: str, command: Hold = hold_command) -> None:
         self.model = model

@@ -35,7 +35,7 @@ from core.settings import Settings
 from core.storage.store import BlobStore
 from core.telemetry import logs
 from worker import forking, process
-from worker.forking import Child
+from worker.forking import Started
 from worker.supervise.killed import KernelMemory
 from worker.supervise.live_log import LiveLog, end_of
 from worker.supervise.sharing import Hold, SharedDevice, hold_command, why_alone
@@ -203,7 +203,7 @@ class Supervisor:
         log.info("running %s, epoch %d", claim.job_id, claim.epoch)
         child = RunProcess(self.command)
         kills = self.memory.kills()
-        peak = Peak(partial(self.memory.peak_of, child.process.pid))
+        peak = Peak(partial(self._peak_of, child.process))
         live = LiveLog(child.words, lambda said: self._keep(claim, said), self.log_seconds)
         with self.runs.following(child.figures):
             try:
@@ -217,6 +217,9 @@ class Supervisor:
         live.join()
         self._keep(claim, said)
 
+    def _peak_of(self, child: Started) -> int | None:
+        return None if child.pid is None else self.memory.peak_of(child.pid)
+
     def _keep(self, claim: Claim, said: str) -> None:
         """Store the run's log for the job's owner (core/jobs/run_logs.py). Best effort, without retries."""
         if not said:
@@ -228,7 +231,7 @@ class Supervisor:
         except Exception as cause:  # stores raise errors of many libraries
             log.warning("the log of %s is lost: %r", claim.job_id, cause)
 
-    def _watch(self, child: Child, claim: Claim, progress: "RunProgress", peak: "Peak") -> int:
+    def _watch(self, child: Started, claim: Claim, progress: "RunProgress", peak: "Peak") -> int:
         """Wait for the child's exit status, renewing the lease.
 
         Kills the child on a lost lease, an overlong drain, or no progress for too long.
@@ -409,9 +412,10 @@ class Peak:
         self.bytes = now if self.bytes is None else max(self.bytes, now or 0)
 
 
-def _kill(child: Child) -> None:
+def _kill(child: Started) -> None:
     """Kill the child and its descendants, if any are left."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)
+    if child.pid is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
     child.kill()  # one that has not begun its session yet
     child.wait()

@@ -1,0 +1,194 @@
+"""`python -m worker.fork_server SOCKET PARENT PRELOADED`: import a module, then be forked for each request.
+
+It starts no thread and computes nothing, because neither threads nor CUDA survive a fork. It ends when PARENT, the
+worker, closes the socket or dies, and the kernel kills all processes that were forked from it then.
+
+A request carries file descriptors: a file with the task as JSON (`ForkRequest`), the
+process's control socket, and the files. On the control socket the server says `pid N` and `status N`, and hears
+signals, a byte each. Its end kills the process.
+"""
+
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+import traceback
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from worker import process
+
+MAX_FILES = 64
+
+
+class ForkRequest(NamedTuple):
+    """The module that a forked process runs, and its surroundings."""
+
+    module: str
+    arguments: list[str]
+    environment: dict[str, str]
+    search: list[str]  # sys.path
+    folder: str
+    files: dict[int, int]  # by the number that each is to have
+
+
+class ForkRequests:
+    """The sockets of the server, and the processes that were forked from it."""
+
+    def __init__(self, requests: socket.socket) -> None:
+        self.requests = requests
+        self.controls: dict[int, socket.socket] = {}  # of processes by id
+        self.unheard: set[int] = set()  # processes whose control sockets have ended
+
+    def next(self) -> ForkRequest | None:
+        """Wait for a request and fork. Return the task in the new process; None in the server at its end."""
+        woken, wakes = socket.socketpair()
+        for end in (woken, wakes):
+            end.setblocking(False)
+        signal.set_wakeup_fd(wakes.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        while True:
+            heard = {pid: control for pid, control in self.controls.items() if pid not in self.unheard}
+            ready, _, _ = select.select([self.requests, woken, *heard.values()], [], [])
+            if woken in ready:
+                with suppress(BlockingIOError):
+                    woken.recv(4096)
+                self._reap()
+            for pid, control in heard.items():
+                if control in ready and pid in self.controls:
+                    self._signal(pid, control)
+            if self.requests in ready:
+                _, files, _, _ = socket.recv_fds(self.requests, 16, MAX_FILES)
+                if not files:
+                    return None
+                if (task := self._fork(files)) is not None:
+                    for end in (woken, wakes):
+                        end.close()
+                    return task
+
+    def _reap(self) -> None:
+        while self.controls:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            self.unheard.discard(pid)
+            with self.controls.pop(pid) as control, suppress(OSError):
+                control.send(f"status {os.waitstatus_to_exitcode(status)}".encode())
+
+    def _signal(self, pid: int, control: socket.socket) -> None:
+        """Send the signals that have come. The process has not been reaped, so the id is still its own."""
+        try:
+            numbers = control.recv(16)
+        except OSError:
+            numbers = b""
+        if not numbers:
+            self.unheard.add(pid)
+        for number in numbers or [signal.SIGKILL]:
+            os.kill(pid, number)
+
+    def _fork(self, files: list[int]) -> ForkRequest | None:
+        """Return the task in the new process, None in the server."""
+        task, control, *others = files
+        told = socket.socket(fileno=control)
+        try:
+            pid = os.fork()
+        except OSError as cause:  # no memory or process is free: as if it had ended at once
+            print(f"a process could not be forked: {cause}", file=sys.stderr, flush=True)  # noqa: T201
+            pid = -1
+        if pid == 0:
+            told.close()
+            self._close()
+            with os.fdopen(task, "rb") as given:
+                given.seek(0)
+                (module, *arguments), environment, search, folder, numbers = json.load(given)
+            return ForkRequest(
+                module, arguments, environment, search, folder, dict(zip(numbers, others, strict=True))
+            )
+        for file in (task, *others):
+            os.close(file)
+        if pid > 0:
+            self.controls[pid] = told
+            with suppress(OSError):
+                told.send(f"pid {pid}".encode())
+        else:
+            told.close()
+        return None
+
+    def _close(self) -> None:
+        """Close in a new process what belongs to the server."""
+        signal.set_wakeup_fd(-1)
+        self.requests.close()
+        for control in self.controls.values():
+            control.close()
+
+
+def main() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):  # the worker decides
+        signal.signal(number, signal.SIG_IGN)
+    listener, parent, preloaded = sys.argv[1:]
+    requests = ForkRequests(socket.socket(fileno=int(listener)))
+    before = set(os.environ)
+    try:
+        importlib.import_module(preloaded)
+    except Exception:  # each process will say so, too, as far as it needs the module
+        traceback.print_exc()
+    server = os.getpid()
+    if (task := requests.next()) is not None:
+        for name in before - task.environment.keys():  # what the imports have set stays
+            del os.environ[name]
+        os.environ.update(task.environment)
+        be(task, server, int(parent))
+
+
+def be(task: ForkRequest, server: int, parent: int) -> None:
+    """Be `python -m module ...` in a process that has just been forked and has its environment."""
+    os.setsid()
+    _place(task.files)
+    process.forked_by(server, parent)
+    for number, handler in (
+        (signal.SIGINT, signal.default_int_handler),
+        (signal.SIGTERM, signal.SIG_DFL),
+        (signal.SIGCHLD, signal.SIG_DFL),
+    ):
+        signal.signal(number, handler)
+    sys.path[:] = task.search
+    os.chdir(task.folder)
+    run_module(task.module, task.arguments)
+
+
+def run_module(module: str, arguments: list[str]) -> None:
+    """Run a module here, or in place of this process if a library has used CUDA before the fork."""
+    if _used_cuda():
+        os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
+    sys.argv = [module, *arguments]
+    process.name_this(module)
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _place(files: dict[int, int]) -> None:
+    """Give the files their numbers."""
+    import fcntl
+
+    # First above all numbers that are wanted, so that none is overwritten before it has been copied.
+    above = max(files) + 1
+    copies = {number: fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, above) for number, file in files.items()}
+    for file in files.values():
+        os.close(file)
+    for number, copy in copies.items():
+        os.dup2(copy, number, inheritable=True)
+        os.close(copy)
+    sys.stdin = os.fdopen(0)
+
+
+def _used_cuda() -> bool:
+    """Whether a library has used CUDA while it was imported, which cannot be used after a fork then."""
+    torch: Any = sys.modules.get("torch")
+    return torch is not None and bool(torch.cuda._is_in_bad_fork())
+
+
+if __name__ == "__main__":
+    main()
