@@ -37,6 +37,7 @@ ALLOWED = {
         "it never answers"
     ),
     "worker/test_lease.py::validate.run": "the lease has to be renewed while the test waits",
+    "worker/test_forking.py::test_a_process_that_an_import_has_left_ends_without_harm": "it waits for its input",
     "worker/test_forking.py::test_it_can_be_waited_for_and_signalled": "it waits for a signal",
     "worker/test_served_teacher.py::"
     "test_a_server_that_accepts_in_silence_is_given_one_more_chance_and_no_more": "it never answers",

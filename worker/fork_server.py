@@ -17,12 +17,14 @@ import signal
 import socket
 import sys
 import traceback
+import warnings
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 from worker import process
 
 MAX_FILES = 64
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class ForkRequest(NamedTuple):
@@ -46,6 +48,7 @@ class ForkRequests:
 
     def next(self) -> ForkRequest | None:
         """Wait for a request and fork. Return the task in the new process; None in the server at its end."""
+        # select.poll, because the number of a socket may be above 1023, all that select.select takes.
         woken, wakes = socket.socketpair()
         for end in (woken, wakes):
             end.setblocking(False)
@@ -53,7 +56,7 @@ class ForkRequests:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         while True:
             heard = {pid: control for pid, control in self.controls.items() if pid not in self.unheard}
-            ready, _, _ = select.select([self.requests, woken, *heard.values()], [], [])
+            ready = _ready(self.requests, woken, *heard.values())
             if woken in ready:
                 with suppress(BlockingIOError):
                     woken.recv(4096)
@@ -62,8 +65,8 @@ class ForkRequests:
                 if control in ready and pid in self.controls:
                     self._signal(pid, control)
             if self.requests in ready:
-                _, files, _, _ = socket.recv_fds(self.requests, 16, MAX_FILES)
-                if not files:
+                said, files, _, _ = socket.recv_fds(self.requests, 16, MAX_FILES)
+                if not said:
                     return None
                 if (task := self._fork(files)) is not None:
                     for end in (woken, wakes):
@@ -76,7 +79,9 @@ class ForkRequests:
             if pid == 0:
                 return
             self.unheard.discard(pid)
-            with self.controls.pop(pid) as control, suppress(OSError):
+            if (control := self.controls.pop(pid, None)) is None:  # a process that an import has left
+                continue
+            with control, suppress(OSError):
                 control.send(f"status {os.waitstatus_to_exitcode(status)}".encode())
 
     def _signal(self, pid: int, control: socket.socket) -> None:
@@ -95,9 +100,14 @@ class ForkRequests:
         task, control, *others = files
         told = socket.socket(fileno=control)
         try:
-            pid = os.fork()
+            with (
+                warnings.catch_warnings()
+            ):  # Python 3.12 warns of threads, which NumPy's are: they are made for forks
+                warnings.simplefilter("ignore", DeprecationWarning)
+                pid = os.fork()
         except OSError as cause:  # no memory or process is free: as if it had ended at once
-            print(f"a process could not be forked: {cause}", file=sys.stderr, flush=True)  # noqa: T201
+            with suppress(OSError):
+                told.send(f"failed {cause}".encode())
             pid = -1
         if pid == 0:
             told.close()
@@ -126,9 +136,18 @@ class ForkRequests:
             control.close()
 
 
+def _ready(*sockets: socket.socket) -> list[socket.socket]:
+    """The sockets that can be read, of which there is at least one."""
+    poll = select.poll()
+    for one in sockets:
+        poll.register(one, select.POLLIN)
+    numbers = {number for number, _ in poll.poll()}
+    return [one for one in sockets if one.fileno() in numbers]
+
+
 def main() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):  # the worker decides
-        signal.signal(number, signal.SIG_IGN)
+    # The worker decides. Those that a process is sent wait until it has its handlers.
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     listener, parent, preloaded = sys.argv[1:]
     requests = ForkRequests(socket.socket(fileno=int(listener)))
     before = set(os.environ)
@@ -136,12 +155,16 @@ def main() -> None:
         importlib.import_module(preloaded)
     except Exception:  # each process will say so, too, as far as it needs the module
         traceback.print_exc()
+    for out in (sys.stdout, sys.stderr):
+        out.flush()  # or each process would print it again
     server = os.getpid()
     if (task := requests.next()) is not None:
         for name in before - task.environment.keys():  # what the imports have set stays
-            del os.environ[name]
+            os.environ.pop(name, None)
         os.environ.update(task.environment)
         be(task, server, int(parent))
+    else:
+        os._exit(0)  # at once, because the kernel's kill of all processes waits for it
 
 
 def be(task: ForkRequest, server: int, parent: int) -> None:
@@ -149,12 +172,8 @@ def be(task: ForkRequest, server: int, parent: int) -> None:
     os.setsid()
     _place(task.files)
     process.forked_by(server, parent)
-    for number, handler in (
-        (signal.SIGINT, signal.default_int_handler),
-        (signal.SIGTERM, signal.SIG_DFL),
-        (signal.SIGCHLD, signal.SIG_DFL),
-    ):
-        signal.signal(number, handler)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     sys.path[:] = task.search
     os.chdir(task.folder)
     run_module(task.module, task.arguments)

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO, Protocol
 
@@ -23,6 +23,7 @@ from worker import process
 log = logging.getLogger(__name__)
 
 DYING_SECONDS = 10.0
+FAILED = 71  # EX_OSERR, the exit status of a process that could not be forked
 # Other systems' libraries do not survive a fork (macOS: Objective-C), so a process starts anew there.
 FORKS = sys.platform == "linux"
 
@@ -66,13 +67,17 @@ class ForkServer:
             requests = self._start()
             try:
                 socket.send_fds(requests, [task], files)
-            except (BrokenPipeError, ConnectionResetError):  # it has just died
+            except (BrokenPipeError, ConnectionResetError):  # it is dying
+                assert self._process is not None
+                self._process.kill()
+                self._process.wait()
                 socket.send_fds(self._start(), [task], files)
 
     def _start(self) -> socket.socket:
         if self._process is not None and self._process.poll() is None and self._requests is not None:
             return self._requests
-        if self._requests is not None:
+        if self._process is not None and self._requests is not None:
+            log.warning("the fork server has ended with status %s and is started again", self._process.poll())
             self._requests.close()
         # Each request is one message, with its files.
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -153,26 +158,25 @@ class Forked:
         self._lock = threading.Lock()
         # Says the process id and the exit status, and hears signals.
         self._control, control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        task = os.memfd_create("task")  # an environment may be larger than a message
-        theirs, ours = os.pipe() if stdin == subprocess.PIPE else (os.open(os.devnull, os.O_RDONLY), -1)
-        if ours >= 0:
-            self.stdin = os.fdopen(ours, "wb")
-        files = {0: theirs, 1: 1, 2: 2 if stderr is None else stderr.fileno()}
-        files |= {number: number for number in pass_fds}
-        try:
-            with open(task, "wb", closefd=False) as out:
-                task_of = [list(module), dict(environment), sys.path, str(Path.cwd()), list(files)]
-                out.write(json.dumps(task_of).encode())
-            server.send(b"fork", [task, control.fileno(), *files.values()])
-        except BaseException:
-            self._control.close()
-            if self.stdin is not None:
-                self.stdin.close()
-            raise
-        finally:
-            control.close()
-            os.close(task)
-            os.close(theirs)
+        with ExitStack() as opened, ExitStack() as failed:
+            failed.callback(self._control.close)
+            opened.callback(control.close)
+            if stdin == subprocess.PIPE:
+                theirs, ours = os.pipe()
+                self.stdin = os.fdopen(ours, "wb")
+                failed.callback(self.stdin.close)
+            else:
+                theirs = os.open(os.devnull, os.O_RDONLY)
+            opened.callback(os.close, theirs)
+            files = {0: theirs, 1: 1, 2: 2 if stderr is None else stderr.fileno()}
+            files |= {number: number for number in pass_fds}
+            # In a file, because an environment may be larger than a message.
+            task = opened.enter_context(os.fdopen(os.memfd_create("task"), "wb"))
+            fields = [list(module), dict(environment), sys.path, str(Path.cwd()), list(files)]
+            task.write(json.dumps(fields).encode())
+            task.flush()
+            server.send(b"fork", [task.fileno(), control.fileno(), *files.values()])
+            failed.pop_all()
 
     def poll(self) -> int | None:
         with self._lock:
@@ -185,8 +189,7 @@ class Forked:
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
                 raise subprocess.TimeoutExpired("a forked process", timeout or 0.0)
-            with suppress(ValueError):  # another thread has heard the end
-                select.select([self._control], [], [], left)
+            self._readable(left)
         return status
 
     def send_signal(self, sig: int) -> None:
@@ -204,16 +207,19 @@ class Forked:
 
     def _hear(self, seconds: float) -> int | None:
         """Read what the fork server has said. A fork server that has died takes the process with it."""
-        while self._status is None and select.select([self._control], [], [], seconds)[0]:
+        while self._status is None and self._readable(seconds):
             try:
-                said = self._control.recv(64)
-            except ConnectionResetError:
-                said = b""
-            match said.decode().split():
-                case ["pid", pid]:
+                said = self._control.recv(1024).decode()
+            except ConnectionResetError:  # a signal came too late for it; what it has said comes now
+                continue
+            match said.partition(" "):
+                case ["pid", _, pid]:
                     self.pid = int(pid)
-                case ["status", status]:
+                case ["status", _, status]:
                     self._end(int(status))
+                case ["failed", _, cause]:
+                    log.warning("a process could not be forked: %s", cause)
+                    self._end(FAILED)
                 case _:
                     log.warning("the fork server has died, and process %s with it", self.pid)
                     self._await_death()
@@ -225,9 +231,22 @@ class Forked:
         if self.pid is not None:
             with suppress(ProcessLookupError):
                 handle = os.pidfd_open(self.pid)
-                select.select([handle], [], [], DYING_SECONDS)
-                os.close(handle)
+                try:
+                    _wait_for(handle, DYING_SECONDS)
+                finally:
+                    os.close(handle)
 
     def _end(self, status: int) -> None:
         self._status = status
-        self._control.close()
+        with suppress(OSError):  # the fork server has closed its end
+            self._control.shutdown(socket.SHUT_RDWR)  # wakes the threads that wait; closed with this object
+
+    def _readable(self, seconds: float | None) -> bool:
+        return _wait_for(self._control.fileno(), seconds)
+
+
+def _wait_for(file: int, seconds: float | None) -> bool:
+    """Wait until the file can be read. Not with select.select, which takes no number above 1023."""
+    poll = select.poll()
+    poll.register(file, select.POLLIN)
+    return bool(poll.poll(None if seconds is None else seconds * 1000))

@@ -94,7 +94,7 @@ def forked_by(server: int, parent: int) -> None:
     In the environment, so that it holds after an exec, too.
     """
     os.environ[_FORKED_BY] = f"{server} {parent}"
-    die_with_parent(parent)
+    die_with_parent(server)
 
 
 def die_with_parent(parent: int) -> None:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -251,6 +252,96 @@ def test_a_module_that_cannot_be_imported_before_the_fork_leaves_that_to_each_pr
 
     assert forking.start([sys.executable, "-m", "forked_module"], {}, server=server).wait(60) == 5
     assert "No module named 'no_such_module_at_all'" in capfd.readouterr().err
+
+
+def test_a_signal_that_comes_before_the_process_has_begun_is_not_lost(
+    tmp_path: Path, module: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    (tmp_path / "slow_imports.py").write_text(f"open({str(gate)!r}).read()")
+    module.write_text("import signal; signal.pause()")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    command = [sys.executable, "-m", "forked_module"]
+    child = forking.start(command, {}, server=forking.ForkServer("slow_imports"))
+
+    child.send_signal(signal.SIGTERM)
+    gate.write_text("go on")
+
+    assert child.wait(60) == -signal.SIGTERM
+
+
+def test_a_thread_that_waits_hears_that_another_has_taken_the_process_back(
+    tmp_path: Path, module: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    (tmp_path / "slow_imports.py").write_text(f"open({str(gate)!r}).read()")
+    module.write_text("")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    child = forking.start(
+        [sys.executable, "-m", "forked_module"], {}, server=forking.ForkServer("slow_imports")
+    )
+    statuses: list[int] = []
+    waiting = threading.Thread(target=lambda: statuses.append(child.wait()))
+    waiting.start()
+
+    child.kill()
+    with open(os.devnull) as reuses_its_number:  # noqa: PTH123 - as other threads do
+        waiting.join(60)
+
+    assert (statuses, reuses_its_number.closed) == ([-signal.SIGKILL], True)
+
+
+def test_processes_start_and_end_where_a_thousand_files_are_open(module: Path) -> None:
+    """select.select takes no number above 1023."""
+    module.write_text("import sys; sys.exit(3)")
+    code = (
+        "import os, resource, sys\n"
+        "from worker import forking\n"
+        "limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (min(limit, 4096), limit))\n"
+        "files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]\n"
+        "command = [sys.executable, '-m', 'forked_module']\n"
+        "sys.exit(forking.start(command, dict(os.environ), server=forking.ForkServer('json')).wait(60))\n"
+    )
+    environment = os.environ | {"PYTHONPATH": f"{module.parent}:{ROOT}"}
+
+    assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == 3
+
+
+def test_a_process_that_an_import_has_left_ends_without_harm(
+    tmp_path: Path, module: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "leaves_one.py").write_text(
+        "import os, subprocess\n"
+        "os.environ.pop('NAME', None)\n"
+        "subprocess.Popen(['sleep', '0.2'])\n"
+        "print('imported')\n"
+    )
+    module.write_text("import sys, time; sys.exit(0 if sys.stdin.readline() else 1)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("NAME", "value")
+    server = forking.ForkServer("leaves_one")
+    command = [sys.executable, "-m", "forked_module"]
+    long = forking.start(command, {}, stdin=subprocess.PIPE, server=server)
+
+    with pytest.raises(subprocess.TimeoutExpired):
+        long.wait(1.0)  # the other has ended
+    assert long.stdin is not None
+    with long.stdin:
+        long.stdin.write(b"end\n")
+
+    assert long.wait(60) == 0
+
+
+def test_no_status_is_lost_to_a_signal_that_comes_too_late(module: Path, server: forking.ForkServer) -> None:
+    module.write_text("import sys; sys.exit(75)")
+    for _ in range(30):
+        child = forking.start([sys.executable, "-m", "forked_module"], {}, server=server)
+        while child.poll() is None:
+            child.send_signal(signal.SIGCONT)
+        assert child.wait(60) == 75
 
 
 @pytest.mark.parametrize("number", range(3, 12))

@@ -414,6 +414,7 @@ class Peak:
 
 def _kill(child: Started) -> None:
     """Kill the child and its descendants, if any are left."""
+    child.poll()  # its id may have come
     if child.pid is not None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
