@@ -28,14 +28,15 @@ _QUERY_NAME = re.compile(
     rf"(?:{_NAME}|[\w.-]*[_-]?key|code|sig|auth|pwd|pass|jwt|session[-_]?id)(?:\[\w*\])?|auth\[\w+\]",
     re.IGNORECASE,
 )
-_PARAMETER = re.compile(r"(?<=[?&;#])([^=&;#\s]+)=([^&#\s]+)")
+_PARAMETER = re.compile(r"(?<=[?&;#])([^=?&;#\s]+)=([^&#\s]+)")
 _USER_OF_URL = re.compile(r"(?<=://)[^/?#\s\"'<>]*@")
+_ENDS_OF_USER = re.compile(r"([\s\"'<>@])")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://\S+")
 _MASKED_URL = re.compile(rf"://{re.escape(MASK)}@|[?&;#][^?&;#=]+={re.escape(MASK)}(?=[&;#]|$)")
 # Secrets in the sentences of an error. A value has at least 6 characters: "unexpected token: a" is none.
+# A text may have a megabyte, so no pattern may look at a part of it from each of its characters: those that begin with
+# a run of characters begin where the run does.
 _IN_TEXT = (
-    # A password with a slash is no valid part of a URL, and drivers quote such URLs.
-    (re.compile(r"(?<=://)[^\s\"'<>@]*:[^\s\"'<>@]*@"), f"{MASK}@"),
     # The scheme of a header may have any name.
     (
         re.compile(
@@ -49,7 +50,7 @@ _IN_TEXT = (
         re.compile(r"(?<![\w.-])((?:set-)?cookie[\"']?\s*[:=]\s*[\"']?)(?!\*)[^\"'\r\n]{6,}", re.IGNORECASE),
         rf"\1{MASK}",
     ),
-    (re.compile(r"([\w.-]*headers[\"']?\s*[:=]\s*)\{[^{}]*\}", re.IGNORECASE), rf"\1{{{MASK}}}"),
+    (re.compile(r"(?<![\w.-])([\w.-]*headers[\"']?\s*[:=]\s*)\{[^{}]*\}", re.IGNORECASE), rf"\1{{{MASK}}}"),
     (re.compile(r"\b(Bearer +|Basic +(?=[A-Za-z+/]*[0-9=]))[\w.~+/=-]{6,}", re.IGNORECASE), rf"\1{MASK}"),
     (
         re.compile(rf"(?<![\w.-])({_NAME}[\"']?\s*[:=]\s*)([\"'])(?!\*)(?:(?!\2).){{6,}}\2", re.IGNORECASE),
@@ -95,7 +96,7 @@ def hide_in_error(value: Any) -> Any:
         return [hide_in_error(inner) for inner in value]
     if not isinstance(value, str):
         return value
-    text = _hide_in_urls(value)
+    text = _hide_in_urls(_hide_quoted_passwords(value))
     for pattern, replacement in _IN_TEXT:
         text = pattern.sub(replacement, text)
     return text
@@ -174,6 +175,16 @@ def _masked_texts(value: Any) -> Any:
 def secrets_of(url: str) -> list[str]:
     """The values of the query's parameters that `hide_secrets` masks."""
     return [unquote(value) for name, value in _PARAMETER.findall(url) if _QUERY_NAME.fullmatch(unquote(name))]
+
+
+def _hide_quoted_passwords(text: str) -> str:
+    """Mask users and passwords with a slash. They are no valid part of a URL, and drivers quote such URLs."""
+    parts = _ENDS_OF_USER.split(text)
+    for number, end in enumerate(parts[1::2]):
+        before, scheme, user = parts[2 * number].partition("://")
+        if end == "@" and ":" in user:
+            parts[2 * number] = f"{before}{scheme}{MASK}"
+    return "".join(parts)
 
 
 def _hide_in_urls(text: str) -> str:

@@ -4,7 +4,10 @@ The requests are the examples of tests/api/test_any_text.py, which has one for e
 replaced by a call of an endpoint, and each URL by one with a secret.
 """
 
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +23,7 @@ from tests.api.conftest import GRADER, House
 from tests.api.test_any_text import EXAMPLES, QUERIES, REFUSED, Walk, furnished
 from tests.api.test_schema import DOCUMENT
 
+ROOT = Path(__file__).parents[2]
 SECRET = "not-for-readers"
 URL = f"https://8.8.8.8/hook?version=1&api_key={SECRET}"
 ENDPOINT = {"type": "endpoint", "name": "exact", "url": URL, "headers": {"X-Key": SECRET}}
@@ -162,6 +166,36 @@ def test_an_error_keeps_all_but_its_secrets() -> None:
 def test_no_way_to_write_a_secret_in_an_error_shows_it(said: str) -> None:
     assert SECRET not in hide_in_error(said)
     assert SECRET not in hide_in_error({"message": said})["message"]
+
+
+LONG = (
+    "a",
+    "://",
+    "://:",
+    "?",
+    "?a=",
+    "headers",
+    "headers={",
+    "token='",
+    'token="',
+    "Bearer ",
+    "authorization: ",
+    "sk-",
+    "@",
+    " ",
+)
+
+
+def test_a_megabyte_of_anything_is_masked_in_little_time() -> None:
+    """In a process, because a pattern that takes for ever lets nothing else run in its own."""
+    code = f"""
+from core.masking import hide_in_error, hide_secrets, masked_path
+for part in {LONG!r}:
+    text = part * (1_000_000 // len(part))
+    hide_in_error(text), hide_secrets(dict(url="https://a.example/?" + text)), hide_secrets({{text: text}})
+    masked_path({{text: text}}, "grader")
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, cwd=ROOT)
 
 
 def test_a_server_that_repeats_the_key_that_it_was_sent_is_quoted_without_it() -> None:
