@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -96,6 +97,8 @@ class ForkServer:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # signals to the group of the worker are the worker's to handle
             )
+        # It would end by itself, but not while it imports.
+        weakref.finalize(self, self._process.kill)
         return self._requests
 
 

@@ -335,6 +335,27 @@ def test_a_process_that_an_import_has_left_ends_without_harm(
     assert long.wait(60) == 0
 
 
+def test_a_fork_server_that_nobody_knows_any_more_ends_also_while_it_imports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    source = (
+        f"import os; f = open({str(gate)!r}, 'w'); print(os.getpid(), file=f, flush=True); os.read(0, 1)\n"
+    )
+    (tmp_path / "never_imported.py").write_text(source + f"open({str(gate)!r}).read()")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    server = forking.ForkServer("never_imported")
+    server.warm()
+    with gate.open() as told:
+        handle = os.pidfd_open(int(told.readline()))
+
+    del server
+
+    assert select.select([handle], [], [], 30)[0], "it lives on"
+    os.close(handle)
+
+
 def test_no_status_is_lost_to_a_signal_that_comes_too_late(module: Path, server: forking.ForkServer) -> None:
     module.write_text("import sys; sys.exit(75)")
     for _ in range(30):
