@@ -340,15 +340,15 @@ def test_a_fork_server_that_nobody_knows_any_more_ends_also_while_it_imports(
 ) -> None:
     gate = tmp_path / "gate"
     os.mkfifo(gate)
-    source = (
-        f"import os; f = open({str(gate)!r}, 'w'); print(os.getpid(), file=f, flush=True); os.read(0, 1)\n"
+    (tmp_path / "never_imported.py").write_text(
+        "import os, pathlib, signal\n"
+        f"pathlib.Path({str(gate)!r}).write_text(str(os.getpid()))\n"
+        "signal.pause()\n"
     )
-    (tmp_path / "never_imported.py").write_text(source + f"open({str(gate)!r}).read()")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     server = forking.ForkServer("never_imported")
     server.warm()
-    with gate.open() as told:
-        handle = os.pidfd_open(int(told.readline()))
+    handle = os.pidfd_open(int(gate.read_text()))
 
     del server
 
