@@ -174,3 +174,17 @@ def test_the_training_loop_leads_to_few_files() -> None:
 
     assert loop["files"] <= 55
     assert loop["classes"] <= 125
+
+
+def test_a_server_leaves_the_levels_of_logs_alone() -> None:
+    """uvicorn's own configuration sets them for the whole process, also while another server starts beside it."""
+    calls = [
+        (str(file.relative_to(ROOT)), ast.unparse(node))
+        for folder in ("api", "worker", "tests")
+        for file in (ROOT / folder).rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "uvicorn.Config"
+    ]
+
+    assert len(calls) >= 10
+    assert [call for call in calls if "log_config=None" not in call[1]] == []

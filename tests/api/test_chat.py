@@ -85,7 +85,7 @@ class Inference:
 
 def served(app: FastAPI) -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", log_config=None))
         thread = threading.Thread(target=server.run, args=([listening],))
         thread.start()
         yield f"http://127.0.0.1:{listening.getsockname()[1]}"

@@ -285,7 +285,7 @@ def test_a_large_file_comes_back_byte_for_byte(api: TestClient, house: House) ->
 @pytest.fixture
 def server(house: House) -> Iterator[str]:
     """The house's application behind a real port; its URL."""
-    config = uvicorn.Config(house.app, log_level="critical", lifespan="off")
+    config = uvicorn.Config(house.app, log_level="critical", log_config=None, lifespan="off")
     server = Server(config, house.app.state.service.shutdown)
     listening = socket.create_server(("127.0.0.1", 0))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)

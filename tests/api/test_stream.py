@@ -379,7 +379,9 @@ def test_an_open_stream_does_not_keep_the_server(
 ) -> None:
     """It would wait for a minute here, and the job has no end at all."""
     job_id = create_job()["id"]
-    config = uvicorn.Config(house.app, log_level="critical", timeout_graceful_shutdown=60, lifespan="off")
+    config = uvicorn.Config(
+        house.app, log_level="critical", log_config=None, timeout_graceful_shutdown=60, lifespan="off"
+    )
     server = Server(config, house.app.state.service.shutdown)
     listening = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1/regraft/jobs/{job_id}/stream"

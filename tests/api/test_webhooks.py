@@ -33,7 +33,7 @@ PUBLIC = "https://8.8.8.8/hook"  # an address, so that nobody needs to ask a nam
 
 @contextmanager
 def serving(app: FastAPI) -> Iterator[str]:
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", log_config=None))
     thread = threading.Thread(target=server.run)
     thread.start()
     while not server.started:

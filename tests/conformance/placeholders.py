@@ -320,7 +320,7 @@ def proxy(objects: Objects, address: str, key: str) -> Iterator[str]:
     app = Starlette(routes=[Route("/{path:path}", forward, methods=methods)])
     upstream = httpx.Client(base_url=address, headers={"authorization": f"Bearer {key}"}, timeout=120)
     with upstream, socket.create_server(("127.0.0.1", 0)) as listening:
-        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", log_config=None, lifespan="off"))
         thread = threading.Thread(target=server.run, args=([listening],))
         thread.start()
         try:

@@ -39,6 +39,7 @@ def serving(limit: ConnectionLimit, header_seconds: float) -> Iterator[Connect]:
     config = uvicorn.Config(
         app,
         log_level="critical",
+        log_config=None,
         lifespan="off",
         ws="none",
         http=limited(limit, header_seconds),

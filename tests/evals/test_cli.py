@@ -18,7 +18,7 @@ from tests.evals.conftest import CONFIG, EXACT, PROMPT, House, completions, row
 def server(house: House, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The service at an address of its own, with a worker that looks for runs."""
     listening = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(house.app, log_level="warning", lifespan="off"))
+    server = uvicorn.Server(uvicorn.Config(house.app, log_level="warning", log_config=None, lifespan="off"))
     serving = threading.Thread(target=server.run, args=[[listening]])
     serving.start()
     stop = threading.Event()

@@ -146,7 +146,9 @@ class serving:
 
     def __init__(self, app: Any) -> None:
         self.server = uvicorn.Server(
-            uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1, lifespan="off")
+            uvicorn.Config(
+                app, log_level="critical", log_config=None, timeout_graceful_shutdown=1, lifespan="off"
+            )
         )
         self.socket = socket.socket()
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.socket]})

@@ -177,6 +177,7 @@ def serve(settings: Settings, listening: socket.socket, *, idle_seconds: float =
     app = create_app(engines, settings.inference_key)
     config = uvicorn.Config(
         app,
+        log_config=None,  # which would set levels for the whole process while others start
         log_level="warning",
         timeout_graceful_shutdown=DRAIN_SECONDS,
         **connection_options(settings),

@@ -169,6 +169,7 @@ async def serve(
             sock=listening,
             host=host,
             port=port,
+            log_config=None,
             log_level="warning",
             access_log=False,
             **connection_options(settings),
