@@ -3,9 +3,9 @@
 It starts no thread and computes nothing, because neither threads nor CUDA survive a fork. It ends when PARENT, the
 worker, closes the socket or dies, and the kernel kills all processes that were forked from it then.
 
-A request carries file descriptors: a file with the task as JSON (`ForkRequest`), the
-process's control socket, and the files. On the control socket the server says `pid N` and `status N`, and hears
-signals, a byte each. Its end kills the process.
+A request carries file descriptors: a file with its fields as JSON (`ForkRequest`), the control socket of the process,
+and the files. On the control socket the server says `pid N` and `status N`, or `failed CAUSE`, and hears signals, one
+in a byte. Its end kills the process.
 """
 
 import importlib
@@ -48,7 +48,6 @@ class ForkRequests:
 
     def next(self) -> ForkRequest | None:
         """Wait for a request and fork. Return the task in the new process; None in the server at its end."""
-        # select.poll, because the number of a socket may be above 1023, all that select.select takes.
         woken, wakes = socket.socketpair()
         for end in (woken, wakes):
             end.setblocking(False)
@@ -100,9 +99,8 @@ class ForkRequests:
         task, control, *others = files
         told = socket.socket(fileno=control)
         try:
-            with (
-                warnings.catch_warnings()
-            ):  # Python 3.12 warns of threads, which NumPy's are: they are made for forks
+            with warnings.catch_warnings():
+                # Python 3.12 warns of other threads. NumPy's are made for forks.
                 warnings.simplefilter("ignore", DeprecationWarning)
                 pid = os.fork()
         except OSError as cause:  # no memory or process is free: as if it had ended at once
@@ -137,7 +135,7 @@ class ForkRequests:
 
 
 def _ready(*sockets: socket.socket) -> list[socket.socket]:
-    """The sockets that can be read, of which there is at least one."""
+    """The sockets that can be read, of which there is at least one. select.select takes no number above 1023."""
     poll = select.poll()
     for one in sockets:
         poll.register(one, select.POLLIN)

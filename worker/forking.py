@@ -54,52 +54,47 @@ class ForkServer:
     def __init__(self, preloaded: str = "worker.preloaded") -> None:
         self.preloaded = preloaded
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._requests: socket.socket | None = None
+        self._running: tuple[subprocess.Popen[bytes], socket.socket] | None = None
 
     def warm(self) -> None:
         """Start it, if it does not run. Returns before it has imported anything. Raises OSError."""
         with self._lock:
             self._start()
 
-    def send(self, task: bytes, files: Sequence[int]) -> None:
-        """Ask for a process. Raises OSError."""
+    def send(self, files: Sequence[int]) -> None:
+        """Ask for a process with these files: the request, its control socket, its own. Raises OSError."""
         with self._lock:
-            requests = self._start()
+            running, requests = self._start()
             try:
-                socket.send_fds(requests, [task], files)
+                socket.send_fds(requests, [b"fork"], files)
             except (BrokenPipeError, ConnectionResetError):  # it is dying
-                assert self._process is not None
-                self._process.kill()
-                self._process.wait()
-                socket.send_fds(self._start(), [task], files)
+                running.kill()
+                running.wait()
+                _, requests = self._start()
+                socket.send_fds(requests, [b"fork"], files)
 
-    def _start(self) -> socket.socket:
-        if self._process is not None and self._process.poll() is None and self._requests is not None:
-            return self._requests
-        if self._process is not None and self._requests is not None:
-            log.warning("the fork server has ended with status %s and is started again", self._process.poll())
-            self._requests.close()
+    def _start(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
+        if self._running is not None:
+            running, requests = self._running
+            if (status := running.poll()) is None:
+                return self._running
+            log.warning("the fork server has ended with status %s and is started again", status)
+            requests.close()
         # Each request is one message, with its files.
-        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        arguments = [str(theirs.fileno()), str(os.getpid()), self.preloaded]
         with theirs:
-            self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "worker.fork_server",
-                    str(theirs.fileno()),
-                    str(os.getpid()),
-                    self.preloaded,
-                ],
+            running = subprocess.Popen(
+                [sys.executable, "-m", "worker.fork_server", *arguments],
                 stdin=subprocess.DEVNULL,
                 env=process.quiet_environment(),
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # signals to the group of the worker are the worker's to handle
             )
         # It would end by itself, but not while it imports.
-        weakref.finalize(self, self._process.kill)
-        return self._requests
+        weakref.finalize(self, running.kill)
+        self._running = running, requests
+        return self._running
 
 
 SERVER = ForkServer()  # of this process
@@ -178,12 +173,12 @@ class Forked:
             fields = [list(module), dict(environment), sys.path, str(Path.cwd()), list(files)]
             task.write(json.dumps(fields).encode())
             task.flush()
-            server.send(b"fork", [task.fileno(), control.fileno(), *files.values()])
+            server.send([task.fileno(), control.fileno(), *files.values()])
             failed.pop_all()
 
     def poll(self) -> int | None:
         with self._lock:
-            return self._hear(0)
+            return self._hear()
 
     def wait(self, timeout: float | None = None) -> int:
         """Return the exit status, negative after a signal. Raises subprocess.TimeoutExpired."""
@@ -197,20 +192,20 @@ class Forked:
 
     def send_signal(self, sig: int) -> None:
         with self._lock:
-            if self._hear(0) is None:
+            if self._hear() is None:
                 with suppress(BrokenPipeError, ConnectionResetError):
                     self._control.send(bytes([sig]))
 
     def kill(self) -> None:
         with self._lock:
-            if self._hear(0) is None and self.pid is None:
+            if self._hear() is None and self.pid is None:
                 self._end(-signal.SIGKILL)  # it will not begin
                 return
         self.send_signal(signal.SIGKILL)
 
-    def _hear(self, seconds: float) -> int | None:
+    def _hear(self) -> int | None:
         """Read what the fork server has said. A fork server that has died takes the process with it."""
-        while self._status is None and self._readable(seconds):
+        while self._status is None and self._readable(0):
             try:
                 said = self._control.recv(1024).decode()
             except ConnectionResetError:  # a signal came too late for it; what it has said comes now

@@ -29,8 +29,8 @@ class Body(StrictModel):
     @model_validator(mode="before")
     @classmethod
     def _is_json(cls, sent: Any) -> Any:
-        # Python's parser accepts values that are not JSON or not Unicode and that could be neither stored nor returned:
-        # NaN, Infinity, lone surrogates.
+        # Python's parser makes values that are not JSON or not Unicode and that could be neither stored nor returned:
+        # infinity of 1e999, lone surrogates.
         if not isinstance(sent, dict):  # pydantic reports it
             return sent
         try:

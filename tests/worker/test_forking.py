@@ -222,17 +222,26 @@ def test_a_process_that_is_dropped_is_killed(module: Path, server: forking.ForkS
     os.close(handle)
 
 
-def test_a_start_does_not_wait_for_the_imports_and_can_be_taken_back(
-    tmp_path: Path, module: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gate = tmp_path / "gate"
-    os.mkfifo(gate)
+@pytest.fixture
+def gate(tmp_path: Path) -> Path:
+    """Slow imports go on when somebody writes to it."""
+    os.mkfifo(tmp_path / "gate")
+    return tmp_path / "gate"
+
+
+@pytest.fixture
+def slow_server(tmp_path: Path, gate: Path, monkeypatch: pytest.MonkeyPatch) -> forking.ForkServer:
     (tmp_path / "slow_imports.py").write_text(f"open({str(gate)!r}).read()")
-    module.write_text("import pathlib; pathlib.Path(__file__).with_name('began').touch()")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    server = forking.ForkServer("slow_imports")
+    return forking.ForkServer("slow_imports")
+
+
+def test_a_start_does_not_wait_for_the_imports_and_can_be_taken_back(
+    tmp_path: Path, module: Path, slow_server: forking.ForkServer, gate: Path
+) -> None:
+    module.write_text("import pathlib; pathlib.Path(__file__).with_name('began').touch()")
     command = [sys.executable, "-m", "forked_module"]
-    first, second = (forking.start(command, {"PYTHONPATH": str(tmp_path)}, server=server) for _ in range(2))
+    first, second = (forking.start(command, {}, server=slow_server) for _ in range(2))
     assert (first.poll(), first.pid) == (None, None)
 
     first.kill()
@@ -255,15 +264,11 @@ def test_a_module_that_cannot_be_imported_before_the_fork_leaves_that_to_each_pr
 
 
 def test_a_signal_that_comes_before_the_process_has_begun_is_not_lost(
-    tmp_path: Path, module: Path, monkeypatch: pytest.MonkeyPatch
+    module: Path, slow_server: forking.ForkServer, gate: Path
 ) -> None:
-    gate = tmp_path / "gate"
-    os.mkfifo(gate)
-    (tmp_path / "slow_imports.py").write_text(f"open({str(gate)!r}).read()")
     module.write_text("import signal; signal.pause()")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     command = [sys.executable, "-m", "forked_module"]
-    child = forking.start(command, {}, server=forking.ForkServer("slow_imports"))
+    child = forking.start(command, {}, server=slow_server)
 
     child.send_signal(signal.SIGTERM)
     gate.write_text("go on")
@@ -272,16 +277,10 @@ def test_a_signal_that_comes_before_the_process_has_begun_is_not_lost(
 
 
 def test_a_thread_that_waits_hears_that_another_has_taken_the_process_back(
-    tmp_path: Path, module: Path, monkeypatch: pytest.MonkeyPatch
+    module: Path, slow_server: forking.ForkServer
 ) -> None:
-    gate = tmp_path / "gate"
-    os.mkfifo(gate)
-    (tmp_path / "slow_imports.py").write_text(f"open({str(gate)!r}).read()")
     module.write_text("")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    child = forking.start(
-        [sys.executable, "-m", "forked_module"], {}, server=forking.ForkServer("slow_imports")
-    )
+    child = forking.start([sys.executable, "-m", "forked_module"], {}, server=slow_server)
     statuses: list[int] = []
     waiting = threading.Thread(target=lambda: statuses.append(child.wait()))
     waiting.start()
