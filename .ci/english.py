@@ -1,9 +1,10 @@
-"""Reject phrases that the style guide bans, in docstrings, comments and strings of Python files and in Markdown.
+"""Reject phrases and identifiers that the style guide bans, in Python files, and the phrases in Markdown, too.
 
 Usage: python .ci/english.py [PATH ...]. Without paths it checks CHECKED. Prints file:line, the phrase and the advice,
 and exits with 1 if there is a match.
 """
 
+import ast
 import re
 import sys
 import tokenize
@@ -21,16 +22,20 @@ CHECKED = (
     "graders",
     "helm",
     "migrations",
+    "regraft_server",
     "sdk",
     "worker",
     "docs/howto",
     "docs/tutorial",
     "docs/explain",
     "docs/measured",
+    "docs/contribute",
     "docs/index.md",
+    "changelog.d",
     "README.md",
     "CHANGELOG.md",
     "CONTRIBUTING.md",
+    "RELEASE.md",
 )
 
 # Phrase (regular expression, case-insensitive) -> advice.
@@ -80,13 +85,32 @@ BANNED = {
     ),
 }
 
+# Identifiers (regular expression of the whole name) -> advice. Words of our own that the field has another word for.
+BANNED_NAMES = {
+    r"(?:\w+_)?held_to": "response_schema",
+    r"_?taught(?:_\w+)?": "training_rewards, learned",
+    r"[Ss]teering": "token_constraints",
+    r"Ahead\w*": "Async..., Remaining...; core/results/prefetch.py",
+    r"\w*left_behind|leave_alone": "abandoned, exclusive",
+    r"give_time": "extend_leases",
+    r"(?:tell|told|asked|shown|kept|held)_waiting": "notify_queued",
+    r"Spell(?:er|ing)": "TokenTexts",
+    r"Totals|Lesson|lessons": "GradientSums, AnswerSignal",
+}
+
+# Names that say nothing, of functions, methods and classes, and of the parameters of public functions. Locals may be
+# short.
+VAGUE_NAMES = frozenset(
+    "again asked given held here kept made meant one said shown some taken tell thing told whole".split()
+)
+
 # (file, regular expression of the line): matches that are correct English or fixed by an interface.
 ALLOWED: tuple[tuple[str, str], ...] = (
     # The guide of the command line has the same table of exit codes, which tests/sdk/test_docs.py compares.
     ("sdk/regraft/cli/parser.py", r"^130 {2}interrupted;"),
     # Public strings (an event and a validation error), changed with their tests.
-    ("worker/record/metrics.py", r"samples could not be graded and teach nothing\."),
-    ("worker/supervise/validation.py", r"If it scores all answers alike, the job has nothing to learn\."),
+    ("worker/recording/metrics.py", r"samples could not be graded and teach nothing\."),
+    ("worker/supervisor/validation.py", r"If it scores all answers alike, the job has nothing to learn\."),
     # A customer's question that the demo classifies: data, not documentation.
     ("examples/demo.py", r"^Somebody else needs the book"),
     # The message that names the two missing layers of the sandbox.
@@ -96,6 +120,7 @@ ALLOWED: tuple[tuple[str, str], ...] = (
     ("docs/howto/cli.md", r"^130 \| interrupted;"),
 )
 
+_NAMES = {re.compile(pattern): advice for pattern, advice in BANNED_NAMES.items()}
 _PATTERNS = {re.compile(pattern, re.IGNORECASE): advice for pattern, advice in BANNED.items()}
 
 
@@ -109,9 +134,43 @@ def main(arguments: list[str]) -> int:
                 if match and not any(name == where and re.search(what, text) for where, what in ALLOWED):
                     sys.stdout.write(f"{name}:{line}: {match.group()!r}: {advice}\n")
                     count += 1
+        if file.suffix == ".py":
+            count += _bad_names(file, name) + _vague_names(file, name)
     if count:
         sys.stderr.write(f"{count} banned phrases\n")
     return 1 if count else 0
+
+
+def _bad_names(file: Path, name: str) -> int:
+    """Print the banned identifiers of a file, each once, and return their number."""
+    with tokenize.open(file) as source:
+        tokens = [token for token in tokenize.generate_tokens(source.readline) if token.type == tokenize.NAME]
+    first = {token.string: token.start[0] for token in reversed(tokens)}
+    bad = [
+        (line, word, advice)
+        for word, line in first.items()
+        for pattern, advice in _NAMES.items()
+        if pattern.fullmatch(word)
+    ]
+    for line, word, advice in sorted(bad):
+        sys.stdout.write(f"{name}:{line}: identifier {word!r}: {advice}\n")
+    return len(bad)
+
+
+def _vague_names(file: Path, name: str) -> int:
+    """Print the definitions with a name that says nothing, and return their number."""
+    functions = ast.FunctionDef | ast.AsyncFunctionDef
+    vague: list[tuple[int, str]] = []
+    for node in ast.walk(ast.parse(file.read_bytes())):
+        if isinstance(node, functions | ast.ClassDef) and node.name.strip("_").lower() in VAGUE_NAMES:
+            vague.append((node.lineno, node.name))
+        if isinstance(node, functions) and not node.name.startswith("_"):
+            arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            vague += [(one.lineno, one.arg) for one in arguments if one.arg in VAGUE_NAMES]
+
+    for line, word in sorted(vague):
+        sys.stdout.write(f"{name}:{line}: {word!r} says nothing: name what it does, or what it is\n")
+    return len(vague)
 
 
 def _files(names: list[str]) -> Iterator[Path]:

@@ -1,4 +1,4 @@
-"""Write docs/reference/ and docs/adr/index.md from the code.
+"""Write docs/reference/, docs/adr/index.md, sdk/openapi.json and sdk/regraft/types.py from the code.
 
     python .ci/reference.py
 
@@ -19,14 +19,15 @@ from types import ModuleType, NoneType
 from typing import Any, get_args
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / ".ci")]
 
-from fastapi import FastAPI
+import client_types
+import schemas
+import sync_client
 from pydantic.fields import FieldInfo
 from regraft.cli import parser as client_cli
 
-from api.http import openapi
-from api.http.app import all_routes
+from api.http.openapi import REFUSALS
 from core import errors, settings
 from core.jobs import (
     distillation,
@@ -45,9 +46,9 @@ METRIC_MODULES = {
     "API": ["api.http.request_metrics"],
     "database (read by the API)": ["core.telemetry.service_metrics"],
     "disk (API and worker)": ["core.storage.disk"],
-    "worker": ["worker.supervise.telemetry"],
+    "worker": ["worker.supervisor.telemetry"],
     "run": ["worker.instruments"],
-    "inference": ["worker.serve.serving_metrics"],
+    "inference": ["worker.serving.serving_metrics"],
 }
 # What the code completes a metric's name from.
 PREFIXES = {"regraft_gpu_": ["regraft_gpu_"], "_": ["regraft_sandbox_", "regraft_run_sandbox_"]}
@@ -67,7 +68,8 @@ def main() -> None:
 
 
 def generated() -> dict[Path, str]:
-    """What each generated page should hold."""
+    """What each generated file should hold."""
+    document = schemas.document()
     pages = {
         "reference/settings.md": settings_page(),
         "reference/hyperparameters.md": hyperparameters_page(),
@@ -76,12 +78,20 @@ def generated() -> dict[Path, str]:
         "reference/events.md": events_page(),
         "reference/errors.md": errors_page(),
         "reference/cli.md": cli_page(),
-        "reference/api.md": api_page(),
+        "reference/api.md": api_page(document),
         "reference/chart.md": chart_page(),
         "reference/memory.md": memory_page(),
         "adr/index.md": decisions_page(),
     }
-    return {ROOT / "docs" / name: "\n".join(lines).rstrip() + "\n" for name, lines in pages.items()}
+    written = {ROOT / "docs" / name: "\n".join(lines).rstrip() + "\n" for name, lines in pages.items()}
+    return (
+        written
+        | {
+            schemas.COMMITTED: schemas.text_of(document) + "\n",
+            client_types.GENERATED: client_types.generated(document),
+        }
+        | sync_client.generated()
+    )
 
 
 def head(title: str, *text: str) -> Page:
@@ -499,10 +509,10 @@ def completions(tree: ast.Module, call: ast.Call) -> Iterator[tuple[str, str]]:
 # Events
 
 # Where events are written with a message of their own, and where the sentences of warnings and stops are made.
-EVENT_FOLDERS = ("core/jobs", "worker/record", "worker/supervise", "worker/rollout/samplers", "worker")
+EVENT_FOLDERS = ("core/jobs", "worker/recording", "worker/supervisor", "worker/sampling", "worker")
 SENTENCES = {
-    "Warnings of the monitors": ("worker/record/monitors.py", "warn", ("step", "rule", "threshold")),
-    "Early stops": ("worker/record/stopping.py", "info", ("step",)),
+    "Warnings of the monitors": ("worker/recording/monitors.py", "warn", ("step", "rule", "threshold")),
+    "Early stops": ("worker/recording/stopping.py", "info", ("step",)),
 }
 
 
@@ -624,7 +634,7 @@ def errors_page() -> Page:
         "[Troubleshooting](../howto/troubleshooting.md) says what to do about the common ones.",
     )
     lines += ["## Status codes", "", "| status | |", "|---|---|"]
-    lines += [f"| {status} | {cell(text)} |" for status, text in sorted(openapi.REFUSALS.items())]
+    lines += [f"| {status} | {cell(text)} |" for status, text in sorted(REFUSALS.items())]
     lines += ["", "## Errors of the API", "", "| status | `type` | `code` | |", "|---|---|---|---|"]
     for kind in sorted(subclasses(errors.ServiceError), key=lambda one: (one.status_code, one.__name__)):
         own = kind.__dict__.get("__doc__") or ""
@@ -740,10 +750,7 @@ def described(action: argparse.Action) -> str:
 # API operations
 
 
-def api_page() -> Page:
-    app = openapi.Documented(title="regraft")
-    app.router.routes.extend(all_routes())
-    whole = document_of(app)
+def api_page(whole: Mapping[str, Any]) -> Page:
     lines = head(
         "API operations",
         "From the OpenAPI document, which a server has at `/openapi.json`. `$URL` is the server and `$KEY` an API key.",
@@ -753,10 +760,6 @@ def api_page() -> Page:
         for method, operation in operations.items():
             lines += operation_lines(whole, method, path, operation)
     return lines
-
-
-def document_of(app: FastAPI) -> dict[str, Any]:
-    return app.openapi()
 
 
 def operation_lines(whole: Mapping[str, Any], method: str, path: str, operation: Mapping[str, Any]) -> Page:

@@ -16,13 +16,14 @@ from sqlalchemy import insert
 
 from bench import load
 from bench.report import report
+from bench.sizes import sized
 from core.database.engine import Database
 from core.database.ids import new_id
 from core.database.tables import Event, Job, Project
 from core.settings import Settings
 from tests.e2e.conftest import Server, start_server
 
-JOBS, EVENTS_PER_JOB, ROUNDS = 10_000, 10, 60
+JOBS, EVENTS_PER_JOB, ROUNDS = sized((10_000, 10, 60), (60, 2, 1))
 GRADER = {"type": "string_check", "name": "g", "input": "a", "reference": "b", "operation": "eq"}
 
 
@@ -49,7 +50,7 @@ def fill(folder: Path) -> tuple[str, str]:
             "training_file": "file-a",
             "validation_file": "file-b",
             "seed": 1,
-            "reinforcement": {"grader": GRADER, "hyperparameters": {"advanced": {}}, "response_format": None},
+            "body": {"grader": GRADER, "hyperparameters": {"advanced": {}}, "response_format": None},
             "status": "succeeded",
             "gpu_class": "cpu",
         }

@@ -63,7 +63,7 @@ from tests.flaky_s3 import FlakyS3
 from tests.proxies import OK, S3Proxy, TcpProxy
 from tests.servers import Postgres, SeaweedFS
 from tests.tiny import make_tiny_model
-from worker.supervise import retention
+from worker.supervisor import retention
 
 ROOT = Path(__file__).parents[1]
 PHASES = ("validation", "sampling", "grading", "update", "checkpoint", "upload")
@@ -214,6 +214,8 @@ def chaos(
 
         others.finish(900.0, rest)
         jobs = [(seed, job) for batch in disturbed for seed, job in batch.items()]
+        for _, job in jobs:
+            house.say_if_lost(job)
         figures = {
             "kills": sum(killed.values()) + house.services_killed,
             **others.figures(len(QUESTIONS)),
@@ -377,6 +379,14 @@ class House:
 
     def status(self, job_id: str) -> str:
         return str(self._rows(Job, id=job_id)[0].status)
+
+    def say_if_lost(self, job_id: str) -> None:
+        """Say why a job has not succeeded, and what it did last."""
+        [job] = self._rows(Job, id=job_id)
+        if job.status != "succeeded":
+            say(f"lost: {job_id} is {job.status}: {job.error}")
+            for event in sorted(self._rows(Event, job_id=job_id), key=lambda one: one.seq)[-8:]:
+                say(f"    {event.message}")
 
     def adapter(self, job_id: str) -> tuple[bytes, ...]:
         """Every adapter that the job kept, in order."""

@@ -37,7 +37,7 @@ def write_order(file: Path, parent: bool, delay: float) -> None:
 
 def work() -> None:
     from worker.cli import main as serve
-    from worker.supervise import app, validation
+    from worker.supervisor import app, validation
 
     if os.environ[FAKE]:
         forking.SERVER.preloaded = "worker.backends"  # without torch
@@ -63,7 +63,7 @@ def run(arguments: list[str]) -> int:
         fake_run.without_torch()
     from worker import child
     from worker.heartbeat import WatchedGrader, WatchedSampler, WatchedTrainer
-    from worker.record.checkpoints import JobCheckpoints
+    from worker.recording.checkpoints import JobCheckpoints
 
     mark = dying_on_order(int(arguments[0]))
     parts: list[tuple[Any, str, str]] = [

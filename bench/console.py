@@ -25,6 +25,7 @@ from typing import Any
 from playwright.sync_api import CDPSession, Page, Response
 
 from bench.report import report
+from bench.sizes import sized
 from core.database.engine import Database
 from core.database.tables import Project
 from core.settings import Settings
@@ -45,7 +46,7 @@ REQUESTS = {
     "prompts_by_change": "/prompts?split=train&sort=change&order=desc",
 }
 
-LONG = 5000
+LONG = sized(5000, 50)
 # Resolves once every chart shows this number of points and the frame with them is done.
 DRAWN = """count => new Promise(resolve => {
     const look = () => {
@@ -65,9 +66,9 @@ DRAWN = """count => new Promise(resolve => {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--groups", type=int, default=125, help="of eight answers, in each step")
+    parser.add_argument("--rounds", type=int, default=sized(7, 1))
+    parser.add_argument("--steps", type=int, default=sized(100, 2))
+    parser.add_argument("--groups", type=int, default=sized(125, 4), help="of eight answers, in each step")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -129,13 +130,13 @@ def measure_pages(server: Server, folder: Path, rounds: int) -> dict[str, float]
     return figures | {"first_load_kb": size / 1000, "job_page_steps": LONG}
 
 
-def open_job(page: Page, session: CDPSession, job_id: str, taken: dict[str, list[float]]) -> None:
+def open_job(page: Page, session: CDPSession, job_id: str, milliseconds: dict[str, list[float]]) -> None:
     before = computed(session)
     page.evaluate("job => { performance.mark('click'); location.hash = `#/jobs/${job}`; }", job_id)
     times: dict[str, float] = page.evaluate(DRAWN, LONG + 1)
-    taken["cpu"].append(1000 * (computed(session) - before))
-    taken["draw"].append(times["drawn"] - times["arrived"])
-    taken["total"].append(times["drawn"] - times["clicked"])
+    milliseconds["cpu"].append(1000 * (computed(session) - before))
+    milliseconds["draw"].append(times["drawn"] - times["arrived"])
+    milliseconds["total"].append(times["drawn"] - times["clicked"])
 
 
 def computed(session: CDPSession) -> float:

@@ -9,10 +9,11 @@ import time
 from collections.abc import Callable
 
 from bench.report import report
+from bench.sizes import sized
 from worker.rollout.prompts import PromptStream
 from worker.types import Prompt
 
-ROWS, BATCH, EPOCHS = 50_000, 256, 2
+ROWS, BATCH, EPOCHS = sized(50_000, 1024), 256, 2
 
 
 def main() -> None:

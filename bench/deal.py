@@ -1,4 +1,4 @@
-"""How evenly a step's answers are distributed over the ranks of a run (worker/learn/deal.py).
+"""How evenly a step's answers are distributed over the ranks of a run (worker/training/partition.py).
 
 Batches of the default size, of which 60 % of the groups have signal: eight prompts of 100 to 300 tokens with eight
 answers each of 50 to 700 tokens. All ranks wait for the one with the most tokens.
@@ -11,10 +11,11 @@ import random
 from collections.abc import Sequence
 
 from bench.report import report
-from worker.learn.deal import deal
+from bench.sizes import sized
+from worker.training.partition import deal
 from worker.types import Pack, TrainingSequence
 
-STEPS, GROUPS, GROUP_SIZE, MIXED = 200, 8, 8, 0.6
+STEPS, GROUPS, GROUP_SIZE, MIXED = sized(200, 2), 8, 8, 0.6
 RANKS = (2, 4, 8)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from worker.rollout.samplers import Answer, Sampling
+    from worker.sampling import Answer, Sampling
     from worker.types import Group, Prompt, UpdateMetrics
 
 PARAMETERS, CONTEXT = 1000, 128
@@ -24,7 +24,12 @@ PARAMETERS, CONTEXT = 1000, 128
 
 def without_torch() -> None:
     """Replace the modules that the loop imports only for types. Call it before worker.run is imported."""
-    for name in ("torch", "worker.learn.trainer", "worker.rollout.reward_models", "worker.rollout.taught"):
+    for name in (
+        "torch",
+        "worker.training.trainer",
+        "worker.rollout.reward_models",
+        "worker.rollout.distillation_rewards",
+    ):
         sys.modules[name] = Types(name)
 
 
@@ -50,7 +55,7 @@ class FakeSampler:
         self.policy = policy
 
     async def sample(self, prompts_P: "Sequence[Prompt]", sampling: "Sampling") -> "AsyncIterator[Answer]":
-        from worker.rollout.samplers import Answer
+        from worker.sampling import Answer
         from worker.types import Rollout
 
         for number, prompt in enumerate(prompts_P):
@@ -105,26 +110,25 @@ def assemble(
     """As worker.assemble.assemble, with the fakes in place of the model."""
     from core.jobs import hyperparameters
     from worker.heartbeat import WatchedSampler, WatchedTrainer
-    from worker.record.checkpoints import JobCheckpoints
-    from worker.record.exporters.threads import ExporterThreads
-    from worker.record.recorder import JobRecorder
-    from worker.rollout.grader_parts import grader_parts
+    from worker.recording.checkpoints import JobCheckpoints
+    from worker.recording.exporters.threads import ExporterThreads
+    from worker.recording.recorder import JobRecorder
+    from worker.rollout.experience import Rewards, RolloutExperience, grader_parts
     from worker.rollout.prompts import PromptStream, tokenize
-    from worker.rollout.rewards import Rewards
     from worker.rollout.rows import read_rows
     from worker.run import Run
 
     job, rows = attempt.job, read_rows(attempt)
     asked = hyperparameters.Hyperparameters.model_validate(job.body["hyperparameters"])
     resolved = hyperparameters.resolve(asked, rows=len(rows.train), parameters=PARAMETERS, context=CONTEXT)
-    resolved = hyperparameters.kept(resolved, job.resolved)
+    resolved = hyperparameters.with_first_values(resolved, job.resolved)
     room = {"context": CONTEXT, "max_completion_tokens": resolved.max_completion_tokens}
     train = tokenize(rows.train, lambda messages: [1, 2], file=job.training_file, **room)
     valid = tokenize(rows.valid, lambda messages: [1, 2], file=job.validation_file, **room)
     recorder = JobRecorder(attempt, settings.default_limits)
     recorder.resolved(resolved, "fake")
     policy = FakePolicy()
-    return Run(
+    experience = RolloutExperience(
         settings=resolved,
         seed=job.seed,
         graders=grader_parts(spec),
@@ -133,9 +137,7 @@ def assemble(
         sampler=WatchedSampler(FakeSampler(policy), beat),
         rewards=Rewards(grader),
         trainer=WatchedTrainer(FakeTrainer(policy), beat),
-        recorder=recorder,
-        checkpoints=JobCheckpoints(attempt, scratch),
-        exporters=ExporterThreads(),
-        stop_requested=stop_requested,
         failing_steps=settings.failing_steps,
     )
+    checkpoints = JobCheckpoints(attempt, scratch)
+    return Run(experience, recorder, checkpoints, ExporterThreads(), stop_requested)

@@ -36,16 +36,19 @@ from typing import TypeVar
 import torch
 
 from bench import gpu_exact, gpu_steps, gpu_trl
-from bench.gpu_models import RANK, SHAPES, Shape, prompt, random_base, workload_of
+from bench.gpu_models import SHAPES, Shape, prompt, random_base, workload_of
 from bench.models import settings_for
 from bench.report import report
+from core.units import GIB
 from graders.types import Grade
-from worker.learn.trainer import PeftTrainer
+from worker.doctor.exact import RANK
 from worker.model import memory, sizing
 from worker.model.policy import Base, Policy
-from worker.rollout.samplers import Sampling, grouped
-from worker.rollout.samplers.transformers import TransformersSampler
-from worker.rollout.samplers.vllm import VllmSampler, installed
+from worker.packages import vllm_version
+from worker.sampling import Sampling, grouped
+from worker.sampling.transformers import TransformersSampler
+from worker.sampling.vllm import with_own_engines
+from worker.training.trainer import PeftTrainer
 from worker.types import Group
 
 PARTS = (
@@ -106,7 +109,7 @@ def run(part: str, shape: Shape, device: str, gpus: int, steps: int) -> dict[str
     if part == "trl":
         return gpu_trl.measure(shape, device, steps)
     scenario = gpu_steps.scenario_of(part, gpus)
-    if installed() is None or scenario is None or shape.heads % scenario.tensor_parallel:
+    if vllm_version() is None or scenario is None or shape.heads % scenario.tensor_parallel:
         return {}
     # As many steps with the full number of batches ahead, whichever number that is.
     return gpu_steps.measure(replace(scenario, steps=steps + scenario.ahead - 1), shape, device)
@@ -154,8 +157,8 @@ def train(shape: Shape, device: str) -> dict[str, float]:
         "first_update_seconds": updated[0],
         "logprob_gap": max(mean for mean, _ in gaps),
         "logprob_gap_max": max(largest for _, largest in gaps),
-        "peak_memory_gib": peak_memory(device) / 2**30,
-        "planned_gib": planned_bytes(base, shape, device) / 2**30,
+        "peak_memory_gib": peak_memory(device) / GIB,
+        "planned_gib": planned_bytes(base, shape, device) / GIB,
     }
 
 
@@ -173,11 +176,11 @@ def planned_bytes(base: Base, shape: Shape, device: str) -> float:
 
 
 def swap(shape: Shape, device: str) -> dict[str, float]:
-    if installed() is None:
+    if vllm_version() is None:
         return {}
     with tempfile.TemporaryDirectory() as folder:
         policy = Policy(random_base(shape, device, folder), rank=RANK, alpha=2 * RANK, seed=0)
-        sampler = VllmSampler(policy, kv_cache_bytes=1 << 30)
+        sampler = with_own_engines(policy, kv_cache_bytes=GIB)
         one, changed, same = prompt(shape, 0), [], []
 
         def sample() -> None:

@@ -3,17 +3,13 @@
 from dataclasses import dataclass
 
 import torch
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaConfig
 
+from worker.doctor.exact import RANK, words
 from worker.model import attention
 from worker.model.policy import Base
 from worker.model.sizing import Workload, workload
 from worker.types import Prompt
-
-RANK = 16
 
 
 @dataclass(frozen=True)
@@ -67,13 +63,6 @@ def random_base(shape: Shape, device: str, source: str = "", context: int = 2048
         model.save_pretrained(source)
         tokenizer.save_pretrained(source)
     return Base("random", source, model.eval(), tokenizer, context=context)
-
-
-def words(count: int) -> PreTrainedTokenizerFast:
-    """A tokenizer of the words w0 (unknown), w1 (padding), w2 (end), w3, ..."""
-    spaced = Tokenizer(WordLevel({f"w{number}": number for number in range(count)}, unk_token="w0"))
-    spaced.pre_tokenizer = WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=spaced, unk_token="w0", pad_token="w1", eos_token="w2")
 
 
 def write_base(shape: Shape, device: str, folder: str, context: int) -> None:

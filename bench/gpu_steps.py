@@ -32,32 +32,33 @@ from typing import Any, cast
 import httpx
 import torch
 
-from bench.gpu_models import RANK, Shape, prompt, workload_of, write_base
+from bench.gpu_models import Shape, prompt, workload_of, write_base
 from core.jobs.hyperparameters import Hyperparameters, Resolved, resolve
 from core.registry import BaseModelEntry
 from core.storage.store import FolderBlobs
+from core.units import GIB
 from graders.types import Grade
 from worker import process
 from worker.attempt import Attempt
+from worker.doctor.exact import RANK
 from worker.interfaces import Trainer
-from worker.learn.distributed import LoadModel, follow, load_checked, loading
-from worker.learn.gradient import keep_memory
-from worker.learn.launch import launch
-from worker.learn.rank_model import Model
-from worker.learn.step_hooks import HookedTrainer
-from worker.learn.trainer import PeftTrainer
-from worker.learn.world import World
 from worker.model import memory, sizing
 from worker.model.full import FullPolicy
 from worker.model.policy import Policy, read_config
-from worker.model.sizing import GIB, Machine, MemoryPlan
-from worker.rollout.samplers import Answer, Sampler, Sampling, grouped, published
-from worker.rollout.samplers.fleet import BlobAdapters, FleetSampler
-from worker.rollout.samplers.fleet_members import FleetConfig
-from worker.rollout.samplers.placement import NO_ENGINE, Placement, gpus_of_job, place
-from worker.rollout.samplers.published import PublishedWeights
-from worker.rollout.samplers.vllm import VllmSampler
-from worker.rollout.samplers.vllm_full import FullVllmSampler
+from worker.model.sizing import Machine, MemoryPlan
+from worker.sampling import Answer, Sampler, Sampling, grouped, published
+from worker.sampling.fleet import FleetConfig
+from worker.sampling.placement import NO_ENGINE, Placement, gpus_of_job, place
+from worker.sampling.published import PublishedWeights
+from worker.sampling.vllm import VllmSampler, with_fleet, with_own_engines
+from worker.sampling.weights import BlobAdapters, WeightFiles
+from worker.training.distributed import LoadModel, follow, load_checked, loading
+from worker.training.gradient import keep_memory
+from worker.training.launch import launch
+from worker.training.rank_model import Model
+from worker.training.step_hooks import HookedTrainer
+from worker.training.trainer import PeftTrainer
+from worker.training.world import World
 from worker.types import Group
 
 KEY = "of-a-bench-on-one-machine"
@@ -350,14 +351,15 @@ class Steps:
                 "sleeps": self.plan.sleeps,
             }
             if not isinstance(self.policy, FullPolicy):
-                return VllmSampler(self.policy, **engines)
+                return with_own_engines(self.policy, **engines)
             parent = published.parent_for(self.sizes.weight_bytes, self.device, self.plan.main_memory)
-            return FullVllmSampler(self.policy, PublishedWeights(self.policy, parent), **engines)
+            weights = WeightFiles(self.policy, PublishedWeights(self.policy, parent))
+            return with_own_engines(self.policy, weights=weights, **engines)
         config = FleetConfig(
             "random", "bfloat16", self.entry.context, RANK, (address,), KEY, patience=SECONDS
         )
         attempt = cast(Attempt, FolderAttempt(FolderBlobs(self.folder / "blobs")))
-        return FleetSampler(self.policy, config, BlobAdapters(attempt))
+        return with_fleet(self.policy, config, BlobAdapters(attempt))
 
 
 async def collected(answers: AsyncIterator[Answer]) -> list[Answer]:

@@ -10,7 +10,6 @@ results in FOLDER is not run again unless --parts names it. --tiny runs every pa
 """
 
 import argparse
-import importlib.util
 import json
 import os
 import platform
@@ -21,11 +20,13 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from core.units import GIB
+from worker.packages import version_of, vllm_version
 
 Figures = dict[str, float | str]
 ROOT = Path(__file__).resolve().parents[1]
@@ -71,6 +72,7 @@ def gpu_part(name: str, shape: str, about: str, seconds: int, *more: str, **kind
 GAP = {"logprob_gap": Bound(high=0.05)}
 VLLM, GPUS = (NO_VLLM,), (NO_VLLM, ONE_GPU)
 PARTS: tuple[Part, ...] = (
+    Part("doctor", "`regraft-server doctor`, without the services", 400, bounds={"failed": Bound(high=0)}),
     Part("device", "the device, its rates of matrix products and copies", 90),
     Part(
         "exact",
@@ -143,10 +145,11 @@ def main(parts: Sequence[Part] = PARTS) -> int:
     parser.add_argument("--parts", help="names with commas between; default: those without results in --out")
     parser.add_argument("--out", type=Path, default=Path("gpu-trial"))
     parser.add_argument("--tiny", action="store_true", help="run every part small on a CPU")
-    parser.add_argument("--measure", choices=("device", "job"), help=argparse.SUPPRESS)
+    parser.add_argument("--measure", choices=("doctor", "device", "job"), help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.measure:
-        print(json.dumps({"figures": job() if asked.measure == "job" else device(asked.tiny)}))
+        own = {"doctor": doctor, "device": lambda: device(asked.tiny), "job": job}
+        print(json.dumps({"figures": own[asked.measure]()}))
         return 0
     if not asked.tiny and not torch.cuda.is_available():
         sys.exit("No GPU: torch.cuda.is_available() is False. `--tiny` runs the parts small on the CPU.")
@@ -178,18 +181,12 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def machine() -> dict[str, str]:
-    def of(package: str) -> str:
-        try:
-            return version(package)
-        except PackageNotFoundError:
-            return "absent"
-
     gpu = torch.cuda.is_available()
     return {
         "device": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}" if gpu else "CPU",
         "python": platform.python_version(),
         "cuda": torch.version.cuda or "absent",
-    } | {package: of(package) for package in PACKAGES}
+    } | {package: version_of(package) or "absent" for package in PACKAGES}
 
 
 def measured(part: Part, tiny: bool) -> dict[str, Any]:
@@ -241,11 +238,25 @@ def command(part: Part, tiny: bool) -> Sequence[str]:
 
 def missing(tiny: bool) -> set[str]:
     """What parts may need and this machine lacks."""
-    lacks = {NO_VLLM: importlib.util.find_spec("vllm"), NO_TRL: importlib.util.find_spec("trl")}
-    found = {reason for reason, spec in lacks.items() if spec is None}
+    lacks = {NO_VLLM: vllm_version(), NO_TRL: version_of("trl")}
+    found = {reason for reason, version in lacks.items() if version is None}
     if tiny:
         return found | {NO_GPU, ONE_GPU}
     return found | ({ONE_GPU} if torch.cuda.device_count() < 2 else set())
+
+
+def doctor() -> Figures:
+    """Each check's state and text, and how many failed."""
+    groups = ("gpu", "compute", "machine")
+    done = subprocess.run(
+        [sys.executable, "-m", "worker.cli", "doctor", "--json", "--only", *groups],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    checks = json.loads(done.stdout)["checks"]
+    figures: Figures = {one["check"]: f"{one['state']}: {one['text']}" for one in checks}
+    return figures | {"failed": float(sum(one["state"] == "failed" for one in checks))}
 
 
 def device(tiny: bool) -> Figures:
@@ -258,7 +269,7 @@ def device(tiny: bool) -> Figures:
     figures: Figures = {
         "matmul_bf16_teraflops": matrix_product_rate(on, 256 if tiny else 8192) / 1e12,
         "copy_terabytes_per_second": 2 * source.numel() / copying / 1e12,
-        "main_memory_gib": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30,
+        "main_memory_gib": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB,
         "cores": float(os.cpu_count() or 1),
     }
     if not tiny:
@@ -269,8 +280,8 @@ def device(tiny: bool) -> Figures:
             text=True,
         )
         figures |= {
-            "memory_gib": total / 2**30,
-            "free_gib": free / 2**30,
+            "memory_gib": total / GIB,
+            "free_gib": free / GIB,
             "capability": ".".join(map(str, torch.cuda.get_device_capability())),
             "driver": shown.stdout.split("\n")[0] or "unknown",
         }

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from bench.gpu_models import RANK, Shape, prompt, random_base
-from worker.rollout.samplers.vllm import installed
+from core.units import GIB
+from worker.packages import vllm_version
 
 VLLM_SHARE = 0.3  # of the GPU's memory: TRL's default
 ANSWERS_AT_ONCE = 32  # more would not fit: TRL computes the logits of a micro-batch as one tensor
@@ -35,7 +36,7 @@ def measure(shape: Shape, device: str, steps: int) -> dict[str, float]:
         return [hashlib.sha256(text.encode()).digest()[0] / 255 for text in completions]
 
     on_gpu, clock = device == "cuda", Clock()
-    with_vllm = on_gpu and installed() is not None
+    with_vllm = on_gpu and vllm_version() is not None
     answers = shape.prompts * shape.group
     at_once = min(ANSWERS_AT_ONCE, answers)
     with tempfile.TemporaryDirectory() as folder:
@@ -78,5 +79,5 @@ def measure(shape: Shape, device: str, steps: int) -> dict[str, float]:
     return {
         "step_seconds": step,
         "tokens_per_second": shape.prompts * shape.group * shape.answer / step,
-        **({"peak_memory_gib": torch.cuda.max_memory_reserved() / 2**30} if on_gpu else {}),
+        **({"peak_memory_gib": torch.cuda.max_memory_reserved() / GIB} if on_gpu else {}),
     }

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from bench.report import report
+from bench.sizes import sized
 from graders.build import build
 from graders.builtin.python import PythonGrader
 from graders.environments.catalog import default_folder, find
@@ -53,23 +54,23 @@ MATH = {
 SOURCE = "def grade(sample, item):\n    return float(sample['output_text'] == item['answer'])\n"
 # The same work in a fresh interpreter, without any protection.
 FRESH = SOURCE + "import json, sys\nprint(grade(*json.load(sys.stdin)))"
-ROUNDS = 5
+ROUNDS = sized(5, 1)
 
 
 def main() -> None:
     pool = Pool(size=2)
     python = PythonGrader("python", SOURCE, pool)
     try:
-        one, bare = in_turn(lambda: grade(python, 1), fresh_and_bare, 60)
-        again, isolated = in_turn(lambda: grade(python, 1), fresh_and_isolated, 30)
+        one, bare = in_turn(lambda: grade(python, 1), fresh_and_bare, sized(60, 1))
+        again, isolated = in_turn(lambda: grade(python, 1), fresh_and_isolated, sized(30, 1))
         figures = {
-            "string_checks_per_second": per_second(build(parse_grader(EXACT)), 20_000),
-            "multi_per_second": per_second(build(parse_grader(MULTI)), 5_000),
+            "string_checks_per_second": per_second(build(parse_grader(EXACT)), sized(20_000, 20)),
+            "multi_per_second": per_second(build(parse_grader(MULTI)), sized(5_000, 20)),
             # Each pair another one: groups of eight answers to a question, as a step of a job has them.
-            "math_grades_per_second": math_per_second(plain_answers, 4_000),
-            "math_expressions_per_second": math_per_second(expressions, 800),
+            "math_grades_per_second": math_per_second(plain_answers, sized(4_000, 24)),
+            "math_expressions_per_second": math_per_second(expressions, sized(800, 24)),
             "python_overhead_ms": one * 1000,
-            "python_grades_per_second": per_second(python, 200),
+            "python_grades_per_second": per_second(python, sized(200, 4)),
             "fresh_process_ratio": isolated / again,
             "bare_process_ratio": bare / one,
         }

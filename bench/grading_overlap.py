@@ -10,6 +10,7 @@ import statistics
 from typing import Any
 
 from bench.report import report
+from bench.sizes import sized
 from core.jobs.hyperparameters import Hyperparameters, resolve
 from core.registry import Registry
 from core.settings import Settings
@@ -17,16 +18,17 @@ from graders.build import build
 from graders.spec import parse_grader
 from graders.types import Grader
 from worker.clock import Clock
-from worker.learn.trainer import PeftTrainer
 from worker.model.policy import Policy, load_base
 from worker.model.sizing import CPU_TOKEN_BUDGET
-from worker.rollout.rewards import Rewards
-from worker.rollout.samplers import Sampling
-from worker.rollout.samplers.transformers import TransformersSampler
+from worker.rollout.experience import Rewards
+from worker.sampling import Sampling
+from worker.sampling.transformers import TransformersSampler
+from worker.training.trainer import PeftTrainer
 from worker.types import Prompt
 
-MODEL, ROUNDS = "SmolLM2-135M-Instruct", 3
-TOPICS = ("rivers", "cats", "music", "trains")
+MODEL, ROUNDS = "SmolLM2-135M-Instruct", sized(3, 1)
+ANSWERS, TOKENS = sized((8, 64), (2, 4))
+TOPICS = ("rivers", "cats", "music", "trains")[: sized(4, 1)]
 WAIT = "import time\ndef grade(sample, item):\n    time.sleep(0.02)\n    return float('the' in sample['output_text'])\n"
 COMPUTE = """import time
 def grade(sample, item):
@@ -47,7 +49,9 @@ def main() -> None:
     settings = Settings()
     base = load_base(MODEL, Registry.load(None).get(MODEL), settings.model_cache, "cpu")
     policy = Policy(base, rank=16, alpha=32, seed=0)
-    asked = {"advanced": {"optimizer": {"learning_rate": 1e-12}, "sampling": {"max_completion_tokens": 64}}}
+    asked = {
+        "advanced": {"optimizer": {"learning_rate": 1e-12}, "sampling": {"max_completion_tokens": TOKENS}}
+    }
     resolved = resolve(Hyperparameters.model_validate(asked), rows=8, parameters=base.parameters, context=512)
     trainer = PeftTrainer(policy, resolved, token_budget=CPU_TOKEN_BUDGET)
     sampler = TransformersSampler(policy)
@@ -59,13 +63,13 @@ def main() -> None:
         )
         for line, topic in enumerate(TOPICS, start=1)
     ]
-    sampling = Sampling(group_size=8, temperature=1.0, max_completion_tokens=64, job_seed=1, step=1)
+    sampling = Sampling(group_size=ANSWERS, temperature=1.0, max_completion_tokens=TOKENS, job_seed=1, step=1)
     graders = {name: build(parse_grader(raw)) for name, raw in GRADERS.items()}
 
     def step(grader: Grader) -> Clock:
         clock = Clock()
         answers = sampler.sample(prompts, sampling)
-        groups = asyncio.run(Rewards(grader).grade(prompts, answers, 8, clock))
+        groups = asyncio.run(Rewards(grader).grade(prompts, answers, ANSWERS, clock))
         with clock("training"):
             for group in groups:
                 trainer.add(group)

@@ -13,17 +13,20 @@ from typing import Any, TypeVar
 import torch
 
 from bench.report import report
+from bench.sizes import sized
 from core.jobs.hyperparameters import Hyperparameters, resolve
 from core.registry import Registry
 from core.settings import Settings
-from worker.learn.gradient import Batch, OwnGradient
 from worker.model.policy import Policy, load_base
 from worker.model.sizing import CPU_TOKEN_BUDGET
-from worker.rollout.samplers import Sampling, grouped
-from worker.rollout.samplers.transformers import TransformersSampler
+from worker.sampling import Sampling, grouped
+from worker.sampling.transformers import TransformersSampler
+from worker.training.gradient import LocalGradient
+from worker.training.loss import StepValues
+from worker.training.policy_loss import PolicyLoss
 from worker.types import Pack, Prompt, Rollout, TrainingSequence
 
-GROUP, PROMPT, ANSWER, ROUNDS = 8, 256, 16, 3
+GROUP, PROMPT, ANSWER, ROUNDS = sized((8, 256, 16, 3), (2, 16, 4, 1))
 MODEL = "SmolLM2-135M-Instruct"
 T = TypeVar("T")
 
@@ -70,11 +73,12 @@ def main() -> None:
         for n, r in enumerate(shared_rollouts)
     ]
     resolved = resolve(Hyperparameters(), rows=8, parameters=base.parameters, context=base.context)
-    own = OwnGradient(policy, resolved, token_budget=CPU_TOKEN_BUDGET)
+    own = LocalGradient(PolicyLoss(policy, resolved), token_budget=CPU_TOKEN_BUDGET)
 
     def gradient(packs: list[Pack]) -> list[torch.Tensor]:
         policy.model.zero_grad()
-        own._backward(Batch(packs), std=1.0, kl=0.0)
+        own.add(packs, StepValues())
+        own.end()
         return [p.grad.clone() for p in policy.trainable if p.grad is not None]
 
     shared_gradient, shared_training = timed(lambda: gradient([Pack(ids, tuple(answers))]))
@@ -96,11 +100,11 @@ def main() -> None:
     )
 
 
-def logprob_gaps(one: Rollout, other: Rollout) -> Iterator[float]:
+def logprob_gaps(first: Rollout, second: Rollout) -> Iterator[float]:
     """Differences up to the first token that differs: a draw may fall on a border that rounding has moved."""
     for (a, b), (p, q) in zip(
-        zip(one.output_ids_T, other.output_ids_T, strict=True),
-        zip(one.logprobs_T, other.logprobs_T, strict=True),
+        zip(first.output_ids_T, second.output_ids_T, strict=True),
+        zip(first.logprobs_T, second.logprobs_T, strict=True),
         strict=True,
     ):
         if a != b:

@@ -115,11 +115,11 @@ def run_ours(shape: Shape) -> dict[str, float]:
     from core.registry import Registry
     from core.settings import Settings
     from graders.types import Grade
-    from worker.learn.trainer import PeftTrainer
     from worker.model.policy import Policy, load_base
     from worker.model.sizing import CPU_TOKEN_BUDGET
-    from worker.rollout.samplers import Sampling, grouped
-    from worker.rollout.samplers.transformers import TransformersSampler
+    from worker.sampling import Sampling, grouped
+    from worker.sampling.transformers import TransformersSampler
+    from worker.training.trainer import PeftTrainer
     from worker.types import Group, Prompt
 
     settings = Settings()
@@ -243,11 +243,11 @@ def race_ours() -> dict[str, float]:
     from core.registry import Registry
     from core.settings import Settings
     from graders.types import Grade
-    from worker.learn.trainer import PeftTrainer
     from worker.model.policy import Policy, load_base
     from worker.model.sizing import CPU_TOKEN_BUDGET
-    from worker.rollout.samplers import Sampling, grouped
-    from worker.rollout.samplers.transformers import TransformersSampler
+    from worker.sampling import Sampling, grouped
+    from worker.sampling.transformers import TransformersSampler
+    from worker.training.trainer import PeftTrainer
     from worker.types import Group, Prompt
 
     settings = Settings()

@@ -28,6 +28,7 @@ import uvicorn
 from sqlalchemy import insert, select, text
 
 from api.http.app import create_app
+from bench.sizes import sized
 from core.database.engine import Database
 from core.database.ids import new_id
 from core.database.migrate import upgrade
@@ -39,9 +40,9 @@ from core.tenancy import keys
 from graders.backends import Backends
 from tests.servers import Postgres, reserve_port
 
-CLIENTS = 50
-BLOCKS, REQUESTS_PER_CLIENT = 9, 3  # of each operation on each size: 1,350 requests
-SIZES = {"1k": 1_000, "1m": 1_000_000}
+CLIENTS = sized(50, 2)
+BLOCKS, REQUESTS_PER_CLIENT = sized((9, 3), (2, 1))  # of each operation on each size: 1,350 requests
+SIZES = {"1k": sized(1_000, 200), "1m": sized(1_000_000, 400)}
 EVENTS_OF_A_JOB = 100  # but half of all events are of one job
 GRADER = {"type": "string_check", "name": "g", "input": "a", "reference": "b", "operation": "eq"}
 
@@ -155,17 +156,17 @@ def filled(url: str, events: int) -> tuple[str, str, tuple[list[str], str, list[
             "training_file": "file-a",
             "validation_file": "file-b",
             "seed": 1,
-            "reinforcement": {"grader": GRADER, "hyperparameters": {"advanced": {}}, "response_format": None},
+            "body": {"grader": GRADER, "hyperparameters": {"advanced": {}}, "response_format": None},
             "status": "succeeded",
             "gpu_class": "cpu",
         }
         session.execute(insert(Job), [common | {"id": job_id} for job_id in ids])
         rows = text(
             # Every second event is of the first job, the others of all the others in turn.
-            "insert into events (id, job_id, created_at, level, type, message, data) "
+            "insert into events (id, job_id, created_at, level, type, message, data, superseded) "
             "select 'ftevent-' || substr(md5(n::text), 1, 24), "
             "(cast(:ids as text[]))[case when n % 2 = 0 then 1 else 2 + (n / 2) % (:jobs - 1) end], "
-            "1700000000, 'info', 'message', 'Step ' || n, '{}' from generate_series(0, :events - 1) n"
+            "1700000000, 'info', 'message', 'Step ' || n, '{}', false from generate_series(0, :events - 1) n"
         )
         session.execute(rows, {"ids": ids, "jobs": len(ids), "events": events})
         some = select(Event.id).where(Event.job_id == ids[0], Event.seq % max(1, events // 500) == 1)

@@ -12,12 +12,14 @@ from collections.abc import Iterable
 
 from bench.report import report
 from bench.roofline import MODELS, PUBLISHED, Counted, count, necessary, trainer
-from worker.learn.batch import micro_batches, row_width
-from worker.learn.gradient import OwnGradient
+from bench.sizes import sized
+from core.units import GIB
+from worker.model.batch import micro_batches, row_width
+from worker.training.policy_loss import PolicyLoss
 from worker.types import Pack, TrainingSequence
 
 PROMPT, GROUP = 256, 8
-LENGTHS = (2048, 8192, 32_768)
+LENGTHS = sized((2048, 8192, 32_768), (256,))
 BUDGET = 8192  # tokens of a micro-batch, unless one answer has more
 FORWARDS = ("packed", "rows")
 
@@ -27,7 +29,7 @@ def group(length: int, answers: int = GROUP, prompt: int = PROMPT) -> Pack:
     return Pack((5,) * prompt, (answer,) * answers)
 
 
-def count_all(gradient: OwnGradient, batches: Iterable[list[Pack]]) -> Counted:
+def count_all(gradient: PolicyLoss, batches: Iterable[list[Pack]]) -> Counted:
     """Counts each shape of a micro-batch once."""
     total, of_shape = Counted(), dict[tuple[tuple[int, int], ...], Counted]()
     for packs in batches:
@@ -71,7 +73,7 @@ def main() -> None:
         least = necessary(gradient, PROMPT, answers)
         figures[f"peak_share_{name}"] = least / one.seconds / PUBLISHED.bf16
         figures[f"expected_share_{name}"] = least / one.expected_seconds / PUBLISHED.bf16
-        figures[f"saved_gib_{name}"] = one.saved / 2**30
+        figures[f"saved_gib_{name}"] = one.saved / GIB
     report("long", figures)
 
 

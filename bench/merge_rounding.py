@@ -17,22 +17,27 @@ from torch import Tensor
 
 from bench.models import settings_for, smollm2
 from bench.report import report
+from bench.sizes import sized
 from graders.types import Grade
-from worker.learn.batch import tensors_of
-from worker.learn.trainer import PeftTrainer
+from worker.model.batch import tensors_of
 from worker.model.policy import Base, Policy
-from worker.rollout.samplers import Sampling, grouped
-from worker.rollout.samplers.transformers import TransformersSampler
+from worker.sampling import Sampling, grouped
+from worker.sampling.transformers import TransformersSampler
+from worker.training.trainer import PeftTrainer
 from worker.types import Group, Pack, Prompt, Rollout
 from worker.types import TrainingSequence as Answer
 
 RANK = ALPHA = 32
 LEARNING_RATE = 1e-5
-TEXTS = tuple(f"Say something about {topic}." for topic in ("rivers", "cats", "music", "trains"))
+TEXTS = tuple(
+    f"Say something about {topic}." for topic in ("rivers", "cats", "music", "trains")[: sized(4, 1)]
+)
 
 
 def main() -> None:
-    report("merge_rounding", measure(smollm2, TEXTS, Sampling(8, 1.0, 16, job_seed=0, step=0), after=(1, 10)))
+    answers, tokens = sized((8, 16), (2, 4))
+    sampling = Sampling(answers, 1.0, tokens, job_seed=0, step=0)
+    report("merge_rounding", measure(smollm2, TEXTS, sampling, after=(1, sized(10, 2))))
 
 
 def measure(
@@ -102,9 +107,9 @@ def movements(
     ]
     batch = tensors_of(packs)
     with torch.no_grad():
-        exact = trainer.own.logprobs(batch)[0].double()
+        exact = trainer.loss.logprobs(batch)[0].double()
         with trainer.policy.as_base():
-            start = trainer.own.logprobs(batch)[0].double()
+            start = trainer.loss.logprobs(batch)[0].double()
     return exact - start, batch.sampled_logp_M.double() - start
 
 

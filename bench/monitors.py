@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from bench.report import report
+from core.claims import Claim
 from core.database.engine import Database
 from core.database.tables import Event, Job, Table
 from core.jobs import events, lifecycle
-from core.jobs.claim import Claim
 from core.jobs.hyperparameters import Hyperparameters, resolve
 from core.jobs.thresholds import Thresholds
 from core.registry import Registry
@@ -34,18 +34,17 @@ from graders.build import build
 from graders.spec import parse_grader
 from tests import factories
 from worker.attempt import Attempt
-from worker.learn.trainer import PeftTrainer
 from worker.model.policy import Policy, load_base, render
-from worker.record.checkpoints import JobCheckpoints
-from worker.record.exporters.threads import ExporterThreads
-from worker.record.history import History
-from worker.record.monitors import Finding, check
-from worker.record.recorder import JobRecorder
-from worker.rollout.grader_parts import grader_parts
+from worker.recording.checkpoints import JobCheckpoints
+from worker.recording.exporters.threads import ExporterThreads
+from worker.recording.history import History
+from worker.recording.monitors import Finding, check
+from worker.recording.recorder import JobRecorder
+from worker.rollout.experience import Rewards, RolloutExperience, grader_parts
 from worker.rollout.prompts import PromptStream, tokenize
-from worker.rollout.rewards import Rewards
-from worker.rollout.samplers.transformers import TransformersSampler
 from worker.run import Run
+from worker.sampling.transformers import TransformersSampler
+from worker.training.trainer import PeftTrainer
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))  # its scripts import each other by bare names
 from demo import DATA, GRADER, HYPERPARAMETERS
@@ -118,7 +117,7 @@ def train(seed: int, args: argparse.Namespace) -> tuple[list[dict[str, Any]], li
         with database.read() as session:
             job = session.query(Job).one()
         attempt = Attempt(claim, job, database, FolderBlobs(Path(folder, "blobs")), RetryPolicy(0.0, print))
-        run = Run(
+        experience = RolloutExperience(
             settings=settings,
             seed=seed,
             graders=grader_parts(parse_grader(GRADER)),
@@ -127,10 +126,9 @@ def train(seed: int, args: argparse.Namespace) -> tuple[list[dict[str, Any]], li
             sampler=TransformersSampler(policy),
             rewards=Rewards(build(parse_grader(GRADER))),
             trainer=PeftTrainer(policy, settings, token_budget=2048),
-            recorder=JobRecorder(attempt),
-            checkpoints=JobCheckpoints(attempt, Path(folder)),
-            exporters=ExporterThreads(),
         )
+        checkpoints = JobCheckpoints(attempt, Path(folder))
+        run = Run(experience, JobRecorder(attempt), checkpoints, ExporterThreads())
         asyncio.run(run.train())
         with database.read() as session:
             warned = [

@@ -87,8 +87,8 @@ def model_folder() -> Any:
     return convert_gguf(source, Settings().model_cache)  # type: ignore[arg-type]
 
 
-def tokens(made: Sequence[Row]) -> int:
-    return sum(len(part) for row in made for part in row.values())
+def tokens(rows: Sequence[Row]) -> int:
+    return sum(len(part) for row in rows for part in row.values())
 
 
 def figures(method: Method, seconds: Sequence[float], losses: Sequence[float]) -> dict[str, float]:
@@ -103,18 +103,20 @@ def figures(method: Method, seconds: Sequence[float], losses: Sequence[float]) -
 
 
 def ours(method: Method) -> dict[str, float]:
-    from core.jobs.offline_hyperparameters import asked, resolve
+    from core.jobs.offline_hyperparameters import requested_hyperparameters, resolve
     from core.registry import Registry
     from core.settings import Settings
-    from worker.learn.offline import OfflineTrainer
     from worker.model.policy import Policy, load_base
     from worker.model.sizing import CPU_TOKEN_BUDGET
+    from worker.training.offline import OfflineTrainer
     from worker.types import Pack, TrainingSequence
 
     base = load_base(MODEL, Registry.load(None).get(MODEL), Settings().model_cache, "cpu")
     policy = Policy(base, rank=16, alpha=32, seed=0)
     optimizer = {"learning_rate": RATE, "schedule": "constant"}
-    given = asked(method, {"batch_size": BATCH, "n_epochs": 1, "advanced": {"optimizer": optimizer}})
+    given = requested_hyperparameters(
+        method, {"batch_size": BATCH, "n_epochs": 1, "advanced": {"optimizer": optimizer}}
+    )
     made = rows(method)
     trainer = OfflineTrainer(
         policy,

@@ -9,21 +9,23 @@ import asyncio
 import statistics
 
 from bench.report import report
+from bench.sizes import sized
 from core.jobs.hyperparameters import Hyperparameters, resolve
 from core.registry import Registry
 from core.settings import Settings
 from graders.build import build
 from graders.spec import parse_grader
 from worker.clock import Clock
-from worker.learn.trainer import PeftTrainer
 from worker.model.policy import Policy, load_base
-from worker.rollout.rewards import Rewards
-from worker.rollout.samplers import Sampling
-from worker.rollout.samplers.transformers import TransformersSampler
+from worker.rollout.experience import Rewards
+from worker.sampling import Sampling
+from worker.sampling.transformers import TransformersSampler
+from worker.training.trainer import PeftTrainer
 from worker.types import Prompt
 
-MODEL, ROUNDS = "SmolLM2-135M-Instruct", 4
-TOPICS = ("rivers", "cats", "music", "trains")
+MODEL, ROUNDS = "SmolLM2-135M-Instruct", sized(4, 1)
+ANSWERS, TOKENS = sized((8, 64), (2, 4))
+TOPICS = ("rivers", "cats", "music", "trains")[: sized(4, 1)]
 GRADER = {
     "type": "string_check",
     "name": "the",
@@ -42,14 +44,14 @@ def main() -> None:
         Prompt(line, tuple(policy.render([{"role": "user", "content": f"Say a word about {topic}."}])), {})
         for line, topic in enumerate(TOPICS, start=1)
     ]
-    sampling = Sampling(group_size=8, temperature=1.0, max_completion_tokens=64, job_seed=1, step=1)
+    sampling = Sampling(group_size=ANSWERS, temperature=1.0, max_completion_tokens=TOKENS, job_seed=1, step=1)
     trainers = {overlap: trainer(policy, overlap) for overlap in (False, True)}
 
     def step(overlap: bool) -> float:
         clock, learner = Clock(), trainers[overlap]
         answers = sampler.sample(prompts, sampling)
         use = learner.add if overlap else None
-        groups = asyncio.run(Rewards(grader).grade(prompts, answers, 8, clock, use))
+        groups = asyncio.run(Rewards(grader).grade(prompts, answers, ANSWERS, clock, use))
         with clock("training"):
             for group in [] if overlap else groups:
                 learner.add(group)
@@ -76,7 +78,7 @@ def main() -> None:
 def trainer(policy: Policy, overlap: bool) -> PeftTrainer:
     advanced = {
         "optimizer": {"learning_rate": 1e-12},
-        "sampling": {"max_completion_tokens": 64},
+        "sampling": {"max_completion_tokens": TOKENS},
         "schedule": {"type": "on_policy", "overlap": overlap},
     }
     resolved = resolve(

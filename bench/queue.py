@@ -17,6 +17,7 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from bench.report import report
+from bench.sizes import sized
 from core.database.engine import Database
 from core.database.tables import Event, Job, StepMetric
 from core.settings import Settings
@@ -24,7 +25,7 @@ from tests.e2e.conftest import Server, start_server
 from tests.e2e.test_openai_client import TRAIN, VALID, create, method, upload, wait
 from tests.tiny import make_tiny_model
 
-JOBS = 5
+JOBS = sized(5, 1)
 LOOK_EVERY = 0.005
 # The imports that each job would wait for if its process were not forked (worker/forking.py).
 IMPORTS = "import worker.preloaded"

@@ -25,11 +25,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, masking_utils
 
 from core.jobs import hyperparameters
 from core.jobs.hyperparameters import Hyperparameters
-from worker.learn.batch import tensors_of
-from worker.learn.gradient import OwnGradient
 from worker.model import attention
+from worker.model.batch import tensors_of
 from worker.model.full import FullPolicy
 from worker.model.policy import Base, Policy, Route
+from worker.training.policy_loss import PolicyLoss
 from worker.types import Pack
 
 RANK = 16
@@ -199,7 +199,7 @@ def trainer(
     checkpointed: bool = False,
     dtype: torch.dtype = torch.bfloat16,
     full: bool = False,
-) -> OwnGradient:
+) -> PolicyLoss:
     """The trainer's gradient of a model without data, as a GPU computes it. `full`: of all weights."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
@@ -210,10 +210,10 @@ def trainer(
     if checkpointed:
         policy.checkpoint_layers()
     settings = hyperparameters.resolve(Hyperparameters(), rows=8, parameters=8_000_000_000, context=65_536)
-    return OwnGradient(policy, settings, token_budget=1 << 30)
+    return PolicyLoss(policy, settings)
 
 
-def count(gradient: OwnGradient, packs: Sequence[Pack], counted: Counted) -> None:
+def count(gradient: PolicyLoss, packs: Sequence[Pack], counted: Counted) -> None:
     """Add one micro-batch."""
     policy = gradient.policy
     weights = {one.untyped_storage()._cdata for one in policy.model.parameters()}
@@ -268,7 +268,7 @@ def fused(pairs: int, operations: Operations) -> Iterator[None]:
         yield
 
 
-def necessary(gradient: OwnGradient, prompt: int, answers: Sequence[int]) -> float:
+def necessary(gradient: PolicyLoss, prompt: int, answers: Sequence[int]) -> float:
     """FLOPs that no exact method can save: the prompt once, visible pairs only, nothing computed twice.
 
     Of a frozen product, 2 for a weight and token forward and 2 for the gradient of its input; of an adapter also 2 for

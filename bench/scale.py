@@ -24,28 +24,30 @@ import torch
 from torch import Tensor
 
 from bench.report import report
+from bench.sizes import sized
 from core.jobs.hyperparameters import Hyperparameters, Resolved, resolve
 from core.registry import Registry
 from core.settings import Settings
 from graders.types import Grade
+from tests.own_engines import engines_of
 from worker import process
-from worker.learn.distributed import LoadModel, follow, load_checked, loading
-from worker.learn.launch import launch
-from worker.learn.rank_model import Model
-from worker.learn.trainer import PeftTrainer
-from worker.learn.world import World
 from worker.model.policy import Policy, load_base
-from worker.rollout.samplers import Answer, Sampling, dealing, grouped
-from worker.rollout.samplers.placement import Placement
-from worker.rollout.samplers.vllm import VllmSampler
+from worker.sampling import Answer, Sampling, grouped
+from worker.sampling.placement import Placement
+from worker.sampling.vllm import VllmSampler, with_own_engines
+from worker.training.distributed import LoadModel, follow, load_checked, loading
+from worker.training.launch import launch
+from worker.training.rank_model import Model
+from worker.training.trainer import PeftTrainer
+from worker.training.world import World
 from worker.types import Group, Prompt, Rollout
 
 MODEL = "SmolLM2-135M-Instruct"
-TOPICS = "rivers cats music trains bread iron winter salt".split()
-HOW = Sampling(group_size=4, temperature=1.0, max_completion_tokens=24, job_seed=3, step=1)
+TOPICS = "rivers cats music trains bread iron winter salt".split()[: sized(8, 2)]
+HOW = Sampling(group_size=4, temperature=1.0, max_completion_tokens=sized(24, 4), job_seed=3, step=1)
 TENSOR_PARALLEL = 3  # of the model's 9 attention heads
 REWARDS = (1.0, 0.0, 0.5, 0.2)
-STEPS, UPDATES = 3, 2
+STEPS, UPDATES = sized((3, 2), (1, 1))
 Groups = list[tuple[Rollout, ...]]
 
 
@@ -85,7 +87,7 @@ def prompt(policy: Policy, line: int, topic: str) -> Prompt:
 @contextmanager
 def started(policy: Policy, *, engines: int, tensor_parallel: int = 1) -> Iterator[VllmSampler]:
     placement = Placement(tensor_parallel, ((),) * engines)
-    sampler = VllmSampler(policy, placement=placement, context=512, kv_cache_bytes=1 << 27, threads=1)
+    sampler = with_own_engines(policy, placement=placement, context=512, kv_cache_bytes=1 << 27, threads=1)
     try:
         yield sampler
     finally:
@@ -115,8 +117,8 @@ def sampled_with_a_loss(sampler: VllmSampler, prompts: list[Prompt]) -> tuple[Gr
     busy = 0.0
     for answer in sampler.answers(prompts, HOW):
         if not answers:
-            engines = [*sampler.engines.values()]
-            loads = [dealing.tokens(engine.requests.values()) for engine in engines]
+            engines = [*engines_of(sampler).values()]
+            loads = [engine.load for engine in engines]
             busy = sum(loads) / (len(loads) * max(loads))
             os.kill(engines[0].child.pid, signal.SIGKILL)
         answers.append(answer)
@@ -156,7 +158,7 @@ def learn(folder: Path, groups: list[Group], start: list[Tensor]) -> None:
     entry, cache = Registry.load(None).get(MODEL), Settings().model_cache
     settings = learning_settings()
     model = Model(MODEL, entry, cache, settings, seed=0, checkpointed=False, sampled=False)
-    with loading(world, LoadModel(model, "cpu", 1, token_budget=512, held_to="")):
+    with loading(world, LoadModel(model, "cpu", 1, token_budget=512, response_schema="")):
         policy, _ = load_checked(model, "cpu", 1, world)
     with torch.no_grad():
         for parameter, value in zip(policy.trainable, start, strict=True):

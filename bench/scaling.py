@@ -16,15 +16,17 @@ import torch
 
 from bench.models import settings_for, smollm2
 from bench.report import report
+from bench.sizes import sized
 from graders.types import Grade
-from worker.learn.trainer import PeftTrainer
 from worker.model.policy import Policy
 from worker.model.sizing import CPU_TOKEN_BUDGET
-from worker.rollout.samplers import Sampling, grouped
-from worker.rollout.samplers.transformers import TransformersSampler
+from worker.sampling import Sampling, grouped
+from worker.sampling.transformers import TransformersSampler
+from worker.training.trainer import PeftTrainer
 from worker.types import Group, Prompt, Rollout
 
-GROUPS, PROMPTS, ANSWERS, ROUNDS = (2, 4, 8, 16), (64, 256, 512), (8, 32), 2
+GROUPS, PROMPTS = sized(((2, 4, 8, 16), (64, 256, 512)), ((2, 16), (16, 32)))
+ANSWERS, ROUNDS = sized(((8, 32), 2), ((2, 4), 1))
 Cell = tuple[int, int, int]  # group size, tokens of the prompt, tokens of each answer
 SHORT_PROMPT, LONG_PROMPT, SHORT_ANSWER, LONG_ANSWER = PROMPTS[0], PROMPTS[-1], ANSWERS[0], ANSWERS[-1]
 

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from bench.report import report
+from bench.sizes import sized
 
 ROOT = Path(__file__).parents[1]
 HELP = (
@@ -34,7 +35,7 @@ KINDS = {
 
 def main(programs: Mapping[str, str] = KINDS) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=sized(15, 1))
     took = measure(programs, parser.parse_args().rounds)
     for kind, milliseconds in took.items():
         print(f"{milliseconds:7.0f} ms  {programs[kind]}")

@@ -10,7 +10,7 @@ import random
 import statistics
 
 from bench.report import report
-from worker.record.verdict import compare
+from worker.recording.verdict import compare
 
 CHECKPOINTS, JOBS = 10, 200
 

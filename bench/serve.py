@@ -25,6 +25,7 @@ import torch
 
 from bench.models import SMOLLM2, smollm2
 from bench.report import report
+from bench.sizes import sized
 from core.database.engine import Database
 from core.database.tables import Checkpoint, Project, TunedModel
 from core.registry import DEFAULT_FILE
@@ -33,8 +34,8 @@ from core.storage.store import FolderBlobs
 from tests.e2e.conftest import ROOT, start_server
 from worker.model.policy import Policy
 
-ADAPTERS, TOKENS, ROUNDS = 4, 48, 30
-CLIENTS = {1: 4, 8: 16, 32: 64}  # at once: requests in all
+ADAPTERS, TOKENS, ROUNDS = sized((4, 48, 30), (1, 4, 1))
+CLIENTS = sized({1: 4, 8: 16, 32: 64}, {1: 1, 8: 8, 32: 32})  # at once: requests in all
 TOPICS = ("rivers", "cats", "music", "trains", "bread", "winter", "glass", "clocks")
 
 
@@ -126,9 +127,9 @@ async def measure(
             figures[f"tokens_per_second_{clients}"] = tokens / seconds
         figures["throughput_ratio_32"] = figures["tokens_per_second_32"] / figures["tokens_per_second_1"]
         figures["first_token_seconds_1"] = statistics.median(
-            [await first_token(api, warm[n % 4], n) for n in range(8)]
+            [await first_token(api, warm[n % ADAPTERS], n) for n in range(8)]
         )
-        waits = await asyncio.gather(*(first_token(api, warm[n % 4], n) for n in range(32)))
+        waits = await asyncio.gather(*(first_token(api, warm[n % ADAPTERS], n) for n in range(32)))
         figures["first_token_seconds_32"] = statistics.median(waits)
         return figures | await overhead(api, inner)
 

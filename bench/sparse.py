@@ -84,11 +84,11 @@ def ours(seed: int) -> list[float]:
     from core.registry import BaseModelEntry
     from graders.types import Grade
     from tests.tiny import make_tiny_model
-    from worker.learn.trainer import PeftTrainer
     from worker.model.policy import Policy, load_base
     from worker.model.sizing import CPU_TOKEN_BUDGET
-    from worker.rollout.samplers import Sampling, grouped
-    from worker.rollout.samplers.transformers import TransformersSampler
+    from worker.sampling import Sampling, grouped
+    from worker.sampling.transformers import TransformersSampler
+    from worker.training.trainer import PeftTrainer
     from worker.types import Group, Prompt
 
     with tempfile.TemporaryDirectory() as scratch:

@@ -21,18 +21,21 @@ from safetensors.torch import save
 
 from bench.models import smollm2
 from bench.report import report
+from bench.sizes import sized
 from core.settings import Settings
+from tests.own_engines import engines_of
 from worker.model.policy import Policy
-from worker.rollout.samplers import Sampling
-from worker.rollout.samplers.vllm import VllmSampler, installed
+from worker.packages import vllm_version
+from worker.sampling import Sampling
+from worker.sampling.vllm import VllmSampler, with_own_engines
 from worker.types import Prompt
 
-RANKS, ROUNDS = (8, 32), 9
+RANKS, ROUNDS = (8, 32), sized(9, 1)
 Listing = dict[Path, tuple[int, int]]
 
 
 def main() -> None:
-    if installed() is None:
+    if vllm_version() is None:
         raise SystemExit("bench.swap needs vLLM, which is not installed")
     folders = [Settings().data_dir.resolve(), Path("/dev/shm")]
     figures: dict[str, float] = {}
@@ -61,19 +64,19 @@ def settle_in(scratch: Path) -> list[Path]:
 
 def measure(rank: int, folders: list[Path]) -> dict[str, float]:
     policy = Policy(smollm2(), rank=rank, alpha=2 * rank, seed=0)
-    sampler = VllmSampler(policy, kv_cache_bytes=1 << 28, threads=torch.get_num_threads())
+    sampler = with_own_engines(policy, kv_cache_bytes=1 << 28, threads=torch.get_num_threads())
     try:
         for number in range(2):  # starts the engine, and lets it allocate what it keeps
             change(policy, number)
             seconds(sampler)
-        pid, published = sampler.engines[0].child.pid, sampler._published
+        pid, published = engines_of(sampler)[0].child.pid, sampler.weights.version
         before, bytes_before = listing(folders), bytes_written(pid)
         changed, same = [], []
         for number in range(ROUNDS):
             change(policy, number + 2)
             changed.append(seconds(sampler))
             same.append(seconds(sampler))
-        assert sampler._published == published + ROUNDS, "each change is published once"
+        assert sampler.weights.version == published + ROUNDS, "each change is published once"
         return {
             "swap_seconds": statistics.median(changed) - statistics.median(same),
             "sample_seconds": statistics.median(same),

@@ -6,10 +6,14 @@ A missed goal is shown and is no failure: the machine may be busy. A bench that 
 import argparse
 import json
 import operator
+import os
+import platform
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
 
 BENCHES = (
     "group_prefix",
@@ -86,7 +90,6 @@ GOALS: dict[str, tuple[str, float]] = {
     # serving
     "throughput_ratio_32": (">=", 3),
     "cold_adapter_seconds": ("<=", 2),
-    # the client
     # the console
     "filter_score_ms": ("<=", 200),
     "filter_line_ms": ("<=", 200),
@@ -140,12 +143,28 @@ def main() -> int:
             failed.append(name)
         else:
             rows += [Row(name, figure, value) for figure, value in found.items()]
+    print(f"# {machine()}, {date.today().isoformat()}")
     for line in table(rows, failed):
         print(line)
     missed = [row.figure for row in rows if row.met is False]
     figures = {f"{row.bench}.{row.figure}": row.value for row in rows}
-    print(json.dumps({"bench": "table", "figures": figures, "missed": missed, "failed": failed}))
+    print(
+        json.dumps(
+            {"bench": "table", "figures": figures, "missed": missed, "failed": failed, "machine": machine()}
+        )
+    )
     return 1 if failed else 0
+
+
+def machine(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """The processor, the features on which the figures depend most, and the number of cores of this process."""
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    fields = dict(line.split("\t", 1) for line in lines if "\t" in line)
+    fields = {name.strip(): value.strip(" :\t") for name, value in fields.items()}
+    flags = fields.get("flags", "").split()
+    name = fields.get("model name", platform.processor() or platform.machine())
+    kind = next((flag for flag in ("avx512f", "avx2") if flag in flags), "neither AVX2 nor AVX-512")
+    return f"{name} ({kind}), {len(os.sched_getaffinity(0))} cores"
 
 
 def run(command: Sequence[str]) -> Mapping[str, float] | None:

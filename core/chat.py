@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from core import chat_templates
-from core.response_format import ResponseFormat, held_to
+from core.masking import hide_places
+from core.response_format import ResponseFormat, response_schema
 from core.storage.manifests import is_whole_model
 from core.strict import StrictModel
 
@@ -57,9 +58,12 @@ TEXT_OR_LIST = Discriminator(
 )
 
 
+# The server compares the end of an answer with each beginning of a stop text, for each token.
+MAX_STOP_CHARACTERS = 1000
+StopText = Annotated[NotEmpty, Field(max_length=MAX_STOP_CHARACTERS)]
 Stop = (
     Annotated[
-        Annotated[NotEmpty, Tag("text")] | Annotated[list[NotEmpty], Field(max_length=4), Tag("list")],
+        Annotated[StopText, Tag("text")] | Annotated[list[StopText], Field(max_length=4), Tag("list")],
         TEXT_OR_LIST,
     ]
     | None
@@ -258,12 +262,12 @@ class Chat(StrictModel):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
-    def held_to(self) -> str:
+    def response_schema(self) -> str:
         """The schema to enforce, in the format of the samplers; "" for free text."""
         wanted = self.response_format
         if isinstance(wanted, ResponseFormat):
-            return held_to(wanted.json_schema.schema_)
-        return held_to({"type": "object"}) if isinstance(wanted, AnyObject) else ""
+            return response_schema(wanted.json_schema.schema_)
+        return response_schema({"type": "object"}) if isinstance(wanted, AnyObject) else ""
 
 
 class Adapter(StrictModel):
@@ -276,7 +280,7 @@ class Adapter(StrictModel):
 
     @classmethod
     def of(cls, prefix: str, manifest: bytes) -> "Adapter":
-        """Of a checkpoint by the content of its manifest."""
+        """The adapter of a checkpoint, by the content of its manifest."""
         return cls(
             prefix=prefix, manifest_sha256=sha256(manifest).hexdigest(), is_whole=is_whole_model(manifest)
         )
@@ -302,7 +306,7 @@ class Served(StrictModel):
 
 
 class InternalRequest(StrictModel):
-    """What every request for the inference server has."""
+    """The fields of every request to the inference server."""
 
     model: str
     regraft: Served | None = None
@@ -363,6 +367,6 @@ class InternalCompletion(TextCompletion, InternalRequest):
 
 
 def envelope(status: int, message: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:
-    """An error in OpenAI's shape."""
+    """An error in OpenAI's shape. All errors of the inference server pass here; engines name files in theirs."""
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    return {"error": {"message": hide_places(message), "type": kind, "param": param, "code": code}}

@@ -89,7 +89,7 @@ def text_of(template: str, folder: Path = Path()) -> str:
 
 
 def reads_clock(template: str) -> bool:
-    """Whether prompts may depend on the time at which they are rendered. In Jinja's sandbox nothing else has it."""
+    """Whether prompts may depend on the time at which they are rendered. In Jinja's sandbox no other name gives it."""
     return CLOCK in template
 
 

@@ -113,8 +113,8 @@ class NotFound(ServiceError):
 
 
 class FileNotFound(NotFound):
-    def __init__(self, file_id: str, *, param: str = "id") -> None:
-        super().__init__(f"No such File object: {file_id}", param=param)
+    def __init__(self, file_id: str) -> None:
+        super().__init__(f"No such File object: {file_id}", param="id")
 
 
 class JobNotFound(NotFound):

@@ -45,7 +45,7 @@ def conversion_of(gguf: Path, cache: Path) -> Path:
 
 
 def _blocks(size: int) -> Iterator[tuple[int, int]]:
-    """Where each block begins, and its length."""
+    """The offset and length of each block."""
     if size <= WHOLE_BYTES:
         yield 0, size
         return

@@ -1,5 +1,6 @@
 """Which inference server answers for a base model and the models tuned from it."""
 
+import json
 import re
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
@@ -9,6 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from core.errors import InvalidRequest, NotReady
 from core.outages import Resource, TemporarilyUnavailable
+from core.outbound.http import is_away
 
 ALL_OTHERS = "*"
 _ADDRESS = re.compile(r"https?://[^\s/]+\S*")
@@ -37,6 +39,28 @@ class InferenceNotReady(NotReady, TemporarilyUnavailable):
     """The inference server is not reachable, starts, or loads the model."""
 
     resource = Resource.INFERENCE
+
+
+def is_error(content: bytes | str) -> bool:
+    """Whether the body is an error in OpenAI's shape, as all errors of our inference server are."""
+    try:
+        error = json.loads(content)["error"]
+        return isinstance(error["message"], str) and "code" in error
+    except (ValueError, TypeError, LookupError):
+        return False
+
+
+def is_unreached(status: int, content: bytes | str) -> bool:
+    """Whether a proxy answered because it did not reach the inference server."""
+    return is_away(status) and not is_error(content)
+
+
+def says_later(status: int, retry_after: str | None, content: bytes | str) -> bool:
+    """Whether the same request may succeed later: the server loads the model or stops, or a proxy did not reach it.
+
+    Without Retry-After its own 503 does not pass by itself, such as that of a model which is too large for the GPU.
+    """
+    return (status == 503 and retry_after is not None) or is_unreached(status, content)
 
 
 def address_of(configured: str | Mapping[str, str], base_model: str) -> str:

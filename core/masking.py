@@ -72,6 +72,17 @@ _IN_TEXT = (
 )
 
 
+# A file of a machine, and an address of one. Not the path of a URL, which follows a host, and not a route of the API,
+# which begins with /v1.
+_MACHINE_FILE = re.compile(r"(?<![\w./:-])(?!/v1/)(?:file://)?/(?:[\w.@+~-]+/)+[\w.@+~-]*")
+_MACHINE_ADDRESS = re.compile(r"(?<![\w.])\d{1,3}(?:\.\d{1,3}){3}(?::\d{1,5})?(?![\w.])")
+
+
+def hide_places(text: str) -> str:
+    """Return an error text without the files and addresses of our machines, for clients of an API."""
+    return _MACHINE_ADDRESS.sub(MASK, _MACHINE_FILE.sub(MASK, text))
+
+
 def hide_secrets(value: Any) -> Any:
     """Return JSON with its secrets masked, checked or not: a grader, or what another service has exported.
 

@@ -1,28 +1,21 @@
 """Results of trying a model, stored beside the model cache, so that the next job on it does not try it again.
 
-One JSON file for each model and circumstances (versions, precision, context, files; worker/model/verdicts.py). The API
-reads them too, so nothing here imports torch. A file that is damaged, edited to contradict itself, or of another
-version of this module is ignored and written again.
+One JSON file for each model and circumstances (versions, precision, context, files; see
+worker/model/compatibility_cache.py). The API reads them too, so nothing here imports torch. A file that is damaged,
+edited to contradict itself, or of another version of this module is ignored and written again.
 """
 
 import contextlib
-import hashlib
-import logging
-import os
-import tempfile
-from collections.abc import Iterator, Mapping
-from functools import cache
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from core.json_files import JsonFiles
 from core.registry import BaseModelEntry
 from core.template_facts import TemplateFacts
-
-log = logging.getLogger(__name__)
-
 
 # A result depends on these. transformers uses the kernels of the second line wherever they are installed.
 LIBRARIES = (
@@ -48,7 +41,7 @@ class CheckedRoute(Stored):
 
 
 class CheckedGap(Stored):
-    """`Gap` of worker/model/support.py."""
+    """`Gap` of worker/model/compatibility.py."""
 
     part: str
     largest: Nats
@@ -58,7 +51,7 @@ class CheckedGap(Stored):
 
 
 class CheckedVerdict(Stored):
-    """`Verdict` of worker/model/support.py."""
+    """`Verdict` of worker/model/compatibility.py."""
 
     route: CheckedRoute
     gaps: Annotated[list[CheckedGap], Field(min_length=1)]
@@ -74,7 +67,7 @@ class CheckedKind(Stored):
 
 
 class ModelCheck(Stored):
-    """A result, and the model that it is of."""
+    """The result of trying a model."""
 
     key: str  # a hash of everything that the result depends on
     source: str
@@ -103,14 +96,12 @@ class ModelCheck(Stored):
 
 
 class ModelChecks:
-    """The files, in a folder that need not exist."""
-
     def __init__(self, model_cache: Path) -> None:
-        self.folder = model_cache / "checks"
+        self._files = JsonFiles(model_cache / "checks", ModelCheck)
 
     def find(self, source: str, key: str) -> ModelCheck | None:
-        """The result under this key, if it is there and whole."""
-        check = _read(self._path(source, key))
+        """The result under this key."""
+        check = self._files.read(source, key)
         return check if check is not None and (check.source, check.key) == (source, key) else None
 
     def latest(self, entry: BaseModelEntry, versions: Mapping[str, str] | None = None) -> ModelCheck | None:
@@ -122,46 +113,19 @@ class ModelChecks:
         source = source_of(entry)
         same = [
             check
-            for check in self._of(source)
+            for check in self._files.under(source)
             if (check.source, check.dtype, check.context) == (source, entry.dtype, entry.context)
             and versions in (None, check.versions)
         ]
         return max(same, key=lambda check: check.checked_at, default=None)
 
     def keep(self, check: ModelCheck) -> None:
-        """Write the result, replacing one under the same key. A disk that refuses it costs the next job a check."""
-        try:
-            write_whole(self._path(check.source, check.key), check.model_dump_json())
-        except OSError as cause:
-            log.warning("the check of %s is not stored: %s", check.source, cause)
+        """Write the result, replacing one under the same key. If the disk refuses it, the next job checks again."""
+        self._files.write(check, check.source, check.key)
 
     def forget(self, source: str, key: str) -> None:
         """Delete the result under this key, if there is one."""
-        with contextlib.suppress(OSError):
-            self._path(source, key).unlink()
-
-    def _of(self, source: str) -> Iterator[ModelCheck]:
-        for path in self.folder.glob(f"{_short(source)}-*.json"):
-            if (check := _read(path)) is not None:
-                yield check
-
-    def _path(self, source: str, key: str) -> Path:
-        return self.folder / f"{_short(source)}-{_short(key)}.json"
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file that is there as a whole or not at all, readable by an API that runs as another user."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, scratch = tempfile.mkstemp(dir=path.parent, prefix=".")
-    try:
-        with os.fdopen(descriptor, "w") as file:
-            file.write(text)
-        Path(scratch).chmod(0o644)
-        Path(scratch).replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            Path(scratch).unlink()
-        raise
+        self._files.delete(source, key)
 
 
 def source_of(entry: BaseModelEntry) -> str:
@@ -169,12 +133,8 @@ def source_of(entry: BaseModelEntry) -> str:
     return entry.hub or (str(entry.path) if entry.path else f"{entry.package}/{entry.file}")
 
 
-def _short(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
 def installed_versions() -> dict[str, str]:
-    """Of the LIBRARIES that are installed here."""
+    """The version of each of LIBRARIES that is installed here."""
     found = {}
     for name in LIBRARIES:
         with contextlib.suppress(PackageNotFoundError):
@@ -182,29 +142,15 @@ def installed_versions() -> dict[str, str]:
     return found
 
 
-def differ(versions: Mapping[str, str], here: Mapping[str, str]) -> bool:
+def differ(versions: Mapping[str, str], installed: Mapping[str, str]) -> bool:
     """Whether one of these is installed here in another version.
 
     A server without torch knows its own version only. Builds for other devices (2.13.0+cpu) are the same version.
     """
-    return any(name in here and _public(here[name]) != _public(made) for name, made in versions.items())
+    return any(
+        name in installed and _public(installed[name]) != _public(made) for name, made in versions.items()
+    )
 
 
 def _public(version: str) -> str:
     return version.partition("+")[0]
-
-
-def _read(path: Path) -> ModelCheck | None:
-    try:
-        return ModelCheck.model_validate_json(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    except (OSError, ValidationError) as cause:
-        _report_ignored(path, type(cause).__name__)
-        return None
-
-
-@cache
-def _report_ignored(path: Path, cause: str) -> None:
-    """Log it once in a process: the API reads the files for each request."""
-    log.warning("the check of a model in %s is ignored (%s): the next job tries the model again", path, cause)

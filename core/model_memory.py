@@ -4,20 +4,17 @@ Only workers can estimate it (worker/model/capacity.py); each writes its estimat
 share the folder, shows them. One JSON file for each model, in its precision and context, and GPU class.
 """
 
-import hashlib
-import logging
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
-from core.model_checks import source_of, write_whole
+from core.json_files import JsonFiles
+from core.model_checks import source_of
 from core.registry import BaseModelEntry
-
-log = logging.getLogger(__name__)
 
 
 class ModelMemory(BaseModel):
-    """Of a job whose longest prompt and answer fill the context, with an adapter of rank 16. In GiB of one GPU."""
+    """Memory of one GPU, in GiB, of a job with an adapter of rank 16 and answers that fill the context."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -28,27 +25,16 @@ class ModelMemory(BaseModel):
 
 
 class ModelMemories:
-    """The files, in a folder that need not exist."""
-
     def __init__(self, model_cache: Path) -> None:
-        self.folder = model_cache / "memory"
+        self._files = JsonFiles(model_cache / "memory", ModelMemory)
 
     def find(self, entry: BaseModelEntry, gpu_class: str) -> ModelMemory | None:
-        try:
-            return ModelMemory.model_validate_json(self._path(entry, gpu_class).read_bytes())
-        except FileNotFoundError:
-            return None
-        except (OSError, ValidationError) as cause:
-            log.warning("the memory estimate of %s is ignored: %s", source_of(entry), type(cause).__name__)
-            return None
+        return self._files.read(_key(entry, gpu_class))
 
     def keep(self, entry: BaseModelEntry, memory: ModelMemory) -> None:
-        """Write the estimate. A disk that refuses it costs only the display."""
-        try:
-            write_whole(self._path(entry, memory.gpu_class), memory.model_dump_json())
-        except OSError as cause:
-            log.warning("the memory estimate of %s is not stored: %s", source_of(entry), cause)
+        """Write the estimate. If the disk refuses it, the API does not show it."""
+        self._files.write(memory, _key(entry, memory.gpu_class))
 
-    def _path(self, entry: BaseModelEntry, gpu_class: str) -> Path:
-        key = f"{source_of(entry)}\n{entry.dtype}\n{entry.context}\n{entry.tensor_parallel}\n{gpu_class}"
-        return self.folder / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
+
+def _key(entry: BaseModelEntry, gpu_class: str) -> str:
+    return f"{source_of(entry)}\n{entry.dtype}\n{entry.context}\n{entry.tensor_parallel}\n{gpu_class}"

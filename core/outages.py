@@ -1,4 +1,4 @@
-"""Decide whether an error passes by itself (an outage) or a repetition would meet it again (a mistake).
+"""Decide whether an error is temporary (an outage), or would occur again in another try (a mistake).
 
 Every part of the service asks `outage` before it retries, waits, answers 503 or counts a failure. The tables are here
 and nowhere else: SQLSTATEs of PostgreSQL, messages of SQLite, error codes of S3, and error numbers of the system. What
@@ -6,6 +6,7 @@ an operator can repair while work waits counts as an outage, such as rejected cr
 """
 
 import errno
+import re
 import socket
 import sqlite3
 import sys
@@ -24,8 +25,10 @@ class Resource(StrEnum):
     DISK = "disk"
     DESCRIPTORS = "file descriptors"
     NAMES = "name server"
+    NETWORK = "network"
     MEMORY = "main memory"
     INFERENCE = "inference server"
+    GRADER = "grader's server"  # of a judge model or an endpoint
 
 
 class TemporarilyUnavailable(Exception):
@@ -42,10 +45,16 @@ def outage(error: BaseException) -> Resource | None:
         return Resource.DATABASE
     if isinstance(error, DBAPIError):
         return _of_database(error)
-    if isinstance(error, MemoryError):
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and str(error) == _NO_THREAD):
         return Resource.MEMORY
     # First S3: some errors of botocore, such as a read time-out, are an OSError without a number as well.
-    return _of_s3(error) or (_of_system(error) if isinstance(error, OSError) else None)
+    if (found := _of_s3(error)) is not None:
+        return found
+    if isinstance(error, OSError):
+        return _of_system(error)
+    if type(error) is RuntimeError and isinstance(error.__context__, OSError) and error.__cause__ is None:
+        return _of_system(error.__context__)  # torch.save ends a file that it could not write
+    return _of_rust(error)
 
 
 # PostgreSQL: a class (two characters) or a code of its appendix A. A code takes precedence over its class.
@@ -68,14 +77,18 @@ _SQLSTATES = {
 # Of "feature not supported", the texts that are about the server's state: a standby, and a plan of an earlier schema.
 _UNSUPPORTED, _PASSING_TEXTS = "0A000", ("recovery", "cached plan")
 _ANOTHER_SERVER = {"26000", "42P05"}
-# SQLite reports nearly every error as operational, a missing table included. Its messages are not translated.
+# SQLite reports nearly every error as operational, a missing table included. These are the starts of its messages,
+# which are not translated: a name of ours, such as of a column, may be anywhere else in one.
 _SQLITE_TEXTS = {
-    "full": Resource.DISK,
-    "locked": Resource.DATABASE,
-    "busy": Resource.DATABASE,
-    "disk I/O": Resource.DATABASE,
-    "unable to open": Resource.DATABASE,
-    "readonly database": Resource.DATABASE,
+    "database or disk is full": Resource.DISK,
+    "database is locked": Resource.DATABASE,
+    "database table is locked": Resource.DATABASE,
+    "database schema is locked": Resource.DATABASE,
+    "database is busy": Resource.DATABASE,
+    "locking protocol": Resource.DATABASE,
+    "disk I/O error": Resource.DATABASE,
+    "unable to open database": Resource.DATABASE,
+    "attempt to write a readonly database": Resource.DATABASE,
     "out of memory": Resource.MEMORY,
 }
 
@@ -83,7 +96,7 @@ _SQLITE_TEXTS = {
 def _of_database(error: DBAPIError) -> Resource | None:
     cause = error.orig
     if isinstance(cause, sqlite3.Error):
-        return next((found for text, found in _SQLITE_TEXTS.items() if text in str(cause)), None)
+        return next((found for text, found in _SQLITE_TEXTS.items() if str(cause).startswith(text)), None)
     code = sqlstate(error)
     found = _SQLSTATES.get(code) or _SQLSTATES.get(code[:2])
     if found is not None:
@@ -179,19 +192,39 @@ _ERRNOS = {
     errno.EMFILE: Resource.DESCRIPTORS,
     errno.ENFILE: Resource.DESCRIPTORS,
     errno.ENOMEM: Resource.MEMORY,
+    errno.EAGAIN: Resource.MEMORY,  # of a new thread or process
     errno.EIO: Resource.BLOB_STORE,
     errno.EROFS: Resource.BLOB_STORE,  # remounted after an error
     errno.ESTALE: Resource.BLOB_STORE,
-    errno.EAGAIN: Resource.BLOB_STORE,
     errno.ENOTCONN: Resource.BLOB_STORE,  # the process of a FUSE mount has ended
-    errno.EHOSTUNREACH: Resource.BLOB_STORE,
-    errno.ENETUNREACH: Resource.BLOB_STORE,
+    errno.ENOLCK: Resource.BLOB_STORE,  # of NFS, while its lock manager restarts
+    errno.EHOSTUNREACH: Resource.NETWORK,
+    errno.ENETUNREACH: Resource.NETWORK,
+    errno.EHOSTDOWN: Resource.NETWORK,
+    errno.ENETDOWN: Resource.NETWORK,
+    errno.ENETRESET: Resource.NETWORK,
+    errno.EADDRNOTAVAIL: Resource.NETWORK,  # all ports for outgoing connections are taken
+    errno.ENOBUFS: Resource.MEMORY,  # of a socket
 }
+# What Python says instead of EAGAIN when the system gives it no thread.
+_NO_THREAD = "can't start new thread"
 
 
 def _of_system(error: OSError) -> Resource | None:
     if isinstance(error, socket.gaierror):
         return Resource.NAMES
-    if isinstance(error, ConnectionError | TimeoutError):
-        return Resource.BLOB_STORE
+    if isinstance(error, ConnectionError | TimeoutError):  # those of the stores have other classes
+        return Resource.NETWORK
     return None if error.errno is None else _ERRNOS.get(error.errno)
+
+
+# How Rust's standard library ends the text of an error of the system.
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")
+
+
+def _of_rust(error: BaseException) -> Resource | None:
+    """The resource of an error of safetensors or tokenizers, which has the error number only in its text."""
+    if type(error) is Exception or type(error).__module__.split(".")[0] in ("safetensors", "tokenizers"):
+        number = _OS_ERROR.search(str(error))
+        return None if number is None else _ERRNOS.get(int(number[1]))
+    return None

@@ -13,6 +13,7 @@ from pydantic_core import ErrorDetails
 
 from core import chat_templates
 from core.errors import ModelNotFound, TunedModelNotFound
+from core.reloaded import Reloaded
 
 SamplerName = Literal["transformers", "vllm"]
 Device = Literal["cpu", "cuda"]
@@ -166,6 +167,11 @@ class Registry(BaseModel):
             except (OSError, ValueError) as cause:
                 raise InvalidRegistry(f"{file}: [models.{name}] {cause}") from cause
         return registry.model_copy(update={"models": models})
+
+    @classmethod
+    def reloaded(cls, file: Path | None) -> "Reloaded[Registry]":
+        """The registry, read again when the file has changed. Raises InvalidRegistry."""
+        return Reloaded(lambda: cls.load(file), [file])
 
     @property
     def names(self) -> list[str]:

@@ -41,18 +41,18 @@ class SchemaTooLarge(ValueError):
     """An answer reached a place where the schema exceeds llguidance's limits."""
 
 
-def held_to(schema: Mapping[str, Any]) -> str:
+def response_schema(schema: Mapping[str, Any]) -> str:
     """The schema in the format of the samplers."""
     return json.dumps({**schema, "x-guidance": _COMPACT})
 
 
-def grammar(held: str) -> str:
-    """llguidance's grammar for the result of `held_to`.
+def grammar(schema: str) -> str:
+    """llguidance's grammar for the result of `response_schema`.
 
     Raises:
         ValueError: the schema is invalid or uses an unsupported feature.
     """
-    made = LLMatcher.grammar_from_json_schema(held)
+    made = LLMatcher.grammar_from_json_schema(schema)
     if problem := LLMatcher.validate_grammar(made):
         lines = problem.strip().splitlines()
         # A complaint about a regular expression has its reason in the last line, below a drawing of the place.
@@ -63,10 +63,10 @@ def grammar(held: str) -> str:
     return made
 
 
-def problem(held: str) -> str:
+def problem(schema: str) -> str:
     """The reason why the schema cannot be enforced; "" if it can. Runs in the hazard pool only."""
     try:
-        made = grammar(held)
+        made = grammar(schema)
     except ValueError as cause:
         return str(cause)
     # llguidance compiles lazily: some patterns turn out to be too large only during an answer.
@@ -155,6 +155,6 @@ class ResponseFormat(BaseModel):
         return self.model_dump(mode="json", by_alias=True, exclude_none=True)
 
 
-def stored_held_to(stored: Mapping[str, Any] | None) -> str:
+def stored_response_schema(stored: Mapping[str, Any] | None) -> str:
     """The schema that a job's samplers enforce; "" for free text."""
-    return "" if stored is None else held_to(stored["json_schema"]["schema"])
+    return "" if stored is None else response_schema(stored["json_schema"]["schema"])

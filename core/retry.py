@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TypeVar
 
 from core.outages import Resource, outage
@@ -114,16 +114,30 @@ class _Call:
         if self._reason is None:
             log.warning("waiting for the %s: %r", resource, cause)
             count_refusal(resource)
-            self._waiting.enter_context(policy._during(resource))
+            with _best_effort():
+                self._waiting.enter_context(policy._during(resource))
         self._reason = cause
 
     def __enter__(self) -> "_Call":
         return self
 
     def __exit__(self, error: object, *about: object) -> None:
-        self._waiting.close()
+        with _best_effort():
+            self._waiting.close()
         if error is None and self._reason is not None:
-            self._policy._tell(_incident(self._reason, self._policy._clock() - self._since))
+            with _best_effort():
+                self._policy._tell(_incident(self._reason, self._policy._clock() - self._since))
+
+
+@contextmanager
+def _best_effort() -> Iterator[None]:
+    """Log an error of a report about an outage. Most write to the database, which may be unavailable again by then;
+    the operation has its own result.
+    """
+    try:
+        yield
+    except Exception:
+        log.warning("an outage could not be reported", exc_info=True)
 
 
 def _incident(reason: Exception, seconds: float) -> str:

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 EQUAL = 1e-6
 
 
-def equal(one: float, other: float, *, within: float = EQUAL) -> bool:
+def equal(reward: float, other: float, *, within: float = EQUAL) -> bool:
     """Return whether two rewards differ by rounding at most."""
-    return math.isclose(one, other, rel_tol=within, abs_tol=within)
+    return math.isclose(reward, other, rel_tol=within, abs_tol=within)
 
 
 def all_equal(rewards: Sequence[float], *, within: float = EQUAL) -> bool:

@@ -29,6 +29,7 @@ from core.tenancy.single_sign_on import Rule, TrustedNetwork
 
 Checksums = Literal["when_supported", "when_required"]
 SamplerChoice = Literal["registry", "transformers", "vllm"]
+DeviceChoice = Literal["auto", "cpu", "cuda"]
 # The bounds apply to the number, not to the field: pydantic would also compare "auto" with them and raise TypeError.
 Auto = Literal["auto"]
 KvCacheGib = Auto | Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -58,6 +59,8 @@ class GpuClass(BaseModel):
     kv_cache_gib: KvCacheGib | None = None
     train_token_budget: TokenBudget | None = None
     sampler: SamplerChoice | None = None
+    # A Kubernetes Job runs each job of the class (docs/howto/kubernetes.md): no worker reads its queue of the broker.
+    in_kubernetes_jobs: bool = False
 
 
 class Settings(BaseSettings):
@@ -92,6 +95,9 @@ class Settings(BaseSettings):
     # Sentinel and Cluster are not supported.
     # memory:// works only within one process, that of `up`.
     broker_url: str = Field(default="memory://", pattern=r"^(memory|rediss?)://")
+    # Folder of compiled kernels: those of Triton, torch.compile, vLLM, FlashInfer and the driver. On a volume it saves
+    # the first job of a new pod minutes (docs/explain/gpus.md). Unset: each library's own folder.
+    compile_cache: Path | None = None
     # TOML file of the base models, instead of the included ones (docs/howto/models.md).
     models_file: Path | None = None
     # Judge models and the hosts that endpoint graders may call (docs/howto/graders.md). Unset: neither.
@@ -152,6 +158,9 @@ class Settings(BaseSettings):
     # Seconds that API and inference server keep an idle connection open. Must exceed the idle timeout of a proxy before
     # them, which would otherwise send requests to connections that are being closed (502).
     keep_alive_seconds: int = Field(default=75, ge=1)
+    # Time that requests in flight have to complete after SIGTERM, of API and inference server; then they get 503 with
+    # Retry-After. The default is the longest response that the API waits for. `up` cuts them after 5 s.
+    drain_requests_seconds: int = Field(default=600, ge=0)
     # json: one object per line with request, job and step ids, and a line per request (docs/howto/observability.md).
     log_format: Literal["text", "json"] = "text"
     # OTLP endpoint for traces, over HTTP: http://collector:4318. Needs regraft-server[otel]. Empty: off.
@@ -212,7 +221,7 @@ class Settings(BaseSettings):
     hang_seconds: float = Field(default=3600.0, gt=0)
     # A machine of a group (REGRAFT_NODES) that does not answer for this long is lost: the attempt ends as a crash.
     lost_machine_seconds: float = Field(default=60.0, ge=1)
-    # How long a run retries an unavailable database, blob store or disk before it fails as crashed.
+    # How long a run retries an unavailable database, blob store, disk or server of a grader before it fails as crashed.
     patience_seconds: float = Field(default=600.0, ge=0)
     # Consecutive crashes (not drains, not user errors) that a job survives; a new checkpoint resets the count.
     max_failures: int = Field(default=3, ge=0)
@@ -226,13 +235,16 @@ class Settings(BaseSettings):
     ranks: int = Field(default=1, ge=1)
     # Machines that share a run, including this one, each with the same number of ranks. Machine 0 runs the worker, the
     # others `regraft-server member` with their `node_rank`. They meet at `rendezvous`, a host:port of machine 0 that
-    # only they may reach (docs/howto/scale.md).
+    # only they may reach; the port after it is used, too (docs/howto/scale.md).
     nodes: int = Field(default=1, ge=1)
     node_rank: int = Field(default=0, ge=0)
     rendezvous: str = Field(default="", pattern=r"^(\S+:\d{1,5})?$")
     # Jobs that a worker with one GPU runs at once, if they are on the same base model, which is then in memory once
     # (docs/howto/scale.md, Several jobs on one GPU).
     jobs_per_worker: int = Field(default=1, ge=1, le=16)
+    # auto: the GPU, or the CPU of a machine without one. A GPU that torch cannot use is an error, unless this is `cpu`
+    # (docs/howto/doctor.md).
+    device: DeviceChoice = "auto"
     # Threads that torch may use in a run. 0: torch's default.
     torch_threads: int = Field(default=0, ge=0)
     # The sampler: each model's own choice in the registry, or one for all.
@@ -249,9 +261,10 @@ class Settings(BaseSettings):
     # same value for the API, all workers and the inference server.
     samplers: dict[str, Annotated[Addresses, Field(min_length=1)]] = Field(default_factory=dict)
     samplers_key: str = Field(default="", repr=False)
-    # A step is skipped and its job fails if the mean difference between the log-probabilities of sampler and trainer
-    # for
-    # the same tokens exceeds this, in nats per token. auto: 0.05 for bfloat16, 0.001 for float32. 0: off.
+    # A step is not taken if the mean difference between the log-probabilities of sampler and trainer for the same
+    # tokens exceeds this, in nats per token; after two such steps in a row the job fails. auto: 0.05 for bfloat16,
+    # 0.001 for float32; for a mixture of experts three times the difference in the first step, up to 0.12 and 0.005.
+    # 0: off.
     max_logprob_gap: Literal["auto"] | Annotated[float, Field(ge=0, allow_inf_nan=False)] = "auto"
     # GPU memory for vLLM's KV cache while a job runs, allocated up front. auto: the free memory, up to what the job can
     # use (docs/howto/training.md).
@@ -325,7 +338,7 @@ class Settings(BaseSettings):
     @field_validator("default_limits", mode="before")
     @classmethod
     def _beside_the_default(cls, given: Any) -> Any:
-        return DEFAULT_LIMITS.given() | given if isinstance(given, dict) else given
+        return DEFAULT_LIMITS.set_limits() | given if isinstance(given, dict) else given
 
     @model_validator(mode="after")
     def _has_a_key_for_inference(self) -> Self:
@@ -351,6 +364,8 @@ class Settings(BaseSettings):
     def _has_its_place_in_a_group(self) -> Self:
         if self.nodes > 1 and not self.rendezvous:
             raise ValueError("REGRAFT_NODES needs REGRAFT_RENDEZVOUS, a host:port of the machine with rank 0")
+        if self.rendezvous.endswith(":65535"):
+            raise ValueError("REGRAFT_RENDEZVOUS needs a port below 65535: the next port is used, too")
         if self.node_rank >= self.nodes:
             raise ValueError("REGRAFT_NODE_RANK must be below REGRAFT_NODES")
         return self
@@ -378,6 +393,11 @@ class Settings(BaseSettings):
     def gpu_memory_gib(self, gpu_class: str) -> float | None:
         """Memory of one GPU of that class. 0: no GPU. None: unknown."""
         return self.gpu_classes.get(gpu_class, GpuClass()).gpu_memory_gib
+
+    @cached_property
+    def pod_classes(self) -> frozenset[str]:
+        """The GPU classes for which Kubernetes starts a pod for each job: no worker waits for one."""
+        return frozenset(name for name, known in self.gpu_classes.items() if known.in_kubernetes_jobs)
 
     @cached_property
     def database(self) -> str:

@@ -2,7 +2,7 @@
 
 Added tokens that look like markup count as special here too, whatever their flag says: Qwen's `<tool_response>` is not
 flagged, and a user's message that forges one must be text as well.
-A tokenizer replaces `<|im_end|>` by the control token wherever it stands, in the chat template or in a user's message.
+A tokenizer replaces `<|im_end|>` by the control token everywhere: in the chat template, and in a user's message.
 Here content is rendered with placeholders for such texts, and encoded by a second tokenizer on the same vocabulary
 whose special tokens have names that no content has. All other tokens, and those beside the texts, are the same.
 """
@@ -62,7 +62,7 @@ class SpecialTokens:
 
     @classmethod
     def of_backend(cls, backend: Tokenizer) -> "SpecialTokens":
-        """Of a tokenizer.json."""
+        """Read them from the tokenizer of a tokenizer.json."""
         return cls(
             backend.get_added_tokens_decoder(),
             backend,
@@ -80,30 +80,31 @@ class SpecialTokens:
         tags = KNOWN_TAGS if form is None else (*KNOWN_TAGS, form.start, form.end)
         return frozenset(self.texts) - {one for one in self.flagged if not any(one in text for text in tags)}
 
-    def occur_in(self, value: Any, kept: Collection[str] = _NOTHING) -> bool:
+    def occur_in(self, value: Any, allowed: Collection[str] = _NOTHING) -> bool:
         """Whether a text of JSON `value` has the text of a special token, apart from those in `kept`."""
-        return any(text not in kept for part in _strings(value) for _, _, text in self._found(part))
+        return any(text not in allowed for part in _strings(value) for _, _, text in self._found(part))
 
-    def occur_in_chat(self, chat: Chat, tools: Tools, kept: Collection[str]) -> bool:
+    def occur_in_chat(self, chat: Chat, tools: Tools, allowed: Collection[str]) -> bool:
         """The same for the content of messages, of which those of the assistant may have `kept`."""
         return self.occur_in(tools) or any(
-            self.occur_in(_content(message), _kept(message, kept)) for message in chat
+            self.occur_in(_content(message), _tokens_to_keep(message, allowed)) for message in chat
         )
 
-    def hide(self, value: Any, kept: Collection[str] = _NOTHING) -> Any:
+    def hide(self, value: Any, allowed: Collection[str] = _NOTHING) -> Any:
         """A copy of JSON `value` with placeholders for the texts of special tokens, apart from those in `kept`."""
         if isinstance(value, str):
-            return self._replaced(value, self._placeholders, kept)
+            return self._replaced(value, self._placeholders, allowed)
         if isinstance(value, Mapping):
-            return {self.hide(key, kept): self.hide(one, kept) for key, one in value.items()}
+            return {self.hide(key, allowed): self.hide(one, allowed) for key, one in value.items()}
         if isinstance(value, list | tuple):
-            return [self.hide(one, kept) for one in value]
+            return [self.hide(one, allowed) for one in value]
         return value
 
-    def hide_in_chat(self, chat: Chat, kept: Collection[str]) -> list[dict[str, Any]]:
+    def hide_in_chat(self, chat: Chat, allowed: Collection[str]) -> list[dict[str, Any]]:
         """The same for the content of messages, of which those of the assistant keep `kept`."""
         return [
-            {"role": message["role"]} | self.hide(_content(message), _kept(message, kept)) for message in chat
+            {"role": message["role"]} | self.hide(_content(message), _tokens_to_keep(message, allowed))
+            for message in chat
         ]
 
     def encode(self, rendered: str) -> list[int]:
@@ -178,5 +179,5 @@ def _content(message: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in message.items() if key != "role"}
 
 
-def _kept(message: Mapping[str, Any], kept: Collection[str]) -> Collection[str]:
+def _tokens_to_keep(message: Mapping[str, Any], kept: Collection[str]) -> Collection[str]:
     return kept if message["role"] == "assistant" else _NOTHING

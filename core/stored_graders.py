@@ -39,8 +39,8 @@ def with_names(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
     """The specification with a name for each grader that has none: the parser would generate a different one each time.
 
     Args:
-        raw: As it was sent.
-        name: Of the grader itself. Those inside of it are named after their keys.
+        raw: The specification as it was sent.
+        name: The name of the grader itself. Graders inside of it are named after their keys.
     """
     named = dict(raw)
     if named.get("name") is None:
@@ -91,7 +91,7 @@ def version(session: Session, grader: StoredGrader, wanted: str | None = None) -
 
 
 def versions(session: Session, grader: StoredGrader, *, after: str | None, limit: int) -> Page[GraderVersion]:
-    """By the time when their content was first saved, newest first."""
+    """List the versions by the time when their content was first saved, newest first."""
     return pages.newest_first(
         session,
         _versions(grader),

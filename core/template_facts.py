@@ -159,7 +159,7 @@ def find_facts(
 
 
 def _has_header(prompt: str, whole: str, form: Format | None) -> bool:
-    """Whether what stands between a question and its answer is in the prompt.
+    """Whether the prompt has the text between a question and its answer.
 
     Some templates always write the header, and with others, such as Mistral's, it is the end of the question.
     """

@@ -29,7 +29,11 @@ def storable_json(value: Any) -> Any:
 
 
 def to_json(value: Any) -> str:
-    """Serialize a value as compact ASCII JSON in which all texts are storable."""
-    text = json.dumps(value, separators=(",", ":"))
+    """Serialize a value as compact ASCII JSON in which all texts are storable.
+
+    Raises:
+        ValueError: a number is not finite. PostgreSQL refuses it too, but SQLite would store it.
+    """
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     # A copy of every value would double the time for values without such text, which are nearly all.
     return json.dumps(storable_json(value), separators=(",", ":")) if _ESCAPED.search(text) else text

@@ -1,6 +1,14 @@
 # The API, the migrations and every other command that needs no torch. Built from the repository's root:
 #   docker build -f docker/api.Dockerfile -t regraft/api:0.1.0 .
-FROM python:3.11.14-slim-bookworm AS build
+# Behind a mirror: docs/howto/kubernetes.md, Images behind a mirror.
+ARG BASE=python:3.11.14-slim-bookworm
+FROM ${BASE} AS build
+ARG PIP_INDEX_URL
+ARG PIP_CERT
+ARG UV_DEFAULT_INDEX
+ARG UV_INDEX
+ARG UV_SYSTEM_CERTS
+ARG NPM_CONFIG_REGISTRY
 WORKDIR /src
 COPY constraints constraints
 RUN python -m pip install --no-cache-dir -r constraints/uv.txt -r constraints/node.txt && python -m venv --without-pip /opt/regraft
@@ -12,6 +20,7 @@ COPY core core
 COPY graders graders
 COPY api api
 COPY worker worker
+COPY regraft_server regraft_server
 COPY migrations migrations
 COPY docs docs
 COPY zensical.toml ./
@@ -20,7 +29,11 @@ COPY console console
 RUN uv pip install --no-cache --compile-bytecode --python /opt/regraft/bin/python --no-deps -c constraints/all.txt . \
     && /opt/regraft/bin/regraft-server environments build
 
-FROM python:3.11.14-slim-bookworm
+FROM ${BASE}
+ARG VERSION
+ARG REVISION
+LABEL org.opencontainers.image.title="regraft: API, migrations and commands" org.opencontainers.image.licenses="Apache-2.0" \
+    org.opencontainers.image.version="${VERSION}" org.opencontainers.image.revision="${REVISION}"
 RUN useradd --uid 10001 --user-group --no-create-home --home-dir /tmp regraft && mkdir /data && chown regraft /data
 COPY --from=build /opt/regraft /opt/regraft
 ENV PATH=/opt/regraft/bin:$PATH PYTHONUNBUFFERED=1 REGRAFT_DATA_DIR=/data REGRAFT_HOST=0.0.0.0

@@ -1,7 +1,14 @@
 # A worker without a GPU, with the demo's model and vLLM for CPUs.
 #   docker build -f docker/worker-cpu.Dockerfile --build-arg UV_FIND_LINKS=... -t regraft/worker-cpu:0.1.0 .
 # UV_FIND_LINKS: a page with torch's CPU builds; the default build includes gigabytes of CUDA.
-FROM python:3.11.14-slim-bookworm AS build
+# Behind a mirror: docs/howto/kubernetes.md, Images behind a mirror.
+ARG BASE=python:3.11.14-slim-bookworm
+FROM ${BASE} AS build
+ARG PIP_INDEX_URL
+ARG PIP_CERT
+ARG UV_DEFAULT_INDEX
+ARG UV_INDEX
+ARG UV_SYSTEM_CERTS
 ARG UV_FIND_LINKS=""
 WORKDIR /src
 COPY constraints constraints
@@ -14,12 +21,17 @@ COPY core core
 COPY graders graders
 COPY api api
 COPY worker worker
+COPY regraft_server regraft_server
 COPY migrations migrations
 # The service, and the packages that python graders run with: the same in every image.
 RUN uv pip install --no-cache --compile-bytecode --python /opt/regraft/bin/python --no-deps -c constraints/all.txt . \
     && /opt/regraft/bin/regraft-server environments build
 
-FROM python:3.11.14-slim-bookworm
+FROM ${BASE}
+ARG VERSION
+ARG REVISION
+LABEL org.opencontainers.image.title="regraft: worker without a GPU" org.opencontainers.image.licenses="Apache-2.0" \
+    org.opencontainers.image.version="${VERSION}" org.opencontainers.image.revision="${REVISION}"
 RUN useradd --uid 10001 --user-group --no-create-home --home-dir /tmp regraft && mkdir /data && chown regraft /data
 COPY --from=build /opt/regraft /opt/regraft
 ENV PATH=/opt/regraft/bin:$PATH PYTHONUNBUFFERED=1 HOME=/tmp USER=regraft REGRAFT_DATA_DIR=/data

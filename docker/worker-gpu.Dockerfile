@@ -1,6 +1,13 @@
 # A worker for NVIDIA's GPUs. The CUDA libraries are in the Python packages; the node brings the driver and its runtime.
 #   docker build -f docker/worker-gpu.Dockerfile -t regraft/worker-gpu:0.1.0 .
-FROM python:3.11.14-slim-bookworm AS build
+# Behind a mirror: docs/howto/kubernetes.md, Images behind a mirror.
+ARG BASE=python:3.11.14-slim-bookworm
+FROM ${BASE} AS build
+ARG PIP_INDEX_URL
+ARG PIP_CERT
+ARG UV_DEFAULT_INDEX
+ARG UV_INDEX
+ARG UV_SYSTEM_CERTS
 WORKDIR /src
 COPY constraints constraints
 RUN python -m pip install --no-cache-dir -r constraints/uv.txt && python -m venv --without-pip /opt/regraft
@@ -11,19 +18,30 @@ COPY core core
 COPY graders graders
 COPY api api
 COPY worker worker
+COPY regraft_server regraft_server
 COPY migrations migrations
 # The service, and the packages that python graders run with: the same in every image.
 RUN uv pip install --no-cache --compile-bytecode --python /opt/regraft/bin/python --no-deps . \
     && /opt/regraft/bin/regraft-server environments build
 
-FROM python:3.11.14-slim-bookworm
-# Triton, which torch and vLLM write kernels with, compiles a few lines of C when it starts.
+FROM ${BASE}
+ARG VERSION
+ARG REVISION
+LABEL org.opencontainers.image.title="regraft: worker for NVIDIA's GPUs" org.opencontainers.image.licenses="Apache-2.0" \
+    org.opencontainers.image.version="${VERSION}" org.opencontainers.image.revision="${REVISION}"
+# Triton, which torch and vLLM write kernels with, compiles a few lines of C when it starts; torch's compiler, C++;
+# FlashInfer, CUDA.
 # hadolint ignore=DL3008
-RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
+RUN apt-get update && apt-get install -y --no-install-recommends g++ gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 RUN useradd --uid 10001 --user-group --no-create-home --home-dir /tmp regraft && mkdir /data && chown regraft /data
 COPY --from=build /opt/regraft /opt/regraft
-ENV PATH=/opt/regraft/bin:$PATH PYTHONUNBUFFERED=1 HOME=/tmp USER=regraft REGRAFT_DATA_DIR=/data \
-    NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
+# nvcc, its headers and libraries are of the Python packages. FlashInfer links with lib64/libcudart.so and
+# lib64/stubs/libcuda.so, which the packages do not have; the driver brings the real libcuda.so.1.
+ENV CUDA_HOME=/opt/regraft/lib/python3.11/site-packages/nvidia/cu13
+RUN ln -s lib "$CUDA_HOME/lib64" && ln -s libcudart.so.13 "$CUDA_HOME/lib/libcudart.so" && mkdir "$CUDA_HOME/lib/stubs" \
+    && gcc -shared -Wl,-soname,libcuda.so.1 -o "$CUDA_HOME/lib/stubs/libcuda.so" -x c /dev/null && "$CUDA_HOME/bin/nvcc" --version
+ENV PATH=/opt/regraft/bin:$CUDA_HOME/bin:$PATH PYTHONUNBUFFERED=1 HOME=/tmp USER=regraft REGRAFT_DATA_DIR=/data \
+    REGRAFT_COMPILE_CACHE=/data/compiled NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 USER 10001:10001
 WORKDIR /tmp
 VOLUME /data

@@ -58,13 +58,13 @@ def split(file: Path, rows_per_topic: int) -> tuple[list[Question], list[Questio
     return train, held_out
 
 
-def asked(question: str) -> list[dict[str, str]]:
+def messages_of(question: str) -> list[dict[str, str]]:
     return [{"role": "system", "content": TASK}, {"role": "user", "content": question}]
 
 
 def as_rows(questions: list[Question]) -> bytes:
     rows = [
-        {"messages": [*asked(question), {"role": "assistant", "content": topic}]}
+        {"messages": [*messages_of(question), {"role": "assistant", "content": topic}]}
         for question, topic in questions
     ]
     return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
@@ -100,7 +100,7 @@ def exact(client: OpenAI, model: str, questions: list[Question]) -> float:
     def is_right(question: Question) -> bool:
         answer = client.chat.completions.create(
             model=model,
-            messages=asked(question[0]),  # type: ignore[arg-type]
+            messages=messages_of(question[0]),  # type: ignore[arg-type]
             temperature=0,
             max_completion_tokens=16,
         )

@@ -14,6 +14,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from graders import complaints
 from graders.build import build, judge_parts, python_parts
+from graders.calls import CallRetryPolicy
 from graders.checks import check_patterns
 from graders.endpoint import Endpoints
 from graders.environments.catalog import DEFAULT, default_folder, find
@@ -190,20 +191,32 @@ class Backends:
                 mistake = complaints.invalid_value(f"{where}.source", error)
                 raise InvalidGrader(mistake.message, mistake.param, mistake.code)
 
+    def patient(self, patience: CallRetryPolicy | None) -> Backends:
+        """These backends with another patience for endpoints; None: as they are."""
+        if self.endpoints is None or patience is None:
+            return self
+        return replace(self, endpoints=replace(self.endpoints, patience=patience))
+
     @asynccontextmanager
     async def open(
-        self, spec: GraderSpec, *, owner: str = "", trace_id: str | None = None
+        self,
+        spec: GraderSpec,
+        *,
+        owner: str = "",
+        trace_id: str | None = None,
+        patience: CallRetryPolicy | None = None,
     ) -> AsyncIterator[Grader]:
         """Build the grader for use in the running event loop.
 
         Args:
             owner: The project. The sandbox does not share processes between owners.
             trace_id: Sent to endpoint graders; default: a new one for each call.
+            patience: With the servers of judges and endpoints; default: a few retries within seconds.
         """
-        endpoints = self.endpoints
+        endpoints = self.patient(patience).endpoints
         if endpoints is not None and trace_id is not None:
             endpoints = replace(endpoints, new_trace_id=lambda: trace_id)
-        async with HttpJudges(self.judges) as judges:
+        async with HttpJudges(self.judges, patience=patience) as judges:
             yield build(spec, judges, endpoints, self.environments, owner=owner)
 
 

@@ -6,6 +6,7 @@ import asyncio
 import email.utils
 import math
 import random
+import socket
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -13,11 +14,13 @@ from dataclasses import dataclass, field
 import httpx
 
 from core.masking import hide_in_error, mask_values
-from core.outbound.http import NoAddress, UrlNotAllowed
+from core.outbound.http import NoAddress, UrlNotAllowed, is_away, is_passing
 from graders.template import quoted
 
 MAX_ANSWER = 1_000_000  # bytes, unless a caller says more
 MAX_WAIT_S = 60.0  # upper bound of Retry-After
+CONNECT_S = 10.0  # a host that is down or behind a firewall drops packets
+_MAX_DOUBLINGS = 16
 Sleep = Callable[[float], Awaitable[None]]
 
 
@@ -45,11 +48,17 @@ class AnswerTooLong(NoAnswer):
     """The server answered with more bytes than were allowed. A retry does not help."""
 
 
+class ServerAway(ConnectionError):
+    """The server was away for as long as the caller waits: the work must be repeated, and no sample is at fault."""
+
+
 @dataclass(frozen=True)
 class CallRetryPolicy:
     """Number of retries, and the clock."""
 
     retries: int = 3
+    # How long to wait for a server that is unavailable, in all; then ServerAway. None: that is a failure as any other.
+    away_seconds: float | None = None
     # Counted apart; None: as any other failure.
     retries_while_loading: int | None = None
     retries_after_silence: int | None = None  # after an attempt that took all of its time
@@ -61,7 +70,11 @@ class CallRetryPolicy:
     def wait_s(self, attempt: int, retry_after: str | None) -> float:
         """Return the pause before the next attempt: Retry-After, or else exponential backoff with jitter of 50 %."""
         asked = _seconds(retry_after, self.wall_clock()) if retry_after else None
-        wait = self.first_wait_s * 2**attempt * (0.5 + self.jitter()) if asked is None else asked
+        wait = (
+            self.first_wait_s * 2 ** min(attempt, _MAX_DOUBLINGS) * (0.5 + self.jitter())
+            if asked is None
+            else asked
+        )
         return min(wait, MAX_WAIT_S)
 
 
@@ -104,12 +117,13 @@ async def post(
     Raises:
         NoAnswer: No attempt got a response, or the client rejected the address, which is not retried.
         AnswerTooLong: as NoAnswer, which is not retried either.
+        ServerAway: the server was away for `patience.away_seconds`.
     """
-    failures = loading = silences = 0
+    tries = _Tries(patience)
     while True:
         await pace.turn()
         answer: Reply | None = None
-        failure, silent = "", False
+        failure, silent, away = "", False, False
         try:
             async with asyncio.timeout(timeout_s):
                 answer = await _post_once(client, url, body, headers, timeout_s, max_bytes)
@@ -117,27 +131,55 @@ async def post(
             silent = True
             failure = f"no response within {timeout_s:g} seconds"
         except (httpx.HTTPError, NoAddress) as error:
-            failure = str(error) or type(error).__name__
+            failure, away = str(error) or type(error).__name__, _is_outage(error)
         except (UrlNotAllowed, httpx.InvalidURL, UnicodeError) as refused:
             raise NoAnswer(str(refused)) from refused
         if answer is not None and not _is_passing(answer.status):
             return answer
-        retry_after = None if answer is None else answer.retry_after
-        if answer is not None and answer.is_loading and patience.retries_while_loading is not None:
-            loading += 1
-            again = loading <= patience.retries_while_loading
-        elif silent and patience.retries_after_silence is not None:
-            silences += 1
-            again = silences <= patience.retries_after_silence
-        else:
-            failures += 1
-            again = failures <= patience.retries
-        if again:
-            await patience.sleep(patience.wait_s(max(0, failures - 1), retry_after))
+        pause = tries.pause(answer, failure, silent=silent, away=away)
+        if pause is not None:
+            await patience.sleep(pause)
         elif answer is not None:
             return answer
         else:
             raise NoAnswer(failure)
+
+
+class _Tries:
+    """Counts the failures of one call, each kind by itself."""
+
+    def __init__(self, patience: CallRetryPolicy) -> None:
+        self._patience = patience
+        self._failures = self._loading = self._silences = self._aways = 0
+        self._waited = 0.0  # for a server that is unavailable
+
+    def pause(self, answer: Reply | None, failure: str, *, silent: bool, away: bool) -> float | None:
+        """The seconds until the next attempt, after a response or a failure; None: there is none.
+
+        Raises:
+            ServerAway: the server has been away for too long.
+        """
+        patience = self._patience
+        retry_after = None if answer is None else answer.retry_after
+        if answer is not None and (is_away(answer.status) or answer.status == 429):
+            failure, away = f"HTTP {answer.status}", True
+        if away and patience.away_seconds is not None:
+            pause = patience.wait_s(self._aways, retry_after)
+            self._aways += 1
+            self._waited += pause
+            if self._waited > patience.away_seconds:
+                raise ServerAway(failure)
+            return pause
+        if answer is not None and answer.is_loading and patience.retries_while_loading is not None:
+            self._loading += 1
+            again = self._loading <= patience.retries_while_loading
+        elif silent and patience.retries_after_silence is not None:
+            self._silences += 1
+            again = self._silences <= patience.retries_after_silence
+        else:
+            self._failures += 1
+            again = self._failures <= patience.retries
+        return patience.wait_s(max(0, self._failures - 1), retry_after) if again else None
 
 
 async def _post_once(
@@ -150,8 +192,9 @@ async def _post_once(
 ) -> Reply:
     # A compressed response of a megabyte can expand to a gigabyte, so compression is neither requested nor accepted.
     sent = {**headers, "content-type": "application/json", "accept-encoding": "identity"}
+    timeout = httpx.Timeout(timeout_s, connect=min(timeout_s / 2, CONNECT_S))  # ends before the attempt does
     async with client.stream(
-        "POST", url, content=body, headers=sent, timeout=timeout_s, follow_redirects=False
+        "POST", url, content=body, headers=sent, timeout=timeout, follow_redirects=False
     ) as response:
         encoding = response.headers.get("content-encoding", "identity")
         if encoding.lower() != "identity":
@@ -173,7 +216,15 @@ def quoted_reply(text: str, *keys: str) -> str:
 
 
 def _is_passing(status: int) -> bool:
-    return status in (408, 409, 425, 429) or status >= 500
+    return status == 409 or is_passing(status)  # 409: OpenAI's client retries it, too
+
+
+def _is_outage(error: httpx.HTTPError | NoAddress) -> bool:
+    """Whether there was no connection, or it broke. A name that does not exist may be a mistake of the user."""
+    if isinstance(error, NoAddress):
+        cause = error.__cause__
+        return isinstance(cause, socket.gaierror) and cause.errno == socket.EAI_AGAIN
+    return isinstance(error, httpx.NetworkError | httpx.ConnectTimeout | httpx.RemoteProtocolError)
 
 
 def _seconds(retry_after: str, now: float) -> float | None:

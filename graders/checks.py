@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 from graders import complaints
 from graders.hazards import table
-from graders.hazards.pool import HazardPool, LimitExceeded, shared
+from graders.hazards.pool import LimitExceeded, shared
 from graders.spec import FormatSpec, GraderSpec, InvalidGrader, parts_of
 
 
-def check_patterns(spec: GraderSpec, param: str = "grader", pool: HazardPool | None = None) -> None:
+def check_patterns(spec: GraderSpec, param: str = "grader") -> None:
     """Compile all regular expressions of a spec, within the limits of a single call to the hazard pool.
 
     Raises:
@@ -21,7 +21,7 @@ def check_patterns(spec: GraderSpec, param: str = "grader", pool: HazardPool | N
     if not patterns:
         return
     try:
-        found = (pool or shared()).submit(table.PATTERNS, *patterns.values()).result()
+        found = shared().submit(table.PATTERNS, *patterns.values()).result()
     except LimitExceeded as exceeded:
         many = "the patterns of this grader are together" if len(patterns) > 1 else "the pattern is"
         found = [f"{many} too expensive: {exceeded}"]

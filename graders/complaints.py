@@ -162,7 +162,7 @@ def _wanted(complaint: Complaint) -> str:
         return str(context["expected"])
     if kind in _BOUNDS:
         sign, bound, *_ = _BOUNDS[kind]
-        return f"{_number(complaint)} {sign} {_shown(context[bound])}"
+        return f"{_number(complaint)} {sign} {_bound_text(context[bound])}"
     return _EXPECTED.get(kind, str(complaint["msg"]))
 
 
@@ -178,13 +178,13 @@ def _kind(complaint: Complaint) -> str:
 
 def _out_of_bounds(param: str, complaint: Complaint) -> Mistake:
     sign, bound, code, words = _BOUNDS[complaint["type"]]
-    limit = _shown(complaint["ctx"][bound])
+    limit = _bound_text(complaint["ctx"][bound])
     kind = _kind(complaint)
     expected = f"Expected a value {sign} {limit}, but got {complaint['input']} instead."
     return Mistake(f"Invalid '{param}': {kind} {words} value. {expected}", param, f"{kind}_{code}")
 
 
-def _shown(bound: float) -> str:
+def _bound_text(bound: float) -> str:
     """With all digits if it is an integer."""
     return str(int(bound)) if abs(bound) <= 2**63 and bound == int(bound) else f"{bound:.15g}"
 

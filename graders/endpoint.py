@@ -16,7 +16,7 @@ import httpx
 
 from core.masking import hide_in_error, secrets_of
 from core.outbound.http import Outgoing, UrlNotAllowed, host_of, is_address, matches, parse, resolve_host
-from graders.calls import CallRetryPolicy, NoAnswer, RateLimit, post, quoted_reply
+from graders.calls import CallRetryPolicy, NoAnswer, RateLimit, ServerAway, post, quoted_reply
 from graders.template import quoted
 from graders.types import ErrorKind, Grade, Item, Sample, StepScore, is_score, steps_of, too_large
 
@@ -104,7 +104,7 @@ class Endpoints:
 class Endpoint:
     """POSTs {"sample", "item", "trace_id"} and reads {"score": number}, and "steps" if present.
 
-    An unreachable server or an error status is a server_error (after three retries if it may be transient); a request
+    An unreachable server or an error status is a server_error (after the retries of `endpoints.patience`); a request
     that is too large or a response without a score is an internal_error. Each call opens its own connection, so a
     grader may be used from any event loop.
     """
@@ -136,6 +136,10 @@ class Endpoint:
             return Grade(
                 None, f"no answer: {hide_in_error(str(silence))}", ErrorKind.endpoint_grader_server_error
             )
+        except ServerAway as away:
+            raise ServerAway(
+                f"The endpoint of the grader {self.name} is unavailable: {hide_in_error(str(away))}"
+            ) from None
         if not answer.ok:
             reason = f"HTTP {answer.status}: {self._quoted(answer.text)}"
             return Grade(None, reason, ErrorKind.endpoint_grader_server_error)

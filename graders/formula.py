@@ -172,7 +172,7 @@ class _Token(NamedTuple):
     position: int
 
     @property
-    def shown(self) -> str:
+    def label(self) -> str:
         return "the end" if self.kind == "end" else repr(self.text)
 
 
@@ -204,7 +204,7 @@ class _Parser:
     def formula(self) -> Node:
         root = self.expression()
         if self.next.kind != "end":
-            raise FormulaError(f"expected an operator, got {self.next.shown}", self.next.position)
+            raise FormulaError(f"expected an operator, got {self.next.label}", self.next.position)
         return root
 
     def expression(self) -> Node:
@@ -244,7 +244,7 @@ class _Parser:
         if token.kind == "name":
             return self.call(token) if self.take("(") else self.variable(token)
         if token.text != "(":
-            raise FormulaError(f"expected a number, a name or '(', got {token.shown}", token.position)
+            raise FormulaError(f"expected a number, a name or '(', got {token.label}", token.position)
         inner = self.expression()
         self.close()
         return inner
@@ -254,14 +254,14 @@ class _Parser:
             return Variable(token.text)
         if token.text in _FUNCTIONS:
             raise FormulaError(
-                f"the function {token.shown} needs its arguments in parentheses", token.position
+                f"the function {token.label} needs its arguments in parentheses", token.position
             )
-        raise FormulaError(f"unknown name {token.shown}, known are {', '.join(self.names)}", token.position)
+        raise FormulaError(f"unknown name {token.label}, known are {', '.join(self.names)}", token.position)
 
     def call(self, token: _Token) -> Node:
         if token.text not in _FUNCTIONS:
             raise FormulaError(
-                f"unknown function {token.shown}, known are {', '.join(_FUNCTIONS)}", token.position
+                f"unknown function {token.label}, known are {', '.join(_FUNCTIONS)}", token.position
             )
         args: list[Node] = []
         if not self.take(")"):
@@ -271,12 +271,12 @@ class _Parser:
             self.close()
         wanted = "at least one argument" if token.text in _VARIADIC else "exactly one argument"
         if not args or (len(args) > 1 and token.text not in _VARIADIC):
-            raise FormulaError(f"{token.shown} takes {wanted}, got {len(args)}", token.position)
+            raise FormulaError(f"{token.label} takes {wanted}, got {len(args)}", token.position)
         return FunctionCall(token.text, tuple(args))
 
     def close(self) -> None:
         if not self.take(")"):
-            raise FormulaError(f"expected ')', got {self.next.shown}", self.next.position)
+            raise FormulaError(f"expected ')', got {self.next.label}", self.next.position)
 
     @property
     def next(self) -> _Token:

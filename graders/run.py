@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from graders.calls import ServerAway
+from graders.deadline import within
 from graders.types import ErrorKind, Grade, Grader, Item, Sample
 
 
@@ -20,7 +22,8 @@ async def grade_all(
 ) -> list[Grade]:
     """Return one grade per pair, in order, with at most `concurrency` in flight. Calls `graded` after each.
 
-    A grader that raises or times out yields a Grade without a score; only cancellation of the caller stops the run.
+    A grader that raises or times out yields a Grade without a score; only ServerAway, and cancellation of the caller,
+    stop the run.
     The deadline can interrupt a grader only at an await: a CPU-bound grader blocks the loop, so run untrusted code in
     a separate process.
     """
@@ -35,16 +38,22 @@ async def grade_all(
             graded()
 
     # A few workers share one iterator instead of one task per pair, because most graders never await.
-    async with asyncio.TaskGroup() as workers:
-        for _ in range(min(concurrency, len(pairs))):
-            workers.create_task(work())
+    try:
+        async with asyncio.TaskGroup() as workers:
+            for _ in range(min(concurrency, len(pairs))):
+                workers.create_task(work())
+    except BaseExceptionGroup as several:
+        raise several.exceptions[0] from None
     return [grades[index] for index in range(len(pairs))]
 
 
 async def grade_within(timeout_s: float, grader: Grader, sample: Sample, item: Item) -> Grade:
-    """Grade one sample with a deadline. A timeout becomes a Grade with an error."""
+    """Grade one sample with a deadline. A timeout becomes a Grade with an error.
+
+    The wait for a judge model that answers other grades does not count.
+    """
     try:
-        async with asyncio.timeout(timeout_s):
+        async with within(timeout_s):
             return await grade_one(grader, sample, item)
     except TimeoutError:  # from the deadline: grade_one raises no other
         reason = f"{grader.name}: no grade within {timeout_s:g} s"
@@ -52,7 +61,11 @@ async def grade_within(timeout_s: float, grader: Grader, sample: Sample, item: I
 
 
 async def grade_one(grader: Grader, sample: Sample, item: Item) -> Grade:
-    """Grade one sample and measure the time. An exception of the grader becomes a Grade with the reason."""
+    """Grade one sample and measure the time. An exception of the grader becomes a Grade with the reason.
+
+    Raises:
+        ServerAway: a server is unavailable that the caller has told the grader to wait for. No sample is at fault.
+    """
     started = time.perf_counter()
     try:
         grade = await grader.grade(sample, item)
@@ -62,6 +75,8 @@ async def grade_one(grader: Grader, sample: Sample, item: Item) -> Grade:
             raise
         # The cancelled task is not this one but one that the grader awaited, so it must not end the worker.
         return _failed(grader, "it was cancelled from within", started)
+    except ServerAway:
+        raise
     except Exception as cause:
         return _failed(grader, repr(cause), started)
 

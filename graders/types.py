@@ -86,6 +86,13 @@ class TokenUsage:
             self.cached_tokens + other.cached_tokens,
         )
 
+    def __sub__(self, other: TokenUsage) -> TokenUsage:
+        return TokenUsage(
+            self.prompt_tokens - other.prompt_tokens,
+            self.completion_tokens - other.completion_tokens,
+            self.cached_tokens - other.cached_tokens,
+        )
+
 
 def summed(usages: Iterable[Mapping[str, TokenUsage]]) -> dict[str, TokenUsage]:
     """Add up the token usage of each model."""

@@ -8,7 +8,7 @@ tests/helm/test_generated.py fails if the generated files are out of date.
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,18 @@ CHART = ROOT / "helm/regraft"
 
 # Settings of core/settings.py that the chart's templates set. All others can be set in `settings`.
 OWN = {
-    "data_dir", "database_url", "broker_url", "blob_url", "s3_endpoint_url", "s3_region", "models_file",
-    "graders_file", "inference_url", "inference_key", "host", "port", "gpu_class", "metrics_port", "ranks",
+    "compile_cache", "data_dir", "database_url", "broker_url", "blob_url", "s3_endpoint_url", "s3_region",
+    "models_file", "graders_file",
+    "inference_url", "inference_key", "host", "port", "gpu_class", "metrics_port", "ranks",
     "nodes", "node_rank", "rendezvous", "gpu_classes", "inference_kv_cache_gib", "first_key",
-    # The pools of the chart give all GPUs of a worker to the ranks.
-    "samplers", "samplers_key", "sampling_gpus",
+    "samplers", "samplers_key", "sampling_gpus", "console_hosts",
+    "inference_idle_seconds",  # of `up`, which the chart does not run
 }  # fmt: skip
+# Settings that a pool of the chart may override: only the worker and its runs read them.
+OF_POOLS = (
+    "drain_seconds", "engines", "hang_seconds", "jobs_per_worker", "lost_machine_seconds", "max_logprob_gap",
+    "patience_seconds", "torch_threads",
+)  # fmt: skip
 
 
 def main() -> None:
@@ -38,6 +44,10 @@ def generated() -> dict[Path, str]:
     schema = json.loads(schema_file.read_text())
     schema["properties"]["settings"] = settings_schema()
     properties = schema["properties"]
+    properties["workers"]["items"]["properties"]["settings"] = settings_schema(OF_POOLS) | {
+        "description": "Settings for this pool only, before those of `settings`: "
+        + ", ".join(f"`{name}`" for name in OF_POOLS)
+    }
     tables = {
         "values": values_table(),
         "workers": items_table("pool", properties["workers"]["items"]),
@@ -48,15 +58,36 @@ def generated() -> dict[Path, str]:
         begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
         before, rest = text.split(begin)
         text = before + begin + table + end + rest.split(end)[1]
-    return {schema_file: json.dumps(schema, indent=2, ensure_ascii=False) + "\n", readme: text}
+    return {
+        schema_file: json.dumps(schema, indent=2, ensure_ascii=False) + "\n",
+        readme: text,
+        CHART / "files/settings.json": json.dumps(settings_of_components(), indent=2) + "\n",
+    }
 
 
-def settings_schema() -> dict[str, Any]:
-    """Build the schema of `settings` in values.schema.json from the types of core/settings.py."""
+def settings_of_components() -> dict[str, list[str]]:
+    """The settings that each component reads. Its pods have no others, so a change restarts only their readers."""
+    from worker.cli.parser import COMMANDS
+
+    read = {command.name: command.settings for command in COMMANDS}
+    names = settings_schema()["properties"]
+    return {
+        component: [name for name in names if name in read[component]]
+        for component in ("api", "worker", "inference", "sampler")
+    }
+
+
+def settings_schema(names: Collection[str] | None = None) -> dict[str, Any]:
+    """Build the schema of `settings` in values.schema.json from the types of core/settings.py.
+
+    Args:
+        names: of the settings. None: all that the chart does not make itself.
+    """
     from core.settings import Settings
 
     whole = Settings.model_json_schema()
-    known = {name: _flat(of, whole) for name, of in whole["properties"].items() if name not in OWN}
+    wanted = whole["properties"].keys() - OWN if names is None else set(names)
+    known = {name: _flat(of, whole) for name, of in whole["properties"].items() if name in wanted}
     return {"type": "object", "additionalProperties": False, "properties": known}
 
 

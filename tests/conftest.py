@@ -1,5 +1,6 @@
 """Real servers that the tests start themselves, from packages, and databases of either kind."""
 
+import gc
 import itertools
 import logging
 import os
@@ -18,9 +19,13 @@ from core.database.engine import Database
 from core.database.migrate import upgrade
 from core.database.tables import Table
 from tests import budgets, order
+from tests.databases import SharedDatabase
+from tests.memory import Memory
 from tests.servers import Postgres, SeaweedFS, reserve_port
 from worker.process import importing
 
+# A tenth of the tests' time went into the collector, whose full passes visit all that fixtures and libraries keep.
+gc.set_threshold(10_000, 20, 20)
 # What these measure is latency: `make test` runs them last, when nothing else runs beside them.
 collect_ignore = [] if os.environ.get("REGRAFT_ATTACKS") else ["attacks"]
 # The fixtures that start a server: of a database, of a broker, of a store, or of the whole service behind a socket. A
@@ -39,6 +44,18 @@ def no_handler_stays() -> Iterator[None]:
     for handler in root.handlers[:]:
         if type(handler) is logging.StreamHandler and handler not in before:
             root.removeHandler(handler)
+
+
+@pytest.fixture(scope="session")
+def process_memory() -> Memory:
+    return Memory()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def memory_is_given_back(process_memory: Memory) -> Iterator[None]:
+    """Also that of a file's own fixtures, which end before this one does."""
+    yield
+    process_memory.give_back()
 
 
 @pytest.fixture(scope="session")
@@ -180,23 +197,44 @@ def database_kind() -> str:
     return "sqlite"
 
 
+@pytest.fixture(scope="session")
+def shared_sqlite(tmp_path_factory: pytest.TempPathFactory) -> SharedDatabase:
+    """Its file is a link to that of the running test."""
+    return SharedDatabase(f"sqlite:///{tmp_path_factory.mktemp('sqlite') / 'current.db'}")
+
+
 @pytest.fixture
-def sqlite_database(migrated_sqlite: Path, tmp_path: Path) -> Iterator[Database]:
+def sqlite_database(
+    migrated_sqlite: Path, shared_sqlite: SharedDatabase, tmp_path: Path
+) -> Iterator[Database]:
+    """Its file is `regraft.db` in `tmp_path`, where a service looks for it that has this data folder."""
     file = shutil.copy(migrated_sqlite, tmp_path / "regraft.db")
-    database = Database(f"sqlite:///{file}")
-    yield database
-    database.close()
+    link = Path(shared_sqlite.url.removeprefix("sqlite:///"))
+    link.symlink_to(file)
+    with shared_sqlite.lent() as database:
+        yield database
+    link.unlink()
 
 
-@pytest.fixture
-def postgres_database(migrated_postgres: str) -> Iterator[Database]:
+@pytest.fixture(scope="session")
+def shared_postgres(migrated_postgres: str) -> SharedDatabase:
+    return SharedDatabase(migrated_postgres)
+
+
+@pytest.fixture(scope="session")
+def cleaner(migrated_postgres: str) -> Iterator[Database]:
+    """Empties the database after each test. Its connection is kept: a new one costs as much as the emptying."""
     database = Database(migrated_postgres)
     yield database
     database.close()
-    cleaner = Database(migrated_postgres)  # a test may have broken the other one
+
+
+@pytest.fixture
+def postgres_database(shared_postgres: SharedDatabase, cleaner: Database) -> Iterator[Database]:
+    with shared_postgres.lent() as database:
+        yield database
     with cleaner.write() as session:
         session.execute(text(f"do $$ begin {'; '.join(emptying())}; end $$"))
-    cleaner.close()
 
 
 def emptying() -> list[str]:

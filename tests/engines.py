@@ -1,11 +1,11 @@
 """An inference engine that computes nothing."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 
 from transformers import PreTrainedTokenizerBase
 
-from worker.serve.engine import Ask, Token
+from worker.serving.engine import GenerationRequest, Token
 
 END = 1
 
@@ -18,14 +18,15 @@ class ScriptedEngine:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
         self.script = "hi"
-        self.asked: list[Ask] = []
+        self.asked: list[GenerationRequest] = []
         self.ended, self.lost = 0, False
+        self.at_close: list[Callable[[], Awaitable[None]]] = []  # called by `close`, in this order
         self.failure: Exception | None = None
 
     def stop_ids(self, template: str | None) -> frozenset[int]:
         return frozenset({END})
 
-    async def generate(self, ask: Ask) -> AsyncGenerator[Token, None]:
+    async def generate(self, ask: GenerationRequest) -> AsyncGenerator[Token, None]:
         self.asked.append(ask)
         try:
             ids = [*self.tokenizer.encode(self.script, add_special_tokens=False), END][: ask.max_tokens]
@@ -41,3 +42,5 @@ class ScriptedEngine:
 
     async def close(self) -> None:
         self.lost = True
+        for do in self.at_close:
+            await do()

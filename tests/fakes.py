@@ -14,16 +14,17 @@ from torch import Tensor
 from core.jobs.hyperparameters import Resolved
 from graders.types import ErrorKind, Grade, Item, Sample
 from worker.interfaces import Trainer
-from worker.learn import grpo
-from worker.learn.gradient import Batch, OwnGradient
-from worker.learn.optimizer import AdapterOptimizer
-from worker.learn.totals import Totals
-from worker.learn.trained import trained_of
-from worker.learn.trainer import PeftTrainer
 from worker.model.policy import Policy
-from worker.record.exporters import Card, Ended
-from worker.rollout.samplers import Answer, Sampling
+from worker.recording.exporters import Card, Ended
 from worker.run import Run, RunOutcome
+from worker.sampling import Answer, Sampling
+from worker.training import grpo
+from worker.training.gradient import LocalGradient, StepMemory
+from worker.training.loss import Batch, StepValues
+from worker.training.optimizer import AdapterOptimizer
+from worker.training.policy_loss import PolicyLoss
+from worker.training.trainable_weights import trained_of
+from worker.training.trainer import PeftTrainer
 from worker.types import Group, Prompt, Rollout, UpdateMetrics
 
 
@@ -103,16 +104,16 @@ class RuiningTrainer(SkillTrainer):
         return update
 
 
-class WatchedGradient(OwnGradient):
+class WatchedGradient(LocalGradient):
     """Remembers how many answers each row had."""
 
     def __init__(self, policy: Policy, settings: Resolved, *, token_budget: int) -> None:
-        super().__init__(policy, settings, token_budget=token_budget)
+        super().__init__(PolicyLoss(policy, settings), token_budget=token_budget)
         self.rows: list[int] = []
 
-    def _backward(self, batch: Batch, std: float, kl: float) -> Totals:
+    def _backward(self, batch: Batch, values: StepValues) -> None:
         self.rows += [len(part.sequences) for part in batch.packs]
-        return super()._backward(batch, std, kl)
+        super()._backward(batch, values)
 
 
 class RecordingTrainer(PeftTrainer):
@@ -125,8 +126,9 @@ class RecordingTrainer(PeftTrainer):
         *,
         token_budget: int,
         kind: "type[RecordingOptimizer] | None" = None,
+        memory: StepMemory | None = None,
     ) -> None:
-        super().__init__(policy, settings, token_budget=token_budget)
+        super().__init__(policy, settings, token_budget=token_budget, memory=memory)
         self.recording = (kind or RecordingOptimizer)(
             policy,
             learning_rate=settings.learning_rate,
@@ -134,7 +136,7 @@ class RecordingTrainer(PeftTrainer):
             max_grad_norm=settings.max_grad_norm,
             warmup_steps=settings.warmup_steps,
         )
-        self.trained = trained_of(self.own, self.recording)
+        self.trained = trained_of(self.loss, self.recording)
 
     @property
     def gradients(self) -> list[list[Tensor]]:

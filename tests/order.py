@@ -10,14 +10,14 @@ ROOT = Path(__file__).parent
 
 # A file is never split: one that takes minutes and comes last keeps one process busy after the others have finished. So
 # these come first: they take half a minute or more, of services, ranks, engines of vLLM or browsers. The last five take
-# longest of `make test-fast`.
+# longest of `make test-fast`. The files of the console follow each other, because they share a service and a browser.
 LONGEST = (
-    "e2e/test_openai_client.py",
     "worker/test_launch.py",
-    "worker/test_distributed.py",
-    "e2e/test_serving.py",
     "worker/test_vllm_sampler.py",
+    "e2e/test_serving.py",
     "api/test_schema.py",
+    "worker/test_distributed.py",
+    "e2e/test_openai_client.py",
     "e2e/test_recipes.py",
     "families/test_families.py",
     "worker/test_vllm_server.py",
@@ -25,10 +25,14 @@ LONGEST = (
     "console/test_new_job.py",
     "console/test_management.py",
     "console/test_console.py",
+    "console/test_compare.py",
+    "console/test_jobs.py",
+    "console/test_pipelines.py",
     "api/test_tenancy.py",
     "worker/test_vllm_engines.py",
     "worker/test_fleet.py",
     "test_bench.py",
+    "test_docs_contribute.py",
     "contract/test_faults.py",
     "api/test_rollouts.py",
     "graders/test_sandbox_attacks.py",
@@ -38,7 +42,7 @@ LONGEST = (
     "worker/test_updates.py",
     "worker/test_run.py",
     "worker/test_training.py",
-    "worker/test_support.py",
+    "worker/test_compatibility.py",
     "worker/test_resume.py",
     "graders/test_python.py",
 )

@@ -2,15 +2,22 @@
 
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from _pytest.mark.structures import ParameterSet
 
 from bench import console, gpu, gpu_exact, gpu_models, gpu_steps, gpu_trial, scale_sim, sdk, table
 from tests.present import present
-from worker.rollout.samplers.vllm import installed
+from worker.packages import vllm_version
 
+DOCTORED = {
+    "state": "measured",
+    "seconds": 9,
+    "figures": {"driver": "failed: 570.10, and CUDA 13.0 needs 580 or later", "failed": 1.0},
+}
 NOTHING = {("fleet", "engines"), ("fleet", "cache_gib")}  # the job's own
 
 
@@ -29,7 +36,7 @@ def test_the_gpu_bench_runs_small_on_a_cpu(
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(installed() is None, reason="vLLM is not installed")
+@pytest.mark.skipif(vllm_version() is None, reason="vLLM is not installed")
 @pytest.mark.parametrize(
     "part",
     ["ahead", *(pytest.param(part, marks=pytest.mark.thorough) for part in ("sleep", "fleet", "full"))],
@@ -72,6 +79,15 @@ def test_every_part_of_the_gpu_bench_is_in_the_trial() -> None:
     tried = {part.arguments[1] for part in gpu_trial.PARTS if part.arguments}
 
     assert tried == set(gpu.PARTS)
+
+
+def test_the_trial_begins_with_the_doctor() -> None:
+    first = gpu_trial.PARTS[0]
+
+    assert first.name == "doctor"
+    assert [row for row in gpu_trial.rows(first, DOCTORED) if row.startswith("| failed")] == [
+        "| failed | 1 | <= 0 | NO |"
+    ]
 
 
 def test_no_part_of_the_trial_takes_more_than_eight_minutes() -> None:
@@ -208,3 +224,25 @@ def test_a_small_fleet_loses_nothing_and_runs_nothing_twice() -> None:
 )
 def test_a_double_run_is_seen_in_what_was_written(marks: list[tuple[str, int, str]], found: int) -> None:
     assert scale_sim.double_runs(marks) == found
+
+
+AGAINST_TRL = {"grpo_vs_trl", "sft_vs_trl", "dpo_vs_trl", "sparse"}  # which is not installed for tests
+NEEDS_VLLM = {"swap", "scale"}
+QUICK = {"data", "deal", "sdk", "graders"}  # the others load a model or start servers
+
+
+def cases() -> Iterator[ParameterSet]:
+    for name in sorted({*table.BENCHES} - AGAINST_TRL):
+        marks = [] if name in QUICK else [pytest.mark.thorough]
+        if name in NEEDS_VLLM and vllm_version() is None:
+            marks.append(pytest.mark.skip(reason="vLLM is not installed"))
+        yield pytest.param(name, marks=marks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", cases())
+def test_each_bench_of_the_table_runs_to_its_end(name: str) -> None:
+    figures = table.run([sys.executable, "-m", f"bench.{name}", "--tiny"])
+
+    assert figures, "no figures: its output is above"
+    assert all(isinstance(value, int | float) for value in figures.values())

@@ -18,13 +18,14 @@ from regraft.requests import read_pipeline
 
 from api.resources.pipeline_requests import PipelineCreate, parsed_job
 from core.jobs.hyperparameter_groups import Loss
+from core.jobs.integrations import KINDS
 from core.pipelines import graph
 from core.registry import BaseModelEntry
 from core.storage.datasets import Example, read_rows
 from graders.build import build
 from graders.judge.judges import HttpJudges, JudgeModel
 from graders.run import grade_all
-from graders.spec import parse_grader
+from graders.spec import GraderSpec, parse_grader
 from graders.types import Grade, Sample
 from tests.graders.servers import ScriptedServer, verdict
 from tests.present import present
@@ -149,16 +150,34 @@ def test_answers_of_the_cookbook_get_the_scores_that_it_shows(title: str, text: 
             assert grade.score == pytest.approx(float(score)), answer
 
 
-def test_the_readme_names_every_grader_and_every_loss() -> None:
-    text = re.sub(r"\s+", " ", (ROOT / "README.md").read_text())
-    [graders] = re.findall(r"\*\*Graders\*\*: (.*?) - \*\*", text)
-    [training] = re.findall(r"\*\*Training\*\*: (.*?) - \*\*", text)
+def features(name: str) -> str:
+    """The entry of this name in the list of features, as one line."""
+    text = re.sub(r"\s+", " ", PAGES["explain/features.md"])
+    return present(re.search(rf"\*\*{name}\*\*: (.*?) - \*\*", text))[1]
+
+
+def test_the_pages_name_every_grader() -> None:
+    types = {get_args(spec.model_fields["type"].annotation)[0] for spec in get_args(get_args(GraderSpec)[0])}
 
     table = [line.split("|")[1] for line in PAGES["howto/graders.md"].splitlines() if "| alone" in line]
-    types = {name for cell in table for name in re.findall(r"`(\w+)`", cell)}
-    assert {"string_check", "select"} < types <= set(re.findall(r"`(\w+)`", graders))
-    losses = {loss.replace("dr_", "dr. ").replace("_plus_plus", "++").upper() for loss in get_args(Loss)}
-    assert losses <= {name.upper() for name in re.findall(r"(?:Dr\. )?\b[A-Z]{3,}\b(?:\+\+)?", training)}
+    assert {name for cell in table for name in re.findall(r"`(\w+)`", cell)} == types
+    assert types <= set(re.findall(r"`(\w+)`", features("Graders")))
+
+
+def test_the_pages_name_every_loss() -> None:
+    section = PAGES["howto/training.md"].split("## Losses\n")[1].split("\n## ")[0]
+    table = re.findall(r"^\| `(\w+)` \|", section, flags=re.M)
+    training = {
+        name.upper() for name in re.findall(r"(?:Dr\. )?\b[A-Z]{3,}\b(?:\+\+)?", features("Training"))
+    }
+
+    names = {loss.replace("dr_", "dr. ").replace("_plus_plus", "++").upper() for loss in get_args(Loss)}
+    assert names <= training
+    assert set(get_args(Loss)) <= set(table)
+
+
+def test_the_page_of_integrations_names_every_exporter() -> None:
+    assert set(re.findall(r"^\| `(\w+)` \|", PAGES["howto/integrations.md"], flags=re.M)) == set(KINDS)
 
 
 def test_every_file_of_the_tree_that_a_page_names_exists() -> None:
@@ -172,3 +191,37 @@ def test_every_file_of_the_tree_that_a_page_names_exists() -> None:
         if not (ROOT / path).exists()
     }
     assert missing == set()
+
+
+def names_in(file: Path) -> set[str]:
+    """All names and attributes that a file uses, and those that it imports."""
+    names = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Name):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            names.add(node.attr)
+    return names
+
+
+def defined_in(file: Path) -> set[str]:
+    """The functions and classes of a file, and the methods of the classes as `Class.method`."""
+    tree = ast.parse(file.read_text())
+    functions = ast.FunctionDef | ast.AsyncFunctionDef
+    names = {node.name for node in tree.body if isinstance(node, functions | ast.ClassDef)}
+    for kind in (node for node in tree.body if isinstance(node, ast.ClassDef)):
+        names |= {f"{kind.name}.{node.name}" for node in kind.body if isinstance(node, functions)}
+    return names
+
+
+def test_ten_files_lead_from_a_claim_to_a_checkpoint() -> None:
+    """Each file of the walk defines its symbol, and a file before it uses that."""
+    page = (ROOT / "docs/contribute/index.md").read_text()
+    walk = re.findall(r"^\d+\. `(worker/[\w/]+\.py)`, `([\w.]+)`:", page, flags=re.M)
+
+    assert 5 < len(walk) <= 10
+    used: set[str] = set()
+    for number, (path, symbol) in enumerate(walk):
+        assert symbol in defined_in(ROOT / path), path
+        assert number == 0 or symbol.split(".")[-1] in used, f"{symbol}: no file before {path} uses it"
+        used |= names_in(ROOT / path)

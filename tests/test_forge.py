@@ -1,6 +1,7 @@
-"""The files for the forge name commands, folders and versions that exist."""
+"""The files for the forge and the pages beside them name commands, folders and versions that exist."""
 
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import yaml
 
 ROOT = Path(__file__).parents[1]
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+KINDS = [kind["directory"] for kind in PYPROJECT["tool"]["towncrier"]["type"]]
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 
 
@@ -49,3 +52,44 @@ def test_updates_are_looked_for_where_pins_are() -> None:
 
     assert folders == {"/constraints", "/console", "/"}
     assert all((ROOT / folder.strip("/")).is_dir() for folder in folders)
+
+
+FRAGMENTS = [path for path in (ROOT / "changelog.d").iterdir() if path.name != "README.md"]
+
+
+@pytest.mark.parametrize("fragment", FRAGMENTS, ids=lambda path: path.name)
+def test_a_fragment_of_the_changelog_has_a_kind_and_a_sentence(fragment: Path) -> None:
+    assert re.fullmatch(rf"(\d+|\+[a-z0-9-]+)\.({'|'.join(KINDS)})\.md", fragment.name)
+    text = fragment.read_text()
+    assert text.strip().endswith((".", ")"))
+    assert not text.startswith(("-", "*", "#"))
+
+
+def test_the_kinds_of_fragments_are_those_that_their_page_names() -> None:
+    page = (ROOT / "changelog.d/README.md").read_text()
+    [listed] = re.findall(r"KIND is ([^.]*)\.", page, flags=re.DOTALL)
+
+    assert re.findall(r"`(\w+)`", listed) == KINDS
+
+
+def test_the_chart_has_the_version_of_the_packages() -> None:
+    chart = loaded(ROOT / "helm/regraft/Chart.yaml")
+
+    assert {chart["version"], chart["appVersion"]} == {PYPROJECT["project"]["version"]}
+
+
+@pytest.mark.parametrize(
+    "page", ["README.md", "CONTRIBUTING.md", "RELEASE.md", "CHANGELOG.md", "SECURITY.md"]
+)
+def test_links_and_targets_of_the_root_pages_exist(page: str) -> None:
+    text = (ROOT / page).read_text()
+
+    links = {link.split("#")[0] for link in re.findall(r"\]\(([^):]+)\)", text)} - {""}
+    assert links or page == "RELEASE.md"
+    assert {link for link in links if not (ROOT / link).exists()} == set()
+    assert set(re.findall(r"\bmake ([a-z][a-z-]+)(?= *[`(]|  | [A-Z]+=)", text)) <= TARGETS
+
+
+def test_the_first_pages_are_short() -> None:
+    assert len((ROOT / "CONTRIBUTING.md").read_text().splitlines()) <= 60
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 110

@@ -35,15 +35,18 @@ ALLOWED = {
         "graders/test_spec.py",
         "monkeypatch.setattr(complaints, 'first_of', counted)",
     ): "counts work that no result shows",
-    ("sdk/test_cli.py", "parser._actions"): "argparse has no public list of its commands",
+    ("worker/unforkable.py", "os.fork = _fail"): "a machine without a free process",
     ("worker/test_cli.py", "parser._actions"): "argparse has no public list of its commands",
     ("sdk/test_foreign_servers.py", "monkeypatch.setattr('time.sleep', lambda seconds: None)"): (
         "the command line waits before it connects again"
     ),
     ("worker/eventful_child.py", "sharding.place = noted"): NO_GPU,
     ("worker/eventful_child.py", "sizing.degrees_of = all_of_them"): NO_GPU,
-    ("worker/test_adapters.py", "monkeypatch.setattr('worker.serve.adapters.shutil.rmtree', remove)"): RACE,
-    ("worker/test_adapters.py", "monkeypatch.setattr('worker.serve.adapters.os.utime', removed_first)"): RACE,
+    ("worker/test_adapters.py", "monkeypatch.setattr('worker.serving.adapters.shutil.rmtree', remove)"): RACE,
+    (
+        "worker/test_adapters.py",
+        "monkeypatch.setattr('worker.serving.adapters.os.utime', removed_first)",
+    ): RACE,
     (
         "worker/test_capacity.py",
         "monkeypatch.setattr('torch.cuda.mem_get_info', lambda: (20 * GIB, 24 * GIB))",
@@ -59,28 +62,36 @@ ALLOWED = {
         "worker/test_refusals.py",
         "monkeypatch.setattr(policy.AutoConfig, 'from_pretrained', fails)",
     ): BROKEN_LIBRARY,
+    ("worker/test_refusals.py", "monkeypatch.setattr('graders.build.refusal', busy)"): (
+        "a machine without a free process"
+    ),
     ("worker/test_sinks.py", "monkeypatch.setattr(threads, '_LEFT_BEHIND', [])"): (
         "a state of the process, which a test must not leave to the next"
     ),
-    ("worker/test_support.py", "policy.model.get_base_model().config._attn_implementation"): INTERNALS,
-    ("worker/test_support.py", "layer.forward = lambda x: right(x) * 1.01"): BROKEN_LIBRARY,
-    ("worker/test_support.py", "policy.layers[0].forward = broken"): BROKEN_LIBRARY,
-    ("worker/test_support.py", "policy.layers[0].forward = greedy"): BROKEN_LIBRARY,
-    ("worker/test_support.py", "base.model.forward = shifted"): BROKEN_LIBRARY,
-    ("worker/test_support.py", "mixture.get_text_config = lambda: mixture"): BROKEN_LIBRARY,
+    ("worker/test_compatibility.py", "policy.model.get_base_model().config._attn_implementation"): INTERNALS,
+    ("worker/test_compatibility.py", "layer.forward = lambda x: right(x) * 1.01"): BROKEN_LIBRARY,
+    ("worker/test_compatibility.py", "policy.layers[0].forward = broken"): BROKEN_LIBRARY,
+    ("worker/test_compatibility.py", "policy.layers[0].forward = greedy"): BROKEN_LIBRARY,
+    ("worker/test_compatibility.py", "base.model.forward = shifted"): BROKEN_LIBRARY,
+    ("worker/test_compatibility.py", "mixture.get_text_config = lambda: mixture"): BROKEN_LIBRARY,
     ("worker/test_sweep.py", "monkeypatch.setattr(service, 'prepare', lambda settings: None)"): (
         "the tables of the bench are made without migrations, which takes a second less a test"
     ),
-    ("worker/test_updates.py", "monkeypatch.setattr('worker.learn.gradient.tensors_of', shifted)"): CONTROL,
-    ("worker/test_vllm_sampler.py", "monkeypatch.setattr(sampler, 'on_restart', reasons.append)"): SLOW,
+    (
+        "worker/test_updates.py",
+        "monkeypatch.setattr('worker.training.policy_loss.tensors_of', shifted)",
+    ): CONTROL,
+    (
+        "worker/test_vllm_sampler.py",
+        "monkeypatch.setattr(sampler.engines, 'on_restart', reasons.append)",
+    ): SLOW,
     ("worker/test_vllm_sampler.py", "monkeypatch.setattr(sampler, 'policy', attention)"): SLOW,
     (
         "worker/test_vllm_sampler.py",
-        "monkeypatch.setattr(sampler, 'namespace', lambda published: 'mem://same')",
+        "monkeypatch.setattr(sampler.weights, 'namespace', lambda published: 'mem://same')",
     ): CONTROL,
-    ("worker/test_vllm_sampler.py", "monkeypatch.setattr(sampler.engines[0], 'patience', 5)"): SLOW,
+    ("worker/test_vllm_sampler.py", "monkeypatch.setattr(engines_of(sampler)[0], 'silence', 5)"): SLOW,
     ("worker/test_vllm_sampler.py", "monkeypatch.setattr(policy, 'source', tmp_path)"): SLOW,
-    ("worker/test_vllm_sampler.py", "sampler._published"): SLOW,
     ("worker/vllm_contract.py", "LoRAModelManager._create_lora_modules"): INTERNALS,
     ("worker/vllm_contract.py", "LoRAModelManager._register_packed_modules"): INTERNALS,
     ("worker/vllm_contract.py", "_gen_lora_extra_hash_keys"): INTERNALS,
@@ -158,6 +169,63 @@ def test_no_test_patches_a_part_or_reads_what_is_private() -> None:
 
 def test_every_exception_is_still_needed() -> None:
     assert not ALLOWED.keys() - found()
+
+
+def lost_ports(tree: ast.AST) -> Iterator[str]:
+    """Sockets that are closed as soon as their port is known: another process may take it (`reserve_port`)."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.With) and "socket." in ast.unparse(node.items[0].context_expr):
+            *before, last = map(ast.unparse, node.body)
+            if "getsockname" in last and all(".bind(" in line for line in before):
+                yield ast.unparse(node)
+
+
+@pytest.mark.slow
+def test_no_port_is_found_and_closed_before_a_server_listens_on_it() -> None:
+    assert [found for file in TESTS.rglob("*.py") for found in lost_ports(ast.parse(file.read_text()))] == []
+
+
+@pytest.mark.parametrize(
+    ("body", "seen"),
+    [
+        ("s.bind(('', 0)); port = s.getsockname()[1]", True),
+        ("port = s.getsockname()[1]", True),
+        ("s.bind(('', 0)); connect(s.getsockname()[1]); done()", False),
+    ],
+)
+def test_the_check_sees_a_port_that_is_lost(body: str, seen: bool) -> None:
+    assert bool(list(lost_ports(ast.parse(f"with socket.socket() as s: {body}")))) == seen
+
+
+# A service takes as long to start as hundreds of short tests, so the tests of a file share one. Those that end theirs:
+SEVERAL_SERVICES = {
+    "e2e/test_openai_client.py": "a job resumes after a restart",
+    "e2e/test_pipelines.py": "a pipeline resumes after a kill of its service",
+}
+
+
+def starts(tree: ast.AST) -> int:
+    """How often a file calls what starts a service (tests/e2e/conftest.py)."""
+    calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return sum(isinstance(func, ast.Name) and func.id in ("start_server", "launch") for func in calls)
+
+
+@pytest.mark.slow
+def test_a_file_starts_one_service_unless_restarts_are_what_it_tests() -> None:
+    several = {
+        str(file.relative_to(TESTS))
+        for file in TESTS.rglob("test_*.py")
+        if starts(ast.parse(file.read_text())) > 1
+    }
+
+    assert several == SEVERAL_SERVICES.keys()
+
+
+def test_the_check_sees_a_second_start() -> None:
+    assert (
+        starts(ast.parse("server = start_server(a, b)\nother = launch(c, d)\nbrowser = chromium.launch()"))
+        == 2
+    )
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ ALLOWED = {
     ),
     "flaky_s3.py::FlakyS3._refuse": "reads until the client is silent",
     "graders/attacks.py::": "for attacks that never end",
+    "graders/test_endpoint.py::test_a_host_that_drops_packets_is_away_and_not_slow.ask": "it never answers",
     "graders/test_python.py::test_a_grader_out_of_time_is_its_authors_to_mend": "it never ends",
     "graders/test_run.py::test_a_grader_that_takes_too_long_leaves_its_sample_ungraded": "the other never waits",
     "graders/test_run.py::test_the_deadline_reaches_into_a_multi": "it never ends",
@@ -36,11 +37,17 @@ ALLOWED = {
     "worker/test_fleet.py::TestWithoutProcesses.test_a_job_without_a_member_ends_after_its_patience": (
         "it never answers"
     ),
+    "worker/test_fleet_members.py::test_members_that_only_answer_probes_are_none": "it never samples",
+    "worker/test_fleet_members.py::"
+    "test_a_member_that_keeps_failing_ends_nothing_while_another_one_samples.run": "it has to run out",
     "worker/test_lease.py::validate.run": "the lease has to be renewed while the test waits",
     "worker/test_forking.py::test_a_process_that_an_import_has_left_ends_without_harm": "it waits for its input",
     "worker/test_forking.py::test_it_can_be_waited_for_and_signalled": "it waits for a signal",
     "worker/test_served_teacher.py::"
     "test_a_server_that_accepts_in_silence_is_given_one_more_chance_and_no_more": "it never answers",
+    "worker/test_supervisor.py::test_a_run_that_survives_its_kill_is_recorded_and_its_worker_claims_no_other_job": (
+        "it never makes progress"
+    ),
     "worker/test_supervisor.py::test_a_run_that_gets_nowhere_is_killed_and_tried_again": "it never makes progress",
 }
 

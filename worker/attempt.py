@@ -8,14 +8,14 @@ from typing import Any, Self, TypeVar
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
+from core.claims import Claim
 from core.database.engine import Database
 from core.database.tables import Job
 from core.jobs import events, lifecycle
-from core.jobs.claim import Claim
 from core.retry import RetryPolicy
 from core.storage.store import BlobStore
 from worker.progress import PROGRESS
-from worker.sharing.base import SharedBase
+from worker.sharing.base import DeviceShare
 
 T = TypeVar("T")
 
@@ -32,7 +32,7 @@ class Attempt:
     database: Database
     blobs: BlobStore
     retry: RetryPolicy
-    shared: SharedBase | None = None  # None: it has the device and its base model to itself
+    shared: DeviceShare | None = None  # None: it has the device and its base model to itself
 
     @classmethod
     def begin(
@@ -42,7 +42,7 @@ class Attempt:
         blobs: BlobStore,
         *,
         patience_seconds: float,
-        shared: SharedBase | None = None,
+        shared: DeviceShare | None = None,
     ) -> Self:
         """Read the claimed job. An outage that the attempt survives becomes an event of the job."""
         retry = RetryPolicy(

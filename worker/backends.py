@@ -1,8 +1,14 @@
-"""Read the operator's graders file, with defaults from the settings."""
+"""Read the operator's graders file, with defaults from the settings, and wait for the servers that it names."""
+
+import asyncio
 
 from core.registry import Registry
+from core.reloaded import Reloaded
 from core.settings import Settings
 from graders.backends import Backends, Inference, InvalidBackends
+from graders.calls import CallRetryPolicy
+from worker.heartbeat import Beat
+from worker.progress import PROGRESS
 
 
 def open_backends(settings: Settings) -> Backends:
@@ -13,3 +19,19 @@ def open_backends(settings: Settings) -> Backends:
     if unknown:
         raise InvalidBackends(f"{settings.graders_file}: no model {min(unknown)!r} in the registry")
     return backends
+
+
+def reloaded_backends(settings: Settings) -> Reloaded[Backends]:
+    """The backends, read again when the graders file or the registry has changed. Raises InvalidBackends."""
+    return Reloaded(lambda: open_backends(settings), [settings.graders_file, settings.models_file])
+
+
+def patience_of_run(settings: Settings, beat: Beat) -> CallRetryPolicy:
+    """That of a run with the servers of judges and endpoints: it waits for one as for database and blob store."""
+
+    async def wait(seconds: float) -> None:
+        with PROGRESS.waiting("grader's server"):
+            await asyncio.sleep(seconds)
+        beat()
+
+    return CallRetryPolicy(away_seconds=settings.patience_seconds, sleep=wait)

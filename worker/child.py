@@ -1,6 +1,6 @@
 """The process of one attempt: reads its claim from stdin, runs the job, and reports how it ended by its exit status.
 
-Started by worker/supervise/supervisor.py as `python -m worker.child PARENT PROGRESS`. With several ranks on this
+Started by worker/supervisor/supervisor.py as `python -m worker.child PARENT PROGRESS`. With several ranks on this
 machine it is their launcher, and rank 0 runs the job.
 """
 
@@ -11,51 +11,73 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from core.claims import Claim, LeaseLost
 from core.database.engine import Database
-from core.jobs import lifecycle, methods
-from core.jobs.claim import Claim, LeaseLost
-from core.jobs.distillation import teacher_of
+from core.database.tables import Job
+from core.jobs import lifecycle
+from core.outages import Resource
+from core.registry import InvalidRegistry
 from core.response_format import SchemaTooLarge
 from core.settings import Settings
 from core.storage.store import blobs_of
 from core.telemetry import logs
+from graders.backends import InvalidBackends
+from graders.calls import ServerAway
 from graders.environments.catalog import EnvironmentNotBuilt
 from graders.sandbox import folders
-from graders.spec import InvalidGrader, parse_grader
+from graders.spec import GraderSpec, InvalidGrader, parse_grader
+from graders.types import Grader
 from worker import instruments, process
 from worker.attempt import Attempt
-from worker.backends import open_backends
+from worker.backends import open_backends, patience_of_run
+from worker.device import GpuUnusable
 from worker.heartbeat import Beat, WatchedGrader, beats_into
 from worker.instruments import ObservedGrader
 from worker.interfaces import Exporters
+from worker.out_of_memory import OutOfDeviceMemory, Shortage
 from worker.progress import PROGRESS
-from worker.record.exporters.threads import left_behind
+from worker.recording.exporters.threads import has_abandoned_threads
 from worker.refusals import (
-    InvalidModel,
+    MachineLacks,
     MemoryTaken,
     ModelUnavailable,
-    UnsupportedModel,
+    NoMember,
+    NotEnoughDisk,
+    NotEnoughMemory,
+    RunsSmaller,
     UserMistake,
     failing_once,
+    starting_later,
 )
-from worker.sharing.base import BaseLost, RunsAlone, SharedBase
-from worker.sharing.turns import TURNS
+from worker.sharing.base import BaseLost, DeviceShare, RunsAlone
+from worker.sharing.turns import TurnsLost
 
 if TYPE_CHECKING:
     from multiprocessing.synchronize import Event
 
-    from worker.learn.world import World
-    from worker.offline.run import OfflineRun
     from worker.run import Run, RunOutcome
+    from worker.training.world import World
 
+# The time that an operator has to free a disk or memory, in seconds. Then the job fails with what it lacks.
+MAX_WAIT = 24 * 3600.0
 SCRATCH = "regraft-run-"  # the folder of temporary files, with checkpoints
+# A job waits at no cost while its machine lacks something, or until the operator has repaired a file.
+WAITS = (
+    MachineLacks,
+    MemoryTaken,
+    GpuUnusable,
+    EnvironmentNotBuilt,
+    NoMember,
+    InvalidRegistry,
+    InvalidBackends,
+)
 # worker.assemble.assemble. Its module imports torch, so it is imported where it is needed.
 Assemble = Callable[..., "Run"]
 
@@ -76,36 +98,46 @@ async def run_attempt(
         UserMistake: the job cannot succeed as it is.
         LeaseLost: the job was cancelled or claimed by another worker.
     """
-    if methods.variant(attempt.job.method, attempt.job.body) in methods.OFFLINE:
-        # Imports torch, so it is imported where it is needed.
-        assemble_offline = import_module("worker.offline.assemble").assemble
-        with failing_once():
-            offline: OfflineRun = assemble_offline(attempt, settings, scratch, stop_requested, beat, world)
-        with closed_at_the_end(offline.exporters):
-            return await trained(offline)
-    if teacher_of(attempt.job) is not None:
-        with failing_once():
-            run = assemble(attempt, None, None, settings, scratch, stop_requested, beat, world)
-        with closed_at_the_end(run.exporters):
-            return await trained(run)
+    from worker.recording.plan_record import lowering_for_next_attempt
+
     try:
-        spec = parse_grader(attempt.job.body["grader"])
         # The grader may hold connections, which belong to the running event loop.
-        async with open_backends(settings).open(spec) as grader:
-            watched = ObservedGrader(WatchedGrader(grader, beat), spec)
-            with failing_once():
-                run = assemble(attempt, spec, watched, settings, scratch, stop_requested, beat, world)
-            with closed_at_the_end(run.exporters):
+        async with AsyncExitStack() as opened:
+            with failing_once(), starting_later():
+                spec, grader = await opened.enter_async_context(opened_grader(attempt.job, settings, beat))
+                run = assemble(attempt, spec, grader, settings, scratch, stop_requested, beat, world)
+            with closed_at_the_end(run.exporters), failing_once(), lowering_for_next_attempt(attempt):
                 return await trained(run)
     except InvalidGrader as refused:
         raise UserMistake("invalid_grader", str(refused), "method.reinforcement.grader") from refused
 
 
-async def trained(run: "Run | OfflineRun") -> "RunOutcome":
+@asynccontextmanager
+async def opened_grader(
+    job: Job, settings: Settings, beat: Beat
+) -> AsyncIterator[tuple[GraderSpec, Grader] | tuple[None, None]]:
+    """The job's grader during the context. None: it learns from the rows of its file, or from a teacher."""
+    if "grader" not in job.body:
+        yield None, None
+        return
+    spec = parse_grader(job.body["grader"])
+    patience = patience_of_run(settings, beat)
+    async with open_backends(settings).open(spec, patience=patience) as grader:
+        yield spec, ObservedGrader(WatchedGrader(grader, beat), spec)
+
+
+async def trained(run: "Run") -> "RunOutcome":
     """Run the loop. A Refusal in it is a UserMistake."""
+    with refusing():
+        return await run.train()
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """Raise a Refusal, or a schema that is too large for an answer, as a UserMistake."""
     try:
         with failing_once():
-            return await run.train()
+            yield
     except SchemaTooLarge as cause:
         raise UserMistake("schema_too_large", str(cause), "method.reinforcement.response_format") from cause
 
@@ -153,7 +185,7 @@ def main(assemble: Assemble | None = None, rank: Callable[..., None] | None = No
 
 def in_ranks(settings: Settings, progress: Path, rank: Callable[..., None]) -> int:
     """Start the ranks, and wait for their end."""
-    from worker.learn.launch import Group, MembersMissing, RanksFailed, launch
+    from worker.training.launch import Group, MembersMissing, RanksFailed, launch
 
     stopping = multiprocessing.get_context("spawn").Event()
     signal.signal(signal.SIGTERM, lambda number, frame: stopping.set())
@@ -164,7 +196,8 @@ def in_ranks(settings: Settings, progress: Path, rank: Callable[..., None]) -> i
         )
     except (RanksFailed, MembersMissing) as cause:
         print(cause, file=sys.stderr)  # noqa: T201 - what the supervisor quotes
-        return process.FAILED
+        # A machine that left between the claim and the run is no failure of the job.
+        return process.UNSTARTED if isinstance(cause, MembersMissing) else process.FAILED
 
 
 def be_rank(
@@ -180,15 +213,16 @@ def be_rank(
     status = process.FAILED
     try:
         with process.importing():
-            from worker.learn.world import World
+            from worker.training.world import World
 
             assemble = import_module("worker.assemble").assemble
         settings = Settings()
         ranks = (world or World).join(settings.hang_seconds)
         ranks.watch_machines(settings.lost_machine_seconds, partial(end_without, settings))
         if ranks.rank > 0:
-            follow_rank_0(ranks)
-        status = run_claim(claim, settings, assemble, progress, stopping.is_set, ranks)
+            status = follow_rank_0(ranks, claim, settings)
+        else:
+            status = run_claim(claim, settings, assemble, progress, stopping.is_set, ranks)
         status = process.ENDED if status == process.DONE else status
     except BaseException:
         traceback.print_exc()
@@ -199,17 +233,41 @@ def be_rank(
         os._exit(status)
 
 
-def follow_rank_0(world: "World") -> NoReturn:
-    """Compute what rank 0 of this machine asks for until the launcher ends this process."""
-    from worker.learn.distributed import follow
-    from worker.learn.world import BrokenWorld
+def follow_rank_0(world: "World", line: str, settings: Settings) -> int:
+    """Compute what rank 0 of this machine asks for until the launcher ends this process.
+
+    Returns an exit status only if the job cannot succeed because of what this rank alone has met: rank 0 may be
+    waiting for it in a collective operation, so this rank records the error of the job.
+    """
+    from worker.training.distributed import follow
+    from worker.training.world import BrokenWorld
 
     try:
-        follow(world)
-    except (BrokenWorld, InvalidModel, UnsupportedModel):
-        # Rank 0 has ended, or meets the same model and reports it. Its status must be the first that the launcher sees.
+        with refusing():
+            follow(world)
+    except (BrokenWorld, OutOfDeviceMemory):
+        # Rank 0 has ended, or ends for this rank. Its status must be the first that the launcher sees.
         while True:
             signal.pause()
+    except UserMistake as mistake:
+        return fail_job(line, settings, mistake)
+
+
+def fail_job(line: str, settings: Settings, mistake: UserMistake) -> int:
+    """Record the error of the job of a claim, a line of stdin, and return the exit status."""
+    from worker.recording.recorder import JobRecorder
+
+    try:
+        attempt = Attempt.begin(
+            claim_of(line),
+            Database(settings.database),
+            blobs_of(settings),
+            patience_seconds=settings.patience_seconds,
+        )
+        JobRecorder(attempt).fail(code=mistake.code, message=mistake.message, param=mistake.param)
+    except LeaseLost:  # or rank 0 has met the same
+        return process.LOST
+    return process.USER_MISTAKE
 
 
 def be_member(parent: int, world: "type[World] | None" = None) -> NoReturn:
@@ -219,8 +277,8 @@ def be_member(parent: int, world: "type[World] | None" = None) -> NoReturn:
     status = process.FAILED
     try:
         with process.importing():
-            from worker.learn.distributed import follow
-            from worker.learn.world import BrokenWorld, World
+            from worker.training.distributed import follow
+            from worker.training.world import BrokenWorld, World
 
         settings = Settings()
         ranks = (world or World).join(settings.hang_seconds)
@@ -229,6 +287,9 @@ def be_member(parent: int, world: "type[World] | None" = None) -> NoReturn:
             follow(ranks)
         except BrokenWorld:
             status = process.ENDED  # the run has ended, or another rank: the first machine knows
+        except OutOfDeviceMemory:
+            ranks.wait_for_end()  # rank 0 ends the run, and its status is what counts
+            status = process.ENDED
     except BaseException:
         traceback.print_exc()
     finally:
@@ -253,29 +314,36 @@ def run_claim(
     world: "World | None" = None,
 ) -> int:
     """Run the job of a claim, a line of stdin, and return the exit status."""
-    from worker.record.recorder import JobRecorder
-    from worker.run import RunOutcome
-
     database = Database(settings.database)
     blobs = blobs_of(settings)
-    job_id, epoch, *folder = line.rstrip("\n").split(" ", 2)
+    _, _, *folder = line.rstrip("\n").split(" ", 2)
     PROGRESS.begin()
-    claim = Claim(job_id, int(epoch), "run")
+    claim = claim_of(line)
     beat = beats_into(progress)
-    shared = None
-    if folder:  # the job shares the device and its base model
-        places = process.DeviceSockets(Path(folder[0]))
-        shared = SharedBase(places.base, settings.jobs_per_worker)
-        TURNS.join(places.turns, beat)
     # Once for the operator, with the supervisor's own log, and once for the job's log.
     logs.configure([logs.handler(settings.log_format, sys.stdout), logs.handler("text", sys.stderr)])
     try:
+        shared = None
+        if folder:  # the job shares the device and its base model
+            places = process.DeviceSockets(Path(folder[0]))
+            shared = DeviceShare.join(places, settings.jobs_per_worker, beat)
         attempt = Attempt.begin(
             claim, database, blobs, patience_seconds=settings.patience_seconds, shared=shared
         )
-        watched = instruments.attempt(claim, progress, settings.otlp_endpoint)
-        with folders.private(SCRATCH) as scratch, watched:
-            outcome = asyncio.run(
+    except LeaseLost:
+        return process.LOST
+    except TurnsLost as cause:
+        print(cause, file=sys.stderr)  # noqa: T201 - what the supervisor quotes
+        return process.FAILED
+
+    def run() -> "RunOutcome":
+        if world is not None:
+            world.watch_memory(partial(end_with_shortage, attempt))
+        with ExitStack() as opened:
+            with starting_later():
+                scratch = opened.enter_context(folders.private(SCRATCH))
+            opened.enter_context(instruments.attempt(claim, progress, settings.otlp_endpoint))
+            return asyncio.run(
                 run_attempt(
                     attempt,
                     settings,
@@ -286,28 +354,106 @@ def run_claim(
                     world=world,
                 )
             )
+
+    return status_of(attempt, run)
+
+
+def status_of(attempt: Attempt, run: Callable[[], "RunOutcome"]) -> int:
+    """Run an attempt, and return the exit status for its end. Ends that are no crash are recorded with the job."""
+    from worker.recording.recorder import JobRecorder
+    from worker.run import RunOutcome
+
+    try:
+        outcome = run()
     except LeaseLost:
         return process.LOST
     except RunsAlone as cause:
         print(cause, file=sys.stderr)  # noqa: T201 - what the supervisor quotes
         return process.ALONE
-    except (ModelUnavailable, BaseLost) as cause:
+    except (ModelUnavailable, ServerAway, BaseLost, TurnsLost) as cause:
         # Worth another attempt, and no fault of the code, so without a traceback.
         print(cause, file=sys.stderr)  # noqa: T201 - what the supervisor quotes
         return process.FAILED
-    except (EnvironmentNotBuilt, MemoryTaken) as missing:
-        with lifecycle.fenced(database, claim) as (session, job):
-            lifecycle.put_off(session, job, reason=str(missing))
-        return process.PUT_OFF
+    except WAITS as cause:
+        return later(attempt, cause)
+    except RunsSmaller as cause:
+        return smaller(attempt, str(cause))
     except UserMistake as mistake:
         JobRecorder(attempt).fail(code=mistake.code, message=mistake.message, param=mistake.param)
         return process.USER_MISTAKE
     return process.DONE if outcome is RunOutcome.DONE else process.DRAINED
 
 
+def claim_of(line: str) -> Claim:
+    """The claim of a line of stdin."""
+    job_id, epoch, *_ = line.split()
+    return Claim(job_id, int(epoch), "run")
+
+
+def end_with_shortage(attempt: Attempt, shortage: Shortage) -> NoReturn:
+    """End this process because another rank ran out of memory in an operation of all ranks, which has no end then."""
+    from worker.recording.plan_record import lowering_for_next_attempt
+
+    def run() -> NoReturn:
+        with failing_once(), lowering_for_next_attempt(attempt):
+            raise OutOfDeviceMemory(shortage)
+
+    status = process.FAILED
+    try:
+        status = status_of(attempt, run)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def later(attempt: Attempt, cause: Exception) -> int:
+    """Put the job off because of what this machine lacks, or fail it after MAX_WAIT. Return the exit status."""
+    from worker.recording.recorder import JobRecorder
+
+    if (late := too_late(cause)) is not None and has_waited_too_long(attempt, cause):
+        JobRecorder(attempt).fail(code=late.code, message=late.message)
+        return process.USER_MISTAKE
+    if isinstance(cause, MachineLacks):
+        print(cause, file=sys.stderr)  # noqa: T201 - what the supervisor quotes
+        return process.UNSTARTED
+    try:
+        attempt.write(lambda session, job: lifecycle.put_off(session, job, reason=str(cause)))
+    except LeaseLost:
+        return process.LOST
+    if isinstance(cause, EnvironmentNotBuilt | NoMember):  # which other jobs do not need
+        return process.PUT_OFF
+    return process.GPU_UNUSABLE if isinstance(cause, GpuUnusable) else process.RESTS
+
+
+def smaller(attempt: Attempt, reason: str) -> int:
+    """End the attempt because of its sizes, which are lower in the next one. Return the exit status."""
+    try:
+        attempt.write(lambda session, job: lifecycle.run_smaller(session, job, reason=reason))
+    except LeaseLost:
+        return process.LOST
+    return process.PUT_OFF
+
+
+def too_late(cause: Exception) -> UserMistake | None:
+    """The error of a job that has waited too long for a resource. None: it waits for as long as it takes."""
+    hours = f"{MAX_WAIT / 3600:.0f} hours"
+    if isinstance(cause, MachineLacks) and cause.resource is Resource.DISK:
+        return UserMistake(NotEnoughDisk.code, f"No worker had room on its disk for {hours}. {cause.details}")
+    if isinstance(cause, MemoryTaken):
+        return UserMistake(NotEnoughMemory.code, f"No worker had enough free memory for {hours}: {cause}.")
+    return None
+
+
+def has_waited_too_long(attempt: Attempt, cause: Exception) -> bool:
+    """Whether the attempts of the last MAX_WAIT seconds, at least, have all ended with this cause."""
+    seconds = attempt.read(lambda session: lifecycle.put_off_for(session, attempt.job.id, str(cause)))
+    return seconds >= MAX_WAIT
+
+
 if __name__ == "__main__":
     status = main()
-    if left_behind():
+    if has_abandoned_threads():
         sys.stderr.flush()
         os._exit(status)  # the threads of an exporter that does not answer would keep the process alive
     sys.exit(status)

@@ -105,6 +105,8 @@ class ForkRequests:
                 pid = os.fork()
         except OSError as cause:  # no memory or process is free: as if it had ended at once
             with suppress(OSError):
+                os.write(others[2], f"{cause}\n".encode())  # its standard error
+            with suppress(OSError):
                 told.send(f"failed {cause}".encode())
             pid = -1
         if pid == 0:

@@ -24,7 +24,6 @@ from worker import process
 log = logging.getLogger(__name__)
 
 DYING_SECONDS = 10.0
-FAILED = 71  # EX_OSERR, the exit status of a process that could not be forked
 # Other systems' libraries do not survive a fork (macOS: Objective-C), so a process starts anew there.
 FORKS = sys.platform == "linux"
 
@@ -134,10 +133,20 @@ def start(
     )
 
 
+def kill(child: Started, seconds: float = process.KILLED_SECONDS) -> bool:
+    """Kill a process, and return whether it has ended within this time. One inside a hung driver never does."""
+    child.kill()
+    try:
+        child.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
 class Forked:
     """A process that runs a module, with the methods of a `subprocess.Popen`.
 
-    It begins once the fork server has finished its imports, and is killed when this object is closed or dropped.
+    It begins once the fork server has finished its imports, and is killed when this object is dropped.
     """
 
     def __init__(
@@ -150,7 +159,7 @@ class Forked:
         pass_fds: Collection[int],
     ) -> None:
         self._server = server  # it ends with its last reference
-        self.pid: int | None = None
+        self._pid: int | None = None
         self.stdin: IO[bytes] | None = None
         self._status: int | None = None
         self._lock = threading.Lock()
@@ -176,6 +185,12 @@ class Forked:
             server.send([task.fileno(), control.fileno(), *files.values()])
             failed.pop_all()
 
+    @property
+    def pid(self) -> int | None:
+        with self._lock:
+            self._hear()
+            return self._pid
+
     def poll(self) -> int | None:
         with self._lock:
             return self._hear()
@@ -198,7 +213,7 @@ class Forked:
 
     def kill(self) -> None:
         with self._lock:
-            if self._hear() is None and self.pid is None:
+            if self._hear() is None and self._pid is None:
                 self._end(-signal.SIGKILL)  # it will not begin
                 return
         self.send_signal(signal.SIGKILL)
@@ -212,23 +227,23 @@ class Forked:
                 continue
             match said.partition(" "):
                 case ["pid", _, pid]:
-                    self.pid = int(pid)
+                    self._pid = int(pid)
                 case ["status", _, status]:
                     self._end(int(status))
                 case ["failed", _, cause]:
                     log.warning("a process could not be forked: %s", cause)
-                    self._end(FAILED)
+                    self._end(process.UNSTARTED)
                 case _:
-                    log.warning("the fork server has died, and process %s with it", self.pid)
+                    log.warning("the fork server has died, and process %s with it", self._pid)
                     self._await_death()
                     self._end(-signal.SIGKILL)
         return self._status
 
     def _await_death(self) -> None:
         """The kernel kills it with the fork server, and its memory is free a moment later."""
-        if self.pid is not None:
-            with suppress(ProcessLookupError):
-                handle = os.pidfd_open(self.pid)
+        if self._pid is not None:
+            with suppress(OSError):  # it is dead, or no descriptor is free
+                handle = os.pidfd_open(self._pid)
                 try:
                     _wait_for(handle, DYING_SECONDS)
                 finally:

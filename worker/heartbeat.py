@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 from graders.types import Grade, Grader, Item, Sample
 from worker.types import Group, Prompt, UpdateMetrics
 
-# These modules import torch, and worker/supervise/validation.py imports this module without torch.
+# These modules import torch, and worker/supervisor/validation.py imports this module without torch.
 if TYPE_CHECKING:
     from worker.interfaces import Trainer
-    from worker.rollout.samplers import Answer, Sampler, Sampling
+    from worker.sampling import Answer, Sampler, Sampling
 
 Beat = Callable[[], None]
 

@@ -4,7 +4,6 @@ Prometheus cannot scrape a run directly: it is short-lived and may block in a GP
 project or a model.
 """
 
-import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -12,7 +11,7 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, write_to_textfile
 
-from core.jobs.claim import Claim
+from core.claims import Claim
 from core.results.step_metrics import StepMetrics
 from core.storage.disk import Refusals
 from core.storage.store import FailedCleanups
@@ -21,9 +20,9 @@ from graders.spec import GraderSpec, parts_of
 from graders.types import Grade, Grader, Item, Sample
 from worker import process
 from worker import progress as what_it_does
-from worker.progress import PROGRESS
-from worker.rollout.samplers import Answer, Sampler, Sampling
-from worker.supervise.telemetry import Sandbox
+from worker.progress import PROGRESS, repeated
+from worker.sampling import Answer, Sampler, Sampling
+from worker.supervisor.telemetry import Sandbox
 from worker.types import Prompt
 
 WRITE_SECONDS = 5.0
@@ -66,24 +65,13 @@ GRADES = Counter(
 @contextmanager
 def written_to(path: Path) -> Iterator[None]:
     """Write all metrics to `path` every few seconds during the context, and at its end."""
-    ended = threading.Event()
 
-    def write_once() -> None:
+    def write() -> None:
         with suppress(OSError):  # a full disk, which other writes report; the next write has all counts
             write_to_textfile(str(path), COUNTED)
 
-    def write() -> None:
-        while not ended.wait(WRITE_SECONDS):
-            write_once()
-
-    thread = threading.Thread(target=write, name="figures", daemon=True)
-    thread.start()
-    try:
+    with repeated(write, WRITE_SECONDS, name="metrics"):
         yield
-    finally:
-        ended.set()
-        thread.join()
-        write_once()
 
 
 @contextmanager

@@ -2,19 +2,24 @@
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from core.jobs.remaining import RemainingSteps
 from core.jobs.verdict import Verdict
 from core.results.step_metrics import StepMetrics
 from worker.clock import Clock
-from worker.record.exporters.types import Ended
-from worker.record.history import History
-from worker.record.monitors import Finding
-from worker.record.verdict import RowScores
-from worker.rollout.samplers import Answer
-from worker.types import GradedStep, Group, Prompt, UpdateMetrics
+from worker.recording.exporters.types import Ended
+from worker.recording.history import History, Steps
+from worker.recording.monitors import Finding
+from worker.recording.stopping import Stop
+from worker.recording.verdict import RowScores
+from worker.sampling import Answer
+from worker.types import GradedStep, Group, Prompt, Schedule, UpdateMetrics
+
+Learned = TypeVar("Learned")
+Validated = TypeVar("Validated")
 
 
 class Savable(Protocol):
@@ -28,7 +33,7 @@ class Savable(Protocol):
 
 
 class Trainer(Savable, Protocol):
-    """worker/learn/trainer.py: PeftTrainer."""
+    """worker/training/trainer.py: PeftTrainer."""
 
     def add(self, group: Group) -> None:
         """Add a graded group to the step. May be called while other answers of the step are still being sampled."""
@@ -47,7 +52,10 @@ class Trainer(Savable, Protocol):
 
 
 class Scorer(Protocol):
-    """Scores answers: by a grader (worker/rollout/rewards.py), or by a teacher (worker/rollout/taught.py)."""
+    """Scores answers, by a grader or a teacher.
+
+    worker/rollout/experience.py: Rewards. worker/rollout/distillation_rewards.py: TeacherRewards.
+    """
 
     async def grade(
         self,
@@ -56,11 +64,17 @@ class Scorer(Protocol):
         group_size: int,
         clock: Clock,
         use: Callable[[Group], None] | None = None,
-    ) -> list[Group]: ...
+    ) -> list[Group]:
+        """Return the scored groups, with prompts and members in order.
+
+        Args:
+            use: called with each group in a thread, in an order that does not depend on the time of grading.
+        """
+        ...
 
 
 class Recorder(Protocol):
-    """Records the run for its job. worker/record/recorder.py: JobRecorder."""
+    """Records the run for its job. worker/recording/recorder.py: JobRecorder."""
 
     @property
     def method(self) -> str:
@@ -99,7 +113,11 @@ class Recorder(Protocol):
         valid_scores: RowScores | None = None,
         findings: Sequence[Finding] = (),
     ) -> bool:
-        """Record one finished step. Returns whether the job must pause, because of its user or of its budget."""
+        """Record one finished step. Returns whether the job must pause, because of its user or of its budget.
+
+        Raises:
+            LeaseLost: the job was cancelled or another worker has claimed it; nothing was recorded.
+        """
         ...
 
     def inform(self, message: str, data: dict[str, Any]) -> None: ...
@@ -111,15 +129,23 @@ class Recorder(Protocol):
         ...
 
     def succeed(self, step: int) -> None:
-        """Deliver the checkpoint of this step, and end the job."""
+        """Deliver the checkpoint of this step, and end the job, in one transaction."""
         ...
 
 
 class Checkpoints(Protocol):
-    """Of the job. worker/record/checkpoints.py: JobCheckpoints."""
+    """Of the job. worker/recording/checkpoints.py: JobCheckpoints."""
 
-    def restore(self, trainer: Savable) -> int:
-        """Load the newest valid checkpoint. Returns its step; 0 without one."""
+    def restore(self, trainer: Savable) -> int | None:
+        """Load the newest valid checkpoint into the trainer, and return its step; 0 without one.
+
+        None: there is none any more, and only another attempt loads the weights that the job starts from.
+
+        Raises:
+            StoreEmpty: the store has no blobs at all. Nothing was loaded or deleted.
+            UnknownFormat: this version cannot read the checkpoint. Nothing was loaded or deleted.
+            InvalidModel: the files are undamaged but do not fit the model. Nothing was deleted.
+        """
         ...
 
     def save(
@@ -132,10 +158,19 @@ class Checkpoints(Protocol):
         for_pause: bool = False,
         for_epoch: bool = False,
         is_last: bool = False,
-    ) -> None: ...
+    ) -> None:
+        """Store the trainer's state as the checkpoint of this step, and delete those it replaces.
+
+        A checkpoint with a validation reward, of a pause or of an epoch is published as a model, `…:ckpt-step-N`;
+        others are used only to resume.
+
+        Args:
+            is_last: it will get the job's own name.
+        """
+        ...
 
     def best(self) -> int | None:
-        """The step of the one with the highest validation reward; None: no validation was graded."""
+        """The step of the one with the highest validation reward, of equals the earliest; None: none was graded."""
         ...
 
     def newest(self) -> int:
@@ -148,7 +183,7 @@ class Checkpoints(Protocol):
 
 
 class Exporters(Protocol):
-    """Who else gets the metrics. worker/record/exporters/threads.py: ExporterThreads."""
+    """Who else gets the metrics. worker/recording/exporters/threads.py: ExporterThreads."""
 
     def start(self, recorded: Sequence[StepMetrics]) -> None: ...
 
@@ -160,4 +195,76 @@ class Exporters(Protocol):
 
     def abandon(self) -> None:
         """Send nothing more: another process may be writing to the same runs by now."""
+        ...
+
+
+@dataclass(frozen=True)
+class StepDetails:
+    """The parts of a step's record beside its metrics."""
+
+    stored: Sequence[GradedStep] = ()
+    valid_scores: RowScores | None = None  # None: no answers were validated
+    findings: Sequence[Finding] = ()
+
+
+class Experience(Protocol[Learned, Validated]):
+    """The source that a run learns from and is validated on.
+
+    Sampled answers with their grades (worker/rollout/experience.py: RolloutExperience), or the rows of a file
+    (worker/offline/experience.py: RowExperience). `Learned` is what one step learned from and what its update
+    measured, `Validated` is one validation.
+    """
+
+    @property
+    def trainer(self) -> Savable: ...
+
+    @property
+    def schedule(self) -> Schedule: ...
+
+    async def learn(self, step: int, clock: Clock) -> Learned:
+        """Collect what this step learns from, and update the policy with it."""
+        ...
+
+    async def validate(self, step: int, clock: Clock) -> Validated:
+        """Measure the policy as it is after this step. Step 0 is the model that the job starts from."""
+        ...
+
+    def measure(
+        self, step: int, clock: Clock, history: History, learned: Learned | None, validated: Validated | None
+    ) -> StepMetrics:
+        """The metrics of a step; nothing is learned in step 0. `history` has the steps before it."""
+        ...
+
+    def reason_to_stop(self, steps: Steps) -> Stop | None:
+        """The reason to end the run after the last of these steps; None: it continues."""
+        ...
+
+    def details(
+        self, data: StepMetrics, history: History, learned: Learned | None, validated: Validated | None
+    ) -> StepDetails:
+        """Return the rest of the record of a step with these metrics. `history` has the steps before it."""
+        ...
+
+    def check(
+        self,
+        history: History,
+        recorder: Recorder,
+        clock: Clock,
+        learned: Learned | None,
+        validated: Validated | None,
+    ) -> None:
+        """Warn of what is wrong with the newest step of the history.
+
+        Raises:
+            UserMistake: the job cannot succeed.
+            TrainingDiverged: the model is no longer usable.
+        """
+        ...
+
+    async def conclude(self, history: History, recorder: Recorder, checkpoints: Checkpoints) -> int:
+        """Judge the finished run. Returns the step whose checkpoint becomes the job's model.
+
+        Raises:
+            UserMistake, TrainingDiverged: no checkpoint may.
+        """
         ...

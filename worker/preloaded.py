@@ -7,6 +7,5 @@ from worker import process
 
 with process.importing():
     import worker.assemble
-    import worker.offline.assemble
-    import worker.record.recorder
-    import worker.serve.server  # noqa: F401
+    import worker.recording.recorder
+    import worker.serving.server  # noqa: F401

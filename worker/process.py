@@ -3,29 +3,55 @@
 import ctypes
 import gc
 import os
-import select
 import signal
+import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 DONE = 0
 ENDED = 70  # between rank 0 and its launcher: done, and the launcher ends the other ranks as after any other status
 FAILED = 1  # as for any exception; the run has logged the reason
+UNSTARTED = 71  # EX_OSERR: the machine lacks what a new process needs; it is queued again at no cost
 DRAINED = 75  # EX_TEMPFAIL: checkpointed, to be queued again at no cost
 LOST = 76  # lost the lease; nothing to record
 HUNG = 77  # not an exit status: set by the supervisor when it kills a run without progress
 PUT_OFF = 79  # this worker cannot run the job; it is queued again, with the reason
+RESTS = 81  # as PUT_OFF, and this worker could not run other jobs either for now
+GPU_UNUSABLE = 82  # as RESTS, and only an operator can help, so the worker ends after some in a row
 ALONE = 80  # the job does not fit beside others, and the run has logged why; this worker runs it alone next
 USER_MISTAKE = 78  # EX_CONFIG: the job has failed permanently, with the reason
 # Any other status is an infrastructure failure: the supervisor requeues the job a limited number of times.
 
+# A process inside a hung driver ends at no signal.
+KILLED_SECONDS = 5.0
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _FORKED_BY = "REGRAFT_FORKED_BY"
+
+
+def run_within(command: Sequence[str], seconds: float) -> subprocess.CompletedProcess[str] | None:
+    """Run a command without input. None: it has not finished in time; it is killed, and left alone if it does not end.
+
+    `subprocess.run` waits for the end of what it kills, which a process inside a hung driver never reaches.
+    """
+    running = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        stdout, stderr = running.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        running.kill()
+        with suppress(subprocess.TimeoutExpired):
+            running.wait(KILLED_SECONDS)
+        for pipe in (running.stdout, running.stderr):
+            if pipe is not None:
+                pipe.close()
+        return None
+    return subprocess.CompletedProcess(command, running.returncode, stdout, stderr)
 
 
 @dataclass(frozen=True)
@@ -41,7 +67,7 @@ class DeviceSockets:
 
     @property
     def turns(self) -> Path:
-        """Of the worker, which gives turns (worker/supervise/turn_server.py)."""
+        """Of the worker, which gives turns (worker/supervisor/turn_server.py)."""
         return self.folder / "turns"
 
 
@@ -109,23 +135,3 @@ def die_with_parent(parent: int) -> None:
         return
     if os.environ.get(_FORKED_BY) != f"{os.getppid()} {parent}":
         os._exit(DRAINED)
-
-
-def die_with_ancestor(ancestor: int) -> None:
-    """Kill this process, and those between it and an ancestor, when that one dies (Linux)."""
-    if sys.platform != "linux":
-        return
-    between, parent = [], os.getppid()
-    while parent not in (ancestor, 1, 0):
-        between.append(parent)
-        parent = int(Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[1])
-    if parent != ancestor:  # it has died
-        os._exit(FAILED)
-    alive = os.pidfd_open(ancestor)
-
-    def wait() -> None:
-        select.select([alive], [], [])
-        for pid in [*between, os.getpid()]:
-            os.kill(pid, signal.SIGKILL)
-
-    threading.Thread(target=wait, name="ancestor", daemon=True).start()

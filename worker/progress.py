@@ -35,7 +35,7 @@ class Progress:
         self._kind, self._sampling_since = "sampling", clock()
         self._wanted = self._sampled = self._graded = 0
         self._has_grader = False
-        self._outage: tuple[str, float] | None = None
+        self._outages: list[tuple[str, float]] = []  # several calls may wait at once
 
     def begin(self) -> None:
         """The attempt begins: its process may have been waiting for it."""
@@ -85,13 +85,14 @@ class Progress:
     @contextmanager
     def waiting(self, name: str) -> Iterator[None]:
         """Nothing is done until the resource `name` of core/outages.py is back."""
+        outage = f"waiting for the {name}", self._clock()
         with self._lock:
-            self._outage = f"waiting for the {name}", self._clock()
+            self._outages.append(outage)
         try:
             yield
         finally:
             with self._lock:
-                self._outage = None
+                self._outages.remove(outage)
 
     def row(self, count: int) -> None:
         """`count` more rows of the phase are done."""
@@ -101,8 +102,8 @@ class Progress:
     def now(self) -> dict[str, Any]:
         """{"step", "phase", "done", "of", "since"}; `done` and `of` are null where nothing is counted."""
         with self._lock:
-            if self._outage is not None:
-                phase, since = self._outage
+            if self._outages:
+                phase, since = self._outages[0]
                 return {"step": self._step, "phase": phase, "done": None, "of": None, "since": int(since)}
             are_sampled = self._sampled >= self._wanted
             if self._is_in_phase or (are_sampled and not (self._has_grader and self._graded < self._wanted)):
@@ -129,24 +130,29 @@ PROGRESS = Progress()
 
 
 @contextmanager
-def written_to(
-    path: Path, progress: Progress = PROGRESS, every_seconds: float = WRITE_SECONDS
-) -> Iterator[None]:
-    """Write the progress to `path` whenever it has changed, at most once in `every_seconds`, during the context."""
+def written_to(path: Path, progress: Progress = PROGRESS) -> Iterator[None]:
+    """Write the progress to `path` whenever it has changed, at most once in WRITE_SECONDS, during the context."""
+    with repeated(Writer(path, progress), WRITE_SECONDS, name="progress"):
+        yield
+
+
+@contextmanager
+def repeated(do: Callable[[], None], seconds: float, *, name: str) -> Iterator[None]:
+    """Call `do` every few seconds during the context, in a thread, and once more at its end."""
     ended = threading.Event()
-    write = Writer(path, progress)
 
-    def keep_writing() -> None:
-        while not ended.wait(every_seconds):
-            write()
+    def work() -> None:
+        while not ended.wait(seconds):
+            do()
 
-    thread = threading.Thread(target=keep_writing, name="progress", daemon=True)
+    thread = threading.Thread(target=work, name=name, daemon=True)
     thread.start()
     try:
         yield
     finally:
         ended.set()
         thread.join()
+        do()
 
 
 class Writer:

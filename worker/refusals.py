@@ -4,11 +4,15 @@ Code that does not know the job raises a Refusal. worker/child.py converts it to
 no torch.
 """
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import ClassVar
 
-from core.outages import Resource, TemporarilyUnavailable
+from core.outages import Resource, TemporarilyUnavailable, outage
+from core.storage.disk import NoRoom
+
+log = logging.getLogger(__name__)
 
 
 class UserMistake(Exception):
@@ -52,6 +56,11 @@ class NotEnoughMemory(Refusal):
     code = "not_enough_memory"
 
 
+class NotEnoughDisk(Refusal):
+    code = "not_enough_disk"
+    param = None
+
+
 class InvalidTargets(Refusal):
     """`lora_targets` names a layer that the model does not have, or that cannot have an adapter."""
 
@@ -78,8 +87,16 @@ class TrainingDiverged(Refusal):
     param = None
 
 
+class RunsSmaller(Exception):
+    """The attempt ends, because it has run out of memory. The next one begins with the sizes that were lowered."""
+
+
 class ModelUnavailable(Exception):
     """A model could not be downloaded, or its server does not answer. Another attempt may succeed."""
+
+
+class NoMember(Exception):
+    """No member of a rollout fleet has answered for too long, as during its upgrade. Another attempt may find one."""
 
 
 class MemoryTaken(TemporarilyUnavailable):
@@ -90,6 +107,52 @@ class MemoryTaken(TemporarilyUnavailable):
     def __init__(self, device: str) -> None:
         place = "main memory" if device == "cpu" else "memory of the GPU"
         super().__init__(f"other processes use {place} that the job needs")
+
+
+class MachineLacks(TemporarilyUnavailable):
+    """The machine lacks for a while what the start of a run needs. Without numbers, so that it is one event.
+
+    `details` has them, for the error of a job that has waited too long.
+    """
+
+    def __init__(self, resource: Resource, details: str) -> None:
+        self.resource, self.details = resource, details
+        super().__init__(f"the {resource} cannot be used: see the log of the worker")
+
+
+LACKING = frozenset({Resource.DISK, Resource.DESCRIPTORS, Resource.NAMES, Resource.MEMORY})
+
+
+@contextmanager
+def starting_later() -> Iterator[None]:
+    """Raise an outage of the machine as MachineLacks: nothing is computed yet, so the job can wait for its end."""
+    try:
+        yield
+    except (MemoryError, TemporarilyUnavailable):
+        raise
+    except Exception as cause:  # also of libraries that write files without OSError
+        resource = outage(cause)
+        if resource is None or resource not in LACKING:
+            raise
+        log.warning("the run cannot start: %r", cause)
+        raise MachineLacks(resource, _details(cause)) from cause
+
+
+def _details(cause: Exception) -> str:
+    if isinstance(cause, NoRoom):
+        return str(cause)
+    return (cause.strerror if isinstance(cause, OSError) else None) or first_line(cause)
+
+
+@contextmanager
+def refusing_too_large() -> Iterator[None]:
+    """Raise NoRoom as NotEnoughDisk if the files are larger than their whole disk: no wait would help."""
+    try:
+        yield
+    except NoRoom as cause:
+        if not cause.is_too_large:
+            raise
+        raise NotEnoughDisk(str(cause)) from cause
 
 
 @contextmanager

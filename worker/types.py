@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from numpy.typing import NDArray
 
-from core.jobs.hyperparameter_groups import Supervision
 from core.jobs.hyperparameters import Resolved
+from core.jobs.remaining import RemainingSteps
 from graders.types import Grade
 
 if TYPE_CHECKING:  # the processes beside a run have no torch
@@ -26,6 +26,7 @@ class Prompt:
     line: int
     ids: tuple[int, ...]
     item: Mapping[str, Any]
+    repeat: int = 0  # how often the batch of its step has the row before it, at the end of an epoch
 
 
 @dataclass(frozen=True)
@@ -87,12 +88,6 @@ class Group:
         """Whether its tokens learn from a teacher, and not from the differences of the rewards."""
         return any(rollout.teacher_T for rollout in self.rollouts_G)
 
-    def taught_by(self, supervision: Supervision) -> list[float | None]:
-        """Return the training rewards: of the answers, or of all their steps."""
-        if supervision == "outcome":
-            return self.rewards_G
-        return [step.score for grade in self.grades_G for step in grade.steps]
-
 
 @dataclass(frozen=True, eq=False)
 class TopTokens:
@@ -120,6 +115,10 @@ class TrainingSequence:
     scores: tuple[float, ...] = ()
     top: TopTokens | None = None  # of a teacher on a server, from which the answer learns probabilities
     key: "AnswerKey" = field(default=0, compare=False)  # of the Rollout
+
+    @property
+    def trained_tokens(self) -> int:
+        return sum(self.learned_T) if self.learned_T else len(self.output_ids_T) - self.forced
 
 
 @dataclass(frozen=True)
@@ -191,3 +190,41 @@ class GradedStep:
     settings: Resolved | None = None  # settings of the update; None: no update
     own: int | None = None  # groups from this index on were resampled; None: none were
     tokens: Mapping[AnswerKey, TokenValues] = field(default_factory=dict)  # what the update computed with
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The steps after which a run validates its policy and saves a checkpoint. The last step has both."""
+
+    total_steps: int
+    validate_every: int | None  # on all validation rows; None: there are none
+    partial_every: int | None = None  # on some of them, with a checkpoint; None: never
+    epoch_steps: int | None = None  # the checkpoint of each epoch is published; None: epochs do not matter
+
+    def is_validated(self, step: int) -> bool:
+        every = self.validate_every
+        return every is not None and (step % every == 0 or step == self.total_steps)
+
+    def is_partly_validated(self, step: int) -> bool:
+        every = self.partial_every
+        if self.validate_every is None or every is None or step == 0:
+            return False
+        return step % every == 0 or step == self.total_steps
+
+    def is_measured(self, step: int) -> bool:
+        return self.is_validated(step) or self.is_partly_validated(step)
+
+    def ends_epoch(self, step: int) -> bool:
+        return self.epoch_steps is not None and step % self.epoch_steps == 0
+
+    def is_saved(self, step: int) -> bool:
+        every = self.partial_every
+        return self.is_validated(step) or self.ends_epoch(step) or (every is not None and step % every == 0)
+
+    def remaining(self, step: int, *, is_last: bool = False) -> RemainingSteps:
+        """Count the steps after this one, with and without a validation of all rows."""
+        if is_last:
+            return RemainingSteps(0, 0, False)
+        left = range(step + 1, self.total_steps + 1)
+        validated = sum(map(self.is_validated, left))
+        return RemainingSteps(len(left) - validated, validated, self.is_validated(step + 1))

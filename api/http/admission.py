@@ -7,7 +7,7 @@ event loop, so nothing is locked and a waiting request holds no thread.
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -68,11 +68,6 @@ class ConcurrencyLimit:
         """Requests of this project that wait for a place."""
         project = self._projects.get(project_id)
         return 0 if project is None else len(project.waiting)
-
-    @property
-    def known_projects(self) -> Collection[str]:
-        """The projects that hold a place or wait for one. All others are forgotten."""
-        return self._projects.keys()
 
     @asynccontextmanager
     async def admitted(self, project_id: str) -> AsyncIterator[None]:

@@ -17,7 +17,7 @@ from api.http.grader_loop import GraderLoop
 from api.http.json_bodies import UniqueKeysRouter
 from api.http.json_responses import JSON
 from api.http.large_bodies import LargeBodies
-from api.http.middleware import BodyLimit, RequestHeaders
+from api.http.middleware import RequestHeaders
 from api.http.openapi import Documented
 from api.http.rate_limits import LocalRates, Rates
 from api.http.request_metrics import Measured
@@ -64,8 +64,10 @@ from api.resources import (
     usage,
     webhooks,
 )
+from core.asgi import BodyLimit, CutRequests
 from core.database.engine import Database, Send
 from core.registry import Registry
+from core.reloaded import Reloaded
 from core.settings import Settings
 from core.storage.store import BlobStore
 from graders.backends import Backends
@@ -76,14 +78,15 @@ MAX_JSON_BYTES = 2 << 20
 SMALL_JSON_BYTES = 64 << 10
 STREAMED = re.compile(r"/v1/files|/v1/uploads/[^/]+/parts")
 STREAM_READERS = 4
+DESCRIPTION = "Reinforcement fine-tuning behind OpenAI's API."
 
 
 def create_app(
     settings: Settings,
     database: Database,
     blobs: BlobStore,
-    registry: Registry,
-    backends: Backends,
+    registry: Registry | Reloaded[Registry],
+    backends: Backends | Reloaded[Backends],
     send: Send,
     rates: Rates | None = None,
 ) -> FastAPI:
@@ -103,7 +106,7 @@ def create_app(
 
     app = Documented(
         title="regraft",
-        description="Reinforcement fine-tuning behind OpenAI's API.",
+        description=DESCRIPTION,
         docs_url=None,  # FastAPI's own pages would load scripts from elsewhere; /docs is api/http/docs_site.py
         redoc_url=None,
         redirect_slashes=False,
@@ -131,6 +134,12 @@ def create_app(
     app.include_router(docs_site.router(settings.docs_site))
     app.include_router(console.router(settings.console_site, single_sign_on=bool(settings.sso_header)))
     errors.add_handlers(app)
+    _add_middleware(app, settings, admission)
+    return app
+
+
+def _add_middleware(app: FastAPI, settings: Settings, admission: Admission) -> None:
+    """Add it from the innermost to the outermost."""
     app.add_middleware(
         LargeBodies,
         small=SMALL_JSON_BYTES,
@@ -147,9 +156,9 @@ def create_app(
         least_rate=settings.min_upload_bytes_per_second,
     )
     app.add_middleware(azure.AzurePaths)  # before everything that reads the path
+    app.add_middleware(CutRequests)
     app.add_middleware(RequestHeaders)
-    app.add_middleware(Measured)  # added last, so it is the outermost
-    return app
+    app.add_middleware(Measured)
 
 
 @cache

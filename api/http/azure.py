@@ -11,10 +11,11 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from api.http.deps import CurrentProject, ServiceDep
+from api.http.deps import CurrentCaller, CurrentProject, ServiceDep
 from api.resources import completions
 from api.resources.chat import ChatCreate, Inference, create_chat_completion, described
 from api.resources.completions import CompletionCreate, create_completion
+from core.errors import NoEmbeddingModel
 
 PREFIX, DEPLOYMENTS = "/openai/", "/openai/deployments/"
 
@@ -85,3 +86,9 @@ async def create_deployment_completion(
 ) -> Response:
     """Create a text completion with the model of the deployment."""
     return await create_completion(request, body, upstream)
+
+
+@router.post(DEPLOYMENTS + "{deployment:path}/embeddings")
+async def create_deployment_embedding(deployment: str, caller: CurrentCaller) -> None:
+    """Reject the request as /v1/embeddings does."""
+    raise NoEmbeddingModel(deployment)

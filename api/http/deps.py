@@ -26,7 +26,9 @@ from core.database.ids import is_tenant_id
 from core.database.tables import ApiKey, Project
 from core.errors import InvalidApiKey, ProjectNotFound, RateLimited
 from core.registry import Registry
+from core.reloaded import Reloaded, current
 from core.settings import Settings
+from core.storage.self_test import RepeatedSelfTest
 from core.storage.store import BlobStore
 from core.tenancy import keys, sessions, tenants
 from core.tenancy.audit import Actor
@@ -43,8 +45,8 @@ class Service:
     settings: Settings
     database: Database
     blobs: BlobStore
-    registry: Registry
-    backends: Backends
+    registries: Registry | Reloaded[Registry]
+    all_backends: Backends | Reloaded[Backends]
     send: Send
     rates: Rates
     admission: Admission
@@ -59,7 +61,16 @@ class Service:
     # How long a preview waits for an inference server that starts or loads the model.
     preview_load_seconds: float = 180.0
     check_seconds: float = 540.0  # of a stored grader on all of its golden cases
+    store_test: RepeatedSelfTest = field(default_factory=RepeatedSelfTest)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)  # that outlive their requests
+
+    @property
+    def registry(self) -> Registry:
+        return current(self.registries)
+
+    @property
+    def backends(self) -> Backends:
+        return current(self.all_backends)
 
 
 async def _service(request: Request) -> Service:

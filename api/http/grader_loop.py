@@ -16,8 +16,16 @@ class GraderLoop:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def run(self, grading: Coroutine[Any, Any, T]) -> T:
-        """Run `grading` and return its result. Cancellation is passed on and awaited."""
-        here, there = asyncio.get_running_loop(), self._started()
+        """Run `grading` and return its result. Cancellation is passed on and awaited.
+
+        Raises RuntimeError: the system has no thread for the loop now. The next call tries again.
+        """
+        here = asyncio.get_running_loop()
+        try:
+            there = self._started()
+        except RuntimeError:
+            grading.close()  # nothing will await it
+            raise
         ended: asyncio.Future[asyncio.Task[T]] = here.create_future()
         tasks: list[asyncio.Task[T]] = []
 
@@ -44,9 +52,13 @@ class GraderLoop:
     def _started(self) -> asyncio.AbstractEventLoop:
         with self._starting:
             if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                thread = threading.Thread(target=_run, args=[self._loop], name="graders", daemon=True)
-                thread.start()
+                loop = asyncio.new_event_loop()
+                try:
+                    threading.Thread(target=_run, args=[loop], name="graders", daemon=True).start()
+                except RuntimeError:
+                    loop.close()
+                    raise
+                self._loop = loop
             return self._loop
 
 

@@ -1,6 +1,7 @@
 """Parses JSON bodies, and says why one cannot be read: a key that an object has twice, NaN, another encoding."""
 
 import json
+import sys
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -26,6 +27,12 @@ def _read(body: bytes) -> Any:
         raise UnreadableBody(f"is not UTF-8 at byte {cause.start}; send JSON as UTF-8") from cause
     except RecursionError as cause:
         raise UnreadableBody("nests objects and arrays too deeply") from cause
+    except (json.JSONDecodeError, DuplicateKey):
+        raise  # FastAPI says where; the route names the key
+    except ValueError as cause:  # the bound of Python against quadratic time
+        raise UnreadableBody(
+            f"has an integer of more than {sys.get_int_max_str_digits():,} digits"
+        ) from cause
 
 
 def _refuse(constant: str) -> Any:

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Taken:
+class TakenToken:
     """The result of taking one token: whether it was available, and the fill level now."""
 
     allowed: bool
@@ -42,7 +42,7 @@ class Taken:
 
 
 class Rates(Protocol):
-    def take(self, project_id: str, per_minute: int) -> Taken:
+    def take(self, project_id: str, per_minute: int) -> TakenToken:
         """Take one token from the project's bucket if available."""
 
 
@@ -54,7 +54,7 @@ class LocalRates:
         self._lock = Lock()
         self._buckets: dict[str, tuple[float, float]] = {}  # tokens, and the time of that count
 
-    def take(self, project_id: str, per_minute: int) -> Taken:
+    def take(self, project_id: str, per_minute: int) -> TakenToken:
         with self._lock:
             now = self._clock()
             tokens, then = self._buckets.get(project_id, (float(per_minute), now))
@@ -62,7 +62,7 @@ class LocalRates:
             allowed = tokens >= 1
             tokens -= allowed
             self._buckets[project_id] = tokens, now
-        return Taken(allowed, tokens, per_minute)
+        return TakenToken(allowed, tokens, per_minute)
 
 
 class RedisRates:
@@ -102,17 +102,17 @@ class RedisRates:
         patience = {"socket_timeout": 0.1, "socket_connect_timeout": 0.1, "retry": Retry(NoBackoff(), 0)}
         return cls(Redis.from_url(url, **patience), clock)
 
-    def take(self, project_id: str, per_minute: int) -> Taken:
+    def take(self, project_id: str, per_minute: int) -> TakenToken:
         from redis import RedisError
 
         if self._clock() >= self._asked_again_at:
             try:
                 allowed, tokens = self._take(keys=[f"regraft:rate:{project_id}"], args=[per_minute])
-                return Taken(bool(allowed), float(tokens), per_minute)
+                return TakenToken(bool(allowed), float(tokens), per_minute)
             except RedisError as cause:
                 log.warning("Redis does not answer (%s): requests are not limited meanwhile", cause)
                 self._asked_again_at = self._clock() + self.PAUSE_S
-        return Taken(True, float(per_minute), per_minute)
+        return TakenToken(True, float(per_minute), per_minute)
 
 
 def open_rates(broker_url: str) -> Rates:

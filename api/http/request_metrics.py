@@ -37,13 +37,13 @@ class Measured:
 
         async def timed(message: Message) -> None:
             if message["type"] == "http.response.start":
-                self._tell(scope, message["status"], time.perf_counter() - started)
+                self._record_request(scope, message["status"], time.perf_counter() - started)
             await send(message)
 
         with tracing.request(scope["method"], Headers(scope=scope)):
             await self.app(scope, receive, timed)
 
-    def _tell(self, scope: Scope, status: int, seconds: float) -> None:
+    def _record_request(self, scope: Scope, status: int, seconds: float) -> None:
         route = route_of(scope)
         tracing.answered(scope["method"], route, status, scope.get("state", {}).get("request_id", ""))
         REQUESTS.labels(route, method_of(scope), f"{status // 100}xx").observe(seconds)

@@ -7,7 +7,7 @@ from api.http.deps import Service
 from api.http.large_bodies import body_is_read
 from core.database.tables import Project
 from core.errors import InvalidRequest, ServiceError
-from core.response_format import ResponseFormat, held_to
+from core.response_format import ResponseFormat, response_schema
 from graders import complaints
 from graders.hazards import table
 from graders.hazards.pool import OWNER, HazardFailed, LimitExceeded, shared
@@ -18,7 +18,7 @@ async def refuse_unusable_schema(
 ) -> None:
     """As `refuse_unusable_schemas`, for the schema of a response format, if there is one."""
     if form is not None:
-        schema = (f"{param}.json_schema.schema", held_to(form.json_schema.schema_))
+        schema = (f"{param}.json_schema.schema", response_schema(form.json_schema.schema_))
         await refuse_unusable_schemas((schema,), service, project)
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from fastapi import Query
-from pydantic import BaseModel, GetJsonSchemaHandler, model_validator
+from pydantic import BaseModel, Field, GetJsonSchemaHandler, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
@@ -36,8 +36,13 @@ class Body(StrictModel):
         try:
             text = json.dumps(sent, allow_nan=False, ensure_ascii=False)
             text.encode()
-        except (ValueError, RecursionError) as problem:
-            raise ValueError(f"the body contains a value that JSON does not allow: {problem}") from None
+        except UnicodeEncodeError as problem:
+            lone = ascii(problem.object[problem.start])
+            raise ValueError(f"the body contains the lone surrogate {lone}, which is not text") from None
+        except RecursionError:
+            raise ValueError("the body nests objects and arrays too deeply") from None
+        except ValueError:  # 1e999
+            raise ValueError("the body contains a number beyond 1.8e308, which is infinity") from None
         if len(text) > _FEW:
             _refuse_many_keys(sent)
         return sent
@@ -126,5 +131,7 @@ def ends(page: Page[Any]) -> dict[str, str | None]:
 
 
 class Money(BaseModel):
+    """An amount of money."""
+
     amount: float
-    currency: str  # ISO 4217
+    currency: Annotated[str, Field(description="ISO 4217.")]

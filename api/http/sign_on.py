@@ -65,10 +65,10 @@ def identify(request: Request, settings: Settings) -> Identity:
         if settings.sso_header in request.headers:
             log.warning("%s names a user in %s and is no trusted proxy", peer, settings.sso_header)
         raise InvalidApiKey("This request did not come through the proxy of the single sign-on.")
-    user = _one(request, settings.sso_header)
+    user = _only_header(request, settings.sso_header)
     groups: frozenset[str] = frozenset()
     if settings.sso_groups_header and settings.sso_groups_header in request.headers:
-        listed = _one(request, settings.sso_groups_header, may_be_empty=True).split(",")
+        listed = _only_header(request, settings.sso_groups_header, may_be_empty=True).split(",")
         groups = frozenset(name.strip() for name in listed if name.strip())
     if "," in user or len(user) > MAX_USER:
         raise InvalidApiKey(f"The proxy's header {settings.sso_header} does not name one user.")
@@ -88,7 +88,7 @@ def require_same_user(request: Request, settings: Settings, key: ApiKey) -> None
         raise InvalidApiKey("The session belongs to another user or another access. Log in again.")
 
 
-def _one(request: Request, name: str, *, may_be_empty: bool = False) -> str:
+def _only_header(request: Request, name: str, *, may_be_empty: bool = False) -> str:
     """The value of a header that the proxy must have set exactly once."""
     values = request.headers.getlist(name)
     if len(values) != 1:

@@ -60,7 +60,7 @@ class ResolvedReference(NamedTuple):
             return cls(sent["name"], sent["version"], sent["grader"])
         return None
 
-    def shown(self) -> dict[str, str]:
+    def reference(self) -> dict[str, str]:
         return {"name": self.name, "version": self.version}
 
 

@@ -14,9 +14,9 @@ from sqlalchemy.orm import Session
 
 from api.http.deps import Service
 from api.pipelines.stages import Advance
+from core.claims import Claim, LeaseLost
 from core.database.ids import new_id
 from core.database.tables import Pipeline
-from core.jobs.claim import Claim, LeaseLost
 from core.pipelines import lifecycle
 
 log = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ AT_ONCE, PER_PROJECT = 8, 2
 
 @dataclass
 class HandBack:
-    """How many seconds after its hold a pipeline is due again."""
+    """How many seconds after its release a pipeline is due again."""
 
     after: float
 
@@ -48,7 +48,7 @@ class PipelineDriver:
                 tasks.start_soon(self._run_one_at_a_time)
 
     async def _run_one_at_a_time(self) -> None:
-        """What fails is logged and tried again."""
+        """Advance due pipelines, one after the other. A failure is logged, and the pipeline is tried again."""
         while True:
             claimed = await self._next_due()
             try:
@@ -79,7 +79,7 @@ class PipelineDriver:
 
     async def _advance(self, claim: Claim, project_id: str) -> None:
         try:
-            async with self._held(claim) as hand_back:
+            async with self._with_lease(claim) as hand_back:
                 hand_back.after = max(hand_back.after, await Advance(self.service, claim).run())
         except LeaseLost as lost:
             log.info("%s", lost)
@@ -101,9 +101,9 @@ class PipelineDriver:
             return claimed
 
     def _claim(self, busy: Sequence[str]) -> tuple[Claim, str] | None:
-        due = lifecycle.due_of_others(busy)
+        free = lifecycle.free(Pipeline, busy)
         with self.service.database.read() as session:  # without a write while there is nothing to do
-            if session.scalar(select(Pipeline.seq).where(due).limit(1)) is None:
+            if session.scalar(select(Pipeline.seq).where(free).limit(1)) is None:
                 return None
 
         def claim(session: Session) -> tuple[Claim, str] | None:
@@ -119,8 +119,8 @@ class PipelineDriver:
             return write(session)
 
     @asynccontextmanager
-    async def _held(self, claim: Claim) -> AsyncIterator["HandBack"]:
-        """Renew the hold while the block runs, then hand the pipeline back until the next round."""
+    async def _with_lease(self, claim: Claim) -> AsyncIterator["HandBack"]:
+        """Renew the lease while the block runs, then hand the pipeline back until the next round."""
         hand_back = HandBack(self.service.settings.reconcile_seconds)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._renew, claim)
@@ -130,17 +130,22 @@ class PipelineDriver:
             except Exception as cause:  # outside of the task group, which would wrap it
                 failure = cause
             tasks.cancel_scope.cancel()
-        with suppress(Exception):  # the hold ends by itself
-            await to_thread.run_sync(
-                self._written, lambda session: lifecycle.hold(session, claim, seconds=hand_back.after)
-            )
+        with suppress(Exception):  # the lease ends by itself
+            await to_thread.run_sync(self._release, claim, hand_back.after)
         if failure is not None:
             raise failure
 
+    def _release(self, claim: Claim, after: float) -> None:
+        with lifecycle.fenced(self.service.database, claim) as (session, pipeline):
+            lifecycle.release(session, pipeline, after)
+
     async def _renew(self, claim: Claim) -> None:
+        def renew(session: Session) -> bool:
+            return lifecycle.heartbeat(session, claim, lifecycle.LEASE_SECONDS)
+
         while True:
-            await anyio.sleep(lifecycle.HOLD_SECONDS / 3)
+            await anyio.sleep(lifecycle.LEASE_SECONDS / 3)
             try:
-                await to_thread.run_sync(self._written, lambda session: lifecycle.hold(session, claim))
+                await to_thread.run_sync(self._written, renew)
             except Exception as cause:
-                log.warning("could not renew the hold on %s: %r", claim.job_id, cause)
+                log.warning("could not renew the lease on %s: %r", claim.job_id, cause)

@@ -1,4 +1,4 @@
-"""What each kind of stage does when it starts, and when what it has started has ended."""
+"""The actions of each kind of stage: when it starts, and when its job, file or eval run has ended."""
 
 import json
 import logging
@@ -17,20 +17,22 @@ from api.resources.estimates import in_reader
 from api.resources.eval_requests import RunCreate
 from api.resources.job_body import JobCreate
 from api.resources.pipeline_requests import MixStage, SampleStage, SelectStage, of_pipeline, parsed_job
+from core.claims import Claim, LeaseLost
 from core.database.engine import Work, unit_of_work
 from core.database.tables import Eval, EvalRun, File, Job, Pipeline, Project, now
 from core.errors import NotFound, QuotaExceeded, ServiceError
 from core.evals import catalog, items, summary
 from core.evals import lifecycle as eval_runs
 from core.evals.items import MAX_ROWS
-from core.jobs.claim import Claim, LeaseLost
 from core.outages import Resource, outage
+from core.outbound.http import is_passing
 from core.pipelines import graph, lifecycle, rows
 from core.pipelines.lifecycle import Stage
 from core.storage import files
 from core.storage.datasets import LineError, numbered_lines, read_objects
 from core.storage.disk import count_refusal
 from core.storage.store import BlobNotFound
+from core.storage.uncommitted import Uncommitted
 from core.tenancy import tenants
 from core.tenancy.audit import Actor
 from graders.spec import dump
@@ -65,10 +67,9 @@ class Advance:
         self._pause = 0.0
         pipeline = await to_thread.run_sync(self._read)
         if (await to_thread.run_sync(lambda: self.project)).archived_at is not None:
-            await self._write(lambda work, row: lifecycle.cancel(work, row), pipeline.status)
+            await self._write(lambda work, row: lifecycle.cancel(work, row))
             return 0.0
         if pipeline.status == "paused":
-            await self._write(lambda work, row: lifecycle.pause_validated(work, row), "paused")
             return 0.0
         for stage in pipeline.stages:
             if stage["status"] == "running":
@@ -81,7 +82,7 @@ class Advance:
         return self._pause
 
     async def _guarded(self, stage: Stage, act: Callable[[Stage], Any]) -> None:
-        """A mistake of the user fails the stage. What passes by itself is noted, and tried again."""
+        """Call `act`. A mistake of the user fails the stage; after a temporary failure it is tried again."""
         try:
             await act(stage)
         except LeaseLost:
@@ -91,7 +92,7 @@ class Advance:
         except QuotaExceeded as limit:  # until work of the project has ended, or its user has freed storage
             await self._back_off(stage, {"note": limit.message, "waiting_since": None})
         except ServiceError as cause:
-            if cause.status_code == 429 or cause.status_code >= 500:
+            if is_passing(cause.status_code):
                 await self._try_again(stage, cause.message, cause)
             else:
                 await self._fail(stage, cause.code or "invalid_stage", cause.message)
@@ -108,8 +109,8 @@ class Advance:
         """After an error of the service: at most MAX_ERRORS times, beside those within the patience with an outage.
 
         Args:
-            note: what is unavailable; None: the error does not pass by itself.
-            error: what the stage fails with in the end.
+            note: the unavailable resource; None: the error is not temporary.
+            error: the error of the stage if no further try succeeds.
         """
         is_patient, errors = False, stage.get("errors", 0)
         changes: Stage = {"note": note or "The service had an error; the stage is tried again."}
@@ -142,7 +143,7 @@ class Advance:
 
     @cached_property
     def author(self) -> Actor:
-        """Who created the pipeline, on whose behalf its stages start."""
+        """The creator of the pipeline, on whose behalf its stages start."""
         return Actor(self._read().actor, self.project.organization_id, self.project.id)
 
     @cached_property
@@ -150,12 +151,12 @@ class Advance:
         with self.service.database.read() as session:
             return tenants.get_project(session, self._read().project_id)
 
-    async def _write(self, change: Callable[[Work, Pipeline], T], status: str = "running") -> T:
-        """Change the pipeline in one transaction, if it is still held and has this status."""
+    async def _write(self, change: Callable[[Work, Pipeline], T]) -> T:
+        """Change the pipeline in one transaction, if it is still held."""
 
         def write() -> T:
             with unit_of_work(self.service.database, self.service.send, self.author) as work:
-                return change(work, lifecycle.fenced(work.session, self.claim, status))
+                return change(work, lifecycle.locked(work.session, self.claim))
 
         return await to_thread.run_sync(write)
 
@@ -179,21 +180,18 @@ class Advance:
         accepted = await to_thread.run_sync(job_checks.accept, body, service, project)
         preview = await to_thread.run_sync(job_checks.preview_of, body, accepted.model, project, service)
         parts = None if body.validation_split is None else await self._split(body, body.validation_split)
-        kept: list[str] = []
+        uncommitted = Uncommitted(service.blobs, *(() if parts is None else parts.keys()))
 
         def create(work: Work, row: Pipeline) -> None:
             job = jobs.added(work, body, accepted, project, service, parts, preview)
-            kept.extend(filter(None, (job.training_file, job.validation_file)))
             lifecycle.started(row, stage["name"], job_id=job.id)
+            if parts is not None:
+                uncommitted.keep(*parts.keys(job.training_file, job.validation_file))
 
         try:
             await self._write(create)
-        except BaseException:
-            kept.clear()
-            raise
         finally:
-            if parts is not None:
-                await to_thread.run_sync(validation_split.discard, service, parts, kept)
+            await to_thread.run_sync(uncommitted.close)
 
     async def _split(self, body: JobCreate, share: float) -> validation_split.SplitFiles:
         made = partial(
@@ -215,23 +213,12 @@ class Advance:
 
         def prepared() -> File:
             content = self._most(rows.prompts(self._objects(asked.file), asked.n), asked.n)
-            return self._stored(f"{pipeline.id}.{stage['name']}.prompts.jsonl", content, purpose="evals")
+            return self._store_file(f"{pipeline.id}.{stage['name']}.prompts.jsonl", content, purpose="evals")
 
-        file = await in_reader(service, project, partial(self._made, prepared))
-        added = False
+        file = await in_reader(service, project, partial(self._create_file, prepared))
+        uncommitted = Uncommitted(service.blobs, file.blob_key)
         try:
-            run = RunCreate.model_validate(
-                {
-                    "data_source": {
-                        "type": "completions",
-                        "model": asked.model,
-                        "source": {"type": "file_id", "id": file.id},
-                        "input_messages": {"type": "item_reference", "item_reference": "item.messages"},
-                        "sampling_params": spec.get("sampling_params") or {},
-                    },
-                    "budget": spec.get("budget"),
-                }
-            )
+            run = _sampling_run(asked.model, file, spec)
             await eval_checks.refuse_run(run, {}, criteria, service, project)
 
             def checked() -> int:
@@ -264,12 +251,11 @@ class Advance:
                 limits = tenants.limits(project, service.settings.default_limits)
                 tenants.refuse_eval_run_beyond(work.session, project.id, limits)
                 lifecycle.started(row, stage["name"], eval_id=made.id, run_id=eval_run.id)
+                uncommitted.keep_all()
 
             await self._write(create)
-            added = True
         finally:
-            if not added:
-                await to_thread.run_sync(service.blobs.discard, file.blob_key)
+            await to_thread.run_sync(uncommitted.close)
 
     # Following.
 
@@ -299,9 +285,12 @@ class Advance:
         with self.service.database.read() as session:
             return session.scalars(select(Job).where(Job.id == job_id)).one()
 
-    async def _follow_sampling(self, stage: Stage) -> None:
+    def _eval_run(self, run_id: str) -> EvalRun:
         with self.service.database.read() as session:
-            run = session.scalars(select(EvalRun).where(EvalRun.id == stage["run_id"])).one()
+            return session.scalars(select(EvalRun).where(EvalRun.id == run_id)).one()
+
+    async def _follow_sampling(self, stage: Stage) -> None:
+        run = await to_thread.run_sync(self._eval_run, stage["run_id"])
         name = stage["name"]
 
         def forget_prompts(work: Work) -> None:
@@ -313,7 +302,7 @@ class Advance:
 
             def answers() -> Iterator[rows.Row]:
                 with self.service.database.read() as session:
-                    where = items.stored(session, run.id)
+                    where = items.items_of_run(session, run.id)
                 for item in items.find(self.service.blobs, where):
                     if (row := rows.answered(item, spec.n)) is not None:
                         yield row
@@ -374,11 +363,11 @@ class Advance:
                 count += 1
                 yield row
 
-        def stored() -> File:
-            return self._stored(f"{self.claim.job_id}.{name}.jsonl", counted(), purpose=files.FINE_TUNE)
+        def store() -> File:
+            return self._store_file(f"{self.claim.job_id}.{name}.jsonl", counted(), purpose=files.FINE_TUNE)
 
-        file = await in_reader(service, project, partial(self._made, stored))
-        added = False
+        file = await in_reader(service, project, partial(self._create_file, store))
+        uncommitted = Uncommitted(service.blobs, file.blob_key)
         try:
             if count == 0:
                 raise StageFailed(if_empty)
@@ -387,20 +376,19 @@ class Advance:
                 self._add(work, file)
                 lifecycle.succeeded(row, name, file=file.id, rows=count)
                 then(work)
+                uncommitted.keep_all()
 
             await self._write(finish)
-            added = True
         finally:
-            if not added:
-                await to_thread.run_sync(service.blobs.discard, file.blob_key)
+            await to_thread.run_sync(uncommitted.close)
 
-    def _made(self, make: Callable[[], File]) -> File:
+    def _create_file(self, make: Callable[[], File]) -> File:
         try:
             return make()
         except (ValueError, KeyError, files.FileDamaged, BlobNotFound) as cause:
             raise StageFailed(f"The file could not be made: {cause}") from cause
 
-    def _stored(self, filename: str, content: Iterable[rows.Row | bytes], *, purpose: str) -> File:
+    def _store_file(self, filename: str, content: Iterable[rows.Row | bytes], *, purpose: str) -> File:
         lines = self._within_storage(bounded(content, self.service.settings.max_upload_bytes))
         return files.put(self.service.blobs, self.project.id, filename, lines, purpose=purpose)
 
@@ -454,6 +442,18 @@ class Advance:
             if line is None:
                 raise StageFailed(f"{file_id}: line {number} is too long.")
             yield line
+
+
+def _sampling_run(model: str, file: File, spec: Mapping[str, Any]) -> RunCreate:
+    """The request of an eval run that samples the prompts of the file."""
+    source = {
+        "type": "completions",
+        "model": model,
+        "source": {"type": "file_id", "id": file.id},
+        "input_messages": {"type": "item_reference", "item_reference": "item.messages"},
+        "sampling_params": spec.get("sampling_params") or {},
+    }
+    return RunCreate.model_validate({"data_source": source, "budget": spec.get("budget")})
 
 
 def bounded(content: Iterable[rows.Row | bytes], most: int) -> Iterator[bytes]:

@@ -4,7 +4,6 @@ The API resolves a name to weights for this project and forwards the request to 
 response are relayed as the client reads them, and a client that disconnects aborts the request.
 """
 
-import json
 import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Iterator
@@ -22,13 +21,12 @@ from api.http.json_responses import encode
 from api.http.openapi import refusals
 from api.http.schema_checks import refuse_unusable_schemas
 from api.http.shapes import Body
+from core.asgi import UNBUFFERED, until_gone
 from core.chat import Adapter, Chat, Served
 from core.database.tables import Checkpoint, Project
-from core.disconnect import until_gone
 from core.errors import AliasTargetNotFound, InvalidParameter, ModelNotFound, ServiceError
-from core.event_stream import UNBUFFERED
-from core.inference import InferenceNotReady, address_of, not_served
-from core.response_format import ResponseFormat, held_to
+from core.inference import InferenceNotReady, address_of, is_error, is_unreached, not_served
+from core.response_format import ResponseFormat, response_schema
 from core.results import model_aliases, tuned_models
 from core.settings import Settings
 from core.storage.store import BlobNotFound, BlobStore
@@ -103,11 +101,14 @@ class ChatCreate(Chat, Generation):
     def schemas(self) -> Iterator[tuple[str, str]]:
         """The schemas that an answer is held to, in the format of the samplers, with their parameters."""
         if isinstance(self.response_format, ResponseFormat):
-            yield "response_format.json_schema.schema", held_to(self.response_format.json_schema.schema_)
+            yield (
+                "response_format.json_schema.schema",
+                response_schema(self.response_format.json_schema.schema_),
+            )
         if self.tool_choice not in (None, "none", "auto"):
             for number, tool in enumerate(self.tools or ()):
                 if tool.function.parameters:
-                    yield f"tools[{number}].function.parameters", held_to(tool.function.parameters)
+                    yield f"tools[{number}].function.parameters", response_schema(tool.function.parameters)
 
 
 def forwarded(request: Body, fields: set[str], served: Served) -> dict[str, Any]:
@@ -124,11 +125,9 @@ def meaningful(request: Body, fields: set[str]) -> dict[str, Any]:
 class Upstream:
     """The connections of one API process to the inference servers. Belongs to one event loop."""
 
-    def __init__(
-        self, settings: Settings, *, patience: float = START_PATIENCE, timeout: httpx.Timeout = TIMEOUT
-    ) -> None:
+    def __init__(self, settings: Settings, *, timeout: httpx.Timeout = TIMEOUT) -> None:
         self.url = settings.inference_url
-        self.patience = patience
+        self.patience = START_PATIENCE
         self.timeout = timeout
         # Uncompressed: the bytes are relayed unchanged, so no proxy may compress them.
         self.headers = {"authorization": f"Bearer {settings.inference_key}", "accept-encoding": "identity"}
@@ -297,14 +296,14 @@ async def passed_on(request: Request, body: dict[str, Any], upstream: Upstream, 
         return Response(status_code=499)
     if answer.status_code == 200 and _is(answer, "text/event-stream") and body.get("stream"):
         return PassedOn(answer)
-    content = await until_gone(request.receive, whole(answer))
+    content = await until_gone(request.receive, read_response(answer))
     if content is None:
         return Response(status_code=499)
     kept = {name: answer.headers[name] for name in ("retry-after",) if name in answer.headers}
     return Response(content, answer.status_code, kept, answer.headers.get("content-type"))
 
 
-async def whole(answer: httpx.Response) -> bytes:
+async def read_response(answer: httpx.Response) -> bytes:
     """Read the body of a response and close it.
 
     Raises:
@@ -321,8 +320,8 @@ async def whole(answer: httpx.Response) -> bytes:
         await answer.aclose()
     if answer.status_code == 401:
         raise ServiceError("The inference server rejected the key in REGRAFT_INFERENCE_KEY.")
-    if not (_is(answer, "application/json") if answer.status_code == 200 else _is_error(content)):
-        raise _of_something_else(answer.status_code)
+    if not (_is(answer, "application/json") if answer.status_code == 200 else is_error(content)):
+        raise _of_something_else(answer.status_code, content)
     return content
 
 
@@ -330,18 +329,9 @@ def _is(answer: httpx.Response, media_type: str) -> bool:
     return str(answer.headers.get("content-type", "")).startswith(media_type)
 
 
-def _is_error(content: bytes) -> bool:
-    """Whether the body is an error in OpenAI's shape, as all errors of our inference server are."""
-    try:
-        error = json.loads(content)["error"]
-        return isinstance(error["message"], str) and "code" in error
-    except (ValueError, TypeError, LookupError):
-        return False
-
-
-def _of_something_else(status: int) -> ServiceError:
+def _of_something_else(status: int, content: bytes) -> ServiceError:
     """The error for a response of another program, whose body our clients could not parse."""
-    if status in (502, 503, 504):
+    if is_unreached(status, content):
         return InferenceNotReady(
             f"The proxy could not reach the inference server (status {status}); try again.",
             retry_after=5,

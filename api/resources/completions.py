@@ -15,7 +15,7 @@ from core.chat import Served, TextCompletion
 router = APIRouter(prefix="/completions", tags=["Chat"])
 
 
-def _one(value: Any) -> None:
+def _require_one(value: Any) -> None:
     if value not in (None, 1):
         raise ValueError("this server returns every answer that it samples: use n")
 
@@ -23,7 +23,7 @@ def _one(value: Any) -> None:
 class CompletionCreate(TextCompletion, Body):
     """The parameters that OpenAI's client may send: honored, rejected by name, or ignored."""
 
-    best_of: Annotated[None, BeforeValidator(_one)] = None
+    best_of: Annotated[None, BeforeValidator(_require_one)] = None
     suffix: Unsupported = None
     user: str | None = None  # ignored
 

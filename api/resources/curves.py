@@ -19,6 +19,8 @@ router = APIRouter(prefix="/regraft/curves", tags=["regraft"])
 
 
 class CurveOut(BaseModel):
+    """The validations of a job in order, thinned."""
+
     object: Literal["regraft.curve"] = "regraft.curve"
     job_id: str
     metric: Annotated[

@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from api.http.deps import ReadProject, Service, ServiceDep
 from api.http.openapi import FOR_ANY_KEY, refusals
@@ -15,8 +15,8 @@ from api.resources.job_body import TAKES_JOB, JobCreate
 from api.resources.job_checks import preview_of, refuse_unusable, start, usable_model
 from api.resources.job_shapes import PreviewedOut
 from api.resources.validation_split import refuse_few_left
+from core.asgi import until_gone
 from core.database.tables import File, Preview, Project
-from core.disconnect import until_gone
 from core.errors import InvalidRequest
 from core.jobs import estimates, job_files, usage
 from core.jobs.budgets import Price
@@ -24,7 +24,7 @@ from core.jobs.estimates import PastJobs
 from core.jobs.hyperparameters import Resolved
 from core.jobs.job_files import BadFile
 from core.jobs.methods import OFFLINE
-from core.jobs.offline_hyperparameters import asked as offline_asked
+from core.jobs.offline_hyperparameters import requested_hyperparameters as offline_asked
 from core.jobs.offline_hyperparameters import resolve
 from core.model_templates import is_reasoning
 from core.registry import BaseModelEntry
@@ -52,9 +52,11 @@ class JobSize(BaseModel):
     n_epochs: int
     batch_size: int
     total_steps: int
-    estimate: dict[str, Any] | None  # in the shape of a job's estimate
-    reason: str | None  # reason for a missing estimate
-    warnings: list[str]  # accepted parameters without effect, as in the job's events
+    estimate: Annotated[dict[str, Any] | None, Field(description="In the shape of a job's estimate.")]
+    reason: Annotated[str | None, Field(description="Reason for a missing estimate.")]
+    warnings: Annotated[
+        list[str], Field(description="Accepted parameters without effect, as in the job's events.")
+    ]
 
 
 class Size(JobSize):
@@ -65,16 +67,16 @@ class Size(JobSize):
 
 
 class EstimateOut(JobSize):
-    """Jobs that sample no answers have no `group_size` and no `max_completion_tokens`."""
+    """The estimate of a job. Jobs that sample no answers have no `group_size` and no `max_completion_tokens`."""
 
     object: Literal["regraft.estimate"] = "regraft.estimate"
-    preview: PreviewedOut | None = None  # the newest preview of this request
+    preview: Annotated[PreviewedOut | None, Field(description="The newest preview of this request.")] = None
     group_size: int | None = None
     max_completion_tokens: int | None = None
 
 
 @dataclass(frozen=True)
-class Asked:
+class EstimateInputs:
     """A valid job, its size, and the history of its model."""
 
     name: str
@@ -144,7 +146,7 @@ def _estimate(body: JobCreate, project: Project, service: Service) -> EstimateOu
             param="method.type",
             code="unsupported_method",
         )
-    job = asked(body, project, service)
+    job = estimate_inputs(body, project, service)
     if job.preview is not None and job.preview.measured is not None:
         return EstimateOut(
             **job.size(),
@@ -201,7 +203,7 @@ def _offline(body: JobCreate, project: Project, service: Service) -> EstimateOut
     )
 
 
-def asked(body: JobCreate, project: Project, service: Service) -> Asked:
+def estimate_inputs(body: JobCreate, project: Project, service: Service) -> EstimateInputs:
     """Read the inputs of the job, with the validation of job creation that follows `refuse_unusable`."""
     reinforcement = body.reinforcement("A preview")
     name, _ = start(body, service, project)
@@ -225,7 +227,7 @@ def asked(body: JobCreate, project: Project, service: Service) -> Asked:
         valid_rows = validation_size(train_rows, body.validation_split, datasets.MAX_VALIDATION_ROWS)
         train_rows -= valid_rows
     hyperparameters = reinforcement.hyperparameters
-    return Asked(
+    return EstimateInputs(
         name=name,
         model=model,
         gpu_class=gpu_class,

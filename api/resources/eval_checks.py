@@ -27,7 +27,6 @@ from core.response_format import ResponseFormat, checked_bounds
 from core.results import model_aliases, tuned_models
 from core.storage import files
 from core.storage.datasets import InvalidDataset, LineError, Problems
-from core.storage.foreign_files import container_of
 from graders.build import item_paths, missing_item_paths, unusable_references
 from graders.hazards import table
 from graders.hazards.pool import OWNER, HazardFailed, LimitExceeded, shared
@@ -198,10 +197,9 @@ def count_rows(
                 break
         problems.refuse(count, 0)
     except InvalidDataset as invalid:
-        head = b"" if file is None else next(iter(service.blobs.open(file.blob_key)), b"")
-        foreign = container_of(head)
-        why = str(invalid) if foreign is None else f"{foreign.seen}; {foreign.remedy}."
-        raise InvalidRequest(f"Invalid rows in '{param}': {why}", param=param, code="invalid_rows") from None
+        raise InvalidRequest(
+            f"Invalid rows in '{param}': {invalid}", param=param, code="invalid_rows"
+        ) from None
     except files.FileDamaged as damaged:
         raise ContentDamaged(str(damaged)) from None
     if count == 0:
@@ -212,7 +210,7 @@ def count_rows(
 def _rows(body: RunCreate, file: File | None, service: Service) -> Iterator[EvalRow | LineError]:
     source = body.data_source.source
     if isinstance(source, FileContent):
-        return rows.of_content(source.stored())
+        return rows.of_content(source.as_data())
     assert file is not None
     return rows.of_file(files.read_content(service.blobs, file))
 

@@ -36,6 +36,8 @@ class Difference(BaseModel):
 
 
 class Comparison(BaseModel):
+    """Two runs of an eval: the pass rate, and the mean score of each criterion."""
+
     object: Literal["regraft.eval.comparison"] = "regraft.eval.comparison"
     eval_id: str
     runs: list[str]

@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
@@ -28,8 +27,10 @@ from core.evals import catalog, imported, lifecycle, summary
 from core.evals.items import BLOCK_ROWS, MAX_ROWS, Item, blob_key, encode
 from core.storage import files
 from core.storage.datasets import LineError, read_objects
+from core.storage.uncommitted import Uncommitted
 from core.strict import StrictModel
 from core.tenancy import tenants
+from core.text import to_json
 
 router = APIRouter(prefix="/regraft/evals/import", tags=["regraft"])
 
@@ -200,7 +201,7 @@ class _Pages:
     def __init__(self, service: Service, project: Project) -> None:
         self._service, self._project = service, project
         self.limits = tenants.limits(project, service.settings.default_limits)
-        self._written: list[str] = []
+        self.uncommitted = Uncommitted(service.blobs)
         self._bytes, self._free = 0, 0
 
     def check(self) -> None:
@@ -227,22 +228,10 @@ class _Pages:
             self._bytes += len(page.data)
             if self._bytes > self._free:
                 self.check()
-            self._written.append(key)
+            self.uncommitted.add(key)
             self._service.blobs.put_bytes(key, page.data)
             pages.append(_Stored(len(pages), key, len(block), len(page.data), page.sha256))
         return pages
-
-    @contextmanager
-    def discarded_on_failure(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self.discard()
-            raise
-
-    def discard(self) -> None:
-        """Delete what was written."""
-        self._service.blobs.discard(*self._written)
 
 
 @router.post("", status_code=201, response_model=Imported, responses=refusals(404))
@@ -269,25 +258,20 @@ async def import_eval(
         return [pages.write(_items(service, file, param)) for file, param in sources]
 
     def create(work: Work, stored: list[list[_Stored]]) -> Imported:
-        with pages.discarded_on_failure():
-            made = _create(work, body, project, stored)
-            tenants.refuse_stored_beyond(work.session, project.id, pages.limits)
+        made = _create(work, body, project, stored)
+        tenants.refuse_stored_beyond(work.session, project.id, pages.limits)
+        pages.uncommitted.keep_all()
         return made
 
     def run() -> Imported | JSONResponse:
-        with pages.discarded_on_failure():
-            stored = store()
-        # A commit that seems to fail may have succeeded: then the sweep decides about the pages.
-        made = once(partial(create, stored=stored))
-        if isinstance(made, JSONResponse):  # an earlier request has created them
-            pages.discard()
-        return made
+        with pages.uncommitted:
+            return once(partial(create, stored=store()))
 
     return await in_reader(service, project, run)
 
 
 def refuse_too_many(params: Iterable[str], most: int) -> None:
-    """Raise InvalidRequest if there are more items than `most`. For each item the parameter with its file."""
+    """Raise InvalidRequest if there are more than `most` items. `params` has the parameter of each item's file."""
     for count, param in enumerate(params, 1):
         if count > most:
             raise InvalidRequest(
@@ -313,8 +297,8 @@ def _rows(
         project_id=project.id,
         name=sent.name or "",
         metadata_=sent.metadata,
-        data_source_config=_config(_kept(sent.data_source_config)),
-        testing_criteria=[_kept(spec) for spec in sent.testing_criteria],
+        data_source_config=_config(_sent_fields(sent.data_source_config)),
+        testing_criteria=[_sent_fields(spec) for spec in sent.testing_criteria],
     )
     made.created_at = made.updated_at = now() if sent.created_at is None else sent.created_at
     catalog.create(work, made)
@@ -325,12 +309,12 @@ def _rows(
         run.eval_id = made.id
         lifecycle.create(work, run)
         work.session.add_all(EvalPage(run_id=run.id, **asdict(page)) for page in pages)
-        ids.append(imported.shown(run.id))
+        ids.append(imported.public_id(run.id))
     work.session.flush()
     return Imported(eval=EvalOut.of(made), runs=ids)
 
 
-def _kept(checked: _Exported) -> dict[str, Any]:
+def _sent_fields(checked: _Exported) -> dict[str, Any]:
     """The object as it was sent."""
     return checked.model_dump(mode="json", by_alias=True, exclude_unset=True)
 
@@ -344,7 +328,7 @@ def _config(sent: dict[str, Any]) -> dict[str, Any]:
 
 
 def _run(sent: _Run, project: Project, total: int) -> EvalRun:
-    plain = _kept(sent)
+    plain = _sent_fields(sent)
     source = plain["data_source"]
     content = None
     if isinstance(inner := source.get("source"), dict) and "content" in inner:
@@ -362,7 +346,7 @@ def _run(sent: _Run, project: Project, total: int) -> EvalRun:
         model=sent.model[:512] if sent.model else None,
         data_source=source,
         content=content,
-        content_bytes=0 if content is None else len(str(content)),
+        content_bytes=0 if content is None else len(to_json(content)),
         status=sent.status,
         finished_at=now(),  # of the import: the retention of its items begins
         error=plain.get("error"),

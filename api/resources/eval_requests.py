@@ -109,7 +109,7 @@ class Row(StrictModel):
     item: dict[str, Any]
     sample: dict[str, Any] | None = None
 
-    def stored(self) -> dict[str, Any]:
+    def as_data(self) -> dict[str, Any]:
         return {"item": self.item} | ({} if self.sample is None else {"sample": self.sample})
 
 
@@ -117,8 +117,8 @@ class FileContent(StrictModel):
     type: Literal["file_content"]
     content: Annotated[list[Row], Field(min_length=1, max_length=MAX_ROWS, fail_fast=True)]
 
-    def stored(self) -> list[dict[str, Any]]:
-        return [row.stored() for row in self.content]
+    def as_data(self) -> list[dict[str, Any]]:
+        return [row.as_data() for row in self.content]
 
 
 class FileId(StrictModel):

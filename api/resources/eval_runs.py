@@ -26,6 +26,7 @@ from core.results import evals, rollouts
 from core.results.rollout_filters import Wanted
 from core.storage import files
 from core.tenancy import tenants
+from core.text import to_json
 from graders.spec import InvalidGrader
 
 router = APIRouter(prefix="/evals", tags=["Evals"])
@@ -67,7 +68,7 @@ async def create_run(
         if file is not None:
             files.get(work.session, project.id, file.id)
         source = body.data_source
-        content = source.source.stored() if isinstance(source.source, FileContent) else None
+        content = source.source.as_data() if isinstance(source.source, FileContent) else None
         run = EvalRun(
             eval_id=made.id,
             project_id=project.id,
@@ -76,7 +77,7 @@ async def create_run(
             model=source.model if isinstance(source, SampledSource) else None,
             data_source=body.stored_source(),
             content=content,
-            content_bytes=0 if content is None else len(str(content)),
+            content_bytes=0 if content is None else len(to_json(content)),
             file_id=None if file is None else file.id,
             total=total,
             budget=None if body.budget is None else body.budget.to_row(),
@@ -240,10 +241,10 @@ def retrieve_output_item(
     return ItemOut.of(found, page, row, model=model)
 
 
-def stored_items(session: Any, made: Eval, run_id: str) -> tuple[EvalRun, items.StoredItems]:
+def stored_items(session: Any, eval_row: Eval, run_id: str) -> tuple[EvalRun, items.StoredItems]:
     """The run of a created eval and where its items are. Raises EvalNotFound."""
-    run = catalog.run_of(session, made, run_id)
-    return run, items.stored(session, run.id)
+    run = catalog.run_of(session, eval_row, run_id)
+    return run, items.items_of_run(session, run.id)
 
 
 def validation_of(service: Service, job: Job, run_id: str) -> tuple[RolloutPage, str]:
@@ -260,5 +261,5 @@ def _validation(request: Request, job: Job, page: RolloutPage, model: str) -> Ru
 
 
 def _report_url(request: Request, run: EvalRun) -> str:
-    path = f"v1/evals/{imported.shown(run.eval_id)}/runs/{imported.shown(run.id)}/output_items"
+    path = f"v1/evals/{imported.public_id(run.eval_id)}/runs/{imported.public_id(run.id)}/output_items"
     return f"{request.base_url}{path}"

@@ -51,19 +51,19 @@ class EvalOut(BaseModel):
     )
 
     @classmethod
-    def of(cls, shown: Eval | Job) -> "EvalOut":
-        return cls.of_job(shown) if isinstance(shown, Job) else cls.of_eval(shown)
+    def of(cls, source: Eval | Job) -> "EvalOut":
+        return cls.of_job(source) if isinstance(source, Job) else cls.of_eval(source)
 
     @classmethod
-    def of_eval(cls, made: Eval) -> "EvalOut":
+    def of_eval(cls, eval_row: Eval) -> "EvalOut":
         return cls(
-            id=imported.shown(made.id),
-            created_at=made.created_at,
-            updated_at=made.updated_at,
-            name=made.name,
-            data_source_config=_config(made.data_source_config),
-            testing_criteria=[hide_secrets(spec) for spec in made.testing_criteria],
-            metadata=made.metadata_,
+            id=imported.public_id(eval_row.id),
+            created_at=eval_row.created_at,
+            updated_at=eval_row.updated_at,
+            name=eval_row.name,
+            data_source_config=_config(eval_row.data_source_config),
+            testing_criteria=[hide_secrets(spec) for spec in eval_row.testing_criteria],
+            metadata=eval_row.metadata_,
         )
 
     @classmethod
@@ -136,9 +136,9 @@ class RunOut(BaseModel):
         if content is not None or rows.get("type") == "file_content":  # whose rows are deleted after a while
             source["source"] = rows | {"content": content or []}
         return cls(
-            id=imported.shown(run.id),
+            id=imported.public_id(run.id),
             created_at=run.created_at,
-            eval_id=imported.shown(run.eval_id),
+            eval_id=imported.public_id(run.eval_id),
             name=run.name,
             status=run.status,
             model=run.model or "",
@@ -227,8 +227,8 @@ class ItemOut(BaseModel):
     def of_item(cls, run: EvalRun, item: Item) -> "ItemOut":
         shown = {name: value for name, value in item.items() if name != "line"}
         return cls(
-            run_id=imported.shown(run.id),
-            eval_id=imported.shown(run.eval_id),
+            run_id=imported.public_id(run.id),
+            eval_id=imported.public_id(run.eval_id),
             **shown
             | {
                 "results": [_without_secrets(result) for result in item["results"]],

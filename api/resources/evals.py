@@ -104,7 +104,7 @@ def update_eval(eval_id: str, body: EvalUpdate, project: CurrentProject, uow: Un
         if "metadata" in body.model_fields_set:
             made.metadata_ = body.metadata
         made.updated_at = now()
-        work.record("eval.updated", imported.shown(made.id))
+        work.record("eval.updated", imported.public_id(made.id))
         return EvalOut.of(made)
 
 

@@ -28,6 +28,7 @@ from core.errors import ContentDamaged, InvalidRequest, PayloadTooLarge, Service
 from core.storage import files
 from core.storage.foreign_files import HEAD_BYTES
 from core.storage.store import BlobInfo, BlobNotFound, BlobWriter, StoreEmpty, check_not_empty
+from core.storage.uncommitted import Uncommitted
 from core.strict import StrictModel
 from core.tenancy import tenants
 
@@ -243,7 +244,7 @@ class ArrivingFile:
         self._blob_key = f"projects/{project.id}/files/{self._id}"
         self._sent: dict[str, Any] = {}
         self._stored: _Stored | None = None
-        self._kept = False
+        self._uncommitted = Uncommitted(service.blobs, self._blob_key)
 
     def open(self) -> None:
         """Check the store and the storage quota before anything is stored."""
@@ -285,17 +286,17 @@ class ArrivingFile:
             tenants.refuse_file_beyond(work.session, self._project.id, self._limits, file.bytes)
             files.share(work.session, file, twin)
             files.add(work, file)
-            return FileOut.of(file)
+            made = FileOut.of(file)
+            self._uncommitted.keep(file.blob_key)
+            return made
 
-        answer = once.about(self._sent | {"sha256": info.sha256})(create)
         # A repeated request only served for comparison, and a file with known content has the earlier blob.
-        self._kept = not isinstance(answer, JSONResponse) and file.blob_key == self._blob_key
-        return answer
+        return once.about(self._sent | {"sha256": info.sha256})(create)
 
     def abort(self) -> None:
-        if self._stored is not None and not self._kept:
+        if self._stored is not None:
             self._stored.abort()
-            self._service.blobs.discard(self._blob_key)
+            self._uncommitted.close()
 
     def _refuse_beyond(self, received: int) -> None:
         most = self._service.settings.max_upload_bytes

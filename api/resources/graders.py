@@ -14,8 +14,8 @@ from api.http.openapi import FOR_ANY_KEY, refusals
 from api.http.schema_checks import in_turn
 from api.http.shapes import Body
 from api.http.stored_graders import OrStored, ResolvesGraders
+from core.asgi import until_gone
 from core.database.tables import Project
-from core.disconnect import until_gone
 from core.errors import GraderEnvironmentMissing, InvalidRequest, Unavailable
 from core.masking import masked_path
 from core.results import lineage

@@ -21,7 +21,11 @@ async def healthz() -> dict[str, str]:
 
 @router.get("/readyz", responses=refusals(503))
 def readyz(service: ServiceDep) -> dict[str, str]:
-    """Readiness: the database has a usable schema and accepts writes, and the disks have free space."""
+    """Readiness: a usable schema, a database that accepts writes, free space on the disks, and a usable blob store.
+
+    The blob store is tested once a minute. 503: it refuses the service, as after a change of rights. While it does not
+    respond, the service stays ready, because most requests do not need it; the others receive 503.
+    """
     try:
         with service.database.read() as session:
             ready = is_ready(session.connection())
@@ -33,5 +37,7 @@ def readyz(service: ServiceDep) -> dict[str, str]:
     if not accepts_writes:
         raise HTTPException(503, READ_ONLY)
     if problem := Disks(service.settings).problem():
+        raise HTTPException(503, problem)
+    if problem := service.store_test.problem(service.settings, service.blobs):
         raise HTTPException(503, problem)
     return {"status": "ok"}

@@ -55,9 +55,9 @@ def _one_of_each(asked: list[Integration]) -> list[Integration]:
 Integrations = Annotated[list[Integration], Field(max_length=5), AfterValidator(_one_of_each)]
 
 
-def to_rows(asked: Sequence[Integration] | None, enabled: Sequence[str]) -> list[dict[str, Any]]:
+def to_rows(requested: Sequence[Integration] | None, enabled: Sequence[str]) -> list[dict[str, Any]]:
     """The integrations as the job stores them. Raise InvalidRequest for one that is not enabled."""
-    for index, integration in enumerate(asked or []):
+    for index, integration in enumerate(requested or []):
         if integration.type not in enabled:
             known = f"enabled: {', '.join(enabled)}" if enabled else "none is enabled"
             message = (
@@ -65,4 +65,4 @@ def to_rows(asked: Sequence[Integration] | None, enabled: Sequence[str]) -> list
                 "it in REGRAFT_INTEGRATIONS. Without it, the metrics are available at /v1/regraft/jobs/{id}/metrics."
             )
             raise InvalidRequest(message, param=f"integrations[{index}].type")
-    return [integration.model_dump(mode="json") for integration in asked or []]
+    return [integration.model_dump(mode="json") for integration in requested or []]

@@ -1,6 +1,6 @@
 """The body of a request for a job, as POST /v1/fine_tuning/jobs reads it."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Annotated, Any, Self
 
@@ -30,7 +30,8 @@ from core.response_format import ResponseFormat
 from core.storage.splitting import MAX_SHARE
 from core.strict import StrictModel
 from graders.build import reward_model_parts
-from graders.spec import GIVE_STEPS, GraderSpec, dump, parse_grader
+from graders.formula import Formula, FormulaError
+from graders.spec import GIVE_STEPS, GraderSpec, MultiSpec, SelectSpec, dump, parse_grader
 
 GRADER_PARAM = "method.reinforcement.grader"
 GRADER_PATH = tuple(GRADER_PARAM.split("."))
@@ -100,7 +101,7 @@ class Reinforcement(StrictModel):
 
     def stored_grader(self) -> dict[str, str] | None:
         """The name and the version of the stored grader; None: the request has a specification."""
-        return None if self._stored is None else self._stored.shown()
+        return None if self._stored is None else self._stored.reference()
 
     @model_validator(mode="after")
     def _steps_come_from_somewhere(self) -> "Reinforcement":
@@ -314,5 +315,26 @@ class JobCreate(Body):
     def warnings(self) -> list[str]:
         """One sentence for each accepted value that has no effect, or another one than it seems."""
         asked = self.method.reinforcement
-        values = [] if asked is None else asked.hyperparameters.warnings
+        values = [] if asked is None else [*asked.hyperparameters.warnings, *_unnamed_parts(asked.grader)]
         return values + ([SAME_FILE] if self.validation_file == self.training_file else [])
+
+
+def _unnamed_parts(grader: Any) -> list[str]:
+    """One sentence for each part of a multi grader that its formula does not name."""
+    if isinstance(grader, SelectSpec):
+        return [sentence for one in grader.graders.values() for sentence in _unnamed_parts(one)]
+    if not isinstance(grader, MultiSpec):
+        return []
+    return [
+        f"the part '{name}' of the grader '{grader.name}' has no effect: calculate_output does not name it."
+        for name in grader.graders
+        if _is_formula(grader.calculate_output, grader.graders.keys() - {name})
+    ]
+
+
+def _is_formula(text: str, names: Collection[str]) -> bool:
+    try:
+        Formula.parse(text, names)
+    except FormulaError:
+        return False
+    return True

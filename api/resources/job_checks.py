@@ -1,4 +1,4 @@
-"""What refuses a request for a job: its graders, models, teachers, and hyperparameters that do not fit together."""
+"""Checks of a request for a job: its graders, models, teachers, and hyperparameters that do not fit together."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -42,7 +42,7 @@ def preview_of(body: JobCreate, model: BaseModelEntry, project: Project, service
     """The preview that the request names, else the newest completed one of the same request.
 
     Raises:
-        InvalidRequest: the named one is of another request.
+        InvalidRequest: the named preview has another request.
     """
     asked = body.method.reinforcement
     if asked is None:
@@ -57,7 +57,7 @@ def preview_of(body: JobCreate, model: BaseModelEntry, project: Project, service
     wanted = previews.parts_of(body.model, model, body.method_body(), settings, training.sha256)
     with service.database.read() as session:
         if body.preview is not None:
-            return previews.named(session, project.id, body.preview, wanted)
+            return previews.preview_of_job(session, project.id, body.preview, wanted)
         return previews.matching(session, project.id, training.sha256, wanted)
 
 
@@ -242,7 +242,7 @@ def _other_shape(lora: Lora, shape: Mapping[str, Any]) -> str | None:
 
 
 def refuse_unusable_reward_models(
-    asked: Reinforcement, base_model: str, service: Service, project: Project
+    method: Reinforcement, base_model: str, service: Service, project: Project
 ) -> None:
     """Check the reward models that grade answers of a job on `base_model`.
 
@@ -250,14 +250,14 @@ def refuse_unusable_reward_models(
         TunedModelNotFound, ModelNotFound: the project may use no model of this name.
         InvalidRequest: it is no reward model, on another base model, or gives no steps to a job that needs them.
     """
-    for where, part in reward_model_parts(asked.grader, GRADER_PARAM):
+    for where, part in reward_model_parts(method.grader, GRADER_PARAM):
         param = f"{where}.model"
         with service.database.read() as session:
             model = lineage.grading_model(
                 session, project.id, part.model, base_model, service.registry, param=param
             )
-        of_steps = asked.hyperparameters.advanced.supervision == "process"
-        if of_steps and part is asked.grader and model.reward_kind != "steps":
+        of_steps = method.hyperparameters.advanced.supervision == "process"
+        if of_steps and part is method.grader and model.reward_kind != "steps":
             raise InvalidRequest(
                 f"supervision 'process' needs a grader that scores steps, and the reward model '{part.model}' gives "
                 "one score per answer: it learned from rows without step_labels.",
@@ -273,7 +273,7 @@ TEACHER_PARAM = "method.distillation.teacher.model"
 
 
 def refuse_unusable_teacher(
-    asked: Distillation, base_model: str, parent: Parent | None, service: Service, project: Project
+    method: Distillation, base_model: str, parent: Parent | None, service: Service, project: Project
 ) -> None:
     """Check the teacher of a student on `base_model`. Whether both have the same tokenizer is for the worker to say.
 
@@ -282,7 +282,7 @@ def refuse_unusable_teacher(
         InvalidRequest: it is what the student starts from, or its adapter is on another base model or has another shape
             than the student's.
     """
-    name = asked.teacher.model
+    name = method.teacher.model
     try:
         with service.database.read() as session:
             teacher_base, teacher = lineage.start_of(
@@ -290,7 +290,7 @@ def refuse_unusable_teacher(
             )
     except NotFound as absent:
         if name in service.backends.models:
-            refuse_unusable_server(asked)
+            refuse_unusable_server(method)
             return
         absent.message += (
             " A model on a server teaches once the operator has named it under [models] in REGRAFT_GRADERS_FILE "
@@ -312,7 +312,7 @@ def refuse_unusable_teacher(
         )
     if teacher_base != base_model:
         raise InvalidRequest(distillation.other_base(name, teacher_base, base_model), param=TEACHER_PARAM)
-    student = asked.hyperparameters.advanced.lora
+    student = method.hyperparameters.advanced.lora
     differs = _other_shape(student, teacher.shape)
     if differs is None and parent is not None:
         differs = next((one for one in lineage.SHAPE if parent.shape[one] != teacher.shape[one]), None)
@@ -324,31 +324,31 @@ def refuse_unusable_teacher(
         )
 
 
-def refuse_unusable_server(asked: Distillation) -> None:
+def refuse_unusable_server(method: Distillation) -> None:
     """Check what a teacher on a server cannot do. Whether it has the student's tokenizer is for the worker to say.
 
     Raises:
         InvalidRequest: the loss needs the whole vocabulary, or another temperature than 1.
     """
     path = "method.distillation.hyperparameters.advanced"
-    if isinstance(asked, distillation.OnPolicyDistillation):
+    if isinstance(method, distillation.OnPolicyDistillation):
         temperature, param = (
-            asked.hyperparameters.advanced.sampling.temperature,
+            method.hyperparameters.advanced.sampling.temperature,
             f"{path}.sampling.temperature",
         )
     else:
-        loss = asked.hyperparameters.advanced.loss
+        loss = method.hyperparameters.advanced.loss
         temperature, param = loss.temperature, f"{path}.loss.temperature"
         if loss.top_k == "auto" or loss.top_k > distillation.MAX_SERVED_TOP_K:
             raise InvalidRequest(
-                f"The teacher '{asked.teacher.model}' is on a server, which gives the probabilities of its likeliest "
+                f"The teacher '{method.teacher.model}' is on a server, which gives the probabilities of its likeliest "
                 f"tokens and not those of the whole vocabulary: set top_k, to at most "
                 f"{distillation.MAX_SERVED_TOP_K}. vLLM gives 20 unless it was started with --max-logprobs.",
                 param=f"{path}.loss.top_k",
             )
     if temperature != 1:
         raise InvalidRequest(
-            f"The teacher '{asked.teacher.model}' is on a server, which gives log-probabilities at temperature 1, not "
+            f"The teacher '{method.teacher.model}' is on a server, which gives log-probabilities at temperature 1, not "
             f"{temperature:g}.",
             param=param,
         )

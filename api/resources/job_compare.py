@@ -22,6 +22,8 @@ router = APIRouter(prefix="/regraft/jobs", tags=["regraft"])
 
 
 class ComparedJob(BaseModel):
+    """A job of a comparison."""
+
     job_id: str
     model: Annotated[str, Field(description="The delivered model; the base model before there is one.")]
     step: Annotated[
@@ -97,7 +99,7 @@ async def compare_jobs(
         pairs = job_comparison.against_first(service.blobs, [one.page for one in validations])
         price = Price.of(service.settings)
         return JobComparison(
-            jobs=[_shown(one, price) for one in validations],
+            jobs=[_compared_job(one, price) for one in validations],
             pairs=[
                 ComparedPair(
                     job_id=job.id,
@@ -116,7 +118,7 @@ async def compare_jobs(
     return await in_reader(service, project, compared)
 
 
-def _shown(validation: Validated, price: Price) -> ComparedJob:
+def _compared_job(validation: Validated, price: Price) -> ComparedJob:
     job = validation.job
     cost = price.amount(job.gpu_seconds)
     return ComparedJob(

@@ -35,7 +35,7 @@ def show_request(job_id: str, project: CurrentProject, session: ReadSession) -> 
         "suffix": job.suffix,
         "seed": job.seed,
         "metadata": job.metadata_,
-        "integrations": integrations.asked(job) or None,
+        "integrations": integrations.requested_integrations(job) or None,
         "method": {"type": job.method, job.method: method},
         "budget": {"gpu_seconds": job.budget["gpu_seconds"]} if job.budget else None,
     }

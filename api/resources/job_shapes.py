@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from api.http.shapes import Measured, SchemaOf
 from core.database.tables import Checkpoint, Event, Job
@@ -40,32 +40,48 @@ class VerdictOut(BaseModel):
     base_reward: float
     tuned_reward: float
     difference: float
-    ci_low: float | None
-    ci_high: float | None
+    ci_low: Annotated[
+        float | None,
+        Field(description="Lower end of the 95 % interval of the difference; null: too few rows."),
+    ]
+    ci_high: Annotated[float | None, Field(description="Upper end.")]
     wins: int
     losses: int
     ties: int
     rows: int
-    ungraded: int
-    step: int
-    ground: str | None = None  # null: decided by the interval alone
-    start: str | None = None  # the tuned model that the job trained further; null: the base model
-    held_out: bool = True  # false: the validation file is the training file
+    ungraded: Annotated[
+        int, Field(description="Rows that are left out because one of the two has no graded answer.")
+    ]
+    step: Annotated[int, Field(description="Of the delivered checkpoint.")]
+    ground: Annotated[
+        str | None, Field(description="The damage that makes it worse; null: decided by the interval alone.")
+    ] = None
+    start: Annotated[
+        str | None, Field(description="The tuned model that the job trained further; null: the base model.")
+    ] = None
+    held_out: Annotated[bool, Field(description="False: the validation file is the training file.")] = True
 
 
 class ResultOut(BaseModel):
     """The validation of the delivered checkpoint. Lists, pages and commands show these numbers as the job's result."""
 
-    step: int
+    step: Annotated[int, Field(description="Of the delivered checkpoint.")]
     metric: Literal["full_valid_mean_reward", "full_valid_loss"]
-    start: float | None  # of the model that the job started from; null: it was not validated
+    start: Annotated[
+        float | None, Field(description="Of the model that the job started from; null: it was not validated.")
+    ]
     value: float
 
 
 class ProgressOut(BaseModel):
     """The work of the job's run inside of its step, about a second ago."""
 
-    step: int | None  # null: no step has begun. 0: the validation of the model that the job starts from
+    step: Annotated[
+        int | None,
+        Field(
+            description="null: no step has begun. 0: the validation of the model that the job starts from."
+        ),
+    ]
     phase: Literal[
         "loading",
         "starting the sampler",
@@ -81,11 +97,14 @@ class ProgressOut(BaseModel):
         "waiting for the name server",
         "waiting for the main memory",
         "waiting for the inference server",
+        "waiting for the grader's server",
         "waiting for the teacher",
     ]
-    done: int | None  # answers of this phase, or rows of a file; null: none are counted
+    done: Annotated[
+        int | None, Field(description="Answers of this phase, or rows of a file; null: none are counted.")
+    ]
     of: int | None
-    since: int  # Unix time in seconds
+    since: Annotated[int, Field(description="Unix time in seconds.")]
 
 
 class JobErrorOut(BaseModel):
@@ -108,7 +127,9 @@ class PreviewedOut(BaseModel):
     answers: int
     passed: int
     mean_reward: float | None
-    signal: float  # the expected share of groups with signal at the job's group size
+    signal: Annotated[
+        float, Field(description="The expected share of groups with signal at the job's group size.")
+    ]
     verdict: str
 
 
@@ -152,7 +173,10 @@ class JobOut(BaseModel):
     def of(
         cls, job: Job, price: Price, place: fairness.QueuePosition | None, result: JobResult | None
     ) -> "JobOut":
-        """From the row, its place and its result. `render` reads those of a hundred jobs with one query each."""
+        """Build it from the row, its place in the queue and its result.
+
+        `render` reads the places and the results of a hundred jobs with one query each.
+        """
         asked = integrations.of_method(job)
         parent = Parent.of(job)
         shown = asked | {"hyperparameters": render_hyperparameters(job)}
@@ -182,7 +206,7 @@ class JobOut(BaseModel):
             queue=None if place is None else QueueOut(position=place.position, reason=place.reason),
             eval_id=evals.eval_id(job.id) if evals.has_eval(job) else None,
             budget=budgets.render(job),
-            lineage=None if parent is None else parent.shown() | {"base_model": job.model},
+            lineage=None if parent is None else parent.as_data() | {"base_model": job.model},
             result=None if result is None else ResultOut.model_validate(asdict(result)),
             verdict=None if job.verdict is None else VerdictOut(**job.verdict),
             progress=lifecycle.progress_of(job),
@@ -243,16 +267,16 @@ SCALED = {"learning_rate": "learning_rate_multiplier", "group_size": "compute_mu
 def render_hyperparameters(job: Job) -> dict[str, Any]:
     """The requested hyperparameters, "auto" included, and their resolved values once a run has resolved them.
 
-    A request may have all of it. So a multiplier of the request stays what its number comes from.
+    A clone may send all of them. So a value that a requested multiplier scales is left out.
     """
     asked: dict[str, Any] = job.body["hyperparameters"]
     resolved = job.resolved
     if resolved is None:
         return asked
     if methods.variant(job.method, job.body) in methods.OFFLINE:
-        return offline_hyperparameters.shown(asked, resolved)
+        return offline_hyperparameters.with_resolved_values(asked, resolved)
     if job.method == distillation.METHOD:
-        return distillation.shown(asked, resolved)
+        return distillation.with_resolved_values(asked, resolved)
     # OpenAI's own names stay at the top level, where its users expect them.
     known = {name: value for name, value in resolved.items() if name in asked}
     hidden = {name for name, by in SCALED.items() if asked.get(by, "auto") != "auto"}

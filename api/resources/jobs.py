@@ -2,6 +2,7 @@
 
 import re
 import secrets
+from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Literal
 
@@ -24,6 +25,7 @@ from core.jobs import events, fairness, integrations, lifecycle
 from core.jobs.budgets import Price
 from core.results import job_results, previews, tuned_models
 from core.storage import files
+from core.storage.uncommitted import Uncommitted
 from core.tenancy import tenants
 
 router = APIRouter(prefix="/fine_tuning/jobs", tags=["Fine-tuning"])
@@ -31,7 +33,7 @@ router = APIRouter(prefix="/fine_tuning/jobs", tags=["Fine-tuning"])
 
 def render(session: Session, service: Service, *some: Job) -> list[JobOut]:
     """The jobs as the API shows them, with a fixed number of queries for all of them."""
-    places = fairness.places(session, some, service.settings.default_limits)
+    places = fairness.places(session, some, service.settings.default_limits, service.settings.pod_classes)
     price = Price.of(service.settings)
     results = job_results.results(session, some)
     return [JobOut.of(job, price, places.get(job.id), results.get(job.id)) for job in some]
@@ -57,14 +59,8 @@ def _created_with_split(
     parts = validation_split.split(
         service, project, body.training_file, share, method.type, learns_from_file=method.learns_from_file
     )
-    kept: tuple[str, ...] = ()
-    try:
-        made = _created(body, project, service, once, parts)
-        if isinstance(made, JobOut):
-            kept = tuple(filter(None, (made.training_file, made.validation_file)))
-        return made
-    finally:
-        validation_split.discard(service, parts, kept)
+    with Uncommitted(service.blobs, *parts.keys()) as uncommitted:
+        return _created(body, project, service, once, parts, uncommitted)
 
 
 def _created(
@@ -73,13 +69,17 @@ def _created(
     service: Service,
     once: Once,
     parts: validation_split.SplitFiles | None = None,
+    uncommitted: Uncommitted | None = None,
 ) -> JobOut | JSONResponse:
     accepted = accept(body, service, project)
     preview = preview_of(body, accepted.model, project, service)
 
     def create(work: Work) -> JobOut:
         job = added(work, body, accepted, project, service, parts, preview)
-        return render(work.session, service, job)[0]
+        made = render(work.session, service, job)[0]
+        if parts is not None and uncommitted is not None:
+            uncommitted.keep(*parts.keys(job.training_file, job.validation_file))
+        return made
 
     return once(create)
 
@@ -163,29 +163,33 @@ def retrieve_job(job_id: str, project: CurrentProject, session: ReadSession, ser
 @router.post("/{job_id}/cancel", responses=refusals(400))
 def cancel_job(job_id: str, project: CurrentProject, service: ServiceDep, uow: UnitOfWork) -> JobOut:
     """Cancel a job permanently."""
-    with uow() as work:
-        job = lifecycle.get(work.session, project.id, job_id)
-        lifecycle.cancel(work, job)
-        return render(work.session, service, job)[0]
+    return _changed(job_id, project, service, uow, lifecycle.cancel)
 
 
 @router.post("/{job_id}/pause", responses=refusals(400))
 def pause_job(job_id: str, project: CurrentProject, service: ServiceDep, uow: UnitOfWork) -> JobOut:
     """Pause a job at its next checkpoint."""
-    with uow() as work:
-        job = lifecycle.get(work.session, project.id, job_id)
-        lifecycle.pause(work, job)
-        return render(work.session, service, job)[0]
+    return _changed(job_id, project, service, uow, lifecycle.pause)
 
 
 @router.post("/{job_id}/resume", responses=refusals(400))
 def resume_job(job_id: str, project: CurrentProject, service: ServiceDep, uow: UnitOfWork) -> JobOut:
     """Resume a paused job from its last checkpoint."""
-    with uow() as work:
-        job = lifecycle.get(work.session, project.id, job_id)
+
+    def resume(work: Work, job: Job) -> None:
         lifecycle.resume(work, job)
         limits = tenants.limits(project, service.settings.default_limits)
         tenants.refuse_job_beyond(work.session, project.id, limits)
+
+    return _changed(job_id, project, service, uow, resume)
+
+
+def _changed(
+    job_id: str, project: Project, service: Service, uow: UnitOfWork, change: Callable[[Work, Job], object]
+) -> JobOut:
+    with uow() as work:
+        job = lifecycle.get(work.session, project.id, job_id)
+        change(work, job)
         return render(work.session, service, job)[0]
 
 

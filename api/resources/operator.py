@@ -37,7 +37,19 @@ class TaskOut(BaseModel):
     ]
 
 
+class FindingOut(BaseModel):
+    """A check of `regraft-server doctor` as it last ended on the worker's machine."""
+
+    check: str
+    state: Literal["ok", "warning", "failed", "skipped"]
+    text: str
+    remedy: Annotated[str, Field(description="Empty unless it failed or warns.")]
+    checked_at: int
+
+
 class WorkerOut(BaseModel):
+    """A worker of the service, as it last reported itself."""
+
     object: Literal["regraft.worker"] = "regraft.worker"
     name: Annotated[str, Field(description="Host and process id, as attempts have it.")]
     host: str
@@ -55,6 +67,12 @@ class WorkerOut(BaseModel):
     gpus: list[GpuOut]
     memory_used_bytes: Annotated[int | None, Field(description="Of the host, or of the container.")]
     memory_total_bytes: int | None
+    findings: Annotated[
+        list[FindingOut],
+        Field(
+            description="Of `regraft-server doctor`. Empty: it has not run on this machine with this data folder."
+        ),
+    ]
     tasks: list[TaskOut]
 
     @classmethod
@@ -68,6 +86,7 @@ class WorkerOut(BaseModel):
             started_at=int(worker.started_at),
             last_seen_at=int(worker.seen_at),
             silent_seconds=round(seen.silent_seconds, 1),
+            findings=[FindingOut(**one | {"checked_at": int(one["checked_at"])}) for one in worker.findings],
             tasks=[
                 TaskOut(
                     kind=task.kind,
@@ -82,6 +101,8 @@ class WorkerOut(BaseModel):
 
 
 class WorkQueueOut(BaseModel):
+    """A queue of the service."""
+
     object: Literal["regraft.queue"] = "regraft.queue"
     kind: Literal["jobs", "validations", "eval_runs"]
     gpu_class: Annotated[str | None, Field(description="null: workers of every class take from it.")]
@@ -108,5 +129,5 @@ def list_workers(project: OperatorProject, session: ReadSession) -> Listing[Work
 def list_queues(project: OperatorProject, session: ReadSession, service: ServiceDep) -> Listing[WorkQueueOut]:
     """List the queues: of the jobs of each GPU class, of validations, and of eval runs."""
     seen = workers.listed(session)
-    found = queues.queues(session, service.settings.default_limits, seen)
+    found = queues.queues(session, service.settings.default_limits, seen, service.settings.pod_classes)
     return Listing(data=[WorkQueueOut.of(queue) for queue in found])

@@ -54,8 +54,8 @@ class NewKeyOut(KeyOut):
     value: str  # shown only in this response
 
     @classmethod
-    def made(cls, made: NewKey) -> "NewKeyOut":
-        return cls(**_fields(made.key), value=made.token)
+    def of_key(cls, created: NewKey) -> "NewKeyOut":
+        return cls(**_fields(created.key), value=created.token)
 
 
 class AuditOut(BaseModel):
@@ -118,7 +118,7 @@ def list_audit_logs(
 @router.get("/projects/{project_id}/limits")
 def retrieve_limits(project: OwnProject, service: ServiceDep) -> LimitsOut:
     """Retrieve the effective limits of the project."""
-    return LimitsOut(**tenants.limits(project, service.settings.default_limits).given())
+    return LimitsOut(**tenants.limits(project, service.settings.default_limits).set_limits())
 
 
 @router.get("/projects/{project_id}/usage")
@@ -141,7 +141,7 @@ def create_key(body: KeyCreate, project: OwnProject, uow: UnitOfWork) -> NewKeyO
         made = keys.create_key(
             work, project, body.name, scope=body.scope, owner=body.owner, expires_at=expires_at
         )
-    return NewKeyOut.made(made)
+    return NewKeyOut.of_key(made)
 
 
 @router.get(KEYS + "/{key_id}")
@@ -159,7 +159,7 @@ def rotate_key(
         key = keys.get(work.session, key_id, project.id)
         keys.require_scope_of(caller.key, key)
         made = keys.rotate(work, key, grace_hours=body.grace_hours)
-    return NewKeyOut.made(made)
+    return NewKeyOut.of_key(made)
 
 
 @router.delete(KEYS + "/{key_id}")

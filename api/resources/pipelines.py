@@ -35,6 +35,8 @@ WHOLE = PipelineClone()
 
 
 class StageErrorOut(BaseModel):
+    """The error that ended a stage."""
+
     code: str
     message: str
 
@@ -64,6 +66,8 @@ class StageOut(BaseModel):
 
 
 class PipelineOut(BaseModel):
+    """Named stages, each a job or a file made from the results of others."""
+
     id: str
     object: str = "regraft.pipeline"
     created_at: int
@@ -120,7 +124,7 @@ def shown_spec(spec: Mapping[str, Any]) -> dict[str, Any]:
         shown["grader"] = hide_secrets(spec["grader"])
     if isinstance(grader := inner.get("grader"), dict):
         stored = ResolvedReference.of(grader)
-        visible = hide_secrets(grader) if stored is None else {"type": TYPE, **stored.shown()}
+        visible = hide_secrets(grader) if stored is None else {"type": TYPE, **stored.reference()}
         shown["method"] = {**method, "reinforcement": {**inner, "grader": visible}}
     return shown
 

@@ -25,20 +25,19 @@ from api.http.deps import CurrentProject, ReadSession, Service, ServiceDep, Unit
 from api.http.openapi import refusals
 from api.http.shapes import After, Limit, Listing, clamped
 from api.resources import estimates as sizes
-from api.resources.chat import Inference, Upstream, whole
-from api.resources.estimates import Asked, Size
+from api.resources.chat import Inference, Upstream, read_response
+from api.resources.estimates import EstimateInputs, Size
 from api.resources.graders import TIMEOUT_S
 from api.resources.job_body import STORED_GRADER, TAKES_JOB, JobCreate
 from api.resources.job_checks import refuse_unusable
+from core.asgi import until_gone
 from core.chat import Chat, Served
 from core.database.tables import File, Project
 from core.database.tables import Preview as PreviewRow
-from core.disconnect import until_gone
 from core.errors import InvalidRequest, NotReady, ServiceError, TooManyAtOnce
 from core.evals import targets
 from core.inference import InferenceNotReady, address_of, not_served
 from core.jobs import estimates, usage
-from core.jobs.estimates import Range
 from core.jobs.job_files import in_words
 from core.outages import Resource
 from core.results import evals, preview_report, previews
@@ -47,6 +46,7 @@ from core.results.preview_report import (
     PreviewAnswer,
     PreviewPrompt,
     PreviewSampling,
+    ShareEstimate,
     ShownPrompt,
     Signal,
     Spread,
@@ -104,13 +104,13 @@ class PreviewReportOut(Size):
     answers: int
     passed: int
     pass_threshold: float
-    pass_rate: Range | None
+    pass_rate: Annotated[ShareEstimate | None, Field(description="Of the graded answers; null without any.")]
     mean_reward: float | None
     signal: list[Signal]
     prompt_tokens: Spread
     completion_tokens: Spread
-    cut_off: int
-    cut_thoughts: int
+    cut_off: Annotated[int, Field(description="Answers that reached the token limit.")]
+    cut_thoughts: Annotated[int, Field(description="Of these, within the thought of a reasoning model.")]
     grading: Grading
     sampling: PreviewSampling
     verdict: Verdict
@@ -156,7 +156,7 @@ class PreviewOut(BaseModel):
         Field(description="The earlier preview whose answers this one grades; null: it sampled its own."),
     ]
     progress: PreviewProgressOut
-    report: PreviewReportOut | None
+    report: Annotated[PreviewReportOut | None, Field(description="Once it is completed.")]
     error: PreviewErrorOut | None
 
     @classmethod
@@ -187,7 +187,7 @@ class PreviewAnswerOut(BaseModel):
     finish_reason: Literal["stop", "length"]
     prompt_tokens: int
     completion_tokens: int
-    score: float | None
+    score: Annotated[float | None, Field(description="null: could not be graded; see `reason`.")]
     reason: str
     sub_scores: dict[str, float | None] | None
     output: Annotated[str | None, Field(description="Printed by the grader.")]
@@ -206,7 +206,7 @@ class Prepared:
 
     body: PreviewCreate
     project_id: str
-    asked: Asked
+    asked: EstimateInputs
     rows: Sequence[Example]
     chats: Sequence[dict[str, Any]]  # `samples` per row
     parts: dict[str, str]
@@ -276,8 +276,8 @@ class Completion:
     reasoning: str = ""
 
     @classmethod
-    def stored(cls, answer: Mapping[str, Any]) -> "Completion":
-        """Of an earlier preview's answer."""
+    def of_answer(cls, answer: Mapping[str, Any]) -> "Completion":
+        """The completion that an earlier preview has stored."""
         return cls(
             text=answer["output_text"],
             cut_off=answer["finish_reason"] == "length",
@@ -320,7 +320,7 @@ def _prepared(body: PreviewCreate, project: Project, service: Service) -> Prepar
         if (beyond := tenants.used_up(session, project.id, limits)) is not None:
             raise beyond
         tenants.free_storage(session, project.id, limits)
-    asked = sizes.asked(body, project, service)
+    asked = sizes.estimate_inputs(body, project, service)
     rows = _some_rows(service.blobs, asked.training, body.rows, body.seed or 0)
     weights = _weights(body, asked, project, service)
     chats = [_chat(body, asked, weights, row, member) for row in rows for member in range(body.samples)]
@@ -331,12 +331,12 @@ def _prepared(body: PreviewCreate, project: Project, service: Service) -> Prepar
         earlier = previews.sampled(session, project.id, asked.training.sha256, wanted, _drawn(body))
     answered = None
     if earlier is not None and earlier.report is not None:
-        completions = [Completion.stored(answer) for answer in earlier.answers or []]
+        completions = [Completion.of_answer(answer) for answer in earlier.answers or []]
         answered = earlier.id, completions, earlier.report["sampling"]["seconds"]
     return Prepared(body, project.id, asked, rows, chats, wanted, answered)
 
 
-def _weights(body: PreviewCreate, asked: Asked, project: Project, service: Service) -> Served:
+def _weights(body: PreviewCreate, asked: EstimateInputs, project: Project, service: Service) -> Served:
     """Resolve the weights that the job starts from: of a base model, or of a tuned model that it trains further.
 
     Raises:
@@ -566,7 +566,7 @@ async def _previewed(
     made = PreviewReportOut(**prepared.asked.size(), **vars(report), estimate=estimate, reason=None)
     places = [(row, member) for row in prepared.rows for member in range(samples)]
     answers = [
-        _stored(row, member, completion, grade, answer)
+        _answer_fields(row, member, completion, grade, answer)
         for (row, member), completion, grade, answer in zip(places, completions, grades, judged, strict=True)
     ]
     return PreviewResults(
@@ -604,7 +604,7 @@ async def _sampled(
     return made, time.perf_counter() - started
 
 
-def _stored(
+def _answer_fields(
     row: Example, member: int, completion: Completion, grade: Grade, answer: PreviewAnswer
 ) -> dict[str, Any]:
     """An answer as the preview has it. Only the first of a dataset row has the row, which may be large."""
@@ -642,7 +642,9 @@ def _some_rows(blobs: BlobStore, file: File, count: int, seed: int) -> list[Exam
     return sorted(chosen, key=lambda row: row.line)
 
 
-def _chat(body: PreviewCreate, asked: Asked, weights: Served, row: Example, member: int) -> dict[str, Any]:
+def _chat(
+    body: PreviewCreate, asked: EstimateInputs, weights: Served, row: Example, member: int
+) -> dict[str, Any]:
     """The request for one answer, with the job's sampling parameters."""
     hyperparameters = body.reinforcement(PREVIEW).hyperparameters
     effort = hyperparameters.reasoning_effort
@@ -680,13 +682,13 @@ async def _all(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
     """Run all calls concurrently and return their results in order; the first error cancels the others."""
     slots = asyncio.Semaphore(REQUESTS_AT_ONCE)
 
-    async def one(call: Callable[[], Awaitable[T]]) -> T:
+    async def in_slot(call: Callable[[], Awaitable[T]]) -> T:
         async with slots:
             return await call()
 
     try:
         async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(one(call)) for call in calls]
+            running = [tasks.create_task(in_slot(call)) for call in calls]
     except BaseExceptionGroup as failed:
         raise failed.exceptions[0] from None
     return [task.result() for task in running]
@@ -694,7 +696,7 @@ async def _all(calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
 
 async def _complete(upstream: Upstream, chat: dict[str, Any], row: Example) -> Completion:
     answer = await upstream.send(chat)
-    await whole(answer)
+    await read_response(answer)
     if answer.status_code != 200:
         raise _refusal(row, answer.status_code, answer.json()["error"], answer.headers.get("retry-after"))
     said: dict[str, Any] = answer.json()
@@ -754,16 +756,20 @@ def _graded(
     used = sum(summed(grade.usage for grade in grades).values(), TokenUsage())
     tokens = used.prompt_tokens + used.completion_tokens
     if tokens:
-        with service.database.write() as session:
-            usage.add_usage(session, prepared.project_id, model=prepared.asked.name, grader_tokens=tokens)
+
+        def record() -> None:
+            with service.database.write() as session:
+                usage.add_usage(session, prepared.project_id, model=prepared.asked.name, grader_tokens=tokens)
+
+        RetryPolicy(service.settings.patience_seconds, log.warning)(record)
     return grades, tokens
 
 
 def _answer(completion: Completion, grade: Grade, by_steps: bool) -> PreviewAnswer:
-    score, reason, taught = grade.score, grade.reason, tuple(step.score for step in grade.steps)
+    score, reason, rewards = grade.score, grade.reason, tuple(step.score for step in grade.steps)
     if score is not None and not by_steps:
-        taught = (score,)
-    elif score is not None and not taught:
+        rewards = (score,)
+    elif score is not None and not rewards:
         score, reason = None, "supervision is 'process' and the grader gave no steps for this answer"
     return PreviewAnswer(
         text=completion.text,
@@ -773,5 +779,5 @@ def _answer(completion: Completion, grade: Grade, by_steps: bool) -> PreviewAnsw
         score=score,
         reason=reason,
         grading_seconds=grade.seconds,
-        taught=() if score is None else taught,
+        rewards=() if score is None else rewards,
     )

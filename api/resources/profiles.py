@@ -16,8 +16,8 @@ from api.resources.estimates import in_reader
 from api.resources.files import refuse_missing
 from api.resources.graders import TAKES_GRADER, Grader
 from core import chat_templates
+from core.asgi import until_gone
 from core.database.tables import File, Project
-from core.disconnect import until_gone
 from core.errors import ContentDamaged
 from core.jobs import estimates
 from core.jobs.hyperparameters import Hyperparameters

@@ -1,5 +1,6 @@
 """/v1/regraft/jobs/{id}/regrades: the stored answers of a job scored by another grader, in the background."""
 
+from collections.abc import Sequence
 from itertools import islice
 from typing import Annotated, Any, Literal
 
@@ -15,9 +16,9 @@ from api.http.shapes import After, Body, Limit, Listing, clamped
 from api.resources import graders
 from api.resources.eval_requests import Cap, Name
 from api.resources.graders import Grader
-from api.resources.rollouts import SEARCHES, RewardsOut
+from api.resources.rollouts import SEARCHES, ComparedScores
 from core.database.engine import Work
-from core.database.tables import EvalRun, Job, Project
+from core.database.tables import EvalRun, Job, Project, RolloutPage
 from core.errors import InvalidRequest
 from core.evals import budgets, items, lifecycle, regrades, summary
 from core.evals.items import MAX_ROWS, Item
@@ -59,29 +60,9 @@ class RegradeCreate(Body):
         return self
 
 
-class ComparisonOut(BaseModel):
-    """The stored scores beside the new ones, of all selected answers."""
-
-    answers: int
-    groups: Annotated[int, Field(description="Groups with at least two answers.")]
-    before: RewardsOut
-    after: RewardsOut
-    higher: int
-    lower: int
-    same: int
-    gained: Annotated[int, Field(description="Answers that only the new grader gives a score.")]
-    lost: Annotated[int, Field(description="Answers that the new grader gives no score.")]
-    now_passed: int
-    now_failed: int
-    changed_signs: Annotated[
-        int, Field(description="Answers whose reward, minus the mean of their group, has the opposite sign.")
-    ]
-    rank_correlation: Annotated[
-        float | None, Field(description="Spearman's, of the stored and the new scores.")
-    ]
-
-
 class RegradeOut(BaseModel):
+    """Stored answers of a job scored by another grader."""
+
     id: str
     object: Literal["regraft.regrade"] = "regraft.regrade"
     job_id: str
@@ -92,7 +73,7 @@ class RegradeOut(BaseModel):
     status: str = Field(description="queued, in_progress, completed, failed or canceled.")
     error: dict[str, Any] | None
     grader: dict[str, Any]
-    split: Split | None
+    split: Annotated[Split | None, Field(description="null: both.")]
     step_from: int
     step_to: int
     answers: int
@@ -100,7 +81,7 @@ class RegradeOut(BaseModel):
     usage: Annotated[list[dict[str, Any]], Field(description="Tokens of judges by model.")]
     budget: dict[str, int] | None
     pass_threshold: float
-    comparison: Annotated[ComparisonOut | None, Field(description="Once it is completed.")]
+    comparison: Annotated[ComparedScores | None, Field(description="Once it is completed.")]
 
     @classmethod
     def of(cls, run: EvalRun) -> "RegradeOut":
@@ -124,7 +105,7 @@ class RegradeOut(BaseModel):
             usage=[{"model_name": name, **tokens} for name, tokens in kept["models"].items()],
             budget=budgets.render(run.budget, kept),
             pass_threshold=source["pass_threshold"],
-            comparison=None if compared is None else ComparisonOut(**compared),
+            comparison=None if compared is None else ComparedScores(**compared),
         )
 
 
@@ -182,7 +163,7 @@ async def create_regrade(
 ) -> RegradeOut | JSONResponse:
     """Score the stored answers of a job with another grader. A worker grades them; the job does not change."""
     await graders.refuse(body.grader, service, project)
-    selection, total = await to_thread.run_sync(_selected, job_id, body, service, project)
+    selection, pages = await to_thread.run_sync(_selected, job_id, body, service, project)
 
     def create(work: Work) -> RegradeOut:
         job = jobs.get(work.session, project.id, job_id)
@@ -190,7 +171,7 @@ async def create_regrade(
             job,
             dump(body.grader),
             selection,
-            total=total,
+            pages=pages,
             name=body.name,
             budget=None if body.budget is None else body.budget.model_dump(),
         )
@@ -204,8 +185,8 @@ async def create_regrade(
 
 def _selected(
     job_id: str, body: RegradeCreate, service: Service, project: Project
-) -> tuple[SelectedSteps, int]:
-    """The selected steps that are there, and how many answers are stored of them. Blocks.
+) -> tuple[SelectedSteps, Sequence[RolloutPage]]:
+    """The selected steps that are there, and the pages of their answers. Blocks.
 
     Raises:
         InvalidRequest: there are none or too many, or the first one lacks a field that the grader reads.
@@ -224,13 +205,13 @@ def _selected(
             "and step_to.",
             param="step_from",
         )
-    first = next(regrades.rows(service.blobs, pages), None)
+    first = next(regrades.rows(service.blobs, ((0, page) for page in pages)), None)
     if first is not None and (missing := _missing(body.grader, first.item)):
         raise InvalidRequest(
             f"The grader reads {{{{{missing}}}}}, which the rows of the job do not have.", param="grader"
         )
     steps = [page.step for page in pages]
-    return SelectedSteps(min(steps), max(steps), body.split), total
+    return SelectedSteps(min(steps), max(steps), body.split), pages
 
 
 def _missing(spec: GraderSpec, item: dict[str, Any]) -> str | None:
@@ -270,7 +251,7 @@ def list_regraded(
     most = clamped(limit)
     with service.database.read() as session:
         run = regrades.get(session, _job(session, project, job_id), regrade_id)
-        stored = items.stored(session, run.id)
+        stored = items.items_of_run(session, run.id)
     place = None
     if after is not None and (place := SamplePosition.parse(after)) is None:
         raise InvalidRequest(f"No item with id '{after}' in this list.", param="after")

@@ -7,7 +7,7 @@ Nothing is stored: to continue a conversation, send the earlier messages again.
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Annotated, Any, Literal
@@ -357,7 +357,7 @@ def merged(messages: Iterable[dict[str, Any] | None]) -> list[dict[str, Any]]:
             continue
         last = chat[-1] if chat else {}
         if "tool_calls" in message and last.get("role") == "assistant":
-            last["tool_calls"] = [*last.get("tool_calls", ()), *message["tool_calls"]]
+            last.setdefault("tool_calls", []).extend(message["tool_calls"])
         else:
             chat.append(message)
     return chat
@@ -594,83 +594,103 @@ class _Failed(ServiceError):
         self.type = error["type"]
 
 
+class EventWriter:
+    """Writes the events of a response, as OpenAI's client parses them (openai.types.responses.ResponseStreamEvent)."""
+
+    def __init__(self, answer: ResponseInProgress) -> None:
+        self.answer = answer
+        self._numbers = count()
+        self._item = {"output_index": 0}
+        self._part = {"item_id": answer.message_id, "output_index": 0, "content_index": 0}
+        self._has_message = False
+
+    def event(self, kind: str, **fields: Any) -> bytes:
+        body = {"type": kind, "sequence_number": next(self._numbers)} | fields
+        return b"event: %s\ndata: %s\n\n" % (kind.encode(), encode(body))
+
+    def beginning(self) -> Iterator[bytes]:
+        yield self.event("response.created", response=self.answer.response())
+        yield self.event("response.in_progress", response=self.answer.response())
+        # A model that may call functions shows by its first words or call which item comes first.
+        if not self.answer.request.tools:
+            yield from self._message()
+
+    def choice(self, choice: Mapping[str, Any]) -> Iterator[bytes]:
+        """The events of a choice of a chunk."""
+        logprobs = (choice["logprobs"] or {}).get("content") or []
+        text = choice["delta"].get("content") or ""
+        self.answer.finish_reason = choice["finish_reason"]
+        if (text or logprobs) and not self.answer.calls:
+            yield from self._message()
+            self.answer.text += text
+            self.answer.logprobs += logprobs
+            yield self.event("response.output_text.delta", **self._part, delta=text, logprobs=logprobs)
+        for delta in choice["delta"].get("tool_calls") or ():
+            yield from self._call(delta)
+
+    def end(self) -> Iterator[bytes]:
+        answer = self.answer
+        if not answer.calls:
+            yield from self._message()
+        if self._has_message:
+            text = {"text": answer.text, "logprobs": answer.logprobs}
+            yield self.event("response.output_text.done", **self._part, **text)
+            yield self.event("response.content_part.done", **self._part, part=answer.part())
+            yield self.event("response.output_item.done", **self._item, item=answer.message([answer.part()]))
+        for number, call in enumerate(answer.calls):
+            where = self._place_of(number) | {"item_id": call.id}
+            done = {"name": call.name, "arguments": call.arguments}
+            yield self.event("response.function_call_arguments.done", **where, **done)
+            item = call.item(answer.status)
+            yield self.event("response.output_item.done", **self._place_of(number), item=item)
+        yield self.event(f"response.{answer.status}", response=answer.response())
+
+    def failure(self, cause: ServiceError) -> bytes:
+        code = "invalid_prompt" if cause.type == "invalid_request_error" else "server_error"
+        failed = {"status": "failed", "error": {"code": code, "message": cause.message}}
+        return self.event("response.failed", response=self.answer.response() | failed)
+
+    def _message(self) -> Iterator[bytes]:
+        """The beginning of the message, unless it has begun."""
+        if not self._has_message:
+            self._has_message = True
+            yield self.event("response.output_item.added", **self._item, item=self.answer.message([]))
+            yield self.event("response.content_part.added", **self._part, part=self.answer.part())
+
+    def _call(self, delta: Mapping[str, Any]) -> Iterator[bytes]:
+        number, function = delta["index"], delta.get("function") or {}
+        if number >= len(self.answer.calls):
+            call = CallInProgress(delta["id"], function["name"])
+            self.answer.calls.append(call)
+            added = call.item("in_progress")
+            yield self.event("response.output_item.added", **self._place_of(number), item=added)
+        call = self.answer.calls[number]
+        if written := function.get("arguments"):
+            call.arguments += written
+            where = self._place_of(number) | {"item_id": call.id}
+            yield self.event("response.function_call_arguments.delta", **where, delta=written)
+
+    def _place_of(self, number: int) -> dict[str, Any]:
+        return {"output_index": number + self._has_message}
+
+
 async def events(
     answer: ResponseInProgress, chunks: AsyncIterator[dict[str, Any]]
 ) -> AsyncGenerator[bytes, None]:
-    """The events of a response, as OpenAI's client parses them (openai.types.responses.ResponseStreamEvent)."""
-    numbers = count()
-
-    def event(kind: str, **fields: Any) -> bytes:
-        body = {"type": kind, "sequence_number": next(numbers)} | fields
-        return b"event: %s\ndata: %s\n\n" % (kind.encode(), encode(body))
-
-    item = {"output_index": 0}
-    part = {"item_id": answer.message_id, "output_index": 0, "content_index": 0}
-    is_saying = False
-
-    def message_begins() -> Iterator[bytes]:
-        yield event("response.output_item.added", **item, item=answer.message([]))
-        yield event("response.content_part.added", **part, part=answer.part())
-
-    def message_ends() -> Iterator[bytes]:
-        yield event("response.output_text.done", **part, text=answer.text, logprobs=answer.logprobs)
-        yield event("response.content_part.done", **part, part=answer.part())
-        yield event("response.output_item.done", **item, item=answer.message([answer.part()]))
-
-    def place_of(number: int) -> dict[str, Any]:
-        return {"output_index": number + is_saying}
-
-    yield event("response.created", response=answer.response())
-    yield event("response.in_progress", response=answer.response())
-    # Which item comes first is not known before the model says or calls something, if it may call.
-    if not answer.request.tools:
-        is_saying = True
-        for begun in message_begins():
-            yield begun
+    """The events of a response, from the chunks of a chat completion."""
+    writer = EventWriter(answer)
+    for event in writer.beginning():
+        yield event
     try:
         async for chunk in chunks:
             for choice in chunk["choices"]:
-                logprobs = (choice["logprobs"] or {}).get("content") or []
-                text = choice["delta"].get("content") or ""
-                answer.finish_reason = choice["finish_reason"]
-                if (text or logprobs) and not answer.calls:
-                    if not is_saying:
-                        is_saying = True
-                        for begun in message_begins():
-                            yield begun
-                    answer.text += text
-                    answer.logprobs += logprobs
-                    yield event("response.output_text.delta", **part, delta=text, logprobs=logprobs)
-                for delta in choice["delta"].get("tool_calls") or ():
-                    number, function = delta["index"], delta.get("function") or {}
-                    if number >= len(answer.calls):
-                        call = CallInProgress(delta["id"], function["name"])
-                        answer.calls.append(call)
-                        added = call.item("in_progress")
-                        yield event("response.output_item.added", **place_of(number), item=added)
-                    call = answer.calls[number]
-                    if written := function.get("arguments"):
-                        call.arguments += written
-                        where = place_of(number) | {"item_id": call.id}
-                        yield event("response.function_call_arguments.delta", **where, delta=written)
+                for event in writer.choice(choice):
+                    yield event
             answer.usage = chunk.get("usage")
         if answer.finish_reason is None:
             raise ServiceError("The inference server ended its response before it was complete.")
     except ServiceError as cause:  # too late for a status code
-        code = "invalid_prompt" if cause.type == "invalid_request_error" else "server_error"
-        failed = {"status": "failed", "error": {"code": code, "message": cause.message}}
-        yield event("response.failed", response=answer.response() | failed)
+        yield writer.failure(cause)
         return
-    if not is_saying and not answer.calls:
-        is_saying = True
-        for begun in message_begins():
-            yield begun
-    if is_saying:
-        for ended in message_ends():
-            yield ended
-    for number, call in enumerate(answer.calls):
-        where = place_of(number) | {"item_id": call.id}
-        done = {"name": call.name, "arguments": call.arguments}
-        yield event("response.function_call_arguments.done", **where, **done)
-        yield event("response.output_item.done", **place_of(number), item=call.item(answer.status))
-    yield event(f"response.{answer.status}", response=answer.response())
+    for event in writer.end():
+        yield event

@@ -127,39 +127,56 @@ class StepListing(Listing[Measured]):
     pass
 
 
+class RolloutStepOut(BaseModel):
+    """A step of an answer that was judged by steps."""
+
+    end: Annotated[int, Field(description="Index of the character after the step.")]
+    score: float | None
+    advantage: float | None
+
+
 class RolloutOut(BaseModel):
     """A stored sample and its grade. The objects are by part of a multi grader, and empty or null for others."""
 
     id: str
     step: int
     split: Literal["train", "valid"]
-    group: int
-    member: int
-    line: int
+    group: Annotated[int, Field(description="Index of the prompt in the step, from 0.")]
+    member: Annotated[int, Field(description="Index of the answer in its group.")]
+    line: Annotated[int, Field(description="Line of the file.")]
     messages: list[dict[str, Any]]
-    item: dict[str, Any] | None
-    output_text: str
-    output_reasoning: str | None
+    item: Annotated[dict[str, Any] | None, Field(description="The other fields of the dataset row.")]
+    output_text: Annotated[str, Field(description="The final answer.")]
+    output_reasoning: Annotated[str | None, Field(description="The thought of a reasoning model.")]
     finish_reason: str
-    prompt_tokens: int | None
+    prompt_tokens: Annotated[
+        int | None, Field(description="null: written by a version that did not count them.")
+    ]
     completion_tokens: int
-    reasoning_tokens: int | None
-    grammar_start: int | None
-    policy_step: int | None
-    score: float | None
+    reasoning_tokens: Annotated[
+        int | None,
+        Field(description="Of the completion tokens; null: written by a version that did not count them."),
+    ]
+    grammar_start: Annotated[int | None, Field(description="Index of the first token of the final answer.")]
+    policy_step: Annotated[
+        int | None, Field(description="Steps that the policy had learned from when it sampled the answer.")
+    ]
+    score: Annotated[float | None, Field(description="null: could not be graded; see `reason`.")]
     reason: str | None
-    error: str | None
-    output: str | None
+    error: Annotated[str | None, Field(description="Kind of the grading error.")]
+    output: Annotated[str | None, Field(description="Printed by a python grader.")]
     sub_scores: dict[str, float | None] | None
     sub_reasons: dict[str, str] | None
     sub_errors: dict[str, str] | None
     sub_outputs: dict[str, str] | None
-    centered_reward: float | None
-    advantage: float | None
+    centered_reward: Annotated[float | None, Field(description="The score minus the mean of its group.")]
+    advantage: Annotated[
+        float | None, Field(description="As used in training; null: the answer was not trained on.")
+    ]
     trained: bool | None
-    replacement: bool | None
-    has_tokens: bool | None
-    steps: list[dict[str, Any]] | None
+    replacement: Annotated[bool | None, Field(description="Resampled in place of a prompt without signal.")]
+    has_tokens: Annotated[bool | None, Field(description="Whether the values of its tokens are stored.")]
+    steps: Annotated[list[RolloutStepOut] | None, Field(description="Of an answer that was judged by steps.")]
 
 
 class RolloutListing(Listing[Annotated[dict[str, Any], SchemaOf(RolloutOut)]]):
@@ -221,9 +238,15 @@ class PromptOut(BaseModel):
     """The rewards of one prompt over the steps."""
 
     id: str
-    line: int
+    line: Annotated[int, Field(description="Line of the file.")]
     text: Annotated[str | None, Field(description="The first characters of the last message.")]
-    outcome: Outcome
+    outcome: Annotated[
+        Outcome,
+        Field(
+            description="By the steps whose mean reward reaches `pass_threshold`. learned: the last one, not the first;"
+            " kept: both; forgotten: an earlier one, not the last; stuck: none; ungraded: no sample has a score."
+        ),
+    ]
     first_mean: Annotated[
         float | None, Field(description="Mean reward of the first step with a graded sample.")
     ]
@@ -338,12 +361,9 @@ class AdvantageSizesOut(BaseModel):
     largest: float | None
 
 
-class WhatIfOut(BaseModel):
-    """Another formula over the stored scores of a multi grader's parts. The job and its scores do not change."""
+class ComparedScores(BaseModel):
+    """The stored scores of a job's answers beside others, of all selected answers."""
 
-    object: Literal["regraft.what_if"] = "regraft.what_if"
-    formula: str
-    pass_threshold: float
     answers: int
     groups: Annotated[int, Field(description="Groups with at least two answers.")]
     before: RewardsOut
@@ -351,8 +371,8 @@ class WhatIfOut(BaseModel):
     higher: int
     lower: int
     same: int
-    gained: Annotated[int, Field(description="Answers that only the formula gives a score.")]
-    lost: Annotated[int, Field(description="Answers that the formula gives no score.")]
+    gained: Annotated[int, Field(description="Answers that have a score only in the new ones.")]
+    lost: Annotated[int, Field(description="Answers that have none in the new ones.")]
     now_passed: int
     now_failed: int
     changed_signs: Annotated[
@@ -361,6 +381,14 @@ class WhatIfOut(BaseModel):
     rank_correlation: Annotated[
         float | None, Field(description="Spearman's, of the stored and the new scores.")
     ]
+
+
+class WhatIfOut(ComparedScores):
+    """Another formula over the stored scores of a multi grader's parts. The job and its scores do not change."""
+
+    object: Literal["regraft.what_if"] = "regraft.what_if"
+    formula: str
+    pass_threshold: float
     advantage_scale: AdvantageScale
     advantages_before: AdvantageSizesOut
     advantages_after: AdvantageSizesOut
@@ -451,6 +479,8 @@ def download_rollouts(
 
 
 class TokenOut(BaseModel):
+    """The values of a token, with three decimal digits."""
+
     text: Annotated[str, Field(description="Empty for all but the last token of a character.")]
     logprob: Annotated[float | None, Field(description="Of the sampler; null if the token was not sampled.")]
     advantage: Annotated[

@@ -37,7 +37,7 @@ class SessionCreate(Body):
     single_sign_on: Literal[True] | None = None  # the user that the proxy names
 
     @model_validator(mode="after")
-    def _one(self) -> "SessionCreate":
+    def _exactly_one_credential(self) -> "SessionCreate":
         if [self.api_key, self.login_token, self.single_sign_on].count(None) != 2:
             raise ValueError("give one of api_key, login_token and single_sign_on")
         return self
@@ -58,7 +58,7 @@ class SessionOut(BaseModel):
 async def create_session(
     body: SessionCreate, request: Request, response: Response, service: ServiceDep
 ) -> SessionOut:
-    """Exchange an API key, a login address or the user of single sign-on for a cookie. For the console's page only."""
+    """Exchange an API key, a login address or the user of single sign-on for a cookie. Only the console calls it."""
     refuse_foreign(request)
     identity = sign_on.identify(request, service.settings) if body.single_sign_on else None
     token, shown = await run_in_threadpool(_begun, body, identity, request, service)
@@ -91,7 +91,7 @@ def _begun(
             key, project = _presented(work.session, body, use_up=True)
         actor = Actor(key.id, project.organization_id, project.id, request.state.request_id)
         _, token = sessions.begin(replace(work, actor=actor), key)
-        return token, _shown(key, project)
+        return token, _session_of_key(key, project)
 
 
 def _presented(session: Session, body: SessionCreate, *, use_up: bool) -> tuple[ApiKey, Project]:
@@ -104,7 +104,7 @@ def _presented(session: Session, body: SessionCreate, *, use_up: bool) -> tuple[
 @router.get("")
 def retrieve_session(caller: CurrentCaller) -> SessionOut:
     """Retrieve the key and the project of the request, whether it has a session or a key."""
-    return _shown(caller.key, caller.project)
+    return _session_of_key(caller.key, caller.project)
 
 
 @router.delete("", status_code=204, openapi_extra=FOR_ANY_KEY)
@@ -119,7 +119,7 @@ def delete_session(request: Request, uow: UnitOfWork) -> Response:
     return response
 
 
-def _shown(key: ApiKey, project: Project) -> SessionOut:
+def _session_of_key(key: ApiKey, project: Project) -> SessionOut:
     return SessionOut(
         key_id=key.id,
         key_name=key.name,

@@ -20,9 +20,9 @@ from api.resources import graders
 from api.resources.graders import TAKES_GRADER, TIMEOUT_S, Grader
 from api.resources.job_body import NoNul
 from core import golden_cases, stored_graders
+from core.asgi import until_gone
 from core.database.engine import Work
 from core.database.tables import GoldenCase, GraderVersion, Project, StoredGrader
-from core.disconnect import until_gone
 from core.errors import InvalidRequest
 from core.golden_cases import MAX_CASES, NewCase
 from core.masking import hide_secrets
@@ -75,7 +75,7 @@ class StoredGraderOut(BaseModel):
 
 
 class GraderVersionOut(BaseModel):
-    """A version. `id` is its hash."""
+    """A version of a stored grader. `id` is its hash."""
 
     id: str
     object: Literal["regraft.grader.version"] = "regraft.grader.version"
@@ -121,7 +121,7 @@ class GoldenSample(StrictModel):
     output_json: Any = None
     output_tools: list[dict[str, Any]] | None = None
 
-    def stored(self) -> dict[str, Any]:
+    def as_data(self) -> dict[str, Any]:
         return self.model_dump(exclude_none=True)
 
 
@@ -144,7 +144,7 @@ class GoldenCaseCreate(StrictModel):
     def new(self) -> NewCase:
         asked = self.expect
         bounds = asked if isinstance(asked, ScoreRange) else ScoreRange(min=asked, max=asked)
-        return NewCase(self.sample.stored(), self.item, bounds.min, bounds.max, self.note, self.rollout_id)
+        return NewCase(self.sample.as_data(), self.item, bounds.min, bounds.max, self.note, self.rollout_id)
 
 
 class GoldenCasesCreate(Body):
@@ -152,11 +152,15 @@ class GoldenCasesCreate(Body):
 
 
 class ExpectOut(BaseModel):
-    min: float | None
-    max: float | None
+    """The scores that pass, both bounds included."""
+
+    min: Annotated[float | None, Field(description="null: no lower bound.")]
+    max: Annotated[float | None, Field(description="null: no upper bound.")]
 
 
 class GoldenCaseOut(BaseModel):
+    """An answer and its row, with the scores that all versions of a grader must give it."""
+
     id: str
     object: Literal["regraft.grader.case"] = "regraft.grader.case"
     created_at: int
@@ -180,7 +184,7 @@ class GoldenCaseOut(BaseModel):
 
 
 class GraderCheckCreate(Body):
-    """What to run on the golden cases: by default the current version."""
+    """The grader to run on the golden cases; default: the current version."""
 
     version: Version | None = None
     grader: Annotated[Grader | None, Field(description="A specification that is not saved.")] = None
@@ -207,6 +211,8 @@ class CheckedCaseOut(BaseModel):
 
 
 class GraderCheckOut(BaseModel):
+    """The golden cases of a stored grader, run with one of its versions or with another specification."""
+
     object: Literal["regraft.grader.check"] = "regraft.grader.check"
     name: str
     version: Annotated[str, Field(description="The version of what was run, saved or not.")]
@@ -292,7 +298,7 @@ def retrieve_stored_grader(
 
 @router.delete("/{grader_name}")
 def delete_stored_grader(grader_name: str, project: CurrentProject, uow: UnitOfWork) -> StoredGraderDeleted:
-    """Delete a stored grader, its versions and its golden cases. What was created with it keeps its content."""
+    """Delete a stored grader, its versions and its golden cases. Jobs and evals of it keep its content."""
     with uow() as work:
         grader = stored_graders.get(work.session, project.id, grader_name)
         stored_graders.remove(work, grader)

@@ -27,10 +27,10 @@ from api.http.deps import CurrentCaller, CurrentProject, ServiceDep
 from api.http.json_responses import encode
 from api.http.shutdown import Shutdown
 from api.resources.job_shapes import EventOut
+from core.asgi import UNBUFFERED
 from core.database.engine import Database
 from core.database.tables import ApiKey
 from core.errors import InvalidApiKey
-from core.event_stream import UNBUFFERED
 from core.jobs import events, fairness, lifecycle
 from core.jobs.fairness import QueuePosition
 from core.tenancy import keys
@@ -68,6 +68,7 @@ async def stream_events(
             with_progress=progress,
             key_id=caller.key.id,
             limits=service.settings.default_limits,
+            pod_classes=service.settings.pod_classes,
         )
         start = last_event_id or after
         first = await log.read(start)
@@ -113,6 +114,7 @@ class JobLog:
     with_progress: bool = False
     key_id: str | None = None  # checked at each read
     limits: Limits = NO_LIMITS  # of projects without their own
+    pod_classes: frozenset[str] = frozenset()  # of the settings
 
     async def read(self, after: str | None, *, with_place: bool = True) -> News:
         """Return the news after an event. `with_place`: with the place of a waiting job, if the log has progress.
@@ -133,7 +135,8 @@ class JobLog:
             page = events.onwards(session, job.id, after=after, limit=PAGE)
             found = [EventOut.of(event) for event in page.items]
             progress = lifecycle.progress_of(job) if self.with_progress else None
-            places = fairness.places(session, [job] if self.with_progress and with_place else [], self.limits)
+            jobs = [job] if self.with_progress and with_place else []
+            places = fairness.places(session, jobs, self.limits, self.pod_classes)
             return News(found, job.status, page.has_more, progress, places.get(job.id))
 
 

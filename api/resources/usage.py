@@ -47,6 +47,8 @@ class UsageRowOut(BaseModel):
 
 
 class UsageReport(BaseModel):
+    """Sums of usage by day, model or project."""
+
     object: Literal["regraft.usage"] = "regraft.usage"
     first_day: str
     last_day: str

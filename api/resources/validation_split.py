@@ -1,6 +1,5 @@
 """The `validation_split` of a job: two files made from its training file, which are files like any other."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,6 +24,11 @@ class SplitFiles:
     training: File
     validation: File
 
+    def keys(self, *file_ids: str | None) -> list[str]:
+        """The keys of the contents of those of the files, of both without an id."""
+        both = (self.training, self.validation)
+        return [file.blob_key for file in both if not file_ids or file.id in file_ids]
+
 
 def split(
     service: Service, project: Project, file_id: str, share: float, method: str, *, learns_from_file: bool
@@ -48,8 +52,8 @@ def split(
         if method != "reinforcement":
             refuse_few_left(left, len(hashes), method)
         parts = (
-            splitting.part(read, hashes, chosen, is_validation=False),
-            splitting.part(read, hashes, chosen, is_validation=True),
+            splitting.rows_of_split(read, hashes, chosen, is_validation=False),
+            splitting.rows_of_split(read, hashes, chosen, is_validation=True),
         )
         stem = source.filename.removesuffix(".jsonl")
         names = (f"{stem}.{1 - share:.4g}.train.jsonl", f"{stem}.{share:.4g}.valid.jsonl")
@@ -109,10 +113,3 @@ def _added(work: Work, service: Service, project: Project, file: File) -> File:
     tenants.refuse_file_beyond(work.session, project.id, limits, file.bytes)
     files.add(work, file)
     return file
-
-
-def discard(service: Service, parts: SplitFiles, kept: Iterable[str]) -> None:
-    """Delete the contents of files that got no row."""
-    for file in (parts.training, parts.validation):
-        if file.id not in kept:
-            service.blobs.discard(file.blob_key)

@@ -45,7 +45,7 @@ class Thresholds(StrictModel):
     share_of_steps: Annotated[float, Field(gt=0, le=1)] | None = None
     gpu_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
 
-    def given(self) -> dict[str, float]:
+    def set_thresholds(self) -> dict[str, float]:
         return self.model_dump(exclude_none=True)
 
 
@@ -71,7 +71,7 @@ class WebhookEndpointUpdate(Body):
             if getattr(self, field) is not None
         }
         if "thresholds" in self.model_fields_set:
-            sent["thresholds"] = (self.thresholds.given() or None) if self.thresholds else None
+            sent["thresholds"] = (self.thresholds.set_thresholds() or None) if self.thresholds else None
         return sent
 
 
@@ -96,7 +96,7 @@ class WebhookEndpointOut(BaseModel):
 
     @classmethod
     def of(cls, endpoint: WebhookEndpoint) -> "WebhookEndpointOut":
-        return cls(**_shown(endpoint))
+        return cls(**_endpoint_fields(endpoint))
 
 
 class WebhookEndpointWithSecret(WebhookEndpointOut):
@@ -104,7 +104,7 @@ class WebhookEndpointWithSecret(WebhookEndpointOut):
 
     @classmethod
     def of(cls, endpoint: WebhookEndpoint) -> "WebhookEndpointWithSecret":
-        return cls(**_shown(endpoint), signing_secret=endpoint.secret)
+        return cls(**_endpoint_fields(endpoint), signing_secret=endpoint.secret)
 
 
 class WebhookEndpointTestOut(BaseModel):
@@ -154,7 +154,7 @@ class EventTypeList(BaseModel):
     data: list[str]
 
 
-def _shown(endpoint: WebhookEndpoint) -> dict[str, Any]:
+def _endpoint_fields(endpoint: WebhookEndpoint) -> dict[str, Any]:
     return {
         "id": endpoint.id,
         "created_at": endpoint.created_at,
@@ -182,7 +182,7 @@ async def create_webhook_endpoint(
                 name=body.name,
                 url=body.url,
                 event_types=body.event_types,
-                thresholds=body.thresholds.given() if body.thresholds else None,
+                thresholds=body.thresholds.set_thresholds() if body.thresholds else None,
             )
             about = {"name": endpoint.name, "event_types": endpoint.event_types}
             work.record("webhook_endpoint.created", endpoint.id, about)

@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 from sqlalchemy import ColumnExpressionArgument, Select, delete, select
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
-from core.database.tables import PastCursor, Project, now
+from core.database.tables import PastCursor, Project
 from core.errors import InvalidRequest
 
 T = TypeVar("T")
@@ -93,9 +93,10 @@ def delete_row(session: Session, row: Any, *, owner: str) -> None:
     session.delete(row)
 
 
-def forget_past_cursors(session: Session) -> None:
-    """Remove expired positions of deleted rows."""
-    session.execute(delete(PastCursor).where(PastCursor.deleted_at < now() - KEEP_PAST_CURSORS_SECONDS))
+def forget_past_cursors(session: Session, now: float) -> None:
+    """Remove the positions of deleted rows that have expired at this Unix time."""
+    before = now - KEEP_PAST_CURSORS_SECONDS
+    session.execute(delete(PastCursor).where(PastCursor.deleted_at < before))
 
 
 @dataclass(frozen=True)

@@ -60,13 +60,23 @@ class Project(Table):
     created_at: Mapped[int] = mapped_column(BigInteger, default=now)
     # Limits of this project (core/tenancy/limits.py); for missing ones the operator's defaults apply.
     limits: Mapped[dict[str, Any] | None] = mapped_column(default=None)
+    archived_at: Mapped[int | None] = mapped_column(BigInteger, default=None)
+
+
+class ProjectTurns(Table):
+    """The last claims of a project's rows (core/turns.py).
+
+    Not columns of projects: a request that adds a row to a list locks its project, and a claim must not wait for that.
+    """
+
+    __tablename__ = "project_turns"
+    project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"), primary_key=True)
     # A counter over the job starts of all projects: among equal projects the lowest one is next.
     last_turn: Mapped[int] = mapped_column(BigInteger, default=0)
     # The same for file validations.
     last_validation: Mapped[int] = mapped_column(BigInteger, default=0)
     # The same for eval runs.
     last_eval_run: Mapped[int] = mapped_column(BigInteger, default=0)
-    archived_at: Mapped[int | None] = mapped_column(BigInteger, default=None)
 
 
 class ApiKey(Table):
@@ -158,6 +168,7 @@ class Worker(Table):
     memory_used_bytes: Mapped[int | None] = mapped_column(BigInteger)  # of the host or the container
     memory_total_bytes: Mapped[int | None] = mapped_column(BigInteger)
     draining: Mapped[bool] = mapped_column(Boolean, default=False)
+    findings: Mapped[list[Any]]  # of `regraft-server doctor` (core/telemetry/checkup.py)
     started_at: Mapped[float] = mapped_column(Double)
     seen_at: Mapped[float] = mapped_column(Double, index=True)  # by the database's clock, as leases
 
@@ -223,7 +234,26 @@ class UploadPart(Table):
     created_at: Mapped[int] = mapped_column(BigInteger, default=now)
 
 
-class Job(Table):
+class Leased(Table):
+    """A row that a worker claims (core/claims.py, which explains the columns)."""
+
+    __abstract__ = True
+    seq: Mapped[int] = mapped_column(Seq, primary_key=True, autoincrement=True)
+    id: Mapped[str]
+    project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"))
+    created_at: Mapped[int] = mapped_column(BigInteger, default=now)
+    status: Mapped[str]
+    # The fencing token: every claim, cancel and lost lease increments it, and a worker with an outdated value cannot
+    # write.
+    epoch: Mapped[int] = mapped_column(Integer, default=0)
+    # Null unless a worker holds the row.
+    lease_owner: Mapped[str | None] = mapped_column(String(128), default=None)
+    lease_expires_at: Mapped[float | None] = mapped_column(Double, default=None)
+    next_run_at: Mapped[float] = mapped_column(Double, default=0.0)  # no claim before this time
+    dispatched_at: Mapped[float] = mapped_column(Double, default=0.0)  # the last wake-up of a worker for it
+
+
+class Job(Leased):
     """A fine-tuning job. core/jobs/lifecycle.py is the only writer of `status`, `epoch` and the lease."""
 
     __tablename__ = "jobs"
@@ -231,16 +261,13 @@ class Job(Table):
         Index(None, "project_id", "seq"),
         # Evals of jobs and created evals are one list, ordered by time (core/evals/catalog.py).
         Index(None, "project_id", "created_at", "seq"),
-        # Index 1 and 2: all waiting or running jobs. All four columns: the oldest job of each project
-        # (core/jobs/fairness.py).
+        # Index 1 and 2: all waiting or running jobs. All four columns: the oldest job of each project (core/turns.py).
         Index(None, "status", "gpu_class", "project_id", "seq"),
+        Index(None, "status", "project_id", "seq"),  # the same of validations, which have no class
         Index(None, "status", "lease_expires_at"),
     )
-    seq: Mapped[int] = mapped_column(Seq, primary_key=True, autoincrement=True)
     id: Mapped[str] = mapped_column(String(64), unique=True, default=lambda: new_id("ftjob-"))
     organization_id: Mapped[str] = mapped_column(ForeignKey("organizations.id"))
-    project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"))
-    created_at: Mapped[int] = mapped_column(BigInteger, default=now)
 
     # The request.
     model: Mapped[str] = mapped_column(String(256))
@@ -277,20 +304,31 @@ class Job(Table):
     budget: Mapped[dict[str, Any] | None] = mapped_column(default=None)
     gpu_seconds: Mapped[float] = mapped_column(Double, default=0.0)
 
-    # The worker. `epoch` is the fencing token: every claim, cancel and lost lease increments it, and a run with an
-    # outdated
-    # value cannot write.
+    # The worker.
     gpu_class: Mapped[str] = mapped_column(String(32))
-    epoch: Mapped[int] = mapped_column(Integer, default=0)
     failures: Mapped[int] = mapped_column(Integer, default=0)
-    lease_owner: Mapped[str | None] = mapped_column(String(128), default=None)
-    lease_expires_at: Mapped[float | None] = mapped_column(Double, default=None)
-    next_run_at: Mapped[float] = mapped_column(Double, default=0.0)
-    dispatched_at: Mapped[float] = mapped_column(Double, default=0.0)
     # The work of the run inside of its step (worker/progress.py), with the epoch of its claim.
     progress: Mapped[dict[str, Any] | None] = mapped_column(default=None)
     # The results of the newest preview of the same request, when the job was created (core/results/previews.py).
     preview: Mapped[dict[str, Any] | None] = mapped_column(default=None)
+    # The memory plan of the newest attempt, and what out-of-memory errors lowered (worker/recording/plan_record.py).
+    memory: Mapped[dict[str, Any] | None] = mapped_column(default=None)
+
+
+class MemoryLimit(Table):
+    """The sizes that out-of-memory errors lowered for jobs of one kind, on a device that no other process used.
+
+    They count for a week (worker/recording/plan_record.py).
+    """
+
+    __tablename__ = "memory_limits"
+    model: Mapped[str] = mapped_column(String(256), primary_key=True)
+    device: Mapped[str] = mapped_column(
+        String(128), primary_key=True
+    )  # its name, such as "NVIDIA H100 80GB HBM3"
+    workload: Mapped[str] = mapped_column(String(128), primary_key=True)
+    sizes: Mapped[dict[str, Any]]  # worker/model/lowering.py: SizeLimits
+    updated_at: Mapped[int] = mapped_column(BigInteger, default=now, onupdate=now)
 
 
 class Attempt(Table):
@@ -303,7 +341,7 @@ class Attempt(Table):
     worker: Mapped[str] = mapped_column(String(128))
     started_at: Mapped[float] = mapped_column(Double)
     ended_at: Mapped[float | None] = mapped_column(Double, default=None)
-    # validated, succeeded, failed, cancelled, paused, drained, crashed, expired
+    # validated, succeeded, failed, cancelled, paused, drained, put_off, crashed, expired
     outcome: Mapped[str | None] = mapped_column(String(16), default=None)
     reason: Mapped[str | None] = mapped_column(Text, default=None)
     resumed_from: Mapped[int | None] = mapped_column(Integer, default=None)  # the step of that checkpoint
@@ -404,7 +442,7 @@ class Eval(Table):
     deleted_at: Mapped[int | None] = mapped_column(BigInteger, default=None)
 
 
-class EvalRun(Table):
+class EvalRun(Leased):
     """A run of an eval. core/evals/lifecycle.py is the only writer of `status`, `epoch` and the lease."""
 
     __tablename__ = "eval_runs"
@@ -414,11 +452,8 @@ class EvalRun(Table):
         Index(None, "deleted_at"),
         Index(None, "output_due"),
     )
-    seq: Mapped[int] = mapped_column(Seq, primary_key=True, autoincrement=True)
     id: Mapped[str] = mapped_column(String(64), unique=True, default=lambda: new_id("evalrun_"))
     eval_id: Mapped[str] = mapped_column(String(64))
-    project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"))
-    created_at: Mapped[int] = mapped_column(BigInteger, default=now)
     name: Mapped[str] = mapped_column(String(256))
     metadata_: Mapped[dict[str, Any] | None] = mapped_column("metadata", default=None)
     model: Mapped[str | None] = mapped_column(String(512), default=None)  # None: nothing is sampled
@@ -442,15 +477,9 @@ class EvalRun(Table):
     # Of a batch whose files are not written yet (core/evals/batches.py).
     output_due: Mapped[bool] = mapped_column(Boolean, default=False)
 
-    # As of a job.
-    epoch: Mapped[int] = mapped_column(Integer, default=0)
     failures: Mapped[int] = mapped_column(Integer, default=0)  # in a row, without a new item
     lost_workers: Mapped[int] = mapped_column(Integer, default=0)  # whose lease expired: the same
     note: Mapped[str | None] = mapped_column(String(256), default=None)  # what it waits for
-    lease_owner: Mapped[str | None] = mapped_column(String(128), default=None)
-    lease_expires_at: Mapped[float | None] = mapped_column(Double, default=None)
-    next_run_at: Mapped[float] = mapped_column(Double, default=0.0)
-    dispatched_at: Mapped[float] = mapped_column(Double, default=0.0)
 
 
 class EvalPage(Table):
@@ -529,15 +558,12 @@ class GoldenCase(Table):
     created_at: Mapped[int] = mapped_column(BigInteger, default=now)
 
 
-class Pipeline(Table):
+class Pipeline(Leased):
     """Named stages, each a job or a file made from others (core/pipelines/lifecycle.py, the only writer)."""
 
     __tablename__ = "pipelines"
-    __table_args__ = (Index(None, "project_id", "seq"), Index(None, "status", "held_until"))
-    seq: Mapped[int] = mapped_column(Seq, primary_key=True, autoincrement=True)
+    __table_args__ = (Index(None, "project_id", "seq"), Index(None, "status", "next_run_at"))
     id: Mapped[str] = mapped_column(String(64), unique=True, default=lambda: new_id("ftpipe-"))
-    project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"))
-    created_at: Mapped[int] = mapped_column(BigInteger, default=now)
     name: Mapped[str | None] = mapped_column(String(256), default=None)
     metadata_: Mapped[dict[str, Any] | None] = mapped_column("metadata", default=None)
     actor: Mapped[str] = mapped_column(String(64))  # who created it, and on whose behalf its stages start
@@ -545,9 +571,6 @@ class Pipeline(Table):
     stages: Mapped[list[Any]]  # core/pipelines/lifecycle.py, Stage
     status: Mapped[str] = mapped_column(String(16), default="running")
     finished_at: Mapped[int | None] = mapped_column(BigInteger, default=None)
-    # The process that advances it holds it until this time; `epoch` is the fencing token, as of a job.
-    epoch: Mapped[int] = mapped_column(Integer, default=0)
-    held_until: Mapped[float] = mapped_column(Double, default=0.0)
 
 
 class Checkpoint(Table):
@@ -569,7 +592,7 @@ class Checkpoint(Table):
 
 
 class ScrubRound(Table):
-    """Progress of the scrub round: one row, shared by all workers (worker/supervise/scrub.py)."""
+    """Progress of the scrub round: one row, shared by all workers (worker/supervisor/scrub.py)."""
 
     __tablename__ = "scrub_rounds"
     id: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)  # always 1

@@ -6,7 +6,7 @@ items are replaced by the output file and the error file.
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -83,7 +83,7 @@ def requests(chunks: Iterable[bytes], endpoint: Endpoint) -> Iterator[EvalRow | 
 def _request(line: int, sent: dict[str, Any], endpoint: Endpoint) -> EvalRow | RequestError:
     for name in KEYS:
         if name not in sent:
-            return RequestError(line, f"has no '{name}'", name, code="missing_required_parameter")
+            return RequestError(line, "is missing", name, code="missing_required_parameter")
     custom_id = sent["custom_id"]
     if not isinstance(custom_id, str) or not 0 < len(custom_id) <= MAX_CUSTOM_ID:
         problem = f"must be a string of 1 to {MAX_CUSTOM_ID} characters"
@@ -218,9 +218,10 @@ def status(batch: EvalRun) -> Status:
 # The files of a batch that has ended.
 
 
-def due(session: Session) -> list[EvalRun]:
-    """Some of the batches that have ended and lack their files."""
+def due(session: Session, without: Sequence[str] = ()) -> list[EvalRun]:
+    """Some of the batches that have ended and lack their files, apart from those with these ids."""
     ended = select(EvalRun).where(EvalRun.output_due, EvalRun.status.in_(lifecycle.FINAL))
+    ended = ended.where(EvalRun.id.not_in(without))
     return list(session.scalars(ended.order_by(EvalRun.seq).limit(20)))
 
 
@@ -239,10 +240,21 @@ def write_files(database: Database, blobs: BlobStore, batch_id: str) -> None:
             raise
 
 
+def give_up(database: Database, batch_id: str) -> None:
+    """Fail a batch whose files cannot be written. Its items stay where they are."""
+    with database.write() as session:
+        batch = session.scalars(select(EvalRun).where(EvalRun.id == batch_id).with_for_update()).one()
+        if batch.output_due:
+            message = "The files of the batch could not be written; the service's log has the reason."
+            batch.status, batch.error = "failed", {"code": "internal_error", "message": message}
+            batch.output_due = False
+            webhooks.batch_ended(batch, status(batch))
+
+
 def _write_files(database: Database, blobs: BlobStore, batch_id: str) -> None:
     with database.read() as session:
         batch = session.scalars(select(EvalRun).where(EvalRun.id == batch_id)).one()
-        stored = items.stored(session, batch.id)
+        stored = items.items_of_run(session, batch.id)
     seconds = batch.data_source["output_expires_after"]
     counts, made = batch.summary["counts"], []
     for name, outcome in (("output", "pass"), ("error", "error")):

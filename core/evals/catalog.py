@@ -7,7 +7,7 @@ from typing import Literal
 from sqlalchemy import ColumnElement, delete, select, tuple_
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
-from core.database.engine import Work
+from core.database.engine import Work, earliest_now
 from core.database.ids import new_id
 from core.database.pages import KEEP_PAST_CURSORS_SECONDS, Page
 from core.database.tables import Eval, EvalRun, Job, now
@@ -29,32 +29,35 @@ def find(session: Session, project_id: str, eval_id: str) -> Eval | Job:
     return found if found is not None else of_jobs.job_of(session, project_id, eval_id)
 
 
-def create(work: Work, made: Eval) -> None:
-    work.session.add(made)
+def create(work: Work, eval_row: Eval) -> None:
+    work.session.add(eval_row)
     work.session.flush()
-    work.record("eval.created", imported.shown(made.id), {"name": made.name})
+    work.record("eval.created", imported.public_id(eval_row.id), {"name": eval_row.name})
 
 
-def remove(work: Work, made: Eval) -> list[str]:
+def remove(work: Work, eval_row: Eval) -> list[str]:
     """Delete an eval with its runs. Returns the keys of the blobs to delete after the commit."""
     runs = work.session.scalars(
-        select(EvalRun).where(EvalRun.eval_id == made.id, EvalRun.deleted_at.is_(None)).order_by(EvalRun.seq)
+        select(EvalRun)
+        .where(EvalRun.eval_id == eval_row.id, EvalRun.deleted_at.is_(None))
+        .order_by(EvalRun.seq)
     ).all()
     keys = [key for run in runs for key in lifecycle.remove(work, run)]
-    made.deleted_at = now()
-    work.record("eval.deleted", imported.shown(made.id))
+    eval_row.deleted_at = now()
+    work.record("eval.deleted", imported.public_id(eval_row.id))
     return keys
 
 
 def forget_deleted(session: Session) -> None:
     """Remove the rows of evals and runs that were deleted a month ago, which were cursors of their lists."""
+    before = earliest_now(session) - KEEP_PAST_CURSORS_SECONDS
     for table in (EvalRun, Eval):
-        session.execute(delete(table).where(table.deleted_at < now() - KEEP_PAST_CURSORS_SECONDS))
+        session.execute(delete(table).where(table.deleted_at < before))
 
 
 def free_eval_id(session: Session, project_id: str, wanted: str) -> str:
     """The id of a row that is shown as `wanted`, if that is well-formed and free in the project; else a new one."""
-    kept = imported.kept("eval", wanted, project_id)
+    kept = imported.kept_id("eval", wanted, project_id)
     of_job = Job.id == "ftjob-" + wanted.removeprefix("eval_"), Job.project_id == project_id
     if (
         kept is None
@@ -67,7 +70,7 @@ def free_eval_id(session: Session, project_id: str, wanted: str) -> str:
 
 def free_run_id(session: Session, project_id: str, wanted: str) -> str:
     """The same for a run."""
-    kept = imported.kept("evalrun", wanted, project_id)
+    kept = imported.kept_id("evalrun", wanted, project_id)
     return new_id("evalrun_") if kept is None or _is_taken(session, EvalRun, wanted, project_id) else kept
 
 
@@ -165,11 +168,11 @@ def _behind(
 # Runs of a created eval.
 
 
-def run_of(session: Session, made: Eval, run_id: str) -> EvalRun:
+def run_of(session: Session, eval_row: Eval, run_id: str) -> EvalRun:
     """Raises EvalNotFound."""
-    named = EvalRun.id.in_(imported.candidates(run_id, made.project_id))
+    named = EvalRun.id.in_(imported.candidates(run_id, eval_row.project_id))
     run = session.scalar(
-        select(EvalRun).where(named, EvalRun.eval_id == made.id, EvalRun.deleted_at.is_(None))
+        select(EvalRun).where(named, EvalRun.eval_id == eval_row.id, EvalRun.deleted_at.is_(None))
     )
     if run is None:
         raise EvalNotFound("run", run_id)
@@ -181,12 +184,12 @@ def eval_of(session: Session, project_id: str, run_id: str) -> str | None:
     named = EvalRun.id.in_(imported.candidates(run_id, project_id))
     mine = EvalRun.project_id == project_id, EvalRun.deleted_at.is_(None)
     found = session.scalar(select(EvalRun.eval_id).where(named, *mine))
-    return of_jobs.eval_of(session, project_id, run_id) if found is None else imported.shown(found)
+    return of_jobs.eval_of(session, project_id, run_id) if found is None else imported.public_id(found)
 
 
 def runs(
     session: Session,
-    made: Eval,
+    eval_row: Eval,
     *,
     after: str | None,
     limit: int,
@@ -199,12 +202,12 @@ def runs(
     Raises:
         InvalidRequest: `after` is not and was not a run of the eval.
     """
-    statement = select(EvalRun).where(EvalRun.eval_id == made.id, EvalRun.deleted_at.is_(None))
+    statement = select(EvalRun).where(EvalRun.eval_id == eval_row.id, EvalRun.deleted_at.is_(None))
     if status is not None:
         statement = statement.where(EvalRun.status == status)
     if after is not None:
-        named = EvalRun.id.in_(imported.candidates(after, made.project_id))
-        seq = session.scalar(select(EvalRun.seq).where(named, EvalRun.eval_id == made.id))
+        named = EvalRun.id.in_(imported.candidates(after, eval_row.project_id))
+        seq = session.scalar(select(EvalRun.seq).where(named, EvalRun.eval_id == eval_row.id))
         if seq is None:
             raise no_cursor(after)
         statement = statement.where(EvalRun.seq < seq if newest_first else EvalRun.seq > seq)

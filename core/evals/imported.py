@@ -13,12 +13,12 @@ _TAG_LENGTH = 12  # of the 28 random characters of a project's id
 _KEPT = {kind: re.compile(rf"{kind}_[\w-]{{8,40}}", re.ASCII) for kind in ("eval", "evalrun")}
 
 
-def kept(kind: str, sent: str, project_id: str) -> str | None:
+def kept_id(kind: str, sent: str, project_id: str) -> str | None:
     """The id of the row that keeps the id `sent` of this kind (eval, evalrun); None: it is not well-formed."""
     return f"{sent}{_MARK}{project_id[-_TAG_LENGTH:]}" if _KEPT[kind].fullmatch(sent) else None
 
 
-def shown(row_id: str) -> str:
+def public_id(row_id: str) -> str:
     """The id of a row as the API shows it."""
     return row_id.partition(_MARK)[0]
 

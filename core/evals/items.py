@@ -85,7 +85,7 @@ class StoredItems:
         return sorted({*self.pages, *self.loose})
 
 
-def stored(session: Session, run_id: str) -> StoredItems:
+def items_of_run(session: Session, run_id: str) -> StoredItems:
     """Find the items of a run. Needs a session of Database.read, which sees one snapshot: the worker replaces entries
     of the journal by pages.
     """

@@ -42,9 +42,15 @@ class SelectedSteps:
 
 
 def new(
-    job: Job, grader: dict[str, Any], selection: SelectedSteps, *, total: int, name: str, budget: Any
+    job: Job,
+    grader: dict[str, Any],
+    selection: SelectedSteps,
+    *,
+    pages: Sequence[RolloutPage],
+    name: str,
+    budget: Any,
 ) -> EvalRun:
-    """A regrade of `total` rollouts of this job. `grader` is a specification as it is stored."""
+    """A regrade of the rollouts in these pages of the job. `grader` is a specification as it is stored."""
     return EvalRun(
         id=new_id("regrade_"),
         eval_id=job.id,
@@ -53,12 +59,13 @@ def new(
         data_source={
             "type": SOURCE,
             **asdict(selection),
+            "pages": [(page.step, page.split, page.samples) for page in pages],
             "grader": grader,
             "parse_json": job.body.get("response_format") is not None,
             "pass_threshold": evals.pass_threshold(grader),
             "pass_threshold_before": evals.pass_threshold(job.body["grader"]),
         },
-        total=total,
+        total=sum(page.samples for page in pages),
         budget=budget,
         summary=summary.empty([grader["name"]]),
     )
@@ -96,29 +103,34 @@ def _of(job: Job) -> Select[EvalRun]:
     return select(EvalRun).where(EvalRun.eval_id == job.id, EvalRun.deleted_at.is_(None))
 
 
-def pages(session: Session, run: EvalRun) -> Sequence[RolloutPage]:
+def pages(session: Session, run: EvalRun) -> list[tuple[int, RolloutPage]]:
+    """The pages that are still there, each with the number of answers before it at the time of the request.
+
+    So a page that retention deletes meanwhile moves no line of another one.
+    """
     source = run.data_source
-    return rollouts.pages(
+    found = rollouts.pages(
         session,
         run.eval_id,
         first_step=source["first_step"],
         last_step=source["last_step"],
         split=source["split"],
     )
+    present = {(page.step, page.split): page for page in found}
+    numbered, before = [], 0
+    for step, split, samples in source["pages"]:
+        if (step, split) in present:
+            numbered.append((before, present[step, split]))
+        before += samples
+    return numbered
 
 
-def rows(blobs: BlobStore, found: Sequence[RolloutPage]) -> Iterator[EvalRow]:
-    """The answers as rows, with the item that the job's grader read.
-
-    Lines are counted by the pages' numbers of samples, so that a page which retention deletes meanwhile moves no other
-    line.
-    """
-    before = 0
-    for one in found:
+def rows(blobs: BlobStore, numbered: Iterable[tuple[int, RolloutPage]]) -> Iterator[EvalRow]:
+    """The answers as rows, with the item that the job's grader read. Those of a page without its blob are left out."""
+    for before, one in numbered:
         for number, row in enumerate(rollouts.find(blobs, [one], Wanted()), 1):
             item = {**(row["item"] or {}), "messages": row["messages"]}
             yield EvalRow(before + number, item, rollout=row)
-        before += one.samples
 
 
 def comparison(run: EvalRun, items: Iterable[Item]) -> dict[str, Any]:

@@ -73,7 +73,7 @@ class PaidItems:
         return self.tokens / self.count if self.count else 0.0
 
     def plus(self, tokens: int) -> "PaidItems":
-        """With one more finished item, which used this number of tokens over all attempts."""
+        """Add a finished item, which used this number of tokens over all attempts."""
         if not tokens:
             return self
         return PaidItems(self.count + 1, self.tokens + tokens, max(self.largest, tokens))

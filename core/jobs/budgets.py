@@ -44,7 +44,7 @@ class Price:
         return round(gpu_seconds * price, 6)  # six digits: a step of one second may cost less than a cent
 
 
-def to_row(asked: dict[str, Any], price: Price) -> dict[str, Any]:
+def to_row(requested: dict[str, Any], price: Price) -> dict[str, Any]:
     """The value of Job.budget: the cap as requested ({"gpu_seconds"} or {"amount", "currency"}), and in GPU-seconds.
 
     Converts at the current price; later price changes do not affect the cap.
@@ -52,27 +52,27 @@ def to_row(asked: dict[str, Any], price: Price) -> dict[str, Any]:
     Raises:
         InvalidRequest: the cap is money, and the service has no price or another currency.
     """
-    if "gpu_seconds" in asked:
-        return {"asked": asked, "gpu_seconds": float(asked["gpu_seconds"])}
+    if "gpu_seconds" in requested:
+        return {"asked": requested, "gpu_seconds": float(requested["gpu_seconds"])}
     if price.per_gpu_second is None:
         raise InvalidRequest(
             "'budget.amount' needs a price, and this service has none; the operator can set "
             "REGRAFT_PRICE_PER_GPU_SECOND. Use 'budget.gpu_seconds' instead.",
             param="budget.amount",
         )
-    if asked["currency"] != price.currency:
+    if requested["currency"] != price.currency:
         raise InvalidRequest(
-            f"'budget.currency' is {asked['currency']!r}, but the currency of this service is {price.currency!r} "
+            f"'budget.currency' is {requested['currency']!r}, but the currency of this service is {price.currency!r} "
             "(REGRAFT_CURRENCY).",
             param="budget.currency",
         )
-    gpu_seconds = asked["amount"] / price.per_gpu_second
+    gpu_seconds = requested["amount"] / price.per_gpu_second
     if not math.isfinite(gpu_seconds):
         raise InvalidRequest(
             f"'budget.amount' is too large: at {price.per_gpu_second:g} {price.currency} a GPU-second it is infinite.",
             param="budget.amount",
         )
-    return {"asked": asked, "gpu_seconds": gpu_seconds}
+    return {"asked": requested, "gpu_seconds": gpu_seconds}
 
 
 def render(job: Job) -> dict[str, Any] | None:

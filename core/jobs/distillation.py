@@ -178,7 +178,7 @@ def asked_of(job: Job) -> Hyperparameters:
     return Hyperparameters.model_validate(asked)
 
 
-def shown(asked: Mapping[str, Any], resolved: Mapping[str, Any]) -> dict[str, Any]:
+def with_resolved_values(requested: Mapping[str, Any], resolved: Mapping[str, Any]) -> dict[str, Any]:
     """The requested hyperparameters with their resolved values, as the API shows them."""
-    known = {name: resolved[name] for name in asked if name in resolved}
-    return {**asked, **known, "advanced": with_values(asked["advanced"], resolved)}
+    known = {name: resolved[name] for name in requested if name in resolved}
+    return {**requested, **known, "advanced": with_values(requested["advanced"], resolved)}

@@ -134,12 +134,12 @@ def history(session: Session, *, model: str, gpu_class: str) -> PastJobs | None:
     return PastJobs(len(jobs), speeds, lengths, StepMetrics.load(steps[0].data).gpus_used) if jobs else None
 
 
-def sizes(asked: Hyperparameters, *, rows: int, context: int, reasons: bool = False) -> Resolved:
+def sizes(requested: Hyperparameters, *, rows: int, context: int, reasons: bool = False) -> Resolved:
     """Resolve every "auto" for this number of training rows, except the learning rate, which depends on the model.
 
     `reasons`: as `is_reasoning` of core/model_templates.py found.
     """
-    return resolve(asked, rows=rows, parameters=1, context=context, reasons=reasons)
+    return resolve(requested, rows=rows, parameters=1, context=context, reasons=reasons)
 
 
 def before_start(past: PastJobs, settings: Resolved, *, train_rows: int, valid_rows: int) -> dict[str, Any]:

@@ -6,10 +6,10 @@ from typing import Any
 from sqlalchemy import Select, delete, select, update
 from sqlalchemy.orm import Session
 
+from core.claims import Claim
 from core.database import pages
 from core.database.pages import Page
 from core.database.tables import Event, StepMetric, now
-from core.jobs.claim import Claim
 from core.results.step_metrics import StepMetrics
 from core.telemetry import logs
 
@@ -108,7 +108,7 @@ def has_message(session: Session, job_id: str, message: str) -> bool:
 
 
 def warned(session: Session, job_id: str) -> set[str]:
-    """The monitors (worker/record/monitors.py) whose warning the job already has."""
+    """The monitors (worker/recording/monitors.py) whose warning the job already has."""
     _, listed = _of_job(job_id)
     warnings = session.scalars(listed.where(Event.level == "warn"))
     return {event.data["rule"] for event in warnings if "rule" in event.data}

@@ -376,7 +376,7 @@ OnlyLora = Annotated[Literal["lora"], BeforeValidator(_only_adapters)]
 
 
 class Stopping(Value):
-    """Criteria for early stopping; 0 is off. worker/record/stopping.py implements them."""
+    """Criteria for early stopping; 0 is off. worker/recording/stopping.py implements them."""
 
     # Validations without an improvement.
     after_flat_evals: int = Field(default=0, ge=0)

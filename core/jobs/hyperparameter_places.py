@@ -1,4 +1,4 @@
-"""Where `hyperparameters.advanced` has each value of `Resolved`, which the loop reads as plain numbers and words."""
+"""The path in `hyperparameters.advanced` of each value of `Resolved`, which the loop reads as plain values."""
 
 import json
 from collections.abc import Mapping

@@ -222,7 +222,7 @@ class Resolved(Value):
     """Hyperparameters with every "auto" resolved, as the run uses them. None: not used.
 
     Flat, unlike the request: the loop reads single numbers, and the rows of jobs, the exporters and the model card have
-    these names.
+    these names (docs/adr/0024-resolved-values.md).
     """
 
     batch_size: int
@@ -308,8 +308,18 @@ class Resolved(Value):
         return 1.0 - self.clip_low, 1.0 + self.clip_high
 
 
-# Names of the same hyperparameters in TRL, verl and OpenRLHF, for hints in error messages.
-ELSEWHERE = {
+# Names of the same hyperparameters in TRL, verl and OpenRLHF, for hints in error messages: those of every method, and
+# those of reinforcement.
+COMMON_NAMES = {
+    "lr": "learning_rate",
+    "epochs": "n_epochs",
+    "num_epochs": "n_epochs",
+    "num_train_epochs": "n_epochs",
+    "train_batch_size": "batch_size",
+    "per_device_train_batch_size": "batch_size",
+    "finetuning_type": "train",
+}
+ELSEWHERE = COMMON_NAMES | {
     "num_generations": "group_size",
     "rollout_n": "group_size",
     "n_samples_per_prompt": "group_size",
@@ -347,22 +357,15 @@ ELSEWHERE = {
     "ref_model_sync_steps": "reference_refresh_steps",
     "vllm_importance_sampling_correction": "importance",
     "vllm_importance_sampling_cap": "importance_cap",
-    "finetuning_type": "train",
     "r": "lora_rank",
     "lora_r": "lora_rank",
     "target_modules": "lora_targets",
     "lora_target_modules": "lora_targets",
-    "lr": "learning_rate",
-    "epochs": "n_epochs",
-    "num_epochs": "n_epochs",
-    "num_train_epochs": "n_epochs",
-    "train_batch_size": "batch_size",
-    "per_device_train_batch_size": "batch_size",
     "eval_steps": "eval_interval",
 }
 
 
-def meant(param: str) -> str | None:
+def similar_hyperparameter(param: str) -> str | None:
     """The hyperparameter that an unknown dotted path probably means; None without a similar one.
 
     A name of `Resolved`, such as `lora_rank`, and a name of another trainer mean a field of a group.
@@ -401,30 +404,30 @@ def base_learning_rate(parameters: int) -> float:
 
 
 def resolve(
-    asked: Hyperparameters, *, rows: int, parameters: int, context: int, reasons: bool = False
+    hyperparameters: Hyperparameters, *, rows: int, parameters: int, context: int, reasons: bool = False
 ) -> Resolved:
     """Resolve every "auto". `rows` of training data, `parameters` of the base model, `context` in tokens.
 
     `reasons`: the model is known to write thoughts, which need room.
     """
-    advanced = asked.advanced
-    batch_size = min(_or(asked.batch_size, 8), rows)
+    advanced = hyperparameters.advanced
+    batch_size = min(_or(hyperparameters.batch_size, 8), rows)
     # A policy hardly changes in fewer than twenty steps, so small files are repeated.
-    n_epochs = _or(asked.n_epochs, max(1, min(10, math.ceil(20 * batch_size / rows))))
+    n_epochs = _or(hyperparameters.n_epochs, max(1, min(10, math.ceil(20 * batch_size / rows))))
     total_steps = math.ceil(rows * n_epochs / batch_size)
-    eval_samples = _or(asked.eval_samples, 1)
+    eval_samples = _or(hyperparameters.eval_samples, 1)
     room = max(2048, context // 4) if reasons else 512
     max_completion_tokens = _or(advanced.sampling.max_completion_tokens, min(room, context // 2))
     learning_rate = _or(
         advanced.optimizer.learning_rate,
         base_learning_rate(parameters)
         * (FULL_LEARNING_RATE if advanced.train == "full" else 1.0)
-        * _or(asked.learning_rate_multiplier, 1.0),
+        * _or(hyperparameters.learning_rate_multiplier, 1.0),
     )
     automatic = {
         "kl_estimator": "k1" if isinstance(advanced.loss, TokenRewardLoss) else "k3",
         "std": None if advanced.loss.advantage_scale == "none" else "population",
-        "group_size": max(2, round(8 * _or(asked.compute_multiplier, 1.0))),
+        "group_size": max(2, round(8 * _or(hyperparameters.compute_multiplier, 1.0))),
         "learning_rate": learning_rate,
         "value_learning_rate": learning_rate,
         "max_completion_tokens": max_completion_tokens,
@@ -439,14 +442,14 @@ def resolve(
         batch_size=batch_size,
         n_epochs=n_epochs,
         total_steps=total_steps,
-        eval_interval=_or(asked.eval_interval, max(1, math.ceil(total_steps / 10))),
+        eval_interval=_or(hyperparameters.eval_interval, max(1, math.ceil(total_steps / 10))),
         eval_samples=eval_samples,
         train=advanced.train,
         **{name: automatic[name] if value == "auto" else value for name, value in requested.items()},
     )
 
 
-def kept(resolved: Resolved, first: Mapping[str, Any] | None) -> Resolved:
+def with_first_values(resolved: Resolved, first: Mapping[str, Any] | None) -> Resolved:
     """The hyperparameters of a job that started with `first`; None for a job that starts now.
 
     The job keeps them even if this version would resolve "auto" differently: the shape of its adapter and the number of

@@ -20,7 +20,7 @@ def pin(body: dict[str, Any], integrations: list[dict[str, Any]]) -> dict[str, A
     return body | {_KEY: integrations} if integrations else body
 
 
-def asked(job: Job) -> list[dict[str, Any]]:
+def requested_integrations(job: Job) -> list[dict[str, Any]]:
     """The job's integrations as requested: {"type": "wandb", "wandb": {"project": ..., ...}}."""
     found: list[dict[str, Any]] = job.body.get(_KEY, [])
     return found
@@ -37,5 +37,5 @@ def render(job: Job) -> list[dict[str, Any]]:
         integration | {"wandb": integration["wandb"] | {"run_id": job.id}}
         if integration["type"] == "wandb"
         else integration
-        for integration in asked(job)
+        for integration in requested_integrations(job)
     ]

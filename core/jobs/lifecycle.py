@@ -7,25 +7,23 @@
 
 failed is reached from the states with a worker, cancelled from every state that is not final.
 
-A worker holds a `Claim` on its job: the epoch of the row when the job was claimed. Every claim, cancel and lost lease
-increments the row's epoch, so the writes of an outdated worker fail the comparison.
+A worker holds a `Claim` on its job (core/claims.py), in the order of core/jobs/fairness.py.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from sqlalchemy import ColumnElement, ScalarSelect, func, or_, select, update
-from sqlalchemy.orm import Session, aliased
+from sqlalchemy import func, or_, select, update
+from sqlalchemy.orm import Session
 
+from core.claims import Claim, Leases, back_off, db_time, let_go, lock, put_back
 from core.database import pages
-from core.database.engine import Database, WakeMessage, Work, db_now, json_text
+from core.database.engine import WakeMessage, Work, db_now, json_text
 from core.database.pages import Page
 from core.database.tables import Attempt, File, Job, Project, now
 from core.errors import InvalidJobState, JobNotFound
 from core.jobs import budgets, events, fairness, queue, usage
-from core.jobs.claim import Claim, LeaseLost, bound_time
 from core.outbound import webhooks
 from core.telemetry import logs, tracing
 from core.tenancy.limits import NO_LIMITS, Limits
@@ -46,10 +44,14 @@ EDGES: Mapping[str, frozenset[str]] = MappingProxyType(
 FINAL = frozenset(status for status, further in EDGES.items() if not further)
 # States in which a worker may hold the job.
 HELD = frozenset({"validating_files", "running", "pausing"})
+# Between two tries of a job that its worker cannot run. Longer than that worker rests, or the job would be due, and
+# first in the queue, each time that the worker claims one again.
+FIRST_PUT_OFF, MAX_PUT_OFF = 120.0, 600.0
+LEASES = Leases(Job, HELD, max_wait=MAX_PUT_OFF)
+heartbeat, fenced, bound_times = LEASES.heartbeat, LEASES.fenced, LEASES.bound_times
 
 STARTED, RESUMED = "Fine-tuning job started", "Fine-tuning job resumed"
 RESUMING = "Resuming fine-tuning job, moving job to queued state"
-MAX_BACK_OFF = 60.0
 # Limit for the event of a crashed run and the error of a job; the run's log has the rest.
 MAX_CRASH_MESSAGE = 400
 
@@ -135,7 +137,7 @@ def page(
 
 def cancel(work: Work, job: Job) -> None:
     """Cancel immediately, regardless of the worker. Idempotent."""
-    _lock(work.session, job)
+    lock(work.session, job)
     if job.status == "cancelled":
         return
     _move(job, "cancelled")
@@ -147,7 +149,7 @@ def cancel(work: Work, job: Job) -> None:
 
 def pause(work: Work, job: Job) -> None:
     """Pause a waiting job at once, or a running one at its next checkpoint."""
-    _lock(work.session, job)
+    lock(work.session, job)
     if job.status in ("pausing", "paused"):
         return
     if job.status == "queued":
@@ -159,9 +161,15 @@ def pause(work: Work, job: Job) -> None:
     work.record("job.paused", job.id)
 
 
+def hold_back(session: Session, job: Job) -> None:
+    """Pause a queued job before its start, on behalf of what it is a part of. Call it inside `fenced`."""
+    _move(job, "paused")
+    events.append(session, job.id, "Fine-tuning job paused")
+
+
 def resume(work: Work, job: Job) -> None:
     """Queue a paused job, which will resume from its last checkpoint."""
-    _lock(work.session, job)
+    lock(work.session, job)
     if job.status != "paused":  # EDGES would also allow a running job to be queued
         raise _refusal(job, "queued")
     if job.budget is not None:
@@ -175,7 +183,7 @@ def resume(work: Work, job: Job) -> None:
 
 def set_budget(work: Work, job: Job, budget: dict[str, Any] | None) -> None:
     """Set or remove the cap (from `budgets.stored`), effective from the end of the current step. Does not resume."""
-    _lock(work.session, job)
+    lock(work.session, job)
     if job.status in FINAL:
         raise _refusal(job, job.status)
     job.budget = budget
@@ -195,32 +203,12 @@ def claim(
     defaults: Limits = NO_LIMITS,
     fits: Callable[[Job], bool] = lambda job: True,
 ) -> Claim | None:
-    """Claim the next job of this class in fair order (core/jobs/fairness.py).
-
-    None: no job is waiting, or the next one does not fit. Concurrent callers never claim the same job, and no project
-    exceeds its `running_jobs`; `defaults` applies to projects without their own limits.
-
-    Args:
-        fits: whether the worker can take this job now. No job behind one that does not fit is claimed: a worker that
-            always had a fitting one would never take it.
-    """
-    while True:
-        with session.begin_nested() as attempt:
-            # Sets the status without _move: choosing and claiming must be one statement.
-            for project_id in fairness.turns(session, gpu_class, defaults):
-                oldest = fairness.oldest(project_id, gpu_class)
-                job = _take(session, oldest, owner, lease_seconds, status="running")
-                if job is not None:
-                    break
-            else:
-                return None
-            if not fits(job):
-                attempt.rollback()
-                return None
-            if not fairness.oversubscribed(session, job.project_id, defaults):
-                break
-            attempt.rollback()  # another worker was faster; now its claim is visible
-    fairness.note_turn(session, job.project_id, "last_turn")
+    """Claim the next job of this class; see `ClaimQueue.claim`."""
+    job = fairness.RUNS.claim(
+        session, owner=owner, lease_seconds=lease_seconds, defaults=defaults, fits=fits, gpu_class=gpu_class
+    )
+    if job is None:
+        return None
     _begin_attempt(session, job, "run")
     if job.started_at is None:
         job.started_at = now()
@@ -231,40 +219,17 @@ def claim(
 
 
 def claim_validation(session: Session, *, owner: str, lease_seconds: float) -> Claim | None:
-    """Claim a job for file validation, of the project whose turn it is (core/jobs/fairness.py)."""
-    for project_id in fairness.validation_turns(session):
-        job = _take(session, fairness.oldest_unvalidated(project_id), owner, lease_seconds)
-        if job is not None:
-            break
-    else:
+    """Claim a job for file validation."""
+    job = fairness.VALIDATIONS.claim(session, owner=owner, lease_seconds=lease_seconds)
+    if job is None:
         return None
-    fairness.note_turn(session, project_id, "last_validation")
     _begin_attempt(session, job, "validation")
     return Claim(job.id, job.epoch, owner)
 
 
-def heartbeat(session: Session, claim: Claim, lease_seconds: float) -> bool:
-    """Extend the lease by `lease_seconds`. False: the claim has lost the job."""
-    renewal = (
-        update(Job)
-        .where(Job.id == claim.job_id, Job.epoch == claim.epoch, Job.status.in_(HELD))
-        .where(Job.lease_owner.is_not(None))  # see _let_go
-        .values(lease_expires_at=db_now() + lease_seconds)
-        .returning(Job.seq)
-        .execution_options(synchronize_session=False)
-    )
-    return session.scalar(renewal) is not None
-
-
 def report(session: Session, claim: Claim, progress: Mapping[str, Any]) -> None:
     """Store what a run is doing; nothing if the claim has lost the job."""
-    statement = (
-        update(Job)
-        .where(Job.id == claim.job_id, Job.epoch == claim.epoch, Job.status.in_(HELD))
-        .values(progress={"epoch": claim.epoch, **progress})
-        .execution_options(synchronize_session=False)
-    )
-    session.execute(statement)
+    LEASES.write(session, claim, progress={"epoch": claim.epoch, **progress})
 
 
 def progress_of(job: Job) -> dict[str, Any] | None:
@@ -272,23 +237,6 @@ def progress_of(job: Job) -> dict[str, Any] | None:
     if job.status != "running" or job.progress is None or job.progress["epoch"] != job.epoch:
         return None
     return {name: value for name, value in job.progress.items() if name != "epoch"}
-
-
-@contextmanager
-def fenced(database: Database, claim: Claim) -> Iterator[tuple[Session, Job]]:
-    """A write transaction that locks the job's row; all writes of a run use it.
-
-    Keep it short: it blocks cancel, heartbeat and, on SQLite, every other writer.
-
-    Raises:
-        LeaseLost: the claim has lost the job. Nothing was written.
-    """
-    with database.write() as session:
-        job = session.scalar(select(Job).where(Job.id == claim.job_id).with_for_update())
-        held = job is not None and job.status in HELD and job.lease_owner is not None
-        if job is None or not held or job.epoch != claim.epoch:
-            raise LeaseLost(f"{claim.owner} no longer holds {claim.job_id} (epoch {claim.epoch})")
-        yield session, job
 
 
 def resumed_from(session: Session, claim: Claim, step: int) -> None:
@@ -299,6 +247,18 @@ def resumed_from(session: Session, claim: Claim, step: int) -> None:
 def attempts(session: Session, job_id: str) -> Sequence[Attempt]:
     """All attempts at the job, in order."""
     return session.scalars(select(Attempt).where(Attempt.job_id == job_id).order_by(Attempt.epoch)).all()
+
+
+def put_off_for(session: Session, job_id: str, reason: str) -> float:
+    """Return for how many seconds all attempts at the job have been put off for this reason; 0 if the last was not."""
+    since = None
+    for attempt in reversed(attempts(session, job_id)):
+        if attempt.ended_at is None:
+            continue  # it is under way
+        if attempt.outcome != "put_off" or reason not in (attempt.reason or ""):
+            break
+        since = attempt.started_at
+    return 0.0 if since is None else db_time(session) - since
 
 
 def pause_at_cap(session: Session, job: Job, message: str, data: dict[str, Any]) -> None:
@@ -345,9 +305,8 @@ def release(session: Session, job: Job) -> None:
 
     A pausing job becomes paused. Any other is queued again.
     """
-    _put_back(job)
+    _put_back(session, job)
     _end_attempt(session, job, "paused" if job.status == "paused" else "drained")
-    job.next_run_at = 0.0  # immediately
     message = {
         "paused": "Fine-tuning job paused",
         "queued": "Fine-tuning job interrupted at a checkpoint, moving job to queued state",
@@ -371,8 +330,7 @@ def crashed(session: Session, job: Job, *, reason: str, max_failures: int, outco
         message = _fitted(f"The job failed after {job.failures} interruptions, the last one: ", reason, log)
         fail(session, job, code="internal_error", message=message)
         return
-    _put_back(job)
-    job.next_run_at = _db_time(session) + min(2**job.failures, MAX_BACK_OFF)
+    _put_back(session, job, back_off(job.failures))
     message = _fitted("Fine-tuning job interrupted: ", reason, log)
     events.append(session, job.id, message, level="warn", data={"failures": job.failures})
 
@@ -386,29 +344,35 @@ def _fitted(before: str, reason: str, after: str) -> str:
 
 
 def put_off(session: Session, job: Job, *, reason: str) -> None:
-    """This worker lacks a requirement of the job: another one may claim it after a minute. Counts as no failure.
+    """This worker lacks a requirement of the job: another one may claim it after some minutes. Counts as no failure.
 
-    The event is written once per reason.
+    Each time in a row it waits longer, so that the jobs behind it get their turn. The event is written once per reason.
     """
     message = f"Fine-tuning job waits: {reason}"
     _end_attempt(session, job, "put_off", reason)
-    _put_back(job)
-    job.next_run_at = _db_time(session) + MAX_BACK_OFF
+    _put_back(session, job, min(FIRST_PUT_OFF * 2 ** min(_put_offs(session, job) - 1, 10), MAX_PUT_OFF))
     if not events.has_message(session, job.id, message):
         events.append(session, job.id, message, level="warn")
 
 
-def leave_alone(session: Session, job: Job, *, reason: str) -> None:
+def run_exclusively(session: Session, job: Job, *, reason: str) -> None:
     """The job cannot run beside others: it is queued again, and runs alone. Counts as no failure.
 
     The event is written once per reason.
     """
     message = f"Fine-tuning job will run alone on its worker: {reason}"
     _end_attempt(session, job, "put_off", reason)
-    _put_back(job)
-    job.next_run_at = 0.0  # immediately
+    _put_back(session, job)
     if not events.has_message(session, job.id, message):
         events.append(session, job.id, message)
+
+
+def run_smaller(session: Session, job: Job, *, reason: str) -> None:
+    """The job has run out of memory: it is queued again, and begins with the sizes that were lowered. Counts as no
+    failure. After the first time in a row it backs off."""
+    _end_attempt(session, job, "put_off", reason)
+    times = _put_offs(session, job)
+    _put_back(session, job, back_off(times - 1) if times > 1 else 0.0)
 
 
 # Operations of the reconciler.
@@ -416,50 +380,26 @@ def leave_alone(session: Session, job: Job, *, reason: str) -> None:
 
 def expire_leases(session: Session, *, max_failures: int) -> int:
     """Release the jobs of workers whose lease expired, and return their number."""
-    expired = (
-        select(Job)
-        .where(Job.status.in_(HELD), Job.lease_expires_at < db_now())
-        .order_by(Job.seq)
-        # A locked row is being written to, so its worker is alive, or another reconciler handles it.
-        .with_for_update(skip_locked=True)
-        .execution_options(populate_existing=True)
-    )
-    jobs = session.scalars(expired).all()
+    jobs = LEASES.expired(session)
     for job in jobs:
-        job.epoch += 1
         reason = "the worker stopped answering"
         crashed(session, job, reason=reason, max_failures=max_failures, outcome="expired")
     return len(jobs)
 
 
-def give_time(session: Session, lease_seconds: float, message: str) -> int:
-    """Restart all leases after a jump of the database's clock, or an outage in which no lease could be renewed.
-
-    Each job whose lease changes gets `message` as an event. Returns their number.
-    """
-    # Skip those renewed since, by their workers or another reconciler.
-    fresh = Job.lease_expires_at.between(db_now() + 0.9 * lease_seconds, db_now() + 1.1 * lease_seconds)
-    held = session.scalars(
-        select(Job).where(Job.status.in_(HELD), Job.lease_expires_at.is_not(None), ~fresh).with_for_update()
-    ).all()
+def extend_leases(session: Session, lease_seconds: float, message: str) -> int:
+    """As `Leases.extend_leases`. Each job whose lease changes gets `message` as an event. Returns their number."""
+    held = LEASES.extend_leases(session, lease_seconds)
     for job in held:
-        job.lease_expires_at = _db_time(session) + lease_seconds
         events.append(session, job.id, message, level="warn")
     return len(held)
 
 
-def bound_times(session: Session, lease_seconds: float) -> None:
-    """Bound the times of all jobs after the database's clock was set back."""
-    bound_time(session, Job.lease_expires_at, lease_seconds)
-    bound_time(session, Job.next_run_at, MAX_BACK_OFF)
-    bound_time(session, Job.dispatched_at, 0.0)
-
-
-def tell_waiting(session: Session, message: str) -> None:
+def notify_queued(session: Session, message: str) -> None:
     """Append an event to every job that waits for a worker."""
     idle = (
         select(Job.id)
-        .where(or_(fairness.runnable(Job), fairness.unvalidated(Job)))
+        .where(or_(fairness.RUNS.free(Job), fairness.VALIDATIONS.free(Job)))
         .order_by(Job.seq)
         .limit(1000)
     )
@@ -468,71 +408,25 @@ def tell_waiting(session: Session, message: str) -> None:
 
 
 def to_wake(session: Session, *, older_than: float) -> list[tuple[str, str]]:
-    """The (task, queue) pairs with work that were not woken in the last `older_than` seconds.
-
-    A woken worker takes jobs until none waits. So the time is recorded on one job per project and class, the newest,
-    which waits longest: recording it on ten thousand jobs every few seconds would only add load.
-    """
-    woken: set[tuple[str, str]] = set()
-    for status, free in (("queued", fairness.runnable), ("validating_files", fairness.unvalidated)):
-        classes = session.scalars(select(fairness.each(Job.gpu_class, Job.status == status).c.value)).all()
-        for gpu_class in classes:
-            if gpu_class is not None and _tell(session, status, gpu_class, free, older_than):
-                woken.add(_wake_up(status, gpu_class))
-    return sorted(woken)
+    """The (task, queue) pairs with work that were not woken in the last `older_than` seconds."""
+    classes = session.scalars(select(fairness.RUNS.each(Job.gpu_class).c.value)).all()
+    woken = [
+        (queue.RUN, queue.gpu_queue(gpu_class))
+        for gpu_class in classes
+        if gpu_class is not None and fairness.RUNS.stamp_wake_up(session, older_than, gpu_class=gpu_class)
+    ]
+    if fairness.VALIDATIONS.stamp_wake_up(session, older_than):
+        woken.append((queue.VALIDATE, queue.DEFAULT_QUEUE))
+    return woken
 
 
 def tasks_waiting(session: Session, gpu_class: str) -> list[str]:
     """The tasks with work that a worker of this class could claim now, apart from its projects' limits."""
-    waiting = [
-        (queue.RUN, fairness.runnable(Job) & (Job.gpu_class == gpu_class)),
-        (queue.VALIDATE, fairness.unvalidated(Job)),
-    ]
-    return [
-        task for task, work in waiting if session.scalar(select(Job.seq).where(work).limit(1)) is not None
-    ]
-
-
-def _tell(
-    session: Session,
-    status: str,
-    gpu_class: str,
-    free: Callable[[type[Job]], ColumnElement[bool]],
-    older_than: float,
-) -> bool:
-    """Record the wake-up on the newest free job of each project. False: all were woken recently."""
-    line = fairness.each(Job.project_id, Job.status == status, Job.gpu_class == gpu_class)
-    job, candidate = aliased(Job), aliased(Job)
-    newest = (
-        select(job.seq)
-        .where(job.project_id == line.c.value, job.gpu_class == gpu_class, free(job))
-        .order_by(job.seq.desc())
-        .limit(1)
-        .scalar_subquery()
-    )
-    untold = (
-        select(candidate.seq)
-        .where(candidate.seq.in_(select(newest).select_from(line)))
-        .where(candidate.dispatched_at < db_now() - older_than)
-        .with_for_update(skip_locked=True)
-    )
-    stamp = update(Job).where(Job.seq.in_(untold)).values(dispatched_at=db_now()).returning(Job.seq)
-    return bool(session.scalars(stamp.execution_options(synchronize_session=False)).all())
-
-
-def _wake_up(status: str, gpu_class: str) -> tuple[str, str]:
-    if status == "validating_files":
-        return queue.VALIDATE, queue.DEFAULT_QUEUE
-    return queue.RUN, queue.gpu_queue(gpu_class)
+    tasks = [queue.RUN] if fairness.RUNS.has_work(session, gpu_class=gpu_class) else []
+    return [*tasks, queue.VALIDATE] if fairness.VALIDATIONS.has_work(session) else tasks
 
 
 # Transitions.
-
-
-def _lock(session: Session, job: Job) -> None:
-    """Lock the row until the commit and refresh it: the job may have changed since it was read."""
-    session.flush()  # a refresh discards pending changes
-    session.refresh(job, with_for_update=True)
 
 
 def _move(job: Job, to: str) -> None:
@@ -541,26 +435,19 @@ def _move(job: Job, to: str) -> None:
         raise _refusal(job, to)
     job.status = to
     if to not in HELD:
-        _let_go(job)
+        let_go(job)
+        job.estimated_finish = None  # null unless the job is running, as at OpenAI
     if to in FINAL:
         job.finished_at = now()
-    if to == "queued":
-        job.dispatched_at = 0.0  # no worker was woken for it yet
     webhooks.status_changed(job)
 
 
-def _put_back(job: Job) -> None:
-    """Return the job to the state in which it waits for a worker."""
-    if job.status == "validating_files":
-        _let_go(job)  # the status stays: queued would mean that its files are valid
-    else:
+def _put_back(session: Session, job: Job, after: float = 0.0) -> None:
+    """Return the job to the state in which it waits for a worker, which may claim it after this time."""
+    if job.status != "validating_files":  # which it keeps: queued would mean that its files are valid
         _move(job, "paused" if job.status == "pausing" else "queued")
-
-
-def _let_go(job: Job) -> None:
-    # Also ends a released validation, whose job keeps its status and epoch.
-    job.lease_owner = job.lease_expires_at = None
-    job.estimated_finish = None  # null unless the job is running, as at OpenAI
+    put_back(session, job, after)
+    job.estimated_finish = None
 
 
 def _refusal(job: Job, to: str) -> InvalidJobState:
@@ -571,20 +458,7 @@ def _refusal(job: Job, to: str) -> InvalidJobState:
     return InvalidJobState(f"Job is {job.status} and cannot become {to}: {job.id}")
 
 
-# Choosing and claiming.
-
-
-def _take(
-    session: Session, seq: ScalarSelect[int], owner: str, lease_seconds: float, **values: Any
-) -> Job | None:
-    statement = (
-        update(Job)
-        .where(Job.seq == seq)
-        .values(epoch=Job.epoch + 1, lease_owner=owner, lease_expires_at=db_now() + lease_seconds, **values)
-        .returning(Job)
-        .execution_options(synchronize_session=False, populate_existing=True)
-    )
-    return session.scalar(statement)
+# Attempts.
 
 
 def _begin_attempt(session: Session, job: Job, kind: str) -> None:
@@ -597,7 +471,7 @@ def _begin_attempt(session: Session, job: Job, kind: str) -> None:
             epoch=job.epoch,
             kind=kind,
             worker=job.lease_owner or "",
-            started_at=_db_time(session),
+            started_at=db_time(session),
         )
     )
     session.flush()
@@ -613,11 +487,15 @@ def _end_attempt(session: Session, job: Job, outcome: str, reason: str | None = 
     session.execute(ended.execution_options(synchronize_session=False))
 
 
+def _put_offs(session: Session, job: Job) -> int:
+    """Number of the job's last attempts, in a row, that were put off."""
+    mine = Attempt.job_id == job.id
+    other = select(func.max(Attempt.epoch)).where(mine, Attempt.outcome != "put_off").scalar_subquery()
+    since = select(func.count()).select_from(Attempt).where(mine, Attempt.epoch > func.coalesce(other, -1))
+    return session.scalars(since).one()
+
+
 def _runs(session: Session, job: Job) -> int:
     """Number of runs. The epoch is higher: it also counts validations and lost leases."""
     runs = select(func.count()).select_from(Attempt).where(Attempt.job_id == job.id, Attempt.kind == "run")
     return session.scalars(runs).one()
-
-
-def _db_time(session: Session) -> float:
-    return session.scalars(select(db_now())).one()

@@ -25,7 +25,7 @@ from core.jobs.hyperparameter_groups import (
     WithoutNulls,
     refuse_unused_lora,
 )
-from core.jobs.hyperparameters import FULL_LEARNING_RATE
+from core.jobs.hyperparameters import COMMON_NAMES, FULL_LEARNING_RATE
 from core.jobs.methods import LOGITS, REWARD_MODEL
 from core.storage.offline_rows import RewardKind
 
@@ -33,13 +33,7 @@ PreferenceLoss = Literal["sigmoid", "ipo", "simpo", "orpo", "kto"]
 # SimPO's own settings; 0.1 is the usual beta of the other losses.
 _SIMPO_BETA, _SIMPO_GAMMA = 2.0, 1.0
 # Other trainers' names.
-_ELSEWHERE = {
-    "lr": "learning_rate",
-    "epochs": "n_epochs",
-    "num_epochs": "n_epochs",
-    "num_train_epochs": "n_epochs",
-    "train_batch_size": "batch_size",
-    "per_device_train_batch_size": "batch_size",
+_ELSEWHERE = COMMON_NAMES | {
     "loss_type": "loss",
     "r": "rank",
     "lora_r": "rank",
@@ -48,7 +42,6 @@ _ELSEWHERE = {
     "lora_target_modules": "targets",
     "target_modules": "targets",
     "simpo_gamma": "gamma",
-    "finetuning_type": "train",
 }
 # Losses that compare with a reference model.
 WITH_REFERENCE: frozenset[PreferenceLoss] = frozenset({"sigmoid", "ipo", "kto"})
@@ -267,7 +260,7 @@ KINDS: Mapping[str, type[SupervisedHyperparameters]] = MappingProxyType(
 )
 
 
-def meant(param: str, variant: str) -> str | None:
+def similar_hyperparameter(param: str, variant: str) -> str | None:
     """The hyperparameter of this variant of a method that an unknown dotted path probably means; None: none."""
     _, _, path = f".{param}".partition(".hyperparameters.")
     kind = KINDS[variant]
@@ -284,7 +277,7 @@ def meant(param: str, variant: str) -> str | None:
     return None if found is None or f".{param}".endswith(f".{found}") else found
 
 
-def asked(variant: str, hyperparameters: Mapping[str, Any]) -> SupervisedHyperparameters:
+def requested_hyperparameters(variant: str, hyperparameters: Mapping[str, Any]) -> SupervisedHyperparameters:
     """The hyperparameters of a job with this variant of a method, as they are stored."""
     return KINDS[variant].model_validate(hyperparameters)
 
@@ -310,7 +303,7 @@ def base_learning_rate(method: str, parameters: int) -> float:
 
 def resolve(
     method: str,
-    asked: SupervisedHyperparameters,
+    requested: SupervisedHyperparameters,
     *,
     rows: int,
     parameters: int,
@@ -322,19 +315,19 @@ def resolve(
 
     An epoch has ceil(rows / batch_size) steps, of which the last may be smaller, so that epochs end between steps.
     """
-    advanced = asked.advanced
+    advanced = requested.advanced
     optimizer, lora, template = advanced.optimizer, advanced.lora, advanced.template
-    batch_size = min(rows, _or(asked.batch_size, max(1, min(16, rows // 20))))
-    n_epochs = _or(asked.n_epochs, 1 if method in _ONE_EPOCH and rows >= 100 else epochs(rows))
+    batch_size = min(rows, _or(requested.batch_size, max(1, min(16, rows // 20))))
+    n_epochs = _or(requested.n_epochs, 1 if method in _ONE_EPOCH and rows >= 100 else epochs(rows))
     steps_per_epoch = math.ceil(rows / batch_size)
-    base = base_learning_rate(method, parameters) * _or(asked.learning_rate_multiplier, 1.0)
+    base = base_learning_rate(method, parameters) * _or(requested.learning_rate_multiplier, 1.0)
     if advanced.train == "full":
         base *= FULL_LEARNING_RATE
     of_loss: dict[str, Any] = {}
-    if isinstance(asked, DpoHyperparameters):
-        loss = asked.advanced.loss
+    if isinstance(requested, DpoHyperparameters):
+        loss = requested.advanced.loss
         of_loss = {
-            "beta": _or(asked.beta, _SIMPO_BETA if loss.type == "simpo" else 0.1),
+            "beta": _or(requested.beta, _SIMPO_BETA if loss.type == "simpo" else 0.1),
             "preference_loss": loss.type,
             "length_normalize": loss.length_normalize,
             "label_smoothing": loss.label_smoothing,
@@ -347,11 +340,11 @@ def resolve(
             }
             batch_size = max(2, batch_size)
             steps_per_epoch = math.ceil(rows / batch_size)
-    if isinstance(asked, RewardHyperparameters):
-        pairs = {"reward_kind": "pairs", "centering": asked.advanced.centering}
+    if isinstance(requested, RewardHyperparameters):
+        pairs = {"reward_kind": "pairs", "centering": requested.advanced.centering}
         of_loss = pairs if reward_kind == "pairs" else {"reward_kind": reward_kind}
-    if isinstance(asked, LogitsHyperparameters):
-        soft = asked.advanced.loss
+    if isinstance(requested, LogitsHyperparameters):
+        soft = requested.advanced.loss
         of_loss = {"top_k": _or(soft.top_k, None), "soft_temperature": soft.temperature}
     return ResolvedOffline(
         batch_size=batch_size,
@@ -373,29 +366,29 @@ def resolve(
     )
 
 
-def kept(resolved: ResolvedOffline, first: Mapping[str, Any] | None) -> ResolvedOffline:
+def with_first_values(resolved: ResolvedOffline, first: Mapping[str, Any] | None) -> ResolvedOffline:
     """The hyperparameters of a job that started with `first`; None for a job that starts now."""
     return resolved if first is None else ResolvedOffline.model_validate({**resolved.model_dump(), **first})
 
 
-def shown(asked: Mapping[str, Any], resolved: Mapping[str, Any]) -> dict[str, Any]:
+def with_resolved_values(requested: Mapping[str, Any], resolved: Mapping[str, Any]) -> dict[str, Any]:
     """The requested hyperparameters with their resolved values, as the API shows them. A request may have all of it.
 
-    A multiplier of the request stays what the learning rate comes from.
+    A requested multiplier stays in place of the learning rate that it scales.
     """
-    advanced = asked["advanced"]
+    advanced = requested["advanced"]
     optimizer, lora, template = (dict(advanced[group]) for group in ("optimizer", "lora", "template"))
-    if asked["learning_rate_multiplier"] == "auto":
+    if requested["learning_rate_multiplier"] == "auto":
         optimizer["learning_rate"] = resolved["learning_rate"]
     # Those of a tuned model that is trained further, unless the request has others.
     lora |= {name: resolved[f"lora_{name}"] for name in ("rank", "alpha", "targets")}
     known = {name: resolved[name] for name in ("batch_size", "n_epochs")}
-    if "beta" in asked:
+    if "beta" in requested:
         known["beta"] = resolved["beta"]
-    if asked["learning_rate_multiplier"] == "auto" and advanced["optimizer"]["learning_rate"] == "auto":
+    if requested["learning_rate_multiplier"] == "auto" and advanced["optimizer"]["learning_rate"] == "auto":
         known["learning_rate_multiplier"] = 1.0
     groups = {**advanced, "optimizer": optimizer, "lora": lora, "template": template}
-    return {**asked, **known, "advanced": groups}
+    return {**requested, **known, "advanced": groups}
 
 
 def _or(value: Any, automatic: Any) -> Any:

@@ -7,12 +7,14 @@ reconciler repeats it; a duplicate has no effect.
 import logging
 import ssl
 import threading
+from collections.abc import Collection
 from typing import Any
 
 from celery import Celery
 from kombu import Queue
 
 from core.database.engine import Send
+from core.settings import Settings
 
 VALIDATE = "regraft.validate_next"
 RUN = "regraft.run_next"
@@ -63,10 +65,21 @@ def open_celery(broker_url: str, gpu_class: str) -> Celery:
     return app
 
 
-def sender(app: Celery) -> Send:
-    """A Send that never raises: the announced state is durable, and the reconciler repeats the wake-up."""
+def unread_queues(settings: Settings) -> frozenset[str]:
+    """The queues that no worker reads, where messages would only pile up."""
+    return frozenset(map(gpu_queue, settings.pod_classes))
+
+
+def sender(app: Celery, unread: Collection[str] = ()) -> Send:
+    """A Send that never raises: the announced state is durable, and the reconciler repeats the wake-up.
+
+    Args:
+        unread: queues to which nothing is sent.
+    """
 
     def send(task: str, queue: str, about: str = "") -> bool:
+        if queue in unread:
+            return True
         # The task takes no arguments; Flower and Celery's events show this text as its arguments.
         shown = {"argsrepr": f"({about})"} if about else {}
         try:
@@ -96,8 +109,13 @@ class WakeUps:
             self._waiting.setdefault((task, queue), about)
             self._changed.notify()
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="wake-ups", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="wake-ups", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as cause:  # the system has no other thread now; the next call tries again
+                    log.warning("could not send %s(%s) to %s (%s)", task, about, queue, cause)
+                    return False
+                self._thread = thread
         return True
 
     def _run(self) -> None:

@@ -1,4 +1,4 @@
-"""Thresholds of the warnings of a run (REGRAFT_WARNINGS); worker/record/monitors.py has the rules."""
+"""Thresholds of the warnings of a run (REGRAFT_WARNINGS); worker/recording/monitors.py has the rules."""
 
 from pydantic import BaseModel, ConfigDict, Field
 

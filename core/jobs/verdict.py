@@ -1,6 +1,6 @@
 """The verdict on a finished job: whether the delivered model is better than its base, with the numbers.
 
-worker/record/verdict.py computes it; it is stored in Job.verdict as JSON.
+worker/recording/verdict.py computes it; it is stored in Job.verdict as JSON.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ class Verdict:
     base_reward: float
     tuned_reward: float
     difference: float  # tuned minus base
-    ci_low: float | None  # None: too few rows for an interval (worker/record/verdict.py, MIN_ROWS)
+    ci_low: float | None  # None: too few rows for an interval (worker/recording/verdict.py, MIN_ROWS)
     ci_high: float | None
     wins: int  # rows on which the delivered model scored higher
     losses: int
@@ -32,7 +32,7 @@ class Verdict:
     rows: int  # compared rows: wins + losses + ties
     ungraded: int  # rows excluded because one of the two has no graded answer
     step: int  # of the delivered checkpoint
-    # The damage (worker/record/monitors.py) that makes it `worse`; None: decided by the interval alone.
+    # The damage (worker/recording/monitors.py) that makes it `worse`; None: decided by the interval alone.
     ground: str | None = None
     # The tuned model that the job trained further and that is compared here; None: the base model.
     start: str | None = None
@@ -41,11 +41,11 @@ class Verdict:
 
     @classmethod
     def read(cls, stored: Mapping[str, Any]) -> "Verdict":
-        """From Job.verdict."""
+        """Read the value of Job.verdict."""
         return cls(**stored)
 
     def to_row(self) -> dict[str, Any]:
-        """For Job.verdict, and as users see it."""
+        """The value of Job.verdict, which the API returns as it is."""
         return asdict(self)
 
     @property

@@ -69,6 +69,19 @@ _IPV4_IN_IPV6 = (ipaddress.IPv6Network("::ffff:0:0/96"), ipaddress.IPv6Network("
 _GLOBAL_UNICAST = ipaddress.IPv6Network("2000::/3")
 
 
+def is_passing(status: int) -> bool:
+    """Whether another server's HTTP status says that a repetition may succeed."""
+    return status in (408, 425, 429) or status >= 500
+
+
+def is_away(status: int) -> bool:
+    """Whether the status is that of a server which is unavailable: it stops, or a proxy does not reach it.
+
+    It may also be a server's own answer to one request: where that matters, see whether the body is in its format.
+    """
+    return status in (502, 503, 504)
+
+
 class UrlNotAllowed(Exception):
     """A disallowed URL; the message is for its author."""
 

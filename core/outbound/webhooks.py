@@ -1,7 +1,7 @@
 """Webhooks: subscriptions, payloads and signatures (https://www.standardwebhooks.com).
 
 This module sends nothing. An event becomes one row per subscribed endpoint in its transaction, and
-worker/supervise/deliveries.py sends the rows.
+worker/supervisor/deliveries.py sends the rows.
 """
 
 import base64

@@ -79,7 +79,7 @@ def _read(session: Session, project_id: str, since: int | None, before: Snapshot
                 select(table).where(*mine, condition).options(*_without_request(table))
             ).all()
             rows |= {row.seq: row for row in found}
-        states += [State(kind, imported.shown(row.id), _data(row)) for _, row in sorted(rows.items())]
+        states += [State(kind, imported.public_id(row.id), _data(row)) for _, row in sorted(rows.items())]
         unfinished[kind] = frozenset(row.id for row in rows.values() if row.status in underway)
     return Snapshot(at, states, unfinished, newest)
 
@@ -107,6 +107,6 @@ def _data(row: Job | Pipeline | EvalRun) -> dict[str, Any]:
             return shown | {"stages": {stage["name"]: stage["status"] for stage in row.stages}}
         case EvalRun():
             return shown | {
-                "eval_id": imported.shown(row.eval_id),
+                "eval_id": imported.public_id(row.eval_id),
                 "progress": {"finished": summary.finished(row.summary), "total": row.total},
             }

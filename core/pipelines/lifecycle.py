@@ -4,25 +4,25 @@
               failed, cancelled ──> running (retry)
     stage:    waiting ──> running ──> succeeded | failed | cancelled ──> waiting (retry)
 
-A process that advances a pipeline holds a `Claim`: every claim and every change by a user increments the epoch of the
-row, so that the writes of an outdated process fail the comparison. A stage starts in the transaction that creates its
-job, so that a kill neither loses nor repeats one.
+A process that advances a pipeline holds a `Claim` (core/claims.py). Every change by a user ends it. If the process is
+killed, another one claims the pipeline after the lease: nothing has to put it back. A stage starts in the transaction
+that creates its job, so that a kill neither loses nor repeats one.
 """
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import ColumnElement, func, select, update
-from sqlalchemy.orm import Session
+from sqlalchemy import ColumnElement, func, select
+from sqlalchemy.orm import Session, aliased
 
+from core.claims import Claim, Leases, due, let_go, lock, put_back, take
 from core.database import pages
-from core.database.engine import Work, db_now
+from core.database.engine import WakeMessage, Work
 from core.database.pages import Page
 from core.database.tables import EvalRun, Job, Pipeline, now
 from core.errors import InvalidJobState, PipelineNotFound, QuotaExceeded
 from core.evals import lifecycle as eval_runs
 from core.jobs import lifecycle as jobs
-from core.jobs.claim import Claim, LeaseLost, bound_time
 from core.outbound import webhooks
 from core.pipelines import graph
 from core.pipelines.graph import PlannedStage, StageReference
@@ -33,8 +33,11 @@ rows, error, note, errors, restarts, tries, waiting_since (of an outage), starte
 earlier, the jobs of failed attempts."""
 
 FINAL = frozenset({"succeeded", "failed", "cancelled"})
-FOLLOWED = ("running", "paused")
-HOLD_SECONDS = 60.0
+FOLLOWED = frozenset({"running", "paused"})
+LEASES = Leases(Pipeline, FOLLOWED)
+heartbeat, locked, fenced = LEASES.heartbeat, LEASES.locked, LEASES.fenced
+extend_leases, bound_times = LEASES.extend_leases, LEASES.bound_times
+LEASE_SECONDS = 60.0
 # Of a project: each is looked at every few seconds.
 MAX_UNFINISHED = 100
 
@@ -56,17 +59,17 @@ def planned(stages: Sequence[Stage]) -> list[PlannedStage]:
 # Requests of users.
 
 
-def create(work: Work, made: Pipeline) -> None:
+def create(work: Work, pipeline: Pipeline) -> None:
     """Add a pipeline, which starts at once.
 
     Raises:
         QuotaExceeded: the project has MAX_UNFINISHED pipelines.
     """
-    pages.keep_order(work.session, made.project_id)  # locks the project's row
-    _refuse_many(work.session, made.project_id)
-    work.session.add(made)
+    pages.keep_order(work.session, pipeline.project_id)  # locks the project's row
+    _refuse_many(work.session, pipeline.project_id)
+    work.session.add(pipeline)
     work.session.flush()
-    work.record("pipeline.created", made.id, {"stages": len(made.stages)})
+    work.record("pipeline.created", pipeline.id, {"stages": len(pipeline.stages)})
 
 
 def get(session: Session, project_id: str, pipeline_id: str, *, lock: bool = False) -> Pipeline:
@@ -89,20 +92,22 @@ def page(session: Session, project_id: str, *, after: str | None, limit: int) ->
 
 
 def pause(work: Work, pipeline: Pipeline) -> None:
-    """Start no further stage, and pause the running jobs. Idempotent."""
+    """Start no further stage, and pause the running jobs, also those whose files are being validated. Idempotent."""
     if pipeline.status == "paused":
         return
     _require(pipeline, "running", "pause")
     for job in _running_jobs(work.session, pipeline):
+        lock(work.session, job)
         if job.status in ("queued", "running"):
             jobs.pause(work, job)
     _change(work, pipeline, "paused")
 
 
 def resume(work: Work, pipeline: Pipeline) -> None:
-    """Let stages start again, and resume the paused jobs."""
+    """Let stages start again, and resume the paused jobs, also those that `validated` is holding back now."""
     _require(pipeline, "paused", "resume")
     for job in _running_jobs(work.session, pipeline):
+        lock(work.session, job)
         if job.status == "paused":
             jobs.resume(work, job)
     _change(work, pipeline, "running")
@@ -144,20 +149,20 @@ def retry(work: Work, pipeline: Pipeline) -> None:
         )
     pages.keep_order(work.session, pipeline.project_id)
     _refuse_many(work.session, pipeline.project_id)
-    pipeline.stages = [_again(stage) for stage in pipeline.stages]
+    pipeline.stages = [_requeued_stage(stage) for stage in pipeline.stages]
     pipeline.finished_at = None
     _change(work, pipeline, "running")
 
 
 def _refuse_many(session: Session, project_id: str) -> None:
-    unfinished = (Pipeline.project_id == project_id) & Pipeline.status.in_(("running", "paused"))
+    unfinished = (Pipeline.project_id == project_id) & Pipeline.status.in_(FOLLOWED)
     count = session.scalar(select(func.count()).where(unfinished)) or 0
     if count >= MAX_UNFINISHED:
         hint = "wait until one has ended, or cancel one"
         raise QuotaExceeded("unfinished_pipelines", used=count, maximum=MAX_UNFINISHED, hint=hint)
 
 
-def _again(stage: Stage) -> Stage:
+def _requeued_stage(stage: Stage) -> Stage:
     if stage["status"] not in ("failed", "cancelled"):
         return stage
     fresh = {name: stage[name] for name in ("name", "kind", "spec", "after")} | {"status": "waiting"}
@@ -197,15 +202,21 @@ def _require(pipeline: Pipeline, status: str, verb: str) -> None:
 def _change(work: Work, pipeline: Pipeline, status: str) -> None:
     pipeline.status = status
     pipeline.epoch += 1
-    pipeline.held_until = 0.0
+    put_back(work.session, pipeline)
     work.record(f"pipeline.{status}", pipeline.id)
 
 
-def pause_validated(work: Work, pipeline: Pipeline) -> None:
-    """Pause the jobs of a paused pipeline whose files were still being validated when it was paused."""
-    for job in _running_jobs(work.session, pipeline):
-        if job.status == "queued" and job.started_at is None:
-            jobs.pause(work, job)
+def validated(session: Session, job: Job) -> list[WakeMessage]:
+    """The files of a job are valid: queue it, or pause it if its pipeline is paused. Returns what to wake.
+
+    Call it inside `fenced`. `pause` and `resume` wait for that lock, so that one of both sees the other.
+    """
+    wake = jobs.validated(session, job)
+    paused = select(Pipeline).where(Pipeline.project_id == job.project_id, Pipeline.status == "paused")
+    if not any(job.id in _ids(pipeline, "job_id") for pipeline in session.scalars(paused)):
+        return [wake]
+    jobs.hold_back(session, job)
+    return []
 
 
 def _running_jobs(session: Session, pipeline: Pipeline) -> Sequence[Job]:
@@ -229,59 +240,22 @@ def claim(session: Session, owner: str, passed_over: Collection[str] = ()) -> Cl
     Args:
         passed_over: Projects whose pipelines are not claimed.
     """
-    due = (
-        select(Pipeline.seq)
-        .where(due_of_others(passed_over))
-        .order_by(Pipeline.held_until, Pipeline.seq)
-        .limit(1)
-        .with_for_update(skip_locked=True)
-        .scalar_subquery()
-    )
-    take = (
-        update(Pipeline)
-        .where(Pipeline.seq == due)
-        .values(epoch=Pipeline.epoch + 1, held_until=db_now() + HOLD_SECONDS)
-        .returning(Pipeline.id, Pipeline.epoch)
-        .execution_options(synchronize_session=False)
-    )
-    row = session.execute(take).one_or_none()
-    return None if row is None else Claim(row.id, row.epoch, owner)
+    candidate = aliased(Pipeline)
+    waiting = select(candidate.seq).where(free(candidate, passed_over))
+    oldest = waiting.order_by(candidate.next_run_at, candidate.seq)
+    pipeline = take(session, Pipeline, oldest, owner, LEASE_SECONDS)
+    return None if pipeline is None else Claim(pipeline.id, pipeline.epoch, owner)
 
 
-def bound_times(session: Session) -> None:
-    """As of jobs (core/jobs/lifecycle.py)."""
-    bound_time(session, Pipeline.held_until, HOLD_SECONDS)
+def free(pipeline: type[Pipeline], passed_over: Collection[str]) -> ColumnElement[bool]:
+    """The unfinished pipelines that no process holds, except for those of some projects."""
+    others = pipeline.project_id.not_in(sorted(passed_over))
+    return pipeline.status.in_(FOLLOWED) & due(pipeline) & others
 
 
-def due_of_others(passed_over: Collection[str]) -> ColumnElement[bool]:
-    """The unfinished pipelines that no process holds, but for those of some projects."""
-    return (
-        Pipeline.status.in_(FOLLOWED)
-        & (Pipeline.held_until <= db_now())
-        & Pipeline.project_id.not_in(sorted(passed_over))
-    )
-
-
-def hold(session: Session, claim: Claim, seconds: float = HOLD_SECONDS) -> None:
-    """Keep the pipeline from other processes for this long, or hand it back after them."""
-    session.execute(
-        update(Pipeline)
-        .where(Pipeline.id == claim.job_id, Pipeline.epoch == claim.epoch)
-        .values(held_until=db_now() + seconds)
-        .execution_options(synchronize_session=False)
-    )
-
-
-def fenced(session: Session, claim: Claim, status: str = "running") -> Pipeline:
-    """The pipeline, in this status and locked until the commit.
-
-    Raises:
-        LeaseLost: a user changed it meanwhile, or another process advances it.
-    """
-    found = session.scalar(select(Pipeline).where(Pipeline.id == claim.job_id).with_for_update())
-    if found is None or found.epoch != claim.epoch or found.status != status:
-        raise LeaseLost(f"{claim.owner} no longer holds {claim.job_id} (epoch {claim.epoch})")
-    return found
+def release(session: Session, pipeline: Pipeline, after: float) -> None:
+    """Let other processes claim the pipeline after this time. Call it inside `fenced`."""
+    put_back(session, pipeline, after)
 
 
 def results(stages: Sequence[Stage]) -> Mapping[StageReference, str]:
@@ -341,5 +315,6 @@ def settle(work: Work, pipeline: Pipeline) -> None:
         return
     pipeline.status = "succeeded" if all(status == "succeeded" for status in statuses) else "failed"
     pipeline.finished_at = now()
+    let_go(pipeline)
     work.record(f"pipeline.{pipeline.status}", pipeline.id)
     webhooks.pipeline_ended(pipeline)

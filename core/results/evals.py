@@ -178,11 +178,11 @@ def pass_threshold(grader: Mapping[str, Any]) -> float:
     return HALF
 
 
-def status(row: Row, whole: Criterion) -> Literal["pass", "fail", "error"]:
+def status(row: Row, criterion: Criterion) -> Literal["pass", "fail", "error"]:
     """pass, fail, or error if the sample could not be graded."""
     if row["score"] is None:
         return "error"
-    return "pass" if whole.passed(row) else "fail"
+    return "pass" if criterion.passed(row) else "fail"
 
 
 def summary(rows: Iterable[Row], criteria: Sequence[Criterion]) -> dict[str, Any]:

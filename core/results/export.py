@@ -242,7 +242,7 @@ def _recipe(
         "grader_sha256": _digest(method["grader"]) if "grader" in method else None,
         "resolved_hyperparameters": job.resolved,
         "base_model": _base(registry, job.model),
-        "lineage": None if parent is None else parent.shown(),
+        "lineage": None if parent is None else parent.as_data(),
         "sampler": _announced(session, job, "sampler"),
         "grader_environments": _announced(session, job, "grader_environments") or [],
         # The delivered checkpoint against the start of the job; null for any other checkpoint of the job.

@@ -4,12 +4,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
-from sqlalchemy import select
+from sqlalchemy import Select, select
 from sqlalchemy.orm import Session
 
+from core.database.engine import json_text
 from core.database.tables import Job, TunedModel
 from core.errors import InvalidRequest, NotFound
 from core.jobs.hyperparameter_groups import Train
+from core.jobs.lifecycle import FINAL
 from core.jobs.methods import REWARD_MODEL
 from core.registry import Registry
 from core.results import model_aliases, tuned_models
@@ -67,8 +69,14 @@ class Parent:
     def to_row(self) -> dict[str, Any]:
         return asdict(self)
 
-    def shown(self) -> dict[str, Any]:
+    def as_data(self) -> dict[str, Any]:
         return {"model": self.model, "job_id": self.job_id, "step": self.step}
+
+
+def checkpoints_in_use() -> Select[str]:
+    """The ids of the checkpoints that unfinished jobs start from. Their names may have been deleted since."""
+    checkpoint_id = json_text(Job.parent, "checkpoint_id")
+    return select(checkpoint_id).where(Job.status.not_in(FINAL), checkpoint_id.is_not(None))
 
 
 def grading_model(

@@ -226,11 +226,11 @@ def _completed(project_id: str, training_sha256: str) -> Select[Preview]:
     )
 
 
-def named(session: Session, project_id: str, preview_id: str, wanted: Mapping[str, str]) -> Preview:
+def preview_of_job(session: Session, project_id: str, preview_id: str, wanted: Mapping[str, str]) -> Preview:
     """The preview that a job names.
 
     Raises:
-        InvalidRequest: there is none, it has no report, or it is of another request.
+        InvalidRequest: there is none, it has no report, or its request differs.
     """
     try:
         found = get(session, project_id, preview_id)
@@ -240,7 +240,7 @@ def named(session: Session, project_id: str, preview_id: str, wanted: Mapping[st
         raise InvalidRequest(f"The preview {preview_id} is not completed.", param="preview")
     if other := [name for name, value in wanted.items() if found.parts.get(name) != value]:
         raise InvalidRequest(
-            f"The preview {preview_id} is of another request: it differs in {_listed(other)}. Leave 'preview' out, or "
+            f"The preview {preview_id} has another request: it differs in {_listed(other)}. Leave 'preview' out, or "
             "preview this request.",
             param="preview",
         )
@@ -267,12 +267,14 @@ def summary(preview: Preview) -> dict[str, Any]:
     }
 
 
-def sentence(shown: Mapping[str, Any]) -> str:
+def sentence(summary: Mapping[str, Any]) -> str:
     """The summary as an event of a job."""
     mean = (
-        "none could be graded" if shown["mean_reward"] is None else f"mean reward {shown['mean_reward']:.2f}"
+        "none could be graded"
+        if summary["mean_reward"] is None
+        else f"mean reward {summary['mean_reward']:.2f}"
     )
     return (
-        f"The preview {shown['id']} of this request: {shown['passed']} of {shown['answers']} answers pass, {mean}, "
-        f"groups with signal {100 * shown['signal']:.0f} %: {shown['verdict'].replace('_', ' ')}."
+        f"The preview {summary['id']} of this request: {summary['passed']} of {summary['answers']} answers pass, "
+        f"{mean}, groups with signal {100 * summary['signal']:.0f} %: {summary['verdict'].replace('_', ' ')}."
     )

@@ -155,7 +155,7 @@ def texts(
             mask = pc.is_in(table["line"], pa.array(sorted(lines[opened.page.step]), pa.int32()))
             for row in table.filter(mask).to_pylist():
                 if row["line"] not in found:
-                    found[row["line"]] = _shown(row["messages"])
+                    found[row["line"]] = _last_message_text(row["messages"])
         return found
 
     first = [page for page in pages if page.step in lines]
@@ -166,7 +166,7 @@ def texts(
     }
 
 
-def _shown(messages: str | None) -> str | None:
+def _last_message_text(messages: str | None) -> str | None:
     """The text of the last message, shortened."""
     said: Any = json.loads(messages) if messages else None
     if not said:

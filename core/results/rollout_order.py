@@ -8,7 +8,7 @@ import pyarrow.compute as pc
 
 from core.database.tables import RolloutPage
 from core.results import rollouts
-from core.results.ahead import ahead
+from core.results.prefetch import ahead
 from core.results.rollout_filters import Wanted
 from core.results.rollouts import SCHEMA, Matches, OpenPage, Row, SamplePosition
 from core.storage.store import BlobStore

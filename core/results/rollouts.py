@@ -21,9 +21,10 @@ from sqlalchemy.orm import Session
 
 from core.database.tables import RolloutPage
 from core.errors import ContentDamaged
-from core.results.ahead import ahead
+from core.results.prefetch import ahead
 from core.results.rollout_filters import SEARCHED, Wanted, all_of, contains
 from core.storage.store import BlobNotFound, BlobStore
+from core.text import storable, storable_json
 
 Split = Literal["train", "valid"]
 Row = dict[str, Any]
@@ -295,14 +296,14 @@ def map_pages(
 ) -> Iterator[T]:
     """Yield `use` of each page and its matching samples, which runs in a thread."""
 
-    def one(page: RolloutPage) -> T:
+    def used(page: RolloutPage) -> T:
         opened, matches = _scanned(blobs, page, wanted)
         try:
             return use(opened, matches)
         finally:
             opened.close()
 
-    return ahead(one, pages, lambda result: None)
+    return ahead(used, pages, lambda result: None)
 
 
 def _scan(
@@ -315,7 +316,7 @@ def _scan(
     """Yield each page, open until the next one. Texts are read only to search them."""
     here = (after.step, after.split) if after is not None else None
 
-    def one(page: RolloutPage) -> tuple[OpenPage, Matches]:
+    def scanned_page(page: RolloutPage) -> tuple[OpenPage, Matches]:
         behind = after if (page.step, page.split) == here else None
         return _scanned(blobs, page, wanted, behind, descending)
 
@@ -325,7 +326,7 @@ def _scan(
         for page in ordered
         if here is None or (at := (page.step, page.split)) == here or (at > here) != descending
     )
-    for opened, matches in ahead(one, left, lambda scanned: scanned[0].close()):
+    for opened, matches in ahead(scanned_page, left, lambda scanned: scanned[0].close()):
         try:
             yield opened, matches
         finally:
@@ -478,7 +479,15 @@ class _Deleted(OpenPage):
 
 
 def _table(rows: Iterable[Row], schema: pa.Schema) -> pa.Table:
-    return pa.Table.from_pylist([row | _pairs(row) for row in rows], schema=schema)
+    return pa.Table.from_pylist([stored | _pairs(stored) for stored in map(_storable, rows)], schema=schema)
+
+
+def _storable(row: Row) -> Row:
+    """The row with all its texts storable. Tokens are many, so only their `text` is changed."""
+    stored: dict[str, Any] = storable_json({k: v for k, v in row.items() if k != TOKENS.name})
+    if tokens := row.get(TOKENS.name):
+        stored[TOKENS.name] = [token | {"text": storable(token["text"])} for token in tokens]
+    return stored
 
 
 def _pairs(row: Mapping[str, Any]) -> dict[str, list[tuple[str, Any]] | None]:

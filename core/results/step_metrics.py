@@ -5,12 +5,13 @@ result CSV, the exporters and the reference page are made from `StepMetrics`. Me
 event (SECTIONS) and in CSV columns such as `scores/graders/string_check/exact/train_reward_mean`.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.config import JsonDict
 
 GraderMetrics = dict[str, Any]
@@ -71,8 +72,17 @@ class Timing(ByGrader):
     step: PhaseSeconds = PhaseSeconds()
 
 
+def _finite(value: Any) -> Any:
+    """The value with None in place of each number that is not finite."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {name: _finite(inner) for name, inner in value.items()}
+    return [_finite(inner) for inner in value] if isinstance(value, list) else value
+
+
 class StepMetrics(_Part):
-    """The metrics of one step. What a step did not measure is None here, and absent or null in its event."""
+    """The metrics of one step. A metric that the step did not measure is None here, and absent or null in its event."""
 
     # A misspelled metric is an error where a step is measured; `load` leaves out what it does not know.
     model_config = ConfigDict(extra="forbid", json_schema_extra={"additionalProperties": True})
@@ -236,6 +246,7 @@ class StepMetrics(_Part):
     dropped_sequences: int | None = metric("Answers without signal, which were not computed.")
 
     resampled_prompts: int | None = metric("Prompts sampled in addition, for groups without signal.")
+    resampled_mixed_share: float | None = metric("Share of the groups with signal among these prompts.")
     discarded_groups: int | None = metric("Groups without signal, if prompts were resampled.")
     discarded_tokens: int | None = metric("Tokens of those groups.", "tokens")
     discarded_seconds: float | None = metric("Their part of the sampling time, by tokens.", "s")
@@ -269,6 +280,14 @@ class StepMetrics(_Part):
         default=ByGrader(), description="Tokens read and written by judge models, by grader."
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _with_finite_numbers(cls, data: Any) -> Any:
+        """A number that is not finite, such as the loss of a skipped update, becomes None: JSON and PostgreSQL refuse
+        it, and the step must read the same in this run and in one that resumes from its record.
+        """
+        return _finite(data)
+
     @classmethod
     def load(cls, data: Mapping[str, Any], *, step: int = 0) -> Self:
         """The metrics of a recorded step, by any version of the service. `step` is for a record without its number."""
@@ -287,6 +306,13 @@ class StepMetrics(_Part):
     def is_validated(self) -> bool:
         """Whether the step had a validation, even if none of its answers could be graded."""
         return bool({"full_valid_mean_reward", "full_valid_loss"} & self.model_fields_set)
+
+    @property
+    def has_signal(self) -> bool | None:
+        """Whether a group had signal, a resampled one included. None: the step has no groups with scores."""
+        if self.groups_mixed_share is None:
+            return None
+        return bool(self.groups_mixed_share or self.resampled_mixed_share)
 
     @property
     def offline(self) -> Offline | None:

@@ -199,11 +199,11 @@ def checkpoints(session: Session, job: Job, *, after: str | None = None, limit: 
     """
     cursors = select(Checkpoint).where(Checkpoint.job_id == job.id)
     return pages.newest_first(
-        session, _kept(job), Checkpoint, after=after, limit=limit, cursors=cursors, owner=job.id
+        session, _kept_checkpoints(job), Checkpoint, after=after, limit=limit, cursors=cursors, owner=job.id
     )
 
 
-def _kept(job: Job) -> Select[Checkpoint]:
+def _kept_checkpoints(job: Job) -> Select[Checkpoint]:
     named = select(TunedModel.checkpoint_id).where(TunedModel.job_id == job.id)
     kept = or_(Checkpoint.valid_reward.is_not(None), Checkpoint.id.in_(named))
     return select(Checkpoint).where(Checkpoint.job_id == job.id, kept)

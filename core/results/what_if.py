@@ -74,7 +74,7 @@ def rescored(
     """All stored answers of the pages with the score that `score` gives their sub-scores."""
     known: dict[tuple[tuple[str, float | None], ...], float | None] = {}
 
-    def again(parts: Sequence[tuple[str, float | None]] | None) -> float | None:
+    def rescored(parts: Sequence[tuple[str, float | None]] | None) -> float | None:
         key = tuple(parts or ())
         if key not in known:
             known[key] = score(dict(key))
@@ -84,7 +84,7 @@ def rescored(
     for step, table in rollouts.map_pages(blobs, pages, Wanted(), _columns):
         columns = (table[name].to_pylist() for name in _COLUMNS)
         found += [
-            Rescored((step, split, group), before, again(parts))
+            Rescored((step, split, group), before, rescored(parts))
             for split, group, before, parts in zip(*columns, strict=True)
         ]
     return found

@@ -20,6 +20,7 @@ from typing import Any
 MAX_TRAINING_ROWS, MAX_VALIDATION_ROWS = 50_000, 1_000
 MAX_REPORTED = 20
 MAX_ALSO = 4  # further lines that are named with one error
+BLANK = "is blank; remove it"  # a line between others
 MAX_LINE_BYTES = 4 << 20  # a prompt is kilobytes; a longer "line" means a file without line ends
 MAX_DEPTH = 100
 MAX_DIGITS = 400  # more than any float has; Python's own limit is 4300
@@ -177,7 +178,7 @@ def read_objects(
             blank += 1
             continue
         for earlier in range(number - blank, number):
-            yield LineError(earlier, "is blank; remove it")
+            yield LineError(earlier, BLANK)
         blank = 0
         if line is None:
             yield LineError(number, f"is longer than {max_line_bytes} bytes")
@@ -297,12 +298,15 @@ def _parse(line: bytes) -> Any:
             text,
             parse_constant=_refuse_constant,
             parse_float=_finite,
-            parse_int=_whole,
+            parse_int=_parsed_integer,
             object_pairs_hook=unique_keys,
         )
         broken = _has_lone_surrogate(text, row)
     except UnicodeDecodeError as error:
-        raise ValueError(f"is not UTF-8: byte {error.start + 1} is 0x{line[error.start]:02x}") from None
+        raise ValueError(
+            f"is not UTF-8: byte {error.start + 1} is 0x{line[error.start]:02x}; save the file as UTF-8, or name its "
+            "encoding: regraft convert --encoding cp1252"
+        ) from None
     except json.JSONDecodeError as error:
         raise ValueError(f"is not JSON: {error.msg.removesuffix(' at')} at column {error.colno}") from None
     except RecursionError:
@@ -347,7 +351,7 @@ def _finite(digits: str) -> float:
     return value
 
 
-def _whole(digits: str) -> int:
+def _parsed_integer(digits: str) -> int:
     if len(digits) > MAX_DIGITS:
         raise ValueError(f"has a number of more than {MAX_DIGITS} digits")
     return int(digits)

@@ -1,16 +1,18 @@
 """Free disk space of the database and the blobs."""
 
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from sqlalchemy import make_url
 
-from core.outages import Resource
+from core.outages import Resource, outage
 from core.settings import Settings
 from core.telemetry.metrics import COUNTED
+from core.units import GIB
 
 
 class Refusals:
@@ -49,6 +51,39 @@ def folders(settings: Settings) -> dict[str, Path]:
     return found
 
 
+class NoRoom(OSError):
+    """A file that is written does not fit on its disk now. The message has the sizes, and no path."""
+
+    def __init__(self, cause: OSError, folder: Path, setting: str, needed: int | None) -> None:
+        usage = shutil.disk_usage(_existing(folder) or Path("/"))
+        self.is_too_large = needed is not None and needed > usage.total
+        files = "The files" if needed is None else f"Files of {needed / GIB:.1f} GiB"
+        super().__init__(
+            cause.errno,
+            f"{files} do not fit on the worker's disk of {usage.total / GIB:.1f} GiB, of which "
+            f"{usage.free / GIB:.1f} GiB are free. Have the operator free space or set {setting} to a larger disk.",
+        )
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
+@contextmanager
+def writing_to(folder: Path, setting: str, needed: int | None = None) -> Iterator[None]:
+    """Raise a full disk as NoRoom.
+
+    Args:
+        setting: that decides which disk has `folder`.
+        needed: the bytes of all files; None: unknown.
+    """
+    try:
+        yield
+    except OSError as cause:
+        if outage(cause) is not Resource.DISK or isinstance(cause, NoRoom):
+            raise
+        raise NoRoom(cause, folder, setting, needed) from cause
+
+
 class Disks:
     """Free space of the local stores. `least` is the minimum in bytes."""
 
@@ -78,8 +113,12 @@ class Disks:
     def _room(self) -> dict[str, tuple[int, int]]:
         room = {}
         for store, folder in self._folders.items():
-            there = next((one for one in (folder, *folder.parents) if one.exists()), None)
-            if there is not None:  # created with the first blob
+            if (there := _existing(folder)) is not None:  # created with the first blob
                 usage = shutil.disk_usage(there)
                 room[store] = usage.free, usage.total
         return room
+
+
+def _existing(folder: Path) -> Path | None:
+    """The folder, or the nearest one above it that exists."""
+    return next((one for one in (folder, *folder.parents) if one.exists()), None)

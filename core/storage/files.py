@@ -29,6 +29,7 @@ from core.storage.store import (
 
 LAST_SECONDS = 3600  # a file that expires sooner does not share its blob
 FINE_TUNE, RESULTS = "fine-tune", "fine-tune-results"
+JSONL_PURPOSES = frozenset({FINE_TUNE, "evals", "batch"})  # of uploads whose lines are JSON objects
 
 
 def get(session: Session, project_id: str, file_id: str) -> File:
@@ -53,7 +54,7 @@ def get_dataset(session: Session, project_id: str, file_id: str, *, param: str) 
 
 
 def refuse_foreign(purpose: str, filename: str, head: bytes) -> None:
-    """Reject training data that no job could read.
+    """Reject a file of rows or requests that no job, eval or batch could read.
 
     Args:
         head: the first bytes of the file, at least foreign_files.HEAD_BYTES of a longer one.
@@ -61,9 +62,14 @@ def refuse_foreign(purpose: str, filename: str, head: bytes) -> None:
     Raises:
         InvalidRequest: the file is not JSONL; the message names its format and what to do.
     """
-    foreign = container_of(head) if purpose == FINE_TUNE else None
+    foreign = container_of(head) if purpose in JSONL_PURPOSES else None
     if foreign is not None:
-        message = f"{filename} is not a dataset: {foreign.sentence()}"
+        rows = purpose == FINE_TUNE
+        message = (
+            f"{filename} is not a dataset: {foreign.sentence()}"
+            if rows
+            else f"{filename} is not JSONL: {foreign.seen}; {foreign.remedy}."
+        )
         raise InvalidRequest(message, param="file", code="invalid_file_format")
 
 

@@ -4,13 +4,16 @@ The API uses it on upload, when a job's files are validated and for profiles, th
 to convert files. `regraft convert` (sdk/regraft/convert.py) reads each format whose `targets` are not empty.
 """
 
+import bz2
 import codecs
 import csv
 import io
 import json
+import lzma
 import re
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from types import MappingProxyType
 from typing import Any, Literal
@@ -30,6 +33,11 @@ FIELDS = frozenset(
     "prompt question instruction input context history system system_prompt messages conversations tools completion "
     "output response answer chosen rejected label".split()
 )
+# Speakers of ShareGPT for calls of tools, and for their results.
+CALLS = ("function_call", "tool_call")
+RESULTS = ("observation", "tool", "function_response", "tool_response", "function")
+# Fields with the answer; `regraft convert` takes the first that a row has.
+ANSWERS = ("completion", "output", "response", "answer")
 HEAD_BYTES = 64 << 10
 # Rows by which the format of a file is recognized.
 FIRST_ROWS = 20
@@ -43,6 +51,7 @@ class ForeignFormat:
     seen: str
     remedy: str
     targets: tuple[Target, ...] = _ANY  # what `regraft convert` makes of it
+    lacks_answer: bool = False  # rows for other targets than rft need --map for it
 
     def sentence(self, rows_for: str | None = None) -> str:
         """Return one or two sentences for the user: the format, and the remedy.
@@ -56,7 +65,9 @@ class ForeignFormat:
             return f"{self.seen}; they can become rows for method {fits}, not for '{rows_for}'."
         if not self.targets:
             return f"{self.seen}; {self.remedy}."
-        return f"{self.seen}; {self.remedy}. `regraft convert FILE --to {target or '|'.join(self.targets)}` does that."
+        named = " --map answer=FIELD" if self.lacks_answer and target != "rft" else ""
+        command = f"regraft convert FILE --to {target or '|'.join(self.targets)}{named}"
+        return f"{self.seen}; {self.remedy}. `{command}` does that."
 
 
 _ONE_A_LINE = "write one object per line"
@@ -69,6 +80,8 @@ GZIP, XZ, BZIP2, ZSTD = (
 ZIP = ForeignFormat(
     "the file is a ZIP archive or an Excel workbook", "unpack it, or save the sheet as CSV", ()
 )
+TAR = ForeignFormat("the file is a tar archive", "unpack it", ())
+TWICE = ForeignFormat("the file is compressed twice", "uncompress it", ())
 PARQUET = ForeignFormat("the file is Parquet", _ONE_A_LINE)
 ARROW_FILE = ForeignFormat("the file is Arrow or Feather", _ONE_A_LINE)
 ARROW_STREAM = ForeignFormat("the file is an Arrow stream, such as of datasets' save_to_disk", _ONE_A_LINE)
@@ -87,18 +100,33 @@ PRETTY_JSON = ForeignFormat("the file has JSON objects over several lines", _ONE
 CR_LINES = ForeignFormat("the lines of the file end with CR alone", "end them with LF")
 
 WRAPPED = ForeignFormat('the file is one JSON object with its rows in {"data": [...]}', _ONE_A_LINE)
+COLUMNS = ForeignFormat("the file is one JSON object with its columns", _ONE_A_LINE)
 FUNCTIONS = ForeignFormat(
     "the rows use functions and function_call, which OpenAI has replaced",
     "write them as tools and tool_calls",
-    ("sft", "dpo"),
+    ("sft",),
 )
+FUNCTIONS_OF_PAIRS = replace(FUNCTIONS, targets=("sft", "dpo"))
 SHAREGPT = ForeignFormat("the rows are ShareGPT's (conversations)", _AS_MESSAGES, ("rft", "sft"))
+SHAREGPT_TURNS = ForeignFormat(
+    "the messages have ShareGPT's keys (from, value)", "write them as role and content", ("rft", "sft")
+)
+SHAREGPT_TOOLS = ForeignFormat(
+    "the rows are ShareGPT's with calls of tools (conversations)", _AS_MESSAGES, ("sft",)
+)
+SHAREGPT_PREFERENCES = ForeignFormat(
+    "the rows are LLaMA-Factory's preferences (conversations, chosen, rejected)",
+    "write them as input, preferred_output and non_preferred_output, or the prompts as messages",
+)
 PREFERENCES = ForeignFormat(
     "the rows are TRL's preferences (chosen, rejected)",
-    "write them as input, preferred_output and non_preferred_output",
-    ("dpo", "sft"),
+    "write them as input, preferred_output and non_preferred_output, or the prompts as messages",
 )
+DOLLY = ForeignFormat("the rows are Dolly's (instruction, context, response)", _AS_MESSAGES, ("rft", "sft"))
 ALPACA = ForeignFormat("the rows are Alpaca's (instruction, input, output)", _AS_MESSAGES, ("rft", "sft"))
+INSTRUCTION = ForeignFormat(
+    "the rows have their prompt in the key instruction", "write it as messages", ("rft", "sft")
+)
 LABELED = ForeignFormat(
     "the rows are TRL's labeled answers (prompt, completion, label)",
     "write them as input, output and label, or the good ones as messages",
@@ -112,9 +140,17 @@ INPUT = ForeignFormat("the rows have their prompt in the key input", "write it a
 
 _ROW_FORMATS: Sequence[tuple[ForeignFormat, Callable[[Mapping[str, Any]], bool]]] = (
     (WRAPPED, lambda row: wraps_rows(row)),
+    (COLUMNS, lambda row: rows_of_columns(row) is not None),
+    (
+        SHAREGPT_PREFERENCES,
+        lambda row: isinstance(row.get("conversations"), list) and {"chosen", "rejected"} <= row.keys(),
+    ),
+    (SHAREGPT_TURNS, lambda row: has_turns(row.get("messages"))),
     (SHAREGPT, lambda row: isinstance(row.get("conversations"), list)),
     (PREFERENCES, lambda row: {"chosen", "rejected"} <= row.keys()),
-    (ALPACA, lambda row: "instruction" in row),
+    (DOLLY, lambda row: {"instruction", "response"} <= row.keys()),
+    (ALPACA, lambda row: {"instruction", "output"} <= row.keys()),
+    (INSTRUCTION, lambda row: "instruction" in row),
     (LABELED, lambda row: is_labeled_completion(row)),
     (PROMPT_COMPLETION, lambda row: {"prompt", "completion"} <= row.keys()),
     (PROMPT, lambda row: "prompt" in row),
@@ -146,7 +182,9 @@ def container_of(head: bytes) -> ForeignFormat | None:
     """
     for magic, container in _MAGIC:
         if head.startswith(magic):
-            return container
+            return _packed(container, head) or container
+    if head[_TAR_AT : _TAR_AT + 5] == b"ustar":
+        return TAR
     if (encoding := encoding_of(head)) != "utf-8-sig":
         return UTF_16 if encoding == "utf-16" or encoding.startswith("utf-16-") else UTF_32
     decoded = head[:HEAD_BYTES].decode(encoding, "replace")
@@ -186,6 +224,31 @@ _MAGIC: Sequence[tuple[bytes, ForeignFormat]] = (
     (b"%PDF-", BINARY),
     (b"version https://git-lfs.github.com/spec/", LFS_POINTER),
 )
+_TAR_AT = 257  # where a tar archive says that it is one
+
+
+def _packed(container: ForeignFormat, head: bytes) -> ForeignFormat | None:
+    """The format inside of a compressed file that `regraft convert` cannot read; None: there is none.
+
+    Only of formats that Python itself uncompresses.
+    """
+    try:
+        if container is GZIP:
+            inside = zlib.decompressobj(zlib.MAX_WBITS | 16).decompress(head, HEAD_BYTES)
+        elif container is XZ:
+            inside = lzma.LZMADecompressor().decompress(head, HEAD_BYTES)
+        elif container is BZIP2:
+            inside = bz2.BZ2Decompressor().decompress(head, HEAD_BYTES)
+        else:
+            return None
+    except (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError):
+        return None
+    if any(inside.startswith(magic) for magic, inner in _MAGIC if inner in (GZIP, XZ, BZIP2, ZSTD)):
+        return TWICE
+    found = container_of(inside)
+    return found if found is not None and not found.targets else None
+
+
 _MARKUP = re.compile(r"<(!doctype|html|head|body|\?xml)\b", re.IGNORECASE)
 _BINARY_CHARACTERS = 1024  # in which a binary file has a NUL
 
@@ -248,11 +311,22 @@ _SEPARATOR = re.compile(r'"?sep=([,;\t|])"?\r?\n', re.IGNORECASE)
 def format_of_rows(rows: Sequence[Mapping[str, Any]]) -> ForeignFormat | None:
     """The foreign format that all these rows have; that of functions if one row uses them."""
     if any(map(uses_functions, rows)):
-        return FUNCTIONS
+        return FUNCTIONS_OF_PAIRS if all("input" in row for row in rows) else FUNCTIONS
+    if any(map(_calls_tools, rows)) and all(isinstance(row.get("conversations"), list) for row in rows):
+        return SHAREGPT_TOOLS
     for row_format, has_it in _ROW_FORMATS:
         if rows and all(not _is_of_a_method(row) and has_it(row) for row in rows):
-            return row_format
+            return _as_its_rows(row_format, rows[0])
     return None
+
+
+def _as_its_rows(found: ForeignFormat, row: Mapping[str, Any]) -> ForeignFormat:
+    """The format, with the targets of the rows that an object holds, and whether they have an answer."""
+    if found in (INSTRUCTION, PROMPT, QUESTION, INPUT) and set(ANSWERS).isdisjoint(map(str.lower, row)):
+        return replace(found, lacks_answer=True) if len(row) > 1 else replace(found, targets=("rft",))
+    inside = row["data"] if found is WRAPPED else rows_of_columns(row) if found is COLUMNS else None
+    inner = format_of_rows(inside[:FIRST_ROWS]) if inside else None
+    return found if inner is None else replace(found, targets=inner.targets)
 
 
 def is_labeled_completion(row: Mapping[str, Any]) -> bool:
@@ -279,6 +353,45 @@ def wraps_rows(row: Mapping[str, Any]) -> bool:
     return is_list and FIELDS.isdisjoint(row)
 
 
+def rows_of_columns(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """The rows of an object with the columns of its file, as lists or as pandas writes them; None: it is a row.
+
+    In pandas' columns each value is under the index of its row: {"prompt": {"0": "a"}, "answer": {"0": "b"}}.
+    """
+    columns = [*row.values()]
+    if not columns or not columns[0] or FIELDS.isdisjoint(map(str.lower, row)):
+        return None
+    if all(isinstance(one, Mapping) and one.keys() == columns[0].keys() for one in columns):
+        indexes = list(columns[0])
+        if not all(index.isdecimal() for index in indexes):
+            return None
+        return [{name: column[index] for name, column in row.items()} for index in indexes]
+    # Messages are a list of objects, and the one message of a prompt may have an answer in a list.
+    if not all(isinstance(one, list) and len(one) == len(columns[0]) for one in columns):
+        return None
+    if any(isinstance(value, Mapping) for column in columns for value in column):
+        return None
+    return [dict(zip(row, values, strict=True)) for values in zip(*columns, strict=True)]
+
+
+def has_turns(messages: Any) -> bool:
+    """Whether these are turns of ShareGPT: messages with `from` and `value`."""
+    turns = messages if isinstance(messages, list) else ()
+    return bool(turns) and all(isinstance(one, Mapping) and {"from", "value"} <= one.keys() for one in turns)
+
+
+def _calls_tools(row: Mapping[str, Any]) -> bool:
+    """Whether a row of ShareGPT has tools, a call of one or its result."""
+    turns = row.get("conversations")
+    speakers = [turn.get("from") for turn in turns or () if isinstance(turn, Mapping)]
+    tagged = (str(turn.get("value")) for turn in turns or () if isinstance(turn, Mapping))
+    return bool(
+        row.get("tools")
+        or not {*CALLS, *RESULTS}.isdisjoint(speakers)
+        or any("<tool_call>" in text for text in tagged)
+    )
+
+
 def repeats_an_answer(row: Mapping[str, Any]) -> bool:
     """Whether messages is a conversation with an answer, in a row that has the answers chosen and rejected."""
     messages = row.get("messages")
@@ -301,7 +414,7 @@ def uses_functions(row: Mapping[str, Any]) -> bool:
 
 def _is_of_a_method(row: Mapping[str, Any]) -> bool:
     if "messages" in row:
-        return not repeats_an_answer(row)
+        return not (repeats_an_answer(row) or has_turns(row["messages"]))
     return not row.keys().isdisjoint({"preferred_output", "non_preferred_output"})
 
 

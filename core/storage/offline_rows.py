@@ -92,7 +92,7 @@ def method_of(row: Mapping[str, Any]) -> str | None:
 
 
 def remedy(made_for: str, method: str) -> str:
-    """What to do with a file made for one method in a job of another."""
+    """The advice for a file that was made for one method and is used in a job of another."""
     return f"Use method '{made_for}' for this file, or rows such as {_EXAMPLES[ROWS_OF[method][0]]}."
 
 
@@ -136,7 +136,7 @@ def supervised_problems(row: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def reward_problems(row: Mapping[str, Any]) -> Iterator[Problem]:
-    """Of a pair, or of an answer with a score or with labels of its steps."""
+    """The problems of a pair, or of an answer with a score or with labels of its steps."""
     kind_of_row = reward_kind(row)
     if kind_of_row == "pairs" and is_labeled(row):
         yield (
@@ -206,7 +206,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def preference_problems(row: Mapping[str, Any]) -> Iterator[Problem]:
-    """Of a pair, or of an answer with a label."""
+    """The problems of a pair, or of an answer with a label."""
     outputs = ["output"] if is_labeled(row) else ["preferred_output", "non_preferred_output"]
     yield from _unknown_keys(row, {"input", "label", *outputs} if is_labeled(row) else {"input", *outputs})
     if is_labeled(row) and not isinstance(row.get("label"), bool):

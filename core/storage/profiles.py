@@ -10,10 +10,11 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
 from core.prompt_tokens import CannotCount, ChatTokens, TokenCounter
 from core.storage.datasets import PROMPTS, Example, LineError, Problems, RowForm, read_objects, read_rows
@@ -74,11 +75,20 @@ class TokenLengths(Lengths):
     `rows` is smaller than the rows of the file if it has more than 50,000: then a uniform sample is counted.
     """
 
-    room: int
-    too_long: SomeLines  # of the counted rows: those with more tokens than `room`
-    not_rendered: SomeLines  # of the counted rows: those that the chat template rejects
-    # Of the counted rows: those whose content has the text of a special token. It is read and learned as text.
-    special_texts: SomeLines
+    room: Annotated[int, Field(description="The most that a row may have.")]
+    too_long: Annotated[
+        SomeLines, Field(description="Of the counted rows: those with more tokens than `room`.")
+    ]
+    not_rendered: Annotated[
+        SomeLines, Field(description="Of the counted rows: those that the chat template rejects.")
+    ]
+    special_texts: Annotated[
+        SomeLines,
+        Field(
+            description="Of the counted rows: those whose content has the text of a special token, which is read and "
+            "learned as text."
+        ),
+    ]
 
 
 @dataclass(frozen=True)
@@ -89,8 +99,8 @@ class ProfiledField:
     rows: int
     missing: int
     types: dict[str, int]
-    distinct: int | None  # different values; None: more than 1000
-    example: str  # the first value, at most 120 characters of its JSON
+    distinct: Annotated[int | None, Field(description="Different values; null: more than 1000.")]
+    example: Annotated[str, Field(description="The first value, at most 120 characters of its JSON.")]
 
 
 @dataclass(frozen=True)
@@ -114,10 +124,18 @@ class GraderReads:
     """The fields that the templates of a grader read, and the rows that it can learn nothing from."""
 
     paths: list[GraderPath]
-    not_listed: bool  # a python grader or an endpoint may read other fields as well
-    no_grader: SomeLines | None  # rows for which a select grader has no grader; None: it is not one
-    no_word: SomeLines  # rows in whose reference a text_similarity finds no word, which a job rejects
-    doubts: list[RowDoubt]  # a job accepts these rows, and warns of them
+    not_listed: Annotated[
+        bool, Field(description="A python grader or an endpoint may read other fields as well.")
+    ]
+    no_grader: Annotated[
+        SomeLines | None,
+        Field(description="Rows for which a select grader has no grader; null: it is not one."),
+    ]
+    no_word: Annotated[
+        SomeLines,
+        Field(description="Rows in whose reference a text_similarity finds no word, which a job rejects."),
+    ]
+    doubts: Annotated[list[RowDoubt], Field(description="A job accepts these rows, and warns of them.")]
 
 
 @dataclass(frozen=True)
@@ -125,9 +143,9 @@ class Duplicates:
     """Rows whose prompt occurs in an earlier row."""
 
     rows: int
-    identical: int  # of these, rows that equal an earlier row in every field
-    prompts: int  # different prompts that occur more than once
-    lines: list[list[int]]  # the first lines of the first such prompts
+    identical: Annotated[int, Field(description="Of these, rows that equal an earlier row in every field.")]
+    prompts: Annotated[int, Field(description="Different prompts that occur more than once.")]
+    lines: Annotated[list[list[int]], Field(description="The first lines of the first such prompts.")]
 
 
 @dataclass(frozen=True)
@@ -135,17 +153,21 @@ class Overlap:
     """Rows of the validation file whose prompt is also in this file."""
 
     file: str
-    rows: int  # valid rows of the validation file
+    rows: Annotated[int, Field(description="Valid rows of the validation file.")]
     shared: int
-    lines: list[list[int]]  # pairs: a line of the validation file, and one of this file
+    lines: Annotated[
+        list[list[int]], Field(description="Pairs: a line of the validation file, and one of this file.")
+    ]
 
 
 @dataclass(frozen=True)
 class RowProblem:
-    line: int  # the first one
+    """A problem of a row, and the number of other lines that have it."""
+
+    line: Annotated[int, Field(description="The first one.")]
     path: str
     message: str
-    more_lines: int  # further lines with the same problem
+    more_lines: Annotated[int, Field(description="Further lines with the same problem.")]
 
 
 @dataclass(frozen=True)
@@ -288,7 +310,7 @@ def _hash(value: Any) -> int:
 
 
 def _prompt(row: Example) -> Any:
-    """What two rows with the same prompt have in common."""
+    """The part of a row that is equal in rows with the same prompt."""
     messages = list(row.messages)
     while messages and messages[-1].get("role") == "assistant":
         messages.pop()  # the answers of a supervised row, or of one for a reward model

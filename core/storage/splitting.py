@@ -82,7 +82,7 @@ def hashes_of(chunks: Iterable[bytes]) -> list[int]:
     return hashes
 
 
-def part(
+def rows_of_split(
     chunks: Callable[[], Iterable[bytes]],
     hashes: Sequence[int],
     chosen: Collection[int],

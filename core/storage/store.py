@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,6 +120,19 @@ class BlobCorrupt(Exception):
     """The bytes do not match the stored sha256, or were replaced during the read."""
 
 
+class NotDeleted(Exception):
+    """Some blobs of many cannot be deleted, such as those under a retention lock. All others are deleted.
+
+    Args:
+        causes: The error of each, by its key.
+    """
+
+    def __init__(self, causes: Mapping[str, Exception]) -> None:
+        self.causes = dict(causes)
+        key, self.first = next(iter(self.causes.items()))
+        super().__init__(f"{len(causes)} blobs not deleted, the first: {key}: {self.first!r}")
+
+
 class StoreEmpty(TemporarilyUnavailable):
     """The store has no blobs at all, as with a wrong bucket or an unmounted folder."""
 
@@ -206,8 +219,27 @@ class BlobStore(Protocol):
         ...
 
     def delete_many(self, keys: Sequence[str]) -> None:
+        """Delete those blobs that exist.
+
+        Raises:
+            NotDeleted: some cannot be deleted.
+            an outage (core/outages.py): the others may exist, too.
+        """
+        causes = self._delete_each(keys)
+        if causes:
+            raise NotDeleted(causes)
+
+    def _delete_each(self, keys: Sequence[str]) -> dict[str, Exception]:
+        """As `delete_many`, but returns the errors."""
+        causes: dict[str, Exception] = {}
         for key in keys:
-            self.delete(key)
+            try:
+                self.delete(key)
+            except Exception as cause:  # of any store's library
+                if outage(cause) is not None and not _is_denied(cause):
+                    raise
+                causes[key] = cause
+        return causes
 
     def put_bytes(self, key: str, data: bytes, *, if_absent: bool = False) -> BlobInfo:
         return self.put_stream(key, [data], if_absent=if_absent)
@@ -237,17 +269,23 @@ class BlobStore(Protocol):
             self.delete_many(keys)
 
     def discard_prefix(self, prefix: str) -> None:
-        """As `discard`, of every key under a prefix that ends in '/'."""
+        """Discard every key under a prefix that ends in '/'."""
         with _cleaning_up([prefix]):
             self.delete_prefix(prefix)
 
     def delete_prefix(self, prefix: str) -> int:
-        """Delete every key under a prefix that ends in '/', and return their number."""
+        """Delete every key under a prefix that ends in '/', and return their number. Raises as `delete_many`."""
         _check_folder(prefix)
         count = 0
+        causes: dict[str, Exception] = {}
         for keys in batched(self.list(prefix), DELETED_AT_ONCE):
-            self.delete_many(keys)
+            try:
+                self.delete_many(keys)
+            except NotDeleted as kept:
+                causes |= kept.causes
             count += len(keys)
+        if causes:
+            raise NotDeleted(causes)
         return count
 
 
@@ -265,6 +303,11 @@ class FailedCleanups:
 
 
 COUNTED.register(FailedCleanups("regraft_failed_cleanups"))
+
+
+def _is_denied(cause: Exception) -> bool:
+    """Whether S3 refuses this: it may refuse one object and not the others."""
+    return hasattr(cause, "response") and s3_code(cause) in DENIED
 
 
 @contextmanager
@@ -416,27 +459,40 @@ class S3Blobs(BlobStore):
         self._client.delete_object(**self._where(key))
 
     def delete_many(self, keys: Sequence[str]) -> None:
+        causes: dict[str, Exception] = {}
         for batch in batched(keys, DELETED_AT_ONCE):
-            if not (self._deletes_many and self._delete_together(batch)):
-                for key in batch:
-                    self.delete(key)
+            failed = self._delete_together(batch) if self._deletes_many else None
+            causes |= self._delete_each(batch) if failed is None else failed
+        if causes:
+            raise NotDeleted(causes)
 
-    def _delete_together(self, keys: Sequence[str]) -> bool:
-        """Delete at most DELETED_AT_ONCE blobs with one request. Returns False if the store rejects such requests."""
-        wanted = {"Objects": [{"Key": self._where(key)["Key"]} for key in keys], "Quiet": True}
+    def _delete_together(self, keys: Sequence[str]) -> dict[str, Exception] | None:
+        """Delete at most DELETED_AT_ONCE blobs with one request, and return the errors.
+
+        None: the store rejects such requests.
+        """
+        names = {self._where(key)["Key"]: key for key in keys}
+        wanted = {"Objects": [{"Key": name} for name in names], "Quiet": True}
+        error_of = self._client.exceptions.ClientError
         try:
             failed = self._client.delete_objects(Bucket=self._bucket, Delete=wanted).get("Errors", [])
-        except self._client.exceptions.ClientError as error:
+        except error_of as error:
             code = s3_code(error)
             if code not in _NO_BULK_DELETE | DENIED:
                 raise
             if code in _NO_BULK_DELETE:  # a policy may change while the process runs
                 self._deletes_many = False
                 log.warning("The S3 store behind bucket %s has no DeleteObjects: %s", self._bucket, error)
-            return False
-        if failed:
-            raise OSError(f"{len(failed)} of {len(keys)} blobs not deleted, the first: {failed[0]}")
-        return True
+            return None
+        causes: dict[str, Exception] = {
+            names.get(one.get("Key", ""), one.get("Key", "")): error_of({"Error": one}, "DeleteObjects")
+            for one in failed
+        }
+        if len(causes) == len(keys):  # all: the store is busy, rather than that these cannot be deleted
+            for cause in causes.values():
+                if not _is_denied(cause) and outage(cause) is not None:
+                    raise cause
+        return causes
 
     def abort_stale_uploads(self, older_than: float, *, dry_run: bool = False) -> int:
         count = 0
@@ -597,7 +653,7 @@ class _FileWriter(BlobWriter):
         self._file.close()
         try:
             _publish(self._temp, self._target, if_absent=self._if_absent)
-        except _Taken:
+        except _TargetExists:
             raise BlobExists(self._key) from None
         return self._meter.info(self._key)
 
@@ -789,7 +845,7 @@ class _Meter:
         return BlobInfo(key, self._size, self._sha256.hexdigest())
 
 
-class _Taken(Exception):
+class _TargetExists(Exception):
     """The target of an exclusive publish exists."""
 
 
@@ -886,7 +942,7 @@ def _link(temp: Path, target: Path) -> None:
     try:
         os.link(temp, target)
     except FileExistsError:
-        raise _Taken from None
+        raise _TargetExists from None
 
 
 def _make_folder(folder: Path) -> None:

@@ -11,7 +11,7 @@ before that.
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from sqlalchemy import Select, delete, func, select, update
 from sqlalchemy.orm import Session
@@ -22,7 +22,8 @@ from core.database.tables import File, Upload, UploadPart, now
 from core.errors import InvalidRequest, PayloadTooLarge, UploadNotFound
 from core.storage import files
 from core.storage.foreign_files import HEAD_BYTES
-from core.storage.store import BlobCorrupt, BlobNotFound, BlobStore
+from core.storage.store import BlobCorrupt, BlobInfo, BlobNotFound, BlobStore, NotDeleted
+from core.storage.uncommitted import Uncommitted
 from core.tenancy import tenants
 from core.tenancy.audit import OPERATOR, Actor
 from core.tenancy.limits import NO_LIMITS, Limits
@@ -105,7 +106,7 @@ class PartWriter:
         self._blob_key = f"projects/{project_id}/uploads/{upload_id}/{self._id}"
         self._writer = blobs.writer(self._blob_key)
         self._received = 0
-        self._kept = False
+        self._uncommitted = Uncommitted(blobs, self._blob_key)
 
     def write(self, data: bytes) -> None:
         """Append.
@@ -142,14 +143,14 @@ class PartWriter:
                 tenants.refuse_file_beyond(session, self._project_id, self._limits, beyond)
             part = UploadPart(id=self._id, upload_id=upload.id, bytes=size, blob_key=self._blob_key)
             session.add(part)
-        self._kept = True
+            session.flush()
+            self._uncommitted.keep_all()
         return part
 
     def abort(self) -> None:
         """Discard the part; without effect after `commit`."""
-        if not self._kept:
-            self._writer.abort()
-            self._blobs.discard(self._blob_key)
+        self._writer.abort()
+        self._uncommitted.close()
 
 
 def check_open(upload: Upload) -> None:
@@ -193,35 +194,24 @@ def complete(
     file_id = new_id("file-", 22)
     blob_key = f"projects/{project_id}/files/{file_id}"
     try:
-        files.refuse_foreign(upload.purpose, upload.filename, _head(blobs, parts))
-        stored = blobs.put_stream(blob_key, _joined(blobs, upload, parts, md5))
-        twin = files.intact_twin(database, blobs, project_id, stored)
-        with database.write() as session:
-            upload = _locked(session, project_id, upload_id)
-            if upload.status == "pending":
-                created_at = now()
-                lifetime = upload.file_expires_after
-                file = File(
-                    id=file_id,
-                    project_id=project_id,
-                    filename=upload.filename,
-                    purpose=upload.purpose,
-                    bytes=stored.size,
-                    sha256=stored.sha256,
-                    blob_key=blob_key,
-                    created_at=created_at,
-                    expires_at=None if lifetime is None else created_at + lifetime,
-                )
+        with Uncommitted(blobs, blob_key) as uncommitted:
+            files.refuse_foreign(upload.purpose, upload.filename, _head(blobs, parts))
+            stored = blobs.put_stream(blob_key, _joined(blobs, upload, parts, md5))
+            twin = files.intact_twin(database, blobs, project_id, stored)
+            with database.write() as session:
+                upload = _locked(session, project_id, upload_id)
+                if upload.status != "pending":
+                    if upload.status != "completed":
+                        check_open(upload)
+                    return upload, _file(session, upload)  # completed by a concurrent call
+                file = _file_of(upload, file_id, blob_key, stored)
                 upload.status, upload.file_id = "completed", file_id
                 session.flush()  # replaces the announced size by the stored bytes
                 tenants.refuse_file_beyond(session, project_id, limits, file.bytes)
                 files.share(session, file, twin)
                 files.add(Work(session, actor), file)
-                result: File | None = file
-            else:
-                if upload.status != "completed":
-                    check_open(upload)
-                result = _file(session, upload)  # completed by a concurrent call
+                uncommitted.keep(file.blob_key)
+        return upload, file
     except BlobNotFound:
         # The parts were deleted while being read: the upload was completed or cancelled meanwhile.
         with database.read() as session:
@@ -230,12 +220,21 @@ def complete(
                 return upload, _file(session, upload)
         check_open(upload)
         raise
-    except BaseException:
-        blobs.discard(blob_key)
-        raise
-    if result is None or result.blob_key != blob_key:
-        blobs.discard(blob_key)
-    return upload, result
+
+
+def _file_of(upload: Upload, file_id: str, blob_key: str, stored: BlobInfo) -> File:
+    created_at, lifetime = now(), upload.file_expires_after
+    return File(
+        id=file_id,
+        project_id=upload.project_id,
+        filename=upload.filename,
+        purpose=upload.purpose,
+        bytes=stored.size,
+        sha256=stored.sha256,
+        blob_key=blob_key,
+        created_at=created_at,
+        expires_at=None if lifetime is None else created_at + lifetime,
+    )
 
 
 def cancel(work: Work, project_id: str, upload_id: str) -> Upload:
@@ -260,10 +259,18 @@ def expire(session: Session) -> int:
     return len(session.scalars(late).all())
 
 
-def discard_parts(database: Database, blobs: BlobStore, *, upload_id: str | None = None) -> int:
+def discard_parts(
+    database: Database, blobs: BlobStore, *, upload_id: str | None = None, skip: Collection[str] = ()
+) -> int:
     """Delete parts of ended uploads, of one or of all: contents first, because the rows are needed to find them.
 
     Returns the number, at most 1000.
+
+    Args:
+        skip: Keys of blobs to leave.
+
+    Raises:
+        NotDeleted: some cannot be deleted; all others are.
     """
     ended = (
         select(UploadPart).join(Upload, Upload.id == UploadPart.upload_id).where(Upload.status != "pending")
@@ -271,11 +278,19 @@ def discard_parts(database: Database, blobs: BlobStore, *, upload_id: str | None
     if upload_id is not None:
         ended = ended.where(UploadPart.upload_id == upload_id)
     with database.read() as session:
-        parts = session.scalars(ended.limit(1000)).all()
-    if parts:
+        parts = session.scalars(ended.where(UploadPart.blob_key.not_in(skip)).limit(1000)).all()
+    if not parts:
+        return 0
+    left: NotDeleted | None = None
+    try:
         blobs.delete_many([part.blob_key for part in parts])
-        with database.write() as session:
-            session.execute(delete(UploadPart).where(UploadPart.seq.in_([part.seq for part in parts])))
+    except NotDeleted as some:
+        left = some
+    gone = [part.seq for part in parts if left is None or part.blob_key not in left.causes]
+    with database.write() as session:
+        session.execute(delete(UploadPart).where(UploadPart.seq.in_(gone)))
+    if left is not None:
+        raise left
     return len(parts)
 
 

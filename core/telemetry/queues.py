@@ -1,7 +1,7 @@
 """The queues of the service: how many wait, how long the first of them has waited, and what they wait for."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from sqlalchemy import case, func, select
@@ -15,6 +15,8 @@ from core.jobs.lifecycle import RESUMING
 from core.telemetry.workers import Seen
 from core.tenancy.limits import Limits
 
+# A pod may wait for a node and its image for so long. The alert RegraftNoPod fires at the same time.
+POD_SECONDS = 900.0
 FREE = "a free worker is about to start the next one"
 
 
@@ -45,7 +47,9 @@ def waiting_seconds(session: Session, defaults: Limits) -> dict[str, list[float]
     waits = select(Job.gpu_class, Job.created_at, Job.next_run_at, ended, resumed, db_now())
     classes = session.scalars(select(Job.gpu_class).distinct())
     seconds: dict[str, list[float]] = {gpu_class: [] for gpu_class in classes}
-    for gpu_class, *begins, now in session.execute(waits.where(Job.seq.in_(fairness.startable(defaults)))):
+    for gpu_class, *begins, now in session.execute(
+        waits.where(Job.seq.in_(fairness.RUNS.startable(defaults).with_only_columns(Job.seq)))
+    ):
         since = max(begin for begin in begins if begin is not None)
         seconds[gpu_class].append(max(0.0, now - since))
     return seconds
@@ -55,24 +59,37 @@ def validation_queue(session: Session) -> tuple[int, float]:
     """How many jobs wait for the validation of their files, and how long the longest-waiting has, in seconds."""
     now = select(db_now()).scalar_subquery()
     since = case((Job.next_run_at > Job.created_at, Job.next_run_at), else_=Job.created_at)
-    waiting = select(func.count(), now - func.min(since)).where(fairness.unvalidated(Job))
+    waiting = select(func.count(), now - func.min(since)).where(fairness.VALIDATIONS.free(Job))
     length, oldest = session.execute(waiting).one()
     return length, max(0.0, oldest or 0.0)
 
 
-def queues(session: Session, defaults: Limits, workers: Sequence[Seen]) -> list[Queue]:
-    """The queue of each GPU class that has jobs or workers, that of validations, and that of eval runs."""
+def queues(
+    session: Session,
+    defaults: Limits,
+    workers: Sequence[Seen],
+    pod_classes: Collection[str] = frozenset(),
+) -> list[Queue]:
+    """The queue of each GPU class that has jobs or workers, that of validations, and that of eval runs.
+
+    `pod_classes`: of the settings.
+    """
     alive = [seen for seen in workers if seen.status != "silent"]
     waits = waiting_seconds(session, defaults)
     classes = sorted({*waits, *(seen.worker.gpu_class for seen in workers)})
     return [
-        *(_of_class(session, gpu_class, waits.get(gpu_class, []), alive) for gpu_class in classes),
+        *(
+            _of_class(session, gpu_class, waits.get(gpu_class, []), alive, gpu_class in pod_classes)
+            for gpu_class in classes
+        ),
         _validations(session, alive),
         _eval_runs(session, defaults, alive),
     ]
 
 
-def _of_class(session: Session, gpu_class: str, waits: Sequence[float], alive: Sequence[Seen]) -> Queue:
+def _of_class(
+    session: Session, gpu_class: str, waits: Sequence[float], alive: Sequence[Seen], in_pods: bool
+) -> Queue:
     now = select(db_now()).scalar_subquery()
     state = case((Job.status != "queued", "running"), (Job.next_run_at > now, "backing_off"), else_="ready")
     counted = (
@@ -87,7 +104,7 @@ def _of_class(session: Session, gpu_class: str, waits: Sequence[float], alive: S
     held_back = max(0, counts["ready"] - len(waits))
     reason: str | None
     if waits:
-        reason = _of_workers(mine, gpu_class)
+        reason = _of_pods(waits, mine, gpu_class) if in_pods else _of_workers(mine, gpu_class)
     elif held_back:
         reason = "their projects run as many jobs as they may"
     else:
@@ -103,6 +120,15 @@ def _of_class(session: Session, gpu_class: str, waits: Sequence[float], alive: S
         workers=len(mine),
         reason=reason,
     )
+
+
+def _of_pods(waits: Sequence[float], workers: Sequence[Seen], gpu_class: str) -> str:
+    if not workers and max(waits) > POD_SECONDS:
+        return (
+            f"no pod of class {gpu_class} was started in {max(waits) / 60:.0f} minutes; see "
+            "`kubectl describe scaledjob` and the pods"
+        )
+    return f"a pod of class {gpu_class} will be started for each"
 
 
 def _of_workers(workers: Sequence[Seen], gpu_class: str) -> str:

@@ -5,12 +5,9 @@ Every process returns the same values from the database, so aggregate over proce
 """
 
 import logging
-import secrets
-import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import product
 from typing import Any
 
@@ -22,18 +19,34 @@ from sqlalchemy.orm import Session
 from core.database.engine import Database, db_now
 from core.database.tables import Attempt, EvalRun, Job, WebhookDelivery
 from core.evals import lifecycle as eval_runs
-from core.storage.store import SELF_TEST, BlobStore
+from core.refreshed import Refreshed
+from core.storage.self_test import new_key, self_test
+from core.storage.store import BlobStore
 from core.telemetry import queues
 from core.tenancy.limits import NO_LIMITS, Limits
 
 log = logging.getLogger(__name__)
+
+# KEDA subtracts each Job whose pod is not ready from the metric that it reads. A pod that never gets ready, such as one
+# without its image, would otherwise keep a queued job waiting for ever.
+RETRY_POD_SECONDS = 600.0
 
 # Minimum interval between reads of the database, regardless of the number of scrapes.
 FRESH_SECONDS = 10.0
 # Shorter than Prometheus' 10 s scrape timeout, so a hung database is still reported.
 PATIENCE_SECONDS = 3.0
 KINDS = ("validation", "run")
-OUTCOMES = ("validated", "succeeded", "failed", "cancelled", "paused", "drained", "crashed", "expired")
+OUTCOMES = (
+    "validated",
+    "succeeded",
+    "failed",
+    "cancelled",
+    "paused",
+    "drained",
+    "put_off",
+    "crashed",
+    "expired",
+)
 
 
 class SlowFigures(ABC):
@@ -43,10 +56,7 @@ class SlowFigures(ABC):
         self, clock: Callable[[], float] = time.monotonic, patience: float = PATIENCE_SECONDS
     ) -> None:
         self.patience = patience
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._begun_at: float | None = None
-        self._reading: Future[list[Metric]] | None = None
+        self._refreshed: Refreshed[list[Metric]] = Refreshed(FRESH_SECONDS, clock)
 
     @abstractmethod
     def _figures(self) -> Iterator[Metric]:
@@ -57,28 +67,13 @@ class SlowFigures(ABC):
         """The only metric if the server is silent: stale values would look current."""
 
     def collect(self) -> Iterable[Metric]:
-        reading = self._latest()
+        reading = self._refreshed.latest(lambda: list(self._figures()))
         try:
             return reading.result(self.patience)
         except TimeoutError:
             silent = self._if_silent()
             log.warning("%s is 0: no response within %g s", silent.name, self.patience)
             return [silent]
-
-    def _latest(self) -> "Future[list[Metric]]":
-        with self._lock:
-            now = self._clock()
-            stale = self._begun_at is None or now - self._begun_at >= FRESH_SECONDS
-            if self._reading is None or (stale and self._reading.done()):
-                self._reading, self._begun_at = Future(), now
-                threading.Thread(target=self._read, args=[self._reading], daemon=True).start()
-            return self._reading
-
-    def _read(self, reading: "Future[list[Metric]]") -> None:
-        try:
-            reading.set_result(list(self._figures()))
-        except BaseException as cause:
-            reading.set_exception(cause)
 
 
 class StoreFigures(SlowFigures):
@@ -88,30 +83,40 @@ class StoreFigures(SlowFigures):
         super().__init__(**options)
         self.blobs = blobs
         # One key, so that a store that refuses to delete keeps one object.
-        self._key = f"{SELF_TEST}/{secrets.token_hex(8)}"
+        self._key = new_key()
 
     def _figures(self) -> Iterator[Metric]:
-        try:
-            self.blobs.put_bytes(self._key, b"self-test")
-            self.blobs.read(self._key)
-        except Exception as cause:  # of any store's library
+        cause = self_test(self.blobs, self._key).cause
+        if cause is not None:
             log.warning("the blob store does not respond: %r", cause)
-            yield self._if_silent()
-            return
-        self.blobs.discard(self._key)
-        yield _blob_store_up(True)
+        yield _blob_store_up(cause is None)
 
     def _if_silent(self) -> Metric:
         return _blob_store_up(False)
 
 
 class ServiceFigures(SlowFigures):
-    """Collects the service-wide metrics. `defaults` are the limits of projects without their own."""
+    """Collects the service-wide metrics.
 
-    def __init__(self, database: Database, defaults: Limits = NO_LIMITS, **options: Any) -> None:
+    Args:
+        defaults: limits of projects without their own.
+        gpu_classes: classes with a queue, also before they have jobs.
+        pod_classes: those of the settings, for which KEDA reads a number, also before they have jobs: 0, not an error.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        defaults: Limits = NO_LIMITS,
+        gpu_classes: Collection[str] = (),
+        pod_classes: Collection[str] = (),
+        **options: Any,
+    ) -> None:
         super().__init__(**options)
         self.database = database
         self.defaults = defaults
+        self.gpu_classes = gpu_classes
+        self.pod_classes = pod_classes
 
     def _if_silent(self) -> Metric:
         return _database_up(False)
@@ -122,7 +127,7 @@ class ServiceFigures(SlowFigures):
             with self.database.read() as session:
                 figures = [
                     _jobs(session),
-                    *_queues(session, self.defaults),
+                    *_queues(session, self.defaults, self.gpu_classes, self.pod_classes),
                     _attempts(session),
                     *_eval_runs(session, self.defaults),
                     *_webhooks(session),
@@ -155,7 +160,9 @@ def _jobs(session: Session) -> Metric:
     return family
 
 
-def _queues(session: Session, defaults: Limits) -> Iterator[Metric]:
+def _queues(
+    session: Session, defaults: Limits, gpu_classes: Collection[str], pod_classes: Collection[str]
+) -> Iterator[Metric]:
     length = GaugeMetricFamily(
         "regraft_queue_length", "Number of jobs that a free worker would start.", labels=["gpu_class"]
     )
@@ -164,10 +171,20 @@ def _queues(session: Session, defaults: Limits) -> Iterator[Metric]:
         "Waiting time of the longest-waiting of these jobs.",
         labels=["gpu_class"],
     )
-    for gpu_class, each in queues.waiting_seconds(session, defaults).items():
+    wanted = GaugeMetricFamily(
+        "regraft_jobs_wanted",
+        "Jobs of regraft_queue_length in pools of Jobs, and each again for every 10 minutes of waiting. KEDA reads it.",
+        labels=["gpu_class"],
+    )
+    waiting_jobs = queues.waiting_seconds(session, defaults)
+    for gpu_class in {*gpu_classes, *pod_classes, *waiting_jobs}:
+        each = waiting_jobs.get(gpu_class, [])
         length.add_metric([gpu_class], len(each))
         oldest.add_metric([gpu_class], max(each, default=0.0))
+        if gpu_class in pod_classes:
+            wanted.add_metric([gpu_class], sum(1 + seconds // RETRY_POD_SECONDS for seconds in each))
     yield length
+    yield wanted
     yield oldest
     waiting, seconds = queues.validation_queue(session)
     yield GaugeMetricFamily(

@@ -11,5 +11,5 @@ SILENT_SECONDS = 3 * REPORT_SECONDS
 
 
 def reports_itself() -> ColumnElement[bool]:
-    """Whether a row of `workers` is of a process that still reports itself."""
+    """Whether the process of a row of `workers` still reports itself."""
     return Worker.seen_at >= db_now() - SILENT_SECONDS

@@ -43,6 +43,9 @@ class Report:
     memory_used_bytes: int | None
     memory_total_bytes: int | None
     draining: bool
+    findings: Sequence[
+        Mapping[str, Any]
+    ]  # of `regraft-server doctor` on its machine (core/telemetry/checkup.py)
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class Seen:
 
 def report(session: Session, worker: Report) -> None:
     """Store the report of a worker, at the time of the database."""
-    values = asdict(worker) | {"gpus": [asdict(gpu) for gpu in worker.gpus]}
+    values = asdict(worker)
     insert = postgresql.insert if session.get_bind().dialect.name == "postgresql" else sqlite.insert
     new = insert(Worker).values(values | {"started_at": db_now(), "seen_at": db_now()})
     session.execute(new.on_conflict_do_update(index_elements=["name"], set_=values | {"seen_at": db_now()}))

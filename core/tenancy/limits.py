@@ -22,13 +22,13 @@ class Limits(BaseModel):
     grader_tokens_per_30_days: int | None = Field(default=None, ge=0, le=_EXACT)
     requests_per_minute: int | None = Field(default=None, ge=1, le=_INTEGER)
 
-    def given(self) -> dict[str, Any]:
+    def set_limits(self) -> dict[str, Any]:
         """The limits that are set, by name."""
         return self.model_dump(exclude_none=True)
 
     def or_else(self, defaults: "Limits") -> "Limits":
         """These limits, with unset ones taken from the defaults."""
-        return Limits(**defaults.given() | self.given())
+        return Limits(**defaults.set_limits() | self.set_limits())
 
 
 NO_LIMITS = Limits()

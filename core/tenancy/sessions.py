@@ -1,4 +1,4 @@
-"""Sessions of the console in a browser: each stands for an API key, and ends with it.
+"""Sessions of the console in a browser. Each has the rights of an API key, and ends with it.
 
 A session's token has 256 random bits and is in an HttpOnly cookie; only its SHA-256 is stored. A login token is given
 to a person once, in an address, and exchanged for a session.

@@ -23,6 +23,7 @@ from core.database.tables import (
     GraderVersion,
     Job,
     Organization,
+    Preview,
     Project,
     ProjectUsage,
     StoredGrader,
@@ -145,8 +146,8 @@ def limits(project: Project, defaults: Limits) -> Limits:
 
 def set_limits(work: Work, project: Project, limits: Limits) -> None:
     """Replace all limits of the project. Running jobs continue."""
-    before, project.limits = own_limits(project).given(), limits.given() or None
-    work.record("project.limits_changed", project.id, {"before": before, "after": limits.given()})
+    before, project.limits = own_limits(project).set_limits(), limits.set_limits() or None
+    work.record("project.limits_changed", project.id, {"before": before, "after": limits.set_limits()})
 
 
 def refuse_job_beyond(session: Session, project_id: str, limits: Limits) -> None:
@@ -207,7 +208,7 @@ def storage_used_up(session: Session, project_id: str, limits: Limits) -> QuotaE
     """The limit on stored bytes if the project has reached it."""
     if limits.storage_bytes is None or (used := stored_bytes(session, project_id)) < limits.storage_bytes:
         return None
-    hint = "delete files or eval runs; the operator can raise the limit"
+    hint = "delete files, eval runs or previews; the operator can raise the limit"
     return QuotaExceeded("storage_bytes", used=used, maximum=limits.storage_bytes, hint=hint)
 
 
@@ -240,7 +241,7 @@ def refuse_file_beyond(session: Session, project_id: str, limits: Limits, size: 
 def refuse_request_beyond(session: Session, project_id: str, limits: Limits, request: object) -> None:
     """Check the storage limit before adding a row with a request (JSON), in the same transaction.
 
-    For jobs and pipelines: a project cannot delete them, so they do not count as stored.
+    Call it for jobs and pipelines, which do not count as stored, because a project cannot delete them.
 
     Raises:
         QuotaExceeded: the request would exceed the limit.
@@ -299,7 +300,8 @@ def in_use(session: Session, project_id: str) -> dict[str, Any]:
 
 
 def stored_bytes(session: Session, project_id: str) -> int:
-    """Bytes of all files that are not deleted, including results, of multipart uploads, evals, runs and stored graders.
+    """Bytes of all that a project can delete: files, results among them, multipart uploads, evals, runs, stored graders
+    and previews.
 
     A pending upload counts as its announced size, or as its received bytes if those are more. Cancelled and expired
     uploads count their received bytes until deleted.
@@ -336,7 +338,11 @@ def stored_bytes(session: Session, project_id: str) -> int:
         .where(StoredGrader.project_id == project_id)
         for table in (GraderVersion, GoldenCase)
     ]
-    counted = (files, select(func.sum(uploads.c.bytes)), rows, items, journal, *evals, *graders)
+    previews = [
+        select(func.sum(func.length(cast(column, Text)))).where(Preview.project_id == project_id)
+        for column in (Preview.request, Preview.report, Preview.answers)
+    ]
+    counted = (files, select(func.sum(uploads.c.bytes)), rows, items, journal, *evals, *graders, *previews)
     return sum(int(session.scalar(one) or 0) for one in counted)
 
 

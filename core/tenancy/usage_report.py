@@ -1,4 +1,4 @@
-"""What projects have used, by day, by model and by project."""
+"""Usage by day, by model and by project."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -84,14 +84,14 @@ def instructions(random: random.Random) -> Iterator[dict[str, Any]]:
         }
 
 
-def asked(text: str) -> list[dict[str, str]]:
+def messages_of(text: str) -> list[dict[str, str]]:
     return [{"role": "system", "content": TASK}, {"role": "user", "content": text}]
 
 
 def solved(problem: tuple[str, str, str]) -> dict[str, Any]:
     text, thoughts, answer = problem
     content = f"<think>{thoughts}</think>\n<answer>{answer}</answer>"
-    return {"messages": [*asked(text), {"role": "assistant", "content": content}]}
+    return {"messages": [*messages_of(text), {"role": "assistant", "content": content}]}
 
 
 def labeled(problems: list[tuple[str, str, str]], random: random.Random) -> Iterator[dict[str, Any]]:
@@ -114,7 +114,7 @@ def steps(text: str, lines: list[str], labels: list[int]) -> dict[str, Any]:
 
 def question(problem: tuple[str, str, str]) -> dict[str, Any]:
     text, _, answer = problem
-    return {"messages": asked(text), "answer": answer, "language": "en", "kind": "math"}
+    return {"messages": messages_of(text), "answer": answer, "language": "en", "kind": "math"}
 
 
 def write(file: Path, rows: Any) -> None:

@@ -30,13 +30,13 @@ def main() -> int:
     with local_service(args.data_dir.resolve()) as openai:
         client = regraft.Regraft(base_url=openai.base_url, api_key=openai.api_key)
         made = client.pipelines.submit(Path(__file__).with_name(args.recipe).with_suffix(".toml"))
-        done = client.pipelines.wait(made.id, progress=Told())
+        done = client.pipelines.wait(made.id, progress=StagePrinter())
         summary = {stage.name: measured(client, stage) for stage in done.stages}
     print(json.dumps({"status": done.status, "stages": summary}))
     return 0 if done.status == "succeeded" else 1
 
 
-class Told:
+class StagePrinter:
     """Prints a stage when its state changes."""
 
     def __init__(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -20,7 +19,6 @@ Credit = Literal["full", "partial"]
 MAX_PATTERN = 1000
 
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
-_THINK_ANSWER = re.compile(r"\s*<think>.*</think>\s*<answer>.*</answer>\s*", re.DOTALL)
 
 
 def problems(*patterns: str) -> list[str]:
@@ -86,11 +84,24 @@ class ThinkAnswer:
         except RenderError as absent:
             return Grade(None, str(absent), absent.kind)
         wrong = [tag for tag in _TAGS if text.count(tag) != 1]
-        in_form = not wrong and _THINK_ANSWER.fullmatch(text) is not None
+        in_form = not wrong and _is_in_order(text)
         reason = _what_is_off(wrong, in_form)
         if self.credit == "full" or in_form:
             return Grade(float(in_form), reason)
         return Grade((len(_TAGS) - len(wrong)) / 5, reason)
+
+
+def _is_in_order(text: str) -> bool:
+    """Return whether the tags, each of which occurs once, are in order with only white space outside."""
+    parts: list[str] = []
+    rest = text
+    for tag in _TAGS:
+        part, found, rest = rest.partition(tag)
+        if not found:
+            return False
+        parts.append(part)
+    before, _, between, _ = parts
+    return not (before + between + rest).strip()
 
 
 def _what_is_off(wrong: list[str], in_form: bool) -> str:

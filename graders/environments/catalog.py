@@ -67,7 +67,7 @@ def default_folder() -> Path:
     return Path(sys.prefix, "share/regraft/graders")
 
 
-def known() -> tuple[str, ...]:
+def environment_tags() -> tuple[str, ...]:
     """Return the tags of the environments that this version defines."""
     return tuple(sorted(file.stem for file in _PINS.glob("*.txt") if not file.stem.endswith(".nltk")))
 
@@ -78,8 +78,10 @@ def pins(tag: str) -> Path:
     Raises:
         UnknownEnvironment: This version has no environment of this name.
     """
-    if tag not in known():
-        raise UnknownEnvironment(f"there is no environment {tag!r}; there is {', '.join(map(repr, known()))}")
+    if tag not in environment_tags():
+        raise UnknownEnvironment(
+            f"there is no environment {tag!r}; there is {', '.join(map(repr, environment_tags()))}"
+        )
     return _PINS / f"{tag}.txt"
 
 

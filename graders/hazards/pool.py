@@ -10,7 +10,6 @@ import atexit
 import json
 import os
 import select
-import subprocess
 import sysconfig
 import threading
 import time
@@ -27,7 +26,7 @@ from typing import Any, Literal
 
 from graders.environments.catalog import bare
 from graders.hazards.table import Hazard
-from graders.sandbox.pool import VARIABLES, visible_to
+from graders.sandbox.pool import VARIABLES, start_zygote, visible_to
 from graders.sandbox.sizes import cores
 
 IDLE_S = 1800.0  # an idle process exits after this time, and the next call starts a new one
@@ -312,20 +311,8 @@ class _Process:
         self.number = 0
         self._out = bytearray()
         self._in = bytearray()
-        start = (
-            f"import sys; sys.path.append({str(_ROOT)!r}); from graders.hazards.zygote import main; main()"
-        )
         environment = bare()
-        # env={}: the process must not inherit the service's secrets.
-        self.process = subprocess.Popen(
-            [environment.interpreter.program, "-I", "-S", "-B", "-X", "utf8", "-c", start],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={},
-            cwd="/",
-            bufsize=0,
-        )
+        self.process = start_zygote(environment, "graders.hazards.zygote")
         assert self.process.stdin is not None and self.process.stdout is not None
         self._stdin, self._stdout = self.process.stdin.fileno(), self.process.stdout.fileno()
         os.set_blocking(self._stdin, False)

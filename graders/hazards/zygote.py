@@ -215,14 +215,7 @@ class HazardZygote:
         return made[0] if made else b""
 
     def _layer(self, name: str, apply: Callable[[], object]) -> None:
-        if name in self.config["without"]:
-            self.layers[name] = "turned off"
-            return
-        try:
-            apply()
-            self.layers[name] = ""
-        except OSError as cause:
-            self.layers[name] = str(cause) or type(cause).__name__
+        self.layers[name] = lockdown.applied(apply, name in self.config["without"])
 
 
 _OVER = b'{"over": true}\n'

@@ -14,7 +14,8 @@ from typing import Any, Protocol
 import httpx
 
 from core.outbound.http import trusted_client
-from graders.calls import CallRetryPolicy, NoAnswer, RateLimit, post, quoted_reply
+from graders.calls import CallRetryPolicy, NoAnswer, RateLimit, ServerAway, post, quoted_reply
+from graders.deadline import standing_still
 from graders.judge.usage import token_usage
 from graders.template import quoted
 from graders.types import ErrorKind, TokenUsage
@@ -37,6 +38,9 @@ class JudgeReply:
         return TokenUsage(self.prompt_tokens, self.completion_tokens, self.cached_tokens)
 
 
+REMEMBERED_REPLIES = 4096
+
+
 class JudgeFailed(Exception):
     """The judge returned no reply. `kind` is the error of the grade."""
 
@@ -54,7 +58,12 @@ class Judge(Protocol):
         schema: Mapping[str, Any],
         sampling: Mapping[str, Any],
     ) -> JudgeReply:
-        """Return the reply, which may be a refusal or truncated. Raises JudgeFailed if there is none."""
+        """Return the reply, which may be a refusal or truncated.
+
+        Raises:
+            JudgeFailed: there is none.
+            ServerAway: the server stayed away for as long as the caller waits.
+        """
         ...
 
 
@@ -79,6 +88,45 @@ class JudgeModel:
     is_text_only: bool = False  # a model of this service, which reads neither images nor audio
 
 
+@dataclass
+class _Call:
+    """A request in flight, with all who wait for its reply."""
+
+    task: asyncio.Task[JudgeReply]
+    began: asyncio.Event  # it has a slot of the model
+    waiting: int = 0
+    is_paid: bool = False
+
+    async def reply(self) -> JudgeReply:
+        """The reply. Its tokens are those of the first who gets it; it costs all others nothing.
+
+        The deadline of a grade runs from the time at which the model takes the request. If no grade waits for it, the
+        request is cancelled.
+        """
+        self.waiting += 1
+        try:
+            if not self.began.is_set():
+                with standing_still():
+                    await self._begin()
+            reply = await asyncio.shield(self.task)
+        finally:
+            self.waiting -= 1
+            if not self.waiting:
+                self.task.cancel()
+        if self.is_paid:
+            return _for_nothing(reply)
+        self.is_paid = True
+        return reply
+
+    async def _begin(self) -> None:
+        """Wait until the request is sent, or has ended before."""
+        began = asyncio.create_task(self.began.wait())
+        try:
+            await asyncio.wait([began, self.task], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            began.cancel()
+
+
 class HttpJudges:
     """Judge models on OpenAI-compatible servers. Belongs to one event loop; close it, or use `async with`.
 
@@ -90,24 +138,23 @@ class HttpJudges:
         self,
         config: Mapping[str, JudgeModel],
         *,
-        remember: int = 4096,
         patience: CallRetryPolicy | None = None,
-        clock: Callable[[], float] = time.monotonic,
         client: httpx.AsyncClient | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Open no connections yet, so that reading `models` is cheap."""
+        """Open no connections yet, so that reading `models` is cheap. `client`: one that the caller closes."""
         self.config = dict(config)
         self.ledger: dict[str, TokenUsage] = {}
         self._patience = patience or CallRetryPolicy()
         self._given = client
-        self._made: httpx.AsyncClient | None = None
+        self._opened: httpx.AsyncClient | None = None
         self._slots = {name: asyncio.Semaphore(model.max_concurrency) for name, model in config.items()}
         self._paces = {
             name: RateLimit(model.requests_per_second, self._patience.sleep, clock)
             for name, model in config.items()
         }
-        self._remember, self._replies = remember, OrderedDict[str, JudgeReply]()
-        self._asking: dict[str, asyncio.Task[JudgeReply]] = {}
+        self._replies = OrderedDict[str, JudgeReply]()
+        self._asking: dict[str, _Call] = {}
 
     @property
     def models(self) -> Collection[str]:
@@ -120,20 +167,21 @@ class HttpJudges:
         await self.aclose()
 
     async def aclose(self) -> None:
-        for asking in list(self._asking.values()):
-            asking.cancel()
-        await asyncio.gather(*self._asking.values(), return_exceptions=True)
-        if self._made is not None:
-            await self._made.aclose()
+        tasks = [call.task for call in self._asking.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._opened is not None:
+            await self._opened.aclose()
 
     @property
     def _client(self) -> httpx.AsyncClient:
         if self._given is not None:
             return self._given
-        if self._made is None:
+        if self._opened is None:
             # The operator's addresses are trusted. Each model has a concurrency limit, so the pool has none.
-            self._made = trusted_client()
-        return self._made
+            self._opened = trusted_client()
+        return self._opened
 
     async def complete(
         self,
@@ -164,23 +212,29 @@ class HttpJudges:
         if remembered is not None:
             self._replies.move_to_end(key)
             return _for_nothing(remembered)
-        # Equal answers of a group arrive at about the same time, so concurrent duplicates share one request.
-        asking = self._asking.get(key)
-        if asking is not None:
-            return _for_nothing(await asyncio.shield(asking))
-        # A separate task, so that duplicates get their reply even if the first caller is cancelled.
-        asking = self._asking[key] = asyncio.create_task(self._ask_within_bounds(model, served, body))
-        asking.add_done_callback(lambda done: self._asked(key, done))
-        return await asyncio.shield(asking)
+        # Equal answers of a group arrive at about the same time, so concurrent duplicates share one request. It is a
+        # separate task, so that duplicates get their reply even if the first caller is cancelled.
+        call = self._asking.get(key)
+        if call is None or call.task.cancelling():
+            began = asyncio.Event()
+            task = asyncio.create_task(self._ask_within_bounds(model, served, body, began))
+            call = self._asking[key] = _Call(task, began)
+            task.add_done_callback(lambda done: self._finish_call(key, done))
+        return await call.reply()
 
-    async def _ask_within_bounds(self, model: str, served: JudgeModel, body: bytes) -> JudgeReply:
+    async def _ask_within_bounds(
+        self, model: str, served: JudgeModel, body: bytes, began: asyncio.Event
+    ) -> JudgeReply:
         async with self._slots[model]:
+            began.set()
             reply = await self._ask(model, served, body)
         self.ledger[model] = self.ledger.get(model, TokenUsage()) + reply.usage
         return reply
 
-    def _asked(self, key: str, done: asyncio.Task[JudgeReply]) -> None:
-        del self._asking[key]
+    def _finish_call(self, key: str, done: asyncio.Task[JudgeReply]) -> None:
+        call = self._asking.get(key)
+        if call is not None and call.task is done:
+            del self._asking[key]
         if done.cancelled() or done.exception() is not None:
             return
         reply = done.result()
@@ -202,6 +256,8 @@ class HttpJudges:
             )
         except NoAnswer as silence:
             raise JudgeFailed(f"{model}: {silence}") from None
+        except ServerAway as away:
+            raise ServerAway(f"The judge {model} is unavailable: {away}") from None
         if not answer.ok:
             raise JudgeFailed(f"{model}: HTTP {answer.status}: {quoted_reply(answer.text, served.api_key)}")
         try:
@@ -213,7 +269,7 @@ class HttpJudges:
 
     def _keep(self, key: str, reply: JudgeReply) -> None:
         self._replies[key] = reply
-        while len(self._replies) > self._remember:
+        while len(self._replies) > REMEMBERED_REPLIES:
             self._replies.popitem(last=False)
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 
 NAME = "regraft-graders"
@@ -33,14 +32,24 @@ def join(pid: int) -> str:
     return ""
 
 
-@cache
+_made: dict[Path, Path] = {}
+
+
 def group(proc: Path = PROC) -> tuple[Path | None, str]:
-    """Return the group of this host's graders, creating it if needed; None and the reason on failure."""
+    """Return the group of this host's graders, creating it if needed; None and the reason on failure.
+
+    A failure is not kept, because the next process may find a control group.
+    """
+    if proc in _made:
+        return _made[proc], ""
     try:
         memberships, mounts = (proc / "cgroup").read_text(), (proc / "mounts").read_text()
     except OSError as cause:
         return None, f"{proc} cannot be read: {cause.strerror}"
-    return make(memberships, mounts)
+    made, why = make(memberships, mounts)
+    if made is not None:
+        _made[proc] = made
+    return made, why
 
 
 def make(memberships: str, mounts: str) -> tuple[Path | None, str]:

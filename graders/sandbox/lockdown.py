@@ -9,7 +9,7 @@ import platform
 import resource
 import signal
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -115,16 +115,25 @@ def seccomp(program: bytes) -> None:
     _prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.create_string_buffer(header, len(header)))
 
 
+def applied(apply: Callable[[], object], is_turned_off: bool) -> str:
+    """Apply a layer of the sandbox, and return why it is missing; empty: it is there."""
+    if is_turned_off:
+        return "turned off"
+    try:
+        apply()
+    except OSError as cause:
+        return str(cause) or type(cause).__name__
+    return ""
+
+
 def landlock_version() -> int:
     """Return the kernel's Landlock ABI version. Raises OSError if Landlock is missing or disabled."""
     return _checked(_libc.syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1))
 
 
-def landlock(
-    readable: Iterable[str], writable: Iterable[str] = (), listed: Iterable[str] = (), scoped: bool = True
-) -> None:
+def landlock(readable: Iterable[str], listed: Iterable[str] = ()) -> None:
     """Restrict file access to these files and folders, as in `ruleset`. Needs no_new_privs."""
-    made = ruleset(readable, writable, listed, scoped)
+    made = ruleset(readable, listed=listed)
     try:
         restrict(made)
     finally:

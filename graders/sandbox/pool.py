@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import hashlib
 import itertools
 import json
 import os
+import re
 import select
 import subprocess
 import sys
@@ -129,9 +131,6 @@ class ZygoteProcess:
         self.served, self.retired = 0, False
         self.layers: dict[str, str] = {}
         self._compile_error: str | None = None
-        root = str(Path(__file__).parents[2])
-        # Last on the path, so that other files in this folder cannot shadow the standard library.
-        start = f"import sys; sys.path.append({root!r}); from graders.sandbox.zygote import main; main()"
         try:
             self.scratch = folders.make(folder)
         except OSError as cause:
@@ -151,16 +150,7 @@ class ZygoteProcess:
             "without": list(without),
             **asdict(limits),
         }
-        # env={}: the process must not inherit the service's secrets, not even at its start.
-        self.process = subprocess.Popen(
-            [environment.interpreter.program, "-I", "-S", "-B", "-X", "utf8", "-c", start],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={},
-            cwd="/",
-            bufsize=0,
-        )
+        self.process = start_zygote(environment, "graders.sandbox.zygote")
         # Join before the process forks, so that its children are in the group as well.
         self._no_cgroup = (
             "turned off" if "cgroup" in self._config["without"] else cgroup.join(self.process.pid)
@@ -362,7 +352,7 @@ class Pool:
         idle_s: float = IDLE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        here = sizes.here()
+        here = sizes.sizes_of_this_machine()
         self.limits = limits or SandboxLimits(memory=here.memory, scratch_bytes=here.scratch_bytes)
         self.insecure, self.without = insecure, tuple(without)
         self.size = size or here.slots
@@ -577,9 +567,11 @@ class Pool:
         if self._timer is not None or not self._idle or self._closed:
             return
         left = self._idle[0].since + self.idle_s - self.clock()
-        self._timer = threading.Timer(max(left, 1.0), self.expire)
-        self._timer.daemon = True
-        self._timer.start()
+        timer = threading.Timer(max(left, 1.0), self.expire)
+        timer.daemon = True
+        with suppress(RuntimeError):  # the system has no other thread now; the next idle process tries again
+            timer.start()
+            self._timer = timer
 
     def _start(self, source: str, environment: Environment) -> ZygoteProcess:
         zygote = self._launched(source, environment, self.insecure)
@@ -626,15 +618,63 @@ def shared() -> Pool:
     return pool
 
 
-@lru_cache(maxsize=1)
-def probe() -> dict[str, str]:
-    """Return the state of each layer on this host, cached: "" if it is active, else the reason."""
-    return shared().layers()
+class SandboxBusy(BlockingIOError):
+    """The machine lacked what a layer of the sandbox needs when it was probed."""
+
+
+class LayersProbe:
+    """The state of each layer on this host: "" if it is active, else the reason. Kept, unless a reason is momentary."""
+
+    def __init__(self, layers: Callable[[], dict[str, str]]) -> None:
+        """`layers` starts a process to find them."""
+        self._layers = layers
+        self._lock = threading.Lock()
+        self._kept: dict[str, str] | None = None
+
+    def __call__(self) -> dict[str, str]:
+        with self._lock:
+            if self._kept is not None:
+                return self._kept
+            found = self._layers()
+            if not any(map(_is_momentary, found.values())):
+                self._kept = found
+            return found
+
+    def refusal(self) -> str:
+        """Return which required layers are missing, or "".
+
+        Raises:
+            SandboxBusy: they are for a moment only.
+        """
+        layers = self()
+        why = "; ".join(missing_layers(layers))
+        if why and any(map(_is_momentary, layers.values())):
+            raise SandboxBusy(
+                errno.EAGAIN, f"the sandbox of python graders cannot be set up at the moment: {why}"
+            )
+        return why
+
+
+# Not ENOSPC, which is what a host without user namespaces says.
+_MOMENTARY = frozenset({errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE})
+_ERROR_NUMBER = re.compile(r"\[Errno (\d+)\]")
+
+
+def _is_momentary(reason: str) -> bool:
+    number = _ERROR_NUMBER.match(reason)
+    return number is not None and int(number[1]) in _MOMENTARY
+
+
+probe = LayersProbe(lambda: shared().layers())
 
 
 def described() -> str:
     """Return one line for the log: the active and missing layers, or why python graders are disabled."""
-    if unsafe := refusal():
+    try:
+        unsafe = refusal()
+    except SandboxBusy as busy:
+        unsafe = str(busy)
+    if unsafe:
         return f"python graders are refused: {unsafe}"
     layers = probe()
     holds = ", ".join(name for name, missing in layers.items() if not missing) or "nothing"
@@ -653,10 +693,12 @@ def not_built(environments: Path | None) -> str:
 
 
 def refusal() -> str:
-    """Return the reason why this process must not run python graders, or "" if it may."""
-    if shared().insecure:
-        return ""
-    return "; ".join(missing_layers(probe()))
+    """Return the reason why this process must not run python graders, or "" if it may.
+
+    Raises:
+        SandboxBusy: it is not known now.
+    """
+    return "" if shared().insecure else probe.refusal()
 
 
 def missing_layers(layers: Mapping[str, str]) -> list[str]:
@@ -748,6 +790,23 @@ class Visible:
     readable: list[str]
     listed: list[str]
     path: list[str]
+
+
+def start_zygote(environment: Environment, module: str) -> subprocess.Popen[bytes]:
+    """Start the `main` of a module of graders in the environment's interpreter, with pipes for stdin and stdout."""
+    # Last on the path, so that other files in this folder cannot shadow the standard library.
+    root = str(Path(__file__).parents[2])
+    start = f"import sys; sys.path.append({root!r}); from {module} import main; main()"
+    # env={}: the process must not inherit the service's secrets, not even at its start.
+    return subprocess.Popen(
+        [environment.interpreter.program, "-I", "-S", "-B", "-X", "utf8", "-c", start],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={},
+        cwd="/",
+        bufsize=0,
+    )
 
 
 @lru_cache(maxsize=8)

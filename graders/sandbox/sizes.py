@@ -42,7 +42,7 @@ def sizes(memory: int, cores: int) -> Sizes:
     return Sizes(slots, min(MAX_MEMORY, slot - scratch - int(slot * _IDLE_SHARE)), scratch)
 
 
-def here() -> Sizes:
+def sizes_of_this_machine() -> Sizes:
     return sizes(memory(), cores())
 
 

@@ -363,14 +363,7 @@ class Zygote:
         return program if not self.layers["seccomp"] else b""
 
     def _layer(self, name: str, apply: Callable[[], object]) -> None:
-        if name in self.config["without"]:
-            self.layers[name] = "turned off"
-            return
-        try:
-            apply()
-            self.layers[name] = ""
-        except OSError as cause:
-            self.layers[name] = str(cause) or type(cause).__name__
+        self.layers[name] = lockdown.applied(apply, name in self.config["without"])
 
     def _swept(self) -> bool:
         """Empty the scratch folder for the next grade. Returns False if that fails; then do not reuse this zygote."""

@@ -236,6 +236,7 @@ def upgrade() -> None:
         sa.Column("memory_used_bytes", sa.BigInteger(), nullable=True),
         sa.Column("memory_total_bytes", sa.BigInteger(), nullable=True),
         sa.Column("draining", sa.Boolean(), nullable=False),
+        sa.Column("findings", sa.JSON(), nullable=False),
         sa.Column("started_at", sa.Double(), nullable=False),
         sa.Column("seen_at", sa.Double(), nullable=False),
         sa.PrimaryKeyConstraint("name", name="pk_workers"),
@@ -249,14 +250,21 @@ def upgrade() -> None:
         sa.Column("name", sa.String(length=64), nullable=False),
         sa.Column("created_at", sa.BigInteger(), nullable=False),
         sa.Column("limits", sa.JSON(), nullable=True),
-        sa.Column("last_turn", sa.BigInteger(), nullable=False),
-        sa.Column("last_validation", sa.BigInteger(), nullable=False),
-        sa.Column("last_eval_run", sa.BigInteger(), nullable=False),
         sa.Column("archived_at", sa.BigInteger(), nullable=True),
         sa.ForeignKeyConstraint(
             ["organization_id"], ["organizations.id"], name="fk_projects_organization_id"
         ),
         sa.PrimaryKeyConstraint("id", name="pk_projects"),
+    )
+
+    op.create_table(
+        "project_turns",
+        sa.Column("project_id", sa.String(length=64), nullable=False),
+        sa.Column("last_turn", sa.BigInteger(), nullable=False),
+        sa.Column("last_validation", sa.BigInteger(), nullable=False),
+        sa.Column("last_eval_run", sa.BigInteger(), nullable=False),
+        sa.ForeignKeyConstraint(["project_id"], ["projects.id"], name="fk_project_turns_project_id"),
+        sa.PrimaryKeyConstraint("project_id", name="pk_project_turns"),
     )
 
     op.create_table(
@@ -423,6 +431,7 @@ def upgrade() -> None:
         sa.Column("dispatched_at", sa.Double(), nullable=False),
         sa.Column("progress", sa.JSON(), nullable=True),
         sa.Column("preview", sa.JSON(), nullable=True),
+        sa.Column("memory", sa.JSON(), nullable=True),
         sa.ForeignKeyConstraint(["organization_id"], ["organizations.id"], name="fk_jobs_organization_id"),
         sa.ForeignKeyConstraint(["project_id"], ["projects.id"], name="fk_jobs_project_id"),
         sa.PrimaryKeyConstraint("seq", name="pk_jobs"),
@@ -434,6 +443,7 @@ def upgrade() -> None:
         "ix_jobs_status_gpu_class_project_id_seq", "jobs", ["status", "gpu_class", "project_id", "seq"]
     )
     op.create_index("ix_jobs_status_lease_expires_at", "jobs", ["status", "lease_expires_at"])
+    op.create_index("ix_jobs_status_project_id_seq", "jobs", ["status", "project_id", "seq"])
 
     op.create_table(
         "model_aliases",
@@ -452,6 +462,16 @@ def upgrade() -> None:
     )
     op.create_index("ix_model_aliases_model", "model_aliases", ["model"])
     op.create_index("ix_model_aliases_project_id_seq", "model_aliases", ["project_id", "seq"])
+
+    op.create_table(
+        "memory_limits",
+        sa.Column("model", sa.String(length=256), nullable=False),
+        sa.Column("device", sa.String(length=128), nullable=False),
+        sa.Column("workload", sa.String(length=128), nullable=False),
+        sa.Column("sizes", sa.JSON(), nullable=False),
+        sa.Column("updated_at", sa.BigInteger(), nullable=False),
+        sa.PrimaryKeyConstraint("model", "device", "workload", name="pk_memory_limits"),
+    )
 
     op.create_table(
         "model_usage",
@@ -480,13 +500,16 @@ def upgrade() -> None:
         sa.Column("status", sa.String(length=16), nullable=False),
         sa.Column("finished_at", sa.BigInteger(), nullable=True),
         sa.Column("epoch", sa.Integer(), nullable=False),
-        sa.Column("held_until", sa.Double(), nullable=False),
+        sa.Column("lease_owner", sa.String(length=128), nullable=True),
+        sa.Column("lease_expires_at", sa.Double(), nullable=True),
+        sa.Column("next_run_at", sa.Double(), nullable=False),
+        sa.Column("dispatched_at", sa.Double(), nullable=False),
         sa.ForeignKeyConstraint(["project_id"], ["projects.id"], name="fk_pipelines_project_id"),
         sa.PrimaryKeyConstraint("seq", name="pk_pipelines"),
         sa.UniqueConstraint("id", name="uq_pipelines_id"),
     )
     op.create_index("ix_pipelines_project_id_seq", "pipelines", ["project_id", "seq"])
-    op.create_index("ix_pipelines_status_held_until", "pipelines", ["status", "held_until"])
+    op.create_index("ix_pipelines_status_next_run_at", "pipelines", ["status", "next_run_at"])
 
     op.create_table(
         "previews",
@@ -617,9 +640,11 @@ def downgrade() -> None:
     op.drop_table("tuned_models")
     op.drop_table("stored_graders")
     op.drop_table("project_usage")
+    op.drop_table("project_turns")
     op.drop_table("previews")
     op.drop_table("pipelines")
     op.drop_table("model_usage")
+    op.drop_table("memory_limits")
     op.drop_table("model_aliases")
     op.drop_table("jobs")
     op.drop_table("idempotent_requests")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from regraft._rules.datasets import InvalidDataset, LineError
-    from regraft.client import AsyncRegraft, Regraft
+    from regraft.client import AsyncRegraft
     from regraft.config import NotConfigured
     from regraft.errors import (
         AliasNotFound,
@@ -36,9 +36,11 @@ if TYPE_CHECKING:
         QuotaExceeded,
         RateLimited,
     )
-    from regraft.jobs import events, metrics, rollouts, show
+    from regraft.jobs import JobEvent, events, metrics, rollouts, show
     from regraft.progress import FINAL
     from regraft.requests import InvalidRequestFile
+    from regraft.resources.graders import GraderTest
+    from regraft.sync.client import Regraft
     from regraft.types import (
         Alias,
         AliasChange,
@@ -46,10 +48,8 @@ if TYPE_CHECKING:
         FileProfile,
         GoldenCase,
         GraderCheck,
-        GraderTest,
         GraderVersion,
         JobComparison,
-        JobEvent,
         Preview,
         PreviewAnswer,
         PreviewProgress,
@@ -71,17 +71,19 @@ if TYPE_CHECKING:
 
 _HOME = {
     "regraft._rules.datasets": "InvalidDataset LineError",
-    "regraft.client": "AsyncRegraft Regraft",
+    "regraft.client": "AsyncRegraft",
     "regraft.config": "NotConfigured",
     "regraft.errors": "AliasNotFound BudgetReached CheckpointNotFound DownloadCorrupt FileNotFound GraderNotFound "
     "InsufficientPermissions "
     "InvalidApiKey InvalidGrader InvalidJobState JobFailed JobNotFound ModelNotFound "
     "NotARegraftServer NotSupportedByServer QuotaExceeded RateLimited",
-    "regraft.jobs": "events metrics rollouts show",
+    "regraft.jobs": "JobEvent events metrics rollouts show",
     "regraft.progress": "FINAL",
     "regraft.requests": "InvalidRequestFile",
-    "regraft.types": "Alias AliasChange Estimate FileProfile GoldenCase GraderCheck GraderTest GraderVersion "
-    "JobComparison JobEvent Preview PreviewAnswer PreviewProgress PreviewReport PromptHistory Queue Regrade "
+    "regraft.resources.graders": "GraderTest",
+    "regraft.sync.client": "Regraft",
+    "regraft.types": "Alias AliasChange Estimate FileProfile GoldenCase GraderCheck GraderVersion "
+    "JobComparison Preview PreviewAnswer PreviewProgress PreviewReport PromptHistory Queue Regrade "
     "RegradedAnswer Rollout RolloutToken RolloutTokens StepMetrics StoredGrader UsageReport Verdict "
     "WhatIf Worker",
 }

@@ -1,4 +1,7 @@
-"""`Regraft` is an `openai.OpenAI` for a regraft server, extended by its features beyond OpenAI's API."""
+"""`AsyncRegraft` is an `openai.AsyncOpenAI` for a regraft server, extended by its features beyond OpenAI's API.
+
+The synchronous classes in regraft.sync are generated from the asynchronous ones here and in regraft.resources.
+"""
 
 import inspect
 import json
@@ -12,18 +15,18 @@ import openai
 
 from regraft import config, datasets
 from regraft.datasets import Method, Split, Summary
-from regraft.errors import NotARegraftServer, NotSupportedByServer, foreign, named, refuse_foreign
+from regraft.errors import NotARegraftServer, NotSupportedByServer, foreign, refuse_foreign, typed_error
 from regraft.requests import Source, read_grader
-from regraft.resources.aliases import Aliases, AsyncAliases
-from regraft.resources.checkpoints import AsyncCheckpoints, Checkpoints
-from regraft.resources.evals import AsyncEvals, Evals
-from regraft.resources.graders import AsyncGraders, Graders
-from regraft.resources.jobs import AsyncJobs, Jobs
-from regraft.resources.pipelines import AsyncPipelines, Pipelines
-from regraft.resources.previews import AsyncPreviews, Previews, refuse_failed
-from regraft.resources.regrades import AsyncRegrades, Regrades
-from regraft.resources.rollouts import AsyncRollouts, Rollouts
-from regraft.resources.service import AsyncService, Service
+from regraft.resources.aliases import AsyncAliases
+from regraft.resources.checkpoints import AsyncCheckpoints
+from regraft.resources.evals import AsyncEvals
+from regraft.resources.graders import AsyncGraders
+from regraft.resources.jobs import AsyncJobs
+from regraft.resources.pipelines import AsyncPipelines
+from regraft.resources.previews import AsyncPreviews, refuse_failed
+from regraft.resources.regrades import AsyncRegrades
+from regraft.resources.rollouts import AsyncRollouts
+from regraft.resources.service import AsyncService
 from regraft.types import Estimate, FileProfile, PreviewProgress, PreviewReport
 
 ESTIMATE = "/regraft/estimate"
@@ -44,7 +47,7 @@ class Datasets:
         return datasets.validate(file, grader=grader, split=split, method=method)
 
 
-class Regraft(openai.OpenAI):
+class AsyncRegraft(openai.AsyncOpenAI):
     """OpenAI's client for a regraft server, with all of its resources and `jobs`, `rollouts`, `regrades`,
     `checkpoints`, `aliases`, `graders`, `evals`, `pipelines`, `previews`, `datasets`, `estimate`, `preview` and
     `profile`.
@@ -57,144 +60,11 @@ class Regraft(openai.OpenAI):
     def __init__(
         self, *, base_url: str | httpx2.URL | None = None, api_key: Any = None, **options: Any
     ) -> None:
-        """The other options are those of openai.OpenAI.
+        """The other options are those of openai.AsyncOpenAI.
 
         Raises:
             NotConfigured: no server or key is configured.
         """
-        super().__init__(**_where(base_url, api_key), **options)
-        _without_openais(self, options)
-
-    @cached_property
-    def jobs(self) -> Jobs:
-        return Jobs(self)
-
-    @cached_property
-    def rollouts(self) -> Rollouts:
-        return Rollouts(self)
-
-    @cached_property
-    def regrades(self) -> Regrades:
-        return Regrades(self)
-
-    @cached_property
-    def checkpoints(self) -> Checkpoints:
-        return Checkpoints(self)
-
-    @cached_property
-    def aliases(self) -> Aliases:
-        return Aliases(self)
-
-    @cached_property
-    def graders(self) -> Graders:
-        return Graders(self)
-
-    @cached_property
-    def evals(self) -> Evals:
-        return Evals(self)
-
-    @cached_property
-    def pipelines(self) -> Pipelines:
-        return Pipelines(self)
-
-    @cached_property
-    def service(self) -> Service:
-        return Service(self)
-
-    @cached_property
-    def previews(self) -> Previews:
-        return Previews(self)
-
-    @cached_property
-    def datasets(self) -> Datasets:
-        return Datasets()
-
-    def estimate(self, request: Source) -> Estimate:
-        """Estimate the size, time and cost of a job. Uploads its local files; creates nothing.
-
-        Raises:
-            NotSupportedByServer: the server is too old.
-        """
-        try:
-            return self.post(ESTIMATE, body=self.jobs.prepare(request), cast_to=Estimate)
-        except NotSupportedByServer as old:
-            raise _too_old("estimate", old) from old
-
-    def profile(
-        self,
-        file_id: str,
-        *,
-        model: str | None = None,
-        method: Method | None = None,
-        validation_file: str | None = None,
-        grader: Source | None = None,
-        max_completion_tokens: int | None = None,
-    ) -> FileProfile:
-        """Read a dataset file on the server: token lengths, duplicates, overlap with the validation file, and the
-        fields of its rows. Creates nothing.
-
-        Args:
-            model: counts tokens with its tokenizer and chat template.
-            method: whose rows the file has; default: by the format of its first row.
-            grader: a specification, or a file as `graders.test` reads it: which rows lack a field that it reads?
-            max_completion_tokens: room for an answer; default: that of "auto".
-        """
-        body = _profile(model, method, validation_file, grader, max_completion_tokens)
-        try:
-            return self.post(f"/regraft/files/{file_id}/profile", body=body, cast_to=FileProfile)
-        except NotSupportedByServer as old:
-            raise _too_old("profile", old, "files") from old
-
-    def preview(
-        self,
-        request: Source,
-        *,
-        rows: int | None = None,
-        samples: int | None = None,
-        progress: Callable[[PreviewProgress], None] = lambda progress: None,
-    ) -> PreviewReport:
-        """Sample and grade a few rows with the job's model, and estimate the job: how many answers pass, and whether
-        there is signal to learn from. Uploads local files; creates no job.
-
-        The server samples `samples` answers to each of `rows`, by default 8 and 8. `progress` is called with how far
-        it is, twice a second. This is `previews.create` and `previews.wait`.
-
-        Raises:
-            NotSupportedByServer: the server is too old.
-        """
-        try:
-            made = self.previews.create(request, rows=rows, samples=samples)
-        except NotSupportedByServer as old:
-            raise _too_old("preview", old) from old
-        progress(made.progress)
-        ended = self.previews.wait(made.id, progress=lambda preview: progress(preview.progress))
-        refuse_failed(self, ended)
-        assert ended.report is not None, "a completed preview has a report"
-        return ended.report
-
-    def _process_response(self, *, response: httpx2.Response, **how: Any) -> Any:
-        try:
-            refuse_foreign(response, wants_json=_wants_json(**how))
-            return super()._process_response(response=response, **how)
-        except NotARegraftServer:
-            response.close()
-            raise
-        except json.JSONDecodeError as cause:
-            raise foreign(response) from cause
-
-    def _make_status_error(
-        self, err_msg: str, *, body: object, response: httpx2.Response
-    ) -> openai.APIStatusError:
-        error = super()._make_status_error(err_msg, body=body, response=response)
-        return named(error, err_msg, response)
-
-
-class AsyncRegraft(openai.AsyncOpenAI):
-    """The asynchronous Regraft."""
-
-    def __init__(
-        self, *, base_url: str | httpx2.URL | None = None, api_key: Any = None, **options: Any
-    ) -> None:
         super().__init__(**_where(base_url, api_key), **options)
         _without_openais(self, options)
 
@@ -243,7 +113,11 @@ class AsyncRegraft(openai.AsyncOpenAI):
         return Datasets()
 
     async def estimate(self, request: Source) -> Estimate:
-        """As Regraft.estimate."""
+        """Estimate the size, time and cost of a job. Uploads its local files; creates nothing.
+
+        Raises:
+            NotSupportedByServer: the server is too old.
+        """
         try:
             return await self.post(ESTIMATE, body=await self.jobs.prepare(request), cast_to=Estimate)
         except NotSupportedByServer as old:
@@ -259,7 +133,15 @@ class AsyncRegraft(openai.AsyncOpenAI):
         grader: Source | None = None,
         max_completion_tokens: int | None = None,
     ) -> FileProfile:
-        """As Regraft.profile."""
+        """Read a dataset file on the server: token lengths, duplicates, overlap with the validation file, and the
+        fields of its rows. Creates nothing.
+
+        Args:
+            model: counts tokens with its tokenizer and chat template.
+            method: whose rows the file has; default: by the format of its first row.
+            grader: a specification, or a file as `graders.test` reads it: which rows lack a field that it reads?
+            max_completion_tokens: room for an answer; default: that of "auto".
+        """
         body = _profile(model, method, validation_file, grader, max_completion_tokens)
         try:
             return await self.post(f"/regraft/files/{file_id}/profile", body=body, cast_to=FileProfile)
@@ -274,7 +156,15 @@ class AsyncRegraft(openai.AsyncOpenAI):
         samples: int | None = None,
         progress: Callable[[PreviewProgress], None] = lambda progress: None,
     ) -> PreviewReport:
-        """As Regraft.preview."""
+        """Sample and grade a few rows with the job's model, and estimate the job: how many answers pass, and whether
+        there is signal to learn from. Uploads local files; creates no job.
+
+        The server samples `samples` answers to each of `rows`, by default 8 and 8. `progress` is called with how far
+        it is, twice a second. This is `previews.create` and `previews.wait`.
+
+        Raises:
+            NotSupportedByServer: the server is too old.
+        """
         try:
             made = await self.previews.create(request, rows=rows, samples=samples)
         except NotSupportedByServer as old:
@@ -299,7 +189,7 @@ class AsyncRegraft(openai.AsyncOpenAI):
         self, err_msg: str, *, body: object, response: httpx2.Response
     ) -> openai.APIStatusError:
         error = super()._make_status_error(err_msg, body=body, response=response)
-        return named(error, err_msg, response)
+        return typed_error(error, err_msg, response)
 
 
 def _where(base_url: str | httpx2.URL | None, api_key: Any) -> dict[str, Any]:

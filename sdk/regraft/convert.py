@@ -23,7 +23,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from regraft._rules.datasets import (
+    BLANK,
     MAX_LINE_BYTES,
+    MAX_TRAINING_ROWS,
     PROMPTS,
     InvalidDataset,
     LineError,
@@ -32,10 +34,12 @@ from regraft._rules.datasets import (
     read_objects,
 )
 from regraft._rules.foreign_files import (
+    ANSWERS,
     ARROW_FILE,
     ARROW_STREAM,
     BINARY,
     BZIP2,
+    CALLS,
     CR_LINES,
     FIELDS,
     GZIP,
@@ -43,6 +47,7 @@ from regraft._rules.foreign_files import (
     JSON_ARRAY,
     PARQUET,
     PRETTY_JSON,
+    RESULTS,
     XZ,
     ZSTD,
     CsvLayout,
@@ -51,13 +56,15 @@ from regraft._rules.foreign_files import (
     container_of,
     csv_layout,
     encoding_of,
+    has_turns,
     is_labeled_completion,
     repeats_an_answer,
+    rows_of_columns,
     truth_of,
     wraps_rows,
 )
 from regraft._rules.offline_rows import FORMS
-from regraft.saving import whole
+from regraft.saving import atomic_file
 
 Row = dict[str, Any]
 Message = dict[str, Any]
@@ -65,14 +72,12 @@ _NumberedRows = Iterator[tuple[int, Row] | LineError]
 
 PIECE = 1 << 18  # characters of a file that are read at once
 _FORMS: Mapping[Target, RowForm] = {"rft": PROMPTS, "sft": FORMS["supervised"], "dpo": FORMS["dpo"]}
-_CALLS = ("function_call", "tool_call")
-_RESULTS = ("observation", "tool", "function_response", "tool_response", "function")
 _ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard", "model"), "assistant"),
     "system": "system",
 }
-_ANSWERS = ("completion", "output", "response", "answer")
+_BETTER, _WORSE = ("preferred_output", "chosen"), ("non_preferred_output", "rejected")
 _SYSTEMS = ("system", "system_prompt")
 # Columns of CSV files whose cells are JSON.
 _JSON_COLUMNS = ("messages", "conversations", "tools", "history")
@@ -107,6 +112,7 @@ class Converted:
     rows: int
     left_out: Mapping[str, int]  # numbers of rows, by why they were left out, such as "without an answer"
     dropped_fields: tuple[str, ...]  # of the source, which rows of the target have no place for
+    notes: tuple[str, ...] = ()  # sentences about the file that a user may want to check
 
 
 def convert(
@@ -141,14 +147,15 @@ def convert(
     left_out: Counter[str] = Counter()
     dropped: dict[str, None] = {}
     form = _FORMS[to]
-    with whole(Path(path)) as out:
+    prompts = _prompts_in_answers(source, names or {}, encoding)
+    with atomic_file(Path(path)) as out:
         for row in read_any(Path(source), encoding):
             if isinstance(row, LineError):
                 problems.add(row)
                 continue
             number, fields = row
             try:
-                made, without_place = convert_row(_renamed(fields, names or {}), to)
+                made, without_place = convert_row(prompts.cut(_renamed(fields, names or {})), to)
                 line = _json(made)
             except LeftOut as left:
                 left_out[str(left)] += 1
@@ -166,7 +173,10 @@ def convert(
         if left_out and not rows and not problems.errors:
             problems.add(LineError(0, f"the file has only rows {' or '.join(left_out)}"))
         problems.refuse(rows, 1)
-    return Converted(Path(path), rows, left_out, tuple(dropped))
+    notes = prompts.notes
+    if to == "rft" and rows > MAX_TRAINING_ROWS:
+        notes += (f"a reinforcement job reads at most {MAX_TRAINING_ROWS} rows",)
+    return Converted(Path(path), rows, left_out, tuple(dropped), notes)
 
 
 def _check_encoding(name: str | None) -> None:
@@ -200,8 +210,13 @@ def read_any(path: Path, encoding: str | None = None) -> _NumberedRows:
             head = file.read(HEAD_BYTES)
         with _uncompressed(path, container) as file:
             for row in _rows(path, file, head, encoding):
-                if isinstance(row, tuple) and wraps_rows(row[1]):
+                if isinstance(row, LineError):
+                    if row.message != BLANK:
+                        yield row
+                elif wraps_rows(row[1]):
                     yield from enumerate(row[1]["data"], 1)
+                elif (of_columns := rows_of_columns(row[1])) is not None:
+                    yield from enumerate(of_columns, 1)
                 else:
                     yield row
     except UnicodeDecodeError as error:
@@ -355,6 +370,11 @@ def _csv_rows(text: IO[str], layout: CsvLayout) -> _NumberedRows:
             continue
         row = {name: _cell(name, cell) for name, cell in zip(layout.columns, cells, strict=True)}
         row.pop("", None)
+        if (name := next((name for name, value in row.items() if _is_python(name, value)), None)) is not None:
+            yield LineError(
+                number, f"has in {name} a list as Python prints it: write the cell with json.dumps"
+            )
+            continue
         yield number, row
     if not has_rows:
         raise InvalidDataset([LineError(0, "the file has the names of its columns and no rows")])
@@ -367,6 +387,11 @@ def _cell(name: str, cell: str) -> Any:
         return json.loads(cell)
     except ValueError:
         return cell
+
+
+def _is_python(name: str, value: Any) -> bool:
+    """Whether a cell that should be JSON has a list as str() writes it."""
+    return name.lower() in _JSON_COLUMNS and isinstance(value, str) and value.lstrip().startswith("[{'")
 
 
 @contextmanager
@@ -415,16 +440,35 @@ def _rows_of(batches: Iterable[Any]) -> _NumberedRows:
 
 def _renamed(row: Row, names: Mapping[str, str]) -> Row:
     """The row with the fields of the source under the names that are wanted."""
-    for source in names.values():
-        if source not in row:
-            raise CannotConvert(f"has no field {source!r}, which --map names")
-    taken = {target: row[source] for target, source in names.items()}
+    taken = {target: _value_at(row, source) for target, source in names.items()}
     rest = {name: value for name, value in row.items() if name not in names.values() and name not in taken}
     made = taken | rest
     for name in rest:
         if (field := name.lower()) in FIELDS and field not in made:  # such as Question
             made[field] = made.pop(name)
     return made
+
+
+_PATH = re.compile(r"\.([^.\[\]]+)|\[(\d+)\]")
+
+
+def _value_at(row: Row, path: str) -> Any:
+    """The value of a field, or of a path into one, such as answers.text[0]."""
+    if path in row:
+        return row[path]
+    # The longest name of a field that the path begins with, so that a name may have dots.
+    for at in sorted((found.start() for found in re.finditer(r"[.\[]", path)), reverse=True):
+        if path[:at] in row and (_PATH.sub("", path[at:]) == ""):
+            value = row[path[:at]]
+            for key, index in _PATH.findall(path[at:]):
+                if key and isinstance(value, Mapping) and key in value:
+                    value = value[key]
+                elif index and isinstance(value, list) and int(index) < len(value):
+                    value = value[int(index)]
+                else:
+                    raise CannotConvert(f"has nothing at {path!r}, which --map names")
+            return value
+    raise CannotConvert(f"has no field {path!r}, which --map names")
 
 
 def convert_row(row: Row, to: Target) -> tuple[Row, list[str]]:
@@ -441,8 +485,92 @@ def convert_row(row: Row, to: Target) -> tuple[Row, list[str]]:
         if not truth_of(row["label"]):
             raise LeftOut(_BAD_ANSWER)
         row = {name: value for name, value in row.items() if name != "label"}
-    made, rest = _MAKERS[to](_with_tools(row))
+    made, rest = _MAKERS[to](_with_tools(_without_nan(row)))
+    # No grader reads bytes, such as an image's, which datasets write as {"bytes": ..., "path": ...}.
+    rest |= {name: made.pop(name) for name in [*made] if _has_bytes(made[name])}
     return made, [name for name, value in rest.items() if value not in (None, "", [], {})]
+
+
+def _has_bytes(value: Any) -> bool:
+    inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    return isinstance(value, bytes) or any(map(_has_bytes, inside))
+
+
+def _without_nan(row: Row) -> Row:
+    """The row with null for numbers that are none, which pandas and Parquet write for a missing value."""
+    return {
+        name: None if isinstance(value, float) and value != value else value for name, value in row.items()
+    }
+
+
+class _PromptsInAnswers:
+    """Texts in chosen and rejected that begin with their prompt, as files of whole conversations have them.
+
+    An answer may begin with the words of its prompt by chance: "Hi" and "Hi! How can I help?". So prompts are cut off
+    only if all rows have them.
+
+    Args:
+        everywhere: all rows of the file begin with their prompt.
+    """
+
+    def __init__(self, *, everywhere: bool) -> None:
+        self._everywhere = everywhere
+        self._rows = 0
+
+    def cut(self, row: Row) -> Row:
+        """The row with answers only, and counted if it begins with its prompt."""
+        if not (asked := _prompt_of_both(row)):
+            return row
+        self._rows += 1
+        if not self._everywhere:
+            return row
+        return row | {name: row[name].removeprefix(asked) for name in ("chosen", "rejected")}
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        if not self._rows:
+            return ()
+        what = f"chosen and rejected begin with the text of their prompt in {self._rows} row(s)"
+        if self._everywhere:
+            return (f"{what}, all of the file: it was cut off",)
+        return (f"{what}, and not in all with a white space after it: nothing was cut off",)
+
+
+def _prompts_in_answers(
+    source: str | Path, names: Mapping[str, str], encoding: str | None
+) -> _PromptsInAnswers:
+    """Read the rows up to the first whose answers do not begin with its prompt and a white space."""
+    ends_at_word = False
+    for row in read_any(Path(source), encoding):
+        if isinstance(row, LineError):
+            continue
+        try:
+            fields = _renamed(row[1], names)
+        except CannotConvert:
+            continue
+        asked = _prompt_of_both(fields)
+        answers = [fields[name].removeprefix(asked) for name in ("chosen", "rejected")] if asked else []
+        ends_at_word = bool(answers) and (asked[-1:].isspace() or all(text[0].isspace() for text in answers))
+        if not ends_at_word:
+            break
+    return _PromptsInAnswers(everywhere=ends_at_word)
+
+
+def _prompt_of_both(row: Row) -> str:
+    """The text of the prompt that chosen and rejected both begin with, before an answer; empty: there is none."""
+    better, worse = row.get("chosen"), row.get("rejected")
+    if not (isinstance(better, str) and isinstance(worse, str)):
+        return ""
+    try:
+        messages = _prompt(dict(row))
+    except CannotConvert:
+        return ""
+    if len(messages) != 1 or _role(messages[0]) != "user":
+        return ""
+    asked = messages[0].get("content")
+    if not (isinstance(asked, str) and asked and better.startswith(asked) and worse.startswith(asked)):
+        return ""
+    return asked if better[len(asked) :].strip() and worse[len(asked) :].strip() else ""
 
 
 # Each maker returns a row of its target, and the fields that are not in it.
@@ -450,32 +578,35 @@ def convert_row(row: Row, to: Target) -> tuple[Row, list[str]]:
 
 def _to_rft(row: Row) -> tuple[Row, Row]:
     messages, rest = _conversation(row)
+    unused: Row = {}
     if messages and _role(messages[-1]) == "assistant":
-        rest = {"answer": _text(messages.pop().get("content"))} | rest
-    name = "answer" if "answer" in rest else next((name for name in _ANSWERS if name in rest), None)
+        said = messages.pop().get("content")
+        if "answer" in rest:
+            unused["the message of the assistant"] = said
+        else:
+            rest = {"answer": _text(said)} | rest
+    name = "answer" if "answer" in rest else next((name for name in ANSWERS if name in rest), None)
     if name is not None:
         _refuse_empty(rest[name])
-        if name != "answer":
-            rest = {"answer": _text(rest.pop(name))} | rest
-    unused = {"messages": rest.pop("messages", None)}
+    else:
+        name = next((name for name in _BETTER if rest.get(name) is not None), None)
+    if name is not None and name != "answer":
+        rest = {"answer": _text(_answer_to_prompt(rest, name)[-1].get("content"))} | rest
+    unused["messages"] = rest.pop("messages", None)
     return {"messages": messages, **rest}, unused
 
 
 def _to_sft(row: Row) -> tuple[Row, Row]:
     messages, rest = _conversation(row)
     if not messages or _role(messages[-1]) != "assistant":
-        given = ("preferred_output", "chosen", *_ANSWERS)
+        given = (*_BETTER, *ANSWERS)
         present = [name for name in given if name in rest]
         name = next((name for name in present if rest[name] is not None), None)
         if name is None:
             if present:
                 raise LeftOut(_NO_ANSWER)
             raise CannotConvert("has no answer; name its field with --map answer=FIELD")
-        answer = _answer(rest.pop(name))
-        roles = [*map(_role, answer)]
-        if "user" in roles or roles[-1:] != ["assistant"]:
-            raise CannotConvert(f"has in {name} other messages than the answer to its prompt")
-        messages += answer
+        messages += _answer_to_prompt(rest, name)
     last = messages[-1]
     if not last.get("tool_calls"):
         _refuse_empty(last.get("content"))
@@ -486,24 +617,26 @@ def _to_dpo(row: Row) -> tuple[Row, Row]:
     messages, rest = _conversation(row)
     given = {"messages": messages} | _tools_of(row)
     rest.pop("tools", None)
-    if "label" in rest and (name := next((name for name in _ANSWERS if name in rest), None)) is not None:
+    if "label" in rest and (name := next((name for name in ANSWERS if name in rest), None)) is not None:
         label = rest.pop("label")
         truth = truth_of(label)
         return {
             "input": given,
-            "output": _answer(rest.pop(name)),
+            "output": _answer_to_prompt(rest, name),
             "label": label if truth is None else truth,  # the rules refuse others
         }, rest
-    pair = [
-        next((rest.pop(name) for name in names if rest.get(name) is not None), None)
-        for names in (("preferred_output", "chosen"), ("non_preferred_output", "rejected"))
-    ]
-    if None in pair:
+    better, worse = (
+        next((name for name in names if rest.get(name) is not None), None) for names in (_BETTER, _WORSE)
+    )
+    if better is None or worse is None:
         raise CannotConvert(
             "has no two answers; name their fields with --map chosen=FIELD --map rejected=FIELD"
         )
-    better, worse = map(_answer, pair)
-    return {"input": given, "preferred_output": better, "non_preferred_output": worse}, rest
+    return {
+        "input": given,
+        "preferred_output": _answer_to_prompt(rest, better),
+        "non_preferred_output": _answer_to_prompt(rest, worse),
+    }, rest
 
 
 _MAKERS: Mapping[Target, Callable[[Row], tuple[Row, Row]]] = {"rft": _to_rft, "sft": _to_sft, "dpo": _to_dpo}
@@ -524,7 +657,7 @@ def _role(message: Any) -> Any:
 
 def _conversation(row: Row) -> tuple[list[Message], Row]:
     """The messages of a row, and its other fields."""
-    rest = dict(row)
+    rest = _of_turns(row)
     messages = _prompt(rest)
     _cut_prompt(messages, rest)
     if messages and _role(messages[0]) not in ("system", "developer"):
@@ -537,11 +670,32 @@ def _conversation(row: Row) -> tuple[list[Message], Row]:
     return messages, rest
 
 
+_SPEAKER = re.compile(r"\n\n(Human|Assistant):[ \t]?")
+
+
+def _of_turns(row: Row) -> Row:
+    """A copy of the row, with lists of messages for conversations of Anthropic's hh-rlhf in chosen and rejected."""
+    pair = [row.get(name) for name in ("chosen", "rejected")]
+    if not all(isinstance(text, str) and _SPEAKER.match(text) for text in pair):
+        return dict(row)
+    return dict(row) | {name: _spoken(row[name]) for name in ("chosen", "rejected")}
+
+
+def _spoken(text: str) -> list[Message]:
+    """The messages of a text in which each turn begins with its speaker."""
+    _, *turns = _SPEAKER.split(text)
+    return [
+        {"role": "user" if speaker == "Human" else "assistant", "content": said.strip()}
+        for speaker, said in zip(turns[::2], turns[1::2], strict=True)
+    ]
+
+
 def _prompt(rest: Row) -> list[Message]:
     """Take the messages out of the fields of a row."""
     given = rest.get("input")
     if isinstance(rest.get("messages"), list) and not repeats_an_answer(rest):
-        return list(rest.pop("messages"))
+        messages = rest.pop("messages")
+        return _turns(messages) if has_turns(messages) else list(messages)
     if isinstance(rest.get("conversations"), list):
         return _turns(rest.pop("conversations"))
     if isinstance(given, Mapping) and isinstance(given.get("messages"), list):
@@ -549,17 +703,17 @@ def _prompt(rest: Row) -> list[Message]:
         return list(given["messages"])
     if "instruction" in rest:
         parts = [_text(rest.pop("instruction")), _text(rest.pop("input", None) or "")]
-        return _asked("\n\n".join(part for part in parts if part), rest)
+        return _messages_of_prompt("\n\n".join(part for part in parts if part), rest)
     for name in ("prompt", "question", "input"):
         if isinstance(rest.get(name), str | list):
-            return _asked(rest.pop(name), rest)
+            return _messages_of_prompt(rest.pop(name), rest)
     shared: list[Message] = []
     if _cut_prompt(shared, rest):
         return shared
     raise CannotConvert("has no prompt; name its field with --map prompt=FIELD")
 
 
-def _asked(prompt: Any, rest: Row) -> list[Message]:
+def _messages_of_prompt(prompt: Any, rest: Row) -> list[Message]:
     """The messages of a prompt, with the context and the earlier turns that its row has beside it."""
     messages = list(prompt) if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
     context = rest.get("context")
@@ -585,21 +739,12 @@ def _earlier(turn: Any) -> list[Message]:
 
 
 def _cut_prompt(messages: list[Message], rest: Row) -> bool:
-    """Cut the prompt off chosen and rejected if both begin with it; what else they share extends the prompt.
+    """Cut the messages of the prompt off chosen and rejected if both begin with it; others they share extend it.
 
     Returns:
         whether chosen and rejected began with a prompt.
     """
     better, worse = rest.get("chosen"), rest.get("rejected")
-    if isinstance(better, str) and isinstance(worse, str):
-        asked = messages[-1].get("content") if len(messages) == 1 and _role(messages[0]) == "user" else None
-        answers = [one.removeprefix(asked) if isinstance(asked, str) else one for one in (better, worse)]
-        if not (
-            asked and better.startswith(asked) and worse.startswith(asked) and all(map(str.strip, answers))
-        ):
-            return False
-        rest["chosen"], rest["rejected"] = answers
-        return True
     if not (isinstance(better, list) and isinstance(worse, list)):
         return False
     for start in (messages, [one for one in messages if _role(one) not in ("system", "developer")]):
@@ -622,15 +767,15 @@ def _turns(conversations: Sequence[Any]) -> list[Message]:
     calls = 0
     for turn in conversations:
         speaker = turn.get("from") if isinstance(turn, Mapping) else None
-        if speaker in _RESULTS:
+        if speaker in RESULTS:
             if not waiting:
                 raise CannotConvert(
                     f"has a message in conversations from {speaker!r} without a call before it"
                 )
-            content = _TOOL_RESPONSE.sub(r"\1", _text(turn.get("value")))
+            content = _result(_text(turn.get("value")))
             messages.append({"role": "tool", "tool_call_id": waiting.pop(0), "content": content})
             continue
-        message: Message = {"role": "assistant", "content": None} if speaker in _CALLS else _turn(turn)
+        message: Message = {"role": "assistant", "content": None} if speaker in CALLS else _turn(turn)
         called = _calls(turn, message)
         if called:
             waiting = [f"call_{calls + number}" for number in range(1, len(called) + 1)]
@@ -644,22 +789,51 @@ def _turns(conversations: Sequence[Any]) -> list[Message]:
 
 
 # Hermes writes the calls and results of tools into texts.
-_TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
-_TOOL_RESPONSE = re.compile(r"\A\s*<tool_response>\s*(.*?)\s*</tool_response>\s*\Z", re.DOTALL)
+_TOOL_CALL = ("<tool_call>", "</tool_call>")
+_TOOL_RESPONSE = ("<tool_response>", "</tool_response>")
+
+
+def _result(text: str) -> str:
+    """The text between the tags of a result; all of it if they are not around it."""
+    begin, end = _TOOL_RESPONSE
+    inside = text.strip()
+    if not (inside.startswith(begin) and inside.removeprefix(begin).endswith(end)):
+        return text
+    return inside.removeprefix(begin).removesuffix(end).strip()
+
+
+def _cut_calls(text: str) -> tuple[list[str], str]:
+    """The texts between the tags of calls, and the text without them.
+
+    In linear time, unlike a regular expression that takes anything between the tags.
+    """
+    begin, end = _TOOL_CALL
+    before, *parts = text.split(begin)
+    calls, rest = list[str](), [before]
+    opened: list[str] = []  # the parts of a call that is not closed yet
+    for part in parts:
+        opened.append(part)
+        inside, closed, after = part.partition(end)
+        if closed:
+            calls.append(begin.join([*opened[:-1], inside]).strip())
+            rest.append(after)
+            opened.clear()
+    return calls, "".join([*rest, *(begin + part for part in opened)])
 
 
 def _calls(turn: Mapping[str, Any], message: Message) -> list[Message]:
     """The functions that a turn calls. Their text is cut out of its message."""
-    if turn.get("from") in _CALLS:
+    if turn.get("from") in CALLS:
         value = turn.get("value")
         given = _parsed(value) if isinstance(value, str) else value
         return [_call(one) for one in (given if isinstance(given, list) else [given])]
     content = message.get("content")
     if message.get("role") != "assistant" or not isinstance(content, str):
         return []
-    called = [_call(_parsed(text)) for text in _TOOL_CALL.findall(content)]
+    calls, rest = _cut_calls(content)
+    called = [_call(_parsed(text)) for text in calls]
     if called:
-        message["content"] = _TOOL_CALL.sub("", content).strip() or None
+        message["content"] = rest.strip() or None
     return called
 
 
@@ -691,10 +865,19 @@ def _turn(turn: Any) -> Message:
 def _answer(value: Any) -> list[Message]:
     """The messages of an answer: a text, a message or a list of messages."""
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return list(value)
+        return _turns(value) if has_turns(value) else list(value)
     if isinstance(value, Mapping):
-        return [dict(value)]
+        return _turns([value]) if has_turns([value]) else [dict(value)]
     return [{"role": "assistant", "content": _text(value)}]
+
+
+def _answer_to_prompt(rest: Row, name: str) -> list[Message]:
+    """Take the messages of an answer out of this field of a row."""
+    answer = _answer(rest.pop(name))
+    roles = [*map(_role, answer)]
+    if "user" in roles or roles[-1:] != ["assistant"]:
+        raise CannotConvert(f"has in {name} other messages than the answer to its prompt")
+    return answer
 
 
 def _text(value: Any) -> str:
@@ -763,9 +946,22 @@ def _called(messages: Sequence[Any]) -> list[Any]:
 
 def _json(row: Row) -> bytes:
     try:
-        return json.dumps(row, ensure_ascii=False, allow_nan=False, default=_plain).encode() + b"\n"
+        return _dumped(row).encode() + b"\n"
     except (TypeError, ValueError) as cause:
-        raise CannotConvert(f"has a value that JSON cannot hold: {cause}") from None
+        name = next(name for name, value in row.items() if not _is_json(value))
+        raise CannotConvert(f"has in {name} a value that JSON cannot hold: {cause}") from None
+
+
+def _dumped(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, default=_plain)
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        _dumped(value).encode()
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _plain(value: Any) -> str:

@@ -4,6 +4,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, Self, TextIO
 
 from openai.types.fine_tuning import FineTuningJobEvent
@@ -76,8 +77,10 @@ class Display:
                 return
             self.tick()
             if self._ticker is None:
-                self._ticker = threading.Thread(target=self._keep_ticking, name="queue clock", daemon=True)
-                self._ticker.start()
+                ticker = threading.Thread(target=self._keep_ticking, name="queue clock", daemon=True)
+                with suppress(RuntimeError):  # the system has no other thread now, and the clock stands still
+                    ticker.start()
+                    self._ticker = ticker
 
     def tick(self) -> None:
         """Draw how long the job has been watched in its queue. Called every second."""

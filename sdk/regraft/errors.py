@@ -103,7 +103,9 @@ _BY_CODE: Mapping[str, type[openai.APIStatusError]] = {
 }
 
 
-def named(error: openai.APIStatusError, message: str, response: httpx2.Response) -> openai.APIStatusError:
+def typed_error(
+    error: openai.APIStatusError, message: str, response: httpx2.Response
+) -> openai.APIStatusError:
     """Convert `error` to the class of its code, if there is one."""
     if is_page(response):  # of a proxy: the class stays, but the HTML is not a useful message
         return type(error)(

@@ -21,7 +21,7 @@ from typing import Any
 
 import openai
 
-from regraft.saving import whole
+from regraft.saving import atomic_file
 
 EVAL_FIELDS = ("id", "name", "created_at", "metadata", "data_source_config", "testing_criteria")
 RUN_FIELDS = (
@@ -65,7 +65,9 @@ class Report:
     failed: int = 0  # objects that the source could not send, or that the server refused
 
 
-def export(client: openai.OpenAI, folder: Path, *, tell: Callable[[str], None] = lambda text: None) -> Report:
+def export(
+    client: openai.OpenAI, folder: Path, *, report_line: Callable[[str], None] = lambda text: None
+) -> Report:
     """Write all evals of the client's project. Runs that are complete in the folder are not read again.
 
     An eval or a run that cannot be read is left out, and written when the export is repeated.
@@ -82,7 +84,7 @@ def export(client: openai.OpenAI, folder: Path, *, tell: Callable[[str], None] =
         unreadable.append({"eval": eval_id, "name": name, "error": why})
         report.failed += 1
         report.left_out.append(f"{name}: {why}")
-        tell(f"Left out: {name}: {why}")
+        report_line(f"Left out: {name}: {why}")
 
     try:
         for listed in client.evals.list(limit=100):
@@ -91,13 +93,13 @@ def export(client: openai.OpenAI, folder: Path, *, tell: Callable[[str], None] =
                 made = _plain(listed)
                 eval_id = _plain_name(made.get("id"))
                 place = folder / "evals" / eval_id
-                _write(place / "eval.json", _kept(made, EVAL_FIELDS))
+                _write(place / "eval.json", _selected_fields(made, EVAL_FIELDS))
             except _UNREADABLE as cause:
                 leave_out(eval_id, f"eval {eval_id}" if eval_id else "an eval of the list", _reason(cause))
                 continue
             evals.append(eval_id)
             report.evals += 1
-            tell(f"{eval_id} {made.get('name')}")
+            report_line(f"{eval_id} {made.get('name')}")
             for name, why in _export_runs(client, folder, place, eval_id, report):
                 leave_out(eval_id, name, why)
     except (AttributeError, TypeError, ValueError) as cause:  # of the client's code, for a page
@@ -140,11 +142,11 @@ def _export_run(
     items = 0
     if not (place / "run.json").exists():  # written last
         place.mkdir(parents=True, exist_ok=True)
-        with whole(place / "items.jsonl") as file:
+        with atomic_file(place / "items.jsonl") as file:
             for item in client.evals.runs.output_items.list(run_id, eval_id=eval_id, limit=100):
-                file.write(_line(_kept(_plain(item), ITEM_FIELDS)))
+                file.write(_line(_selected_fields(_plain(item), ITEM_FIELDS)))
                 items += 1
-        run = _kept(_plain(client.evals.runs.retrieve(run_id, eval_id=eval_id)), RUN_FIELDS)
+        run = _selected_fields(_plain(client.evals.runs.retrieve(run_id, eval_id=eval_id)), RUN_FIELDS)
         source = _source(run)
         if source.get("type") == "file_id":
             try:
@@ -174,14 +176,14 @@ def _save_file(client: openai.OpenAI, folder: Path, file_id: str, report: Report
     path = folder / name
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        with whole(path) as file:
+        with atomic_file(path) as file:
             file.write(content)
         report.files += 1
     return name
 
 
 def import_folder(
-    client: openai.OpenAI, folder: Path, *, tell: Callable[[str], None] = lambda text: None
+    client: openai.OpenAI, folder: Path, *, report_line: Callable[[str], None] = lambda text: None
 ) -> Report:
     """Create the evals of an export, each with its runs in one request. One that is refused is left out.
 
@@ -207,7 +209,7 @@ def import_folder(
             report.failed += 1
             continue
         report.evals += 1
-        tell(created)
+        report_line(created)
     return report
 
 
@@ -356,7 +358,7 @@ def _plain(value: Any) -> dict[str, Any]:
     return plain
 
 
-def _kept(value: Mapping[str, Any], fields: tuple[str, ...]) -> dict[str, Any]:
+def _selected_fields(value: Mapping[str, Any], fields: tuple[str, ...]) -> dict[str, Any]:
     return {name: value[name] for name in fields if name in value}
 
 
@@ -366,7 +368,7 @@ def _without_nulls(value: Mapping[str, Any]) -> dict[str, Any]:
 
 def _write(path: Path, value: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with whole(path) as file:
+    with atomic_file(path) as file:
         file.write(json.dumps(value, indent=2, ensure_ascii=False, sort_keys=True).encode() + b"\n")
 
 

@@ -10,21 +10,32 @@ from openai.types.fine_tuning import FineTuningJob, FineTuningJobEvent
 
 from regraft.display import Display
 from regraft.progress import FINAL, axis_of
+from regraft.types import JobResult, StepMetrics, Verdict
+
+
+class JobEvent(FineTuningJobEvent):
+    """A line of a job's log, or the metrics of a step."""
+
+    @property
+    def metrics(self) -> StepMetrics | None:
+        """The metrics of a step, of events of type "metrics"."""
+        if self.type != "metrics" or not isinstance(self.data, dict):
+            return None
+        return StepMetrics.construct(**self.data)
 
 
 def events(client: OpenAI, job_id: str, *, poll_seconds: float = 1.0) -> Iterator[FineTuningJobEvent]:
     """Yield the job's events in order as they occur, until the job ends or is paused."""
-    last: str | None = None
+    seen: set[str] = set()  # all of them: a step that is repeated removes the newest ones from the list
     while True:
         # The status first, so that the listing after it has all events written before the end.
         status: str = client.fine_tuning.jobs.retrieve(job_id).status
         fresh = []
         for event in client.fine_tuning.jobs.list_events(job_id, limit=100):  # newest first, over all pages
-            if event.id == last:
+            if event.id in seen:
                 break
             fresh.append(event)
-        if fresh:
-            last = fresh[0].id
+        seen.update(event.id for event in fresh)
         yield from reversed(fresh)
         if status in FINAL or status == "paused":
             return
@@ -46,6 +57,18 @@ def grader_of(job: FineTuningJob) -> Any:
     """The grader's spec, as parsed by the client; None if the job shows none."""
     reinforcement = getattr(job.method, "reinforcement", None)
     return getattr(reinforcement, "grader", None)
+
+
+def verdict_of(job: FineTuningJob) -> Verdict | None:
+    """The verdict of a job; None before its end, without a comparison, and from an older server."""
+    stored = getattr(job, "verdict", None)
+    return None if stored is None else Verdict.construct(**stored)
+
+
+def result_of(job: FineTuningJob) -> JobResult | None:
+    """The result of a job; None before its end, without a validation, and from an older server."""
+    stored = getattr(job, "result", None)
+    return None if stored is None else JobResult.construct(**stored)
 
 
 def metrics(client: OpenAI, job_id: str) -> list[dict[str, Any]]:

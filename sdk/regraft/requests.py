@@ -9,21 +9,25 @@ A job file has the fields of POST /fine_tuning/jobs. With `grader` at the top le
 import json
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
+from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from regraft._rules.datasets import unique_keys
+from regraft._rules.foreign_files import HEAD_BYTES, container_of
 from regraft._rules.masking import masked_path
 
 FILES = ("training_file", "validation_file")
 OF_THE_METHOD = ("grader", "hyperparameters", "response_format")
 PATHS = [["training_file"], ["validation_file"], ["grader"]]
+MAX_PROBLEMS = 20  # lines of an error
 STORED = "stored:"  # before the name of a stored grader, in place of a file
 
+T = TypeVar("T")
 Source = str | Path | Mapping[str, Any]
 """A path, or the content of such a file."""
 
@@ -197,14 +201,52 @@ def read_table(path: Path) -> dict[str, Any]:
     return value
 
 
+def read_each(source: str | Path | Iterable[Any], read: Callable[[int, Any, str], T]) -> list[T]:
+    """What `read` makes of each line of a JSONL file, or of each row.
+
+    Args:
+        read: receives the number, the value and the place for an error. Raises InvalidRequestFile.
+
+    Raises:
+        InvalidRequestFile: with all invalid lines, or the format that the file seems to have, if it is not JSONL.
+    """
+    is_file = isinstance(source, str | Path)
+    numbered = read_lines(Path(source)) if isinstance(source, str | Path) else enumerate(source, start=1)
+    made, problems = [], []
+    for number, value in numbered:
+        where = f"{source}: line {number}" if is_file else f"row {number}"
+        try:
+            if isinstance(value, ValueError):
+                raise InvalidRequestFile(f"{where}: {value}") from value
+            made.append(read(number, value, where))
+        except InvalidRequestFile as problem:
+            problems.append(str(problem))
+    if problems:
+        more = len(problems) - MAX_PROBLEMS
+        raise InvalidRequestFile(
+            "\n".join(problems[:MAX_PROBLEMS] + ([f"and {more} more"] if more > 0 else []))
+        )
+    return made
+
+
 def read_lines(path: Path) -> Iterator[tuple[int, Any]]:
-    """The values of a JSONL file with the numbers of their lines, which count from 1; empty lines have none."""
+    """The values of a JSONL file with the numbers of their lines, which count from 1; empty lines have none.
+
+    The value of a line that is not JSON is the ValueError.
+
+    Raises:
+        InvalidRequestFile: with the format that the file seems to have, if it is not JSONL.
+    """
+    with path.open("rb") if path.is_file() else BytesIO() as file:
+        foreign = container_of(file.read(HEAD_BYTES))
+    if foreign is not None:
+        raise InvalidRequestFile(f"{path} is not JSONL: {foreign.seen}; {foreign.remedy}")
     for number, line in enumerate(_text(path).split("\n"), start=1):
         if line.strip():
             try:
                 yield number, json.loads(line, object_pairs_hook=unique_keys)
             except ValueError as cause:
-                raise InvalidRequestFile(f"{path}: line {number}: {cause}") from cause
+                yield number, cause
 
 
 def set_path(body: dict[str, Any], assignment: str) -> None:

@@ -11,7 +11,7 @@ import openai
 
 
 @contextmanager
-def whole(path: Path) -> Iterator[BinaryIO]:
+def atomic_file(path: Path) -> Iterator[BinaryIO]:
     """Write `path` atomically: it appears, or replaces the existing file, when the block succeeds.
 
     Raises:

@@ -1,405 +1,348 @@
-"""Types of the server beyond OpenAI's. Unknown keys are kept as attributes."""
+"""Responses of the server beyond OpenAI's. Unknown keys are kept as attributes.
+
+Written by .ci/client_types.py from the OpenAPI document; do not edit.
+"""
 
 from typing import Any, Literal
 
 from openai import BaseModel
-from openai.types.fine_tuning import FineTuningJob, FineTuningJobEvent
+
+from regraft.texts import JobResultText, ScoreRangeText, VerdictText
 
 
-class StepMetrics(BaseModel):
-    """One step of a run; step 0 is the validation of the base model."""
+class AliasChange(BaseModel):
+    """A change of an alias."""
 
-    step: int
-    total_steps: int
-    train_mean_reward: float | None = None
-    full_valid_mean_reward: float | None = None  # None: no validation in this step
-    full_valid_stderr: float | None = None  # over the rows; None: fewer than two
-    full_valid_difference: float | None = None  # to the base model, paired by row, with its 95 % interval
-    full_valid_difference_low: float | None = None
-    full_valid_difference_high: float | None = None
-    completion_tokens_mean: float | None = None
-    groups_mixed_share: float | None = None  # share of groups with signal
-    timing: dict[str, Any] | None = None
-
-
-NOT_HELD_OUT = "; the validation file is the training file, so this proves nothing about new prompts"
+    id: str
+    object: Literal["regraft.alias.change"] = "regraft.alias.change"
+    name: str
+    previous_model: str | None = None
+    """None: the alias was created."""
+    model: str | None = None
+    """The model that answered from then on. None: it was deleted."""
+    changed_at: int
+    changed_by: str
+    """The id of an API key or a login, or `operator`."""
 
 
-class Verdict(BaseModel):
-    """The delivered model against its base on the same validation rows, paired by row."""
+class Alias(BaseModel):
+    """A name of the project's own for a model."""
 
-    outcome: Literal["improved", "no_difference", "worse", "too_few"]
-    base_reward: float
-    tuned_reward: float
-    difference: float
-    ci_low: float | None = None  # 95 % interval of the difference; None: too few rows
+    id: str
+    object: Literal["regraft.alias"] = "regraft.alias"
+    name: str
+    model: str
+    """The model that answers."""
+    previous_model: str | None = None
+    """The model that a rollback restores."""
+    created_at: int
+    updated_at: int
+    """When it was last pointed at another model."""
+    hidden: bool
+    """Whether a model of the registry has the name, and answers in its place."""
+
+
+class EvalDifference(BaseModel):
+    """The second run minus the first, over the rows that both graded; the interval is that of Student's t."""
+
+    compared: int
+    ungraded: int
+    """Paired rows that one of the runs could not grade."""
+    first: float | None = None
+    second: float | None = None
+    difference: float | None = None
+    standard_error: float | None = None
+    ci_low: float | None = None
+    """Lower end of the 95 % interval; None: fewer than two rows."""
     ci_high: float | None = None
     wins: int
+    """Rows on which the second run is better."""
     losses: int
     ties: int
+
+
+class EvalComparison(BaseModel):
+    """Two runs of an eval: the pass rate, and the mean score of each criterion."""
+
+    object: Literal["regraft.eval.comparison"] = "regraft.eval.comparison"
+    eval_id: str
+    runs: list[str]
     rows: int
-    ungraded: int  # rows excluded because one of the two has no graded answer
-    step: int  # of the delivered checkpoint
-    ground: str | None = None  # the damage that makes it worse; None: decided by the interval alone
-    start: str | None = None  # the tuned model that the job trained further; None: the base model
-    held_out: bool = True  # False: the validation file is the training file
-
-    def __str__(self) -> str:
-        """`worse than the base model: 0.59 -> 0.00 (difference -0.59, 95 % interval ...)`."""
-        base = self.start or "the base model"
-        finding = {
-            "improved": f"better than {base}",
-            "worse": f"worse than {base}",
-            "no_difference": f"no difference to {base}"
-            if self.difference >= 0
-            else f"not significantly different from {base}",
-            "too_few": f"too few rows to compare with {base}",
-        }[self.outcome]
-        if self.ground is not None:
-            finding = f"{finding}, damaged ({self.ground.replace('_', ' ')})"
-        interval = ""
-        if self.ci_low is not None and self.ci_high is not None:
-            interval = f", 95 % interval {self.ci_low:.2f} to {self.ci_high:.2f}"
-        left_out = f", {self.ungraded} ungraded" if self.ungraded else ""
-        return (
-            f"{finding}: {self.base_reward:.2f} -> {self.tuned_reward:.2f} "
-            f"(difference {self.difference:+.2f}{interval}; "
-            f"{_counted(self.wins, 'win', 'wins')}, {_counted(self.losses, 'loss', 'losses')}, "
-            f"{_counted(self.ties, 'tie', 'ties')} in {_counted(self.rows, 'row', 'rows')}{left_out})"
-            f"{'' if self.held_out else NOT_HELD_OUT}"
-        )
+    unpaired: int
+    """Items whose row is not in the other run."""
+    passed: EvalDifference
+    """Of the pass rate over all criteria."""
+    criteria: dict[str, EvalDifference]
+    """Of the mean score, by criterion."""
 
 
-def _counted(number: int, singular: str, plural: str) -> str:
-    return f"{number} {singular if number == 1 else plural}"
+class Curve(BaseModel):
+    """The validations of a job in order, thinned."""
 
-
-def verdict_of(job: FineTuningJob) -> Verdict | None:
-    """The verdict of a job; None before its end, without a comparison, and from an older server."""
-    stored = getattr(job, "verdict", None)
-    return None if stored is None else Verdict.construct(**stored)
-
-
-class JobResult(BaseModel):
-    """The validation of the delivered checkpoint, beside that of the model that the job started from."""
-
-    step: int  # of the delivered checkpoint
-    metric: Literal["full_valid_mean_reward", "full_valid_loss"]
-    start: float | None = None  # None: the model that the job started from was not validated
-    value: float
-
-    def __str__(self) -> str:
-        """`0.40 -> 0.94 at step 18`."""
-        loss = "loss " if self.metric == "full_valid_loss" else ""
-        start = "" if self.start is None else f"{self.start:.2f} -> "
-        return f"{loss}{start}{self.value:.2f} at step {self.step}"
-
-
-def result_of(job: FineTuningJob) -> JobResult | None:
-    """The result of a job; None before its end, without a validation, and from an older server."""
-    stored = getattr(job, "result", None)
-    return None if stored is None else JobResult.construct(**stored)
-
-
-class JobEvent(FineTuningJobEvent):
-    """A line of a job's log, or the metrics of a step."""
-
-    @property
-    def metrics(self) -> StepMetrics | None:
-        """The metrics of a step, of events of type "metrics"."""
-        if self.type != "metrics" or not isinstance(self.data, dict):
-            return None
-        return StepMetrics.construct(**self.data)
-
-
-class RolloutStep(BaseModel):
-    """A step of an answer that was judged by steps; it ends before the character `end`."""
-
-    end: int
-    score: float | None = None
-    advantage: float | None = None
-
-
-class Rollout(BaseModel):
-    """One answer and its grade. The dicts are by part of a multi grader, and None or empty for others."""
-
-    id: str
-    step: int
-    split: str  # train | valid
-    group: int  # index of the prompt in the step, from 0
-    member: int  # index of the answer in its group
-    line: int  # line of the file
-    messages: list[dict[str, Any]]
-    item: dict[str, Any] | None = None  # the other fields of the dataset row
-    output_text: str  # the final answer
-    output_reasoning: str | None = None  # what a reasoning model wrote before it
-    finish_reason: str
-    prompt_tokens: int | None = None  # None: written by a version that did not count them
-    completion_tokens: int
-    reasoning_tokens: int | None = None  # of these; None: written by a version that did not count them
-    grammar_start: int | None = None  # index of the final answer's first token
-    policy_step: int | None = None  # the steps that the policy had learned from which sampled it
-    score: float | None = None  # None: could not be graded; see `reason`
-    reason: str | None = None
-    error: str | None = None  # kind of the grading error
-    output: str | None = None  # printed by a python grader
-    sub_scores: dict[str, float | None] | None = None
-    sub_reasons: dict[str, str] | None = None
-    sub_errors: dict[str, str] | None = None
-    sub_outputs: dict[str, str] | None = None
-    centered_reward: float | None = None  # the score minus the mean of its group
-    advantage: float | None = None  # as used in training; None: the answer was not trained on
-    trained: bool | None = None
-    replacement: bool | None = None  # resampled in place of a prompt without signal
-    has_tokens: bool | None = None  # whether client.rollouts.tokens has the values of its tokens
-    steps: list[RolloutStep] | None = None
-
-
-class RolloutToken(BaseModel):
-    """The values of a token, with three decimal digits."""
-
-    text: str  # empty for all but the last token of a character
-    logprob: float | None = None  # of the sampler; None: the token was not sampled
-    advantage: float | None = None  # as used in training; None: not trained on
-    gap: float | None = None  # log p of the trainer less that of the sampler; None: not computed
-
-
-class RolloutTokens(BaseModel):
-    """The tokens of an answer, its thought and stop token included."""
-
-    rollout_id: str
-    tokens: list[RolloutToken]
-
-
-class Rewards(BaseModel):
-    """The rewards by one formula or grader."""
-
-    graded: int
-    mean: float | None = None
-    passed: int  # answers with a score of at least `pass_threshold`
-    groups_with_signal: int  # groups with answers of different scores
-
-
-class ComparedScores(BaseModel):
-    """The stored scores of a job's answers beside others."""
-
-    answers: int
-    groups: int  # with at least two answers
-    before: Rewards
-    after: Rewards
-    higher: int
-    lower: int
-    same: int
-    gained: int  # answers that have a score only now
-    lost: int
-    now_passed: int
-    now_failed: int
-    changed_signs: int  # of the reward minus the mean of its group
-    rank_correlation: float | None = None
-
-
-class AdvantageSizes(BaseModel):
-    """The absolute advantages of the graded answers."""
-
-    mean: float | None = None
-    largest: float | None = None
-
-
-class WhatIf(ComparedScores):
-    """Another formula over the stored scores of a multi grader's parts."""
-
-    formula: str
-    pass_threshold: float
-    advantage_scale: Literal["none", "group", "batch"]
-    advantages_before: AdvantageSizes
-    advantages_after: AdvantageSizes
-
-
-class Regrade(BaseModel):
-    """Stored answers of a job scored by another grader."""
-
-    id: str
+    object: Literal["regraft.curve"] = "regraft.curve"
     job_id: str
-    name: str
-    created_at: int
-    started_at: int | None = None
-    finished_at: int | None = None
-    status: str  # queued | in_progress | completed | failed | canceled
-    error: dict[str, Any] | None = None
-    grader: dict[str, Any]
-    split: str | None = None  # None: both
-    step_from: int
-    step_to: int
-    answers: int
-    graded: int  # so far, with or without a score
-    usage: list[dict[str, Any]]  # tokens of judges by model
-    budget: dict[str, int] | None = None
-    pass_threshold: float
-    comparison: ComparedScores | None = None  # once it is completed
+    metric: str | None = None
+    """`full_valid_mean_reward`, or `full_valid_loss` of jobs without rewards; None: no validation."""
+    steps: list[int]
+    """Of the validations, at most 60 of them."""
+    values: list[float]
+    """The first is that of the model that the job started from."""
+    step: int | None = None
+    """The last one; None: none has been recorded."""
+    total_steps: int | None = None
 
 
-class RegradedAnswer(BaseModel):
-    """A stored answer with the job's score and the new one; `id` is that of the rollout."""
+class Previewed(BaseModel):
+    """The results of the preview of the same request (docs/howto/preview.md)."""
 
     id: str
-    step: int
-    split: str
-    group: int
-    line: int
-    output_text: str
-    before: float | None = None
-    after: float | None = None
-    changes: list[str]  # flipped, higher, lower, same, gained, lost
-    reason: str | None = None
-    error: str | None = None
-    output: str | None = None  # printed by the new grader
-
-
-class PromptHistory(BaseModel):
-    """The rewards of one prompt over the steps of a job."""
-
-    id: str  # prompt_3
-    line: int  # line of the file
-    text: str | None = None  # the first characters of the last message
-    # By the steps whose mean reward reaches `pass_threshold`: learned (the last one, not the first), kept (both),
-    # forgotten (an earlier one, not the last), stuck (none), ungraded (no answer has a score).
-    outcome: Literal["learned", "kept", "forgotten", "stuck", "ungraded"]
-    first_mean: float | None = None
-    last_mean: float | None = None
-    change: float | None = None  # last_mean - first_mean
-    steps: list[int]  # steps with answers to this prompt
-    mean_rewards: list[float | None]  # by step; None: all ungraded
-    samples: list[int]  # the number of answers by step
+    created_at: int
+    answers: int
+    passed: int
+    mean_reward: float | None = None
+    signal: float
+    """The expected share of groups with signal at the job's group size."""
+    verdict: str
 
 
 class Estimate(BaseModel):
-    """The estimate of a job. `estimate` is None if unknown, with the `reason`."""
+    """The estimate of a job. Jobs that sample no answers have no `group_size` and no
+    `max_completion_tokens`.
+    """
 
     model: str
+    gpu_class: str
     training_rows: int
     validation_rows: int
-    total_steps: int
     n_epochs: int
     batch_size: int
-    group_size: int | None = None  # None: the job samples no answers
+    total_steps: int
     estimate: dict[str, Any] | None = None
+    """In the shape of a job's estimate."""
     reason: str | None = None
-    warnings: list[str] = []  # accepted parameters without effect
+    """Reason for a missing estimate."""
+    warnings: list[str]
+    """Accepted parameters without effect, as in the job's events."""
+    object: Literal["regraft.estimate"] = "regraft.estimate"
+    preview: Previewed | None = None
+    """The newest preview of this request."""
+    group_size: int | None = None
+    max_completion_tokens: int | None = None
 
 
-class LengthBin(BaseModel):
-    """Rows of at least `low` and less than `high`."""
+class ScoreRange(ScoreRangeText, BaseModel):
+    """The scores that pass, both bounds included."""
 
-    low: int
-    high: int
-    rows: int
-
-
-class Lengths(BaseModel):
-    """The distribution of a length over the rows of a file."""
-
-    rows: int
-    mean: float
-    min: int
-    p50: float
-    p90: float
-    p99: float
-    max: int
-    bins: list[LengthBin]
+    min: float | None = None
+    """None: no lower bound."""
+    max: float | None = None
+    """None: no upper bound."""
 
 
-class SomeLines(BaseModel):
-    """A number of rows, and the first 20 lines of them."""
+class GoldenCase(BaseModel):
+    """An answer and its row, with the scores that all versions of a grader must give it."""
 
-    rows: int
-    lines: list[int]
-
-
-class TokenLengths(Lengths):
-    """Tokens of the prompts; for other methods than reinforcement with the answers."""
-
-    room: int  # the most that a row may have
-    too_long: SomeLines
-    not_rendered: SomeLines  # rejected by the chat template
-    special_texts: SomeLines  # with the text of a special token, which is read as text
+    id: str
+    object: Literal["regraft.grader.case"] = "regraft.grader.case"
+    created_at: int
+    sample: dict[str, Any]
+    item: dict[str, Any]
+    expect: ScoreRange
+    note: str
+    rollout_id: str | None = None
 
 
-class DatasetField(BaseModel):
-    """A key of the rows."""
+class CheckedCase(BaseModel):
+    """A golden case and its score. None: it could not be graded, which fails the case."""
+
+    case_id: str
+    passed: bool
+    score: float | None = None
+    expect: ScoreRange
+    reason: str
+    errors: list[str]
+    output: str
+    """Printed by the grader."""
+    scores: dict[str, float | None]
+    """Of the parts of a multi grader."""
+    execution_time: float
+
+
+class GraderCheck(BaseModel):
+    """The golden cases of a stored grader, run with one of its versions or with another specification."""
+
+    object: Literal["regraft.grader.check"] = "regraft.grader.check"
+    name: str
+    version: str
+    """The version of what was run, saved or not."""
+    passed: int
+    failed: int
+    """Cases out of their range, or without a score."""
+    results: list[CheckedCase]
+
+
+class GraderVersion(BaseModel):
+    """A version of a stored grader. `id` is its hash."""
+
+    id: str
+    object: Literal["regraft.grader.version"] = "regraft.grader.version"
+    name: str
+    version: str
+    created_at: int
+    is_current: bool
+    note: str
+    grader: dict[str, Any]
+
+
+class Money(BaseModel):
+    """An amount of money."""
+
+    amount: float
+    currency: str
+    """ISO 4217."""
+
+
+class ComparedJob(BaseModel):
+    """A job of a comparison."""
+
+    job_id: str
+    model: str
+    """The delivered model; the base model before there is one."""
+    step: int | None = None
+    """Of the validation that counts; None: the job has stored none."""
+    gpu_seconds: float
+    """Of its recorded steps."""
+    cost: Money | None = None
+    """Of these GPU-seconds; None: the service has no price."""
+
+
+class ComparedPair(BaseModel):
+    """A job minus the first one, over the validation prompts that both have."""
+
+    job_id: str
+    prompts: int
+    unpaired: int
+    """Prompts that only one of the two jobs has."""
+    reward: EvalDifference | None = None
+    """Of the mean reward of a prompt; `first` is the first job."""
+    same_grader: bool
+    """If not, the rewards are not on one scale."""
+
+
+class ChangedField(BaseModel):
+    """A field that the requests do not all have with the same value, by its dotted name."""
+
+    field: str
+    values: list[Any]
+    """In the order of the jobs; None: the request lacks it."""
+
+
+class JobComparison(BaseModel):
+    """The first job beside the others. Each interval is that of its pair alone."""
+
+    object: Literal["regraft.job.comparison"] = "regraft.job.comparison"
+    jobs: list[ComparedJob]
+    pairs: list[ComparedPair]
+    """One for each of the other jobs."""
+    config: list[ChangedField]
+
+
+class StageError(BaseModel):
+    """The error that ended a stage."""
+
+    code: str
+    message: str
+
+
+class PipelineStage(BaseModel):
+    """A stage. Its results are `model` or `file`, once it has succeeded."""
 
     name: str
-    rows: int
-    missing: int
-    types: dict[str, int]
-    distinct: int | None = None  # None: more than 1000 different values
-    example: str
-
-
-class GraderPath(BaseModel):
-    """A path that the grader reads, and the rows that lack it."""
-
-    path: str
-    missing: SomeLines
-
-
-class RowDoubt(BaseModel):
-    """A reason why the grader cannot tell the answers to some rows apart, as the end of a sentence "This row ..."."""
-
-    message: str
-    found: SomeLines
-
-
-class GraderReads(BaseModel):
-    paths: list[GraderPath]
-    not_listed: bool  # a python grader or an endpoint may read other fields as well
-    no_grader: SomeLines | None = None  # rows for which a select grader has no grader
-    no_word: SomeLines  # rows in whose reference a text_similarity finds no word, which a job rejects
-    doubts: list[RowDoubt]  # a job accepts these rows, and warns of them
-
-
-class Duplicates(BaseModel):
-    """Rows whose prompt occurs in an earlier row."""
-
-    rows: int
-    identical: int  # of these, rows that equal an earlier row in every field
-    prompts: int
-    lines: list[list[int]]
-
-
-class Overlap(BaseModel):
-    """Rows of the validation file whose prompt is also in the training file."""
-
-    file: str
-    rows: int
-    shared: int
-    lines: list[list[int]]  # pairs: a line of the validation file, and one of the training file
-
-
-class DatasetProblem(BaseModel):
-    line: int  # the first one
-    path: str
-    message: str
-    more_lines: int = 0  # further lines with the same problem
-
-
-class FileProfile(BaseModel):
-    """Lengths, duplicates, overlap and fields of a dataset file."""
-
-    file_id: str
+    kind: str
+    """job, sample, select or mix."""
+    status: str
+    """waiting, running, succeeded, failed or cancelled."""
+    needs: list[str]
+    """The stages that must succeed before this one starts."""
+    spec: dict[str, Any] | None = None
+    """The request, without secrets; None in lists."""
+    job_id: str | None = None
+    job_status: str | None = None
+    eval_id: str | None = None
+    run_id: str | None = None
+    progress: dict[str, int] | None = None
+    """Of a sample stage: finished, total."""
     model: str | None = None
-    method: str
-    rows: int
-    is_whole: bool  # false: only the first million rows were read
-    invalid: int
-    problems: list[DatasetProblem]
-    foreign_format: str | None = None  # names the format of a file that no job reads, and says what to do
-    characters: Lengths | None = None  # of the text of a prompt
-    tokens: TokenLengths | None = None
-    tokens_reason: str | None = None  # why the tokens are not counted
-    duplicates: Duplicates
-    overlap: Overlap | None = None
-    fields: list[DatasetField]
-    grader: GraderReads | None = None
+    file: str | None = None
+    rows: int | None = None
+    """Of the file."""
+    error: StageError | None = None
+    note: str | None = None
+    """The reason why the stage cannot start yet."""
+    started_at: int | None = None
+    finished_at: int | None = None
+    reused_from: str | None = None
+    """The pipeline that made the result of a clone."""
+    earlier: list[str] = []
+    """The jobs of failed attempts."""
+
+
+class Pipeline(BaseModel):
+    """Named stages, each a job or a file made from the results of others."""
+
+    id: str
+    object: str = "regraft.pipeline"
+    created_at: int
+    finished_at: int | None = None
+    name: str | None = None
+    status: str
+    """running, paused, succeeded, failed or cancelled."""
+    metadata: dict[str, str] | None = None
+    cloned_from: str | None = None
+    stages: list[PipelineStage]
+
+
+class PreviewAnswer(BaseModel):
+    """An answer and its grade."""
+
+    id: str
+    line: int
+    """Line of the training file."""
+    member: int
+    """Index of the answer among those of its row."""
+    output_text: str
+    output_reasoning: str | None = None
+    finish_reason: Literal["stop", "length"]
+    prompt_tokens: int
+    completion_tokens: int
+    score: float | None = None
+    """None: could not be graded; see `reason`."""
+    reason: str
+    sub_scores: dict[str, float | None] | None = None
+    output: str | None = None
+    """Printed by the grader."""
+    item: dict[str, Any]
+    """The dataset row as graders see it."""
+
+
+class PreviewProgress(BaseModel):
+    """How far a preview is; of all answers, those that are sampled, and those that are graded."""
+
+    phase: Literal["loading", "sampling", "grading"]
+    of: int
+    sampled: int
+    graded: int
+    waiting_for: str | None = None
+    """The unavailable part, such as the inference server, if the preview waits for one."""
+
+
+class ShownPrompt(BaseModel):
+    """A row in the report: the rewards (None: not graded), and the first answer, cut at 500 characters."""
+
+    line: int
+    tokens: int
+    rewards: list[float | None]
+    answer: str
 
 
 class Share(BaseModel):
@@ -411,15 +354,17 @@ class Share(BaseModel):
 
 
 class Signal(BaseModel):
-    """The share of groups of one size with different rewards, from which training can learn."""
+    """The share of groups of one size whose rewards would not all be equal. `at_least`: the group size
+    exceeds the number of samples, so the share is that of the largest possible groups.
+    """
 
     group_size: int
     share: Share
-    at_least: bool  # the group size exceeds the number of samples, so this is a lower bound
+    at_least: bool
 
 
 class Spread(BaseModel):
-    """A distribution of tokens or seconds."""
+    """A distribution, such as of tokens or seconds."""
 
     mean: float
     p90: float
@@ -427,56 +372,62 @@ class Spread(BaseModel):
 
 
 class Grading(BaseModel):
-    """Statistics of the grader; seconds are per answer, tokens are those of judges."""
+    """Statistics of the grader. Seconds are of one grade among concurrent ones, as in a job."""
 
     failed: int
     reasons: list[str]
+    """Most frequent first, at most three."""
     seconds: Spread
     tokens: int
+    """Read and generated by judges."""
 
 
-class Sampling(BaseModel):
-    """Throughput of the inference server."""
+class PreviewSampling(BaseModel):
+    """Throughput of the inference server, without loading the model."""
 
     seconds: float
     tokens_per_second: float
 
 
-class PreviewedPrompt(BaseModel):
-    """A sampled row; a reward is None if the answer could not be graded."""
+class PreviewReport(BaseModel):
+    """The job's size and estimate as in /v1/regraft/estimate, with the measured answer lengths, and the
+    results of the preview. docs/howto/preview.md documents each number.
+    """
 
-    line: int  # line of the file
-    tokens: int
-    rewards: list[float | None]
-    answer: str  # the first one
-
-
-class PreviewProgress(BaseModel):
-    """How far a preview is: of all answers, those that are sampled and graded."""
-
-    phase: str  # loading | sampling | grading
-    of: int
-    sampled: int
-    graded: int
-
-
-class PreviewReport(Estimate):
-    """The results of a job's model on a few rows, and the job's estimate."""
-
-    prompts: list[PreviewedPrompt]
+    model: str
+    gpu_class: str
+    training_rows: int
+    validation_rows: int
+    n_epochs: int
+    batch_size: int
+    total_steps: int
+    estimate: dict[str, Any] | None = None
+    """In the shape of a job's estimate."""
+    reason: str | None = None
+    """Reason for a missing estimate."""
+    warnings: list[str]
+    """Accepted parameters without effect, as in the job's events."""
+    group_size: int
+    max_completion_tokens: int
+    prompts: list[ShownPrompt]
     answers: int
     passed: int
     pass_threshold: float
-    pass_rate: Share | None = None  # of the graded answers; None without any
+    pass_rate: Share | None = None
+    """Of the graded answers; None without any."""
     mean_reward: float | None = None
     signal: list[Signal]
     prompt_tokens: Spread
     completion_tokens: Spread
-    cut_off: int  # answers that reached the token limit
-    cut_thoughts: int = 0  # of these, within the thought of a reasoning model
+    cut_off: int
+    """Answers that reached the token limit."""
+    cut_thoughts: int
+    """Of these, within the thought of a reasoning model."""
     grading: Grading
-    sampling: Sampling
-    verdict: str  # "good", "too_hard", ...; see docs/howto/preview.md
+    sampling: PreviewSampling
+    verdict: Literal[
+        "good", "little_signal", "too_hard", "too_easy", "uneven", "cut_off", "grader_fails", "does_not_fit"
+    ]
     recommendation: str
 
 
@@ -491,259 +442,764 @@ class PreviewError(BaseModel):
 
 
 class Preview(BaseModel):
-    """Answers of a job's model to a few rows, graded as in the job."""
+    """A preview. `request` is the body that created it; values of grader headers are masked."""
 
     id: str
+    object: Literal["regraft.preview"] = "regraft.preview"
     created_at: int
     finished_at: int | None = None
-    status: Literal["in_progress", "completed", "failed", "canceled"]
+    status: str
+    """in_progress, completed, failed or canceled."""
     request: dict[str, Any]
-    answers_of: str | None = (
-        None  # the earlier preview whose answers this one grades; None: it sampled its own
-    )
+    answers_of: str | None = None
+    """The earlier preview whose answers this one grades; None: it sampled its own."""
     progress: PreviewProgress
-    report: PreviewReport | None = None  # once it is completed
+    report: PreviewReport | None = None
+    """Once it is completed."""
     error: PreviewError | None = None
 
 
-class PreviewAnswer(BaseModel):
-    """An answer of a preview and its grade."""
-
-    id: str
-    line: int  # line of the training file
-    member: int
-    output_text: str
-    output_reasoning: str | None = None
-    finish_reason: Literal["stop", "length"]
-    prompt_tokens: int
-    completion_tokens: int
-    score: float | None = None  # None: could not be graded; see `reason`
-    reason: str
-    sub_scores: dict[str, float | None] | None = None
-    output: str | None = None  # printed by the grader
-    item: dict[str, Any]  # the dataset row
-
-
-class GraderTest(BaseModel):
-    """The result of one test case of a grader."""
+class RowProblem(BaseModel):
+    """A problem of a row, and the number of other lines that have it."""
 
     line: int
-    reward: float
-    expect: float | None = None
-    passed: bool  # no error, and the expected reward if given
-    reason: str = ""  # for a python grader that raised: the whole traceback, the exception last
-    errors: list[str] = []  # the set flags, such as "sample_parse_error"
-    error_details: dict[str, str] = {}  # by flag, if the server explains it
-    output: str = ""  # printed by python graders
-    execution_time: float | None = None  # seconds
-    sub_rewards: dict[str, float] = {}
+    """The first one."""
+    path: str
+    message: str
+    more_lines: int
+    """Further lines with the same problem."""
 
 
-class Alias(BaseModel):
-    """A name that a project gives to a model."""
+class LengthBin(BaseModel):
+    """Rows of at least `low` and less than `high`."""
+
+    low: int
+    high: int
+    rows: int
+
+
+class Lengths(BaseModel):
+    """The distribution of a length over rows."""
+
+    rows: int
+    mean: float
+    min: int
+    p50: float
+    p90: float
+    p99: float
+    max: int
+    bins: list[LengthBin]
+
+
+class SomeLines(BaseModel):
+    """A number of rows, and the first lines of them."""
+
+    rows: int
+    lines: list[int]
+
+
+class TokenLengths(BaseModel):
+    """Tokens as the chat template of the model renders a row: of its prompt, or with its answers for other
+    methods. `rows` is smaller than the rows of the file if it has more than 50,000: then a uniform
+    sample is counted.
+    """
+
+    rows: int
+    mean: float
+    min: int
+    p50: float
+    p90: float
+    p99: float
+    max: int
+    bins: list[LengthBin]
+    room: int
+    """The most that a row may have."""
+    too_long: SomeLines
+    """Of the counted rows: those with more tokens than `room`."""
+    not_rendered: SomeLines
+    """Of the counted rows: those that the chat template rejects."""
+    special_texts: SomeLines
+    """Of the counted rows: those whose content has the text of a special token, which is read and learned
+    as text.
+    """
+
+
+class Duplicates(BaseModel):
+    """Rows whose prompt occurs in an earlier row."""
+
+    rows: int
+    identical: int
+    """Of these, rows that equal an earlier row in every field."""
+    prompts: int
+    """Different prompts that occur more than once."""
+    lines: list[list[int]]
+    """The first lines of the first such prompts."""
+
+
+class Overlap(BaseModel):
+    """Rows of the validation file whose prompt is also in this file."""
+
+    file: str
+    rows: int
+    """Valid rows of the validation file."""
+    shared: int
+    lines: list[list[int]]
+    """Pairs: a line of the validation file, and one of this file."""
+
+
+class ProfiledField(BaseModel):
+    """A key of the rows, which graders read as `item.<name>`."""
+
+    name: str
+    rows: int
+    missing: int
+    types: dict[str, int]
+    distinct: int | None = None
+    """Different values; None: more than 1000."""
+    example: str
+    """The first value, at most 120 characters of its JSON."""
+
+
+class GraderPath(BaseModel):
+    """A path that the grader reads, and the rows that lack it."""
+
+    path: str
+    missing: SomeLines
+
+
+class RowDoubt(BaseModel):
+    """A reason why the grader cannot tell the answers to some rows apart, as the end of a sentence "This
+    row ...".
+    """
+
+    message: str
+    found: SomeLines
+
+
+class GraderReads(BaseModel):
+    """The fields that the templates of a grader read, and the rows that it can learn nothing from."""
+
+    paths: list[GraderPath]
+    not_listed: bool
+    """A python grader or an endpoint may read other fields as well."""
+    no_grader: SomeLines | None = None
+    """Rows for which a select grader has no grader; None: it is not one."""
+    no_word: SomeLines
+    """Rows in whose reference a text_similarity finds no word, which a job rejects."""
+    doubts: list[RowDoubt]
+    """A job accepts these rows, and warns of them."""
+
+
+class FileProfile(BaseModel):
+    """The profile of a file. core/storage/profiles.py documents each number."""
+
+    object: Literal["regraft.file_profile"] = "regraft.file_profile"
+    file_id: str
+    model: str | None = None
+    method: Literal["reinforcement", "supervised", "dpo", "reward_model"]
+    rows: int
+    """Valid rows."""
+    is_whole: bool
+    """False: only the first million rows were read."""
+    invalid: int
+    """Lines with problems, which a job would reject."""
+    problems: list[RowProblem]
+    """The first 20 different ones."""
+    foreign_format: str | None = None
+    """Names the format of a file that no job reads, and says what to do; None: it has none."""
+    characters: Lengths | None = None
+    """Of the text of a prompt."""
+    tokens: TokenLengths | None = None
+    tokens_reason: str | None = None
+    """The reason if tokens are not counted."""
+    duplicates: Duplicates
+    overlap: Overlap | None = None
+    fields: list[ProfiledField]
+    grader: GraderReads | None = None
+
+
+class PromptHistory(BaseModel):
+    """The rewards of one prompt over the steps."""
 
     id: str
+    line: int
+    """Line of the file."""
+    text: str | None = None
+    """The first characters of the last message."""
+    outcome: Literal["learned", "kept", "forgotten", "stuck", "ungraded"]
+    """By the steps whose mean reward reaches `pass_threshold`. learned: the last one, not the first; kept:
+    both; forgotten: an earlier one, not the last; stuck: none; ungraded: no sample has a score.
+    """
+    first_mean: float | None = None
+    """Mean reward of the first step with a graded sample."""
+    last_mean: float | None = None
+    change: float | None = None
+    """`last_mean` minus `first_mean`."""
+    steps: list[int]
+    """Steps with samples of this prompt, ascending."""
+    mean_rewards: list[float | None]
+    """By step; None where no sample has a score."""
+    samples: list[int]
+    """The number of stored samples by step."""
+
+
+class Rewards(BaseModel):
+    """The rewards of one formula."""
+
+    graded: int
+    mean: float | None = None
+    passed: int
+    """Answers with a score of at least `pass_threshold`."""
+    groups_with_signal: int
+    """Groups with answers of different scores."""
+
+
+class ComparedScores(BaseModel):
+    """The stored scores of a job's answers beside others, of all selected answers."""
+
+    answers: int
+    groups: int
+    """Groups with at least two answers."""
+    before: Rewards
+    after: Rewards
+    higher: int
+    lower: int
+    same: int
+    gained: int
+    """Answers that have a score only in the new ones."""
+    lost: int
+    """Answers that have none in the new ones."""
+    now_passed: int
+    now_failed: int
+    changed_signs: int
+    """Answers whose reward, minus the mean of their group, has the opposite sign."""
+    rank_correlation: float | None = None
+    """Spearman's, of the stored and the new scores."""
+
+
+class Regrade(BaseModel):
+    """Stored answers of a job scored by another grader."""
+
+    id: str
+    object: Literal["regraft.regrade"] = "regraft.regrade"
+    job_id: str
     name: str
-    model: str  # which answers
-    previous_model: str | None = None  # which a rollback restores
     created_at: int
-    updated_at: int  # when it was last pointed at another model
-    hidden: bool = False  # whether a model of the registry has the name, and answers in its place
+    started_at: int | None = None
+    finished_at: int | None = None
+    status: str
+    """queued, in_progress, completed, failed or canceled."""
+    error: dict[str, Any] | None = None
+    grader: dict[str, Any]
+    split: Literal["train", "valid"] | None = None
+    """None: both."""
+    step_from: int
+    step_to: int
+    answers: int
+    graded: int
+    """Finished answers so far, with or without a score."""
+    usage: list[dict[str, Any]]
+    """Tokens of judges by model."""
+    budget: dict[str, int] | None = None
+    pass_threshold: float
+    comparison: ComparedScores | None = None
+    """Once it is completed."""
 
 
-class AliasChange(BaseModel):
-    """A change of an alias."""
+class RegradedAnswer(BaseModel):
+    """An answer with both scores. `id` is that of the rollout."""
 
     id: str
-    name: str
-    previous_model: str | None = None  # None: the alias was created
-    model: str | None = None  # which answered from then on; None: the alias was deleted
-    changed_at: int
-    changed_by: str  # the id of an API key or a login, or "operator"
+    step: int
+    split: Literal["train", "valid"]
+    group: int
+    line: int
+    output_text: str
+    before: float | None = None
+    after: float | None = None
+    changes: list[Literal["flipped", "higher", "lower", "same", "gained", "lost"]]
+    reason: str | None = None
+    error: str | None = None
+    output: str | None = None
+    """Printed by the new grader."""
+
+
+class JobResult(JobResultText, BaseModel):
+    """The validation of the delivered checkpoint. Lists, pages and commands show these numbers as the
+    job's result.
+    """
+
+    step: int
+    """Of the delivered checkpoint."""
+    metric: Literal["full_valid_mean_reward", "full_valid_loss"]
+    start: float | None = None
+    """Of the model that the job started from; None: it was not validated."""
+    value: float
+
+
+class RolloutStep(BaseModel):
+    """A step of an answer that was judged by steps."""
+
+    end: int
+    """Index of the character after the step."""
+    score: float | None = None
+    advantage: float | None = None
+
+
+class Rollout(BaseModel):
+    """A stored sample and its grade. The objects are by part of a multi grader, and empty or None for
+    others.
+    """
+
+    id: str
+    step: int
+    split: Literal["train", "valid"]
+    group: int
+    """Index of the prompt in the step, from 0."""
+    member: int
+    """Index of the answer in its group."""
+    line: int
+    """Line of the file."""
+    messages: list[dict[str, Any]]
+    item: dict[str, Any] | None = None
+    """The other fields of the dataset row."""
+    output_text: str
+    """The final answer."""
+    output_reasoning: str | None = None
+    """The thought of a reasoning model."""
+    finish_reason: str
+    prompt_tokens: int | None = None
+    """None: written by a version that did not count them."""
+    completion_tokens: int
+    reasoning_tokens: int | None = None
+    """Of the completion tokens; None: written by a version that did not count them."""
+    grammar_start: int | None = None
+    """Index of the first token of the final answer."""
+    policy_step: int | None = None
+    """Steps that the policy had learned from when it sampled the answer."""
+    score: float | None = None
+    """None: could not be graded; see `reason`."""
+    reason: str | None = None
+    error: str | None = None
+    """Kind of the grading error."""
+    output: str | None = None
+    """Printed by a python grader."""
+    sub_scores: dict[str, float | None] | None = None
+    sub_reasons: dict[str, str] | None = None
+    sub_errors: dict[str, str] | None = None
+    sub_outputs: dict[str, str] | None = None
+    centered_reward: float | None = None
+    """The score minus the mean of its group."""
+    advantage: float | None = None
+    """As used in training; None: the answer was not trained on."""
+    trained: bool | None = None
+    replacement: bool | None = None
+    """Resampled in place of a prompt without signal."""
+    has_tokens: bool | None = None
+    """Whether the values of its tokens are stored."""
+    steps: list[RolloutStep] | None = None
+    """Of an answer that was judged by steps."""
+
+
+class RolloutToken(BaseModel):
+    """The values of a token, with three decimal digits."""
+
+    text: str
+    """Empty for all but the last token of a character."""
+    logprob: float | None = None
+    """Of the sampler; None if the token was not sampled."""
+    advantage: float | None = None
+    """As used in training; None if it was not trained on."""
+    gap: float | None = None
+    """Log-probability of the trainer less that of the sampler; None if not computed."""
+
+
+class RolloutTokens(BaseModel):
+    """The values of each token of a sample, its thought and stop token included, with three decimal
+    digits.
+    """
+
+    object: Literal["regraft.rollout_tokens"] = "regraft.rollout_tokens"
+    rollout_id: str
+    tokens: list[RolloutToken]
+
+
+class Scores(BaseModel):
+    graders: list[dict[str, Any]] = []
+    train_reward_mean: float | None = None
+    valid_reward_mean: float | None = None
+
+
+class ByGrader(BaseModel):
+    graders: list[dict[str, Any]] = []
+
+
+class PhaseSeconds(BaseModel):
+    sampling: float = 0.0
+    """Seconds of the phase sampling."""
+    grading: float = 0.0
+    """Seconds of the phase grading, beyond sampling."""
+    training: float = 0.0
+    """Seconds of the phase training."""
+    eval: float = 0.0
+    """Seconds of the validation."""
+    waiting: float = 0.0
+    """Seconds of waiting for other jobs on the same device."""
+    full_iteration: float = 0.0
+    """Seconds of the whole step."""
+
+
+class Timing(BaseModel):
+    graders: list[dict[str, Any]] = []
+    step: PhaseSeconds
+
+
+class StepMetrics(BaseModel):
+    """The metrics of one step. A metric that the step did not measure is None here, and absent or None in
+    its event.
+    """
+
+    step: int
+    """Number of the step. Step 0 is the validation of the base model."""
+    total_steps: int = 0
+    """Number of steps of the job."""
+    gpus: int | None = None
+    """GPUs of the run, if more than one."""
+    train_loss: float | None = None
+    """Supervised: mean -log p of the learned tokens. dpo and reward_model: mean loss of the pairs or of
+    the scored answers. Before the update.
+    """
+    train_accuracy: float | None = None
+    """The accuracy of the next two, by OpenAI's second name."""
+    valid_loss: float | None = None
+    """The same loss on a part of the validation file."""
+    valid_mean_token_accuracy: float | None = None
+    """The token accuracy there."""
+    full_valid_loss: float | None = None
+    """The loss on the whole validation file."""
+    full_valid_mean_token_accuracy: float | None = None
+    """The token accuracy there."""
+    train_mean_token_accuracy: float | None = None
+    """Supervised: share of the learned tokens that the model thinks likeliest."""
+    train_mean_reward_accuracy: float | None = None
+    """dpo and reward_model: share of the pairs in which the preferred answer has the higher reward. That
+    of dpo is beta times the log-probability ratio to the reference.
+    """
+    train_mean_reward_margin: float | None = None
+    """dpo and reward_model: reward of the preferred less the other answer."""
+    train_mean_chosen_reward: float | None = None
+    """dpo and reward_model: reward of the preferred answers."""
+    train_mean_rejected_reward: float | None = None
+    """dpo and reward_model: reward of the other answers."""
+    valid_mean_reward_accuracy: float | None = None
+    """On a part of the validation file."""
+    valid_mean_reward_margin: float | None = None
+    """On a part of the validation file."""
+    full_valid_mean_reward_accuracy: float | None = None
+    """On the whole validation file."""
+    full_valid_mean_reward_margin: float | None = None
+    """On the whole validation file."""
+    full_valid_mean_chosen_reward: float | None = None
+    """On the whole validation file."""
+    full_valid_mean_rejected_reward: float | None = None
+    """On the whole validation file."""
+    train_mean_reward: float | None = None
+    """Mean reward of the graded answers."""
+    train_reward_mean: float | None = None
+    """The same, by OpenAI's second name."""
+    train_reward_std: float | None = None
+    """Standard deviation of the rewards over all answers."""
+    full_valid_mean_reward: float | None = None
+    """Mean reward of the graded validation answers."""
+    valid_reward_mean: float | None = None
+    """The same, by OpenAI's second name."""
+    full_valid_stderr: float | None = None
+    """Standard error of the validation reward over rows."""
+    full_valid_difference: float | None = None
+    """Validation reward less the base model's, paired by row."""
+    full_valid_difference_low: float | None = None
+    """Lower end of its 95 % interval."""
+    full_valid_difference_high: float | None = None
+    """Upper end of its 95 % interval."""
+    full_valid_pass_at_1: float | None = None
+    """With `eval_samples` above 1: share of the validation answers whose score is at least `pass_score`."""
+    full_valid_pass_at_k: float | None = None
+    """Then, too: share of the rows in which at least one of the k = `eval_samples` answers passes."""
+    full_valid_maj_at_k: float | None = None
+    """Then, too: share of the rows in which the commonest of the k final answers passes."""
+    full_valid_mean_parse_error: float | None = None
+    """Share of the validation answers that could not be parsed."""
+    full_valid_teacher_kl: float | None = None
+    """distillation: reverse KL to the teacher per token of the validation answers, estimated from what was
+    sampled.
+    """
+    valid_completion_tokens_mean: float | None = None
+    """Mean length of the validation answers."""
+    valid_truncated_share: float | None = None
+    """Share of the validation answers that reached the token limit."""
+    valid_unresponsive_rewards: float | None = None
+    """Share of the validation answers that could not be graded."""
+    completion_tokens_mean: float | None = None
+    """Mean length of the answers."""
+    completion_tokens_max: int | None = None
+    """Length of the longest answer."""
+    mean_unresponsive_rewards: float | None = None
+    """Share of the answers that could not be graded."""
+    truncated_share: float | None = None
+    """Share of the answers that reached the token limit."""
+    reasoning_tokens_mean: float | None = None
+    """Mean length of the thoughts, of a reasoning model."""
+    answer_tokens_mean: float | None = None
+    """Mean length of the final answers, of a reasoning model."""
+    cut_thoughts_share: float | None = None
+    """Share of the answers that ended within their thought."""
+    groups_mixed_share: float | None = None
+    """Share of the groups with signal: their rewards differ."""
+    groups_all_zero_share: float | None = None
+    """Share of the groups in which all rewards are 0."""
+    groups_all_one_share: float | None = None
+    """Share of the groups in which all rewards are 1."""
+    groups_equal_share: float | None = None
+    """Share of the groups in which all rewards are another equal number."""
+    groups_ungraded_share: float | None = None
+    """Share of the groups with fewer than two graded answers."""
+    loss: float | None = None
+    """Loss of the update, mean over the trained tokens."""
+    kl: float | None = None
+    """KL divergence to the reference per token (k3), on one pack a step unless `kl` is set."""
+    kl_weight: float | None = None
+    """Weight of the KL penalty in the step: `kl.weight`, or less during `kl.warmup_steps`."""
+    teacher_kl: float | None = None
+    """distillation: reverse KL to the teacher per sampled token, mean of log p_student - log p_teacher
+    before the update.
+    """
+    entropy: float | None = None
+    """Mean entropy of the policy per trained token."""
+    sampling_entropy: float | None = None
+    """Mean of -log p over all sampled tokens, groups without signal included."""
+    clip_fraction: float | None = None
+    """Share of the trained tokens whose ratio was clipped."""
+    value_loss: float | None = None
+    """Loss ppo: mean loss of the value head per trained token."""
+    explained_variance: float | None = None
+    """Loss ppo: share of the variance of the returns that the values of the step explain, before its
+    update. 1 at best, 0 for a constant, negative if they are worse than one.
+    """
+    grad_norm: float | None = None
+    """Norm of the gradient before clipping."""
+    logprob_gap: float | None = None
+    """Mean |log p of the sampler - log p of the trainer| per token."""
+    logprob_gap_max: float | None = None
+    """The largest such difference."""
+    logprob_gap_k1: float | None = None
+    """KL(sampler || trainer) by the estimator k1."""
+    logprob_gap_k3: float | None = None
+    """KL(sampler || trainer) by the estimator k3."""
+    logprob_gap_ess: float | None = None
+    """Effective share of the sample under the weights pi_trainer / pi_sampler."""
+    staleness: float | None = None
+    """With the schedule `off_policy`: mean number of updates between the policy that sampled a token and
+    the one that learns from it.
+    """
+    stale_tokens_share: float | None = None
+    """With `continue_in_flight`: share of the sampled tokens that the policy before the newest update
+    sampled.
+    """
+    skipped_updates: int | None = None
+    """1 if a gradient was not finite and the step was not taken, else 0."""
+    trained_sequences: int | None = None
+    """Answers that were trained on."""
+    trained_tokens: int | None = None
+    """Tokens that were trained on, once for each update."""
+    dropped_sequences: int | None = None
+    """Answers without signal, which were not computed."""
+    resampled_prompts: int | None = None
+    """Prompts sampled in addition, for groups without signal."""
+    resampled_mixed_share: float | None = None
+    """Share of the groups with signal among these prompts."""
+    discarded_groups: int | None = None
+    """Groups without signal, if prompts were resampled."""
+    discarded_tokens: int | None = None
+    """Tokens of those groups."""
+    discarded_seconds: float | None = None
+    """Their part of the sampling time, by tokens."""
+    sampled_tokens: int | None = None
+    """Tokens of all answers of the step."""
+    sampling_tokens_per_second: float | None = None
+    """Sampled tokens per second of the phase sampling, or of `ahead_seconds`."""
+    ahead_seconds: float | None = None
+    """With the schedule `off_policy`: seconds in which the answers were sampled during earlier steps. The
+    phase sampling is the part of it that the trainer waited for.
+    """
+    training_tokens_per_second: float | None = None
+    """Trained tokens per second of the phase training."""
+    scores: Scores
+    """Mean reward by split and grader."""
+    errors: ByGrader
+    """Number and share of the grades that failed, by category, split and grader."""
+    timing: Timing
+    """Seconds by phase of the step, and mean seconds per grade by split and grader."""
+    model_graders_token_usage: dict[str, dict[str, int]]
+    """Tokens read and written by judge models, by model."""
+    usage: ByGrader
+    """Tokens read and written by judge models, by grader."""
 
 
 class StoredGrader(BaseModel):
     """A named grader with its current version."""
 
     id: str
+    object: Literal["regraft.grader"] = "regraft.grader"
     name: str
     created_at: int
     updated_at: int
-    version: str  # SHA-256 of the specification
-    versions: int
-    cases: int  # golden cases
-    grader: dict[str, Any]  # header values are masked
-
-
-class GraderVersion(BaseModel):
-    """A version of a stored grader. `id` is its hash."""
-
-    id: str
-    name: str
     version: str
-    created_at: int
-    is_current: bool
-    note: str
+    """SHA-256 of the specification."""
+    versions: int
+    cases: int
+    """Golden cases."""
     grader: dict[str, Any]
-
-
-class ScoreRange(BaseModel):
-    """The scores that pass, both bounds included; None: no bound."""
-
-    min: float | None = None
-    max: float | None = None
-
-    def __str__(self) -> str:
-        if self.min == self.max:
-            return f"{self.min:g}"
-        if self.max is None:
-            return f"from {self.min:g}"
-        return f"to {self.max:g}" if self.min is None else f"{self.min:g} to {self.max:g}"
-
-
-class GoldenCase(BaseModel):
-    """An answer and its row, with the scores that all versions of a grader must give it."""
-
-    id: str
-    created_at: int
-    sample: dict[str, Any]
-    item: dict[str, Any]
-    expect: ScoreRange
-    note: str
-    rollout_id: str | None = None
-
-
-class CheckedCase(BaseModel):
-    """A golden case and its score; None: it could not be graded, which fails the case."""
-
-    case_id: str
-    passed: bool
-    score: float | None = None
-    expect: ScoreRange
-    reason: str
-    errors: list[str]
-    output: str  # printed by the grader
-    scores: dict[str, float | None]  # of the parts of a multi grader
-    execution_time: float
-
-
-class GraderCheck(BaseModel):
-    """The golden cases of a stored grader, run with one of its versions or with another specification."""
-
-    name: str
-    version: str  # of what was run, saved or not
-    passed: int
-    failed: int
-    results: list[CheckedCase]
-
-
-class EvalDifference(BaseModel):
-    """The second run minus the first, over the rows that both graded, with a 95 % interval."""
-
-    compared: int
-    ungraded: int
-    first: float | None = None
-    second: float | None = None
-    difference: float | None = None
-    standard_error: float | None = None
-    ci_low: float | None = None
-    ci_high: float | None = None
-    wins: int
-    losses: int
-    ties: int
-
-
-class EvalComparison(BaseModel):
-    """Two runs of an eval: the pass rate, and the mean score of each criterion."""
-
-    eval_id: str
-    runs: list[str]
-    rows: int
-    unpaired: int
-    passed: EvalDifference
-    criteria: dict[str, EvalDifference]
-
-
-class Money(BaseModel):
-    amount: float
-    currency: str
-
-
-class ComparedJob(BaseModel):
-    """A job of a comparison: the step of the validation that counts; None: it has stored none."""
-
-    job_id: str
-    model: str  # the delivered one; the base model before there is one
-    step: int | None = None
-    gpu_seconds: float
-    cost: Money | None = None  # None: the service has no price
-
-
-class ComparedPair(BaseModel):
-    """The validated rewards of a job minus those of the first, on the prompts that both have."""
-
-    job_id: str
-    prompts: int
-    unpaired: int  # prompts that only one of the two jobs has
-    reward: EvalDifference | None = None  # of the mean reward of a prompt; None: a job has no validation
-    same_grader: bool  # if not, the rewards are not on one scale
-
-
-class ChangedField(BaseModel):
-    """A field of the requests that differs between jobs, by its dotted name, with the value of each job."""
-
-    field: str
-    values: list[Any]
-
-
-class JobComparison(BaseModel):
-    """The first job beside the others."""
-
-    jobs: list[ComparedJob]
-    pairs: list[ComparedPair]  # each of the other jobs with the first
-    config: list[ChangedField]
-
-
-class Curve(BaseModel):
-    """The validations of a job in order, thinned; the first is that of the model that it started from."""
-
-    job_id: str
-    metric: str | None = None  # full_valid_mean_reward, else full_valid_loss; None: no validation yet
-    steps: list[int]
-    values: list[float]
-    step: int | None = None  # the last one
-    total_steps: int | None = None
+    """The specification; header values are masked."""
 
 
 class UsageRow(BaseModel):
-    """The sums of a group of a usage report; a field that is not grouped by is None."""
+    """The sums of a group; a field that is not grouped by is None."""
 
     day: str | None = None
-    model: str | None = None  # None also: recorded by a version that kept no model
+    """In UTC, as 2026-11-25."""
+    model: str | None = None
+    """None also: recorded by a version that kept no model."""
     project_id: str | None = None
     project_name: str | None = None
-    gpu_seconds: float  # of training, steps that were repeated included
+    gpu_seconds: float
+    """Of training, steps that were repeated included."""
     sampled_tokens: int
     trained_tokens: int
     grader_tokens: int
-    cost: Money | None = None  # at today's price; None: the service has no price
+    """Those that the limit grader_tokens_per_30_days counts."""
+    cost: Money | None = None
+    """Of the GPU-seconds at today's price; None: no price."""
 
 
 class UsageReport(BaseModel):
+    """Sums of usage by day, model or project."""
+
+    object: Literal["regraft.usage"] = "regraft.usage"
     first_day: str
     last_day: str
     by: list[str]
     data: list[UsageRow]
 
 
+class Verdict(VerdictText, BaseModel):
+    """The delivered model against the start of the job on the validation rows (docs/howto/training.md,
+    Verdict).
+    """
+
+    outcome: Literal["improved", "no_difference", "worse", "too_few"]
+    base_reward: float
+    tuned_reward: float
+    difference: float
+    ci_low: float | None = None
+    """Lower end of the 95 % interval of the difference; None: too few rows."""
+    ci_high: float | None = None
+    """Upper end."""
+    wins: int
+    losses: int
+    ties: int
+    rows: int
+    ungraded: int
+    """Rows that are left out because one of the two has no graded answer."""
+    step: int
+    """Of the delivered checkpoint."""
+    ground: str | None = None
+    """The damage that makes it worse; None: decided by the interval alone."""
+    start: str | None = None
+    """The tuned model that the job trained further; None: the base model."""
+    held_out: bool = True
+    """False: the validation file is the training file."""
+
+
+class AdvantageSizes(BaseModel):
+    """The absolute advantages of the graded answers."""
+
+    mean: float | None = None
+    largest: float | None = None
+
+
+class WhatIf(BaseModel):
+    """Another formula over the stored scores of a multi grader's parts. The job and its scores do not
+    change.
+    """
+
+    answers: int
+    groups: int
+    """Groups with at least two answers."""
+    before: Rewards
+    after: Rewards
+    higher: int
+    lower: int
+    same: int
+    gained: int
+    """Answers that have a score only in the new ones."""
+    lost: int
+    """Answers that have none in the new ones."""
+    now_passed: int
+    now_failed: int
+    changed_signs: int
+    """Answers whose reward, minus the mean of their group, has the opposite sign."""
+    rank_correlation: float | None = None
+    """Spearman's, of the stored and the new scores."""
+    object: Literal["regraft.what_if"] = "regraft.what_if"
+    formula: str
+    pass_threshold: float
+    advantage_scale: Literal["none", "group", "batch"]
+    advantages_before: AdvantageSizes
+    advantages_after: AdvantageSizes
+
+
+class Queue(BaseModel):
+    """A queue of the service."""
+
+    object: Literal["regraft.queue"] = "regraft.queue"
+    kind: Literal["jobs", "validations", "eval_runs"]
+    gpu_class: str | None = None
+    """None: workers of every class take from it."""
+    length: int
+    """Jobs or runs that a free worker would start."""
+    oldest_seconds: float
+    """Waiting time of the longest-waiting of these."""
+    held_back: int
+    """Whose project runs as many as it may."""
+    backing_off: int
+    """After an interruption."""
+    running: int
+    workers: int
+    """That take from it and are not silent."""
+    reason: str | None = None
+    """What they wait for; None: nothing waits."""
+
+
 class WorkerGpu(BaseModel):
-    """A GPU by nvidia-smi; None: the driver does not say."""
+    """A GPU by nvidia-smi. None: the driver does not say."""
 
     index: str
     name: str
     memory_used_bytes: int | None = None
     memory_total_bytes: int | None = None
     utilization: float | None = None
+    """Of the last sample period, from 0 to 1."""
+
+
+class Finding(BaseModel):
+    """A check of `regraft-server doctor` as it last ended on the worker's machine."""
+
+    check: str
+    state: Literal["ok", "warning", "failed", "skipped"]
+    text: str
+    remedy: str
+    """Empty unless it failed or warns."""
+    checked_at: int
 
 
 class WorkerTask(BaseModel):
@@ -753,74 +1209,33 @@ class WorkerTask(BaseModel):
     id: str
     project_id: str
     model: str | None = None
-    progress: dict[str, Any] | None = None  # of a run
+    progress: dict[str, Any] | None = None
+    """Of a run, as the job has it; None: not known."""
 
 
 class Worker(BaseModel):
     """A worker of the service, as it last reported itself."""
 
-    name: str  # host/pid, as attempts have it
+    object: Literal["regraft.worker"] = "regraft.worker"
+    name: str
+    """Host and process id, as attempts have it."""
     host: str
     gpu_class: str
     version: str
-    machines: int  # that share its runs
-    ranks: int  # on each of them
+    machines: int
+    """That share its runs, this one included."""
+    ranks: int
+    """Processes of a run on each of these machines."""
     status: Literal["idle", "busy", "draining", "silent"]
+    """`busy`: it runs a job. `silent`: three reports are missing."""
     started_at: int
     last_seen_at: int
     silent_seconds: float
+    """Since the last report, by the database's clock."""
     gpus: list[WorkerGpu]
-    memory_used_bytes: int | None = None  # of the host, or of the container
+    memory_used_bytes: int | None = None
+    """Of the host, or of the container."""
     memory_total_bytes: int | None = None
+    findings: list[Finding]
+    """Of `regraft-server doctor`. Empty: it has not run on this machine with this data folder."""
     tasks: list[WorkerTask]
-
-
-class Queue(BaseModel):
-    """A queue of the service."""
-
-    kind: Literal["jobs", "validations", "eval_runs"]
-    gpu_class: str | None = None  # None: workers of every class take from it
-    length: int  # what a free worker would start
-    oldest_seconds: float
-    held_back: int  # whose project runs as many as it may
-    backing_off: int
-    running: int
-    workers: int
-    reason: str | None = None  # None: nothing waits
-
-
-class StageError(BaseModel):
-    code: str
-    message: str
-
-
-class PipelineStage(BaseModel):
-    """A stage of a pipeline. Its result is `model` or `file`, once it has succeeded."""
-
-    name: str
-    kind: Literal["job", "sample", "select", "mix"]
-    status: Literal["waiting", "running", "succeeded", "failed", "cancelled"]
-    needs: list[str]
-    job_id: str | None = None
-    job_status: str | None = None
-    eval_id: str | None = None
-    run_id: str | None = None
-    progress: dict[str, int] | None = None  # of a sample stage: finished, total
-    model: str | None = None
-    file: str | None = None
-    rows: int | None = None
-    error: StageError | None = None
-    note: str | None = None  # why the stage cannot start yet
-
-
-class Pipeline(BaseModel):
-    """Named stages, each a job or a file made from the results of others."""
-
-    id: str
-    created_at: int
-    finished_at: int | None = None
-    name: str | None = None
-    status: Literal["running", "paused", "succeeded", "failed", "cancelled"]
-    metadata: dict[str, str] | None = None
-    cloned_from: str | None = None
-    stages: list[PipelineStage]

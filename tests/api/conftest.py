@@ -1,6 +1,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -126,18 +127,28 @@ def api(house: House) -> TestClient:
     return house.client(house.key)
 
 
+def uploaded(
+    api: TestClient,
+    content: bytes = b'{"messages": []}\n',
+    name: str = "train.jsonl",
+    purpose: str = "fine-tune",
+) -> str:
+    """Upload a small training file and return its id."""
+    answer = api.post("/v1/files", data={"purpose": purpose}, files={"file": (name, content)})
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["id"])
+
+
+def created_job(api: TestClient, request: dict[str, Any]) -> dict[str, Any]:
+    answer = api.post("/v1/fine_tuning/jobs", json=request)
+    assert answer.status_code == 200, answer.text
+    job: dict[str, Any] = answer.json()
+    return job
+
+
 @pytest.fixture
 def upload(api: TestClient) -> Callable[..., str]:
-    """Upload a small training file and return its id."""
-
-    def upload(
-        content: bytes = b'{"messages": []}\n', name: str = "train.jsonl", purpose: str = "fine-tune"
-    ) -> str:
-        answer = api.post("/v1/files", data={"purpose": purpose}, files={"file": (name, content)})
-        assert answer.status_code == 200, answer.text
-        return str(answer.json()["id"])
-
-    return upload
+    return partial(uploaded, api)
 
 
 GRADER = {
@@ -149,24 +160,18 @@ GRADER = {
 }
 
 
-@pytest.fixture
-def job_request(upload: Callable[..., str]) -> Callable[..., dict[str, Any]]:
+def request_of(api: TestClient, reinforcement: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
     """What creates a job; pass fields to change, `reinforcement` to change what is inside the method."""
-
-    def job_request(reinforcement: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
-        method = {"type": "reinforcement", "reinforcement": {"grader": GRADER} | (reinforcement or {})}
-        files = {"training_file": upload(), "validation_file": upload(name="valid.jsonl")}
-        return {"model": "tiny", "method": method} | files | fields
-
-    return job_request
+    method = {"type": "reinforcement", "reinforcement": {"grader": GRADER} | (reinforcement or {})}
+    files = {"training_file": uploaded(api), "validation_file": uploaded(api, name="valid.jsonl")}
+    return {"model": "tiny", "method": method} | files | fields
 
 
 @pytest.fixture
-def create_job(api: TestClient, job_request: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    def create_job(**fields: Any) -> dict[str, Any]:
-        answer = api.post("/v1/fine_tuning/jobs", json=job_request(**fields))
-        assert answer.status_code == 200, answer.text
-        job: dict[str, Any] = answer.json()
-        return job
+def job_request(api: TestClient) -> Callable[..., dict[str, Any]]:
+    return partial(request_of, api)
 
-    return create_job
+
+@pytest.fixture
+def create_job(api: TestClient) -> Callable[..., dict[str, Any]]:
+    return lambda **fields: created_job(api, request_of(api, **fields))

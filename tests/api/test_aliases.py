@@ -301,7 +301,7 @@ def test_an_alias_that_the_registry_hides_is_listed_once_and_says_so(
     assert api.get(f"{PATH}/small").json()["hidden"] is False
     service = house.app.state.service
     registry = Registry(models={**service.registry.models, "small": service.registry.models["tiny"]})
-    house.app.state.service = replace(service, registry=registry)
+    house.app.state.service = replace(service, registries=registry)
 
     listed = [one for one in api.get("/v1/models").json()["data"] if one["id"] == "small"]
 

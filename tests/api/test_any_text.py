@@ -29,7 +29,7 @@ from core.database.tables import (
 )
 from core.jobs import events, lifecycle, run_logs
 from core.outbound import webhooks
-from core.text import storable, storable_json
+from core.text import storable
 from tests import factories
 from tests.api.conftest import GRADER, House
 from tests.api.test_rollouts import row, store
@@ -406,7 +406,7 @@ def as_a_worker_writes(house: House, known: Mapping[str, str], text: str) -> Non
         "datasource_item": {text: text}, "results": [{"name": text, "reason": text}], "sample": {"output": text},
     }  # fmt: skip
     said = {"output_text": text, "reason": text, "sub_reasons": {"close": text}, "output": text}
-    store(house, known["job_id"], 2, rows=[storable_json(row(2, "train", 0, 0, **said))])
+    store(house, known["job_id"], 2, rows=[row(2, "train", 0, 0, **said)])
     house.blobs.put_bytes(run_logs.key(house.project.id, known["job_id"], 1), text.encode("utf-8", "replace"))
     with house.database.write() as session:
         job = session.query(Job).where(Job.id == known["job_id"]).one()

@@ -26,7 +26,7 @@ from tests.api.conftest import MODELS, House
 from tests.api.test_jobs import JOBS, change, error, post
 from tests.hyperparameters import in_groups
 from tests.present import present, untyped
-from worker.supervise.validation import check_file
+from worker.supervisor.validation import check_file
 
 ESTIMATE = "/v1/regraft/estimate"
 

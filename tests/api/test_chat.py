@@ -259,7 +259,7 @@ def test_a_deleted_model_is_not_served_any_more(web: httpx.Client, inference: In
     [
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type"),
-        ({"tool_choice": "required"}, None),
+        ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": "always"}, "tool_choice"),
         ({"tool_choice": 3}, "tool_choice"),
         ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice.type"),
@@ -274,6 +274,7 @@ def test_a_deleted_model_is_not_served_any_more(web: httpx.Client, inference: In
         ({"stop": ""}, "stop"),
         ({"stop": ["a", ""]}, "stop[1]"),
         ({"stop": 5}, "stop"),
+        ({"stop": ["a", "b" * 1001]}, "stop[1]"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0]"),
         ({"messages": [{"role": "user"}]}, "messages[0]"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),

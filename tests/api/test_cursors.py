@@ -7,7 +7,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from core.database import pages
-from core.database.tables import Checkpoint, File, PastCursor
+from core.database.tables import Checkpoint, File, PastCursor, now
 from tests.api.conftest import House
 
 pytestmark = pytest.mark.both_databases
@@ -114,7 +114,7 @@ def test_places_are_forgotten_after_a_month(
         row = session.get_one(PastCursor, old)
         row.deleted_at -= pages.KEEP_PAST_CURSORS_SECONDS + 1
     with house.database.write() as session:
-        pages.forget_past_cursors(session)
+        pages.forget_past_cursors(session, now())
 
     assert api.get("/v1/files", params={"after": old}).status_code == 400
     assert api.get("/v1/files", params={"after": recent}).status_code == 200

@@ -1,9 +1,11 @@
 import errno
+import json
 import re
 import socket
 import sqlite3
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import psycopg.errors
@@ -18,9 +20,10 @@ from api.http.app import MAX_JSON_BYTES
 from api.http.json_bodies import UniqueKeysRoute
 from core.database.engine import Database
 from core.storage import disk
+from core.storage.self_test import BETWEEN_SECONDS, RepeatedSelfTest
 from core.storage.store import BlobWriter, FolderBlobs
 from core.telemetry import logs
-from tests.api.conftest import House
+from tests.api.conftest import Clock, House
 
 if TYPE_CHECKING:
     from httpx2 import Response
@@ -84,11 +87,22 @@ def test_a_path_that_only_an_id_of_another_route_matches_is_an_unknown_url(
     assert "allow" not in answer.headers
 
 
+def test_fields_that_do_not_fit_each_other_are_an_error_of_the_first_that_is_named(api: TestClient) -> None:
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "top_logprobs": 2}
+
+    error = envelope(api.post("/v1/chat/completions", json=body), 400)
+
+    assert error["param"] == "top_logprobs"
+    assert error["message"] == "Invalid request: 'top_logprobs' needs 'logprobs' to be true."
+
+
 def test_embeddings_name_the_model_that_cannot_embed(house: House, api: TestClient) -> None:
     body = {"model": "text-embedding-3-small", "input": ["a"], "encoding_format": "base64"}
 
     error = envelope(api.post("/v1/embeddings", json=body), 404)
+    azure = "/openai/deployments/text-embedding-3-small/embeddings?api-version=2025-04-01-preview"
 
+    assert envelope(api.post(azure, json=body), 404) == error
     assert (error["code"], error["param"]) == ("model_not_found", "model")
     assert "'text-embedding-3-small' cannot create embeddings" in error["message"]
     assert house.client().post("/v1/embeddings", json=body).status_code == 401
@@ -143,8 +157,9 @@ def test_a_key_that_a_body_has_twice_is_named(api: TestClient, path: str, body: 
         (b'{"model": -Infinity}', "has -Infinity, which JSON does not know; send null or a number"),
         ('{"model": "é"}'.encode("latin-1"), "is not UTF-8 at byte 11; send JSON as UTF-8"),
         (b'{"a":' * 100_000 + b"1" + b"}" * 100_000, "nests objects and arrays too deeply"),
+        (b'{"seed": ' + b"9" * 5000 + b"}", "has an integer of more than 4,300 digits"),
     ],
-    ids=["nan", "infinity", "latin-1", "deep"],
+    ids=["nan", "infinity", "latin-1", "deep", "digits"],
 )
 def test_a_body_that_is_no_json_says_why(api: TestClient, body: bytes, reason: str) -> None:
     answer = api.post("/v1/fine_tuning/jobs", content=body, headers={"content-type": "application/json"})
@@ -152,6 +167,19 @@ def test_a_body_that_is_no_json_says_why(api: TestClient, body: bytes, reason: s
     error = answer.json()["error"]
     assert (answer.status_code, error["code"]) == (400, "invalid_json")
     assert error["message"] == f"The body of the request {reason}."
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (b'{"model": "\\ud83d"}', r"the lone surrogate '\ud83d', which is not text"),
+        (b'{"seed": 1e999}', "a number beyond 1.8e308, which is infinity"),
+    ],
+)
+def test_a_value_that_cannot_be_stored_says_why(api: TestClient, body: bytes, reason: str) -> None:
+    answer = api.post("/v1/fine_tuning/jobs", content=body, headers={"content-type": "application/json"})
+
+    assert envelope(answer, 400)["message"] == f"Invalid request: the body contains {reason}."
 
 
 def test_every_route_that_takes_json_names_such_a_key(house: House) -> None:
@@ -223,6 +251,12 @@ def test_the_openapi_document_is_served_and_names_our_errors(house: House) -> No
     assert responses.keys() == {"200", "400", "401", "403", "404", "413", "429"}
     assert all("/Error'" in str(responses[status]) for status in responses if status != "200")
     assert "HTTPValidationError" not in document["components"]["schemas"]
+
+
+def test_the_openapi_document_of_the_repository_is_the_one_that_a_server_has(house: House) -> None:
+    committed = json.loads((Path(__file__).parents[2] / "sdk/openapi.json").read_text())
+
+    assert house.client().get("/openapi.json").json() == committed, "run `make docs`"
 
 
 @pytest.mark.both_databases
@@ -395,3 +429,39 @@ def test_a_service_whose_disk_is_nearly_full_is_alive_and_not_ready(house: House
 
     assert house.client().get("/healthz").status_code == 200
     assert "The disk of the database has" in envelope(house.client().get("/readyz"), 503)["message"]
+
+
+class DeniesWrites(FolderBlobs):
+    """As a folder, or a bucket, whose rights an operator takes away while the service runs."""
+
+    def writer(self, key: str, *, if_absent: bool = False) -> BlobWriter:
+        raise PermissionError("denied")
+
+
+class DoesNotRespond(FolderBlobs):
+    def writer(self, key: str, *, if_absent: bool = False) -> BlobWriter:
+        raise OSError(errno.ENETUNREACH, "no network")
+
+
+@pytest.mark.parametrize(
+    ("store", "status"), [(FolderBlobs, 200), (DoesNotRespond, 200), (DeniesWrites, 503)]
+)
+def test_a_service_whose_blob_store_refuses_it_is_not_ready_and_an_outage_is_waited_for(
+    house: House, store: type[FolderBlobs], status: int
+) -> None:
+    now = Clock()
+    tests = RepeatedSelfTest(now, run=lambda work: work())
+    service = replace(house.app.state.service, blobs=store(house.folder / "tested"), store_test=tests)
+    house.app.state.service = service
+
+    answer = house.client().get("/readyz")
+
+    assert answer.status_code == status
+    if status == 503:
+        assert envelope(answer, 503)["message"] == (
+            "The blob store refuses the service, which puts an object: see REGRAFT_BLOB_URL."
+        )
+        house.app.state.service = replace(service, blobs=FolderBlobs(house.folder / "tested"))
+        assert house.client().get("/readyz").status_code == 503, "the last result is a moment old"
+        now.now += BETWEEN_SECONDS
+        assert house.client().get("/readyz").status_code == 200

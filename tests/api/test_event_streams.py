@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from core.event_stream import UNBUFFERED
+from core.asgi import UNBUFFERED
 from tests.api.conftest import House
 
 ROOT = Path(__file__).parents[2]

@@ -418,6 +418,15 @@ def test_training_data_that_no_job_reads_is_refused_and_leaves_nothing_behind(
     assert api.get("/v1/files").json()["data"] == []
 
 
+@pytest.mark.parametrize("purpose", ["evals", "batch"])
+def test_a_file_for_evals_or_a_batch_that_is_not_jsonl_is_named(api: TestClient, purpose: str) -> None:
+    refused = post(api, b"question,answer\n1 + 1?,2\n", name="rows.csv", purpose=purpose)
+
+    assert refused.json()["error"]["message"] == (
+        "rows.csv is not JSONL: the file is CSV with the columns question, answer; write one object per line."
+    )
+
+
 def test_a_file_larger_than_allowed_leaves_nothing_behind(api: TestClient, house: House) -> None:
     answer = post(api, b"x" * ((1 << 20) + 1))
 

@@ -45,7 +45,7 @@ def judge(house: House) -> Iterator[None]:
     """A judge model that finds everything polite."""
     with serving(lambda path, asked: (200, verdict("polite").body)) as url:
         backends = Backends({"judge": JudgeModel(f"{url}/v1")})
-        house.app.state.service = replace(house.app.state.service, backends=backends)
+        house.app.state.service = replace(house.app.state.service, all_backends=backends)
         yield
 
 
@@ -195,7 +195,7 @@ def test_a_judge_that_fails_raises_the_contracts_flag_and_claims_no_score(
         lambda path, asked: (404, '{"error": {"message": "gone"}}')
     ) as url:  # 500 would be asked again
         backends = Backends({"judge": JudgeModel(f"{url}/v1")})
-        house.app.state.service = replace(house.app.state.service, backends=backends)
+        house.app.state.service = replace(house.app.state.service, all_backends=backends)
 
         answer = run(api, multi, item={"answer": "4"})
 
@@ -277,7 +277,7 @@ class Client:
 @pytest.fixture
 def hanging(house: House) -> Service:
     service: Service = house.app.state.service
-    return replace(service, backends=untyped(Hanging()))
+    return replace(service, all_backends=untyped(Hanging()))
 
 
 async def begun(service: Service, count: int) -> None:

@@ -186,7 +186,9 @@ def test_the_method_of_an_offline_job_that_has_run_creates_the_same_job_again(
     }
     created = api.post(JOBS, json=asked)
     assert created.status_code == 200, created.text
-    stored = offline_hyperparameters.asked(kind, created.json()["method"][kind]["hyperparameters"])
+    stored = offline_hyperparameters.requested_hyperparameters(
+        kind, created.json()["method"][kind]["hyperparameters"]
+    )
     run = offline_hyperparameters.resolve(kind, stored, rows=100, parameters=500_000_000)
     change(house, resolved=run.model_dump(mode="json"))
     shown = api.get(f"{JOBS}/{created.json()['id']}").json()["method"]
@@ -194,7 +196,9 @@ def test_the_method_of_an_offline_job_that_has_run_creates_the_same_job_again(
     again = api.post(JOBS, json={**asked, "method": shown})
 
     assert again.status_code == 200, again.text
-    resent = offline_hyperparameters.asked(kind, again.json()["method"][kind]["hyperparameters"])
+    resent = offline_hyperparameters.requested_hyperparameters(
+        kind, again.json()["method"][kind]["hyperparameters"]
+    )
     assert offline_hyperparameters.resolve(kind, resent, rows=100, parameters=500_000_000) == run
 
 
@@ -622,6 +626,33 @@ def test_jobs_without_a_grader_hear_of_their_own_hyperparameters(
 
     hint = "'." if meant is None else f"'. Did you mean '{meant}'?"
     assert answer["error"]["message"].endswith(hint)
+
+
+@pytest.mark.parametrize(
+    ("method", "field", "meant"),
+    [
+        ("reinforcement", "n_epochs", "hyperparameters.n_epochs"),
+        ("reinforcement", "group_size", "hyperparameters.advanced.sampling.group_size"),
+        ("supervised", "lora_rank", "hyperparameters.advanced.lora.rank"),
+        ("dpo", "bta", "hyperparameters.beta"),
+        ("dpo", "colour", None),
+    ],
+)
+def test_a_hyperparameter_that_is_a_level_too_high_is_shown_its_place(
+    api: TestClient,
+    job_request: Callable[..., dict[str, Any]],
+    method: str,
+    field: str,
+    meant: str | None,
+) -> None:
+    job = {"model": "tiny", "training_file": "file-1", "validation_file": "file-2"}
+    inside = job_request()["method"]["reinforcement"] if method == "reinforcement" else {}
+    beside = job | {"method": {"type": method, method: inside | {field: 4}}}
+    above = job | {"method": {"type": method, method: inside}, field: 4}
+
+    hint = "'." if meant is None else f"'. Did you mean '{meant}'?"
+    assert api.post(JOBS, json=beside).json()["error"]["message"].endswith(hint)
+    assert api.post(JOBS, json=above).json()["error"]["message"].endswith(hint)
 
 
 @pytest.mark.parametrize(
@@ -1197,7 +1228,7 @@ def test_the_secrets_of_an_endpoint_are_kept_and_not_shown(
 ) -> None:
     """The run needs them, and nobody who can read the job does."""
     house.app.state.service = replace(
-        house.app.state.service, backends=Backends({}, Endpoints(("graders.example.com",)))
+        house.app.state.service, all_backends=Backends({}, Endpoints(("graders.example.com",)))
     )
     mine = {
         "type": "endpoint",
@@ -1297,7 +1328,7 @@ def test_a_schema_that_takes_too_long_or_too_much_memory_is_a_400(
 def teachers(house: House) -> None:
     """A model on a server that the operator names."""
     backends = Backends({}, models={"large": JudgeModel("http://127.0.0.1:9/v1")})
-    house.app.state.service = replace(house.app.state.service, backends=backends)
+    house.app.state.service = replace(house.app.state.service, all_backends=backends)
 
 
 def distilled(upload: Callable[..., str], **asked: Any) -> dict[str, Any]:

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from starlette.responses import PlainTextResponse
 
-from api.http.middleware import BodyLimit, MinimumRate, TooSlow
+from core.asgi import BodyLimit, MinimumRate, TooSlow
 from tests.api.conftest import House
+from tests.slow_body import stopped_body
 
 SCOPE = {
     "type": "http",
@@ -110,27 +111,6 @@ def test_time_in_which_the_client_is_not_asked_is_not_its_own() -> None:
 
 
 def test_a_client_that_stops_in_the_middle_of_its_body_gets_408(house: House) -> None:
-    sent: list[Any] = []
-    cancelled: list[int] = []
-
-    async def receive() -> dict[str, Any]:
-        if cancelled:
-            return {"type": "http.disconnect"}
-        try:
-            await asyncio.Event().wait()
-            raise AssertionError("nothing sets the event")
-        finally:
-            cancelled.append(1)
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    headers = [
-        (b"authorization", f"Bearer {house.key}".encode()),
-        (b"content-type", b"multipart/form-data; boundary=b"),
-        (b"content-length", b"1000"),
-    ]
-    scope = SCOPE | {"headers": headers, "query_string": b"", "http_version": "1.1", "root_path": ""}
     app = BodyLimit(
         house.app,
         most_bytes=10,
@@ -140,7 +120,7 @@ def test_a_client_that_stops_in_the_middle_of_its_body_gets_408(house: House) ->
         window_s=0.01,
     )
 
-    asyncio.run(app(scope, receive, send))
+    sent = asyncio.run(stopped_body(app, "/v1/files", house.key, "multipart/form-data; boundary=b"))
 
     assert sent[0]["status"] == 408
     assert (b"connection", b"close") in sent[0]["headers"]

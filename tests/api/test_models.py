@@ -197,7 +197,7 @@ def test_a_damaged_estimate_of_memory_is_ignored(api: TestClient, house: House) 
     memories = ModelMemories(service.settings.model_cache)
     memory = ModelMemory(gpu_class="h200", gpu_gib=80.0, needed_gib=31.5, problem=None)
     memories.keep(service.registry.get("org/large"), memory)
-    [file] = memories.folder.iterdir()
+    [file] = (service.settings.model_cache / "memory").iterdir()
     file.write_text("{")
 
     assert {model["memory"] for model in api.get("/v1/regraft/models").json()["data"]} == {None}

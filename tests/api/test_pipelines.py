@@ -17,9 +17,10 @@ from api.http.deps import Service
 from api.pipelines.driver import AT_ONCE, PER_PROJECT, PipelineDriver
 from api.pipelines.stages import MAX_ERRORS, MAX_RESTARTS, Advance
 from api.resources.pipelines import shown_spec
+from core.claims import Claim, LeaseLost
+from core.database.engine import Work
 from core.database.tables import Job, Pipeline, Project
 from core.errors import NotReady, ServiceError, TooManyAtOnce
-from core.jobs.claim import Claim, LeaseLost
 from core.pipelines import lifecycle
 from core.storage.store import BlobWriter, FolderBlobs
 from tests.api.conftest import House
@@ -55,7 +56,7 @@ def advance(house: House) -> Callable[[], None]:
 
     def advance() -> None:
         with house.database.write() as session:
-            session.execute(update(Pipeline).values(held_until=0.0))
+            session.execute(update(Pipeline).values(next_run_at=0.0))
         while house.portal.call(driver.advance_next):
             pass
 
@@ -212,12 +213,30 @@ def test_a_job_that_is_validated_while_its_pipeline_is_paused_is_paused_as_well(
         api.post(f"{PIPELINES}/{pipeline['id']}/pause").json()["stages"][1]["job_status"]
         == "validating_files"
     )
-    end_job(house, job_id, "queued", None)
-
-    advance()
+    with house.database.write() as session:
+        assert lifecycle.validated(session, session.query(Job).where(Job.id == job_id).one()) == []
 
     assert stages(api, pipeline["id"])["sft"]["job_status"] == "paused"
     assert api.post(f"{PIPELINES}/{pipeline['id']}/resume").json()["stages"][1]["job_status"] == "queued"
+
+
+def test_a_pipeline_resumes_a_job_that_was_held_back_since_it_was_read(
+    api: TestClient, house: House, upload: Upload, advance: Callable[[], None]
+) -> None:
+    pipeline = api.post(PIPELINES, json={"stages": three(upload)}).json()
+    advance()
+    advance()
+    job_id = stages(api, pipeline["id"])["sft"]["job_id"]
+    api.post(f"{PIPELINES}/{pipeline['id']}/pause")
+    with house.database.write() as session:
+        job = session.scalars(select(Job).where(Job.id == job_id)).one()
+        assert job.status == "validating_files"
+        held_back = update(Job).where(Job.id == job_id).values(status="paused")
+        session.execute(held_back.execution_options(synchronize_session=False))
+
+        lifecycle.resume(Work(session), session.scalars(select(Pipeline)).one())
+
+        assert job.status == "queued"
 
 
 def test_a_mixture_is_a_file_of_the_project(
@@ -370,8 +389,8 @@ def looks_until(
         looked = time.time()
         house.portal.call(driver.advance_next)
         with house.database.write() as session:
-            pauses.append(session.scalars(select(Pipeline.held_until)).one() - looked)
-            session.execute(update(Pipeline).values(held_until=0.0))
+            pauses.append(session.scalars(select(Pipeline.next_run_at)).one() - looked)
+            session.execute(update(Pipeline).values(next_run_at=0.0))
     return pauses
 
 

@@ -18,6 +18,7 @@ import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 from sqlalchemy import event, select, update
+from sqlalchemy.exc import OperationalError
 
 from api.http.app import create_app
 from core.database.tables import Preview
@@ -27,6 +28,7 @@ from core.settings import Settings
 from core.storage.datasets import Example
 from core.tenancy import tenants
 from graders.backends import Backends
+from graders.calls import CallRetryPolicy
 from graders.endpoint import Endpoints
 from graders.hazards.pool import OWNER
 from graders.judge.judges import JudgeModel
@@ -520,6 +522,7 @@ def test_estimate_preview_and_worker_give_answers_the_same_room(
         body={"hyperparameters": hyperparameters, "response_format": None},
         resolved=None,
         created_at=0,
+        seed=0,
     )
     shape = SimpleNamespace(parameters=1000)
     base = SimpleNamespace(entry=entry, source=entry.path, shape=shape, sampler="transformers", rows=False)
@@ -691,6 +694,29 @@ def test_what_judges_read_and_write_counts_and_ends_with_the_projects_limit(
 
     assert found["grading"]["tokens"] == used.grader_tokens == 4 * 15
     assert (refused["code"], len(model.sampled)) == ("insufficient_quota", 4)
+
+
+def test_a_database_that_is_away_for_a_moment_after_the_judges_costs_no_preview(
+    house: House, inference: str, body: Callable[..., dict[str, Any]]
+) -> None:
+    """Its answers are paid for by then."""
+    judge = {"type": "score_model", "name": "j", "model": "judge"}
+    message = {"role": "user", "content": "{{sample.output_text}}"}
+    away = [OperationalError("INSERT", {}, ConnectionRefusedError("connection refused"))]
+
+    @event.listens_for(house.database.engine, "before_cursor_execute")
+    def on_statement(connection: Any, cursor: Any, statement: str, *more: Any) -> None:
+        if statement.startswith("INSERT INTO project_usage") and away:
+            raise away.pop()
+
+    with serving(lambda path, asked: (200, verdict(1.0).body)) as url:
+        for web in opened(house, inference, Backends({"judge": JudgeModel(f"{url}/v1")})):
+            found = report(web, body(grader={**judge, "input": [message]}) | {"rows": 1, "samples": 2})
+    with house.database.read() as session:
+        used = tenants.usage_since(session, house.project.id)
+
+    assert away == []
+    assert found["grading"]["tokens"] == used.grader_tokens == 2 * 15
 
 
 def test_what_no_job_could_be_or_is_too_much_is_refused_before_anything_is_sampled(
@@ -883,10 +909,15 @@ class Noting(Backends):
 
     @asynccontextmanager
     async def open(
-        self, spec: GraderSpec, *, owner: str = "", trace_id: str | None = None
+        self,
+        spec: GraderSpec,
+        *,
+        owner: str = "",
+        trace_id: str | None = None,
+        patience: CallRetryPolicy | None = None,
     ) -> AsyncIterator[Grader]:
         self.owners.append(OWNER.get())
-        async with super().open(spec, owner=owner, trace_id=trace_id) as grader:
+        async with super().open(spec, owner=owner, trace_id=trace_id, patience=patience) as grader:
             yield grader
 
 

@@ -35,7 +35,7 @@ def tiny(house: House, tmp_path: Path) -> House:
     folder = tmp_path / "model"
     tiny_tokenizer().save_pretrained(folder)
     registry = Registry(models={"tiny": BaseModelEntry(path=folder, context=32, chat_template=TEMPLATE)})
-    house.app.state.service = replace(house.app.state.service, registry=registry)
+    house.app.state.service = replace(house.app.state.service, registries=registry)
     return house
 
 

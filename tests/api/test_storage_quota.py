@@ -1,13 +1,16 @@
 """The storage quota on every route that stores, read from the OpenAPI document so that no new one is forgotten."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
 from sqlalchemy import func, select
 from starlette.testclient import TestClient
 
+from api.http.app import create_app
 from core.database.tables import (
     Eval,
     EvalRun,
@@ -18,11 +21,20 @@ from core.database.tables import (
     Pipeline,
     Preview,
     Upload,
+    WebhookDelivery,
 )
+from core.outbound import webhooks
+from core.registry import Registry
+from core.settings import Settings
 from core.tenancy import tenants
-from tests.api.conftest import GRADER, House
-from tests.api.test_any_text import EXAMPLES, Walk, furnished
+from graders.backends import Backends
+from tests import factories
+from tests.api.conftest import ALIASES, GRADER, MODELS, House
+from tests.api.test_any_text import EXAMPLES, TUNED, Walk, furnished
+from tests.api.test_chat import served
+from tests.api.test_responses import USAGE
 from tests.api.test_rollouts import row, store
+from tests.api.test_sessions import browser
 
 Route = tuple[str, str]
 CONTENT = (Eval, EvalRun, File, GoldenCase, GraderVersion, Job, Pipeline, Preview, Upload)
@@ -164,18 +176,90 @@ def test_every_route_is_known_to_store_or_not_to(house: House, storing: dict[str
     assert set(posts(house)) == storing.keys() | NOT_STORING.keys()
 
 
-def test_routes_that_store_nothing_leave_content_and_blobs_as_they_are(house: House, api: TestClient) -> None:
-    """Or a new route could be listed as one that only reads, and store. Its body is that of test_any_text.py."""
-    known = furnished(house, api, EXAMPLES).known | {"delivery_id": "wh_1"}
-    walk = Walk(api, known)
+def answering() -> FastAPI:
+    """An inference server that always says the same, and a receiver of webhooks."""
+    app = FastAPI()
 
-    grown = []
-    for path in (path for path, reason in NOT_STORING.items() if reason != ANNOUNCED):
+    @app.get("/healthz")
+    async def healthy() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.post("/hook")
+    async def receive() -> None:
+        pass
+
+    @app.post("/v1/chat/completions")
+    async def chat() -> dict[str, Any]:
+        message = {"role": "assistant", "content": "4", "refusal": None}
+        choice = {"index": 0, "message": message, "finish_reason": "stop", "logprobs": None}
+        return {"choices": [choice], "usage": USAGE}
+
+    @app.post("/v1/completions")
+    async def complete() -> dict[str, Any]:
+        return {"choices": [{"index": 0, "text": "4", "finish_reason": "stop"}], "usage": USAGE}
+
+    return app
+
+
+@pytest.fixture
+def inference() -> Iterator[str]:
+    yield from served(answering())
+
+
+def in_order(paths: Iterable[str]) -> list[str]:
+    """What cancels comes after what needs a row that is not cancelled; what retries needs one that is."""
+    ends = ("/cancel", "/retry")
+    return sorted(paths, key=lambda path: next((n for n, end in enumerate(ends, 1) if path.endswith(end)), 0))
+
+
+def test_routes_that_store_nothing_leave_content_and_blobs_as_they_are(
+    house: House, api: TestClient, inference: str
+) -> None:
+    """Or a new route could be listed as one that only reads, and store. All requests succeed."""
+    known = furnished(house, api, EXAMPLES).known
+    settings = Settings(
+        data_dir=house.folder,
+        inference_url=f"{inference}/v1",
+        inference_key="between us",
+        webhook_private_hosts="127.0.0.1",
+    )
+    parts = settings, house.database, house.blobs, Registry(models=MODELS, aliases=ALIASES), Backends.none()
+    house = replace(house, app=create_app(*parts, lambda *wake: True))
+    walk = Walk(house.client(house.key), known)
+    known["batch_id"] = walk.send("post", "/v1/batches", json=walk.named(EXAMPLES["/v1/batches"][0])).json()[
+        "id"
+    ]
+    walk.send("post", "/v1/regraft/aliases", json={"name": known["alias"], "model": TUNED})
+    with house.database.write() as session:
+        body = webhooks.event_body("fine_tuning.job.failed", {"id": known["job_id"]})
+        delivery = WebhookDelivery(
+            endpoint_id=known["webhook_endpoint_id"],
+            job_id=known["job_id"],
+            type="t",
+            body=body,
+            settled=True,
+        )
+        session.add(delivery)
+        queued = factories.job(session, house.project, status="queued").id
+        session.flush()
+        known["delivery_id"] = delivery.id
+    bodies = {path: walk.named(example) for path, (example, _) in EXAMPLES.items()} | {
+        "/v1/regraft/session": {"api_key": house.key},
+        "/v1/webhook_endpoints/{webhook_endpoint_id}": {"url": f"{inference}/hook"},
+        "/v1/webhook_endpoints/{webhook_endpoint_id}/test": {"event_type": "fine_tuning.job.succeeded"},
+    }
+
+    grown: list[str] = []
+    refused: dict[str, str] = {}
+    for path in in_order(path for path, reason in NOT_STORING.items() if reason != ANNOUNCED):
         before = stored(house)
-        example, _ = EXAMPLES.get(path, ({}, {}))
-        walk.send("post", path.format_map(known), json=walk.named(example))
+        client = browser(house) if path == "/v1/regraft/session" else walk.api
+        own = {"job_id": queued} if path.startswith("/v1/fine_tuning/jobs/") else {}
+        answer = client.post(path.format_map(known | own), json=bodies.get(path, {}))
+        refused |= {} if answer.is_success else {path: answer.text}
         grown += [path] if stored(house) != before else []
 
+    assert refused == {}
     assert grown == []
 
 

@@ -626,7 +626,7 @@ def test_a_check_is_one_run_of_the_project_and_grades_eight_cases_at_a_time(
     save(api)
     add(api, *[case(text=f"{number}") for number in range(20)])
     counting = Counting(house)
-    house.app.state.service = replace(house.app.state.service, backends=untyped(counting))
+    house.app.state.service = replace(house.app.state.service, all_backends=untyped(counting))
 
     assert api.post(f"{GRADERS}/close/check", json={}).json()["passed"] == 20
 

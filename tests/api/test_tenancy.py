@@ -3,13 +3,16 @@
 import hashlib
 import json
 import re
+import shutil
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
 
-from core.database.engine import Work
+from core.database.engine import Database, Work
+from core.database.migrate import upgrade
 from core.database.tables import (
     Checkpoint,
     CheckpointPermission,
@@ -21,11 +24,9 @@ from core.evals import batches
 from core.results import evals
 from core.tenancy import keys
 from core.tenancy.keys import Scope
-from tests.api.conftest import GRADER, House
+from tests.api.conftest import GRADER, House, created_job, open_house, request_of
 from tests.api.test_rollouts import row, store
 from tests.rollout_pages import sample, store_page
-
-pytestmark = pytest.mark.both_databases
 
 UPLOAD = {"filename": "a", "mime_type": "text/jsonl", "purpose": "fine-tune", "bytes": 2}
 ENDPOINT = {"name": "a", "url": "https://8.8.8.8/", "event_types": ["fine_tuning.job.succeeded"]}
@@ -63,11 +64,38 @@ def mixture(file_id: str) -> dict[str, Any]:
     return {"name": "m", "mix": {"files": [{"file": file_id}]}}
 
 
+@pytest.fixture(params=["sqlite", "postgres"], scope="module")
+def house(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    """On either database one service for all tests whose second project only looks."""
+    folder = tmp_path_factory.mktemp("house")
+    if request.param == "sqlite":
+        file = shutil.copy(request.getfixturevalue("migrated_sqlite"), folder / "regraft.db")
+        url = f"sqlite:///{file}"
+    else:
+        url = request.getfixturevalue("postgres").new_database()
+        upgrade(url)
+    database = Database(url)
+    with open_house(database, folder) as house:
+        yield house
+    database.close()
+
+
+@pytest.fixture(scope="module")
+def rows(house: House) -> dict[str, str]:
+    return settle(house)
+
+
 @pytest.fixture
-def rows(house: House, api: TestClient, create_job: Callable[..., dict[str, Any]]) -> dict[str, str]:
-    """One row of everything that has an id, by the name the id has in a path."""
+def own_house(request: pytest.FixtureRequest, database_kind: str, tmp_path: Path) -> Iterator[House]:
+    with open_house(request.getfixturevalue(f"{database_kind}_database"), tmp_path) as house:
+        yield house
+
+
+def settle(house: House) -> dict[str, str]:
+    """Add a row of everything that has an id to the first project; return the ids by their names in a path."""
+    api = house.client(house.key)
     both = {"type": "multi", "name": "both", "graders": {"says": GRADER}, "calculate_output": "says"}
-    job = create_job(metadata={"team": "a"}, reinforcement={"grader": both})
+    job = created_job(api, request_of(api, {"grader": both}, metadata={"team": "a"}))
     api.post(f"/v1/fine_tuning/jobs/{job['id']}/cancel")  # or the stream of its events would have no end
     nothing = {"text": "4", "logprob": None, "advantage": None, "gap": None}
     store(house, job["id"], 2, rows=[row(2, "train", 0, 0, has_tokens=True, tokens=[nothing])])
@@ -123,7 +151,7 @@ def rows(house: House, api: TestClient, create_job: Callable[..., dict[str, Any]
         "created_run_id": run["id"],
         "alias": "production",
         "batch_id": batch_id,
-        "other_job_id": create_job()["id"],
+        "other_job_id": created_job(api, request_of(api))["id"],
         "job_id": job["id"],
         "eval_id": f"eval_{secret}",
         "run_id": f"evalrun_{secret}_1",
@@ -262,12 +290,20 @@ def bodies(ids: Mapping[str, str], own: Mapping[str, str]) -> Iterator[tuple[str
         yield "/v1/chat/completions", chat
         yield "/v1/completions", {"model": ids[name], "prompt": "a"}
         yield "/v1/responses", {"model": ids[name], "input": "a"}
+        yield "/v1/responses/input_tokens", {"model": ids[name], "input": "a"}
+        yield "/v1/regraft/files/{file_id}/profile", {"method": "reinforcement", "model": ids[name]}
         yield "/v1/regraft/aliases", {"name": "new", "model": ids[name]}
         sampled = {"type": "completions", "model": ids[name], "input_messages": PROMPT, "source": ROWS}
         yield "/v1/evals/{eval_id}/runs", {"data_source": sampled}
         judge = {"type": "score_model", "name": "a", "model": ids[name], "input": chat["messages"]}
         yield "/v1/fine_tuning/alpha/graders/validate", {"grader": judge}
     yield "/v1/responses", {"model": "tiny", "input": "a", "previous_response_id": ids["job_id"]}
+    yield "/v1/responses/input_tokens", {"model": "tiny", "input": "a", "previous_response_id": ids["job_id"]}
+    profile = {"method": "reinforcement", "validation_file": ids["file_id"]}
+    yield "/v1/regraft/files/{file_id}/profile", profile
+    batch = {"endpoint": "/v1/chat/completions", "completion_window": "24h"}
+    yield "/v1/batches", batch | {"input_file_id": ids["file_id"]}
+    yield "/v1/regraft/graders", {"name": "new", "grader": grader}
     yield "/v1/fine_tuning/alpha/graders/validate", {"grader": grader}
     yield "/v1/fine_tuning/alpha/graders/run", {"grader": grader, "model_sample": "a"}
     yield "/v1/regraft/jobs/{job_id}/regrade", {"grader": grader}
@@ -318,18 +354,18 @@ def test_the_answer_is_the_same_as_for_what_never_was(
         assert foreign[0] in (404, 403), (method, path)
 
 
-def test_foreign_ids_in_queries_are_answered_as_ids_that_never_were(
-    house: House, rows: dict[str, str]
-) -> None:
-    theirs = house.client(house.other_key)
-    own = rows_of(theirs, house)
+@pytest.mark.both_databases
+def test_foreign_ids_in_queries_are_answered_as_ids_that_never_were(own_house: House) -> None:
+    rows = settle(own_house)
+    theirs = own_house.client(own_house.other_key)
+    own = rows_of(theirs, own_house)
     ids = {value for kind, value in rows.items() if kind not in NAMES}
     tried = 0
 
     def answered(path: str, name: str, sent: str) -> Any:
         return answer(theirs, {"id": sent}, "get", path.format(**own), params={name: sent})
 
-    for path, name in queries(house, own):
+    for path, name in queries(own_house, own):
         of_no_kind = answered(path, name, unknown(min(ids)))
         for value in ids:
             foreign = answered(path, name, value)
@@ -341,11 +377,11 @@ def test_foreign_ids_in_queries_are_answered_as_ids_that_never_were(
     assert tried > 500
 
 
-def test_foreign_ids_in_bodies_are_answered_as_ids_that_never_were(
-    house: House, rows: dict[str, str]
-) -> None:
-    theirs = house.client(house.other_key)
-    own = rows_of(theirs, house)
+@pytest.mark.both_databases
+def test_foreign_ids_in_bodies_are_answered_as_ids_that_never_were(own_house: House) -> None:
+    rows = settle(own_house)
+    theirs = own_house.client(own_house.other_key)
+    own = rows_of(theirs, own_house)
     never = {name: unknown(value) for name, value in rows.items()}
 
     foreign, absent = (
@@ -357,6 +393,39 @@ def test_foreign_ids_in_bodies_are_answered_as_ids_that_never_were(
     paths = [path for path, _ in bodies(rows, own)]
     accepted = {path for path, (status, _) in zip(paths, foreign, strict=True) if status < 400}
     assert accepted <= {"/v1/regraft/evals/import"}, "which keeps ids that are free in its own project"
+
+
+# Operations with a JSON body that names nothing of a project.
+WITHOUT_IDS = {
+    "/v1/uploads": "sizes and names",
+    "/v1/fine_tuning/jobs/{job_id}/budget": "a budget",
+    "/v1/evals/{eval_id}": "a name and metadata",
+    "/v1/regraft/pipelines/{pipeline_id}/clone": "stages of the pipeline itself",
+    "/v1/webhook_endpoints": "types of events",
+    "/v1/webhook_endpoints/{webhook_endpoint_id}": "types of events",
+    "/v1/webhook_endpoints/{webhook_endpoint_id}/rotate_secret": "nothing",
+    "/v1/webhook_endpoints/{webhook_endpoint_id}/test": "types of events",
+    "/v1/organization/projects/{project_id}/api_keys": "a name and a scope",
+    "/v1/organization/projects/{project_id}/api_keys/{key_id}/rotate": "a time",
+    "/v1/regraft/session": "a key, which is looked up in all projects",
+}
+
+
+def test_every_operation_with_a_body_is_tried_with_foreign_ids_or_takes_none(
+    house: House, rows: dict[str, str]
+) -> None:
+    of_a_model = fill("/v1/fine_tuning/checkpoints/{checkpoint}/permissions", {"checkpoint": rows["model"]})
+    tried = {path for path, _ in bodies(rows, rows)} - {of_a_model}
+    with_body = {
+        path
+        for path, operations in house.app.openapi()["paths"].items()
+        for operation in operations.values()
+        if "application/json" in operation.get("requestBody", {}).get("content", {})
+    }
+
+    left = with_body - tried - {"/v1/fine_tuning/checkpoints/{checkpoint}/permissions"}
+    assert left == WITHOUT_IDS.keys()
+    assert tried <= with_body, "a path that does not exist"
 
 
 def test_foreign_ids_in_headers_are_answered_as_ids_that_never_were(
@@ -442,5 +511,5 @@ def test_the_log_and_the_keys_of_a_project_are_its_own(
 ) -> None:
     logged = house.client(house.other_key).get("/v1/organization/audit_logs").json()["data"]
 
-    assert [entry["type"] for entry in logged] == ["api_key.created"]
+    assert {entry["type"] for entry in logged} == {"api_key.created"}
     assert {entry["project"]["id"] for entry in logged} != {house.project.id}

@@ -25,7 +25,7 @@ from tests import factories
 from tests.api.conftest import House
 from tests.hooks import Receiver
 from tests.present import present, untyped
-from worker.supervise.deliveries import Deliveries
+from worker.supervisor.deliveries import Deliveries
 
 SUCCEEDED: Any = "fine_tuning.job.succeeded"
 PUBLIC = "https://8.8.8.8/hook"  # an address, so that nobody needs to ask a name server

@@ -157,6 +157,27 @@ def test_a_body_full_of_mistakes_is_refused_for_the_first(contained: Attacked, m
     assert after.user + after.system - before.user - before.system < 1.5
 
 
+def test_a_reference_of_a_million_marks_is_checked_at_once(contained: Attacked) -> None:
+    """CPython orders combining marks by insertion, and holds the lock of the interpreter for half an hour."""
+    grader = {
+        "type": "text_similarity",
+        "name": "marks",
+        "input": "{{sample.output_text}}",
+        "reference": "a" + "\u0301\u0316" * 500_000,
+        "evaluation_metric": "rouge_1",
+        "tokenizer": "unicode",
+    }
+    content = json.dumps({"grader": grader}, ensure_ascii=False).encode()
+    with contained.client(contained.read_key) as client:
+        answer = client.post(
+            "/fine_tuning/alpha/graders/validate",
+            content=content,
+            headers={"Content-Type": "application/json"},
+        )
+
+    assert answer.status_code == 200
+
+
 def test_templates_of_many_graders_are_given_back(contained: Attacked) -> None:
     with contained.client(contained.read_key) as client:
         for number in range(60):

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,17 +38,29 @@ FLAGS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Server]:
-    server = start_server(
+@pytest.fixture(scope="package")
+def service(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Server]:
+    service = start_server(
         tmp_path_factory.mktemp("server"),
         tiny_model,
         REGRAFT_WEBHOOK_PRIVATE_HOSTS="127.0.0.1",
         REGRAFT_PRICE_PER_GPU_SECOND="0.01",
         REGRAFT_CURRENCY="EUR",
     )
+    yield service
+    service.stop()
+
+
+@pytest.fixture(scope="module")
+def server(service: Server, request: pytest.FixtureRequest) -> Iterator[Server]:
+    """The service with a project of the file's own, of the file's name. Its jobs end with it: the next would wait."""
+    server = service.with_new_project(request.path.stem)
     yield server
-    server.stop()
+    client = server.client()
+    for job in client.fine_tuning.jobs.list():
+        if job.finished_at is None:
+            with suppress(openai.BadRequestError):  # it has just ended
+                client.fine_tuning.jobs.cancel(job.id)
 
 
 @contextmanager
@@ -63,7 +75,7 @@ def chromium() -> Iterator[Browser]:
         browser.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def browser() -> Iterator[Browser]:
     """Not for longer: as long as Playwright runs, no other test of this process can run an event loop."""
     with chromium() as browser:

@@ -132,8 +132,10 @@ def long_job(server: Server) -> str:
     """A job with 600 steps, and 2,000 rollouts in one of them, as workers record them."""
     settings = Settings(data_dir=server.folder)
     database = Database(settings.database)
+    project_id = project_of(server.client())
     with database.write() as session:
-        job = factories.job(session, session.query(Project).one(), status="succeeded", suffix="long", epoch=2)
+        project = session.get_one(Project, project_id)
+        job = factories.job(session, project, status="succeeded", suffix="long", epoch=2)
         many_steps.record(session, job, 600)
         session.add_all(many_rollouts.pages(blobs_of(settings), job.id, steps=1, groups=250))
         job_id = job.id

@@ -4,9 +4,11 @@ import io
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import tarfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ import openai
 import pytest
 from playwright.sync_api import BrowserContext, Locator, Page, expect
 
+from core.telemetry import checkup
+from core.telemetry.checkup import DoctorResult
 from tests.console.conftest import (
     Accessible,
     Watched,
@@ -194,8 +198,9 @@ def test_usage_is_reported_by_day_and_model_and_job(
     expect(table.locator("tbody td").first).to_have_text("tiny")
     logged_in.get_by_label("All projects").check()
     logged_in.get_by_label(re.compile("^By")).select_option("project")
-    expect(table.locator("tbody td").first).to_have_text("default")
+    expect(table.locator("tbody tr", has_text="test_management")).to_contain_text(f"{sampled:,}")
     assert copied(logged_in, "CLI") == "regraft usage --by project --days 30 --all-projects"
+    logged_in.get_by_label("All projects").uncheck()
     logged_in.get_by_label(re.compile("^By")).select_option("job")
     of_jobs = logged_in.get_by_role("region", name="Usage of jobs")
     expect(of_jobs.locator("tbody tr")).to_have_count(len(jobs))
@@ -210,6 +215,19 @@ def test_an_operator_sees_workers_and_queues(
     row = logged_in.get_by_role("region", name="Workers").locator("tbody tr")
     expect(row).to_contain_text(f"/{server.process.pid}")
     expect(row).to_contain_text("idle")
+    results = [
+        DoctorResult(
+            check="disk", state="failed", text="1 GiB free", remedy="Free some space.", checked_at=time.time()
+        ),
+        DoctorResult(
+            check="clock", state="warning", text="1 s late", remedy="Set it.", checked_at=time.time()
+        ),
+    ]
+    checkup.keep(server.folder, socket.gethostname(), results)
+    summary = row.get_by_text("1 failed, 1 warning")
+    expect(summary).to_be_visible(timeout=60_000)  # workers report themselves every 15 s
+    summary.click()
+    expect(row).to_contain_text("disk: 1 GiB freeFree some space.")
     queues = logged_in.get_by_role("region", name="Queues")
     expect(queues.locator("tbody tr")).to_have_count(3)
     expect(queues.locator("tbody tr").first).to_contain_text("nothing waits")

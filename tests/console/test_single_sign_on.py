@@ -7,9 +7,14 @@ from pathlib import Path
 import httpx
 import pytest
 from playwright.sync_api import Page, expect
+from sqlalchemy import select
 
+from core.database.engine import Database
+from core.database.tables import Project
+from core.settings import Settings
 from tests.console.conftest import Accessible
 from tests.e2e.conftest import Server, start_server
+from worker.cli.service import prepare
 
 pytestmark = pytest.mark.slow
 
@@ -19,11 +24,14 @@ LOGIN = {"single_sign_on": True}
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Server]:
-    """Its rules name a project that is known only when it runs, so it is started twice."""
+    """Its rules name the project that its first start makes."""
     folder = tmp_path_factory.mktemp("server")
-    first = start_server(folder, tiny_model)
-    project = first.client().get("/regraft/session", cast_to=httpx.Response).json()["project_id"]
-    first.stop()
+    settings = Settings(data_dir=folder)
+    prepare(settings)
+    database = Database(settings.database)
+    with database.read() as session:
+        project = session.scalars(select(Project.id)).one()
+    database.close()
     server = start_server(
         folder,
         tiny_model,

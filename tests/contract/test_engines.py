@@ -13,18 +13,18 @@ from transformers import AutoTokenizer
 from core.registry import BaseModelEntry
 from tests.engines import END, ScriptedEngine
 from worker.model.policy import load_base
-from worker.serve.continuous import ContinuousEngine
-from worker.serve.engine import Ask, Engine, Token
+from worker.serving.continuous import ContinuousEngine
+from worker.serving.engine import Engine, GenerationRequest, Token
 
 T = TypeVar("T")
-ASK = Ask(
+ASK = GenerationRequest(
     prompt_ids=(6, 7, 8),
     adapter=None,
     temperature=1.0,
     top_p=1.0,
     seed=1,
     max_tokens=12,
-    held_to="",
+    response_schema="",
     stop_ids=frozenset({END}),
     top_logprobs=None,
 )
@@ -41,7 +41,7 @@ def make_engine(request: pytest.FixtureRequest, byte_model: Path) -> Callable[[]
     return make
 
 
-async def tokens(engine: Engine, ask: Ask) -> list[Token]:
+async def tokens(engine: Engine, ask: GenerationRequest) -> list[Token]:
     return [token async for token in engine.generate(ask)]
 
 

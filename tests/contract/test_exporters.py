@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from tests.fakes import Notebook
-from worker.record.exporters import Card
-from worker.record.exporters.mlflow import MlflowSink
-from worker.record.exporters.trackio import TrackioSink
-from worker.record.exporters.types import Sink
+from worker.recording.exporters import Card
+from worker.recording.exporters.mlflow import MlflowSink
+from worker.recording.exporters.trackio import TrackioSink
+from worker.recording.exporters.types import Sink
 
 CARD = Card("ftjob-1", "colours", "ftjob-1", None, ("a",), {"model": "tiny", "batch_size": 8})
 # A connection to one and the same service, as each attempt of a job opens its own.

@@ -23,7 +23,7 @@ from core.jobs.queue import DEFAULT_QUEUE, RUN, open_celery, sender
 from core.settings import Settings
 from worker.cli import service
 from worker.cli.parser import UsageError
-from worker.supervise.consumer import Consumer
+from worker.supervisor.consumer import Consumer
 
 PATIENCE = 60.0
 HOST = "localhost"  # the only name in the certificate

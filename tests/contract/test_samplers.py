@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -10,16 +11,17 @@ import pytest
 from core.registry import BaseModelEntry
 from tests.fakes import GuessingSampler, Skill
 from worker.model.policy import Policy, load_base
-from worker.rollout.samplers import Answer, Sampler, Sampling, grouped
-from worker.rollout.samplers.transformers import TransformersSampler
-from worker.rollout.samplers.vllm import VllmSampler, installed
+from worker.packages import vllm_version
+from worker.sampling import Answer, Sampler, Sampling, TurnSampler, grouped
+from worker.sampling.transformers import TransformersSampler
+from worker.sampling.vllm import VllmSampler, with_own_engines
 from worker.types import Prompt, Rollout
 
 PROMPTS = [Prompt(line, tuple(range(6, 6 + length)), {"answer": "red"}) for line, length in ((1, 3), (2, 7))]
 SAMPLING = Sampling(group_size=3, temperature=1.0, max_completion_tokens=12, job_seed=1, step=0)
 VLLM = pytest.param(
     "vllm",
-    marks=[pytest.mark.slow, pytest.mark.skipif(installed() is None, reason="vLLM is not installed")],
+    marks=[pytest.mark.slow, pytest.mark.skipif(vllm_version() is None, reason="vLLM is not installed")],
 )
 
 
@@ -36,7 +38,7 @@ def sampler(request: pytest.FixtureRequest, tiny_model: Path) -> Iterator[Sample
         case "transformers":
             yield TransformersSampler(policy_on(tiny_model))
         case "vllm":
-            vllm = VllmSampler(policy_on(tiny_model), kv_cache_bytes=1 << 24, threads=1)
+            vllm = with_own_engines(policy_on(tiny_model), kv_cache_bytes=1 << 24, threads=1)
             yield vllm
             vllm.close()
 
@@ -87,3 +89,66 @@ def test_a_reader_that_leaves_early_leaves_a_sampler_that_works(sampler: Sampler
     asyncio.run(first_only())
 
     assert len(answers(sampler)) == len(PROMPTS) * SAMPLING.group_size
+
+
+@pytest.fixture
+def turn_sampler(sampler: Sampler) -> TurnSampler:
+    if isinstance(sampler, GuessingSampler):
+        pytest.skip("it samples no turns")
+    assert isinstance(sampler, TransformersSampler | VllmSampler)
+    return sampler
+
+
+def turns(sampler: TurnSampler, prompts: list[Prompt], *, late: bool) -> list[tuple[int, ...]]:
+    """The turns of members 0 and 1 of each prompt: together, or each one when the one before it has ended."""
+
+    async def ask() -> list[Rollout]:
+        async with sampler.turns(LONG) as turns:
+            wanted = [turns.next(prompt, member) for prompt, member in product(prompts, range(2))]
+            return [await one for one in wanted] if late else await asyncio.gather(*wanted)
+
+    return [rollout.output_ids_T for rollout in asyncio.run(ask())]
+
+
+LONG = replace(SAMPLING, max_completion_tokens=60)
+
+
+def test_a_turn_is_the_same_whenever_it_is_asked_for(turn_sampler: TurnSampler) -> None:
+    together = turns(turn_sampler, PROMPTS, late=False)
+
+    assert turns(turn_sampler, PROMPTS, late=True) == together
+    assert len(set(together)) == 4, "each turn has its own seed"
+
+
+def test_a_turn_that_is_asked_for_while_others_are_sampled_joins_them(turn_sampler: TurnSampler) -> None:
+    expected = turns(turn_sampler, PROMPTS, late=False)
+
+    async def ask() -> list[Rollout]:
+        async with turn_sampler.turns(LONG) as turns:
+            first = [asyncio.create_task(turns.next(PROMPTS[0], member)) for member in range(2)]
+            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+            later = await asyncio.gather(*(turns.next(PROMPTS[1], member) for member in range(2)))
+            return [*await asyncio.gather(*first), *later]
+
+    assert [rollout.output_ids_T for rollout in asyncio.run(ask())] == expected
+
+
+def test_the_turns_of_a_longer_conversation_have_other_seeds(turn_sampler: TurnSampler) -> None:
+    longer = replace(PROMPTS[0], ids=(*PROMPTS[0].ids, 9))
+
+    assert LONG.turn_seed(longer, 0) != LONG.turn_seed(PROMPTS[0], 0)
+
+
+def test_a_turn_that_nobody_waits_for_does_not_disturb_the_others(turn_sampler: TurnSampler) -> None:
+    expected = turns(turn_sampler, PROMPTS, late=False)
+
+    async def leave() -> Rollout:
+        async with turn_sampler.turns(LONG) as turns:
+            left = asyncio.create_task(turns.next(PROMPTS[0], 0))
+            other = asyncio.create_task(turns.next(PROMPTS[1], 1))
+            await asyncio.sleep(0)
+            left.cancel()
+            return await other
+
+    assert asyncio.run(leave()).output_ids_T == expected[3]
+    assert len(answers(turn_sampler)) == len(PROMPTS) * SAMPLING.group_size

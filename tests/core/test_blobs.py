@@ -11,13 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from botocore.exceptions import ClientError
 
+from core.outages import Resource, outage
 from core.storage.store import (
     BREAKS_IN_A_ROW,
     BlobCorrupt,
     BlobExists,
     BlobStore,
     FolderBlobs,
+    NotDeleted,
     S3Blobs,
     open_blobs,
     s3_client,
@@ -411,6 +414,42 @@ def test_a_blob_of_one_part_carries_its_hash(s3: Any, bucket: str) -> None:
 
 
 # open_blobs
+
+
+class Deleting:
+    """The part of boto3's client that deletes many, from a store that refuses some."""
+
+    class exceptions:
+        ClientError = ClientError
+
+    def __init__(self, codes: dict[str, str]) -> None:
+        self.codes = codes
+
+    def delete_objects(self, **asked: Any) -> dict[str, Any]:
+        names = [one["Key"] for one in asked["Delete"]["Objects"]]
+        return {
+            "Errors": [{"Key": name, "Code": self.codes[name]} for name in names if name in self.codes],
+        }
+
+
+@pytest.mark.parametrize("code", ["AccessDenied", "InternalError"])
+def test_objects_that_s3_does_not_delete_are_named(code: str) -> None:
+    store = S3Blobs("bucket", "mine", client=Deleting({"mine/b": code}))
+
+    with pytest.raises(NotDeleted) as caught:
+        store.delete_many(["a", "b", "c"])
+
+    assert [*caught.value.causes] == ["b"]
+    assert outage(caught.value) is None
+
+
+def test_a_store_that_deletes_nothing_for_now_is_an_outage() -> None:
+    store = S3Blobs("bucket", client=Deleting(dict.fromkeys("ab", "SlowDown")))
+
+    with pytest.raises(ClientError) as caught:
+        store.delete_many(["a", "b"])
+
+    assert outage(caught.value) is Resource.BLOB_STORE
 
 
 @pytest.mark.parametrize("scheme", ["", "file://"])

@@ -9,21 +9,25 @@ from sqlalchemy import event, func, select
 from sqlalchemy.orm import Session
 
 from core.database.engine import Database, earliest_now
+from core.database.pages import KEEP_PAST_CURSORS_SECONDS as PAST
 from core.database.tables import (
     AuditEntry,
+    Eval,
     File,
     IdempotentRequest,
+    PastCursor,
     Preview,
     RolloutPage,
     Table,
     Upload,
 )
+from core.evals import batches, lifecycle
 from core.results import previews
 from core.settings import Settings
 from core.storage.store import FolderBlobs
 from tests import factories
-from worker.supervise.reconciler import Reconciler
-from worker.supervise.retention import DAY, HOUR
+from worker.supervisor.reconciler import Reconciler
+from worker.supervisor.retention import DAY, HOUR
 
 
 @pytest.fixture
@@ -82,6 +86,14 @@ def test_a_machine_whose_clock_is_ahead_deletes_nothing_early(behind: Database, 
                 project_id=project.id, key="k", fingerprint="f", status_code=200, answer={}, created_at=now
             ),
             preview_of(project.id, now + HOUR),
+            PastCursor(id="file-x", owner=project.id, seq=1, deleted_at=now - PAST + HOUR),
+            Eval(
+                project_id=project.id,
+                name="e",
+                data_source_config={},
+                testing_criteria=[],
+                deleted_at=now - PAST + HOUR,
+            ),
         ]
         session.add_all(rows)
         factories.file(session, project, created_at=now, expires_at=now + HOUR)
@@ -101,6 +113,26 @@ def test_a_machine_whose_clock_is_ahead_deletes_nothing_early(behind: Database, 
     with behind.read() as session:
         assert session.scalars(select(Upload.status)).one() == "pending"
         assert session.scalars(select(File.deleted_at)).all() == [None] * before["files"]
+
+
+def test_a_machine_whose_clock_is_ahead_ends_no_batch_early(behind: Database) -> None:
+    with behind.write() as session:
+        batch = batches.new(
+            factories.project(session).id,
+            batches.Checked(total=1, model="tiny"),
+            metadata=None,
+            endpoint="/v1/responses",
+            input_file_id="file-x",
+            completion_window="24h",
+            output_expires_after=None,
+        )
+        batch.created_at = theirs(session) - round(HOUR)
+        session.add(batch)
+        session.flush()
+
+        lifecycle.expire_batches(session, batches.WINDOW_SECONDS)
+
+        assert (batch.status, batch.error) == ("queued", None)
 
 
 def counted(database: Database, kinds: list[type[Table]]) -> dict[str, int]:

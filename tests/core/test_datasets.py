@@ -109,7 +109,11 @@ def test_escaped_emoji_are_characters_like_any_other() -> None:
     [
         (b'{"messages": ', "is not JSON: Expecting value at column 14"),
         (row() + row(), "is not JSON: Extra data at column 54"),
-        (b'{"a": "\xff"}', "is not UTF-8: byte 8 is 0xff"),
+        (
+            b'{"a": "\xff"}',
+            "is not UTF-8: byte 8 is 0xff; save the file as UTF-8, or name its encoding: "
+            "regraft convert --encoding cp1252",
+        ),
         (b"[1]", "must be a JSON object, not a list"),
         (b"null", "must be a JSON object, not null"),
         (b"true", "must be a JSON object, not a boolean"),

@@ -3,10 +3,10 @@ from collections.abc import Iterator
 import pytest
 from sqlalchemy.orm import Session
 
+from core.claims import Claim
 from core.database.engine import Database
 from core.errors import InvalidRequest
 from core.jobs import events
-from core.jobs.claim import Claim
 from core.results.step_metrics import StepMetrics
 
 pytestmark = pytest.mark.both_databases

@@ -11,10 +11,11 @@ import pytest
 from sqlalchemy import event, select, text
 from sqlalchemy.orm import Session
 
+from core.claims import Claim
+from core.database import pages
 from core.database.engine import Database, Work, db_now
-from core.database.tables import Job, Worker
+from core.database.tables import Job, Project, Worker
 from core.jobs import fairness, lifecycle
-from core.jobs.claim import Claim
 from core.tenancy import tenants
 from core.tenancy.limits import Limits
 from tests import factories
@@ -182,6 +183,49 @@ def test_a_claim_that_came_too_late_for_the_last_place_takes_nothing(postgres_da
     assert statuses == ["running", "queued"]
 
 
+def test_a_project_that_adds_rows_all_the_time_gets_no_further_turn(postgres_database: Database) -> None:
+    """An insert of a row locks its project until the commit."""
+    with postgres_database.write() as session:
+        busy, other = (factories.project(session).id for _ in range(2))
+        for project in (busy, busy, busy, other):
+            factories.job(session, session.get_one(Project, project))
+
+    claimed: list[str] = []
+    for _ in range(2):
+        with postgres_database.write() as adding:
+            pages.keep_order(adding, busy)
+            with postgres_database.write() as session:
+                held = claim(session)
+                assert held is not None
+                job = session.get_one(Job, session.scalar(select(Job.seq).where(Job.id == held.job_id)))
+                finish(session, held)
+                claimed.append(job.project_id)
+
+    assert claimed == [busy, other]
+
+
+@pytest.mark.parametrize(("limit", "most"), [(None, 5), (5, 7)])
+def test_a_claim_sends_few_statements_of_its_own(database: Database, limit: int | None, most: int) -> None:
+    """Turn, row and note, in a savepoint; with a limit also the lock of the project and the count."""
+    with database.write() as session:
+        project = factories.project(session, limits={"running_jobs": limit})
+        for _ in range(3):
+            factories.job(session, project)
+    with database.write() as session:
+        claim(session)  # the project's first turn takes one more
+    sent: list[str] = []
+
+    def note(connection: Any, cursor: Any, statement: str, *about: Any) -> None:
+        sent.append(statement)
+
+    with database.write() as session:
+        bind = session.connection()
+        event.listen(bind, "before_cursor_execute", note)
+        fairness.RUNS.claim(session, owner="worker", lease_seconds=60, gpu_class="cpu")
+
+    assert len(sent) == most, sent
+
+
 def _until_somebody_waits(database: Database) -> None:
     waits = text("select count(*) from pg_stat_activity where wait_event_type = 'Lock'")
     for _ in range(100_000):
@@ -207,6 +251,7 @@ def reports(session: Session, gpu_class: str, *, ago: float = 0.0) -> None:
             ranks=1,
             gpus=[],
             draining=False,
+            findings=[],
             started_at=at,
             seen_at=at,
         )
@@ -228,6 +273,21 @@ def test_a_job_without_a_worker_says_that_none_reports_itself(session: Session) 
     assert nobody == ["no worker reports itself", "no worker of class cpu reports itself"]
     assert another == ["waiting for its files to be validated", "no worker of class cpu reports itself"]
     assert silent == "no worker of class cpu reports itself"
+
+
+def test_a_job_of_a_pool_of_jobs_waits_for_a_pod_whether_or_not_one_reports_itself(session: Session) -> None:
+    project = factories.project(session)
+    first, second = (factories.job(session, project, gpu_class="h200") for _ in range(2))
+
+    def reasons() -> list[str]:
+        places = fairness.places(session, [first, second], pod_classes={"h200"})
+        return [places[job.id].reason for job in (first, second)]
+
+    before = reasons()
+    reports(session, "h200")
+
+    pod = "a pod of class h200 will be started for it"
+    assert before == reasons() == [pod, f"{pod}, 1 job is ahead"]
 
 
 def test_the_next_job_waits_for_a_worker_and_the_others_for_those_ahead(session: Session) -> None:

@@ -96,6 +96,30 @@ def test_a_queue_is_as_old_as_the_job_that_waits_longest(database: Database, pro
     )
 
 
+def test_a_job_that_waits_long_asks_for_more_pods(database: Database, project: Project) -> None:
+    """KEDA subtracts a Job whose pod never gets ready, which must not cancel a queued job for ever."""
+    with database.write() as session:
+        waits(session, project, since=20)
+        waits(session, project, since=1500)
+
+    figures = read(patient(database, pod_classes={"cpu", "h200"}))
+
+    assert figures["regraft_queue_length", "cpu"] == 2
+    assert figures["regraft_jobs_wanted", "cpu"] == 1 + 3
+    assert figures["regraft_jobs_wanted", "h200"] == 0
+
+
+def test_only_pools_of_jobs_want_pods(database: Database, project: Project) -> None:
+    with database.write() as session:
+        waits(session, project, since=20)
+
+    figures = read(patient(database, gpu_classes={"cpu", "h200"}, pod_classes={"h200"}))
+
+    assert {
+        gpu_class for name, *labels in figures if name == "regraft_jobs_wanted" for gpu_class in labels
+    } == {"h200"}
+
+
 def test_a_job_that_its_own_project_holds_back_is_nobodys_delay(database: Database, project: Project) -> None:
     """More workers would not start it: it is no reason to wake an operator."""
     with database.write() as session:
@@ -129,6 +153,11 @@ def test_lost_workers_are_counted_for_good(database: Database, project: Project)
 
     assert figures["regraft_attempts_total", "run", "expired"] == 1
     assert figures["regraft_attempts_total", "validation", "validated"] == 1
+
+
+def test_attempts_that_are_put_off_are_counted_from_the_first_one_on(database: Database) -> None:
+    """Prometheus sees no increase in a series that begins at 1."""
+    assert read(patient(database))["regraft_attempts_total", "run", "put_off"] == 0
 
 
 def test_the_queue_of_validations_is_measured_without_those_that_a_worker_has(

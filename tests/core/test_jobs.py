@@ -1,4 +1,5 @@
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -7,11 +8,11 @@ import pytest
 from sqlalchemy import select, text, update
 from sqlalchemy.orm import Session
 
+from core.claims import Claim, LeaseLost
 from core.database.engine import Database, Work, db_now
 from core.database.tables import Event, Job, Project
 from core.errors import InvalidJobState, InvalidRequest, JobNotFound
 from core.jobs import events, lifecycle, queue
-from core.jobs.claim import Claim, LeaseLost
 from core.jobs.lifecycle import EDGES, FINAL, HELD
 from tests import factories
 from tests.present import present, untyped
@@ -733,6 +734,50 @@ def test_a_job_that_loses_every_worker_fails(session: Session, project: Project)
     lifecycle.expire_leases(session, max_failures=3)
 
     assert job.status == "failed"
+
+
+def test_a_job_that_is_put_off_again_waits_longer(session: Session, project: Project) -> None:
+    job, waits = factories.job(session, project), list[float]()
+
+    for cause in ("put off", "put off", "crashed", "put off", "put off", "put off", "put off"):
+        job.next_run_at = 0.0
+        session.flush()
+        assert claim(session) is not None
+        if cause == "crashed":
+            lifecycle.crashed(session, fresh(session, job), reason="no CUDA", max_failures=3)
+            continue
+        lifecycle.put_off(session, fresh(session, job), reason="its GPU is in use")
+        waits.append(round(job.next_run_at - time.time()))
+
+    assert waits == [120, 240, 120, 240, 480, 600]
+
+
+def test_a_job_that_runs_smaller_several_times_in_a_row_backs_off(session: Session, project: Project) -> None:
+    job = factories.job(session, project)
+    waits = []
+
+    for _ in range(3):
+        job.next_run_at = 0.0
+        session.flush()
+        assert claim(session)
+        lifecycle.run_smaller(session, fresh(session, job), reason="out of memory")
+        waits.append(round(job.next_run_at - time.time()))
+
+    assert waits == [0, 2, 4]
+
+
+def test_a_worker_that_starts_shortens_no_wait_of_a_job_that_was_put_off(
+    session: Session, project: Project
+) -> None:
+    """Its first pass bounds the times of a database whose clock was set back."""
+    job = factories.job(session, project)
+    assert claim(session) is not None
+    lifecycle.put_off(session, fresh(session, job), reason="its GPU is in use")
+    due = job.next_run_at
+
+    lifecycle.bound_times(session, 60.0)
+
+    assert fresh(session, job).next_run_at == due
 
 
 def test_a_live_lease_is_left_alone(session: Session, project: Project) -> None:

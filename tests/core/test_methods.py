@@ -14,8 +14,8 @@ from core.jobs.hyperparameters import (
     Hyperparameters,
     Resolved,
     base_learning_rate,
-    meant,
     resolve,
+    similar_hyperparameter,
 )
 from tests.hyperparameters import in_groups
 from tests.present import untyped
@@ -428,13 +428,19 @@ def test_what_a_step_is_a_mean_over_is_asked_for_and_shown(rule: str) -> None:
 
 def test_every_group_is_recognised_one_level_too_high() -> None:
     for name in Advanced.model_fields:
-        assert meant(f"method.reinforcement.hyperparameters.{name}") == f"hyperparameters.advanced.{name}"
+        assert (
+            similar_hyperparameter(f"method.reinforcement.hyperparameters.{name}")
+            == f"hyperparameters.advanced.{name}"
+        )
 
 
 @pytest.mark.parametrize("level", ["hyperparameters", "hyperparameters.advanced"])
 def test_every_name_of_a_resolved_value_means_its_field(level: str) -> None:
     for name in PLACES.keys() - GROUPS:
-        assert meant(f"method.reinforcement.{level}.{name}") == f"hyperparameters.advanced.{PLACES[name]}"
+        assert (
+            similar_hyperparameter(f"method.reinforcement.{level}.{name}")
+            == f"hyperparameters.advanced.{PLACES[name]}"
+        )
 
 
 def test_every_name_of_another_trainer_means_one_that_exists() -> None:
@@ -683,7 +689,7 @@ def test_a_rule_between_groups_names_both_fields(advanced: dict[str, Any], says:
 def test_an_unknown_name_in_a_group_means_a_field_of_a_group(written: str, hint: str | None) -> None:
     path = f"method.reinforcement.hyperparameters.advanced.{written}"
 
-    assert meant(path) == (hint and f"hyperparameters.advanced.{hint}")
+    assert similar_hyperparameter(path) == (hint and f"hyperparameters.advanced.{hint}")
 
 
 json_values = st.recursive(

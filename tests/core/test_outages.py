@@ -1,13 +1,16 @@
 """The tables that decide whether an error passes by itself, tried on what real servers and libraries raise."""
 
 import errno
+import os
 import socket
 import sqlite3
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psycopg
 import pytest
+import torch
 from botocore.exceptions import (
     ClientError,
     EndpointConnectionError,
@@ -16,16 +19,22 @@ from botocore.exceptions import (
     ParamValidationError,
 )
 from botocore.parsers import ResponseParserError
+from safetensors import SafetensorError
 from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError, IntegrityError, OperationalError
 from sqlalchemy.exc import TimeoutError as NoFreeConnection
 
 from core.database.engine import Database
 from core.outages import Resource, outage
+from core.scratch import scratch_folder
 from core.storage.store import BlobNotFound, StoreEmpty
 from tests.servers import Postgres
+from worker.model.policy import reading
+from worker.refusals import MachineLacks, starting_later
+from worker.training.trainable_weights import save_state
 
 DATABASE, STORE, DISK = Resource.DATABASE, Resource.BLOB_STORE, Resource.DISK
+NETWORK = Resource.NETWORK
 SQLSTATES = {
     **dict.fromkeys(
         """08000 08003 08006 08001 08004 08P01 25006 25P03 25P04 26000 28000 28P01 40001 40P01 42P05 53000 53300 53400
@@ -133,8 +142,17 @@ def s3(code: str, status: int = 400) -> ClientError:
         (MemoryError(), Resource.MEMORY),
         (socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution"), Resource.NAMES),
         (socket.gaierror(socket.EAI_NONAME, "Name or service not known"), Resource.NAMES),
-        (ConnectionResetError("cut"), STORE),
-        (TimeoutError(), STORE),
+        (ConnectionResetError("cut"), NETWORK),
+        (TimeoutError(), NETWORK),
+        (OSError(errno.ENETUNREACH, "Network is unreachable"), NETWORK),
+        (OSError(errno.ENETDOWN, "Network is down"), NETWORK),
+        (OSError(errno.EHOSTDOWN, "Host is down"), NETWORK),
+        (OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address"), NETWORK),
+        (OSError(errno.ENOBUFS, "No buffer space available"), Resource.MEMORY),
+        (OSError(errno.ENOLCK, "No locks available"), STORE),
+        (RuntimeError("can't start new thread"), Resource.MEMORY),
+        (RuntimeError("another"), None),
+        (BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), Resource.MEMORY),
         (FileNotFoundError(errno.ENOENT, "gone"), None),
         (PermissionError(errno.EACCES, "no"), None),
         (NoFreeConnection(), DATABASE),
@@ -143,6 +161,8 @@ def s3(code: str, status: int = 400) -> ClientError:
         (OperationalError("", {}, sqlite3.OperationalError("unable to open database file")), DATABASE),
         (OperationalError("", {}, sqlite3.OperationalError("database or disk is full")), DISK),
         (OperationalError("", {}, sqlite3.OperationalError("no such table: jobs")), None),
+        (OperationalError("", {}, sqlite3.OperationalError("no such column: full_rows_locked")), None),
+        (IntegrityError("", {}, sqlite3.IntegrityError("CHECK constraint failed: is_full")), None),
         (IntegrityError("", {}, sqlite3.IntegrityError("UNIQUE constraint failed")), None),
         (ValueError("a mistake"), None),
     ],
@@ -152,3 +172,47 @@ def test_each_error_names_the_resource_that_is_unavailable_or_none(
     error: Exception, expected: Resource | None
 ) -> None:
     assert outage(error) is expected
+
+
+def test_a_full_disk_is_an_outage_in_the_words_of_every_library_that_writes_weights() -> None:
+    """safetensors and tokenizers are written in Rust, and have the number in the text of their own exceptions."""
+    text = "Error while serializing: I/O error: No space left on device (os error 28)"
+
+    assert [outage(kind(text)) for kind in (SafetensorError, Exception)] == [DISK, DISK]
+    assert outage(SafetensorError("Error while deserializing header: header too small")) is None
+    assert outage(ValueError(text)) is None, "an error whose message contains such a number is no outage"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device is always full here")
+def test_the_state_of_a_trainer_that_meets_a_full_disk_is_an_outage(tmp_path: Path) -> None:
+    full = tmp_path / "trainer.pt"
+    full.symlink_to("/dev/full")
+
+    with pytest.raises((RuntimeError, OSError), match=r"No space|unexpected pos") as error:
+        save_state({"weight": torch.zeros(100_000)}, full)
+
+    assert outage(error.value) is DISK
+
+
+def test_a_full_disk_is_no_fault_of_the_model_that_is_converted(tmp_path: Path) -> None:
+    full = SafetensorError("I/O error: No space left on device (os error 28)")
+
+    with pytest.raises(MachineLacks), starting_later(), reading(tmp_path, "GGUF file"):
+        raise full
+
+
+def test_a_scratch_folder_does_not_outlast_an_error_or_a_killed_process(tmp_path: Path) -> None:
+    killed, busy = tmp_path / ".part-killed", tmp_path / ".part-busy"
+    for folder in (killed, busy):
+        folder.mkdir()
+    os.utime(killed, (0.0, 0.0))
+
+    def convert() -> None:
+        with scratch_folder(tmp_path) as scratch:
+            (scratch / "model.safetensors").touch()
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        convert()
+
+    assert list(tmp_path.iterdir()) == [busy]

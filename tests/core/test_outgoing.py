@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from core.outbound.http import Outgoing, Unreachable, UrlNotAllowed
 from tests.hooks import Receiver
 from tests.present import untyped
+from tests.servers import reserve_port
 
 
 def pointing_to(*addresses: str) -> Callable[..., list[str]]:
@@ -272,11 +273,8 @@ def test_an_answer_that_trickles_in_does_not_take_longer_than_one_that_hangs() -
 
 
 def test_nobody_listening_is_unreachable() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}/"
-
     with pytest.raises(Unreachable):
-        post(Outgoing(("127.0.0.1",)), url)
+        post(Outgoing(("127.0.0.1",)), f"http://127.0.0.1:{reserve_port()}/")
 
 
 @pytest.fixture

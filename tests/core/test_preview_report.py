@@ -31,7 +31,7 @@ def prompts(*scores_P: list[Any], cut_off: bool = False, tokens: int = 10, text:
             tokens,
             tuple(
                 PreviewAnswer(
-                    text, 20, cut_off, one, "" if one is not None else "it broke.", 0.5, taught_by(one)
+                    text, 20, cut_off, one, "" if one is not None else "it broke.", 0.5, training_rewards(one)
                 )
                 for one in scores
             ),
@@ -40,7 +40,7 @@ def prompts(*scores_P: list[Any], cut_off: bool = False, tokens: int = 10, text:
     ]
 
 
-def taught_by(score: Any) -> tuple[Any, ...]:
+def training_rewards(score: Any) -> tuple[Any, ...]:
     return () if score is None else (score,)
 
 

@@ -6,7 +6,8 @@ import threading
 
 import pytest
 
-from core.jobs.queue import RUN, WakeUps, gpu_queue, open_celery, sender
+from core.jobs.queue import RUN, WakeUps, gpu_queue, open_celery, sender, unread_queues
+from core.settings import GpuClass, Settings
 
 
 @pytest.mark.parametrize(
@@ -45,6 +46,21 @@ def test_a_wake_up_shows_the_id_of_its_job_and_passes_no_arguments() -> None:
 
     assert message.headers["argsrepr"] == "(ftjob-1)"
     assert message.payload[:2] == [[], {}]
+
+
+def test_nothing_is_sent_to_the_queue_of_a_class_that_kubernetes_jobs_run() -> None:
+    """No worker reads it, so the messages of weeks would fill the memory of Redis."""
+    classes = {"silent": GpuClass(in_kubernetes_jobs=True), "read": GpuClass()}
+    app = open_celery("memory://", "silent")
+    send = sender(app, unread_queues(Settings(gpu_classes=classes)))
+    assert send(RUN, gpu_queue("silent")) and send(RUN, gpu_queue("read"))
+
+    with app.connection() as connection:
+        channel = connection.default_channel
+        messages = {name: channel.basic_get(gpu_queue(name), no_ack=True) for name in classes}
+
+    assert messages["silent"] is None
+    assert messages["read"] is not None
 
 
 class Broker:

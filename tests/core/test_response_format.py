@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from core.response_format import MAX_SCHEMA_DEPTH, ResponseFormat, held_to, problem
+from core.response_format import MAX_SCHEMA_DEPTH, ResponseFormat, problem, response_schema
 
 
 def refused(schema: dict[str, Any]) -> str:
@@ -65,6 +65,6 @@ def test_a_property_may_have_the_name_of_a_keyword() -> None:
 )
 @pytest.mark.slow
 def test_a_schema_that_no_answer_can_be_begun_with_has_a_problem(schema: dict[str, Any], says: str) -> None:
-    found = problem(held_to(schema))
+    found = problem(response_schema(schema))
 
     assert says in found if says else found == ""

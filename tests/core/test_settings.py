@@ -305,7 +305,17 @@ def test_the_device_of_a_class_is_stated_or_that_of_an_embedded_service(
     environment(GPU_CLASSES=classes, BROKER_URL=broker)
     gpu_file = tmp_path if has_gpu else tmp_path / "none"
 
-    assert devices.device_of(Settings(), "cpu", [gpu_file]) == device
+    assert devices.device_of(Settings(), "cpu", {}, [gpu_file]) == device
+
+
+@pytest.mark.parametrize(
+    ("value", "device"), [(None, "cpu"), ("void", "cpu"), ("none", "cpu"), ("all", "cuda"), ("GPU-1", "cuda")]
+)
+def test_a_container_with_gpus_is_known_by_its_variable(value: str | None, device: str) -> None:
+    environ = {} if value is None else {"NVIDIA_VISIBLE_DEVICES": value}
+
+    assert devices.expected_device(Settings(), environ, []) == device
+    assert devices.expected_device(Settings(device="cpu"), environ, []) == "cpu"
 
 
 def test_a_key_that_is_refused_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:

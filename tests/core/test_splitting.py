@@ -24,7 +24,7 @@ def divide(content: bytes, share: float, most: int = MOST) -> tuple[list[Any], l
     hashes = splitting.hashes_of([content])
     chosen = splitting.choose(hashes, share, most)
     sides = (
-        splitting.part(lambda: [content], hashes, chosen, is_validation=is_valid)
+        splitting.rows_of_split(lambda: [content], hashes, chosen, is_validation=is_valid)
         for is_valid in (False, True)
     )
     training, validation = ([json.loads(line) for line in side] for side in sides)
@@ -67,7 +67,8 @@ def test_lines_stay_as_they_are() -> None:
     hashes = splitting.hashes_of([odd])
     chosen = splitting.choose(hashes, 0.5, MOST)
     sides = [
-        b"".join(splitting.part(lambda: [odd], hashes, chosen, is_validation=one)) for one in (True, False)
+        b"".join(splitting.rows_of_split(lambda: [odd], hashes, chosen, is_validation=one))
+        for one in (True, False)
     ]
 
     assert sorted(sides, key=len)[1] == b'{"messages":[{"role":"user","content":"a"}],  "x": 1.50}\r\n'

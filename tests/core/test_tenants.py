@@ -9,7 +9,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from core.database.engine import Database, Work
-from core.database.tables import AuditEntry, Job, Project, ProjectUsage, Upload, now
+from core.database.tables import AuditEntry, Job, Preview, Project, ProjectUsage, Upload, now
 from core.errors import InvalidRequest, OrganizationNotFound, ProjectNotFound, QuotaExceeded
 from core.jobs import usage
 from core.tenancy import tenants
@@ -172,6 +172,26 @@ def test_storage_is_what_the_files_hold_that_are_not_deleted(session: Session, p
     assert tenants.free_storage(session, project.id, limits) == 40
     with pytest.raises(QuotaExceeded, match="storage_bytes is 100, and 60 are in use"):
         tenants.refuse_file_beyond(session, project.id, limits, 41)
+
+
+@pytest.mark.both_databases
+def test_previews_count_with_their_answers(session: Session, project: Project) -> None:
+    session.add(
+        Preview(
+            project_id=project.id,
+            request={"model": "tiny"},
+            parts={},
+            training_sha256="0" * 64,
+            progress={},
+            answers=[{"text": "é" * 100}],
+            lease_expires_at=1.0,
+        )
+    )
+    session.flush()
+
+    # In ASCII an accent has six bytes. The JSON of a report that is missing may be "null".
+    expected = len('{"model":"tiny"}') + len('[{"text":""}]') + 600
+    assert expected <= tenants.stored_bytes(session, project.id) <= expected + 4
 
 
 @pytest.mark.both_databases

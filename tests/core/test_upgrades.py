@@ -150,8 +150,8 @@ def test_a_new_column_with_a_default_is_nothing_to_code_that_does_not_know_it(em
 def test_code_that_reads_a_column_that_is_gone_fails(empty_url: str) -> None:
     upgrade(empty_url)
 
-    with pytest.raises(KeyError, match="last_turn"):
-        written_after(empty_url, lambda: execute(empty_url, "alter table projects drop column last_turn"))
+    with pytest.raises(KeyError, match="archived_at"):
+        written_after(empty_url, lambda: execute(empty_url, "alter table projects drop column archived_at"))
 
 
 @pytest.mark.parametrize(("before", "after"), revisions())
@@ -174,13 +174,13 @@ def test_a_column_that_is_taken_away_and_a_rule_that_is_added_are_both_found(emp
     with migrating(empty_url) as connection:
         old = what_code_relies_on(connection)
     with migrating(empty_url) as connection:
-        connection.execute(text("alter table projects drop column last_turn"))
+        connection.execute(text("alter table projects drop column archived_at"))
         connection.execute(text("create unique index ix_projects_name on projects (name)"))
     with migrating(empty_url) as connection:
         new = what_code_relies_on(connection)
 
     assert contracted(old, new) == {
-        "column projects last_turn was BIGINT null=False, is None",
+        "column projects archived_at was BIGINT null=True, is None",
         "rule projects ix_projects_name is new",
     }
 

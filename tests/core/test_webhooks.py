@@ -9,11 +9,11 @@ from openai import InvalidWebhookSignatureError, OpenAI
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
+from core.claims import Claim
 from core.database.engine import Database, Work
 from core.database.tables import Job, Pipeline, Project, WebhookDelivery, WebhookEndpoint
 from core.errors import InvalidRequest, WebhookEndpointNotFound
 from core.jobs import lifecycle
-from core.jobs.claim import Claim
 from core.outbound import webhooks
 from core.pipelines import lifecycle as pipelines
 from core.results.step_metrics import StepMetrics

@@ -1,7 +1,7 @@
 """The workers and the queues of the service, as an operator sees them."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 import pytest
@@ -31,6 +31,7 @@ REPORT = Report(
     memory_used_bytes=3,
     memory_total_bytes=8,
     draining=False,
+    findings=[],
 )
 
 
@@ -50,8 +51,10 @@ def silence(session: Session, name: str, seconds: float) -> None:
     session.expire_all()
 
 
-def found(session: Session, defaults: Limits = NO_LIMITS) -> dict[str, Queue]:
-    listed = queues.queues(session, defaults, workers.listed(session))
+def found(
+    session: Session, defaults: Limits = NO_LIMITS, pod_classes: Collection[str] = ()
+) -> dict[str, Queue]:
+    listed = queues.queues(session, defaults, workers.listed(session), pod_classes)
     return {queue.gpu_class or queue.kind: queue for queue in listed}
 
 
@@ -146,6 +149,24 @@ def test_a_queue_without_a_worker_says_so(session: Session, project: Project) ->
     assert (queue.kind, queue.length, queue.workers) == ("jobs", 1, 0)
     assert queue.oldest_seconds == pytest.approx(300, abs=30)
     assert queue.reason == "no worker of class h200 reports itself"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "reason"),
+    [
+        (300, "a pod of class h200 will be started for each"),
+        (
+            1200,
+            "no pod of class h200 was started in 20 minutes; see `kubectl describe scaledjob` and the pods",
+        ),
+    ],
+)
+def test_the_queue_of_a_pool_of_jobs_waits_for_pods(
+    session: Session, project: Project, seconds: int, reason: str
+) -> None:
+    factories.job(session, project, gpu_class="h200", created_at=int(time.time()) - seconds)
+
+    assert found(session, pod_classes={"h200"})["h200"].reason == reason
 
 
 def test_a_queue_waits_for_busy_workers_and_not_for_silent_ones(session: Session, project: Project) -> None:

@@ -3,19 +3,24 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from openai import OpenAI
+from sqlalchemy import select
 
+from core.database.engine import Database, Work
+from core.database.tables import Organization
+from core.settings import Settings
+from core.tenancy import keys, tenants
+from tests.servers import reserve_port
 from tests.tiny import make_tiny_model
 
 ROOT = Path(__file__).parents[2]
@@ -26,10 +31,11 @@ class Server:
     process: subprocess.Popen[bytes]
     port: int
     folder: Path
+    project_key: str = ""  # empty: that of the first project
 
     @property
     def key(self) -> str:
-        return (self.folder / "api_key").read_text().strip()
+        return self.project_key or (self.folder / "api_key").read_text().strip()
 
     @property
     def base_url(self) -> str:
@@ -38,6 +44,16 @@ class Server:
     def client(self, **options: Any) -> OpenAI:
         given: dict[str, Any] = {"base_url": self.base_url, "api_key": self.key, "max_retries": 0}
         return OpenAI(**given | options)
+
+    def with_new_project(self, name: str) -> "Server":
+        """The same service, as an operator whose key is of a new project sees it."""
+        database = Database(Settings(data_dir=self.folder).database)
+        with database.write() as session:
+            work, organization = Work(session), session.scalars(select(Organization)).one()
+            project = tenants.create_project(work, organization, name)
+            key = keys.create_key(work, project, name, scope="operator").token
+        database.close()
+        return replace(self, project_key=key)
 
     def stop(self) -> int:
         """Ctrl-C, as a terminal sends it; returns the exit status."""
@@ -57,9 +73,7 @@ def launch(folder: Path, models: str, **environment: str) -> Server:
     folder.mkdir(parents=True, exist_ok=True)
     registry = folder / "models.toml"
     registry.write_text(models)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = reserve_port()
     settings = {
         "REGRAFT_DATA_DIR": str(folder),
         "REGRAFT_MODELS_FILE": str(registry),

@@ -121,7 +121,11 @@ def entered(command: str, monkeypatch: pytest.MonkeyPatch) -> tuple[int, list[st
             out = path.open("w")
     monkeypatch.setattr("sys.stdin", stdin)
     with redirect_stdout(out), redirect_stderr(screen):
-        code = main(words[1:])
+        try:
+            code = main(words[1:])
+        except SystemExit as ended:  # while it read its words, as for `completion`
+            assert isinstance(ended.code, int)
+            code = ended.code
     if out is not screen:
         out.close()
     return code, screen.lines

@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +98,56 @@ def wait(client: openai.OpenAI, job: FineTuningJob) -> FineTuningJob:
     for _ in regraft.events(client, job.id, poll_seconds=0.2):
         pass
     return client.fine_tuning.jobs.retrieve(job.id)
+
+
+JUDGES_AND_TEACHERS = """
+[judges.wise]
+base_url = "{address}/v1"
+
+[judges.local]
+model = "judge"
+explains = false
+
+[models.large]
+base_url = "{address}/v1"
+
+[endpoints]
+hosts = ["127.0.0.1"]
+"""
+
+
+@pytest.fixture(scope="module")
+def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server of others: an endpoint that grades, a judge, and a teacher. Yields its address."""
+    echo = echoes_of(make_tiny_model(tmp_path_factory.mktemp("teacher"), layers=3, seed=5))
+
+    def answer(path: str, asked: Any) -> tuple[int, str]:
+        if path == "/score":
+            right = asked["item"]["answer"] in asked["sample"]["output_text"]
+            return 200, json.dumps({"score": float(right)})
+        if path == "/v1/completions":
+            return echo(path, asked)
+        reply = verdict(len(asked["messages"][0]["content"]) % 7 / 7)
+        return reply.status, reply.body
+
+    with serving(answer) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, elsewhere: str) -> Iterator[Server]:
+    """The service of all tests here but one: with each kind of judge and teacher that an operator can name."""
+    folder = tmp_path_factory.mktemp("openai-client")
+    (folder / "graders.toml").write_text(JUDGES_AND_TEACHERS.format(address=elsewhere))
+    server = start_server(
+        folder / "data",
+        tiny_model,
+        judge=make_byte_model(folder / "bytes"),
+        REGRAFT_GRADERS_FILE=str(folder / "graders.toml"),
+    )
+    yield server
+    server.stop()
+    assert until(lambda: not processes_of(server.folder))
 
 
 @pytest.fixture(scope="module")
@@ -288,104 +338,61 @@ def test_a_grader_that_this_server_cannot_run_is_refused_at_create(client: opena
     assert refused.value.param == "method.reinforcement.grader.model"
 
 
-def test_judges_and_endpoints_that_the_operator_named_train_a_job(tmp_path: Path, tiny_model: Path) -> None:
+def test_judges_and_endpoints_that_the_operator_named_train_a_job(
+    client: openai.OpenAI, elsewhere: str
+) -> None:
     """Their tokens are counted, and what is secret is in no answer of the service."""
+    judge = JUDGE | {"model": "wise"}
+    mine = {"type": "endpoint", "name": "mine", "url": f"{elsewhere}/score", "headers": {"X-Api-Key": "hush"}}
+    both = {"type": "multi", "name": "both", "graders": {"judge": judge, "mine": mine}}
+    grader = both | {"calculate_output": "0.5 * judge + 0.5 * mine"}
 
-    def answer(path: str, asked: Any) -> tuple[int, str]:
-        if path == "/score":
-            return 200, json.dumps(
-                {"score": float(asked["item"]["answer"] in asked["sample"]["output_text"])}
-            )
-        said = asked["messages"][0]["content"]
-        reply = verdict(len(said) % 7 / 7)
-        return reply.status, reply.body
+    job = wait(client, create(client, method=method(grader, n_epochs=1)))
 
-    with serving(answer) as address:
-        (tmp_path / "graders.toml").write_text(
-            f'[judges.wise]\nbase_url = "{address}/v1"\n[endpoints]\nhosts = ["127.0.0.1"]\n'
-        )
-        server = start_server(
-            tmp_path / "data", tiny_model, REGRAFT_GRADERS_FILE=str(tmp_path / "graders.toml")
-        )
-        try:
-            client = server.client()
-            judge = JUDGE | {"model": "wise"}
-            mine = {
-                "type": "endpoint", "name": "mine", "url": f"{address}/score", "headers": {"X-Api-Key": "hush"}
-            }  # fmt: skip
-            both = {"type": "multi", "name": "both", "graders": {"judge": judge, "mine": mine}}
-            grader = both | {"calculate_output": "0.5 * judge + 0.5 * mine"}
-            job = wait(client, create(client, method=method(grader, n_epochs=1)))
-            events = [event.to_json() for event in client.fine_tuning.jobs.list_events(job.id)]
-            steps = regraft.metrics(client, job.id)
-        finally:
-            server.stop()
-
+    events = [event.to_json() for event in client.fine_tuning.jobs.list_events(job.id)]
     assert job.status == "succeeded", job.error
     assert "hush" not in job.model_dump_json(warnings=False) + "".join(events)
     shown = untyped(job.to_dict()["method"])["reinforcement"]["grader"]
     assert shown["graders"]["mine"]["headers"] == {"X-Api-Key": "***"}
     tokens = untyped(job.to_dict()["usage_metrics"])["model_grader_tokens"]["wise"]
     assert tokens["prompt_tokens"] == 2 * tokens["completion_tokens"] > 0
-    used = steps[1]["usage"]["graders"][0]
+    used = regraft.metrics(client, job.id)[1]["usage"]["graders"][0]
     assert (used["name"], used["model"]) == ("j", "wise")
     assert used["train_prompt_tokens_count"] > 0
 
 
-def test_a_model_on_a_server_that_the_operator_named_teaches_a_student(
-    tmp_path: Path, tiny_model: Path
-) -> None:
-    teacher = make_tiny_model(tmp_path / "teacher", layers=3, seed=5)
-    with serving(echoes_of(teacher)) as address:
-        (tmp_path / "graders.toml").write_text(f'[models.large]\nbase_url = "{address}/v1"\n')
-        server = start_server(
-            tmp_path / "data", tiny_model, REGRAFT_GRADERS_FILE=str(tmp_path / "graders.toml")
-        )
-        try:
-            client = server.client()
-            hyperparameters: dict[str, Any] = {"n_epochs": 2, "batch_size": 4, "learning_rate_multiplier": 40}
-            hyperparameters |= {"advanced": {"sampling": {"max_completion_tokens": 4}}}
-            distillation = {"teacher": {"model": "large"}, "hyperparameters": hyperparameters}
-            method = {"type": "distillation", "distillation": distillation}
-            job = wait(client, create(client, method=method))
-            steps = regraft.metrics(client, job.id)
-        finally:
-            server.stop()
+def test_a_model_on_a_server_that_the_operator_named_teaches_a_student(client: openai.OpenAI) -> None:
+    hyperparameters: dict[str, Any] = {"n_epochs": 2, "batch_size": 4, "learning_rate_multiplier": 40}
+    hyperparameters |= {"advanced": {"sampling": {"max_completion_tokens": 4}}}
+    distillation = {"teacher": {"model": "large"}, "hyperparameters": hyperparameters}
 
+    job = wait(client, create(client, method={"type": "distillation", "distillation": distillation}))
+
+    steps = regraft.metrics(client, job.id)
     assert job.status == "succeeded", job.error
     assert steps[-1]["full_valid_teacher_kl"] < steps[0]["full_valid_teacher_kl"]
     tokens = untyped(job.to_dict()["usage_metrics"])["model_grader_tokens"]["large"]
     assert tokens["prompt_tokens"] > tokens["completion_tokens"] > 0
 
 
-def test_a_model_of_the_registry_judges_a_job(tmp_path: Path, tiny_model: Path) -> None:
+def test_a_model_of_the_registry_judges_a_job(client: openai.OpenAI, server: Server) -> None:
     """Without any server elsewhere: the service starts one for it, and again when it dies."""
-    judge = make_byte_model(tmp_path / "judge")
-    (tmp_path / "graders.toml").write_text('[judges.local]\nmodel = "judge"\nexplains = false\n')
     label = JUDGE | {"type": "label_model", "name": "label", "model": "local", "labels": ["good", "bad"]}
     grader: Any = {"type": "multi", "name": "m", "calculate_output": "label"}
     grader["graders"] = {"label": label | {"passing_labels": ["good"]}}
-    server = start_server(
-        tmp_path / "data", tiny_model, judge=judge, REGRAFT_GRADERS_FILE=str(tmp_path / "graders.toml")
-    )
-    try:
-        client = server.client()
-        run = client.fine_tuning.alpha.graders.run
-        assert until(lambda: run(grader=grader, model_sample="hello", item={}).metadata.sampled_model_name)
-        for pid in processes_of(server.folder):
-            if Path(f"/proc/{pid}/comm").read_text() == "worker.serve\n":
-                os.kill(pid, signal.SIGKILL)
-        job = wait(client, create(client, method=method(grader, n_epochs=1)))
-        answers = regraft.rollouts(client, job.id, step=2, split="train")
-    finally:
-        server.stop()
+    run = client.fine_tuning.alpha.graders.run
+    assert until(lambda: run(grader=grader, model_sample="hello", item={}).metadata.sampled_model_name)
+    for pid in processes_of(server.folder):
+        if Path(f"/proc/{pid}/comm").read_text() == "worker.serving\n":
+            os.kill(pid, signal.SIGKILL)
+
+    job = wait(client, create(client, method=method(grader, n_epochs=1)))
 
     assert job.status == "succeeded", job.error
-    assert {answer["score"] for answer in answers} <= {0.0, 1.0}
-    assert until(lambda: not processes_of(server.folder))
+    assert {one["score"] for one in regraft.rollouts(client, job.id, step=2, split="train")} <= {0.0, 1.0}
 
 
-def test_a_job_learns_answers_that_are_held_to_a_schema(tmp_path: Path, tiny_model: Path) -> None:
+def test_a_job_learns_answers_that_are_held_to_a_schema(client: openai.OpenAI) -> None:
     """What it writes is always JSON of the schema; what it learns is what to put into it."""
     schema = {"type": "object", "properties": {"label": {"enum": ["yes", "no"]}}, "required": ["label"]}
     right = {"type": "string_check", "name": "right", "operation": "eq"}
@@ -401,16 +408,12 @@ def test_a_job_learns_answers_that_are_held_to_a_schema(tmp_path: Path, tiny_mod
             "advanced": in_groups(HYPERPARAMETERS["advanced"] | untyped({"max_completion_tokens": 24})),
         },
     }
-    server = start_server(tmp_path / "data", tiny_model, judge=make_byte_model(tmp_path / "bytes"))
-    try:
-        client = server.client()
-        job = create(client, model="judge", method={"type": "reinforcement", "reinforcement": method})
-        job = wait(client, job)
-        steps = regraft.metrics(client, job.id)
-        answers = regraft.rollouts(client, job.id, step=steps[-1]["step"], split="train")
-    finally:
-        server.stop()
+    job = create(client, model="judge", method={"type": "reinforcement", "reinforcement": method})
 
+    job = wait(client, job)
+
+    steps = regraft.metrics(client, job.id)
+    answers = regraft.rollouts(client, job.id, step=steps[-1]["step"], split="train")
     assert job.status == "succeeded", job.error
     assert {answer["output_text"] for answer in answers} <= {'{"label": "yes"}', '{"label": "no"}'}
     assert steps[-1]["full_valid_mean_reward"] == 1.0
@@ -537,7 +540,7 @@ def method(grader: dict[str, Any] = GRADER, **hyperparameters: Any) -> Any:
     return {"type": "reinforcement", "reinforcement": {"grader": grader, "hyperparameters": merged}}
 
 
-def until(condition: Callable[..., Any], seconds: float = 20.0) -> Any:
+def until(condition: Callable[..., Any], seconds: float = 60.0) -> Any:
     """Ask until the answer is true; the server is another process, so there is nothing to wait on."""
     deadline = time.monotonic() + seconds
     while not (result := condition()) and time.monotonic() < deadline:

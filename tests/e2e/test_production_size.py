@@ -3,7 +3,6 @@
 import hashlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -24,7 +23,7 @@ from core.storage.store import S3Blobs
 from tests.e2e.conftest import ROOT, Server, wait_until_ready
 from tests.e2e.test_openai_client import VALID, create, method, until, upload, wait
 from tests.present import untyped
-from tests.servers import Postgres, SeaweedFS
+from tests.servers import Postgres, SeaweedFS, reserve_port
 
 KEYS = {
     "AWS_ACCESS_KEY_ID": SeaweedFS.access_key,
@@ -51,9 +50,7 @@ def production(
     seaweed.client.create_bucket(Bucket="regraft")
     registry = folder / "models.toml"
     registry.write_text(f'[models.tiny]\npath = "{tiny_model}"\ndtype = "float32"\ncontext = 128\n')
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = reserve_port()
     environment = (
         os.environ
         | KEYS

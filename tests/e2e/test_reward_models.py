@@ -7,7 +7,7 @@ import openai
 import pytest
 import regraft
 from openai.types.fine_tuning import FineTuningJob
-from regraft.types import verdict_of
+from regraft.jobs import verdict_of
 
 from tests.e2e.test_offline_jobs import COLORS, train
 from tests.present import present, untyped

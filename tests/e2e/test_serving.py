@@ -29,7 +29,7 @@ from tests.e2e.test_openai_client import until
 from tests.present import present, untyped
 from tests.servers import reserve_port
 from tests.tiny import make_byte_model, make_tiny_model
-from worker.rollout.samplers.vllm import installed
+from worker.packages import vllm_version
 
 USER: Any = [{"role": "user", "content": "say it"}]
 GRADER = {
@@ -282,7 +282,7 @@ def test_the_archive_of_a_checkpoint_loads_with_transformers_and_peft(
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(installed() is None, reason="vLLM is not installed")
+@pytest.mark.skipif(vllm_version() is None, reason="vLLM is not installed")
 def test_the_archive_of_a_checkpoint_is_served_by_vllm(
     client: OpenAI, service: Server, job: FineTuningJob, tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -370,6 +370,6 @@ def serves(process: Path, service: Server) -> bool:
         mine = f"REGRAFT_DATA_DIR={service.folder}".encode() in (process / "environ").read_bytes().split(
             b"\0"
         )
-        return mine and (process / "comm").read_text() == "worker.serve\n"
+        return mine and (process / "comm").read_text() == "worker.serving\n"
     except (FileNotFoundError, PermissionError, ProcessLookupError):
         return False

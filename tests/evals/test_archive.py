@@ -128,7 +128,7 @@ def test_a_run_that_cannot_be_read_is_left_out_and_named(
     lines: list[str] = []
 
     path = f"/{first.id}/output_items"
-    report = export(broken(source, path, answer), tmp_path, tell=lines.append)
+    report = export(broken(source, path, answer), tmp_path, report_line=lines.append)
 
     assert (report.evals, report.runs, report.items, report.failed) == (2, 1, 2, 1)
     [index] = json.loads((tmp_path / "unreadable.json").read_text())

@@ -9,7 +9,9 @@ from openai import BadRequestError, NotFoundError, OpenAI, RateLimitError
 from openai.types import Batch
 from openai.types.chat import ChatCompletion
 from openai.types.responses import Response
+from sqlalchemy import delete
 
+from core.claims import MAX_BACK_OFF
 from core.database.tables import EvalJournal, EvalPage, EvalRun, Project, WebhookDelivery
 from core.evals import batches, lifecycle
 from core.evals.items import MAX_ROWS
@@ -18,7 +20,7 @@ from core.outbound import webhooks
 from core.retry import RetryPolicy
 from tests.evals.conftest import House
 from worker.evals.record import Record
-from worker.supervise.reconciler import Reconciler
+from worker.supervisor.reconciler import MAX_ITEM_TRIES, Reconciler
 
 CHAT: Any = "/v1/chat/completions"
 RESPONSES: Any = "/v1/responses"
@@ -220,6 +222,30 @@ def test_a_batch_that_is_cancelled_keeps_the_answers_so_far(house: House, client
     assert client.batches.cancel(batch.id).status == "cancelled"
 
 
+def test_a_batch_whose_answers_are_lost_stops_no_other_and_fails(house: House, client: OpenAI) -> None:
+    lost, whole = (create(client, [chat_line(number) for number in range(2)]) for _ in range(2))
+    for batch in (lost, whole):
+        answered(house, batch.id, 1)
+        client.batches.cancel(batch.id)
+    with house.database.write() as session:
+        for table in (EvalPage, EvalJournal):
+            session.execute(delete(table).where(table.run_id == lost.id))
+    moment = 0.0
+    reconciler = Reconciler(
+        house.settings, house.database, house.blobs, lambda *wake: True, clock=lambda: moment
+    )
+
+    reconciler.files_of_batches()
+    after_one = [client.batches.retrieve(batch.id).status for batch in (lost, whole)]
+    for _ in range(MAX_ITEM_TRIES):
+        moment += MAX_BACK_OFF
+        reconciler.files_of_batches()
+
+    assert after_one == ["cancelling", "cancelled"]
+    failed = client.batches.retrieve(lost.id)
+    assert (failed.status, failed.output_file_id) == ("failed", None)
+
+
 def test_a_batch_ends_with_its_completion_window(house: House, client: OpenAI) -> None:
     batch = create(client, [chat_line(number) for number in range(3)])
     answered(house, batch.id, 1)
@@ -279,7 +305,13 @@ def test_subscribers_hear_of_a_batch_once_its_files_are_written(house: House, cl
             session.get_one(Project, house.project.id),
             name="ci",
             url="https://example.com",
-            event_types=["batch.completed", "batch.cancelled", "eval.run.succeeded", "eval.run.canceled"],
+            event_types=[
+                "batch.completed",
+                "batch.cancelled",
+                "batch.failed",
+                "eval.run.succeeded",
+                "eval.run.canceled",
+            ],
             thresholds=None,
         )
     done = create(client, [chat_line(1)]).id
@@ -292,6 +324,10 @@ def test_subscribers_hear_of_a_batch_once_its_files_are_written(house: House, cl
     assert [(body["type"], body["data"]["id"]) for body in deliveries(house)] == [
         ("batch.completed", done),
         ("batch.cancelled", cancelled),
+    ]
+    invalid = create(client, [chat_line(1) | {"method": "GET"}]).id
+    assert [(body["type"], body["data"]["id"]) for body in deliveries(house)][2:] == [
+        ("batch.failed", invalid)
     ]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import uvicorn
 from regraft.cli import main
-from regraft.resources.evals import Evals
+from regraft.sync.evals import Evals
 
 from tests.evals.conftest import CONFIG, EXACT, PROMPT, House, completions, row
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from openai import BadRequestError, NotFoundError, OpenAI
 from openai.types.evals.run_create_response import RunCreateResponse
-from regraft.resources.evals import Evals, InvalidGate
+from regraft.resources.evals import InvalidGate
+from regraft.sync.evals import Evals
 
 from core.evals import summary
 from tests.evals.conftest import EXACT, House, completions, row

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from openai import OpenAI
 from regraft.cli import parser
-from regraft.resources.evals import Evals, read_config
+from regraft.resources.evals import read_config
+from regraft.sync.evals import Evals
 
 from graders.backends import Backends
 from tests.evals.conftest import House

@@ -9,8 +9,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from botocore.exceptions import EndpointConnectionError
@@ -18,10 +19,10 @@ from openai import BadRequestError, OpenAI, RateLimitError
 from sqlalchemy import update
 
 from api.resources.batch_requests import prepare_request
+from core.claims import Claim, LeaseLost
 from core.database.engine import Database, Work
-from core.database.tables import EvalRun, Project, WebhookDelivery
-from core.evals import lifecycle
-from core.jobs.claim import Claim, LeaseLost
+from core.database.tables import EvalPage, EvalRun, Project, WebhookDelivery
+from core.evals import items, lifecycle
 from core.outbound import webhooks
 from core.retry import RetryPolicy
 from core.storage import fsck, orphans
@@ -30,8 +31,11 @@ from core.tenancy import tenants
 from tests.evals.conftest import CONFIG, EXACT, JUDGED, House, completions, row
 from tests.evals.servers import chat_server, verdict
 from tests.present import present
+from tests.threads import no_free_thread
 from worker.evals.record import PaidCall, Record
 from worker.evals.runner import EvalRunner
+
+T = TypeVar("T")
 
 ROOT = Path(__file__).parents[2]
 KILLS, ROWS = 20, 200
@@ -127,7 +131,10 @@ def test_a_resumed_run_asks_for_nothing_that_was_recorded(
 
     done = client.evals.runs.retrieve(run.id, eval_id=made.id)
     assert done.status == "completed"
-    assert [one.invocation_count for one in done.per_model_usage] == [20, 20]
+    sampled, judged = (one.invocation_count for one in done.per_model_usage)
+    assert sampled == 20
+    # A reply that arrives as the worker stops is counted, although its grade is lost.
+    assert 20 <= judged <= len(house.judge.requests)
 
 
 def test_a_worker_that_lost_its_run_writes_nothing(
@@ -202,6 +209,70 @@ def test_an_outage_of_the_blob_store_is_no_failure_of_a_run(
     assert blobs.errors == []
     ended = house.row(run.id)
     assert (ended.status, ended.failures, ended.note) == ("completed", 0, None)
+
+
+def test_a_run_waits_for_a_models_file_that_the_operator_has_broken(
+    client: OpenAI, new_eval: Callable[..., Any], house: House
+) -> None:
+    run = client.evals.runs.create(new_eval().id, data_source=completions(1))
+    models = present(house.settings.models_file)
+    models.write_text("[models.tiny\n")
+
+    assert house.work() == 1
+
+    waiting = house.row(run.id)
+    assert (waiting.status, waiting.failures) == ("queued", 0)
+    assert f"The run waits: {models}" in present(waiting.note)
+
+
+def test_a_worker_that_starts_shortens_no_wait_of_a_run_that_was_put_off(
+    client: OpenAI, new_eval: Callable[..., Any], house: House
+) -> None:
+    """Its first pass bounds the times of a database whose clock was set back."""
+    run = client.evals.runs.create(new_eval().id, data_source=completions(1))
+    present(house.settings.models_file).write_text("[models.tiny\n")
+    assert house.work() == 1
+    due = house.row(run.id).next_run_at
+
+    with house.database.write() as session:
+        lifecycle.bound_times(session, 60.0)
+
+    assert house.row(run.id).next_run_at == due
+
+
+def test_a_run_without_a_thread_for_its_lease_is_queued_again(
+    client: OpenAI, new_eval: Callable[..., Any], house: House
+) -> None:
+    run = client.evals.runs.create(new_eval().id, data_source=completions(1))
+    runner = house.runner()
+    claim = present(runner.claim())
+
+    with no_free_thread():
+        runner.run(claim)
+
+    assert (house.row(run.id).status, house.row(run.id).failures) == ("queued", 1)
+
+
+def test_a_run_waits_until_the_environment_of_its_grader_is_built(
+    client: OpenAI, new_eval: Callable[..., Any], house: House, tmp_path: Path
+) -> None:
+    """As after an upgrade, until the operator builds the one of the new version on each machine."""
+    source = "def grade(sample, item):\n    return 1\n"
+    made = new_eval({"type": "python", "name": "mine", "source": source})
+    run = client.evals.runs.create(made.id, data_source=completions(1))
+    before = replace(house, backends=replace(house.backends, environments=tmp_path / "not built"))
+
+    before.work()
+
+    waiting = house.row(run.id)
+    assert (waiting.status, waiting.failures) == ("queued", 0)
+    assert "is not built on this server" in (waiting.note or "")
+
+    with house.database.write() as session:
+        session.execute(update(EvalRun).values(next_run_at=0.0))
+    house.work()
+
+    assert client.evals.runs.retrieve(run.id, eval_id=made.id).status == "completed"
 
 
 def test_a_run_that_ends_every_worker_fails(
@@ -410,10 +481,61 @@ def test_the_calls_of_a_worker_that_lost_its_run_to_another_are_not_counted(
     assert client.evals.runs.retrieve(run.id, eval_id=made.id).per_model_usage == []
 
 
-def record_of(house: House, claim: Claim | None) -> Record:
+class GivesUpOnce(RetryPolicy):
+    """As if the database had been unavailable for longer than the patience, before the first write or after it."""
+
+    def __init__(self, *, after: bool) -> None:
+        super().__init__(1.0, print)
+        self.after, self.has = after, False
+
+    def __call__(self, do: Callable[[], T]) -> T:
+        if self.has or self.after:
+            done = do()
+        if self.has:
+            return done
+        self.has = True
+        raise ConnectionError("the database is unavailable")
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_items_of_a_commit_that_failed_are_counted_once(
+    client: OpenAI, new_eval: Callable[..., Any], house: House, after: bool
+) -> None:
+    run = client.evals.runs.create(new_eval(JUDGED).id, data_source=completions(3)).id
+    record = record_of(house, house.runner().claim(), GivesUpOnce(after=after))
+    for line in (1, 2):
+        record.finish(item(run, line), 10)
+    record.paid(PaidCall("judge", {"prompt_tokens": 10, "completion_tokens": 5}, metered=True, judge=True))
+    with pytest.raises(ConnectionError):
+        asyncio.run(record.flush())
+    record.finish(item(run, 3), 10)
+
+    asyncio.run(record.flush())
+
+    kept = house.row(run).summary
+    assert kept["counts"]["pass"] == 3
+    with house.database.read() as session:
+        assert session.query(EvalPage).one().items == 3
+        assert tenants.usage_since(session, house.project.id).grader_tokens == 15
+
+
+def item(run_id: str, line: int) -> dict[str, Any]:
+    return {
+        "id": items.item_id(run_id, line),
+        "line": line,
+        "status": "pass",
+        "results": [],
+        "sample": {},
+        "created_at": 1,
+        "datasource_item": {},
+        "datasource_item_id": line,
+    }
+
+
+def record_of(house: House, claim: Claim | None, retry: RetryPolicy | None = None) -> Record:
     assert claim is not None
     record = Record(
-        house.database, house.blobs, claim, house.settings.default_limits, RetryPolicy(1.0, print)
+        house.database, house.blobs, claim, house.settings.default_limits, retry or RetryPolicy(1.0, print)
     )
     with house.database.read() as session:
         record.load(session, house.row(claim.job_id))

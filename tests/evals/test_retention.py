@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from openai import NotFoundError, OpenAI, RateLimitError
-from sqlalchemy import update
+from sqlalchemy import Text, cast, func, select, update
 
 from core.database.tables import EvalJournal, EvalPage, EvalRun
 from core.evals import items
@@ -14,7 +14,7 @@ from core.storage import fsck, orphans
 from core.tenancy import tenants
 from tests.evals.conftest import EXACT, House, completions
 from tests.present import untyped
-from worker.supervise.retention import DAY, Retention
+from worker.supervisor.retention import DAY, Retention
 
 
 def keep(house: House, days: int | None) -> None:
@@ -139,6 +139,18 @@ def test_items_of_a_run_that_ended_in_the_middle_of_a_block_count_as_storage(
     assert count(house, EvalJournal) == 2
     with house.database.read() as session:
         assert tenants.stored_bytes(session, house.project.id) > house.row(run).content_bytes + 200
+
+
+def test_rows_count_with_the_bytes_that_they_are_stored_with(
+    client: OpenAI, new_eval: Callable[..., Any], house: House
+) -> None:
+    source = completions(1)
+    source["source"]["content"][0]["item"]["question"] = "你" * 1000
+    run = client.evals.runs.create(new_eval().id, data_source=source).id
+
+    with house.database.read() as session:
+        stored = session.scalars(select(func.length(cast(EvalRun.content, Text)))).one()
+    assert house.row(run).content_bytes == stored > 6000
 
 
 def test_fsck_finds_the_damage_of_a_page_and_nothing_in_a_whole_one(

@@ -239,7 +239,7 @@ def test_items_page_across_blocks_in_both_orders_and_by_status(
     failed = [item.datasource_item_id for item in listed(run.id, eval_id=made.id, limit=4, status="fail")]
     assert failed == list(range(1, count + 1, 10))
     with house.database.read() as session:
-        assert not items.stored(session, run.id).loose
+        assert not items.items_of_run(session, run.id).loose
 
 
 @pytest.mark.both_databases
@@ -482,15 +482,11 @@ def test_one_fault_of_many_rows_is_one_sentence(client: OpenAI, new_eval: Callab
     assert "'answer' is a required property (and in 29 more lines: 2, 3, 4, 5, …)" in str(refused.value)
 
 
-def test_a_file_that_is_no_jsonl_is_named(client: OpenAI, new_eval: Callable[..., Any]) -> None:
-    made = new_eval()
+def test_a_file_that_is_no_jsonl_is_named(client: OpenAI) -> None:
     content = json.dumps([row(1), row(2)]).encode()
-    file = client.files.create(file=("rows.json", content), purpose="evals").id
 
     with pytest.raises(BadRequestError, match="the file is one JSON array; write one object per line"):
-        client.evals.runs.create(
-            made.id, data_source=completions(0) | {"source": {"type": "file_id", "id": file}}
-        )
+        client.files.create(file=("rows.json", content), purpose="evals")
 
 
 def test_every_bad_line_of_a_file_is_named(client: OpenAI, new_eval: Callable[..., Any]) -> None:

@@ -54,11 +54,19 @@ def test_loading_is_waited_for_longer_than_a_failure() -> None:
     assert (answer.error["code"], len(server.requests)) == ("http_500", 3)
 
 
-def test_a_503_without_a_time_to_wait_is_an_error_of_the_item() -> None:
-    answer, server = sampled([Reply(503, "no")], ours=True, loading=9)
+def test_a_503_of_our_own_server_without_a_time_to_wait_is_an_error_of_the_item() -> None:
+    """Such as that of a model which is too large for the GPU."""
+    refusal = Reply(503, '{"error": {"message": "too large", "code": "not_enough_memory"}}')
+    answer, server = sampled([refusal], ours=True, loading=9)
 
     assert answer.error is not None
-    assert (answer.error["code"], len(server.requests)) == ("http_503", 3)
+    assert (answer.error["code"], len(server.requests)) == ("not_enough_memory", 3)
+
+
+@pytest.mark.parametrize("status", [502, 503, 504])
+def test_a_proxy_that_does_not_reach_our_own_server_interrupts_the_run(status: int) -> None:
+    with pytest.raises(ServerUnavailable, match=str(status)):
+        sampled([Reply(status, "<html>bad gateway</html>")], ours=True)
 
 
 def test_a_foreign_server_that_stays_away_is_an_error_of_the_item() -> None:

@@ -1,4 +1,4 @@
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -7,9 +7,9 @@ import pytest
 
 from core.registry import BaseModelEntry
 from tests.families.zoo import CONTEXT, Family
-from worker.model import support
+from worker.model import compatibility
+from worker.model.compatibility import ForwardVerdict
 from worker.model.policy import Policy, load_base, read_config
-from worker.model.support import ForwardVerdict
 from worker.refusals import UnsupportedModel
 
 
@@ -31,21 +31,22 @@ def policy_on(folder: Path, *, rank: int = 4, alpha: int = 8) -> Policy:
 def loaded(folder: Path) -> Loaded:
     """As a job loads a model, with every check that it makes on the way."""
     try:
-        support.refuse_by_config(read_config(folder), CONTEXT)
+        compatibility.refuse_by_config(read_config(folder), CONTEXT)
         policy = policy_on(folder)
-        verdict = support.probe(policy, sampled=True)
+        verdict = compatibility.probe(policy, sampled=True)
     except UnsupportedModel as refusal:
         return Loaded(None, refusal=str(refusal))
     return Loaded(policy, verdict)
 
 
-@pytest.fixture(scope="session")
-def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, Loaded]]:
-    """A family's folder and what became of loading it; each is loaded once."""
+@pytest.fixture(scope="module")
+def load(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., tuple[Path, Loaded]]]:
+    """A family's folder and what became of loading it; each is loaded once, and all are dropped after the file."""
 
     @cache
     def once(family: Family) -> tuple[Path, Loaded]:
         folder = family.save(tmp_path_factory.mktemp("family"))
         return folder, loaded(folder)
 
-    return once
+    yield once
+    once.cache_clear()

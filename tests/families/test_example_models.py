@@ -10,7 +10,7 @@ import transformers
 
 from core.registry import Registry
 from tests.families.table import in_docs
-from worker.rollout.samplers.vllm import installed
+from worker.packages import vllm_version
 
 REGISTRY = Registry.load(Path(__file__).parents[2] / "examples/models.toml")
 
@@ -86,7 +86,7 @@ def test_each_family_is_one_that_was_tried() -> None:
     assert {model.family for model in PUBLISHED.values()} <= tried
 
 
-@pytest.mark.skipif(installed() is None, reason="vLLM is not installed")
+@pytest.mark.skipif(vllm_version() is None, reason="vLLM is not installed")
 def test_vllm_has_each_architecture() -> None:
     """In the text of its registry: to import it takes ten seconds."""
     found = find_spec("vllm")

@@ -21,13 +21,13 @@ from tests.families.conftest import Loaded, policy_on
 from tests.families.table import in_docs, table
 from tests.families.zoo import CONTEXT, FAMILIES, Family
 from tests.present import present
-from worker.learn.batch import split, tensors_of
-from worker.learn.trainer import PeftTrainer
 from worker.model.architecture import class_of
+from worker.model.batch import split, tensors_of
 from worker.model.export import TEXTS, merge
 from worker.model.policy import read_config
-from worker.rollout.samplers import Sampling
-from worker.rollout.samplers.transformers import TransformersSampler
+from worker.sampling import Sampling
+from worker.sampling.transformers import TransformersSampler
+from worker.training.trainer import PeftTrainer
 from worker.types import Group, Pack, Prompt
 from worker.types import TrainingSequence as Answer
 
@@ -79,7 +79,7 @@ def test_a_family_is_computed_as_transformers_does_or_refused_by_name(
 
         pack = Pack(prompt.ids, (as_trained(ids), as_trained(ids[::-1])))
         packs = [pack] if policy.route.forward == "packed" else list(split(pack, 0))
-        trained, _ = PeftTrainer(policy, SETTINGS, token_budget=512).own.logprobs(tensors_of(packs))
+        trained, _ = PeftTrainer(policy, SETTINGS, token_budget=512).loss.logprobs(tensors_of(packs))
         assert trained[: len(ids)].tolist() == pytest.approx(logprobs, abs=near)
 
 
@@ -104,6 +104,14 @@ def as_trained(ids: tuple[Any, ...]) -> Answer:
     return Answer(tuple(ids), (0.0,) * len(ids), (1.0,) * len(ids), 1.0)
 
 
+@pytest.mark.parametrize(
+    "family",
+    # The test above computes the gradient's forward pass of each.
+    [
+        pytest.param(family, id=family.title, marks=() if number % 5 == 0 else pytest.mark.thorough)
+        for number, family in enumerate(FAMILIES)
+    ],
+)
 def test_a_step_changes_the_adapter_of_a_supported_family(
     family: Family, load: Callable[..., tuple[Path, Loaded]]
 ) -> None:

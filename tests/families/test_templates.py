@@ -26,14 +26,14 @@ from worker.model.policy import Policy, load_base, render
 from worker.model.template import facts_of, own_stop_ids, stop_ids_of
 from worker.offline.rows import answers_pack, preference_packs, supervised_packs
 from worker.offline.templates import template_of
-from worker.prepare.template_report import lines_with_special_texts
+from worker.prepare.start_report import lines_with_special_texts
 from worker.refusals import ChatTemplateFailed
-from worker.rollout.samplers import Sampling
-from worker.rollout.samplers.transformers import TransformersSampler
-from worker.serve.chat import begin
-from worker.serve.continuous import ContinuousEngine
-from worker.serve.engines import EngineRefused
-from worker.serve.vllm_server import VllmModel
+from worker.sampling import Sampling
+from worker.sampling.transformers import TransformersSampler
+from worker.serving.chat import begin
+from worker.serving.continuous import ContinuousEngine
+from worker.serving.engines import EngineRefused
+from worker.serving.vllm_server import VllmModel
 from worker.types import Prompt
 
 END = "<|im_end|>"
@@ -152,6 +152,8 @@ def test_answers_end_at_the_templates_token_as_if_it_were_an_eos_of_the_model(tm
 
 class Named(VllmModel):
     """Requests to vLLM's server, without a server."""
+
+    upstream: Any = None
 
     def adapter_name(self, request: InternalChat | InternalCompletion, folder: Path | None) -> str:
         return self.name

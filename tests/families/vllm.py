@@ -15,12 +15,12 @@ import torch
 
 from core.registry import BaseModelEntry
 from tests.families.zoo import CONTEXT, FAMILIES, Family
-from worker.model import support
+from worker.engine.client import EngineLost
+from worker.model import compatibility
 from worker.model.policy import Policy, load_base
 from worker.refusals import Refusal, first_line
-from worker.rollout.samplers import Sampling
-from worker.rollout.samplers.engine_process import EngineLost
-from worker.rollout.samplers.vllm import VllmSampler
+from worker.sampling import Sampling
+from worker.sampling.vllm import VllmSampler, with_own_engines
 from worker.types import Prompt
 
 PROMPTS = [Prompt(1, tuple(range(5, 45)), {}), Prompt(2, tuple(range(30, 41)), {})]  # beyond a window of 16
@@ -73,8 +73,8 @@ def started(family: Family, folder: Path) -> Iterator[tuple[Policy, VllmSampler]
     replace(family, options={**family.options, "hidden_size": 128, **heads}).save(folder)
     entry = BaseModelEntry(path=folder, dtype="float32", context=CONTEXT)
     policy = Policy(load_base("tiny", entry, folder, "cpu"), rank=4, alpha=8, seed=0)
-    support.probe(policy, sampled=False)
-    sampler = VllmSampler(policy, kv_cache_bytes=1 << 26, threads=1)
+    compatibility.probe(policy, sampled=False)
+    sampler = with_own_engines(policy, kv_cache_bytes=1 << 26, threads=1)
     try:
         yield policy, sampler
     finally:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+MSGPACK = "application/msgpack"
+
 
 @dataclass
 class Reply:
@@ -113,22 +115,27 @@ class Time:
 
 
 @contextmanager
-def serving(answer: Callable[[str, Any], tuple[int, str]]) -> Iterator[str]:
-    """A server in threads of its own, for callers with event loops of theirs. `answer` gets path and JSON body."""
+def serving(answer: Callable[[str, Any], tuple[int, str | bytes]]) -> Iterator[str]:
+    """A server in threads of its own, for callers with event loops of theirs. `answer` gets path and body.
+
+    A body of MessagePack stays bytes.
+    """
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self._answer(None)
 
         def do_POST(self) -> None:
-            self._answer(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+            body = self.rfile.read(int(self.headers["content-length"]))
+            self._answer(body if self.headers["content-type"] == MSGPACK else json.loads(body))
 
         def _answer(self, sent: Any) -> None:
-            status, body = answer(self.path, sent)
+            status, text = answer(self.path, sent)
+            body = text if isinstance(text, bytes) else text.encode()
             self.send_response(status)
             self.send_header("content-length", str(len(body)))
             self.end_headers()
-            self.wfile.write(body.encode())
+            self.wfile.write(body)
 
         def log_message(self, *args: object) -> None:
             return None

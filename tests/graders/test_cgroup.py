@@ -94,3 +94,14 @@ def test_graders_are_in_the_group_of_this_host() -> None:
 
 def test_a_host_without_proc_has_no_group_and_says_why(tmp_path: Path) -> None:
     assert cgroup.group(tmp_path) == (None, f"{tmp_path} cannot be read: No such file or directory")
+
+
+def test_a_group_that_could_not_be_made_is_tried_again(tmp_path: Path, tree: Path) -> None:
+    proc = tmp_path / "proc"
+    assert cgroup.group(proc)[0] is None
+
+    proc.mkdir()
+    (proc / "cgroup").write_text("0::/\n")
+    (proc / "mounts").write_text(f"cgroup2 {tree} cgroup2 rw,relatime 0 0\n")
+
+    assert cgroup.group(proc) == (tree / cgroup.NAME, "")

@@ -1,12 +1,16 @@
 import asyncio
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from graders.build import NotConfigured, build
-from graders.calls import CallRetryPolicy
+from graders.calls import CallRetryPolicy, RateLimit, ServerAway, post
 from graders.endpoint import Endpoints
 from graders.run import grade_all
 from graders.spec import InvalidGrader, dump, parse_grader
@@ -23,9 +27,17 @@ RAW = {
 
 
 class Asked:
-    def __init__(self, *replies: Reply, samples: tuple[Any, ...] = ("hi",), **changes: object) -> None:
+    def __init__(
+        self,
+        *replies: Reply,
+        samples: tuple[Any, ...] = ("hi",),
+        away_seconds: float | None = None,
+        **changes: object,
+    ) -> None:
         self.server, self.time = ScriptedServer(replies), Time()
-        patience = CallRetryPolicy(sleep=self.time.sleep, jitter=lambda: 0.5, first_wait_s=1.0)
+        patience = CallRetryPolicy(
+            away_seconds=away_seconds, sleep=self.time.sleep, jitter=lambda: 0.5, first_wait_s=1.0
+        )
         endpoints = Endpoints(
             ("127.0.0.1", "*.example.com"), patience, new_trace_id=lambda: "trace_1", clock=self.time.clock
         )
@@ -85,6 +97,47 @@ def test_a_server_that_is_not_there_is_asked_four_times() -> None:
 
     assert asked.grade.error is ErrorKind.endpoint_grader_server_error
     assert asked.time.slept == [1.0, 2.0, 4.0]
+
+
+def test_a_run_waits_for_an_endpoint_that_is_away() -> None:
+    asked = Asked(*[Reply(503, "deploying")] * 12, Reply(200, '{"score": 1}'), away_seconds=600.0)
+
+    assert asked.grade.score == 1.0
+
+    with pytest.raises(ServerAway, match=r"The endpoint of the grader .* is unavailable"):
+        Asked(Reply(200, "{}"), url="http://127.0.0.1:1/", away_seconds=600.0)
+
+
+@contextmanager
+def dropping() -> Iterator[str]:
+    """The address of a server that takes no more connections: the system drops the packets of new ones."""
+    with ExitStack() as opened:
+        server = opened.enter_context(socket.socket())
+        server.bind(("127.0.0.1", 0))
+        server.listen(0)
+        for _ in range(4):
+            other = opened.enter_context(socket.socket())
+            other.setblocking(False)
+            with suppress(BlockingIOError):
+                other.connect(server.getsockname())
+        yield f"http://127.0.0.1:{server.getsockname()[1]}/"
+
+
+def test_a_host_that_drops_packets_is_away_and_not_slow() -> None:
+    patience = CallRetryPolicy(away_seconds=0.0)
+
+    async def ask(url: str) -> None:
+        async with httpx.AsyncClient() as client:
+            await post(client, url, b"{}", {}, patience=patience, pace=RateLimit(None), timeout_s=1.0)
+
+    with dropping() as url, pytest.raises(ServerAway):
+        asyncio.run(ask(url))
+
+
+def test_a_host_that_does_not_exist_is_not_waited_for() -> None:
+    asked = Asked(Reply(200, "{}"), url="https://absent.example.com/", away_seconds=600.0)
+
+    assert asked.grade.error is ErrorKind.endpoint_grader_server_error
 
 
 def test_a_passing_trouble_passes() -> None:

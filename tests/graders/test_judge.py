@@ -1,18 +1,23 @@
 import asyncio
 import json
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import httpx
 import pytest
 
+from core.outages import outage
 from graders.build import NotConfigured, build
-from graders.calls import CallRetryPolicy
+from graders.calls import CallRetryPolicy, ServerAway
 from graders.judge.judges import HttpJudges, JudgeModel
 from graders.report import run_report
 from graders.run import grade_all
 from graders.spec import InvalidGrader, dump, parse_grader
 from graders.types import ErrorKind, Grade, Sample, TokenUsage
 from tests.graders.servers import ODD_COUNTS, Reply, ScriptedServer, Time, chat, verdict, with_usage
+
+T = TypeVar("T")
 
 SCORE = {
     "type": "score_model",
@@ -47,17 +52,22 @@ class Asked:
         samples: tuple[Any, ...] = ("hi",),
         concurrency: int = 1,
         hold: int = 1,
+        away_seconds: float | None = None,
         **served: Any,
     ) -> None:
         self.server, self.time = ScriptedServer(replies, hold), Time()
         self.spec = parse_grader(raw)
         patience = CallRetryPolicy(
-            sleep=self.time.sleep, jitter=lambda: 0.5, first_wait_s=1.0, wall_clock=self.time.clock
+            away_seconds=away_seconds,
+            sleep=self.time.sleep,
+            jitter=lambda: 0.5,
+            first_wait_s=1.0,
+            wall_clock=self.time.clock,
         )
 
         async def run() -> list[Grade]:
             async with self.server as url:
-                config = {"j": JudgeModel(f"{url}/v1", **served)}
+                config = {"j": JudgeModel(**{"base_url": f"{url}/v1", **served})}
                 async with HttpJudges(config, patience=patience, clock=self.time.clock) as judges:
                     pairs = [(Sample(text), {"q": "Q"}) for text in samples]
                     grades = await grade_all(build(self.spec, judges), pairs, concurrency=concurrency)
@@ -221,6 +231,113 @@ def test_what_befalls_the_one_who_asks_befalls_all_who_wait() -> None:
 
     assert {grade.error for grade in asked.grades} == {ErrorKind.model_grader_server_error}
     assert len(asked.server.requests) == 1
+
+
+@pytest.mark.parametrize("away", [Reply(502, "<html>"), Reply(503, ""), Reply(504, ""), Reply(429, "slowly")])
+def test_a_run_waits_for_a_judge_that_is_away(away: Reply) -> None:
+    asked = Asked(SCORE, *[away] * 12, verdict(1), away_seconds=600.0)
+
+    assert asked.grade.score == 1.0
+    assert 300 < sum(asked.time.slept) <= 600
+
+
+@pytest.mark.parametrize("served", [{}, {"base_url": "http://127.0.0.1:1/v1"}], ids=["proxy", "connection"])
+def test_a_judge_that_stays_away_is_no_fault_of_the_answers(served: dict[str, Any]) -> None:
+    with pytest.raises(ServerAway, match="The judge j is unavailable") as caught:
+        Asked(multi_of("s + l", s=SCORE, l=LABEL), Reply(502, ""), away_seconds=600.0, **served)
+
+    assert outage(caught.value) is not None
+
+
+def test_a_judge_that_fails_on_a_prompt_is_not_waited_for() -> None:
+    asked = Asked(SCORE, Reply(500, "boom"), away_seconds=600.0)
+
+    assert asked.grade.error is ErrorKind.model_grader_server_error
+    assert len(asked.server.requests) == 4
+
+
+class Jumping(asyncio.SelectorEventLoop):
+    """An event loop whose time a test sets forward."""
+
+    ahead = 0.0
+
+    def time(self) -> float:
+        return super().time() + self.ahead
+
+    async def jump(self, seconds: float) -> None:
+        """Let all tasks do what they can, before and afterwards."""
+        for ahead in (0.0, seconds):
+            self.ahead += ahead
+            for _ in range(100):
+                await asyncio.sleep(0)
+
+
+def jumping(run: Callable[[Jumping], Coroutine[Any, Any, T]]) -> T:
+    loop = Jumping()
+    try:
+        return loop.run_until_complete(run(loop))
+    finally:
+        loop.close()
+
+
+def test_the_time_for_a_grade_does_not_include_the_wait_for_the_judge() -> None:
+    """Another call has the judge for longer than a grade may take."""
+
+    async def run(loop: Jumping) -> tuple[list[Grade], TokenUsage]:
+        is_free = asyncio.Event()
+
+        async def answer(request: httpx.Request) -> httpx.Response:
+            await is_free.wait()
+            return httpx.Response(200, content=parts(verdict(1).body.encode()))
+
+        async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
+            judges = HttpJudges({"j": JudgeModel("http://x/v1", max_concurrency=1)}, client=client)
+            other = asyncio.create_task(judges.complete("j", [], schema=SCHEMA, sampling={}))
+            grader = build(parse_grader(multi_of("s + l", s=SCORE, l=LABEL)), judges)
+            grades = asyncio.create_task(grade_all(grader, [(Sample("a"), {"q": "Q"})], timeout_s=60.0))
+            await loop.jump(100.0)
+            is_free.set()
+            await other
+            return await grades, judges.ledger["j"]
+
+    [grade], used = jumping(run)
+
+    assert grade.sub_grades["s"].score == 1.0
+    assert grade.usage["j"] + TokenUsage(10, 5, 4) == used
+
+
+SCHEMA: dict[str, Any] = {"properties": {}, "required": []}
+
+
+async def parts(body: bytes) -> AsyncIterator[bytes]:
+    yield body
+
+
+def test_a_question_that_nobody_waits_for_any_more_is_not_asked() -> None:
+    class Silent(httpx.AsyncBaseTransport):
+        cancelled = 0
+
+        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                self.cancelled += 1
+                raise
+            raise AssertionError
+
+    silent = Silent()
+
+    async def run(loop: Jumping) -> list[Grade]:
+        async with httpx.AsyncClient(transport=silent) as client:
+            judges = HttpJudges({"j": JudgeModel("http://x/v1")}, client=client)
+            grader = build(parse_grader(SCORE), judges)
+            pairs = [(Sample("a"), {"q": "Q"})] * 2
+            grades = asyncio.create_task(grade_all(grader, pairs, timeout_s=60.0))
+            await loop.jump(100.0)
+            return await grades
+
+    assert [grade.error for grade in jumping(run)] == [ErrorKind.other_error] * 2
+    assert silent.cancelled == 1
 
 
 def test_questions_are_spaced_as_the_model_wants() -> None:

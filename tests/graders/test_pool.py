@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from core.outages import outage
 from graders.builtin.python import PythonGrader
 from graders.sandbox import folders, users
-from graders.sandbox.pool import Pool, SandboxFailed, SandboxLimits
+from graders.sandbox.pool import LayersProbe, Pool, SandboxBusy, SandboxFailed, SandboxLimits
 from graders.sandbox.turns import Turns
 from graders.types import Sample
 from tests.present import present
@@ -305,3 +306,26 @@ def test_threads_of_the_service_do_not_count_against_those_of_a_grade(rights: st
     assert threads[:2] == ["ok", 10.0]
     assert bomb[0] in ("user_error", "thread_limit"), bomb
     assert "new thread" in bomb[2] or "more than 128 threads" in bomb[2]
+
+
+LAYERS = dict.fromkeys(("namespaces", "uid", "no_new_privs", "landlock", "rlimits", "seccomp"), "")
+BUSY = LAYERS | {"seccomp": "[Errno 11] Resource temporarily unavailable"}
+FORBIDDEN = LAYERS | {"seccomp": "[Errno 1] Operation not permitted"}
+
+
+def test_a_layer_that_was_missing_for_a_moment_is_probed_again() -> None:
+    found = [BUSY, LAYERS]
+    probe = LayersProbe(lambda: found.pop(0))
+
+    with pytest.raises(SandboxBusy, match="at the moment") as caught:
+        probe.refusal()
+    assert outage(caught.value) is not None, "a job waits for it"
+
+    assert probe.refusal() == probe.refusal() == ""
+
+
+def test_a_layer_that_the_host_does_not_have_is_probed_once() -> None:
+    found = [FORBIDDEN]
+    probe = LayersProbe(lambda: found.pop(0))
+
+    assert probe.refusal() == probe.refusal() == "seccomp is missing ([Errno 1] Operation not permitted)"

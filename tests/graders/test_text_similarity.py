@@ -11,6 +11,7 @@ from graders.builtin.text_similarity import (
     TextSimilarity,
     Tokenizer,
     bleu,
+    composed,
     fuzzy_match,
     gleu,
     has_no_word,
@@ -232,3 +233,21 @@ def test_meteor_of_equal_texts_is_below_one_by_half_a_cube_of_their_words(words:
     text = " ".join("abcdefgh"[:words])
 
     assert meteor(text, text) == pytest.approx(1 - 0.5 / words**3)
+
+
+MARKS = "".join(chr(code) for code in range(0x300, 0x370))
+
+
+@given(st.text(alphabet="aeIou\u304b\uac00\u1100\u1161\u0344\u1ebf" + MARKS))
+def test_marks_in_any_order_are_composed_as_unicode_says(text: str) -> None:
+    assert composed(text) == unicodedata.normalize("NFC", text)
+
+
+def test_a_reference_of_a_million_marks_does_not_hold_up_the_service() -> None:
+    """CPython's normalization takes half an hour for it, in which no other thread of the process runs."""
+    marks = 500_000
+    text = "a" + "\u0301\u0316" * marks
+
+    assert composed(text) == "\u00e1" + "\u0316" * marks + "\u0301" * (marks - 1)
+    assert not has_no_word("rouge_1", text, "unicode")
+    assert too_short("rouge_2", text, "unicode") == "has 1 of the 2 words that rouge_2 compares"

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 CHART = ROOT / "helm/regraft"
 
 Manifest = dict[str, Any]
-WORKLOADS = ("Deployment", "StatefulSet", "Job", "LeaderWorkerSet")
+WORKLOADS = ("Deployment", "StatefulSet", "Job", "ScaledJob")
 
 
 def merged(below: Any, above: Any) -> Any:
@@ -38,6 +38,7 @@ POOL = {
     "gpus": 1,
     "gpuClass": "a100",
     "gpuResource": "nvidia.com/mig-3g.40gb",
+    "mode": "warm",
     "replicas": 3,
     "resources": {"requests": {"cpu": 4, "memory": "32Gi"}, "limits": {"cpu": 8, "memory": "48Gi"}},
     "scratch": "50Gi",
@@ -46,7 +47,8 @@ POOL = {
     "runtimeClassName": "nvidia",
     "kueueQueue": "research",
 }
-GROUP = POOL | {"name": "group", "gpus": 8, "gpuClass": "group", "gpuResource": "nvidia.com/gpu", "nodes": 3}
+JOBS = {name: value for name, value in POOL.items() if name != "replicas"} | {"mode": "job", "maxReplicas": 3}
+GROUP = JOBS | {"name": "group", "gpus": 8, "gpuClass": "group", "gpuResource": "nvidia.com/gpu", "nodes": 3}
 ANYWHERE_PUBLIC = {
     "to": [{"ipBlock": {"cidr": "0.0.0.0/0", "except": ["10.0.0.0/8"]}}],
     "ports": [{"port": 443}],
@@ -146,12 +148,11 @@ VARIATIONS: dict[str, dict[str, Any]] = {
         "production",
         workers=[
             GROUP,
-            POOL | {"name": "pair", "gpus": 0, "gpuClass": "pair", "nodes": 2, "replicas": 1},
+            JOBS | {"name": "pair", "gpus": 0, "gpuClass": "pair", "nodes": 2},
             POOL,
         ],
         models={"Qwen3-4B": {"gpuClass": "a100"}, "Qwen3-14B": {"gpuClass": "group"}},
         metrics={"enabled": True},
-        networkPolicy={"memberEgress": [ANYWHERE_PUBLIC]},
     ),
     "fleets": profile(
         "production",
@@ -166,6 +167,10 @@ VARIATIONS: dict[str, dict[str, Any]] = {
 }
 
 
+# libyaml's takes a tenth of the time, and each test reads the manifests anew, because it may change them.
+YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
 @functools.cache
 def _rendered(values: str, name: str) -> tuple[str, ...]:
     chart = helm.Chart.load(CHART)
@@ -178,12 +183,12 @@ def _rendered(values: str, name: str) -> tuple[str, ...]:
 def render(values: Mapping[str, Any], name: str = "regraft") -> list[Manifest]:
     """Every manifest. Raises helm.HelmError for values that are refused."""
     texts = _rendered(json.dumps(values), name)
-    return [one for text in texts for one in yaml.safe_load_all(text) if one]
+    return [one for text in texts for one in yaml.load_all(text, YAML) if one]
 
 
 @dataclass(frozen=True)
 class Pod:
-    """A workload and what it starts, or one of the two kinds that it does."""
+    """A workload and what it starts."""
 
     owner: Manifest
     template: Manifest
@@ -208,20 +213,20 @@ class Pod:
 
     @property
     def containers(self) -> list[Manifest]:
-        containers: list[Manifest] = self.spec.get("initContainers", []) + self.spec["containers"]
+        """Those that run, then those of its start."""
+        containers: list[Manifest] = self.spec["containers"] + self.spec.get("initContainers", [])
         return containers
 
 
 def pods(manifests: list[Manifest], component: str | None = None) -> list[Pod]:
-    found = [Pod(one, made) for one in manifests if one["kind"] in WORKLOADS for made in templates(one)]
+    found = [Pod(one, template(one)) for one in manifests if one["kind"] in WORKLOADS]
     return [pod for pod in found if component in (None, pod.component)]
 
 
-def templates(workload: Manifest) -> list[Manifest]:
-    if workload["kind"] == "LeaderWorkerSet":
-        group = workload["spec"]["leaderWorkerTemplate"]
-        return [group["leaderTemplate"], group["workerTemplate"]]
-    return [workload["spec"]["template"]]
+def template(workload: Manifest) -> Manifest:
+    spec = workload["spec"]
+    pod: Manifest = (spec["jobTargetRef"] if workload["kind"] == "ScaledJob" else spec)["template"]
+    return pod
 
 
 def of_kind(manifests: list[Manifest], kind: str) -> list[Manifest]:

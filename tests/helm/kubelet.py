@@ -27,6 +27,7 @@ class Kubelet:
     addresses: Mapping[str, str] = field(default_factory=dict)  # host:port of a Service -> where that is here
     more: Mapping[str, str] = field(default_factory=dict)  # by component: arguments about yet other ports
     bin: Path = Path(sys.executable).parent  # what the images have on their path
+    fields: Mapping[str, str] = field(default_factory=dict)  # of the pod, by their paths
 
     def start(self, pod: Pod) -> "subprocess.Popen[bytes]":
         (self.folder / pod.component / "tmp").mkdir(parents=True, exist_ok=True)
@@ -49,13 +50,18 @@ class Kubelet:
     def environment(self, pod: Pod) -> dict[str, str]:
         """Only what the pod's image would have of its own, and what the manifest says."""
         image = {"PATH": f"{self.bin}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-        given = {one["name"]: self._value(pod, one) for one in pod.containers[0].get("env", ())}
+        given: dict[str, str] = {}
+        for one in pod.containers[0].get("env", ()):
+            value = re.sub(r"\$\((\w+)\)", lambda found: given[found[1]], self._value(pod, one))
+            given[one["name"]] = self._addressed(value)
         own = {"REGRAFT_PORT": str(self.ports["api"])} if "REGRAFT_PORT" in given else {}
         return image | given | own
 
     def _value(self, pod: Pod, variable: Any) -> str:
         if "value" in variable:
             return self.here(pod, variable["value"])
+        if "fieldRef" in variable["valueFrom"]:
+            return self.fields[variable["valueFrom"]["fieldRef"]["fieldPath"]]
         reference = variable["valueFrom"]["secretKeyRef"]
         return self._addressed(self.secrets[reference["name"]][reference["key"]])
 

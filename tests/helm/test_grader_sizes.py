@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from core.units import GIB
 from graders.sandbox.sizes import sizes
 from tests.helm.charts import Pod, pods, profile, render
 from tests.helm.test_sizing import BYTES, CONFIGS, PROFILES, environment, registry_of
 from worker.model import sizing
-from worker.model.sizing import GIB
 
 UNITS = {"Mi": 1 << 20, "Gi": 1 << 30}
 # Of an idle process, without the pages of libraries that all of them share: 169 MB with all packages of the

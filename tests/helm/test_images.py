@@ -65,7 +65,61 @@ def test_an_image_runs_as_the_user_that_pods_have(image: str) -> None:
     assert users == ["USER 10001:10001"]
     assert '"user" 10001' in helpers
     assert any(line.startswith("HEALTHCHECK") for line in lines)
-    assert all(re.search(r":\d+\.\d+\.\d+-", line) for line in lines if line.startswith("FROM"))
+    bases = [line.split()[1] for line in lines if line.startswith("FROM")]
+    assert bases == ["${BASE}", "${BASE}"]
+    assert any(re.fullmatch(r"ARG BASE=python:\d+\.\d+\.\d+-[a-z-]+", line) for line in lines)
+
+
+def test_the_image_for_gpus_has_compilers_for_triton_and_for_torchs_compiler() -> None:
+    [installed] = [line for line in instructions("worker-gpu") if "apt-get install" in line]
+
+    assert {"gcc", "g++", "libc6-dev"} <= set(installed.split())
+
+
+def test_the_image_for_gpus_has_nvcc_where_flashinfer_and_torch_look_for_it() -> None:
+    """In the folder of NVIDIA's packages: `nvidia/cu13` of the Python that the image has."""
+    lines = instructions("worker-gpu")
+    [home] = [line.removeprefix("ENV CUDA_HOME=") for line in lines if line.startswith("ENV CUDA_HOME=")]
+    [linked] = [line for line in lines if "lib64" in line and line.startswith("RUN ")]
+    [path] = [line for line in lines if line.startswith("ENV PATH=")]
+    [minor] = {line.split(":")[1].rsplit(".", 1)[0] for line in lines if line.startswith("ARG BASE=python:")}
+    pins = (ROOT / "constraints/gpu.txt").read_text()
+
+    assert home == f"/opt/regraft/lib/python{minor}/site-packages/nvidia/cu13"
+    assert lines.index(f"ENV CUDA_HOME={home}") < lines.index(linked)
+    assert "$CUDA_HOME/bin:" in path
+    for needed in ('lib "$CUDA_HOME/lib64"', "libcudart.so.13 ", "stubs/libcuda.so", 'nvcc" --version'):
+        assert needed in linked
+    assert re.search(r"^nvidia-cuda-nvcc==13\.", pins, re.MULTILINE)
+    assert re.search(r"^ninja==", pins, re.MULTILINE)
+
+
+def test_what_the_image_for_gpus_compiles_is_kept_on_its_volume() -> None:
+    lines = instructions("worker-gpu")
+
+    assert "REGRAFT_COMPILE_CACHE=/data/compiled " in " ".join(lines)
+    assert "VOLUME /data" in lines
+
+
+@pytest.mark.parametrize("image", IMAGES)
+def test_an_image_can_be_built_behind_a_mirror(image: str) -> None:
+    """A build argument reaches commands only after its ARG in the same stage."""
+    build, _, _ = "\n".join(instructions(image)).partition("\nFROM ${BASE}\n")
+    given, _, commands = build.partition("\nCOPY ")
+    needed = {"PIP_INDEX_URL", "PIP_CERT", "UV_DEFAULT_INDEX", "UV_INDEX", "UV_SYSTEM_CERTS"}
+    needed |= {"NPM_CONFIG_REGISTRY"} if "console" in commands else set()
+
+    assert needed <= {line.removeprefix("ARG ") for line in given.splitlines() if line.startswith("ARG ")}
+    page = (ROOT / "docs/howto/kubernetes.md").read_text()
+    assert all(f"`{name}`" in page for name in needed | {"BASE"})
+
+
+@pytest.mark.parametrize("image", IMAGES)
+def test_an_image_names_its_license_version_and_revision(image: str) -> None:
+    [labels] = [line for line in instructions(image) if line.startswith("LABEL ")]
+
+    for name in ("title", "licenses", "version", "revision"):
+        assert f"org.opencontainers.image.{name}=" in labels
 
 
 @pytest.mark.parametrize("image", IMAGES)
@@ -189,7 +243,7 @@ SERVING = {"alembic", "boto3", "celery", "fastapi", "opentelemetry", "psycopg", 
 
 def imported() -> set[str]:
     """The top-level names of all that the service imports anywhere, but for itself and the standard library."""
-    ours = {"api", "core", "graders", "worker", "migrations"}
+    ours = {"api", "core", "graders", "worker", "migrations", "regraft_server"}
     names = set(UNSEEN)
     for file in (file for folder in ours for file in (ROOT / folder).rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):

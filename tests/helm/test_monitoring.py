@@ -19,13 +19,13 @@ from core.storage.store import FolderBlobs
 from core.telemetry.metrics import COUNTED
 from core.telemetry.service_metrics import ServiceFigures, StoreFigures
 from tests import factories
-from tests.helm.charts import CHART, VARIATIONS, of_kind, pods, profile, render
+from tests.helm.charts import CHART, ROOT, VARIATIONS, of_kind, pods, profile, render
 from tests.helm.test_policy import allowed
 from tests.helm.test_service import environment
 from tests.present import untyped
 from worker import instruments
-from worker.serve import serving_metrics
-from worker.supervise.telemetry import Gpus, Runs, Sandbox
+from worker.serving import serving_metrics
+from worker.supervisor.telemetry import Gpus, Runs, Sandbox
 
 RULES = CHART / "files/rules.yaml"
 DASHBOARD = CHART / "files/dashboard.json"
@@ -89,13 +89,34 @@ def test_the_dashboard_shows_everything_that_is_exported(exported: set[Any]) -> 
     assert families - {re.sub(r"_(bucket|count|sum)$", "", name) for name in shown} == set()
 
 
-def test_the_chart_ships_the_files_as_they_are(watched: list[dict[str, Any]]) -> None:
-    [rule] = of_kind(watched, "PrometheusRule")
+def test_the_chart_ships_the_dashboard_as_it_is(watched: list[dict[str, Any]]) -> None:
     [dashboard] = [one for one in of_kind(watched, "ConfigMap") if "regraft.json" in one["data"]]
 
-    assert rule["spec"] == yaml.safe_load(RULES.read_text())
     assert json.loads(dashboard["data"]["regraft.json"]) == json.loads(DASHBOARD.read_text())
     assert dashboard["metadata"]["labels"]["grafana_dashboard"] == "1"
+
+
+def rules_of(manifests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    [rule] = of_kind(manifests, "PrometheusRule")
+    return [one for group in rule["spec"]["groups"] for one in group["rules"]]
+
+
+def test_alerts_are_about_the_metrics_of_their_namespace_and_name_their_runbook(
+    watched: list[dict[str, Any]],
+) -> None:
+    rules = rules_of(watched)
+
+    assert [one["alert"] for one in rules] == [
+        one["alert"] for group in yaml.safe_load(RULES.read_text())["groups"] for one in group["rules"]
+    ]
+    for one in rules:
+        metrics = re.findall(r"regraft_\w+(.{21})", one["expr"] + " " * 21)
+        assert metrics and set(metrics) == {'{namespace="training"'}, one["alert"]
+        assert (
+            one["annotations"]["runbook_url"]
+            == "https://regraft.example.com/docs/howto/observability/#alerts"
+        )
+        assert f"`{one['alert']}`" in (ROOT / "docs/howto/observability.md").read_text()
 
 
 def test_monitors_lead_to_a_port_at_which_the_service_listens(watched: list[dict[str, Any]]) -> None:
@@ -126,15 +147,18 @@ def test_monitors_lead_to_a_port_at_which_the_service_listens(watched: list[dict
 
 @pytest.mark.parametrize("component", ["api", "worker", "inference"])
 def test_prometheus_is_let_in_and_nobody_else(watched: list[dict[str, Any]], component: str) -> None:
-    [rule] = [one for one in allowed(watched, component)["ingress"] if one["ports"][0]["port"] == 9200]
+    [rule, *others] = [
+        one for one in allowed(watched, component)["ingress"] if one["ports"][0]["port"] == 9200
+    ]
 
     assert rule["from"] == [
         {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}
     ]
+    assert len(others) == (component == "api"), "KEDA reads the queues there"
 
 
 def test_by_default_there_is_no_such_port() -> None:
-    manifests = render(profile("production"))
+    manifests = render(profile("cpu-demo"))
 
     assert not [one for one in manifests if one["apiVersion"].startswith("monitoring.coreos.com")]
     for pod in pods(manifests, "api") + pods(manifests, "worker") + pods(manifests, "inference"):
@@ -166,6 +190,14 @@ def test_promtool_takes_the_alerts_and_every_expression_of_the_dashboard(tmp_pat
     file = tmp_path / "panels.yaml"
     file.write_text(yaml.safe_dump({"groups": [{"name": "panels", "rules": recorded}]}))
     assert f"{len(panels)} rules found" in promtool("check", "rules", str(file))
+
+
+@PROMTOOL
+def test_promtool_takes_the_alerts_of_a_release(watched: list[dict[str, Any]], tmp_path: Path) -> None:
+    file = tmp_path / "rules.yaml"
+    file.write_text(yaml.safe_dump({"groups": [{"name": "release", "rules": rules_of(watched)}]}))
+
+    assert f"{len(rules_of(watched))} rules found" in promtool("check", "rules", str(file))
 
 
 @PROMTOOL

@@ -7,8 +7,10 @@ from typing import Any
 import jsonschema
 import pytest
 
+from core.settings import Settings
 from tests.helm.charts import (
     CHART,
+    JOBS,
     POOL,
     VARIATIONS,
     Pod,
@@ -17,7 +19,6 @@ from tests.helm.charts import (
     pods,
     profile,
     render,
-    templates,
 )
 
 kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="it brings Kubernetes' schemas")
@@ -27,14 +28,13 @@ OLDEST, NEWEST = "1.29.0", "1.37.0"
 # Of resources that are not Kubernetes' own: their fields as far as the chart uses them.
 _TRIGGER = {
     "type": "object",
-    "required": ["type", "authenticationRef", "metadata"],
+    "required": ["type", "metadata"],
     "additionalProperties": False,
     "properties": {
-        "type": {"const": "postgresql"},
-        "authenticationRef": {"type": "object", "required": ["name"]},
+        "type": {"const": "metrics-api"},
         "metadata": {
             "type": "object",
-            "required": ["query", "targetQueryValue"],
+            "required": ["url", "format", "valueLocation", "targetValue"],
             "additionalProperties": {"type": "string"},
         },
     },
@@ -62,67 +62,26 @@ def _monitor(endpoints: str) -> dict[str, Any]:
 
 
 CUSTOM = {
-    ("keda.sh/v1alpha1", "ScaledObject"): {
+    ("keda.sh/v1alpha1", "ScaledJob"): {
         "type": "object",
-        "required": ["scaleTargetRef", "triggers"],
+        "required": ["jobTargetRef", "triggers"],
         "additionalProperties": False,
         "properties": {
-            "scaleTargetRef": {"type": "object", "required": ["name"]},
-            "minReplicaCount": {"type": "integer"},
-            "maxReplicaCount": {"type": "integer"},
+            "rollout": {"type": "object", "properties": {"strategy": {"enum": ["default", "gradual"]}}},
             "pollingInterval": {"type": "integer"},
-            "cooldownPeriod": {"type": "integer"},
+            "maxReplicaCount": {"type": "integer"},
+            "successfulJobsHistoryLimit": {"type": "integer"},
+            "failedJobsHistoryLimit": {"type": "integer"},
+            "scalingStrategy": {
+                "type": "object",
+                "additionalProperties": False,
+                "properties": {
+                    "strategy": {"enum": ["default", "custom", "accurate", "eager"]},
+                    "pendingPodConditions": {"type": "array", "items": {"type": "string"}},
+                },
+            },
             "triggers": {"type": "array", "minItems": 1, "items": _TRIGGER},
-        },
-    },
-    ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet"): {
-        "type": "object",
-        "required": ["leaderWorkerTemplate"],
-        "additionalProperties": False,
-        "properties": {
-            "replicas": {"type": "integer", "minimum": 0},
-            "startupPolicy": {"enum": ["LeaderCreated", "LeaderReady"]},
-            "rolloutStrategy": {
-                "type": "object",
-                "required": ["type"],
-                "additionalProperties": False,
-                "properties": {
-                    "type": {"const": "RollingUpdate"},
-                    "rollingUpdateConfiguration": {
-                        "type": "object",
-                        "additionalProperties": False,
-                        "properties": {
-                            "maxSurge": {"type": "integer"},
-                            "maxUnavailable": {"type": "integer", "minimum": 1},
-                        },
-                    },
-                },
-            },
-            "leaderWorkerTemplate": {
-                "type": "object",
-                "required": ["workerTemplate"],
-                "additionalProperties": False,
-                "properties": {
-                    "size": {"type": "integer", "minimum": 1},
-                    "restartPolicy": {
-                        "enum": ["None", "RecreateGroupOnPodRestart", "RecreateGroupAfterStart"]
-                    },
-                    "leaderTemplate": {"type": "object", "required": ["metadata", "spec"]},
-                    "workerTemplate": {"type": "object", "required": ["metadata", "spec"]},
-                },
-            },
-        },
-    },
-    ("keda.sh/v1alpha1", "TriggerAuthentication"): {
-        "type": "object",
-        "required": ["secretTargetRef"],
-        "additionalProperties": False,
-        "properties": {
-            "secretTargetRef": {
-                "type": "array",
-                "minItems": 1,
-                "items": {"type": "object", "required": ["parameter", "name", "key"]},
-            }
+            "jobTargetRef": {"type": "object"},
         },
     },
     ("monitoring.coreos.com/v1", "ServiceMonitor"): _monitor("endpoints"),
@@ -160,11 +119,21 @@ def test_every_manifest_is_one_that_kubernetes_takes(version: str) -> None:
     for manifest in different:
         if schema := CUSTOM.get((manifest["apiVersion"], manifest["kind"])):
             jsonschema.validate(manifest["spec"], schema)
-            for template in templates(manifest) if manifest["kind"] == "LeaderWorkerSet" else ():
-                pod = {"apiVersion": "v1", "kind": "Pod"} | template
-                kubernetes_validate.validate(pod, version, strict=True)
+            if manifest["kind"] == "ScaledJob":
+                kubernetes_validate.validate(job_of(manifest), NEWEST, strict=True)
         else:
             kubernetes_validate.validate(manifest, version, strict=True)
+
+
+def job_of(scaled: dict[str, Any]) -> dict[str, Any]:
+    """A Job as KEDA makes it."""
+    name = f"{scaled['metadata']['name']}-x7k2p"
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": name, "labels": scaled["metadata"]["labels"]},
+        "spec": scaled["spec"]["jobTargetRef"],
+    }
 
 
 def test_a_mistake_in_a_manifest_would_be_seen() -> None:
@@ -199,7 +168,7 @@ def test_selectors_find_the_pods_they_mean(manifests: list[dict[str, Any]]) -> N
     for pod in pods(manifests):
         selector = pod.owner["spec"].get("selector", {}).get("matchLabels", {})
         assert selector.items() <= pod.labels.items()
-        assert selector or pod.owner["kind"] in ("Job", "LeaderWorkerSet")
+        assert selector or pod.owner["kind"] in ("Job", "ScaledJob")
     for one, other in itertools.permutations(
         [p for p in pods(manifests) if p.owner["kind"] == "Deployment"], 2
     ):
@@ -207,28 +176,46 @@ def test_selectors_find_the_pods_they_mean(manifests: list[dict[str, Any]]) -> N
         assert not selector.items() <= other.labels.items(), f"{one.name} would take the pods of {other.name}"
     for service in of_kind(manifests, "Service"):
         targets = [p for p in pods(manifests) if service["spec"]["selector"].items() <= p.labels.items()]
-        [port] = service["spec"]["ports"]
         assert len(targets) == 1
-        assert port["targetPort"] in [p["name"] for c in targets[0].containers for p in c["ports"]]
+        named = {p["name"] for c in targets[0].spec["containers"] for p in c["ports"]}
+        assert {port["targetPort"] for port in service["spec"]["ports"]} <= named
+
+
+@pytest.mark.parametrize(
+    ("live", "account", "replicas"),
+    [
+        ('(dict "spec" (dict "replicas" 6))', '(dict "kind" "ServiceAccount")', "replicas: 6"),
+        ('(dict "spec" (dict "replicas" 1))', '(dict "kind" "ServiceAccount")', "replicas: 2"),
+        ("dict", '(dict "kind" "ServiceAccount")', "replicas: 2"),
+        ("dict", "dict", ""),
+    ],
+)
+def test_an_autoscaled_deployment_keeps_its_replicas_at_an_upgrade_and_begins_with_the_minimum(
+    live: str, account: str, replicas: str
+) -> None:
+    """Helm's `lookup` finds nothing without a cluster, so the helper gets what it would find."""
+    call = f'{{{{ include "regraft.scaledReplicas" (dict "live" {live} "account" {account} "least" 2) }}}}'
+    shown = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": "shown"},
+        "data": {"replicas": call},
+    }
+    manifests = render(profile("production", extraObjects=[shown]))
+
+    [found] = [one for one in of_kind(manifests, "ConfigMap") if one["metadata"]["name"] == "shown"]
+    assert found["data"]["replicas"] == replicas
 
 
 def test_budgets_and_scalers_lead_to_a_deployment(manifests: list[dict[str, Any]]) -> None:
     deployments = {one["metadata"]["name"]: one for one in of_kind(manifests, "Deployment")}
-    groups = {one["metadata"]["name"]: one for one in of_kind(manifests, "LeaderWorkerSet")}
-    for scaler in of_kind(manifests, "HorizontalPodAutoscaler") + of_kind(manifests, "ScaledObject"):
+    for scaler in of_kind(manifests, "HorizontalPodAutoscaler"):
         target = deployments[scaler["spec"]["scaleTargetRef"]["name"]]
         assert "replicas" not in target["spec"], "an upgrade would undo what the scaler did"
     for budget in of_kind(manifests, "PodDisruptionBudget"):
-        name, selector = budget["metadata"]["name"], budget["spec"]["selector"]
-        if name in groups:
-            leader, member = templates(groups[name])
-            assert selector["matchLabels"].items() <= leader["metadata"]["labels"].items()
-            assert not selector["matchLabels"].items() <= member["metadata"]["labels"].items()
-        else:
-            assert selector == deployments[name]["spec"]["selector"]
-    scaled_to_gpus = {one["spec"]["scaleTargetRef"]["name"] for one in of_kind(manifests, "ScaledObject")}
+        assert budget["spec"]["selector"] == deployments[budget["metadata"]["name"]]["spec"]["selector"]
     budgets = {one["metadata"]["name"] for one in of_kind(manifests, "PodDisruptionBudget")}
-    assert budgets == (deployments | groups).keys() - scaled_to_gpus
+    assert budgets == deployments.keys()
 
 
 def test_every_volume_that_is_mounted_is_there(manifests: list[dict[str, Any]]) -> None:
@@ -266,17 +253,8 @@ def test_the_files_that_pods_mount_are_in_the_config_map(manifests: list[dict[st
         assert files <= {f"/etc/regraft/{name}" for name in config["data"]}
 
 
-def test_pods_start_anew_when_their_files_change() -> None:
-    def checksum(**changes: Any) -> Any:
-        [api] = pods(render(profile("production", **changes)), "api")
-        return api.template["metadata"]["annotations"]["checksum/config"]
-
-    assert checksum() == checksum()
-    assert checksum() != checksum(models={"Another": {"hub": "some/model"}})
-
-
 def test_a_worker_with_several_gpus_has_a_rank_on_each() -> None:
-    pools = [POOL | {"name": f"p{gpus}", "gpus": gpus, "gpuClass": f"p{gpus}"} for gpus in (0, 1, 4)]
+    pools = [JOBS | {"name": f"p{gpus}", "gpus": gpus, "gpuClass": f"p{gpus}"} for gpus in (0, 1, 4)]
     workers = pods(
         render(profile("production", workers=[*pools, *profile("production")["workers"]])), "worker"
     )
@@ -291,25 +269,65 @@ def test_a_worker_with_several_gpus_has_a_rank_on_each() -> None:
     assert {pool: ranks[pool] for pool in ("p0", "p1", "p4")} == {"p0": None, "p1": None, "p4": "4"}
 
 
-def test_a_pool_on_several_nodes_is_a_group_of_a_leader_and_its_members() -> None:
-    manifests = render(VARIATIONS["groups"])
-    sets = {
-        one["metadata"]["labels"]["regraft.dev/pool"]: one for one in of_kind(manifests, "LeaderWorkerSet")
+def test_a_pool_with_gpus_starts_a_job_for_each_job_and_ends_none() -> None:
+    scaled = {one["metadata"]["labels"]["regraft.dev/pool"]: one["spec"] for one in scaled_jobs("production")}
+
+    assert scaled.keys() == {"h100", "h200"}
+    assert {one["metadata"]["name"] for one in of_kind(render(profile("production")), "Deployment")} == {
+        "regraft-api",
+        "regraft-inference",
+        "regraft-worker-keeper",
     }
-    spec = sets["group"]["spec"]
-    leader, member = (pod for pod in pods(manifests) if pod.owner is sets["group"])
+    for spec in scaled.values():
+        job = spec["jobTargetRef"]
+        assert spec["rollout"] == {"strategy": "gradual"}
+        assert spec["scalingStrategy"] == {"strategy": "accurate", "pendingPodConditions": ["Ready"]}
+        assert (job["parallelism"], job["completions"], job["backoffLimit"]) == (1, 1, 0)
+        assert job["template"]["spec"]["restartPolicy"] == "Never"
+        assert "successPolicy" not in job
+
+
+def scaled_jobs(variation: str) -> list[dict[str, Any]]:
+    return of_kind(render(VARIATIONS[variation]), "ScaledJob")
+
+
+def test_a_pool_on_several_nodes_is_an_indexed_job_whose_first_pod_has_the_run() -> None:
+    manifests = render(VARIATIONS["groups"])
+    sets = {one["metadata"]["labels"]["regraft.dev/pool"]: one for one in of_kind(manifests, "ScaledJob")}
+    job = sets["group"]["spec"]["jobTargetRef"]
+    [pod] = [pod for pod in pods(manifests) if pod.owner is sets["group"]]
+    [service] = [one for one in of_kind(manifests, "Service") if one["metadata"]["name"].endswith("-group")]
 
     assert sets.keys() == {"group", "pair"}
-    assert "regraft-worker-group" not in {one["metadata"]["name"] for one in of_kind(manifests, "Deployment")}
-    assert (spec["replicas"], spec["leaderWorkerTemplate"]["size"]) == (3, 3)
-    assert (leader.component, member.component) == ("worker", "member")
-    for pod in (leader, member):
-        [container] = pod.containers
-        variables = {one["name"]: one for one in container["env"]}
-        assert container["resources"]["limits"]["nvidia.com/gpu"] == 8
-        assert container["image"].endswith("/worker-gpu:0.1.0")
-        assert variables["REGRAFT_RANKS"]["value"] == "8"
-        assert {"name": "weights", "mountPath": "/models", "readOnly": True} in container["volumeMounts"]
+    assert (job["completionMode"], job["parallelism"], job["completions"]) == ("Indexed", 3, 3)
+    assert job["successPolicy"] == {"rules": [{"succeededIndexes": "0"}]}
+    assert pod.spec["subdomain"] == service["metadata"]["name"]
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["publishNotReadyAddresses"] is True
+    container = pod.containers[0]
+    variables = {one["name"]: one for one in container["env"]}
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == 8
+    assert variables["REGRAFT_RANKS"]["value"] == "8"
+    assert variables["REGRAFT_RENDEZVOUS"]["value"] == "$(JOB_NAME)-0.regraft-worker-group:29400"
+    paths = {
+        name: variables[name]["valueFrom"]["fieldRef"]["fieldPath"]
+        for name in ("JOB_NAME", "REGRAFT_NODE_RANK")
+    }
+    assert paths == {
+        "JOB_NAME": "metadata.labels['batch.kubernetes.io/job-name']",
+        "REGRAFT_NODE_RANK": "metadata.labels['batch.kubernetes.io/job-completion-index']",
+    }
+
+
+def test_the_scaler_counts_as_many_jobs_for_a_pod_as_that_runs() -> None:
+    pool = JOBS | {"settings": {"jobs_per_worker": 4}}
+    manifests = render(profile("production", workers=[pool, *profile("production")["workers"]]))
+    [scaled] = [one for one in of_kind(manifests, "ScaledJob") if one["metadata"]["name"].endswith("a100")]
+    [pod] = [pod for pod in pods(manifests) if pod.owner is scaled]
+
+    assert scaled["spec"]["triggers"][0]["metadata"]["targetValue"] == "4"
+    assert pod.containers[0]["command"][2:4] == ["--jobs", "4"]
+    assert scaled["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "research"
 
 
 def test_a_gpu_pool_gets_its_gpu_and_the_image_that_can_use_it() -> None:
@@ -327,6 +345,66 @@ def test_a_gpu_pool_gets_its_gpu_and_the_image_that_can_use_it() -> None:
     assert workers["h100"].containers[0]["image"] == "registry.example.com/regraft/worker-gpu:1.2.3"
     assert workers["keeper"].containers[0]["image"] == "registry.example.com/regraft/worker-cpu:1.2.3"
     assert workers["a100"].owner["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "research"
+
+
+@pytest.mark.parametrize(
+    ("claim", "volume"),
+    [("cache", {"persistentVolumeClaim": {"claimName": "cache"}}), ("", {"emptyDir": {"sizeLimit": "20Gi"}})],
+)
+def test_compiled_kernels_are_on_the_cache_volume_of_every_pod_that_computes(
+    claim: str, volume: dict[str, Any]
+) -> None:
+    """The pods' group owns the volume, so what one has compiled the next may read and replace."""
+    found = set()
+    for values in (
+        profile("production", cache={"existingClaim": claim}, inference={"gpus": 1}),
+        VARIATIONS["groups"] | {"cache": {"existingClaim": claim}},
+        VARIATIONS["fleets"] | {"cache": {"existingClaim": claim}},
+    ):
+        for pod in pods(render(values)):
+            if not any("/worker-" in container["image"] for container in pod.containers):
+                continue
+            container = pod.containers[0]
+            found.add(pod.component)
+            variables = {one["name"]: one.get("value") for one in container["env"]}
+            mounts = {one["mountPath"]: one for one in container["volumeMounts"]}
+            assert variables["REGRAFT_COMPILE_CACHE"] == "/cache/compiled"
+            assert mounts["/cache/compiled"] == {
+                "name": "cache",
+                "mountPath": "/cache/compiled",
+                "subPath": "compiled",
+            }
+            assert {"name": "cache"} | volume in pod.spec["volumes"]
+            assert (pod.spec["securityContext"]["runAsUser"], pod.spec["securityContext"]["fsGroup"]) == (
+                10001,
+                10001,
+            )
+
+    assert {"worker", "inference"} <= found
+    assert any(component.startswith("sampler-") for component in found)
+
+
+def test_the_gpus_of_a_pod_are_checked_before_it_starts() -> None:
+    """With the GPUs, folders and rights of the container that starts then, and no credentials."""
+    checked, plain = set(), set()
+    for values in (profile("production", inference={"gpus": 1}), VARIATIONS["groups"], VARIATIONS["fleets"]):
+        for pod in pods(render(values)):
+            main, *doctor = pod.containers
+            if not doctor:
+                plain.add(pod.component)
+                assert not main["image"].split(":")[0].endswith("worker-gpu")
+                continue
+            checked.add(pod.component)
+            assert doctor[0]["command"][:3] == ["regraft-server", "doctor", "--only"]
+            assert main["image"].split(":")[0].endswith("worker-gpu")
+            for field in ("image", "securityContext", "volumeMounts"):
+                assert doctor[0][field] == main[field]
+            assert doctor[0]["resources"]["limits"] == main["resources"]["limits"]
+            assert not [one for one in doctor[0]["env"] if "valueFrom" in one]
+
+    assert {"worker", "inference"} <= checked and "api" in plain
+    off = render(profile("production", doctor={"enabled": False}))
+    assert not [pod for pod in pods(off, "worker") if "initContainers" in pod.spec]
 
 
 def test_pools_and_inference_each_have_the_priority_that_they_were_given() -> None:
@@ -360,3 +438,16 @@ def test_a_worker_has_longer_than_its_drain_before_it_is_killed() -> None:
         manifests = render(profile("production", settings={"drain_seconds": seconds}))
         for worker in pods(manifests, "worker"):
             assert worker.spec["terminationGracePeriodSeconds"] >= seconds + 30
+
+
+@pytest.mark.parametrize("settings", [{}, {"drain_requests_seconds": 0}, {"drain_requests_seconds": 1800}])
+def test_api_and_inference_have_longer_than_their_requests_before_they_are_killed(
+    settings: dict[str, int],
+) -> None:
+    manifests = render(profile("production", settings=settings))
+    seconds = settings.get("drain_requests_seconds", Settings.model_fields["drain_requests_seconds"].default)
+
+    for pod in pods(manifests, "api") + pods(manifests, "inference"):
+        [container] = pod.spec["containers"]
+        before = container["lifecycle"]["preStop"]["sleep"]["seconds"]
+        assert pod.spec["terminationGracePeriodSeconds"] == seconds + before + 10

@@ -8,28 +8,33 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import prometheus_client
 import pytest
-from sqlalchemy import text
 
 from core.database.engine import Database
-from core.database.migrate import upgrade
-from core.database.tables import Job
 from core.registry import BaseModelEntry, Registry
 from core.settings import Settings
+from core.telemetry.service_metrics import FRESH_SECONDS
 from graders.backends import Backends, Inference
-from helm.generate import OWN, settings_schema
-from tests import factories
-from tests.helm.charts import CHART, ROOT, VARIATIONS, Pod, of_kind, pods, profile, render
-from tests.servers import Postgres
+from helm.generate import OF_POOLS, OWN, settings_schema
+from tests.helm.charts import CHART, POOL, ROOT, VARIATIONS, Pod, of_kind, pods, profile, render
+from tests.present import untyped
 from worker.cli.parser import build
-from worker.supervise import liveness
+from worker.cli.service import service_collectors
+from worker.supervisor import liveness
+from worker.supervisor.one_shot import claimed_file
 
 FLEETS = {"small": "Qwen3-4B", "large": "Qwen3-14B"}
 
 
 def environment(pod: Pod, secrets: str = "secret" * 6) -> dict[str, Any]:
     """The environment of a pod's container, with the same word for all that comes from Secrets except the broker."""
-    stored = {"REGRAFT_BROKER_URL": "redis://:secret@valkey:6379/0"}
+    stored = {
+        "REGRAFT_BROKER_URL": "redis://:secret@valkey:6379/0",
+        # Of the second pod of a Job.
+        "JOB_NAME": "regraft-worker-group-x7k2p",
+        "REGRAFT_NODE_RANK": "1",
+    }
     return {
         one["name"]: one.get("value", stored.get(one["name"], secrets)) for one in pod.containers[0]["env"]
     }
@@ -38,7 +43,7 @@ def environment(pod: Pod, secrets: str = "secret" * 6) -> dict[str, Any]:
 @pytest.fixture(params=VARIATIONS)
 def ours(request: pytest.FixtureRequest) -> list[Any]:
     manifests = render(VARIATIONS[request.param])
-    names = ("api", "worker", "member", "migrate", "inference", "sampler-small", "sampler-large")
+    names = ("api", "worker", "migrate", "inference", "sampler-small", "sampler-large")
     return [pod for name in names for pod in pods(manifests, name)]
 
 
@@ -58,9 +63,7 @@ def test_the_service_takes_the_environment_as_it_is(ours: list[Any], monkeypatch
             for name in [one for one in os.environ if one.startswith("REGRAFT_")]:
                 patched.delenv(name)
             for name, value in environment(pod).items():
-                for variable, set_to in {"LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "gpu-0.gpu"}.items():
-                    value = value.replace(f"$({variable})", set_to)
-                patched.setenv(name, value)
+                patched.setenv(name, value.replace("$(JOB_NAME)", environment(pod).get("JOB_NAME", "")))
             assert Settings().data_dir.as_posix() == "/data"
 
 
@@ -93,7 +96,10 @@ EXAMPLES: dict[str, Any] = {
 def test_every_setting_can_be_given_and_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
     known = settings_schema()["properties"]
     given = {name: EXAMPLES.get(name) or example(of) for name, of in known.items()}
-    for pod in pods(render(profile("cpu-demo", settings=given)), "worker"):
+    proxy = {"apiFrom": [{"ipBlock": {"cidr": "10.0.0.0/8"}}]}
+    manifests = render(profile("cpu-demo", settings=given, networkPolicy=proxy))
+    for component in ("inference", "worker", "api"):
+        [pod] = pods(manifests, component)
         for name, value in environment(pod).items():
             monkeypatch.setenv(name, value)
     settings = Settings().model_dump(mode="json", exclude_none=True)
@@ -101,6 +107,33 @@ def test_every_setting_can_be_given_and_arrives(monkeypatch: pytest.MonkeyPatch)
     assert len(given) > 15
     assert {name: settings[name] for name in given} == given
     assert known.keys() | OWN == Settings.model_fields.keys()
+
+
+def test_a_pool_has_settings_before_those_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_all = {"drain_seconds": 60, "hang_seconds": 50}
+    given = {name: example(of) for name, of in settings_schema(OF_POOLS)["properties"].items()}
+    pool = POOL | {"settings": given | {"engines": 1}}
+    values = profile("cpu-demo", settings=of_all, workers=[pool, *profile("cpu-demo")["workers"]])
+
+    own, other = pods(render(values), "worker")
+
+    assert {name: environment(own)[f"REGRAFT_{name.upper()}"] for name in given}.keys() == set(OF_POOLS)
+    assert environment(own)["REGRAFT_HANG_SECONDS"] == "86400.5"
+    assert environment(other)["REGRAFT_HANG_SECONDS"] == "50"
+    assert own.spec["terminationGracePeriodSeconds"] == 86431
+    assert other.spec["terminationGracePeriodSeconds"] == 90
+
+
+def test_gpus_of_a_pool_that_only_sample_have_no_rank() -> None:
+    pool = POOL | {"gpuResource": "nvidia.com/gpu", "gpus": 8, "samplingGpus": 3, "settings": {"engines": 3}}
+    values = profile("cpu-demo", workers=[pool, *profile("cpu-demo")["workers"]])
+
+    [split, _] = pods(render(values), "worker")
+
+    variables = environment(split)
+    placed = {name: variables[f"REGRAFT_{name}"] for name in ("RANKS", "SAMPLING_GPUS", "ENGINES")}
+    assert placed == {"RANKS": "5", "SAMPLING_GPUS": "3", "ENGINES": "3"}
+    assert split.containers[0]["resources"]["limits"]["nvidia.com/gpu"] == 8
 
 
 def parse(words: list[str]) -> argparse.Namespace:
@@ -143,21 +176,42 @@ def test_the_probe_of_a_worker_looks_at_the_file_that_it_writes() -> None:
     assert 4 * liveness.EVERY_SECONDS < 60
 
 
-def test_a_group_meets_at_its_leader() -> None:
-    """The leader's name is put before these variables by LeaderWorkerSet, and into this one by Kubernetes."""
-    manifests = render(VARIATIONS["groups"])
-    for member in pods(manifests, "member"):
-        [leader] = [
-            pod for pod in pods(manifests, "worker") if pod.owner["metadata"] == member.owner["metadata"]
-        ]
-        variables = environment(leader)
+def test_the_readiness_of_a_job_is_the_file_that_the_worker_creates() -> None:
+    [worker, *_] = [
+        pod for pod in pods(render(profile("production")), "worker") if pod.owner["kind"] == "ScaledJob"
+    ]
+    [container] = worker.spec["containers"]
 
-        for name in ("REGRAFT_RENDEZVOUS", "REGRAFT_NODES", "REGRAFT_RANKS"):
-            assert variables.get(name) == environment(member).get(name)
-        assert variables["REGRAFT_RENDEZVOUS"].startswith("$(LWS_LEADER_ADDRESS):")
-        assert variables["REGRAFT_NODES"] == str(member.owner["spec"]["leaderWorkerTemplate"]["size"])
-        assert environment(member)["REGRAFT_NODE_RANK"] == "$(LWS_WORKER_INDEX)"
-        assert "REGRAFT_NODE_RANK" not in variables
+    file = claimed_file(Path(environment(worker)["REGRAFT_DATA_DIR"]))
+    probe = container["readinessProbe"]
+    assert probe["exec"]["command"] == ["test", "-f", str(file)]
+    after_the_claim = probe["periodSeconds"] * (probe["successThreshold"] - 1)
+    assert after_the_claim > FRESH_SECONDS, "KEDA may read a length of before the claim"
+    arguments = parse(container["command"])
+    assert (arguments.jobs, arguments.exit_when_idle) == (1, 60)
+    assert "REGRAFT_BROKER_URL" not in environment(worker), "the worker of a Job uses none"
+
+
+def test_keda_reads_a_series_of_the_api_that_is_there_before_the_first_job(
+    sqlite_database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifests = render(profile("production"))
+    [api], scaled = pods(manifests, "api"), of_kind(manifests, "ScaledJob")
+    for name, value in environment(api).items():
+        monkeypatch.setenv(name, value)
+    registry = prometheus_client.CollectorRegistry()
+    registry.register(untyped(service_collectors(Settings(), sqlite_database)[0]))
+    text = prometheus_client.generate_latest(registry).decode()
+
+    for one in scaled:
+        trigger = one["spec"]["triggers"][0]["metadata"]
+        assert f"{trigger['valueLocation']} 0.0" in text.splitlines()
+        address, port = re.fullmatch(r"http://([^:]+):(\d+)/metrics", trigger["url"]).groups()  # type: ignore[union-attr]
+        [service] = [
+            s for s in of_kind(manifests, "Service") if f"{s['metadata']['name']}.training" == address
+        ]
+        assert service["spec"]["selector"].items() <= api.labels.items()
+        assert str(service["spec"]["ports"][0]["port"]) == port == environment(api)["REGRAFT_METRICS_PORT"]
 
 
 def test_new_jobs_go_to_the_first_pool() -> None:
@@ -245,13 +299,15 @@ def test_a_model_of_the_chart_has_every_field_of_the_registry(tmp_path: Path) ->
             "sampler": "vllm",
             "tensorParallel": 2,
             "toolParser": "hermes",
-            "gpuClass": "h100",
+            "gpuClass": "keeper",
             "chatTemplate": '{% if x > "<&>" %}\n{{ messages }} \\n{% endif %}',
         },
         "b": {"package": "ships_models", "file": "b.gguf", "chatTemplate": "plain"},
         "c": {"hub": "org/c"},
     }
-    [config] = of_kind(render(profile("production", models=values, modelAliases={})), "ConfigMap")
+    elsewhere = {"enabled": False, "url": "http://inference:8000/v1", "existingSecret": "inference"}
+    given = profile("production", models=values, modelAliases={}, inference=elsewhere)
+    [config] = of_kind(render(given), "ConfigMap")
     written = tomllib.loads(config["data"]["models.toml"])["models"]
     schema = json.loads((CHART / "values.schema.json").read_text())["properties"]["models"]
 
@@ -265,38 +321,7 @@ def test_a_model_of_the_chart_has_every_field_of_the_registry(tmp_path: Path) ->
         assert written[name] == {of_service(field): value for field, value in model.items()}
 
 
-def test_the_scaler_counts_waiting_and_running_jobs_of_its_class(postgres: Postgres) -> None:
-    """KEDA's query, on the real tables."""
-    [scaler] = [
-        one
-        for one in of_kind(render(profile("production")), "ScaledObject")
-        if one["metadata"]["name"].endswith("h100")
-    ]
-    query = scaler["spec"]["triggers"][0]["metadata"]["query"]
-    url = postgres.new_database()
-    upgrade(url)
-    database = Database(url)
-    with database.write() as session:
-        project = factories.project(session)
-        for status, gpu_class in [
-            ("queued", "h100"),
-            ("running", "h100"),
-            ("pausing", "h100"),
-            ("queued", "h200"),
-            ("succeeded", "h100"),
-            ("paused", "h100"),
-            ("validating_files", "h100"),
-        ]:
-            factories.job(session, project, status=status, gpu_class=gpu_class)
-    with database.read() as session:
-        counted = session.scalar(text(query))
-    database.close()
-
-    assert counted == 3
-    assert Job.__tablename__ in query
-
-
-@pytest.mark.parametrize("component", ["api", "worker", "member", "migrate", "inference"])
+@pytest.mark.parametrize("component", ["api", "worker", "migrate", "inference"])
 def test_the_hubs_token_is_known_to_what_loads_models_and_to_nobody_else(component: str) -> None:
     pair = VARIATIONS["groups"]["workers"][1]
     values = profile(
@@ -311,6 +336,6 @@ def test_the_hubs_token_is_known_to_what_loads_models_and_to_nobody_else(compone
         given = {one["name"]: one for one in pod.containers[0]["env"]}
         token = given.get("HF_TOKEN", {}).get("valueFrom", {}).get("secretKeyRef")
 
-        loads = component in ("worker", "member", "inference")
+        loads = component in ("worker", "inference")
         assert token == ({"name": "hub", "key": "HF_TOKEN"} if loads else None)
         assert given["PGSSLMODE"]["value"] == "verify-full"

@@ -9,10 +9,10 @@ import pytest
 
 from core.registry import Registry, sampler_of
 from core.settings import GpuClass, Settings
+from core.units import GIB
 from tests.helm.charts import CHART, Pod, helm, of_kind, pods, profile, render
 from tests.present import present
 from worker.model import sizing
-from worker.model.sizing import GIB
 
 PROFILES = sorted(path.stem.removeprefix("values-") for path in CHART.glob("values-*.yaml"))
 
@@ -141,10 +141,12 @@ def test_what_a_pool_says_reaches_the_api_and_every_worker() -> None:
         if pod.component in ("api", "worker")
     ]
 
+    jobs = {"in_kubernetes_jobs": True}
     assert len(told) == 4 and len(set(told)) == 1
     assert json.loads(told[0]) == {
-        "h100": {"gpu_memory_gib": 78, "kv_cache_gib": 30, "train_token_budget": 4096, "sampler": "vllm"},
-        "h200": {"gpu_memory_gib": 139},
+        "h100": jobs
+        | {"gpu_memory_gib": 78, "kv_cache_gib": 30, "train_token_budget": 4096, "sampler": "vllm"},
+        "h200": jobs | {"gpu_memory_gib": 139},
         "keeper": {"gpu_memory_gib": 0},
     }
 
@@ -169,6 +171,6 @@ def test_pools_of_one_class_that_differ_are_refused() -> None:
     other = pool | {"name": "other", "gpuMemoryGiB": 140}
 
     with pytest.raises(
-        helm.HelmRenderError, match="the pool other and another of the gpuClass h100 differ in gpus"
+        helm.HelmRenderError, match="the pool other and another of the gpuClass h100 differ in mode"
     ):
         render(profile("production", workers=[*profile("production")["workers"], other]))

@@ -49,6 +49,7 @@ def installed(
             }
         ],
         objectStore={"bucket": seaweed.new_bucket(), "endpointUrl": seaweed.endpoint, "region": "us-east-1"},
+        metrics={"enabled": False},  # its port is the same in all pods, which share this machine
         # Long, so that only a message over the broker can be what gets the job going.
         settings={"torch_threads": 1, "reconcile_seconds": 3600, "drain_seconds": 20},
     )

@@ -38,6 +38,9 @@ WRONG_TYPE_OR_BOUND: dict[str, tuple[dict[str, Any], str]] = {
     "no pools": ({"workers": []}, "/workers"),
     "a pool without limits": ({"workers": [POOL | {"resources": {"requests": {}}}]}, "/workers/0/resources.*limits"),
     "more GPUs than a node has": ({"workers": [POOL | {"gpus": 9}]}, "/workers/0/gpus.*maximum"),
+    "a setting that all pools share": ({"workers": [POOL | {"settings": {"sampler": "vllm"}}]}, "settings'.*sampler"),
+    "no address of a proxy": ({"api": {"trustedProxies": ["proxy"]}}, "/api/trustedProxies/0"),
+    "names of the console beside the chart's": ({"settings": {"console_hosts": ["a"]}}, "'/settings'.*console_hosts"),
     "ranks beside the GPUs": ({"settings": {"ranks": 2}}, "'/settings'.*ranks"),
     "no machine": ({"workers": [POOL | {"nodes": 0}]}, "/workers/0/nodes.*minimum"),
     "machines beside the pool's": ({"settings": {"nodes": 2}}, "'/settings'.*nodes"),
@@ -55,9 +58,9 @@ def test_a_wrong_value_is_named(case: str) -> None:
         render(profile("cpu-demo", **changes))
 
 
-SCALED = {key: value for key, value in POOL.items() if key != "replicas"} | {
-    "autoscaling": {"minReplicas": 0, "maxReplicas": 2}
-}
+SCALED = {key: value for key, value in POOL.items() if key != "replicas"} | {"mode": "job", "maxReplicas": 2}
+WARM = {"name": "b", "gpuClass": "b", "mode": "warm"}
+WITH_METRICS = {"metrics": {"enabled": True}}
 WRONG_TOGETHER: dict[str, tuple[dict[str, Any], str]] = {
     "no database": ({"bundled": {"postgresql": {"enabled": False}}}, "database.existingSecret: name the Secret"),
     "no broker": ({"bundled": {"valkey": {"enabled": False}}}, "broker.existingSecret: name the Secret"),
@@ -69,6 +72,14 @@ WRONG_TOGETHER: dict[str, tuple[dict[str, Any], str]] = {
     "pools of one name": ({"workers": [POOL, POOL]}, "two pools are named cpu"),
     "a model that no pool trains": ({"models": {"m": {"hub": "a/b", "gpuClass": "h100"}}}, "m needs the gpuClass h100"),
     "a model from nowhere": ({"models": {"m": {"context": 512}}}, "models: m needs exactly one of path"),
+    "a model larger than the cache": (
+        {"models": {"m": {"hub": "Qwen/Qwen3-14B"}}},
+        "cache.size: Qwen/Qwen3-14B has about 28 GB of weights by its name, and 20Gi are 21 GB",
+    ),
+    "a mixture larger than the cache": (
+        {"models": {"m": {"hub": "mistralai/Mixtral-8x7B-v0.1"}}},
+        "cache.size: mistralai/Mixtral-8x7B-v0.1 has about 90 GB of weights by its name",
+    ),
     "an alias of nothing": ({"modelAliases": {"o4": "m"}}, "modelAliases: o4 refers to m, which is not in models"),
     "an alias that hides a model": (
         {"models": {"m": {"hub": "a/b"}}, "modelAliases": {"m": "m"}},
@@ -80,17 +91,54 @@ WRONG_TOGETHER: dict[str, tuple[dict[str, Any], str]] = {
         {"graders": {"judges": {"j": {"model": "m"}}}, "inference": {"enabled": False}},
         "set inference.url to a server",
     ),
-    "nobody left to look after the rows": ({"workers": [SCALED]}, "keep one pool with at least one replica"),
-    "two words on how many": ({"workers": [SCALED | {"replicas": 1}]}, "both replicas and autoscaling; set only one"),
-    "a group that KEDA would scale": (
-        {"workers": [POOL, SCALED | {"name": "b", "nodes": 2}]},
-        "the pool b has both nodes and autoscaling",
+    "nobody left to look after the rows": (WITH_METRICS | {"workers": [SCALED]}, "no pool has a worker that stays"),
+    "a number of workers of a pool of Jobs": (
+        WITH_METRICS | {"workers": [POOL, SCALED | {"name": "b", "replicas": 1}]},
+        "the pool b has replicas and is a pool of Jobs; set maxReplicas instead",
+    ),
+    "a pool of Jobs without a bound": (
+        WITH_METRICS | {"workers": [POOL, POOL | {"name": "b", "mode": "job", "replicas": 2}]},
+        "the pool b has replicas and is a pool of Jobs",
+    ),
+    "two pools that start Jobs for the same queue": (
+        WITH_METRICS | {"workers": [POOL, *(SCALED | {"name": name, "gpuClass": "h100"} for name in ("a", "b"))]},
+        "the pools a and b both start Jobs for the gpuClass h100",
+    ),
+    "a bound of a Deployment": (
+        {"workers": [POOL | {"maxReplicas": 1}]}, "the pool cpu has maxReplicas and is a Deployment; set replicas"
+    ),
+    "a Deployment on several nodes": (
+        {"workers": [POOL, POOL | {"name": "b", "nodes": 2}]}, "the pool b has nodes, which only pools of Jobs may have"
+    ),
+    "a queue that KEDA cannot read": (
+        {"workers": [POOL, SCALED | {"name": "b"}]}, r"metrics\.enabled: set it, because KEDA reads .* the pool b"
     ),
     "a port twice": ({"metrics": {"enabled": True, "port": 29400}}, "metrics.port: is a group's port"),
-    "upside down": (
-        {"workers": [POOL, SCALED | {"name": "b", "autoscaling": {"minReplicas": 3, "maxReplicas": 2}}]},
-        "the pool b has an autoscaling.minReplicas above",
+    "a pool in which no GPU learns": (
+        {"workers": [POOL, POOL | {"name": "b", "mode": "warm", "gpus": 2, "samplingGpus": 2}]},
+        "the pool b has 2 samplingGpus, which must be below its gpus, 2",
     ),
+    "an engine larger than its pool": (
+        {"models": {"m": {"hub": "a/b", "tensorParallel": 2, "gpuClass": "b"}},
+         "workers": [POOL, POOL | {"name": "b", "mode": "warm", "gpus": 1, "gpuClass": "b"}]},
+        "an engine of m uses its tensorParallel, 2, and the pool b has 1 GPUs that sample",
+    ),
+    "a model that no pod of inference can serve": (
+        {"models": {"m": {"hub": "a/b", "tensorParallel": 2, "gpuClass": "b"}},
+         "workers": [POOL, POOL | WARM | {"gpus": 2}]},
+        "inference.enabled: m has tensorParallel 2, and a pod of inference has one GPU",
+    ),
+    "an engine larger than what samples": (
+        {"models": {"m": {"hub": "a/b", "tensorParallel": 2, "gpuClass": "b"}},
+         "workers": [POOL, POOL | {"name": "b", "mode": "warm", "gpus": 4, "samplingGpus": 1, "gpuClass": "b"}]},
+        "the pool b has 1 GPUs that sample",
+    ),
+    "more engines than a pool has room for": (
+        {"models": {"m": {"hub": "a/b", "tensorParallel": 2, "gpuClass": "b"}},
+         "workers": [POOL, POOL | WARM | {"gpus": 4, "settings": {"engines": 3}}]},
+        "the pool b has 4 gpus, and 3 engines of m use 6",
+    ),
+    "proxies beside the chart's": ({"extraEnv": {"FORWARDED_ALLOW_IPS": "*"}}, "must be set in api.trustedProxies"),
     "a setting as other environment": ({"extraEnv": {"REGRAFT_PORT": "1"}}, "REGRAFT_PORT must be set in settings"),
     "a mount of nothing": (
         {"extraVolumeMounts": [{"name": "ca", "mountPath": "/ca"}]},
@@ -160,12 +208,32 @@ def test_values_that_do_not_fit_together_are_named(case: str) -> None:
         render(profile("cpu-demo", **changes))
 
 
+@pytest.mark.parametrize(
+    ("hub", "cache"),
+    [
+        ("Qwen/Qwen3-8B", {}),
+        ("Qwen/Qwen3-14B", {"size": "30Gi"}),
+        ("Qwen/Qwen3-14B", {"size": "28G"}),
+        ("Qwen/Qwen3-30B-A3B-Instruct-2507", {"size": "1Ti"}),
+        ("meta-llama/Llama-3.3-70B-Instruct", {"existingClaim": "cache"}),
+        ("an-organization/a-model-of-unknown-size", {"size": "1Gi"}),
+        ("HuggingFaceTB/SmolLM2-135M", {"size": "1Gi"}),
+    ],
+)
+def test_a_model_that_may_fit_into_the_cache_is_accepted(hub: str, cache: dict[str, Any]) -> None:
+    render(profile("cpu-demo", models={"m": {"hub": hub}}, cache=cache))
+
+
 def test_a_group_whose_pods_would_have_names_too_long_is_refused() -> None:
-    """A StatefulSet of it has the pool's name and a number, and labels of that one's pods have eleven more."""
-    values = profile("cpu-demo", workers=[POOL | {"nodes": 2}])
+    """KEDA appends six characters for the name of a Job, and Kubernetes eight more for those of its pods."""
+    values = profile(
+        "cpu-demo", **WITH_METRICS, workers=[POOL, SCALED | {"name": "b", "nodes": 2, "gpuClass": "b"}]
+    )
     render(values, name="a-regraft-of-34-characters-in-full")
 
-    long = values | {"workers": [POOL | {"nodes": 2, "name": "a-pool-with-20-chars"}]}
+    long = values | {
+        "workers": [POOL, SCALED | {"nodes": 2, "name": "a-pool-with-20-chars", "gpuClass": "b"}]
+    }
     with pytest.raises(helm.HelmRenderError, match=r"the pool a-pool-with-20-chars has nodes.*shorten"):
         render(long, name="a-regraft-of-34-characters-in-full")
 
@@ -179,3 +247,17 @@ def test_everything_that_is_missing_is_told_at_once() -> None:
 
 def test_the_values_of_the_chart_itself_follow_its_schema() -> None:
     helm.Chart.load(CHART).validate_schema({})
+
+
+@pytest.mark.parametrize(
+    ("hub", "size"),
+    [
+        ("Qwen/Qwen3-14B-FP8", "20Gi"),
+        ("openai/gpt-oss-20b", "20Gi"),
+        ("openai/gpt-oss-120b", "70Gi"),
+        ("mistralai/Mixtral-8x7B-v0.1", "100Gi"),
+        ("Qwen/Qwen3-32B", "1Pi"),
+    ],
+)
+def test_a_model_that_the_cache_has_room_for_is_rendered(hub: str, size: str) -> None:
+    assert render(profile("cpu-demo", models={"m": {"hub": hub}}, cache={"size": size}))

@@ -5,7 +5,6 @@ import io
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tarfile
@@ -19,12 +18,14 @@ import pytest
 
 from tests.e2e.conftest import ROOT, Server, jsonl, wait_until_ready
 from tests.e2e.test_openai_client import GRADER, TRAIN, VALID
+from tests.servers import reserve_port
 from tests.tiny import make_tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 UV = Path(sys.executable).with_name("uv")
-SERVER_PACKAGES = ("api", "core", "graders", "worker", "migrations")
+SERVER_PACKAGES = ("api", "core", "graders", "worker", "migrations", "regraft_server")
+INSIDE = "regraft_server/"  # the one package of the wheel, which has the others in it
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 JOB = """
 model = "tiny"
@@ -97,6 +98,8 @@ def test_a_wheel_has_every_file_of_its_packages_and_no_other(
 ) -> None:
     """Migrations, the registry, graders' data and py.typed among them; a linked file is there with its contents."""
     expected = sources(folder, packages)
+    if wheel == "server_wheel":
+        expected = {INSIDE + name.removeprefix(INSIDE): data for name, data in expected.items()}
 
     besides = (".dist-info/", ".data/data/share/regraft/")
     got = {name: data for name, data in contents(built[wheel]).items() if not any(b in name for b in besides)}
@@ -110,10 +113,12 @@ def test_the_wheels_have_what_is_read_at_run_time(built: dict[str, Path]) -> Non
     """By name, so that a change of the folders' layout is seen here."""
     server, client = contents(built["server_wheel"]), contents(built["client_wheel"])
 
-    assert {"core/registry.toml", "migrations/env.py", "migrations/versions/0001_first.py"} <= server.keys()
+    read = ("core/registry.toml", "migrations/env.py", "migrations/versions/0001_first.py")
+    assert {INSIDE + name for name in read} <= server.keys()
     assert {"regraft/py.typed", "regraft/_rules/datasets.py"} <= client.keys()
     assert (
-        b"regraft-server = worker.cli:main" in server[f"regraft_server-{VERSION}.dist-info/entry_points.txt"]
+        b"regraft-server = regraft_server:main"
+        in server[f"regraft_server-{VERSION}.dist-info/entry_points.txt"]
     )
     assert b"regraft = regraft.cli:main" in client[f"regraft-{VERSION}.dist-info/entry_points.txt"]
     for name, files in (("regraft_server", server), ("regraft", client)):
@@ -138,6 +143,18 @@ def test_the_servers_wheel_has_the_documentation_site_where_the_api_looks_for_it
 
     assert {"index.html", "search.json", "reference/settings.html"} <= site
     assert not {name for name in site if name.endswith((".py", ".md"))}
+
+
+@pytest.mark.parametrize(
+    ("wheel", "package"), [("server_wheel", "regraft_server"), ("client_wheel", "regraft")]
+)
+def test_a_wheel_installs_one_package_whose_name_is_its_own(
+    built: dict[str, Path], wheel: str, package: str
+) -> None:
+    """A folder `api` or `core` would be shared with other packages of a user's environment."""
+    tops = {name.split("/")[0] for name in contents(built[wheel])}
+
+    assert {top for top in tops if not top.endswith((".dist-info", ".data"))} == {package}
 
 
 @pytest.mark.parametrize("sdist", ["server_sdist", "client_sdist"])
@@ -187,8 +204,7 @@ def test_the_installed_packages_train_a_job(installed: Path, tmp_path: Path) -> 
     (desk / "valid.jsonl").write_bytes(jsonl(VALID))
     (desk / "grader.json").write_text(json.dumps(GRADER))
     (desk / "job.toml").write_text(JOB)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = reserve_port()
     settings = environment(
         PATH=f"{installed}:/usr/bin:/bin",
         REGRAFT_DATA_DIR=str(data),

@@ -3,7 +3,6 @@
 import hashlib
 import itertools
 import json
-import shutil
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -124,10 +123,9 @@ class House:
 
 
 @pytest.fixture
-def house(migrated_sqlite: Path, tmp_path: Path) -> Iterator[House]:
-    shutil.copy(migrated_sqlite, tmp_path / "regraft.db")
+def house(sqlite_database: Database, tmp_path: Path) -> Iterator[House]:
     settings = Settings(data_dir=tmp_path, inference_key="between us")
-    database, blobs = Database(settings.database), FolderBlobs(tmp_path / "blobs")
+    database, blobs = sqlite_database, FolderBlobs(tmp_path / "blobs")
     with database.write() as session:
         key = keys.bootstrap(session)
         assert key is not None
@@ -138,7 +136,6 @@ def house(migrated_sqlite: Path, tmp_path: Path) -> Iterator[House]:
     house = House(database, blobs, project, key, app.state.upstream)
     with serving(app) as house.port:
         yield house
-    database.close()
 
 
 class serving:

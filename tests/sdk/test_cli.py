@@ -9,16 +9,17 @@ import subprocess
 import sys
 import threading
 import time
-from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
 from http.server import ThreadingHTTPServer
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from regraft import Regraft
 from regraft.cli import main
+from regraft.cli.evals import run_progress
 from regraft.cli.output import answer_cell, expected_costs
 
 from core.database.tables import Attempt, Job
@@ -26,7 +27,7 @@ from core.jobs.usage import add_usage
 from core.telemetry import workers
 from tests import factories
 from tests.core.test_workers import REPORT
-from tests.present import present, untyped
+from tests.present import present
 from tests.sdk.conftest import GRADER, ROWS, House, working
 from worker.evals.runner import EvalRunner
 
@@ -381,7 +382,7 @@ def test_a_preview_without_an_inference_server_says_what_is_missing(
 
 
 def test_what_is_known_of_time_and_cost_is_a_range() -> None:
-    from regraft.cli.commands import estimate_text
+    from regraft.cli.jobs import estimate_text
 
     size = {"training_rows": 1, "validation_rows": 1, "total_steps": 2, "n_epochs": 1, "batch_size": 1}
     known = {
@@ -548,6 +549,22 @@ def test_watching_a_job_that_ends_worse_than_its_base_says_so_and_is_exit_code_1
     assert err == f"{WORSE}\n"
     assert json.loads(documents.splitlines()[-1])["verdict"] == VERDICT
     assert f"verdict      {WORSE}\n" in shown
+
+
+def test_the_list_of_jobs_says_why_one_failed_and_that_there_are_more(
+    regraft: Callable[..., tuple[int, str, str]], house: House
+) -> None:
+    error = {"code": "invalid_training_file", "message": "Row 3 has no answer.", "param": "training_file"}
+    house.end(house.job(), "failed", error=error)
+
+    _, listed, said = regraft("jobs", "list", "--limit", "1")
+    assert "Row 3 has no answer." in listed
+    assert said == ""
+
+    house.job()
+    _, listed, said = regraft("jobs", "list", "--limit", "1")
+    assert "Row 3 has no answer." not in listed
+    assert said == "The newest 1 jobs; --limit N lists more.\n"
 
 
 def test_a_job_has_the_numbers_of_its_delivered_checkpoint_in_every_command(
@@ -988,7 +1005,7 @@ def test_workers_and_queues_are_listed(
     _, out, _ = regraft("workers")
 
     assert re.search(
-        rf"^a/1 +cpu +busy +1.0/140.0 GiB +0.0/0.0 GiB +{running} 3: sampling 37/64 +20\S+ \S+ UTC +0.1.0$",
+        rf"^a/1 +cpu +busy +1.0/140.0 GiB +0.0/0.0 GiB +not run +{running} 3: sampling 37/64 +20\S+ \S+ UTC +0.1.0$",
         out,
         re.MULTILINE,
     ), out
@@ -1274,6 +1291,51 @@ def test_chatting_streams_the_answer(
     assert in_json("chat", "ft:tiny", "you")["choices"][0]["message"]["content"] == "Hello, you"
 
 
+def test_a_tuned_model_is_asked_with_the_messages_of_a_row(
+    regraft: Callable[..., tuple[int, str, str]],
+    speaker: ThreadingHTTPServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shots = [
+        {"role": "system", "content": "Sort."},
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "A"},
+    ]
+    answered = {"messages": [*shots, {"role": "user", "content": "b"}, {"role": "assistant", "content": "B"}]}
+    pair = {"input": {"messages": [{"role": "user", "content": "c"}]}, "preferred_output": []}
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (answered, pair, {"text": "d"})))
+
+    assert regraft("chat", "ft:tiny", "you", "--like", "rows.jsonl")[1] == "Hello, you\n"
+    assert regraft("chat", "ft:tiny", "--like", "rows.jsonl:1")[1] == "Hello, b\n"
+    assert regraft("chat", "ft:tiny", "--like", "rows.jsonl:2")[1] == "Hello, c\n"
+
+    first, second, _ = (heard["messages"] for heard in Speaker.heard)
+    assert first == [*shots, {"role": "user", "content": "you"}]
+    assert second == answered["messages"][:-1]
+    for place, words in (
+        ("rows.jsonl:3", "rows.jsonl:3 has no messages with one of the user"),
+        ("rows.jsonl:4", "rows.jsonl has no row 4"),
+        ("none.jsonl", "No such file"),
+    ):
+        code, _, err = regraft("chat", "ft:tiny", "you", "--like", place)
+        assert code == 2
+        assert words in err
+    assert regraft("chat", "ft:tiny", "you", "--like", "rows.jsonl", "--system", "x")[0] == 2
+
+
+def test_the_progress_of_an_evals_run_is_printed_when_it_changes(capsys: pytest.CaptureFixture[str]) -> None:
+    show = run_progress()
+    for status, done in (("queued", 0), ("queued", 0), ("in_progress", 1), ("in_progress", 1)):
+        show(SimpleNamespace(id="evalrun_1", status=status, progress={"finished": done, "total": 2}))
+
+    assert capsys.readouterr().err.splitlines() == [
+        "evalrun_1 queued: 0 of 2; it waits for a worker",
+        "evalrun_1 in_progress: 1 of 2",
+    ]
+
+
 def test_a_pipe_is_one_message(
     regraft: Callable[..., tuple[int, str, str]],
     speaker: ThreadingHTTPServer,
@@ -1331,7 +1393,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(house: House, learned: str) -
 def test_help_and_completion_need_nothing_of_the_client() -> None:
     code = (
         "import sys\nfrom regraft.cli import main\n"
-        "try:\n    main(['--help'])\nexcept SystemExit: pass\nmain(['completion', 'fish'])\n"
+        "for words in ['--help'], ['completion', 'fish']:\n    try: main(words)\n    except SystemExit: pass\n"
         "print(sorted({'openai', 'pydantic', 'httpx2'} & set(sys.modules)))"
     )
     done = subprocess.run(
@@ -1388,17 +1450,16 @@ def test_a_misspelled_command_or_option_gets_the_one_that_it_may_mean(
 
 
 def test_every_command_has_its_function() -> None:
-    from regraft.cli.commands import COMMANDS
-    from regraft.cli.parser import build
+    from regraft.cli.commands import function_of
+    from regraft.cli.parser import TABLE
+    from regraft.cli.table import Command
 
-    def named(parser: ArgumentParser) -> Iterator[Any]:
-        for action in parser._actions:
-            for sub in getattr(action, "choices", None) or {} if hasattr(action, "_choices_actions") else {}:
-                yield from named(untyped(action.choices)[sub])
-        if run := parser.get_default("run"):
-            yield run
+    commands = [
+        command for entry in TABLE for command in ((entry,) if isinstance(entry, Command) else entry.commands)
+    ]
 
-    assert sorted(named(build())) == sorted([*COMMANDS, "completion"])
+    assert len(commands) > 60
+    assert all(callable(function_of(command)) for command in commands)
 
 
 def test_the_show_of_a_running_job_has_ranges_of_time_and_gpu_time(

@@ -18,7 +18,7 @@ from core.storage.store import FolderBlobs
 from graders.build import item_paths
 from graders.spec import parse_grader
 from tests.sdk.conftest import GRADER, ROWS
-from worker.supervise import validation
+from worker.supervisor import validation
 
 BAD = b"""{"messages": [{"role": "user", "content": "hi"}]}
 {"messages": []}

@@ -7,10 +7,11 @@ import json
 import lzma
 import re
 import sys
+import tarfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import openai
 import pyarrow
@@ -28,7 +29,7 @@ from core.storage.foreign_files import TARGETS, Target, detect
 from core.storage.store import FolderBlobs
 from graders.spec import parse_grader
 from tests.sdk.conftest import GRADER, House
-from worker.supervise import offline_validation, validation
+from worker.supervisor import offline_validation, validation
 
 RFT = "o4-mini-2025-04-16"
 ROW = {"messages": [{"role": "user", "content": "1 + 1?"}], "answer": "2"}
@@ -249,6 +250,25 @@ FOREIGN: dict[str, tuple[bytes, Method, str, bool]] = {
         f"the rows are Alpaca's (instruction, input, output); write them as messages. {does('sft')}",
         NO_CONTAINER,
     ),
+    "Dolly": (
+        lines(*[{"instruction": "1 + 1?", "context": "", "response": "2", "category": "math"}] * TWELVE),
+        "supervised",
+        f"the rows are Dolly's (instruction, context, response); write them as messages. {does('sft')}",
+        NO_CONTAINER,
+    ),
+    "instructions": (
+        lines(*[{"instruction": "1 + 1?", "answer": "2"}] * TWELVE),
+        "reinforcement",
+        f"the rows have their prompt in the key instruction; write it as messages. {does('rft')}",
+        NO_CONTAINER,
+    ),
+    "TRL's preferences for reinforcement": (
+        CHOSEN,
+        "reinforcement",
+        "the rows are TRL's preferences (chosen, rejected); write them as input, preferred_output and "
+        f"non_preferred_output, or the prompts as messages. {does('rft')}",
+        NO_CONTAINER,
+    ),
     "Alpaca for preferences": (
         ALPACA,
         "dpo",
@@ -272,14 +292,14 @@ FOREIGN: dict[str, tuple[bytes, Method, str, bool]] = {
         CHOSEN,
         "dpo",
         "the rows are TRL's preferences (chosen, rejected); write them as input, preferred_output and "
-        f"non_preferred_output. {does('dpo')}",
+        f"non_preferred_output, or the prompts as messages. {does('dpo')}",
         NO_CONTAINER,
     ),
     "UltraFeedback's preferences, with the chosen conversation in messages": (
         ULTRAFEEDBACK,
         "dpo",
         "the rows are TRL's preferences (chosen, rejected); write them as input, preferred_output and "
-        f"non_preferred_output. {does('dpo')}",
+        f"non_preferred_output, or the prompts as messages. {does('dpo')}",
         NO_CONTAINER,
     ),
     "TRL's labels": (
@@ -313,6 +333,123 @@ FOREIGN: dict[str, tuple[bytes, Method, str, bool]] = {
         "the rows use functions and function_call, which OpenAI has replaced; write them as tools and tool_calls. "
         f"{does('sft')}",
         NO_CONTAINER,
+    ),
+}
+PREFERENCES_SENTENCE = (
+    "the rows are TRL's preferences (chosen, rejected); write them as input, preferred_output and "
+)
+HH = lines(
+    *[
+        {
+            name: f"\n\nHuman: {n}?\n\nAssistant: Which one?\n\nHuman: All.\n\nAssistant: {text}"
+            for name, text in (("chosen", "b"), ("rejected", "c"))
+        }
+        for n in range(TWELVE)
+    ]
+)
+TOOL_TURNS = [
+    {"from": "human", "value": "1 + 1?"},
+    {"from": "function_call", "value": json.dumps({"name": "add", "arguments": {"a": 1}})},
+    {"from": "observation", "value": "2"},
+    {"from": "gpt", "value": "2"},
+]
+HERMES = [
+    TOOL_TURNS[0],
+    {"from": "gpt", "value": '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'},
+    {"from": "tool", "value": "<tool_response>2</tool_response>"},
+    TOOL_TURNS[3],
+]
+NO_TOOLS = (
+    "the rows are ShareGPT's with calls of tools (conversations); they can become rows for method 'supervised', not "
+    "for 'reinforcement'."
+)
+
+
+def a_tar(mode: Literal["w", "w:gz"]) -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode=mode) as archive:
+        member = tarfile.TarInfo("train.jsonl")
+        member.size = len(content := lines(*ROWS))
+        archive.addfile(member, io.BytesIO(content))
+    return out.getvalue()
+
+
+FOREIGN |= {
+    "Anthropic's hh-rlhf": (
+        HH,
+        "dpo",
+        f"{PREFERENCES_SENTENCE}non_preferred_output, or the prompts as messages. {does('dpo')}",
+        NO_CONTAINER,
+    ),
+    "hh-rlhf for reinforcement": (
+        HH,
+        "reinforcement",
+        f"{PREFERENCES_SENTENCE}non_preferred_output, or the prompts as messages. {does('rft')}",
+        NO_CONTAINER,
+    ),
+    "LLaMA-Factory's preferences": (
+        lines(
+            *[
+                {
+                    "conversations": [{"from": "human", "value": f"{n}?"}],
+                    "chosen": {"from": "gpt", "value": "b"},
+                    "rejected": {"from": "gpt", "value": "c"},
+                }
+                for n in range(TWELVE)
+            ]
+        ),
+        "dpo",
+        "the rows are LLaMA-Factory's preferences (conversations, chosen, rejected); write them as input, "
+        f"preferred_output and non_preferred_output, or the prompts as messages. {does('dpo')}",
+        NO_CONTAINER,
+    ),
+    "columns": (
+        json.dumps({"prompt": [f"{n}?" for n in range(TWELVE)], "answer": ["b"] * TWELVE}).encode(),
+        "reinforcement",
+        f"the file is one JSON object with its columns; write one object per line. {does('rft')}",
+        NO_CONTAINER,
+    ),
+    "columns of pandas": (
+        json.dumps({name: {str(n): name for n in range(TWELVE)} for name in ("prompt", "answer")}).encode(),
+        "supervised",
+        f"the file is one JSON object with its columns; write one object per line. {does('sft')}",
+        NO_CONTAINER,
+    ),
+    "calls of ShareGPT": (lines(*[{"conversations": TOOL_TURNS}] * TWELVE), "reinforcement", NO_TOOLS, False),
+    "calls of Hermes": (lines(*[{"conversations": HERMES}] * TWELVE), "reinforcement", NO_TOOLS, False),
+    "lines of space between rows": (
+        ALPACA.replace(b"\n", b"\n\n"),
+        "reinforcement",
+        f"the rows are Alpaca's (instruction, input, output); write them as messages. {does('rft')}",
+        NO_CONTAINER,
+    ),
+    "turns of ShareGPT in messages": (
+        SHAREGPT.replace(b"conversations", b"messages"),
+        "supervised",
+        f"the messages have ShareGPT's keys (from, value); write them as role and content. {does('sft')}",
+        NO_CONTAINER,
+    ),
+    "a question with its answer under another name": (
+        lines(*[{"question": "1 + 1?", "solution": "2"}] * TWELVE),
+        "supervised",
+        "the rows have their prompt in the key question; write it as messages. `regraft convert FILE --to sft --map "
+        "answer=FIELD` does that.",
+        NO_CONTAINER,
+    ),
+    "prompts alone": (
+        lines(*[{"prompt": "1 + 1?"}] * TWELVE),
+        "supervised",
+        "the rows have their prompt in the key prompt; they can become rows for method 'reinforcement', not for "
+        "'supervised'.",
+        NO_CONTAINER,
+    ),
+    "a tar archive": (a_tar("w"), "reinforcement", "the file is a tar archive; unpack it.", True),
+    "a compressed archive": (a_tar("w:gz"), "reinforcement", "the file is a tar archive; unpack it.", True),
+    "a file that is compressed twice": (
+        gzip.compress(bz2.compress(lines(*ROWS))),
+        "reinforcement",
+        "the file is compressed twice; uncompress it.",
+        True,
     ),
 }
 table = pytest.mark.parametrize(
@@ -394,17 +531,40 @@ def test_a_foreign_file_becomes_a_dataset_of_the_job(
     path = tmp_path / "theirs"
     path.write_bytes(content)
     target = TARGETS[method]
-    if f"--to {target}`" not in sentence:
-        with pytest.raises(ValueError, match=f"has no two answers|{re.escape(sentence[:40])}"):
+    if f"--to {target}" not in sentence:
+        no_tools = "tools are not supported|tool_calls: is not a message key"
+        with pytest.raises(
+            ValueError, match=f"has no (two answers|answer)|{no_tools}|{re.escape(sentence[:30])}"
+        ):
             convert(path, target, tmp_path / "ours.jsonl")
         assert not (tmp_path / "ours.jsonl").exists()
         return
 
-    made = convert(path, target, tmp_path / "ours.jsonl")
+    made = convert(path, target, tmp_path / "ours.jsonl", names=told(sentence))
 
     grader = GRADER if method == "reinforcement" else None
     assert made.rows == TWELVE
     assert validate(made.path, method=method, grader=grader).rows == TWELVE
+
+
+def told(sentence: str) -> dict[str, str]:
+    """What a user writes for FIELD, in the one file whose sentence asks for it."""
+    return {"answer": "solution"} if "--map answer=FIELD" in sentence else {}
+
+
+@table
+def test_each_command_that_the_sentence_about_rows_names_works(
+    content: bytes, method: Method, sentence: str, is_container: bool, tmp_path: Path
+) -> None:
+    found = detect([content])
+    path = tmp_path / "theirs"
+    path.write_bytes(content)
+
+    assert found is not None
+    for target in () if is_container else found.targets:
+        assert f"{target}" in found.sentence()
+        names = told(found.sentence()) if target != "rft" else {}
+        assert convert(path, target, tmp_path / f"{target}.jsonl", names=names).rows > 0
 
 
 def convert_text(folder: Path, content: bytes, target: Target, **names: str) -> list[dict[str, Any]]:
@@ -591,6 +751,17 @@ CONVERTED: dict[str, tuple[Any, Target, dict[str, str], Any]] = {
         {"prompt": "task", "answer": "label"},
         {"messages": [USER], "answer": 2, "page": 7},
     ),
+    "paths into fields": (
+        {"task": {"text": ["1 + 1?"]}, "reward.model": {"ground_truth": "2"}},
+        "rft",
+        {"prompt": "task.text[0]", "answer": "reward.model.ground_truth"},
+        {
+            "messages": [USER],
+            "answer": "2",
+            "task": {"text": ["1 + 1?"]},
+            "reward.model": {"ground_truth": "2"},
+        },
+    ),
     "calls of LLaMA-Factory": (
         {
             "conversations": [
@@ -666,6 +837,78 @@ def test_a_row_is_converted(
     assert convert_text(tmp_path, lines(row), target, **names) == [right]
 
 
+GREETINGS = {
+    "an answer that begins with the words of its prompt": [
+        {
+            "prompt": "Hi",
+            "chosen": "Hi! How can I help you today?",
+            "rejected": "Hi there, what do you want?",
+        },
+    ],
+    "one such answer in a file without others": [
+        {"prompt": "Hi", "chosen": "Hi there.", "rejected": "Hi you."},
+        {"prompt": "1 + 1?", "chosen": "2", "rejected": "3"},
+    ],
+}
+
+
+OTHER = {"role": "user", "content": "2 + 2?"}
+ANSWERS_TO_OTHERS: dict[str, tuple[dict[str, Any], str]] = {
+    "another prompt than that beside it": (
+        {"prompt": "1 + 1?", "chosen": [OTHER, ANSWER], "rejected": [OTHER, WRONG]},
+        "chosen",
+    ),
+    "turns that differ": (
+        {"chosen": [USER, ANSWER, USER, ANSWER], "rejected": [USER, WRONG, OTHER, WRONG]},
+        "chosen",
+    ),
+    "a user who speaks last": ({"prompt": "1 + 1?", "chosen": [OTHER], "rejected": [USER]}, "chosen"),
+    "a completion with a question": ({"prompt": "1 + 1?", "completion": [OTHER]}, "completion"),
+}
+
+
+@pytest.mark.parametrize(("row", "field"), ANSWERS_TO_OTHERS.values(), ids=ANSWERS_TO_OTHERS.keys())
+@pytest.mark.parametrize("target", ["dpo", "sft", "rft"])
+def test_a_prompt_is_never_paired_with_the_answer_to_another(
+    row: dict[str, Any], field: str, target: Target, tmp_path: Path
+) -> None:
+    no_pair = target == "dpo" and "chosen" not in row
+    words = (
+        "has no two answers" if no_pair else f"has in {field} other messages than the answer to its prompt"
+    )
+
+    with pytest.raises(InvalidDataset, match=words):
+        convert_text(tmp_path, lines(row), target)
+
+
+@pytest.mark.parametrize("rows", GREETINGS.values(), ids=GREETINGS.keys())
+@pytest.mark.parametrize("target", ["dpo", "sft", "rft"])
+def test_words_of_an_answer_are_not_taken_for_its_prompt(
+    rows: list[dict[str, str]], target: Target, desk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (desk / "theirs.jsonl").write_bytes(lines(*rows))
+
+    assert main(["convert", "theirs.jsonl", "--to", target]) == 0
+    said = capsys.readouterr().out
+    made = (desk / f"theirs.{target}.jsonl").read_text()
+    assert all(f'"{row["chosen"]}"' in made for row in rows)
+    assert "begin with the text of their prompt in 1 row(s)" in said
+    assert "nothing was cut off" in said
+
+
+def test_prompts_that_all_answers_begin_with_are_cut_off_and_named(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{n}?", "chosen": f"{n}?\nb", "rejected": f"{n}? c"} for n in range(3)]
+    (tmp_path / "theirs").write_bytes(lines(*rows))
+
+    made = convert(tmp_path / "theirs", "sft", tmp_path / "ours.jsonl")
+
+    answers = [json.loads(line)["messages"][1]["content"] for line in made.path.read_text().splitlines()]
+    assert answers == ["\nb"] * 3
+    assert made.notes == (
+        "chosen and rejected begin with the text of their prompt in 3 row(s), all of the file: it was cut off",
+    )
+
+
 @pytest.mark.parametrize("target", ["rft", "sft"])
 @pytest.mark.parametrize(
     ("good", "bad"), [(True, False), (1, 0), (1.0, 0.0), ("True", "False"), ("1", "0"), ("yes", "no")]
@@ -712,6 +955,29 @@ def test_rows_without_an_answer_are_left_out(row: dict[str, Any], target: Target
     assert (made.rows, made.left_out) == (1, {"without an answer": 1})
 
 
+def test_what_a_user_may_miss_in_the_converted_file_is_named(
+    desk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answered = {"messages": [USER, WRONG], "answer": "2"}
+    many = MAX_TRAINING_ROWS + 1
+    (desk / "theirs.jsonl").write_bytes(lines(answered) + lines({"prompt": "a", "answer": "b"}) * (many - 1))
+
+    assert main(["convert", "theirs.jsonl", "--to", "rft"]) == 0
+    assert capsys.readouterr().out == (
+        f"theirs.rft.jsonl: {many} rows\ndropped fields: the message of the assistant\n"
+        f"note: a reinforcement job reads at most {MAX_TRAINING_ROWS} rows\n"
+    )
+
+
+def test_a_folder_is_named_with_a_file_of_it(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (desk / "saved").mkdir()
+    (desk / "saved" / "data.arrow").write_bytes(as_arrow(*ROWS, is_stream=True))
+
+    assert main(["convert", "saved", "--to", "rft"]) == 2
+    assert "saved is a folder" in (said := capsys.readouterr().err)
+    assert "such as saved/data.arrow" in said
+
+
 def test_the_source_is_never_replaced(tmp_path: Path) -> None:
     source = tmp_path / "theirs.csv"
     source.write_text("question,answer\na,b\n")
@@ -750,6 +1016,22 @@ def test_the_encoding_of_a_file_may_be_named(
         assert main(["convert", name, "--to", "rft", "--encoding", encoding]) == 0
         assert capsys.readouterr().out == "theirs.rft.jsonl: 1 rows\n"
         assert json.loads((desk / "theirs.rft.jsonl").read_text()) == {"messages": [USER], "answer": answer}
+        (desk / "theirs.rft.jsonl").unlink()
+
+
+@pytest.mark.parametrize("options", [[], ["-o", "theirs.rft.jsonl"]], ids=["default name", "-o"])
+def test_a_file_that_exists_is_replaced_only_if_asked(
+    options: list[str], desk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (desk / "theirs.csv").write_text("question,answer\n1 + 1?,2\n")
+    (desk / "theirs.rft.jsonl").write_text("mine")
+    convert_it = ["convert", "theirs.csv", "--to", "rft", *options]
+
+    assert main(convert_it) == 2
+    assert (desk / "theirs.rft.jsonl").read_text() == "mine"
+    assert "theirs.rft.jsonl already exists: choose another name with -o" in capsys.readouterr().err
+    assert main([*convert_it, "--force"]) == 0
+    assert json.loads((desk / "theirs.rft.jsonl").read_text())["answer"] == "2"
 
 
 def test_an_encoding_that_is_none_or_not_that_of_the_file_is_refused(
@@ -840,6 +1122,12 @@ REFUSED: dict[str, tuple[bytes, Target, dict[str, str], str]] = {
         {"answer": "label"},
         "line 1: has no field 'label', which --map names",
     ),
+    "a path to nothing": (
+        lines({"prompt": "a", "answers": {"text": []}}),
+        "rft",
+        {"answer": "answers.text[0]"},
+        "line 1: has nothing at 'answers.text[0]', which --map names",
+    ),
     "an unknown speaker": (
         lines({"conversations": [{"from": "narrator", "value": "x"}]}),
         "sft",
@@ -894,6 +1182,12 @@ REFUSED: dict[str, tuple[bytes, Target, dict[str, str], str]] = {
         "rft",
         {},
         "line 1: has the column 'label' twice: rename one of them",
+    ),
+    "a table with a list as Python prints it": (
+        f'messages,label\n"{[USER]}",a\n'.encode(),
+        "rft",
+        {},
+        "line 2: has in messages a list as Python prints it: write the cell with json.dumps",
     ),
     "a table without rows": (
         b"prompt,label\n",
@@ -972,6 +1266,27 @@ def test_what_cannot_be_converted_is_named_and_nothing_is_written(
     assert not (tmp_path / "ours.jsonl").exists()
 
 
+def test_a_number_that_is_none_is_a_missing_value_and_bytes_have_no_place(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "a", "answer": answer, "score": score, "image": {"bytes": b"\xff", "path": "a.png"}}
+        for answer, score in ((1.0, float("nan")), (float("nan"), 2.0))
+    ]
+    (tmp_path / "theirs").write_bytes(as_parquet(*rows))
+
+    made = convert(tmp_path / "theirs", "rft", tmp_path / "ours.jsonl")
+
+    right = {"messages": [{"role": "user", "content": "a"}], "answer": 1.0, "score": None}
+    assert [json.loads(line) for line in made.path.read_text().splitlines()] == [right]
+    assert (made.left_out, made.dropped_fields) == ({"without an answer": 1}, ("image",))
+
+
+def test_the_field_of_a_value_that_json_cannot_hold_is_named(tmp_path: Path) -> None:
+    (tmp_path / "theirs").write_bytes(as_parquet({"prompt": "a", "scores": [1.0, float("inf")]}))
+
+    with pytest.raises(InvalidDataset, match="line 1: has in scores a value that JSON cannot hold"):
+        convert(tmp_path / "theirs", "rft", tmp_path / "ours.jsonl")
+
+
 def test_without_pyarrow_the_sentence_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -994,6 +1309,8 @@ def test_the_command_names_the_written_file_and_the_next_command_accepts_it(
     assert main(["validate", "questions.rft.jsonl"]) == 0
     assert main(["convert", "questions.csv", "--to", "rft", "-o", "questions.csv"]) == 2
     assert main(["convert", "questions.csv", "--to", "rft", "--map", "answer"]) == 2
+    twice = ["--map", "answer=label", "--map", "answer=question"]
+    assert main(["convert", "questions.csv", "--to", "rft", "-o", "new.jsonl", *twice]) == 2
 
 
 def test_a_field_that_the_grader_reads_is_found_before_the_upload(

@@ -230,6 +230,29 @@ def test_the_client_validates_without_uploading(client: Regraft, job_file: Path)
     assert list(client.files.list()) == []
 
 
+def test_the_servers_warnings_are_printed_wherever_a_job_is_checked(
+    desk: Path, job_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job_file.write_text(job_file.read_text() + "reasoning_effort = 'low'\n")
+
+    assert main(["validate", str(job_file)]) == 0
+    assert f"{job_file}: warning: reasoning_effort 'low' has no effect" in capsys.readouterr().out
+    assert main(["jobs", "create", "-f", str(job_file), "--estimate"]) == 0
+    assert "\nwarning: reasoning_effort 'low' has no effect" in capsys.readouterr().out
+
+
+def test_a_part_that_the_formula_of_its_grader_does_not_name_is_a_warning(
+    client: Regraft, job_file: Path
+) -> None:
+    parts = {"good": GRADER, "idle": GRADER}
+    multi = {"type": "multi", "name": "both", "graders": parts, "calculate_output": "2 * good"}
+    (job_file.parent / "grader.json").write_text(json.dumps(multi))
+
+    assert client.jobs.validate(job_file)["warnings"] == [
+        "the part 'idle' of the grader 'both' has no effect: calculate_output does not name it."
+    ]
+
+
 def test_a_secret_of_an_endpoint_is_not_in_the_answer(client: Regraft, job_file: Path) -> None:
     endpoint = {"type": "endpoint", "name": "e", "url": "https://example.org/", "headers": {"k": "secret"}}
     (job_file.parent / "grader.json").write_text(json.dumps(endpoint))

@@ -1,11 +1,14 @@
 import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from regraft.requests import InvalidRequestFile, read_grader, read_job, refuse_masked, set_path
+from regraft.requests import InvalidRequestFile, read_grader, read_job, read_lines, refuse_masked, set_path
+from regraft.resources.graders import read_cases
+from regraft.resources.stored_graders import golden_cases
 
 from tests.sdk.conftest import GRADER
 
@@ -196,3 +199,31 @@ def test_masks_are_found_wherever_they_are(part: dict[str, Any], where: str) -> 
 )
 def test_a_hyperparameter_is_that_of_the_jobs_method(body: dict[str, Any], changed: dict[str, Any]) -> None:
     assert read_job(body, ["hyperparameters.n_epochs=2"]).body == changed
+
+
+def test_a_file_of_golden_cases_that_is_not_jsonl_is_named(tmp_path: Path) -> None:
+    table = tmp_path / "cases.csv"
+    table.write_text("item,sample\n1,2\n")
+
+    with pytest.raises(
+        InvalidRequestFile, match=r"cases.csv is not JSONL: the file is CSV with the columns item, "
+    ):
+        list(read_lines(table))
+
+
+@pytest.mark.parametrize("read", [read_cases, golden_cases])
+def test_all_lines_of_a_file_of_cases_that_are_none_are_named(
+    tmp_path: Path, read: Callable[[Path], list[Any]]
+) -> None:
+    cases = tmp_path / "cases.jsonl"
+    good = '{"sample": "a", "expect": 1}'
+    cases.write_text("\n".join([good, "{", "3", good, '{"expect": 1}']))
+
+    with pytest.raises(InvalidRequestFile) as refused:
+        read(cases)
+
+    said = str(refused.value).splitlines()
+    assert [line.split(": ")[1] for line in said] == ["line 2", "line 3", "line 5"]
+    cases.write_text("3\n" * 30)
+    with pytest.raises(InvalidRequestFile, match=r"line 20: .*\nand 10 more$"):
+        read(cases)

@@ -1,7 +1,6 @@
 """What `regraft init` writes works as it is."""
 
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,11 +21,10 @@ from tests.sdk.conftest import serving
 
 
 @pytest.fixture
-def server(migrated_sqlite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def server(sqlite_database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A service with the included models and the judge of the starter, which finds every answer half clear."""
-    shutil.copy(migrated_sqlite, tmp_path / "regraft.db")
     settings = Settings(data_dir=tmp_path)
-    database, blobs = Database(settings.database), FolderBlobs(tmp_path / "blobs")
+    database, blobs = sqlite_database, FolderBlobs(tmp_path / "blobs")
     with database.write() as session:
         key = keys.bootstrap(session)
     reply = servers.verdict(0.5)
@@ -37,7 +35,6 @@ def server(migrated_sqlite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             monkeypatch.setenv("REGRAFT_BASE_URL", f"http://127.0.0.1:{port}/v1")
             monkeypatch.setenv("REGRAFT_API_KEY", str(key))
             yield
-    database.close()
 
 
 @pytest.mark.parametrize("kind", KINDS)

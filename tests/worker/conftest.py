@@ -9,10 +9,10 @@ import pytest
 import torch
 from sqlalchemy.orm import Session
 
+from core.claims import Claim
 from core.database.engine import Database
 from core.database.tables import Checkpoint, Event, File, Job, Project
 from core.jobs import events, lifecycle
-from core.jobs.claim import Claim
 from core.jobs.hyperparameters import Hyperparameters, resolve
 from core.registry import BaseModelEntry
 from core.retry import RetryPolicy
@@ -26,13 +26,12 @@ from tests.tiny import make_tiny_model
 from worker.attempt import Attempt
 from worker.interfaces import Trainer
 from worker.model.policy import Base, Policy, load_base
-from worker.record.checkpoints import JobCheckpoints
-from worker.record.exporters.threads import ExporterThreads
-from worker.record.recorder import JobRecorder
-from worker.rollout.grader_parts import grader_parts
+from worker.recording.checkpoints import JobCheckpoints
+from worker.recording.exporters.threads import ExporterThreads
+from worker.recording.recorder import JobRecorder
+from worker.rollout.experience import Rewards, RolloutExperience, grader_parts
 from worker.rollout.prompts import PromptStream
-from worker.rollout.rewards import Rewards
-from worker.rollout.samplers import Sampler
+from worker.sampling import Sampler
 from worker.types import Prompt
 
 
@@ -110,10 +109,11 @@ class Bench:
         stop_requested: Callable[[], bool] = lambda: False,
         attempt: Attempt | None = None,
         kind: type[WatchedRun] = WatchedRun,
+        experience: type[RolloutExperience] = RolloutExperience,
         sampler: Sampler | None = None,
         trainer: Trainer | None = None,
         **settings: Any,
-    ) -> Any:  # a run of this kind, with the fakes' own attributes
+    ) -> Any:  # a run of this kind on this experience, with the fakes' own attributes
         attempt = attempt or self.attempt()
         skill = skill or Skill()
         asked = {"batch_size": 2, "n_epochs": 1, "eval_interval": 2} | settings
@@ -122,7 +122,7 @@ class Bench:
         prompts = [
             Prompt(line, (1, 2), {"messages": [], "answer": ANSWERS[line % 4]}) for line in range(1, 9)
         ]
-        return kind(
+        source = experience(
             settings=resolved,
             seed=3,
             graders=grader_parts(parse_grader(GRADER)),
@@ -131,6 +131,9 @@ class Bench:
             sampler=sampler or GuessingSampler(skill),
             rewards=Rewards(grader or ExactGrader()),
             trainer=trainer or SkillTrainer(skill),
+        )
+        return kind(
+            source,
             recorder=JobRecorder(attempt),
             checkpoints=JobCheckpoints(attempt, self.tmp_path),
             exporters=ExporterThreads(),

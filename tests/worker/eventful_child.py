@@ -3,8 +3,8 @@
 `... EVENT member PARENT`: worker.members.launcher, whose rank it is.
 
 drain: the launcher gets SIGTERM in the first step of an attempt. SIGKILL, SIGSTOP: rank 1 gets it in the second step.
-shard: as drain, and both ranks share one copy of the model, as GPUs do on which it does not fit whole; each that
-does leaves a file in the data folder. none: nothing happens. The file `sessions` there names the session of each.
+share: both ranks share one copy of the model, as GPUs do on which it does not fit whole; each that does leaves a file
+in the data folder. shard: drain and share. none: nothing happens. The file `sessions` there names the session of each.
 """
 
 import os
@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from worker import child
-from worker.learn.world import World
 from worker.members import launcher
+from worker.training.world import World
 
 if TYPE_CHECKING:
     from worker.model.policy import Policy
@@ -30,18 +30,23 @@ class Eventful(World):
 
     def give(self, orders_R: Sequence[Any]) -> None:
         super().give(orders_R)
-        if type(orders_R[0]).__name__ in ("SumGradients", "AddRows"):
+        if method_of(orders_R[0]) in ("collect", "add"):
             self.sums += 1
             if os.environ["EVENT"] in ("drain", "shard") and self.sums == 1:
                 os.kill(os.getppid(), signal.SIGTERM)
 
     def receive(self) -> Any:
         order = super().receive()
-        if type(order).__name__ == "SumGradients":
+        if method_of(order) == "collect":
             self.sums += 1
             if os.environ["EVENT"].startswith("SIG") and self.sums == 2:
                 os.kill(os.getpid(), signal.Signals[os.environ["EVENT"]])
         return order
+
+
+def method_of(order: Any) -> str:
+    """The method of the gradient that the order calls."""
+    return getattr(getattr(order, "method", None), "__name__", "")
 
 
 def share_the_base() -> None:
@@ -66,7 +71,7 @@ def be_member(parent: int) -> None:
 
 
 def be_rank(parent: int, progress: Path, stopping: Any, claim: str) -> None:
-    if os.environ["EVENT"] == "shard":
+    if os.environ["EVENT"] in ("share", "shard"):
         share_the_base()
     child.be_rank(parent, progress, stopping, claim, Eventful)
 

@@ -6,8 +6,8 @@ import torch
 from torch._C._distributed_c10d import FileStore
 
 from worker import process
-from worker.learn.distributed import follow
-from worker.learn.world import BrokenWorld, World
+from worker.training.distributed import follow
+from worker.training.world import BrokenWorld, World
 
 
 def main() -> None:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from worker.supervise.killed import KernelMemory
+from worker.supervisor.killed import KernelMemory
 
 GIB = 2**30
 

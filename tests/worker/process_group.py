@@ -9,7 +9,7 @@ from pathlib import Path
 from torch._C._distributed_c10d import FileStore
 
 from worker import forking
-from worker.learn.world import World
+from worker.training.world import World
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import pytest
 
 from core.chat import Adapter
 from core.storage.store import FolderBlobs
-from worker.serve.adapters import AdapterDamaged, AdapterFolders, AdapterGone
+from worker.serving.adapters import AdapterDamaged, AdapterFolders, AdapterGone
 
 
 class CountingBlobs(FolderBlobs):
@@ -104,6 +104,25 @@ def test_the_one_that_was_not_asked_for_the_longest_goes_first(
     }
 
 
+def test_adapters_that_queued_requests_may_still_read_are_kept(
+    blobs: CountingBlobs, store: Callable[..., Adapter], tmp_path: Path
+) -> None:
+    folders = AdapterFolders(blobs, tmp_path / "cache", kept=1, spared_seconds=60.0)
+    a, b, c, d = (store(name, name.encode()) for name in "abcd")
+    for adapter in (a, b, c):
+        folders.folder(adapter)
+    assert len(list((tmp_path / "cache").iterdir())) == 3
+
+    for adapter in (a, b):
+        os.utime(tmp_path / "cache" / adapter.manifest_sha256, (1.0, 1.0))
+    folders.folder(d)
+
+    assert {folder.name for folder in (tmp_path / "cache").iterdir()} == {
+        c.manifest_sha256,
+        d.manifest_sha256,
+    }
+
+
 def test_one_that_is_asked_for_while_it_is_removed_is_fetched_again(
     blobs: CountingBlobs, store: Callable[..., Adapter], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,7 +137,7 @@ def test_one_that_is_asked_for_while_it_is_removed_is_fetched_again(
         rmtree(path, **options)
 
     folders.folder(old)
-    monkeypatch.setattr("worker.serve.adapters.shutil.rmtree", remove)
+    monkeypatch.setattr("worker.serving.adapters.shutil.rmtree", remove)
     folders.folder(new)
 
     assert [weights_in(folder) for folder in meanwhile] == [b"old"]
@@ -140,7 +159,7 @@ def test_one_that_another_process_has_removed_is_fetched_again(
         utime(path, *given, **options)
 
     gone: list[Any] = []
-    monkeypatch.setattr("worker.serve.adapters.os.utime", removed_first)
+    monkeypatch.setattr("worker.serving.adapters.os.utime", removed_first)
 
     assert weights_in(folders.folder(adapter)) == b"one"
     assert folder.exists() and gone

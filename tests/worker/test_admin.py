@@ -2,8 +2,7 @@
 
 import json
 import re
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +20,19 @@ from worker.cli.parser import build
 
 
 @pytest.fixture
-def settings(tmp_path: Path, migrated_sqlite: Path) -> Settings:
-    settings = Settings(data_dir=tmp_path, default_limits=Limits(queued_jobs=10))
-    shutil.copy(migrated_sqlite, tmp_path / "regraft.db")
-    return settings
+def settings(tmp_path: Path) -> Settings:
+    return Settings(data_dir=tmp_path, default_limits=Limits(queued_jobs=10))
 
 
 @pytest.fixture
-def database(settings: Settings) -> Iterator[Database]:
-    database = Database(settings.database)
-    yield database
-    database.close()
+def database(sqlite_database: Database) -> Database:
+    return sqlite_database
 
 
 @pytest.fixture
-def type_(settings: Settings, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+def type_(
+    settings: Settings, database: Database, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
     """Type a command; returns its exit code, and what it printed to stdout and stderr."""
 
     def type_(line: str) -> tuple[int, str, str]:

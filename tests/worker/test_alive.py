@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from worker.supervise import liveness
+from worker.supervisor import liveness
 
 
 def test_the_file_is_there_while_all_threads_work(tmp_path: Path) -> None:
     stop = threading.Event()
     stop.set()
 
-    assert liveness.tell(tmp_path / "alive", [threading.main_thread()], stop)
+    assert liveness.touch_while_alive(tmp_path / "alive", [threading.main_thread()], stop)
 
     assert (tmp_path / "alive").exists()
 
@@ -22,7 +22,7 @@ def test_a_thread_that_has_ended_is_not_covered_up(tmp_path: Path, caplog: pytes
     ended.start()
     ended.join()
 
-    assert not liveness.tell(tmp_path / "alive", [ended], threading.Event())
+    assert not liveness.touch_while_alive(tmp_path / "alive", [ended], threading.Event())
 
     assert not (tmp_path / "alive").exists()
     assert "reconciler" in caplog.text
@@ -34,6 +34,6 @@ def test_a_disk_that_takes_no_file_ends_no_heartbeat(
     stop = threading.Event()
     stop.set()
 
-    assert liveness.tell(tmp_path / "absent" / "alive", [threading.main_thread()], stop)
+    assert liveness.touch_while_alive(tmp_path / "absent" / "alive", [threading.main_thread()], stop)
 
     assert "cannot be written" in caplog.text

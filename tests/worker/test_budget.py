@@ -17,11 +17,12 @@ from core.results import tuned_models
 from core.results.step_metrics import StepMetrics
 from core.settings import Settings
 from graders.backends import Backends
-from tests.fakes import WatchedRun, crash_at
+from tests.fakes import crash_at
 from tests.present import present
 from tests.worker.conftest import Bench
+from worker.rollout.experience import RolloutExperience
 from worker.run import RunOutcome
-from worker.supervise.validation import validate_next
+from worker.supervisor.validation import validate_next
 
 pytestmark = pytest.mark.slow  # runs whole jobs
 
@@ -32,15 +33,15 @@ PRICE = Price(None, "USD")
 def timed(bench: Bench) -> Callable[..., Any]:
     """A run of eight steps of which each takes ten seconds of the GPU, and those with a validation five more."""
 
-    class TenSeconds(WatchedRun):
+    class TenSeconds(RolloutExperience):
         def measure(self, step: int, *args: Any) -> StepMetrics:
-            seconds = 5.0 if step == 0 else 15.0 if self.is_measured(step) else 10.0
+            seconds = 5.0 if step == 0 else 15.0 if self.schedule.is_validated(step) else 10.0
             return StepMetrics.load(
                 super().measure(step, *args).to_data() | {"timing": {"step": {"full_iteration": seconds}}}
             )
 
     def make(**settings: Any) -> Any:
-        return bench.run(kind=TenSeconds, **{"n_epochs": 2} | settings)
+        return bench.run(experience=TenSeconds, **{"n_epochs": 2} | settings)
 
     return make
 
@@ -142,10 +143,10 @@ def test_at_its_cap_it_is_not_resumed_and_with_a_higher_one_it_ends_as_if_it_had
 
     job = bench.job()
     assert (job.status, job.gpu_seconds) == ("succeeded", 5.0 + 4 * 10.0 + 4 * 15.0)
-    validations = [call for call in resumed.sampler.calls if call.group_size == 1]
-    trained = [call.step for call in resumed.sampler.calls if call.group_size == 4]
+    validations = [call for call in resumed.experience.sampler.calls if call.group_size == 1]
+    trained = [call.step for call in resumed.experience.sampler.calls if call.group_size == 4]
     assert (trained, len(validations)) == ([4, 5, 6, 7, 8], 3)
-    assert resumed.trainer.updates == 8
+    assert resumed.experience.trainer.updates == 8
 
 
 def test_a_pause_changes_nothing_of_what_is_learned(bench: Bench, timed: Callable[..., Any]) -> None:
@@ -195,7 +196,7 @@ def test_the_model_of_a_pause_stays_until_its_name_is_deleted(
 
 def test_a_drain_leaves_no_model_behind(bench: Bench, timed: Callable[..., Any]) -> None:
     run = timed()
-    run.stop_requested = lambda: run.trainer.updates == 3
+    run.stop_requested = lambda: run.experience.trainer.updates == 3
 
     assert train(run) is RunOutcome.INTERRUPTED
 
@@ -226,7 +227,7 @@ def test_a_cap_below_the_first_validation_pauses_before_anything_is_learned(
     assert train(run) is RunOutcome.INTERRUPTED
     pause(bench)
 
-    assert (bench.job().status, run.trainer.updates, bench.checkpoints()) == ("paused", 0, [])
+    assert (bench.job().status, run.experience.trainer.updates, bench.checkpoints()) == ("paused", 0, [])
     change(bench, budget=None)
     resume(bench)
     assert train(timed()) is RunOutcome.DONE
@@ -253,7 +254,7 @@ def test_steps_that_a_crash_lost_count_once_for_the_job_and_twice_for_the_projec
     bench.again()
 
     resumed = timed()
-    resumed.checkpoints.restore(resumed.trainer)
+    resumed.checkpoints.restore(resumed.experience.trainer)
     assert (
         bench.job().gpu_seconds == present(bench.job().usage)["gpu_seconds"] == 30.0
     )  # back at the checkpoint of step 2
@@ -269,7 +270,7 @@ def test_usage_and_estimate_live_on_the_row_while_the_job_runs(
     bench: Bench, timed: Callable[..., Any]
 ) -> None:
     run = timed()
-    run.stop_requested = lambda: run.trainer.updates == 4
+    run.stop_requested = lambda: run.experience.trainer.updates == 4
     train(run)
 
     shown = usage.render(bench.job(), Price(0.5, "EUR"))
@@ -285,7 +286,7 @@ def test_usage_and_estimate_live_on_the_row_while_the_job_runs(
 
 def test_a_run_on_several_gpus_says_so_with_each_step(bench: Bench, timed: Callable[..., Any]) -> None:
     run = bench.run()
-    run.gpus = 4
+    run.experience.gpus = 4
     train(run)
 
     used = bench.job().usage
@@ -296,7 +297,7 @@ def test_a_run_on_several_gpus_says_so_with_each_step(bench: Bench, timed: Calla
 
 def test_the_expected_finish_knows_which_steps_are_validated(bench: Bench, timed: Callable[..., Any]) -> None:
     run = timed()
-    run.stop_requested = lambda: run.trainer.updates == 4
+    run.stop_requested = lambda: run.experience.trainer.updates == 4
     train(run)
 
     with bench.database.read() as session:

@@ -6,22 +6,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from core.jobs.hyperparameters import Hyperparameters
 from core.model_memory import ModelMemories
 from core.outages import Resource, outage
 from core.registry import BaseModelEntry, Registry
 from core.settings import GpuClass, Settings
+from core.units import GIB
 from tests.hyperparameters import in_groups
 from tests.present import present, untyped
 from tests.worker.test_memory import QWEN3_4B, QWEN3_14B
 from worker.model import capacity, sizing
-from worker.model.memory import DeviceMemory
-from worker.model.sizing import GIB, MemoryPlan
+from worker.model.memory import DeviceMemory, later_if_memory_is_taken
+from worker.model.sizing import MemoryPlan
 from worker.prepare.memory_plan import plan_within
-from worker.refusals import MemoryTaken, UserMistake
-from worker.serve.engines import EngineRefused
-from worker.serve.vllm_builder import VllmBuilder
+from worker.refusals import MemoryTaken, NotEnoughMemory, UserMistake
+from worker.serving.engines import EngineRefused
+from worker.serving.vllm_builder import VllmBuilder
+from worker.sharing.base import RunsAlone
+from worker.sharing.device_wish import DeviceWish, WishReader
 
 
 @pytest.fixture
@@ -43,7 +47,9 @@ def entry(folder: Path, name: str = "14b", **changes: Any) -> BaseModelEntry:
 
 def problem(of: Settings, model: BaseModelEntry, **advanced: Any) -> str | None:
     asked = Hyperparameters.model_validate({"advanced": in_groups(advanced)})
-    return capacity.job_problem(of, "Qwen3-14B", model, gpu_class="gpu", asked=asked, rows=100, valid_rows=16)
+    return capacity.job_problem(
+        of, "Qwen3-14B", model, gpu_class="gpu", requested=asked, rows=100, valid_rows=16
+    )
 
 
 class TestJobs:
@@ -140,15 +146,25 @@ class TestServing:
     """The inference server's builder, as it is on a GPU of 78 GiB; nothing is loaded."""
 
     @pytest.fixture
-    def builder(self, monkeypatch: pytest.MonkeyPatch) -> Callable[..., VllmBuilder]:
-        def builder(**changes: Any) -> VllmBuilder:
-            # Not one process for everything, so the GPU is not shared with jobs.
-            made = VllmBuilder(Settings(broker_url="redis://elsewhere", **changes))
+    def builder(self) -> Callable[..., VllmBuilder]:
+        def builder(*, shares_device: bool = False, **changes: Any) -> VllmBuilder:
+            made = VllmBuilder(Settings(**changes), shares_device=shares_device)
             made.device = "cuda"
             return made
 
-        monkeypatch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
         return builder
+
+    @pytest.mark.slow
+    def test_only_a_server_beside_jobs_leaves_memory_for_them(
+        self, folder: Path, builder: Callable[..., VllmBuilder]
+    ) -> None:
+        one = entry(folder, "4b")
+        shape, _ = builder().need(one)
+
+        beside, alone = (self.cache(builder(shares_device=shares), one, []) for shares in (True, False))
+
+        assert beside == 16 * shape.cache_bytes(one.context)
+        assert alone > 2 * beside
 
     def cache(self, made: VllmBuilder, one: BaseModelEntry, others: list[Any], free: int = 78 * GIB) -> int:
         shape, need = made.need(one)
@@ -168,17 +184,6 @@ class TestServing:
         assert 78 * GIB - taken >= made.bytes_needed(small)
         assert abs(first - second) < 0.2 * GIB
         assert first > 12 * GIB
-
-    @pytest.mark.slow
-    def test_beside_jobs_on_the_same_gpu_it_takes_16_sequences(
-        self, folder: Path, builder: Callable[..., VllmBuilder]
-    ) -> None:
-        made = builder()
-        made.settings = Settings()
-
-        assert self.cache(made, entry(folder, "4b"), []) == 16 * present(
-            capacity.shape_of(entry(folder, "4b"))
-        ).cache_bytes(8192)
 
     @pytest.mark.slow
     def test_a_number_is_taken_as_it_is(self, folder: Path, builder: Callable[..., VllmBuilder]) -> None:
@@ -261,6 +266,23 @@ class TestMemoryOfOthers:
 
         assert outage(taken.value) is Resource.MEMORY
 
+    def test_memory_that_idle_models_have_is_asked_for_before_a_job_waits(self, tmp_path: Path) -> None:
+        wish = DeviceWish.of(Settings(data_dir=tmp_path))
+        inference, late = WishReader(wish), [20]
+        memory = DeviceMemory(lambda device: late[0], lambda device: 80)
+
+        def wait(seconds: float) -> None:
+            if inference.is_new():
+                late[0] = 80
+
+        plan = plan_within(
+            self.needing(60), "cuda", memory, patience_seconds=600.0, ask=wish.express, wait=wait
+        )
+
+        assert (plan, inference.is_new()) == (PLAN, False)
+        assert not WishReader(wish).is_new(), "it was expressed before this one began to read"
+        assert DeviceWish.of(Settings(data_dir=tmp_path), "another").last() == 0
+
     def test_a_job_that_fits_on_no_device_is_refused_at_once_with_the_numbers_of_the_device(self) -> None:
         memory = DeviceMemory(lambda device: 20, lambda device: 80)
 
@@ -268,3 +290,28 @@ class TestMemoryOfOthers:
             plan_within(self.needing(100), "cuda", memory, patience_seconds=600.0, wait=refuse_to_wait)
 
         assert refused.value.code == "not_enough_memory"
+
+    @pytest.mark.parametrize("cause", [NotEnoughMemory("for the weights"), torch.OutOfMemoryError("CUDA")])
+    def test_memory_that_others_take_while_a_model_loads_is_waited_for(
+        self, cause: NotEnoughMemory | torch.OutOfMemoryError
+    ) -> None:
+        memory = DeviceMemory(lambda device: 20, lambda device: 80, lambda device: 50)
+
+        with pytest.raises(MemoryTaken), later_if_memory_is_taken("cuda", beside_others=False, memory=memory):
+            raise cause
+
+    @pytest.mark.parametrize("cause", [NotEnoughMemory("for the weights"), torch.OutOfMemoryError("CUDA")])
+    def test_a_model_that_a_free_device_has_no_memory_for_is_refused(
+        self, cause: NotEnoughMemory | torch.OutOfMemoryError
+    ) -> None:
+        memory = DeviceMemory(lambda device: 20, lambda device: 80, lambda device: 60)
+
+        with pytest.raises(type(cause)), later_if_memory_is_taken("cuda", beside_others=False, memory=memory):
+            raise cause
+
+    def test_a_job_that_runs_out_of_memory_beside_other_jobs_runs_alone(self) -> None:
+        with (
+            pytest.raises(RunsAlone, match="for the weights"),
+            later_if_memory_is_taken("cuda", beside_others=True),
+        ):
+            raise NotEnoughMemory("for the weights")

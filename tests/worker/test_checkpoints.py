@@ -15,15 +15,21 @@ from sqlalchemy import event, text
 from core.database.engine import Database, Work
 from core.database.tables import ModelAlias, TunedModel
 from core.errors import ModelNotFound
+from core.jobs import lifecycle
+from core.outages import Resource, outage
 from core.registry import Registry
 from core.results import model_aliases
+from core.results.lineage import Parent
 from core.retry import RetryPolicy
+from core.storage.disk import NoRoom
 from core.storage.fsck import of_checkpoint
 from core.storage.manifests import EARLIER
 from core.storage.store import BlobExists, BlobInfo, FolderBlobs, StoreEmpty
 from tests.present import untyped
 from tests.worker.conftest import Bench, claimed_job
-from worker.record.checkpoints import JobCheckpoints, model_name
+from worker.recording.checkpoints import JobCheckpoints, model_name
+from worker.refusals import NotEnoughDisk
+from worker.run import RunOutcome
 
 
 class Weights:
@@ -263,6 +269,24 @@ def test_without_a_whole_checkpoint_the_job_starts_from_its_first_step_and_says_
     assert bench.checkpoints() == []
 
 
+def test_a_job_that_trains_a_tuned_model_further_starts_from_it_again_without_a_whole_checkpoint(
+    bench: Bench, three: Callable[..., None]
+) -> None:
+    """The tuned model is loaded before checkpoints are, and only for a job that has none: in the next attempt."""
+    for step in (1, 2, 3):
+        three(step, *DAMAGE["a file that is gone"])
+    with lifecycle.fenced(bench.database, bench.claim) as (_, job):
+        job.parent = Parent("ft:tiny", "ftjob-first", 4, "ckpt", "first/step-000004", settings={}).to_row()
+
+    assert asyncio.run(bench.run().train()) is RunOutcome.INTERRUPTED
+    assert bench.steps() == []
+    assert bench.checkpoints() == []
+    assert "restarts from its first step" in bench.events("warn")[0]
+
+    bench.again()
+    assert bench.train().status == "succeeded"
+
+
 @pytest.mark.parametrize("left", [[], ["projects/p/jobs/j/attempts/2/log.txt"]], ids=["empty", "only a log"])
 def test_an_empty_store_is_waited_for_and_no_checkpoint_is_withdrawn(
     bench: Bench, checkpoints: JobCheckpoints, three: Callable[..., None], left: list[str]
@@ -308,7 +332,7 @@ def test_a_sector_that_the_disk_cannot_read_is_damage(
 def test_a_run_whose_newest_checkpoint_is_damaged_ends_as_one_that_was_not_interrupted(bench: Bench) -> None:
     """What was recorded after the whole checkpoint is done again, once."""
     run = bench.run(n_epochs=2, eval_interval=1)
-    run.stop_requested = lambda: run.trainer.updates == 3
+    run.stop_requested = lambda: run.experience.trainer.updates == 3
     asyncio.run(run.train())
     newest = bench.checkpoints()[-1]
     key = next(key for key in bench.blobs.list(newest.blob_prefix) if not key.endswith("manifest.json"))
@@ -320,7 +344,7 @@ def test_a_run_whose_newest_checkpoint_is_damaged_ends_as_one_that_was_not_inter
 
     assert bench.job().status == "succeeded"
     assert [step["step"] for step in bench.steps()] == list(range(9))
-    assert resumed.trainer.updates == 8
+    assert resumed.experience.trainer.updates == 8
     assert sum("resumes from step 2" in message for message in bench.events("warn")) == 1
 
 
@@ -463,3 +487,30 @@ def test_a_checkpoint_whose_end_has_begun_is_not_promoted_any_more(either: Bench
     assert [one.step for one in either.checkpoints()] == [4, 6, 8]
     with either.database.read() as session:
         assert session.query(ModelAlias).count() == 0
+
+
+class FullDisk(FolderBlobs):
+    """Downloads to a disk that is full."""
+
+    def download(self, key: str, path: Path, **options: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+
+def test_a_download_that_its_disk_has_no_room_for_now_is_waited_for_and_a_larger_one_is_refused(
+    bench: Bench, checkpoints: JobCheckpoints
+) -> None:
+    save(checkpoints, Weights(adapter=b"a" * 1000))
+    key = manifest_of(checkpoints)
+    prefix = key.removesuffix("/manifest.json")
+    full = JobCheckpoints(bench.attempt(blobs=FullDisk(bench.tmp_path / "blobs")), bench.tmp_path)
+
+    with pytest.raises(NoRoom, match=r"Files of 0\.0 GiB do not fit .* set TMPDIR to a larger disk") as now:
+        full.download(prefix, bench.tmp_path)
+    assert outage(now.value) is Resource.DISK
+    assert str(bench.tmp_path) not in str(now.value)
+
+    manifest = json.loads(bench.blobs.read(key))
+    manifest["files"][0]["bytes"] = 10**18
+    bench.blobs.put_bytes(key, json.dumps(manifest).encode())
+    with pytest.raises(NotEnoughDisk, match=r"Files of 931322574\.6 GiB do not fit on the worker's disk of"):
+        full.download(prefix, bench.tmp_path)

@@ -1,6 +1,7 @@
 """`regraft-server` before a command runs: help, versions and the table of commands."""
 
 import hashlib
+import inspect
 import io
 import json
 import logging
@@ -19,7 +20,8 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
-from sqlalchemy import inspect, select, text
+from sqlalchemy import inspect as inspected
+from sqlalchemy import select, text
 
 from core.database.engine import Database
 from core.database.migrate import migrating
@@ -27,7 +29,7 @@ from core.database.tables import ApiKey
 from core.settings import Settings
 from core.tenancy import keys
 from tests.present import untyped
-from tests.servers import SeaweedFS
+from tests.servers import SeaweedFS, reserve_port
 from worker.cli import admin, configuration, main, parser, service
 from worker.cli.parser import UsageError
 
@@ -72,7 +74,7 @@ def test_help_imports_nothing_but_the_standard_library() -> None:
 
 
 @pytest.mark.parametrize("command", parser.COMMANDS, ids=lambda command: command.name)
-def test_every_command_has_a_handler(command: parser.Command) -> None:
+def test_every_command_has_a_handler(command: parser.ServerCommand) -> None:
     module, function = command.handler.split(":")
 
     assert callable(getattr(import_module(module), function))
@@ -101,17 +103,30 @@ def test_the_scopes_are_those_of_keys() -> None:
     assert parser.SCOPES == keys.SCOPES
 
 
+def fields_of(name: str) -> set[str]:
+    """The settings that an attribute of Settings is, or is computed from."""
+    made = getattr(Settings, name, None)
+    function = getattr(made, "func", None) or getattr(made, "fget", None)
+    if name in Settings.model_fields or function is None:
+        return {name}
+    return {
+        field
+        for part in re.findall(r"\bself\.(\w+)", inspect.getsource(function))
+        for field in fields_of(part)
+    }
+
+
 @pytest.mark.parametrize(
     ("name", "sources"),
     [
         ("api", ["api"]),
-        ("worker", ["worker/supervise", "worker/learn", "worker/rollout"]),
+        ("worker", ["worker/supervisor", "worker/training", "worker/rollout"]),
         (
             "inference",
-            ["worker/serve/server.py", "worker/serve/fleet_model.py", "worker/serve/vllm_builder.py"],
+            ["worker/serving/server.py", "worker/serving/fleet_model.py", "worker/serving/vllm_builder.py"],
         ),
-        ("sampler", ["worker/rollout/samplers/fleet_server.py"]),
-        ("member", ["worker/members", "worker/learn/launch.py"]),
+        ("sampler", ["worker/sampling/fleet_server.py"]),
+        ("member", ["worker/members", "worker/training/launch.py"]),
     ],
 )
 def test_the_help_of_a_service_lists_the_settings_that_it_reads(name: str, sources: list[str]) -> None:
@@ -119,7 +134,8 @@ def test_the_help_of_a_service_lists_the_settings_that_it_reads(name: str, sourc
     commands = {command.name: set(command.settings) for command in parser.COMMANDS}
     files = [file for source in sources for file in [ROOT / source, *(ROOT / source).rglob("*.py")]]
     texts = [file.read_text() for file in files if file.is_file()]
-    read = {field for text in texts for field in re.findall(r"\bsettings\.(\w+)", text)}
+    named = {name for text in texts for name in re.findall(r"\bsettings\.(\w+)", text)}
+    read = {field for name in named for field in fields_of(name)}
 
     assert commands["up"] == set(Settings.model_fields)
     assert read & commands["up"]
@@ -164,6 +180,26 @@ SERVICES = {
     "inference": ["inference", "--port", "0"],
     "sampler": ["sampler", "--model", "m", "--port", "0"],
 }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command",
+    [["up"], ["worker"], ["worker", "--jobs", "1", "--exit-when-idle", "1"]],
+    ids=["up", "worker", "worker --jobs"],
+)
+def test_no_process_with_a_worker_starts_where_its_gpu_cannot_be_used(
+    command: list[str],
+    quiet_start: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("REGRAFT_DEVICE", "cuda")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("REGRAFT_BROKER_URL", f"redis://127.0.0.1:{reserve_port()}")
+
+    assert "To compute on the CPU, set REGRAFT_DEVICE=cpu" in refused(command, capsys)
+    assert not (quiet_start / "regraft.db").exists()
 
 
 @pytest.mark.parametrize("name", SERVICES)
@@ -242,13 +278,27 @@ def test_a_service_says_in_a_terminal_that_it_starts(
     assert "REGRAFT_PORT" in terminal.getvalue()
 
 
+@pytest.mark.parametrize("name", SERVICES)
+@pytest.mark.parametrize("option", ["--port", "--metrics-port"])
+def test_a_number_that_is_no_port_is_refused(
+    name: str, option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if (name, option) == ("worker", "--port"):
+        pytest.skip("a worker has no other port")
+
+    assert f"argument {option}: '70000' is no port" in refused([*SERVICES[name], option, "70000"], capsys)
+
+
 def test_a_misspelled_command_gets_the_one_that_it_may_mean(capsys: pytest.CaptureFixture[str]) -> None:
     assert "did you mean 'worker'?" in refused(["wrker"], capsys)
+    assert "did you mean 'up'?" in refused(["uo"], capsys)
+    assert "argument --port: 'abc' is no port" in refused(["up", "--port", "abc"], capsys)
     assert "did you mean --port?" in refused(["up", "--prot", "8650"], capsys)
 
 
 def test_bash_completes_the_commands_of_the_server(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["completion", "bash"])
+    with pytest.raises(SystemExit, match="0"):
+        main(["completion", "bash"])
     ask = "COMP_WORDS=(regraft-server up --m); COMP_CWORD=2; _regraft_server; echo ${COMPREPLY[@]}"
     words = ["bash", "-c", f"{capsys.readouterr().out}\n{ask}"]
 
@@ -394,11 +444,11 @@ def test_options_of_sqlite_that_could_switch_off_its_locks_are_refused(tmp_path:
 )
 def test_an_extra_that_a_setting_needs_is_named(setting: str, value: str, extra: str) -> None:
     settings = Settings.model_validate({setting: value})
-    configuration.check_packages(settings, is_installed=lambda package: True)
+    configuration.check_packages(settings, version=lambda package: "1")
 
     with pytest.raises(UsageError, match=rf"^REGRAFT_{setting.upper()} .*'regraft-server\[{extra}\]'"):
-        configuration.check_packages(settings, is_installed=lambda package: False)
-    configuration.check_packages(Settings(), is_installed=lambda package: False)
+        configuration.check_packages(settings, version=lambda package: None)
+    configuration.check_packages(Settings(), version=lambda package: None)
 
 
 def test_a_worker_with_a_gpu_and_without_vllm_names_the_command_that_installs_it(tmp_path: Path) -> None:
@@ -406,12 +456,13 @@ def test_a_worker_with_a_gpu_and_without_vllm_names_the_command_that_installs_it
     gpu.touch()
 
     def warning(settings: Settings, *, installed: bool = False, file: Path = gpu) -> str | None:
-        return configuration.missing_vllm(settings, lambda package: installed, [file])
+        return configuration.worker_without_vllm(settings, lambda: "0.1" if installed else None, [file], {})
 
     assert "pip install 'regraft-server[vllm]'" in (warning(Settings()) or "")
     assert warning(Settings(), installed=True) is None
     assert warning(Settings(), file=tmp_path / "none") is None
     assert warning(Settings(sampler="transformers")) is None
+    assert warning(Settings(device="cpu")) is None
 
 
 def test_a_blob_store_that_cannot_be_one_is_named() -> None:
@@ -519,7 +570,7 @@ def test_fsck_refuses_a_database_without_the_schema_and_leaves_it(
 
     assert status == 2 and "regraft-server migrate" in printed
     with migrating(settings.database) as connection:
-        assert inspect(connection).get_table_names() == ["of_others"]
+        assert inspected(connection).get_table_names() == ["of_others"]
 
 
 def test_fsck_of_a_service_without_blobs_finds_nothing(

@@ -1,5 +1,6 @@
 """Wake-ups arrive whatever Redis answers, and work starts without them."""
 
+import math
 import socket
 import socketserver
 import threading
@@ -17,11 +18,11 @@ from core.settings import Settings
 from graders.backends import Backends
 from tests.servers import reserve_port
 from tests.worker.conftest import Bench
-from worker.supervise.app import WorkerService
-from worker.supervise.consumer import Consumer
-from worker.supervise.reconciler import Reconciler
-from worker.supervise.supervisor import Supervisor
-from worker.supervise.woken import WokenLoop
+from worker.supervisor.app import WorkerService
+from worker.supervisor.consumer import Consumer
+from worker.supervisor.reconciler import Reconciler
+from worker.supervisor.supervisor import Supervisor
+from worker.supervisor.woken import WokenLoop
 
 # What Redis answers to a blocked BRPOP, or to the next one: of a failover, a full disk, a changed password or ACL, a
 # full memory, a cluster, a script that does not end, a restart, and a limit of clients.
@@ -49,39 +50,55 @@ REPLIES = [
 ]
 
 
+class Upstream:
+    """A connection to the server, and whether the server has closed it."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection, self.closed = connection, threading.Event()
+
+
 class RedisProxy:
     """Forwards connections to a Redis server, and answers a blocked BRPOP in its place on request."""
 
     def __init__(self, upstream: tuple[str, int]) -> None:
         proxy = self
-        self._blocked: dict[
-            socket.socket, socket.socket
-        ] = {}  # the clients that wait for a message, with their server
+        # The clients whose BRPOP waits for a message, with their connections to the server.
+        self._blocked: dict[socket.socket, Upstream] = {}
         self._changed = threading.Condition()
 
         class Handler(socketserver.BaseRequestHandler):
             def handle(self) -> None:
-                with socket.create_connection(upstream) as server:
-                    threading.Thread(target=pump, args=[server, self.request], daemon=True).start()
+                with socket.create_connection(upstream) as connection:
+                    server = Upstream(connection)
+                    threading.Thread(target=proxy.pump, args=[server, self.request], daemon=True).start()
                     proxy.forward(self.request, server)
 
         self.server = socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler)
         self.server.daemon_threads = True
         self.url = f"redis://127.0.0.1:{self.server.server_address[1]}/0"
 
-    def forward(self, client: socket.socket, server: socket.socket) -> None:
+    def forward(self, client: socket.socket, server: Upstream) -> None:
         while data := receive(client):
-            with self._changed:
-                self._blocked.pop(client, None)  # it was answered
+            with self._changed:  # `answer` must find no BRPOP that the server has yet to receive
+                try:
+                    server.connection.sendall(data)
+                except OSError:
+                    break
                 if b"BRPOP" in data:
                     self._blocked[client] = server
                     self._changed.notify_all()
-            try:
-                server.sendall(data)
-            except OSError:
-                break
         with self._changed:
             self._blocked.pop(client, None)
+
+    def pump(self, server: Upstream, client: socket.socket) -> None:
+        while data := receive(server.connection):
+            with self._changed:
+                self._blocked.pop(client, None)  # it was answered
+            try:
+                client.sendall(data)
+            except OSError:
+                break
+        server.closed.set()
 
     def answer(self, error: str) -> bool:
         """Answer the next BRPOP that waits with this error. False: no client sent one in time."""
@@ -89,9 +106,12 @@ class RedisProxy:
             if not self._changed.wait_for(lambda: self._blocked, 60):
                 return False
             client, server = self._blocked.popitem()
-            server.shutdown(socket.SHUT_RDWR)  # nothing else may answer this BRPOP
-            client.sendall(f"-{error}\r\n".encode())
-            return True
+        # Redis must not hand the next message to this BRPOP. It has forgotten it once it has closed its side.
+        server.connection.shutdown(socket.SHUT_WR)
+        if not server.closed.wait(60):
+            return False
+        client.sendall(f"-{error}\r\n".encode())
+        return True
 
     @contextmanager
     def serving(self) -> Iterator[None]:
@@ -108,14 +128,6 @@ def receive(from_: socket.socket) -> bytes:
         return from_.recv(65536)
     except OSError:
         return b""
-
-
-def pump(server: socket.socket, client: socket.socket) -> None:
-    while data := receive(server):
-        try:
-            client.sendall(data)
-        except OSError:
-            return
 
 
 @pytest.fixture
@@ -163,7 +175,7 @@ class Recorded(Supervisor):
         super().__init__(*parts)
         self.asked = threading.Semaphore(0)
 
-    def run_waiting(self) -> int:
+    def run_waiting(self, most: float = math.inf) -> int:
         self.asked.release()
         return 0
 
@@ -191,19 +203,31 @@ class Ended(Reconciler):
         return
 
 
+def stops_itself(worker: WorkerService) -> bool:
+    """Whether the worker ends without being told to, with a status that says that it failed."""
+    ended = threading.Event()
+    worker.start(on_failure=ended.set)
+    try:
+        has_ended = ended.wait(60)
+    finally:
+        worker.stop()
+    return has_ended and worker.failed
+
+
 def test_a_worker_whose_thread_has_ended_stops_itself_with_a_status(bench: Bench) -> None:
     settings = Settings(data_dir=bench.tmp_path)
     worker = WorkerService(settings, bench.database, bench.blobs, Backends({}), prepare_request)
     worker.supervisor = Recorded(settings, bench.database, bench.blobs)
     worker.reconciler = Ended(settings, bench.database, bench.blobs, worker.send)
-    ended = threading.Event()
-    worker.start(on_failure=ended.set)
-    try:
-        assert ended.wait(60)
-    finally:
-        worker.stop()
+    assert stops_itself(worker)
 
-    assert worker.failed
+
+def test_a_worker_with_a_run_that_does_not_end_stops_itself_with_a_status(bench: Bench) -> None:
+    settings = Settings(data_dir=bench.tmp_path)
+    worker = WorkerService(settings, bench.database, bench.blobs, Backends({}), prepare_request)
+    worker.supervisor = Recorded(settings, bench.database, bench.blobs)
+    worker.supervisor.has_lost_device = True
+    assert stops_itself(worker)
 
 
 def test_work_that_fails_is_logged_and_done_again_at_the_next_wake_up(

@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from core.registry import BaseModelEntry
-from core.response_format import SchemaTooLarge, held_to
+from core.response_format import SchemaTooLarge, response_schema
 from tests.present import untyped
 from tests.tiny import WORDS, make_byte_model
 from worker.model.decoding import CopiedDecoding
 from worker.model.generation import choose
 from worker.model.policy import Policy, load_base
-from worker.serve.continuous import ContinuousEngine, ServedAdapter, ServedModel
-from worker.serve.engine import Ask, Token
+from worker.serving.continuous import ContinuousEngine, ServedAdapter, ServedModel
+from worker.serving.engine import GenerationRequest, Token
 
 # Of which llguidance cannot follow all: each of the branches is open when an answer begins.
 TOO_LARGE = {
@@ -37,17 +37,17 @@ TOO_LARGE = {
 TEMPERATE: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0}
 
 
-def ask(length: int = 4, adapter: Path | None = None, **options: Any) -> Ask:
+def ask(length: int = 4, adapter: Path | None = None, **options: Any) -> GenerationRequest:
     defaults: dict[str, Any] = {
         "temperature": 0.0,
         "top_p": 1.0,
         "seed": 1,
         "max_tokens": 12,
-        "held_to": "",
+        "response_schema": "",
         "stop_ids": frozenset({WORDS.index("<end>")}),
         "top_logprobs": 3,
     }
-    return Ask(prompt_ids=tuple(range(6, 6 + length)), adapter=adapter, **defaults | options)
+    return GenerationRequest(prompt_ids=tuple(range(6, 6 + length)), adapter=adapter, **defaults | options)
 
 
 @pytest.fixture
@@ -73,8 +73,8 @@ def adapters(make_policy: Callable[..., Policy], tmp_path: Path) -> dict[Path, P
     return policies
 
 
-def answer(engine: ContinuousEngine, *asks: Ask) -> list[Any]:
-    async def one(ask: Ask) -> list[Any]:
+def answer(engine: ContinuousEngine, *asks: GenerationRequest) -> list[Any]:
+    async def one(ask: GenerationRequest) -> list[Any]:
         return [token async for token in engine.generate(ask)]
 
     async def everyone() -> list[Any]:
@@ -166,8 +166,8 @@ def test_an_answer_is_held_to_its_own_schema_and_its_neighbours_to_none(
     make_engine: Callable[..., ContinuousEngine], tmp_path: Path
 ) -> None:
     engine = make_engine(make_byte_model(tmp_path / "bytes"))
-    schemas = [held_to({"enum": ["yes"]}), held_to({"type": "boolean"}), ""]
-    answers = answer(engine, *(ask(held_to=schema, max_tokens=40, **TEMPERATE) for schema in schemas))
+    schemas = [response_schema({"enum": ["yes"]}), response_schema({"type": "boolean"}), ""]
+    answers = answer(engine, *(ask(response_schema=schema, max_tokens=40, **TEMPERATE) for schema in schemas))
     said = [engine.tokenizer.decode([t.id for t in tokens], skip_special_tokens=True) for tokens in answers]
 
     assert said[0] == '"yes"'
@@ -185,7 +185,12 @@ def test_a_schema_that_allows_too_much_at_once_ends_its_own_answer_alone(
         other = engine.generate(ask(max_tokens=60, **TEMPERATE))
         first = await anext(other)
         with pytest.raises(SchemaTooLarge, match="max is 2000"):
-            [token async for token in engine.generate(ask(held_to=held_to(TOO_LARGE), max_tokens=60))]
+            [
+                token
+                async for token in engine.generate(
+                    ask(response_schema=response_schema(TOO_LARGE), max_tokens=60)
+                )
+            ]
         return [first, *[token async for token in other]]
 
     assert asyncio.run(beside())[-1].last
@@ -252,7 +257,7 @@ def test_a_failure_reaches_those_it_concerns_and_the_next_is_answered(
     assert answer(engine, ask())[0][-1].last
 
 
-def together(engine: ContinuousEngine, *asks: Ask) -> list[Any]:
+def together(engine: ContinuousEngine, *asks: GenerationRequest) -> list[Any]:
     """Their answers, when they arrive while another prompt is read. The engine's model is `Gated`."""
 
     async def everyone() -> list[Any]:
@@ -268,7 +273,7 @@ def together(engine: ContinuousEngine, *asks: Ask) -> list[Any]:
     return asyncio.run(everyone())
 
 
-async def collect(engine: ContinuousEngine, ask: Ask) -> list[Any]:
+async def collect(engine: ContinuousEngine, ask: GenerationRequest) -> list[Any]:
     return [token async for token in engine.generate(ask)]
 
 

@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 
-from worker.rollout.prompts import NoPassRate, PromptStream
+from core.storage.datasets import Example
+from worker.rollout.prompts import NoPassRate, PromptStream, PromptTooLong, tokenize
+from worker.sampling import Sampling
 from worker.types import Prompt
 
 
@@ -43,6 +45,19 @@ def test_a_run_that_resumes_in_the_middle_finds_the_same_batches() -> None:
     assert lines(resumed.batch(1)) == from_the_start[0], "also backwards"
 
 
+def test_a_row_that_a_batch_has_twice_gets_other_seeds_the_second_time() -> None:
+    """Equal groups would teach no more than one of them. A row that is there once has the seeds of its line."""
+    stream = PromptStream(prompts(3), batch_size=7, seed=5)
+    sampling = Sampling(group_size=2, temperature=1.0, max_completion_tokens=8, job_seed=3, step=1)
+
+    batch = stream.batch(1)
+    assert len({sampling.seed(prompt, member) for prompt in batch for member in (0, 1)}) == 14
+    assert len({sampling.turn_seed(prompt, member) for prompt in batch for member in (0, 1)}) == 14
+    assert [sampling.seed(prompt, 0) for prompt in batch[:3]] == [
+        sampling.seed(Prompt(prompt.line, prompt.ids, {}), 0) for prompt in batch[:3]
+    ]
+
+
 def test_an_epoch_is_shuffled_once_and_only_the_last_two_are_kept() -> None:
     stream = PromptStream(prompts(1000), batch_size=7, seed=1)
     first = stream.order(0)
@@ -53,7 +68,8 @@ def test_an_epoch_is_shuffled_once_and_only_the_last_two_are_kept() -> None:
 
     for step in range(144, 1000):
         stream.batch(step)
-    assert stream.kept_epochs == [5, 6], "memory does not grow with the epochs"
+    again = stream.order(0)
+    assert again == first and again is not first, "memory does not grow with the epochs"
 
 
 def test_stand_ins_are_all_prompts_outside_the_batch_in_an_order_of_the_step() -> None:
@@ -86,3 +102,13 @@ def test_the_easiest_prompts_come_first() -> None:
 def test_a_row_without_a_pass_rate_is_named(rate: Any) -> None:
     with pytest.raises(NoPassRate, match="line 2 has none"):
         PromptStream(rated(0.5, rate), batch_size=1, seed=5, order="easiest_first")
+
+
+def test_a_prompt_that_leaves_no_room_for_the_token_of_a_teachers_server_is_too_long() -> None:
+    """The server completes the prompt and the longest answer by a token."""
+    examples = [Example(1, [], {})]
+    room: dict[str, Any] = {"file": "file-1", "context": 10, "max_completion_tokens": 7}
+
+    assert len(tokenize(examples, lambda messages: [1, 2, 3], **room)) == 1
+    with pytest.raises(PromptTooLong, match="7 and 1 that the teacher's server adds: line 1: 3 tokens"):
+        tokenize(examples, lambda messages: [1, 2, 3], added=1, **room)

@@ -9,14 +9,15 @@ import torch
 
 from core.registry import BaseModelEntry
 from core.settings import Settings
+from core.units import GIB
 from tests.families.zoo import CONTEXT, FAMILIES
 from tests.present import untyped
 from worker.model import memory, sizing
 from worker.model.architecture import without_weights
 from worker.model.decoding import CopiedDecoding
 from worker.model.policy import Policy, Route, load_base
-from worker.rollout.samplers import Sampling, choice, grouped
-from worker.rollout.samplers.transformers import TransformersSampler
+from worker.sampling import Sampling, choice, grouped
+from worker.sampling.transformers import TransformersSampler
 from worker.types import Prompt
 
 # Gated delta rule, Mamba 2 with attention in each layer, convolutions, a sparse index, a cache class of its own, plain.
@@ -35,7 +36,7 @@ def plan_of(shape: sizing.Shape) -> sizing.MemoryPlan:
     work = sizing.workload(
         rank=4, prompt=20, completion=8, batch=2, group=4, valid_rows=1, eval_samples=1, copied=True
     )
-    return sizing.plan("m", shape, work, sizing.Machine("cpu", 8 * sizing.GIB, "transformers"))
+    return sizing.plan("m", shape, work, sizing.Machine("cpu", 8 * GIB, "transformers"))
 
 
 class TestForked:

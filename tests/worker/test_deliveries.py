@@ -27,9 +27,9 @@ from tests.fakes import crash_at
 from tests.hooks import Receiver
 from tests.present import present, untyped
 from tests.worker.conftest import Bench
-from worker.supervise import deliveries
-from worker.supervise.deliveries import Deliveries, DeliveryResult, back_off
-from worker.supervise.reconciler import Reconciler
+from worker.supervisor import deliveries
+from worker.supervisor.deliveries import Deliveries, DeliveryResult, back_off
+from worker.supervisor.reconciler import Reconciler
 
 both_databases = pytest.mark.both_databases  # for claims and what else depends on SQL; the rest is about HTTP
 
@@ -472,7 +472,7 @@ def test_a_run_tells_of_each_threshold_once_though_it_repeats_the_step_that_reac
     resumed = bench.run(n_epochs=2)
     asyncio.run(resumed.train())
 
-    repeated = [call.step for call in resumed.sampler.calls if call.group_size == 4]
+    repeated = [call.step for call in resumed.experience.sampler.calls if call.group_size == 4]
     assert before == [{"id": bench.claim.job_id, "threshold": "share_of_steps", "value": 0.375, "step": 3}]
     assert 3 in repeated  # or this would prove nothing
     told = [json.loads(one.body)["data"].get("threshold") for one in rows(bench.database)]

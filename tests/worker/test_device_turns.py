@@ -1,15 +1,16 @@
 """Turns of jobs on the device that they share: in which order they get them, and how long they keep them."""
 
+import errno
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from worker.clock import Clock
-from worker.sharing.turns import ASK, DONE, GRANT, DeviceTurns, TurnsLost
-from worker.supervise.turn_server import TurnQueue, TurnServer
+from worker.sharing.turns import ASK, DONE, GRANT, DeviceTurns, SharedClock, TurnsLost
+from worker.supervisor.turn_server import TurnQueue, TurnServer
 
 
 class Time:
@@ -124,19 +125,9 @@ def test_one_that_dies_while_it_waits_delays_nobody(connect: Callable[[], socket
     assert third.recv(1) == GRANT
 
 
-def test_a_process_with_the_device_to_itself_asks_nobody() -> None:
-    turns = DeviceTurns()
-
-    with turns:
-        turns.offer()
-
-    assert turns.waited == 0.0
-
-
 def test_a_turn_is_kept_until_its_second_is_over(address: Path) -> None:
     time = Time()
-    worker, turns = Worker(address), DeviceTurns(clock=time)
-    turns.join(address)
+    worker, turns = Worker(address), DeviceTurns(address, clock=time)
 
     with turns:
         time.now += 0.9
@@ -149,12 +140,11 @@ def test_a_turn_is_kept_until_its_second_is_over(address: Path) -> None:
 
 
 def test_what_computes_inside_of_a_turn_asks_for_no_other(address: Path) -> None:
-    worker, turns = Worker(address), DeviceTurns(clock=Time())
-    turns.join(address)
+    worker, turns = Worker(address), DeviceTurns(address, clock=Time())
 
-    @turns
     def compute() -> None:
-        turns.offer()
+        with turns:
+            turns.offer()
 
     with turns:
         compute()
@@ -163,12 +153,11 @@ def test_what_computes_inside_of_a_turn_asks_for_no_other(address: Path) -> None
 
 
 def test_threads_of_a_process_share_its_turn(address: Path) -> None:
-    worker, turns = Worker(address), DeviceTurns(clock=Time())
-    turns.join(address)
+    worker, turns = Worker(address), DeviceTurns(address, clock=Time())
 
-    @turns
     def compute() -> None:
-        pass
+        with turns:
+            pass
 
     with turns:
         thread = threading.Thread(target=compute)
@@ -185,9 +174,8 @@ def test_the_time_of_waiting_is_a_phase_of_its_own(address: Path) -> None:
     def wait() -> None:
         time.now += 7.0
 
-    worker, turns = Worker(address, before=wait), DeviceTurns(clock=time)
-    turns.join(address)
-    clock = Clock(turns, time)
+    worker, turns = Worker(address, before=wait), DeviceTurns(address, clock=time)
+    clock = SharedClock(turns, time)
 
     with clock("training"), turns:
         time.now += 0.5
@@ -201,8 +189,10 @@ def test_the_time_of_waiting_is_a_phase_of_its_own(address: Path) -> None:
 def test_waiting_is_no_sign_of_a_hung_run(address: Path) -> None:
     """This turn is granted only after the process has shown that it lives."""
     beaten = threading.Event()
-    worker, turns = Worker(address, before=lambda: beaten.wait(60)), DeviceTurns(beat_seconds=0.01)
-    turns.join(address, beaten.set)
+    worker, turns = (
+        Worker(address, before=lambda: beaten.wait(60)),
+        DeviceTurns(address, beaten.set, beat_seconds=0.01),
+    )
 
     with turns:
         pass
@@ -211,11 +201,56 @@ def test_waiting_is_no_sign_of_a_hung_run(address: Path) -> None:
     worker.heard()
 
 
+def test_a_worker_without_a_free_descriptor_accepts_later_and_gives_turns_meanwhile(address: Path) -> None:
+    failures = [OSError(errno.EMFILE, "Too many open files")]
+
+    def accept(listener: socket.socket) -> tuple[socket.socket, Any]:
+        if joined and failures:
+            raise failures.pop()
+        return listener.accept()
+
+    joined: list[DeviceTurns] = []
+    server = TurnServer(address, accept)
+    first = DeviceTurns(address)
+    with first:
+        joined.append(first)
+    second = DeviceTurns(address)
+
+    for turns in (first, second):
+        with turns:
+            pass
+
+    assert failures == []
+    server.close()
+
+
 def test_a_worker_that_is_gone_ends_the_run(address: Path) -> None:
-    server, turns = TurnServer(address), DeviceTurns()
-    turns.join(address)
+    server, turns = TurnServer(address), DeviceTurns(address)
     with turns:
         server.close()
 
     with pytest.raises(TurnsLost), turns:
         pass
+
+
+def test_a_turn_that_was_lost_when_it_was_offered_leaves_nobody_waiting_for_it(address: Path) -> None:
+    time, server = Time(), TurnServer(address)
+    turns = DeviceTurns(address, clock=time)
+
+    def lose() -> None:
+        with turns:
+            server.close()
+            time.now += 2.0
+            turns.offer()
+
+    def enter() -> None:
+        with pytest.raises(TurnsLost), turns:
+            pass
+
+    with pytest.raises(TurnsLost):
+        lose()
+    thread = threading.Thread(target=enter, daemon=True)
+    thread.start()
+    thread.join(60)
+
+    assert not thread.is_alive()

@@ -22,21 +22,19 @@ from tests.tiny import make_byte_model, make_tiny_model
 from tests.worker.conftest import Bench
 from tests.worker.rounding import NATS, ROUNDING
 from worker.clock import Clock
-from worker.learn import grpo
-from worker.learn.teacher import PolicyTeacher
-from worker.learn.trainer import PeftTrainer
 from worker.model import memory, sizing
 from worker.model.memory import DeviceMemory
 from worker.model.policy import Policy, read_config
 from worker.model.teachers import TeacherModel, inspect_teacher, load_teacher, read_adapter
 from worker.prepare.memory_plan import plan_memory
 from worker.prepare.model import BaseModel
-from worker.prepare.task import Task
 from worker.refusals import UserMistake
-from worker.rollout.samplers import Sampling, grouped
-from worker.rollout.samplers.transformers import TransformersSampler
-from worker.rollout.taught import TeacherRewards
-from worker.run import Run
+from worker.rollout.distillation_rewards import TeacherRewards
+from worker.sampling import Sampling, grouped
+from worker.sampling.transformers import TransformersSampler
+from worker.training import grpo
+from worker.training.teacher import PolicyTeacher
+from worker.training.trainer import PeftTrainer
 from worker.types import Group, Prompt, Rollout
 
 P = torch.tensor([1 / 2, 1 / 4, 1 / 4], dtype=torch.float64)  # student
@@ -114,7 +112,7 @@ ADVANCED: dict[str, Any] = {
 
 def test_a_teacher_like_the_student_teaches_nothing(bench: Bench, make_policy: MakePolicy) -> None:
     policy = make_policy()
-    trainer = PeftTrainer(policy, bench.run(advanced=ADVANCED).settings, token_budget=512)
+    trainer = PeftTrainer(policy, bench.run(advanced=ADVANCED).experience.settings, token_budget=512)
     groups = taught(policy, by=0.0)
 
     for group in groups:
@@ -130,7 +128,7 @@ def test_a_teacher_like_the_student_teaches_nothing(bench: Bench, make_policy: M
 def test_answers_with_equal_scores_are_all_learned_from(bench: Bench, make_policy: MakePolicy) -> None:
     """At the first update the ratio is 1, so the loss is the mean of the negative advantages."""
     policy = make_policy()
-    trainer = PeftTrainer(policy, bench.run(advanced=ADVANCED).settings, token_budget=512)
+    trainer = PeftTrainer(policy, bench.run(advanced=ADVANCED).experience.settings, token_budget=512)
     groups = taught(policy, by=0.3)
     gaps = [
         max(-5.0, min(5.0, teaches - own))
@@ -159,18 +157,17 @@ def test_the_micro_batches_of_a_teacher_change_nothing(make_policy: MakePolicy) 
 
 def distilling(
     bench: Bench, make_policy: MakePolicy, *, epochs: int, student: Policy | None = None, **parts: Any
-) -> Run:
+) -> Any:
     policy = student or make_policy()
     chosen: dict[str, Any] = {"advanced": in_groups(ADVANCED), "eval_interval": 4, "eval_samples": 8} | parts
     run = bench.run(n_epochs=epochs, **chosen)
-    trainer = PeftTrainer(policy, run.settings, token_budget=512)
+    trainer = PeftTrainer(policy, run.experience.settings, token_budget=512)
     weights = moved(make_policy(), 0.3)
     teaching = PolicyTeacher(policy, partial(policy.wearing, weights), token_budget=512)
     rewards = TeacherRewards(teaching, temperature=1.0)
-    changed: Run = replace(
-        run, graders=(), rewards=rewards, sampler=TransformersSampler(policy), trainer=trainer
-    )
-    return changed
+    sampler = TransformersSampler(policy)
+    run.experience = replace(run.experience, graders=(), rewards=rewards, sampler=sampler, trainer=trainer)
+    return run
 
 
 @pytest.fixture
@@ -209,10 +206,10 @@ def test_a_job_that_is_stopped_and_resumed_ends_as_if_it_had_not_been(
     asyncio.run(distilling(job, make_policy, epochs=2, student=resumed).train())
 
     run = distilling(job, make_policy, epochs=2, student=whole)
-    for step in range(1, run.settings.total_steps + 1):
-        asyncio.run(run.collector.collect(step, Clock()))
-        run.trainer.step()
-    assert len(job.steps()) == run.settings.total_steps + 1
+    for step in range(1, run.experience.settings.total_steps + 1):
+        asyncio.run(run.experience.collector.collect(step, Clock()))
+        run.experience.trainer.step()
+    assert len(job.steps()) == run.experience.settings.total_steps + 1
     for own, other in zip(whole.trainable, resumed.trainable, strict=True):
         assert torch.equal(own, other)
 
@@ -240,12 +237,11 @@ def test_a_tuned_model_on_another_base_is_refused(tmp_path: Path) -> None:
         inspect_teacher("ft:larger:x", "larger", tuned, "tiny", entries(tmp_path), tmp_path)
 
 
-def test_the_memory_plan_counts_a_second_model(bench: Bench, tmp_path: Path) -> None:
+def test_the_memory_plan_counts_a_second_model(tmp_path: Path) -> None:
     models = entries(tmp_path)
     shape = memory.shape_of(read_config(tmp_path / "tiny"), torch.float32)
     base = BaseModel(models["tiny"], tmp_path / "tiny", shape, "cpu", "transformers", "5")
     work = sizing.Workload(rank=4, prompt=2, completion=8, in_flight=120)
-    task = Task(bench.run(advanced=ADVANCED).settings, PROMPTS, PROMPTS, work, "")
     second = inspect_teacher("larger", "larger", None, "tiny", models, tmp_path)
     free = [0.0]
 
@@ -255,7 +251,7 @@ def test_the_memory_plan_counts_a_second_model(bench: Bench, tmp_path: Path) -> 
     def fits(free_bytes: float, teacher: TeacherModel | None) -> bool:
         free[0] = free_bytes
         try:
-            plan_memory("tiny", base, task, Settings(), 1, teacher, memory=DeviceMemory(all_free, all_free))
+            plan_memory("tiny", base, work, Settings(), 1, teacher, memory=DeviceMemory(all_free, all_free))
         except UserMistake as refused:
             assert refused.code == "not_enough_memory"
             return False
@@ -288,7 +284,7 @@ def test_a_second_model_teaches_with_its_own_weights(
 ) -> None:
     found = inspect_teacher("larger", "larger", None, "tiny", entries(tmp_path), tmp_path)
     student = make_policy()
-    settings = bench.run(advanced=ADVANCED).settings
+    settings = bench.run(advanced=ADVANCED).experience.settings
 
     teacher = load_teacher(found, student, settings, Folder(tmp_path), tmp_path, lambda: None)
     policy = teacher.policy

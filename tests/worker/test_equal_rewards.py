@@ -20,9 +20,9 @@ from core.results import what_if
 from core.results.preview_report import with_signal
 from core.results.step_metrics import StepMetrics
 from core.rewards import all_equal
-from worker.learn import grpo, token_rewards
-from worker.learn.token_rewards import Moments
-from worker.record import monitors, verdict
+from worker.recording import monitors, verdict
+from worker.training import grpo, token_rewards
+from worker.training.token_rewards import Moments
 
 ROUNDED = [
     [1, 1, 1, 0.9999999],

@@ -19,8 +19,8 @@ from tests.worker.conftest import Bench
 from worker.assemble import assemble
 from worker.child import run_attempt
 from worker.model.architecture import class_of
+from worker.model.compatibility import reference_logprobs
 from worker.model.policy import read_config
-from worker.model.support import reference_logprobs
 
 TITLES = (
     "Llama 2, 3",

@@ -10,8 +10,8 @@ import sys
 import time
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,46 +29,47 @@ from core.chat import Adapter
 from core.database.tables import Job
 from core.jobs.hyperparameters import Hyperparameters, resolve
 from core.registry import BaseModelEntry, Registry
-from core.response_format import held_to
+from core.response_format import response_schema
 from core.settings import Settings
 from core.storage.manifests import MANIFEST
 from core.storage.store import FolderBlobs
 from graders.spec import parse_grader
 from tests.fakes import EverySecond
 from tests.hyperparameters import in_groups
+from tests.present import untyped
+from tests.servers import reserve_port
 from tests.worker.conftest import GRADER, Bench
-from tests.worker.test_steering import LETTER, load_thinking
+from tests.worker.test_token_constraints import LETTER, load_thinking
 from tests.worker.test_vllm_engines import has_ended
 from tests.worker.test_vllm_server import descendants, publish, said
 from tests.worker.test_vllm_server import expected as expected_of
 from worker.assemble import assemble
+from worker.engine.protocol import AdapterBytes
+from worker.engine.routes import RequestsOnDisk, RequiresKey
+from worker.model.meta_policy import unloaded_policy
 from worker.model.policy import Policy, load_base
-from worker.model.unloaded import unloaded_policy
-from worker.refusals import SamplerUnusable, UserMistake
-from worker.rollout.samplers import Answer, Sampling, grouped
-from worker.rollout.samplers.fleet import NOTHING, BlobAdapters, FleetSampler, adapter_named, name_of
-from worker.rollout.samplers.fleet_members import FleetConfig, MemberLost, NoMember, finished_of, parameters
-from worker.rollout.samplers.fleet_server import RequestsOnDisk
-from worker.rollout.samplers.vllm import VllmSampler, installed
-from worker.rollout.samplers.wire import AdapterBytes, Request
-from worker.serve.adapters import AdapterFolders
-from worker.serve.engines import Engines
-from worker.serve.fleet_model import FleetBuilder
-from worker.serve.passed import CHAT
-from worker.serve.server import create_app
-from worker.serve.vllm_app import RequiresKey
+from worker.packages import vllm_version
+from worker.refusals import NoMember, SamplerUnusable, UserMistake
+from worker.sampling import Answer, Sampling, grouped
+from worker.sampling.fleet import FleetConfig, FleetEngines
+from worker.sampling.vllm import VllmSampler, group_of, with_fleet, with_own_engines
+from worker.sampling.weights import BlobAdapters, adapter_named, name_of
+from worker.serving.adapters import AdapterFolders
+from worker.serving.engines import Engines
+from worker.serving.fleet_model import FleetBuilder
+from worker.serving.proxy import CHAT
+from worker.serving.server import create_app
 from worker.types import Prompt, Rollout
 
 with_vllm = [
     pytest.mark.slow,
-    pytest.mark.skipif(installed() is None, reason="vLLM is not installed"),
+    pytest.mark.skipif(vllm_version() is None, reason="vLLM is not installed"),
 ]
 ROOT = Path(__file__).parents[2]
 KEY = "the-secret-of-this-fleet"
 HOW = Sampling(group_size=3, temperature=1.0, max_completion_tokens=40, job_seed=5, step=1)
-HELD = replace(HOW, held_to=held_to(LETTER), thinking_budget=8)
+HELD = replace(HOW, response_schema=response_schema(LETTER), thinking_budget=8)
 LONG = replace(HOW, max_completion_tokens=400)
-REQUEST = Request(3, 1, (7, 8), seed=11, temperature=0.7, max_tokens=5, stop_ids=(1,), held_to="")
 Groups = list[tuple[Rollout, ...]]
 
 
@@ -127,9 +128,7 @@ def registry(policy: Policy) -> str:
 
 def start(folder: Path, number: int) -> Process:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = reserve_port()
     child = subprocess.Popen(
         [sys.executable, "-m", "worker.cli", "sampler", "--model", "tiny", "--port", str(port)],
         cwd=ROOT,
@@ -187,12 +186,18 @@ def config(policy: Policy, addresses: tuple[str, ...]) -> FleetConfig:
 
 def sampler_of(
     policy: Policy, fleet: RunningFleet, bench: Bench, on_lost: Callable[[str], None] = lambda reason: None
-) -> FleetSampler:
+) -> VllmSampler:
     store = BlobAdapters(bench.attempt(blobs=fleet.blobs))
-    return FleetSampler(policy, config(policy, fleet.addresses), store, on_lost=on_lost)
+    return with_fleet(policy, config(policy, fleet.addresses), store, on_lost=on_lost)
 
 
-async def answers_of(sampler: FleetSampler, how: Sampling) -> list[Answer]:
+def change(sampler: VllmSampler, **changes: Any) -> None:
+    """Have the job need something else."""
+    assert isinstance(sampler.engines, FleetEngines)
+    sampler.engines.config = replace(sampler.engines.config, **changes)
+
+
+async def answers_of(sampler: VllmSampler, how: Sampling) -> list[Answer]:
     return [answer async for answer in sampler.sample(prompts(sampler.policy), how)]
 
 
@@ -240,7 +245,7 @@ def expected(policy: Policy) -> dict[str, Groups]:
     """The answers of a job's own engine."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)  # or each engine would compile vLLM again
-        sampler = VllmSampler(policy, kv_cache_bytes=1 << 25, threads=1)
+        sampler = with_own_engines(policy, kv_cache_bytes=1 << 25, threads=1)
 
     def answers(how: Sampling) -> Groups:
         return as_groups([*sampler.answers(prompts(policy), how)], how)
@@ -251,6 +256,21 @@ def expected(policy: Policy) -> dict[str, Groups]:
             return found | {"of the base": answers(HOW)}
     finally:
         sampler.close()
+
+
+async def finished(addresses: Sequence[str]) -> float:
+    """Wait until the engines are idle. Returns how many answers they have finished so far."""
+    async with httpx.AsyncClient(trust_env=False) as client:
+
+        async def count(name: str) -> float:
+            texts = [(await client.get(f"{address}/metrics")).text for address in addresses]
+            lines = [line for text in texts for line in text.splitlines() if line.startswith(name)]
+            assert lines, f"vLLM has no {name}"
+            return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+        while await count("vllm:num_requests_running{") + await count("vllm:num_requests_waiting{"):
+            await asyncio.sleep(0.05)
+        return await count("vllm:request_success_total{")
 
 
 def assert_same(found: Groups, expected: Groups) -> None:
@@ -394,7 +414,7 @@ class TestTwoProcesses:
         settings = resolve(Hyperparameters(), rows=8, parameters=1000, context=128)
         plain = settings.model_copy(update={"chat_template": "plain"})
         sampler = sampler_of(unloaded_policy("tiny", entry, policy.source, plain), fleet, bench)
-        held = replace(HOW, held_to=held_to(LETTER))
+        held = replace(HOW, response_schema=response_schema(LETTER))
 
         answers = asyncio.run(answers_of(sampler, held))
 
@@ -425,9 +445,24 @@ class TestTwoProcesses:
         assert [(token["token"], token["logprob"]) for token in streamed] == said(of_adapter)
         assert events.endswith("data: [DONE]\n\n")
 
+    def test_answers_that_nobody_reads_are_aborted(
+        self, fleet: RunningFleet, policy: Policy, bench: Bench
+    ) -> None:
+        sampler = sampler_of(policy, fleet, bench)
+        before = asyncio.run(finished(fleet.addresses))
+
+        async def leave() -> None:
+            answers = sampler.sample(prompts(policy), replace(LONG, group_size=32))
+            async with aclosing(untyped(answers)):
+                await anext(answers)
+
+        asyncio.run(leave())
+
+        assert asyncio.run(finished(fleet.addresses)) < before + 4 * 32
+
     def test_another_key_is_refused(self, fleet: RunningFleet, policy: Policy, bench: Bench) -> None:
         sampler = sampler_of(policy, fleet, bench)
-        sampler.config = replace(sampler.config, key="another")
+        change(sampler, key="another")
 
         with pytest.raises(SamplerUnusable, match="REGRAFT_SAMPLERS_KEY differs"):
             asyncio.run(answers_of(sampler, HOW))
@@ -449,7 +484,7 @@ class TestTwoProcesses:
         self, fleet: RunningFleet, policy: Policy, bench: Bench
     ) -> None:
         sampler = sampler_of(policy, fleet, bench)
-        sampler.config = replace(sampler.config, dtype="bfloat16", context=100_000)
+        change(sampler, dtype="bfloat16", context=100_000)
 
         with pytest.raises(
             SamplerUnusable, match=r"float32, and the job needs bfloat16; a context of .*needs 100000"
@@ -489,7 +524,7 @@ class TestWithoutProcesses:
             closed.bind(("127.0.0.1", 0))
             address = f"http://localhost:{closed.getsockname()[1]}"
             waiting = replace(config(policy, (address,)), patience=0.01, probe_interval=0.01)
-            sampler = FleetSampler(policy, waiting, Unused())
+            sampler = with_fleet(policy, waiting, Unused())
 
             with pytest.raises(
                 NoMember, match=rf"No sampler of tiny at {address} has answered.*ConnectError"
@@ -519,22 +554,12 @@ class TestWithoutProcesses:
         assert adapter_named("tiny") is None
         assert adapter_named(f"{'0f' * 32}/../secrets") is None
 
-    def test_the_grammar_of_a_thought_and_its_answer_comes_before_the_schema(self) -> None:
-        held = replace(REQUEST, held_to="{}")
+    def test_a_schema_is_sent_as_a_grammar(self, make_policy: Callable[..., Policy]) -> None:
+        def grammar(how: Sampling) -> str:
+            return group_of(make_policy(), how, Prompt(1, (7, 8), {}), ()).grammar
 
-        assert parameters(REQUEST)["structured_outputs"] is None
-        assert parameters(held)["structured_outputs"] == {"grammar": "start: %json {}"}
-        assert parameters(replace(held, grammar="start: x"))["structured_outputs"] == {"grammar": "start: x"}
-        assert json.loads(json.dumps(parameters(REQUEST)))["seed"] == 11
-
-    def test_an_answer_that_the_member_aborted_is_none(self) -> None:
-        def body(reason: str) -> dict[str, Any]:
-            logprobs = {"content": [{"logprob": -0.5}, {"logprob": -1.25}]}
-            return {"choices": [{"finish_reason": reason, "token_ids": [4, 9], "logprobs": logprobs}]}
-
-        assert finished_of(REQUEST, body("length")).logprobs_T == (-0.5, -1.25)
-        with pytest.raises(MemberLost, match="abort"):
-            finished_of(REQUEST, body("abort"))
+        assert grammar(HOW) == ""
+        assert grammar(replace(HOW, response_schema="{}")) == "start: %json {}"
 
 
 class Unused:
@@ -545,12 +570,10 @@ class Unused:
 
 
 def test_an_adapter_whose_folder_was_evicted_is_resolved_again(tmp_path: Path) -> None:
-    adapter = Adapter(prefix="projects/p/jobs/j", manifest_sha256="a" * 64)
-    requests = RequestsOnDisk(AdapterFolders(FolderBlobs(tmp_path / "blobs"), tmp_path))
-    requests |= {name_of(adapter): "its request", NOTHING: "of none"}
+    requests = RequestsOnDisk()
+    requests["here"], requests["gone"] = (Namespace(lora_path=str(tmp_path / name)) for name in ("a", "b"))
+    (tmp_path / "a").mkdir()
+    os.utime(tmp_path / "a", ns=(0, 0))
 
-    before = [name_of(one) in requests for one in (adapter, None)]
-    (tmp_path / adapter.manifest_sha256).mkdir()
-
-    assert before == [False, True]
-    assert name_of(adapter) in requests
+    assert [name in requests for name in ("here", "gone", "unknown")] == [True, False, False]
+    assert (tmp_path / "a").stat().st_mtime_ns > 0, "it is the last one to be evicted"

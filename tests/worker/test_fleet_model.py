@@ -2,7 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator
+from argparse import Namespace
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,21 +14,24 @@ import pytest
 from starlette.testclient import TestClient
 from starlette.types import Message
 
-from core.chat import Adapter
+from core.chat import Adapter, InternalChat
 from core.registry import Registry
 from core.settings import Settings
 from core.storage.store import FolderBlobs
 from tests.graders.servers import serving
 from tests.servers import reserve_port
 from tests.worker.test_vllm_server import publish
+from worker.engine.client import EngineClient
+from worker.engine.names import NOTHING
+from worker.engine.protocol import FACTS
 from worker.model.policy import Policy
-from worker.rollout.samplers.fleet import NOTHING, name_of
-from worker.rollout.samplers.fleet_members import FleetMember, Members
-from worker.serve.adapters import AdapterFolders
-from worker.serve.engines import Engines
-from worker.serve.fleet_model import FleetApp, FleetBuilder
-from worker.serve.passed import CHAT, COMPLETIONS
-from worker.serve.server import create_app
+from worker.sampling.fleet import Members
+from worker.sampling.weights import name_of
+from worker.serving.adapters import AdapterFolders
+from worker.serving.engines import Engines
+from worker.serving.fleet_model import FleetBuilder, FleetUpstream
+from worker.serving.proxy import CHAT, COMPLETIONS, Proxied
+from worker.serving.server import create_app
 
 ASKED = {"messages": [{"role": "user", "content": "say it"}], "max_tokens": 4}
 USAGE = {"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4}
@@ -190,34 +194,44 @@ class Silent(httpx.AsyncBaseTransport):
             self.is_aborted = True
 
 
-class OneMember(Members):
-    def __init__(self, member: FleetMember) -> None:
+class Several(Members):
+    def __init__(self, members: list[EngineClient]) -> None:
         super().__init__((), "key")
-        self.member = member
+        self.members = members
 
     @property
-    def named(self) -> list[FleetMember]:
-        return [self.member]
+    def named(self) -> list[EngineClient]:
+        return self.members
+
+
+class OneMember(Several):
+    def __init__(self, member: EngineClient) -> None:
+        super().__init__([member])
+
+
+async def answered(upstream: FleetUpstream, left: asyncio.Event) -> list[Message]:
+    """What is sent to a client that leaves at this event."""
+    sent = list[Message]()
+
+    async def receive() -> Message:
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    request = InternalChat.model_validate(ASKED | {"model": "tiny"})
+    scope = {"type": "http", "app": Namespace(state=Namespace())}
+    await Proxied(upstream, CHAT, {}, request)(scope, receive, send)
+    return sent
 
 
 def test_a_client_that_leaves_aborts_its_request_at_the_member() -> None:
     async def leave() -> Silent:
-        silent, sent = Silent(), []
-        received = [{"type": "http.request", "body": b"{}", "more_body": False}]
-
-        async def receive() -> Message:
-            if received:
-                return received.pop()
-            await silent.asked.wait()
-            return {"type": "http.disconnect"}
-
-        async def send(message: Message) -> None:
-            sent.append(message)
-
+        silent = Silent()
         client = httpx.AsyncClient(transport=silent, base_url="http://member")
-        app = FleetApp("tiny", OneMember(FleetMember("member", client, "member")))
-        await app({"path": CHAT}, receive, send)
-        assert sent == []
+        upstream = FleetUpstream("tiny", OneMember(EngineClient("member", client, "member")))
+        assert await answered(upstream, silent.asked) == []
         return silent
 
     assert asyncio.run(leave()).is_aborted
@@ -226,7 +240,7 @@ def test_a_client_that_leaves_aborts_its_request_at_the_member() -> None:
 class Resolving(OneMember):
     """Has no member until its addresses are resolved, which takes until `resolved`."""
 
-    def __init__(self, member: FleetMember) -> None:
+    def __init__(self, member: EngineClient) -> None:
         super().__init__(member)
         self.asked, self.resolved, self.is_found = asyncio.Event(), asyncio.Event(), False
 
@@ -237,37 +251,106 @@ class Resolving(OneMember):
         return ""
 
     @property
-    def named(self) -> list[FleetMember]:
-        return [self.member] if self.is_found else []
+    def named(self) -> list[EngineClient]:
+        return self.members if self.is_found else []
 
 
 def test_a_client_that_leaves_while_addresses_are_resolved_costs_others_no_answer() -> None:
     async def status() -> int:
-        transport = httpx.MockTransport(lambda request: httpx.Response(200, json={}))
+        answer = {"choices": [], "usage": USAGE}
+        transport = httpx.MockTransport(lambda request: httpx.Response(200, json=answer))
         client = httpx.AsyncClient(transport=transport, base_url="http://member")
-        members = Resolving(FleetMember("member", client, "member"))
-        app, sent = FleetApp("tiny", members), list[Message]()
+        members = Resolving(EngineClient("member", client, "member"))
+        upstream = FleetUpstream("tiny", members)
 
-        async def ask(left: asyncio.Event) -> None:
-            received = [{"type": "http.request", "body": b"{}", "more_body": False}]
-
-            async def receive() -> Message:
-                if not received:
-                    await left.wait()
-                    return {"type": "http.disconnect"}
-                return received.pop()
-
-            async def send(message: Message) -> None:
-                sent.append(message)
-
-            await app({"path": CHAT}, receive, send)
-
-        await ask(members.asked)
+        assert await answered(upstream, members.asked) == []
         members.resolved.set()
-        await ask(asyncio.Event())
+        sent = await answered(upstream, asyncio.Event())
         return int(sent[0]["status"])
 
     assert asyncio.run(status()) == 200
+
+
+class Hung(httpx.AsyncByteStream):
+    """A stream of which nothing comes."""
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        await asyncio.Future()
+        yield b""
+
+
+@dataclass
+class Busy(httpx.AsyncBaseTransport):
+    """A connection to a member whose answer does not end; its engine answers so many probes before it hangs."""
+
+    probes: int = 0
+    has_head: bool = False  # whether the answer begins
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        if request.url.path == FACTS:
+            self.probes -= 1
+            if self.probes < 0:
+                raise httpx.ReadTimeout("nothing was received")
+            return httpx.Response(500)
+        if self.has_head:
+            return httpx.Response(200, headers={"content-type": "text/event-stream"}, stream=Hung())
+        return await asyncio.Future()
+
+
+@pytest.mark.parametrize("has_head", [False, True])
+def test_a_member_that_hangs_is_given_up_when_it_leaves_two_probes_without_an_answer(has_head: bool) -> None:
+    async def body() -> tuple[int, bytes]:
+        busy = Busy(probes=3, has_head=has_head)
+        client = httpx.AsyncClient(transport=busy, base_url="http://member")
+        upstream = FleetUpstream("tiny", OneMember(EngineClient("member", client, probe_every=0.0)))
+        sent = await answered(upstream, asyncio.Event())
+        return busy.probes, b"".join(message.get("body", b"") for message in sent)
+
+    probes, said = asyncio.run(body())
+
+    assert probes == -2
+    assert (b"before the end" if has_head else b"No sampler of tiny answers") in said
+
+
+def test_a_member_that_hangs_in_a_stream_is_the_last_choice_of_the_next_request() -> None:
+    async def probes_left() -> list[int]:
+        one, other = Busy(has_head=True), Busy(has_head=True)
+        members = [
+            EngineClient(
+                "member", httpx.AsyncClient(transport=busy, base_url="http://member"), probe_every=0.0
+            )
+            for busy in (one, other)
+        ]
+        upstream = FleetUpstream("tiny", Several(members))
+        for _ in range(2):
+            await answered(upstream, asyncio.Event())
+        return [one.probes, other.probes]
+
+    assert asyncio.run(probes_left()) == [-2, -2]
+
+
+class Cut(httpx.AsyncByteStream):
+    """A stream of events whose server dies after the first one."""
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        chunk = {"choices": [{"index": 0, "delta": {"content": "re"}}], "usage": USAGE}
+        yield b"data: " + json.dumps(chunk).encode() + b"\n\n"
+        raise httpx.ReadError("reset")
+
+
+def test_a_stream_that_is_cut_ends_with_an_error_and_is_not_tried_again() -> None:
+    async def body() -> bytes:
+        head = {"content-type": "text/event-stream"}
+        transport = httpx.MockTransport(lambda request: httpx.Response(200, headers=head, stream=Cut()))
+        client = httpx.AsyncClient(transport=transport, base_url="http://member")
+        upstream = FleetUpstream("tiny", OneMember(EngineClient("member", client, "member")))
+        sent = await answered(upstream, asyncio.Event())
+        return b"".join(message.get("body", b"") for message in sent)
+
+    first, error, rest = asyncio.run(body()).split(b"\n\n")
+    assert json.loads(first.removeprefix(b"data: "))["choices"][0]["delta"] == {"content": "re"}
+    assert "before the end" in json.loads(error.removeprefix(b"data: "))["error"]["message"]
+    assert rest == b""
 
 
 def test_the_log_says_each_time_why_there_is_no_member(

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from core.units import GIB
 from tests.present import present
 from worker.cli import plan
 from worker.cli.parser import UsageError, build
@@ -23,8 +24,8 @@ from worker.model.forecast import (
     cluster_of,
     forecast,
 )
-from worker.model.sizing import GIB, DoesNotFit, Shape
-from worker.record.gpu_ratio import GpuRatio, settings_of
+from worker.model.sizing import DoesNotFit, Shape
+from worker.recording.gpu_ratio import GpuRatio, settings_of
 
 DOCUMENT = Path(__file__).parents[2] / "docs/howto/scale.md"
 FULL_DOCUMENT = DOCUMENT.with_name("training.md")

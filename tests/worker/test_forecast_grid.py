@@ -9,10 +9,11 @@ from itertools import product
 
 import pytest
 
+from core.units import GIB
 from tests.worker.test_forecast import SIZE, on, shape
 from worker.model import sizing
 from worker.model.forecast import Forecast, cluster_of, forecast
-from worker.model.sizing import GIB, DoesNotFit, Machine
+from worker.model.sizing import DoesNotFit, Machine
 
 MEMORY = {"H100-80": 78 * GIB, "H200-141": 139 * GIB}
 BANDWIDTH = {"H100-80": 3.35e12, "H200-141": 4.8e12}

@@ -188,7 +188,7 @@ def test_a_fork_server_that_is_killed_takes_its_processes_with_it_and_is_replace
 ) -> None:
     child, parent = ready(server, module.parent)
 
-    handle = os.pidfd_open(present(child.pid or child.poll() or child.pid))
+    handle = os.pidfd_open(present(child.pid))
 
     os.kill(parent, signal.SIGKILL)
 
@@ -214,7 +214,7 @@ def test_a_fork_server_leaves_signals_to_the_worker(module: Path, server: forkin
 
 def test_a_process_that_is_dropped_is_killed(module: Path, server: forking.ForkServer) -> None:
     child, _ = ready(server, module.parent)
-    handle = os.pidfd_open(present(child.pid or child.poll() or child.pid))
+    handle = os.pidfd_open(present(child.pid))
 
     del child
 

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -29,12 +31,16 @@ from tests.tiny import WORDS, make_tiny_model, tiny_tokenizer
 from tests.worker.test_offline_training import conversations, pairs
 from tests.worker.test_offline_training import settings as offline_settings
 from tests.worker.test_training import drawn, prompt, sampling
-from worker.learn.offline import OfflineTrainer
-from worker.learn.trainer import PeftTrainer
-from worker.model import support
+from worker.model import compatibility
 from worker.model.full import FullPolicy, refuse, refuse_other_names
+from worker.model.lowering import PlanSizes
 from worker.model.policy import Base, load_base
 from worker.refusals import InvalidModel, UnsupportedModel
+from worker.training.gradient import LocalGradient
+from worker.training.loss import StepValues
+from worker.training.offline import OfflineTrainer
+from worker.training.policy_loss import PolicyLoss, contribution_of
+from worker.training.trainer import PeftTrainer
 from worker.types import Group, Pack
 
 MakeFull = Callable[..., FullPolicy]
@@ -139,7 +145,7 @@ def test_the_gradient_is_that_of_transformers_in_float64(
     loss.backward()  # type: ignore[no-untyped-call]
     policy = make_full(kind)
 
-    totals = OfflineTrainer(policy, offline(), token_budget=budget).gradient.add(packs)
+    totals = OfflineTrainer(policy, offline(), token_budget=budget).add(packs)
 
     assert totals.loss / totals.tokens == pytest.approx(loss.item(), rel=1e-5)
     ours = {name: present(one.grad) / totals.tokens for name, one in masters(policy).items()}
@@ -191,7 +197,7 @@ def test_every_weight_of_the_preference_loss_is_compared_with_the_start(
         losses.append(-torch.nn.functional.logsigmoid(0.1 * (h[0] - h[1])))
     torch.stack(losses).mean().backward()  # type: ignore[no-untyped-call]
 
-    totals = trainer.gradient.add(pairs())
+    totals = trainer.add(pairs())
 
     ours = {name: present(one.grad) / totals.pairs for name, one in masters(policy).items()}
     assert difference(ours, gradients(reference)) < 1e-4
@@ -272,7 +278,7 @@ def test_a_reinforcement_run_resumes_bit_for_bit(
     resumed.load(tmp_path)
 
     assert [learn(resumed, groups) for _ in range(2)] == [learn(whole, groups) for _ in range(2)]
-    assert all(map(torch.equal, resumed.own.trainable, whole.own.trainable))
+    assert all(map(torch.equal, resumed.loss.trainable, whole.loss.trainable))
 
 
 def test_the_reference_of_a_checkpoint_is_stored_only_if_it_is_not_the_start(
@@ -310,12 +316,46 @@ def test_the_gradient_of_a_bfloat16_model_is_added_up_in_float32(
     reference, policy = plain(models["untied"]), make_full(dtype="bfloat16")
     supervised_loss(reference, conversations()).backward()  # type: ignore[no-untyped-call]
 
-    totals = OfflineTrainer(policy, offline(), token_budget=60).gradient.add(conversations())
+    totals = OfflineTrainer(policy, offline(), token_budget=60).add(conversations())
 
     assert {one.grad.dtype for one in policy.trainable if one.grad is not None} == {torch.float32}
     assert all(one.grad is None for one in policy.model.parameters())
     ours = {name: present(one.grad) / totals.tokens for name, one in masters(policy).items()}
     assert difference(ours, gradients(reference)) < 0.05
+
+
+class FullAtHandOver(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A device with no room for the float32 copy of the first gradient that there is."""
+
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.weights = weights
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func.name() == "aten::_to_copy" and any(args[0] is one.grad for one in self.weights):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_gradient_that_was_never_handed_over_is_not_counted_twice(
+    make_full: MakeFull, groups: list[Group]
+) -> None:
+    found = []
+    for fails in (False, True):
+        policy, settings = make_full(dtype="bfloat16"), reinforcement()
+        shares = [contribution_of(group, settings, policy.text) for group in groups]
+        gradient = LocalGradient(PolicyLoss(policy, settings), token_budget=40)
+        with FullAtHandOver(policy.computing) if fails else nullcontext():
+            gradient.add([present(share.pack) for share in shares], StepValues())
+        assert (gradient.shortage is not None) == fails
+        if fails:
+            gradient.resize(PlanSizes(40, 0, sleeps=False, checkpointed=False))
+        gradient.collect()
+        found.append([present(one.grad) for one in policy.trainable])
+
+    assert all(map(torch.equal, *found))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -325,7 +365,7 @@ def test_activations_that_are_computed_twice_give_the_same_gradient(make_full: M
         policy = make_full(dtype=dtype)
         if checkpointed:
             policy.checkpoint_layers()
-        OfflineTrainer(policy, offline(), token_budget=60).gradient.add(conversations())
+        OfflineTrainer(policy, offline(), token_budget=60).add(conversations())
         found.append([present(one.grad) for one in policy.trainable])
 
     assert all(map(torch.equal, *found))
@@ -377,7 +417,7 @@ def test_a_checkpoint_is_a_whole_model_that_transformers_loads(
     make_full: MakeFull, models: dict[str, Path], tmp_path: Path, dtype: str
 ) -> None:
     policy = make_full(dtype=dtype)
-    support.probe(policy, sampled=True)  # it computes with attention of its own from here on
+    compatibility.probe(policy, sampled=True)  # it computes with attention of its own from here on
     OfflineTrainer(policy, offline(learning_rate=0.01), token_budget=10_000).step(conversations())
 
     policy.save(tmp_path)

@@ -2,9 +2,9 @@
 
 import pytest
 
-from worker.assemble import ratio_of
-from worker.record.gpu_ratio import GpuRatio, RatioMeasurement
-from worker.rollout.samplers.placement import Placement
+from worker.prepare.rollouts import ratio_of
+from worker.recording.gpu_ratio import GpuRatio, RatioMeasurement
+from worker.sampling.placement import Placement
 
 
 def test_gpus_move_to_the_side_that_the_other_waits_for() -> None:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from core.results.lineage import Parent
-from worker.learn.optimizer import AdapterOptimizer
 from worker.model.parent import start_from
 from worker.model.policy import Policy
 from worker.refusals import InvalidModel
+from worker.training.optimizer import AdapterOptimizer
 
 MakePolicy = Callable[..., Policy]
 SETTINGS: dict[str, Any] = {"lora_rank": 4, "lora_alpha": 8, "lora_targets": "all-linear"}

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from worker.learn import grpo
+from worker.training import grpo
 
 
 def log(*values: float) -> torch.Tensor:

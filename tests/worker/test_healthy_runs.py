@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -10,11 +11,10 @@ from core.database.tables import Event
 from core.jobs.thresholds import Thresholds
 from graders.types import Grade, Item, Sample
 from tests.worker.conftest import Bench
-from worker.learn.trainer import PeftTrainer
 from worker.model.policy import Policy
 from worker.rollout.prompts import PromptStream
-from worker.rollout.samplers.transformers import TransformersSampler
-from worker.run import Run
+from worker.sampling.transformers import TransformersSampler
+from worker.training.trainer import PeftTrainer
 from worker.types import Prompt
 
 ADVANCED = {"group_size": 8, "max_completion_tokens": 6, "lora_rank": 4, "lora_alpha": 8}
@@ -44,24 +44,25 @@ class ShareOfColors:
         return Grade(sum(word in ("red", "green", "blue") for word in words) / max(1, len(words)))
 
 
-def run_of(bench: Bench, policy: Policy, seed: int, learning_rate: float) -> Run:
+def run_of(bench: Bench, policy: Policy, seed: int, learning_rate: float) -> Any:
     """Twelve steps on prompts that a random model answers alike, so that training carries over to validation."""
     advanced = ADVANCED | {"learning_rate": learning_rate}
-    run: Run = bench.run(ShareOfColors(), batch_size=4, n_epochs=6, eval_interval=4, advanced=advanced)
+    run = bench.run(ShareOfColors(), batch_size=4, n_epochs=6, eval_interval=4, advanced=advanced)
     prompts = []
     for line, subject in enumerate(SUBJECTS, start=1):
         messages = [{"role": "user", "content": f"what colour is {subject}"}]
         prompts.append(Prompt(line, tuple(policy.render(messages)), {"messages": messages}))
-    return replace(
-        run,
+    run.experience = replace(
+        run.experience,
         seed=seed,
         train_prompts=PromptStream(prompts[:8], batch_size=4, seed=seed),
         valid_prompts=prompts[8:],
         sampler=TransformersSampler(policy),
-        trainer=PeftTrainer(policy, run.settings, token_budget=2048),
+        trainer=PeftTrainer(policy, run.experience.settings, token_budget=2048),
         # Random weights never learned to end an answer: every answer is cut off, from the first step on.
         thresholds=Thresholds(truncated_share=None),
     )
+    return run
 
 
 def warnings(bench: Bench) -> list[str]:

@@ -30,8 +30,8 @@ from tests.fakes import (
 from tests.present import present
 from tests.worker.conftest import Bench
 from worker.clock import Clock
-from worker.record.metrics import no_signal
-from worker.record.recorder import JobRecorder, Quota
+from worker.recording.metrics import no_signal
+from worker.recording.recorder import JobRecorder, Quota
 from worker.refusals import UserMistake
 from worker.run import RunOutcome
 
@@ -48,9 +48,9 @@ def trained(
 ) -> Any:
     """A job on 24 validation rows, enough to tell a difference."""
     run = bench.run(grader, skill=Skill(chance), **settings)
-    run.valid_prompts = [*run.train_prompts.prompts] * 3
+    run.experience.valid_prompts = [*run.experience.train_prompts.prompts] * 3
     if trainer is not None:
-        run.trainer = trainer(run.trainer.skill)
+        run.experience.trainer = trainer(run.experience.trainer.skill)
     return run
 
 
@@ -211,7 +211,7 @@ def test_a_run_that_resumes_comes_to_the_same_verdict_and_warns_once(bench: Benc
         return trained(bench, trainer=RuiningTrainer, chance=0.6, n_epochs=2, **more)
 
     first = run()
-    first.stop_requested = lambda: first.trainer.updates == 5
+    first.stop_requested = lambda: first.experience.trainer.updates == 5
     assert asyncio.run(first.train()) is RunOutcome.INTERRUPTED
     bench.again()
     asyncio.run(run().train())
@@ -253,7 +253,7 @@ def test_a_crash_between_the_verdict_and_the_end_tells_the_verdict_once(bench: B
 
 def test_thresholds_can_be_changed_and_switched_off(bench: Bench) -> None:
     run = trained(bench, trainer=RuiningTrainer, chance=0.6, n_epochs=2)
-    run.thresholds = Thresholds(entropy_share=None, below_base=None)
+    run.experience.thresholds = Thresholds(entropy_share=None, below_base=None)
     asyncio.run(run.train())
 
     assert not [data for _, data in told(bench, "warn") if "rule" in data]
@@ -298,7 +298,7 @@ def test_the_no_signal_text_names_no_cause_once_the_collapse_rule_has_warned(ben
 
 def test_the_no_signal_text_blames_collapse_where_the_model_was_better_before(bench: Bench) -> None:
     run = trained(bench, trainer=RuiningTrainer, chance=0.6, n_epochs=2)
-    run.thresholds = Thresholds(entropy_share=None)
+    run.experience.thresholds = Thresholds(entropy_share=None)
     asyncio.run(run.train())
 
     [silence, *_] = [message for message in bench.events("warn") if message.startswith("No signal")]
@@ -308,14 +308,34 @@ def test_the_no_signal_text_blames_collapse_where_the_model_was_better_before(be
 
 def test_the_no_signal_text_blames_the_task_where_the_model_never_was_better(bench: Bench) -> None:
     run = trained(bench, grader=SameForAll(0.0))
-    groups_P, _ = asyncio.run(run.collector.collect(1, Clock()))
+    groups_P, _ = asyncio.run(run.experience.collector.collect(1, Clock()))
 
     # A better validation says nothing: its rows are others, and its answers greedy.
     steps = [StepMetrics(step=0, full_valid_mean_reward=0.3), StepMetrics(step=1, train_mean_reward=0.0)]
-    silence = no_signal(groups_P, "outcome", steps)
+    silence = no_signal(groups_P, run.experience.settings, steps)
 
     assert silence is not None
     assert "all answers scored 0: the task is too hard" in silence.message
+
+
+@pytest.mark.parametrize(
+    ("mean", "spread", "blames"),
+    [
+        (0.03, 0.17, False),  # one right answer of 32
+        (0.5, 0.5, True),
+    ],
+)
+def test_a_few_right_answers_in_the_first_step_are_no_sign_of_a_collapse(
+    bench: Bench, mean: float, spread: float, blames: bool
+) -> None:
+    experience = trained(bench, grader=SameForAll(0.0)).experience
+    groups_P = asyncio.run(experience.collector.collect(1, Clock()))[0] * 4
+    before = StepMetrics(step=1, train_mean_reward=mean, train_reward_std=spread)
+
+    silence = present(no_signal(groups_P, experience.settings, [before])).message
+
+    assert ("collapsed" in silence) is blames
+    assert ("too hard" in silence) is not blames
 
 
 @pytest.mark.parametrize(("earlier_share", "is_success"), [(0.5, True), (0.0, False)])
@@ -323,13 +343,13 @@ def test_full_scores_after_steps_with_signal_are_no_reason_for_a_warning(
     bench: Bench, earlier_share: float, is_success: bool
 ) -> None:
     run = trained(bench, grader=SameForAll(1.0))
-    groups_P, _ = asyncio.run(run.collector.collect(1, Clock()))
+    groups_P, _ = asyncio.run(run.experience.collector.collect(1, Clock()))
     steps = [
         StepMetrics(step=0, full_valid_mean_reward=0.4),
         StepMetrics(step=1, train_mean_reward=0.5, groups_mixed_share=earlier_share),
     ]
 
-    silence = no_signal(groups_P, "outcome", steps)
+    silence = no_signal(groups_P, run.experience.settings, steps)
 
     assert silence is not None
     assert silence.is_success == is_success
@@ -368,7 +388,7 @@ def test_a_step_reads_no_metrics_of_earlier_steps(bench: Bench) -> None:
 
 def test_a_paused_job_that_was_cancelled_has_no_verdict(bench: Bench) -> None:
     run = trained(bench, n_epochs=2)
-    run.stop_requested = lambda: run.trainer.updates == 2
+    run.stop_requested = lambda: run.experience.trainer.updates == 2
     asyncio.run(run.train())
     with bench.database.write() as session:
         lifecycle.cancel(Work(session), session.merge(bench.job()))

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from worker.serve.launcher import InferenceServer
+from worker.serving.launcher import InferenceServer
 
 pytestmark = pytest.mark.slow  # each test starts a server that loads torch and a model
 

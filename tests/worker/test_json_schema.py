@@ -7,17 +7,17 @@ import pytest
 import torch
 
 from core.registry import BaseModelEntry
-from core.response_format import held_to
+from core.response_format import response_schema
 from graders.types import Grade
 from tests.fakes import learn
 from tests.present import present
 from tests.tiny import make_byte_model
 from tests.worker.test_training import asked
-from worker.learn.trainer import PeftTrainer
 from worker.model.policy import Policy, load_base
-from worker.rollout.samplers import Sampling, grouped
-from worker.rollout.samplers.json_schema import every_token
-from worker.rollout.samplers.transformers import TransformersSampler
+from worker.sampling import Sampling, grouped
+from worker.sampling.json_schema import every_token
+from worker.sampling.transformers import TransformersSampler
+from worker.training.trainer import PeftTrainer
 from worker.types import Group, Pack, Prompt, TrainingSequence
 
 SCORE = {
@@ -49,7 +49,9 @@ def sample(
     prompts = [
         Prompt(n, tuple(sampler.policy.render([{"role": "user", "content": "?" * n}])), {}) for n in (1, 2)
     ]
-    sampling = Sampling(4, temperature, tokens, job_seed=1, step=1, held_to=held_to(schema) if schema else "")
+    sampling = Sampling(
+        4, temperature, tokens, job_seed=1, step=1, response_schema=response_schema(schema) if schema else ""
+    )
     return [one for group in grouped(sampler.answers(prompts, sampling), 2, 4) for one in group]
 
 
@@ -100,9 +102,9 @@ def test_the_trainer_has_the_samplers_probabilities_over_what_the_schema_allows(
     settings = asked({"temperature": temperature})
 
     gaps = []
-    for schema in (held_to(SCORE), ""):
-        trainer = PeftTrainer(sampler.policy, settings, token_budget=4096, held_to=schema)
-        logp, entropy = trainer.own.logprobs(trainer.own.tensors([Pack(one.ids, answers)]))
+    for schema in (response_schema(SCORE), ""):
+        trainer = PeftTrainer(sampler.policy, settings, token_budget=4096, response_schema=schema)
+        logp, entropy = trainer.loss.logprobs(trainer.loss.tensors([Pack(one.ids, answers)]))
         gaps.append((logp - sampled).abs().max().item())
         assert entropy.isfinite().all()
 
@@ -118,7 +120,9 @@ def test_a_step_under_a_schema_makes_the_good_answers_likelier(sampler: Transfor
     assert 0 < sum(rewards) < len(rewards)
     one = Prompt(1, tuple(sampler.policy.render([{"role": "user", "content": "?"}])), {})
     settings = asked({"learning_rate": 0.02})
-    trainer = PeftTrainer(sampler.policy, settings, token_budget=4096, held_to=held_to(LETTER))
+    trainer = PeftTrainer(
+        sampler.policy, settings, token_budget=4096, response_schema=response_schema(LETTER)
+    )
 
     for _ in range(3):
         metrics = learn(trainer, [Group(one, tuple(rollouts), tuple(map(Grade, rewards)))])

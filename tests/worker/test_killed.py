@@ -8,7 +8,7 @@ import pytest
 
 from tests.present import present
 from tests.worker.kernel import GIB, FakeKernel
-from worker.supervise.killed import KernelMemory, Kills
+from worker.supervisor.killed import KernelMemory, Kills
 
 PEAK = int(8.8 * GIB)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -10,16 +11,16 @@ from typing import Any, NoReturn
 import pytest
 from sqlalchemy.exc import OperationalError
 
+from core.claims import LeaseLost
 from core.database.engine import WakeMessage, Work
 from core.database.tables import File, Job
 from core.jobs import lifecycle
-from core.jobs.claim import LeaseLost
 from core.settings import Settings
 from graders.types import Grade, Item, Sample
 from tests.present import present, untyped
 from tests.worker.conftest import GRADER, Bench
-from worker.supervise.lease import LeaseKeeper
-from worker.supervise.validation import validate_next
+from worker.supervisor.lease import LeaseKeeper
+from worker.supervisor.validation import validate_next
 
 ROW = {"messages": [{"role": "user", "content": "say red"}], "answer": "red"}
 HELD_OUT = {"messages": [{"role": "user", "content": "say it in red"}], "answer": "red"}
@@ -101,10 +102,12 @@ class TestKeeper:
         assert expires_at(bench) > before
 
     def test_its_thread_ends_with_it(self, bench: Bench) -> None:
-        with LeaseKeeper(bench.database, bench.claim, 3600) as keeper:
-            assert keeper.is_running
+        before = set(threading.enumerate())
 
-        assert not keeper.is_running
+        with LeaseKeeper(bench.database, bench.claim, 3600):
+            [thread] = set(threading.enumerate()) - before
+
+        assert not thread.is_alive()
 
 
 class With:

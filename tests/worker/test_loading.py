@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from sqlalchemy import select
 
@@ -23,22 +24,35 @@ from graders.types import Grade
 from tests.fakes import EverySecond, GuessingSampler, Skill, SkillTrainer
 from tests.graders.servers import serving
 from tests.worker.conftest import GRADER, Bench
-from worker.assemble import assemble, samples_while_loading
+from worker.assemble import assemble
 from worker.child import trained
+from worker.engine.names import NOTHING
+from worker.engine.protocol import (
+    FACTS,
+    SAMPLE,
+    AdapterBytes,
+    AnswerFrame,
+    EndFrame,
+    Frame,
+    GroupRequest,
+    pack,
+    pack_ids,
+    pack_logprobs,
+)
 from worker.heartbeat import Beat
 from worker.interfaces import Trainer
-from worker.learn.loading import LoadingTrainer, SamplerMeanwhile
+from worker.model.meta_policy import unloaded_policy
 from worker.model.policy import Policy, load_base
 from worker.model.sharding import load_bases
 from worker.model.teachers import TeacherModel
-from worker.model.unloaded import unloaded_policy
-from worker.record.checkpoints import JobCheckpoints
+from worker.prepare.loaded import samples_while_loading
+from worker.recording.checkpoints import JobCheckpoints
 from worker.refusals import InvalidModel, UserMistake
-from worker.rollout.samplers import Answer, Sampling
-from worker.rollout.samplers.fleet import NOTHING, FleetSampler
-from worker.rollout.samplers.fleet_members import FACTS, GENERATE, FleetConfig
-from worker.rollout.samplers.wire import AdapterBytes
 from worker.run import Run
+from worker.sampling import Answer, Sampling
+from worker.sampling.fleet import FleetConfig
+from worker.sampling.vllm import with_fleet
+from worker.training.loading import LoadingTrainer, SamplerMeanwhile
 from worker.types import Group, Prompt, Rollout
 
 LONG_ENOUGH = 60.0  # seconds; a wait that only ends early on success
@@ -53,17 +67,19 @@ class Member:
     asked: threading.Event = field(default_factory=threading.Event)
     models: list[str] = field(default_factory=list)  # of the requests for answers
 
-    def __call__(self, path: str, sent: Any) -> tuple[int, str]:
+    def __call__(self, path: str, sent: Any) -> tuple[int, str | bytes]:
         if path == FACTS:
             facts = {"model": "tiny", "dtype": "float32", "context": 512, "max_lora_rank": 64}
+            facts |= {"logprobs_mode": "processed_logprobs", "vllm": "0"}
             left_out = [name for name in sent["tensors"] if name.rpartition(".lora_")[0] in self.left_out]
             return 200, json.dumps(facts | {"left_out": left_out})
-        if path == GENERATE:
-            self.models.append(sent["model"])
+        if path == SAMPLE:
+            group = msgspec.msgpack.decode(sent, type=GroupRequest)
+            self.models += [group.adapter for _ in group.answers]
             self.asked.set()
-            content = [{"logprob": -1.0}, {"logprob": -1.0}]
-            choice = {"finish_reason": "length", "token_ids": [5, 6], "logprobs": {"content": content}}
-            return 200, json.dumps({"choices": [choice]})
+            ids, logprobs = pack_ids((5, 6)), pack_logprobs((-1.0, -1.0))
+            frames: list[Frame] = [AnswerFrame(one.id, ids, logprobs, "length", 0) for one in group.answers]
+            return 200, b"".join(map(pack, [*frames, EndFrame()]))
         return 200, ""
 
 
@@ -255,7 +271,7 @@ class TestUnloadedPolicy:
         def report(policy: Policy, modules: Sequence[str]) -> None:
             reported.append((policy, list(modules)))
 
-        sampler = FleetSampler(
+        sampler = with_fleet(
             unloaded_policy("tiny", entry, tiny_model, settings), fleet_at(address), store, on_left_out=report
         )
 

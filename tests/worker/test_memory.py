@@ -27,16 +27,18 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 from bench.long import group
 from bench.roofline import Counted, count, llama, trainer
 from core.registry import Device
+from core.settings import Settings
+from core.units import GIB
 from graders.types import Grade
 from tests.fakes import learn
 from tests.families.zoo import FAMILIES
 from tests.present import present, untyped
 from tests.worker.test_training import asked, drawn, prompt, relative_difference, sampling
-from worker.learn import batch
-from worker.learn.trainer import PeftTrainer
-from worker.model import attention, memory, sizing
+from worker import main_memory
+from worker.model import attention, batch, memory, sizing
 from worker.model.policy import Policy
-from worker.model.sizing import GIB, DoesNotFit, Machine, workload
+from worker.model.sizing import DoesNotFit, Machine, workload
+from worker.training.trainer import PeftTrainer
 from worker.types import Group, Pack, TrainingSequence
 
 # Shapes of published models, from their config.json.
@@ -711,13 +713,13 @@ def test_the_adapter_is_counted_as_it_is(make_policy: Callable[..., Policy]) -> 
 def test_what_is_free_is_the_least_of_machine_and_container(tmp_path: Path) -> None:
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal: 9000 kB\nMemAvailable: 4000 kB\n")
-    assert memory.available("cpu", meminfo, tmp_path) == 4000 * 1024
+    assert main_memory.available(meminfo, tmp_path) == 4000 * 1024
 
     (tmp_path / "memory.current").write_text("1500000\n")
     (tmp_path / "memory.stat").write_text("anon 900000\ninactive_file 500000\nactive_file 100000\n")
     for limit, free in (("max", 4000 * 1024), ("3000000", 2_000_000), ("900000000", 4000 * 1024)):
         (tmp_path / "memory.max").write_text(f"{limit}\n")
-        assert memory.available("cpu", meminfo, tmp_path) == free
+        assert main_memory.available(meminfo, tmp_path) == free
 
 
 def test_checkpointed_layers_give_the_same_gradients_and_the_same_samples(
@@ -840,7 +842,7 @@ def test_the_sampler_that_uses_the_weights_of_training_is_not_sharded() -> None:
 
 
 def test_a_job_that_samples_nothing_has_one_copy_of_the_weights_that_its_gpus_share() -> None:
-    """As worker/offline/assemble.py plans."""
+    """As worker/prepare/memory_plan.py plans."""
     nothing_sampled = replace(H100, engines=0)
 
     found = sizing.plan_sharded("m", llama_shape(*LLAMA_70B), WORK, nothing_sampled, 8)
@@ -895,6 +897,24 @@ class TestSleep:
         with pytest.raises(DoesNotFit, match="Tried with vLLM asleep while the job learns"):
             self.planned(available=least - 1)
 
+    @pytest.mark.parametrize(
+        ("learned", "main_memory", "sleeps"),
+        [(8 * 9 * 4608, 64, True), (4608, 64, False), (0, 64, False), (8 * 9 * 4608, 16, False)],
+        ids=["gains much", "gains little", "unknown", "has no room for the weights"],
+    )
+    def test_it_is_chosen_where_it_costs_less_than_recomputation_and_small_micro_batches(
+        self, learned: int, main_memory: int, sleeps: bool
+    ) -> None:
+        """On 78 GiB, 8B recomputes beside vLLM at 512 + 4,096 tokens, and does not while that sleeps."""
+        shape, machine = llama_shape(*LLAMA_8B), replace(H100, may_sleep=True, main_memory=main_memory * GIB)
+        work = replace(WORK, prompt=512, completion=4096, in_flight=8 * (512 + 16 * 4096), learned=learned)
+
+        made = sizing.plan_sharded("m", shape, work, machine, 1)
+
+        assert (made.sleeps, made.checkpointed) == (sleeps, not sleeps)
+        if sleeps:
+            assert "because this saves about" in made.described(shape, work)
+
     def test_the_main_memory_for_the_weights_is_planned_too(self) -> None:
         """PyTorch rounds pinned memory up to a power of two, so up to twice the weights."""
         weights = llama_shape(*LLAMA_8B).weight_bytes
@@ -927,3 +947,9 @@ class TestSleep:
 
         assert "vLLM sleeps while the job learns" in made.described(llama_shape(*LLAMA_8B), self.LONG)
         assert "29.9 GiB of main memory" in made.sleep_sentence
+
+
+def test_a_plan_spares_a_share_of_all_that_is_free_also_beside_a_teacher() -> None:
+    found = sizing.machine(Settings(), "cuda", 100 * GIB, "vllm", teacher_bytes=40 * GIB)
+
+    assert (found.available, found.spared) == (60 * GIB, 5 * GIB)

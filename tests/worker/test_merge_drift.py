@@ -7,7 +7,7 @@ import pytest
 from bench.merge_rounding import measure
 from core.registry import BaseModelEntry
 from worker.model.policy import load_base
-from worker.rollout.samplers import Sampling
+from worker.sampling import Sampling
 
 
 @pytest.fixture(scope="module")

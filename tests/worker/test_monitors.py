@@ -6,16 +6,17 @@ from typing import Any
 
 import pytest
 
+from core.jobs.hyperparameters import Hyperparameters, resolve
 from core.jobs.thresholds import Thresholds
 from core.results.step_metrics import StepMetrics
 from graders.spec import parse_grader
 from graders.types import Grade
 from tests.present import present
 from tests.worker.test_verdict import compared
-from worker.record import metrics
-from worker.record.history import History
-from worker.record.monitors import RULES, check, damage, likely_cause
-from worker.rollout.grader_parts import grader_parts
+from worker.recording import metrics
+from worker.recording.history import History
+from worker.recording.monitors import RULES, check, damage, likely_cause
+from worker.rollout.experience import grader_parts
 from worker.types import Group, Prompt, Rollout
 
 RECORDED = Path(__file__).parent / "recorded"
@@ -82,7 +83,7 @@ def test_the_spread_of_a_parts_scores_is_measured_in_each_step() -> None:
             step=step,
             total_steps=3,
             graders=grader_parts(spec),
-            supervision="outcome",
+            settings=resolve(Hyperparameters(), rows=8, parameters=1000, context=128),
             train_P=[Group(Prompt(1, (1,), {}), rollouts, grades)],
             resampled_P=[],
             valid_P=None,

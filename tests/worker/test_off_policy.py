@@ -29,12 +29,12 @@ from tests.worker.test_resume import (
 )
 from tests.worker.test_training import asked
 from worker.clock import Clock
-from worker.learn.trainer import PeftTrainer
 from worker.model.policy import Policy
 from worker.rollout.sampler_gate import SamplerGate
-from worker.rollout.samplers import Answer, Sampling
-from worker.rollout.samplers.requests import same
-from worker.rollout.samplers.transformers import TransformersSampler
+from worker.sampling import Answer, Sampling
+from worker.sampling.transformers import TransformersSampler
+from worker.sampling.weights import same
+from worker.training.trainer import PeftTrainer
 from worker.types import Prompt
 
 pytestmark = pytest.mark.slow
@@ -88,24 +88,28 @@ def ahead(bench: Bench, make_policy: MakePolicy, steps: int, fate: Fate | None =
     )
     advanced = {"group_size": 4, "max_completion_tokens": 6, "off_policy_steps": steps, "learning_rate": 0.01}
     run = bench.run(MortalGrader(fate), attempt=attempt, advanced=advanced)
-    settings = run.settings.model_copy(update={"total_steps": STEPS})
+    settings = run.experience.settings.model_copy(update={"total_steps": STEPS})
     gate = SamplerGate(1e-3, "transformers", "float32")
     trainer = MortalTrainer(policy, settings, token_budget=512, gate=gate)
     trainer.fate = fate
     sampler = OwnCopySampler(policy, make_policy(), fate)
-    return replace(run, settings=settings, sampler=sampler, trainer=trainer)
+    experience = replace(run.experience, settings=settings, sampler=sampler, trainer=trainer)
+    return replace(run, experience=experience)
 
 
 def one_after_the_other(run: Any, make_policy: MakePolicy, steps: int) -> list[dict[str, Tensor]]:
     """The adapters after each step if nothing happens at once: what sampling ahead means, in ten lines."""
     policy = make_policy()
-    trainer, copy = PeftTrainer(policy, run.settings, token_budget=512), make_policy()
+    trainer, copy = PeftTrainer(policy, run.experience.settings, token_budget=512), make_policy()
     adapters = [policy.adapter()]
     for step in range(1, STEPS + 1):
-        prompts_P, sampling = run.train_prompts.batch(step), run.collector.sampling(step)
+        prompts_P, sampling = (
+            run.experience.train_prompts.batch(step),
+            run.experience.collector.sampling(step),
+        )
         with copy.with_adapter(adapters[max(0, step - 1 - steps)]):
             answers = TransformersSampler(copy).sample(prompts_P, sampling)
-            grading = run.rewards.grade(prompts_P, answers, sampling.group_size, Clock())
+            grading = run.experience.rewards.grade(prompts_P, answers, sampling.group_size, Clock())
             groups_P = asyncio.run(grading)
         for group in groups_P:
             trainer.add(group)
@@ -125,8 +129,10 @@ def test_a_step_is_sampled_by_the_policy_of_so_many_updates_before(
     asyncio.run(run.train())
 
     assert not any(map(same, adapters, adapters[1:])), "each update changes the policy"
-    assert all(same(run.sampler.adapters[at + 1], adapters[one]) for at, one in enumerate(learned_from))
-    assert same(run.trainer.policy.adapter(), adapters[-1])
+    assert all(
+        same(run.experience.sampler.adapters[at + 1], adapters[one]) for at, one in enumerate(learned_from)
+    )
+    assert same(run.experience.trainer.policy.adapter(), adapters[-1])
     assert [one.get("staleness") for one in bench.steps()] == [
         None,
         *(float(step - 1 - one) for step, one in enumerate(learned_from, start=1)),

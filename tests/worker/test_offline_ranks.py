@@ -20,15 +20,15 @@ from tests.worker.process_group import followed
 from tests.worker.rounding import NATS, assert_same
 from tests.worker.test_offline_training import conversations, labeled, pairs
 from tests.worker.test_training import relative_difference
-from worker.learn.distributed import LoadModel, RankTeacher, load_checked, load_second, loading
-from worker.learn.offline import OfflineMetrics, OfflineTrainer, RewardTrainer, SoftTargetTrainer
-from worker.learn.rank_model import Model
-from worker.learn.teacher import TeacherPolicy
-from worker.learn.world import World
 from worker.model.policy import Policy
 from worker.model.reward_head import RewardHead, Scale, read_scale
 from worker.offline.rows import scored_at_the_end
 from worker.progress import PROGRESS
+from worker.training.distributed import LoadModel, RankTeacher, load_checked, load_second, loading
+from worker.training.offline import OfflineMetrics, OfflineTrainer, RewardTrainer, SoftTargetTrainer
+from worker.training.rank_model import Model
+from worker.training.teacher import TeacherPolicy
+from worker.training.world import World
 from worker.types import Pack, TopTokens, TrainingSequence
 
 pytestmark = pytest.mark.slow

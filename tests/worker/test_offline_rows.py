@@ -1,6 +1,9 @@
 """Which tokens of a row are learned, by what the chat template makes of it."""
 
+import random
+import tracemalloc
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -215,3 +218,39 @@ def test_rows_beyond_the_context_are_named_by_line() -> None:
         tokenize("supervised", rows, form, file="file-1", field="validation_file", context=16)
 
     assert (long.value.code, long.value.param) == ("example_too_long", "validation_file")
+
+
+def test_a_row_that_fills_the_context_is_too_long_for_a_server_that_completes_it() -> None:
+    form, _ = template()
+    rows = [Example(1, [], {"messages": said("say it", "yes " * 20)})]
+    tokens = partial(tokenize, "supervised", rows, form, file="file-1", field="training_file", context=27)
+
+    assert len(tokens()) == 1
+    with pytest.raises(
+        UserMistake, match="27 tokens, less 1 that the teacher's server adds: line 1: 27 tokens"
+    ):
+        tokens(added=1)
+
+
+def test_the_rows_of_a_large_file_take_little_memory() -> None:
+    """A pointer for each token and a mark whether it is learned, and not an object of its own."""
+    draw = random.Random(0)
+
+    def render(
+        messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], generation_prompt: bool
+    ) -> list[int]:
+        return [int(token, 36) for message in messages for token in message["content"].split()]
+
+    def text() -> str:
+        return " ".join(str(draw.randrange(300, 5000)) for _ in range(200))
+
+    form = ChatTemplate(render, frozenset({2}), 2, str)
+    talks = [said(text(), text()) for _ in range(300)]
+    examples = [Example(line, talk, {"messages": talk}) for line, talk in enumerate(talks)]
+    tracemalloc.start()
+
+    rows = tokenize("supervised", examples, form, file="file-a", field="training_file", context=1000)
+
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept / sum(len(pack.prompt_ids) + 201 for row in rows for pack in row.packs) < 16

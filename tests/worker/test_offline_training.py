@@ -19,24 +19,26 @@ from core.jobs.offline_hyperparameters import (
     epochs,
     resolve,
 )
+from core.results.step_metrics import StepMetrics
 from graders.types import TokenUsage
 from tests.present import present
 from tests.worker.conftest import Bench
 from tests.worker.rounding import assert_same_gradient
-from worker.learn.offline import OfflineMetrics, OfflineTrainer
-from worker.learn.offline_gradient import whole_batches
-from worker.learn.optimizer import factor
+from worker.model.batch import micro_batches
 from worker.model.policy import Policy, Route
+from worker.offline.experience import RowExperience
 from worker.offline.rows import TokenizedRow
-from worker.offline.run import OfflineRun
 from worker.offline.stream import RowStream
 from worker.progress import PROGRESS
-from worker.record import alerts
-from worker.record.checkpoints import JobCheckpoints
-from worker.record.exporters.threads import ExporterThreads
-from worker.record.recorder import JobRecorder
+from worker.recording import alerts
+from worker.recording.checkpoints import JobCheckpoints
+from worker.recording.delivery import report_overfitting
+from worker.recording.exporters.threads import ExporterThreads
+from worker.recording.recorder import JobRecorder
 from worker.refusals import TrainingDiverged
-from worker.run import RunOutcome
+from worker.run import Run, RunOutcome
+from worker.training.offline import OfflineMetrics, OfflineTrainer
+from worker.training.optimizer import factor
 from worker.types import Pack, TrainingSequence
 
 ROWS = 7
@@ -175,7 +177,7 @@ def test_loss_and_gradient_are_those_of_single_rows(
 
     policy.use(Route(forward))
     one = trainer(policy, resolved, budget=budget)
-    totals = one.gradient.add(packs)
+    totals = one.add(packs)
 
     counted = totals.pairs or totals.tokens
     assert totals.loss / counted == pytest.approx(expected.item(), rel=1e-5)
@@ -200,11 +202,11 @@ def test_kto_compares_with_the_answers_of_the_whole_step(
 
     policy.use(Route(forward))
     one = trainer(policy, settings("dpo", beta=0.5, advanced=weighted), budget=budget)
-    one.own.reference = reference
-    totals = one.gradient.add(packs)
+    one.loss.reference = reference
+    totals = one.add(packs)
 
     counted = sum(len(pack.sequences) for pack in packs)
-    assert totals.counted == counted and one.own.z0 > 0.0
+    assert totals.counted == counted
     assert totals.loss / counted == pytest.approx(expected.item(), rel=1e-5)
     assert_same_gradient(gradient(policy) / counted, wanted)
 
@@ -285,7 +287,7 @@ def test_a_measurement_changes_nothing(make_policy: Callable[..., Policy]) -> No
 def test_pairs_are_never_divided_between_micro_batches() -> None:
     packs = pairs()
 
-    in_rows = list(whole_batches(packs, 8, rows=True))
+    in_rows = list(micro_batches(packs, 8, rows=True, couples_answers=True))
 
     assert all(len(batch) % 2 == 0 for batch in in_rows)
     assert sum(len(batch) for batch in in_rows) == 2 * len(packs)
@@ -333,9 +335,7 @@ def test_automatic_epochs_are_openais(rows: int, expected: int) -> None:
 # Whole runs.
 
 
-def run(
-    bench: Bench, policy: Policy, *, method: str = "supervised", stop_at: int = 0, **asked: Any
-) -> OfflineRun:
+def run(bench: Bench, policy: Policy, *, method: str = "supervised", stop_at: int = 0, **asked: Any) -> Any:
     if method == "kto":
         method, asked = "dpo", asked | {"advanced": {"loss": {"type": "kto"}}}
     resolved = settings(method, **({"batch_size": 3, "n_epochs": 4} | asked))
@@ -343,14 +343,9 @@ def run(
     rows = [TokenizedRow(line, (pack,)) for line, pack in enumerate(packs, start=1)]
     attempt = bench.attempt()
     one = trainer(policy, resolved)
-    return OfflineRun(
-        settings=resolved,
-        seed=3,
-        train_rows=RowStream(
-            rows, batch_size=resolved.batch_size, steps_per_epoch=resolved.steps_per_epoch, seed=3
-        ),
-        valid_rows=rows[:3],
-        trainer=one,
+    stream = RowStream(rows, batch_size=resolved.batch_size, steps_per_epoch=resolved.steps_per_epoch, seed=3)
+    return Run(
+        RowExperience(resolved, seed=3, train_rows=stream, valid_rows=rows[:3], trainer=one),
         recorder=JobRecorder(attempt),
         checkpoints=JobCheckpoints(attempt, bench.tmp_path),
         exporters=ExporterThreads(),
@@ -405,7 +400,7 @@ def test_a_run_that_is_stopped_and_resumed_ends_as_if_it_had_not_been(
     asyncio.run(run(bench, resumed, method=method).train())
 
     whole = make_policy()
-    stream = run(bench, whole, method=method)
+    stream = run(bench, whole, method=method).experience
     metrics: list[OfflineMetrics] = []
     for step in range(1, stream.settings.total_steps + 1):
         metrics.append(stream.trainer.step(stream.train_rows.batch(step)))
@@ -415,11 +410,15 @@ def test_a_run_that_is_stopped_and_resumed_ends_as_if_it_had_not_been(
     assert all(torch.equal(value, ended[name]) for name, value in whole.adapter().items())
 
 
-def test_a_run_warns_of_a_model_that_overfits(bench: Bench, make_policy: Callable[..., Policy]) -> None:
-    one = run(bench, make_policy())
-    one.losses = {0: 2.0, 3: 1.0, 12: 1.5}
+def losses(losses_by_step: dict[int, float]) -> list[StepMetrics]:
+    """The recorded steps of a run with these validation losses."""
+    return [StepMetrics(step=step, full_valid_loss=loss) for step, loss in losses_by_step.items()]
 
-    one.report_the_end()
+
+def test_a_run_warns_of_a_model_that_overfits(bench: Bench) -> None:
+    steps = [*losses({0: 2.0, 3: 1.0}), StepMetrics(step=4), *losses({12: 1.5})]
+
+    report_overfitting(steps, JobRecorder(bench.attempt()), settings(batch_size=3, n_epochs=4))
 
     assert bench.events("warn") == [
         "The model overfits: its validation loss is 1.500, and was 1.000 at step 3. The checkpoint of step 3 is better "
@@ -427,13 +426,10 @@ def test_a_run_warns_of_a_model_that_overfits(bench: Bench, make_policy: Callabl
     ]
 
 
-def test_a_run_warns_of_a_model_that_is_worse_than_its_start(
-    bench: Bench, make_policy: Callable[..., Policy]
-) -> None:
-    one = run(bench, make_policy())
-    one.losses = {0: 1.0, 3: 1.2, 12: 1.5}
+def test_a_run_warns_of_a_model_that_is_worse_than_its_start(bench: Bench) -> None:
+    steps = losses({0: 1.0, 3: 1.2, 12: 1.5})
 
-    one.report_the_end()
+    report_overfitting(steps, JobRecorder(bench.attempt()), settings(batch_size=3, n_epochs=4))
 
     [warning] = bench.events("warn")
     assert warning.startswith("The validation loss is 1.500, and that of the base model was 1.000")
@@ -456,7 +452,7 @@ class RuinedAtTheEnd(OfflineTrainer):
 
     def step(self, packs: Sequence[Pack]) -> OfflineMetrics:
         metrics = super().step(packs)
-        if self.steps_taken == self.own.settings.total_steps:
+        if self.steps_taken == self.loss.settings.total_steps:
             with torch.no_grad():
                 self.policy.trainable[0].fill_(math.nan)
         return metrics
@@ -469,15 +465,37 @@ class NeverFinite(OfflineTrainer):
         return replace(super().step(packs), skipped=True, grad_norm=None)
 
 
+class Overflowing(OfflineTrainer):
+    """Stands in for a batch whose loss is not a number, so that its update is skipped."""
+
+    def step(self, packs: Sequence[Pack]) -> OfflineMetrics:
+        metrics = super().step(packs)
+        broken = replace(metrics, loss=math.nan, skipped=True, grad_norm=None)
+        return broken if self.steps_taken == 2 else metrics
+
+
+def test_a_step_whose_loss_is_no_number_is_recorded_without_one(
+    bench: Bench, make_policy: Callable[..., Policy]
+) -> None:
+    one = run(bench, policy := make_policy())
+    one.experience.trainer = Overflowing(policy, one.experience.settings, token_budget=4096)
+    one.stop_requested = lambda: False
+
+    asyncio.run(one.train())
+
+    losses = {step["step"]: step["train_loss"] for step in bench.steps() if "train_loss" in step}
+    assert [step for step, loss in losses.items() if loss is None] == [2]
+
+
 @pytest.mark.parametrize("validated", [True, False])
 def test_a_run_whose_model_has_no_loss_fails_before_it_is_delivered(
     bench: Bench, make_policy: Callable[..., Policy], validated: bool
 ) -> None:
     one = run(bench, policy := make_policy())
-    one.trainer = RuinedAtTheEnd(policy, one.settings, token_budget=4096)
+    one.experience.trainer = RuinedAtTheEnd(policy, one.experience.settings, token_budget=4096)
     one.stop_requested = lambda: False
     if not validated:
-        one.valid_rows = ()
+        one.experience.valid_rows = ()
 
     with pytest.raises(TrainingDiverged, match="The loss of the model is nan"):
         asyncio.run(one.train())
@@ -487,7 +505,7 @@ def test_a_run_whose_model_has_no_loss_fails_before_it_is_delivered(
 
 def test_a_run_whose_gradient_is_never_finite_fails(bench: Bench, make_policy: Callable[..., Policy]) -> None:
     one = run(bench, policy := make_policy())
-    one.trainer = NeverFinite(policy, one.settings, token_budget=4096)
+    one.experience.trainer = NeverFinite(policy, one.experience.settings, token_budget=4096)
     one.stop_requested = lambda: False
 
     with pytest.raises(TrainingDiverged, match="In 3 steps in a row"):
@@ -510,7 +528,8 @@ def test_the_tokens_of_a_teacher_on_a_server_are_counted_under_its_name(
     bench: Bench, make_policy: Callable[..., Policy]
 ) -> None:
     one = run(bench, policy := make_policy(), n_epochs=1)
-    one.trainer, one.teacher = ReadByTeacher(policy, one.settings, token_budget=4096), "large"
+    trainer = ReadByTeacher(policy, one.experience.settings, token_budget=4096)
+    one.experience = replace(one.experience, trainer=trainer, teacher="large")
     one.stop_requested = lambda: False
 
     asyncio.run(one.train())
@@ -518,7 +537,7 @@ def test_the_tokens_of_a_teacher_on_a_server_are_counted_under_its_name(
     step = bench.steps()[-1]["model_graders_token_usage"]["large"]
     assert (step["train_prompt_tokens"], step["train_completion_tokens"]) == (10, 1)
     assert (step["eval_prompt_tokens"], step["eval_completion_tokens"]) == (14, 4), "some rows, then all"
-    steps = one.settings.total_steps
+    steps = one.experience.settings.total_steps
     measured = 1 + steps + 1  # the base model, some rows at each step, all rows at the end of the epoch
     assert present(bench.job().usage)["model_grader_tokens"]["large"] == {
         "prompt_tokens": 10 * steps + 7 * measured,

@@ -5,7 +5,7 @@ from itertools import combinations, product
 import pytest
 
 from graders.types import ErrorKind, Grade
-from worker.record.passes import final_answer, majority, of_validation, pass_at
+from worker.recording.passes import final_answer, majority, of_validation, pass_at
 from worker.types import Group, Prompt, Rollout
 
 

@@ -3,16 +3,19 @@
 import asyncio
 import errno
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from botocore.exceptions import ClientError, EndpointConnectionError
 from sqlalchemy.exc import IntegrityError, OperationalError
 from sqlalchemy.orm import Session
 
+from core.claims import LeaseLost
 from core.database.engine import Database
-from core.jobs.claim import LeaseLost
+from core.outages import Resource
 from core.retry import RetryPolicy
 from core.storage import disk
 from core.storage.store import BlobNotFound, FailedCleanups
@@ -144,6 +147,22 @@ def test_a_wait_for_a_full_disk_is_a_refusal_of_storage(
     patience(Fails(*[cause] * 8))
 
     assert disk.Refusals.count - before == refusals
+
+
+def test_the_result_outlasts_a_report_that_fails(time: Time) -> None:
+    """Reports are events of the job: the database that they are written to may be unavailable again."""
+
+    def report(text: str) -> NoReturn:
+        raise REFUSED
+
+    @contextmanager
+    def during(resource: Resource) -> Iterator[None]:
+        report(f"waits for the {resource}")
+        yield
+
+    policy = RetryPolicy(600.0, report, clock=lambda: time.now, wait=time.wait, during=during)
+
+    assert policy(Fails(BUSY, BUSY)) == "done"
 
 
 def test_a_process_that_stops_does_not_wait(told: list[Any]) -> None:
@@ -283,7 +302,7 @@ def test_a_full_disk_is_waited_for_and_leaves_no_half_checkpoint(
     bench: Bench, patience: RetryPolicy, told: list[Any]
 ) -> None:
     run = bench.run(attempt=bench.attempt(retry=patience))
-    run.trainer = run.collector.trainer = FullDisk(run.trainer)
+    run.experience.trainer = run.experience.collector.trainer = FullDisk(run.experience.trainer)
 
     asyncio.run(run.train())
 

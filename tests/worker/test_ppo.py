@@ -13,15 +13,17 @@ import torch
 from core.jobs.hyperparameters import Resolved
 from graders.types import ErrorKind, Grade
 from tests.fakes import learn
-from tests.present import present
+from tests.present import present, untyped
 from tests.worker.test_training import asked, plain_correction, plain_logprobs, relative_difference, with_gap
 from tests.worker.test_updates import MIXED, sampled, weights_of
-from worker.learn import batch, grpo, ppo, token_rewards
-from worker.learn.gradient import OwnGradient
-from worker.learn.token_rewards import Moments, StepMoments
-from worker.learn.trainer import PeftTrainer
 from worker.model.policy import Policy
 from worker.model.value_head import ValueHead
+from worker.training import grpo, policy_loss, ppo, token_rewards
+from worker.training.gradient import LocalGradient
+from worker.training.loss import StepValues
+from worker.training.policy_loss import PolicyLoss
+from worker.training.token_rewards import Moments, StepMoments
+from worker.training.trainer import PeftTrainer
 from worker.types import Group
 
 ONE_ANSWER = torch.zeros(3, dtype=torch.int64)
@@ -180,8 +182,8 @@ def groups(policy: Policy) -> list[Any]:
     return [with_gap(group, seed) for seed, group in enumerate((one, two, three))]
 
 
-def random_head(own: OwnGradient) -> ValueHead:
-    head = present(own.value_head)
+def random_head(loss: PolicyLoss) -> ValueHead:
+    head = present(loss.value_head)
     generator = torch.Generator().manual_seed(3)
     for parameter in head.parameters():
         parameter.data = 0.1 * torch.randn(parameter.shape, generator=generator)
@@ -263,16 +265,17 @@ class TestUpdates:
         self, policy: Policy, groups: list[Any], advanced: dict[str, Any], budget: int
     ) -> None:
         settings = asked({"loss": "ppo"} | advanced)
-        own = OwnGradient(policy, settings, token_budget=budget)
-        head = random_head(own)
-        shares = [batch.share_of(group, settings, policy.text) for group in groups]
+        loss = PolicyLoss(policy, settings)
+        own = LocalGradient(loss, token_budget=budget)
+        head = random_head(loss)
+        shares = [policy_loss.contribution_of(group, settings, policy.text) for group in groups]
         own.remember([present(share.pack) for share in shares], 0)
-        moments = own.reward_tokens(settings.kl).advantages
-        own.normalize(moments.mean, moments.std("population"))
-        own.again(1.0, settings.kl)
+        [moments] = (found.advantages for found in own.of_kept(PolicyLoss.reward_tokens, settings.kl))
+        own.of_kept(PolicyLoss.normalize, moments.mean, moments.std("population"))
+        own.repeat(StepValues(kl=settings.kl))
         totals = own.collect()
-        whole, _ = batch.divisors(shares, settings)
-        ours = [present(parameter.grad) / whole for parameter in own.trainable]
+        whole, _ = policy_loss.divisors(shares, settings)
+        ours = [present(parameter.grad) / whole for parameter in loss.trainable]
 
         expected = plain_gradients(policy, head, groups, settings)
 
@@ -302,14 +305,15 @@ class TestUpdates:
 
     def test_returns_and_old_values_stay_those_of_sampling(self, policy: Policy, groups: list[Any]) -> None:
         settings = asked({"loss": "ppo", "gae_lambda": 1.0})
-        own = OwnGradient(policy, settings, token_budget=24)
-        shares = [batch.share_of(group, settings, policy.text) for group in groups]
+        loss = PolicyLoss(policy, settings)
+        own = LocalGradient(loss, token_budget=24)
+        shares = [policy_loss.contribution_of(group, settings, policy.text) for group in groups]
         own.remember([present(share.pack) for share in shares], 0)
-        own.reward_tokens(settings.kl)
-        own.normalize(0.0, 1.0)
+        own.of_kept(PolicyLoss.reward_tokens, settings.kl)
+        own.of_kept(PolicyLoss.normalize, 0.0, 1.0)
 
-        present(own.value_head).bias.data += 1.0
-        own.again(1.0, settings.kl)
+        present(loss.value_head).bias.data += 1.0
+        own.repeat(StepValues(kl=settings.kl))
 
         rewards = [
             reward
@@ -333,7 +337,7 @@ class TestUpdates:
 
         assert metrics.grad_norm == 0
         assert all(map(torch.equal, before, policy.trainable))
-        assert all(weight.abs().max() > 0 for weight in trainer.own.trainable[-2:])
+        assert all(weight.abs().max() > 0 for weight in trainer.loss.trainable[-2:])
 
     def test_the_values_warm_up_alone_before_the_policy_moves(self, policy: Policy) -> None:
         settings = asked({"loss": "ppo", "learning_rate": 0.01, "value_warmup_steps": 2})
@@ -346,7 +350,7 @@ class TestUpdates:
             assert metrics.grad_norm == 0
             assert not metrics.skipped
         assert all(map(torch.equal, before, policy.trainable))
-        assert all(weight.abs().max() > 0 for weight in trainer.own.trainable[-2:])
+        assert all(weight.abs().max() > 0 for weight in trainer.loss.trainable[-2:])
 
         assert present(learn(trainer, groups).grad_norm) > 0
         assert not all(map(torch.equal, before, policy.trainable))
@@ -381,7 +385,20 @@ class TestUpdates:
 
         assert metrics.skipped
         assert all(map(torch.equal, before, policy.trainable))
-        assert [weight.abs().max().item() for weight in trainer.own.trainable[-2:]] == [0, 0]
+        assert [weight.abs().max().item() for weight in trainer.loss.trainable[-2:]] == [0, 0]
+
+    def test_a_gradient_of_the_head_that_is_not_finite_does_not_move_the_adapter(
+        self, policy: Policy, groups: list[Any]
+    ) -> None:
+        before = weights_of(policy)
+        trainer = PeftTrainer(policy, asked({"loss": "ppo"}), token_budget=4096)
+        untyped(trainer).loss.value_head.weight.register_hook(lambda gradient: gradient * math.inf)
+
+        metrics = learn(trainer, groups)
+
+        assert metrics.skipped
+        assert all(map(torch.equal, before, policy.trainable))
+        assert [weight.abs().max().item() for weight in trainer.loss.trainable[-2:]] == [0, 0]
 
 
 class TestCheckpoints:
@@ -406,7 +423,7 @@ class TestCheckpoints:
         results = [learn(trainer, groups) for trainer in (first, second)]
 
         assert results[0] == results[1]
-        assert all(map(torch.equal, first.own.trainable, second.own.trainable))
+        assert all(map(torch.equal, first.loss.trainable, second.loss.trainable))
         assert not math.isclose(present(results[0].explained_variance), 0)
 
     def test_the_adapter_that_users_get_has_no_value_head(

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from core.jobs.offline_hyperparameters import DpoHyperparameters, ResolvedOffline, resolve
-from worker.learn import preference, reward
-from worker.learn.offline_gradient import Pairs, pair_loss, pair_rewards
+from worker.training import preference, reward
+from worker.training.preference import Pairs, pair_loss, pair_rewards
 
 LN2 = math.log(2)
 

@@ -6,7 +6,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from worker.supervise.probes import MAX_LOOKS, Maker, NoProbe, TooLarge, probe
+from worker.supervisor.probes import MAX_LOOKS, Maker, NoProbe, TooLarge, probe
 
 
 def an_object(**properties: Any) -> dict[str, Any]:

@@ -20,8 +20,8 @@ from tests.worker.conftest import Bench
 from worker import process
 from worker.instruments import ObservedGrader, ObservedSampler
 from worker.progress import PROGRESS, Progress, Writer, in_step
-from worker.rollout.samplers import Answer, Sampling
-from worker.supervise.supervisor import REPORT_SECONDS, RunProcess, RunProgress
+from worker.sampling import Answer, Sampling
+from worker.supervisor.supervisor import REPORT_SECONDS, RunProcess, RunProgress
 from worker.types import Prompt, Rollout
 
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from worker.model import memory
-from worker.rollout.samplers.published import PREFIX, PublishedWeights, parent_for
+from worker.sampling.published import PREFIX, PublishedWeights, parent_for
 
 ROOT = Path(__file__).parents[2]
 
@@ -81,7 +81,7 @@ def test_another_process_reads_them(published: PublishedWeights) -> None:
 
 KILLED = """
 import os, signal, sys
-from worker.rollout.samplers.published import PublishedWeights
+from worker.sampling.published import PublishedWeights
 class Killed:
     weights_version = 1
     def write_weights(self, folder):

@@ -20,9 +20,9 @@ from tests.worker.test_family_jobs import prepare
 from worker.assemble import assemble
 from worker.child import run_attempt
 from worker.model import memory, quantized
+from worker.model.compatibility import refuse_by_config
 from worker.model.export import TEXTS, merge
 from worker.model.policy import Policy, load_base, read_config
-from worker.model.support import refuse_by_config
 from worker.refusals import UnsupportedModel
 
 BLOCK = 32

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from worker.record.exporters import Card
-from worker.record.exporters.mlflow import MlflowSink
-from worker.record.exporters.trackio import TrackioSink
-from worker.record.exporters.types import Ended
-from worker.record.exporters.wandb import WandbSink
+from worker.recording.exporters import Card
+from worker.recording.exporters.mlflow import MlflowSink
+from worker.recording.exporters.trackio import TrackioSink
+from worker.recording.exporters.types import Ended
+from worker.recording.exporters.wandb import WandbSink
 
 CARD = Card("ftjob-1", "colours", "ftjob-1", None, ("a",), {"model": "tiny", "batch_size": 8})
 METRICS = {"step": 1, "train_mean_reward": 0.25, "scores/graders/string_check/it's/train_reward_mean": 1.0}

@@ -6,9 +6,9 @@ import pytest
 
 from tests.present import present
 from tests.thinking import DISTILL, FAMILIES, HYBRID, thinking_tokenizer
-from worker.model.reasoning import detect
-from worker.serve.channels import ReasoningAnswer
-from worker.serve.engine import Token
+from worker.model.reasoning import Reasoning, detect
+from worker.serving.channels import ReasoningAnswer
+from worker.serving.engine import Token
 
 HARMONY = FAMILIES["harmony"]
 
@@ -79,3 +79,33 @@ def test_an_answer_that_is_cut_within_its_thought_ends() -> None:
     _, texts, channels = stream(DISTILL, "abc")
 
     assert ("".join(texts), channels.finish_reason, channels.reasoning_tokens) == ("", "length", 3)
+
+
+class CountingTokenizer:
+    """Counts the tokens that it decodes."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.decoded = inner, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def decode(self, ids: list[int], **options: Any) -> str:
+        self.decoded += len(ids)
+        return str(self.inner.decode(ids, **options))
+
+
+@pytest.mark.parametrize("text", ["\n", "<|start|>", "\ufffd"], ids=ascii)
+@pytest.mark.parametrize("template", [HYBRID, DISTILL])
+def test_the_work_for_a_token_does_not_grow_with_the_answer(template: str, text: str) -> None:
+    """A model may be trained to write white space, tokens that are not shown, or broken characters for ever."""
+    tokenizer: Any = CountingTokenizer(thinking_tokenizer(template))
+    found = present(detect(tokenizer.inner))
+    reasoning = Reasoning(found.form, found.switches, tokenizer)
+    channels = ReasoningAnswer(tokenizer, frozenset(), (), reasoning)
+    token = tokenizer.encode(text)[0]
+
+    for _ in range(2_000):
+        channels.add(Token(token, last=False))
+
+    assert tokenizer.decoded < 2_000 * 100

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from core.registry import BaseModelEntry
 from tests.families.zoo import CONTEXT, FAMILIES
-from worker.learn.batch import tensors_of
-from worker.learn.gradient import logprobs
-from worker.model import recompute, support
+from worker.model import compatibility, recompute
+from worker.model.batch import tensors_of
 from worker.model.policy import Policy, load_base
+from worker.model.token_logprobs import logprobs
 from worker.types import Pack, TrainingSequence
 
 TITLES = (
@@ -135,9 +135,9 @@ def test_a_bfloat16_model_is_computed_as_transformers_does(title: str, tmp_path:
     """The gated norms of state spaces take a second tensor, and keep their own forward."""
     policy = policy_of(title, tmp_path, "bfloat16")
 
-    verdict = support.probe(policy, sampled=False)
+    verdict = compatibility.probe(policy, sampled=False)
 
-    assert verdict.largest < support.TOLERANCE
+    assert verdict.largest < compatibility.TOLERANCE
 
 
 def _inputs() -> tuple[Tensor, Tensor, Tensor]:

@@ -5,19 +5,30 @@ import time
 from typing import Any, NoReturn
 
 import pytest
-from sqlalchemy import select, update
+from sqlalchemy import event, select, update
 from sqlalchemy.exc import OperationalError
 
 from core.database.engine import Database, Work
-from core.database.tables import EvalRun, File, IdempotentRequest, Job, Pipeline, WebhookDelivery, now
+from core.database.tables import (
+    EvalRun,
+    File,
+    IdempotentRequest,
+    Job,
+    Pipeline,
+    StepMetric,
+    WebhookDelivery,
+    now,
+)
 from core.evals import lifecycle as eval_runs
 from core.jobs import lifecycle, queue
-from core.settings import Settings
+from core.settings import GpuClass, Settings
+from core.storage.store import FolderBlobs
 from core.tenancy.idempotency import RETENTION_SECONDS
 from tests import factories
 from tests.present import present, untyped
 from tests.worker.conftest import Bench
-from worker.supervise.reconciler import BROKER_AWAY, BROKER_BACK, Reconciler
+from worker.recording import results
+from worker.supervisor.reconciler import BROKER_AWAY, BROKER_BACK, Reconciler
 
 
 @pytest.fixture
@@ -35,16 +46,6 @@ def reconciler(bench: Bench, sent: list[Any]) -> Reconciler:
     )
 
 
-def test_the_job_of_a_silent_worker_waits_again(bench: Bench, reconciler: Reconciler) -> None:
-    with bench.database.write() as session:
-        assert lifecycle.heartbeat(session, bench.claim, -1.0)
-
-    reconciler.run_once()
-
-    job = bench.job()
-    assert (job.status, job.failures) == ("queued", 1)
-
-
 def test_a_waiting_job_that_nobody_took_is_announced_again_but_not_at_every_pass(
     bench: Bench, reconciler: Reconciler, sent: list[Any]
 ) -> None:
@@ -59,7 +60,7 @@ def test_a_waiting_job_that_nobody_took_is_announced_again_but_not_at_every_pass
 
 def test_a_cancelled_job_gets_its_result_file(bench: Bench, reconciler: Reconciler) -> None:
     run = bench.run()
-    run.stop_requested = lambda: run.trainer.updates == 2
+    run.stop_requested = lambda: run.experience.trainer.updates == 2
     asyncio.run(run.train())
     with bench.database.write() as session:
         lifecycle.cancel(Work(session), session.get_one(Job, bench.job().seq))
@@ -113,6 +114,58 @@ def test_an_expired_file_goes_and_one_that_is_kept_stays(bench: Bench, reconcile
     reconciler.run_once()
 
     assert list(bench.blobs.list("files/")) == ["files/kept"]
+
+
+class Stubborn(FolderBlobs):
+    """A store that deletes all blobs but one."""
+
+    def delete(self, key: str) -> None:
+        if key == "files/stuck":
+            raise RuntimeError("the object is locked")
+        super().delete(key)
+
+
+def test_a_file_that_cannot_be_deleted_stops_no_other(bench: Bench, reconciler: Reconciler) -> None:
+    stored_file(bench, key="files/stuck", deleted_at=now())
+    stored_file(bench, key="files/x", deleted_at=now())
+    reconciler.blobs = Stubborn(bench.tmp_path / "blobs")
+
+    reconciler.deleted_files()
+    reconciler.deleted_files()
+
+    assert list(bench.blobs.list("files/")) == ["files/stuck"]
+
+
+def test_a_job_whose_result_file_cannot_be_written_stops_no_other(
+    bench: Bench, reconciler: Reconciler
+) -> None:
+    with bench.database.write() as session:
+        broken = factories.job(session, bench.project, status="failed")
+        session.add(StepMetric(job_id=broken.id, step=1, epoch=1, data={"timing": "of another version"}))
+        whole = factories.job(session, bench.project, status="failed")
+        factories.step(session, whole, 1)
+
+    reconciler.missing_results()
+
+    with bench.database.read() as session:
+        assert session.scalars(select(Job.id).where(Job.result_file.is_not(None))).all() == [whole.id]
+
+
+def test_two_reconcilers_give_a_job_one_result_file(bench: Bench, reconciler: Reconciler) -> None:
+    with bench.database.write() as session:
+        ended = factories.job(session, bench.project, status="cancelled")
+        factories.step(session, ended, 1)
+    with bench.database.read() as session:
+        job = session.get_one(Job, ended.seq)
+    slow = present(results.prepare(bench.database, bench.blobs, job))
+    reconciler.missing_results()
+
+    with bench.database.write() as session:
+        stale = session.merge(job, load=False)
+        assert results.attach(session, stale, slow) is False
+
+    with bench.database.read() as session:
+        assert len(session.scalars(select(File).where(File.purpose == "fine-tune-results")).all()) == 1
 
 
 def test_an_idempotency_key_is_forgotten_after_a_day(bench: Bench, reconciler: Reconciler) -> None:
@@ -190,11 +243,64 @@ class TestLeasesThatEndedForNoFaultOfTheirWorkers:
     @pytest.fixture
     def reconciler(self, bench: Bench, clock: "Clock") -> Reconciler:
         settings = Settings(data_dir=bench.tmp_path)
-        return Reconciler(settings, bench.database, bench.blobs, lambda *wake: True, clock)
+        reconciler = Reconciler(settings, bench.database, bench.blobs, lambda *wake: True, clock)
+        reconciler.expired_leases()
+        self.passes(reconciler, clock, 8)  # longer than half of a lease
+        return reconciler
+
+    def passes(self, reconciler: Reconciler, clock: "Clock", number: int) -> None:
+        """One every four seconds, which is no jump of a clock."""
+        for _ in range(number):
+            clock.now += 4.0
+            reconciler.expired_leases()
 
     def late(self, bench: Bench, seconds: float = -1.0) -> None:
         with bench.database.write() as session:
             assert lifecycle.heartbeat(session, bench.claim, seconds)
+
+    def test_the_job_of_a_silent_worker_waits_again(self, bench: Bench, reconciler: Reconciler) -> None:
+        self.late(bench)
+
+        reconciler.run_once()
+
+        job = bench.job()
+        assert (job.status, job.failures) == ("queued", 1)
+
+    def test_a_worker_that_starts_as_the_database_comes_back_gives_the_others_time_to_renew(
+        self, bench: Bench, reconciler: Reconciler, clock: "Clock"
+    ) -> None:
+        """It has not seen for how long the database was away, in which no worker could renew its lease."""
+        started = Reconciler(reconciler.settings, untyped(Away()), bench.blobs, lambda *wake: True, clock)
+        self.late(bench)
+        started.run_once()
+        started.database = bench.database
+
+        started.expired_leases()
+        self.passes(started, clock, 7)
+
+        assert bench.job().status == "running"
+        self.passes(started, clock, 1)
+        assert bench.job().status == "queued"
+
+    def test_a_database_that_answers_late_has_no_clock_that_jumps(
+        self, bench: Bench, reconciler: Reconciler, clock: "Clock"
+    ) -> None:
+        """The pass has waited for a connection, as the heartbeats of all workers have."""
+        self.late(bench)
+        waits = [20.0]
+
+        @event.listens_for(bench.database.engine, "begin")
+        def on_begin(connection: Any) -> None:
+            clock.now += waits.pop() if waits else 0.0
+
+        clock.now -= 20.0
+        reconciler.expired_leases()
+        reconciler.expired_leases()
+
+        assert waits == []
+        [told] = bench.events("warn")
+        assert told.startswith("The database was unavailable for up to")
+        assert bench.job().status == "running"
 
     def test_after_a_jump_of_the_clock_every_worker_gets_the_time_of_a_lease(
         self, bench: Bench, reconciler: Reconciler, clock: "Clock"
@@ -268,7 +374,7 @@ class TestLeasesThatEndedForNoFaultOfTheirWorkers:
             )
             session.add(
                 Pipeline(
-                    project_id=job.project_id, actor="key-1", stages=[], held_until=late, status="running"
+                    project_id=job.project_id, actor="key-1", stages=[], next_run_at=late, status="running"
                 )
             )
             session.add(
@@ -281,10 +387,10 @@ class TestLeasesThatEndedForNoFaultOfTheirWorkers:
 
         soon = time.time() + 1
         with bench.database.read() as session:
-            for table in (Job, EvalRun):
+            for table, longest in ((Job, lifecycle.MAX_PUT_OFF), (EvalRun, eval_runs.PUT_OFF_SECONDS)):
                 assert session.scalars(select(table.dispatched_at)).one() <= soon
-                assert session.scalars(select(table.next_run_at)).one() <= soon + 60
-            assert session.scalars(select(Pipeline.held_until)).one() <= soon + 60
+                assert session.scalars(select(table.next_run_at)).one() <= soon + longest
+            assert session.scalars(select(Pipeline.next_run_at)).one() <= soon + 60
             assert session.scalars(select(WebhookDelivery.next_attempt_at)).one() <= soon + 120
         with bench.database.write() as session:
             for each in (Job, EvalRun):
@@ -320,6 +426,28 @@ def test_a_broker_that_is_away_is_an_event_of_the_jobs_that_wait_and_so_is_its_r
 
     assert answers == []
     assert bench.events("warn") == [BROKER_AWAY, BROKER_BACK]
+
+
+def test_work_whose_queue_gets_no_messages_says_nothing_about_the_broker(bench: Bench) -> None:
+    """Kubernetes Jobs read the database, so no message is sent for them."""
+    with lifecycle.fenced(bench.database, bench.claim) as (session, job):
+        lifecycle.release(session, job)
+        other = factories.job(session, bench.project, gpu_class="pool").id
+        job_id = job.id
+    classes = {"pool": GpuClass(in_kubernetes_jobs=True), "cpu": GpuClass()}
+    settings = Settings(data_dir=bench.tmp_path, gpu_classes=classes)
+    unread = queue.unread_queues(settings)
+    reconciler = Reconciler(
+        settings, bench.database, bench.blobs, lambda task, queue, about="": queue in unread
+    )
+
+    for waiting in ([job_id, other], [other]):
+        with bench.database.write() as session:
+            session.execute(update(Job).values(dispatched_at=time.time()))
+            session.execute(update(Job).where(Job.id.in_(waiting)).values(dispatched_at=0.0))
+        reconciler.run_once()
+
+    assert bench.events("warn") == [BROKER_AWAY]
 
 
 class Clock:

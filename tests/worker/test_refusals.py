@@ -1,11 +1,13 @@
 """What cannot succeed fails once, by name; what may pass by itself is tried again, and said in words."""
 
 import asyncio
+import errno
 import json
 import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,26 +18,43 @@ from sqlalchemy import select
 from torch._C import OutOfMemoryError
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from core.database.tables import File, Job
+from core.database.tables import Attempt, File, Job
 from core.jobs import lifecycle, run_logs
+from core.registry import InvalidRegistry
+from core.response_format import SchemaTooLarge
 from core.settings import Settings
+from core.storage.disk import NoRoom
 from core.storage.store import BlobInfo, BlobNotFound, FolderBlobs
+from graders.backends import InvalidBackends
+from graders.calls import ServerAway
+from graders.environments.catalog import EnvironmentNotBuilt
+from graders.sandbox.pool import SandboxBusy
+from graders.types import ErrorKind, Grade
 from tests.families.zoo import FAMILIES, Family
 from tests.hyperparameters import in_groups
+from tests.present import present, untyped
 from tests.tiny import tiny_tokenizer
 from tests.worker.conftest import Bench
+from worker import process
 from worker.assemble import assemble
-from worker.child import run_attempt
+from worker.child import follow_rank_0, run_attempt, run_claim
+from worker.device import GpuUnusable
 from worker.model.policy import Base, Policy, load_base
+from worker.recording.alerts import require_grades
 from worker.refusals import (
     InvalidModel,
+    MachineLacks,
+    MemoryTaken,
     ModelUnavailable,
+    NoMember,
     NotEnoughMemory,
     Refusal,
+    UnsupportedModel,
     UserMistake,
     failing_once,
 )
-from worker.supervise.supervisor import Supervisor
+from worker.supervisor.supervisor import Supervisor
+from worker.types import Group, Prompt, Rollout
 
 GRADER = {
     "type": "string_check",
@@ -61,7 +80,11 @@ def queued(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cal
     """The bench's job, waiting, on a model of the registry with these fields and hyperparameters."""
 
     def make(
-        *, rows: list[dict[str, Sequence[Any]]] = ROWS, hyperparameters: Any = None, **entry: Any
+        *,
+        rows: list[dict[str, Sequence[Any]]] = ROWS,
+        hyperparameters: Any = None,
+        grader: Any = GRADER,
+        **entry: Any,
     ) -> Settings:
         text = "".join(f"{name} = {json.dumps(str(value))}\n" for name, value in entry.items())
         registry = tmp_path / "models.toml"
@@ -80,7 +103,7 @@ def queued(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cal
             job = session.scalars(select(Job)).one()
             short = {"group_size": 4, "max_completion_tokens": 4} | (hyperparameters or {})
             asked = {"batch_size": 2, "n_epochs": 1, "eval_interval": 2, "advanced": in_groups(short)}
-            job.body = {"grader": GRADER, "hyperparameters": asked, "response_format": None}
+            job.body = {"grader": grader, "hyperparameters": asked, "response_format": None}
         environment = {"models_file": registry, "data_dir": tmp_path / "data", "torch_threads": 1}
         for name, value in environment.items():
             monkeypatch.setenv(f"REGRAFT_{name.upper()}", str(value))
@@ -116,6 +139,290 @@ def without_template(folder: Path) -> Path:
     (folder / "chat_template.jinja").unlink(missing_ok=True)
     assert AutoTokenizer.from_pretrained(folder).chat_template is None
     return folder
+
+
+def test_a_full_disk_while_a_run_starts_is_no_failure_of_the_job(
+    bench: Bench, queued: Callable[..., Settings], model: Path, tmp_path: Path
+) -> None:
+    def assemble_on_a_full_disk(*parts: Any) -> NoReturn:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(MachineLacks, match="the disk cannot be used: see the log of the worker"):
+        asyncio.run(
+            run_attempt(
+                bench.attempt(),
+                queued(path=model),
+                assemble_on_a_full_disk,
+                scratch=tmp_path,
+                stop_requested=lambda: False,
+                beat=lambda: None,
+            )
+        )
+
+
+def test_a_fleet_that_is_not_there_puts_the_job_off(
+    bench: Bench, queued: Callable[..., Settings], model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An upgrade may take longer than REGRAFT_PATIENCE_SECONDS, and a job has few failures."""
+    queued(path=model)
+    monkeypatch.setenv("REGRAFT_DATABASE_URL", str(bench.database.engine.url))
+    monkeypatch.setenv("REGRAFT_BLOB_URL", str(bench.tmp_path / "blobs"))
+    (bench.tmp_path / "progress").touch()
+
+    def assemble(*parts: Any) -> NoReturn:
+        raise NoMember("No sampler of tiny has answered for 600 s: it is no sampler of this version")
+
+    line = f"{bench.claim.job_id} {bench.claim.epoch}"
+    exit_status = run_claim(line, Settings(), assemble, bench.tmp_path / "progress", lambda: False)
+
+    assert exit_status == process.PUT_OFF
+    assert (bench.job().status, bench.job().failures) == ("queued", 0)
+    assert "job waits: No sampler of tiny has answered for 600 s: it is no sampler" in " ".join(
+        bench.events()
+    )
+
+
+@pytest.mark.parametrize(("hours", "status"), [(23, "running"), (25, "failed")])
+def test_a_job_whose_start_no_disk_has_room_for_fails_after_a_day_with_the_sizes_and_the_setting(
+    bench: Bench,
+    queued: Callable[..., Settings],
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    hours: int,
+    status: str,
+) -> None:
+    queued(path=model)
+    monkeypatch.setenv("REGRAFT_DATABASE_URL", str(bench.database.engine.url))
+    monkeypatch.setenv("REGRAFT_BLOB_URL", str(bench.tmp_path / "blobs"))
+    monkeypatch.setenv("REGRAFT_PATIENCE_SECONDS", "1")
+
+    def assemble_on_a_full_disk(*parts: Any) -> NoReturn:
+        raise NoRoom(OSError(errno.ENOSPC, "No space left on device"), model, "TMPDIR", 1 << 30)
+
+    with bench.database.write() as session:
+        [now] = lifecycle.attempts(session, bench.claim.job_id)
+        reason = "its worker cannot start it: the disk cannot be used: see the log of the worker"
+        for epoch, ago in ((-3, 100.0), (-2, hours), (-1, 1.0)):
+            started = now.started_at - ago * 3600
+            outcome = "put_off" if ago < 100 else "crashed"
+            about = {"kind": "run", "worker": "w", "outcome": outcome, "reason": reason}
+            session.add(
+                Attempt(job_id=now.job_id, epoch=epoch, started_at=started, ended_at=started + 1, **about)
+            )
+
+    (bench.tmp_path / "progress").touch()
+    line = f"{bench.claim.job_id} {bench.claim.epoch}"
+    exit_status = run_claim(
+        line, Settings(), assemble_on_a_full_disk, bench.tmp_path / "progress", lambda: False
+    )
+
+    job = bench.job()
+    assert job.status == status
+    if status == "running":
+        assert exit_status == process.UNSTARTED
+    else:
+        assert exit_status == process.USER_MISTAKE
+        assert job.error is not None and job.error["code"] == "not_enough_disk"
+        assert (
+            "No worker had room on its disk for 24 hours. Files of 1.0 GiB do not fit" in job.error["message"]
+        )
+        assert "set TMPDIR to a larger disk" in job.error["message"]
+
+
+@pytest.fixture
+def run_here(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], int]:
+    """Run the bench's queued job in this process with this assembly. Returns the exit status."""
+
+    def run(assembly: Any) -> int:
+        monkeypatch.setenv("REGRAFT_DATABASE_URL", str(bench.database.engine.url))
+        monkeypatch.setenv("REGRAFT_BLOB_URL", str(bench.tmp_path / "blobs"))
+        monkeypatch.setenv("REGRAFT_PATIENCE_SECONDS", "1")
+        (bench.tmp_path / "progress").touch()
+        line = f"{bench.claim.job_id} {bench.claim.epoch}"
+        return run_claim(line, Settings(), assembly, bench.tmp_path / "progress", lambda: False)
+
+    return run
+
+
+@pytest.fixture
+def claimed(
+    run_here: Callable[[Any], int], queued: Callable[..., Settings], model: Path
+) -> Callable[[Exception], int]:
+    """Run the bench's job in this process on a machine where the start fails. Returns the exit status."""
+
+    def run(cause: Exception) -> int:
+        def assemble_here(*parts: Any) -> NoReturn:
+            raise cause
+
+        queued(path=model)
+        return run_here(assemble_here)
+
+    return run
+
+
+def test_a_run_whose_judge_stays_away_is_tried_again(
+    bench: Bench, claimed: Callable[[Exception], int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A failed job is the user's mistake, and no later attempt would be made."""
+    status = claimed(ServerAway("The judge j is unavailable: HTTP 502"))
+
+    assert (status, bench.job().status) == (process.FAILED, "running")
+    assert "The judge j is unavailable: HTTP 502" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("cause", "status"),
+    [
+        (GpuUnusable("torch finds no GPU"), process.GPU_UNUSABLE),
+        (MemoryTaken("cuda"), process.RESTS),
+        (InvalidRegistry("models.toml: [models.tiny]: no source"), process.RESTS),
+        (InvalidBackends("graders.toml: no model 'judge' in the registry"), process.RESTS),
+        (EnvironmentNotBuilt("the environment math is not built"), process.PUT_OFF),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_job_that_its_machine_cannot_run_waits_for_another_with_the_reason(
+    bench: Bench, claimed: Callable[[Exception], int], cause: Exception, status: int
+) -> None:
+    assert claimed(cause) == status
+
+    assert (bench.job().status, bench.job().failures) == ("queued", 0)
+    assert bench.events("warn") == [f"Fine-tuning job waits: {cause}"]
+
+
+class FullDisk:
+    """The folder of temporary files, on a disk without room for another one."""
+
+    def __fspath__(self) -> str:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_job_waits_if_the_disk_has_no_room_for_its_folder_of_temporary_files(
+    claimed: Callable[[Exception], int],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", FullDisk())
+
+    assert claimed(AssertionError("it starts")) == process.UNSTARTED
+    assert "the disk cannot be used" in capsys.readouterr().err
+
+
+PYTHON = {"type": "python", "name": "one", "source": "def grade(sample, item):\n    return 1.0\n"}
+
+
+def test_a_job_waits_if_the_machine_has_no_process_for_the_sandbox_of_its_grader(
+    bench: Bench,
+    queued: Callable[..., Settings],
+    model: Path,
+    run_here: Callable[[Any], int],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def busy() -> NoReturn:
+        raise SandboxBusy(errno.EAGAIN, "the sandbox of python graders cannot be set up at the moment")
+
+    monkeypatch.setattr("graders.build.refusal", busy)
+    queued(path=model, grader=PYTHON)
+
+    status = run_here(assemble)
+
+    assert (status, bench.job().failures) == (process.UNSTARTED, 0)
+    assert "the main memory cannot be used: see the log of the worker" in capsys.readouterr().err
+
+
+def test_a_job_whose_memory_others_have_taken_for_a_day_fails(
+    bench: Bench, claimed: Callable[[Exception], int]
+) -> None:
+    cause = MemoryTaken("cuda")
+    with bench.database.write() as session:
+        [now] = lifecycle.attempts(session, bench.claim.job_id)
+        about = {"kind": "run", "worker": "w", "outcome": "put_off", "reason": str(cause)}
+        for epoch, ago in ((-2, 25), (-1, 1)):
+            started = now.started_at - ago * 3600.0
+            session.add(
+                Attempt(job_id=now.job_id, epoch=epoch, started_at=started, ended_at=started + 1, **about)
+            )
+
+    assert claimed(cause) == process.USER_MISTAKE
+
+    job = bench.job()
+    assert job.status == "failed" and job.error is not None
+    assert job.error["code"] == "not_enough_memory"
+    assert "No worker had enough free memory for 24 hours: other processes use" in job.error["message"]
+
+
+class RefusingOrder:
+    """A world whose order this rank cannot carry out."""
+
+    def __init__(self, cause: Exception) -> None:
+        self.cause = cause
+
+    def receive(self) -> NoReturn:
+        raise self.cause
+
+
+@pytest.mark.parametrize(
+    ("cause", "code"),
+    [
+        (UnsupportedModel("no forward pass is right"), "unsupported_model"),
+        (SchemaTooLarge("the schema has too many states"), "schema_too_large"),
+    ],
+)
+def test_a_rank_that_alone_cannot_compute_the_job_fails_it_for_the_reason(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, cause: Exception, code: str
+) -> None:
+    """Rank 0 waits for it in a collective operation."""
+    monkeypatch.setenv("REGRAFT_DATABASE_URL", str(bench.database.engine.url))
+    monkeypatch.setenv("REGRAFT_BLOB_URL", str(bench.tmp_path / "blobs"))
+    line = f"{bench.claim.job_id} {bench.claim.epoch}"
+
+    status = follow_rank_0(untyped(RefusingOrder(cause)), line, Settings())
+    again = follow_rank_0(untyped(RefusingOrder(cause)), line, Settings())
+
+    assert (status, again) == (process.USER_MISTAKE, process.LOST)
+    assert bench.job().status == "failed"
+    assert bench.job().error == {
+        "code": code,
+        "message": str(cause),
+        "param": present(bench.job().error)["param"],
+    }
+
+
+def test_a_grader_that_breaks_on_every_validation_answer_fails_the_job_before_its_first_step(
+    refused: Callable[..., UserMistake], model: Path, bench: Bench
+) -> None:
+    broken = "def grade(sample, item):\n    return item['anser']\n"
+
+    error = refused(path=model, grader={"type": "python", "name": "mine", "source": broken})
+
+    assert error.code == "grader_failed"
+    assert "validation answers could be graded before the first step" in error.message
+    assert "KeyError: 'anser'" in error.message
+    assert [step["step"] for step in bench.steps()] == [0]
+
+
+@pytest.mark.parametrize(
+    ("reason", "is_broken"),
+    [
+        ("  File 'grader.py', line 2\n    return item['anser']\nKeyError: 'anser'\n", True),
+        ("NameError: name 'foo' is not defined", True),
+        ("ModuleNotFoundError: No module named 'numpyy'", True),
+        ("    return sample['output_json']['x']\nKeyError: 'x'\n", False),
+        ("    return table[item['answer']]\nKeyError: 'answer'\n", False),  # the row has it
+        ("json.decoder.JSONDecodeError: Expecting value: line 1 column 1 (char 0)", False),
+        ("TypeError: 'NoneType' object is not subscriptable", False),
+        ("no grade within 30 s", False),
+    ],
+)
+def test_only_a_fault_of_the_grader_itself_ends_a_job_before_its_first_step(
+    reason: str, is_broken: bool
+) -> None:
+    failed = Grade(None, reason, ErrorKind.python_grader_runtime_error)
+    group = Group(Prompt(1, (1,), {"answer": "a"}), (Rollout((1,), (0.0,), "", "stop"),), (failed,))
+
+    with pytest.raises(UserMistake) if is_broken else nullcontext():
+        require_grades([group])
 
 
 class TestOfAModel:

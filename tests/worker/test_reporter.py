@@ -1,5 +1,6 @@
 """What a worker reports of itself."""
 
+import socket
 import threading
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,12 @@ from sqlalchemy import text
 
 from core.database.engine import Database
 from core.settings import Settings
-from core.telemetry import workers
+from core.telemetry import checkup, workers
+from core.telemetry.checkup import DoctorResult
 from core.telemetry.workers import Seen
 from tests.worker.kernel import GIB, FakeKernel
-from worker.supervise.reporter import Reporter
-from worker.supervise.telemetry import Gpus
+from worker.supervisor.reporter import Reporter
+from worker.supervisor.telemetry import Gpus
 
 
 class TwoGpus(Gpus):
@@ -57,6 +59,27 @@ def test_a_worker_reports_its_machine(sqlite_database: Database, tmp_path: Path)
     assert [gpu["memory_used_bytes"] for gpu in found.worker.gpus] == [1 << 30, None]
     assert [gpu["utilization"] for gpu in found.worker.gpus] == [0.5, None]
     assert found.worker.gpus[1]["name"] == "NVIDIA H200 MIG 1g.18gb"
+
+
+def test_a_worker_reports_what_the_doctor_has_found_on_its_machine(
+    sqlite_database: Database, tmp_path: Path
+) -> None:
+    reporting = reporter(sqlite_database, tmp_path)
+    disk = DoctorResult(check="disk", state="ok", text="", remedy="", checked_at=1.0)
+    driver = DoctorResult(check="driver", state="failed", text="570.10", remedy="Update it.", checked_at=1.0)
+    checkup.keep(tmp_path, socket.gethostname(), [driver, disk])
+    checkup.keep(tmp_path, "another", [disk])
+    reporting.report()
+    mended = disk.model_copy(update={"check": "driver", "checked_at": 2.0})
+    checkup.keep(tmp_path, socket.gethostname(), [mended])
+
+    [before] = seen(sqlite_database)
+    assert before.worker.findings == [driver.model_dump(), disk.model_dump()]
+    reporting.report()
+    [after] = seen(sqlite_database)
+    assert after.worker.findings == [mended.model_dump(), disk.model_dump()], (
+        "checks that did not run again stay"
+    )
 
 
 def test_a_worker_that_is_told_to_stop_drains_until_its_work_has_ended(

@@ -14,20 +14,20 @@ from typing import Any
 import pytest
 from sqlalchemy.orm import Session
 
+from core.claims import LeaseLost
 from core.database.engine import Database, Work
 from core.database.tables import Attempt, File, Job, RolloutPage
 from core.jobs import events, lifecycle
-from core.jobs.claim import LeaseLost
 from core.storage.manifests import MANIFEST
 from core.storage.store import FolderBlobs
 from graders.types import Grade, Item, Sample
 from tests.fakes import WatchedGradient
 from tests.present import present
 from tests.worker.conftest import Bench, claimed_job
-from worker.learn.trainer import PeftTrainer
 from worker.model.policy import Policy
-from worker.rollout.samplers import Answer, Sampling
-from worker.rollout.samplers.transformers import TransformersSampler
+from worker.sampling import Answer, Sampling
+from worker.sampling.transformers import TransformersSampler
+from worker.training.trainer import PeftTrainer
 from worker.types import Prompt, UpdateMetrics
 
 pytestmark = pytest.mark.slow  # runs whole jobs again and again
@@ -141,10 +141,11 @@ def mortal(
     )
     asked = {"group_size": 4, "max_completion_tokens": longest} | advanced
     run = bench.run(MortalGrader(fate), attempt=attempt, advanced=asked)
-    settings = replace(run, settings=run.settings.model_copy(update={"total_steps": STEPS})).settings
+    settings = run.experience.settings.model_copy(update={"total_steps": STEPS})
     sampler, trainer = MortalSampler(policy), MortalTrainer(policy, settings, token_budget=512)
     sampler.fate = trainer.fate = fate
-    return replace(run, settings=settings, sampler=sampler, trainer=trainer)
+    experience = replace(run.experience, settings=settings, sampler=sampler, trainer=trainer)
+    return replace(run, experience=experience)
 
 
 def crash(bench: Bench) -> None:
@@ -284,8 +285,8 @@ def test_a_run_whose_long_answers_share_no_row_resumes_bit_for_bit(
     crash(bench)
 
     run = mortal(bench, make_policy, Fate(), LONG)
-    policy, settings = run.trainer.policy, run.settings
-    run.trainer.own = run.trainer.gradient = own = WatchedGradient(policy, settings, token_budget=512)
+    trainer, settings = run.experience.trainer, run.experience.settings
+    trainer.gradient = own = WatchedGradient(trainer.policy, settings, token_budget=512)
     asyncio.run(run.train())
 
     assert 1 in own.rows  # a group with signal has at least two answers to train on

@@ -14,6 +14,7 @@ from core.database.tables import (
     File,
     Job,
     Preview,
+    Project,
     RolloutPage,
     TunedModel,
     Upload,
@@ -22,9 +23,11 @@ from core.database.tables import (
 from core.jobs import lifecycle
 from core.settings import Settings
 from core.storage.store import FolderBlobs
+from tests import factories
 from tests.worker.conftest import Bench
-from worker.supervise.reconciler import Reconciler
-from worker.supervise.retention import DAY, Retention
+from worker.supervisor.item_failures import ItemFailures
+from worker.supervisor.reconciler import Reconciler
+from worker.supervisor.retention import DAY, Retention
 
 
 @pytest.fixture
@@ -254,6 +257,30 @@ def test_a_checkpoint_goes_once_its_models_name_was_deleted(
     assert (count(bench, Checkpoint), keys(bench)) == (0, [])
 
 
+@pytest.mark.parametrize(("status", "left"), [("queued", 1), ("paused", 1), ("succeeded", 0)])
+def test_a_checkpoint_from_which_an_unfinished_job_starts_stays_without_its_name(
+    bench: Bench, keep: Callable[..., Retention], status: str, left: int
+) -> None:
+    prefix = add_checkpoint(bench)
+    finish(bench, days_ago=31)
+    with bench.database.write() as session:
+        checkpoint = session.query(Checkpoint).one()
+        parent = {
+            "model": "ft:1",
+            "job_id": checkpoint.job_id,
+            "step": 1,
+            "checkpoint_id": checkpoint.id,
+            "blob_prefix": prefix,
+            "settings": {},
+        }
+        project = session.get_one(Project, bench.project.id)
+        factories.job(session, project, status=status, parent=parent)
+
+    keep(keep_checkpoints_days=30).policies()
+
+    assert (count(bench, Checkpoint), len(keys(bench))) == (left, 2 * left)
+
+
 @pytest.mark.parametrize("status", ["running", "queued", "pausing", "paused", "validating_files"])
 def test_what_an_unfinished_job_could_resume_from_stays(
     bench: Bench, keep: Callable[..., Retention], status: str
@@ -373,6 +400,17 @@ def test_parts_that_a_crash_left_of_a_completed_upload_go(bench: Bench) -> None:
     reconcile(bench)
 
     assert (count(bench, UploadPart), keys(bench)) == (0, [])
+
+
+def test_failures_of_items_that_are_gone_are_forgotten() -> None:
+    failures = ItemFailures(lambda: 0.0)
+    for item in ("a", "a", "b"):
+        failures.add(item)
+
+    failures.forget_all_but(["a"])
+
+    assert failures.waiting() == ["a"]
+    assert (failures.add("a"), failures.add("b")) == (3, 1)
 
 
 def add_upload(bench: Bench, seconds_left: int) -> str:

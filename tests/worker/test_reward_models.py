@@ -25,24 +25,24 @@ from tests.tiny import make_byte_model, make_tiny_model
 from tests.worker.conftest import Bench
 from tests.worker.rounding import assert_same_gradient
 from worker.clock import Clock
-from worker.learn.batch import tensors_of
-from worker.learn.offline import RewardTrainer
-from worker.learn.reward import bradley_terry, cross_entropy, squared_error
 from worker.model import reward_head
+from worker.model.batch import tensors_of
 from worker.model.policy import Policy, Route, load_base
 from worker.model.reward_head import RewardHead, Scale
+from worker.offline.experience import RowExperience
 from worker.offline.rows import ChatTemplate, TokenizedRow, reward_packs, scored_at_the_end
-from worker.offline.run import OfflineRun
 from worker.offline.stream import RowStream
 from worker.offline.templates import template_of
-from worker.record.checkpoints import JobCheckpoints
-from worker.record.exporters.threads import ExporterThreads
-from worker.record.recorder import JobRecorder
+from worker.recording.checkpoints import JobCheckpoints
+from worker.recording.exporters.threads import ExporterThreads
+from worker.recording.recorder import JobRecorder
 from worker.refusals import UserMistake
+from worker.rollout.experience import Rewards
 from worker.rollout.reward_models import LoadedRewardModel, PolicyScores, Scores, read_reward_model
-from worker.rollout.rewards import Rewards
-from worker.rollout.samplers import Answer
-from worker.run import RunOutcome
+from worker.run import Run, RunOutcome
+from worker.sampling import Answer
+from worker.training.offline import RewardTrainer
+from worker.training.reward import bradley_terry, cross_entropy, squared_error
 from worker.types import Pack, Prompt, Rollout, TrainingSequence
 
 MakePolicy = Callable[..., Policy]
@@ -258,7 +258,7 @@ def test_loss_and_gradient_are_those_of_single_rows(
     gradients = torch.autograd.grad(wanted, weights)
 
     policy.use(Route(forward))
-    totals = trainer(policy, kind, head=head, budget=budget).gradient.add(packs)
+    totals = trainer(policy, kind, head=head, budget=budget).add(packs)
 
     counted = totals.pairs or totals.tokens
     assert totals.loss / counted == pytest.approx(wanted.item(), rel=1e-5)
@@ -290,7 +290,7 @@ def test_a_saved_model_is_a_sequence_classifier_of_transformers(
     loaded: dict[str, Any] = {}
     exec(code.replace("THIS FOLDER", str(tmp_path / "adapter")), loaded)
     theirs = loaded["model"]
-    rewards = trainer(policy, head=head).of_rewards.rewards(pairs()[:1])
+    rewards = trainer(policy, head=head).rewards(pairs()[:1])
     with torch.no_grad():
         found = [
             theirs(input_ids=torch.tensor([[*pack.prompt_ids, *each.output_ids_T[:-1]]])).logits[0, 0].item()
@@ -300,17 +300,14 @@ def test_a_saved_model_is_a_sequence_classifier_of_transformers(
     assert rewards.tolist() == pytest.approx(found, rel=1e-5, abs=1e-5)
 
 
-def run(bench: Bench, policy: Policy, kind: RewardKind, *, stop_at: int = 0) -> OfflineRun:
+def run(bench: Bench, policy: Policy, kind: RewardKind, *, stop_at: int = 0) -> Any:
     packs = PACKS[kind]()
     rows = [TokenizedRow(line, (pack,)) for line, pack in enumerate(packs, start=1)]
     attempt = bench.attempt()
     own = trainer(policy, kind)
-    return OfflineRun(
-        settings=own.own.settings,
-        seed=3,
-        train_rows=RowStream(rows, batch_size=3, steps_per_epoch=3, seed=3),
-        valid_rows=rows[:3],
-        trainer=own,
+    stream = RowStream(rows, batch_size=3, steps_per_epoch=3, seed=3)
+    return Run(
+        RowExperience(own.loss.settings, seed=3, train_rows=stream, valid_rows=rows[:3], trainer=own),
         recorder=JobRecorder(attempt),
         checkpoints=JobCheckpoints(attempt, bench.tmp_path),
         exporters=ExporterThreads(),
@@ -329,10 +326,10 @@ def test_a_run_that_is_stopped_and_resumed_ends_as_if_it_had_not_been(
 
     asyncio.run(resumed.train())
 
-    whole = run(bench, make_policy(), kind)
+    whole = run(bench, make_policy(), kind).experience
     for step in range(1, 13):
         whole.trainer.step(whole.train_rows.batch(step))
-    ended, expected = resumed.trainer, whole.trainer
+    ended, expected = resumed.experience.trainer, whole.trainer
     assert isinstance(ended, RewardTrainer) and isinstance(expected, RewardTrainer)
     assert torch.equal(ended.head.weight, expected.head.weight) and expected.head.weight.any()
     theirs = ended.policy.adapter()

@@ -5,8 +5,8 @@ from collections.abc import AsyncIterator
 
 from graders.types import Grade, Item, Sample
 from worker.clock import Clock
-from worker.rollout.rewards import Rewards
-from worker.rollout.samplers import Answer
+from worker.rollout.experience import Rewards
+from worker.sampling import Answer
 from worker.types import Prompt, Rollout
 
 

@@ -10,7 +10,7 @@ import torch
 from core.jobs.hyperparameters import Hyperparameters, Resolved, resolve
 from tests.hyperparameters import in_groups
 from tests.present import untyped
-from worker.learn import grpo
+from worker.training import grpo
 
 
 def settings(**advanced: Any) -> Resolved:

@@ -20,10 +20,10 @@ from tests.fakes import EveryFourthFails, Halves, SameForAll, Skill
 from tests.hyperparameters import in_groups
 from tests.present import present
 from tests.worker.conftest import Bench
-from worker.learn import batch, grpo
-from worker.learn.batch import divisors, share_of
-from worker.record.recorder import Quota
-from worker.record.rollouts import rows_of
+from worker.recording.recorder import Quota
+from worker.recording.rollouts import rows_of
+from worker.training import grpo, policy_loss
+from worker.training.policy_loss import contribution_of, divisors
 from worker.types import FinishReason, GradedStep, Group, Prompt, Rollout
 
 
@@ -176,10 +176,14 @@ class TestAdvantages:
         ]
         graded = [Grade(sum(s.score for s in pair), steps=pair) for pair in steps]
         groups = [group(*graded[:2]), group(*graded[2:])]
-        shares = [share_of(one, chosen, lambda ids: "one. two."[: 4 * len(ids)]) for one in groups]
+        shares = [contribution_of(one, chosen, lambda ids: "one. two."[: 4 * len(ids)]) for one in groups]
         _, deviation = divisors(shares, chosen)
 
-        shown = [lesson.advantage for lessons in batch.lessons(groups, chosen) for lesson in lessons]
+        shown = [
+            lesson.advantage
+            for answer_signals in policy_loss.answer_signals(groups, chosen)
+            for lesson in answer_signals
+        ]
 
         computed = [
             answer.advantages_T[0] / deviation for share in shares for answer in present(share.pack).sequences
@@ -221,8 +225,9 @@ def test_a_multi_graders_parts_keep_their_scores_and_reasons() -> None:
 def test_half_a_surrogate_pair_from_a_grader_can_be_stored() -> None:
     [[row]] = rows_of(0, GradedStep("valid", [group(Grade(1.0, "\ud83d", output="\udc00"))]))
 
-    assert rollouts.encode([row], 1)
-    assert (row["reason"], row["output"]) == ("\ufffd", "\ufffd")
+    stored = pq.read_table(io.BytesIO(rollouts.encode([row], 1)))
+
+    assert stored.select(["reason", "output"]).to_pylist() == [{"reason": "\ufffd", "output": "\ufffd"}]
 
 
 class RamblingGrader(Halves):

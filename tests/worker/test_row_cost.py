@@ -8,10 +8,10 @@ import torch
 from core.jobs.hyperparameters import Hyperparameters, resolve
 from graders.types import Grade
 from tests.fakes import WatchedGradient, learn
-from worker.learn.batch import RowCost, cheapest_parts, micro_batches
-from worker.learn.row_cost import row_cost
-from worker.learn.trainer import PeftTrainer
+from worker.model.batch import RowCost, cheapest_parts, micro_batches
 from worker.model.policy import Policy, Route
+from worker.training.row_cost import row_cost
+from worker.training.trainer import PeftTrainer
 from worker.types import Group, Pack, Prompt, Rollout, TrainingSequence
 
 SETTINGS = resolve(
@@ -113,7 +113,7 @@ def test_a_step_in_cheap_rows_has_the_gradient_of_one_in_whole_packs(
     def step(kind: type[WatchedGradient]) -> tuple[list[int], list[torch.Tensor]]:
         policy = make_policy(moved=True)
         trainer = PeftTrainer(policy, SETTINGS, token_budget=512)
-        trainer.own = trainer.gradient = own = kind(policy, SETTINGS, token_budget=512)
+        trainer.gradient = own = kind(policy, SETTINGS, token_budget=512)
         learn(trainer, [group(prompt, answer)])
         return own.rows, [parameter.detach().clone() for parameter in policy.trainable]
 

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
+from core.claims import LeaseLost
 from core.database.engine import Work
 from core.database.tables import File, RolloutPage, TunedModel
 from core.jobs import lifecycle
-from core.jobs.claim import LeaseLost
 from core.registry import Registry
 from core.response_format import SchemaTooLarge
 from core.results import model_aliases
-from graders.types import Grade, Item, Sample, StepScore
+from graders.types import Grade, Item, Sample, StepScore, TokenUsage
 from tests.fakes import (
     EveryFourthFails,
     ExactGrader,
@@ -30,20 +30,20 @@ from tests.fakes import (
     SameForAll,
     Skill,
     SkillTrainer,
-    WatchedRun,
     crash_at,
 )
 from tests.present import present
-from tests.worker.conftest import Bench
+from tests.worker.conftest import ANSWERS, Bench
 from worker.child import trained
 from worker.clock import Clock
-from worker.record import alerts
-from worker.record.gpu_ratio import RatioMeasurement
+from worker.recording import alerts
+from worker.recording.gpu_ratio import RatioMeasurement
 from worker.refusals import TrainingDiverged, UserMistake
+from worker.rollout.experience import RolloutExperience
 from worker.rollout.prompts import PromptStream
-from worker.rollout.samplers import Answer, Sampling
 from worker.run import RunOutcome
-from worker.types import Group, Prompt, UpdateMetrics
+from worker.sampling import Answer, Sampling
+from worker.types import GraderPart, Group, Prompt, Rollout, UpdateMetrics
 
 
 @pytest.mark.slow
@@ -145,7 +145,7 @@ def test_a_schema_that_cannot_be_followed_fails_the_job_for_good(bench: Bench) -
             raise SchemaTooLarge("The schema allows too much at once.")
 
     run = bench.run()
-    run.sampler = TooLarge(Skill())
+    run.experience.sampler = TooLarge(Skill())
     with pytest.raises(UserMistake, match="allows too much") as failed:
         asyncio.run(trained(run))
 
@@ -199,13 +199,13 @@ def test_the_best_three_checkpoints_are_kept_and_the_last(bench: Bench) -> None:
 
     grader = BestInTheMiddle()
 
-    class NextScoreInEachValidation(WatchedRun):
-        async def validate(self, clock: Clock) -> list[Group]:
+    class NextScoreInEachValidation(RolloutExperience):
+        async def validate(self, step: int, clock: Clock) -> list[Group]:
             grader.score = next(grader.scores)
-            return await super().validate(clock)
+            return await super().validate(step, clock)
 
     grader.score = 0.5
-    run = bench.run(grader, kind=NextScoreInEachValidation, n_epochs=3)
+    run = bench.run(grader, experience=NextScoreInEachValidation, n_epochs=3)
     asyncio.run(run.train())
 
     kept = bench.checkpoints()
@@ -257,7 +257,7 @@ def test_an_interrupted_run_goes_on_from_its_checkpoint_and_ends_the_same(
     bench: Bench, tmp_path: Path
 ) -> None:
     run = bench.run(n_epochs=2)
-    run.stop_requested = lambda: run.trainer.updates == 3
+    run.stop_requested = lambda: run.experience.trainer.updates == 3
     assert asyncio.run(run.train()) is RunOutcome.INTERRUPTED
     bench.again()
 
@@ -266,8 +266,8 @@ def test_an_interrupted_run_goes_on_from_its_checkpoint_and_ends_the_same(
 
     assert bench.job().status == "succeeded"
     assert [s["step"] for s in bench.steps()] == list(range(9))
-    assert resumed.trainer.updates == 8
-    assert [call.step for call in resumed.sampler.calls if call.group_size == 4] == [4, 5, 6, 7, 8]
+    assert resumed.experience.trainer.updates == 8
+    assert [call.step for call in resumed.experience.sampler.calls if call.group_size == 4] == [4, 5, 6, 7, 8]
     assert bench.events().count("Resuming from the checkpoint of step 3") == 1
 
 
@@ -284,7 +284,7 @@ def test_steps_after_the_last_checkpoint_are_done_again_once(bench: Bench) -> No
     asyncio.run(resumed.train())
 
     assert [s["step"] for s in bench.steps()] == list(range(9))
-    assert resumed.trainer.updates == 8
+    assert resumed.experience.trainer.updates == 8
     with bench.database.read() as session:
         assert session.query(RolloutPage).where(RolloutPage.split == "train").count() == 8
 
@@ -376,14 +376,14 @@ def test_validation_draws_the_same_numbers_every_time(bench: Bench) -> None:
     run = bench.run(eval_samples=3)
     asyncio.run(run.train())
 
-    validations = [call for call in run.sampler.calls if call.group_size == 3]
+    validations = [call for call in run.experience.sampler.calls if call.group_size == 3]
     assert len(validations) == 3
     assert len(set(validations)) == 1
     assert all(call.temperature == 1.0 for call in validations)
 
 
 def test_every_epoch_sees_every_row_once_in_an_order_of_its_own(bench: Bench) -> None:
-    stream = bench.run().train_prompts
+    stream = bench.run().experience.train_prompts
 
     first, second = ([p.line for s in range(a, a + 4) for p in stream.batch(s)] for a in (1, 5))
 
@@ -422,7 +422,7 @@ def test_a_run_whose_model_has_no_probabilities_fails_before_it_is_checkpointed(
                 yield replace(answer, rollout=rollout)
 
     run = bench.run()
-    run.sampler = run.collector.sampler = Ruined(run.sampler.skill)
+    run.experience.sampler = run.experience.collector.sampler = Ruined(run.experience.sampler.skill)
 
     with pytest.raises(TrainingDiverged, match="not numbers"):
         asyncio.run(run.train())
@@ -448,7 +448,7 @@ def test_groups_reach_the_trainer_while_the_rest_is_still_sampled(bench: Bench) 
 
     class Watched(SkillTrainer):
         def add(self, group: Group) -> None:
-            seen.append((run.sampler.calls[-1].step, len(sampled)))
+            seen.append((run.experience.sampler.calls[-1].step, len(sampled)))
             super().add(group)
 
     waiting, watched = Waiting(Skill()), Watched(Skill())
@@ -456,11 +456,87 @@ def test_groups_reach_the_trainer_while_the_rest_is_still_sampled(bench: Bench) 
     asyncio.run(run.train())
 
     assert bench.job().status == "succeeded"
-    assert run.trainer.updates == 4
+    assert run.experience.trainer.updates == 4
     assert len(seen) == 8
 
 
+class Ticking(GuessingSampler):
+    """A second passes with each answer. Later steps than the first wait to be `released`."""
+
+    def __init__(self, skill: Skill) -> None:
+        super().__init__(skill)
+        self.now, self.released = 0.0, asyncio.Event()
+
+    async def sample(self, prompts_P: Sequence[Prompt], sampling: Sampling) -> AsyncIterator[Answer]:
+        if sampling.step > 1:
+            await self.released.wait()
+        async for answer in super().sample(prompts_P, sampling):
+            self.now += 1.0
+            yield answer
+
+
+def test_the_wait_for_answers_in_flight_before_a_validation_is_sampling_time(bench: Bench) -> None:
+    sampler = Ticking(Skill())
+    clock = Clock(clock=lambda: sampler.now)
+    advanced = {"group_size": 4, "off_policy_steps": 1}
+    experience = bench.run(sampler=sampler, advanced=advanced).experience
+
+    async def one_step() -> None:
+        await experience.learn(1, clock)
+        sampler.released.set()
+        await experience.validate(1, clock)
+
+    asyncio.run(one_step())
+
+    answers, validated = 2 * 4, len(experience.valid_prompts)
+    assert clock.seconds["sampling"] == 2 * answers
+    assert clock.seconds["eval"] == validated
+
+
+class FirstTwo(PromptStream):
+    """Has the same two rows in each step."""
+
+    def batch(self, step: int) -> list[Prompt]:
+        return [*self.prompts[:2]]
+
+
+class FirstTwoSolved(Halves):
+    """All answers to those rows are right."""
+
+    async def grade(self, sample: Sample, item: Item) -> Grade:
+        if item["answer"] in (ANSWERS[1], ANSWERS[2]):
+            return Grade(1.0)
+        return await super().grade(sample, item)
+
+
+class Judged(SameForAll):
+    """Reads 100 tokens for each answer."""
+
+    async def grade(self, sample: Sample, item: Item) -> Grade:
+        return Grade(self.score, usage={"gpt": TokenUsage(100, 10, 0)})
+
+
+class Rambling(GuessingSampler):
+    """The first answer to each prompt is as long as it may be."""
+
+    def _answer(self, prompt: Prompt, sampling: Sampling, member: int) -> Rollout:
+        rollout = super()._answer(prompt, sampling, member)
+        length = len(rollout.output_ids_T) if member else sampling.max_completion_tokens
+        return replace(rollout, output_ids_T=(1,) * length, logprobs_T=(-0.5,) * length)
+
+
 class TestResampling:
+    def test_a_group_that_only_the_penalty_for_length_makes_differ_has_signal(self, bench: Bench) -> None:
+        """It is in the update, so another group in its place would make the batch larger."""
+        soft = {"group_size": 4, "resample_prompts": 6, "max_completion_tokens": 16, "overlong": "soft"}
+        run = bench.run(SameForAll(1.0), sampler=Rambling(Skill()), advanced=soft)
+        asyncio.run(run.train())
+
+        steps = bench.steps()[1:]
+        assert all(step["groups_mixed_share"] == 1.0 for step in steps)
+        assert all("resampled_prompts" not in step for step in steps)
+        assert not [event for event in bench.events("warn") if event.startswith("No signal")]
+
     def test_silent_groups_are_replaced_and_what_that_cost_is_counted(self, bench: Bench) -> None:
         run = bench.run(skill=Skill(chance=0.15), advanced={"group_size": 4, "resample_prompts": 6})
         asyncio.run(run.train())
@@ -480,12 +556,39 @@ class TestResampling:
             run = bench.run(
                 skill=Skill(chance=0.15), advanced={"group_size": 4, "resample_prompts": resample}
             )
-            groups_P, resampled_P = asyncio.run(run.collector.collect(1, Clock()))
-            data = run.measure(1, Clock(), groups_P, resampled_P, None, None)
+            learned = asyncio.run(run.experience.learn(1, Clock()))
+            data = run.experience.measure(1, Clock(), run.history, learned, None)
             rewards.append(data.train_mean_reward)
-            assert bool(resampled_P) == bool(resample)
+            assert bool(learned.resampled_P) == bool(resample)
 
         assert rewards[0] == rewards[1]
+
+    @pytest.mark.parametrize(("grader", "stops"), [(FirstTwoSolved(), False), (SameForAll(1.0), True)])
+    def test_a_job_that_learns_from_resampled_groups_is_not_stopped_as_silent(
+        self, bench: Bench, grader: FirstTwoSolved | SameForAll, stops: bool
+    ) -> None:
+        advanced = {"group_size": 4, "resample_prompts": 6, "stop_after_silent_steps": 2}
+        run = bench.run(grader, n_epochs=2, advanced=advanced)
+        run.experience.collector.prompts = FirstTwo(
+            run.experience.train_prompts.prompts, batch_size=2, seed=3
+        )
+        asyncio.run(run.train())
+
+        silent = [event for event in bench.events() if event.startswith(("No signal", "Stopped early"))]
+        assert all(step["groups_mixed_share"] == 0.0 for step in bench.steps()[1:])
+        assert (bench.steps()[-1]["step"] < 8) is stops
+        assert bool(silent) is stops
+
+    def test_what_judges_read_of_resampled_answers_is_counted(self, bench: Bench) -> None:
+        run = bench.run(Judged(0.5), advanced={"group_size": 4, "resample_prompts": 5})
+        run.experience.graders = [GraderPart(None, "judge", "score_model", "gpt")]
+        asyncio.run(run.train())
+
+        step = bench.steps()[1]
+        assert step["model_graders_token_usage"]["gpt"]["train_prompt_tokens"] == (2 + 5) * 4 * 100
+        [judge] = step["usage"]["graders"]
+        assert judge["train_prompt_tokens_count"] == (2 + 5) * 4 * 100
+        assert judge["train_prompt_tokens_mean"] == 100
 
     @pytest.mark.parametrize(("grader", "resample"), [(SameForAll(0.5), 0), (Halves(), 6)])
     def test_without_a_budget_or_a_need_no_order_of_stand_ins_is_made(
@@ -498,28 +601,39 @@ class TestResampling:
                 raise AssertionError("nobody needs them")
 
         run = bench.run(grader, advanced={"group_size": 4, "resample_prompts": resample})
-        prompts = run.train_prompts
-        run.collector.prompts = NoStandIns(prompts.prompts, batch_size=prompts.batch_size, seed=prompts.seed)
+        prompts = run.experience.train_prompts
+        run.experience.collector.prompts = NoStandIns(
+            prompts.prompts, batch_size=prompts.batch_size, seed=prompts.seed
+        )
 
-        _, resampled_P = asyncio.run(run.collector.collect(1, Clock()))
+        _, resampled_P = asyncio.run(run.experience.collector.collect(1, Clock()))
 
         assert resampled_P == []
 
     def test_a_step_with_signal_everywhere_draws_nobody(self, bench: Bench) -> None:
         run = bench.run(Halves(), advanced={"group_size": 4, "resample_prompts": 6})
 
-        _, resampled_P = asyncio.run(run.collector.collect(1, Clock()))
+        _, resampled_P = asyncio.run(run.experience.collector.collect(1, Clock()))
 
         assert resampled_P == []
 
     def test_the_budget_is_kept_and_no_prompt_is_drawn_twice(self, bench: Bench) -> None:
         run = bench.run(SameForAll(0.5), advanced={"group_size": 4, "resample_prompts": 5})
 
-        groups_P, resampled_P = asyncio.run(run.collector.collect(1, Clock()))
+        groups_P, resampled_P = asyncio.run(run.experience.collector.collect(1, Clock()))
 
         lines = [group.prompt.line for group in [*groups_P, *resampled_P]]
         assert len(resampled_P) == 5
         assert len(set(lines)) == len(lines)
+
+
+class Killed(BaseException):
+    """Stands in for the end of the process."""
+
+
+class KilledAtTheEnd(RolloutExperience):
+    async def conclude(self, *args: Any) -> int:
+        raise Killed
 
 
 class TestStoppingEarly:
@@ -556,6 +670,21 @@ class TestStoppingEarly:
 
         assert last == 1
         assert says in message
+
+    def test_and_an_attempt_that_ended_before_the_job_did_is_not_continued(self, bench: Bench) -> None:
+        settings: dict[str, Any] = {
+            "n_epochs": 10,
+            "eval_interval": 1,
+            "advanced": {"group_size": 4, "stop_after_silent_steps": 3},
+        }
+        killed = bench.run(SameForAll(0.5), experience=KilledAtTheEnd, **settings)
+        with pytest.raises(Killed):
+            asyncio.run(killed.train())
+        bench.again()
+
+        _, last = self.stopped(bench, SameForAll(0.5), stop_after_silent_steps=3)
+
+        assert last == 3
 
     def test_not_while_all_is_well(self, bench: Bench) -> None:
         bounds = {"stop_above_kl": 1.0, "stop_below_entropy": 0.1, "stop_after_silent_steps": 30}
@@ -629,7 +758,7 @@ class TestOffPolicy:
         self, bench: Bench
     ) -> None:
         run = bench.run(advanced={"group_size": 4, "off_policy_steps": 1})
-        run.ratio = RatioMeasurement(sampling_gpus=2, learning_gpus=6)
+        run.experience.ratio = RatioMeasurement(sampling_gpus=2, learning_gpus=6)
 
         asyncio.run(run.train())
 

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from core.registry import BaseModelEntry, Device, SamplerName
+from core.registry import BaseModelEntry, Device, SamplerName, sampler_of
 from core.settings import Settings
+from worker.packages import missing_vllm, vllm_version
 from worker.prepare.model import inspect_model
 from worker.refusals import UserMistake
-from worker.rollout.samplers import choice
-from worker.rollout.samplers.placement import NotPlaceable
-from worker.rollout.samplers.vllm import installed
+from worker.sampling import choice
+from worker.sampling.placement import NotPlaceable
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_a_gpu_that_samples_with_transformers_for_lack_of_vllm_is_a_warning(
 ) -> None:
     entry = BaseModelEntry(path=Path("x"), sampler=sampler)
 
-    warning = choice.missing_vllm(entry, Settings(sampler=setting), device, chosen)
+    warning = missing_vllm(device, sampler_of(entry, setting, device), chosen)
 
     assert ("pip install 'regraft-server[vllm]'" in (warning or "")) == warns
 
@@ -124,7 +124,7 @@ class TestEngines:
 
         assert (placement.engines, placement.tensor_parallel) == (3, 2)
 
-    @pytest.mark.skipif(installed() is None, reason="vLLM is not installed")
+    @pytest.mark.skipif(vllm_version() is None, reason="vLLM is not installed")
     def test_the_job_learns_of_its_engines_before_its_weights_are_loaded(self, tiny_model: Path) -> None:
         models = tiny_model / "models.toml"
         models.write_text(f'[models.tiny]\npath = "{tiny_model}"\ndtype = "float32"\ncontext = 128\n')
@@ -134,7 +134,7 @@ class TestEngines:
 
         assert base.engines.engines == 2
 
-    @pytest.mark.skipif(installed() is None, reason="vLLM is not installed")
+    @pytest.mark.skipif(vllm_version() is None, reason="vLLM is not installed")
     def test_heads_that_cannot_be_divided_are_refused_before_the_weights_are_loaded(
         self, tiny_model: Path
     ) -> None:

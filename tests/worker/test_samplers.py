@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from tests.present import untyped
-from worker.rollout.samplers import Answer, from_thread
-from worker.types import Rollout
+from worker.out_of_memory import OutOfDeviceMemory
+from worker.sampling import Answer, Sampling, from_thread
+from worker.sampling.transformers import TransformersSampler
+from worker.types import Prompt, Rollout
 
 
 def answer(n: int) -> Answer:
@@ -61,3 +63,45 @@ def test_a_reader_that_leaves_early_stops_the_thread() -> None:
 
     assert asyncio.run(first_only()) == 0
     assert len(made) < 1_000_000
+
+
+class NoRoom(TransformersSampler):
+    """Fails where a wave begins, which is in none of its steps."""
+
+    def __init__(self) -> None:
+        super().__init__(untyped(None))
+
+    def steps(self, *arguments: Any) -> Any:
+        raise MemoryError("no room for the cache")
+
+
+class NoRoomForATurn(NoRoom):
+    """Fails in the first step of a wave."""
+
+    def steps(self, *arguments: Any) -> Any:
+        yield from super().steps()
+
+
+def test_an_error_of_the_thread_that_samples_turns_is_raised_at_each_turn_also_at_later_ones() -> None:
+    async def ask() -> list[BaseException | Rollout]:
+        sampling = Sampling(group_size=2, temperature=1.0, max_completion_tokens=4, job_seed=1, step=0)
+        prompt = Prompt(1, (1, 2), {})
+        async with asyncio.timeout(60), NoRoom().turns(sampling) as turns:
+            together = [turns.next(prompt, member) for member in range(2)]
+            found = await asyncio.gather(*together, return_exceptions=True)
+            return [*found, *await asyncio.gather(turns.next(prompt, 2), return_exceptions=True)]
+
+    assert [str(cause) for cause in asyncio.run(ask())] == ["no room for the cache"] * 3
+
+
+@pytest.mark.parametrize("kind", [NoRoom, NoRoomForATurn])
+def test_a_turn_that_runs_out_of_memory_says_that_the_sampler_did(kind: type[NoRoom]) -> None:
+    async def ask() -> None:
+        sampling = Sampling(group_size=1, temperature=1.0, max_completion_tokens=4, job_seed=1, step=0)
+        async with asyncio.timeout(60), kind().turns(sampling) as turns:
+            await turns.next(Prompt(1, (1, 2), {}), 0)
+
+    with pytest.raises(OutOfDeviceMemory) as raised:
+        asyncio.run(ask())
+
+    assert raised.value.shortage.place == "sampler"

@@ -1,43 +1,57 @@
 """How groups are dealt to engines and engines to GPUs."""
 
+import asyncio
+import sys
+from asyncio.subprocess import PIPE
+from contextlib import ExitStack
+from pathlib import Path
+
+import httpx
 import pytest
 
-from worker.rollout.samplers import dealing
-from worker.rollout.samplers.placement import NotPlaceable, gpus_of_job, place
-from worker.rollout.samplers.wire import Request
+from tests.present import untyped
+from worker.engine.client import EngineGone
+from worker.engine.launch import ChildEngine
+from worker.engine.protocol import AnswerRequest, GroupRequest, pack_ids
+from worker.sampling.own import OwnEngine, OwnEngines
+from worker.sampling.placement import NotPlaceable, gpus_of_job, place
+from worker.sampling.pool import choose
 
 
-def request(prompt: int, member: int, *, length: int = 10, max_tokens: int = 100) -> Request:
-    return Request(prompt, member, (7,) * length, 0, 1.0, max_tokens, (), "")
+def dealt(sizes: list[int], loads: list[int], *, engines: int) -> list[int | None]:
+    """The engines that groups of these sizes go to, one after the other."""
+    loads, left, chosen = [*loads], sum(sizes), []
+    for size in sizes:
+        engine = choose(loads, left, engines)
+        chosen.append(engine)
+        if engine is not None:
+            loads[engine] += size
+            left -= size
+    return chosen
 
 
-class TestDeal:
+class TestDealing:
     def test_each_group_goes_to_the_engine_with_the_fewest_tokens(self) -> None:
-        assert dealing.deal([5, 4, 3, 3], [0, 0], engines=2) == [0, 1, 1, 0]
+        assert dealt([5, 4, 3, 3], [0, 0], engines=2) == [0, 1, 1, 0]
 
     def test_what_an_engine_still_samples_counts(self) -> None:
-        assert dealing.deal([2, 2], [10, 0], engines=2) == [1, 1]
+        assert dealt([2, 2], [10, 0], engines=2) == [1, 1]
 
     def test_a_group_waits_for_an_engine_that_is_starting_if_the_others_have_their_share(self) -> None:
-        assert dealing.deal([1, 1, 1, 1], [0], engines=2) == [0, 0, None, None]
+        assert dealt([1, 1, 1, 1], [0], engines=2) == [0, 0, None, None]
 
     def test_nothing_waits_if_every_engine_is_ready(self) -> None:
         sizes = [9, 7, 7, 1, 1, 1]
 
-        assert None not in dealing.deal(sizes, [30, 0, 2], engines=3)
+        assert None not in dealt(sizes, [30, 0, 2], engines=3)
 
     def test_groups_wait_while_no_engine_is_ready(self) -> None:
-        assert dealing.deal([3, 3], [], engines=0) == [None, None]
+        assert dealt([3, 3], [], engines=0) == [None, None]
 
     def test_the_prompt_of_a_group_is_counted_once(self) -> None:
-        requests = [request(0, 0), request(0, 1), request(1, 0, length=30, max_tokens=5)]
+        answers = tuple(AnswerRequest(str(member), 0, 100) for member in range(2))
 
-        assert dealing.tokens(requests) == 10 + 100 + 100 + 30 + 5
-
-    def test_unfinished_answers_of_a_prompt_stay_together(self) -> None:
-        left = [request(4, 1), request(4, 3), request(2, 0)]
-
-        assert dealing.grouped(left) == [tuple(left[:2]), (left[2],)]
+        assert GroupRequest("", pack_ids([7] * 10), answers, 1.0, ()).tokens == 10 + 100 + 100
 
 
 class TestPlace:
@@ -123,3 +137,32 @@ class TestPlace:
     def test_gpus_have_the_names_that_the_operator_gave_this_process(self) -> None:
         assert gpus_of_job({}, 2) == ("0", "1")
         assert gpus_of_job({"CUDA_VISIBLE_DEVICES": "3,GPU-8f2,5"}, 2) == ("3", "GPU-8f2")
+
+
+def test_an_engine_is_killed_even_if_the_job_ends_while_the_reason_for_its_loss_is_awaited(
+    tmp_path: Path,
+) -> None:
+    """It has closed a connection and still runs. Nothing else could end it, or free its memory."""
+
+    async def lose() -> bool:
+        engines = OwnEngines(untyped(None), [("0",)], patience=600.0, max_restarts=1, on_restart=print)
+        process = await asyncio.create_subprocess_exec(sys.executable, "-c", "input()", stdin=PIPE)
+        async with httpx.AsyncClient() as client:
+            child = ChildEngine(tmp_path, process, client)
+            engine = OwnEngine(
+                "the vLLM engine",
+                client,
+                child=child,
+                number=0,
+                folder=ExitStack(),
+                replaces=False,
+                cache_bytes=0,
+            )
+            engines.by_number[0] = engine
+            losing = asyncio.create_task(engines.lose(engine, EngineGone("it closed the connection")))
+            await asyncio.sleep(0)  # until it waits for the exit status
+            losing.cancel()
+            await asyncio.wait([losing])
+            return child.has_exited
+
+    assert asyncio.run(lose())

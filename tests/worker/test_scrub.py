@@ -12,7 +12,7 @@ from core.database.engine import Database
 from core.database.tables import Checkpoint, File, ScrubRound
 from core.storage.store import FolderBlobs, StoreEmpty
 from tests import factories
-from worker.supervise.scrub import (
+from worker.supervisor.scrub import (
     DAY,
     HELD_SECONDS,
     MAX_TRIES,
@@ -20,7 +20,7 @@ from worker.supervise.scrub import (
     SECONDS_AT_ONCE,
     Scrub,
 )
-from worker.supervise.telemetry import SCRUBBED
+from worker.supervisor.telemetry import SCRUBBED
 
 DAYS = 10.0
 

@@ -1,16 +1,25 @@
 """Chat completions as the inference server answers them: what the API and judges ask of it."""
 
+import asyncio
+import errno
+import itertools
 import json
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NoReturn
 
+import httpx
 import openai
 import pytest
+from fastapi import FastAPI
+from fastapi.responses import Response
 from jinja2 import TemplateError
 from openai import (
+    APIError,
     APIStatusError,
     AuthenticationError,
     BadRequestError,
@@ -21,21 +30,25 @@ from openai import (
 from starlette.testclient import TestClient
 from transformers import AutoTokenizer
 
+from core.chat import InternalChat, Served
 from core.registry import BaseModelEntry, Registry
+from core.reloaded import Reloaded
 from core.response_format import SchemaTooLarge
 from core.settings import Settings
 from core.storage.store import FolderBlobs
 from core.telemetry.metrics import COUNTED
 from tests.engines import ScriptedEngine
 from tests.present import present, untyped
+from tests.slow_body import stopped_body
 from tests.thinking import thinking_tokenizer
 from tests.tiny import make_byte_model
-from worker.refusals import ModelUnavailable
-from worker.serve.adapters import AdapterFolders
-from worker.serve.engines import DOWNLOADS_AT_ONCE, EngineRefused, Engines
-from worker.serve.server import create_app
-from worker.serve.transformers_engine import TransformersBuilder
-from worker.serve.vllm_builder import VllmBuilder
+from worker.refusals import InvalidModel, ModelUnavailable, NotEnoughMemory
+from worker.serving.adapters import AdapterFolders
+from worker.serving.engines import DOWNLOADS_AT_ONCE, EngineRefused, Engines
+from worker.serving.proxy import CHAT, Proxied, UpstreamFailed
+from worker.serving.server import create_app
+from worker.serving.transformers_engine import TransformersBuilder
+from worker.serving.vllm_builder import VllmBuilder
 
 pytestmark = pytest.mark.slow
 
@@ -59,10 +72,10 @@ class Broken:
 
 
 class ScriptedBuilder:
-    """Implements worker.serve.engines.Builder: room for `room` models, each of size 1."""
+    """Implements worker.serving.engines.Builder: room for `room` models, each of size 1."""
 
     def __init__(self, tokenizer: Any, room: int = 1) -> None:
-        self.tokenizer, self.room = tokenizer, room
+        self.tokenizer, self.room, self.in_all = tokenizer, room, room
         self.built: list[Any] = []
         self.entries: list[tuple[str, Any]] = []  # names and entries of what was built
         self.others: list[Any] = []  # for which it was to leave memory
@@ -76,6 +89,9 @@ class ScriptedBuilder:
 
     def bytes_free(self) -> int:
         return self.room - sum(not engine.lost for engine in self.built)
+
+    def bytes_in_all(self) -> int:
+        return self.in_all
 
     async def build(self, name: str, entry: Any, others: Any) -> Any:
         if self.failure:
@@ -255,9 +271,11 @@ def test_an_unknown_model_is_404_and_a_wrong_key_401(client: OpenAI) -> None:
 def test_a_model_that_fails_answers_500_and_goes_on(client: OpenAI, builder: ScriptedBuilder) -> None:
     engine = loaded(client, builder, "hi")
     engine.failure = ZeroDivisionError("division by zero")
-    with pytest.raises(InternalServerError, match="the model failed: division by zero"):
+    with pytest.raises(
+        InternalServerError, match=r"The model failed\. The log of the inference server says why"
+    ):
         say(client)
-    with pytest.raises(Exception, match="the model failed"):
+    with pytest.raises(Exception, match="The model failed"):
         list(say(client, stream=True))
 
     engine.failure = None
@@ -268,7 +286,9 @@ def test_a_model_that_cannot_be_loaded_answers_500_with_the_reason(
     client: OpenAI, builder: ScriptedBuilder, caplog: pytest.LogCaptureFixture
 ) -> None:
     builder.failure = OSError("no such file: model.safetensors")
-    with pytest.raises(InternalServerError, match=r"cannot be loaded: no such file: model\.safetensors"):
+    with pytest.raises(
+        InternalServerError, match=r"cannot be loaded\. The log of the inference server says why"
+    ):
         say(client)
 
     assert "a cannot be loaded" in caplog.text
@@ -295,7 +315,8 @@ def test_only_what_a_template_says_of_the_messages_is_the_askers_mistake(
 ) -> None:
     engine = loaded(client, builder, "hi")
     engine.tokenizer = Broken(engine.tokenizer, apply_chat_template=cause)
-    with pytest.raises(APIStatusError, match=f"chat template .*: {cause}") as refused:
+    said = "chat template failed. The log" if status == 500 else f"chat template .*: {cause}"
+    with pytest.raises(APIStatusError, match=said) as refused:
         say(client)
 
     assert refused.value.status_code == status
@@ -494,7 +515,7 @@ def test_cold_adapters_that_come_slowly_hold_up_nobody_else(
     assert not blobs.gave_up
 
 
-@pytest.mark.parametrize("kind", [TransformersBuilder, VllmBuilder])
+@pytest.mark.parametrize("kind", [TransformersBuilder, partial(VllmBuilder, shares_device=False)])
 @pytest.mark.parametrize(
     ("config", "code", "said"),
     [
@@ -510,9 +531,8 @@ def test_cold_adapters_that_come_slowly_hold_up_nobody_else(
     ],
 )
 def test_a_model_that_cannot_be_read_is_refused_by_its_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Any], config: str | None, code: str, said: str
+    tmp_path: Path, kind: Callable[[Settings], Any], config: str | None, code: str, said: str
 ) -> None:
-    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
     folder = tmp_path / "model"
     if config is not None:
         folder.mkdir()
@@ -531,6 +551,70 @@ def test_a_model_that_cannot_be_read_is_refused_by_its_code(
     assert refused.value.code == code
 
 
+def test_a_job_gets_the_memory_of_models_that_answer_no_request(
+    engines: Engines, builder: ScriptedBuilder
+) -> None:
+    builder.room = 2
+
+    async def ask_while_one_answers() -> list[bool]:
+        async with engines.open(Served(base_model="a")):
+            pass
+        async with engines.open(Served(base_model="b")):
+            await engines.release_idle()
+            return [engine.lost for engine in builder.built]
+
+    assert asyncio.run(ask_while_one_answers()) == [True, False]
+
+
+def test_memory_is_released_also_if_another_model_dies_meanwhile(
+    engines: Engines, builder: ScriptedBuilder
+) -> None:
+    builder.room = 2
+
+    async def release() -> int:
+        for name in ("a", "b"):
+            async with engines.open(Served(base_model=name)):
+                pass
+        first, second = builder.built
+        is_out, asking = asyncio.Event(), list[asyncio.Task[None]]()
+
+        async def ask() -> None:
+            async with engines.open(Served(base_model="b")):
+                pass
+
+        async def close_second() -> None:
+            is_out.set()
+
+        async def close_first() -> None:
+            second.lost = True
+            asking.append(asyncio.create_task(ask()))
+            await is_out.wait()
+
+        first.at_close.append(close_first)
+        second.at_close.append(close_second)
+        await engines.release_idle()
+        await asking[0]
+        return len(builder.built)
+
+    assert asyncio.run(release()) == 3, "the one that died is loaded again"
+
+
+def test_a_changed_registry_is_used_without_a_restart(builder: ScriptedBuilder, tmp_path: Path) -> None:
+    file = tmp_path / "models.toml"
+    file.write_text('[models.a]\nhub = "a"\n')
+    registry = Reloaded(lambda: Registry.load(file), [file], itertools.count().__next__)
+    engines = Engines(Settings(), registry, {"transformers": builder}, *folders_in(tmp_path))
+    with TestClient(create_app(engines, "key")) as web:
+        client = OpenAI(api_key="key", base_url="http://testserver/v1", http_client=web, max_retries=0)
+        say(client)
+        file.write_text('[models.a]\nhub = "other"\n[models.b]\nhub = "b"\n')
+        say(client)
+        say(client)
+        say(client, "b")
+
+    assert [(name, entry.hub) for name, entry in builder.entries] == [("a", "a"), ("a", "other"), ("b", "b")]
+
+
 def test_an_adapter_that_is_gone_is_404(client: OpenAI) -> None:
     adapter = {"prefix": "gone", "manifest_sha256": "0" * 64}
     with pytest.raises(NotFoundError):
@@ -543,7 +627,7 @@ def test_what_fails_while_tokens_are_read_is_no_client_that_left(
     engine = loaded(client, builder, "hi")
     engine.tokenizer = Broken(engine.tokenizer, decode=ZeroDivisionError("division by zero"))
     before = counted("requests_total", result="failed")
-    with pytest.raises(InternalServerError, match="division by zero"):
+    with pytest.raises(InternalServerError, match="The model failed"):
         say(client)
 
     assert counted("requests_total", result="failed") == before + 1
@@ -656,3 +740,141 @@ def test_a_completion_without_vllm_is_refused(client: OpenAI) -> None:
 
 def test_what_asks_for_nothing_is_accepted(client: OpenAI) -> None:
     assert say(client, frequency_penalty=0, tools=[], logit_bias={}, tool_choice="none").choices
+
+
+FILE = "/srv/regraft/data/adapters/0a1b/adapter_model.safetensors"
+ADDRESS = "10.1.2.3:8300"
+
+
+def fail_at_the_load(cause: Exception) -> Callable[[OpenAI, ScriptedBuilder], None]:
+    def prepare(client: OpenAI, builder: ScriptedBuilder) -> None:
+        builder.failure = cause
+
+    return prepare
+
+
+def fail_in_the_answer(cause: Exception) -> Callable[[OpenAI, ScriptedBuilder], None]:
+    def prepare(client: OpenAI, builder: ScriptedBuilder) -> None:
+        loaded(client, builder, "hi").failure = cause
+
+    return prepare
+
+
+def fail_in_the_template(cause: Exception) -> Callable[[OpenAI, ScriptedBuilder], None]:
+    def prepare(client: OpenAI, builder: ScriptedBuilder) -> None:
+        engine = loaded(client, builder, "hi")
+        engine.tokenizer = Broken(engine.tokenizer, apply_chat_template=cause)
+
+    return prepare
+
+
+SAID = f"no file {FILE} on {ADDRESS}, as file://{FILE} says"
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize(
+    "fails",
+    [
+        *(
+            fail_at_the_load(kind(SAID))
+            for kind in (OSError, InvalidModel, NotEnoughMemory, ModelUnavailable, RuntimeError)
+        ),
+        fail_at_the_load(OSError(errno.ENOSPC, "No space left on device", FILE)),
+        *(fail_in_the_answer(kind(SAID)) for kind in (OSError, RuntimeError, EngineRefused)),
+        *(fail_in_the_template(kind(SAID)) for kind in (OSError, TypeError, TemplateError)),
+    ],
+)
+def test_no_error_of_an_engine_of_ours_tells_a_client_a_file_or_an_address(
+    client: OpenAI,
+    builder: ScriptedBuilder,
+    fails: Callable[[OpenAI, ScriptedBuilder], None],
+    stream: bool,
+) -> None:
+    fails(client, builder)
+
+    with pytest.raises(APIError) as refused:
+        list(say(client, stream=stream))
+
+    assert not unsafe_parts(str(refused.value.body))
+
+
+VLLMS_ERROR = {"message": SAID, "type": "BadRequestError", "param": None, "code": 400}
+
+
+class FailingUpstream:
+    """Implements VllmUpstream: answers with this, or not at all."""
+
+    def __init__(self, status: int, content: bytes, content_type: str) -> None:
+        self.status, self.content, self.content_type = status, content, content_type
+
+    @asynccontextmanager
+    async def open(self, path: str, body: bytes) -> AsyncIterator[httpx.Response]:
+        if not self.status:
+            raise UpstreamFailed(SAID)
+        is_whole = self.content_type != "text/event-stream"
+        content = self.content if is_whole else self.parts()
+        yield httpx.Response(self.status, content=content, headers={"content-type": self.content_type})
+
+    async def parts(self) -> AsyncIterator[bytes]:
+        yield self.content
+
+
+@pytest.mark.parametrize(
+    ("status", "content", "content_type"),
+    [
+        *(
+            (status, json.dumps({"error": VLLMS_ERROR | {"param": param}}).encode(), "application/json")
+            for status in (400, 404, 500)
+            for param in (None, "input_tokens", "temperature")
+        ),
+        (500, SAID.encode(), "text/plain"),
+        (200, f"data: {json.dumps({'error': VLLMS_ERROR})}\n\n".encode(), "text/event-stream"),
+        (0, b"", ""),
+    ],
+)
+def test_no_error_of_vllms_server_tells_a_client_a_file_or_an_address(
+    status: int, content: bytes, content_type: str
+) -> None:
+    app = FastAPI()
+
+    @app.post("/")
+    async def answer() -> Response:
+        asked = InternalChat.model_validate({"model": "a", "messages": USER})
+        return Proxied(FailingUpstream(status, content, content_type), CHAT, {}, asked)
+
+    said = TestClient(app).post("/").text
+
+    assert "error" in said
+    assert not unsafe_parts(said)
+
+
+def unsafe_parts(text: str) -> list[str]:
+    return [part for part in ("/srv", "safetensors", "10.1.2.3", "8300") if part in text]
+
+
+def test_a_model_too_large_for_the_device_is_refused_and_one_that_others_leave_no_room_is_to_be_asked_for_again(
+    client: OpenAI, builder: ScriptedBuilder
+) -> None:
+    builder.room = builder.in_all = 0
+    with pytest.raises(InternalServerError, match=r"the device has 0\.0 GiB") as too_large:
+        say(client)
+    builder.in_all = 1
+    with pytest.raises(InternalServerError, match="while other processes use the device") as taken:
+        say(client)
+    builder.room, builder.failure = 1, NotEnoughMemory("CUDA out of memory.")
+    with pytest.raises(InternalServerError, match=r"CUDA out of memory\. Retry later\.") as lost:
+        say(client)
+
+    assert [one.value.code for one in (too_large, taken, lost)] == ["not_enough_memory", "loading", "loading"]
+    assert [one.value.response.headers.get("retry-after") for one in (too_large, taken, lost)] == [
+        None,
+        "10",
+        "10",
+    ]
+
+
+def test_a_client_that_stops_in_the_middle_of_its_body_gets_408(engines: Engines) -> None:
+    sent = asyncio.run(stopped_body(create_app(engines, "key", body_window_s=0.01), CHAT, "key"))
+
+    assert sent[0]["status"] == 408
+    assert "arrives too slowly" in json.loads(sent[1]["body"])["error"]["message"]

@@ -19,14 +19,14 @@ from tests.graders.servers import Time, serving
 from tests.hooks import Receiver
 from tests.tiny import make_byte_model, make_tiny_model
 from worker.clock import Clock
-from worker.learn.teacher import PolicyTeacher
 from worker.model.policy import Policy
 from worker.prepare.scorers import served_teacher
 from worker.refusals import ModelUnavailable, TrainingDiverged, UserMistake
-from worker.rollout.samplers import Answer, Sampling, grouped
-from worker.rollout.samplers.transformers import TransformersSampler
+from worker.rollout.distillation_rewards import TeacherRewards
 from worker.rollout.served_teacher import ServedTeacher, legible_tokens, retries_within, top_tokens
-from worker.rollout.taught import TeacherRewards
+from worker.sampling import Answer, Sampling, grouped
+from worker.sampling.transformers import TransformersSampler
+from worker.training.teacher import PolicyTeacher
 from worker.types import Prompt, Rollout, TrainingSequence
 
 PROMPTS = [Prompt(line, (8 + line, 9), {"messages": []}) for line in range(3)]

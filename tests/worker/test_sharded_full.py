@@ -21,16 +21,16 @@ from tests.worker.test_full import make_tied_model
 from tests.worker.test_offline_training import conversations, pairs
 from tests.worker.test_offline_training import settings as offline_settings
 from tests.worker.test_training import asked, relative_difference
-from worker.learn.distributed import LoadModel, load_checked, loading
-from worker.learn.offline import OfflineTrainer
-from worker.learn.rank_model import Model
-from worker.learn.trained import MOMENTS
-from worker.learn.trainer import PeftTrainer
-from worker.learn.world import World
 from worker.model.full import FullPolicy
 from worker.model.sharded_full import ShardedFullPolicy
 from worker.model.tensor_files import TensorFiles
 from worker.refusals import InvalidModel
+from worker.training.distributed import LoadModel, load_checked, loading
+from worker.training.offline import OfflineTrainer
+from worker.training.rank_model import Model
+from worker.training.trainable_weights import MOMENTS
+from worker.training.trainer import PeftTrainer
+from worker.training.world import World
 
 pytestmark = pytest.mark.slow
 
@@ -299,7 +299,7 @@ def test_a_gradient_that_is_not_finite_moves_no_part(
     policy = in_parts(world, models["untied"], settings)
     trainer = OfflineTrainer(policy, settings, token_budget=BUDGET, world=world)
     before = saved(trainer, tmp_path / "before")
-    trainer.gradient.add(conversations())
+    trainer.add(conversations())
 
     norm = trainer.trained.step(float("nan"), 0)
 

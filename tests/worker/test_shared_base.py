@@ -19,16 +19,19 @@ from core import fingerprint
 from core.registry import BaseModelEntry
 from core.settings import Settings
 from tests.families.zoo import FAMILIES
-from tests.worker.conftest import Bench
 from worker.model.policy import Base, Policy, load_weights, read_shape
 from worker.model.sizing import workload
 from worker.prepare.memory_plan import plan_memory
 from worker.prepare.model import BaseModel
-from worker.prepare.task import Task
-from worker.refusals import InvalidModel
+from worker.refusals import InvalidModel, ModelUnavailable
+from worker.sampling import Sampling
+from worker.sampling.transformers import TransformersSampler
 from worker.sharing import holder
 from worker.sharing.base import BaseLost, Offer, RunsAlone, SharedBase
 from worker.sharing.image import Image, opened
+from worker.sharing.turns import DeviceTurns
+from worker.supervisor.turn_server import TurnServer
+from worker.types import Prompt
 
 IDS = torch.arange(5, 25)[None]
 FREE = 10_000
@@ -111,10 +114,38 @@ def test_a_model_that_cannot_be_given_to_a_process_is_refused_by_name(tiny_base:
         Image(model)
 
 
+class CountedTurns(DeviceTurns):
+    """Counts how often the process offers its turn."""
+
+    offers = 0
+
+    def offer(self) -> None:
+        self.offers += 1
+        super().offer()
+
+
+def test_a_job_offers_its_turn_at_each_token_and_each_micro_batch(tmp_path: Path, tiny_base: Base) -> None:
+    server, model = TurnServer(tmp_path / "turns"), copy.deepcopy(tiny_base.model)
+    turns = CountedTurns(tmp_path / "turns")
+    turns.offer_before_each_forward(model)
+    policy = Policy(replace(tiny_base, model=model), rank=4, alpha=8, seed=3)
+    sampling = Sampling(2, temperature=1.0, max_completion_tokens=6, job_seed=0, step=1)
+
+    answers = list(TransformersSampler(policy).answers([Prompt(1, (5, 6, 7), {})], sampling))
+
+    tokens = max(len(answer.rollout.output_ids_T) for answer in answers)
+    assert turns.offers >= tokens > 1
+
+    sampled = turns.offers
+    policy.hidden(IDS, torch.arange(20)[None], torch.zeros(1, 20, dtype=torch.int64))
+    assert turns.offers == sampled + 1
+    server.close()
+
+
 class Held:
     """What the process that holds a base offers and has loaded, with threads in place of that process."""
 
-    def __init__(self, address: Path, entry: BaseModelEntry) -> None:
+    def __init__(self, address: Path, entry: BaseModelEntry, failure: Exception | None = None) -> None:
         self.offer: Future[Offer] = Future()
         self.image: Future[Image] = Future()
         self.entry = entry
@@ -124,7 +155,10 @@ class Held:
         self.listener.listen()
         arguments = [self.listener, self.offer, self.image]
         threading.Thread(target=holder.accept, args=arguments, daemon=True).start()
-        self.offer.set_result(Offer(entry, self.files, FREE))
+        if failure is None:
+            self.offer.set_result(Offer(entry, self.files, FREE))
+        else:
+            self.offer.set_exception(failure)
 
 
 @pytest.fixture
@@ -156,14 +190,13 @@ def test_each_job_has_an_equal_part_of_the_memory_beside_the_weights(held: Held,
     assert job.memory(weight_bytes=2_000) == 2_000 + (FREE - 2_000) // 4
 
 
-def test_a_job_that_does_not_fit_in_its_part_runs_alone(held: Held, address: Path, bench: Bench) -> None:
+def test_a_job_that_does_not_fit_in_its_part_runs_alone(held: Held, address: Path) -> None:
     shape = read_shape(held.entry, address.parent)
     base = BaseModel(held.entry, held.entry.locate(), shape, "cpu", "transformers", "1")
     work = workload(rank=4, prompt=5, completion=8, batch=2, group=4, valid_rows=4, eval_samples=1)
-    task = Task(bench.run().settings, [], [], work, "")
 
     with pytest.raises(RunsAlone, match=r"beside 3 others tiny at 13 tokens needs"):
-        plan_memory("tiny", base, task, Settings(), 1, shared=SharedBase(address, 4))
+        plan_memory("tiny", base, work, Settings(), 1, shared=SharedBase(address, 4))
 
 
 @pytest.mark.parametrize("change", ["entry", "files"])
@@ -187,6 +220,17 @@ def test_a_model_that_cannot_be_loaded_is_refused_as_if_the_job_had_loaded_it(
 
     with pytest.raises(InvalidModel, match="cannot be read"):
         job.load()
+
+
+def test_a_model_that_cannot_be_found_is_refused_as_if_the_job_had_looked_for_it(
+    address: Path, tiny_model: Path
+) -> None:
+    entry = BaseModelEntry(path=tiny_model, dtype="float32", context=128)
+    held = Held(address, entry, ModelUnavailable("the hub does not answer"))
+
+    with pytest.raises(ModelUnavailable, match="the hub does not answer"):
+        SharedBase(address, 2).refuse_other(entry, entry.locate())
+    held.listener.close()
 
 
 def test_an_error_of_the_process_that_holds_the_base_is_a_crash(held: Held, address: Path) -> None:

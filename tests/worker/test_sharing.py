@@ -15,11 +15,11 @@ from typing import Any, NoReturn
 import pytest
 from sqlalchemy import delete, select, update
 
+from core.claims import Claim
 from core.database.engine import Work
 from core.database.tables import Attempt as AttemptRow
 from core.database.tables import Checkpoint, Event, File, Job
 from core.jobs import lifecycle
-from core.jobs.claim import Claim
 from core.settings import Settings
 from tests import factories
 from tests.hyperparameters import in_groups
@@ -30,8 +30,9 @@ from worker.assemble import assemble
 from worker.attempt import Attempt
 from worker.child import run_attempt, run_claim
 from worker.sharing.base import RunsAlone
-from worker.supervise.sharing import why_alone
-from worker.supervise.supervisor import Supervisor
+from worker.sharing.turns import GONE
+from worker.supervisor.sharing import why_alone
+from worker.supervisor.supervisor import Supervisor
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="jobs share a base model on Linux only")
 
@@ -306,6 +307,22 @@ def test_a_run_that_does_not_fit_beside_others_tells_its_supervisor_why(
     [folder] = scratch
     assert folder.parent.name.startswith("regraft-run-") and not folder.parent.exists()
     assert "no room" in capfd.readouterr().err
+
+
+def test_a_run_whose_worker_gives_no_turns_fails_without_a_traceback(
+    bench: Bench, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    progress = tmp_path / "progress"
+    progress.touch()
+
+    def assemble_nothing(*arguments: Any) -> NoReturn:
+        raise AssertionError("it has no turns")
+
+    line = f"{bench.claim.job_id} {bench.claim.epoch} {tmp_path / 'nothing'}\n"
+    status = run_claim(line, Settings(data_dir=tmp_path), assemble_nothing, progress, lambda: False)
+
+    assert status == process.FAILED
+    assert capfd.readouterr().err == f"{GONE}\n"
 
 
 @pytest.mark.slow

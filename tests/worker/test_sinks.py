@@ -15,10 +15,10 @@ from tests.fakes import Notebook
 from tests.present import present, untyped
 from tests.worker.conftest import Bench
 from worker.child import closed_at_the_end
-from worker.record import results
-from worker.record.exporters import Card, choice, threads
-from worker.record.exporters.threads import ExporterThread, ExporterThreads, flat
-from worker.record.exporters.types import Ended, Sink
+from worker.recording import results
+from worker.recording.exporters import Card, choice, threads
+from worker.recording.exporters.threads import ExporterThread, ExporterThreads, flat
+from worker.recording.exporters.types import Ended, Sink
 from worker.refusals import UserMistake
 
 CARD = Card("ftjob-1", "colours", "ftjob-1", None, (), {"model": "tiny"})
@@ -59,7 +59,7 @@ def test_a_run_is_opened_fed_and_finished_in_order(bench: Bench) -> None:
         train(run)
 
     assert book.pages == [("start", "ftjob-1"), *(("step", n) for n in range(5)), ("finish", "succeeded")]
-    assert not threads.left_behind()
+    assert not threads.has_abandoned_threads()
 
 
 def test_metrics_have_the_names_of_the_listing_and_of_the_result_file(bench: Bench) -> None:
@@ -120,6 +120,11 @@ def test_a_mistake_of_the_user_ends_the_run_there_as_failed() -> None:
     assert book.pages[-1] == ("finish", "failed")
 
 
+def test_a_run_that_fails_before_its_sinks_are_started_raises_its_own_error() -> None:
+    with pytest.raises(UserMistake), closed_at_the_end(feeds_for(Notebook())):
+        raise UserMistake("invalid_model", "no")
+
+
 def test_a_job_that_is_somebody_elses_is_not_ended_for_them(bench: Bench) -> None:
     book, run = Notebook(), bench.run()
     run.exporters = feeds_for(book)
@@ -129,7 +134,7 @@ def test_a_job_that_is_somebody_elses_is_not_ended_for_them(bench: Bench) -> Non
         train(run)
 
     assert "finish" not in dict(book.pages)
-    assert threads.left_behind()
+    assert threads.has_abandoned_threads()
 
 
 # What cannot go wrong.
@@ -162,7 +167,7 @@ def test_a_service_that_never_answers_stops_no_run(bench: Bench) -> None:
     assert bench.job().status == "succeeded"
     assert len(bench.steps()) == 5
     assert told == ["TimeoutError: the service did not respond before the run ended"]
-    assert threads.left_behind()
+    assert threads.has_abandoned_threads()
     hung.freed.set()
 
 
@@ -173,7 +178,7 @@ def test_one_that_fails_to_the_end_is_given_up() -> None:
     exporters.start(steps(0))
     exporters.close("succeeded")
 
-    assert threads.left_behind()
+    assert threads.has_abandoned_threads()
     assert len(told) == 1
 
 

@@ -1,11 +1,8 @@
 """Sampling and learning that take turns on the same GPUs."""
 
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,16 +14,14 @@ from tests.fakes import learn
 from tests.hyperparameters import in_groups
 from tests.present import untyped
 from tests.worker.test_training import asked, drawn, prompt, sampling
-from worker.assemble import report_placement
-from worker.learn.step_hooks import HookedTrainer
-from worker.learn.trainer import PeftTrainer
 from worker.model.policy import Policy
 from worker.model.sizing import Estimate, MemoryPlan
 from worker.model.teachers import TeacherModel
 from worker.prepare.memory_plan import takes_turns
-from worker.rollout.samplers import engine
-from worker.rollout.samplers.placement import ONE_ENGINE
-from worker.rollout.samplers.wire import Abort, Asleep, EngineReady, FallAsleep, SampleBatch, Stepped, WakeUp
+from worker.prepare.rollouts import report_placement
+from worker.sampling.placement import ONE_ENGINE
+from worker.training.step_hooks import HookedTrainer
+from worker.training.trainer import PeftTrainer
 from worker.types import Group, Rollout, UpdateMetrics
 
 GROUP = Group(cast(Any, None), (Rollout((1,), (0.0,), "", "stop"),), (Grade(1.0),))
@@ -127,63 +122,3 @@ def test_the_placement_of_a_job_says_whether_its_engines_sleep(sleeps: bool) -> 
     [(message, data)] = diary.said
     assert ("They sleep while the job learns." in message) is sleeps
     assert data["sleeps"] is sleeps
-
-
-class Engine:
-    """An engine with a request that never ends, which has to be awake to compute."""
-
-    def __init__(self) -> None:
-        self.busy, self.is_awake = False, True
-
-    def start(self, batch: SampleBatch) -> None:
-        self.busy = True
-
-    def step(self) -> Stepped:
-        assert self.is_awake
-        return Stepped(())
-
-    def abort(self) -> None:
-        self.busy = False
-
-    def sleep(self) -> None:
-        self.busy = self.is_awake = False
-
-    def wake_up(self) -> None:
-        self.is_awake = True
-
-
-@pytest.fixture
-def run() -> Iterator[Connection]:
-    """The run's end of the connection to an engine."""
-    ours, theirs = Pipe()
-
-    def work() -> None:
-        with pytest.raises(EOFError):
-            untyped(engine.serve)(theirs, Engine())
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    yield ours
-    ours.close()
-    thread.join()
-
-
-def answer_to(run: Connection, message: object) -> object:
-    """The first reply that is no step."""
-    run.send(message)
-    while isinstance(reply := run.recv(), Stepped):
-        pass
-    return reply
-
-
-def test_an_engine_drops_its_requests_to_sleep_and_is_ready_when_it_is_awake_again(run: Connection) -> None:
-    assert run.recv() == EngineReady()
-    run.send(SampleBatch(None, ()))
-    assert run.recv() == Stepped(())
-
-    assert answer_to(run, FallAsleep()) == Asleep()
-    assert not run.poll(), "an engine that sleeps computes nothing"
-    assert answer_to(run, WakeUp()) == EngineReady()
-    run.send(SampleBatch(None, ()))
-    assert run.recv() == Stepped(())
-    assert answer_to(run, Abort()) == EngineReady()

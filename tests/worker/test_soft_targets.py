@@ -18,11 +18,11 @@ from tests.echo import echoes_of
 from tests.graders.servers import serving
 from tests.present import present
 from tests.worker.rounding import assert_same_gradient
-from worker.learn.offline import SoftTargetTrainer
-from worker.learn.soft_targets import forward_kl, forward_kl_to_top
-from worker.learn.teacher import TeacherPolicy
 from worker.model.policy import Policy
 from worker.rollout.served_teacher import ServedTeacher
+from worker.training.offline import SoftTargetTrainer
+from worker.training.soft_targets import forward_kl, forward_kl_to_top
+from worker.training.teacher import TeacherPolicy
 from worker.types import Pack, TrainingSequence
 
 MakePolicy = Callable[..., Policy]
@@ -198,7 +198,7 @@ def test_a_step_has_the_loss_and_the_gradient_of_a_plain_computation(
     trainer = taught(student, teacher, budget=budget, temperature=1.5)
     trainer.soft_targets.chunk = chunk
 
-    totals = trainer.gradient.add(conversations())
+    totals = trainer.add(conversations())
     loss = plain_loss(plain, teacher, 1.5)
     loss.backward()  # type: ignore[no-untyped-call]
 

@@ -1,16 +1,18 @@
 """The table of step metrics has every metric that a run records, and no other."""
 
+import math
 from dataclasses import fields
 
 import pytest
 from pydantic import ValidationError
 
 from core.results.step_metrics import COLUMNS, METRICS, SECTIONS, StepMetrics
+from core.text import to_json
 from tests.fakes import Skill
 from tests.present import untyped
 from tests.worker.conftest import Bench
-from worker.record.metrics import message
-from worker.record.results import row
+from worker.recording.metrics import message
+from worker.recording.results import row
 from worker.types import UpdateMetrics
 
 NAMES = {metric.name for metric in METRICS}
@@ -98,3 +100,26 @@ def test_the_event_of_a_step_has_its_rewards_or_its_kl_to_the_teacher() -> None:
     assert message(graded) == "Step 2/4 , train mean reward=0.50, full validation mean reward=0.25"
     assert message(taught) == "Step 2/4 , KL to the teacher=0.75, full validation KL to the teacher=0.62"
     assert message(before) == "Step 0/4 , full validation KL to the teacher=1.50"
+
+
+def test_a_number_that_is_none_is_null_in_every_part_of_a_step() -> None:
+    measured = {
+        "step": 3,
+        "train_loss": math.nan,
+        "full_valid_loss": math.inf,
+        "train_mean_chosen_reward": -math.inf,
+        "teacher_kl": math.nan,
+        "sampling_entropy": math.nan,
+        "scores": {"graders": [{"name": "exact", "train_reward_mean": math.nan}]},
+    }
+
+    step = StepMetrics.model_validate(measured)
+
+    assert to_json(step.to_data()) == to_json(
+        {
+            **dict.fromkeys(measured, None),
+            "step": 3,
+            "scores": {"graders": [{"name": "exact", "train_reward_mean": None}]},
+        }
+    )
+    assert message(step) == "Step 3/0"

@@ -9,8 +9,9 @@ from core.jobs.hyperparameters import Hyperparameters, Resolved, resolve
 from graders.types import ErrorKind, Grade, StepScore
 from tests.hyperparameters import in_groups
 from tests.worker.test_training import packs_of
-from worker.learn import grpo
 from worker.rollout.steps import token_ends, with_steps_only
+from worker.training import grpo
+from worker.training.policy_loss import signal
 from worker.types import Group, Prompt, Rollout
 
 # Pieces of text as tokens; the last one is a stop token that no text shows.
@@ -126,8 +127,8 @@ def test_with_outcome_the_steps_have_no_say(group: Group) -> None:
 
 
 def test_equal_scores_with_different_steps_are_signal_for_process_only(group: Group) -> None:
-    assert grpo.signal(group.taught_by("process")) == "mixed"
-    assert grpo.signal(group.taught_by("outcome")) == "equal"
+    assert signal(group, settings()) == "mixed"
+    assert signal(group, settings(supervision="outcome")) == "equal"
 
 
 def test_an_answer_without_steps_counts_as_ungraded_and_says_why(group: Group) -> None:

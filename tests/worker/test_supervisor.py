@@ -1,29 +1,36 @@
 """What becomes of a job when its run ends, well or badly. The runs here are one-line child processes."""
 
+import errno
 import os
-import select
+import select as selecting
 import signal
+import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+from sqlalchemy import select, update
 from sqlalchemy.exc import OperationalError
 
-from core.database.engine import Work
+from core.claims import Claim
+from core.database.engine import Database, Work
 from core.database.tables import Job
 from core.jobs import lifecycle, run_logs
 from core.jobs.lifecycle import MAX_CRASH_MESSAGE
 from core.settings import Settings
 from core.storage.store import BlobInfo, FolderBlobs
+from tests import factories
+from tests.descriptors import no_free_descriptor
 from tests.present import present
 from tests.worker.conftest import Bench
 from tests.worker.kernel import FakeKernel
-from worker import process
-from worker.supervise.supervisor import RunProgress, Supervisor
+from worker import forking, process
+from worker.forking import ForkServer
+from worker.supervisor.supervisor import MAX_GPU_FAILURES, REST_SECONDS, RunProgress, Supervisor
 
 pytestmark = pytest.mark.slow  # starts child processes
 
@@ -127,7 +134,7 @@ class Reader(FolderBlobs):
 def test_the_log_of_a_run_can_be_read_while_it_runs(
     bench: Bench, supervise: Callable[..., tuple[Any, Child]], tmp_path: Path
 ) -> None:
-    """This one goes on only when somebody has read how it began."""
+    """This one continues only after its beginning was read."""
     told = tmp_path / "told"
     os.mkfifo(told)
     source = f"say = __import__('sys').stderr.write; say('begun\\n'); open({str(told)!r}).readline(); say('done\\n')"
@@ -256,7 +263,7 @@ def test_a_cancel_ends_the_child(bench: Bench, supervise: Callable[..., tuple[An
 def test_a_database_that_is_away_for_a_moment_costs_nothing(
     bench: Bench, supervise: Callable[..., tuple[Any, Child]], tmp_path: Path
 ) -> None:
-    """The run goes on, and its end is written down once the database is back."""
+    """The run continues, and its end is recorded once the database is available again."""
     release = tmp_path / "release"
     os.mkfifo(release)
     source = f"open({str(release)!r}).read(); sys = __import__('sys'); sys.exit(75)"
@@ -342,6 +349,44 @@ def test_a_run_that_gets_nowhere_is_killed_and_tried_again(
     assert "made no progress for 0.2 s (REGRAFT_HANG_SECONDS)" in bench.events("warn")[-1]
 
 
+class HungDriver(ForkServer):
+    """Its processes are inside a driver that hangs: they end at no signal, so their end is never reported."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.controls: list[socket.socket] = []
+
+    def send(self, files: Sequence[int]) -> None:
+        group = subprocess.Popen(
+            [sys.executable, "-c", "import signal; signal.pause()"], start_new_session=True
+        )
+        control = socket.socket(fileno=os.dup(files[1]))
+        control.send(f"pid {group.pid}".encode())
+        self.controls.append(control)
+
+
+@pytest.mark.skipif(not forking.FORKS, reason="processes are not forked here")
+def test_a_run_that_survives_its_kill_is_recorded_and_its_worker_claims_no_other_job(bench: Bench) -> None:
+    """No signal ends a process inside a hung driver. Only the start of another worker can find the GPU usable."""
+    with lifecycle.fenced(bench.database, bench.claim) as (session, job):
+        lifecycle.release(session, job)
+        factories.job(session, bench.project)
+    settings = Settings(data_dir=bench.tmp_path, hang_seconds=0.2)
+    supervisor = Supervisor(
+        settings,
+        bench.database,
+        bench.blobs,
+        lambda progress: [sys.executable, "-m", "worker.child"],
+        fork_server=HungDriver(),
+    )
+
+    assert supervisor.run_waiting() == 1
+
+    assert supervisor.has_lost_device
+    assert bench.job().failures == 1
+    assert "was killed: its process does not end, as in a driver that hangs" in bench.events("warn")[-1]
+
+
 def test_progress_is_seen_by_our_own_clock_whatever_that_of_the_file_says(tmp_path: Path) -> None:
     now = [0.0]
     file = tmp_path / "progress"
@@ -354,6 +399,19 @@ def test_progress_is_seen_by_our_own_clock_whatever_that_of_the_file_says(tmp_pa
     assert progress.still_for() == 0.0
     now[0] = 60.0
     assert progress.still_for() == 10.0
+
+
+def test_a_worker_without_a_free_descriptor_has_no_news_of_its_run(tmp_path: Path) -> None:
+    """And watches it on: the next reading has the news."""
+    now, file = [0.0], tmp_path / "progress"
+    file.touch()
+    process.now_of(file).write_text('{"phase": "sampling"}')
+    progress = RunProgress(file, lambda: now[0])
+    now[0] += 2.0
+
+    with no_free_descriptor():
+        assert progress.news() is None
+    assert progress.news() == {"phase": "sampling"}
 
 
 def test_what_a_child_started_ends_with_it(
@@ -408,6 +466,174 @@ def alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     try:
-        return not select.select([handle], [], [], 10)[0]
+        return not selecting.select([handle], [], [], 10)[0]
     finally:
         os.close(handle)
+
+
+class Scarce(ForkServer):
+    """A machine on which no process can be forked, or which has no file descriptor left, as for a minute."""
+
+    def __init__(self, cause: OSError | None) -> None:
+        super().__init__("tests.worker.unforkable")
+        self.cause = cause
+
+    def send(self, files: Sequence[int]) -> None:
+        if self.cause is not None:
+            raise self.cause
+        super().send(files)
+
+
+@pytest.mark.skipif(not forking.FORKS, reason="processes are not forked here")
+@pytest.mark.parametrize(
+    ("missing", "said"),
+    [
+        (OSError(errno.EMFILE, "Too many open files"), "Too many open files"),
+        (None, "Resource temporarily unavailable"),  # as the fork server meets it
+    ],
+    ids=["descriptors", "processes"],
+)
+def test_a_worker_that_cannot_start_a_process_queues_the_job_again_at_no_cost(
+    bench: Bench, missing: OSError | None, said: str
+) -> None:
+    with lifecycle.fenced(bench.database, bench.claim) as (session, job):
+        lifecycle.release(session, job)
+    command = [sys.executable, "-m", "worker.child"]
+    settings = Settings(data_dir=bench.tmp_path)
+    supervisor = StopsAfterOne(
+        settings, bench.database, bench.blobs, lambda progress: command, fork_server=Scarce(missing)
+    )
+
+    supervisor.run_waiting()
+
+    job = bench.job()
+    assert (job.status, job.failures) == ("queued", 0)
+    [waits] = bench.events("warn")
+    assert waits.startswith("Fine-tuning job waits: its worker cannot start it: ")
+    assert said in waits
+
+
+def test_a_worker_that_cannot_follow_the_log_of_a_run_leaves_no_process_behind(
+    bench: Bench, tmp_path: Path
+) -> None:
+    with lifecycle.fenced(bench.database, bench.claim) as (session, job):
+        lifecycle.release(session, job)
+    child = Child(tmp_path, WAIT)
+
+    def follow_log(*options: Any) -> NoReturn:
+        assert child.started.wait(30)
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    supervisor = StopsAfterOne(
+        Settings(data_dir=tmp_path), bench.database, bench.blobs, child, follow_log=follow_log
+    )
+
+    supervisor.run_waiting()
+
+    [pid] = child.pids
+    assert not Path(f"/proc/{pid}").exists()
+    assert (bench.job().status, bench.job().failures) == ("queued", 0)
+    assert "Too many open files" in bench.events("warn")[0]
+
+
+def test_a_job_that_its_worker_cannot_start_leaves_the_next_turn_to_another(
+    bench: Bench, supervise: Callable[..., tuple[Any, Child]]
+) -> None:
+    """The worker rests. If that job were due by then, it would again be the oldest one, for ever."""
+    exits = (
+        f"import sys; sys.exit({process.UNSTARTED} if {bench.claim.job_id!r} in sys.stdin.readline() else 1)"
+    )
+    supervisor, _ = supervise(exits, Rested, max_failures=0)
+    with bench.database.write() as session:
+        other = factories.job(session, bench.project).id
+
+    supervisor.run_waiting()
+    supervisor.rest()
+    with bench.database.write() as session:  # so much time has passed
+        session.execute(update(Job).values(next_run_at=Job.next_run_at - REST_SECONDS))
+    supervisor.run_waiting()
+
+    with bench.database.read() as session:
+        assert session.scalars(select(Job.status).where(Job.id == other)).one() == "failed"
+    assert (bench.job().status, bench.job().failures) == ("queued", 0)
+
+
+@pytest.mark.parametrize(
+    ("status", "claimed"), [(process.RESTS, 1), (process.GPU_UNUSABLE, 1), (process.PUT_OFF, 3)]
+)
+def test_a_worker_whose_machine_can_run_no_job_leaves_the_queue_to_others(
+    bench: Bench, supervise: Callable[..., tuple[Any, Child]], status: int, claimed: int
+) -> None:
+    """Unless the job needs what other jobs do not, such as an environment of its grader."""
+    supervisor, _ = supervise(f"import sys; sys.exit({status})", Rested, max_failures=0)
+    with bench.database.write() as session:
+        for _ in range(2):
+            factories.job(session, bench.project)
+
+    assert supervisor.run_waiting() == claimed
+
+
+def test_a_worker_ends_after_some_jobs_in_a_row_that_could_not_use_its_gpu(
+    bench: Bench, supervise: Callable[..., tuple[Any, Child]]
+) -> None:
+    supervisor, _ = supervise(f"import sys; sys.exit({process.GPU_UNUSABLE})", Rested, max_failures=0)
+    with bench.database.write() as session:
+        for _ in range(MAX_GPU_FAILURES):
+            factories.job(session, bench.project)
+
+    claimed = 0
+    while not supervisor.has_lost_device:
+        claimed += supervisor.run_waiting()
+        supervisor.rest()
+
+    assert claimed == MAX_GPU_FAILURES
+    assert supervisor.run_waiting() == 0
+
+
+class Rested(Supervisor):
+    """A supervisor whose rest can be passed at once."""
+
+    def __init__(self, settings: Settings, database: Database, blobs: FolderBlobs, child: Child) -> None:
+        super().__init__(settings, database, blobs, child, clock=lambda: self.now)
+        self.now = 0.0
+
+    def rest(self) -> None:
+        self.now += REST_SECONDS
+
+
+class Renewing(StopsAfterOne):
+    """Notes when it renews the lease, by a clock that each query of a slow database advances. Stops at the third."""
+
+    def __init__(self, settings: Settings, database: Database, blobs: FolderBlobs, child: Child) -> None:
+        super().__init__(settings, database, blobs, child, clock=lambda: self.now)
+        self.now, self.renewed = 0.0, list[float]()
+
+    def _is_ours(self, claim: Claim, renew: bool) -> bool:
+        if renew:
+            self.renewed.append(self.now)
+        if len(self.renewed) == 3:
+            self.stop()
+        self.now += 2.5
+        return super()._is_ours(claim, renew)
+
+
+def test_a_lease_is_renewed_in_time_when_the_database_answers_slowly(
+    supervise: Callable[..., tuple[Any, Child]],
+) -> None:
+    supervisor, _ = supervise(WAIT, Renewing, lease_seconds=8.0)
+
+    supervisor.run_waiting()
+
+    assert supervisor.renewed == [2.5, 5.0, 7.5]
+
+
+def test_a_drain_ends_in_time_when_the_database_answers_slowly(
+    bench: Bench, supervise: Callable[..., tuple[Any, Child]]
+) -> None:
+    ignores = "import signal; signal.signal(15, signal.SIG_IGN); signal.pause()"
+    supervisor, _ = supervise(ignores, Renewing, lease_seconds=8.0, drain_seconds=5.0)
+
+    supervisor.run_waiting()
+
+    assert supervisor.now <= 7.5 + 5.0 + 2.5
+    assert bench.job().status == "queued"

@@ -1,6 +1,7 @@
 """Blobs that nothing refers to: all of them are found, and nothing else is."""
 
 import asyncio
+import errno
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,8 +16,8 @@ from core.storage.store import BlobEntry, BlobStore, FolderBlobs, S3Blobs
 from tests.servers import SeaweedFS
 from tests.worker.conftest import Bench
 from worker.cli import main, service
-from worker.supervise.reconciler import Reconciler
-from worker.supervise.retention import HOUR, SWEEP_SECONDS, Retention, sweep
+from worker.supervisor.reconciler import Reconciler
+from worker.supervisor.retention import HOUR, SWEEP_SECONDS, Retention, sweep
 
 
 @pytest.fixture
@@ -70,7 +71,7 @@ def test_the_log_of_an_attempt_stays_as_long_as_the_attempt(bench: Bench, base: 
 def test_after_a_whole_run_there_is_nothing_to_sweep(bench: Bench) -> None:
     """Two attempts, with validation, retired checkpoints and a result file; everything is old."""
     run = bench.run()
-    run.stop_requested = lambda: run.trainer.updates == 2
+    run.stop_requested = lambda: run.experience.trainer.updates == 2
     asyncio.run(run.train())
     bench.again()
     job = bench.train()
@@ -357,3 +358,51 @@ def test_the_command_takes_another_age_but_none_that_could_hit_what_is_under_way
         assert "must be at least 1" in capsys.readouterr().err
 
     assert command("--older-than-hours", "2")[-1].startswith("Removed 1 ")
+
+
+class Locked(FolderBlobs):
+    """Refuses to delete one blob, as a retention lock does."""
+
+    def delete(self, key: str) -> None:
+        if key.endswith("locked"):
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+        super().delete(key)
+
+
+def test_a_blob_that_cannot_be_deleted_keeps_no_other(
+    bench: Bench, base: str, retention: Retention, clock: Clock
+) -> None:
+    retention.blobs = Locked(bench.tmp_path / "blobs")
+    for name in ("file-locked", "file-a", "file-z"):
+        put(bench, f"{base}/files/{name}")
+    clock.now = HOUR + 1
+
+    retention.orphans()
+
+    assert list(bench.blobs.list("")) == [f"{base}/files/file-locked"]
+
+
+def test_a_part_that_cannot_be_deleted_keeps_no_other(bench: Bench, base: str, retention: Retention) -> None:
+    retention.blobs = Locked(bench.tmp_path / "blobs")
+    with bench.database.write() as session:
+        for name in ("locked", "a"):
+            upload = Upload(
+                project_id=bench.project.id,
+                filename="a",
+                purpose="fine-tune",
+                mime_type="x",
+                bytes=1,
+                expires_at=2,
+                status="expired",
+            )
+            session.add(upload)
+            session.flush()
+            key = put(bench, f"{base}/uploads/{upload.id}/{name}")
+            session.add(UploadPart(upload_id=upload.id, bytes=1, blob_key=key))
+
+    retention.expired_uploads()
+
+    with bench.database.read() as session:
+        [left] = session.query(UploadPart)
+    assert left.blob_key.endswith("/locked")
+    assert list(bench.blobs.list("")) == [left.blob_key]

@@ -13,17 +13,18 @@ from core.jobs.hyperparameter_groups import LoraTargets
 from core.jobs.hyperparameter_places import param_of
 from core.jobs.hyperparameters import Hyperparameters, resolve
 from core.registry import BaseModelEntry
+from core.units import GIB
 from tests.families.zoo import CONTEXT, FAMILIES, Family
 from tests.hyperparameters import in_groups
-from worker.model import memory, sizing, support
+from worker.model import compatibility, memory, sizing
 from worker.model.adapters import adaptable_layers, adapter_targets
 from worker.model.architecture import without_weights
 from worker.model.policy import Policy, load_base
 from worker.prepare.model import BaseModel
 from worker.prepare.task import refuse_absent_targets
 from worker.refusals import InvalidTargets, UserMistake
-from worker.rollout.samplers import Sampling
-from worker.rollout.samplers.transformers import TransformersSampler
+from worker.sampling import Sampling
+from worker.sampling.transformers import TransformersSampler
 from worker.types import Prompt
 
 
@@ -119,7 +120,7 @@ class TestChosen:
     ) -> None:
         folder = family(title).save(tmp_path / "base")
         policy = policy_on(folder, targets)
-        support.probe(policy, sampled=True)
+        compatibility.probe(policy, sampled=True)
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
             for parameter in policy.trainable:
@@ -216,7 +217,7 @@ def test_a_plan_counts_the_chosen_layers() -> None:
         "valid_rows": 1,
         "eval_samples": 1,
     }
-    machine = sizing.Machine("cpu", sizing.GIB * 8, "transformers")
+    machine = sizing.Machine("cpu", GIB * 8, "transformers")
 
     cases: list[tuple[str, LoraTargets]] = [
         ("all", "all-linear"),

@@ -11,12 +11,13 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, writ
 from graders.sandbox import pool
 from graders.spec import parse_grader
 from graders.types import ErrorKind, Grade, Item, Sample
+from tests.descriptors import no_free_descriptor
 from tests.fakes import ExactGrader
 from tests.present import untyped
 from tests.worker.conftest import GRADER, Bench
 from worker import instruments
 from worker.instruments import ObservedGrader
-from worker.supervise.telemetry import Gpus, Runs, Sandbox, SandboxLayers
+from worker.supervisor.telemetry import Gpus, Runs, Sandbox, SandboxLayers
 
 
 def read(collector: Runs | Gpus | Sandbox | SandboxLayers) -> dict[Any, Any]:
@@ -117,6 +118,20 @@ def grown(before: dict[Any, Any], *series: str) -> Any:
     return counted().get(series, 0) - before.get(series, 0)
 
 
+def test_a_worker_without_a_free_descriptor_counts_its_runs_and_answers(tmp_path: Path) -> None:
+    runs, child = Runs("h200"), Child(tmp_path / "run.prom")
+
+    with no_free_descriptor(), runs.following(child.file):
+        busy = read(runs)
+    child.work(tokens=100, seconds=3, reward=0.5)
+    with runs.following(child.file), no_free_descriptor():
+        unread = read(runs)
+
+    assert busy["regraft_worker_busy", "h200"] == 1
+    assert unread == {("regraft_worker_busy", "h200"): 1, ("regraft_worker_jobs", "h200"): 1}
+    assert read(runs)["regraft_worker_busy", "h200"] == 0
+
+
 def test_each_grader_of_a_multi_is_counted_by_its_type() -> None:
     exact = {"type": "string_check", "input": "{{sample.output_text}}", "operation": "eq", "reference": "a"}
     spec = parse_grader(
@@ -152,9 +167,9 @@ def test_each_grader_of_a_multi_is_counted_by_its_type() -> None:
 def test_a_step_and_its_tokens_are_counted_by_the_loop_itself(bench: Bench) -> None:
     before = counted()
     run = bench.run()
-    run.sampler = instruments.ObservedSampler(run.sampler)
-    run.collector.sampler = run.sampler
-    run.rewards.grader = ObservedGrader(ExactGrader(), parse_grader(GRADER))
+    run.experience.sampler = instruments.ObservedSampler(run.experience.sampler)
+    run.experience.collector.sampler = run.experience.sampler
+    run.experience.rewards.grader = ObservedGrader(ExactGrader(), parse_grader(GRADER))
     asyncio.run(run.train())
 
     steps = bench.steps()
@@ -198,6 +213,19 @@ def test_the_gpus_are_told_of_as_nvidia_smi_sees_them() -> None:
         ("regraft_gpu_memory_used_bytes", "1"): 0,
         ("regraft_gpu_memory_total_bytes", "1"): 143771 * 2**20,
     }
+
+
+def test_nvidia_smi_that_hangs_delays_its_readers_once(tmp_path: Path) -> None:
+    """Each of its processes may stay inside the driver that hangs until the machine is restarted."""
+    started, now = tmp_path / "started", [0.0]
+    gpus = Gpus(lambda: now[0])
+    untyped(gpus).command = ("sh", "-c", f"printf x >> '{started}'; exec sleep 600")
+
+    for _ in range(3):
+        assert read(gpus) == {}
+        now[0] += gpus.fresh_seconds
+
+    assert started.read_text() == "x"
 
 
 @pytest.mark.parametrize("broken", ["missing", "failing"])

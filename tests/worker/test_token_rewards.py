@@ -22,11 +22,12 @@ from tests.worker.test_training import (
     with_gap,
 )
 from tests.worker.test_updates import MIXED, sampled, weights_of
-from worker.learn import batch, token_rewards
-from worker.learn.gradient import OwnGradient
-from worker.learn.token_rewards import Moments
-from worker.learn.trainer import PeftTrainer
 from worker.model.policy import Policy
+from worker.training import policy_loss, token_rewards
+from worker.training.gradient import LocalGradient
+from worker.training.policy_loss import PolicyLoss
+from worker.training.token_rewards import Moments
+from worker.training.trainer import PeftTrainer
 
 # Two answers, of two tokens and of one.
 ANSWER = torch.tensor([0, 0, 1])
@@ -183,8 +184,8 @@ class TestReinforcePlusPlus:
         learn(trainer, groups)
         halves = trainer.gradients
         whole = packed_gradients(policy, groups, asked({"loss": "reinforce_plus_plus", "kl": 0.1}), 4096)
-        shares = [batch.share_of(group, settings, policy.text) for group in groups]
-        parts = batch.in_mini_batches(shares, 2, seed=0)
+        shares = [policy_loss.contribution_of(group, settings, policy.text) for group in groups]
+        parts = policy_loss.in_mini_batches(shares, 2, seed=0)
         counts = [sum(length for share in part for length in share.lengths) for part in parts]
 
         both = [(a * counts[0] + b * counts[1]) / sum(counts) for a, b in zip(*halves, strict=True)]
@@ -230,25 +231,29 @@ class TestReinforcePlusPlus:
         rollouts = groups[0].rollouts_G
         long = next(rollout for rollout in rollouts if len(rollout.output_ids_T) > 4)
         forced = tuple(replace(one, forced=2, grammar_start=3) if one is long else one for one in rollouts)
-        own = OwnGradient(policy, settings, token_budget=4096)
+        own = LocalGradient(PolicyLoss(policy, settings), token_budget=4096)
 
         shares = [
-            batch.share_of(group, settings, policy.text)
+            policy_loss.contribution_of(group, settings, policy.text)
             for group in (replace(groups[0], rollouts_G=forced), *groups[1:])
         ]
         own.remember([present(share.pack) for share in shares], 0)
 
-        whole, _ = batch.divisors(shares, settings)
+        whole, _ = policy_loss.divisors(shares, settings)
         every = sum(len(one.output_ids_T) for group in groups for one in group.rollouts_G)
         ungraded = len(groups[2].rollouts_G[0].output_ids_T)
-        assert own.reward_tokens(settings.kl).advantages.count == whole == every - ungraded - 2
+        assert (
+            own.of_kept(PolicyLoss.reward_tokens, settings.kl)[0].advantages.count
+            == whole
+            == every - ungraded - 2
+        )
 
     def test_reports_say_who_was_trained_on_and_no_single_advantage(
         self, policy: Policy, groups: list[Any]
     ) -> None:
-        found = batch.lessons(groups, asked({"loss": "reinforce_plus_plus"}))
+        found = policy_loss.answer_signals(groups, asked({"loss": "reinforce_plus_plus"}))
 
-        assert [lesson.is_trained for lessons in found for lesson in lessons] == [True] * 8 + [False] + [
-            True
-        ] * 3
-        assert {lesson.advantage for lessons in found for lesson in lessons} == {None}
+        assert [lesson.is_trained for answer_signals in found for lesson in answer_signals] == [True] * 8 + [
+            False
+        ] + [True] * 3
+        assert {lesson.advantage for answer_signals in found for lesson in answer_signals} == {None}

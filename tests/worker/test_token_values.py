@@ -15,11 +15,11 @@ from tests.fakes import learn
 from tests.hyperparameters import in_groups
 from tests.present import untyped
 from tests.tiny import WORDS, make_byte_model, tiny_tokenizer
-from worker.learn.batch import lessons
-from worker.learn.trainer import PeftTrainer
 from worker.model.policy import Policy
-from worker.model.spelling import Speller
-from worker.record.rollouts import rows_of, with_tokens
+from worker.model.token_text import TokenTexts
+from worker.recording.rollouts import rows_of, with_tokens
+from worker.training.policy_loss import answer_signals
+from worker.training.trainer import PeftTrainer
 from worker.types import GradedStep, Group, Prompt, Rollout, TokenValues
 
 QUESTION = Prompt(1, (3, 30, 6, 4), {"messages": []})
@@ -48,18 +48,22 @@ def spell(ids: Any) -> list[str]:
     return [f" {WORDS[id]}" for id in ids]
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("scale", ["none", "group", "batch"])
 def test_the_trainer_returns_the_log_probability_and_the_advantage_of_each_token(
-    make_policy: Callable[..., Policy], scale: str
+    make_policy: Callable[..., Policy], scale: str, overlap: bool
 ) -> None:
     std = None if scale == "none" else "population"
-    chosen = settings(kl=0.1).model_copy(update={"advantage_scale": scale, "std": std})
+    asked = {"overlap": True} if overlap else {"kl": 0.1}
+    chosen = settings(**asked).model_copy(update={"advantage_scale": scale, "std": std})
     groups = [group(1.0, 0.0, line=1), group(0.5, 0.25, line=2)]
 
-    update = learn(PeftTrainer(make_policy(), chosen, token_budget=4096, keeps_tokens=True), groups)
+    # With `overlap` the gradient of the first group is computed before the second one is there.
+    budget = 12 if overlap else 4096
+    update = learn(PeftTrainer(make_policy(), chosen, token_budget=budget, keeps_tokens=True), groups)
 
     gaps = []
-    for one, learned_G in zip(groups, lessons(groups, chosen), strict=True):
+    for one, learned_G in zip(groups, answer_signals(groups, chosen), strict=True):
         for rollout, lesson in zip(one.rollouts_G, learned_G, strict=True):
             values = update.tokens[id(rollout)]
             assert list(values.advantages_T) == pytest.approx([lesson.advantage] * 3, rel=1e-5)
@@ -122,14 +126,14 @@ class TestTexts:
     ) -> None:
         ids = byte_tokenizer.encode("a\u00e9\U0001f600b", add_special_tokens=False)
 
-        assert Speller(byte_tokenizer)(ids) == ["a", "", "\u00e9", "", "", "", "\U0001f600", "b"]
+        assert TokenTexts(byte_tokenizer)(ids) == ["a", "", "\u00e9", "", "", "", "\U0001f600", "b"]
 
     def test_a_character_that_the_answer_cuts_off_is_shown_as_unfinished(
         self, byte_tokenizer: PreTrainedTokenizerBase
     ) -> None:
         ids = byte_tokenizer.encode("a\U0001f600", add_special_tokens=False)[:-1]
 
-        texts = Speller(byte_tokenizer)(ids)
+        texts = TokenTexts(byte_tokenizer)(ids)
 
         assert (texts[0], texts[-1][0]) == ("a", "\ufffd")
         assert "".join(texts) == byte_tokenizer.decode(ids)
@@ -138,8 +142,8 @@ class TestTexts:
         tokenizer = tiny_tokenizer()
         ids = tokenizer.encode("yes yes green <end>")
 
-        assert Speller(tokenizer)(ids) == ["yes", " yes", " green", " <end>"]
-        assert Speller(tokenizer)([]) == []
+        assert TokenTexts(tokenizer)(ids) == ["yes", " yes", " green", " <end>"]
+        assert TokenTexts(tokenizer)([]) == []
 
 
 class TestStored:

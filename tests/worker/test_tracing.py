@@ -63,7 +63,7 @@ def test_a_grade_is_part_of_its_step_and_so_are_the_phases(
     collector: InMemorySpanExporter, bench: Bench
 ) -> None:
     run = bench.run()
-    run.rewards.grader = ObservedGrader(ExactGrader(), parse_grader(GRADER))
+    run.experience.rewards.grader = ObservedGrader(ExactGrader(), parse_grader(GRADER))
 
     with tracing.exported("", "test", collector), tracing.attempt("ftjob-1", 1):
         asyncio.run(run.train())

@@ -16,13 +16,13 @@ from tests.fakes import RecordingTrainer, learn
 from tests.hyperparameters import in_groups
 from tests.present import present, untyped
 from tests.tiny import WORDS
-from worker.learn import batch, grpo
-from worker.learn.trainer import PeftTrainer
-from worker.model import attention
+from worker.model import attention, batch
 from worker.model.generation import choose
 from worker.model.policy import Policy, Route
-from worker.rollout.samplers import Sampling, grouped
-from worker.rollout.samplers.transformers import TransformersSampler, Wave, waves
+from worker.sampling import Sampling, grouped
+from worker.sampling.transformers import TransformersSampler, Wave, waves
+from worker.training import grpo, policy_loss
+from worker.training.trainer import PeftTrainer
 from worker.types import Group, Pack, Prompt, Rollout, TrainingSequence
 
 SETTINGS = resolve(
@@ -215,7 +215,7 @@ class TestPacking:
         trainer = PeftTrainer(policy, SETTINGS, token_budget=4096)
         packs = packs_of(groups, SETTINGS.model_copy(update={"kl": 0.1}), policy.text)
 
-        logp, _ = trainer.own.logprobs(batch.tensors_of(packs))
+        logp, _ = trainer.loss.logprobs(batch.tensors_of(packs))
 
         expected = torch.cat(
             [plain_logprobs(policy, p.prompt_ids, s.output_ids_T) for p in packs for s in p.sequences]
@@ -229,7 +229,7 @@ class TestPacking:
         tensors = batch.tensors_of(packs)
         causal = torch.zeros_like(tensors.segment)  # one segment, that of the prompt
 
-        logp, _ = trainer.own.logprobs(replace(tensors, segment=causal))
+        logp, _ = trainer.loss.logprobs(replace(tensors, segment=causal))
 
         expected = torch.cat(
             [plain_logprobs(policy, p.prompt_ids, s.output_ids_T) for p in packs for s in p.sequences]
@@ -310,7 +310,7 @@ class TestUpdate:
         trainer = PeftTrainer(policy, SETTINGS, token_budget=4096)
 
         def loss_now() -> torch.Tensor:
-            logp, _ = trainer.own.logprobs(tensors)
+            logp, _ = trainer.loss.logprobs(tensors)
             return grpo.loss(
                 logp,
                 tensors.sampled_logp_M.double() + 0.1,
@@ -455,8 +455,8 @@ def relative_difference(ours: list[torch.Tensor], expected: list[torch.Tensor]) 
 
 def packs_of(groups: list[Any], settings: Resolved, decode: Callable[..., Any]) -> list[Any]:
     """What a step computes, with all that it is divided by in the weights and advantages."""
-    shares = [batch.share_of(group, settings, decode) for group in groups]
-    whole, std = batch.divisors(shares, settings)
+    shares = [policy_loss.contribution_of(group, settings, decode) for group in groups]
+    whole, std = policy_loss.divisors(shares, settings)
     return [
         Pack(
             share.pack.prompt_ids,

@@ -24,11 +24,11 @@ from core.jobs.offline_hyperparameters import (
 from tests.present import untyped
 from tests.worker.rounding import assert_same_gradient
 from tests.worker.test_offline_training import conversations
-from worker.learn import grpo, preference
-from worker.learn.offline import OfflineTrainer
-from worker.learn.offline_gradient import Pairs, pair_loss
-from worker.learn.reward import bradley_terry
 from worker.model.policy import Policy
+from worker.training import grpo, preference
+from worker.training.offline import OfflineTrainer
+from worker.training.preference import Pairs, pair_loss
+from worker.training.reward import bradley_terry
 from worker.types import Pack
 
 # Two pairs, preferred answers first as in TRL: a prompt token, then answers of different lengths and padding.
@@ -353,7 +353,7 @@ def test_the_supervised_loss_is_that_of_trl(make_policy: Callable[..., Policy], 
     loss.backward()
 
     trainer = OfflineTrainer(ours, resolve_supervised(rows), token_budget=budget)
-    totals = trainer.gradient.add(rows)
+    totals = trainer.add(rows)
 
     assert totals.loss / totals.counted == pytest.approx(loss.item(), rel=1e-5)
     [accuracy] = metrics["mean_token_accuracy"]

@@ -27,12 +27,13 @@ from tests.worker.test_training import (
     sampling,
     with_gap,
 )
-from worker.learn import batch
-from worker.learn.trainer import PeftTrainer
+from worker.model import batch
 from worker.model.policy import Policy
-from worker.record.recorder import JobRecorder
+from worker.recording.recorder import JobRecorder
 from worker.refusals import UnsupportedModel
-from worker.rollout.samplers.choice import report_left_out
+from worker.sampling.choice import report_left_out
+from worker.training import policy_loss
+from worker.training.trainer import PeftTrainer
 from worker.types import Group
 
 LOSSES = ["grpo", "dr_grpo", "bnpo", "dapo", "cispo", "gspo"]
@@ -140,7 +141,7 @@ class TestWhatCounts:
             tensors = right(*args)
             return replace(tensors, target_M=tensors.target_M.roll(1))
 
-        monkeypatch.setattr("worker.learn.gradient.tensors_of", shifted)
+        monkeypatch.setattr("worker.training.policy_loss.tensors_of", shifted)
 
         assert relative_difference(packed_gradients(policy, groups, settings, 4096), expected) > 0.1
 
@@ -305,10 +306,10 @@ class TestMiniBatches:
     def test_each_part_is_a_step_clipped_against_the_policy_that_sampled(self, policy: Policy) -> None:
         settings = asked({"loss": "grpo", "kl": 0.1, "mini_batches": 2, "updates_per_batch": 2})
         groups = [with_gap(group, n) for n, group in enumerate(sampled(policy, list(self.FOUR)))]
-        shares = [batch.share_of(group, settings, policy.text) for group in groups]
+        shares = [policy_loss.contribution_of(group, settings, policy.text) for group in groups]
         parts = [
             [group for group in groups if group.prompt.line in {share.line for share in part}]
-            for part in batch.in_mini_batches(shares, 2, seed=0)
+            for part in policy_loss.in_mini_batches(shares, 2, seed=0)
         ]
         began = {
             r.output_ids_T: plain_logprobs(policy, g.prompt.ids, r.output_ids_T).detach()
@@ -344,8 +345,8 @@ class TestMiniBatches:
         learn(whole, groups[::-1])
         metrics = learn(divided, groups)
 
-        shares = [batch.share_of(group, three, policy.text) for group in groups]
-        parts = batch.in_mini_batches(shares, 3, seed=0)
+        shares = [policy_loss.contribution_of(group, three, policy.text) for group in groups]
+        parts = policy_loss.in_mini_batches(shares, 3, seed=0)
         weights = [sum(len(share.lengths) for share in part) / 16 for part in parts]
         assert 1 < len(parts) == len(divided.gradients)
         total = [
@@ -357,10 +358,13 @@ class TestMiniBatches:
 
     def test_the_division_depends_on_the_lines_and_the_seed_alone(self, policy: Policy) -> None:
         settings = asked({})
-        shares = [batch.share_of(group, settings, policy.text) for group in sampled(policy, list(self.FOUR))]
+        shares = [
+            policy_loss.contribution_of(group, settings, policy.text)
+            for group in sampled(policy, list(self.FOUR))
+        ]
 
         def lines(order: list[Any], seed: int) -> list[set[int]]:
-            return [{one.line for one in part} for part in batch.in_mini_batches(order, 2, seed=seed)]
+            return [{one.line for one in part} for part in policy_loss.in_mini_batches(order, 2, seed=seed)]
 
         assert lines(shares, 1) == lines(shares[::-1], 1)
         assert len({tuple(map(frozenset, lines(shares, seed))) for seed in range(9)}) > 1
@@ -461,9 +465,11 @@ class TestReference:
         metrics = [learn(trainer, groups) for trainer in (first, second)]
 
         assert metrics[0] == metrics[1]
-        assert second.own.reference is not None
-        assert first.own.reference is not None
-        assert all(torch.equal(a, b) for a, b in zip(first.own.reference, second.own.reference, strict=True))
+        assert second.loss.reference is not None
+        assert first.loss.reference is not None
+        assert all(
+            torch.equal(a, b) for a, b in zip(first.loss.reference, second.loss.reference, strict=True)
+        )
         assert all(
             torch.equal(a, b)
             for a, b in zip(weights_of(first.policy), weights_of(second.policy), strict=True)

@@ -1,4 +1,4 @@
-"""A job that was begun by another version of the code goes on under this one, or says why it cannot.
+"""A job that was begun by another version of the code resumes under this one, or says why it cannot.
 
 What the other version left is written out here, file by file, so that it does not change with the code that writes it.
 """
@@ -16,16 +16,17 @@ from safetensors.torch import save_file
 from sqlalchemy import select
 
 from core.database.tables import Checkpoint, File, Job
-from core.jobs.hyperparameters import Hyperparameters, Resolved, kept, resolve
+from core.jobs.hyperparameters import Hyperparameters, Resolved, resolve, with_first_values
 from core.settings import Settings
 from graders.spec import parse_grader
 from tests.fakes import ExactGrader
 from tests.present import present
 from tests.worker.conftest import Bench
 from worker.assemble import assemble
-from worker.learn.trainer import PeftTrainer
 from worker.model.policy import Policy
-from worker.record.checkpoints import FORMAT, JobCheckpoints, UnknownFormat
+from worker.recording.checkpoints import FORMAT, JobCheckpoints, UnknownFormat
+from worker.rollout.experience import RolloutExperience
+from worker.training.trainer import PeftTrainer
 
 pytestmark = pytest.mark.slow  # runs whole jobs
 
@@ -194,7 +195,7 @@ def checkpoints(bench: Bench) -> JobCheckpoints:
 
 @pytest.fixture
 def trainer(make_policy: Callable[..., Policy]) -> PeftTrainer:
-    settings = kept(resolve(Hyperparameters(), rows=40, parameters=1000, context=128), RESOLVED)
+    settings = with_first_values(resolve(Hyperparameters(), rows=40, parameters=1000, context=128), RESOLVED)
     return PeftTrainer(make_policy(), settings, token_budget=512)
 
 
@@ -217,7 +218,7 @@ def test_a_checkpoint_of_format_1_is_continued_to_the_last_bit(
     assert full_of([one["exp_avg_sq"] for one in moments], lambda n: 0.2 * n)
     assert {one["step"].item() for one in moments} == {5.0}
     assert trainer.steps_taken == 5
-    assert full_of(trainer.own.reference, lambda n: 0.3)
+    assert full_of(trainer.loss.reference, lambda n: 0.3)
     assert torch.equal(torch.get_rng_state(), rng())
 
 
@@ -265,21 +266,21 @@ def automatic(**changes: Any) -> Resolved:
 
 def test_a_job_keeps_the_hyperparameters_that_it_was_begun_with() -> None:
     """A version that chooses another rank, or another number of steps, must not do so in the middle of a job."""
-    assert kept(automatic(lora_rank=64, total_steps=7), RESOLVED).model_dump() == RESOLVED
+    assert with_first_values(automatic(lora_rank=64, total_steps=7), RESOLVED).model_dump() == RESOLVED
 
 
 def test_a_hyperparameter_that_is_new_has_its_automatic_value() -> None:
     older = {name: value for name, value in RESOLVED.items() if name != "warmup_steps"}
 
-    assert kept(automatic(warmup_steps=3), older).warmup_steps == 3
+    assert with_first_values(automatic(warmup_steps=3), older).warmup_steps == 3
 
 
 def test_a_hyperparameter_that_is_gone_is_forgotten() -> None:
-    assert kept(automatic(), RESOLVED | {"colour": "red"}).model_dump() == RESOLVED
+    assert with_first_values(automatic(), RESOLVED | {"colour": "red"}).model_dump() == RESOLVED
 
 
 def test_a_job_that_begins_now_has_what_this_version_chooses() -> None:
-    assert kept(automatic(lora_rank=64), None) == automatic(lora_rank=64)
+    assert with_first_values(automatic(lora_rank=64), None) == automatic(lora_rank=64)
 
 
 def test_a_run_that_is_loaded_again_has_the_hyperparameters_of_the_first(
@@ -314,8 +315,10 @@ def test_a_run_that_is_loaded_again_has_the_hyperparameters_of_the_first(
         lambda: None,
     )
 
-    assert (run.settings.lora_rank, run.settings.total_steps) == (2, 77)
+    experience = run.experience
+    assert isinstance(experience, RolloutExperience)
+    assert (experience.settings.lora_rank, experience.settings.total_steps) == (2, 77)
     assert (present(bench.job().resolved)["lora_rank"], present(bench.job().resolved)["group_size"]) == (
         2,
-        run.settings.group_size,
+        experience.settings.group_size,
     )

@@ -29,7 +29,7 @@ from tests.present import present
 from tests.worker.conftest import GRADER, Bench
 from tests.worker.test_memory import QWEN3_14B
 from worker.rollout.rows import read_rows
-from worker.supervise.validation import dry_run, validate_next
+from worker.supervisor.validation import dry_run, validate_next
 
 GOOD: dict[str, Any] = {"messages": [{"role": "user", "content": "say red"}], "answer": "red"}
 
@@ -136,7 +136,7 @@ def test_an_outage_during_the_validation_is_waited_for_and_an_event(
 
     assert (job.status, job.failures, away.errors) == ("queued", 0, [])
     assert bench.events("warn")[-2] == "The validation waits for the file descriptors."
-    assert "The blob store was unavailable" in bench.events("warn")[-1]
+    assert "The network was unavailable" in bench.events("warn")[-1]
 
 
 def test_a_worker_that_stops_during_an_outage_leaves_the_job_to_another_one(
@@ -149,6 +149,31 @@ def test_a_worker_that_stops_during_an_outage_leaves_the_job_to_another_one(
 
     assert (job.status, job.lease_expires_at, job.failures, wakes) == ("validating_files", None, 0, [])
     assert bench.events()[-1] == "Validation interrupted, it will start over"
+
+
+def test_a_models_file_that_the_operator_has_broken_puts_the_job_off(
+    bench: Bench, validate: Callable[..., tuple[Job, list[tuple[str, str]] | None]], tmp_path: Path
+) -> None:
+    """The API keeps the earlier content, so the job was accepted."""
+    models = tmp_path / "models.toml"
+    models.write_text("[models.tiny\n")
+
+    job, wakes = validate([GOOD], models_file=models)
+
+    assert (job.status, job.lease_expires_at, job.failures, wakes) == ("validating_files", None, 0, [])
+    assert f"Fine-tuning job waits: {models}" in bench.events("warn")[-1]
+
+
+def test_a_validation_that_fails_for_an_unknown_reason_ends_its_attempt_with_that_reason(
+    bench: Bench, validate: Callable[..., tuple[Job, list[tuple[str, str]] | None]]
+) -> None:
+    """Otherwise its lease would expire, and the reason would be that the worker stopped answering."""
+    faulty = AwayBlobs(bench.tmp_path / "blobs", KeyError("answer"))
+
+    job, wakes = validate([GOOD], blobs=faulty)
+
+    assert (job.status, job.lease_expires_at, job.failures, wakes) == ("validating_files", None, 1, [])
+    assert "the validation failed: KeyError: 'answer'" in bench.events("warn")[-1]
 
 
 def test_a_file_that_is_missing_from_a_store_with_others_fails_the_job(
@@ -228,7 +253,7 @@ def test_what_is_logged_meanwhile_says_of_which_job(
 ) -> None:
     stream = io.StringIO()
     handler = logs.handler("json", stream)
-    log = logging.getLogger("worker.supervise.validation")
+    log = logging.getLogger("worker.supervisor.validation")
     log.setLevel(logging.INFO)
     log.addHandler(handler)
     try:

@@ -11,7 +11,7 @@ from regraft.types import Verdict as ShownVerdict
 from core.jobs.verdict import Verdict
 from graders.types import ErrorKind, Grade
 from tests.present import present, untyped
-from worker.record.verdict import (
+from worker.recording.verdict import (
     MIN_ROWS,
     RewardComparison,
     bootstrap_interval,

@@ -21,20 +21,24 @@ from core.storage.store import FolderBlobs
 from graders.spec import parse_grader
 from tests.fakes import EverySecond, Skill, SkillTrainer
 from tests.hyperparameters import in_groups
+from tests.own_engines import engines_of
 from tests.tiny import make_tiny_model
 from tests.worker import vllm_parallel
 from tests.worker.conftest import GRADER, Bench
-from worker.assemble import assemble, coordinated
+from worker.assemble import assemble
 from worker.model.policy import Policy, load_base
-from worker.rollout.samplers import Answer, Sampling, grouped
-from worker.rollout.samplers.placement import Placement
-from worker.rollout.samplers.requests import same
-from worker.rollout.samplers.vllm import VllmSampler, installed
+from worker.packages import vllm_version
+from worker.prepare.rollouts import coordinated
+from worker.prepare.run_memory import Resizable
+from worker.sampling import Answer, Sampling, grouped
+from worker.sampling.placement import Placement
+from worker.sampling.vllm import VllmSampler, with_own_engines
+from worker.sampling.weights import same
 from worker.types import Prompt, Rollout
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(installed() is None, reason="vLLM is not installed"),
+    pytest.mark.skipif(vllm_version() is None, reason="vLLM is not installed"),
 ]
 ROOT = Path(__file__).parents[2]
 HOW = Sampling(group_size=3, temperature=1.0, max_completion_tokens=60, job_seed=5, step=1)
@@ -74,7 +78,7 @@ def two(policy: Policy, lost: list[str]) -> Iterator[VllmSampler]:
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)  # or each engine would compile vLLM again
         placement = Placement(tensor_parallel=1, gpus_E=((), ()))
-        sampler = VllmSampler(
+        sampler = with_own_engines(
             policy, placement=placement, kv_cache_bytes=1 << 24, threads=1, on_restart=lost.append
         )
         yield sampler
@@ -118,7 +122,7 @@ def test_two_engines_share_the_groups_and_give_the_answers_that_one_gives(
 ) -> None:
     answers = two.answers(prompts, HOW)
     first = next(answers)
-    groups_E = [{request.prompt for request in engine.requests.values()} for engine in two.engines.values()]
+    groups_E = [{id.split("/")[0] for id in engine.unfinished} for engine in engines_of(two).values()]
     together = grouped([first, *answers], len(prompts), HOW.group_size)
 
     assert all(groups_E), "an engine had nothing to do"
@@ -202,16 +206,26 @@ def test_an_engine_of_two_processes_gives_the_same_answers_with_the_adapter_from
         assert has_ended(worker), "a worker outlives its engine"
 
 
+class Asleep:
+    """A plan with which the engines sleep during each step."""
+
+    def use(self, sampler: Resizable) -> None:
+        self._sampler = sampler
+
+    def before_step(self) -> None:
+        self._sampler.sleep()
+
+
 def test_engines_that_slept_while_the_job_learned_have_its_new_adapter_and_give_the_same_answers(
     two: VllmSampler, policy: Policy, prompts: list[Prompt]
 ) -> None:
     """On a CPU vLLM pauses and drops what its cache holds; its memory is not released there."""
     before = drawn(two, prompts)
-    trainer = coordinated(SkillTrainer(Skill()), two, sleeps=True, continues=False)
+    trainer = coordinated(SkillTrainer(Skill()), two, Asleep(), continues=False)
 
     trainer.step()
     trainer.step()  # changes nothing
-    asleep = [engine.is_asleep for engine in two.engines.values()]
+    asleep = [engine.is_asleep for engine in engines_of(two).values()]
     move(policy, 3)
     moved = drawn(two, prompts)
     trainer.step()
@@ -219,7 +233,7 @@ def test_engines_that_slept_while_the_job_learned_have_its_new_adapter_and_give_
 
     assert asleep == [True, True]
     assert drawn(two, prompts) == before != moved
-    assert not any(engine.is_asleep for engine in two.engines.values())
+    assert not any(engine.is_asleep for engine in engines_of(two).values())
 
 
 def test_engines_that_still_sample_for_a_reader_that_left_sleep_all_the_same(
@@ -230,7 +244,7 @@ def test_engines_that_still_sample_for_a_reader_that_left_sleep_all_the_same(
 
     two.sleep()
 
-    assert not any(engine.requests for engine in two.engines.values())
+    assert not any(engine.unfinished for engine in engines_of(two).values())
     assert drawn(two, prompts) == before
 
 
@@ -242,7 +256,7 @@ def test_a_killed_engine_costs_only_its_unfinished_answers_which_the_other_engin
     answers: list[Answer] = []
     for answer in two.answers(prompts, how):
         if not answers:
-            victim = max(two.engines.values(), key=lambda engine: len(engine.requests))
+            victim = max(engines_of(two).values(), key=lambda engine: len(engine.unfinished))
             os.kill(victim.child.pid, signal.SIGKILL)
         answers.append(answer)
 
@@ -257,7 +271,7 @@ def test_an_engine_that_dies_asleep_is_restarted_for_the_next_sample(
     before = drawn(two, prompts)
     lost.clear()
     two.sleep()
-    pid = two.engines[0].child.pid
+    pid = engines_of(two)[0].child.pid
     os.kill(pid, signal.SIGKILL)
     assert has_ended(pid)
 

@@ -20,25 +20,27 @@ from core.storage.store import FolderBlobs
 from graders.spec import parse_grader
 from tests.fakes import EverySecond
 from tests.hyperparameters import in_groups
+from tests.own_engines import engines_of
 from tests.tiny import WORDS, make_tiny_model, tiny_tokenizer
 from tests.worker.conftest import GRADER, Bench
 from tests.worker.test_offline_training import conversations
 from tests.worker.test_offline_training import settings as offline_settings
 from tests.worker.test_vllm_sampler import drawn, gaps, prompt, sampling
 from worker.assemble import assemble
-from worker.learn.offline import OfflineTrainer
 from worker.model.full import FullPolicy
 from worker.model.policy import load_base
-from worker.rollout.samplers.placement import Placement
-from worker.rollout.samplers.published import PublishedWeights
-from worker.rollout.samplers.transformers import TransformersSampler
-from worker.rollout.samplers.vllm import installed
-from worker.rollout.samplers.vllm_full import FullVllmSampler
+from worker.packages import vllm_version
+from worker.sampling.placement import Placement
+from worker.sampling.published import PublishedWeights
+from worker.sampling.transformers import TransformersSampler
+from worker.sampling.vllm import VllmSampler, with_own_engines
+from worker.sampling.weights import WeightFiles
+from worker.training.offline import OfflineTrainer
 from worker.types import Prompt, Rollout
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(installed() is None, reason="vLLM is not installed"),
+    pytest.mark.skipif(vllm_version() is None, reason="vLLM is not installed"),
 ]
 # Long ones, so that whole blocks of vLLM's cache are shared.
 TEXTS = ["red green blue cat dog bird " * 20 + end for end in ("now", "please")]
@@ -50,9 +52,9 @@ def policy_on(folder: Path) -> FullPolicy:
 
 
 @contextmanager
-def sampling_from(policy: FullPolicy, folder: Path, **arguments: Any) -> Iterator[FullVllmSampler]:
-    weights = PublishedWeights(policy, str(folder))
-    sampler = FullVllmSampler(policy, weights, kv_cache_bytes=1 << 24, threads=1, **arguments)
+def sampling_from(policy: FullPolicy, folder: Path, **arguments: Any) -> Iterator[VllmSampler]:
+    weights = WeightFiles(policy, PublishedWeights(policy, str(folder)))
+    sampler = with_own_engines(policy, weights=weights, kv_cache_bytes=1 << 24, threads=1, **arguments)
     try:
         yield sampler
     finally:
@@ -78,7 +80,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def sampler(policy: FullPolicy, files: Path) -> Iterator[FullVllmSampler]:
+def sampler(policy: FullPolicy, files: Path) -> Iterator[VllmSampler]:
     with sampling_from(policy, files) as sampler:
         yield sampler
 
@@ -101,7 +103,7 @@ def ids(groups: list[tuple[Rollout, ...]]) -> list[list[tuple[int, ...]]]:
 
 
 def test_after_each_step_answers_are_sampled_from_the_new_weights(
-    sampler: FullVllmSampler, policy: FullPolicy, prompts: list[Prompt], files: Path
+    sampler: VllmSampler, policy: FullPolicy, prompts: list[Prompt], files: Path
 ) -> None:
     """And from keys and values that they have computed: the prompts are those of the step before."""
     before = drawn(sampler, prompts, sampling())
@@ -116,15 +118,17 @@ def test_after_each_step_answers_are_sampled_from_the_new_weights(
 
 
 def test_greedy_answers_are_those_of_the_trainers_own_model(
-    sampler: FullVllmSampler, policy: FullPolicy, prompts: list[Prompt]
+    sampler: VllmSampler, policy: FullPolicy, prompts: list[Prompt]
 ) -> None:
     greedy = sampling(group_size=1, temperature=0.0)
 
     assert ids(drawn(sampler, prompts, greedy)) == ids(drawn(TransformersSampler(policy), prompts, greedy))
 
 
-def test_an_engine_of_two_processes_that_starts_from_the_checkpoint_gives_the_same_answers(
-    sampler: FullVllmSampler, policy: FullPolicy, prompts: list[Prompt], tmp_path: Path
+# By day test_vllm_engines.py has an engine of two processes.
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.thorough)])
+def test_an_engine_that_starts_from_the_checkpoint_gives_the_same_answers(
+    sampler: VllmSampler, policy: FullPolicy, prompts: list[Prompt], tmp_path: Path, processes: int
 ) -> None:
     take_a_step(policy)
     (tmp_path / "checkpoint").mkdir()
@@ -132,7 +136,7 @@ def test_an_engine_of_two_processes_that_starts_from_the_checkpoint_gives_the_sa
     expected = drawn(sampler, prompts, sampling())
     resumed = policy_on(tmp_path / "checkpoint")
 
-    placement = Placement(tensor_parallel=2, gpus_E=((),))
+    placement = Placement(tensor_parallel=processes, gpus_E=((),))
     with sampling_from(resumed, tmp_path, placement=placement) as fresh:
         assert ids(drawn(fresh, prompts, sampling())) == ids(expected)
         take_a_step(resumed)
@@ -140,28 +144,28 @@ def test_an_engine_of_two_processes_that_starts_from_the_checkpoint_gives_the_sa
 
 
 def test_an_engine_that_is_killed_comes_back_with_the_current_weights(
-    sampler: FullVllmSampler, policy: FullPolicy, prompts: list[Prompt]
+    sampler: VllmSampler, policy: FullPolicy, prompts: list[Prompt]
 ) -> None:
     take_a_step(policy)
     expected = drawn(sampler, prompts, sampling())
-    pid = sampler.engines[0].child.pid
+    pid = engines_of(sampler)[0].child.pid
     process = os.pidfd_open(pid)
     os.kill(pid, signal.SIGKILL)
     assert select.select([process], [], [], 60.0)[0]
     os.close(process)
 
     assert ids(drawn(sampler, prompts, sampling())) == ids(expected)
-    assert sampler.engines[0].child.pid != pid
+    assert engines_of(sampler)[0].child.pid != pid
 
 
 def test_engines_that_have_slept_load_the_weights_again(
-    sampler: FullVllmSampler, policy: FullPolicy, prompts: list[Prompt]
+    sampler: VllmSampler, policy: FullPolicy, prompts: list[Prompt]
 ) -> None:
     expected = drawn(sampler, prompts, sampling())
 
     sampler.sleep()
 
-    assert sampler.engines[0].is_asleep
+    assert engines_of(sampler)[0].is_asleep
     assert ids(drawn(sampler, prompts, sampling())) == ids(expected)
 
 

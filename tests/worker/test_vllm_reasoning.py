@@ -6,21 +6,22 @@ from typing import Any
 
 import pytest
 
-from core.response_format import held_to
+from core.response_format import response_schema
 from graders.types import Grade
 from tests.fakes import learn
 from tests.present import present
-from tests.worker.test_steering import LETTER, load_thinking
+from tests.worker.test_token_constraints import LETTER, load_thinking
 from tests.worker.test_training import asked
-from worker.learn.trainer import PeftTrainer
 from worker.model.policy import Policy
-from worker.rollout.samplers import Sampling, grouped
-from worker.rollout.samplers.vllm import VllmSampler, installed
+from worker.packages import vllm_version
+from worker.sampling import Sampling, grouped
+from worker.sampling.vllm import VllmSampler, with_own_engines
+from worker.training.trainer import PeftTrainer
 from worker.types import Group, Prompt
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(installed() is None, reason="vLLM is not installed"),
+    pytest.mark.skipif(vllm_version() is None, reason="vLLM is not installed"),
 ]
 
 
@@ -34,7 +35,7 @@ def sampler(policy: Policy) -> Iterator[VllmSampler]:
     with pytest.MonkeyPatch.context() as patch:
         # Without bytecode the engine's process would compile vLLM again.
         patch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
-        sampler = VllmSampler(policy, kv_cache_bytes=1 << 25, threads=1)
+        sampler = with_own_engines(policy, kv_cache_bytes=1 << 25, threads=1)
         yield sampler
         sampler.close()
 
@@ -45,7 +46,13 @@ def test_the_trainer_gives_its_tokens_the_probabilities_that_vllm_had(
 ) -> None:
     prompt = Prompt(1, tuple(policy.render([{"role": "user", "content": "?"}])), {})
     how = Sampling(
-        8, 1.0, 64, job_seed=1, step=1, held_to=held_to(schema) if schema else "", thinking_budget=budget
+        8,
+        1.0,
+        64,
+        job_seed=1,
+        step=1,
+        response_schema=response_schema(schema) if schema else "",
+        thinking_budget=budget,
     )
 
     [rollouts] = grouped(sampler.answers([prompt], how), 1, 8)
@@ -60,6 +67,6 @@ def test_the_trainer_gives_its_tokens_the_probabilities_that_vllm_had(
         assert all(json.loads(one.text)["letter"] in ("a", "b") for one in answered)
     grades = tuple(Grade(float(number % 2)) for number in range(8))
     trainer = PeftTrainer(
-        policy, asked({"max_completion_tokens": 64}), token_budget=4096, held_to=how.held_to
+        policy, asked({"max_completion_tokens": 64}), token_budget=4096, response_schema=how.response_schema
     )
     assert present(learn(trainer, [Group(prompt, tuple(rollouts), grades)]).logprob_gap_max) < 1e-4

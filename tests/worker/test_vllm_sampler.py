@@ -1,6 +1,7 @@
 """vLLM behind the sampler's protocol: the same function as the trainer's, and a process that may die.
 
-One engine on a tiny model serves the whole file; the tests that kill it leave a fresh one behind.
+One engine on a tiny model of words serves the whole file, and one on a model of bytes, which can write JSON. The tests
+that kill an engine leave a fresh one behind.
 """
 
 import asyncio
@@ -22,26 +23,27 @@ import torch
 
 from core.jobs.hyperparameters import Hyperparameters, resolve
 from core.registry import BaseModelEntry
-from core.response_format import held_to
+from core.response_format import response_schema
 from core.settings import Settings
+from tests.own_engines import engines_of
 from tests.present import untyped
 from tests.tiny import WORDS, make_byte_model, make_tiny_model
-from worker.learn.batch import tensors_of
-from worker.learn.trainer import PeftTrainer
 from worker.model import memory, sizing
+from worker.model.batch import tensors_of
 from worker.model.policy import Policy, load_base
+from worker.packages import vllm_version
 from worker.progress import PROGRESS
 from worker.refusals import SamplerUnusable
-from worker.rollout.samplers import Sampling, choice, grouped
-from worker.rollout.samplers.engine_process import EngineLost, EngineProcess
-from worker.rollout.samplers.transformers import TransformersSampler
-from worker.rollout.samplers.vllm import VllmSampler, installed
-from worker.rollout.samplers.wire import AdapterBytes, EngineConfig
+from worker.sampling import Sampling, choice, grouped
+from worker.sampling.own import OwnEngines
+from worker.sampling.transformers import TransformersSampler
+from worker.sampling.vllm import VllmSampler, with_own_engines
+from worker.training.trainer import PeftTrainer
 from worker.types import Pack, Prompt, Rollout, TrainingSequence
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(installed() is None, reason="vLLM is not installed"),
+    pytest.mark.skipif(vllm_version() is None, reason="vLLM is not installed"),
 ]
 ROOT = Path(__file__).parents[2]
 KV_CACHE_BYTES = 1 << 24
@@ -58,9 +60,25 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
 @pytest.fixture(scope="module")
 def sampler(policy: Policy) -> Iterator[VllmSampler]:
     with pytest.MonkeyPatch.context() as patch:
-        # Four engines start in this file; without bytecode each would compile vLLM again.
+        # Without bytecode each engine would compile vLLM again.
         patch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
-        sampler = VllmSampler(policy, kv_cache_bytes=KV_CACHE_BYTES, threads=1)
+        sampler = with_own_engines(policy, kv_cache_bytes=KV_CACHE_BYTES, threads=1)
+        yield sampler
+        sampler.close()
+
+
+@pytest.fixture(scope="module")
+def writer(tmp_path_factory: pytest.TempPathFactory) -> Policy:
+    folder = make_byte_model(tmp_path_factory.mktemp("bytes"))
+    base = load_base("bytes", BaseModelEntry(path=folder, dtype="float32", context=256), folder, "cpu")
+    return Policy(base, rank=4, alpha=8, seed=0)
+
+
+@pytest.fixture(scope="module")
+def continuing(writer: Policy) -> Iterator[VllmSampler]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+        sampler = with_own_engines(writer, kv_cache_bytes=KV_CACHE_BYTES, threads=1, continues=True)
         yield sampler
         sampler.close()
 
@@ -68,7 +86,7 @@ def sampler(policy: Policy) -> Iterator[VllmSampler]:
 @pytest.fixture
 def restarts(sampler: VllmSampler, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     reasons: list[Any] = []
-    monkeypatch.setattr(sampler, "on_restart", reasons.append)
+    monkeypatch.setattr(sampler.engines, "on_restart", reasons.append)
     return reasons
 
 
@@ -136,7 +154,7 @@ def gaps(
     ]
     batch = tensors_of(packs, policy.device)
     with torch.no_grad(), under():
-        return (trainer.own.logprobs(batch)[0] - batch.sampled_logp_M).abs()
+        return (trainer.loss.logprobs(batch)[0] - batch.sampled_logp_M).abs()
 
 
 def test_an_adapter_on_some_layers_is_the_same_in_the_engine(
@@ -167,33 +185,22 @@ SCHEMA = {
 
 
 def test_answers_are_held_to_the_schema_and_the_trainer_has_the_same_probabilities(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    continuing: VllmSampler, writer: Policy
 ) -> None:
-    """With an engine of its own, whose tokens are bytes: the tiny model's words cannot spell JSON."""
-    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
-    folder = make_byte_model(tmp_path)
-    base = load_base("bytes", BaseModelEntry(path=folder, dtype="float32", context=256), folder, "cpu")
-    policy = Policy(base, rank=4, alpha=8, seed=0)
-    move(policy, 1)
-    prompts = [prompt(policy, "?" * n, n) for n in (1, 2)]
-    how = sampling(max_completion_tokens=48, held_to=held_to(SCHEMA))
-    with PROGRESS.phase("training"):
-        sampler = VllmSampler(policy, kv_cache_bytes=KV_CACHE_BYTES, threads=1)
-    try:
-        groups = drawn(sampler, prompts, how)
-    finally:
-        sampler.close()
-    assert PROGRESS.now()["phase"] == "starting the sampler", "which the first answers waited for"
-    trainer = PeftTrainer(policy, resolve(Hyperparameters(), rows=8, parameters=1000, context=256),
-                          token_budget=4096, held_to=how.held_to)  # fmt: skip
+    move(writer, 1)
+    prompts = [prompt(writer, "?" * n, n) for n in (1, 2)]
+    how = sampling(max_completion_tokens=48, response_schema=response_schema(SCHEMA))
+    groups = drawn(continuing, prompts, how)
+    trainer = PeftTrainer(writer, resolve(Hyperparameters(), rows=8, parameters=1000, context=256),
+                          token_budget=4096, response_schema=how.response_schema)  # fmt: skip
     answers = [
         [TrainingSequence(r.output_ids_T, r.logprobs_T, (1.0,) * len(r.output_ids_T), 1.0) for r in g]
         for g in groups
     ]
     packs = [Pack(one.ids, tuple(group)) for one, group in zip(prompts, answers, strict=True)]
-    batch = trainer.own.tensors(packs)
+    batch = trainer.loss.tensors(packs)
     with torch.no_grad():
-        gap = (trainer.own.logprobs(batch)[0] - batch.sampled_logp_M).abs()
+        gap = (trainer.loss.logprobs(batch)[0] - batch.sampled_logp_M).abs()
 
     finished = [json.loads(r.text) for group in groups for r in group if r.finish_reason == "stop"]
     assert len(finished) >= 4
@@ -218,7 +225,7 @@ class TestSameFunction:
     def test_what_is_sampled_is_the_policy_at_the_call_however_late_it_is_read(
         self, sampler: VllmSampler, policy: Policy, prompts: list[Any]
     ) -> None:
-        """One step off-policy rests on it: the trainer goes on while the answers are being drawn."""
+        """One step off-policy rests on it: the trainer continues while the answers are being drawn."""
         move(policy, 1)
         answers = sampler.answers(prompts, sampling())
         move(policy, 2)
@@ -253,7 +260,7 @@ class TestSameFunction:
         self, sampler: VllmSampler, policy: Policy, long_prompts: list[Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The control of the test above: with the same key the second adapter reads the first one's cache."""
-        monkeypatch.setattr(sampler, "namespace", lambda published: "mem://same")
+        monkeypatch.setattr(sampler.weights, "namespace", lambda published: "mem://same")
         for seed in (3, 4):
             move(policy, seed)
             groups = drawn(sampler, long_prompts, sampling())
@@ -266,7 +273,7 @@ class TestSameFunction:
         move(policy, 5)
         first = drawn(sampler, prompts, sampling())
         for _ in range(2):
-            sampler.engines[0].version = 0  # it no longer knows what the engine has
+            engines_of(sampler)[0].version = 0  # it no longer knows what the engine has
             again = drawn(sampler, prompts, sampling())
             assert [[r.output_ids_T for r in g] for g in again] == [
                 [r.output_ids_T for r in g] for g in first
@@ -278,10 +285,10 @@ class TestSameFunction:
     ) -> None:
         move(policy, 6)
         drawn(sampler, prompts, sampling())
-        sent = sampler._published
+        sent = sampler.weights.version
         drawn(sampler, prompts, sampling(step=2))
 
-        assert sampler._published == sent
+        assert sampler.weights.version == sent
 
     def test_greedy_answers_and_their_logprobs_are_the_transformers_samplers(
         self, sampler: VllmSampler, policy: Policy, prompts: list[Any]
@@ -296,23 +303,9 @@ class TestSameFunction:
 
 
 class TestInFlight:
-    """Answers that continue with the adapter of an update. The model's tokens are bytes, so that it can write JSON."""
+    """Answers that continue with the adapter of an update."""
 
     HOW = sampling(group_size=12, max_completion_tokens=200, policy_steps=3)
-
-    @pytest.fixture(scope="class")
-    def writer(self, tmp_path_factory: pytest.TempPathFactory) -> Policy:
-        folder = make_byte_model(tmp_path_factory.mktemp("bytes"))
-        base = load_base("bytes", BaseModelEntry(path=folder, dtype="float32", context=256), folder, "cpu")
-        return Policy(base, rank=4, alpha=8, seed=0)
-
-    @pytest.fixture(scope="class")
-    def continuing(self, writer: Policy) -> Iterator[VllmSampler]:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
-            sampler = VllmSampler(writer, kv_cache_bytes=KV_CACHE_BYTES, threads=1, continues=True)
-            yield sampler
-            sampler.close()
 
     def updated(self, sampler: VllmSampler, how: Sampling) -> tuple[list[Prompt], list[tuple[Rollout, ...]]]:
         """Sample from adapter 1, and from adapter 2 as soon as the first answer has ended."""
@@ -345,7 +338,7 @@ class TestInFlight:
     def test_an_answer_that_continues_still_has_the_form_of_its_schema(
         self, continuing: VllmSampler, writer: Policy
     ) -> None:
-        _, groups = self.updated(continuing, replace(self.HOW, held_to=held_to(SCHEMA)))
+        _, groups = self.updated(continuing, replace(self.HOW, response_schema=response_schema(SCHEMA)))
 
         continued = [one for group in groups for one in group if len(set(one.policy_steps_T)) == 2]
         finished = [json.loads(one.text) for one in continued if one.finish_reason == "stop"]
@@ -370,7 +363,7 @@ class TestInFlight:
         first = next(answers)
         move(writer, 2)
         continuing.update_in_flight()
-        os.kill(continuing.engines[0].child.pid, signal.SIGKILL)
+        os.kill(engines_of(continuing)[0].child.pid, signal.SIGKILL)
         rest = [*answers]
 
         again = [one for one in rest if set(one.rollout.policy_steps_T) == {4}]
@@ -444,7 +437,7 @@ class TestAnswers:
                 return
 
         asyncio.run(first_only())
-        assert sampler.engines[0].requests, "the reader did not leave early"
+        assert not engines_of(sampler)[0].unfinished
 
         found = drawn(sampler, prompts, sampling())
         assert [[r.output_ids_T for r in g] for g in found] == [[r.output_ids_T for r in g] for g in expected]
@@ -453,7 +446,12 @@ class TestAnswers:
 
 class TestLostEngine:
     @pytest.mark.parametrize(
-        ("blow", "said"), [(signal.SIGKILL, "SIGKILL"), (signal.SIGSTOP, "sent no heartbeat for 5 s")]
+        ("blow", "said"),
+        [
+            # By day test_vllm_engines.py kills one of two engines, and TestInFlight the only one.
+            pytest.param(signal.SIGKILL, "SIGKILL", marks=pytest.mark.thorough),
+            (signal.SIGSTOP, "sent no heartbeat for 5 s"),
+        ],
     )
     def test_only_the_missing_answers_are_sampled_again(
         self,
@@ -471,12 +469,12 @@ class TestLostEngine:
         expected = drawn(sampler, prompts, how)
         if blow == signal.SIGSTOP:
             monkeypatch.setattr(
-                sampler.engines[0], "patience", 5
+                engines_of(sampler)[0], "silence", 5
             )  # and not of its successor, which has to start first
         answers: list[Any] = []
         for answer in sampler.answers(prompts, how):
             if not answers:
-                os.kill(sampler.engines[0].child.pid, blow)
+                os.kill(engines_of(sampler)[0].child.pid, blow)
             answers.append(answer)
 
         assert Counter((a.prompt, a.member) for a in answers) == Counter(
@@ -494,9 +492,11 @@ class TestLostEngine:
         (tmp_path / "config.json").write_text('{"model_type": "llama", "architectures": ["Unknown"]}')
         monkeypatch.setattr(policy, "source", tmp_path)
         restarts: list[Any] = []
-        sampler = VllmSampler(policy, kv_cache_bytes=KV_CACHE_BYTES, on_restart=restarts.append)
+        sampler = with_own_engines(policy, kv_cache_bytes=KV_CACHE_BYTES, on_restart=restarts.append)
 
-        with pytest.raises(SamplerUnusable, match=r"does not compute this model.*Unknown"):
+        with pytest.raises(
+            SamplerUnusable, match=r"does not compute this model.*Unknown.*`sampler = \"transformers\"`"
+        ):
             drawn(sampler, prompts, sampling())
         sampler.close()
         assert restarts == []  # it would not start the next time either
@@ -546,42 +546,49 @@ class TestCache:
         with pytest.raises(sizing.DoesNotFit, match=r"at 8192 tokens needs a KV cache of 1\.14 GiB"):
             self.sampler_of(deep, 1.0, monkeypatch)
 
+    @pytest.mark.thorough  # of vLLM's own arithmetic; the test above is of ours
     def test_and_vllm_refuses_it_too(self, deep: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
         """What the default was, and every job of the production profile met."""
         monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
-        sampler = VllmSampler(deep, kv_cache_bytes=1 << 30, threads=1)
+        sampler = with_own_engines(deep, kv_cache_bytes=1 << 30, threads=1)
 
         with pytest.raises(SamplerUnusable, match=r"1\.12 GiB KV cache is needed"):
             drawn(sampler, [prompt(deep, "say yes", 1)], sampling())
         sampler.close()
 
     def test_the_automatic_cache_starts(self, deep: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
-        sampler = self.sampler_of(deep, "auto", monkeypatch)
-        assert sampler.config.context == 8192
+        with PROGRESS.phase("training"):
+            sampler = self.sampler_of(deep, "auto", monkeypatch)
+        assert isinstance(sampler.engines, OwnEngines) and sampler.engines.config.context == 8192
         try:
             [group] = drawn(sampler, [prompt(deep, "say yes", 1)], sampling())
         finally:
             sampler.close()
 
+        assert PROGRESS.now()["phase"] == "starting the sampler", "which the first answers waited for"
         assert len(group) == 4
 
 
 class TestProcess:
     def test_close_ends_the_engine(self, policy: Policy) -> None:
-        sampler = VllmSampler(policy, kv_cache_bytes=KV_CACHE_BYTES)
-        child = sampler.engines[0].child.pid
+        sampler = with_own_engines(policy, kv_cache_bytes=KV_CACHE_BYTES)
+        child = engines_of(sampler)[0].child.pid
         sampler.close()
 
         with pytest.raises(ProcessLookupError):
             os.kill(child, 0)
 
-    def test_the_engine_dies_with_the_run(self) -> None:
-        code = """
+    def test_the_engine_dies_with_the_run(self, policy: Policy) -> None:
+        code = f"""
 import os
-from worker.rollout.samplers.engine_process import EngineProcess
-from worker.rollout.samplers.wire import EngineConfig
-engine = EngineProcess(EngineConfig("", "float32", "cpu", 16, 8, 1, 1), 60)
-print(engine.child.pid, flush=True)
+from core.registry import BaseModelEntry
+from pathlib import Path
+from tests.own_engines import engines_of
+from worker.model.policy import Policy, load_base
+from worker.sampling.vllm import with_own_engines
+entry = BaseModelEntry(path=Path({str(policy.source)!r}), dtype="float32", context=512)
+sampler = with_own_engines(Policy(load_base("tiny", entry, entry.path, "cpu"), rank=4, alpha=8, seed=0))
+print(engines_of(sampler)[0].child.pid, flush=True)
 os._exit(1)
 """
         run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
@@ -590,16 +597,6 @@ os._exit(1)
         while is_running(int(run.stdout)):
             assert time.monotonic() < deadline, "the engine outlives the run"
             time.sleep(0.05)
-
-    def test_an_engine_that_hangs_during_a_large_message_is_lost(self) -> None:
-        """A stopped process reads nothing, and the adapter does not fit into the socket's buffer."""
-        engine = EngineProcess(EngineConfig("", "float32", "cpu", 16, 8, 1, 1), 1)
-        os.kill(engine.child.pid, signal.SIGSTOP)
-
-        with pytest.raises(EngineLost, match="sent no heartbeat for 1 s"):
-            engine.run([], AdapterBytes("1", bytes(8 << 20), 8, 1.0, ()))
-
-        engine.kill()
 
 
 def is_running(pid: int) -> bool:

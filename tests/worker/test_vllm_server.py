@@ -5,7 +5,6 @@ import hashlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -27,15 +26,16 @@ from core.registry import BaseModelEntry
 from core.storage.store import FolderBlobs
 from graders.judge.judges import JudgeModel
 from tests.present import present, untyped
+from tests.servers import reserve_ports
 from tests.thinking import FAMILIES, make_thinking_model
 from tests.tiny import WORDS, make_tiny_model
-from worker.learn.offline import SoftTargetTrainer
-from worker.learn.teacher import PolicyTeacher, TeacherPolicy
 from worker.model.full import FullPolicy
 from worker.model.policy import Policy, load_base, render
+from worker.packages import vllm_version
 from worker.refusals import UserMistake
-from worker.rollout.samplers.vllm import installed
 from worker.rollout.served_teacher import ServedTeacher
+from worker.training.offline import SoftTargetTrainer
+from worker.training.teacher import PolicyTeacher, TeacherPolicy
 from worker.types import Pack, Prompt, Rollout, TrainingSequence
 
 # As Qwen's: tools are told to the model, and it writes its calls between tags.
@@ -48,7 +48,7 @@ CALLER = (
 ROOT = Path(__file__).parents[2]
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(installed() is None, reason="vLLM is not installed"),
+    pytest.mark.skipif(vllm_version() is None, reason="vLLM is not installed"),
 ]
 
 
@@ -79,7 +79,7 @@ def policy_of(folder: Path, seed: int) -> Policy:
 
 
 def publish(folder: Path, policy: Policy, prefix: str) -> dict[str, Any]:
-    """As worker/record/checkpoints.py does. Returns how the API names the weights."""
+    """As worker/recording/checkpoints.py does. Returns how the API names the weights."""
     saved = folder / "saved" / prefix
     saved.mkdir(parents=True, exist_ok=True)
     policy.save(saved)
@@ -94,12 +94,7 @@ def publish(folder: Path, policy: Policy, prefix: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        metrics_port = probe.getsockname()[1]
+    port, metrics_port = reserve_ports(2)
     environment = os.environ | {
         "REGRAFT_DATA_DIR": str(folder),
         "REGRAFT_MODELS_FILE": str(folder / "models.toml"),
@@ -122,13 +117,14 @@ def server(folder: Path) -> Iterator[str]:
         except httpx.TransportError:
             assert process.poll() is None and time.monotonic() < deadline, (folder / "log").read_text()
             time.sleep(0.2)
+    (folder / "pid").write_text(str(process.pid))
     (folder / "metrics").write_text(f"http://127.0.0.1:{metrics_port}/metrics")
     yield url
     children = list(descendants(process.pid))
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 0, (folder / "log").read_text()[-3000:]
     assert children, "vLLM ran in no process of its own: the next line would prove nothing"
-    deadline = time.monotonic() + 20  # the last of them ends when it notices that the others have
+    deadline = time.monotonic() + 60  # the last of them ends when it notices that the others have
     while left := [name for child in children if (name := command_of(child))]:
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
@@ -256,6 +252,27 @@ def test_a_model_all_of_whose_weights_were_trained_answers_beside_its_base_model
     assert_same(base, adapted, "say it", base=True)
     assert_same(adapter, adapted, "say it")
     assert said(own) != said(base)
+
+
+def test_an_engine_that_died_is_started_again_by_the_next_request(server: str, folder: Path) -> None:
+    """The kernel ends the processes below it, which would keep the memory of the device."""
+    asked: list[tuple[Any, Any, str]] = [("tiny", None, "say it")]
+    [before] = ask_all(server, asked)
+    engines = [
+        pid for pid in descendants(int((folder / "pid").read_text())) if "worker.engine" in command_of(pid)
+    ]
+    below = [pid for engine in engines for pid in descendants(engine)]
+    for engine in engines:
+        os.kill(engine, signal.SIGKILL)
+
+    [after] = ask_all(server, asked)
+
+    assert said(after) == said(before)
+    assert len(below) >= len(engines)
+    deadline = time.monotonic() + 60
+    while any(map(command_of, below)):
+        assert time.monotonic() < deadline, "a process outlives its engine"
+        time.sleep(0.1)
 
 
 def test_an_adapter_of_too_high_a_rank_is_refused_with_what_to_do(server: str, folder: Path) -> None:

@@ -1,5 +1,7 @@
 """What we use of vLLM that it does not promise to keep. Run as a script: prints what a new version has changed.
 
+What differs between its two model runners is in test_vllm_runners.py.
+
 A script, because importing vLLM rearranges the threads and the environment of the process that does.
 """
 
@@ -9,8 +11,10 @@ from collections.abc import Iterator
 from typing import Any, get_args
 
 import torch
-from vllm import EngineArgs, SamplingParams
+from vllm import SamplingParams
 from vllm.config.lora import MaxLoRARanks
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.cli_args import FrontendArgs
 from vllm.logprobs import FlatLogprobs
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.model_manager import LoRAModelManager, LRUCacheLoRAModelManager
@@ -29,8 +33,16 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker as GpuWorker
 from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
-from worker.rollout.samplers import engine, extension
-from worker.rollout.samplers.wire import EngineConfig, Request
+from worker.engine import extension
+from worker.engine.options import (
+    RANKS,
+    EngineConfig,
+    engine_options,
+    fleet_options,
+    sampling_options,
+    server_options,
+)
+from worker.engine.protocol import AnswerRequest, GroupRequest
 
 TAKES = {
     LLMEngine.add_request: ["request_id", "prompt", "params", "lora_request"],
@@ -93,21 +105,24 @@ def changed() -> Iterator[str]:
     for thing, words in MENTIONS.items():
         if words not in inspect.getsource(thing):
             yield f"{thing.__name__} no longer has {words!r}"
+    known = {f.name for f in dataclasses.fields(AsyncEngineArgs)}
+    http = {f.name for f in dataclasses.fields(FrontendArgs)}
     for config in (
         EngineConfig("", "float32", "cpu", 16, 8, 1, 1),
         EngineConfig("", "bfloat16", "cuda", 16, 8, 1, 0, tensor_parallel=2, sleeps=True),
         EngineConfig("", "bfloat16", "cuda", 16, 0, 1, 0),
     ):
-        if unknown := set(engine.engine_options(config) | engine.worker_options(config)) - {
-            f.name for f in dataclasses.fields(EngineArgs)
-        }:
+        if unknown := set(engine_options(config)) - known:
             yield f"EngineArgs no longer takes {unknown}"
-    options = engine.sampling_options(Request(0, 0, (), 0, 1.0, 1, (), ""))
+        for options in (server_options(config, "hermes"), fleet_options(config, None)):
+            if unknown := set(options) - known - http:
+                yield f"vLLM's server no longer takes {unknown}"
+    options = sampling_options(GroupRequest("", b"", (), 1.0, ()), AnswerRequest("", 0, 1))
     if unknown := set(options) - set(SamplingParams.__struct_fields__):
         yield f"SamplingParams no longer takes {unknown}"
     if unknown := {"lora_name", "lora_int_id", "lora_path"} - set(LoRARequest.__struct_fields__):
         yield f"LoRARequest no longer takes {unknown}"
-    if ranks := set(engine.RANKS) - set(get_args(MaxLoRARanks)):
+    if ranks := set(RANKS) - set(get_args(MaxLoRARanks)):
         yield f"max_lora_rank may no longer be {ranks}"
     if not hasattr(FlatLogprobs(), "logprobs"):
         yield "FlatLogprobs has no logprobs"

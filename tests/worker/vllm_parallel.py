@@ -11,8 +11,9 @@ import sys
 from pathlib import Path
 from typing import Any, TypedDict
 
-from worker.rollout.samplers.engine import SamplingEngine, environment, sampling_options
-from worker.rollout.samplers.wire import AdapterBytes, EngineConfig, Request, SampleBatch
+from worker.engine.options import EngineConfig, environment, sampling_options
+from worker.engine.protocol import AdapterBytes, AnswerRequest, GroupRequest, pack_ids, unpack_ids
+from worker.engine.stepped import SamplingEngine
 
 TENSOR_PARALLEL = 2
 
@@ -48,7 +49,13 @@ def main() -> None:
     os.environ |= environment(config)
     engine = SamplingEngine(config)
     requests = tuple(
-        Request(number, 0, tuple(ids), seed, 1.0, task["max_tokens"], tuple(task["stop_ids"]), "")
+        GroupRequest(
+            "",
+            pack_ids(ids),
+            (AnswerRequest(str(number), seed, task["max_tokens"]),),
+            1.0,
+            tuple(task["stop_ids"]),
+        )
         for number, (ids, seed) in enumerate(task["prompts"])
     )
     add_with_adapter_of(engine, folder, requests)
@@ -60,7 +67,9 @@ def main() -> None:
         alpha=adapter_config["lora_alpha"],
         modules=tuple(adapter_config["target_modules"]),
     )
-    engine.start(SampleBatch(adapter, requests))
+    engine.put(adapter, 1)
+    for request in requests:
+        engine.add(request.answers[0].id, prompt_of(request), params_of(request))
     result = Result(
         from_disk=from_disk,
         in_memory=answers(engine, requests),
@@ -70,22 +79,34 @@ def main() -> None:
     sys.stdin.read()
 
 
-def add_with_adapter_of(engine: SamplingEngine, folder: Path, requests: tuple[Request, ...]) -> None:
-    from vllm import SamplingParams
+def add_with_adapter_of(engine: SamplingEngine, folder: Path, requests: tuple[GroupRequest, ...]) -> None:
     from vllm.lora.request import LoRARequest
+
+    adapter = LoRARequest("disk", 2, str(folder))
+    for request in requests:
+        engine.vllm.add_request(
+            request.answers[0].id, prompt_of(request), params_of(request), lora_request=adapter
+        )
+
+
+def prompt_of(request: GroupRequest) -> Any:
+    return {"type": "token", "prompt_token_ids": list(unpack_ids(request.prompt))}
+
+
+def params_of(request: GroupRequest) -> Any:
+    from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    for request in requests:
-        params = SamplingParams(**sampling_options(request), output_kind=RequestOutputKind.FINAL_ONLY)
-        prompt: Any = {"type": "token", "prompt_token_ids": list(request.prompt_ids)}
-        engine.vllm.add_request(request.id, prompt, params, lora_request=LoRARequest("disk", 2, str(folder)))
+    return SamplingParams(
+        **sampling_options(request, request.answers[0]), output_kind=RequestOutputKind.FINAL_ONLY
+    )
 
 
-def answers(engine: SamplingEngine, requests: tuple[Request, ...]) -> list[list[int]]:
+def answers(engine: SamplingEngine, requests: tuple[GroupRequest, ...]) -> list[list[int]]:
     finished: dict[str, list[int]] = {}
     while engine.busy:
-        finished |= {one.id: list(one.output_ids_T) for one in engine.step().finished}
-    return [finished[request.id] for request in requests]
+        finished |= {output.request_id: list(output.outputs[0].token_ids) for output in engine.step()}
+    return [finished[request.answers[0].id] for request in requests]
 
 
 if __name__ == "__main__":

@@ -95,7 +95,9 @@ def _project_archive(work: Work, args: argparse.Namespace, settings: Settings) -
 def _project_limits(work: Work, args: argparse.Namespace, settings: Settings) -> Row:
     project = tenants.get_project(work.session, args.id)
     if args.set or args.unset:
-        changed = tenants.own_limits(project).given() | _assignments(args.set) | dict.fromkeys(args.unset)
+        changed = (
+            tenants.own_limits(project).set_limits() | _assignments(args.set) | dict.fromkeys(args.unset)
+        )
         try:
             limits = Limits.model_validate(changed)
         except ValidationError as invalid:

@@ -1,15 +1,140 @@
-"""What both command lines share: suggestions for misspelled words, and shell completion scripts.
+"""What both command lines share: how commands are declared, suggestions for misspelled words, and shell completion.
 
 Imports nothing but the standard library. The client has a link to this file (sdk/regraft/_rules).
 """
 
 import argparse
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, NoReturn
 
 SHELLS = ("bash", "zsh", "fish")
+# The type of a value by its placeholder; other values are text.
+TYPES: Mapping[str, Callable[[str], Any]] = {
+    "N": int,
+    **dict.fromkeys(("X", "T", "RATE", "HOURS"), float),
+    **dict.fromkeys(("FILE", "FOLDER", "DIR", "JOB", "CASES", "PIPELINE"), Path),
+}
+
+
+@dataclass(frozen=True)
+class Argument:
+    flags: Sequence[str]
+    options: Mapping[str, Any]
+
+    def add_to(self, parser: Any) -> None:
+        parser.add_argument(*self.flags, **self.options)
+
+
+@dataclass(frozen=True)
+class Exclusive:
+    """Options of which at most one can be given."""
+
+    arguments: Sequence[Argument]
+
+    def add_to(self, parser: Any) -> None:
+        group = parser.add_mutually_exclusive_group()
+        for argument in self.arguments:
+            argument.add_to(group)
+
+
+def arg(flags: str, metavar: str | None = None, help: str | None = None, **more: Any) -> Argument:
+    """`-f --file`, or the name of a positional argument; without a metavar one of `choices`, or a switch."""
+    if metavar is None and "choices" not in more:
+        more = {"action": "store_true"} | more
+    elif metavar and metavar in TYPES:
+        more = {"type": TYPES[metavar]} | more
+    return Argument(flags.split(), more | {"help": help} | ({} if metavar is None else {"metavar": metavar}))
+
+
+def id_of(name: str) -> Argument:
+    """The id or name of a resource."""
+    return Argument([name], {"metavar": name.removesuffix("_id").upper()})
+
+
+def either(*arguments: Argument) -> Exclusive:
+    return Exclusive(arguments)
+
+
+class Command:
+    """A command with its arguments; a text is the id or name of a resource."""
+
+    def __init__(
+        self, name: str, summary: str, *arguments: Argument | Exclusive | str, epilog: str | None = None
+    ) -> None:
+        self.name, self.summary, self.epilog = name, summary, epilog
+        self.arguments = [id_of(one) if isinstance(one, str) else one for one in arguments]
+
+    def add_to(self, commands: Any) -> Any:
+        """Add the command's parser, and return it."""
+        parser = commands.add_parser(
+            self.name,
+            help=self.summary,
+            description=self.summary[0].upper() + self.summary[1:] + ".",
+            epilog=self.epilog,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        for argument in self.arguments:
+            argument.add_to(parser)
+        return parser
+
+
+class Group(Command):
+    """Commands below a name. The arguments' attribute `dest` is the name of the chosen one."""
+
+    def __init__(self, name: str, summary: str, *commands: Command, dest: str | None = None) -> None:
+        super().__init__(name, summary)
+        self.commands: Sequence[Command] = commands
+        self.dest = dest
+
+    def add_to(self, commands: Any) -> Any:
+        parser = super().add_to(commands)
+        add_all(parser, self.commands, self.dest)
+        return parser
+
+
+def add_all(parser: argparse.ArgumentParser, commands: Iterable[Command], dest: str | None = None) -> None:
+    # Without a dest in its options, argparse would set an attribute of another name.
+    below = parser.add_subparsers(
+        metavar="COMMAND", required=True, **({} if dest is None else {"dest": dest})
+    )
+    for command in commands:
+        command.add_to(below)
+
+
+def version_of(distribution: str) -> type[argparse.Action]:
+    """The action of `--version`. It reads the version of the installed package only when the option is used."""
+
+    class Version(argparse.Action):
+        def __init__(self, option_strings: list[str], dest: str) -> None:
+            super().__init__(option_strings, dest, nargs=0, help="print the version and exit")
+
+        def __call__(self, parser: argparse.ArgumentParser, *args: Any) -> None:
+            from importlib.metadata import version  # takes 30 ms, which would slow down --help
+
+            print(f"{distribution} {version(distribution)}")
+            parser.exit()
+
+    return Version
+
+
+def completion_of(program: str, build: Callable[[], argparse.ArgumentParser]) -> Command:
+    """The command that prints a completion script for the parser that `build` returns."""
+
+    class Completion(argparse.Action):
+        def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, *args: Any) -> None:
+            print(script(build(), values), end="")
+            parser.exit()
+
+    path = f"~/.local/share/bash-completion/completions/{program}"
+    return Command(
+        "completion",
+        "print a shell completion script",
+        arg("shell", choices=SHELLS, action=Completion),
+        epilog=f"example:\n  {program} completion bash > {path}",
+    )
 
 
 class Parser(argparse.ArgumentParser):
@@ -36,7 +161,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def _near(word: str, known: Iterable[str]) -> str | None:
-    return next(iter(get_close_matches(word, list(known), n=1, cutoff=0.6)), None)
+    # One wrong letter is half of a word of two, such as `uo`.
+    return next(iter(get_close_matches(word, list(known), n=1, cutoff=0.5 if len(word) <= 2 else 0.6)), None)
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,18 @@
 """Read the operator's configuration for a command. Errors are UsageErrors that name the variable or the file."""
 
-from collections.abc import Callable, Iterable
-from importlib.util import find_spec
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from pydantic import ValidationError
 from pydantic_settings import SettingsError
 
 from core.inference import unknown_models
-from core.jobs.devices import GPU_FILES
+from core.jobs.devices import GPU_FILES, expected_device
 from core.registry import InvalidRegistry, Registry
 from core.settings import Settings, problems
 from worker.cli.parser import UsageError
+from worker.device import problem_elsewhere
+from worker.packages import missing_vllm, version_of, vllm_version
 
 
 def read_settings() -> Settings:
@@ -22,38 +23,37 @@ def read_settings() -> Settings:
         raise UsageError(problems(invalid)) from invalid
 
 
-def _is_installed(package: str) -> bool:
-    return find_spec(package) is not None
-
-
-def check_packages(settings: Settings, is_installed: Callable[[str], bool] = _is_installed) -> None:
+def check_packages(settings: Settings, version: Callable[[str], str | None] = version_of) -> None:
     """Raise UsageError if the settings need an extra of regraft-server that is not installed."""
     needed = [
         ("REGRAFT_DATABASE_URL", settings.database, "postgresql", "psycopg", "postgres"),
         ("REGRAFT_BROKER_URL", settings.broker_url, "redis", "redis", "redis"),
     ]
     for variable, url, scheme, package, extra in needed:
-        if url.startswith(scheme) and not is_installed(package):
+        if url.startswith(scheme) and version(package) is None:
             raise UsageError(
                 f"{variable} needs the package {package}, which is not installed: "
                 f"pip install 'regraft-server[{extra}]'"
             )
 
 
-def missing_vllm(
+def check_device(settings: Settings, problem: Callable[[], str | None] = problem_elsewhere) -> None:
+    """Raise UsageError if this machine has a GPU that its jobs could not use. Elsewhere no process is started."""
+    if expected_device(settings) == "cuda" and (found := problem()):
+        raise UsageError(found)
+
+
+def worker_without_vllm(
     settings: Settings,
-    is_installed: Callable[[str], bool] = _is_installed,
+    vllm: Callable[[], str | None] = vllm_version,
     gpu_files: Iterable[Path] = GPU_FILES,
+    environ: Mapping[str, str] | None = None,
 ) -> str | None:
-    """The warning for a worker that has a GPU and would sample with transformers because vLLM is not installed."""
-    if settings.sampler == "transformers" or is_installed("vllm"):
+    """Return the warning for a worker on a GPU whose jobs are sampled with transformers for lack of vLLM."""
+    if settings.of_class(settings.gpu_class).sampler != "registry":  # no job has another sampler
         return None
-    if not any(file.exists() for file in gpu_files):
-        return None
-    return (
-        "This machine has a GPU and no vLLM, so jobs are sampled with transformers, which is much slower: "
-        "pip install 'regraft-server[vllm]'. If transformers is intended, set REGRAFT_SAMPLER=transformers."
-    )
+    device = expected_device(settings, environ, gpu_files)
+    return missing_vllm(device, "vllm", "transformers" if vllm() is None else "vllm")
 
 
 def check_models(settings: Settings) -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import re
 import tomllib
 from dataclasses import dataclass
@@ -12,10 +13,13 @@ from core.jobs.hyperparameter_groups import Lora
 from core.registry import DEFAULT_FILE, BaseModelEntry, Device, InvalidRegistry, Registry
 from core.settings import Settings
 from core.template_facts import TemplateFacts
+from core.units import GIB
+from worker import compile_caches
 from worker.cli.configuration import read_settings
 from worker.cli.parser import UsageError
+from worker.device import GpuUnusable, select_device
 from worker.model import sizing
-from worker.model.sizing import GIB, Machine, Shape, Workload
+from worker.model.sizing import Machine, Shape, Workload
 from worker.refusals import Refusal
 
 ADAPTER = Lora()  # the one that is tried: that of a job by default
@@ -69,7 +73,11 @@ class ModelReport:
 def main(arguments: argparse.Namespace) -> int:
     """Raises UsageError for a model that does not exist or is not supported."""
     settings = read_settings()
-    return check(arguments, settings) if arguments.action == "check" else add(arguments, settings)
+    compile_caches.place(settings.compile_cache, os.environ)
+    try:
+        return check(arguments, settings) if arguments.action == "check" else add(arguments, settings)
+    except GpuUnusable as cause:
+        raise UsageError(str(cause)) from cause
 
 
 def check(arguments: argparse.Namespace, settings: Settings) -> int:
@@ -109,7 +117,7 @@ def add(arguments: argparse.Namespace, settings: Settings) -> int:
         context=arguments.context or DEFAULT_CONTEXT,
     )
     try:
-        entry = within_limit(entry, settings, given=arguments.context is not None)
+        entry = within_limit(entry, settings, is_explicit=arguments.context is not None)
         report = inspect(name, entry, settings)
     except Refusal as refusal:
         raise UsageError(f"not added. {refusal}") from refusal
@@ -125,7 +133,7 @@ def add(arguments: argparse.Namespace, settings: Settings) -> int:
     return 0
 
 
-def within_limit(entry: BaseModelEntry, settings: Settings, *, given: bool) -> BaseModelEntry:
+def within_limit(entry: BaseModelEntry, settings: Settings, *, is_explicit: bool) -> BaseModelEntry:
     """The entry with a context that the model's positions have room for.
 
     Raises:
@@ -138,7 +146,7 @@ def within_limit(entry: BaseModelEntry, settings: Settings, *, given: bool) -> B
     limit = getattr(text, "max_position_embeddings", None)
     if not isinstance(limit, int) or entry.context <= limit:
         return entry
-    if given:
+    if is_explicit:
         raise UsageError(
             f"not added. The model has {limit} positions (max_position_embeddings): lower --context"
         )
@@ -172,19 +180,17 @@ def inspect(name: str, entry: BaseModelEntry, settings: Settings) -> ModelReport
     Raises:
         Refusal: it is not supported, damaged, too large for this machine, or cannot be downloaded.
     """
-    import torch
-
-    from worker.model import support, verdicts
+    from worker.model import compatibility, compatibility_cache
     from worker.model.architecture import architecture
     from worker.model.memory import shape_of
     from worker.model.policy import DTYPES, Policy, load_base, read_config, source_of
 
-    device: Device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = select_device(settings)
     config = read_config(source_of(entry, settings.model_cache))
-    support.refuse_by_config(config, entry.context)
+    compatibility.refuse_by_config(config, entry.context)
     base = load_base(name, entry, settings.model_cache, device)
     policy = Policy(base, rank=ADAPTER.rank, alpha=ADAPTER.alpha, seed=0)
-    verdict = verdicts.probed(policy, entry, settings.model_cache, sampled=True, again=True)
+    verdict = compatibility_cache.probed(policy, entry, settings.model_cache, sampled=True, repeat=True)
     shape = shape_of(config, DTYPES[entry.dtype])
     return ModelReport(
         name=name,
@@ -201,7 +207,7 @@ def inspect(name: str, entry: BaseModelEntry, settings: Settings) -> ModelReport
             for tokens in sorted({*(t for t in CONTEXTS if t < entry.context), entry.context})
         },
         instead=verdict.instead,
-        template=verdicts.own_facts(policy, entry),
+        template=compatibility_cache.own_facts(policy, entry),
     )
 
 

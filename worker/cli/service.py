@@ -7,13 +7,11 @@ import json
 import logging
 import os
 import resource
-import secrets
 import shlex
 import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import asdict
@@ -33,14 +31,15 @@ from api.resources.batch_requests import prepare_request
 from core import private
 from core.addresses import HostPort, family_of, tls_files
 from core.connections import connection_options
-from core.database.engine import READ_ONLY, Database, Send
+from core.database.engine import READ_ONLY, Database, Send, earliest_now
 from core.database.migrate import InvalidDatabaseUrl, SchemaNotReady, backend_of, open_unchanged, upgrade
 from core.errors import InvalidApiKey
-from core.jobs.queue import WakeUps, open_celery, sender
+from core.jobs.queue import WakeUps, open_celery, sender, unread_queues
 from core.masking import hide_secrets
 from core.registry import Registry
+from core.reloaded import Reloaded
 from core.settings import Settings, unknown_variables
-from core.storage import fsck, store
+from core.storage import fsck, self_test
 from core.storage.disk import Disks
 from core.storage.store import ATTEMPTS, BlobStore, StoreEmpty, blobs_of
 from core.telemetry import logs, metrics, tracing
@@ -49,19 +48,33 @@ from core.telemetry.service_metrics import ServiceFigures, StoreFigures
 from core.tenancy import keys, sessions
 from graders.backends import Backends, InvalidBackends
 from graders.sandbox import pool
-from worker.backends import open_backends
-from worker.cli.configuration import check_models, check_packages, missing_vllm, read_settings
+from regraft_server import TERMINATED
+from worker import compile_caches
+from worker.backends import reloaded_backends
+from worker.cli.configuration import (
+    check_device,
+    check_models,
+    check_packages,
+    read_settings,
+    worker_without_vllm,
+)
 from worker.cli.parser import UsageError
+from worker.members.gathering import address_of, gathered
 from worker.members.member import Member
 from worker.model.export import export_to
+from worker.packages import vllm_version
 from worker.process import importing, quiet_environment
-from worker.record.exporters.choice import problem as sinks_problem
-from worker.serve.launcher import InferenceServer, own_address
-from worker.supervise import liveness, retention
-from worker.supervise.app import WorkerService
-from worker.supervise.telemetry import Gpus, Sandbox, SandboxLayers
+from worker.recording.exporters.choice import problem as sinks_problem
+from worker.serving.launcher import InferenceServer, own_address
+from worker.supervisor import liveness, retention
+from worker.supervisor.app import WorkerService
+from worker.supervisor.one_shot import OneShot
+from worker.supervisor.telemetry import Gpus, Sandbox, SandboxLayers
 
 log = logging.getLogger("regraft")
+
+# The run of `up` drains after its requests, and a person may wait for the end of both.
+UP_DRAINS_REQUESTS_SECONDS = 5
 
 
 def configured(arguments: argparse.Namespace | None = None) -> Settings:
@@ -78,6 +91,7 @@ def configured(arguments: argparse.Namespace | None = None) -> Settings:
         name: value for name, value in given.items() if name.startswith("REGRAFT_") and value is not None
     }
     settings = read_settings()
+    compile_caches.place(settings.compile_cache, os.environ)
     raise_descriptor_limit()
     logs.configure([logs.handler(settings.log_format)], requests=settings.log_format == "json")
     for line in unknown_variables(os.environ):
@@ -99,13 +113,7 @@ def up(arguments: argparse.Namespace) -> int:
         service_metrics(settings) as add_collector,
         sole_owner(settings),
     ):
-        backends = _backends(settings)
-        check_packages(settings)
-        check_store(settings)
-        _check_tls_files(settings)
-        _check_exporters(settings)
-        prepare(settings)
-        _describe_python_graders(settings)
+        backends = prepare_worker(settings, _check_tls_files, first_key=True)
         log.info("log in with: %s", login_command(settings))
         print_console_address(settings, sys.stderr)
         return serve_all(settings, backends, listening, port, add_collector)
@@ -120,25 +128,53 @@ def api(arguments: argparse.Namespace) -> int:
         check_store(settings)
         prepare(settings)
         _describe_python_graders(settings)
-        send = sender(open_celery(settings.broker_url, settings.gpu_class))
+        send = sender(open_celery(settings.broker_url, settings.gpu_class), unread_queues(settings))
         database, blobs = open_stores(settings)
         for collector in service_collectors(settings, database):
             add_collector(collector)
-        serve_api(settings, database, blobs, backends, send, port)
+        serve_api(settings, database, blobs, backends, send, port, settings.drain_requests_seconds)
     return 0
 
 
 def worker(arguments: argparse.Namespace) -> int:
     settings = configured(arguments)
+    if arguments.jobs is not None:
+        return run_jobs(settings, arguments.jobs, arguments.exit_when_idle)
     with service_metrics(settings) as add_collector:
-        backends = _backends(settings)
-        require_broker(settings)
-        check_packages(settings)
-        check_store(settings)
-        _check_exporters(settings)
-        prepare(settings, first_key=False)  # the API creates it
-        _describe_python_graders(settings)
+        backends = prepare_worker(settings, require_broker)
         return work(settings, backends, add_collector)
+
+
+def run_jobs(settings: Settings, jobs: int, idle_seconds: float) -> int:
+    """Run some jobs and exit, as the process of a Kubernetes Job. On a machine other than 0 of a group, be a member.
+
+    Returns the exit status (worker/supervisor/one_shot.py).
+    """
+    if settings.node_rank > 0:
+        return serve_group(settings)
+    with service_metrics(settings) as add_collector, group_of(settings) as has_members:
+        prepare_worker(settings, check_broker=None)
+        database, blobs = open_stores(settings)
+        store = open_blobs_of(settings, attempts=1)
+        one_shot = OneShot(
+            settings,
+            database,
+            blobs,
+            jobs=jobs,
+            idle_seconds=idle_seconds,
+            store_problem=lambda: self_test.self_test(store, self_test.new_key()).cause,
+            has_members=has_members,
+        )
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda number, frame: one_shot.stop())
+        if TERMINATED.is_set():
+            one_shot.stop()
+        for collector in one_shot.collectors:
+            add_collector(collector)
+        with tracing.exported(settings.otlp_endpoint, "regraft-worker"):
+            status = one_shot.run()
+        database.close()
+    return status
 
 
 @contextmanager
@@ -194,7 +230,7 @@ def check_blobs(arguments: argparse.Namespace) -> int:
         raise UsageError(str(refused)) from refused
     count = 0
     try:
-        older_than = time.time() - settings.orphan_hours * retention.HOUR
+        older_than = _hours_ago(database, settings.orphan_hours)
         for finding in fsck.check(database, blobs, orphans_older_than=older_than):
             count += 1
             if arguments.json:
@@ -207,6 +243,12 @@ def check_blobs(arguments: argparse.Namespace) -> int:
         database.close()
     print(f"{count} findings.", file=sys.stderr)
     return 1 if count else 0
+
+
+def _hours_ago(database: Database, hours: float) -> float:
+    """That long ago, in Unix seconds."""
+    with database.read() as session:
+        return earliest_now(session) - hours * retention.HOUR
 
 
 def login_command(settings: Settings) -> str:
@@ -244,12 +286,43 @@ def _local_address(settings: Settings) -> HostPort:
     return HostPort("127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host, settings.port)
 
 
-def _backends(settings: Settings) -> Backends:
+def _backends(settings: Settings) -> Reloaded[Backends]:
     check_models(settings)  # the graders file refers to them
     try:
-        return open_backends(settings)
+        return reloaded_backends(settings)
     except InvalidBackends as invalid:
         raise UsageError(f"REGRAFT_GRADERS_FILE: {invalid}") from invalid
+
+
+def prepare_worker(
+    settings: Settings, check_broker: Callable[[Settings], None] | None, *, first_key: bool = False
+) -> Reloaded[Backends]:
+    """Check what each process with a worker needs before it claims jobs, and prepare the database.
+
+    The files and settings that the operator wrote are checked before the broker.
+
+    Args:
+        check_broker: raises UsageError. None: the process uses no broker.
+        first_key: whether to create the first API key. Beside an API, that creates it.
+
+    Returns:
+        The backends of graders.
+
+    Raises:
+        UsageError: a job would fail for a reason that is the operator's.
+    """
+    backends = _backends(settings)
+    check_packages(settings)
+    check_device(settings)
+    check_store(settings)
+    _check_exporters(settings)
+    if check_broker is not None:
+        check_broker(settings)
+    prepare(settings, first_key=first_key)
+    _describe_python_graders(settings)
+    if warning := worker_without_vllm(settings):
+        log.warning("%s", warning)
+    return backends
 
 
 def require_broker(settings: Settings) -> None:
@@ -280,30 +353,22 @@ def check_store(settings: Settings) -> None:
     """
     blobs = open_blobs_of(settings, attempts=1)  # an outage delays no start
     shown = hide_secrets(settings.blobs)
-    key = f"{store.SELF_TEST}/{secrets.token_hex(8)}"
-    action = "puts"
-    try:
-        blobs.put_bytes(key, b"self-test")
-        action = "gets"
-        blobs.read(key)
-        action = "heads"
-        blobs.size(key)
-    except Exception as cause:
-        if setting := store.setting_of(cause, settings):
-            raise UsageError(
-                f"{setting}: {shown} refuses the service, which {action} an object to test it: {cause}"
-            ) from cause
-        log.warning("the blob store %s does not respond: %s", shown, cause)
-        return
-    try:
-        blobs.delete_many([key])
-    except Exception as cause:  # no job needs it
-        log.warning("the blob store %s deletes no objects, so its use only grows: %s", shown, cause)
+    result = self_test.self_test(blobs, self_test.new_key())
+    if setting := result.setting(settings):
+        raise UsageError(
+            f"{setting}: {shown} refuses the service, which {result.action} an object to test it: {result.cause}"
+        ) from result.cause
+    if result.cause is not None:
+        log.warning("the blob store %s does not respond: %s", shown, result.cause)
+    if result.undeleted is not None:  # no job needs it
+        log.warning(
+            "the blob store %s deletes no objects, so its use only grows: %s", shown, result.undeleted
+        )
 
 
 def serve_all(
     settings: Settings,
-    backends: Backends,
+    backends: Reloaded[Backends],
     listening: socket.socket | None,
     port: socket.socket,
     add_collector: Callable[[MetricsCollector], None],
@@ -312,15 +377,16 @@ def serve_all(
 
     Returns 1 if they stop because a thread of the worker has ended.
     """
-    with inference_on_demand(listening):
+    with ExitStack() as stack:
+        stack.enter_context(inference_on_demand(listening))
         database, blobs = open_stores(settings)
-        _warn_without_vllm(settings)
-        worker = WorkerService(settings, database, blobs, backends, prepare_request)
+        has_members = stack.enter_context(group_of(settings))
+        worker = WorkerService(settings, database, blobs, backends, prepare_request, has_members)
         worker.start(on_failure=lambda: os.kill(os.getpid(), signal.SIGTERM))
         try:
             for collector in (*service_collectors(settings, database), *worker.figures):
                 add_collector(collector)
-            serve_api(settings, database, blobs, backends, worker.send, port)
+            serve_api(settings, database, blobs, backends, worker.send, port, UP_DRAINS_REQUESTS_SECONDS)
         finally:
             worker.stop()
             database.close()
@@ -330,30 +396,42 @@ def serve_all(
 def service_collectors(settings: Settings, database: Database) -> tuple[MetricsCollector, ...]:
     """The metrics of a process with the API."""
     blobs = open_blobs_of(settings, attempts=1)  # an outage is visible at once
-    return ServiceFigures(database, settings.default_limits), StoreFigures(blobs)
+    classes = {settings.gpu_class, *settings.gpu_classes}
+    figures = ServiceFigures(database, settings.default_limits, classes, settings.pod_classes)
+    return figures, StoreFigures(blobs)
 
 
-def work(settings: Settings, backends: Backends, add_collector: Callable[[MetricsCollector], None]) -> int:
+def work(
+    settings: Settings, backends: Reloaded[Backends], add_collector: Callable[[MetricsCollector], None]
+) -> int:
     """Serve this machine's queue until SIGTERM or Ctrl-C, then drain. Returns 1 if it stops because a thread ended."""
     database, blobs = open_stores(settings)
-    _warn_without_vllm(settings)
-    worker = WorkerService(settings, database, blobs, backends, prepare_request)
     stopping = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: stopping.set())
-    worker.start(on_failure=stopping.set)
-    for collector in worker.figures:
-        add_collector(collector)
-    with tracing.exported(settings.otlp_endpoint, "regraft-worker"):
+    with group_of(settings) as has_members, tracing.exported(settings.otlp_endpoint, "regraft-worker"):
+        worker = WorkerService(settings, database, blobs, backends, prepare_request, has_members)
+        worker.start(on_failure=stopping.set)
+        for collector in worker.figures:
+            add_collector(collector)
         stopping.wait()
         worker.stop()
     database.close()
     return int(worker.failed)
 
 
-def _warn_without_vllm(settings: Settings) -> None:
-    if warning := missing_vllm(settings):
-        log.warning("%s", warning)
+@contextmanager
+def group_of(settings: Settings) -> Iterator[Callable[[], bool]]:
+    """As `gathered` does. Raises UsageError: the port is taken."""
+    with ExitStack() as stack:
+        try:
+            has_members = stack.enter_context(gathered(settings))
+        except OSError as cause:
+            port = address_of(settings.rendezvous).port
+            raise _cannot_listen(
+                cause, "0.0.0.0", port, "REGRAFT_RENDEZVOUS", "REGRAFT_RENDEZVOUS"
+            ) from cause
+        yield has_members
 
 
 def member(arguments: argparse.Namespace) -> int:
@@ -364,6 +442,12 @@ def member(arguments: argparse.Namespace) -> int:
             "set REGRAFT_NODE_RANK to 1 or more, REGRAFT_NODES to the machines of the group, and REGRAFT_RENDEZVOUS to "
             "the host:port of its worker"
         )
+    return serve_group(settings)
+
+
+def serve_group(settings: Settings) -> int:
+    """Run ranks for the runs of machine 0 until SIGTERM. Returns 1 if that ends because a thread has ended."""
+    check_device(settings)
     private.make_folder(settings.data_dir)
     stopping = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -371,7 +455,7 @@ def member(arguments: argparse.Namespace) -> int:
     launching = Member()
     launching.start()
     log.info("joining the runs at %s, with %d ranks", settings.rendezvous, settings.ranks)
-    is_alive = liveness.tell(liveness.file_in(settings.data_dir), [launching.thread], stopping)
+    is_alive = liveness.touch_while_alive(liveness.file_in(settings.data_dir), [launching.thread], stopping)
     launching.stop()
     launching.thread.join()
     return int(not is_alive)
@@ -381,12 +465,17 @@ def serve_api(
     settings: Settings,
     database: Database,
     blobs: BlobStore,
-    backends: Backends,
+    backends: Reloaded[Backends],
     send: Send,
     port: socket.socket,
+    drain_seconds: int,
 ) -> None:
-    """Serve requests at the bound `port` until a signal, then return, so that the caller can clean up."""
-    registry, rates = Registry.load(settings.models_file), open_rates(settings.broker_url)
+    """Serve requests at the bound `port` until a signal, then return, so that the caller can clean up.
+
+    Args:
+        drain_seconds: how long requests in flight may take after the signal.
+    """
+    registry, rates = Registry.reloaded(settings.models_file), open_rates(settings.broker_url)
     app = create_app(settings, database, blobs, registry, backends, WakeUps(send), rates)
     # uvicorn stops at a signal and then raises it again; without our own handler the second signal would
     # terminate the process before the worker has drained.
@@ -399,7 +488,7 @@ def serve_api(
         ws="none",
         log_config=None,  # keep our logging
         log_level="warning",
-        timeout_graceful_shutdown=5,
+        timeout_graceful_shutdown=drain_seconds,
         **connection_options(settings),
     )
     config.app = behind_proxies(app, config.forwarded_allow_ips)
@@ -422,12 +511,13 @@ def inference(arguments: argparse.Namespace) -> int:
         serve_metrics(settings, Gpus()) as add_collector,
     ):
         check_models(settings)
+        check_device(settings)
         with suppress(OSError):  # holds only caches, and base models are served without them
             private.make_folder(settings.data_dir)
         os.environ.update(quiet_environment())
         with importing():
-            from worker.serve.server import serve
-            from worker.serve.serving_metrics import VllmMetrics
+            from worker.serving.server import serve
+            from worker.serving.serving_metrics import VllmMetrics
 
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, _already_stopping)  # as in serve_api
@@ -456,12 +546,13 @@ def sampler(arguments: argparse.Namespace) -> int:
         entry = Registry.load(settings.models_file).models.get(arguments.model)
         if entry is None:
             raise UsageError(f"--model: {arguments.model} is not a base model of the registry")
+        check_device(settings)
         private.make_folder(settings.data_dir)
         os.environ.update(quiet_environment())
         with importing():
-            from worker.rollout.samplers import fleet_server, vllm
+            from worker.sampling import fleet_server
 
-        if vllm.installed() is None:
+        if vllm_version() is None:
             raise UsageError("a sampler runs vLLM, which is not installed here")
         log.info(
             "sampling for %s on http://%s",
@@ -638,9 +729,9 @@ def _write_first_key(path: Path, key: str) -> None:
 def delete_orphans(settings: Settings, hours: float, *, dry_run: bool) -> None:
     """Delete orphaned blobs, print one key per line, then the totals. Safe while the service runs."""
     database, blobs = open_stores(settings)
-    older_than = time.time() - hours * retention.HOUR
     count = size = 0
     try:
+        older_than = _hours_ago(database, hours)
         unfinished = blobs.abort_stale_uploads(older_than, dry_run=dry_run)
         for removed in retention.sweep(database, blobs, older_than=older_than, dry_run=dry_run):
             for entry in removed:

@@ -5,13 +5,14 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
+from core.claims import Claim, LeaseLost
 from core.database.engine import Database
 from core.database.ids import new_id
 from core.database.tables import Eval, EvalRun, File, now
@@ -20,7 +21,6 @@ from core.evals import batches, budgets, items, lifecycle, regrades, rows, summa
 from core.evals.batches import Prepare
 from core.evals.rows import EvalRow
 from core.inference import not_served
-from core.jobs.claim import Claim, LeaseLost
 from core.registry import Registry
 from core.retry import RetryPolicy
 from core.settings import Settings
@@ -29,7 +29,7 @@ from core.storage.datasets import LineError
 from core.storage.store import BlobStore
 from graders.backends import Backends
 from graders.build import build
-from graders.environments.catalog import EnvironmentNotBuilt
+from graders.calls import CallRetryPolicy, ServerAway
 from graders.hazards.pool import OWNER
 from graders.judge.judges import HttpJudges, JudgeModel
 from graders.prompts import (
@@ -42,18 +42,27 @@ from graders.prompts import (
 from graders.run import grade_within
 from graders.spec import GraderSpec, InvalidGrader, parse_grader, parts_of
 from graders.template import RenderError
-from graders.types import Grader, Sample
+from graders.types import Grader, Sample, TokenUsage
 from worker.evals.grading import Result, result_of, status_of
 from worker.evals.record import Entry, PaidCall, QuotaReached, Record
-from worker.evals.sampling import ChatSampler, ItemAnswer, ItemSampler, ServerUnavailable, chat_fields
+from worker.evals.sampling import (
+    ChatSampler,
+    GraderUnavailable,
+    ItemAnswer,
+    ItemSampler,
+    ServerUnavailable,
+    chat_fields,
+)
 from worker.evals.spending import Calls, ItemCost, Spending
-from worker.supervise.telemetry import EVAL_ITEMS, EVAL_SECONDS
+from worker.supervisor.telemetry import EVAL_ITEMS, EVAL_SECONDS
 
 log = logging.getLogger(__name__)
 
 WRITE_SECONDS = 0.2
 CANCEL_SECONDS = 0.5  # until a worker sees that its run was cancelled
 GRADE_SECONDS = 600.0
+# With the servers of judges and endpoints; then the run waits, as for the inference server.
+PATIENCE = CallRetryPolicy(away_seconds=60.0)
 ROWS_AT_ONCE = 64  # per read of the source in a thread
 
 
@@ -111,6 +120,8 @@ class RunAttempt:
         self.claim = claim
         self.record = Record(database, blobs, claim, settings.default_limits, retry)
         self.moved: Callable[[], None] = lambda: None
+        self._judges: HttpJudges | None = None
+        self._judge_usage: dict[str, TokenUsage] = {}  # of grades, by model
 
     async def run(self) -> None:
         """Finish the run. Cancel it to drain: what was paid for is recorded before it ends.
@@ -118,6 +129,7 @@ class RunAttempt:
         Raises:
             LeaseLost: the run was cancelled, or claimed by another worker.
             RunFailed: the user has to change something.
+            EnvironmentNotBuilt: the worker cannot grade this run until the operator has built an environment.
             an outage (core/outages.py): call `run` of another attempt later.
         """
         with self.database.read() as session:
@@ -150,7 +162,7 @@ class RunAttempt:
 
     def _compared(self, run: EvalRun) -> dict[str, Any]:
         with self.database.read() as session:
-            stored = items.stored(session, run.id)
+            stored = items.items_of_run(session, run.id)
         return regrades.comparison(run, items.find(self.blobs, stored))
 
     async def _plan(
@@ -160,12 +172,13 @@ class RunAttempt:
         try:
             criteria = [parse_grader(one, param) for param, one in sent]
             # One client for all criteria, so that the limits of a judge model hold for the run.
-            judges = await stack.enter_async_context(HttpJudges(self.backends.judges))
+            judges = HttpJudges(self.backends.judges, patience=PATIENCE)
+            self._judges = await stack.enter_async_context(judges)
             graders = [
                 build(
                     spec,
                     judges,
-                    self.backends.endpoints,
+                    self.backends.patient(PATIENCE).endpoints,
                     self.backends.environments,
                     owner=run.project_id,
                 )
@@ -173,8 +186,6 @@ class RunAttempt:
             ]
         except InvalidGrader as cause:
             raise RunFailed("invalid_grader", cause.message) from cause
-        except EnvironmentNotBuilt as cause:
-            raise RunFailed("grader_environment_missing", str(cause)) from cause
         sampler: ChatSampler | None = None
         prompt = None
         fields = chat_fields(run.data_source)
@@ -241,7 +252,7 @@ class RunAttempt:
                 entry = self.record.entries.pop(row.line, {})
                 try:
                     async with plan.spending.item(plan.calls(entry), entry.get("tokens", 0)) as cost:
-                        await self._one(plan, row, entry, cost)
+                        await self._run_row(plan, row, entry, cost)
                 except BudgetReached as reached:
                     raise RunFailed(BudgetReached.code, reached.message) from reached
                 self.moved()
@@ -270,6 +281,7 @@ class RunAttempt:
             for task in (working, *beside):
                 task.cancel()
             await asyncio.gather(working, *beside, return_exceptions=True)
+            self._pay_for_lost_grades()
             with suppress(LeaseLost):
                 await self._flush()
 
@@ -306,11 +318,11 @@ class RunAttempt:
     async def _all_rows(self, source: Callable[[], Iterator[EvalRow | LineError]]) -> AsyncIterator[EvalRow]:
         found = iter(await asyncio.to_thread(source))
 
-        def some() -> list[EvalRow | LineError]:
+        def next_rows() -> list[EvalRow | LineError]:
             return [row for _, row in zip(range(ROWS_AT_ONCE), found, strict=False)]
 
         try:
-            while batch := await asyncio.to_thread(some):
+            while batch := await asyncio.to_thread(next_rows):
                 for row in batch:
                     if isinstance(row, LineError):  # checked when the run was created
                         raise RunFailed("invalid_rows", str(row))
@@ -318,7 +330,7 @@ class RunAttempt:
         except files.FileDamaged as damaged:
             raise RunFailed("file_damaged", str(damaged)) from damaged
 
-    async def _one(self, plan: RunPlan, row: EvalRow, entry: Entry, cost: ItemCost) -> None:
+    async def _run_row(self, plan: RunPlan, row: EvalRow, entry: Entry, cost: ItemCost) -> None:
         """Sample and grade one row, skipping what an earlier attempt has paid for."""
         if plan.is_batch:
             await self._answer(plan, row, cost)
@@ -384,7 +396,7 @@ class RunAttempt:
 
     async def _sampled(self, plan: RunPlan, row: EvalRow, cost: ItemCost) -> dict[str, Any]:
         if row.rollout is not None:
-            return _stored(row.rollout)
+            return _stored_sample(row.rollout)
         if plan.sampler is None or plan.prompt is None:
             sample = Sample("") if row.sample is None else sample_of(row.sample)
             model = (row.sample or {}).get("model")
@@ -405,14 +417,13 @@ class RunAttempt:
             return
         spec, grader = plan.criteria[index], plan.graders[index]
         sample = _for_graders(entry["sample"], plan)
-        grade = await grade_within(GRADE_SECONDS, grader, sample, row.item)
+        try:
+            grade = await grade_within(GRADE_SECONDS, grader, sample, row.item)
+        except ServerAway as away:
+            raise GraderUnavailable(str(away)) from away
         for model, tokens in grade.usage.items():
-            usage = {
-                "prompt_tokens": tokens.prompt_tokens,
-                "completion_tokens": tokens.completion_tokens,
-                "cached_tokens": tokens.cached_tokens,
-            }
-            self._pay(PaidCall(model, usage, metered=True, judge=True), cost)
+            self._judge_usage[model] = self._judge_usage.get(model, TokenUsage()) + tokens
+            self._pay(_judge_call(model, tokens), cost)
         entry["grades"][str(index)] = result_of(spec, grade)
         if grade.usage:  # other grades cost nothing to repeat
             self.record.note(
@@ -420,9 +431,20 @@ class RunAttempt:
                 {"sample": entry["sample"], "grades": dict(entry["grades"]), "tokens": cost.all_tokens},
             )
 
+    def _pay_for_lost_grades(self) -> None:
+        """Record the tokens of replies whose grades were cancelled, or were cut at their deadline."""
+        for model, used in {} if self._judges is None else self._judges.ledger.items():
+            lost = used - self._judge_usage.get(model, TokenUsage())
+            if lost != TokenUsage():
+                self.record.paid(_judge_call(model, lost))
+
     def _pay(self, call: PaidCall, cost: ItemCost) -> None:
         self.record.paid(call)
         cost.add(call)
+
+
+def _judge_call(model: str, tokens: TokenUsage) -> PaidCall:
+    return PaidCall(model, asdict(tokens), metered=True, judge=True)
 
 
 def _calls_a_judge(spec: GraderSpec) -> bool:
@@ -476,7 +498,7 @@ def _criteria(session: Session, run: EvalRun) -> list[tuple[str, dict[str, Any]]
     return [(f"testing_criteria[{number}]", one) for number, one in enumerate(made.testing_criteria)]
 
 
-def _stored(rollout: dict[str, Any]) -> dict[str, Any]:
+def _stored_sample(rollout: dict[str, Any]) -> dict[str, Any]:
     """The `sample` of a regraded answer: what graders read of it, and its place and score in the job."""
     kept = ("id", "step", "split", "group", "member", "line", "score", "output_reasoning")
     return {
@@ -516,5 +538,5 @@ def _first(several: BaseExceptionGroup[BaseException]) -> BaseException:
             waiting += one.exceptions
         else:
             flat.append(one)
-    known = (RunFailed, ServerUnavailable, LeaseLost)
+    known = (RunFailed, ServerUnavailable, GraderUnavailable, LeaseLost)
     return next((one for one in flat if isinstance(one, known)), flat[0])

@@ -17,13 +17,13 @@ from sqlalchemy import delete, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
+from core.claims import Claim, LeaseLost
 from core.database.engine import Database
 from core.database.tables import EvalJournal, EvalPage, EvalRun, Project
 from core.errors import QuotaExceeded
 from core.evals import items, lifecycle, summary
 from core.evals.items import BLOCK_ROWS, Item, block_of
 from core.jobs import usage
-from core.jobs.claim import Claim, LeaseLost
 from core.retry import RetryPolicy
 from core.storage.store import BlobStore
 from core.tenancy import tenants
@@ -78,6 +78,7 @@ class Record:
     ) -> None:
         self.database, self.blobs, self.claim, self.defaults = database, blobs, claim, defaults
         self._pending = _Pending()
+        self._unwritten: list[_Pending] = []  # in order; several after a commit that failed
         self._changed = asyncio.Event()
         self._writing: asyncio.Task[None] | None = None
         self._writes = 0  # commits of this run so far: a repeated one is recognized
@@ -151,20 +152,30 @@ class Record:
 
     async def _flush(self) -> None:
         self._changed.clear()
-        pending, self._pending = self._pending, _Pending()
+        self._unwritten.append(self._pending)
+        self._pending = _Pending()
         complete = [block for block, done in self._blocks.items() if len(done) == self._size(block)]
+        beyond = None
         try:
-            beyond = await asyncio.to_thread(self._retry, lambda: self._write(pending))
+            # One that fails is tried again by the next flush, with its number: it may have been committed.
+            while self._unwritten:
+                beyond = await asyncio.to_thread(self._retry, partial(self._write, self._unwritten[0]))
+                self._written()
         except LeaseLost:
-            await asyncio.to_thread(self._retry, lambda: self._write_calls(pending.calls))
+            while self._unwritten:
+                calls = self._unwritten[0].calls
+                await asyncio.to_thread(self._retry, partial(self._write_calls, calls))
+                self._written()
             raise
-        finally:
-            self._writes += 1
         for block in complete:
             full = await asyncio.to_thread(self._retry, partial(self._store, block))
             beyond = beyond or full
         if beyond is not None and len(self.pages) * BLOCK_ROWS < self._total:
             raise QuotaReached(beyond.message)
+
+    def _written(self) -> None:
+        self._unwritten.pop(0)
+        self._writes += 1
 
     def _size(self, block: int) -> int:
         return min(BLOCK_ROWS, self._total - block * BLOCK_ROWS)

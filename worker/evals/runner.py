@@ -4,24 +4,27 @@ import asyncio
 import logging
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 from sqlalchemy.exc import SQLAlchemyError
 
+from core.claims import Claim, LeaseLost
 from core.database.engine import Database
 from core.evals import lifecycle
 from core.evals.batches import Prepare
-from core.jobs.claim import Claim, LeaseLost
 from core.outages import Resource, outage
+from core.registry import InvalidRegistry
+from core.reloaded import Reloaded, current
 from core.retry import RetryPolicy
 from core.settings import Settings
 from core.storage.store import BlobStore
 from core.telemetry import logs
 from graders.backends import Backends
+from graders.environments.catalog import EnvironmentNotBuilt
 from worker.evals.attempt import RunAttempt, RunFailed
 from worker.evals.record import QuotaReached
-from worker.supervise.lease import LeaseKeeper
+from worker.supervisor.lease import LeaseKeeper
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +39,7 @@ class EvalRunner:
         settings: Settings,
         database: Database,
         blobs: BlobStore,
-        backends: Backends,
+        backends: Backends | Reloaded[Backends],
         owner: str,
         prepare: Prepare,
     ) -> None:
@@ -50,13 +53,20 @@ class EvalRunner:
         self._tasks: set[tuple[asyncio.AbstractEventLoop, asyncio.Task[None]]] = set()
 
     def wake(self) -> None:
-        """Look for queued runs in another thread, unless all are busy. They look again after each run."""
+        """Look for queued runs in another thread, unless all are busy. They look again after each run.
+
+        Without a free thread nothing happens: the reconciler calls this again while runs wait.
+        """
         with self._lock:
             if self._stopping.is_set() or len(self._threads) >= RUNS_AT_ONCE:
                 return
             thread = threading.Thread(target=self._work, name="eval-run", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as cause:  # the system has no other thread now
+                log.warning("no thread for eval runs: %s", cause)
+                return
             self._threads.add(thread)
-        thread.start()
 
     def run_waiting(self) -> int:
         """Work on queued runs until there is none, and return their number."""
@@ -112,8 +122,9 @@ class EvalRunner:
                 wait=self._stopping.wait,
                 during=partial(self._noted, claim),
             )
-            with lease:
+            with ExitStack() as held:
                 try:
+                    held.enter_context(lease)
                     # An attempt resumes from what earlier ones have recorded, so it can be repeated.
                     retry(lambda: asyncio.run(self._attempt(claim, lease, retry)))
                 except LeaseLost:
@@ -122,12 +133,12 @@ class EvalRunner:
                     self._end(claim, failed)
                 except QuotaReached as reached:
                     self._end(claim, RunFailed("insufficient_quota", str(reached)))
-                except asyncio.CancelledError:
-                    self._end(claim, None)
+                except (asyncio.CancelledError, EnvironmentNotBuilt) as cause:
+                    self._end(claim, cause)
                 except Exception as cause:
                     log.exception("%s was interrupted", claim.job_id)
                     is_drained = self._stopping.is_set() and outage(cause) is not None
-                    self._end(claim, None if is_drained else cause)
+                    self._end(claim, asyncio.CancelledError() if is_drained else cause)
 
     @contextmanager
     def _noted(self, claim: Claim, resource: Resource) -> Iterator[None]:
@@ -142,7 +153,7 @@ class EvalRunner:
     async def _attempt(self, claim: Claim, lease: LeaseKeeper, retry: RetryPolicy) -> None:
         lease.moved()
         attempt = RunAttempt(
-            self.settings, self.database, self.blobs, self.backends, claim, retry, self.prepare
+            self.settings, self.database, self.blobs, current(self.backends), claim, retry, self.prepare
         )
         attempt.moved = lease.moved
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
@@ -158,16 +169,20 @@ class EvalRunner:
             with self._lock:
                 self._tasks.discard(entry)
 
-    def _end(self, claim: Claim, cause: Exception | None) -> None:
-        """Record the end, retrying an unavailable database until the lease expires. None: drained."""
+    def _end(self, claim: Claim, cause: BaseException) -> None:
+        """Record the end, retrying an unavailable database until the lease expires. CancelledError: drained."""
 
         def write() -> None:
             try:
                 with lifecycle.fenced(self.database, claim) as (session, run):
-                    if cause is None:
+                    if isinstance(cause, asyncio.CancelledError):
                         lifecycle.release(session, run)
+                    elif isinstance(cause, EnvironmentNotBuilt):
+                        lifecycle.put_off(session, run, reason=str(cause))
                     elif isinstance(cause, RunFailed):
                         lifecycle.fail(run, code=cause.code, message=cause.message)
+                    elif isinstance(cause, InvalidRegistry):
+                        lifecycle.put_off(session, run, reason=str(cause))
                     else:
                         reason = str(cause) or type(cause).__name__
                         lifecycle.crashed(

@@ -9,9 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
-import httpx
-
 from core.errors import ServiceError
+from core.inference import says_later
 from core.masking import hide_in_error
 from core.outages import Resource, TemporarilyUnavailable
 from core.outbound.http import trusted_client
@@ -41,6 +40,12 @@ class ServerUnavailable(TemporarilyUnavailable):
     """The inference server of this installation does not answer."""
 
     resource = Resource.INFERENCE
+
+
+class GraderUnavailable(TemporarilyUnavailable):
+    """The server of a judge or an endpoint does not answer."""
+
+    resource = Resource.GRADER
 
 
 @dataclass(frozen=True)
@@ -100,13 +105,12 @@ class ChatSampler:
         *,
         ours: bool,
         patience: CallRetryPolicy | None = None,
-        client: httpx.AsyncClient | None = None,
     ) -> None:
         self.model, self.fields, self.ours = model, fields, ours
         self._patience = patience or CallRetryPolicy(
             retries=RETRIES, retries_while_loading=RETRIES_WHILE_LOADING if ours else None
         )
-        self._client = client or trusted_client()
+        self._client = trusted_client()
         self._slots = asyncio.Semaphore(model.max_concurrency)
         self._pace = RateLimit(model.requests_per_second, self._patience.sleep, time.monotonic)
 
@@ -170,7 +174,7 @@ class ChatSampler:
                 if self.ours:
                     raise ServerUnavailable(str(silence)) from silence
                 raise
-        if self.ours and answer.is_loading:
+        if self.ours and says_later(answer.status, answer.retry_after, answer.text):
             raise ServerUnavailable(f"HTTP {answer.status}: {quoted_reply(answer.text)}")
         return answer
 

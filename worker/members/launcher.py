@@ -14,7 +14,8 @@ from core.settings import Settings
 from core.telemetry import logs
 from worker import process
 from worker.child import be_member
-from worker.learn.launch import (
+from worker.members.gathering import Membership
+from worker.training.launch import (
     Group,
     MembersMissing,
     RanksFailed,
@@ -35,7 +36,7 @@ def main(rank: Callable[..., None] = be_member) -> int:
     process.die_with_parent(args.parent)
     settings = Settings()
     logs.configure([logs.handler(settings.log_format, sys.stdout)])
-    wait_for_run(settings.rendezvous)
+    wait_for_run(settings.rendezvous, Membership(settings))
     # The run ends this process. To stop the machine, stop the run or wait for its next checkpoint.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     log.info("joining the run at %s as machine %d", settings.rendezvous, settings.node_rank)
@@ -48,11 +49,15 @@ def main(rank: Callable[..., None] = be_member) -> int:
     return process.DONE
 
 
-def wait_for_run(rendezvous: str) -> None:
-    """Return when a launcher listens there. Logs why none can be reached when the reason changes."""
+def wait_for_run(rendezvous: str, membership: Membership) -> None:
+    """Return when a launcher listens there. Until then this machine is in the list of machine 0.
+
+    Logs why none can be reached when the reason changes.
+    """
     address = HostPort.parse(rendezvous)
     last = ""
     while True:
+        membership.keep()
         try:
             socket.create_connection(address, timeout=30).close()
         except OSError as cause:  # no run, or the host name does not resolve yet

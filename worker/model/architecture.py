@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from core.outages import outage
+from worker.out_of_memory import is_out_of_memory
 from worker.refusals import NotEnoughMemory, Refusal, UnsupportedModel, first_line
 
 # Config fields by which layers limit what a token attends to: (q - k) < n, or the same chunk of n tokens.
@@ -121,11 +123,13 @@ def refusing(config: Any) -> Iterator[None]:
         yield
     except Refusal:
         raise
-    except (MemoryError, torch.OutOfMemoryError) as cause:
-        raise NotEnoughMemory(
-            f"Not enough memory to check {architecture(config)} on this machine: {first_line(cause)}"
-        ) from cause
     except Exception as cause:
+        if is_out_of_memory(cause):
+            raise NotEnoughMemory(
+                f"Not enough memory to check {architecture(config)} on this machine: {first_line(cause)}"
+            ) from cause
+        if outage(cause) is not None:  # of the machine, whatever the model
+            raise
         raise UnsupportedModel(
             f"{architecture(config)} is not supported: it fails with {first_line(cause)}. Likely "
             f"because of: {suspects(config)}."

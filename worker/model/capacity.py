@@ -16,8 +16,9 @@ from core.model_memory import ModelMemories, ModelMemory
 from core.model_templates import is_reasoning
 from core.registry import BaseModelEntry, Registry, sampler_of
 from core.settings import Settings
+from core.units import GIB
 from worker.model import sizing
-from worker.model.sizing import GIB, MemoryPlan, Shape, Workload
+from worker.model.sizing import MemoryPlan, Shape, Workload
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +85,7 @@ def job_problem(
     entry: BaseModelEntry,
     *,
     gpu_class: str,
-    asked: Hyperparameters,
+    requested: Hyperparameters,
     rows: int,
     valid_rows: int,
 ) -> str | None:
@@ -96,9 +97,9 @@ def job_problem(
     shape = shape_of(entry)
     if shape is None:
         return None
-    reasons = is_reasoning(entry, settings.model_cache, asked.advanced.sampling.chat_template)
+    reasons = is_reasoning(entry, settings.model_cache, requested.advanced.sampling.chat_template)
     resolved = hyperparameters.resolve(
-        asked, rows=rows, parameters=shape.parameters, context=entry.context, reasons=reasons
+        requested, rows=rows, parameters=shape.parameters, context=entry.context, reasons=reasons
     )
     work = sizing.workload(
         rank=resolved.lora_rank,

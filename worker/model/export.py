@@ -10,7 +10,7 @@ from core.registry import BaseModelEntry, Registry
 from core.results import export
 from core.settings import Settings
 from core.storage.store import BlobStore
-from worker.serve.adapters import CHAT_TEMPLATE
+from worker.serving.adapters import CHAT_TEMPLATE
 
 TEXTS = ("README.md", "reproduce.json")
 

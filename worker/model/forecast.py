@@ -9,9 +9,10 @@ import re
 from dataclasses import dataclass, replace
 
 from core.jobs import full
+from core.units import GIB
 from worker.model import sizing
-from worker.model.sizing import GIB, DoesNotFit, Machine, MemoryPlan, Shape, Workload
-from worker.record.gpu_ratio import gpus, settings_of, side_by_side
+from worker.model.sizing import HOST_BANDWIDTH, DoesNotFit, Machine, MemoryPlan, Shape, Workload
+from worker.recording.gpu_ratio import gpus, settings_of, side_by_side
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,6 @@ GPUS = {
 COMPUTE_SHARE = 0.4
 BANDWIDTH_SHARE = 0.6
 FILE_BANDWIDTH = 2e9  # bytes a second of files in /dev/shm, written or read by one process. Assumed
-HOST_BANDWIDTH = 25e9  # bytes a second between a GPU and main memory, in one direction: PCIe 4. Assumed
 # Of a few rows of hidden states inside a machine: two in each layer for each token. Assumed.
 ALL_REDUCE_SECONDS = 15e-6
 

@@ -8,7 +8,7 @@ as well, one micro-batch after the other.
 
 import copy
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -22,6 +22,7 @@ from torch.nn import Parameter
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from core.jobs import full
+from core.units import GIB
 from worker.model import lora, quantized, recompute, tensor_files
 from worker.model.architecture import architecture, has_experts
 from worker.model.policy import Base, Policy, Trained
@@ -29,7 +30,7 @@ from worker.model.tensor_files import TensorFiles, TensorWriter
 from worker.refusals import InvalidModel, UnsupportedModel
 
 MASTERS = "masters"  # files of a checkpoint: the float32 copies of narrow weights
-WRITTEN_BYTES = 2**30  # of a safetensors file for a sampler: as much is copied to main memory at a time
+WRITTEN_BYTES = GIB  # of a safetensors file for a sampler: as much is copied to main memory at a time
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,10 @@ class FullPolicy(Policy):
         return self._masters
 
     @property
+    def computing(self) -> list[Parameter]:
+        return self._weights
+
+    @property
     def trained_head(self) -> list[Parameter]:
         return list(self._head.parameters())
 
@@ -103,27 +108,12 @@ class FullPolicy(Policy):
         """As it is: unlike a fresh adapter, the weights are not zero."""
         yield
 
-    def snapshot(self) -> list[Tensor]:
-        return [weight.detach().clone() for weight in self._weights]
-
-    @contextmanager
-    def wearing(self, weights: Sequence[Tensor]) -> Iterator[None]:
-        """With other weights of the same precision, such as a snapshot."""
-        own = [weight.data for weight in self._weights]
-        for weight, other in zip(self._weights, weights, strict=True):
-            weight.data = other
-        try:
-            yield
-        finally:
-            for weight, data in zip(self._weights, own, strict=True):
-                weight.data = data
-
     @property
     def has_masters(self) -> bool:
         """Whether the weights that are trained are copies of those that compute."""
         return self.dtype in lora.NARROW
 
-    def whole(self, number: int, tensor: Tensor) -> Tensor:
+    def full_tensor_of(self, number: int, tensor: Tensor) -> Tensor:
         """A tensor that belongs to the weight of this number in `names`, of which this process may have a part."""
         return tensor.detach()
 
@@ -173,7 +163,7 @@ class FullPolicy(Policy):
         """Write the weights that compute, and the master weights. Returns the file of each of the former."""
         files = self._write(writer, tensor_files.FILE_BYTES)
         if self.has_masters:
-            whole = (self.whole(number, one) for number, one in enumerate(self._masters))
+            whole = (self.full_tensor_of(number, one) for number, one in enumerate(self._masters))
             writer.write(MASTERS, zip(self.names, whole, strict=True))
         return files
 

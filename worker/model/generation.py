@@ -1,6 +1,6 @@
 """The decode loop over transformers: choose a token for each row, end the rows that are complete, compute the others.
 
-The sampler of rollouts (worker/rollout/samplers/transformers.py) and the inference server (worker/serve/continuous.py)
+The sampler of rollouts (worker/sampling/transformers.py) and the inference server (worker/serving/continuous.py)
 both decode with a `DecodingBatch`. They differ in where rows come from: a sampler's begin together and share the prompt
 of their group, a server's join and leave at any token.
 """
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from worker.model.decoding import CopiedDecoding, Decoding
-from worker.rollout.samplers.steering import Steering, steer, take
+from worker.sampling.token_constraints import TokenConstraints, constrain, take
 
 DecodingT = TypeVar("DecodingT", bound=Decoding)
 
@@ -110,12 +110,12 @@ class DecodingBatch(Generic[DecodingT]):
         model: Decodable,
         decoding: DecodingT,
         settings_R: Sequence[RowSettings],
-        steering_R: Sequence[Steering | None],
+        constraints_R: Sequence[TokenConstraints | None],
         choose: Choose = choose,
     ) -> None:
         """Compute the prompts of `decoding`. `choose`: another one for a caller that knows the tokens (Replay)."""
         self.model, self.decoding, self._choose = model, decoding, choose
-        self._settings_R, self._steering_R = list(settings_R), list(steering_R)
+        self._settings_R, self._constraints_R = list(settings_R), list(constraints_R)
         self._stops: list[frozenset[int]] = []
         with torch.inference_mode():
             self._hidden = decoding.start()
@@ -131,11 +131,11 @@ class DecodingBatch(Generic[DecodingT]):
     @torch.inference_mode()
     def step(self, logits_RV: Tensor, draw_R: Tensor) -> Step:
         """Choose a token for each row by its logits and its number in [0, 1)."""
-        steered, failed = steer(logits_RV, self._steering_R)
+        constrained, failed = constrain(logits_RV, self._constraints_R)
         token_R, logprob_R = self._choose(
-            steered, draw_R.to(steered.device), self._temperature, self._top_p_R
+            constrained, draw_R.to(constrained.device), self._temperature, self._top_p_R
         )
-        failed |= take(self._steering_R, token_R, but=failed)
+        failed |= take(self._constraints_R, token_R, but=failed)
         self._newest_R, self._left_R = token_R, self._left_R - 1
         last_R = (token_R[:, None] == self._stop_RS).any(-1) | (self._left_R == 0)
         return Step(token_R, logprob_R, last_R, failed)
@@ -147,7 +147,7 @@ class DecodingBatch(Generic[DecodingT]):
         self._left_R, self._newest_R = self._left_R[rows], self._newest_R[rows]
         kept = rows.tolist()
         self._settings_R = [self._settings_R[row] for row in kept]
-        self._steering_R = [self._steering_R[row] for row in kept]
+        self._constraints_R = [self._constraints_R[row] for row in kept]
         self._common()
 
     @torch.inference_mode()
@@ -184,5 +184,5 @@ def join(batch: DecodingBatch[CopiedDecoding], other: DecodingBatch[CopiedDecodi
     batch._left_R = torch.cat([batch._left_R, other._left_R])
     batch._newest_R = torch.cat([batch._newest_R, other._newest_R])
     batch._settings_R += other._settings_R
-    batch._steering_R += other._steering_R
+    batch._constraints_R += other._constraints_R
     batch._common()

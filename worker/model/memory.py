@@ -3,7 +3,11 @@
 worker/model/sizing.py computes a model's memory requirements, without torch.
 """
 
-from collections.abc import Callable, Iterable
+import gc
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,13 +22,19 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
+from core.units import GIB
+from worker import main_memory
 from worker.model import recompute
 from worker.model.adapters import adaptable_layers
 from worker.model.architecture import without_weights
 from worker.model.sizing import Shape
+from worker.out_of_memory import is_out_of_memory
+from worker.refusals import MemoryTaken, NotEnoughMemory, first_line
+from worker.sharing.base import RunsAlone
 
-DRIVER_BYTES = 1 << 30  # of a GPU, for the driver and the CUDA context of a process
-SHARE_OF_MACHINE = 0.9  # the system and this service need the rest of main memory
+log = logging.getLogger(__name__)
+
+DRIVER_BYTES = GIB  # of a GPU, for the driver and the CUDA context of a process
 
 
 def shape_of(config: Any, dtype: torch.dtype) -> Shape:
@@ -109,7 +119,7 @@ def recurrent_layers_of(config: Any) -> int:
 
 
 def expects_rows(config: Any) -> bool:
-    """Whether the model will probably be computed in rows; worker/model/support.py finds out with its weights.
+    """Whether the model will probably be computed in rows; worker/model/compatibility.py finds out with its weights.
 
     Recurrent states and indexes of keys cannot be shared in a pack, nor can a class that does not ask for attention.
     """
@@ -121,60 +131,112 @@ def expects_rows(config: Any) -> bool:
     return mixed or not type(model)._supports_attention_backend
 
 
-def available(
-    device: str, meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")
-) -> int:
+def available(device: str) -> int:
     """Return the free bytes of the GPU, or the lesser of this machine's and its container's."""
     if device == "cuda":
         free: int = torch.cuda.mem_get_info()[0]
         return free
-    lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-    free = int(lines["MemAvailable"].split()[0]) * 1024
-    limit, used = cgroup / "memory.max", cgroup / "memory.current"
-    if limit.exists() and (most := limit.read_text().strip()) != "max":
-        # The page cache counts as used, but the kernel reclaims it on demand.
-        kept = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
-        free = min(free, int(most) - int(used.read_text()) + int(kept["inactive_file"]))
-    return free
+    return main_memory.available()
 
 
-def capacity(
-    device: str, meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")
-) -> int:
+def capacity(device: str) -> int:
     """Return the bytes that the device has for a job when no other job or server uses it."""
     if device == "cuda":
         whole: int = torch.cuda.mem_get_info()[1]
         return whole - DRIVER_BYTES
-    lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-    total = int(lines["MemTotal"].split()[0]) * 1024
-    limit = cgroup / "memory.max"
-    if limit.exists() and (most := limit.read_text().strip()) != "max":
-        total = min(total, int(most))
-    return int(total * SHARE_OF_MACHINE)
+    return main_memory.capacity()
+
+
+def device_name(device: str) -> str:
+    """Return the kind of the device, such as "NVIDIA H100 80GB HBM3"."""
+    return torch.cuda.get_device_name() if device == "cuda" else device
+
+
+def own(device: str, statm: Path = Path("/proc/self/statm")) -> int:
+    """Return the bytes of the device that this process uses."""
+    if device == "cuda":
+        return torch.cuda.memory_reserved()
+    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """The memory of a device in bytes: what is free now, and all that a job could get."""
+    """The memory of a device in bytes: what is free now, all that a job could get, and what this process uses."""
 
     available: Callable[[str], int] = available
     capacity: Callable[[str], int] = capacity
+    own: Callable[[str], int] = own
+
+    def used_by_others(self, device: str) -> int:
+        """Return the bytes that other processes use, beyond what a job never gets."""
+        return max(0, self.capacity(device) - self.available(device) - self.own(device))
+
+
+@contextmanager
+def later_if_memory_is_taken(
+    device: str,
+    *,
+    beside_others: bool,
+    ask: Callable[[], None] = lambda: None,
+    memory: DeviceMemory = DeviceMemory(),
+) -> Iterator[None]:
+    """A job that has run out of memory before it has computed anything is refused only on a free device.
+
+    Args:
+        ask: asks idle models for their memory, for the next attempt.
+        beside_others: whether other jobs of the worker share the device.
+
+    Raises:
+        RunsAlone: the memory did not suffice beside other jobs of the worker.
+        MemoryTaken: it did not suffice beside the memory that other processes use now.
+        NotEnoughMemory: as before, because no other process uses the device.
+    """
+    try:
+        yield
+    except Exception as cause:
+        if not (isinstance(cause, NotEnoughMemory) or is_out_of_memory(cause)):
+            raise
+        if beside_others:
+            raise RunsAlone(f"beside others {first_line(cause)}") from cause
+        if not (taken := memory.used_by_others(device)):
+            raise
+        log.warning("other processes use %.1f GiB of the device: %s", taken / GIB, cause)
+        ask()
+        raise MemoryTaken(device) from cause
+
+
+def use_expandable_segments() -> None:
+    """Have PyTorch release all memory that it does not use at `empty_cache`, page by page.
+
+    An engine that sleeps wakes in that memory. Otherwise a small tensor that lives on, such as a moment of AdamW, keeps
+    the whole segment that it is in. A setting of this process: vLLM refuses it in an engine that sleeps.
+    """
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+
+
+def release_unused(device: str) -> None:
+    """Give back the memory of what is not used any more, which Python or the allocator may still have."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
 
 
 def checkpoint_layers(layers: Iterable[nn.Module]) -> None:
-    """Recompute the activations of each layer in the backward pass, and keep only its input.
+    """Recompute the activations of each layer in the backward pass, and keep only its input. Once, if called again.
 
     Applies to calls with gradients enabled, a per-thread state, so sampling in another thread is not affected.
     """
     for layer in layers:
-        layer.forward = _checkpointed(layer.forward)
+        if not getattr(layer.forward, "recomputes", False):
+            layer.forward = _checkpointed(layer.forward)
 
 
 def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    def again(*args: Any, **kwargs: Any) -> Any:
+    def recomputing(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         # Layers use no random numbers, because there is no dropout.
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
-    return again
+    recomputing.recomputes = True  # type: ignore[attr-defined]
+    return recomputing

@@ -18,7 +18,7 @@ Settings = TypeVar("Settings", Resolved, ResolvedOffline)
 
 
 class Adapters(Protocol):
-    """The files of adapters; worker/record/checkpoints.py implements it."""
+    """The files of adapters; worker/recording/checkpoints.py implements it."""
 
     @property
     def is_empty(self) -> bool:

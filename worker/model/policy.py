@@ -8,7 +8,6 @@ conventions are met.
 import errno
 import json
 import pickle
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
+from huggingface_hub.constants import HF_HUB_CACHE
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.tuners.lora.layer import LoraLayer
 from safetensors import SafetensorError
@@ -33,8 +33,11 @@ from transformers import (
 
 from core import chat_templates, fingerprint
 from core.jobs.hyperparameter_groups import LoraTargets
+from core.outages import Resource, outage
 from core.registry import BaseModelEntry
+from core.scratch import scratch_folder
 from core.special_tokens import Chat, Tools
+from core.storage.disk import NoRoom
 from core.template_facts import TemplateFacts
 from worker.model import attention, lora, memory, quantized, reasoning, recompute
 from worker.model.adapters import adaptable_layers, adapter_targets, fused_experts
@@ -48,11 +51,12 @@ from worker.model.decoding import (
     RowDecoding,
     row_bytes,
 )
-from worker.model.parts import Head, Parts, parts_of
+from worker.model.model_structure import Head, Parts, parts_of
 from worker.model.reasoning import Reasoning
 from worker.model.sizing import Shape
 from worker.model.targets import KINDS, Kind
 from worker.model.template import facts_of, own_stop_ids, stop_ids_of
+from worker.out_of_memory import is_out_of_memory
 from worker.refusals import (
     ChatTemplateFailed,
     InvalidModel,
@@ -63,7 +67,7 @@ from worker.refusals import (
     UnsupportedModel,
     first_line,
 )
-from worker.rollout.samplers.json_schema import Vocabulary
+from worker.sampling.json_schema import Vocabulary
 
 # The name of a reward model's head beside its adapter: as PEFT saves that of a sequence classifier.
 REWARD_HEAD = "base_model.model.score.weight"
@@ -197,7 +201,7 @@ def load_base(
 def load_weights(entry: BaseModelEntry, source: Path | str, device: str) -> PreTrainedModel:
     """Load the frozen model alone. Raises as `load_base` does."""
     config, dtype = read_config(source), DTYPES[entry.dtype]
-    with _reading(source, "weights"):
+    with reading(source, "weights"):
         plain = quantized.arguments(config, source)
         model, loading = class_of(config).from_pretrained(
             source, dtype=dtype, output_loading_info=True, **plain
@@ -211,7 +215,7 @@ def load_weights(entry: BaseModelEntry, source: Path | str, device: str) -> PreT
             "incomplete, or its config.json belongs to another model."
         )
     model.requires_grad_(False)
-    with _reading(source, "weights"):
+    with reading(source, "weights"):
         model = model.to(device)
     # eval() for good: dropout would make the trainer disagree with what was sampled.
     loaded: PreTrainedModel = model.eval()
@@ -225,7 +229,7 @@ def source_of(entry: BaseModelEntry, cache: Path) -> Path | str:
     except FileNotFoundError as cause:
         raise InvalidModel(f"The model's files are missing: {cause}.") from cause
     if isinstance(source, Path) and source.suffix == ".gguf":
-        with _reading(source, "GGUF file"):
+        with reading(source, "GGUF file"):
             return convert_gguf(source, cache)
     return source
 
@@ -234,7 +238,7 @@ def read_config(source: Path | str) -> Any:
     """The model's transformers config. Raises as `load_base` does."""
     if isinstance(source, Path) and not (source / "config.json").is_file():
         raise InvalidModel("The model's folder has no config.json.")
-    with _reading(source, "config"):
+    with reading(source, "config"):
         return AutoConfig.from_pretrained(source)
 
 
@@ -242,7 +246,7 @@ def read_shape(entry: BaseModelEntry, cache: Path) -> Shape:
     """Return the model's shape from its config. Raises as `load_base` does."""
     source = source_of(entry, cache)
     config = read_config(source)
-    with _reading(source, "config"):
+    with reading(source, "config"):
         return memory.shape_of(config, DTYPES[entry.dtype])
 
 
@@ -253,7 +257,7 @@ def read_tokenizer(
     template_arguments: chat_templates.Arguments | None = None,
 ) -> PreTrainedTokenizerBase:
     """The tokenizer with the chat template of the job or else of the registry's entry. Raises as `load_base` does."""
-    with _reading(source, "tokenizer"):
+    with reading(source, "tokenizer"):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source)
     template = chat_templates.text_of(chat_template) if chat_template else entry.template_text
     if template is not None:
@@ -275,21 +279,34 @@ _DAMAGED = (SafetensorError, json.JSONDecodeError, UnicodeDecodeError, EOFError,
 
 
 @contextmanager
-def _reading(source: Path | str, what: str) -> Iterator[None]:
+def _with_memory_for(what: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as cause:
+        if isinstance(cause, Refusal) or not is_out_of_memory(cause):
+            raise
+        raise NotEnoughMemory(f"Not enough memory for the model's {what}: {first_line(cause)}") from cause
+
+
+@contextmanager
+def reading(source: Path | str, what: str) -> Iterator[None]:
     """Convert errors of the model inside the context to refusals with a message. Transient errors propagate unchanged.
 
     `what` is read of `source`, which is a local folder or file, or a hub id.
     """
     where = f"the model '{source}'" if isinstance(source, str) else "the model's folder"
     try:
-        yield
+        with _with_memory_for(what):
+            yield
     except Refusal:
         raise
-    except (MemoryError, torch.OutOfMemoryError) as cause:
-        raise NotEnoughMemory(f"Not enough memory for the model's {what}: {first_line(cause)}") from cause
     except _DAMAGED as cause:
+        if outage(cause) is not None:  # of the disk, whatever the file
+            raise
         raise InvalidModel(f"The {what} of {where} cannot be read: {first_line(cause)}") from cause
     except OSError as cause:
+        if outage(cause) is Resource.DISK and isinstance(source, str):
+            raise NoRoom(cause, Path(HF_HUB_CACHE), "HF_HOME", None) from cause
         if isinstance(source, str) and not _is_unknown(cause):
             raise ModelUnavailable(
                 f"The {what} of {where} could not be downloaded from the hub: {first_line(cause)}"
@@ -345,13 +362,15 @@ def convert_gguf(source: Path, cache: Path) -> Path:
     plain.load_state_dict(loaded.state_dict())
     plain.generation_config = loaded.generation_config
 
-    scratch = cache / f".{target.name}-{id(plain)}"
-    plain.save_pretrained(scratch)
-    AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(scratch)
-    try:
-        scratch.rename(target)
-    except OSError:  # another process has written the same folder
-        shutil.rmtree(scratch)
+    with scratch_folder(cache) as scratch:
+        scratch.chmod(0o755)  # the cache may be shared
+        plain.save_pretrained(scratch)
+        AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(scratch)
+        try:
+            scratch.rename(target)
+        except OSError:
+            if not target.exists():  # another process may have written the same folder
+                raise
     return target
 
 
@@ -366,7 +385,7 @@ class Policy:
         Raises:
             InvalidTargets: `targets` names layers that do not exist, or that cannot have an adapter.
             UnsupportedModel: the model has no layers for an adapter, or is not built as we know it. Whether it is
-                computed rightly is for `worker.model.support.probe` to say.
+                computed rightly is for `worker.model.compatibility.probe` to say.
         """
         self._kinds = {layer.name: layer.kind for layer in adaptable_layers(base.model)}
         with torch.random.fork_rng(devices=[]):
@@ -474,6 +493,11 @@ class Policy:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     @property
+    def computing(self) -> list[torch.nn.Parameter]:
+        """The weights that the model computes with, one for each of `trainable`."""
+        return self.trainable
+
+    @property
     def led(self) -> list[torch.nn.Parameter]:
         """Of `trainable`: those that the first of several ranks updates for all of them."""
         return self.trainable
@@ -516,13 +540,13 @@ class Policy:
                 parameter.grad = None
 
     def use(self, route: Route) -> None:
-        """Compute from now on as `worker.model.support.probe` found to be right."""
+        """Compute from now on as `worker.model.compatibility.probe` found to be right."""
         own = "eager" if route.eager else self._own_attention
         self.causal.set_attn_implementation(attention.NAME if route.forward == "packed" else own)
         self.route = route
 
     def hidden(self, input_ids: Tensor, position_ids: Tensor, segment: Tensor) -> Tensor:
-        """Hidden states [B, T, h] before the head, of rows as `worker.learn.batch.Tensors` lays them out.
+        """Hidden states [B, T, h] before the head, of rows as `worker.model.batch.Tensors` lays them out.
 
         Args:
             segment: int64 [B, T], 0 for the prompt, 1.. for its answers, -1 for padding. With the forward "rows" there
@@ -603,18 +627,19 @@ class Policy:
 
     def snapshot(self) -> list[Tensor]:
         """Copies of the weights that compute, for `wearing`."""
-        return [parameter.detach().clone() for parameter in self.trainable]
+        return [parameter.detach().clone() for parameter in self.computing]
 
     @contextmanager
     def wearing(self, weights: Sequence[Tensor]) -> Iterator[None]:
-        """With other weights in the adapter, one tensor for each of `trainable`."""
-        own = [parameter.data for parameter in self.trainable]
-        for parameter, other in zip(self.trainable, weights, strict=True):
+        """With other weights of the same precision, one tensor for each of `trainable`."""
+        computing = self.computing
+        own = [parameter.data for parameter in computing]
+        for parameter, other in zip(computing, weights, strict=True):
             parameter.data = other
         try:
             yield
         finally:
-            for parameter, weight in zip(self.trainable, own, strict=True):
+            for parameter, weight in zip(computing, own, strict=True):
                 parameter.data = weight
 
     def fitted(self, tensors: Mapping[str, Tensor], scale: float) -> list[Tensor]:
@@ -721,6 +746,8 @@ class Policy:
         try:
             weights = load_peft_weights(str(folder), device=str(self.device))
         except SafetensorError as cause:
+            if outage(cause) is not None:
+                raise
             raise InvalidModel(f"The adapter cannot be read: {first_line(cause)}") from cause
         weights.pop(REWARD_HEAD, None)  # the adapter of a reward model is one like any other
         shapes = {name: tensor.shape for name, tensor in own.items()}

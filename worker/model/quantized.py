@@ -11,6 +11,7 @@ from transformers import FineGrainedFP8Config, Mxfp4Config, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 from transformers.utils.hub import get_checkpoint_shard_files
 
+from core.outages import outage
 from worker.model.architecture import without_weights
 from worker.refusals import InvalidModel, UnsupportedModel, first_line
 
@@ -28,7 +29,7 @@ def format_of(config: Any) -> str:
     Raises:
         UnsupportedModel: models in this format cannot be trained.
     """
-    stored = _stored(config)
+    stored = _stored_quantization(config)
     if not stored:
         return ""
     name = str(stored.get("quant_method"))
@@ -40,7 +41,7 @@ def format_of(config: Any) -> str:
     return name
 
 
-def _stored(config: Any) -> Mapping[str, Any]:
+def _stored_quantization(config: Any) -> Mapping[str, Any]:
     """The quantization of the model's files according to its config; empty if they are not quantized."""
     configs = (config, config.get_text_config())  # a multimodal model may name it for its text part
     found: Any = next((has for one in configs if (has := getattr(one, "quantization_config", None))), {})
@@ -57,7 +58,7 @@ def arguments(config: Any, source: Path | str) -> dict[str, Any]:
         UnsupportedModel: as `format_of`, or transformers would convert the files to wrong weights.
     """
     name = format_of(config)
-    block = _stored(config).get("weight_block_size") if name == "fp8" else None
+    block = _stored_quantization(config).get("weight_block_size") if name == "fp8" else None
     if block:
         refuse_uneven_blocks(shapes_in(source), block)
     return {"quantization_config": _CONVERTED[name](dequantize=True)} if name else {}
@@ -108,6 +109,8 @@ def files_by_tensor(source: Path | str) -> dict[str, str]:
     try:
         files = _files_of(source)
     except OSError as cause:
+        if outage(cause) is not None:
+            raise
         raise InvalidModel(
             f"The model has no safetensors files, and only these can be sharded or trained whole: {first_line(cause)}"
         ) from cause

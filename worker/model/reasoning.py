@@ -106,6 +106,7 @@ class AnswerPart:
         elif reasoning.form.off:
             self.at = "answer"
         self.ids: list[int] = []  # before the answer
+        self._blank = 0  # of them at the start: white space, which is not decoded again for each token
         self.thinking = 0  # tokens since the thought began
         self.answer_start = 0
         self.overflow = ""  # text of the answer in the last token of the tag
@@ -119,8 +120,10 @@ class AnswerPart:
             self.thinking += 1
             self._look_for_end(token)
             return
-        written, start = self.reasoning.raw(self.ids).lstrip(), self.reasoning.form.start
-        if written.startswith(start):
+        written, start = self.reasoning.raw(self.ids[self._blank :]).lstrip(), self.reasoning.form.start
+        if not written:
+            self._blank = len(self.ids)
+        elif written.startswith(start):
             self.at = "thought"
         elif not start.startswith(written):
             self.at = "answer"

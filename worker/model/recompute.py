@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 
-class _Again(torch.autograd.Function):
+class _Recomputed(torch.autograd.Function):
     """function(*inputs), of which autograd keeps the inputs alone. The function's own weights are frozen."""
 
     @staticmethod
@@ -38,11 +38,11 @@ class _Again(torch.autograd.Function):
         return None, *(next(found) if needed else None for needed in wanted)
 
 
-def again(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+def recompute_in_backward(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     """function(*inputs). If a gradient is needed, the function is called again in the backward pass."""
     if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in inputs):
         return function(*inputs)
-    output: Tensor = _Again.apply(function, *inputs)  # type: ignore[no-untyped-call]
+    output: Tensor = _Recomputed.apply(function, *inputs)  # type: ignore[no-untyped-call]
     return output
 
 
@@ -53,7 +53,7 @@ class _Norm:
     own: Callable[[Tensor], Tensor]  # the module's
 
     def __call__(self, hidden_states: Tensor) -> Tensor:
-        return again(self.own, hidden_states)
+        return recompute_in_backward(self.own, hidden_states)
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,9 +66,9 @@ class _RootMeanSquare:
 
     def __call__(self, hidden_states: Tensor) -> Tensor:
         if hidden_states.dtype != self.module.weight.dtype:
-            return again(self.own, hidden_states)
+            return recompute_in_backward(self.own, hidden_states)
         if hidden_states.device.type == "cpu":  # not one operation there: autograd would keep its parts
-            return again(self._norm, hidden_states)
+            return recompute_in_backward(self._norm, hidden_states)
         return self._norm(hidden_states)
 
     def _norm(self, x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from worker.learn.batch import Tensors
+from worker.model.batch import Tensors
 from worker.model.policy import REWARD_HEAD, Policy
 from worker.refusals import InvalidModel
 

@@ -118,7 +118,7 @@ class ShardedFullPolicy(FullPolicy):
         for weight, tensor in zip(self._weights, tensors, strict=True):
             _local(weight).copy_(tensor)
 
-    def whole(self, number: int, tensor: Tensor) -> Tensor:
+    def full_tensor_of(self, number: int, tensor: Tensor) -> Tensor:
         """As FullPolicy does. A collective operation."""
         weight = self._weights[number]
         if not isinstance(weight, DTensor):
@@ -137,7 +137,7 @@ class ShardedFullPolicy(FullPolicy):
     def _computing(self) -> Iterator[Tensor]:
         """As FullPolicy does. A collective operation."""
         for number, master in enumerate(self._masters):
-            yield self.whole(number, master).to(self.dtype)
+            yield self.full_tensor_of(number, master).to(self.dtype)
 
     def rows(self, number: int) -> slice:
         weight = self._weights[number]

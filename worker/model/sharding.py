@@ -60,10 +60,10 @@ def load_bases(
     tokenizer = read_tokenizer(entry, source, chat_template, template_arguments)
     with refusing(config):
         with torch.device("meta"):
-            empty = _made(config, dtype)
+            empty = _model_from_config(config, dtype)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            small = _made(few_layers(config), dtype)
+            small = _model_from_config(few_layers(config), dtype)
         if getattr(empty, "_keep_in_fp32_modules", None) or getattr(
             empty, "_keep_in_fp32_modules_strict", None
         ):
@@ -90,7 +90,7 @@ def _unsupported(config: Any, why: str) -> UnsupportedModel:
     )
 
 
-def _made(config: Any, dtype: torch.dtype) -> Any:
+def _model_from_config(config: Any, dtype: torch.dtype) -> Any:
     made_by = class_of(config)
     make = made_by.from_config if hasattr(made_by, "from_config") else made_by._from_config
     return make(copy.deepcopy(config), dtype=dtype)

@@ -15,9 +15,8 @@ from typing import Any
 from core.jobs.hyperparameter_groups import LoraTargets
 from core.registry import Device, SamplerName
 from core.settings import Settings
+from core.units import GIB
 from worker.model.targets import LinearLayer, chosen
-
-GIB = 2**30
 
 HEAD_CHUNK = 512  # rows of the vocabulary product alive at once: 512 x 49,152 float32 logits are 100 MB
 MAX_SEQUENCES = 256  # that vLLM decodes side by side
@@ -39,6 +38,16 @@ MARGIN_ONE_PROCESS = 2 * GIB
 MARGIN_SERVING = 3 * GIB
 
 DEGREES = (1, 2, 4, 8)  # of sharding, inside one machine
+
+# What sleep costs and gains. Rates of an update of 8B on an H200 (docs/measured/h200.md), with micro-batches of 2,048
+# and of 8,192 tokens; smaller GPUs gain more. Whole weights have no frozen copy: their engines sleep only if they must.
+SMALL_BATCH_RATE, LARGE_BATCH_RATE = 330e12, 380e12  # FLOPs a second
+HOST_BANDWIDTH = 25e9  # bytes a second between a GPU and main memory, in one direction: PCIe 4. Assumed
+SLEEP_SECONDS = 2.0  # to release memory and to map it again, and to send the adapter anew. Assumed
+LEARNED_SHARE = 0.5  # of the tokens that a step has at most
+SLEEP_GAIN = 1.1  # the estimates are rough
+
+SAFETY_SHARE = 0.05  # of a GPU, that no plan uses
 
 _BLOCK = 128  # a multiple of every block size that vLLM uses
 
@@ -139,6 +148,7 @@ class Workload:
     full: bool = False  # all weights are trained, and there is no adapter
     references: int = 0  # copies of all weights that it is compared with, if all are trained
     adapter_copies: int = 0  # in main memory, in float32
+    learned: int = 0  # tokens of a step that the trainer computes, at most; 0: unknown
 
     @property
     def longest(self) -> int:
@@ -179,6 +189,7 @@ def workload(
         full,
         references,
         adapter_copies(off_policy_steps),
+        learned=training,
     )
 
 
@@ -195,6 +206,7 @@ class Machine:
     device: Device
     available: int  # bytes that are free before anything is loaded
     sampler: SamplerName
+    spared: int = 0  # of these, that no plan uses
     packed: bool = False  # the linear weights are kept twice more, as worker/model/lora.py does on a CPU
     kv_cache_bytes: int | None = None
     token_budget: int | None = None
@@ -207,6 +219,11 @@ class Machine:
     may_sleep: bool = False  # nothing is sampled while the trainer learns, so that vLLM can sleep then
     sleeps: bool = False  # vLLM sleeps while the trainer learns
     main_memory: int | None = None  # free bytes beside the GPUs, for vLLM's weights; None: unknown
+
+    @property
+    def usable(self) -> int:
+        """The bytes that a plan may use."""
+        return self.available - self.spared
 
     @property
     def has_engine(self) -> bool:
@@ -231,13 +248,20 @@ def machine(
     split: bool = False,
     may_sleep: bool = False,
     main_memory: int | None = None,
+    teacher_bytes: int = 0,
 ) -> Machine:
-    """One whose operator has set these settings."""
+    """One whose operator has set these settings.
+
+    Args:
+        available: free bytes of the device.
+        teacher_bytes: of them, for the weights of a teacher.
+    """
     cache, budget = settings.kv_cache_gib, settings.train_token_budget
     return Machine(
         device,
-        available,
+        max(0, available - teacher_bytes),
         sampler,
+        int(available * SAFETY_SHARE) if device == "cuda" else 0,
         packed,
         kv_cache_bytes=None if cache == "auto" else int(cache * GIB),
         token_budget=None if budget == "auto" else budget,
@@ -416,7 +440,7 @@ def estimate(
     kept = entries + layer if checkpointed else layer * shape.layers
     square = token_budget**2
     if machine.device == "cuda":
-        masks = square * shape.bytes_each  # one bias for all layers (worker/learn/batch.py)
+        masks = square * shape.bytes_each  # one bias for all layers (worker/model/batch.py)
     else:
         # The bool mask, and the bias that SDPA makes of it in each layer and autograd keeps.
         masks = square * (1 + 4 * (1 if checkpointed else shape.layers))
@@ -475,6 +499,7 @@ class MemoryPlan:
     checkpointed: bool  # activations are computed twice
     estimate: Estimate
     main_memory: int = 0  # bytes beside the GPUs, for weights of engines that sleep, or for adapters
+    saved_seconds: float | None = None  # of each step, by sleep; None: without sleep the job does not fit
 
     @property
     def degree(self) -> int:
@@ -506,8 +531,11 @@ class MemoryPlan:
         """Empty unless vLLM sleeps."""
         if not self.sleeps:
             return ""
+        reason = "both do not fit at once"
+        if self.saved_seconds is not None:
+            reason = f"this saves about {self.saved_seconds:.0f} s of each step"
         return (
-            "vLLM sleeps while the job learns, because both do not fit at once; its weights take "
+            f"vLLM sleeps while the job learns, because {reason}; its weights take "
             f"{self.main_memory / GIB:.1f} GiB of main memory meanwhile. "
         )
 
@@ -522,7 +550,8 @@ class MemoryPlan:
 def plan_sharded(name: str, shape: Shape, work: Workload, machine: Machine, gpus: int) -> MemoryPlan:
     """Plan with the smallest degree of sharding that fits: 1, which needs no communication, then 2, 4 and 8.
 
-    If none fits beside vLLM, plan in the same order with a vLLM that sleeps while the trainer learns.
+    If none fits beside vLLM, plan in the same order with a vLLM that sleeps while the trainer learns. It sleeps also if
+    a step is faster then (`update_seconds`, `sleep_seconds`).
 
     Args:
         gpus: of this machine, that the run has.
@@ -532,17 +561,51 @@ def plan_sharded(name: str, shape: Shape, work: Workload, machine: Machine, gpus
     """
     degrees = degrees_of(machine, gpus, full=work.full)
     can_sleep = machine.may_sleep and machine.has_engine and machine.device == "cuda"
+    by_choice = can_sleep and work.learned > 0 and not work.full
     for sleeps in (False, True) if can_sleep else (False,):
         for degree in degrees:
             try:
                 ranks = gpus if work.full and degree == 1 else 1
-                return plan(name, shape, work, replace(machine, degree=degree, ranks=ranks, sleeps=sleeps))
+                there = replace(machine, degree=degree, ranks=ranks, sleeps=sleeps)
+                found = plan(name, shape, work, there)
+                return cheaper(name, shape, work, there, found, gpus) if by_choice and not sleeps else found
             except DoesNotFit as cause:
                 refusal = cause
     tried = [f"the weights sharded over {', '.join(map(str, degrees))} GPUs"] if len(degrees) > 1 else []
     tried += ["vLLM asleep while the job learns"] if can_sleep else []
     note = f" Tried with {', and with '.join(tried)}." if tried else ""
     raise DoesNotFit(f"{refusal}{note}{'' if work.full else _unsharded(machine, gpus)}") from refusal
+
+
+def cheaper(
+    name: str, shape: Shape, work: Workload, machine: Machine, awake: MemoryPlan, gpus: int = 1
+) -> MemoryPlan:
+    """The plan with sleep if that makes a step faster than the one without, by SLEEP_GAIN."""
+    try:
+        asleep = plan(name, shape, work, replace(machine, sleeps=True))
+    except DoesNotFit:  # main memory has no room for the engine's weights
+        return awake
+    before = update_seconds(shape, work, awake) / gpus
+    after = update_seconds(shape, work, asleep) / gpus + sleep_seconds(shape, machine)
+    if after * SLEEP_GAIN > before:
+        return awake
+    return replace(asleep, saved_seconds=before - after)
+
+
+def update_seconds(shape: Shape, work: Workload, planned: MemoryPlan) -> float:
+    """The seconds of a step's update on one GPU, roughly; 0 if the tokens of a step are unknown."""
+    passes = (
+        3 if work.full else 2
+    )  # forward, backward to the inputs, and to the weights, if these are trained
+    flops = 2 * (passes + planned.checkpointed) * shape.parameters * work.learned * LEARNED_SHARE
+    rate = LARGE_BATCH_RATE if planned.token_budget >= GPU_TOKEN_BUDGETS[1] else SMALL_BATCH_RATE
+    return flops / rate
+
+
+def sleep_seconds(shape: Shape, machine: Machine) -> float:
+    """The seconds that sleep and wake add to a step. Frozen weights have a copy, and are only copied back."""
+    copied = math.ceil(shape.weight_bytes / machine.tensor_parallel)
+    return SLEEP_SECONDS + copied / HOST_BANDWIDTH
 
 
 def degrees_of(machine: Machine, gpus: int, *, full: bool = False) -> tuple[int, ...]:
@@ -595,7 +658,7 @@ def plan(name: str, shape: Shape, work: Workload, machine: Machine) -> MemoryPla
             wanted = least = machine.kv_cache_bytes
     comfortable = max(least, min(wanted, COMFORTABLE_SEQUENCES * one))
 
-    def made(budget: int, cache: int, checkpointed: bool) -> Estimate:
+    def estimate_with(budget: int, cache: int, checkpointed: bool) -> Estimate:
         return estimate(
             shape,
             rank=work.rank,
@@ -622,10 +685,10 @@ def plan(name: str, shape: Shape, work: Workload, machine: Machine) -> MemoryPla
         for budget, checkpointed in [(usual, False), *((budget, True) for budget in budgets)]
     ]
     for cache, budget, checkpointed in choices:
-        found = made(budget, cache, checkpointed)
-        if found.total > machine.available:
+        found = estimate_with(budget, cache, checkpointed)
+        if found.total > machine.usable:
             continue
-        room = machine.available - (found.sampling if machine.sleeps else found.total)
+        room = machine.usable - (found.sampling if machine.sleeps else found.total)
         # On a CPU the margin grows with the rest, by a fifth.
         cache = min(wanted, cache + (room if machine.device == "cuda" else room * 5 // 6))
         is_free = cache == wanted or machine.sleeps  # memory that the cache does not take
@@ -633,21 +696,22 @@ def plan(name: str, shape: Shape, work: Workload, machine: Machine) -> MemoryPla
             budget = max(
                 larger
                 for larger in (budget, *widths(budget, GPU_TOKEN_BUDGETS[1]))
-                if made(larger, cache, checkpointed).total <= machine.available
+                if estimate_with(larger, cache, checkpointed).total <= machine.usable
             )
         beside = 0
         if machine.device == "cuda":
             needed_by = _for_sleep if machine.sleeps else _for_copies
             beside = needed_by(name, shape, work, machine)
-        return MemoryPlan(budget, cache, checkpointed, made(budget, cache, checkpointed), beside)
-    needed = made(choices[-1][1], least, True)
+        return MemoryPlan(budget, cache, checkpointed, estimate_with(budget, cache, checkpointed), beside)
+    needed = estimate_with(choices[-1][1], least, True)
+    spared = f", of which a plan uses {1 - SAFETY_SHARE:.0%}" if machine.spared else ""
     size = f"{machine.available / GIB:.1f} GiB"
     place = f"the GPU class `{machine.gpu_class}` has {size}" if machine.gpu_class else f"{size} are free"
     # A copy less is the largest part that a choice can save.
     hint = " or the sampler `transformers`, which needs no copy of the weights" if machine.copies > 1 else ""
     smaller = "train 'lora', a smaller model or" if work.full else "a smaller model, lora_rank or"
     raise DoesNotFit(
-        f"{name} at {work.longest} tokens needs {needed}; {place}. Choose {smaller} "
+        f"{name} at {work.longest} tokens needs {needed}; {place}{spared}. Choose {smaller} "
         f"max_completion_tokens, a GPU with more memory{hint}."
     )
 
@@ -664,12 +728,17 @@ def _for_copies(name: str, shape: Shape, work: Workload, machine: Machine) -> in
     return needed
 
 
-def _for_sleep(name: str, shape: Shape, work: Workload, machine: Machine) -> int:
-    """Bytes beside the GPUs that engines need for their weights while they sleep. Raises DoesNotFit.
+def pinned_bytes(shape: Shape, engines: int) -> int:
+    """Bytes beside the GPUs that engines need for their weights while they sleep.
 
     PyTorch rounds pinned memory up to a power of two, so it takes up to twice as much.
     """
-    needed = 2 * machine.engines * shape.weight_bytes
+    return 2 * engines * shape.weight_bytes
+
+
+def _for_sleep(name: str, shape: Shape, work: Workload, machine: Machine) -> int:
+    """As `pinned_bytes`. Raises DoesNotFit."""
+    needed = pinned_bytes(shape, machine.engines)
     if machine.main_memory is not None and needed > machine.main_memory:
         raise DoesNotFit(
             f"{name} at {work.longest} tokens fits only if vLLM sleeps while the job learns, with its weights in main "
@@ -689,7 +758,7 @@ def without_trainer(shape: Shape, work: Workload, machine: Machine) -> int:
 
 def cache_without_trainer(name: str, shape: Shape, work: Workload, machine: Machine) -> int:
     """The KV cache of an engine that shares its devices with no trainer. Raises DoesNotFit."""
-    room = machine.available - without_trainer(shape, work, machine)
+    room = machine.usable - without_trainer(shape, work, machine)
     one = shape.divided(machine.tensor_parallel).cache_bytes(work.longest)
     wanted = machine.kv_cache_bytes or wanted_cache(shape, work, machine)
     if wanted < one or room < one:
@@ -718,11 +787,16 @@ def wanted_cache(shape: Shape, work: Workload, machine: Machine) -> int:
 def least_cache(shape: Shape, work: Workload, machine: Machine) -> int:
     """Without which nothing can be sampled."""
     # The transformers sampler takes the answers to a prompt in turns where they do not fit together.
-    if machine.sampler == "transformers":
-        return shape.own_token_bytes * work.longest
-    if machine.device == "cpu" or not machine.engines:
+    if machine.sampler == "vllm" and (machine.device == "cpu" or not machine.engines):
         return wanted_cache(shape, work, machine)
-    return shape.divided(machine.tensor_parallel).cache_bytes(work.longest)
+    return smallest_cache(shape, work, machine.sampler, machine.tensor_parallel)
+
+
+def smallest_cache(shape: Shape, work: Workload, sampler: SamplerName, tensor_parallel: int = 1) -> int:
+    """The cache of one sequence, to which an out-of-memory error may lower it."""
+    if sampler == "transformers":
+        return shape.own_token_bytes * work.longest
+    return shape.divided(tensor_parallel).cache_bytes(work.longest)
 
 
 def bucket(tokens: int) -> int:

@@ -48,12 +48,12 @@ def kind_of(name: str, classes: Sequence[str]) -> Kind:
     layer = next((n for n, part in enumerate(parts) if part.isdigit()), 0)  # the number of its decoder layer
     inside = list(zip(parts, classes, strict=True))[layer + 1 :]
     for part, class_name in reversed(inside):
-        if kind := _said(class_name.lower(), _CLASSES) or _said(part, _ATTRIBUTES):
+        if kind := _kind_of(class_name.lower(), _CLASSES) or _kind_of(part, _ATTRIBUTES):
             return kind
-    return _said(own, _ATTRIBUTES) or "other"
+    return _kind_of(own, _ATTRIBUTES) or "other"
 
 
-def _said(text: str, words: Sequence[tuple[str, Kind]]) -> Kind | None:
+def _kind_of(text: str, words: Sequence[tuple[str, Kind]]) -> Kind | None:
     return next((kind for pattern, kind in words if re.search(pattern, text)), None)
 
 

@@ -17,15 +17,15 @@ from core.registry import BaseModelEntry
 from core.results.lineage import Parent
 from core.storage.manifests import Damaged
 from graders.judge.judges import JudgeModel
-from worker.learn.distributed import load_second
-from worker.learn.rank_model import Model
-from worker.learn.teacher import TeacherPolicy
 from worker.model import memory
 from worker.model.architecture import refusing
 from worker.model.parent import Adapters
 from worker.model.policy import DTYPES, Policy, read_config, read_tokenizer, source_of
 from worker.model.sizing import Shape
 from worker.refusals import UserMistake
+from worker.training.distributed import load_second
+from worker.training.rank_model import Model
+from worker.training.teacher import TeacherPolicy
 
 PARAM = "method.distillation.teacher.model"
 
@@ -39,6 +39,12 @@ class TeacherModel:
     second: BaseModelEntry | None  # a model beside the student's base
     shape: Shape | None = None  # of `second`
     server: JudgeModel | None = None  # has it. None for all: the student's base itself
+
+    @property
+    def added_tokens(self) -> int:
+        """How much longer than a prompt with its answer the sequence is that the teacher computes: a server completes
+        it by a token (worker/rollout/served_teacher.py)."""
+        return 0 if self.server is None else 1
 
     def weight_bytes(self, *, packed: bool) -> int:
         """Memory beside that of a job without a teacher. `packed` as in `sizing.Machine`."""

@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from core.outages import outage
 from worker.refusals import InvalidModel, first_line
 
 FILE_BYTES = 5 * 10**9  # of a file, at most, unless one tensor has more
@@ -84,6 +85,8 @@ class TensorFiles:
                 self._files |= dict.fromkeys(file.keys(), file)
         except (SafetensorError, OSError) as cause:
             self._open.close()
+            if outage(cause) is not None:
+                raise
             raise InvalidModel(
                 f"The trainer's state in the checkpoint cannot be read: {first_line(cause)}"
             ) from cause

@@ -1,4 +1,4 @@
-"""Jobs that learn from the answers in their file: supervised and dpo. Nothing is sampled or graded.
+"""Jobs that learn from the rows of their file: supervised, dpo, reward models and distillation by `logits`.
 
-run.py has the loop; rows.py makes tokens of rows; worker/learn/offline.py computes losses and gradients.
+experience.py is what a run learns from, rows.py makes tokens of rows, worker/training/offline.py computes losses.
 """

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from core.jobs.methods import LOGITS, REWARD_MODEL
 from core.storage.datasets import Example
@@ -17,6 +17,7 @@ Message = Mapping[str, Any]
 # (messages, tools, with a generation prompt) -> token ids
 Render = Callable[[Sequence[Message], Sequence[Mapping[str, Any]], bool], list[int]]
 
+T = TypeVar("T")
 MAX_REPORTED = 20
 
 
@@ -52,6 +53,32 @@ class TokenizedRow:
         return max(pack.tokens for pack in self.packs)
 
 
+class _Shared:
+    """Keeps equal tokens, zeros and masks of all rows of a file once, so that they take a fraction of the memory."""
+
+    def __init__(self) -> None:
+        self._ids: dict[int, int] = {}
+        self._tuples: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+
+    def pack(self, pack: Pack) -> Pack:
+        return Pack(self._tokens(pack.prompt_ids), tuple(map(self._sequence, pack.sequences)))
+
+    def _sequence(self, one: TrainingSequence) -> TrainingSequence:
+        return replace(
+            one,
+            output_ids_T=self._tokens(one.output_ids_T),
+            logprobs_T=self._same(one.logprobs_T),
+            advantages_T=self._same(one.advantages_T),
+            learned_T=self._same(one.learned_T),
+        )
+
+    def _tokens(self, ids: Sequence[int]) -> tuple[int, ...]:
+        return tuple(self._ids.setdefault(one, one) for one in ids)
+
+    def _same(self, values: tuple[T, ...]) -> tuple[T, ...]:
+        return self._tuples.setdefault(values, values)
+
+
 def tokenize(
     variant: str,
     examples: Sequence[Example],
@@ -60,33 +87,40 @@ def tokenize(
     file: str,
     field: Literal["training_file", "validation_file"],
     context: int,
+    added: int = 0,
     beat: Callable[[], None] = lambda: None,
 ) -> list[TokenizedRow]:
-    """Convert the rows of `file`, which is the job's `field`, to packs. `context` is the model's, in tokens.
+    """Convert the rows of `file`, which is the job's `field`, to packs.
+
+    Args:
+        context: of the model, in tokens.
+        added: tokens that the server of a teacher adds to each row.
 
     Raises:
         UserMistake: rows exceed the context. Names up to 20 of their lines.
         ChatTemplateFailed: names the line that the chat template rejects.
     """
-    packs_of = PACKS[variant]
+    packs_of, shared = PACKS[variant], _Shared()
     rows, long = [], []
     for number, example in enumerate(examples):
         if number % 100 == 0:
             beat()
         try:
-            row = TokenizedRow(example.line, tuple(packs_of(example.item, template)))
+            packs = packs_of(example.item, template)
         except ChatTemplateFailed as cause:
             raise ChatTemplateFailed(f"Line {example.line} of {file}: {cause}") from cause
+        row = TokenizedRow(example.line, tuple(map(shared.pack, packs)))
         longest = max(
             len(pack.prompt_ids) + len(one.output_ids_T) for pack in row.packs for one in pack.sequences
         )
-        if longest > context:
+        if longest > context - added:
             long.append(f"line {row.line}: {longest} tokens")
         rows.append(row)
     if long:
+        less = f", less {added} that the teacher's server adds" if added else ""
         raise UserMistake(
             "example_too_long",
-            f"{len(long)} rows of {file} are longer than the model's context of {context} tokens: "
+            f"{len(long)} rows of {file} are longer than the model's context of {context} tokens{less}: "
             f"{'; '.join(long[:MAX_REPORTED])}",
             field,
         )

@@ -1,1 +1,2 @@
-"""From a claimed job to the parts of its run. What can be refused is refused before the weights are loaded."""
+"""The parts of a run, from a claimed job: worker/assemble.py lists them. What can be refused is refused before the
+weights are loaded."""

@@ -9,14 +9,14 @@ from core.retry import RetryPolicy
 from core.settings import Settings
 from worker.model import sizing
 from worker.model.memory import DeviceMemory
-from worker.model.sizing import MemoryPlan
+from worker.model.sizing import MemoryPlan, Workload
 from worker.model.teachers import TeacherModel
 from worker.prepare.model import BaseModel
 from worker.prepare.scorers import scores_here
-from worker.prepare.task import Task
 from worker.progress import PROGRESS
 from worker.refusals import MemoryTaken, UserMistake
 from worker.sharing.base import RunsAlone, SharedBase
+from worker.sharing.device_wish import DeviceWish
 
 log = logging.getLogger(__name__)
 
@@ -32,19 +32,21 @@ def takes_turns(settings: Resolved, teacher: TeacherModel | None, *, has_judges:
 def plan_memory(
     name: str,
     base: BaseModel,
-    task: Task,
+    workload: Workload,
     settings: Settings,
     ranks: int,
     teacher: TeacherModel | None = None,
     *,
-    has_judges: bool = False,
+    samples: bool = True,
+    may_sleep: bool = False,
     shared: SharedBase | None = None,
     memory: DeviceMemory = DeviceMemory(),
 ) -> MemoryPlan:
     """Divide the free memory, without that of the teacher's weights, between weights, KV cache and micro-batches.
 
     Args:
-        has_judges: reward models score answers on the GPU while others are sampled.
+        samples: whether the job samples at all.
+        may_sleep: whether its engines may release their memory while it learns (`takes_turns`).
         shared: other jobs have an equal part of what this base leaves.
 
     Raises:
@@ -62,21 +64,21 @@ def plan_memory(
     packed = base.device == "cpu" and base.entry.dtype == "float32"
 
     def plan(free: int, main_memory: int) -> MemoryPlan:
-        if teacher is not None:
-            free = max(0, free - teacher.weight_bytes(packed=packed))
         machine = sizing.machine(
             settings,
             base.device,
             free,
-            base.sampler,
+            # Without a sampler that uses the trainer's weights these can be sharded.
+            base.sampler if samples else "vllm",
             packed=packed,
             engines=base.engines.engines,
             tensor_parallel=base.engines.tensor_parallel,
             split=split,
-            may_sleep=takes_turns(task.settings, teacher, has_judges=has_judges),
+            may_sleep=may_sleep,
             main_memory=main_memory,
+            teacher_bytes=0 if teacher is None else teacher.weight_bytes(packed=packed),
         )
-        return sizing.plan_sharded(name, base.shape, task.workload, machine, ranks)
+        return sizing.plan_sharded(name, base.shape, workload, machine, ranks)
 
     if shared is not None:
         return plan_beside(shared, lambda: plan(shared.memory(weight_bytes), memory.available("cpu")))
@@ -85,6 +87,7 @@ def plan_memory(
         base.device,
         memory,
         patience_seconds=settings.patience_seconds,
+        ask=DeviceWish.of(settings).express,
     )
 
 
@@ -102,11 +105,13 @@ def plan_within(
     memory: DeviceMemory,
     *,
     patience_seconds: float,
+    ask: Callable[[], None] = lambda: None,
     wait: Callable[[float], None] = time.sleep,
 ) -> MemoryPlan:
-    """The plan within the free memory, once a process that is ending has released its own.
+    """The plan within the free memory, once a process that is ending or an idle model has released its own.
 
     Args:
+        ask: asks idle models for their memory.
         plan: takes the function that returns the bytes of a device, by its name.
 
     Raises:
@@ -123,6 +128,7 @@ def plan_within(
             except sizing.DoesNotFit as never:
                 raise UserMistake("not_enough_memory", str(never), "model") from never
             log.warning("other processes use memory that the job needs: %s", taken)
+            ask()
             raise MemoryTaken(device) from taken
 
     patience = min(patience_seconds, ENDING_SECONDS)

@@ -13,14 +13,15 @@ from core.model_checks import ModelChecks, installed_versions
 from core.registry import BaseModelEntry, Device, Registry, SamplerName
 from core.settings import Settings
 from worker.attempt import Attempt
+from worker.device import select_device
+from worker.model import compatibility, memory, quantized
 from worker.model import full as full_policy
-from worker.model import memory, quantized, support
 from worker.model.architecture import refusing
 from worker.model.policy import DTYPES, read_config, source_of
 from worker.model.sizing import Shape
 from worker.refusals import UserMistake
-from worker.rollout.samplers import choice
-from worker.rollout.samplers.placement import NO_ENGINE, ONE_ENGINE, NotPlaceable, Placement
+from worker.sampling import choice
+from worker.sampling.placement import NO_ENGINE, ONE_ENGINE, NotPlaceable, Placement
 from worker.sharing.base import OWN_ENGINE, RunsAlone
 
 
@@ -43,6 +44,11 @@ class BaseModel:
     engines: Placement = ONE_ENGINE  # of vLLM
     fleet: tuple[str, ...] = ()  # the addresses of the fleet that samples instead
 
+    @property
+    def sampler_name(self) -> str:
+        """The sampler with its version."""
+        return f"{self.sampler} {self.sampler_version}"
+
 
 def inspect_model(
     name: str,
@@ -63,12 +69,13 @@ def inspect_model(
     Raises:
         UserMistake: its sampler is not installed, needs more GPUs than a job has, or cannot be divided.
         UnsupportedModel: the architecture is not computed correctly here.
+        GpuUnusable: torch cannot use the GPU of this machine.
         TooFewGpus: this machine has fewer GPUs than REGRAFT_RANKS and REGRAFT_SAMPLING_GPUS together.
     """
     registry = Registry.load(settings.models_file)
     entry = registry.get(name)
     fleet = settings.samplers.get(registry.resolve(name), ())
-    device: Device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = select_device(settings)
     try:
         sampler, version = choice.choose(entry, settings, device, fleet=bool(fleet))
     except choice.SamplerMissing as cause:
@@ -86,7 +93,7 @@ def inspect_model(
         raise UserMistake("sampler_unavailable", str(cause), "model") from cause
     source = source_of(entry, settings.model_cache)
     config: PretrainedConfig = read_config(source)
-    support.refuse_by_config(config, entry.context)
+    compatibility.refuse_by_config(config, entry.context)
     precision = quantized.described(config, DTYPES[entry.dtype], sampler)
     with refusing(config):
         shape = memory.shape_of(config, DTYPES[entry.dtype])
@@ -123,7 +130,7 @@ def refuse_to_share(attempt: Attempt, base: BaseModel) -> None:
         return
     if base.sampler == "vllm" and not base.fleet:
         raise RunsAlone(OWN_ENGINE)
-    attempt.shared.refuse_other(base.entry, base.source)
+    attempt.shared.base.refuse_other(base.entry, base.source)
 
 
 def shared_by(attempt: Attempt, base: BaseModel) -> Callable[[], PreTrainedModel] | None:
@@ -132,6 +139,6 @@ def shared_by(attempt: Attempt, base: BaseModel) -> Callable[[], PreTrainedModel
         return None
     if base.device == "cuda":
         # A job that needs more than its part fails by itself, and not its neighbor.
-        own = attempt.shared.memory(base.shape.weight_bytes) - base.shape.weight_bytes
+        own = attempt.shared.base.memory(base.shape.weight_bytes) - base.shape.weight_bytes
         torch.cuda.set_per_process_memory_fraction(own / torch.cuda.get_device_properties(0).total_memory)
     return attempt.shared.load

@@ -17,20 +17,20 @@ from graders.spec import GraderSpec
 from worker.attempt import Attempt
 from worker.backends import open_backends
 from worker.heartbeat import Beat
-from worker.learn.teacher import PolicyTeacher
 from worker.model import teachers
 from worker.model.policy import Policy, read_tokenizer, source_of
 from worker.model.sizing import MemoryPlan
 from worker.model.teachers import TeacherModel
 from worker.offline.templates import template_of
 from worker.prepare.model import BaseModel
-from worker.prepare.task import Task
+from worker.prepare.task import PromptTask
 from worker.progress import PROGRESS
-from worker.record.checkpoints import JobCheckpoints
+from worker.recording.checkpoints import JobCheckpoints
 from worker.refusals import UserMistake
+from worker.rollout.distillation_rewards import TeacherRewards
 from worker.rollout.reward_models import LoadedRewardModel, read_reward_model
 from worker.rollout.served_teacher import ServedTeacher, retries_within
-from worker.rollout.taught import TeacherRewards
+from worker.training.teacher import PolicyTeacher
 
 GRADER_PARAM = "method.reinforcement.grader"
 
@@ -126,10 +126,10 @@ def load_reward_model(
     return read_reward_model(parent, policy, tokenizer, template_of(base.source, tokenizer), checkpoints)
 
 
-def taught_by(
+def training_rewards(
     teacher: TeacherModel,
     policy: Policy,
-    task: Task,
+    task: PromptTask,
     plan: MemoryPlan,
     checkpoints: JobCheckpoints,
     settings: Settings,

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
+
+from transformers import PreTrainedTokenizerBase
 
 from core.database.tables import Job
 from core.jobs import hyperparameters
@@ -9,7 +12,8 @@ from core.jobs.distillation import asked_of
 from core.jobs.hyperparameter_groups import LoraTargets
 from core.jobs.hyperparameter_places import param_of
 from core.jobs.hyperparameters import Hyperparameters, Resolved
-from core.response_format import stored_held_to
+from core.jobs.offline_hyperparameters import ResolvedOffline
+from core.response_format import stored_response_schema
 from core.results.lineage import Parent
 from worker.attempt import Attempt
 from worker.model import sizing
@@ -25,88 +29,43 @@ from worker.prepare.model import BaseModel
 from worker.refusals import InvalidTargets, UserMistake
 from worker.rollout.prompts import NoPassRate, PromptStream, PromptTooLong, tokenize
 from worker.rollout.rows import Rows
-from worker.rollout.samplers.json_schema import schema_problem
-from worker.rollout.samplers.steering import Bounds, UnsupportedTags, grammar_of
+from worker.sampling.json_schema import schema_problem
+from worker.sampling.token_constraints import Bounds, UnsupportedTags, grammar_of
 from worker.types import Prompt
 
+SomeSettings = TypeVar("SomeSettings", Resolved, ResolvedOffline)
 NO_THOUGHTS = "thinking_budget needs a model that reasons, and this model's chat template has no thoughts."
 
 
 @dataclass(frozen=True)
-class Task:
+class PromptTask:
     """The training and validation prompts of a job, and the settings it trains with."""
 
     settings: Resolved
-    train: list[Prompt]
+    train: PromptStream  # in the order of the epochs
     valid: list[Prompt]
     workload: Workload
-    held_to: str  # the schema that answers are JSON of, or ""
-
-    def prompts(self, seed: int) -> PromptStream:
-        """The training prompts in the order of their epochs.
-
-        Raises:
-            UserMistake: rows lack what they are ordered by.
-        """
-        settings = self.settings
-        try:
-            return PromptStream(
-                self.train, batch_size=settings.batch_size, seed=seed, order=settings.prompt_order
-            )
-        except NoPassRate as cause:
-            raise UserMistake("invalid_value", str(cause), "training_file") from cause
+    response_schema: str  # the schema that answers are JSON of, or ""
 
 
-def prepare_task(attempt: Attempt, rows: Rows, base: BaseModel, teacher: TeacherModel | None = None) -> Task:
+def prepare_task(
+    attempt: Attempt, rows: Rows, base: BaseModel, teacher: TeacherModel | None = None
+) -> PromptTask:
     """Resolve the hyperparameters and render the prompts.
 
     Raises:
-        UserMistake: a prompt is too long, or the sampler does not do what a hyperparameter asks for.
+        UserMistake: a prompt is too long or lacks what prompts are ordered by, or the sampler does not do what a
+            hyperparameter asks for.
     """
     job = attempt.job
-    assert job.validation_file is not None, "the API requires one"
-    asked = asked_of(job)
-    named = None if asked.advanced.sampling.chat_template == "auto" else asked.advanced.sampling.chat_template
-    reasoning = detect(read_tokenizer(base.entry, base.source, named))
-    resolved = hyperparameters.resolve(
-        asked,
-        rows=len(rows.train),
-        parameters=base.shape.parameters,
-        context=base.entry.context,
-        reasons=reasoning is not None and not reasoning.form.off,
+    resolved, tokenizer = with_tokenizer(
+        resolve(job, rows, base, teacher), base, job, param_of(job.method, "lora_targets")
     )
-    # An adapter that teaches takes turns with the student's own, so both have one shape.
-    start = Parent.of(job) or (None if teacher is None else teacher.adapter)
-    resolved = continuing(with_effort(resolved, asked, reasoning), start)
-    resolved = hyperparameters.kept(resolved, job.resolved)
-    refuse_absent_targets(base, resolved.lora_targets, param_of(job.method, "lora_targets"))
-    tokenizer = read_tokenizer(base.entry, base.source, resolved.chat_template)
-    resolved = with_fixed_clock(resolved, tokenizer, job.created_at)
-    set_arguments(tokenizer, resolved.chat_template_kwargs)
-    room = {"context": base.entry.context, "max_completion_tokens": resolved.max_completion_tokens}
-    param = "training_file"
-    try:
-        train = tokenize(rows.train, partial(render, tokenizer), file=job.training_file, **room)
-        param = "validation_file"
-        valid = tokenize(rows.valid, partial(render, tokenizer), file=job.validation_file, **room)
-    except PromptTooLong as cause:
-        raise UserMistake("prompt_too_long", str(cause), param) from cause
-    if resolved.off_policy_steps and base.sampler == "transformers":
-        raise UserMistake(
-            "invalid_value", hyperparameters.NO_SAMPLER_OF_ITS_OWN, "method.reinforcement.hyperparameters"
-        )
-    if resolved.continue_in_flight and base.fleet:
-        raise UserMistake(
-            "invalid_value", hyperparameters.NO_ENGINES_OF_ITS_OWN, param_of(job.method, "continue_in_flight")
-        )
-    schema = stored_held_to(job.body.get("response_format"))
-    if (schema or resolved.thinking_budget is not None) and (problem := schema_problem(tokenizer)):
-        raise UserMistake("invalid_value", f"The model cannot do this: {problem}.", "model")
-    if base.sampler == "vllm":
-        try:
-            grammar_of(detect(tokenizer), Bounds(schema, resolved.thinking_budget))
-        except UnsupportedTags as cause:
-            raise UserMistake("invalid_value", str(cause), "model") from cause
+    train, valid = tokenized(
+        job, rows, base, resolved, tokenizer, added=0 if teacher is None else teacher.added_tokens
+    )
+    schema = stored_response_schema(job.body.get("response_format"))
+    refuse_what_is_not_sampled(job, base, resolved, tokenizer, schema)
     workload = sizing.workload(
         rank=resolved.lora_rank,
         targets=resolved.lora_targets,
@@ -121,7 +80,99 @@ def prepare_task(attempt: Attempt, rows: Rows, base: BaseModel, teacher: Teacher
         eval_samples=resolved.eval_samples,
         off_policy_steps=resolved.off_policy_steps,
     )
-    return Task(resolved, train, valid, workload, schema)
+    try:
+        stream = PromptStream(
+            train, batch_size=resolved.batch_size, seed=job.seed, order=resolved.prompt_order
+        )
+    except NoPassRate as cause:
+        raise UserMistake("invalid_value", str(cause), "training_file") from cause
+    return PromptTask(resolved, stream, valid, workload, schema)
+
+
+def resolve(job: Job, rows: Rows, base: BaseModel, teacher: TeacherModel | None) -> Resolved:
+    asked = asked_of(job)
+    named = None if asked.advanced.sampling.chat_template == "auto" else asked.advanced.sampling.chat_template
+    reasoning = detect(read_tokenizer(base.entry, base.source, named))
+    resolved = hyperparameters.resolve(
+        asked,
+        rows=len(rows.train),
+        parameters=base.shape.parameters,
+        context=base.entry.context,
+        reasons=reasoning is not None and not reasoning.form.off,
+    )
+    resolved = continuing(with_effort(resolved, asked, reasoning), start_of_adapter(job, teacher))
+    return hyperparameters.with_first_values(resolved, job.resolved)
+
+
+def start_of_adapter(job: Job, teacher: TeacherModel | None) -> Parent | None:
+    """The tuned model whose shape the job's adapter has, if there is one."""
+    # An adapter that teaches takes turns with the student's own, so both have one shape.
+    return Parent.of(job) or (None if teacher is None else teacher.adapter)
+
+
+def with_tokenizer(
+    resolved: SomeSettings, base: BaseModel, job: Job, targets: str
+) -> tuple[SomeSettings, PreTrainedTokenizerBase]:
+    """The job's tokenizer with its chat template, and the settings with the time that this shows.
+
+    Args:
+        targets: the path of `lora_targets` in the request.
+
+    Raises:
+        UserMistake: layers with these names do not exist, or cannot have an adapter.
+    """
+    refuse_absent_targets(base, resolved.lora_targets, targets)
+    tokenizer = read_tokenizer(base.entry, base.source, resolved.chat_template)
+    resolved = with_fixed_clock(resolved, tokenizer, job.created_at)
+    set_arguments(tokenizer, resolved.chat_template_kwargs)
+    return resolved, tokenizer
+
+
+def tokenized(
+    job: Job,
+    rows: Rows,
+    base: BaseModel,
+    resolved: Resolved,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    added: int = 0,
+) -> tuple[list[Prompt], list[Prompt]]:
+    """The prompts of both files. Raises UserMistake if one is too long. `added`: as in `tokenize`."""
+    assert job.validation_file is not None, "the API requires one"
+    room = {
+        "context": base.entry.context,
+        "max_completion_tokens": resolved.max_completion_tokens,
+        "added": added,
+    }
+    param = "training_file"
+    try:
+        train = tokenize(rows.train, partial(render, tokenizer), file=job.training_file, **room)
+        param = "validation_file"
+        valid = tokenize(rows.valid, partial(render, tokenizer), file=job.validation_file, **room)
+    except PromptTooLong as cause:
+        raise UserMistake("prompt_too_long", str(cause), param) from cause
+    return train, valid
+
+
+def refuse_what_is_not_sampled(
+    job: Job, base: BaseModel, resolved: Resolved, tokenizer: PreTrainedTokenizerBase, schema: str
+) -> None:
+    """Raises UserMistake: the sampler does not do what a hyperparameter or the response format asks for."""
+    if resolved.off_policy_steps and base.sampler == "transformers":
+        raise UserMistake(
+            "invalid_value", hyperparameters.NO_SAMPLER_OF_ITS_OWN, "method.reinforcement.hyperparameters"
+        )
+    if resolved.continue_in_flight and base.fleet:
+        raise UserMistake(
+            "invalid_value", hyperparameters.NO_ENGINES_OF_ITS_OWN, param_of(job.method, "continue_in_flight")
+        )
+    if (schema or resolved.thinking_budget is not None) and (problem := schema_problem(tokenizer)):
+        raise UserMistake("invalid_value", f"The model cannot do this: {problem}.", "model")
+    if base.sampler == "vllm":
+        try:
+            grammar_of(detect(tokenizer), Bounds(schema, resolved.thinking_budget))
+        except UnsupportedTags as cause:
+            raise UserMistake("invalid_value", str(cause), "model") from cause
 
 
 def refuse_absent_targets(base: BaseModel, targets: LoraTargets, path: str) -> None:
@@ -146,7 +197,7 @@ def effort_of(job: Job) -> str:
     return asked_of(job).reasoning_effort
 
 
-def with_effort(resolved: Resolved, asked: Hyperparameters, reasoning: Reasoning | None) -> Resolved:
+def with_effort(resolved: Resolved, requested: Hyperparameters, reasoning: Reasoning | None) -> Resolved:
     """Translate `reasoning_effort` to arguments of the chat template and a budget, where neither is given.
 
     Raises:
@@ -162,7 +213,7 @@ def with_effort(resolved: Resolved, asked: Hyperparameters, reasoning: Reasoning
             )
         return resolved
     longest, given = resolved.max_completion_tokens, resolved.thinking_budget
-    effort = plan_effort(reasoning, asked.reasoning_effort, longest)
+    effort = plan_effort(reasoning, requested.reasoning_effort, longest)
     budget = effort.budget if given is None else given
     if budget is not None and budget + len(reasoning.closing_ids) >= longest:
         if given is not None:

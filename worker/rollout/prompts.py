@@ -2,7 +2,9 @@
 
 import random
 from array import array
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from core.jobs.hyperparameter_groups import PromptOrder
@@ -43,9 +45,15 @@ class PromptStream:
         self._orders: dict[int, array[int]] = {}  # by epoch; see `order`
 
     def batch(self, step: int) -> list[Prompt]:
-        """The prompts of step 1, 2, ...; a batch may straddle the end of an epoch."""
+        """The prompts of step 1, 2, ...; a batch may straddle the end of an epoch, and have a row twice then."""
         first = (step - 1) * self.batch_size
-        return [self._at(place) for place in range(first, first + self.batch_size)]
+        seen: Counter[int] = Counter()
+        batch: list[Prompt] = []
+        for place in range(first, first + self.batch_size):
+            prompt = self._at(place)
+            batch.append(replace(prompt, repeat=seen[prompt.line]) if seen[prompt.line] else prompt)
+            seen[prompt.line] += 1
+        return batch
 
     def others(self, step: int) -> list[Prompt]:
         """Return all prompts outside the batch of this step, in the order of resampling.
@@ -60,11 +68,6 @@ class PromptStream:
     def _at(self, place: int) -> Prompt:
         epoch, index = divmod(place, len(self.prompts))
         return self.prompts[self.order(epoch)[index]]
-
-    @property
-    def kept_epochs(self) -> list[int]:
-        """The epochs whose permutation is in memory."""
-        return sorted(self._orders)
 
     def order(self, epoch: int) -> "array[int]":
         """The permutation of an epoch. At most two are kept, 8 bytes a prompt: a batch may straddle two epochs."""
@@ -86,22 +89,31 @@ def tokenize(
     file: str,
     context: int,
     max_completion_tokens: int,
+    added: int = 0,
 ) -> list[Prompt]:
-    """Convert rows to prompts. `context` is the model's, in tokens.
+    """Convert rows to prompts.
+
+    Args:
+        context: of the model, in tokens.
+        added: tokens that the server of a teacher adds to each answer.
 
     Raises:
         PromptTooLong: names the lines (up to 20) whose prompt and longest answer exceed the context.
         ChatTemplateFailed: names the line whose messages the chat template rejects.
     """
     prompts = [Prompt(one.line, _rendered(one, render, file), one.item) for one in examples]
-    room = context - max_completion_tokens
+    room = context - max_completion_tokens - added
     long = [f"line {prompt.line}: {len(prompt.ids)} tokens" for prompt in prompts if len(prompt.ids) > room]
     if long:
         raise PromptTooLong(
             f"{len(long)} prompts of {file} are longer than {room} tokens, the model's context of {context} "
-            f"less max_completion_tokens {max_completion_tokens}: {'; '.join(long[:20])}"
+            f"less max_completion_tokens {max_completion_tokens}{_and_added(added)}: {'; '.join(long[:20])}"
         )
     return prompts
+
+
+def _and_added(tokens: int) -> str:
+    return f" and {tokens} that the teacher's server adds" if tokens else ""
 
 
 def _rendered(

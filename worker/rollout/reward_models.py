@@ -1,6 +1,5 @@
 """Score the answers of a step by reward models: adapters on the policy's base that take its place for a while."""
 
-import asyncio
 import json
 import math
 import tempfile
@@ -18,15 +17,14 @@ from core.results.lineage import Parent
 from core.storage.manifests import Damaged
 from core.storage.offline_rows import step_ends
 from graders.types import MAX_STEPS, StepScore
-from worker.learn.batch import tensors_of
-from worker.learn.offline_gradient import whole_batches
+from worker.device_work import DEVICE_WORK
 from worker.model import reward_head
+from worker.model.batch import micro_batches, tensors_of
 from worker.model.parent import Adapters
 from worker.model.policy import REWARD_HEAD, Policy
 from worker.model.reward_head import RewardHead, Scale
 from worker.offline.rows import ChatTemplate, answers_pack, scored_at_steps, scored_at_the_end
 from worker.refusals import ChatTemplateFailed, InvalidModel, UserMistake
-from worker.sharing.turns import TURNS
 from worker.types import Pack, Prompt
 
 # Of one answer, by the name of the model; a text says why there is none.
@@ -77,9 +75,8 @@ class PolicyScores:
     beat: Callable[[], None] = lambda: None
 
     async def score(self, answers_P: Sequence[tuple[Prompt, Sequence[str]]]) -> list[list[Scores]]:
-        return await asyncio.to_thread(self._score, answers_P)
+        return await DEVICE_WORK.run(self._score, answers_P)
 
-    @TURNS
     def _score(self, answers_P: Sequence[tuple[Prompt, Sequence[str]]]) -> list[list[Scores]]:
         different: dict[tuple[str, str], int] = {}  # its number by conversation and text
         answers_N: list[tuple[Prompt, str]] = []
@@ -117,7 +114,9 @@ class PolicyScores:
             numbers[id(pack.sequences[0])] = number
         rows = self.policy.route.forward == "rows"
         with self.policy.wearing(model.weights):
-            for part in whole_batches(packs, self.token_budget, self.policy.device, rows=rows):
+            for part in micro_batches(
+                packs, self.token_budget, self.policy.device, rows=rows, couples_answers=True
+            ):
                 rewards_N = reward_head.rewards(self.policy, model.head, tensors_of(part, self.policy.device))
                 left = rewards_N.tolist()
                 for [one] in (pack.sequences for pack in part):
@@ -125,7 +124,6 @@ class PolicyScores:
                     own, left = left[: sum(one.learned_T)], left[sum(one.learned_T) :]
                     scores_N[number] = model.scores(own, answers_N[number][1])
                 self.beat()
-                TURNS.offer()
         return scores_N
 
     @staticmethod

@@ -6,8 +6,10 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from core.database.tables import File
+from core.jobs import methods
 from core.storage import datasets, files
 from core.storage.datasets import Example
+from core.storage.offline_rows import FORMS
 from worker.attempt import Attempt
 from worker.refusals import UserMistake
 
@@ -19,29 +21,29 @@ class Rows:
 
 
 def read_rows(attempt: Attempt) -> Rows:
-    """Read both files of the job.
+    """Read the files of the job. Only one that learns from its rows may have no validation file.
 
     Raises:
         UserMistake: one of them was deleted or is damaged.
     """
     job = attempt.job
-    assert job.validation_file is not None, "the API requires one"
+    form = FORMS.get(methods.variant(job.method, job.body), datasets.PROMPTS)
     return Rows(
-        read_file(attempt, "training_file", job.training_file),
-        read_file(attempt, "validation_file", job.validation_file),
+        read_file(attempt, "training_file", job.training_file, form),
+        []
+        if job.validation_file is None
+        else read_file(attempt, "validation_file", job.validation_file, form),
     )
 
 
-def read_file(
-    attempt: Attempt, param: str, file_id: str, form: datasets.RowForm = datasets.PROMPTS
-) -> list[Example]:
+def read_file(attempt: Attempt, param: str, file_id: str, form: datasets.RowForm) -> list[Example]:
     """Read one file of the job. Raises UserMistake as `read_rows` does."""
     of_project = select(File).where(File.id == file_id, File.project_id == attempt.job.project_id)
 
-    def stored(session: Session) -> File | None:
+    def find_file(session: Session) -> File | None:
         return session.scalar(of_project)
 
-    file = attempt.read(stored)
+    file = attempt.read(find_file)
     if file is None:
         raise UserMistake(f"invalid_{param}", f"The file {file_id} was deleted.", param)
     try:

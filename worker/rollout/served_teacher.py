@@ -18,7 +18,7 @@ import httpx
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from core.outbound.http import trusted_client
+from core.outbound.http import is_passing, trusted_client
 from graders.calls import MAX_WAIT_S, CallRetryPolicy, NoAnswer, RateLimit, Reply, post, quoted_reply
 from graders.judge.judges import JudgeModel
 from graders.template import quoted
@@ -199,12 +199,12 @@ class ServedTeacher:
             )
         except NoAnswer as silence:
             raise ModelUnavailable(f"The teacher '{self.name}' does not answer: {silence}") from None
-        if reply.status == 429 or reply.status >= 500:
-            raise ModelUnavailable(f"The teacher '{self.name}' does not answer: {_said(reply)}")
+        if is_passing(reply.status):
+            raise ModelUnavailable(f"The teacher '{self.name}' does not answer: {_problem_of(reply)}")
         if not reply.ok:
             raise UserMistake(
                 "teacher_unusable",
-                f"The server of the teacher '{self.name}' refuses {len(ids_T)} tokens: {_said(reply)}",
+                f"The server of the teacher '{self.name}' refuses {len(ids_T)} tokens: {_problem_of(reply)}",
                 PARAM,
             )
         try:
@@ -288,5 +288,5 @@ def _logprob(value: Any) -> float:
     return max(logprob, MIN_LOGPROB)
 
 
-def _said(reply: Reply) -> str:
+def _problem_of(reply: Reply) -> str:
     return f"HTTP {reply.status}: {quoted_reply(reply.text)}"

@@ -8,16 +8,19 @@ import os
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from core import fingerprint
 from core.registry import BaseModelEntry
 from worker import process
+from worker.device_work import DEVICE_WORK
+from worker.sharing.turns import DeviceTurns, SharedClock
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -60,7 +63,8 @@ class SharedBase:
 
         Raises:
             RunsAlone: the registry or the model's files have changed since it was started.
-            BaseLost: it has ended.
+            BaseLost: it has failed or ended.
+            Refusal, ModelUnavailable: it could not find the model.
         """
         files = fingerprint.of_folder(source) if isinstance(source, Path) else ""
         if (entry, files) != (self.offer.entry, self.offer.files):
@@ -85,8 +89,6 @@ class SharedBase:
         from worker.sharing.image import opened
 
         described = self._receive()
-        if isinstance(described, Exception):
-            raise described
         if not described.file_bytes:
             # The weights are gone from the GPU when that process is.
             threading.Thread(target=self._end_with_base, name="base", daemon=True).start()
@@ -107,13 +109,49 @@ class SharedBase:
         return Connection(client.detach())
 
     def _receive(self) -> Any:
+        """Return what the process sends next; raise it if it is an error."""
         try:
-            return self._connection.recv()
+            received = self._connection.recv()
         except (EOFError, ConnectionError) as cause:
             raise BaseLost(ENDED) from cause
+        if isinstance(received, Exception):
+            raise received
+        return received
 
     def _end_with_base(self) -> NoReturn:
         with contextlib.suppress(EOFError, OSError):
             self._connection.recv_bytes()  # nothing more is sent
         print(ENDED, file=sys.stderr, flush=True)  # noqa: T201 - what the supervisor quotes
         os._exit(process.FAILED)
+
+
+@dataclass(frozen=True)
+class DeviceShare:
+    """A job's part of a device that other jobs use, too: their base model, and turns to compute."""
+
+    base: SharedBase
+    turns: DeviceTurns
+
+    @classmethod
+    def join(cls, places: process.DeviceSockets, jobs: int, beat: Callable[[], None]) -> Self:
+        """Connect to the worker. From now on this process computes in its turns only.
+
+        Args:
+            jobs: how many may share the base.
+            beat: called from time to time while the process waits for its turn.
+
+        Raises:
+            TurnsLost: the worker does not listen.
+        """
+        turns = DeviceTurns(places.turns, beat)
+        DEVICE_WORK.guard_with(turns)
+        return cls(SharedBase(places.base, jobs), turns)
+
+    def load(self) -> "PreTrainedModel":
+        """As `SharedBase.load`. The job offers its turn to others before each forward pass of the model."""
+        model = self.base.load()
+        self.turns.offer_before_each_forward(model)
+        return model
+
+    def clock(self) -> SharedClock:
+        return SharedClock(self.turns)

@@ -1,6 +1,6 @@
 """The process that holds a base model for the jobs of a worker. It computes nothing.
 
-Started by worker/supervise/sharing.py as `python -m worker.sharing.holder PARENT SOCKET MODEL`, and ended by a signal.
+Started by worker/supervisor/sharing.py as `python -m worker.sharing.holder PARENT SOCKET MODEL`, and ended by a signal.
 It listens from its first moment on, so that jobs can ask for the model while it is loaded.
 """
 
@@ -22,6 +22,7 @@ from core.registry import Registry
 from core.settings import Settings
 from core.telemetry import logs
 from worker import process
+from worker.device import select_device
 from worker.refusals import ModelUnavailable, Refusal, first_line
 from worker.sharing.base import BaseLost, Offer, RunsAlone
 
@@ -50,18 +51,16 @@ def main() -> NoReturn:
 
 def hold(model: str, settings: Settings, listener: socket.socket) -> NoReturn:
     """Load the model and give it to each job that connects."""
-    import torch
-
     from worker.model import memory
     from worker.model.policy import load_weights, source_of
     from worker.sharing.image import Image
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     entry = Registry.load(settings.models_file).get(model)
     offer: Future[Offer] = Future()
     image: Future[Image] = Future()
     threading.Thread(target=accept, args=[listener, offer, image], daemon=True).start()
     try:
+        device = select_device(settings)
         free = memory.available(device)
         source = source_of(entry, settings.model_cache)
         files = fingerprint.of_folder(source) if isinstance(source, Path) else ""
@@ -88,7 +87,11 @@ def accept(listener: socket.socket, offer: "Future[Offer]", image: "Future[Image
             time.sleep(RETRY_SECONDS)
             continue
         connection = Connection(client.detach())
-        threading.Thread(target=give, args=[connection, offer, image], daemon=True).start()
+        try:
+            threading.Thread(target=give, args=[connection, offer, image], daemon=True).start()
+        except RuntimeError as cause:  # the system has no other thread now; the job ends, and is tried again
+            log.warning("a job could not connect to the base model: %s", cause)
+            connection.close()
 
 
 def give(connection: Connection, offer: "Future[Offer]", image: "Future[Image]") -> None:

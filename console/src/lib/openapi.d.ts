@@ -264,7 +264,10 @@ export interface components {
             /** Adapter */
             adapter: string | null;
         };
-        /** ComparedJob */
+        /**
+         * ComparedJob
+         * @description A job of a comparison.
+         */
         ComparedJob: {
             /** Job Id */
             job_id: string;
@@ -309,10 +312,10 @@ export interface components {
             same_grader: boolean;
         };
         /**
-         * ComparisonOut
-         * @description The stored scores beside the new ones, of all selected answers.
+         * ComparedScores
+         * @description The stored scores of a job's answers beside others, of all selected answers.
          */
-        ComparisonOut: {
+        ComparedScores: {
             /** Answers */
             answers: number;
             /**
@@ -330,12 +333,12 @@ export interface components {
             same: number;
             /**
              * Gained
-             * @description Answers that only the new grader gives a score.
+             * @description Answers that have a score only in the new ones.
              */
             gained: number;
             /**
              * Lost
-             * @description Answers that the new grader gives no score.
+             * @description Answers that have none in the new ones.
              */
             lost: number;
             /** Now Passed */
@@ -353,7 +356,10 @@ export interface components {
              */
             rank_correlation: number | null;
         };
-        /** CurveOut */
+        /**
+         * CurveOut
+         * @description The validations of a job in order, thinned.
+         */
         CurveOut: {
             /**
              * Object
@@ -443,16 +449,25 @@ export interface components {
         Duplicates: {
             /** Rows */
             rows: number;
-            /** Identical */
+            /**
+             * Identical
+             * @description Of these, rows that equal an earlier row in every field.
+             */
             identical: number;
-            /** Prompts */
+            /**
+             * Prompts
+             * @description Different prompts that occur more than once.
+             */
             prompts: number;
-            /** Lines */
+            /**
+             * Lines
+             * @description The first lines of the first such prompts.
+             */
             lines: number[][];
         };
         /**
          * EstimateOut
-         * @description Jobs that sample no answers have no `group_size` and no `max_completion_tokens`.
+         * @description The estimate of a job. Jobs that sample no answers have no `group_size` and no `max_completion_tokens`.
          */
         EstimateOut: {
             /** Model */
@@ -469,13 +484,22 @@ export interface components {
             batch_size: number;
             /** Total Steps */
             total_steps: number;
-            /** Estimate */
+            /**
+             * Estimate
+             * @description In the shape of a job's estimate.
+             */
             estimate: {
                 [key: string]: unknown;
             } | null;
-            /** Reason */
+            /**
+             * Reason
+             * @description Reason for a missing estimate.
+             */
             reason: string | null;
-            /** Warnings */
+            /**
+             * Warnings
+             * @description Accepted parameters without effect, as in the job's events.
+             */
             warnings: string[];
             /**
              * Object
@@ -483,6 +507,7 @@ export interface components {
              * @constant
              */
             object: "regraft.estimate";
+            /** @description The newest preview of this request. */
             preview?: components["schemas"]["PreviewedOut"] | null;
             /** Group Size */
             group_size?: number | null;
@@ -512,11 +537,20 @@ export interface components {
                 [key: string]: unknown;
             };
         };
-        /** ExpectOut */
+        /**
+         * ExpectOut
+         * @description The scores that pass, both bounds included.
+         */
         ExpectOut: {
-            /** Min */
+            /**
+             * Min
+             * @description null: no lower bound.
+             */
             min: number | null;
-            /** Max */
+            /**
+             * Max
+             * @description null: no upper bound.
+             */
             max: number | null;
         };
         /** FileOut */
@@ -548,7 +582,32 @@ export interface components {
             /** Status Details */
             status_details?: null;
         };
-        /** GoldenCaseOut */
+        /**
+         * FindingOut
+         * @description A check of `regraft-server doctor` as it last ended on the worker's machine.
+         */
+        FindingOut: {
+            /** Check */
+            check: string;
+            /**
+             * State
+             * @enum {string}
+             */
+            state: "ok" | "warning" | "failed" | "skipped";
+            /** Text */
+            text: string;
+            /**
+             * Remedy
+             * @description Empty unless it failed or warns.
+             */
+            remedy: string;
+            /** Checked At */
+            checked_at: number;
+        };
+        /**
+         * GoldenCaseOut
+         * @description An answer and its row, with the scores that all versions of a grader must give it.
+         */
         GoldenCaseOut: {
             /** Id */
             id: string;
@@ -593,7 +652,10 @@ export interface components {
              */
             utilization: number | null;
         };
-        /** GraderCheckOut */
+        /**
+         * GraderCheckOut
+         * @description The golden cases of a stored grader, run with one of its versions or with another specification.
+         */
         GraderCheckOut: {
             /**
              * Object
@@ -634,16 +696,24 @@ export interface components {
         GraderReads: {
             /** Paths */
             paths: components["schemas"]["GraderPath"][];
-            /** Not Listed */
+            /**
+             * Not Listed
+             * @description A python grader or an endpoint may read other fields as well.
+             */
             not_listed: boolean;
+            /** @description Rows for which a select grader has no grader; null: it is not one. */
             no_grader: components["schemas"]["SomeLines"] | null;
+            /** @description Rows in whose reference a text_similarity finds no word, which a job rejects. */
             no_word: components["schemas"]["SomeLines"];
-            /** Doubts */
+            /**
+             * Doubts
+             * @description A job accepts these rows, and warns of them.
+             */
             doubts: components["schemas"]["RowDoubt"][];
         };
         /**
          * GraderVersionOut
-         * @description A version. `id` is its hash.
+         * @description A version of a stored grader. `id` is its hash.
          */
         GraderVersionOut: {
             /** Id */
@@ -676,10 +746,16 @@ export interface components {
         Grading: {
             /** Failed */
             failed: number;
-            /** Reasons */
+            /**
+             * Reasons
+             * @description Most frequent first, at most three.
+             */
             reasons: string[];
             seconds: components["schemas"]["Spread"];
-            /** Tokens */
+            /**
+             * Tokens
+             * @description Read and generated by judges.
+             */
             tokens: number;
         };
         /**
@@ -925,7 +1001,7 @@ export interface components {
         };
         /**
          * ModelMemory
-         * @description Of a job whose longest prompt and answer fill the context, with an adapter of rank 16. In GiB of one GPU.
+         * @description Memory of one GPU, in GiB, of a job with an adapter of rank 16 and answers that fill the context.
          */
         ModelMemory: {
             /** Gpu Class */
@@ -974,11 +1050,17 @@ export interface components {
              */
             checkpoint_id?: string | null;
         };
-        /** Money */
+        /**
+         * Money
+         * @description An amount of money.
+         */
         Money: {
             /** Amount */
             amount: number;
-            /** Currency */
+            /**
+             * Currency
+             * @description ISO 4217.
+             */
             currency: string;
         };
         /** NewKeyOut */
@@ -1017,11 +1099,17 @@ export interface components {
         Overlap: {
             /** File */
             file: string;
-            /** Rows */
+            /**
+             * Rows
+             * @description Valid rows of the validation file.
+             */
             rows: number;
             /** Shared */
             shared: number;
-            /** Lines */
+            /**
+             * Lines
+             * @description Pairs: a line of the validation file, and one of this file.
+             */
             lines: number[][];
         };
         /** PhaseSeconds */
@@ -1063,7 +1151,10 @@ export interface components {
              */
             full_iteration: number;
         };
-        /** PipelineOut */
+        /**
+         * PipelineOut
+         * @description Named stages, each a job or a file made from the results of others.
+         */
         PipelineOut: {
             /** Id */
             id: string;
@@ -1122,7 +1213,10 @@ export interface components {
             prompt_tokens: number;
             /** Completion Tokens */
             completion_tokens: number;
-            /** Score */
+            /**
+             * Score
+             * @description null: could not be graded; see `reason`.
+             */
             score: number | null;
             /** Reason */
             reason: string;
@@ -1191,6 +1285,7 @@ export interface components {
              */
             answers_of: string | null;
             progress: components["schemas"]["PreviewProgressOut"];
+            /** @description Once it is completed. */
             report: components["schemas"]["PreviewReportOut"] | null;
             error: components["schemas"]["PreviewErrorOut"] | null;
         };
@@ -1236,13 +1331,22 @@ export interface components {
             batch_size: number;
             /** Total Steps */
             total_steps: number;
-            /** Estimate */
+            /**
+             * Estimate
+             * @description In the shape of a job's estimate.
+             */
             estimate: {
                 [key: string]: unknown;
             } | null;
-            /** Reason */
+            /**
+             * Reason
+             * @description Reason for a missing estimate.
+             */
             reason: string | null;
-            /** Warnings */
+            /**
+             * Warnings
+             * @description Accepted parameters without effect, as in the job's events.
+             */
             warnings: string[];
             /** Group Size */
             group_size: number;
@@ -1256,19 +1360,23 @@ export interface components {
             passed: number;
             /** Pass Threshold */
             pass_threshold: number;
-            /** Pass Rate */
-            pass_rate: {
-                [key: string]: number;
-            } | null;
+            /** @description Of the graded answers; null without any. */
+            pass_rate: components["schemas"]["ShareEstimate"] | null;
             /** Mean Reward */
             mean_reward: number | null;
             /** Signal */
             signal: components["schemas"]["Signal"][];
             prompt_tokens: components["schemas"]["Spread"];
             completion_tokens: components["schemas"]["Spread"];
-            /** Cut Off */
+            /**
+             * Cut Off
+             * @description Answers that reached the token limit.
+             */
             cut_off: number;
-            /** Cut Thoughts */
+            /**
+             * Cut Thoughts
+             * @description Of these, within the thought of a reasoning model.
+             */
             cut_thoughts: number;
             grading: components["schemas"]["Grading"];
             sampling: components["schemas"]["PreviewSampling"];
@@ -1305,7 +1413,10 @@ export interface components {
             passed: number;
             /** Mean Reward */
             mean_reward: number | null;
-            /** Signal */
+            /**
+             * Signal
+             * @description The expected share of groups with signal at the job's group size.
+             */
             signal: number;
             /** Verdict */
             verdict: string;
@@ -1384,9 +1495,15 @@ export interface components {
             types: {
                 [key: string]: number;
             };
-            /** Distinct */
+            /**
+             * Distinct
+             * @description Different values; null: more than 1000.
+             */
             distinct: number | null;
-            /** Example */
+            /**
+             * Example
+             * @description The first value, at most 120 characters of its JSON.
+             */
             example: string;
         };
         /**
@@ -1394,18 +1511,27 @@ export interface components {
          * @description The work of the job's run inside of its step, about a second ago.
          */
         ProgressOut: {
-            /** Step */
+            /**
+             * Step
+             * @description null: no step has begun. 0: the validation of the model that the job starts from.
+             */
             step: number | null;
             /**
              * Phase
              * @enum {string}
              */
-            phase: "loading" | "starting the sampler" | "sampling" | "grading" | "training" | "validation" | "saving" | "waiting for the database" | "waiting for the blob store" | "waiting for the disk" | "waiting for the file descriptors" | "waiting for the name server" | "waiting for the main memory" | "waiting for the inference server" | "waiting for the teacher";
-            /** Done */
+            phase: "loading" | "starting the sampler" | "sampling" | "grading" | "training" | "validation" | "saving" | "waiting for the database" | "waiting for the blob store" | "waiting for the disk" | "waiting for the file descriptors" | "waiting for the name server" | "waiting for the main memory" | "waiting for the inference server" | "waiting for the grader's server" | "waiting for the teacher";
+            /**
+             * Done
+             * @description Answers of this phase, or rows of a file; null: none are counted.
+             */
             done: number | null;
             /** Of */
             of: number | null;
-            /** Since */
+            /**
+             * Since
+             * @description Unix time in seconds.
+             */
             since: number;
         };
         /** PromptListing */
@@ -1458,7 +1584,10 @@ export interface components {
         PromptOut: {
             /** Id */
             id: string;
-            /** Line */
+            /**
+             * Line
+             * @description Line of the file.
+             */
             line: number;
             /**
              * Text
@@ -1467,6 +1596,7 @@ export interface components {
             text: string | null;
             /**
              * Outcome
+             * @description By the steps whose mean reward reaches `pass_threshold`. learned: the last one, not the first; kept: both; forgotten: an earlier one, not the last; stuck: none; ungraded: no sample has a score.
              * @enum {string}
              */
             outcome: "learned" | "kept" | "forgotten" | "stuck" | "ungraded";
@@ -1508,7 +1638,10 @@ export interface components {
             /** Reason */
             reason: string;
         };
-        /** RegradeOut */
+        /**
+         * RegradeOut
+         * @description Stored answers of a job scored by another grader.
+         */
         RegradeOut: {
             /** Id */
             id: string;
@@ -1541,7 +1674,10 @@ export interface components {
             grader: {
                 [key: string]: unknown;
             };
-            /** Split */
+            /**
+             * Split
+             * @description null: both.
+             */
             split: ("train" | "valid") | null;
             /** Step From */
             step_from: number;
@@ -1568,7 +1704,7 @@ export interface components {
             /** Pass Threshold */
             pass_threshold: number;
             /** @description Once it is completed. */
-            comparison: components["schemas"]["ComparisonOut"] | null;
+            comparison: components["schemas"]["ComparedScores"] | null;
         };
         /**
          * RegradedOut
@@ -1611,14 +1747,20 @@ export interface components {
          * @description The validation of the delivered checkpoint. Lists, pages and commands show these numbers as the job's result.
          */
         ResultOut: {
-            /** Step */
+            /**
+             * Step
+             * @description Of the delivered checkpoint.
+             */
             step: number;
             /**
              * Metric
              * @enum {string}
              */
             metric: "full_valid_mean_reward" | "full_valid_loss";
-            /** Start */
+            /**
+             * Start
+             * @description Of the model that the job started from; null: it was not validated.
+             */
             start: number | null;
             /** Value */
             value: number;
@@ -1662,43 +1804,82 @@ export interface components {
                  * @enum {string}
                  */
                 split: "train" | "valid";
-                /** Group */
+                /**
+                 * Group
+                 * @description Index of the prompt in the step, from 0.
+                 */
                 group: number;
-                /** Member */
+                /**
+                 * Member
+                 * @description Index of the answer in its group.
+                 */
                 member: number;
-                /** Line */
+                /**
+                 * Line
+                 * @description Line of the file.
+                 */
                 line: number;
                 /** Messages */
                 messages: {
                     [key: string]: unknown;
                 }[];
-                /** Item */
+                /**
+                 * Item
+                 * @description The other fields of the dataset row.
+                 */
                 item: {
                     [key: string]: unknown;
                 } | null;
-                /** Output Text */
+                /**
+                 * Output Text
+                 * @description The final answer.
+                 */
                 output_text: string;
-                /** Output Reasoning */
+                /**
+                 * Output Reasoning
+                 * @description The thought of a reasoning model.
+                 */
                 output_reasoning: string | null;
                 /** Finish Reason */
                 finish_reason: string;
-                /** Prompt Tokens */
+                /**
+                 * Prompt Tokens
+                 * @description null: written by a version that did not count them.
+                 */
                 prompt_tokens: number | null;
                 /** Completion Tokens */
                 completion_tokens: number;
-                /** Reasoning Tokens */
+                /**
+                 * Reasoning Tokens
+                 * @description Of the completion tokens; null: written by a version that did not count them.
+                 */
                 reasoning_tokens: number | null;
-                /** Grammar Start */
+                /**
+                 * Grammar Start
+                 * @description Index of the first token of the final answer.
+                 */
                 grammar_start: number | null;
-                /** Policy Step */
+                /**
+                 * Policy Step
+                 * @description Steps that the policy had learned from when it sampled the answer.
+                 */
                 policy_step: number | null;
-                /** Score */
+                /**
+                 * Score
+                 * @description null: could not be graded; see `reason`.
+                 */
                 score: number | null;
                 /** Reason */
                 reason: string | null;
-                /** Error */
+                /**
+                 * Error
+                 * @description Kind of the grading error.
+                 */
                 error: string | null;
-                /** Output */
+                /**
+                 * Output
+                 * @description Printed by a python grader.
+                 */
                 output: string | null;
                 /** Sub Scores */
                 sub_scores: {
@@ -1716,20 +1897,33 @@ export interface components {
                 sub_outputs: {
                     [key: string]: string;
                 } | null;
-                /** Centered Reward */
+                /**
+                 * Centered Reward
+                 * @description The score minus the mean of its group.
+                 */
                 centered_reward: number | null;
-                /** Advantage */
+                /**
+                 * Advantage
+                 * @description As used in training; null: the answer was not trained on.
+                 */
                 advantage: number | null;
                 /** Trained */
                 trained: boolean | null;
-                /** Replacement */
+                /**
+                 * Replacement
+                 * @description Resampled in place of a prompt without signal.
+                 */
                 replacement: boolean | null;
-                /** Has Tokens */
+                /**
+                 * Has Tokens
+                 * @description Whether the values of its tokens are stored.
+                 */
                 has_tokens: boolean | null;
-                /** Steps */
-                steps: {
-                    [key: string]: unknown;
-                }[] | null;
+                /**
+                 * Steps
+                 * @description Of an answer that was judged by steps.
+                 */
+                steps: components["schemas"]["RolloutStepOut"][] | null;
             }[];
             /**
              * Has More
@@ -1740,6 +1934,21 @@ export interface components {
             total: number;
             /** Stored */
             stored: number;
+        };
+        /**
+         * RolloutStepOut
+         * @description A step of an answer that was judged by steps.
+         */
+        RolloutStepOut: {
+            /**
+             * End
+             * @description Index of the character after the step.
+             */
+            end: number;
+            /** Score */
+            score: number | null;
+            /** Advantage */
+            advantage: number | null;
         };
         /**
          * RolloutTokens
@@ -1766,15 +1975,24 @@ export interface components {
             message: string;
             found: components["schemas"]["SomeLines"];
         };
-        /** RowProblem */
+        /**
+         * RowProblem
+         * @description A problem of a row, and the number of other lines that have it.
+         */
         RowProblem: {
-            /** Line */
+            /**
+             * Line
+             * @description The first one.
+             */
             line: number;
             /** Path */
             path: string;
             /** Message */
             message: string;
-            /** More Lines */
+            /**
+             * More Lines
+             * @description Further lines with the same problem.
+             */
             more_lines: number;
         };
         /** Scores */
@@ -1815,6 +2033,18 @@ export interface components {
             expires_at: number | null;
         };
         /**
+         * ShareEstimate
+         * @description A share from 0 to 1 with its 95 % confidence interval.
+         */
+        ShareEstimate: {
+            /** Low */
+            low: number;
+            /** Expected */
+            expected: number;
+            /** High */
+            high: number;
+        };
+        /**
          * ShownPrompt
          * @description A row in the report: the rewards (null: not graded), and the first answer, cut at 500 characters.
          */
@@ -1837,10 +2067,7 @@ export interface components {
         Signal: {
             /** Group Size */
             group_size: number;
-            /** Share */
-            share: {
-                [key: string]: number;
-            };
+            share: components["schemas"]["ShareEstimate"];
             /** At Least */
             at_least: boolean;
         };
@@ -1866,7 +2093,10 @@ export interface components {
             /** Max */
             max: number;
         };
-        /** StageErrorOut */
+        /**
+         * StageErrorOut
+         * @description The error that ended a stage.
+         */
         StageErrorOut: {
             /** Code */
             code: string;
@@ -1950,7 +2180,7 @@ export interface components {
         };
         /**
          * StepMetrics
-         * @description The metrics of one step. What a step did not measure is None here, and absent or null in its event.
+         * @description The metrics of one step. A metric that the step did not measure is None here, and absent or null in its event.
          */
         StepMetrics: {
             /**
@@ -2310,6 +2540,11 @@ export interface components {
              */
             resampled_prompts?: number | null;
             /**
+             * Resampled Mixed Share
+             * @description Share of the groups with signal among these prompts.
+             */
+            resampled_mixed_share?: number | null;
+            /**
              * Discarded Groups
              * @description Groups without signal, if prompts were resampled.
              */
@@ -2531,13 +2766,22 @@ export interface components {
             max: number;
             /** Bins */
             bins: components["schemas"]["LengthBin"][];
-            /** Room */
+            /**
+             * Room
+             * @description The most that a row may have.
+             */
             room: number;
+            /** @description Of the counted rows: those with more tokens than `room`. */
             too_long: components["schemas"]["SomeLines"];
+            /** @description Of the counted rows: those that the chat template rejects. */
             not_rendered: components["schemas"]["SomeLines"];
+            /** @description Of the counted rows: those whose content has the text of a special token, which is read and learned as text. */
             special_texts: components["schemas"]["SomeLines"];
         };
-        /** TokenOut */
+        /**
+         * TokenOut
+         * @description The values of a token, with three decimal digits.
+         */
         TokenOut: {
             /**
              * Text
@@ -2586,7 +2830,10 @@ export interface components {
             /** Grader Tokens Per 30 Days */
             grader_tokens_per_30_days: number;
         };
-        /** UsageReport */
+        /**
+         * UsageReport
+         * @description Sums of usage by day, model or project.
+         */
         UsageReport: {
             /**
              * Object
@@ -2655,9 +2902,15 @@ export interface components {
             tuned_reward: number;
             /** Difference */
             difference: number;
-            /** Ci Low */
+            /**
+             * Ci Low
+             * @description Lower end of the 95 % interval of the difference; null: too few rows.
+             */
             ci_low: number | null;
-            /** Ci High */
+            /**
+             * Ci High
+             * @description Upper end.
+             */
             ci_high: number | null;
             /** Wins */
             wins: number;
@@ -2667,16 +2920,29 @@ export interface components {
             ties: number;
             /** Rows */
             rows: number;
-            /** Ungraded */
+            /**
+             * Ungraded
+             * @description Rows that are left out because one of the two has no graded answer.
+             */
             ungraded: number;
-            /** Step */
+            /**
+             * Step
+             * @description Of the delivered checkpoint.
+             */
             step: number;
-            /** Ground */
+            /**
+             * Ground
+             * @description The damage that makes it worse; null: decided by the interval alone.
+             */
             ground?: string | null;
-            /** Start */
+            /**
+             * Start
+             * @description The tuned model that the job trained further; null: the base model.
+             */
             start?: string | null;
             /**
              * Held Out
+             * @description False: the validation file is the training file.
              * @default true
              */
             held_out: boolean;
@@ -2807,16 +3073,6 @@ export interface components {
          * @description Another formula over the stored scores of a multi grader's parts. The job and its scores do not change.
          */
         WhatIfOut: {
-            /**
-             * Object
-             * @default regraft.what_if
-             * @constant
-             */
-            object: "regraft.what_if";
-            /** Formula */
-            formula: string;
-            /** Pass Threshold */
-            pass_threshold: number;
             /** Answers */
             answers: number;
             /**
@@ -2834,12 +3090,12 @@ export interface components {
             same: number;
             /**
              * Gained
-             * @description Answers that only the formula gives a score.
+             * @description Answers that have a score only in the new ones.
              */
             gained: number;
             /**
              * Lost
-             * @description Answers that the formula gives no score.
+             * @description Answers that have none in the new ones.
              */
             lost: number;
             /** Now Passed */
@@ -2857,6 +3113,16 @@ export interface components {
              */
             rank_correlation: number | null;
             /**
+             * Object
+             * @default regraft.what_if
+             * @constant
+             */
+            object: "regraft.what_if";
+            /** Formula */
+            formula: string;
+            /** Pass Threshold */
+            pass_threshold: number;
+            /**
              * Advantage Scale
              * @enum {string}
              */
@@ -2864,7 +3130,10 @@ export interface components {
             advantages_before: components["schemas"]["AdvantageSizesOut"];
             advantages_after: components["schemas"]["AdvantageSizesOut"];
         };
-        /** WorkQueueOut */
+        /**
+         * WorkQueueOut
+         * @description A queue of the service.
+         */
         WorkQueueOut: {
             /**
              * Object
@@ -2915,7 +3184,10 @@ export interface components {
              */
             reason: string | null;
         };
-        /** WorkerOut */
+        /**
+         * WorkerOut
+         * @description A worker of the service, as it last reported itself.
+         */
         WorkerOut: {
             /**
              * Object
@@ -2968,6 +3240,11 @@ export interface components {
             memory_used_bytes: number | null;
             /** Memory Total Bytes */
             memory_total_bytes: number | null;
+            /**
+             * Findings
+             * @description Of `regraft-server doctor`. Empty: it has not run on this machine with this data folder.
+             */
+            findings: components["schemas"]["FindingOut"][];
             /** Tasks */
             tasks: components["schemas"]["TaskOut"][];
         };

@@ -1,5 +1,6 @@
 {{- define "regraft.name" -}}
-{{- if contains "regraft" .Release.Name -}}{{ .Release.Name | trunc 34 | trimSuffix "-" }}
+{{- if .Values.fullnameOverride }}{{ .Values.fullnameOverride }}
+{{- else if contains "regraft" .Release.Name -}}{{ .Release.Name | trunc 34 | trimSuffix "-" }}
 {{- else -}}{{ printf "%s-regraft" (.Release.Name | trunc 26 | trimSuffix "-") }}
 {{- end -}}
 {{- end -}}
@@ -11,16 +12,27 @@ app.kubernetes.io/instance: {{ .root.Release.Name }}
 app.kubernetes.io/component: {{ .component }}
 {{- end -}}
 
+{{/* Of resources, not of pods: a new version of the chart would restart them. */}}
 {{- define "regraft.labels" -}}
 {{ include "regraft.selector" . }}
 app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .root.Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
+{{- with .root.Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* Annotations of a Deployment. Begins with a new line. */}}
+{{- define "regraft.deploymentAnnotations" -}}
+{{- with .Values.deploymentAnnotations }}
+annotations: {{- toYaml . | nindent 2 }}
+{{- end }}
 {{- end -}}
 
 {{/* Takes (dict "root" $ "image" "worker-gpu"). */}}
 {{- define "regraft.image" -}}
-{{- with .root.Values.image }}{{ .repository }}/{{ $.image }}:{{ .tag | default $.root.Chart.AppVersion }}{{ end -}}
+{{- with .root.Values.image }}{{ .repository }}/{{ $.image }}{{ with index .digests $.image }}@{{ . }}{{ else }}:{{ .tag | default $.root.Chart.AppVersion }}{{ end }}{{ end -}}
 {{- end -}}
 
 {{- define "regraft.podSecurity" -}}
@@ -106,6 +118,60 @@ capabilities:
 {{- end }}
 {{- end -}}
 
+{{/* The names under which the console is served. A name with a wildcard stands for names that only api.consoleHosts can list. */}}
+{{- define "regraft.consoleHosts" -}}
+{{- $hosts := .Values.api.consoleHosts -}}
+{{- if .Values.ingress.enabled -}}
+{{- $hosts = append $hosts .Values.ingress.host -}}
+{{- end -}}
+{{- if .Values.gateway.enabled -}}
+{{- $hosts = concat $hosts .Values.gateway.hostnames -}}
+{{- end -}}
+{{- $named := list -}}
+{{- range $hosts | uniq -}}
+{{- if not (contains "*" .) -}}
+{{- $named = append $named . -}}
+{{- end -}}
+{{- end -}}
+{{- toJson $named -}}
+{{- end -}}
+
+{{/*
+The replicas of a Deployment that an autoscaler scales: as many as it has, on a new installation its minimum. Without them
+Kubernetes would set 1. Nothing without a cluster (helm template, GitOps): each sync would undo the autoscaler's number.
+Takes (dict "live" Deployment "account" ServiceAccount "least" 2); both are empty if they do not exist, and each namespace of a
+cluster has the account.
+*/}}
+{{- define "regraft.scaledReplicas" -}}
+{{- if .live -}}
+replicas: {{ max (int .live.spec.replicas) (int .least) }}
+{{- else if .account -}}
+replicas: {{ int .least }}
+{{- end -}}
+{{- end -}}
+
+{{/* What runs a pool: a Job for each job, or a Deployment. */}}
+{{- define "regraft.mode" -}}
+{{- .mode | default (ternary "job" "warm" (gt (int .gpus) 0)) -}}
+{{- end -}}
+
+{{/* Not empty: there are pools of Jobs, and KEDA reads the length of the queue from the metrics of the API. */}}
+{{- define "regraft.hasJobs" -}}
+{{- range .Values.workers -}}
+{{- if eq (include "regraft.mode" .) "job" -}}yes{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Takes (dict "root" $ "pool" .). */}}
+{{- define "regraft.jobsPerWorker" -}}
+{{- int ((include "regraft.poolSettings" . | fromJson).jobs_per_worker | default 1) -}}
+{{- end -}}
+
+{{/* The root with a pool's own settings before those of all. Takes (dict "root" $ "pool" .). */}}
+{{- define "regraft.poolSettings" -}}
+{{- toJson (mergeOverwrite (deepCopy .root.Values.settings) (deepCopy (.pool.settings | default dict))) -}}
+{{- end -}}
+
 {{/* Nothing: there is none, and the API keeps a random key to itself. */}}
 {{- define "regraft.firstKeySecret" -}}
 {{- if .Values.firstKey.existingSecret -}}
@@ -115,28 +181,28 @@ capabilities:
 {{- end -}}
 {{- end -}}
 
-{{/* The environment of the API and of a pool. Takes (dict "root" $ "gpuClass" "cpu"). */}}
+{{/* The environment of the API and of a pool. Takes (dict "root" $ "component" "api" "gpuClass" "cpu" "isJob" false). */}}
 {{- define "regraft.env" -}}
 {{- $v := .root.Values -}}
 {{ include "regraft.databaseEnv" .root }}
+{{- if not .isJob }}
 - name: REGRAFT_BROKER_URL
   valueFrom:
     secretKeyRef: {{ include "regraft.brokerSecret" .root }}
+{{- end }}
 - name: REGRAFT_GPU_CLASS
   value: {{ .gpuClass | quote }}
 - name: REGRAFT_GPU_CLASSES
   value: {{ include "regraft.gpuClasses" .root | quote }}
-{{- if or $v.graders.judges $v.graders.endpointHosts }}
 - name: REGRAFT_GRADERS_FILE
   value: /etc/regraft/graders.toml
-{{- end }}
 {{- if or $v.inference.enabled $v.inference.url }}
 - name: REGRAFT_INFERENCE_URL
   {{- $address := $v.inference.url | default (printf "http://%s-inference:8100/v1" (include "regraft.name" .root)) }}
   value: {{ kindIs "map" $address | ternary (toJson $address) $address | quote }}
 {{- end }}
 {{- include "regraft.samplersEnv" .root }}
-{{ include "regraft.commonEnv" .root }}
+{{ include "regraft.commonEnv" (dict "Values" $v "Release" .root.Release "Chart" .root.Chart "Files" .root.Files "component" .component) }}
 {{- end -}}
 
 {{/* What the pools say of their GPUs, by gpuClass, as core/settings.py takes it. */}}
@@ -154,6 +220,9 @@ capabilities:
 {{- if eq (int .gpus) 0 -}}
 {{- $_ := set $class "gpu_memory_gib" 0 -}}
 {{- end -}}
+{{- if eq (include "regraft.mode" .) "job" -}}
+{{- $_ := set $class "in_kubernetes_jobs" true -}}
+{{- end -}}
 {{- $pool := . -}}
 {{- range $from, $to := dict "gpuMemoryGiB" "gpu_memory_gib" "kvCacheGiB" "kv_cache_gib" "trainTokenBudget" "train_token_budget" "sampler" "sampler" -}}
 {{- if hasKey $pool $from -}}
@@ -169,7 +238,7 @@ capabilities:
 {{- end -}}
 {{- end -}}
 
-{{/* What inference has, too: the store, the models, the settings. */}}
+{{/* What inference has, too: the store, the models, the settings. Takes (dict "Values" … "Release" … "Files" … "component" "api"). */}}
 {{- define "regraft.commonEnv" -}}
 {{- $v := .Values -}}
 {{- if $v.metrics.enabled -}}
@@ -216,11 +285,14 @@ capabilities:
 {{- include "regraft.settingsEnv" . }}
 {{- end -}}
 
-{{/* What members of groups have, too: the settings. */}}
+{{/* The settings that the component reads (files/settings.json), and extraEnv. */}}
 {{- define "regraft.settingsEnv" -}}
+{{- $read := index (.Files.Get "files/settings.json" | fromJson) .component -}}
 {{- range $name, $value := .Values.settings }}
+{{- if has $name $read }}
 - name: REGRAFT_{{ upper $name }}
   value: {{ include "regraft.text" $value | quote }}
+{{- end }}
 {{- end }}
 {{- range $name, $value := .Values.extraEnv }}
 - name: {{ $name }}
@@ -276,10 +348,39 @@ envFrom:
 {{- define "regraft.modelMounts" -}}
 - {name: cache, mountPath: /data/models, subPath: converted}
 - {name: cache, mountPath: /cache/huggingface, subPath: huggingface}
+- {name: cache, mountPath: /cache/compiled, subPath: compiled}
 - {name: shm, mountPath: /dev/shm}
 {{- if .Values.weights.existingClaim }}
 - {name: weights, mountPath: /models, readOnly: true}
 {{- end }}
+{{- end -}}
+
+{{/*
+The init container that checks the GPUs of a pod, in seconds: a pod of a pool of Jobs starts for each job. A failure shows
+in its log with the remedy, and the pod does not start. Takes (dict "root" $ "pool" . "component" "worker").
+*/}}
+{{- define "regraft.doctor" -}}
+{{- if and .root.Values.doctor.enabled (gt (int .pool.gpus) 0) -}}
+initContainers:
+  - name: doctor
+    image: {{ include "regraft.image" (dict "root" .root "image" "worker-gpu") | quote }}
+    imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+    command: [regraft-server, doctor, --only, gpu, memory, shared memory]
+    env:
+      - {name: HOME, value: /tmp}
+      - {name: USER, value: regraft}
+      - {name: REGRAFT_COMPILE_CACHE, value: /cache/compiled}
+      - {name: REGRAFT_DATA_DIR, value: /data}
+      {{- include "regraft.settingsEnv" (dict "Values" .root.Values "Files" .root.Files "component" .component) | nindent 6 }}
+    resources:
+      {{- $resources := deepCopy .pool.resources }}
+      {{- $_ := set $resources.limits (.pool.gpuResource | default "nvidia.com/gpu") (int .pool.gpus) }}
+      {{- toYaml $resources | nindent 6 }}
+    securityContext: {{- include "regraft.containerSecurity" .root | nindent 6 }}
+    volumeMounts:
+      {{- include "regraft.mounts" .root | nindent 6 }}
+      {{- include "regraft.modelMounts" .root | nindent 6 }}
+{{- end -}}
 {{- end -}}
 
 {{- define "regraft.modelVolumes" -}}
@@ -295,11 +396,6 @@ envFrom:
 {{- end }}
 {{- end -}}
 
-{{/* Pods start anew when the files they read at their start have changed. */}}
-{{- define "regraft.podAnnotations" -}}
-checksum/config: {{ include (print $.Template.BasePath "/configmap.yaml") . | sha256sum }}
-{{- end -}}
-
 {{- define "regraft.pullSecrets" -}}
 {{- with .Values.image.pullSecrets }}
 imagePullSecrets:
@@ -309,9 +405,58 @@ imagePullSecrets:
 {{- end }}
 {{- end -}}
 
-{{/* One worker needs this long to end: its drain, then a margin for what is around it. */}}
+{{/* Before SIGTERM, because the Service still routes requests here for a moment after the pod starts to terminate. */}}
+{{- define "regraft.preStop" -}}
+preStop:
+  {{- if semverCompare ">=1.30-0" .Capabilities.KubeVersion.Version }}
+  sleep: {seconds: 5}
+  {{- else }}
+  exec:
+    command: [sleep, "5"]
+  {{- end }}
+{{- end -}}
+
+{{/* What a server needs to end: the sleep before SIGTERM, its requests in flight, then a margin. */}}
+{{- define "regraft.requestsGrace" -}}
+{{- $seconds := 600 -}}
+{{- if hasKey .Values.settings "drain_requests_seconds" -}}
+{{- $seconds = int .Values.settings.drain_requests_seconds -}}
+{{- end -}}
+{{- add 15 $seconds -}}
+{{- end -}}
+
+{{/* A worker needs this long to end: its drain, then a margin for what is around it. Takes its settings. */}}
 {{- define "regraft.grace" -}}
-{{- add 30 (ceil (.Values.settings.drain_seconds | default 30)) -}}
+{{- add 30 (ceil (.drain_seconds | default 30)) -}}
+{{- end -}}
+
+{{/* A quantity of Kubernetes in GB, as a number. */}}
+{{- define "regraft.gigabytes" -}}
+{{- $number := regexFind "^[0-9.]+" (toString .) -}}
+{{- $factors := dict "Ki" 1.024e-6 "Mi" 1.048576e-3 "Gi" 1.073741824 "Ti" 1099.511627776 "k" 1e-6 "M" 1e-3 "G" 1.0 "T" 1e3 "Pi" 1125899.906842624 "Ei" 1152921504.606846976 "P" 1e6 "E" 1e9 "" 1e-9 "m" 1e-12 -}}
+{{- mulf (float64 $number) (get $factors (trimPrefix $number (toString .))) -}}
+{{- end -}}
+
+{{/*
+The weights of a model of a hub in GB, by the billions in its name, such as 14B or 8x7B, and by what it says of their
+bytes: two a parameter unless it is quantized. 0: the name has no billions. Experts share the rest of their layers, which
+is a fifth of the product.
+*/}}
+{{- define "regraft.weightsOf" -}}
+{{- $said := regexFind "([0-9]+[xX])?[0-9]+([.][0-9]+)?[bB]([^a-zA-Z0-9]|$)" . -}}
+{{- $experts := regexFind "^[0-9]+[xX]" $said -}}
+{{- $billions := trimPrefix $experts $said | regexFind "^[0-9.]+" | default "0" | float64 -}}
+{{- if $experts -}}
+{{- $billions = mulf 0.8 $billions (trimSuffix "x" (lower $experts) | float64) -}}
+{{- end -}}
+{{- $bytes := 2.0 -}}
+{{- if regexMatch "(?i)bf16" . -}}
+{{- else if regexMatch "(?i)fp8" . -}}
+{{- $bytes = 1.0 -}}
+{{- else if regexMatch "(?i)gpt-oss|mxfp4" . -}}
+{{- $bytes = 0.55 -}}
+{{- end -}}
+{{- mulf $bytes $billions -}}
 {{- end -}}
 
 {{/* Everything that the schema cannot see, because it spans values. All of it at once, so that one run tells it all. */}}
@@ -338,8 +483,9 @@ imagePullSecrets:
 {{- $names := list -}}
 {{- $classes := list -}}
 {{- $perClass := dict -}}
+{{- $jobPools := dict -}}
 {{- $permanent := false -}}
-{{- range $v.workers -}}
+{{- range $pool := $v.workers -}}
 {{- if has .name $names -}}
 {{- $wrong = append $wrong (printf "workers: two pools are named %s" .name) -}}
 {{- end -}}
@@ -347,41 +493,93 @@ imagePullSecrets:
 {{- $classes = append $classes .gpuClass -}}
 {{- $said := include "regraft.gpuClass" . -}}
 {{- if ne (get $perClass .gpuClass | default $said) $said -}}
-{{- $wrong = append $wrong (printf "workers: the pool %s and another of the gpuClass %s differ in gpus, gpuMemoryGiB, kvCacheGiB, trainTokenBudget or sampler; pools of the same gpuClass must be equal, so give one of them another gpuClass" .name .gpuClass) -}}
+{{- $wrong = append $wrong (printf "workers: the pool %s and another of the gpuClass %s differ in mode, gpus, gpuMemoryGiB, kvCacheGiB, trainTokenBudget or sampler; pools of the same gpuClass must be equal, so give one of them another gpuClass" .name .gpuClass) -}}
 {{- end -}}
 {{- $_ := set $perClass .gpuClass $said -}}
 {{- if and (hasKey . "gpuMemoryGiB") (eq (int .gpus) 0) -}}
 {{- $wrong = append $wrong (printf "workers: the pool %s has gpuMemoryGiB and no gpus" .name) -}}
 {{- end -}}
-{{- if hasKey . "autoscaling" -}}
-{{- if gt (int .autoscaling.minReplicas) (int .autoscaling.maxReplicas) -}}
-{{- $wrong = append $wrong (printf "workers: the pool %s has an autoscaling.minReplicas above its maxReplicas" .name) -}}
+{{- if and (hasKey . "samplingGpus") (ge (int .samplingGpus) (int .gpus)) -}}
+{{- $wrong = append $wrong (printf "workers: the pool %s has %d samplingGpus, which must be below its gpus, %d: the others learn" .name (int .samplingGpus) (int .gpus)) -}}
 {{- end -}}
+{{- $mode := include "regraft.mode" . -}}
+{{- if eq $mode "job" -}}
+{{- with get $jobPools .gpuClass -}}
+{{- $wrong = append $wrong (printf "workers: the pools %s and %s both start Jobs for the gpuClass %s, and each would start one for every job; make them one pool with a larger maxReplicas, or give one of them another gpuClass" . $pool.name $pool.gpuClass) -}}
+{{- end -}}
+{{- $_ := set $jobPools .gpuClass .name -}}
 {{- if hasKey . "replicas" -}}
-{{- $wrong = append $wrong (printf "workers: the pool %s has both replicas and autoscaling; set only one" .name) -}}
+{{- $wrong = append $wrong (printf "workers: the pool %s has replicas and is a pool of Jobs; set maxReplicas instead, or mode: warm" .name) -}}
+{{- else if not (hasKey . "maxReplicas") -}}
+{{- $wrong = append $wrong (printf "workers: the pool %s is a pool of Jobs; set maxReplicas to the number of jobs that it may run at once, or mode: warm" .name) -}}
+{{- end -}}
+{{- if not $v.metrics.enabled -}}
+{{- $wrong = append $wrong (printf "metrics.enabled: set it, because KEDA reads the length of the queue of the pool %s from the metrics of the API" .name) -}}
+{{- end -}}
+{{- if and (gt (int .nodes) 1) (semverCompare "<1.33-0" $.Capabilities.KubeVersion.Version) -}}
+{{- $wrong = append $wrong (printf "workers: the pool %s has nodes, which need Kubernetes 1.33 (success policies of Jobs)" .name) -}}
+{{- end -}}
+{{- else -}}
+{{- if hasKey . "maxReplicas" -}}
+{{- $wrong = append $wrong (printf "workers: the pool %s has maxReplicas and is a Deployment; set replicas instead, or mode: job" .name) -}}
 {{- end -}}
 {{- if gt (int .nodes) 1 -}}
-{{- $wrong = append $wrong (printf "workers: the pool %s has both nodes and autoscaling; the chart does not scale groups, so set replicas instead" .name) -}}
+{{- $wrong = append $wrong (printf "workers: the pool %s has nodes, which only pools of Jobs may have; set mode: job" .name) -}}
 {{- end -}}
-{{- if gt (int .autoscaling.minReplicas) 0 -}}{{- $permanent = true -}}{{- end -}}
-{{- else if gt (int (dig "replicas" 1 .)) 0 -}}
-{{- $permanent = true -}}
+{{- if gt (int (dig "replicas" 1 .)) 0 -}}{{- $permanent = true -}}{{- end -}}
 {{- end -}}
 {{- if and (gt (int .nodes) 1) (gt (len (printf "%s-worker-%s" (include "regraft.name" $) .name)) 48) -}}
 {{- $wrong = append $wrong (printf "workers: the pool %s has nodes, and the names of its pods would be too long; shorten its name or the release's name" .name) -}}
 {{- end -}}
 {{- end -}}
 {{- if not $permanent -}}
-{{- $wrong = append $wrong "workers: every pool can scale to zero, and without workers no files are validated, no webhooks are sent and the jobs of lost workers are not requeued; keep one pool with at least one replica (it may have gpus: 0 and a gpuClass that no model uses)" -}}
+{{- $wrong = append $wrong "workers: no pool has a worker that stays, and without one no files are validated, no webhooks are sent and the jobs of lost workers are not requeued; add a pool with mode: warm and at least one replica (it may have gpus: 0 and a gpuClass that no model uses)" -}}
 {{- end -}}
 {{- range $name, $model := $v.models -}}
 {{- if and $model.gpuClass (not (has $model.gpuClass $classes)) -}}
 {{- $wrong = append $wrong (printf "models: %s needs the gpuClass %s, which no pool of workers serves" $name $model.gpuClass) -}}
 {{- end -}}
 {{- end -}}
+{{- $sampled := list -}}
+{{- range $v.samplers.fleets -}}
+{{- $sampled = append $sampled .model -}}
+{{- end -}}
+{{- range $name, $model := $v.models -}}
+{{- $degree := int ($model.tensorParallel | default 1) -}}
+{{- if and $v.inference.enabled (gt $degree 1) (not (has $name $sampled)) -}}
+{{- $wrong = append $wrong (printf "inference.enabled: %s has tensorParallel %d, and a pod of inference has one GPU; add a fleet of samplers for it, which serves it, too, or set inference.url to other servers" $name $degree) -}}
+{{- end -}}
+{{- $class := $model.gpuClass | default (first $v.workers).gpuClass -}}
+{{- range $v.workers -}}
+{{- if and (eq .gpuClass $class) (gt (int .gpus) 0) (not (has $name $sampled)) -}}
+{{- $settings := include "regraft.poolSettings" (dict "root" $ "pool" .) | fromJson -}}
+{{- $there := int (.samplingGpus | default .gpus) -}}
+{{- $engines := 1 -}}
+{{- if and (hasKey $settings "engines") (ne (toString $settings.engines) "auto") -}}
+{{- $engines = int $settings.engines -}}
+{{- end -}}
+{{- if gt $degree $there -}}
+{{- $wrong = append $wrong (printf "models: an engine of %s uses its tensorParallel, %d, and the pool %s has %d GPUs that sample" $name $degree .name $there) -}}
+{{- else if gt (mul $degree $engines) (int .gpus) -}}
+{{- $wrong = append $wrong (printf "workers: the pool %s has %d gpus, and %d engines of %s use %d" .name (int .gpus) $engines $name (mul $degree $engines)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- range $name, $model := $v.models -}}
 {{- if ne 1 (len (without (list $model.path $model.package $model.hub) nil "")) -}}
 {{- $wrong = append $wrong (printf "models: %s needs exactly one of path, package (with file) and hub" $name) -}}
+{{- end -}}
+{{- end -}}
+{{- if not $v.cache.existingClaim -}}
+{{- $room := include "regraft.gigabytes" $v.cache.size | float64 -}}
+{{- range $name, $model := $v.models -}}
+{{- if $model.hub -}}
+{{- $needed := include "regraft.weightsOf" $model.hub | float64 -}}
+{{- if gt $needed $room -}}
+{{- $wrong = append $wrong (printf "cache.size: %s has about %.0f GB of weights by its name, and %s are %.0f GB, so that Kubernetes would evict each pod that downloads it; raise cache.size, or set cache.existingClaim" $model.hub $needed $v.cache.size $room) -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- range $alias, $model := $v.modelAliases -}}
@@ -443,6 +641,8 @@ imagePullSecrets:
 {{- range $name, $_ := $v.extraEnv -}}
 {{- if and (hasPrefix "REGRAFT_" $name) (ne $name "REGRAFT_PYTHON_GRADERS") -}}
 {{- $wrong = append $wrong (printf "extraEnv: %s must be set in settings, or by the chart's value for it" $name) -}}
+{{- else if eq $name "FORWARDED_ALLOW_IPS" -}}
+{{- $wrong = append $wrong "extraEnv: FORWARDED_ALLOW_IPS must be set in api.trustedProxies" -}}
 {{- else if has $name (list "AWS_ACCESS_KEY_ID" "AWS_SECRET_ACCESS_KEY" "AWS_SESSION_TOKEN") -}}
 {{- $wrong = append $wrong (printf "extraEnv: %s belongs into a Secret, named by objectStore.existingSecret" $name) -}}
 {{- end -}}
@@ -459,7 +659,7 @@ imagePullSecrets:
 {{- if not (has .name $volumes) -}}
 {{- $wrong = append $wrong (printf "extraVolumeMounts: %s is not a name in extraVolumes" .name) -}}
 {{- end -}}
-{{- if has (trimSuffix "/" .mountPath) (concat $paths (list "/data" "/data/models" "/tmp" "/etc/regraft" "/cache/huggingface" "/dev/shm" "/models")) -}}
+{{- if has (trimSuffix "/" .mountPath) (concat $paths (list "/data" "/data/models" "/tmp" "/etc/regraft" "/cache/huggingface" "/cache/compiled" "/dev/shm" "/models")) -}}
 {{- $wrong = append $wrong (printf "extraVolumeMounts: %s is already a mount path; choose another mountPath" .mountPath) -}}
 {{- end -}}
 {{- $paths = append $paths (trimSuffix "/" .mountPath) -}}
@@ -474,8 +674,14 @@ imagePullSecrets:
 {{- end -}}
 {{- end -}}
 {{- end -}}
-{{- with get (dict "8000" "the API's" "8100" "inference's" "29400" "a group's") (toString (int $v.metrics.port)) -}}
+{{- with get (dict "8000" "the API's" "8100" "inference's" "29400" "a group's" "29401" "a group's") (toString (int $v.metrics.port)) -}}
 {{- $wrong = append $wrong (printf "metrics.port: is %s port" .) -}}
+{{- end -}}
+{{- if and $v.settings.sso_header $v.networkPolicy.enabled (not $v.networkPolicy.apiFrom) -}}
+{{- $wrong = append $wrong "networkPolicy.apiFrom: with settings.sso_header, name the proxy, so that nobody else can connect to the API" -}}
+{{- end -}}
+{{- range $name, $_ := $v.global -}}
+{{- $wrong = append $wrong (printf "global.%s: the chart uses no global values" $name) -}}
 {{- end -}}
 {{- if and $v.gateway.enabled (not $v.gateway.parentRefs) -}}
 {{- $wrong = append $wrong "gateway.parentRefs: name the Gateway of the route" -}}

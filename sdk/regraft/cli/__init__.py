@@ -9,12 +9,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from regraft.cli.parser import build
 
     arguments = build().parse_args(argv)
-    if arguments.run == "completion":  # shells may run this on startup
-        from regraft._rules.command_line import script
-
-        print(script(build(), arguments.shell), end="")
-        return 0
-    from regraft.cli.commands import run
+    from regraft.cli.commands import run  # after help, versions and completion, which need none of the client
 
     return run(arguments)
 

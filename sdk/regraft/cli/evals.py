@@ -1,27 +1,27 @@
 """The commands of evals."""
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import openai
 
 from regraft.cli.output import plain, print_json, say, table
-from regraft.client import Regraft
+from regraft.cli.shared import DONE, NO, connect
 from regraft.eval_archive import Report, export, import_folder
 from regraft.resources.evals import Gate, read_config, run_error
-
-DONE, NO = 0, 1
+from regraft.sync.client import Regraft
 
 
 def evals_run(arguments: argparse.Namespace) -> int:
     """Exit code 1: a run did not complete, or none of its items is graded. Later runs are compared with the first."""
-    config, client = read_config(arguments.config), Regraft()
+    config, client = read_config(arguments.config), connect()
     runs = [
         client.evals.run_config(config, model=model, name=arguments.name)
         for model in arguments.models or [None]
     ]
-    ended = [client.evals.wait(run.eval_id, run.id, progress=_progress) for run in runs]
+    ended = [client.evals.wait(run.eval_id, run.id, progress=run_progress()) for run in runs]
     if arguments.output == "json":
         print_json(ended)
     else:
@@ -53,7 +53,7 @@ def _first_error(client: Regraft, run: Any) -> str:
 
 
 def evals_compare(arguments: argparse.Namespace) -> int:
-    comparison = Regraft().evals.compare(arguments.eval_id, arguments.first, arguments.second)
+    comparison = connect().evals.compare(arguments.eval_id, arguments.first, arguments.second)
     if arguments.output == "json":
         print_json(comparison)
     else:
@@ -63,7 +63,7 @@ def evals_compare(arguments: argparse.Namespace) -> int:
 
 def evals_gate(arguments: argparse.Namespace) -> int:
     """Exit code 1: the run is not good enough."""
-    gate: Gate = Regraft().evals.gate(
+    gate: Gate = connect().evals.gate(
         arguments.eval_id,
         arguments.run_id,
         min_pass_rate=arguments.min_pass_rate,
@@ -79,12 +79,12 @@ def evals_gate(arguments: argparse.Namespace) -> int:
 
 
 def evals_import(arguments: argparse.Namespace) -> int:
-    return _report(arguments, import_folder(Regraft(), arguments.folder, tell=say), "Imported")
+    return _report(arguments, import_folder(connect(), arguments.folder, report_line=say), "Imported")
 
 
 def evals_export(arguments: argparse.Namespace, folder: Path) -> int:
     """Read with OpenAI's client and the key in OPENAI_API_KEY; OPENAI_BASE_URL may name another service."""
-    return _report(arguments, export(openai.OpenAI(), folder, tell=say), f"Wrote {folder}:")
+    return _report(arguments, export(openai.OpenAI(), folder, report_line=say), f"Wrote {folder}:")
 
 
 def _report(arguments: argparse.Namespace, report: Report, what: str) -> int:
@@ -97,9 +97,20 @@ def _report(arguments: argparse.Namespace, report: Report, what: str) -> int:
     return NO if report.failed else DONE
 
 
-def _progress(run: Any) -> None:
-    finished = run.progress
-    say(f"{run.id} {run.status}: {finished['finished']} of {finished['total']}")
+def run_progress() -> Callable[[Any], None]:
+    """Say how far a run is, whenever it changes."""
+    said = ""
+
+    def print_progress(run: Any) -> None:
+        nonlocal said
+        done = run.progress
+        waiting = "; it waits for a worker" if run.status == "queued" else ""
+        now = f"{run.id} {run.status}: {done['finished']} of {done['total']}{waiting}"
+        if now != said:
+            said = now
+            say(now)
+
+    return print_progress
 
 
 def _runs_table(runs: list[Any]) -> str:

@@ -1,80 +1,61 @@
-"""The commands of stored graders."""
+"""The commands of graders."""
 
 import argparse
 import difflib
 import json
+from collections.abc import Iterator
+from textwrap import indent
 from typing import Any
 
-from regraft.cli.output import print_json, say, shortened, table, when
-from regraft.client import Regraft
+from regraft._rules.datasets import unique_keys
+from regraft.cli.output import answer, print_json, say, shortened, table
+from regraft.cli.shared import DONE, NO, WIDE, Refused, connect
+from regraft.requests import read_grader
+from regraft.resources.graders import GraderTest
 
-DONE, NO = 0, 1
-WIDE = 60
+NARROW = 60
 SHORT = 12  # characters of a version, which name it as well
 
 
 def graders_save(arguments: argparse.Namespace) -> int:
-    saved = Regraft().graders.save(arguments.name, arguments.grader, note=arguments.note)
-    return _answer(
-        arguments, saved, f"{saved.name} {saved.version[:SHORT]}, one of {saved.versions} version(s)"
+    saved = connect().graders.save(arguments.name, arguments.grader, note=arguments.note)
+    return answer(
+        arguments, saved, lambda: f"{saved.name} {saved.version[:SHORT]}, one of {saved.versions} version(s)"
     )
 
 
-def graders_list(arguments: argparse.Namespace) -> int:
-    listed = list(Regraft().graders.list(limit=100))
-    rows = [
-        [one.name, one.grader["type"], one.version[:SHORT], one.versions, one.cases, when(one.updated_at)]
-        for one in listed
-    ]
-    return _answer(arguments, listed, table(["name", "type", "version", "versions", "cases", "saved"], rows))
-
-
 def graders_show(arguments: argparse.Namespace) -> int:
-    graders = Regraft().graders
+    graders = connect().graders
     name, _, version = arguments.name.partition("@")
     spec = graders.version(name, version).grader if version else graders.retrieve(name).grader
     print_json(spec)
     return DONE
 
 
-def graders_versions(arguments: argparse.Namespace) -> int:
-    listed = list(Regraft().graders.versions(arguments.name, limit=100))
-    rows = [
-        [
-            one.version[:SHORT],
-            "current" if one.is_current else "",
-            when(one.created_at),
-            shortened(one.note, WIDE),
-        ]
-        for one in listed
-    ]
-    return _answer(arguments, listed, table(["version", "", "saved", "note"], rows))
-
-
 def graders_diff(arguments: argparse.Namespace) -> int:
     """Exit code 1: they differ."""
-    graders = Regraft().graders
+    graders = connect().graders
     first = graders.version(arguments.name, arguments.version)
     second = graders.version(arguments.name, arguments.other) if arguments.other else None
     after = graders.retrieve(arguments.name).grader if second is None else second.grader
     names = first.version[:SHORT], "current" if second is None else second.version[:SHORT]
     lines = [*difflib.unified_diff(_lines(first.grader), _lines(after), names[0], names[1], lineterm="")]
-    _answer(arguments, lines, "\n".join(lines))
+    answer(arguments, lines, lambda: "\n".join(lines))
     return NO if lines else DONE
 
 
 def graders_delete(arguments: argparse.Namespace) -> int:
-    graders = Regraft().graders
+    graders = connect().graders
     name, _, version = arguments.name.partition("@")
     if version:
         graders.delete_version(name, version)
     else:
         graders.delete(name)
-    return _answer(arguments, {"name": arguments.name, "deleted": True}, f"deleted {arguments.name}")
+    return answer(arguments, {"name": arguments.name, "deleted": True}, lambda: f"deleted {arguments.name}")
 
 
 def graders_cases(arguments: argparse.Namespace) -> int:
-    graders = Regraft().graders
+    graders = connect().graders
     for case_id in arguments.delete:
         graders.delete_case(arguments.name, case_id)
     if arguments.add is not None:
@@ -82,27 +63,32 @@ def graders_cases(arguments: argparse.Namespace) -> int:
         say(f"{len(added)} added")
     listed = list(graders.cases(arguments.name))
     rows = [
-        [one.id, str(one.expect), shortened(str(one.sample["output_text"]), WIDE), shortened(one.note, WIDE)]
+        [
+            one.id,
+            str(one.expect),
+            shortened(str(one.sample["output_text"]), NARROW),
+            shortened(one.note, NARROW),
+        ]
         for one in listed
     ]
-    return _answer(arguments, listed, table(["case", "expected", "answer", "note"], rows))
+    return answer(arguments, listed, lambda: table(["case", "expected", "answer", "note"], rows))
 
 
 def graders_check(arguments: argparse.Namespace) -> int:
     """Exit code 1: a case failed."""
     name, _, version = arguments.name.partition("@")
-    found = Regraft().graders.check(name, grader=arguments.grader, version=version or None)
+    found = connect().graders.check(name, grader=arguments.grader, version=version or None)
     rows = [
         [
             one.case_id,
             one.score,
             str(one.expect),
             "ok" if one.passed else ", ".join(one.errors) or "not as expected",
-            shortened(one.reason, WIDE),
+            shortened(one.reason, NARROW),
         ]
         for one in found.results
     ]
-    _answer(arguments, found, table(["case", "score", "expected", "", "reason"], rows))
+    answer(arguments, found, lambda: table(["case", "score", "expected", "", "reason"], rows))
     say(f"{found.passed} passed, {found.failed} failed, with version {found.version[:SHORT]}")
     return NO if found.failed else DONE
 
@@ -113,9 +99,69 @@ def _lines(spec: dict[str, Any]) -> list[str]:
     return text.replace("\\n", "\n").splitlines()
 
 
-def _answer(arguments: argparse.Namespace, value: object, text: str) -> int:
+def graders_validate(arguments: argparse.Namespace) -> int:
+    asked = {"grader": read_grader(arguments.grader)}
+    # Not with the SDK's types: their union lacks our grader types.
+    response: Any = connect().post("/fine_tuning/alpha/graders/validate", body=asked, cast_to=object)
+    grader = response["grader"]
+    return answer(arguments, response, lambda: f"{grader['name']} ({grader['type']}): valid")
+
+
+def graders_run(arguments: argparse.Namespace) -> int:
+    if (arguments.sample is None) == (arguments.cases is None):
+        raise Refused("Pass either --sample TEXT or a JSONL file of cases.")
+    if arguments.cases is not None:
+        cases: Any = arguments.cases
+    else:
+        cases = [{**_item(arguments.item), "sample": arguments.sample}]
+    tests = connect().graders.test(arguments.grader, cases)
+    failed = sum(not test.passed for test in tests)
     if arguments.output == "json":
-        print_json(value)
-    elif text:
-        print(text)
-    return DONE
+        print_json(tests)
+    else:
+        rows = [
+            [
+                test.line,
+                float(test.reward),
+                test.expect if test.expect is None else float(test.expect),
+                "ok" if test.passed else ", ".join(test.errors) or "not as expected",
+                shortened(_headline(test.reason), WIDE),
+            ]
+            for test in tests
+        ]
+        print(table(["line", "reward", "expect", "", "reason"], rows))
+        for test in tests:
+            for title, text in _details(test):
+                print(f"\nline {test.line}, {title}:\n{indent(text.rstrip(), '  ')}")
+        say(f"{len(tests) - failed} passed, {failed} failed")
+    return NO if failed else DONE
+
+
+def _headline(reason: str) -> str:
+    """The line of a reason for the table: the last one of a traceback, which names the exception."""
+    return next((line for line in reversed(reason.splitlines()) if line.strip()), "")
+
+
+def _details(test: GraderTest) -> Iterator[tuple[str, str]]:
+    """Texts that do not fit into the table, with titles: printed output, and full reasons."""
+    if test.output:
+        yield "printed", test.output
+    reason = test.reason.strip()
+    if reason != shortened(reason, WIDE):
+        yield ", ".join(test.errors) or "reason", reason
+    for name, text in test.error_details.items():
+        # A detail of a multi grader reads "key: text", and the reason often includes the text already.
+        if text.strip() not in reason and text.partition(": ")[2].strip() not in reason:
+            yield name, text
+
+
+def _item(text: str | None) -> dict[str, Any]:
+    if text is None:
+        return {}
+    try:
+        item = json.loads(text, object_pairs_hook=unique_keys)
+    except ValueError as cause:
+        raise Refused(f"--item: {cause}") from cause
+    if not isinstance(item, dict):
+        raise Refused("--item must be a JSON object.")
+    return item

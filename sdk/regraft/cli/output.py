@@ -1,8 +1,9 @@
 """Output of the command line: tables and sentences, or one JSON document."""
 
+import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -106,6 +107,20 @@ def expected_costs(estimate: Mapping[str, Any], finish: int, now: float) -> dict
             f"{cost['expected']:.2f} {cost['currency']} in all, between {cost['low']:.2f} and {cost['high']:.2f}"
         )
     return lines
+
+
+def page_of(limit: int) -> int:
+    """The size of the first page of as many items."""
+    return min(max(limit, 1), 100)
+
+
+def answer(arguments: argparse.Namespace, value: Any, text: Callable[[], str]) -> int:
+    """Print the value as JSON, or its text. Returns the exit code."""
+    if arguments.output == "json":
+        print_json(value)
+    elif shown := text():
+        print(shown)
+    return 0
 
 
 def say(text: str) -> None:

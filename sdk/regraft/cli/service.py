@@ -3,24 +3,19 @@
 import argparse
 from collections.abc import Sequence
 
-from regraft.cli.output import duration, print_json, table, when
-from regraft.client import Regraft
+from regraft.cli.output import answer, duration, table, when
+from regraft.cli.shared import connect
 from regraft.progress import doing_now
 from regraft.resources.service import Projects
 from regraft.types import Queue, UsageReport, UsageRow, Worker
 
-DONE = 0
 GIB = 2**30
 
 
 def usage(arguments: argparse.Namespace) -> int:
     projects: Projects = "all" if arguments.all_projects else "own"
-    found = Regraft().service.usage(by=arguments.by, days=arguments.days, projects=projects)
-    if arguments.output == "json":
-        print_json(found)
-    else:
-        print(_usage(found))
-    return DONE
+    found = connect().service.usage(by=arguments.by, days=arguments.days, projects=projects)
+    return answer(arguments, found, lambda: _usage(found))
 
 
 def _usage(found: UsageReport) -> str:
@@ -45,13 +40,13 @@ def _group(row: UsageRow, name: str) -> str:
 
 
 def workers(arguments: argparse.Namespace) -> int:
-    service = Regraft().service
+    service = connect().service
     found, queues = service.workers(), service.queues()
-    if arguments.output == "json":
-        print_json({"workers": found, "queues": queues})
-    else:
-        print("\n".join([_workers(found), "", _queues(queues)]))
-    return DONE
+    return answer(
+        arguments,
+        {"workers": found, "queues": queues},
+        lambda: "\n".join([_workers(found), "", _queues(queues)]),
+    )
 
 
 def _workers(found: Sequence[Worker]) -> str:
@@ -62,18 +57,26 @@ def _workers(found: Sequence[Worker]) -> str:
             one.status if one.status != "silent" else f"silent for {duration(one.silent_seconds)}",
             _gpus(one),
             _of(one.memory_used_bytes, one.memory_total_bytes),
+            _doctor(one),
             _tasks(one),
             when(one.started_at),
             one.version,
         ]
         for one in found
     ]
-    return table(["worker", "class", "status", "GPUs", "memory", "works on", "started", "version"], rows)
+    return table(
+        ["worker", "class", "status", "GPUs", "memory", "doctor", "works on", "started", "version"], rows
+    )
 
 
 def _gpus(worker: Worker) -> str:
     shown = [_of(gpu.memory_used_bytes, gpu.memory_total_bytes) for gpu in worker.gpus]
     return ", ".join(shown) or "-"
+
+
+def _doctor(worker: Worker) -> str:
+    bad = [f"{one.check} {one.state}" for one in worker.findings if one.state in ("failed", "warning")]
+    return ", ".join(bad) or ("all well" if worker.findings else "not run")
 
 
 def _of(used: int | None, total: int | None) -> str:

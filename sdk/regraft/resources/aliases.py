@@ -2,64 +2,30 @@
 
 from typing import Any
 
-from openai import AsyncOpenAI, OpenAI
+from openai import AsyncOpenAI
 from openai._base_client import AsyncPaginator
-from openai.pagination import AsyncCursorPage, SyncCursorPage
+from openai.pagination import AsyncCursorPage
 
 from regraft.types import Alias, AliasChange
 
 PATH = "/regraft/aliases"
 
 
-class Aliases:
-    def __init__(self, client: OpenAI) -> None:
-        self._client = client
-
-    def promote(self, model: str, name: str) -> Alias:
-        """Point the alias `name` at `model`, which answers requests for the alias from then on.
-
-        An alias that does not exist is created.
-        """
-        return self._client.post(PATH, body={"name": name, "model": model}, cast_to=Alias)
-
-    def list(self, *, after: str | None = None, limit: int = 20) -> SyncCursorPage[Alias]:
-        """Newest first."""
-        options = _listed(after, limit)
-        return self._client.get_api_list(PATH, page=SyncCursorPage[Alias], model=Alias, options=options)
-
-    def retrieve(self, name: str) -> Alias:
-        return self._client.get(f"{PATH}/{name}", cast_to=Alias)
-
-    def history(self, name: str, *, after: str | None = None, limit: int = 20) -> SyncCursorPage[AliasChange]:
-        """Who pointed it from which model at which, newest first; also of a deleted alias."""
-        return self._client.get_api_list(
-            f"{PATH}/{name}/history",
-            page=SyncCursorPage[AliasChange],
-            model=AliasChange,
-            options=_listed(after, limit),
-        )
-
-    def rollback(self, name: str) -> Alias:
-        """Point an alias at its previous model again. A second rollback undoes the first."""
-        return self._client.post(f"{PATH}/{name}/rollback", cast_to=Alias)
-
-    def delete(self, name: str) -> None:
-        """Delete an alias. Its model is kept."""
-        self._client.delete(f"{PATH}/{name}", cast_to=object)
-
-
 class AsyncAliases:
-    """The asynchronous Aliases."""
-
     def __init__(self, client: AsyncOpenAI) -> None:
         self._client = client
 
     async def promote(self, model: str, name: str) -> Alias:
+        """Point the alias `name` at `model`, which answers requests for the alias from then on.
+
+        An alias that does not exist is created.
+        """
         return await self._client.post(PATH, body={"name": name, "model": model}, cast_to=Alias)
 
     def list(
         self, *, after: str | None = None, limit: int = 20
     ) -> AsyncPaginator[Alias, AsyncCursorPage[Alias]]:
+        """Newest first."""
         options = _listed(after, limit)
         return self._client.get_api_list(PATH, page=AsyncCursorPage[Alias], model=Alias, options=options)
 
@@ -69,6 +35,7 @@ class AsyncAliases:
     def history(
         self, name: str, *, after: str | None = None, limit: int = 20
     ) -> AsyncPaginator[AliasChange, AsyncCursorPage[AliasChange]]:
+        """Who pointed it from which model at which, newest first; also of a deleted alias."""
         return self._client.get_api_list(
             f"{PATH}/{name}/history",
             page=AsyncCursorPage[AliasChange],
@@ -77,9 +44,11 @@ class AsyncAliases:
         )
 
     async def rollback(self, name: str) -> Alias:
+        """Point an alias at its previous model again. A second rollback undoes the first."""
         return await self._client.post(f"{PATH}/{name}/rollback", cast_to=Alias)
 
     async def delete(self, name: str) -> None:
+        """Delete an alias. Its model is kept."""
         await self._client.delete(f"{PATH}/{name}", cast_to=object)
 
 

@@ -10,28 +10,28 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from openai import AsyncStream, Stream
+from openai import AsyncStream
 from openai.types.fine_tuning.jobs import FineTuningJobCheckpoint
 
 from regraft.errors import DownloadCorrupt
-from regraft.saving import async_chunks, chunks
+from regraft.saving import async_chunks
 
 if TYPE_CHECKING:
-    from openai import AsyncOpenAI, OpenAI
+    from openai import AsyncOpenAI
 
 MANIFEST = "reproduce.json"
 SILENCE_SECONDS = 60.0
 
 
-class Checkpoints:
-    def __init__(self, client: "OpenAI") -> None:
+class AsyncCheckpoints:
+    def __init__(self, client: "AsyncOpenAI") -> None:
         self._client = client
 
-    def list(self, job_id: str) -> list[FineTuningJobCheckpoint]:
+    async def list(self, job_id: str) -> list[FineTuningJobCheckpoint]:
         """List the checkpoints of a job, newest first."""
-        return [*self._client.fine_tuning.jobs.checkpoints.list(job_id, limit=100)]
+        return [one async for one in self._client.fine_tuning.jobs.checkpoints.list(job_id, limit=100)]
 
-    def download(self, job_id: str, checkpoint_id: str | None = None, *, to: str | Path) -> Path:
+    async def download(self, job_id: str, checkpoint_id: str | None = None, *, to: str | Path) -> Path:
         """Download the adapter in PEFT format, or the whole model, to the new folder `to`, and return its path.
 
         The folder also has its tokenizer, a model card and reproduce.json with its origin. The default checkpoint is
@@ -44,32 +44,6 @@ class Checkpoints:
             FileExistsError: `to` exists.
             DownloadCorrupt: a file does not match its hash.
         """
-        target = _absent(Path(to))
-        chosen = checkpoint_id or best(self.list(job_id), job_id).id
-        with tempfile.TemporaryFile() as archive:
-            with self._client.get(
-                _path(chosen),
-                cast_to=object,
-                options=_PATIENT,
-                stream=True,
-                stream_cls=Stream[object],
-            ) as stream:
-                for chunk in chunks(stream.response):
-                    archive.write(chunk)
-            archive.seek(0)
-            return unpack(archive, target)
-
-
-class AsyncCheckpoints:
-    def __init__(self, client: "AsyncOpenAI") -> None:
-        self._client = client
-
-    async def list(self, job_id: str) -> list[FineTuningJobCheckpoint]:
-        """As Checkpoints.list."""
-        return [one async for one in self._client.fine_tuning.jobs.checkpoints.list(job_id, limit=100)]
-
-    async def download(self, job_id: str, checkpoint_id: str | None = None, *, to: str | Path) -> Path:
-        """As Checkpoints.download."""
         target = _absent(Path(to))
         chosen = checkpoint_id or best(await self.list(job_id), job_id).id
         with tempfile.TemporaryFile() as archive:

@@ -1,19 +1,19 @@
 """client.evals: OpenAI's evals, and comparisons, gates and runs from a configuration file."""
 
+import asyncio
 import hashlib
 import json
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from openai.resources.evals import AsyncEvals as OpenAIAsyncEvals
-from openai.resources.evals import Evals as OpenAIEvals
 from openai.types import EvalCreateResponse
 from openai.types.evals import RunRetrieveResponse
 
 from regraft.requests import InvalidRequestFile, read_table
+from regraft.resources.waiting import AsyncWaiting
 from regraft.types import EvalComparison
 
 FINAL = frozenset({"completed", "failed", "canceled"})
@@ -48,30 +48,27 @@ class Gate:
     comparison: EvalComparison | None = None
 
 
-class Evals(OpenAIEvals):
+class AsyncEvals(OpenAIAsyncEvals):
     """OpenAI's evals, and `compare`, `wait`, `run_config` and `gate`."""
 
-    def compare(self, eval_id: str, first: str, second: str) -> EvalComparison:
+    async def compare(self, eval_id: str, first: str, second: str) -> EvalComparison:
         """The second run minus the first, over the rows that both have."""
-        return self._get(_compare_path(eval_id, first, second), cast_to=EvalComparison)
+        return await self._get(_compare_path(eval_id, first, second), cast_to=EvalComparison)
 
-    def wait(
+    async def wait(
         self,
         eval_id: str,
         run_id: str,
         *,
         progress: Callable[[RunRetrieveResponse], None] = lambda run: None,
-        sleep: Callable[[float], None] = time.sleep,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> RunRetrieveResponse:
         """Return the run once it has ended; `progress` gets it every few seconds until then."""
-        while True:
-            run = self.runs.retrieve(run_id, eval_id=eval_id)
-            if run.status in FINAL:
-                return run
-            progress(run)
-            sleep(POLL_SECONDS)
+        return await AsyncWaiting(POLL_SECONDS, sleep).until(
+            lambda run: run.status in FINAL, lambda: self.runs.retrieve(run_id, eval_id=eval_id), progress
+        )
 
-    def run_config(
+    async def run_config(
         self, config: EvalConfig, *, model: str | None = None, name: str | None = None
     ) -> RunRetrieveResponse:
         """Run an eval from a configuration. The eval of an earlier run with the same configuration is used again.
@@ -80,30 +77,30 @@ class Evals(OpenAIEvals):
             model: Replaces the model of the configuration.
             name: Of the run; default: the model.
         """
-        made = self._eval_of(config)
+        made = await self._eval_of(config)
         source = dict(config.data_source)
         if model is not None:
             source["model"] = model
         if config.rows is not None:
-            file = self._client.files.create(file=config.rows, purpose="evals")
+            file = await self._client.files.create(file=config.rows, purpose="evals")
             source["source"] = {"type": "file_id", "id": file.id}
-        run = self.runs.create(
+        run = await self.runs.create(
             made,
             name=name or str(source.get("model", "")),
             data_source=source,  # type: ignore[arg-type]
             extra_body=None if config.budget is None else {"budget": config.budget},
         )
-        return self.runs.retrieve(run.id, eval_id=made)
+        return await self.runs.retrieve(run.id, eval_id=made)
 
-    def _eval_of(self, config: EvalConfig) -> str:
-        for known in self.list(order="desc", limit=100):
+    async def _eval_of(self, config: EvalConfig) -> str:
+        async for known in self.list(order="desc", limit=100):
             if (known.metadata or {}).get(CONFIG_KEY) == config.fingerprint:
                 return known.id
         metadata = {**config.eval.get("metadata", {}), CONFIG_KEY: config.fingerprint}
-        made: EvalCreateResponse = self.create(**{**config.eval, "metadata": metadata})
+        made: EvalCreateResponse = await self.create(**{**config.eval, "metadata": metadata})
         return made.id
 
-    def gate(
+    async def gate(
         self,
         eval_id: str,
         run_id: str,
@@ -132,7 +129,7 @@ class Evals(OpenAIEvals):
             raise InvalidGate(f"allow_errors is {allow_errors}: it cannot be negative")
         if max_drop is not None and baseline is None:
             raise InvalidGate("max_drop needs a baseline to compare with")
-        run = self.runs.retrieve(run_id, eval_id=eval_id)
+        run = await self.runs.retrieve(run_id, eval_id=eval_id)
         rate = getattr(run, "pass_rate", None)
         reasons = []
         if run.status != "completed":
@@ -146,17 +143,9 @@ class Evals(OpenAIEvals):
             reasons.append(f"the pass rate is {rate:.3f}, and at least {min_pass_rate:g} is required")
         comparison = None
         if baseline is not None:
-            comparison = self.compare(eval_id, baseline, run_id)
+            comparison = await self.compare(eval_id, baseline, run_id)
             reasons += _drop(comparison, max_drop)
         return Gate(run_id, not reasons, reasons, rate, comparison)
-
-
-class AsyncEvals(OpenAIAsyncEvals):
-    """OpenAI's evals, and `compare`."""
-
-    async def compare(self, eval_id: str, first: str, second: str) -> EvalComparison:
-        """As Evals.compare."""
-        return await self._get(_compare_path(eval_id, first, second), cast_to=EvalComparison)
 
 
 def _compare_path(eval_id: str, first: str, second: str) -> str:

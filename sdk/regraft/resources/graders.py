@@ -2,20 +2,20 @@
 
 import asyncio
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from openai.pagination import AsyncCursorPage, SyncCursorPage
+from openai import BaseModel
+from openai.pagination import AsyncCursorPage
 from openai.resources.fine_tuning.alpha.graders import AsyncGraders as OpenAIAsyncGraders
-from openai.resources.fine_tuning.alpha.graders import Graders as OpenAIGraders
 
 from regraft._rules.rewards import equal
-from regraft.requests import InvalidRequestFile, Source, read_grader, read_lines
+from regraft.concurrency import async_each
+from regraft.requests import InvalidRequestFile, Source, read_each, read_grader
 from regraft.resources import stored_graders
 from regraft.resources.stored_graders import PATH, golden_cases, listed, what_to_check
-from regraft.types import GoldenCase, GraderCheck, GraderTest, GraderVersion, StoredGrader
+from regraft.types import GoldenCase, GraderCheck, GraderVersion, StoredGrader
 
 if TYPE_CHECKING:
     import builtins
@@ -35,10 +35,25 @@ class Case:
     expect: float | None
 
 
-class Graders(OpenAIGraders):
+class GraderTest(BaseModel):
+    """The result of one test case of a grader."""
+
+    line: int
+    reward: float
+    expect: float | None = None
+    passed: bool  # no error, and the expected reward if given
+    reason: str = ""  # for a python grader that raised: the whole traceback, the exception last
+    errors: list[str] = []  # the set flags, such as "sample_parse_error"
+    error_details: dict[str, str] = {}  # by flag, if the server explains it
+    output: str = ""  # printed by python graders
+    execution_time: float | None = None  # seconds
+    sub_rewards: dict[str, float] = {}
+
+
+class AsyncGraders(OpenAIAsyncGraders):
     """OpenAI's `run` and `validate`, `test`, and the graders that are stored under a name."""
 
-    def test(
+    async def test(
         self, grader: Source, cases: str | Path | Iterable[Mapping[str, Any]]
     ) -> "builtins.list[GraderTest]":
         """Grade every row of a JSONL file: {"sample": answer, "expect": reward (optional), ...fields of the row}.
@@ -47,120 +62,39 @@ class Graders(OpenAIGraders):
             InvalidRequestFile: a row has no `sample`, or the file is not JSONL.
         """
         spec, rows = read_grader(grader), read_cases(cases)
-        with ThreadPoolExecutor(AT_ONCE) as threads:
-            return [*threads.map(lambda case: judged(case, self._report(spec, case)), rows)]
-
-    def save(self, name: str, grader: Source, *, note: str = "") -> StoredGrader:
-        """Make this content the current version of the grader with this name. Equal content is the same version."""
-        return self._client.post(PATH, body=stored_graders.body_of(name, grader, note), cast_to=StoredGrader)
-
-    def list(self, *, after: str | None = None, limit: int = 20) -> SyncCursorPage[StoredGrader]:
-        """Newest first."""
-        return self._client.get_api_list(
-            PATH, page=SyncCursorPage[StoredGrader], model=StoredGrader, options=listed(after, limit)
-        )
-
-    def retrieve(self, name: str) -> StoredGrader:
-        """Raises regraft.GraderNotFound."""
-        return self._client.get(f"{PATH}/{name}", cast_to=StoredGrader)
-
-    def delete(self, name: str) -> None:
-        """Delete a grader, its versions and its golden cases. Jobs that were created with it keep its content."""
-        self._client.delete(f"{PATH}/{name}", cast_to=object)
-
-    def versions(
-        self, name: str, *, after: str | None = None, limit: int = 20
-    ) -> SyncCursorPage[GraderVersion]:
-        """Newest first."""
-        return self._client.get_api_list(
-            f"{PATH}/{name}/versions",
-            page=SyncCursorPage[GraderVersion],
-            model=GraderVersion,
-            options=listed(after, limit),
-        )
-
-    def version(self, name: str, version: str) -> GraderVersion:
-        """One version by its hash, or by at least 8 characters of it."""
-        return self._client.get(f"{PATH}/{name}/versions/{version}", cast_to=GraderVersion)
-
-    def delete_version(self, name: str, version: str) -> None:
-        """Delete a version that is not the current one."""
-        self._client.delete(f"{PATH}/{name}/versions/{version}", cast_to=object)
-
-    def add_cases(
-        self, name: str, cases: str | Path | Iterable[Mapping[str, Any]]
-    ) -> "builtins.list[GoldenCase]":
-        """Add golden cases. One of the same sample and row replaces the expectation of an earlier one.
-
-        Args:
-            cases: A JSONL file or rows: {"sample": answer, "expect": score or {"min", "max"}, ...fields of the row}, or
-                cases as `cases` returns them.
-        """
-        body = {"cases": golden_cases(cases)}
-        page: Any = self._client.post(f"{PATH}/{name}/cases", body=body, cast_to=object)
-        return [GoldenCase.construct(**one) for one in page["data"]]
-
-    def cases(self, name: str, *, after: str | None = None, limit: int = 100) -> SyncCursorPage[GoldenCase]:
-        """The golden cases, oldest first."""
-        return self._client.get_api_list(
-            f"{PATH}/{name}/cases",
-            page=SyncCursorPage[GoldenCase],
-            model=GoldenCase,
-            options=listed(after, limit),
-        )
-
-    def delete_case(self, name: str, case_id: str) -> None:
-        self._client.delete(f"{PATH}/{name}/cases/{case_id}", cast_to=object)
-
-    def check(self, name: str, *, grader: Source | None = None, version: str | None = None) -> GraderCheck:
-        """Run all golden cases: with a grader that is not saved, with a version, or with the current version."""
-        return self._client.post(
-            f"{PATH}/{name}/check", body=what_to_check(name, grader, version), cast_to=GraderCheck
-        )
-
-    def _report(self, spec: dict[str, Any], case: Case) -> Any:
-        body = {"grader": spec, "model_sample": case.sample, "item": case.item}
-        return self._client.post("/fine_tuning/alpha/graders/run", body=body, cast_to=object)
-
-
-class AsyncGraders(OpenAIAsyncGraders):
-    """The asynchronous Graders."""
-
-    async def test(
-        self, grader: Source, cases: str | Path | Iterable[Mapping[str, Any]]
-    ) -> "builtins.list[GraderTest]":
-        """As Graders.test."""
-        spec, rows = read_grader(grader), read_cases(cases)
-        places = asyncio.Semaphore(AT_ONCE)
 
         async def grade(case: Case) -> GraderTest:
             body = {"grader": spec, "model_sample": case.sample, "item": case.item}
-            async with places:
-                report = await self._client.post("/fine_tuning/alpha/graders/run", body=body, cast_to=object)
+            report = await self._client.post("/fine_tuning/alpha/graders/run", body=body, cast_to=object)
             return judged(case, report)
 
-        return [*await asyncio.gather(*map(grade, rows))]
+        return await async_each(grade, rows, AT_ONCE)
 
     async def save(self, name: str, grader: Source, *, note: str = "") -> StoredGrader:
+        """Make this content the current version of the grader with this name. Equal content is the same version."""
         body = await asyncio.to_thread(stored_graders.body_of, name, grader, note)
         return await self._client.post(PATH, body=body, cast_to=StoredGrader)
 
     def list(
         self, *, after: str | None = None, limit: int = 20
     ) -> "AsyncPaginator[StoredGrader, AsyncCursorPage[StoredGrader]]":
+        """Newest first."""
         return self._client.get_api_list(
             PATH, page=AsyncCursorPage[StoredGrader], model=StoredGrader, options=listed(after, limit)
         )
 
     async def retrieve(self, name: str) -> StoredGrader:
+        """Raises regraft.GraderNotFound."""
         return await self._client.get(f"{PATH}/{name}", cast_to=StoredGrader)
 
     async def delete(self, name: str) -> None:
+        """Delete a grader, its versions and its golden cases. Jobs that were created with it keep its content."""
         await self._client.delete(f"{PATH}/{name}", cast_to=object)
 
     def versions(
         self, name: str, *, after: str | None = None, limit: int = 20
     ) -> "AsyncPaginator[GraderVersion, AsyncCursorPage[GraderVersion]]":
+        """Newest first."""
         return self._client.get_api_list(
             f"{PATH}/{name}/versions",
             page=AsyncCursorPage[GraderVersion],
@@ -169,14 +103,22 @@ class AsyncGraders(OpenAIAsyncGraders):
         )
 
     async def version(self, name: str, version: str) -> GraderVersion:
+        """One version by its hash, or by at least 8 characters of it."""
         return await self._client.get(f"{PATH}/{name}/versions/{version}", cast_to=GraderVersion)
 
     async def delete_version(self, name: str, version: str) -> None:
+        """Delete a version that is not the current one."""
         await self._client.delete(f"{PATH}/{name}/versions/{version}", cast_to=object)
 
     async def add_cases(
         self, name: str, cases: str | Path | Iterable[Mapping[str, Any]]
     ) -> "builtins.list[GoldenCase]":
+        """Add golden cases. One of the same sample and row replaces the expectation of an earlier one.
+
+        Args:
+            cases: A JSONL file or rows: {"sample": answer, "expect": score or {"min", "max"}, ...fields of the row}, or
+                cases as `cases` returns them.
+        """
         body = {"cases": await asyncio.to_thread(golden_cases, cases)}
         page: Any = await self._client.post(f"{PATH}/{name}/cases", body=body, cast_to=object)
         return [GoldenCase.construct(**one) for one in page["data"]]
@@ -184,6 +126,7 @@ class AsyncGraders(OpenAIAsyncGraders):
     def cases(
         self, name: str, *, after: str | None = None, limit: int = 100
     ) -> "AsyncPaginator[GoldenCase, AsyncCursorPage[GoldenCase]]":
+        """The golden cases, oldest first."""
         return self._client.get_api_list(
             f"{PATH}/{name}/cases",
             page=AsyncCursorPage[GoldenCase],
@@ -197,14 +140,14 @@ class AsyncGraders(OpenAIAsyncGraders):
     async def check(
         self, name: str, *, grader: Source | None = None, version: str | None = None
     ) -> GraderCheck:
+        """Run all golden cases: with a grader that is not saved, with a version, or with the current version."""
         body = await asyncio.to_thread(what_to_check, name, grader, version)
         return await self._client.post(f"{PATH}/{name}/check", body=body, cast_to=GraderCheck)
 
 
 def read_cases(source: str | Path | Iterable[Mapping[str, Any]]) -> list[Case]:
-    if isinstance(source, str | Path):
-        return [_case(number, row, f"{source}: line {number}") for number, row in read_lines(Path(source))]
-    return [_case(number, row, f"row {number}") for number, row in enumerate(source, start=1)]
+    """Raises InvalidRequestFile with all lines that are no case."""
+    return read_each(source, _case)
 
 
 def judged(case: Case, report: Any) -> GraderTest:

@@ -2,27 +2,26 @@
 
 import asyncio
 import sys
-import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator, Mapping, Sequence
-from contextlib import aclosing, closing
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TextIO, get_args, overload
 
 import openai
-from openai import AsyncStream, Stream
+from openai import AsyncStream
 from openai.resources.fine_tuning.jobs import AsyncJobs as OpenAIAsyncJobs
-from openai.resources.fine_tuning.jobs import Jobs as OpenAIJobs
 from openai.types.fine_tuning import FineTuningJob
 
 from regraft import datasets
 from regraft._rules.datasets import InvalidDataset
 from regraft.display import Display
 from regraft.errors import JobFailed
-from regraft.jobs import grader_of
+from regraft.jobs import JobEvent, grader_of, verdict_of
 from regraft.progress import FINAL, axis_of
 from regraft.requests import InvalidRequestFile, JobRequest, Source, read_grader, read_job, refuse_masked
-from regraft.types import Curve, JobComparison, JobEvent, Verdict, verdict_of
+from regraft.resources.waiting import retry_in
+from regraft.types import Curve, JobComparison, Verdict
 
 if TYPE_CHECKING:
     import pandas
@@ -34,7 +33,6 @@ METHODS: tuple[datasets.Method, ...] = get_args(datasets.Method)
 SPLITS: dict[str, datasets.Split] = {"training_file": "train", "validation_file": "valid"}
 # The server sends a keep-alive every 15 seconds; after a minute without one the connection is dead.
 SILENCE_SECONDS = 60.0
-MAX_FAILURES = 10  # in a row: about three minutes, longer than the start of a server
 
 # An event, a new status, or what the job does inside of its step.
 News = JobEvent | str | Mapping[str, Any]
@@ -73,51 +71,40 @@ class Cursor:
 
     def retry_in(self, error: openai.APIError | None) -> float:
         """Seconds until the next connection; raises the error if it is permanent. None: the stream just ended."""
-        if error is not None and not _passes(error):
-            raise error
         self.failures += 1
-        if self.failures > MAX_FAILURES:
-            raise error or openai.OpenAIError(f"The stream of {self.job_id} ended before the job.")
-        # The first retry is immediate: most connections break because a proxy or a server was restarted.
-        return 0.0 if self.failures == 1 else float(min(2 ** (self.failures - 2), 30))
-
-
-def _passes(error: openai.APIError) -> bool:
-    """Whether a retry may succeed."""
-    if isinstance(error, openai.APIStatusError):
-        return error.status_code in (408, 429) or error.status_code >= 500
-    return isinstance(error, openai.APIConnectionError)
+        ended = openai.OpenAIError(f"The stream of {self.job_id} ended before the job.")
+        return retry_in(error or ended, self.failures)
 
 
 class Curves(openai.BaseModel):
     data: list[Curve]
 
 
-class Jobs(OpenAIJobs):
+class AsyncJobs(OpenAIAsyncJobs):
     """Everything of OpenAI's `client.fine_tuning.jobs`, and more."""
 
-    def submit(self, request: Source, *, set: Sequence[str] = ()) -> FineTuningJob:
+    async def submit(self, request: Source, *, set: Sequence[str] = ()) -> FineTuningJob:
         """Create a job from a job file or its content; local files are validated and uploaded first.
 
         `set` overrides fields, as in ["hyperparameters.n_epochs=2"]. A retry after a lost response does not create a
         second
         job.
         """
-        return self._create(self.prepare(request, set=set))
+        return await self._create(await self.prepare(request, set=set))
 
-    def prepare(self, request: Source, *, set: Sequence[str] = ()) -> dict[str, Any]:
+    async def prepare(self, request: Source, *, set: Sequence[str] = ()) -> dict[str, Any]:
         """Upload the files and return the body that `submit` sends, for `client.estimate` and `client.preview`.
 
         Raises:
             InvalidDataset: a local file has invalid rows. Nothing was uploaded.
         """
         job, files = read_job(request, set), self._client.files
-        validate_local(job)
+        await asyncio.to_thread(validate_local, job)
         # One file for both fields is uploaded once, so that the service knows that it is one.
-        ids = {path: files.create(file=path, purpose="fine-tune").id for path in job.distinct_uploads}
+        ids = {path: (await files.create(file=path, purpose="fine-tune")).id for path in job.distinct_uploads}
         return job.with_ids({field: ids[path] for field, path in job.uploads.items()})
 
-    def validate(self, request: Source, *, set: Sequence[str] = ()) -> Any:
+    async def validate(self, request: Source, *, set: Sequence[str] = ()) -> Any:
         """Validate a job file with the server, and its local files by the rules for rows. Uploads nothing.
 
         Returns the server's response: the job's normalized `model` and `method`, and `warnings`.
@@ -127,116 +114,6 @@ class Jobs(OpenAIJobs):
             InvalidDataset: a local file has invalid rows.
         """
         job = read_job(request, set)
-        answer: Any = self._client.post(VALIDATE, body=validation(job), cast_to=object)
-        validate_local(job)
-        return answer
-
-    def clone(self, job_id: str, *, set: Sequence[str] = (), grader: Source | None = None) -> FineTuningJob:
-        """Create a copy of a job, with the changes in `set`; it has the same seed unless that is changed.
-
-        Raises:
-            InvalidRequestFile: the job's grader has secrets, which the server does not show. Pass a `grader`.
-        """
-        asked: Any = self._client.get(f"/regraft/jobs/{job_id}/request", cast_to=object)
-        return self._create(_changed(asked, set, grader))
-
-    def curves(self, job_ids: Sequence[str]) -> list[Curve]:
-        """Return the validations of up to 100 jobs as short curves, in the order of the ids."""
-        return self._client.get(f"/regraft/curves?jobs={','.join(job_ids)}", cast_to=Curves).data
-
-    def compare(self, first: str, *others: str) -> JobComparison:
-        """Compare the validated rewards of jobs prompt by prompt with those of the first, and their requests."""
-        return self._client.get(_comparison(first, others), cast_to=JobComparison)
-
-    def watch(self, job_id: str, *, after: str | None = None) -> Iterator[JobEvent]:
-        """Yield the job's events as they occur, from the first or after `after`, until the job ends or is paused.
-
-        Reconnects when the connection breaks, without gaps or duplicates.
-        """
-        with closing(self._follow(Cursor(job_id, after))) as news:
-            for one in news:
-                if isinstance(one, JobEvent):
-                    yield one
-
-    def wait(self, job_id: str, *, progress: bool | TextIO = False) -> FineTuningJob:
-        """Wait until the job has succeeded or is paused, and return it.
-
-        `progress` displays it on stderr, or on the given stream. Ctrl-C stops waiting; the job continues.
-
-        Raises:
-            JobFailed: it failed or was cancelled.
-        """
-        display = _display(progress, self.retrieve(job_id)) if progress else None
-        try:
-            for one in self._follow(Cursor(job_id, None)):
-                if display:
-                    _show(display, one)
-        except KeyboardInterrupt:
-            _say_it_goes_on(display, job_id)
-            raise
-        finally:
-            if display:
-                display.close()
-        return _or_raise(self.retrieve(job_id))
-
-    def verdict(self, job_id: str) -> Verdict | None:
-        """Whether the delivered model is better than its base; None before the end, or without a comparison."""
-        return verdict_of(self.retrieve(job_id))
-
-    @overload
-    def metrics(self, job_id: str, *, frame: Literal[True]) -> "pandas.DataFrame": ...
-    @overload
-    def metrics(self, job_id: str, *, frame: Literal[False]) -> Steps: ...
-    @overload
-    def metrics(self, job_id: str, *, frame: None = None) -> Any: ...
-    def metrics(self, job_id: str, *, frame: bool | None = None) -> Any:
-        """One row per step: a DataFrame indexed by step if pandas is installed, else a list of dicts.
-
-        `frame` selects one of the two. Nested numbers become columns such as "timing.step.eval".
-        """
-        listed: Any = self._client.get(f"/regraft/jobs/{job_id}/metrics", cast_to=object)
-        return _framed(listed["data"], frame)
-
-    def _create(self, body: dict[str, Any]) -> FineTuningJob:
-        return self._client.post("/fine_tuning/jobs", body=body, cast_to=FineTuningJob, options=_once())
-
-    def _follow(self, cursor: Cursor) -> Generator[News, None, None]:
-        while True:
-            failed: openai.APIError | None = None
-            try:
-                with self._client.get(
-                    cursor.path,
-                    cast_to=object,
-                    options=cursor.options,
-                    stream=True,
-                    stream_cls=Stream[object],
-                ) as stream:
-                    for message in stream:
-                        yield cursor.read(message)
-                        if cursor.status in ENDS:
-                            return
-            except openai.APIError as error:
-                failed = error
-            time.sleep(cursor.retry_in(failed))
-
-
-class AsyncJobs(OpenAIAsyncJobs):
-    """Everything of OpenAI's `client.fine_tuning.jobs`, and more."""
-
-    async def submit(self, request: Source, *, set: Sequence[str] = ()) -> FineTuningJob:
-        """As Jobs.submit."""
-        return await self._create(await self.prepare(request, set=set))
-
-    async def prepare(self, request: Source, *, set: Sequence[str] = ()) -> dict[str, Any]:
-        """As Jobs.prepare."""
-        job, files = read_job(request, set), self._client.files
-        await asyncio.to_thread(validate_local, job)
-        ids = {path: (await files.create(file=path, purpose="fine-tune")).id for path in job.distinct_uploads}
-        return job.with_ids({field: ids[path] for field, path in job.uploads.items()})
-
-    async def validate(self, request: Source, *, set: Sequence[str] = ()) -> Any:
-        """As Jobs.validate."""
-        job = read_job(request, set)
         answer: Any = await self._client.post(VALIDATE, body=validation(job), cast_to=object)
         await asyncio.to_thread(validate_local, job)
         return answer
@@ -244,27 +121,40 @@ class AsyncJobs(OpenAIAsyncJobs):
     async def clone(
         self, job_id: str, *, set: Sequence[str] = (), grader: Source | None = None
     ) -> FineTuningJob:
-        """As Jobs.clone."""
+        """Create a copy of a job, with the changes in `set`; it has the same seed unless that is changed.
+
+        Raises:
+            InvalidRequestFile: the job's grader has secrets, which the server does not show. Pass a `grader`.
+        """
         asked: Any = await self._client.get(f"/regraft/jobs/{job_id}/request", cast_to=object)
         return await self._create(_changed(asked, set, grader))
 
     async def curves(self, job_ids: Sequence[str]) -> list[Curve]:
-        """As Jobs.curves."""
+        """Return the validations of up to 100 jobs as short curves, in the order of the ids."""
         return (await self._client.get(f"/regraft/curves?jobs={','.join(job_ids)}", cast_to=Curves)).data
 
     async def compare(self, first: str, *others: str) -> JobComparison:
-        """As Jobs.compare."""
+        """Compare the validated rewards of jobs prompt by prompt with those of the first, and their requests."""
         return await self._client.get(_comparison(first, others), cast_to=JobComparison)
 
     async def watch(self, job_id: str, *, after: str | None = None) -> AsyncIterator[JobEvent]:
-        """As Jobs.watch: `async for event in client.jobs.watch(job_id)`."""
+        """Yield the job's events as they occur, from the first or after `after`, until the job ends or is paused.
+
+        Reconnects when the connection breaks, without gaps or duplicates.
+        """
         async with aclosing(self._follow(Cursor(job_id, after))) as news:
             async for one in news:
                 if isinstance(one, JobEvent):
                     yield one
 
     async def wait(self, job_id: str, *, progress: bool | TextIO = False) -> FineTuningJob:
-        """As Jobs.wait. Cancelling the waiting does not cancel the job."""
+        """Wait until the job has succeeded or is paused, and return it.
+
+        `progress` displays it on stderr, or on the given stream. Ctrl-C stops waiting; the job continues.
+
+        Raises:
+            JobFailed: it failed or was cancelled.
+        """
         display = _display(progress, await self.retrieve(job_id)) if progress else None
         try:
             async for one in self._follow(Cursor(job_id, None)):
@@ -279,7 +169,7 @@ class AsyncJobs(OpenAIAsyncJobs):
         return _or_raise(await self.retrieve(job_id))
 
     async def verdict(self, job_id: str) -> Verdict | None:
-        """As Jobs.verdict."""
+        """Whether the delivered model is better than its base; None before the end, or without a comparison."""
         return verdict_of(await self.retrieve(job_id))
 
     @overload
@@ -289,7 +179,10 @@ class AsyncJobs(OpenAIAsyncJobs):
     @overload
     async def metrics(self, job_id: str, *, frame: None = None) -> Any: ...
     async def metrics(self, job_id: str, *, frame: bool | None = None) -> Any:
-        """As Jobs.metrics."""
+        """One row per step: a DataFrame indexed by step if pandas is installed, else a list of dicts.
+
+        `frame` selects one of the two. Nested numbers become columns such as "timing.step.eval".
+        """
         listed: Any = await self._client.get(f"/regraft/jobs/{job_id}/metrics", cast_to=object)
         return _framed(listed["data"], frame)
 

@@ -1,20 +1,20 @@
 """client.pipelines: stages of jobs and files, each from the results of others."""
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import openai
-from openai.pagination import AsyncCursorPage, SyncCursorPage
+from openai.pagination import AsyncCursorPage
 
 from regraft.requests import PipelineRequest, Source, read_pipeline
 from regraft.resources.jobs import validate_local
+from regraft.resources.waiting import AsyncWaiting
 from regraft.types import Pipeline
 
 if TYPE_CHECKING:
-    from openai import AsyncOpenAI, OpenAI
+    from openai import AsyncOpenAI
     from openai._base_client import AsyncPaginator
 
 PATH = "/regraft/pipelines"
@@ -28,86 +28,7 @@ def _validate_local(asked: PipelineRequest) -> None:
         validate_local(job)
 
 
-class Pipelines:
-    def __init__(self, client: "OpenAI") -> None:
-        self._client = client
-
-    def create(
-        self,
-        *,
-        stages: Sequence[Mapping[str, Any]],
-        name: str | None = None,
-        metadata: Mapping[str, str] | None = None,
-    ) -> Pipeline:
-        """Create a pipeline from stages as the API reads them (docs/howto/pipelines.md)."""
-        return self._post("", {"stages": list(stages), "name": name, "metadata": metadata})
-
-    def submit(self, source: Source) -> Pipeline:
-        """Create a pipeline from a .toml, .json or .yaml file; local files of its jobs are validated, all are uploaded.
-
-        If the server refuses the pipeline or one of its files, the files that were uploaded are deleted.
-        """
-        asked, files = read_pipeline(source), self._client.files
-        _validate_local(asked)
-        ids: dict[tuple[str | int, ...], str] = {}
-        try:
-            for way, path in asked.uploads.items():
-                ids[way] = files.create(file=path, purpose="fine-tune").id
-            return self._post("", asked.with_ids(ids))
-        except (OSError, openai.APIError) as error:
-            for file_id in _unused(ids, asked.uploads, error):
-                with suppress(openai.APIError):  # the first error is the one to report
-                    files.delete(file_id)
-            raise
-
-    def list(self, *, after: str | None = None, limit: int = 20) -> SyncCursorPage[Pipeline]:
-        """Newest first."""
-        return self._client.get_api_list(
-            PATH, page=SyncCursorPage[Pipeline], model=Pipeline, options=_listed(after, limit)
-        )
-
-    def retrieve(self, pipeline_id: str) -> Pipeline:
-        return self._client.get(f"{PATH}/{pipeline_id}", cast_to=Pipeline)
-
-    def wait(
-        self,
-        pipeline_id: str,
-        *,
-        progress: Callable[[Pipeline], None] = lambda pipeline: None,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> Pipeline:
-        """Return the pipeline once it has ended or is paused; `progress` gets it every few seconds until then."""
-        while (pipeline := self.retrieve(pipeline_id)).status not in ENDS:
-            progress(pipeline)
-            sleep(POLL_SECONDS)
-        return pipeline
-
-    def cancel(self, pipeline_id: str) -> Pipeline:
-        """Cancel it and the jobs of its running stages."""
-        return self._post(f"/{pipeline_id}/cancel")
-
-    def pause(self, pipeline_id: str) -> Pipeline:
-        """Start no further stage, and pause the running jobs."""
-        return self._post(f"/{pipeline_id}/pause")
-
-    def resume(self, pipeline_id: str) -> Pipeline:
-        return self._post(f"/{pipeline_id}/resume")
-
-    def retry(self, pipeline_id: str) -> Pipeline:
-        """Start its failed and cancelled stages again."""
-        return self._post(f"/{pipeline_id}/retry")
-
-    def clone(self, pipeline_id: str, *, first: str | None = None, name: str | None = None) -> Pipeline:
-        """Create a copy. Stages before `first` keep their results; without it all start again."""
-        return self._post(f"/{pipeline_id}/clone", {"from": first, "name": name})
-
-    def _post(self, path: str, body: object = None) -> Pipeline:
-        return self._client.post(PATH + path, body=body, cast_to=Pipeline)
-
-
 class AsyncPipelines:
-    """The asynchronous Pipelines."""
-
     def __init__(self, client: "AsyncOpenAI") -> None:
         self._client = client
 
@@ -118,9 +39,14 @@ class AsyncPipelines:
         name: str | None = None,
         metadata: Mapping[str, str] | None = None,
     ) -> Pipeline:
+        """Create a pipeline from stages as the API reads them (docs/howto/pipelines.md)."""
         return await self._post("", {"stages": list(stages), "name": name, "metadata": metadata})
 
     async def submit(self, source: Source) -> Pipeline:
+        """Create a pipeline from a .toml, .json or .yaml file; local files of its jobs are validated, all are uploaded.
+
+        If the server refuses the pipeline or one of its files, the files that were uploaded are deleted.
+        """
         asked, files = await asyncio.to_thread(read_pipeline, source), self._client.files
         await asyncio.to_thread(_validate_local, asked)
         ids: dict[tuple[str | int, ...], str] = {}
@@ -130,13 +56,14 @@ class AsyncPipelines:
             return await self._post("", asked.with_ids(ids))
         except (OSError, openai.APIError) as error:
             for file_id in _unused(ids, asked.uploads, error):
-                with suppress(openai.APIError):
+                with suppress(openai.APIError):  # the first error is the one to report
                     await files.delete(file_id)
             raise
 
     def list(
         self, *, after: str | None = None, limit: int = 20
     ) -> "AsyncPaginator[Pipeline, AsyncCursorPage[Pipeline]]":
+        """Newest first."""
         return self._client.get_api_list(
             PATH, page=AsyncCursorPage[Pipeline], model=Pipeline, options=_listed(after, limit)
         )
@@ -151,24 +78,28 @@ class AsyncPipelines:
         progress: Callable[[Pipeline], None] = lambda pipeline: None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> Pipeline:
-        while (pipeline := await self.retrieve(pipeline_id)).status not in ENDS:
-            progress(pipeline)
-            await sleep(POLL_SECONDS)
-        return pipeline
+        """Return the pipeline once it has ended or is paused; `progress` gets it every few seconds until then."""
+        return await AsyncWaiting(POLL_SECONDS, sleep).until(
+            lambda pipeline: pipeline.status in ENDS, lambda: self.retrieve(pipeline_id), progress
+        )
 
     async def cancel(self, pipeline_id: str) -> Pipeline:
+        """Cancel it and the jobs of its running stages."""
         return await self._post(f"/{pipeline_id}/cancel")
 
     async def pause(self, pipeline_id: str) -> Pipeline:
+        """Start no further stage, and pause the running jobs."""
         return await self._post(f"/{pipeline_id}/pause")
 
     async def resume(self, pipeline_id: str) -> Pipeline:
         return await self._post(f"/{pipeline_id}/resume")
 
     async def retry(self, pipeline_id: str) -> Pipeline:
+        """Start its failed and cancelled stages again."""
         return await self._post(f"/{pipeline_id}/retry")
 
     async def clone(self, pipeline_id: str, *, first: str | None = None, name: str | None = None) -> Pipeline:
+        """Create a copy. Stages before `first` keep their results; without it all start again."""
         return await self._post(f"/{pipeline_id}/clone", {"from": first, "name": name})
 
     async def _post(self, path: str, body: object = None) -> Pipeline:

@@ -1,93 +1,45 @@
 """client.previews: answers of a base model to a few rows of a job, graded as in the job."""
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 import httpx2
 import openai
-from openai.pagination import AsyncCursorPage, SyncCursorPage
+from openai.pagination import AsyncCursorPage
 
 from regraft.requests import Source
+from regraft.resources.waiting import AsyncWaiting
 from regraft.types import Preview, PreviewAnswer
 
 if TYPE_CHECKING:
     from openai._base_client import AsyncPaginator
 
-    from regraft.client import AsyncRegraft, Regraft
+    from regraft.client import AsyncRegraft
+    from regraft.sync.client import Regraft
 
 PATH = "/regraft/previews"
 POLL_SECONDS = 0.5
 
 
-class Previews:
-    def __init__(self, client: "Regraft") -> None:
-        self._client = client
-
-    def create(self, request: Source, *, rows: int | None = None, samples: int | None = None) -> Preview:
-        """Begin a preview of a job, with `samples` answers to each of `rows`, by default 8 and 8.
-
-        Uploads local files; creates no job.
-        """
-        body = with_sizes(self._client.jobs.prepare(request), rows, samples)
-        return self._client.post(PATH, body=body, cast_to=Preview)
-
-    def list(self, *, after: str | None = None, limit: int = 20) -> SyncCursorPage[Preview]:
-        """Newest first."""
-        options = _listed(after, limit)
-        return self._client.get_api_list(PATH, page=SyncCursorPage[Preview], model=Preview, options=options)
-
-    def retrieve(self, preview_id: str) -> Preview:
-        return self._client.get(f"{PATH}/{preview_id}", cast_to=Preview)
-
-    def wait(
-        self,
-        preview_id: str,
-        *,
-        progress: Callable[[Preview], None] = lambda preview: None,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> Preview:
-        """Return the preview once it has ended; `progress` gets it twice a second until then."""
-        while (preview := self.retrieve(preview_id)).status == "in_progress":
-            progress(preview)
-            sleep(POLL_SECONDS)
-        return preview
-
-    def answers(
-        self, preview_id: str, *, after: str | None = None, limit: int = 100
-    ) -> SyncCursorPage[PreviewAnswer]:
-        """The answers and grades of a completed preview, by line."""
-        return self._client.get_api_list(
-            f"{PATH}/{preview_id}/answers",
-            page=SyncCursorPage[PreviewAnswer],
-            model=PreviewAnswer,
-            options=_listed(after, limit),
-        )
-
-    def cancel(self, preview_id: str) -> Preview:
-        return self._client.post(f"{PATH}/{preview_id}/cancel", cast_to=Preview)
-
-    def delete(self, preview_id: str) -> None:
-        """Delete a preview and its answers. One in progress is canceled."""
-        self._client.delete(f"{PATH}/{preview_id}", cast_to=object)
-
-
 class AsyncPreviews:
-    """The asynchronous Previews."""
-
     def __init__(self, client: "AsyncRegraft") -> None:
         self._client = client
 
     async def create(
         self, request: Source, *, rows: int | None = None, samples: int | None = None
     ) -> Preview:
+        """Begin a preview of a job, with `samples` answers to each of `rows`, by default 8 and 8.
+
+        Uploads local files; creates no job.
+        """
         body = with_sizes(await self._client.jobs.prepare(request), rows, samples)
         return await self._client.post(PATH, body=body, cast_to=Preview)
 
     def list(
         self, *, after: str | None = None, limit: int = 20
     ) -> "AsyncPaginator[Preview, AsyncCursorPage[Preview]]":
+        """Newest first."""
         options = _listed(after, limit)
         return self._client.get_api_list(PATH, page=AsyncCursorPage[Preview], model=Preview, options=options)
 
@@ -101,14 +53,15 @@ class AsyncPreviews:
         progress: Callable[[Preview], None] = lambda preview: None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> Preview:
-        while (preview := await self.retrieve(preview_id)).status == "in_progress":
-            progress(preview)
-            await sleep(POLL_SECONDS)
-        return preview
+        """Return the preview once it has ended; `progress` gets it twice a second until then."""
+        return await AsyncWaiting(POLL_SECONDS, sleep).until(
+            lambda preview: preview.status != "in_progress", lambda: self.retrieve(preview_id), progress
+        )
 
     def answers(
         self, preview_id: str, *, after: str | None = None, limit: int = 100
     ) -> "AsyncPaginator[PreviewAnswer, AsyncCursorPage[PreviewAnswer]]":
+        """The answers and grades of a completed preview, by line."""
         return self._client.get_api_list(
             f"{PATH}/{preview_id}/answers",
             page=AsyncCursorPage[PreviewAnswer],
@@ -120,6 +73,7 @@ class AsyncPreviews:
         return await self._client.post(f"{PATH}/{preview_id}/cancel", cast_to=Preview)
 
     async def delete(self, preview_id: str) -> None:
+        """Delete a preview and its answers. One in progress is canceled."""
         await self._client.delete(f"{PATH}/{preview_id}", cast_to=object)
 
 

@@ -1,18 +1,18 @@
 """client.regrades: the stored answers of a job scored by another grader."""
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Literal
 
-from openai.pagination import AsyncCursorPage, SyncCursorPage
+from openai.pagination import AsyncCursorPage
 
 from regraft.requests import Source, read_grader
 from regraft.resources.rollouts import Split
+from regraft.resources.waiting import AsyncWaiting
 from regraft.types import Regrade, RegradedAnswer
 
 if TYPE_CHECKING:
-    from openai import AsyncOpenAI, OpenAI
+    from openai import AsyncOpenAI
     from openai._base_client import AsyncPaginator
 
 Change = Literal["flipped", "higher", "lower", "same", "gained", "lost"]
@@ -20,11 +20,11 @@ ENDED = frozenset({"completed", "failed", "canceled"})
 POLL_SECONDS = 2.0
 
 
-class Regrades:
-    def __init__(self, client: "OpenAI") -> None:
+class AsyncRegrades:
+    def __init__(self, client: "AsyncOpenAI") -> None:
         self._client = client
 
-    def create(
+    async def create(
         self,
         job_id: str,
         grader: Source,
@@ -44,74 +44,6 @@ class Regrades:
         Raises:
             openai.BadRequestError: no answers are stored of these steps, or they lack what the grader reads.
         """
-        body = _body(read_grader(grader), split, step_from, step_to, name, max_tokens)
-        return self._client.post(f"/regraft/jobs/{job_id}/regrade", body=body, cast_to=Regrade)
-
-    def list(self, job_id: str, *, after: str | None = None, limit: int = 20) -> SyncCursorPage[Regrade]:
-        """Newest first."""
-        return self._client.get_api_list(
-            _path(job_id), page=SyncCursorPage[Regrade], model=Regrade, options=_listed(after, limit)
-        )
-
-    def retrieve(self, job_id: str, regrade_id: str) -> Regrade:
-        return self._client.get(f"{_path(job_id)}/{regrade_id}", cast_to=Regrade)
-
-    def wait(
-        self,
-        job_id: str,
-        regrade_id: str,
-        *,
-        progress: Callable[[Regrade], None] = lambda regrade: None,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> Regrade:
-        """Return the regrade once it has ended; `progress` gets it every few seconds until then."""
-        while (regrade := self.retrieve(job_id, regrade_id)).status not in ENDED:
-            progress(regrade)
-            sleep(POLL_SECONDS)
-        return regrade
-
-    def answers(
-        self,
-        job_id: str,
-        regrade_id: str,
-        *,
-        change: Change | None = None,
-        after: str | None = None,
-        limit: int = 100,
-    ) -> SyncCursorPage[RegradedAnswer]:
-        """The answers with both scores, by step; those that a running regrade has graded so far."""
-        return self._client.get_api_list(
-            f"{_path(job_id)}/{regrade_id}/answers",
-            page=SyncCursorPage[RegradedAnswer],
-            model=RegradedAnswer,
-            options=_listed(after, limit, change),
-        )
-
-    def cancel(self, job_id: str, regrade_id: str) -> Regrade:
-        """Cancel immediately. The answers so far are kept."""
-        return self._client.post(f"{_path(job_id)}/{regrade_id}/cancel", cast_to=Regrade)
-
-    def delete(self, job_id: str, regrade_id: str) -> None:
-        self._client.delete(f"{_path(job_id)}/{regrade_id}", cast_to=object)
-
-
-class AsyncRegrades:
-    """The asynchronous Regrades."""
-
-    def __init__(self, client: "AsyncOpenAI") -> None:
-        self._client = client
-
-    async def create(
-        self,
-        job_id: str,
-        grader: Source,
-        *,
-        split: Split | None = None,
-        step_from: int | None = None,
-        step_to: int | None = None,
-        name: str | None = None,
-        max_tokens: int | None = None,
-    ) -> Regrade:
         spec = await asyncio.to_thread(read_grader, grader)
         body = _body(spec, split, step_from, step_to, name, max_tokens)
         return await self._client.post(f"/regraft/jobs/{job_id}/regrade", body=body, cast_to=Regrade)
@@ -119,6 +51,7 @@ class AsyncRegrades:
     def list(
         self, job_id: str, *, after: str | None = None, limit: int = 20
     ) -> "AsyncPaginator[Regrade, AsyncCursorPage[Regrade]]":
+        """Newest first."""
         return self._client.get_api_list(
             _path(job_id), page=AsyncCursorPage[Regrade], model=Regrade, options=_listed(after, limit)
         )
@@ -134,10 +67,10 @@ class AsyncRegrades:
         progress: Callable[[Regrade], None] = lambda regrade: None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> Regrade:
-        while (regrade := await self.retrieve(job_id, regrade_id)).status not in ENDED:
-            progress(regrade)
-            await sleep(POLL_SECONDS)
-        return regrade
+        """Return the regrade once it has ended; `progress` gets it every few seconds until then."""
+        return await AsyncWaiting(POLL_SECONDS, sleep).until(
+            lambda regrade: regrade.status in ENDED, lambda: self.retrieve(job_id, regrade_id), progress
+        )
 
     def answers(
         self,
@@ -148,6 +81,7 @@ class AsyncRegrades:
         after: str | None = None,
         limit: int = 100,
     ) -> "AsyncPaginator[RegradedAnswer, AsyncCursorPage[RegradedAnswer]]":
+        """The answers with both scores, by step; those that a running regrade has graded so far."""
         return self._client.get_api_list(
             f"{_path(job_id)}/{regrade_id}/answers",
             page=AsyncCursorPage[RegradedAnswer],
@@ -156,6 +90,7 @@ class AsyncRegrades:
         )
 
     async def cancel(self, job_id: str, regrade_id: str) -> Regrade:
+        """Cancel immediately. The answers so far are kept."""
         return await self._client.post(f"{_path(job_id)}/{regrade_id}/cancel", cast_to=Regrade)
 
     async def delete(self, job_id: str, regrade_id: str) -> None:

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from openai import AsyncOpenAI, BaseModel, OpenAI
+from openai import AsyncOpenAI, BaseModel
 
 from regraft.types import Queue, UsageReport, Worker
 
@@ -18,42 +18,25 @@ class Queues(BaseModel):
     data: list[Queue]
 
 
-class Service:
-    def __init__(self, client: OpenAI) -> None:
+class AsyncService:
+    def __init__(self, client: AsyncOpenAI) -> None:
         self._client = client
 
-    def usage(self, *, by: str = "day", days: int = 30, projects: Projects = "own") -> UsageReport:
+    async def usage(self, *, by: str = "day", days: int = 30, projects: Projects = "own") -> UsageReport:
         """Sum usage by day, model or project, or several of them: `day,model`.
 
         Args:
             days: Today and the days before, in UTC.
             projects: `all` requires a key with the scope `operator`.
         """
-        return self._client.get(_usage(by, days, projects), cast_to=UsageReport)
-
-    def workers(self) -> list[Worker]:
-        """List the workers of the service. Requires a key with the scope `operator`."""
-        return self._client.get(WORKERS, cast_to=Workers).data
-
-    def queues(self) -> list[Queue]:
-        """List the queues of the service. Requires a key with the scope `operator`."""
-        return self._client.get(QUEUES, cast_to=Queues).data
-
-
-class AsyncService:
-    def __init__(self, client: AsyncOpenAI) -> None:
-        self._client = client
-
-    async def usage(self, *, by: str = "day", days: int = 30, projects: Projects = "own") -> UsageReport:
-        """As Service.usage."""
         return await self._client.get(_usage(by, days, projects), cast_to=UsageReport)
 
     async def workers(self) -> list[Worker]:
-        """As Service.workers."""
+        """List the workers of the service. Requires a key with the scope `operator`."""
         return (await self._client.get(WORKERS, cast_to=Workers)).data
 
     async def queues(self) -> list[Queue]:
-        """As Service.queues."""
+        """List the queues of the service. Requires a key with the scope `operator`."""
         return (await self._client.get(QUEUES, cast_to=Queues)).data
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from regraft.requests import InvalidRequestFile, Source, read_grader, read_lines
+from regraft.requests import InvalidRequestFile, Source, read_each, read_grader
 
 PATH = "/regraft/graders"
 CASE = (
@@ -30,12 +30,10 @@ def listed(after: str | None, limit: int) -> Any:
 
 def golden_cases(source: str | Path | Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Cases in the API's form, from rows like those of `Graders.test` or from cases that the API returned."""
-    if isinstance(source, str | Path):
-        return [_case(row, f"{source}: line {number}") for number, row in read_lines(Path(source))]
-    return [_case(row, f"row {number}") for number, row in enumerate(source, start=1)]
+    return read_each(source, _case)
 
 
-def _case(row: Any, where: str) -> dict[str, Any]:
+def _case(number: int, row: Any, where: str) -> dict[str, Any]:
     if not isinstance(row, Mapping) or row.get("expect") is None:
         raise InvalidRequestFile(f"{where}: {CASE}")
     sample = row.get("sample")

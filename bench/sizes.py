@@ -1,0 +1,18 @@
+"""The sizes of a bench: full ones for figures, and with `--tiny` the least that runs all of its code.
+
+Figures of a tiny run say nothing. The tests run the benches of the table so, except those that
+compare with TRL (tests/test_bench.py).
+"""
+
+import sys
+from typing import TypeVar
+
+T = TypeVar("T")
+TINY = "--tiny" in sys.argv
+if TINY:  # the parsers of the benches need not know it
+    sys.argv.remove("--tiny")
+
+
+def sized(full: T, tiny: T) -> T:
+    """`full`, or `tiny` after `--tiny`."""
+    return tiny if TINY else full

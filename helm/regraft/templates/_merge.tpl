@@ -1,0 +1,64 @@
+{{/* A pod template with `podTemplate` of all components and of this one merged into it. Takes (dict "root" $ "text" "…" "patch" dict). */}}
+{{- define "regraft.pod" -}}
+{{- $pod := fromYaml .text -}}
+{{- if hasKey $pod "Error" -}}
+{{- fail $pod.Error -}}
+{{- end -}}
+{{- range list .root.Values.podTemplate .patch -}}
+{{- with . -}}
+{{- $pod = include "regraft.merge" (dict "to" $pod "with" .) | fromJson -}}
+{{- end -}}
+{{- end -}}
+{{- toYaml $pod -}}
+{{- end -}}
+
+{{/* Merge a map into another as Kubernetes' strategic merge patch: null removes a key; lists whose items have a name, volumeMounts
+and ports are merged by item, other lists are replaced. A volume with another source replaces the one of its name. Prints JSON. Takes (dict "to" map "with" map). */}}
+{{- define "regraft.merge" -}}
+{{- $result := deepCopy .to -}}
+{{- range $key, $value := .with -}}
+{{- if kindIs "invalid" $value -}}
+{{- $result = omit $result $key -}}
+{{- else if and (kindIs "map" $value) (kindIs "map" (index $result $key)) -}}
+{{- $_ := set $result $key (include "regraft.merge" (dict "to" (index $result $key) "with" $value) | fromJson) -}}
+{{- else if and (kindIs "slice" $value) (kindIs "slice" (index $result $key)) (has $key (list "containers" "initContainers" "volumes" "env" "volumeMounts" "ports")) -}}
+{{- $_ := set $result $key (include "regraft.mergeItems" (dict "to" (index $result $key) "with" $value "volumes" (eq $key "volumes") "by" (get (dict "volumeMounts" "mountPath" "ports" "containerPort") $key | default "name")) | fromJsonArray) -}}
+{{- else -}}
+{{- $_ := set $result $key $value -}}
+{{- end -}}
+{{- end -}}
+{{- toJson $result -}}
+{{- end -}}
+
+{{/* Takes (dict "to" list "with" list "by" "name"). */}}
+{{- define "regraft.mergeItems" -}}
+{{- $by := .by -}}
+{{- $with := .with -}}
+{{- $volumes := .volumes -}}
+{{- $result := list -}}
+{{- $seen := list -}}
+{{- range $item := .to -}}
+{{- $merged := $item -}}
+{{- range $with -}}
+{{- if eq (toString (index . $by)) (toString (index $item $by)) -}}
+{{- $added := . -}}
+{{- range $key, $_ := $item -}}
+{{- $added = omit $added $key -}}
+{{- end -}}
+{{- if and $volumes $added -}}
+{{- $merged = include "regraft.merge" (dict "to" dict "with" .) | fromJson -}}
+{{- else -}}
+{{- $merged = include "regraft.merge" (dict "to" $item "with" .) | fromJson -}}
+{{- end -}}
+{{- $seen = append $seen (toString (index . $by)) -}}
+{{- end -}}
+{{- end -}}
+{{- $result = append $result $merged -}}
+{{- end -}}
+{{- range $with -}}
+{{- if not (has (toString (index . $by)) $seen) -}}
+{{- $result = append $result . -}}
+{{- end -}}
+{{- end -}}
+{{- toJson $result -}}
+{{- end -}}

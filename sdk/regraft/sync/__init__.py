@@ -1,0 +1,1 @@
+"""The synchronous client. Written by .ci/sync_client.py; do not edit."""

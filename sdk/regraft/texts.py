@@ -1,0 +1,59 @@
+"""Texts of responses: `print(verdict)`. The classes of regraft.types with a text inherit one of these."""
+
+from typing import TYPE_CHECKING, cast
+
+if TYPE_CHECKING:
+    from regraft.types import JobResult, ScoreRange, Verdict
+
+NOT_HELD_OUT = "; the validation file is the training file, so this proves nothing about new prompts"
+
+
+class VerdictText:
+    def __str__(self) -> str:
+        """`worse than the base model: 0.59 -> 0.00 (difference -0.59, 95 % interval ...)`."""
+        verdict = cast("Verdict", self)
+        base = verdict.start or "the base model"
+        finding = {
+            "improved": f"better than {base}",
+            "worse": f"worse than {base}",
+            "no_difference": f"no difference to {base}"
+            if verdict.difference >= 0
+            else f"not significantly different from {base}",
+            "too_few": f"too few rows to compare with {base}",
+        }[verdict.outcome]
+        if verdict.ground is not None:
+            finding = f"{finding}, damaged ({verdict.ground.replace('_', ' ')})"
+        interval = ""
+        if verdict.ci_low is not None and verdict.ci_high is not None:
+            interval = f", 95 % interval {verdict.ci_low:.2f} to {verdict.ci_high:.2f}"
+        left_out = f", {verdict.ungraded} ungraded" if verdict.ungraded else ""
+        return (
+            f"{finding}: {verdict.base_reward:.2f} -> {verdict.tuned_reward:.2f} "
+            f"(difference {verdict.difference:+.2f}{interval}; "
+            f"{_counted(verdict.wins, 'win', 'wins')}, {_counted(verdict.losses, 'loss', 'losses')}, "
+            f"{_counted(verdict.ties, 'tie', 'ties')} in {_counted(verdict.rows, 'row', 'rows')}{left_out})"
+            f"{'' if verdict.held_out else NOT_HELD_OUT}"
+        )
+
+
+def _counted(number: int, singular: str, plural: str) -> str:
+    return f"{number} {singular if number == 1 else plural}"
+
+
+class JobResultText:
+    def __str__(self) -> str:
+        """`0.40 -> 0.94 at step 18`."""
+        result = cast("JobResult", self)
+        loss = "loss " if result.metric == "full_valid_loss" else ""
+        start = "" if result.start is None else f"{result.start:.2f} -> "
+        return f"{loss}{start}{result.value:.2f} at step {result.step}"
+
+
+class ScoreRangeText:
+    def __str__(self) -> str:
+        expect = cast("ScoreRange", self)
+        if expect.min == expect.max:
+            return f"{expect.min:g}"
+        if expect.max is None:
+            return f"from {expect.min:g}"
+        return f"to {expect.max:g}" if expect.min is None else f"{expect.min:g} to {expect.max:g}"

@@ -1,0 +1,185 @@
+"""`podTemplate` adds to pods what the chart has no value for, and is merged as Kubernetes merges patches."""
+
+from typing import Any
+
+import pytest
+
+from tests.helm.charts import FLEET, JOBS, Pod, helm, of_kind, pods, profile, render, strings
+from tests.helm.test_rendering import NEWEST, job_of, kubernetes_validate
+
+# Wishes of operators -> the patch.
+WISHES: dict[str, dict[str, Any]] = {
+    "annotations": {"metadata": {"annotations": {"example.com/team": "ml"}}},
+    "labels": {"metadata": {"labels": {"azure.workload.identity/use": "true"}}},
+    "affinity": {
+        "spec": {
+            "affinity": {
+                "nodeAffinity": {
+                    "requiredDuringSchedulingIgnoredDuringExecution": {
+                        "nodeSelectorTerms": [
+                            {"matchExpressions": [{"key": "zone", "operator": "In", "values": ["a"]}]}
+                        ]
+                    }
+                }
+            }
+        }
+    },
+    "another scheduler": {"spec": {"schedulerName": "kai-scheduler"}},
+    "claims of devices": {
+        "spec": {"resourceClaims": [{"name": "gpu", "resourceClaimTemplateName": "two-gpus"}]}
+    },
+    "the network of the node": {"spec": {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}},
+    "a sidecar": {"spec": {"containers": [{"name": "proxy", "image": "proxy:1.2"}]}},
+    "an init container": {"spec": {"initContainers": [{"name": "wait", "image": "busybox:1.36"}]}},
+    "a number": {"spec": {"terminationGracePeriodSeconds": 86400}},
+}
+COMPONENTS = ("api", "inference", "worker", "sampler-small", "migrate")
+VALUES = profile("production", samplers={"existingSecret": "samplers", "fleets": [FLEET]})
+
+
+def contains(whole: Any, part: Any) -> bool:
+    if isinstance(part, dict):
+        return isinstance(whole, dict) and all(contains(whole.get(key), value) for key, value in part.items())
+    if isinstance(part, list):
+        return all(any(contains(one, item) for one in whole) for item in part)
+    return bool(whole == part)
+
+
+@pytest.mark.parametrize("wish", WISHES)
+def test_a_field_of_all_pods_can_be_set(wish: str) -> None:
+    manifests = render(VALUES | {"podTemplate": WISHES[wish]})
+
+    for component in COMPONENTS:
+        for pod in pods(manifests, component):
+            assert contains(pod.template, WISHES[wish]), pod.name
+            owner = job_of(pod.owner) if pod.owner["kind"] == "ScaledJob" else pod.owner
+            kubernetes_validate.validate(owner, NEWEST, strict=True)
+
+
+def container(pod: Pod) -> dict[str, Any]:
+    found: dict[str, Any] = pod.spec["containers"][0]
+    return found
+
+
+def test_items_with_names_are_merged_and_others_are_added() -> None:
+    patch = {
+        "spec": {
+            "containers": [
+                {
+                    "name": "api",
+                    "env": [{"name": "EXTRA", "value": "1"}, {"name": "REGRAFT_PORT", "value": "8000"}],
+                    "volumeMounts": [{"name": "data", "mountPath": "/data", "subPath": "x"}],
+                }
+            ],
+            "volumes": [{"name": "data", "emptyDir": None, "persistentVolumeClaim": {"claimName": "data"}}],
+        }
+    }
+    [plain] = pods(render(VALUES), "api")
+    [patched] = pods(render(VALUES | {"api": VALUES["api"] | {"podTemplate": patch}}), "api")
+
+    assert container(patched)["image"] == container(plain)["image"]
+    names = [one["name"] for one in container(plain)["env"]]
+    assert [one["name"] for one in container(patched)["env"]] == [*names, "EXTRA"]
+    assert {"name": "data", "mountPath": "/data", "subPath": "x"} in container(patched)["volumeMounts"]
+    assert {"name": "data", "persistentVolumeClaim": {"claimName": "data"}} in patched.spec["volumes"]
+    assert len(patched.spec["volumes"]) == len(plain.spec["volumes"])
+
+
+def test_a_volume_with_another_source_replaces_the_one_of_its_name() -> None:
+    """A volume with two sources is invalid."""
+    claim = {"name": "tmp", "persistentVolumeClaim": {"claimName": "fast"}}
+    patch = {"spec": {"volumes": [claim]}}
+
+    [api] = pods(render(VALUES | {"podTemplate": patch}), "api")
+
+    assert [volume for volume in api.spec["volumes"] if volume["name"] == "tmp"] == [claim]
+
+
+def test_null_removes_a_key() -> None:
+    patch = {"spec": {"securityContext": {"runAsUser": None, "fsGroup": None}}}
+    for pod in pods(render(VALUES | {"podTemplate": patch})):
+        assert not {"runAsUser", "fsGroup"} & pod.spec["securityContext"].keys(), pod.name
+        assert pod.spec["securityContext"]["runAsNonRoot"] is True
+
+
+def test_the_patch_of_a_component_and_of_a_pool_is_the_last() -> None:
+    def scheduler(name: str) -> dict[str, Any]:
+        return {"spec": {"schedulerName": name}}
+
+    values = VALUES | {
+        "podTemplate": scheduler("of-all"),
+        "inference": VALUES["inference"] | {"podTemplate": scheduler("of-inference")},
+        "workers": [JOBS | {"podTemplate": scheduler("of-the-pool")}, *VALUES["workers"]],
+    }
+    named = {pod.owner["metadata"]["name"]: pod.spec["schedulerName"] for pod in pods(render(values))}
+
+    assert named.pop("regraft-inference") == "of-inference"
+    assert named.pop("regraft-worker-a100") == "of-the-pool"
+    assert set(named.values()) == {"of-all"}
+
+
+def test_labels_of_resources_annotations_of_the_service_and_other_manifests() -> None:
+    values = VALUES | {
+        "commonLabels": {"team": "ml"},
+        "api": VALUES["api"] | {"service": {"annotations": {"example.com/internal": "true"}}},
+        "extraObjects": [
+            {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "{{ .Release.Name }}-extra"}}
+        ],
+    }
+    manifests = render(values)
+    extra = [one for one in manifests if one["metadata"]["name"] == "regraft-extra"]
+    [service] = [one for one in of_kind(manifests, "Service") if one["metadata"]["name"] == "regraft-api"]
+
+    assert len(extra) == 1
+    assert service["metadata"]["annotations"] == {"example.com/internal": "true"}
+    for one in manifests:
+        assert one in extra or one["metadata"]["labels"]["team"] == "ml", one["kind"]
+    for pod in pods(manifests):
+        assert "team" not in pod.labels or pod.owner["kind"] == "Job"
+
+
+def test_annotations_of_deployments_are_those_of_all_of_them_and_of_nothing_else() -> None:
+    reloader = {"reloader.stakater.com/auto": "true"}
+    manifests = render(VALUES | {"deploymentAnnotations": reloader})
+
+    annotated = [
+        one for one in manifests if reloader.items() <= one["metadata"].get("annotations", {}).items()
+    ]
+    assert annotated == of_kind(manifests, "Deployment")
+    assert len(annotated) > 3
+
+
+def test_global_values_are_refused_because_nothing_uses_them() -> None:
+    with pytest.raises(helm.HelmRenderError, match=r"global\.imageRegistry: the chart uses no global values"):
+        render(VALUES | {"global": {"imageRegistry": "mirror.example.com"}})
+
+
+def test_the_volumes_of_the_demo_have_the_storage_class_that_is_named() -> None:
+    named = {name: {"storageClass": f"of-{name}"} for name in ("postgresql", "valkey", "seaweedfs")}
+    sets = of_kind(render(profile("cpu-demo", bundled=named)), "StatefulSet")
+    classes = {one["spec"]["volumeClaimTemplates"][0]["spec"].get("storageClassName") for one in sets}
+    [claim, *_] = of_kind(render(profile("cpu-demo")), "StatefulSet")
+
+    assert classes == {"of-postgresql", "of-valkey", "of-seaweedfs"}
+    assert "storageClassName" not in claim["spec"]["volumeClaimTemplates"][0]["spec"]
+
+
+def test_an_image_is_named_by_its_digest_where_there_is_one() -> None:
+    digest = f"sha256:{'0' * 64}"
+    values = profile("production", image={"digests": {"worker-gpu": digest}})
+    images = {container(pod)["image"] for pod in pods(render(values))}
+
+    assert images == {
+        f"registry.example.com/regraft/worker-gpu@{digest}",
+        "registry.example.com/regraft/worker-cpu:0.1.0",
+        "registry.example.com/regraft/api:0.1.0",
+    }
+
+
+def test_the_resources_have_the_name_that_is_given() -> None:
+    manifests = render(profile("production", fullnameOverride="ml"), name="regraft")
+
+    assert all(one["metadata"]["name"].startswith("ml-") for one in manifests if one["kind"] != "ConfigMap")
+    assert not [
+        text for one in of_kind(manifests, "ScaledJob") for text in strings(one) if "regraft-api" in text
+    ]

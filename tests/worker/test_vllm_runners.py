@@ -1,0 +1,145 @@
+"""What we use of vLLM's model runners, in the sources of both: CPUs run the first version, and GPUs the second.
+
+The sources are read and not imported, because the second version imports on machines with Triton only.
+tests/worker/vllm_contract.py has the rest of what we use, which is the same for both.
+"""
+
+import ast
+import importlib.util
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from worker.packages import vllm_version
+
+pytestmark = pytest.mark.skipif(vllm_version() is None, reason="vLLM is not installed")
+CONSTRAINTS = Path(__file__).parents[2] / "constraints"
+RUNNERS = {"first": "v1/worker/gpu_model_runner.py", "second": "v1/worker/gpu/model_runner.py"}
+SAMPLERS = {"first": "v1/sample/sampler.py", "second": "v1/worker/gpu/sample/sampler.py"}
+
+
+def source(file: str) -> str:
+    package = importlib.util.find_spec("vllm")
+    assert package is not None and package.submodule_search_locations is not None
+    return (Path(package.submodule_search_locations[0]) / file).read_text()
+
+
+@cache
+def class_of(file: str, name: str) -> ast.ClassDef:
+    [found] = [
+        node for node in ast.parse(source(file)).body if isinstance(node, ast.ClassDef) and node.name == name
+    ]
+    return found
+
+
+def parameters(file: str, name: str, method: str) -> list[str]:
+    [found] = [
+        node
+        for node in class_of(file, name).body
+        if isinstance(node, ast.FunctionDef) and node.name == method
+    ]
+    return [argument.arg for argument in [*found.args.args, *found.args.kwonlyargs]]
+
+
+def test_the_sources_are_those_of_the_version_that_gpus_run() -> None:
+    pinned = {
+        match[1]
+        for file in ("gpu.txt", "vllm.txt")
+        if (match := re.search(r"^vllm(?:-cpu)?==([\d.]+)", (CONSTRAINTS / file).read_text(), re.MULTILINE))
+    }
+
+    assert pinned == {vllm_version()}
+
+
+@pytest.mark.parametrize("version", RUNNERS)
+class TestModelRunner:
+    def test_it_has_the_manager_of_adapters_that_ours_are_written_into(self, version: str) -> None:
+        runner = class_of(RUNNERS[version], "GPUModelRunner")
+        manager = source("lora/worker_manager.py")
+
+        assert "LoRAModelRunnerMixin" in [ast.unparse(base) for base in runner.bases]
+        assert "self.load_lora_model(" in ast.unparse(runner)
+        assert "self.lora_manager = LRUCacheWorkerLoRAManager(" in source(
+            "v1/worker/lora_model_runner_mixin.py"
+        )
+        assert "self._adapter_manager" in manager and "self.vocab_size" in manager
+
+    def test_it_loads_whole_weights_in_place_and_forgets_what_it_made_of_the_old_ones(
+        self, version: str
+    ) -> None:
+        runner = ast.unparse(class_of(RUNNERS[version], "GPUModelRunner"))
+
+        assert "weights_iterator" in parameters(RUNNERS[version], "GPUModelRunner", "reload_weights")
+        assert parameters(RUNNERS[version], "GPUModelRunner", "get_model") == ["self"]
+        assert "self.model = " in runner
+        for method in ("reset_lora_state", "reset_encoder_cache", "reset_mm_cache"):
+            assert f"self.{method}()" in runner
+
+    def test_it_is_told_which_log_probabilities_to_report(self, version: str) -> None:
+        runner = ast.unparse(class_of(RUNNERS[version], "GPUModelRunner"))
+
+        assert "logprobs_mode=self.model_config.logprobs_mode" in runner
+        assert "logprobs_mode" in parameters(SAMPLERS[version], "Sampler", "__init__")
+        assert "processed_log" in source(SAMPLERS[version]) or "PROCESSED_LOGPROBS_MODES" in source(
+            SAMPLERS[version]
+        )
+
+    def test_a_seed_of_a_request_is_used_for_its_tokens_alone(self, version: str) -> None:
+        if version == "first":
+            assert "generator.manual_seed(sampling_params.seed)" in source(RUNNERS[version])
+            return
+        states = source("v1/worker/gpu/sample/states.py")
+        assert "self.seeds = UvaBackedTensor(max_num_reqs, dtype=torch.int64)" in states, "63 bits fit"
+        assert "self.seeds.np[req_idx] = seed" in states
+
+
+def test_flashinfers_sampler_is_never_asked_for_a_request_with_a_seed() -> None:
+    """So that nothing is lost by VLLM_USE_FLASHINFER_SAMPLER=0, which both versions obey."""
+    assert "or self.sampling_states.any_explicit_seed(" in source(SAMPLERS["second"])
+    assert "flashinfer_sampler_supported()" in source(SAMPLERS["second"])
+    assert "if not envs.VLLM_USE_FLASHINFER_SAMPLER:" in source("v1/sample/ops/topk_topp_sampler.py")
+    assert "generators" in ast.unparse(class_of("v1/sample/ops/topk_topp_sampler.py", "TopKTopPSampler"))
+
+
+def test_the_allocator_of_engines_that_sleep_has_what_keeps_their_weights() -> None:
+    """worker/engine/kept_weights.py replaces `sleep` of the one instance, for copies that `wake_up` reads."""
+    file = "device_allocator/cumem.py"
+    woken = ast.unparse(class_of(file, "CuMemAllocator"))
+
+    assert parameters(file, "CuMemAllocator", "sleep") == ["self", "offload_tags"]
+    assert "self.pointer_to_data: dict[int, AllocationData] = {}" in woken
+    assert "data.cpu_backup_tensor = None" in woken
+    assert "if data.is_asleep:" in woken
+    fields = ast.unparse(class_of("device_allocator/__init__.py", "AllocationData"))
+    assert all(name in fields for name in ("handle", "tag", "cpu_backup_tensor", "is_asleep"))
+    assert "def unmap_and_release(allocation_handle: HandleType)" in source(file)
+    assert "allocator.sleep(offload_tags=offload_tags)" in source("device_allocator/sleep_mode_backend.py")
+
+
+def test_both_workers_take_our_extension_and_sleep_by_the_same_names() -> None:
+    worker = source("v1/worker/gpu_worker.py")
+
+    assert "self.use_v2_model_runner = vllm_config.use_v2_model_runner" in worker
+    assert "self.model_runner.reload_weights(*args, **kwargs)" in worker
+    assert parameters("v1/worker/gpu_worker.py", "Worker", "sleep") == ["self", "level"]
+    assert "worker_extension_cls" in source("v1/worker/worker_base.py")
+
+
+def test_an_asynchronous_scheduler_drops_the_tokens_of_an_adapter_that_was_replaced() -> None:
+    """Or the count of tokens before the replacement would be too low by those of the step in flight."""
+    scheduler = source("v1/core/sched/scheduler.py")
+
+    assert "self._preempt_request(request, timestamp, drop_stale_output=True)" in scheduler
+    assert "output_is_stale and request.drop_stale_output" in scheduler
+
+
+def test_the_defaults_that_depend_on_who_starts_the_engine_are_those_that_we_set() -> None:
+    """vLLM's own list of them."""
+    arguments = source("engine/arg_utils.py")
+
+    assert set(re.findall(r"default_(max_num_\w+): dict\[UsageContext", arguments)) == {
+        "max_num_batched_tokens",
+        "max_num_seqs",
+    }

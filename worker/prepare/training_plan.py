@@ -1,0 +1,160 @@
+"""A job before its weights are loaded: its rows, base model, hyperparameters, memory, teacher and reward models.
+
+Jobs that cannot succeed are refused here, because loading weights may take minutes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from core.database.tables import Job
+from core.jobs import full, methods
+from core.registry import Registry
+from core.results.lineage import Parent
+from core.settings import Settings
+from graders.spec import GraderSpec
+from worker.attempt import Attempt
+from worker.heartbeat import Beat
+from worker.model.sizing import MemoryPlan
+from worker.model.teachers import TeacherModel
+from worker.prepare.memory_plan import plan_memory, takes_turns
+from worker.prepare.model import BaseModel, inspect_model, refuse_full, refuse_to_share
+from worker.prepare.row_task import RowTask, prepare_rows
+from worker.prepare.run_memory import RunMemory, with_limits
+from worker.prepare.scorers import reward_models, teacher_model
+from worker.prepare.task import PromptTask, is_off_policy, prepare_task
+from worker.recording.checkpoints import JobCheckpoints
+from worker.rollout.rows import Rows, read_rows
+from worker.sampling.fleet import FleetConfig
+from worker.training.world import World
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """The facts about a job that are known before its weights are loaded."""
+
+    attempt: Attempt
+    settings: Settings  # of this worker, for its GPU class and for the job's method
+    checkpoints: JobCheckpoints
+    parent: Parent | None  # the tuned model that the job trains further
+    beat: Beat
+    world: World | None  # None: one process learns
+    rows: Rows
+    base: BaseModel
+    task: PromptTask | RowTask
+    memory: MemoryPlan
+    run_memory: RunMemory  # answers out-of-memory errors
+    teacher: TeacherModel | None
+    judges: Sequence[Parent]  # reward models that the grader reads
+    fleet: FleetConfig | None  # that samples for the job; None: its own engines or the trainer do
+
+    @property
+    def job(self) -> Job:
+        return self.attempt.job
+
+    @property
+    def is_first(self) -> bool:
+        """Whether no earlier attempt has come as far as resolving the job's hyperparameters."""
+        return self.job.resolved is None
+
+    @property
+    def gpus(self) -> int:
+        """The GPUs that the job occupies on all machines; 1 for a job on a CPU."""
+        if self.base.device != "cuda":
+            return 1
+        return (1 if self.world is None else self.world.size) + self.settings.sampling_gpus
+
+
+def plan_training(
+    attempt: Attempt,
+    spec: GraderSpec | None,
+    settings: Settings,
+    scratch: Path,
+    beat: Beat,
+    world: World | None = None,
+) -> TrainingPlan:
+    """Inspect a job.
+
+    Raises:
+        UserMistake, Refusal: it cannot succeed as it is, on any worker.
+        RunsAlone, MemoryTaken: it cannot run beside the other users of this device.
+    """
+    job, settings = attempt.job, settings.of_class(settings.gpu_class)
+    samples = methods.variant(job.method, job.body) not in methods.OFFLINE
+    if not samples:
+        # The trainer's own weights are the only ones in memory.
+        alone = {"sampler": "transformers", "samplers": {}, "sampling_gpus": 0}
+        settings = settings.model_copy(update=alone)
+    ranks = 1 if world is None else world.local_size
+    rows = read_rows(attempt)
+    base = inspect_base(job, settings, ranks, samples=samples)
+    refuse_to_share(attempt, base)
+    teacher = teacher_model(attempt, settings, beat)
+    judges = reward_models(attempt, spec, settings)
+    task: PromptTask | RowTask
+    if samples:
+        task = prepare_task(attempt, rows, base, teacher)
+        may_sleep = takes_turns(task.settings, teacher, has_judges=bool(judges))
+    else:
+        task, may_sleep = prepare_rows(attempt, rows, base, teacher, beat), False
+    planned = plan_memory(
+        job.model,
+        base,
+        task.workload,
+        settings,
+        ranks,
+        teacher,
+        samples=samples,
+        may_sleep=may_sleep,
+        shared=None if attempt.shared is None else attempt.shared.base,
+    )
+    checkpoints = JobCheckpoints(attempt, scratch)
+    memory, run_memory = with_limits(
+        attempt,
+        base,
+        task.workload,
+        planned,
+        settings,
+        rests=may_sleep,
+        resumes=not checkpoints.is_empty,
+        ranks=1 if world is None else world.size,
+    )
+    return TrainingPlan(
+        attempt=attempt,
+        settings=settings,
+        checkpoints=checkpoints,
+        parent=Parent.of(job),
+        beat=beat,
+        world=world,
+        rows=rows,
+        base=base,
+        task=task,
+        memory=memory,
+        run_memory=run_memory,
+        teacher=teacher,
+        judges=judges,
+        fleet=fleet_of(job, settings, base, task),
+    )
+
+
+def inspect_base(job: Job, settings: Settings, ranks: int, *, samples: bool) -> BaseModel:
+    """The job's base model. Raises as `inspect_model`, and UserMistake if not all of its weights can be trained."""
+    is_full = full.is_full(job)
+    if is_full:
+        refuse_full(job, settings)
+    off_policy = samples and is_off_policy(job)
+    return inspect_model(job.model, settings, ranks, off_policy=off_policy, samples=samples, full=is_full)
+
+
+def fleet_of(job: Job, settings: Settings, base: BaseModel, task: PromptTask | RowTask) -> FleetConfig | None:
+    if not base.fleet:
+        return None
+    return FleetConfig(
+        model=Registry.load(settings.models_file).resolve(job.model),
+        dtype=base.entry.dtype,
+        context=task.workload.longest,
+        rank=task.settings.lora_rank,
+        addresses=base.fleet,
+        key=settings.samplers_key,
+        patience=settings.patience_seconds,
+    )

@@ -1,5 +1,0 @@
-"""Exporters of a run's metrics to external services: a small protocol, and a module for each service."""
-
-from worker.record.exporters.types import Card, Ended, Sink
-
-__all__ = ["Card", "Ended", "Sink"]

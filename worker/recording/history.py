@@ -1,0 +1,69 @@
+"""Metrics of recorded steps that rules read, cached for one attempt.
+
+It is read from the database once for each attempt and then kept up to date in memory, so that no step reads the
+metrics of the steps before it.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from core.results.step_metrics import StepMetrics
+from worker.recording.verdict import RowScores
+
+Steps = Sequence[StepMetrics]
+"""The metrics of steps 0, 1, ... in order. Those by grader: only the scores, and only of the first steps."""
+
+# A rule reads the scores by grader of steps up to this one (Thresholds.inert_steps).
+FIRST_STEPS = 10
+
+
+@dataclass
+class History:
+    """The steps so far. `base_scores` are the row scores of step 0, None before it or if they were not recorded."""
+
+    steps: list[StepMetrics] = field(default_factory=list)
+    base_scores: RowScores | None = None
+    warned: set[str] = field(default_factory=set)  # the rules that have warned in this job
+
+    @classmethod
+    def of(
+        cls, recorded: Iterable[StepMetrics], base_scores: RowScores | None = None, warned: Iterable[str] = ()
+    ) -> "History":
+        """What an attempt starts with."""
+        return cls([_shortened(step) for step in recorded], base_scores, set(warned))
+
+    def add(self, step: StepMetrics, warned: Iterable[str] = ()) -> None:
+        """One more recorded step, and the rules that warned in it."""
+        self.steps.append(_shortened(step))
+        self.warned.update(warned)
+
+
+def _shortened(step: StepMetrics) -> StepMetrics:
+    short = step.without_sections()
+    return short if step.step > FIRST_STEPS else short.model_copy(update={"scores": step.scores})
+
+
+def first(steps: Steps, name: str) -> tuple[int, float] | None:
+    """The first measurement of a metric, with its step."""
+    return next(((step.step, value) for step in steps if (value := getattr(step, name)) is not None), None)
+
+
+def last(steps: Steps, name: str, count: int) -> list[float]:
+    """The newest `count` measurements of a metric, newest first."""
+    return list(
+        islice((value for step in reversed(steps) if (value := getattr(step, name)) is not None), count)
+    )
+
+
+def reward_unit(steps: Steps) -> float:
+    """The unit of falls of the training reward: its mean at the start.
+
+    Scores of reward models have no bounds, and a mean near 0 is no unit. Scores from 0 to 1 have a variance of at most
+    mean (1 - mean) (Bhatia and Davis 2000); for those with more, the unit is at least their standard deviation.
+    """
+    mean, std = first(steps, "train_mean_reward"), first(steps, "train_reward_std")
+    if mean is None:
+        return 0.0
+    unbounded = std is not None and std[1] ** 2 > mean[1] * (1 - mean[1]) + 1e-9
+    return max(abs(mean[1]), std[1]) if std is not None and unbounded else abs(mean[1])

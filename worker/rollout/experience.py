@@ -1,0 +1,460 @@
+"""The experience of a run that samples: answers of the policy, scored by a grader or by a teacher.
+
+`Collector` samples and grades the groups of a step, and passes them to the trainer. There are three schedules. With
+`overlap`, the trainer gets each group as soon as it is graded, while others are still being sampled. With
+`off_policy_steps`, the groups of as many later steps are sampled during an update. Otherwise the trainer gets all
+groups at once.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from core.jobs.hyperparameters import Resolved
+from core.jobs.thresholds import Thresholds
+from core.results.step_metrics import StepMetrics
+from graders.run import grade_one
+from graders.spec import GraderSpec, LabelModelSpec, MathSpec, ScoreModelSpec, parts_of
+from graders.types import Grade, Grader, Sample
+from worker.clock import Clock
+from worker.device_work import DEVICE_WORK
+from worker.interfaces import Checkpoints, Recorder, Scorer, StepDetails, Trainer
+from worker.progress import PROGRESS
+from worker.recording import alerts, delivery, divergence, metrics, monitors, stopping
+from worker.recording.gpu_ratio import RatioMeasurement
+from worker.recording.history import History, Steps
+from worker.recording.stopping import Stop
+from worker.recording.verdict import row_scores
+from worker.refusals import first_error
+from worker.rollout.prompts import PromptStream
+from worker.rollout.steps import with_steps_only
+from worker.sampling import Answer, Sampler, Sampling
+from worker.training import policy_loss
+from worker.types import GradedStep, GraderPart, Group, Prompt, Rollout, Schedule, UpdateMetrics
+
+if TYPE_CHECKING:
+    from worker.rollout.reward_models import AnswerScores, Scores
+
+
+@dataclass
+class AsyncBatch:
+    """A batch that is sampled before its step."""
+
+    clock: Clock = field(default_factory=Clock)
+    waited: float = 0.0  # seconds until the batches before it were sampled, which `clock` counts too
+    groups: asyncio.Task[list[Group]] = field(init=False)
+
+    @property
+    def sampling_seconds(self) -> float:
+        return self.clock.seconds["sampling"] - self.waited
+
+
+@dataclass
+class Collector:
+    """Collects for one run. `seed` is the job's."""
+
+    settings: Resolved
+    seed: int
+    prompts: PromptStream
+    sampler: Sampler
+    rewards: Scorer
+    trainer: Trainer
+    response_schema: str = ""  # response schema of the answers
+    # With `off_policy_steps`: seconds in which the step's answers were sampled, while the trainer could learn from
+    # those of the steps before. None: nothing else was done meanwhile.
+    ahead_seconds: float | None = field(default=None, init=False)
+    _ahead: dict[int, AsyncBatch] = field(default_factory=dict, init=False)  # by step
+    # Of the batches at the sampler, in the order of their steps. A batch is graded while the next one is sampled.
+    _sampling_turn: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+
+    async def collect(self, step: int, clock: Clock) -> tuple[list[Group], list[Group]]:
+        """Return the step's own groups and the resampled ones, after the trainer has received all of them."""
+        if self.settings.off_policy_steps:
+            return await self._from_before(step, clock), []
+        groups_P = await self._learn(self.prompts.batch(step), step, clock)
+        return groups_P, await self._replace_silent(step, groups_P, clock)
+
+    async def sampler_is_free(self, clock: Clock) -> None:
+        """Wait until sampling ahead has completed, and keep its groups."""
+        if self._ahead:
+            with clock("sampling"):
+                await asyncio.wait([batch.groups for batch in self._ahead.values()])
+
+    async def _learn(self, prompts_P: Sequence[Prompt], step: int, clock: Clock) -> list[Group]:
+        if not self.settings.overlap:
+            return await self._hand_over(await self._sample(prompts_P, step, clock), clock)
+
+        def hand_over(group: Group) -> None:
+            self.trainer.add(self._as_trained(group))
+
+        sampling = self.sampling(step)
+        answers = self.sampler.sample(prompts_P, sampling)
+        groups_P = await self.rewards.grade(prompts_P, answers, sampling.group_size, clock, hand_over)
+        return [self._as_trained(group) for group in groups_P]
+
+    async def _from_before(self, step: int, clock: Clock) -> list[Group]:
+        """Return the groups of the step, and start to sample the last step that may be ahead of it.
+
+        Step s is sampled with the policy after step s - 1 - `off_policy_steps`, regardless of timing and restarts.
+        """
+        most = self.settings.off_policy_steps
+        is_first = not self._ahead  # of the run, or after a restart
+        if is_first:
+            for later in range(most):
+                self._begin(step + later, learned=step - 1, steps_ago=most - later)
+        with clock("sampling"):  # the remaining time
+            groups_P = await self._ahead[step].groups
+        batch = self._ahead.pop(step)
+        self.ahead_seconds = None if is_first else batch.sampling_seconds
+        self._begin(step + most, learned=step - 1, steps_ago=0)
+        return await self._hand_over(groups_P, clock)
+
+    def _begin(self, step: int, *, learned: int, steps_ago: int) -> None:
+        """Have the batch of a step sampled, with the policy of `steps_ago` steps before `learned`."""
+        if step > self.settings.total_steps:
+            return
+        batch, prompts_P = AsyncBatch(), self.prompts.batch(step)
+        with self.trainer.policy_before(steps_ago) as really_ago:
+            policy_step, sampling = learned - really_ago, self.sampling(step)
+            if self.settings.continue_in_flight:
+                sampling = replace(sampling, policy_steps=policy_step)
+            # `sample` reads the policy when it is called.
+            answers = self.sampler.sample(prompts_P, sampling)
+        in_turn = self._in_turn(answers, batch, policy_step)
+        grading = self.rewards.grade(prompts_P, in_turn, sampling.group_size, batch.clock)
+        batch.groups = asyncio.create_task(grading)
+        self._ahead[step] = batch
+
+    async def _in_turn(
+        self, answers: AsyncIterator[Answer], batch: AsyncBatch, policy_step: int
+    ) -> AsyncIterator[Answer]:
+        """The answers, once those of the batches before it are sampled."""
+        began = time.perf_counter()
+        async with self._sampling_turn:
+            batch.waited = time.perf_counter() - began
+            async for answer in answers:
+                yield replace(answer, rollout=replace(answer.rollout, policy_step=policy_step))
+
+    async def _sample(self, prompts_P: Sequence[Prompt], step: int, clock: Clock) -> list[Group]:
+        sampling = self.sampling(step)
+        answers = self.sampler.sample(prompts_P, sampling)
+        return await self.rewards.grade(prompts_P, answers, sampling.group_size, clock)
+
+    async def _hand_over(self, groups_P: Sequence[Group], clock: Clock) -> list[Group]:
+        trained_P = [self._as_trained(group) for group in groups_P]
+        with clock("training"):
+            for group in trained_P:
+                await DEVICE_WORK.run(self.trainer.add, group)
+        return trained_P
+
+    async def _replace_silent(self, step: int, groups_P: Sequence[Group], clock: Clock) -> list[Group]:
+        """Replace zero-variance groups by DAPO's dynamic sampling (section 3.2), within a budget."""
+        resampled_P: list[Group] = []
+        silent = sum(not self._has_signal(group) for group in groups_P)
+        if not self.settings.resample_prompts or not silent:
+            return resampled_P
+        # In a thread, because the shuffle of a large file would block the event loop.
+        others = (await asyncio.to_thread(self.prompts.others, step))[: self.settings.resample_prompts]
+        while others and silent:
+            learned_P = await self._learn(others[:silent], step, clock)
+            others = others[silent:]
+            silent -= sum(self._has_signal(group) for group in learned_P)
+            resampled_P += learned_P
+        return resampled_P
+
+    def _has_signal(self, group: Group) -> bool:
+        return policy_loss.signal(group, self.settings) == "mixed"
+
+    def _as_trained(self, group: Group) -> Group:
+        return with_steps_only(group) if self.settings.supervision == "process" else group
+
+    def sampling(self, step: int) -> Sampling:
+        settings = self.settings
+        return Sampling(
+            group_size=settings.group_size,
+            temperature=settings.temperature,
+            max_completion_tokens=settings.max_completion_tokens,
+            job_seed=self.seed,
+            step=step,
+            response_schema=self.response_schema,
+            thinking_budget=settings.thinking_budget,
+        )
+
+
+@dataclass(frozen=True)
+class RolloutBatch:
+    """The groups that a step learned from, and its update."""
+
+    groups_P: Sequence[Group]  # of the step's own prompts
+    resampled_P: Sequence[Group]  # in place of zero-variance groups
+    update: UpdateMetrics
+
+
+@dataclass
+class RolloutExperience:
+    """Implements Experience, of which a validation is the graded groups of the validation file."""
+
+    settings: Resolved
+    seed: int
+    graders: Sequence[GraderPart]  # by name in the metrics; none if a teacher scores the answers
+    train_prompts: PromptStream
+    valid_prompts: Sequence[Prompt]
+    sampler: Sampler
+    rewards: Scorer
+    trainer: Trainer
+    # The job fails when more than half of the grades of this many steps in a row do.
+    failing_steps: int = 3
+    response_schema: str = ""  # the schema that answers are JSON of (core/response_format.py)
+    gpus: int = 1  # GPU-seconds in each second of this run
+    thresholds: Thresholds = field(default_factory=Thresholds)  # of the warnings
+    ratio: RatioMeasurement | None = None  # if some GPUs sample while others learn
+    collector: Collector = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.collector = Collector(
+            self.settings,
+            self.seed,
+            self.train_prompts,
+            self.sampler,
+            self.rewards,
+            self.trainer,
+            self.response_schema,
+        )
+
+    @property
+    def schedule(self) -> Schedule:
+        return Schedule(self.settings.total_steps, self.settings.eval_interval)
+
+    async def learn(self, step: int, clock: Clock) -> RolloutBatch:
+        """Sample and grade the groups of the step, and update the policy with them."""
+        groups_P, resampled_P = await self.collector.collect(step, clock)
+        with clock("training"), PROGRESS.phase("training"):
+            update = await DEVICE_WORK.run(self.trainer.step)
+        return RolloutBatch(groups_P, resampled_P, update)
+
+    async def validate(self, step: int, clock: Clock) -> list[Group]:
+        await self.collector.sampler_is_free(clock)
+        settings = self.settings
+        sampling = Sampling(
+            group_size=settings.eval_samples,
+            temperature=settings.eval_temperature,
+            max_completion_tokens=settings.max_completion_tokens,
+            # The same numbers are drawn every time, so that its curve shows the policy and not the dice.
+            job_seed=self.seed + 1,
+            step=0,
+            response_schema=self.response_schema,
+            thinking_budget=settings.thinking_budget,
+        )
+        answers = self.sampler.sample(self.valid_prompts, sampling)
+        with clock("eval"):
+            return await self.rewards.grade(self.valid_prompts, answers, sampling.group_size, Clock())
+
+    def measure(
+        self,
+        step: int,
+        clock: Clock,
+        history: History,
+        learned: RolloutBatch | None,
+        validated: Sequence[Group] | None,
+    ) -> StepMetrics:
+        return metrics.of_step(
+            step=step,
+            total_steps=self.settings.total_steps,
+            graders=self.graders,
+            settings=self.settings,
+            train_P=[] if learned is None else learned.groups_P,
+            resampled_P=[] if learned is None else learned.resampled_P,
+            valid_P=validated,
+            update=None if learned is None else learned.update,
+            seconds=clock.seconds,
+            ahead_seconds=None if learned is None else self.collector.ahead_seconds,
+            gpus=self.gpus,
+            base_scores=history.base_scores,
+            pass_score=self.settings.eval_pass_score,
+        )
+
+    def reason_to_stop(self, steps: Steps) -> Stop | None:
+        return stopping.reason_to_stop(steps, self.settings)
+
+    def details(
+        self,
+        data: StepMetrics,
+        history: History,
+        learned: RolloutBatch | None,
+        validated: Sequence[Group] | None,
+    ) -> StepDetails:
+        stored: list[GradedStep] = []
+        if learned is not None:
+            groups_P, own = [*learned.groups_P, *learned.resampled_P], len(learned.groups_P)
+            tokens = learned.update.tokens
+            stored.append(GradedStep("train", groups_P, self.settings, own=own, tokens=tokens))
+        if validated is not None:
+            stored.append(GradedStep("valid", validated))
+        found = monitors.check([*history.steps, data.without_sections()], self.thresholds, history.warned)
+        if learned is not None:
+            found += monitors.alike_rewards(self._compared_rewards(learned.groups_P), history.warned)
+        return StepDetails(stored, None if validated is None else row_scores(validated), found)
+
+    def _compared_rewards(self, train_P: Sequence[Group]) -> list[Sequence[float | None]]:
+        """The rewards that the loss compares with each other, by group; none if it compares those of all groups."""
+        if self.settings.has_token_rewards:
+            return []
+        return [
+            policy_loss.training_rewards(group, self.settings) for group in train_P if not group.has_teacher
+        ]
+
+    def check(
+        self,
+        history: History,
+        recorder: Recorder,
+        clock: Clock,
+        learned: RolloutBatch | None,
+        validated: Sequence[Group] | None,
+    ) -> None:
+        groups_P = list(validated or [])
+        if learned is None:
+            alerts.require_grades(groups_P)
+        else:
+            data = history.steps[-1]
+            alerts.report(
+                learned.groups_P, learned.resampled_P, history, recorder, self.settings, self.failing_steps
+            )
+            alerts.require_signal(data, recorder, self.settings)
+            alerts.report_ratio(self.ratio, data, clock.seconds["training"], recorder)
+            groups_P = [*learned.groups_P, *learned.resampled_P, *groups_P]
+        divergence.check_answers(rollout for group in groups_P for rollout in group.rollouts_G)
+        divergence.check_updates(stopping.skipped_updates(history.steps), self.settings.total_steps)
+
+    async def conclude(self, history: History, recorder: Recorder, checkpoints: Checkpoints) -> int:
+        best = delivery.best_checkpoint(checkpoints, recorder, history, self.settings, self.thresholds)
+        if self.settings.off_policy_steps:
+            checkpoints.delete_resume_files()
+        return best
+
+
+class Rewards:
+    """Implements Scorer: grades answers with the job's grader as they are sampled.
+
+    A failed grade is None with a reason, never 0. An ungraded answer has no reward, not a reward of 0.
+    """
+
+    def __init__(
+        self,
+        grader: Grader,
+        *,
+        concurrency: int = 64,
+        parse_json: bool = False,
+        models: "AnswerScores | None" = None,
+    ) -> None:
+        """`concurrency` limits grades in flight, of all calls of `grade` together. A sandbox, a judge or an endpoint
+        may have its own lower limit.
+
+        `parse_json` also gives graders the answer as `sample.output_json`. `models` are the reward models that the
+        grader reads; they score the answers when all of them are there, because they may share the policy's weights.
+
+        There is no deadline here, because it would include queueing; each grader that can hang has its own.
+        """
+        self.grader = grader
+        self._slots = asyncio.Semaphore(concurrency)
+        self.parse_json = parse_json
+        self.models = models
+
+    async def grade(
+        self,
+        prompts_P: Sequence[Prompt],
+        answers: AsyncIterator[Answer],
+        group_size: int,
+        clock: Clock,
+        use: Callable[[Group], None] | None = None,
+    ) -> list[Group]:
+        """Grade while other answers are sampled: the clock's "grading" is only the time beyond that, and its "training"
+        the time of `use` beyond both.
+
+        Groups are used in the order in which they completed sampling, so that a run is bit-reproducible.
+        """
+        scores: dict[tuple[int, int], Scores] = {}
+        if self.models is not None:
+            answers, scores = await self._scored(self.models, prompts_P, answers, clock)
+        grading_P: list[dict[int, tuple[Rollout, asyncio.Task[Grade]]]] = [{} for _ in prompts_P]
+        sampled: asyncio.Queue[int | None] = asyncio.Queue()
+        groups: dict[int, Group] = {}
+
+        async def read(tasks: asyncio.TaskGroup) -> None:
+            async for answer in answers:
+                of_models = scores.get((answer.prompt, answer.member), {})
+                grading = self._grade(prompts_P[answer.prompt], answer.rollout, of_models)
+                task = tasks.create_task(grading)
+                grading_P[answer.prompt][answer.member] = answer.rollout, task
+                if len(grading_P[answer.prompt]) == group_size:
+                    sampled.put_nowait(answer.prompt)
+            sampled.put_nowait(None)
+
+        async def put_together() -> None:
+            while (place := await sampled.get()) is not None:
+                members = [grading_P[place][member] for member in range(group_size)]
+                grades_G = [await task for _, task in members]
+                rollouts_G = tuple(rollout for rollout, _ in members)
+                groups[place] = Group(prompts_P[place], rollouts_G, tuple(grades_G))
+                if use is not None:
+                    await DEVICE_WORK.run(use, groups[place])
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                reading = tasks.create_task(read(tasks))
+                putting = tasks.create_task(put_together())
+                with clock("sampling"):
+                    await reading
+                with clock("grading"):
+                    await asyncio.gather(*(task for grading in grading_P for _, task in grading.values()))
+                with clock("training"):
+                    await putting
+        except BaseExceptionGroup as several:
+            raise first_error(several) from None  # a Refusal of the sampler fails the job by its own name
+        return [groups[place] for place in range(len(prompts_P))]
+
+    @staticmethod
+    async def _scored(
+        models: "AnswerScores", prompts_P: Sequence[Prompt], answers: AsyncIterator[Answer], clock: Clock
+    ) -> "tuple[AsyncIterator[Answer], dict[tuple[int, int], Scores]]":
+        """All answers, and the scores of the reward models by prompt and member."""
+        with clock("sampling"):
+            sampled = [answer async for answer in answers]
+        with clock("grading"):
+            texts = [(prompts_P[answer.prompt], [answer.rollout.text]) for answer in sampled]
+            scores_PG = await models.score(texts)
+
+        async def replayed() -> AsyncIterator[Answer]:
+            for answer in sampled:
+                yield answer
+
+        scores = zip(sampled, scores_PG, strict=True)
+        return replayed(), {(answer.prompt, answer.member): one for answer, [one] in scores}
+
+    async def _grade(self, prompt: Prompt, rollout: Rollout, of_models: "Scores") -> Grade:
+        async with self._slots:
+            sample = Sample.from_text(
+                rollout.text, rollout.finish_reason, self.parse_json, reasoning=rollout.reasoning
+            )
+            return await grade_one(self.grader, replace(sample, model_scores=of_models), prompt.item)
+
+
+def grader_parts(spec: GraderSpec | None) -> tuple[GraderPart, ...]:
+    """Those inside a multi or a select, or the only one. Empty for None: a teacher scores the answers."""
+    if spec is None:
+        return ()
+    return tuple(
+        GraderPart(
+            key,
+            part.name,
+            part.type,
+            part.model if isinstance(part, ScoreModelSpec | LabelModelSpec) else None,
+            _compares_numbers(part),
+        )
+        for key, part in parts_of(spec).items() or [(None, spec)]
+    )
+
+
+def _compares_numbers(spec: GraderSpec) -> bool:
+    return isinstance(spec, MathSpec) or any(map(_compares_numbers, parts_of(spec).values()))

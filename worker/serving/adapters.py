@@ -1,0 +1,141 @@
+"""Local cache of adapters and of whole models, downloaded from the blob store on first use.
+
+A folder's name is the hash of its checkpoint's manifest, which contains the hash of every file. A retrained checkpoint
+therefore has another folder, and an existing folder is always valid.
+"""
+
+import hashlib
+import logging
+import os
+import shutil
+import threading
+import time
+import uuid
+from contextlib import suppress
+from pathlib import Path
+
+from core.chat import Adapter
+from core.results.export import is_trainers
+from core.scratch import scratch_folder
+from core.settings import Settings
+from core.storage import manifests
+from core.storage.manifests import MANIFEST, Damaged
+from core.storage.store import BlobCorrupt, BlobNotFound, BlobStore
+from worker.serving.serving_metrics import loading
+
+log = logging.getLogger(__name__)
+
+CHAT_TEMPLATE = "chat_template.jinja"  # as transformers saves it with a tokenizer
+NEEDED = ("adapter_model.safetensors", "adapter_config.json", CHAT_TEMPLATE)
+KEPT = 256
+# Whole models, of gigabytes each.
+MODELS_KEPT = 4
+# A request that waits in vLLM's queue reads its adapter again when its turn comes, and vLLM's engine ends if the folder
+# is gone. No request waits for so long.
+SPARED_SECONDS = 3600.0
+
+
+def folder_of_adapters(settings: Settings) -> Path:
+    """The inference server's, with a folder for each adapter."""
+    return (settings.data_dir / "adapters").resolve()
+
+
+class AdapterGone(Exception):
+    """The adapter was deleted from the blob store, or replaced by another one."""
+
+
+class AdapterDamaged(Exception):
+    """An object of the adapter is missing or damaged."""
+
+
+class AdapterFolders:
+    """An LRU cache of `kept` folders under `root`, all of adapters or all of whole models.
+
+    It has more while they have been used in the last `spared_seconds`.
+    """
+
+    def __init__(
+        self, blobs: BlobStore, root: Path, *, kept: int = KEPT, spared_seconds: float = 0.0
+    ) -> None:
+        self.blobs = blobs
+        self.root = root
+        self.kept = kept
+        self.spared_seconds = spared_seconds
+        self._lock = threading.Lock()
+        self._fetching: dict[str, threading.Lock] = {}
+
+    def folder(self, adapter: Adapter) -> Path:
+        """Return a folder that PEFT (of a whole model: transformers) and vLLM can load. Blocks during the download.
+
+        Raises:
+            AdapterGone: it was deleted from the blob store.
+            AdapterDamaged: an object of it is missing or damaged.
+        """
+        target = self.root / adapter.manifest_sha256
+        with self._lock:
+            fetching = self._fetching.setdefault(target.name, threading.Lock())
+        with fetching:  # one download per folder; concurrent callers wait
+            fetched = False
+            while not self._mark_used(target):
+                with loading("weights" if adapter.is_whole else "adapter"):
+                    self._fetch(adapter, target)
+                fetched = True
+        if fetched:
+            self._evict()
+        return target
+
+    def found(self, adapter: Adapter) -> Path | None:
+        """Return the folder if it is in the cache."""
+        target = self.root / adapter.manifest_sha256
+        return target if self._mark_used(target) else None
+
+    def _mark_used(self, target: Path) -> bool:
+        """Mark the folder as recently used. Returns False if it does not exist."""
+        with self._lock:
+            try:
+                # Set mtime explicitly: file-system timestamps are too coarse for LRU.
+                now = time.time_ns()
+                os.utime(target, ns=(now, now))
+            except FileNotFoundError:
+                return False
+            return True
+
+    def _fetch(self, adapter: Adapter, target: Path) -> None:
+        try:
+            with scratch_folder(self.root) as scratch:
+                manifest = self.blobs.read(f"{adapter.prefix}/{MANIFEST}")
+                if hashlib.sha256(manifest).hexdigest() != adapter.manifest_sha256:
+                    raise AdapterGone("it has been replaced by other weights")
+                for file in manifests.parse(manifest).files:
+                    if not is_trainers(file.name) if adapter.is_whole else file.name in NEEDED:
+                        manifests.download(self.blobs, adapter.prefix, file, scratch)
+                try:
+                    scratch.rename(target)
+                except OSError:
+                    if not target.exists():  # another process may have downloaded the same files
+                        raise
+        except BlobNotFound as cause:
+            raise AdapterGone("its files have been deleted") from cause
+        except (Damaged, BlobCorrupt) as cause:
+            log.error("the checkpoint %s is damaged: %s", adapter.prefix, cause)
+            found = cause if isinstance(cause, Damaged) else Damaged(MANIFEST)
+            raise AdapterDamaged(f"{found}") from cause
+
+    def _evict(self) -> None:
+        """Evict the oldest folders. Renames before removing, so that concurrent readers never see a partial folder."""
+        with self._lock:
+            found = [one for one in os.scandir(self.root) if not one.name.startswith(".")]
+            if len(found) <= self.kept:
+                return
+            ages = {}
+            for one in found:
+                with suppress(FileNotFoundError):  # another process has evicted it
+                    ages[one.name] = one.stat().st_mtime_ns
+            unused = time.time_ns() - int(self.spared_seconds * 1e9)
+            for name in sorted(ages, key=lambda name: ages[name])[: -self.kept]:
+                if ages[name] > unused:
+                    break
+                with suppress(FileNotFoundError):
+                    (self.root / name).rename(self.root / f".gone-{uuid.uuid4().hex}")
+        for gone in self.root.glob(".gone-*"):  # left over by a process that was killed
+            shutil.rmtree(gone, ignore_errors=True)

@@ -1,0 +1,295 @@
+"""Chat completions of the engines that are ours, token by token. vLLM has its own server (vllm_server.py)."""
+
+import asyncio
+import json
+import logging
+import secrets
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from core.asgi import UNBUFFERED, until_gone
+from core.chat import InternalChat, envelope
+from core.response_format import SchemaTooLarge
+from worker.refusals import Refusal
+from worker.serving.channels import ReasoningAnswer
+from worker.serving.detokenizer import Detokenizer, Piece
+from worker.serving.engine import Engine, GenerationRequest, Token
+from worker.serving.engines import EngineRefused
+from worker.serving.prompting import budget_of, reasoning_of, refuse_unenforceable, template_of
+from worker.serving.serving_metrics import Result, Tally
+
+log = logging.getLogger(__name__)
+
+# What requests may have that only vLLM does, with the values that ask for nothing.
+ONLY_VLLM = ("tools", "tool_choice", "frequency_penalty", "presence_penalty", "logit_bias")
+
+MODEL_FAILED = "The model failed. The log of the inference server says why."
+
+
+@dataclass
+class ChatInProgress:
+    """The answers to one request, on a model that stays loaded until `close`."""
+
+    request: InternalChat
+    engine: Engine
+    asks: Sequence[GenerationRequest]
+    answers: Sequence[Detokenizer | ReasoningAnswer]
+    tally: Tally
+    held_open: AsyncExitStack
+    result: Result | None = None  # None: determined by the answers
+    written: int = 0  # tokens
+
+    async def pieces(self) -> AsyncGenerator[tuple[int, Piece], None]:
+        """Yield the increments of all choices. Closing the iterator aborts them.
+
+        Raises:
+            EngineRefused: the engine rejected the request only now.
+        """
+        arrived: asyncio.Queue[tuple[int, Token | Exception]] = asyncio.Queue()
+
+        async def write(number: int) -> None:
+            tokens = self.engine.generate(self.asks[number])
+            try:
+                async for token in tokens:
+                    arrived.put_nowait((number, token))
+            except SchemaTooLarge as cause:
+                arrived.put_nowait((number, EngineRefused(f"response_format: {cause}")))
+            except Exception as cause:
+                arrived.put_nowait((number, cause))
+            finally:
+                await tokens.aclose()
+
+        writing = [asyncio.create_task(write(number)) for number in range(len(self.asks))]
+        try:
+            unfinished = len(self.asks)
+            while unfinished:
+                number, token = await arrived.get()
+                if isinstance(token, Exception):
+                    raise token
+                self.written += 1
+                self.tally.counted(len(self.asks[0].prompt_ids), self.written)
+                self.tally.first_token_after(None)
+                answer = self.answers[number]
+                if answer.finish_reason:
+                    continue  # ended by a stop string; its task is about to stop
+                yield number, answer.add(token)
+                if answer.finish_reason:
+                    unfinished -= 1
+                    writing[number].cancel()
+        except Exception as cause:
+            self.result = "refused" if isinstance(cause, EngineRefused) else "failed"
+            raise
+        finally:
+            for task in writing:
+                task.cancel()
+            await asyncio.gather(*writing, return_exceptions=True)
+
+    async def close(self) -> None:
+        await self.held_open.aclose()
+        whole = all(answer.finish_reason for answer in self.answers)
+        self.tally.ended(self.result or ("answered" if whole else "left"))
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        read, written = len(self.asks[0].prompt_ids), sum(answer.tokens for answer in self.answers)
+        return {
+            "prompt_tokens": read,
+            "completion_tokens": written,
+            "total_tokens": read + written,
+            "prompt_tokens_details": {"cached_tokens": 0, "audio_tokens": 0},
+            "completion_tokens_details": {
+                "reasoning_tokens": sum(answer.reasoning_tokens for answer in self.answers),
+                "audio_tokens": 0,
+                "accepted_prediction_tokens": 0,
+                "rejected_prediction_tokens": 0,
+            },
+        }
+
+
+async def begin(
+    request: InternalChat, engine: Engine, adapter: Path | None, arrived: float, held_open: AsyncExitStack
+) -> ChatInProgress:
+    """Render the prompt, and take over `held_open`. Raises EngineRefused if the request cannot be served."""
+    from worker.model.policy import render
+
+    refuse_unsupported(request)
+    messages = [{"role": message.role, "content": message.text} for message in request.messages]
+    template = template_of(request, adapter)
+    try:
+        template, reasoning = await asyncio.to_thread(reasoning_of, request, engine.tokenizer, template)
+        prompt_ids = tuple(await asyncio.to_thread(render, engine.tokenizer, messages, template))
+        stop_ids = await asyncio.to_thread(engine.stop_ids, template)
+    except Refusal as cause:
+        raise EngineRefused(str(cause), code=cause.code) from cause
+    except Exception as cause:
+        log.exception("the chat template of %s failed", request.served.base_model)
+        raise EngineRefused(
+            "The model's chat template failed. The log of the inference server says why.", 500
+        ) from cause
+    room = engine.context - len(prompt_ids)
+    if room < 1:
+        raise EngineRefused(
+            f"the messages have {len(prompt_ids)} tokens; {request.model} takes {engine.context}",
+            code="context_length_exceeded",
+        )
+    longest = min(room, request.most_tokens or room)
+    budget = budget_of(request, reasoning, longest)
+    await asyncio.to_thread(refuse_unenforceable, request, engine.tokenizer, budget)
+    asks = [
+        GenerationRequest(
+            prompt_ids=prompt_ids,
+            adapter=adapter,
+            temperature=1.0 if request.temperature is None else request.temperature,
+            top_p=1.0 if request.top_p is None else request.top_p,
+            seed=_seed(request.seed, number),
+            max_tokens=longest,
+            response_schema=request.response_schema,
+            stop_ids=stop_ids,
+            top_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+            reasoning=reasoning,
+            thinking_budget=budget,
+        )
+        for number in range(request.n or 1)
+    ]
+    written = engine.tokenizer, stop_ids, request.stops
+    answers = [
+        Detokenizer(*written) if reasoning is None else ReasoningAnswer(*written, reasoning) for _ in asks
+    ]
+    tally = Tally(arrived, request.served.base_model, len(asks))
+    tally.counted(len(prompt_ids), 0)
+    return ChatInProgress(request, engine, asks, answers, tally, held_open.pop_all())
+
+
+def refuse_unsupported(request: InternalChat) -> None:
+    """Raise EngineRefused for what only vLLM's server does."""
+    for name in ONLY_VLLM:
+        if getattr(request, name) not in (None, [], {}, 0, "none", "auto"):
+            raise only_vllm(name, request.served.base_model)
+    if any(message.tool_calls or message.role == "tool" for message in request.messages):
+        raise only_vllm(
+            "messages", request.served.base_model, "messages with calls of tools and their results"
+        )
+
+
+def only_vllm(name: str, model: str, what: str = "") -> EngineRefused:
+    """The error for a parameter that only vLLM's server has."""
+    return EngineRefused(
+        f"{what or repr(name)} is only supported where vLLM serves the model; here transformers serves {model}.",
+        code="unsupported_parameter",
+        param=name,
+    )
+
+
+def _seed(asked: int | None, number: int) -> int:
+    if asked is None:
+        return secrets.randbits(62)
+    return int.from_bytes(sha256(f"{asked}/{number}".encode()).digest()[:8], "big") >> 2
+
+
+async def full_response(completion: ChatInProgress, frame: dict[str, Any]) -> dict[str, Any]:
+    """Build the response without streaming."""
+    texts = ["" for _ in completion.answers]
+    thoughts = ["" for _ in completion.answers]
+    logprobs: list[list[dict[str, Any]]] = [[] for _ in completion.answers]
+    async with aclosing(completion.pieces()) as pieces:
+        async for number, piece in pieces:
+            texts[number] += piece.text
+            thoughts[number] += piece.reasoning
+            logprobs[number] += piece.logprobs
+    choices: list[dict[str, Any]] = [
+        {
+            "index": number,
+            "message": {"role": "assistant", "content": texts[number], "refusal": None, "annotations": []}
+            | ({"reasoning_content": thoughts[number]} if thoughts[number] else {}),
+            "finish_reason": answer.finish_reason,
+            "logprobs": {"content": logprobs[number], "refusal": None}
+            if completion.request.logprobs
+            else None,
+        }
+        for number, answer in enumerate(completion.answers)
+    ]
+    return frame | {"object": "chat.completion", "choices": choices, "usage": completion.usage}
+
+
+async def streamed(completion: ChatInProgress, frame: dict[str, Any]) -> AsyncGenerator[bytes, None]:
+    """Stream the response as server-sent events."""
+    request = completion.request
+    wants_usage = bool(request.stream_options and request.stream_options.include_usage)
+    frame = frame | {"object": "chat.completion.chunk"} | ({"usage": None} if wants_usage else {})
+
+    def event(body: dict[str, Any]) -> bytes:
+        return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+    def chunk(number: int, delta: dict[str, Any], reason: str | None = None, logprobs: Any = None) -> bytes:
+        choice = {"index": number, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        return event(frame | {"choices": [choice]})
+
+    try:
+        for number in range(len(completion.answers)):
+            yield chunk(number, {"role": "assistant", "content": "", "refusal": None})
+        async with aclosing(completion.pieces()) as pieces:
+            async for number, piece in pieces:
+                if piece.reasoning:
+                    yield chunk(number, {"reasoning_content": piece.reasoning})
+                if piece.text or piece.logprobs:
+                    logprobs = {"content": piece.logprobs, "refusal": None} if request.logprobs else None
+                    yield chunk(number, {"content": piece.text}, logprobs=logprobs)
+                if reason := completion.answers[number].finish_reason:
+                    yield chunk(number, {}, reason)
+        if wants_usage:
+            yield event(frame | {"choices": [], "usage": completion.usage})
+        yield b"data: [DONE]\n\n"
+    except EngineRefused as cause:
+        yield event(envelope(cause.status, str(cause), cause.code))
+    except Exception:  # the status has been sent
+        log.exception("an answer failed")
+        yield event(envelope(500, MODEL_FAILED))
+
+
+class Stream(StreamingResponse):
+    """Server-sent events that stop when the client disconnects, even before the first event."""
+
+    def __init__(self, completion: ChatInProgress, frame: dict[str, Any]) -> None:
+        self.completion = completion
+        self.events = streamed(completion, frame)
+        super().__init__(self.events, media_type="text/event-stream", headers=UNBUFFERED)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self.events.aclose()
+            await self.completion.close()
+            scope["app"].state.last_use = time.monotonic()
+
+
+async def response_of(completion: ChatInProgress, request: Request) -> Response:
+    """The response, whole or as events. Raises EngineRefused if the model fails."""
+    body = completion.request
+    frame = {
+        "id": f"chatcmpl-{secrets.token_hex(12)}",
+        "created": int(time.time()),
+        "model": body.model,
+        "system_fingerprint": None,
+    }
+    if body.stream:
+        return Stream(completion, frame)
+    try:
+        answer = await until_gone(request.receive, full_response(completion, frame))
+    except EngineRefused:
+        raise
+    except Exception as cause:
+        log.exception("an answer failed")
+        raise EngineRefused(MODEL_FAILED, 500) from cause
+    finally:
+        await completion.close()
+    return Response(status_code=499) if answer is None else JSONResponse(answer)

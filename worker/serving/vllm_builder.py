@@ -1,0 +1,117 @@
+"""Start vLLM's server for a base model, with a KV cache that fits."""
+
+import asyncio
+import logging
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from core.registry import BaseModelEntry, Registry
+from core.settings import Settings
+from core.units import GIB
+from worker.device import select_device
+from worker.engine.options import ADAPTERS_AT_ONCE, RANKS, EngineConfig
+from worker.model import capacity, memory, sizing
+from worker.model.policy import read_shape, source_of
+from worker.model.sizing import Serving, Shape
+from worker.serving.adapters import folder_of_adapters
+from worker.serving.engines import EngineRefused
+from worker.serving.vllm_server import VllmServer
+
+log = logging.getLogger(__name__)
+
+SEQUENCES_BESIDE_JOBS = 16  # of the model's whole context, beside jobs on the same GPU
+
+
+class VllmBuilder:
+    """Implements worker.serving.engines.Builder.
+
+    Args:
+        shares_device: jobs start on the same device later, so an automatic cache leaves memory for them.
+    """
+
+    def __init__(self, settings: Settings, *, shares_device: bool) -> None:
+        self.settings = settings
+        self.shares_device = shares_device
+        self.cache = settings.inference_kv_cache_gib
+        self.device = select_device(settings)
+
+    def bytes_needed(self, entry: BaseModelEntry) -> int:
+        shape, need = self.need(entry)
+        return need.without_cache + self.least_cache(shape, need)
+
+    def bytes_free(self) -> int:
+        return memory.available(self.device)
+
+    def bytes_in_all(self) -> int:
+        return memory.capacity(self.device)
+
+    def least_cache(self, shape: Shape, need: Serving) -> int:
+        """Return the minimum KV cache in bytes: the operator's setting, or the minimum of vLLM.
+
+        Raises:
+            EngineRefused: what is set does not hold one sequence of the model's context.
+        """
+        if self.cache == "auto":
+            on_cpu = self.device == "cpu"
+            return max(need.least_cache, sizing.CPU_CACHE_BYTES) if on_cpu else need.least_cache
+        if self.cache * GIB < need.least_cache:
+            raise EngineRefused(
+                f"A sequence of the model's whole context needs a KV cache of {need.least_cache / GIB:.2f} GiB, and "
+                f"REGRAFT_INFERENCE_KV_CACHE_GIB is {self.cache:g}: the operator must raise or unset it.",
+                503,
+                code="not_enough_memory",
+            )
+        return int(self.cache * GIB)
+
+    def cache_bytes(
+        self, shape: Shape, need: Serving, context: int, free: int, others: Sequence[BaseModelEntry]
+    ) -> int:
+        """Return the KV cache in bytes of a model to be loaded, if `free` bytes are left."""
+        if self.cache != "auto" or self.device == "cpu":
+            return self.least_cache(shape, need)
+        known = [
+            (entry.context, found) for entry in others if (found := capacity.shape_of(entry)) is not None
+        ]
+        rest = [self._serving(found, its_context).least for its_context, found in known]
+        cache = sizing.serving_cache(shape, need, context=context, free=free, others=rest)
+        # Jobs take what they find free when they start.
+        most = SEQUENCES_BESIDE_JOBS * shape.cache_bytes(context)
+        return min(cache, most) if self.shares_device else cache
+
+    def problems(self, registry: Registry) -> Iterator[str]:
+        """Yield a sentence for each model of the registry that does not fit on the GPU of this machine."""
+        if self.device != "cuda":
+            return
+        total = torch.cuda.mem_get_info()[1]
+        for name, entry in registry.models.items():
+            if name in self.settings.samplers:
+                continue
+            shape = capacity.shape_of(entry)
+            if shape is not None and (need := self._serving(shape, entry.context)).least > total:
+                yield f"{name} at {entry.context} tokens needs {need}; this GPU has {total / GIB:.1f} GiB."
+
+    def need(self, entry: BaseModelEntry) -> tuple[Shape, Serving]:
+        shape = read_shape(entry, self.settings.model_cache)
+        return shape, self._serving(shape, entry.context)
+
+    def _serving(self, shape: Shape, context: int) -> Serving:
+        rank = next(rank for rank in RANKS if rank >= self.settings.inference_max_lora_rank)
+        return sizing.serving(shape, context=context, slots=ADAPTERS_AT_ONCE, rank=rank, device=self.device)
+
+    async def build(self, name: str, entry: BaseModelEntry, others: Sequence[BaseModelEntry]) -> VllmServer:
+        source = await asyncio.to_thread(source_of, entry, self.settings.model_cache)
+        shape, need = await asyncio.to_thread(self.need, entry)
+        config = EngineConfig(
+            source=str(source),
+            dtype=entry.dtype,
+            device=self.device,
+            context=entry.context,
+            rank=self.settings.inference_max_lora_rank,
+            kv_cache_bytes=self.cache_bytes(shape, need, entry.context, self.bytes_free(), others),
+            threads=self.settings.torch_threads,
+        )
+        log.info("%s: a KV cache of %.1f GiB", name, config.kv_cache_bytes / GIB)
+        server = await asyncio.to_thread(VllmServer, name, config, entry, folder_of_adapters(self.settings))
+        await server.start()
+        return server

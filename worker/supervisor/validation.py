@@ -1,0 +1,427 @@
+"""validating_files: check every row of both files against the format and the grader, and report every bad line."""
+
+import asyncio
+import json
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from core.claims import Claim, LeaseLost
+from core.database.engine import Database, WakeMessage
+from core.database.tables import File, Job
+from core.jobs import estimates, events, lifecycle
+from core.jobs.distillation import asked_of, teacher_of
+from core.jobs.full import is_full
+from core.jobs.job_files import SAME_FILE, BadFile, in_words
+from core.jobs.methods import OFFLINE, variant
+from core.model_templates import is_reasoning
+from core.outages import Resource, outage
+from core.pipelines import lifecycle as pipelines
+from core.registry import InvalidRegistry, Registry
+from core.retry import RetryPolicy
+from core.settings import Settings
+from core.storage import files
+from core.storage.datasets import MAX_TRAINING_ROWS, MAX_VALIDATION_ROWS, Example, InvalidDataset
+from core.storage.store import BlobStore
+from core.telemetry import logs, tracing
+from graders.backends import Backends, InvalidBackends
+from graders.build import environments_of, graders_of, reward_model_parts, row_problems
+from graders.doubts import row_doubts
+from graders.environments.catalog import EnvironmentNotBuilt
+from graders.run import grade_all
+from graders.spec import (
+    GraderSpec,
+    InvalidGrader,
+    MathSpec,
+    StringCheckSpec,
+    TextSimilaritySpec,
+    parse_grader,
+)
+from graders.template import Path, Reference, RenderError, Template
+from graders.types import Grade, Grader, Item, Sample
+from worker.attempt import report_outage
+from worker.heartbeat import WatchedGrader
+from worker.model import capacity
+from worker.refusals import UserMistake, first_line
+from worker.supervisor.lease import LeaseKeeper
+from worker.supervisor.offline_validation import fail_for, validate_offline
+from worker.supervisor.probes import NoProbe, probe
+
+log = logging.getLogger(__name__)
+
+DRY_RUN_ROWS, DRY_RUN_SECONDS = 3, 30.0
+_MISSING_MODULE = re.compile(r"^(?:ModuleNotFoundError|ImportError): ", re.MULTILINE)
+_ANSWER_FIELDS = ("reference_answer", "answer", "solution", "label", "target")
+
+
+class GraderCannotRun(Exception):
+    """A module that the grader imports is missing, so no answer can be graded."""
+
+
+def validate_next(
+    settings: Settings,
+    database: Database,
+    blobs: BlobStore,
+    backends: Backends,
+    owner: str,
+    *,
+    stopping: threading.Event | None = None,
+) -> list[WakeMessage] | None:
+    """Validate the oldest job in status validating_files.
+
+    Returns the wake-ups to send: one if the files are valid, else none. None: there was no such job. If `stopping` is
+    set during an outage, the job is released for another worker.
+    """
+    with database.write() as session:
+        claim = lifecycle.claim_validation(session, owner=owner, lease_seconds=settings.lease_seconds)
+    if claim is None:
+        return None
+    with (
+        logs.bound(job_id=claim.job_id, attempt=claim.epoch),
+        tracing.attempt(claim.job_id, claim.epoch),
+        tracing.span("validation"),
+    ):
+        try:
+            told = partial(report_outage, database, claim)
+            wait = time.sleep if stopping is None else stopping.wait
+            retry = RetryPolicy(settings.patience_seconds, told, wait=wait, during=partial(_waiting, told))
+            with LeaseKeeper(database, claim, settings.lease_seconds) as lease:
+
+                def validate() -> list[WakeMessage]:
+                    lease.progressed()
+                    return _validate(settings, database, blobs, backends, claim, lease)
+
+                return retry(validate)
+        except LeaseLost:
+            log.info("%s was cancelled or claimed by another worker during file validation", claim.job_id)
+            return []
+        except (InvalidRegistry, InvalidBackends) as mistake:  # the operator's
+            with suppress(LeaseLost), lifecycle.fenced(database, claim) as (session, job):
+                lifecycle.put_off(session, job, reason=str(mistake))
+            return []
+        except Exception as cause:
+            resource = outage(cause)
+            if resource is Resource.DATABASE:
+                raise
+            if resource is None:
+                log.exception("the validation of %s failed", claim.job_id)
+            with suppress(LeaseLost), lifecycle.fenced(database, claim) as (session, job):
+                if stopping is not None and stopping.is_set():
+                    lifecycle.release(session, job)
+                else:
+                    reason = f"the {resource} was unavailable for {settings.patience_seconds:g} s: {cause}"
+                    if resource is None:
+                        reason = f"the validation failed: {first_line(cause)}"
+                    lifecycle.crashed(session, job, reason=reason, max_failures=settings.max_failures)
+            return []
+
+
+@contextmanager
+def _waiting(told: Callable[[str], None], resource: Resource) -> Iterator[None]:
+    """Say what the job waits for. Without the database nothing can be said."""
+    if resource is not Resource.DATABASE:
+        told(f"The validation waits for the {resource}.")
+    yield
+
+
+@dataclass(frozen=True)
+class CheckedJob:
+    """The valid files of a job, and warnings about them and the grader."""
+
+    spec: GraderSpec | None  # None: the job distills a teacher
+    rows: Sequence[Example]
+    valid_rows: Sequence[Example]
+    warnings: Sequence[str]
+
+
+def _validate(
+    settings: Settings,
+    database: Database,
+    blobs: BlobStore,
+    backends: Backends,
+    claim: Claim,
+    lease: LeaseKeeper,
+) -> list[WakeMessage]:
+    with database.read() as session:
+        job = session.query(Job).where(Job.id == claim.job_id).one()
+        stored = {file.id: file for file in session.query(File).where(File.project_id == job.project_id)}
+    try:
+        _refuse_too_large(settings, job)
+        if variant(job.method, job.body) in OFFLINE:
+            return validate_offline(database, blobs, claim, job, stored, lease.progressed)
+        checked = _checked(settings, blobs, backends, job, stored, lease)
+    except (BadFile, UserMistake) as mistake:
+        return fail_for(database, claim, mistake)
+    except EnvironmentNotBuilt as missing:
+        with lifecycle.fenced(database, claim) as (session, job):
+            lifecycle.put_off(session, job, reason=str(missing))
+        return []
+    estimate = _estimate(settings, database, job, len(checked.rows), len(checked.valid_rows))
+    with lifecycle.fenced(database, claim) as (session, job):
+        if estimate is not None:
+            job.usage = {"estimate": estimate}
+        for warning in checked.warnings:
+            events.append(session, job.id, warning, level="warn")
+        if checked.spec is not None and (environments := environments_of(checked.spec)):
+            message = f"Python graders run in the environment {', '.join(environments)}"
+            events.append(session, job.id, message, data={"grader_environments": environments})
+        return pipelines.validated(session, job)
+
+
+def _checked(
+    settings: Settings,
+    blobs: BlobStore,
+    backends: Backends,
+    job: Job,
+    stored: Mapping[str, File],
+    lease: LeaseKeeper,
+) -> CheckedJob:
+    """Check the grader, both files and the memory, then run the grader on a few rows.
+
+    Raises:
+        BadFile, UserMistake: the job fails.
+        EnvironmentNotBuilt: the job is put off.
+    """
+
+    def check(name: str, file: File | None, most: int) -> list[Example]:
+        return check_file(blobs, file, spec, name, most, lease.progressed)
+
+    spec: GraderSpec | None = None
+    warnings: list[str | None] = []
+    try:
+        if teacher_of(job) is None:
+            spec = parse_grader(job.body["grader"])
+            backends.check(spec)  # checked by the API, but this machine may be configured differently
+        rows = check("training_file", stored.get(job.training_file), MAX_TRAINING_ROWS)
+        valid_rows = check("validation_file", stored.get(job.validation_file or ""), MAX_VALIDATION_ROWS)
+        if (problem := _does_not_fit(settings, job, len(rows), len(valid_rows))) is not None:
+            raise UserMistake("not_enough_memory", problem, "model")
+        if spec is not None:
+            form = job.body["response_format"]
+            schema = None if form is None else form["json_schema"]["schema"]
+            probed = rows[:DRY_RUN_ROWS]
+            warnings.append(asyncio.run(_doubt(backends, spec, job.project_id, probed, schema, lease)))
+    except (InvalidGrader, GraderCannotRun) as refused:
+        raise UserMistake("invalid_grader", str(refused), "method.reinforcement.grader") from refused
+    if spec is not None:
+        for name, examples in (("training", rows), ("validation", valid_rows)):
+            warnings += _row_doubts(spec, name, examples, lease.progressed)
+    warnings.append(_not_held_out(job, rows, valid_rows))
+    return CheckedJob(spec, rows, valid_rows, [warning for warning in warnings if warning])
+
+
+def _row_doubts(
+    spec: GraderSpec, file: str, rows: Sequence[Example], progressed: Callable[[], None]
+) -> Iterator[str]:
+    """Yield a warning for each doubt about rows of a file (graders/doubts.py), with their number."""
+    lines: dict[str, list[int]] = {}
+    for row in rows:
+        progressed()
+        for doubt in row_doubts(spec, row.item):
+            lines.setdefault(doubt, []).append(row.line)
+    for doubt, of_rows in lines.items():
+        are = "is" if len(of_rows) == 1 else "are"
+        yield f"{len(of_rows)} of {len(rows)} {file} rows {are} doubtful. The first, line {of_rows[0]}, {doubt}."
+
+
+def _not_held_out(job: Job, rows: Sequence[Example], valid_rows: Sequence[Example]) -> str | None:
+    """Return a warning if prompts are in both files."""
+    if job.validation_file == job.training_file:
+        return SAME_FILE
+    learned = {json.dumps(row.messages, sort_keys=True) for row in rows}
+    shared = sum(json.dumps(row.messages, sort_keys=True) in learned for row in valid_rows)
+    if not shared:
+        return None
+    return (
+        f"{shared} of {len(valid_rows)} validation rows have the messages of a training row. Their rewards do not "
+        "measure generalization to new prompts."
+    )
+
+
+def _refuse_too_large(settings: Settings, job: Job) -> None:
+    """Raise UserMistake if the job is to train all weights of a model that is too large for that."""
+    entry = Registry.load(settings.models_file).models.get(job.model)
+    problem = capacity.too_large_for_full(entry) if is_full(job) and entry is not None else None
+    if problem is not None:
+        raise UserMistake("unsupported_model", problem, "model")
+
+
+def _does_not_fit(settings: Settings, job: Job, rows: int, valid_rows: int) -> str | None:
+    entry = Registry.load(settings.models_file).models.get(job.model)
+    if entry is None:  # the run reports it
+        return None
+    asked = asked_of(job)
+    return capacity.job_problem(
+        settings, job.model, entry, gpu_class=job.gpu_class, requested=asked, rows=rows, valid_rows=valid_rows
+    )
+
+
+def _estimate(
+    settings: Settings, database: Database, job: Job, train_rows: int, valid_rows: int
+) -> dict[str, Any] | None:
+    """Estimate the job's cost from earlier jobs with its model; the run's own steps refine the estimate."""
+    entry = Registry.load(settings.models_file).models.get(job.model)
+    with database.read() as session:
+        past = estimates.history(session, model=job.model, gpu_class=job.gpu_class)
+    if entry is None or past is None:
+        return None
+    asked = asked_of(job)
+    reasons = is_reasoning(entry, settings.model_cache, asked.advanced.sampling.chat_template)
+    sizes = estimates.sizes(asked, rows=train_rows, context=entry.context, reasons=reasons)
+    return estimates.before_start(past, sizes, train_rows=train_rows, valid_rows=valid_rows)
+
+
+async def _doubt(
+    backends: Backends,
+    spec: GraderSpec,
+    owner: str,
+    rows: Sequence[Example],
+    schema: Mapping[str, Any] | None,
+    lease: LeaseKeeper,
+) -> str | None:
+    """Return the dry run's warning. A lost lease aborts it at once, even during a grade.
+
+    Raises:
+        LeaseLost
+    """
+    loop, running = asyncio.get_running_loop(), asyncio.current_task()
+    assert running is not None
+    lease.when_lost(lambda: loop.call_soon_threadsafe(running.cancel))
+    try:
+        async with backends.open(spec, owner=owner) as grader:
+            return await dry_run(WatchedGrader(grader, lease.moved), spec, rows, schema=schema)
+    except asyncio.CancelledError:
+        lease.progressed()
+        raise
+    finally:
+        lease.when_lost(lambda: None)
+
+
+def check_file(
+    blobs: BlobStore,
+    file: File | None,
+    spec: GraderSpec | None,
+    param: str,
+    max_rows: int,
+    progressed: Callable[[], None] = lambda: None,
+) -> list[Example]:
+    """Return the rows of a valid file. Raises BadFile with the file's id and the numbers of its bad lines.
+
+    Args:
+        spec: the grader; None: the job distills a teacher.
+        progressed: called for each row; may raise, to stop.
+    """
+    method = "distillation" if spec is None else "reinforcement"
+    if file is None:
+        raise BadFile(param, f"The {param.replace('_', ' ')} was deleted before it could be read.")
+
+    def problems_of(row: Example) -> list[str]:
+        progressed()
+        return [] if spec is None else row_problems(spec, row.item)
+
+    try:
+        return files.read_rows(blobs, file, check=problems_of, max_rows=max_rows)
+    except InvalidDataset as cause:
+        raise BadFile(param, in_words(cause, blobs, file, method, param)) from cause
+    except files.FileDamaged as damage:
+        raise BadFile(param, str(damage)) from damage
+
+
+async def dry_run(
+    grader: Grader, spec: GraderSpec, rows: Sequence[Example], *, schema: Mapping[str, Any] | None = None
+) -> str | None:
+    """Grade a correct and an empty reply to a few rows. Returns a warning if the grader fails or scores all alike.
+
+    So does a part of a multi or of a select that scores all alike.
+
+    The correct reply is the grader's own reference, if its spec has one. It is a guess, so a failure is a warning, with
+    one exception. Under a `schema` both replies satisfy it, as every answer of the job will: the correct one has the
+    row's values.
+
+    Raises:
+        GraderCannotRun: every reply failed because of a missing module.
+    """
+    try:
+        replies = [(reply, row) for row in rows for reply in _replies(spec, row.item, schema)]
+    except NoProbe as cause:
+        log.info("no dry run of the grader: %s", cause)
+        return None
+    # The weights of reward models are not loaded here, so their scores are made up, and differ.
+    models = [part.model for _, part in reward_model_parts(spec)]
+    pairs = [
+        (
+            replace(
+                Sample.from_text(reply, parse_json=schema is not None),
+                model_scores=dict.fromkeys(models, float(number)),
+            ),
+            row.item,
+        )
+        for number, (reply, row) in enumerate(replies)
+    ]
+    # Sequential, because the deadline of a grade must not include queueing.
+    grades = await grade_all(grader, pairs, concurrency=1, timeout_s=DRY_RUN_SECONDS)
+    failed = [grade.reason for grade in grades if grade.score is None]
+    if len(failed) == len(grades) and all(_MISSING_MODULE.search(reason) for reason in failed):
+        raise GraderCannotRun(f"The grader cannot run: {failed[0]}")
+    if failed:
+        return f"The grader failed on {len(failed)} of {len(grades)} test replies. {failed[0]}"
+    scores = {grade.score for grade in grades}
+    if len(scores) == 1 and len({reply for reply, _ in replies}) > 1:
+        return (
+            f"The grader gave {len(grades)} different test replies, correct and empty ones, the same score "
+            f"({scores.pop():g}). If it scores all answers alike, the job has nothing to learn."
+        )
+    return _constant_part(grades, [reply for reply, _ in replies])
+
+
+def _constant_part(grades: Sequence[Grade], replies: Sequence[str]) -> str | None:
+    """Return a warning if some parts of the grader gave different replies the same score, each part its own."""
+    constant = []
+    for key in dict.fromkeys(key for grade in grades for key in grade.sub_grades):
+        graded = [
+            (reply, grade.sub_grades[key].score)
+            for reply, grade in zip(replies, grades, strict=True)
+            if key in grade.sub_grades
+        ]
+        different, scores = {reply for reply, _ in graded}, {score for _, score in graded}
+        if len(different) > 1 and len(scores) == 1 and (score := scores.pop()) is not None:
+            constant.append(f"'{key}' ({score:g})")
+    if not constant:
+        return None
+    return (
+        f"Parts of the grader gave all {len(grades)} test replies, correct and empty ones, the same score: "
+        f"{', '.join(constant)}. A part that scores all answers alike has no signal."
+    )
+
+
+def _replies(spec: GraderSpec, item: Item, schema: Mapping[str, Any] | None) -> list[str]:
+    if schema is None:
+        return [*reference_answers(spec, item), ""]
+    right, empty = probe(schema, item, dict(_placed(spec, item))), probe(schema)
+    return [json.dumps(right, ensure_ascii=False), json.dumps(empty, ensure_ascii=False)]
+
+
+def _placed(spec: GraderSpec, item: Item) -> Iterator[tuple[Path, str]]:
+    """Return the paths of a JSON answer that the grader compares with values of the row, and these values."""
+    for part in graders_of(spec, item):
+        if isinstance(part, StringCheckSpec | TextSimilaritySpec | MathSpec):
+            read, reference = Template.parse(part.input).parts, Template.parse(part.reference)
+            match read:
+                case (Reference("sample", ("output_json", *path)),) if reference.item_paths:
+                    with suppress(RenderError):  # it may read the answer as well
+                        yield tuple(path), reference.render(Sample.from_text(""), item)
+
+
+def reference_answers(spec: GraderSpec, item: Item) -> list[str]:
+    """Return the grader's reference for this row; if its spec has none, a field whose name suggests it."""
+    references = [getattr(part, "reference", None) for part in graders_of(spec, item)]
+    templates = [Template.parse(text) for text in references if isinstance(text, str)]
+    named = [template.render(Sample.from_text(""), item) for template in templates if template.item_paths]
+    guessed = [item[key] for key in _ANSWER_FIELDS if isinstance(item.get(key), str)]
+    return list(dict.fromkeys(named or guessed[:1]))

@@ -1,0 +1,201 @@
+"""A loss: what a gradient adds up, micro-batch by micro-batch. worker/training/losses.py says which loss a job has."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from worker.model.policy import Policy
+from worker.training.world import World
+from worker.types import Pack, TrainingSequence
+
+
+@dataclass(frozen=True)
+class GradientSums:
+    """Sums over the tokens of a step (and one maximum), added up micro-batch by micro-batch."""
+
+    loss: float = 0.0
+    value_loss: float = 0.0
+    tokens: int = 0
+    clipped: float = 0.0
+    entropy: float = 0.0
+    kl: float = 0.0
+    gap: float = 0.0
+    gap_max: float = 0.0
+    gap_k1: float = 0.0
+    gap_k3: float = 0.0
+    ratio: float = 0.0
+    ratio_squared: float = 0.0
+    # Of given answers (worker/training/row_loss.py).
+    sequences: int = 0
+    pairs: int = 0
+    correct: float = (
+        0.0  # tokens that the model thinks likeliest, or pairs whose preferred answer has more reward
+    )
+    chosen: float = 0.0  # reward of the preferred answers
+    rejected: float = 0.0
+    answers: int = 0  # of the loss kto
+    desirable: int = 0
+
+    @property
+    def counted(self) -> int:
+        """The number that a loss of given answers is divided by."""
+        return self.answers or self.pairs or self.tokens
+
+    @property
+    def effective_sample_size(self) -> float:
+        """Return (sum of weights)^2 / (n x sum of squares): 1 if all are equal, 1 / n if one dominates."""
+        if self.ratio_squared == 0.0:  # underflow in float64
+            return 0.0
+        return self.ratio * (self.ratio / self.ratio_squared) / self.tokens
+
+    def __add__(self, other: "GradientSums") -> "GradientSums":
+        sums = {field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)}
+        return GradientSums(**sums | {"gap_max": max(self.gap_max, other.gap_max)})
+
+
+# The shortest sequence with a learned token.
+SHORTEST = TrainingSequence((0, 0), (0.0, 0.0), (0.0, 0.0), 1.0)
+
+
+@dataclass(frozen=True)
+class StepValues:
+    """Numbers of the whole step that the loss of a micro-batch depends on."""
+
+    std: float = 1.0  # everything is divided by it later, so penalties are multiplied by it
+    kl: float = 0.0  # the weight of the penalty
+    z0: float = 0.0  # of the loss kto
+
+
+@dataclass
+class Batch:
+    """A micro-batch, with the values of its first pass that later passes reuse."""
+
+    packs: Sequence[Pack]
+    part: int = 0  # the mini-batch
+    is_filler: bool = False  # computed because another rank has one more; it counts for nothing
+    old_logp: Tensor | None = None
+    ref_logp: Tensor | None = None
+    advantage: Tensor | None = None  # with rewards of tokens, before they are normalized
+    normalized_advantage: Tensor | None = None
+    used_advantage: Tensor | None = None  # of the last pass, before the division by the std of the step
+    old_value: Tensor | None = None  # with a value head, like `returns`
+    returns: Tensor | None = None
+
+    @property
+    def sequences(self) -> int:
+        return sum(len(pack.sequences) for pack in self.packs)
+
+    @property
+    def answers(self) -> list[TrainingSequence]:
+        return [answer for pack in self.packs for answer in pack.sequences]
+
+
+# Tensors of a batch with one number for each trained token.
+KEPT = (
+    "old_logp",
+    "ref_logp",
+    "advantage",
+    "normalized_advantage",
+    "used_advantage",
+    "old_value",
+    "returns",
+)
+
+
+class KeptValues:
+    """Values of batches by their answers, for batches of the same answers that are divided in another way."""
+
+    def __init__(self, by_answer: Mapping[str, Mapping[int, Tensor]]) -> None:
+        self._by_answer = by_answer
+
+    @classmethod
+    def of(cls, batches: Iterable[Batch]) -> Self:
+        found: dict[str, dict[int, Tensor]] = {name: {} for name in KEPT}
+        for batch in batches:
+            sizes = [answer.trained_tokens for answer in batch.answers]
+            for name in KEPT:
+                value_M = getattr(batch, name)
+                if value_M is not None:
+                    parts = torch.split(value_M, sizes)
+                    found[name] |= {
+                        id(answer): part for answer, part in zip(batch.answers, parts, strict=True)
+                    }
+        return cls(found)
+
+    def restore(self, batches: Iterable[Batch]) -> None:
+        """Set the values of batches, all of whose answers have them."""
+        for batch in batches:
+            for name, by_answer in self._by_answer.items():
+                if all(id(answer) in by_answer for answer in batch.answers):
+                    setattr(batch, name, torch.cat([by_answer[id(answer)] for answer in batch.answers]))
+
+
+class Loss(ABC):
+    """A sum over micro-batches, which may compare the policy with a reference.
+
+    `reference` has the adapter of the reference, or all of its weights if all weights are trained. It is None if the
+    reference is the base model, or if the loss has no reference.
+    """
+
+    couples_answers: ClassVar[bool] = True  # whether the answers of a pack have to be in one micro-batch
+
+    def __init__(self, policy: Policy, *, has_reference: bool) -> None:
+        self.policy = policy
+        self.reference: list[Tensor] | None = None
+        if has_reference and not policy.has_base:
+            self.reference = policy.snapshot()
+        self._loaded = self.reference
+
+    @property
+    @abstractmethod
+    def settings(self) -> Any:
+        """The hyperparameters of the job."""
+
+    @abstractmethod
+    def __call__(self, batch: Batch, values: StepValues) -> tuple[Tensor, GradientSums]:
+        """The sum of the loss over a micro-batch, and its statistics."""
+
+    @property
+    def trainable(self) -> list[Parameter]:
+        """The weights that the first of several ranks updates."""
+        return self.policy.led
+
+    @property
+    def filler(self) -> Pack:
+        """The shortest pack that the loss can be computed of."""
+        return Pack((0, 0), (SHORTEST,))
+
+    @property
+    def fixed_weights(self) -> Mapping[str, Sequence[Tensor] | None]:
+        """By name, weights that are not trained and that all ranks need. None: they have them."""
+        return {"reference": self.reference}
+
+    def remember(self, batch: Batch) -> None:
+        """Keep what later passes need of the policy that sampled the micro-batch. Losses of one pass need nothing."""
+        return
+
+    @property
+    def changed_reference(self) -> list[Tensor] | None:
+        """The reference, unless it is the model as it was loaded."""
+        return None if self.reference is self._loaded else self.reference
+
+    def change_reference(self, weights: Sequence[Tensor] | None) -> None:
+        """Compare with these weights; None: with the model as it was loaded."""
+        self.reference = self._loaded if weights is None else [one.to(self.policy.device) for one in weights]
+
+    def as_reference(self) -> AbstractContextManager[None]:
+        """Compute as the reference during the context."""
+        return self.policy.as_base() if self.reference is None else self.policy.wearing(self.reference)
+
+    def receive(self, name: str, world: World) -> None:
+        """Overwrite the `fixed_weights` of this name with those of rank 0, which calls this as well."""
+        assert name == "reference"
+        if self.reference is None:
+            self.reference = [torch.zeros_like(parameter) for parameter in self.policy.trainable]
+        world.broadcast(self.reference)

@@ -1,0 +1,114 @@
+"""Distribute the packs of a step over the ranks of a run. Pure functions.
+
+Ranks wait for the slowest one at the end of each pass, so the largest share decides. Whole groups are too coarse: with
+the default batch of eight prompts and 60 % of groups with signal, ranks 6 to 8 have nothing to do. So a pack is cut
+between answers, and its prompt is computed once more on each rank that has a part of it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from worker.types import Pack
+from worker.types import TrainingSequence as Answer
+
+
+@dataclass
+class _Hand:
+    """The share of one rank while packs are dealt."""
+
+    packs: list[tuple[tuple[int, ...], list[Answer]]] = field(default_factory=list)
+    tokens: int = 0  # that are computed for them
+
+
+def deal(packs: Sequence[Pack], ranks: int, *, rows: bool = False) -> list[list[Pack]]:
+    """Return a share for each rank, so that the largest one has as few tokens as possible. Rank 0 gets the first.
+
+    A binary search finds the least capacity with which `ranks` bins hold all answers; `_fill` fills the bins one after
+    the other with the packs in order, so that at most one pack is cut at each border between two ranks. Whole packs
+    are better where they happen to fill the ranks evenly.
+
+    Args:
+        rows: each answer is computed in a separate row, with its prompt.
+    """
+    if not packs:
+        return [[] for _ in range(ranks)]
+    ordered = sorted(packs, key=lambda pack: pack.tokens, reverse=True)
+    choices = [_whole_packs(ordered, ranks, rows), _fit(ordered, ranks, rows), _fit(packs, ranks, rows)]
+    best = min(choices, key=_largest)
+    hands = [[Pack(prompt, tuple(answers)) for prompt, answers in hand.packs] for hand in best]
+    return hands + [[] for _ in range(ranks - len(hands))]
+
+
+def deal_whole(packs: Sequence[Pack], ranks: int, *, rows: bool = False) -> list[list[Pack]]:
+    """As `deal`, but no pack is cut: a loss couples its answers."""
+    ordered = sorted(packs, key=lambda pack: _tokens(pack, rows), reverse=True)
+    return [
+        [Pack(prompt, tuple(answers)) for prompt, answers in hand.packs]
+        for hand in _whole_packs(ordered, ranks, rows)
+    ]
+
+
+def _largest(hands: Sequence[_Hand]) -> int:
+    return max(hand.tokens for hand in hands)
+
+
+def _whole_packs(packs: Sequence[Pack], ranks: int, rows: bool) -> list[_Hand]:
+    """Give each pack to the rank with the fewest tokens."""
+    hands = [_Hand() for _ in range(ranks)]
+    for pack in packs:
+        hand = min(hands, key=lambda hand: hand.tokens)
+        hand.packs.append((pack.prompt_ids, list(pack.sequences)))
+        hand.tokens += _tokens(pack, rows)
+    return hands
+
+
+def _tokens(pack: Pack, rows: bool) -> int:
+    prompts = len(pack.sequences) if rows else 1
+    return prompts * len(pack.prompt_ids) + sum(map(_cost, pack.sequences))
+
+
+def _fit(packs: Sequence[Pack], ranks: int, rows: bool) -> list[_Hand]:
+    total = sum(_tokens(pack, rows) for pack in packs)
+    low, high = -(-sum(_cost(answer) for pack in packs for answer in pack.sequences) // ranks), total
+    best = _fill(packs, 1, high, rows)
+    assert best is not None, "one rank holds everything"
+    while low < high:
+        capacity = (low + high) // 2
+        hands = _fill(packs, ranks, capacity, rows)
+        if hands is None:
+            low = capacity + 1
+        else:
+            high, best = capacity, hands
+    return best
+
+
+def _fill(packs: Sequence[Pack], ranks: int, capacity: int, rows: bool) -> list[_Hand] | None:
+    """Fill ranks of this capacity one after the other, with the longest answer that fits; None: they do not suffice."""
+    hands = [_Hand()]
+    for pack in packs:
+        prompt = len(pack.prompt_ids)
+        left = sorted(pack.sequences, key=_cost, reverse=True)
+        begun = False  # whether the last rank has a part of this pack
+        while left:
+            hand = hands[-1]
+            again = 0 if begun and not rows else prompt
+            room = capacity - hand.tokens - again
+            fits = next((number for number, answer in enumerate(left) if _cost(answer) <= room), None)
+            if fits is None:
+                if not hand.packs or len(hands) == ranks:
+                    return None
+                hands.append(_Hand())
+                begun = False
+                continue
+            answer = left.pop(fits)
+            if not begun:
+                hand.packs.append((pack.prompt_ids, []))
+                begun = True
+            hand.packs[-1][1].append(answer)
+            hand.tokens += again + _cost(answer)
+    return hands
+
+
+def _cost(answer: Answer) -> int:
+    """The tokens that are computed for an answer: its last token predicts nothing."""
+    return len(answer.output_ids_T) - 1
