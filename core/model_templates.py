@@ -24,6 +24,7 @@ from core import chat_templates
 from core.errors import NotReady
 from core.fingerprint import conversion_of
 from core.model_checks import ModelChecks
+from core.outages import outage
 from core.reasoning import QUESTION, Format, Render, find_format
 from core.registry import BaseModelEntry
 
@@ -95,23 +96,30 @@ def _snapshot(hub: str) -> Path:
     cache = Path(os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache")))  # noqa: PTH111
     home = Path(os.environ.get("HF_HOME", cache / "huggingface"))
     model = Path(os.environ.get("HF_HUB_CACHE", home / "hub")) / f"models--{hub.replace('/', '--')}"
+    revision = _text(model / "refs" / "main")
+    return model / "absent" if revision is None else model / "snapshots" / revision.strip()
+
+
+def _text(file: Path) -> str | None:
+    """None: there is no such file, or it is no text. Raises OSError: this machine cannot read it for the moment."""
     try:
-        return model / "snapshots" / (model / "refs" / "main").read_text().strip()
-    except OSError:
-        return model / "absent"
+        return file.read_text()
+    except (OSError, ValueError) as cause:
+        if outage(cause) is not None:
+            raise
+        return None
 
 
 def _read(folder: Path) -> tuple[str | None, dict[str, str]]:
     """The chat template and the special tokens by their names."""
     try:
-        config: Any = json.loads((folder / "tokenizer_config.json").read_bytes())
-    except (OSError, ValueError):
+        config: Any = json.loads(_text(folder / "tokenizer_config.json") or "{}")
+    except ValueError:
         config = {}
     if not isinstance(config, dict):
         config = {}
-    try:
-        text: Any = (folder / "chat_template.jinja").read_text()
-    except (OSError, ValueError):
+    text: Any = _text(folder / "chat_template.jinja")
+    if text is None:
         text = config.get("chat_template")
     if isinstance(text, Sequence) and not isinstance(text, str):  # several by name
         named = [one for one in text if isinstance(one, Mapping) and one.get("name") == "default"]

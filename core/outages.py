@@ -6,11 +6,13 @@ an operator can repair while work waits counts as an outage, such as rejected cr
 """
 
 import errno
+import os
 import re
 import socket
 import sqlite3
 import sys
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
@@ -54,7 +56,7 @@ def outage(error: BaseException) -> Resource | None:
         return _of_system(error)
     if type(error) is RuntimeError and isinstance(error.__context__, OSError) and error.__cause__ is None:
         return _of_system(error.__context__)  # torch.save ends a file that it could not write
-    return _of_rust(error)
+    return _of_text(error)
 
 
 # PostgreSQL: a class (two characters) or a code of its appendix A. A code takes precedence over its class.
@@ -215,16 +217,43 @@ def _of_system(error: OSError) -> Resource | None:
         return Resource.NAMES
     if isinstance(error, ConnectionError | TimeoutError):  # those of the stores have other classes
         return Resource.NETWORK
-    return None if error.errno is None else _ERRNOS.get(error.errno)
+    if error.errno is not None:
+        return _ERRNOS.get(error.errno)
+    if isinstance(error, FileNotFoundError):
+        return _of_unopened(error)
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return (
+        None if cause is None else outage(cause)
+    )  # transformers says in its own words that a file was not read
 
 
-# How Rust's standard library ends the text of an error of the system.
+# What safetensors says of every file that it could not open, whatever the reason.
+_UNOPENED = re.compile(r"No such file or directory: (.+)", re.DOTALL)
+
+
+def _of_unopened(error: FileNotFoundError) -> Resource | None:
+    """The resource of an error of safetensors that hides the system's own: if the file is there, open it once more."""
+    path = _UNOPENED.fullmatch(str(error))
+    if path is None or not Path(path[1]).exists():
+        return None
+    try:
+        os.close(os.open(path[1], os.O_RDONLY))
+    except OSError as reason:
+        return _of_system(reason)
+    return Resource.DESCRIPTORS  # by now it can be opened
+
+
+# How Rust's standard library ends the text of an error of the system, and torch that of a file that it maps.
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
+_TORCH_ERROR = re.compile(r"unable to (?:open|mmap|stat|allocate|resize) .*\((\d+)\)$", re.DOTALL)
 
 
-def _of_rust(error: BaseException) -> Resource | None:
-    """The resource of an error of safetensors or tokenizers, which has the error number only in its text."""
-    if type(error) is Exception or type(error).__module__.split(".")[0] in ("safetensors", "tokenizers"):
+def _of_text(error: BaseException) -> Resource | None:
+    """The resource of an error of safetensors, tokenizers or torch, which has the error number only in its text."""
+    if type(error) is RuntimeError:
+        number = _TORCH_ERROR.match(str(error))
+    elif type(error) is Exception or type(error).__module__.split(".")[0] in ("safetensors", "tokenizers"):
         number = _OS_ERROR.search(str(error))
-        return None if number is None else _ERRNOS.get(int(number[1]))
-    return None
+    else:
+        number = None
+    return None if number is None else _ERRNOS.get(int(number[1]))

@@ -7,12 +7,12 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def no_free_descriptor() -> Iterator[None]:
-    """No file can be opened during the context: Too many open files."""
+def no_free_descriptor(but: int = 0) -> Iterator[None]:
+    """No file can be opened during the context, or few if `but` is not 0: Too many open files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     first_free = os.open(os.devnull, os.O_RDONLY)
     os.close(first_free)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (first_free, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (first_free + but, hard))
     try:
         yield
     finally:

@@ -2,9 +2,10 @@
 
 import errno
 import os
+import shutil
 import socket
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +20,24 @@ from botocore.exceptions import (
     ParamValidationError,
 )
 from botocore.parsers import ResponseParserError
+from peft import load_peft_weights
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError, IntegrityError, OperationalError
 from sqlalchemy.exc import TimeoutError as NoFreeConnection
 
+from core import model_templates
 from core.database.engine import Database
 from core.outages import Resource, outage
+from core.registry import BaseModelEntry
 from core.scratch import scratch_folder
 from core.storage.store import BlobNotFound, StoreEmpty
+from tests.descriptors import no_free_descriptor
 from tests.servers import Postgres
-from worker.model.policy import reading
+from tests.tiny import make_tiny_model
+from worker.model.capacity import config_of
+from worker.model.policy import generation_config_of, load_weights, reading
 from worker.refusals import MachineLacks, starting_later
 from worker.training.trainable_weights import save_state
 
@@ -192,6 +200,65 @@ def test_the_state_of_a_trainer_that_meets_a_full_disk_is_an_outage(tmp_path: Pa
         save_state({"weight": torch.zeros(100_000)}, full)
 
     assert outage(error.value) is DISK
+
+
+def load_the_file(folder: Path) -> object:
+    return load_file(folder / "model.safetensors")
+
+
+def load_the_model(folder: Path) -> object:
+    return load_weights(BaseModelEntry(path=folder, dtype="float32", context=128), folder, "cpu")
+
+
+def load_an_adapter(folder: Path) -> object:
+    file = folder / "adapter_model.safetensors"
+    if not file.exists():
+        shutil.copy(folder / "model.safetensors", file)
+    return load_peft_weights(str(folder), device="cpu")
+
+
+@pytest.mark.parametrize("free", [0, 1])
+@pytest.mark.parametrize("load", [load_the_file, load_the_model, load_an_adapter])
+def test_a_model_that_is_read_without_free_descriptors_is_not_to_blame(
+    load: Callable[[Path], object], free: int, tmp_path: Path
+) -> None:
+    """safetensors says that a file does not exist, whatever kept it from opening it; torch maps the file anew."""
+    folder = make_tiny_model(tmp_path / "tiny")
+    load(folder)  # and so imports what it needs
+
+    with pytest.raises((OSError, RuntimeError)) as error, no_free_descriptor(but=free):
+        load(folder)
+
+    assert outage(error.value) is Resource.DESCRIPTORS
+
+
+def test_a_model_whose_files_cannot_be_read_for_a_moment_does_not_get_other_stop_tokens_or_another_template(
+    tmp_path: Path,
+) -> None:
+    folder = make_tiny_model(tmp_path / "tiny")
+    for read in (
+        lambda: generation_config_of(folder),
+        lambda: model_templates.files_of(BaseModelEntry(path=folder), tmp_path),
+        lambda: config_of(BaseModelEntry(path=folder)),
+    ):
+        assert read() is not None
+        with pytest.raises(OSError, match="Too many open files") as error, no_free_descriptor():
+            read()
+        assert outage(error.value) is Resource.DESCRIPTORS
+
+
+def test_a_file_that_does_not_exist_is_no_outage(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError) as error:
+        load_file(tmp_path / "model.safetensors")
+
+    assert outage(error.value) is None
+
+
+def test_an_error_without_a_number_is_what_led_to_it() -> None:
+    error = OSError("Can't load the configuration")
+    error.__context__ = OSError(errno.ENOSPC, "No space left on device")
+
+    assert outage(error) is DISK
 
 
 def test_a_full_disk_is_no_fault_of_the_model_that_is_converted(tmp_path: Path) -> None:

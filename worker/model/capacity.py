@@ -14,6 +14,7 @@ from core.jobs import full, hyperparameters
 from core.jobs.hyperparameters import Hyperparameters
 from core.model_memory import ModelMemories, ModelMemory
 from core.model_templates import is_reasoning
+from core.outages import outage
 from core.registry import BaseModelEntry, Registry, sampler_of
 from core.settings import Settings
 from core.units import GIB
@@ -34,7 +35,9 @@ def config_of(entry: BaseModelEntry) -> Mapping[str, Any] | None:
     file = source / "config.json" if isinstance(source, Path) else _cached(source)
     try:
         config = json.loads(file.read_text()) if file is not None else None
-    except (OSError, ValueError):
+    except (OSError, ValueError) as cause:
+        if outage(cause) is not None:
+            raise
         return None
     return config if isinstance(config, dict) else None
 

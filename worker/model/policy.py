@@ -9,7 +9,7 @@ import errno
 import json
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -305,14 +305,15 @@ def reading(source: Path | str, what: str) -> Iterator[None]:
             raise
         raise InvalidModel(f"The {what} of {where} cannot be read: {first_line(cause)}") from cause
     except OSError as cause:
-        if outage(cause) is Resource.DISK and isinstance(source, str):
+        lacking = outage(cause)
+        if lacking is Resource.DISK and isinstance(source, str):
             raise NoRoom(cause, Path(HF_HUB_CACHE), "HF_HOME", None) from cause
         if isinstance(source, str) and not _is_unknown(cause):
             raise ModelUnavailable(
                 f"The {what} of {where} could not be downloaded from the hub: {first_line(cause)}"
             ) from cause
-        if cause.errno not in (None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR):
-            raise  # the disk's fault
+        if lacking is not None or cause.errno not in (None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR):
+            raise  # the machine's fault
         raise InvalidModel(f"The {what} of {where} cannot be read: {first_line(cause)}") from cause
     except RuntimeError as cause:
         if "automatic conversion of the weights" in str(cause):
@@ -831,11 +832,25 @@ def render(
     return list(ids)
 
 
+def generation_config_of(source: Path | str) -> GenerationConfig | None:
+    """The model's generation_config.json. None: it has none, as many models.
+
+    Raises:
+        OSError: this machine cannot read it now, so whether there is one is not known.
+    """
+    try:
+        return GenerationConfig.from_pretrained(source)
+    except OSError as cause:
+        # A hub that is out of reach has given the model's other files to this machine, and would have given this one.
+        if outage(cause) in (None, Resource.NETWORK, Resource.NAMES):
+            return None
+        raise
+
+
 def read_generation_config(model: PreTrainedModel, source: Path | str) -> None:
     """Give a model without weights the generation config of its source, as a loaded one has it."""
-    # Many models have no generation_config.json; transformers makes one of the config.
-    with suppress(OSError):
-        model.generation_config = GenerationConfig.from_pretrained(source)
+    if (config := generation_config_of(source)) is not None:  # else transformers makes one of the config
+        model.generation_config = config
 
 
 def configured_stops(model: PreTrainedModel) -> int | list[int] | None:

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from worker.model.policy import render
+from worker.model.policy import generation_config_of, render
 from worker.model.template import facts_of, own_stop_ids, stop_ids_of
 from worker.offline.rows import ChatTemplate
 from worker.refusals import UserMistake
@@ -16,10 +16,8 @@ def template_of(source: Path | str, tokenizer: PreTrainedTokenizerBase) -> ChatT
     Raises:
         UserMistake: no token ends an answer, so the model could not learn where to stop.
     """
-    try:
-        configured = GenerationConfig.from_pretrained(source).eos_token_id
-    except OSError:  # many models have no generation_config.json
-        configured = None
+    config = generation_config_of(source)
+    configured = None if config is None else config.eos_token_id
     stops = stop_ids_of(configured, tokenizer)
     if not stops:
         raise UserMistake("invalid_model", "The model's tokenizer has no token that ends an answer.", "model")

@@ -23,7 +23,7 @@ import httpx
 import torch
 from peft import LoraConfig
 from safetensors.torch import save_file
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from core.chat import InternalChat, InternalCompletion, Message
 from core.reasoning import Format
@@ -34,7 +34,7 @@ from worker.engine.launch import ChildEngine
 from worker.engine.names import NOTHING, THOUGHTS_FORMAT, THOUGHTS_IN_GRAMMAR
 from worker.engine.options import RANKS, EngineConfig, environment, server_options
 from worker.model.architecture import without_weights
-from worker.model.policy import read_config
+from worker.model.policy import generation_config_of, read_config
 from worker.model.reasoning import Reasoning
 from worker.model.template import own_stop_ids, stop_ids_of
 from worker.refusals import Refusal
@@ -294,7 +294,7 @@ def tool_parser_of(entry: BaseModelEntry, tokenizer: PreTrainedTokenizerBase) ->
 
 def write_nothing(source: str, folder: Path) -> None:
     """An adapter of one layer whose matrices are 0."""
-    model = without_weights(_config_of(source))
+    model = without_weights(read_config(_place(source)))
     head = model.get_output_embeddings()
     name, layer = next(
         (name, module)
@@ -312,13 +312,11 @@ def write_nothing(source: str, folder: Path) -> None:
 
 
 def _eos_of(source: str) -> Any:
-    try:
-        return GenerationConfig.from_pretrained(source).eos_token_id
-    except OSError:  # a model without that file has it in its config
-        return _config_of(source).eos_token_id
+    where = _place(source)
+    return (generation_config_of(where) or read_config(where)).eos_token_id
 
 
-def _config_of(source: str) -> Any:
-    """`source` is a folder if there is one of that name, and else a hub id, as transformers reads it."""
+def _place(source: str) -> Path | str:
+    """A folder if there is one of that name, and else a hub id, as transformers reads it."""
     folder = Path(source)
-    return read_config(folder if folder.is_dir() else source)
+    return folder if folder.is_dir() else source
