@@ -391,7 +391,10 @@ def claim_of(line: str) -> Claim:
 
 
 def end_with_shortage(attempt: Attempt, shortage: Shortage) -> NoReturn:
-    """End this process because another rank ran out of memory in an operation of all ranks, which has no end then."""
+    """End this process because another rank ran out of memory in an operation of all ranks, which has no end then.
+
+    Unless this rank has run out of memory too, and ends by itself: then this thread waits.
+    """
     from worker.recording.plan_record import lowering_for_next_attempt
 
     def run() -> NoReturn:

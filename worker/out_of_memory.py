@@ -4,7 +4,8 @@ They come from torch, from CUDA's libraries and from vLLM, and those of an engin
 """
 
 import re
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
@@ -93,6 +94,20 @@ class OutOfDeviceMemory(Exception):
 
 class LostPass(OutOfDeviceMemory):
     """The same in a pass of ranks with a sharded base: the others wait in the middle of it, so the attempt ends."""
+
+
+class FirstAnswer:
+    """Which thread answers a shortage that ends the attempt: ranks that share a pass run out of memory together."""
+
+    def __init__(self, wait: Callable[[], object] = threading.Event().wait) -> None:
+        """`wait`: waits for the end of this process."""
+        self._taken = threading.Lock()
+        self._wait = wait
+
+    def take(self) -> None:
+        """Return in the first thread that calls this, which lowers the sizes and ends the process; others wait."""
+        if not self._taken.acquire(blocking=False):
+            self._wait()
 
 
 @contextmanager

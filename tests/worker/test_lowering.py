@@ -30,7 +30,7 @@ from worker.model.lowering import PlanSizes, SizeBounds, SizeLimits, Update, all
 from worker.model.memory import DeviceMemory
 from worker.model.policy import Base, Policy
 from worker.model.sizing import Estimate, MemoryPlan
-from worker.out_of_memory import LostPass, OutOfDeviceMemory, Shortage, is_out_of_memory
+from worker.out_of_memory import FirstAnswer, LostPass, OutOfDeviceMemory, Shortage, is_out_of_memory
 from worker.prepare.run_memory import RunMemory, room_to_sleep
 from worker.recording import plan_record
 from worker.recording.plan_record import PlanRecord
@@ -417,6 +417,13 @@ class Engines:
         self.told.append("sleep")
 
 
+def events_of(bench: Bench) -> Sequence[Event]:
+    """With the numbers of a shortage."""
+    with bench.database.read() as session:
+        found = session.query(Event).order_by(Event.seq).all()
+    return [event for event in found if "out_of_memory" in (event.data or {})]
+
+
 class TestTheRecord:
     def test_lets_the_next_attempt_and_the_next_job_begin_there(self, bench: Bench) -> None:
         run_memory = RunMemory(
@@ -593,6 +600,25 @@ class TestTheRecord:
         job = bench.job()
         assert (job.status, job.failures) == ("queued", 0)
         assert job.memory is not None and job.memory["sizes"]["sleeps"]
+
+    def test_is_lowered_once_when_all_ranks_of_a_pass_run_out_of_memory(self, bench: Bench) -> None:
+        """Rank 0 has its own error, and hears of another rank's in a thread."""
+
+        class Waits(Exception):
+            """Stands for the end of the process by the first thread."""
+
+        def wait() -> None:
+            raise Waits
+
+        attempt = bench.attempt(first_answer=FirstAnswer(wait))
+        plan_record.begin(attempt, RECORD)
+        for error, ends in ((LostPass(WHOLE), RunsSmaller), (OutOfDeviceMemory(WHOLE), Waits)):
+            with pytest.raises(ends), plan_record.lowering_for_next_attempt(attempt, device(0)):
+                raise error
+
+        row = present(bench.job().memory)
+        assert row["sizes"]["cache_bytes"] == 4 * GIB
+        assert [event.message[:13] for event in events_of(bench)] == ["Out of memory"]
 
     @pytest.mark.parametrize("is_shared", [False, True], ids=["of another process", "of another job"])
     def test_an_attempt_that_would_begin_with_the_same_sizes_waits_until_the_memory_is_free(

@@ -197,7 +197,7 @@ def ending(attempt: Attempt, before: PlanRecord, after: PlanRecord, shortage: Sh
 
 @contextmanager
 def lowering_for_next_attempt(attempt: Attempt, memory: DeviceMemory = DeviceMemory()) -> Iterator[None]:
-    """Answer an out-of-memory error of the device that ends this attempt.
+    """Answer an out-of-memory error of the device that ends this attempt: once, whichever thread has it first.
 
     Raises:
         RunsSmaller: the next attempt begins with lower sizes.
@@ -209,6 +209,7 @@ def lowering_for_next_attempt(attempt: Attempt, memory: DeviceMemory = DeviceMem
     except Exception as cause:
         if isinstance(cause, ANSWERED) or not is_out_of_memory(cause):
             raise
+        attempt.first_answer.take()
         shortage = Shortage.of(cause, "trainer")
         row = attempt.read(lambda session: session.get_one(Job, attempt.job.seq).memory)
         assert row is not None, "each attempt stores its plan before it loads the model"
