@@ -41,7 +41,7 @@ from worker.device import GpuUnusable
 from worker.heartbeat import Beat, WatchedGrader, beats_into
 from worker.instruments import ObservedGrader
 from worker.interfaces import Exporters
-from worker.out_of_memory import OutOfDeviceMemory, Shortage
+from worker.out_of_memory import OutOfDeviceMemory, OutOfMainMemory, Shortage
 from worker.progress import PROGRESS
 from worker.recording.exporters.threads import has_abandoned_threads
 from worker.refusals import (
@@ -370,7 +370,7 @@ def status_of(attempt: Attempt, run: Callable[[], "RunOutcome"]) -> int:
     except RunsAlone as cause:
         print(cause, file=sys.stderr)  # noqa: T201 - what the supervisor quotes
         return process.ALONE
-    except (ModelUnavailable, ServerAway, BaseLost, TurnsLost) as cause:
+    except (ModelUnavailable, ServerAway, BaseLost, TurnsLost, OutOfMainMemory) as cause:
         # Worth another attempt, and no fault of the code, so without a traceback.
         print(cause, file=sys.stderr)  # noqa: T201 - what the supervisor quotes
         return process.FAILED

@@ -30,7 +30,7 @@ from worker.model.lowering import PlanSizes, SizeBounds, SizeLimits, Update, all
 from worker.model.memory import DeviceMemory
 from worker.model.policy import Base, Policy
 from worker.model.sizing import Estimate, MemoryPlan
-from worker.out_of_memory import FirstAnswer, LostPass, OutOfDeviceMemory, Shortage, is_out_of_memory
+from worker.out_of_memory import FirstAnswer, LostPass, OutOfDeviceMemory, Shortage, is_out_of_memory, lacking
 from worker.prepare.run_memory import RunMemory, room_to_sleep
 from worker.recording import plan_record
 from worker.recording.plan_record import PlanRecord
@@ -248,6 +248,47 @@ def test_errors_of_torch_of_cuda_and_of_vllm_are_out_of_memory_errors(error: Exc
 )
 def test_other_errors_are_none(error: Exception) -> None:
     assert not is_out_of_memory(error)
+
+
+@pytest.mark.parametrize(
+    ("error", "of_gpu_run", "of_cpu_run"),
+    [
+        (torch.OutOfMemoryError(OUT_OF_MEMORY), "cuda", "cpu"),
+        (MemoryError(), "cpu", "cpu"),
+        (
+            RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
+            "cpu",
+            "cpu",
+        ),
+        ("MemoryError: ", "cpu", "cpu"),
+        (ValueError("out of range"), None, None),
+    ],
+    ids=lambda error: str(error)[:30],
+)
+def test_memory_that_lacks_is_main_memory_if_it_is_not_that_of_the_runs_device(
+    error: Exception | str, of_gpu_run: str | None, of_cpu_run: str | None
+) -> None:
+    assert (lacking(error, "cuda"), lacking(error, "cpu")) == (of_gpu_run, of_cpu_run)
+
+
+class OnGpu(Policy):
+    """Says that it computes on a GPU."""
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda")
+
+
+def test_a_lack_of_main_memory_makes_no_micro_batch_of_a_gpu_smaller(tiny_base: Base) -> None:
+    policy = OnGpu(copy.deepcopy(tiny_base), rank=4, alpha=8, seed=0)
+    gradient = LocalGradient(PolicyLoss(policy, asked({"loss": "grpo"})), token_budget=4096)
+
+    def compute(loss: PolicyLoss, batches: Iterator[Batch]) -> None:
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        gradient.of_packs(compute, [])
+    assert gradient.shortage is None
 
 
 def test_the_numbers_are_those_of_the_error() -> None:
@@ -619,6 +660,42 @@ class TestTheRecord:
         row = present(bench.job().memory)
         assert row["sizes"]["cache_bytes"] == 4 * GIB
         assert [event.message[:13] for event in events_of(bench)] == ["Out of memory"]
+
+    @pytest.mark.parametrize(
+        ("device_name", "error", "words", "wanted"),
+        [
+            (
+                "cuda",
+                RuntimeError(
+                    "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8589934592 bytes."
+                ),
+                ", not of the GPU's",
+                "8.00 GiB wanted, ",
+            ),
+            ("cpu", MemoryError(), "", ""),
+        ],
+    )
+    def test_a_lack_of_main_memory_lowers_nothing_and_has_its_own_remedy(
+        self,
+        bench: Bench,
+        device_name: str,
+        error: Exception,
+        words: str,
+        wanted: str,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        plan_record.begin(bench.attempt(), replace(RECORD, device=device_name))
+
+        def run() -> RunOutcome:
+            with plan_record.lowering_for_next_attempt(bench.attempt(), device(0)):
+                raise error
+
+        assert status_of(bench.attempt(), run) == process.FAILED
+        assert present(bench.job().memory)["sizes"] == SIZES.to_row()
+        message = capsys.readouterr().err
+        assert message.startswith(
+            f"Out of main memory{words} ({wanted}40.00 GiB free). Give the worker's machine"
+        )
 
     @pytest.mark.parametrize("is_shared", [False, True], ids=["of another process", "of another job"])
     def test_an_attempt_that_would_begin_with_the_same_sizes_waits_until_the_memory_is_free(

@@ -29,7 +29,7 @@ from worker.model.lowering import (
     refusal,
 )
 from worker.model.memory import DeviceMemory
-from worker.out_of_memory import Shortage, is_out_of_memory
+from worker.out_of_memory import OutOfMainMemory, Shortage, is_out_of_memory, lacking
 from worker.refusals import MemoryTaken, NotEnoughMemory, Refusal, RunsSmaller, UserMistake
 from worker.sharing.base import RunsAlone
 
@@ -38,8 +38,8 @@ UNEXPLAINED_BYTES = GIB
 ASLEEP_BYTES = 2 * GIB  # of an engine: its context, and what it allocates outside of its cache and weights
 KEY = ("model", "device", "workload")  # of MemoryLimit
 LIMIT_SECONDS = 7 * 24 * 3600  # for which what a job found about its model counts for others
-# Answers to an out-of-memory error, from which they may be raised; and a lack of main memory, of whatever process.
-ANSWERED = (Refusal, UserMistake, TemporarilyUnavailable, RunsAlone, RunsSmaller, MemoryError)
+# Answers to an out-of-memory error, from which they may be raised.
+ANSWERED = (Refusal, UserMistake, TemporarilyUnavailable, RunsAlone, RunsSmaller, OutOfMainMemory)
 
 
 @dataclass(frozen=True)
@@ -203,15 +203,18 @@ def lowering_for_next_attempt(attempt: Attempt, memory: DeviceMemory = DeviceMem
         RunsSmaller: the next attempt begins with lower sizes.
         MemoryTaken, RunsAlone: the next one begins with the same sizes, without others on the device.
         NotEnoughMemory: as `lower`.
+        OutOfMainMemory: the error is of main memory, and the plan is of a GPU or the error is not of torch.
     """
     try:
         yield
     except Exception as cause:
         if isinstance(cause, ANSWERED) or not is_out_of_memory(cause):
             raise
-        attempt.first_answer.take()
-        shortage = Shortage.of(cause, "trainer")
         row = attempt.read(lambda session: session.get_one(Job, attempt.job.seq).memory)
         assert row is not None, "each attempt stores its plan before it loads the model"
         before = PlanRecord.of_row(row)
+        if isinstance(cause, MemoryError) or lacking(cause, before.device) != before.device:
+            raise OutOfMainMemory(cause, memory.available("cpu"), before.device) from cause
+        attempt.first_answer.take()
+        shortage = Shortage.of(cause, "trainer")
         raise ending(attempt, before, lower(attempt, before, shortage, memory), shortage) from cause

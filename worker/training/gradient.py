@@ -15,7 +15,7 @@ import torch
 from worker.model import memory
 from worker.model.batch import RowCost, micro_batches, padded_tokens
 from worker.model.lowering import PlanSizes
-from worker.out_of_memory import LostPass, OutOfDeviceMemory, Shortage, is_out_of_memory
+from worker.out_of_memory import LostPass, OutOfDeviceMemory, Shortage, lacking
 from worker.progress import PROGRESS
 from worker.training.loss import Batch, GradientSums, KeptValues, Loss, StepValues
 from worker.training.row_cost import row_cost
@@ -304,7 +304,7 @@ class LocalGradient:
         try:
             do(*arguments)
         except Exception as cause:
-            if not is_out_of_memory(cause):
+            if lacking(cause, self.policy.device.type) != self.policy.device.type:
                 raise
             shortage = self._shortage_of(cause)
         else:
