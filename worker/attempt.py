@@ -1,7 +1,7 @@
 """One attempt at a claimed job: its claim, its job, and its access to the database and the blob store."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self, TypeVar
 
@@ -14,6 +14,7 @@ from core.database.tables import Job
 from core.jobs import events, lifecycle
 from core.retry import RetryPolicy
 from core.storage.store import BlobStore
+from worker.out_of_memory import FirstAnswer
 from worker.progress import PROGRESS
 from worker.sharing.base import DeviceShare
 
@@ -33,6 +34,7 @@ class Attempt:
     blobs: BlobStore
     retry: RetryPolicy
     shared: DeviceShare | None = None  # None: it has the device and its base model to itself
+    first_answer: FirstAnswer = field(default_factory=FirstAnswer, compare=False, repr=False)  # to a shortage
 
     @classmethod
     def begin(

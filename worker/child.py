@@ -41,7 +41,7 @@ from worker.device import GpuUnusable
 from worker.heartbeat import Beat, WatchedGrader, beats_into
 from worker.instruments import ObservedGrader
 from worker.interfaces import Exporters
-from worker.out_of_memory import OutOfDeviceMemory, Shortage
+from worker.out_of_memory import OutOfDeviceMemory, OutOfMainMemory, Shortage
 from worker.progress import PROGRESS
 from worker.recording.exporters.threads import has_abandoned_threads
 from worker.refusals import (
@@ -370,7 +370,7 @@ def status_of(attempt: Attempt, run: Callable[[], "RunOutcome"]) -> int:
     except RunsAlone as cause:
         print(cause, file=sys.stderr)  # noqa: T201 - what the supervisor quotes
         return process.ALONE
-    except (ModelUnavailable, ServerAway, BaseLost, TurnsLost) as cause:
+    except (ModelUnavailable, ServerAway, BaseLost, TurnsLost, OutOfMainMemory) as cause:
         # Worth another attempt, and no fault of the code, so without a traceback.
         print(cause, file=sys.stderr)  # noqa: T201 - what the supervisor quotes
         return process.FAILED
@@ -391,7 +391,10 @@ def claim_of(line: str) -> Claim:
 
 
 def end_with_shortage(attempt: Attempt, shortage: Shortage) -> NoReturn:
-    """End this process because another rank ran out of memory in an operation of all ranks, which has no end then."""
+    """End this process because another rank ran out of memory in an operation of all ranks, which has no end then.
+
+    Unless this rank has run out of memory too, and ends by itself: then this thread waits.
+    """
     from worker.recording.plan_record import lowering_for_next_attempt
 
     def run() -> NoReturn:

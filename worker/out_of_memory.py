@@ -1,20 +1,26 @@
-"""Out-of-memory errors of the device: what they are, and the numbers in them. Imports no torch.
+"""Out-of-memory errors: of which memory they are, and the numbers in them. Imports no torch.
 
 They come from torch, from CUDA's libraries and from vLLM, and those of an engine's process come as text.
 """
 
 import re
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-# The messages of CUDA and its libraries, of torch's allocator on a CPU, and of vLLM at its start.
+from core.units import GIB
+
+# The messages of CUDA and its libraries, and of vLLM at its start.
 _TEXTS = re.compile(
     r"(?i)CUDA out of memory|CUDA error: out of memory|CUDA driver error: out of memory|OutOfMemoryError"
-    r"|CU(BLAS|DNN|SOLVER|SPARSE)_STATUS_ALLOC_FAILED|DefaultCPUAllocator: (can't allocate|not enough) memory"
+    r"|CU(BLAS|DNN|SOLVER|SPARSE)_STATUS_ALLOC_FAILED"
     r"|Free memory on device|No available memory for the cache blocks|not enough GPU memory"
 )
+# That of torch's allocator in main memory, and how an engine's process writes Python's own.
+_ALLOCATOR_TEXT = re.compile(r"DefaultCPUAllocator: (can't allocate|not enough) memory")
+_PYTHON_TEXT = re.compile(r"\bMemoryError\b")
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _WANTED = re.compile(r"[Tt]ried to allocate ([\d.]+) (bytes|[KMG]iB)")
 _FREE = re.compile(r"of which ([\d.]+) (bytes|[KMG]iB) is free|Free memory on device \S+ \(([\d.]+)/")
@@ -22,15 +28,44 @@ _FREE = re.compile(r"of which ([\d.]+) (bytes|[KMG]iB) is free|Free memory on de
 Place = Literal["trainer", "sampler"]
 
 
+def lacking(error: BaseException | str, device: str) -> str | None:
+    """Return the device whose memory did not suffice, by an error, its causes, or the text of one.
+
+    Returns:
+        `device`, where the process computes, or "cpu": main memory. None: it is no out-of-memory error.
+    """
+    for one in [error] if isinstance(error, str) else _chain(error):
+        if _is_of_main_memory(one):
+            return "cpu"
+        if _is_of_device(one):
+            return device
+    return None
+
+
 def is_out_of_memory(error: BaseException | str) -> bool:
-    """Whether an error, or the text of one, says that the device has too little memory. Also by its cause."""
+    """Whether it is an out-of-memory error, of whichever memory."""
+    return lacking(error, "") is not None
+
+
+def memory_named(error: BaseException) -> str:
+    """Which memory an out-of-memory error is of, for a message."""
+    return "main memory" if lacking(error, "") == "cpu" else "memory"
+
+
+def _is_of_main_memory(error: BaseException | str) -> bool:
+    if isinstance(error, str):
+        return any(text.search(error) for text in (_ALLOCATOR_TEXT, _PYTHON_TEXT))
+    is_torchs = isinstance(error, RuntimeError) and _ALLOCATOR_TEXT.search(str(error)) is not None
+    return isinstance(error, MemoryError) or is_torchs
+
+
+def _is_of_device(error: BaseException | str) -> bool:
     if isinstance(error, str):
         return _TEXTS.search(error) is not None
-    return any(
-        isinstance(one, MemoryError | OutOfDeviceMemory)
-        or any(kind.__name__ == "OutOfMemoryError" for kind in type(one).__mro__)
-        or (isinstance(one, RuntimeError | ValueError) and is_out_of_memory(str(one)))
-        for one in _chain(error)
+    return (
+        isinstance(error, OutOfDeviceMemory)
+        or any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__)
+        or (isinstance(error, RuntimeError | ValueError) and _TEXTS.search(str(error)) is not None)
     )
 
 
@@ -91,17 +126,47 @@ class OutOfDeviceMemory(Exception):
         self.shortage = shortage
 
 
+class OutOfMainMemory(Exception):
+    """A run has used up main memory, by something that its plan has no sizes of. Another attempt may have more."""
+
+    def __init__(self, error: BaseException, free: int, device: str) -> None:
+        """`free`: bytes of main memory now; `device`: that the run computes on."""
+        wanted = Shortage.of(error, "trainer").wanted
+        size = "" if wanted is None else f"{wanted / GIB:.2f} GiB wanted, "
+        other = "" if device == "cpu" else ", not of the GPU's"
+        line = (str(error).strip().splitlines() or [""])[0][:300]
+        super().__init__(
+            f"Out of main memory{other} ({size}{free / GIB:.2f} GiB free). Give the worker's machine or "
+            "container more main memory, or choose a smaller batch_size, group_size or schedule.steps. The error: "
+            f"{type(error).__name__}: {line}"
+        )
+
+
 class LostPass(OutOfDeviceMemory):
     """The same in a pass of ranks with a sharded base: the others wait in the middle of it, so the attempt ends."""
 
 
+class FirstAnswer:
+    """Which thread answers a shortage that ends the attempt: ranks that share a pass run out of memory together."""
+
+    def __init__(self, wait: Callable[[], object] = threading.Event().wait) -> None:
+        """`wait`: waits for the end of this process."""
+        self._taken = threading.Lock()
+        self._wait = wait
+
+    def take(self) -> None:
+        """Return in the first thread that calls this, which lowers the sizes and ends the process; others wait."""
+        if not self._taken.acquire(blocking=False):
+            self._wait()
+
+
 @contextmanager
-def naming_place(place: Place) -> Iterator[None]:
-    """Raise out-of-memory errors as OutOfDeviceMemory of this place."""
+def naming_place(place: Place, device: str) -> Iterator[None]:
+    """Raise out-of-memory errors of this device as OutOfDeviceMemory of this place."""
     try:
         yield
     except Exception as cause:
-        if isinstance(cause, OutOfDeviceMemory) or not is_out_of_memory(cause):
+        if isinstance(cause, OutOfDeviceMemory) or lacking(cause, device) != device:
             raise
         shortage = Shortage.of(cause, place)
     else:

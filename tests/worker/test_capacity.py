@@ -20,6 +20,7 @@ from tests.worker.test_memory import QWEN3_4B, QWEN3_14B
 from worker.model import capacity, sizing
 from worker.model.memory import DeviceMemory, later_if_memory_is_taken
 from worker.model.sizing import MemoryPlan
+from worker.out_of_memory import OutOfMainMemory
 from worker.prepare.memory_plan import plan_within
 from worker.refusals import MemoryTaken, NotEnoughMemory, UserMistake
 from worker.serving.engines import EngineRefused
@@ -308,6 +309,26 @@ class TestMemoryOfOthers:
 
         with pytest.raises(type(cause)), later_if_memory_is_taken("cuda", beside_others=False, memory=memory):
             raise cause
+
+    @pytest.mark.parametrize(
+        ("own", "answer", "words"),
+        [
+            (0, MemoryTaken, "other processes use main memory"),
+            (40, OutOfMainMemory, "Out of main memory, not of the GPU's"),
+        ],
+    )
+    def test_main_memory_that_lacks_while_a_gpu_loads_a_model_is_named(
+        self, own: int, answer: type[Exception], words: str
+    ) -> None:
+        memory = DeviceMemory(
+            lambda device: 40 if device == "cpu" else 0, lambda device: 80, lambda device: own
+        )
+
+        with (
+            pytest.raises(answer, match=words),
+            later_if_memory_is_taken("cuda", beside_others=False, memory=memory),
+        ):
+            raise MemoryError
 
     def test_a_job_that_runs_out_of_memory_beside_other_jobs_runs_alone(self) -> None:
         with (

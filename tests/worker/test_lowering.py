@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import queue
+import resource
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -26,11 +27,12 @@ from worker import process
 from worker.child import status_of
 from worker.engine.client import EngineLost
 from worker.engine.options import EngineConfig
+from worker.model import memory
 from worker.model.lowering import PlanSizes, SizeBounds, SizeLimits, Update, allowed, fitted, lowered
 from worker.model.memory import DeviceMemory
 from worker.model.policy import Base, Policy
 from worker.model.sizing import Estimate, MemoryPlan
-from worker.out_of_memory import LostPass, OutOfDeviceMemory, Shortage, is_out_of_memory
+from worker.out_of_memory import FirstAnswer, LostPass, OutOfDeviceMemory, Shortage, is_out_of_memory, lacking
 from worker.prepare.run_memory import RunMemory, room_to_sleep
 from worker.recording import plan_record
 from worker.recording.plan_record import PlanRecord
@@ -65,6 +67,18 @@ def device_of(policy: Policy, tokens: int) -> Iterator[None]:
         yield
     finally:
         hook.remove()
+
+
+@contextmanager
+def address_space(room: int) -> Iterator[None]:
+    """Let this process map at most `room` further bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + room, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 @dataclass
@@ -139,6 +153,33 @@ class TestTheGradient:
         assert not lower.sizes.checkpointed
         assert update.trained_sequences
         assert len(trainer.gradients) == len(plain.gradients)
+        for ours, expected in zip(trainer.gradients, plain.gradients, strict=True):
+            assert relative_difference(ours, expected) < 1e-5
+
+    def test_is_complete_after_errors_of_the_kernel_in_a_process_with_little_memory(
+        self, make_policy: Callable[..., Policy]
+    ) -> None:
+        """No error is made up here: this process may map few further bytes, and torch's allocator fails."""
+        policy = make_policy(moved=True)
+        groups, settings = sampled(policy, MIXED), asked({"loss": "grpo"})
+        plain = RecordingTrainer(policy, settings, token_budget=4096)
+        learn(plain, groups)
+        lower = Steps()
+        trainer = RecordingTrainer(policy, settings, token_budget=4096, memory=lower)
+        room = 2 * GIB
+        each = room // 2 // longest(groups)  # the other half is for what else is mapped meanwhile
+
+        def take(module: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
+            torch.empty(arguments[0].numel() * each, dtype=torch.uint8)  # mapped, and never touched
+
+        hook = policy.causal.get_input_embeddings().register_forward_pre_hook(take)
+        with address_space(room):
+            update = learn(trainer, groups)
+        hook.remove()
+
+        assert lower.shortages and all(one.wanted and one.divisible for one in lower.shortages)
+        assert lower.sizes.token_budget < 2048
+        assert update.trained_sequences
         for ours, expected in zip(trainer.gradients, plain.gradients, strict=True):
             assert relative_difference(ours, expected) < 1e-5
 
@@ -219,6 +260,22 @@ class TestTheGradient:
         assert [one.divisible for one in lower.shortages] == [False, False]
         assert lower.sizes.checkpointed
 
+    def test_gives_its_memory_back_once_after_the_step_before_smaller_engines_start(
+        self, make_policy: Callable[..., Policy], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        released: list[str] = []
+        monkeypatch.setattr(memory, "release_unused", released.append)
+        gradient = LocalGradient(PolicyLoss(make_policy(), asked({"loss": "grpo"})), token_budget=4096)
+        at_ends = []
+        for cache in (8 * GIB, 4 * GIB, 4 * GIB):
+            gradient.resize(replace(SIZES, cache_bytes=cache))
+            for _ in range(2):
+                released.clear()
+                gradient.end()
+                at_ends.append(len(released))
+
+        assert at_ends == [0, 0, 1, 0, 0, 0]
+
 
 @pytest.mark.parametrize(
     "error",
@@ -248,6 +305,47 @@ def test_errors_of_torch_of_cuda_and_of_vllm_are_out_of_memory_errors(error: Exc
 )
 def test_other_errors_are_none(error: Exception) -> None:
     assert not is_out_of_memory(error)
+
+
+@pytest.mark.parametrize(
+    ("error", "of_gpu_run", "of_cpu_run"),
+    [
+        (torch.OutOfMemoryError(OUT_OF_MEMORY), "cuda", "cpu"),
+        (MemoryError(), "cpu", "cpu"),
+        (
+            RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
+            "cpu",
+            "cpu",
+        ),
+        ("MemoryError: ", "cpu", "cpu"),
+        (ValueError("out of range"), None, None),
+    ],
+    ids=lambda error: str(error)[:30],
+)
+def test_memory_that_lacks_is_main_memory_if_it_is_not_that_of_the_runs_device(
+    error: Exception | str, of_gpu_run: str | None, of_cpu_run: str | None
+) -> None:
+    assert (lacking(error, "cuda"), lacking(error, "cpu")) == (of_gpu_run, of_cpu_run)
+
+
+class OnGpu(Policy):
+    """Says that it computes on a GPU."""
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda")
+
+
+def test_a_lack_of_main_memory_makes_no_micro_batch_of_a_gpu_smaller(tiny_base: Base) -> None:
+    policy = OnGpu(copy.deepcopy(tiny_base), rank=4, alpha=8, seed=0)
+    gradient = LocalGradient(PolicyLoss(policy, asked({"loss": "grpo"})), token_budget=4096)
+
+    def compute(loss: PolicyLoss, batches: Iterator[Batch]) -> None:
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        gradient.of_packs(compute, [])
+    assert gradient.shortage is None
 
 
 def test_the_numbers_are_those_of_the_error() -> None:
@@ -415,6 +513,13 @@ class Engines:
 
     def sleep(self) -> None:
         self.told.append("sleep")
+
+
+def events_of(bench: Bench) -> Sequence[Event]:
+    """With the numbers of a shortage."""
+    with bench.database.read() as session:
+        found = session.query(Event).order_by(Event.seq).all()
+    return [event for event in found if "out_of_memory" in (event.data or {})]
 
 
 class TestTheRecord:
@@ -593,6 +698,61 @@ class TestTheRecord:
         job = bench.job()
         assert (job.status, job.failures) == ("queued", 0)
         assert job.memory is not None and job.memory["sizes"]["sleeps"]
+
+    def test_is_lowered_once_when_all_ranks_of_a_pass_run_out_of_memory(self, bench: Bench) -> None:
+        """Rank 0 has its own error, and hears of another rank's in a thread."""
+
+        class Waits(Exception):
+            """Stands for the end of the process by the first thread."""
+
+        def wait() -> None:
+            raise Waits
+
+        attempt = bench.attempt(first_answer=FirstAnswer(wait))
+        plan_record.begin(attempt, RECORD)
+        for error, ends in ((LostPass(WHOLE), RunsSmaller), (OutOfDeviceMemory(WHOLE), Waits)):
+            with pytest.raises(ends), plan_record.lowering_for_next_attempt(attempt, device(0)):
+                raise error
+
+        row = present(bench.job().memory)
+        assert row["sizes"]["cache_bytes"] == 4 * GIB
+        assert [event.message[:13] for event in events_of(bench)] == ["Out of memory"]
+
+    @pytest.mark.parametrize(
+        ("device_name", "error", "words", "wanted"),
+        [
+            (
+                "cuda",
+                RuntimeError(
+                    "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8589934592 bytes."
+                ),
+                ", not of the GPU's",
+                "8.00 GiB wanted, ",
+            ),
+            ("cpu", MemoryError(), "", ""),
+        ],
+    )
+    def test_a_lack_of_main_memory_lowers_nothing_and_has_its_own_remedy(
+        self,
+        bench: Bench,
+        device_name: str,
+        error: Exception,
+        words: str,
+        wanted: str,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        plan_record.begin(bench.attempt(), replace(RECORD, device=device_name))
+
+        def run() -> RunOutcome:
+            with plan_record.lowering_for_next_attempt(bench.attempt(), device(0)):
+                raise error
+
+        assert status_of(bench.attempt(), run) == process.FAILED
+        assert present(bench.job().memory)["sizes"] == SIZES.to_row()
+        message = capsys.readouterr().err
+        assert message.startswith(
+            f"Out of main memory{words} ({wanted}40.00 GiB free). Give the worker's machine"
+        )
 
     @pytest.mark.parametrize("is_shared", [False, True], ids=["of another process", "of another job"])
     def test_an_attempt_that_would_begin_with_the_same_sizes_waits_until_the_memory_is_free(

@@ -3,9 +3,11 @@
 import asyncio
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.present import untyped
 from worker.out_of_memory import OutOfDeviceMemory
@@ -69,7 +71,7 @@ class NoRoom(TransformersSampler):
     """Fails where a wave begins, which is in none of its steps."""
 
     def __init__(self) -> None:
-        super().__init__(untyped(None))
+        super().__init__(untyped(SimpleNamespace(device=torch.device("cpu"))))
 
     def steps(self, *arguments: Any) -> Any:
         raise MemoryError("no room for the cache")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from core.outages import outage
-from worker.out_of_memory import is_out_of_memory
+from worker.out_of_memory import is_out_of_memory, memory_named
 from worker.refusals import NotEnoughMemory, Refusal, UnsupportedModel, first_line
 
 # Config fields by which layers limit what a token attends to: (q - k) < n, or the same chunk of n tokens.
@@ -126,7 +126,7 @@ def refusing(config: Any) -> Iterator[None]:
     except Exception as cause:
         if is_out_of_memory(cause):
             raise NotEnoughMemory(
-                f"Not enough memory to check {architecture(config)} on this machine: {first_line(cause)}"
+                f"Not enough {memory_named(cause)} to check {architecture(config)} on this machine: {first_line(cause)}"
             ) from cause
         if outage(cause) is not None:  # of the machine, whatever the model
             raise

@@ -28,7 +28,7 @@ from worker.model import recompute
 from worker.model.adapters import adaptable_layers
 from worker.model.architecture import without_weights
 from worker.model.sizing import Shape
-from worker.out_of_memory import is_out_of_memory
+from worker.out_of_memory import OutOfMainMemory, lacking
 from worker.refusals import MemoryTaken, NotEnoughMemory, first_line
 from worker.sharing.base import RunsAlone
 
@@ -190,19 +190,24 @@ def later_if_memory_is_taken(
         RunsAlone: the memory did not suffice beside other jobs of the worker.
         MemoryTaken: it did not suffice beside the memory that other processes use now.
         NotEnoughMemory: as before, because no other process uses the device.
+        OutOfMainMemory: main memory did not suffice for a job on a GPU.
     """
     try:
         yield
     except Exception as cause:
-        if not (isinstance(cause, NotEnoughMemory) or is_out_of_memory(cause)):
+        lacks = lacking(cause, device) or (device if isinstance(cause, NotEnoughMemory) else None)
+        if lacks is None:
             raise
         if beside_others:
             raise RunsAlone(f"beside others {first_line(cause)}") from cause
-        if not (taken := memory.used_by_others(device)):
-            raise
-        log.warning("other processes use %.1f GiB of the device: %s", taken / GIB, cause)
-        ask()
-        raise MemoryTaken(device) from cause
+        if not (taken := memory.used_by_others(lacks)):
+            if lacks == device or isinstance(cause, NotEnoughMemory):
+                raise
+            raise OutOfMainMemory(cause, memory.available(lacks), device) from cause
+        log.warning("other processes use %.1f GiB of the memory of %s: %s", taken / GIB, lacks, cause)
+        if lacks == device:
+            ask()
+        raise MemoryTaken(lacks) from cause
 
 
 def use_expandable_segments() -> None:

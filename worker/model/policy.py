@@ -56,7 +56,7 @@ from worker.model.reasoning import Reasoning
 from worker.model.sizing import Shape
 from worker.model.targets import KINDS, Kind
 from worker.model.template import facts_of, own_stop_ids, stop_ids_of
-from worker.out_of_memory import is_out_of_memory
+from worker.out_of_memory import is_out_of_memory, memory_named
 from worker.refusals import (
     ChatTemplateFailed,
     InvalidModel,
@@ -285,7 +285,9 @@ def _with_memory_for(what: str) -> Iterator[None]:
     except Exception as cause:
         if isinstance(cause, Refusal) or not is_out_of_memory(cause):
             raise
-        raise NotEnoughMemory(f"Not enough memory for the model's {what}: {first_line(cause)}") from cause
+        raise NotEnoughMemory(
+            f"Not enough {memory_named(cause)} for the model's {what}: {first_line(cause)}"
+        ) from cause
 
 
 @contextmanager
@@ -453,6 +455,11 @@ class Policy:
     def is_sharded(self) -> bool:
         """Whether a forward or backward pass is a collective operation of several ranks."""
         return isinstance(self._parts.decoder, FSDPModule)
+
+    @property
+    def compiles_attention(self) -> bool:
+        """Whether attention compiles a kernel for each size of `kernel_tokens`, of forward and of training passes."""
+        return self.route.blocks and self.device.type == "cuda"
 
     @property
     def text_decoder(self) -> nn.Module:

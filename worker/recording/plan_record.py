@@ -15,6 +15,7 @@ from sqlalchemy.orm import Session
 
 from core.database.tables import Job, MemoryLimit, now
 from core.jobs import events
+from core.jobs.memory_limits import is_valid
 from core.outages import TemporarilyUnavailable
 from core.units import GIB
 from worker.attempt import Attempt
@@ -29,7 +30,7 @@ from worker.model.lowering import (
     refusal,
 )
 from worker.model.memory import DeviceMemory
-from worker.out_of_memory import Shortage, is_out_of_memory
+from worker.out_of_memory import OutOfMainMemory, Shortage, is_out_of_memory, lacking
 from worker.refusals import MemoryTaken, NotEnoughMemory, Refusal, RunsSmaller, UserMistake
 from worker.sharing.base import RunsAlone
 
@@ -37,9 +38,8 @@ from worker.sharing.base import RunsAlone
 UNEXPLAINED_BYTES = GIB
 ASLEEP_BYTES = 2 * GIB  # of an engine: its context, and what it allocates outside of its cache and weights
 KEY = ("model", "device", "workload")  # of MemoryLimit
-LIMIT_SECONDS = 7 * 24 * 3600  # for which what a job found about its model counts for others
-# Answers to an out-of-memory error, from which they may be raised; and a lack of main memory, of whatever process.
-ANSWERED = (Refusal, UserMistake, TemporarilyUnavailable, RunsAlone, RunsSmaller, MemoryError)
+# Answers to an out-of-memory error, from which they may be raised.
+ANSWERED = (Refusal, UserMistake, TemporarilyUnavailable, RunsAlone, RunsSmaller, OutOfMainMemory)
 
 
 @dataclass(frozen=True)
@@ -104,10 +104,9 @@ def limits_of(attempt: Attempt, name: str, workload: str) -> SizeLimits:
 
 
 def _of_model(session: Session, *key: str) -> SizeLimits:
-    """What jobs found in the last week about a model, by the columns of its key."""
+    """What jobs found lately about a model, by the columns of its key."""
     found = session.get(MemoryLimit, key)
-    is_old = found is not None and found.updated_at < now() - LIMIT_SECONDS
-    return NOTHING_LOWERED if found is None or is_old else SizeLimits.of_row(found.sizes)
+    return SizeLimits.of_row(found.sizes) if found is not None and is_valid(found) else NOTHING_LOWERED
 
 
 def begin(attempt: Attempt, record: PlanRecord) -> None:
@@ -197,20 +196,24 @@ def ending(attempt: Attempt, before: PlanRecord, after: PlanRecord, shortage: Sh
 
 @contextmanager
 def lowering_for_next_attempt(attempt: Attempt, memory: DeviceMemory = DeviceMemory()) -> Iterator[None]:
-    """Answer an out-of-memory error of the device that ends this attempt.
+    """Answer an out-of-memory error of the device that ends this attempt: once, whichever thread has it first.
 
     Raises:
         RunsSmaller: the next attempt begins with lower sizes.
         MemoryTaken, RunsAlone: the next one begins with the same sizes, without others on the device.
         NotEnoughMemory: as `lower`.
+        OutOfMainMemory: the error is of main memory, and the plan is of a GPU or the error is not of torch.
     """
     try:
         yield
     except Exception as cause:
         if isinstance(cause, ANSWERED) or not is_out_of_memory(cause):
             raise
-        shortage = Shortage.of(cause, "trainer")
         row = attempt.read(lambda session: session.get_one(Job, attempt.job.seq).memory)
         assert row is not None, "each attempt stores its plan before it loads the model"
         before = PlanRecord.of_row(row)
+        if isinstance(cause, MemoryError) or lacking(cause, before.device) != before.device:
+            raise OutOfMainMemory(cause, memory.available("cpu"), before.device) from cause
+        attempt.first_answer.take()
+        shortage = Shortage.of(cause, "trainer")
         raise ending(attempt, before, lower(attempt, before, shortage, memory), shortage) from cause

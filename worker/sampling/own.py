@@ -16,7 +16,7 @@ from worker.engine.client import EngineClient, EngineGone, EngineLost, EngineSil
 from worker.engine.launch import LOADING_SECONDS, ChildEngine
 from worker.engine.options import EngineConfig
 from worker.engine.protocol import SLEEP, WAKE
-from worker.out_of_memory import Shortage, is_out_of_memory
+from worker.out_of_memory import Shortage, lacking
 from worker.packages import vllm_version
 from worker.refusals import SamplerUnusable, first_error
 from worker.sampling.pool import EngineSource, OnReady
@@ -133,7 +133,8 @@ class OwnEngines(EngineSource):
             reason = await engine.reason(cause)
         finally:
             await engine.end()  # also when this is cancelled: `close` does not know of it any more
-        if self.lower is not None and is_out_of_memory(str(cause)):
+        device = self.config.device
+        if self.lower is not None and lacking(str(cause), device) == device:
             shortage = Shortage.of(str(cause), "sampler")
             async with self._one_lowers:
                 # Engines that run out of the same memory lower it once.

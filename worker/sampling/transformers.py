@@ -91,7 +91,7 @@ class TransformersSampler:
     def _sample_wave(self, prompts_P: Sequence[Prompt], wave: Wave, sampling: Sampling) -> Iterator[Answer]:
         size = len(wave.members)
         seeds = [sampling.seed(prompt, member) for prompt in prompts_P for member in wave.members]
-        with naming_place("sampler"):
+        with naming_place("sampler", self.policy.device.type):
             for step in self.steps(prompts_P, size, seeds, sampling):
                 for row, rollout in step:
                     yield Answer(wave.prompts[row // size], wave.members[row % size], rollout)
@@ -165,6 +165,7 @@ class TransformersTurns:
 
     def __init__(self, sampler: TransformersSampler, sampling: Sampling) -> None:
         self._sampler, self._sampling = sampler, sampling
+        self._device = sampler.policy.device.type
         self._calls: queue.SimpleQueue[WantedTurn | None] = queue.SimpleQueue()
         self._waiting: deque[WantedTurn] = deque()
         self._waves: dict[Iterator[list[tuple[int, Rollout]]], list[WantedTurn]] = {}
@@ -184,7 +185,7 @@ class TransformersTurns:
         """Compute until `close` is called. An error outside of a wave ends this, and is raised in every `next`."""
         try:
             while self._take_calls():
-                with DEVICE_WORK, naming_place("sampler"):
+                with DEVICE_WORK, naming_place("sampler", self._device):
                     self._begin()
                     for wave in [*self._waves]:
                         self._step(wave)
@@ -244,7 +245,7 @@ class TransformersTurns:
     def _step(self, wave: Iterator[list[tuple[int, Rollout]]]) -> None:
         wanted = self._waves[wave]
         try:
-            with naming_place("sampler"):
+            with naming_place("sampler", self._device):
                 step = next(wave)
             for row, rollout in step:
                 if wanted[row].rollout.set_running_or_notify_cancel():

@@ -258,8 +258,7 @@ def follow(world: World) -> NoReturn:
         SchemaTooLarge: for an answer of this rank's share.
     """
     try:
-        with naming_place("trainer"):
-            _follow(world)
+        _follow(world)
     except OutOfDeviceMemory as cause:
         world.report(cause.shortage)
         raise
@@ -268,24 +267,27 @@ def follow(world: World) -> NoReturn:
 def _follow(world: World) -> NoReturn:
     local: LocalGradient | None = None
     trained: TrainedModel | None = None  # its part of the weights, where each rank has one
+    device = "cpu"
     while True:
         order = world.receive()
-        if isinstance(order, LoadModel):
-            refusal: Refusal | None = None
-            try:
-                local = loaded(order, world)
-                trained = part_of(local.loss, world)
-            except Refusal as cause:
-                if order.degree > 1:
-                    raise
-                refusal = cause
-            world.gather(refusal)
-        elif isinstance(order, OnParts):
-            assert trained is not None, "LoadModel comes first"
-            carry_out_on_part(order, trained, world)
-        elif order is not None:
-            assert local is not None, "LoadModel comes first"
-            carry_out(order, local, world)
+        device = order.device if isinstance(order, LoadModel) else device
+        with naming_place("trainer", device):
+            if isinstance(order, LoadModel):
+                refusal: Refusal | None = None
+                try:
+                    local = loaded(order, world)
+                    trained = part_of(local.loss, world)
+                except Refusal as cause:
+                    if order.degree > 1:
+                        raise
+                    refusal = cause
+                world.gather(refusal)
+            elif isinstance(order, OnParts):
+                assert trained is not None, "LoadModel comes first"
+                carry_out_on_part(order, trained, world)
+            elif order is not None:
+                assert local is not None, "LoadModel comes first"
+                carry_out(order, local, world)
 
 
 def part_of(loss: Loss, world: World) -> TrainedModel | None:

@@ -6,6 +6,7 @@ out-of-memory errors of both.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol, TypeVar
@@ -15,7 +16,8 @@ import torch
 from worker.model import memory
 from worker.model.batch import RowCost, micro_batches, padded_tokens
 from worker.model.lowering import PlanSizes
-from worker.out_of_memory import LostPass, OutOfDeviceMemory, Shortage, is_out_of_memory
+from worker.model.sizing import kernel_tokens
+from worker.out_of_memory import LostPass, OutOfDeviceMemory, Shortage, lacking
 from worker.progress import PROGRESS
 from worker.training.loss import Batch, GradientSums, KeptValues, Loss, StepValues
 from worker.training.row_cost import row_cost
@@ -168,6 +170,31 @@ def keep_memory() -> None:
     """Keep the memory of a step for the next one."""
 
 
+class NewKernels:
+    """Shows in the progress that kernels are compiled: the first micro-batch of each size compiles its own."""
+
+    def __init__(self) -> None:
+        self._known: set[tuple[int, bool]] = set()  # tokens, and whether a backward pass follows
+        self._expected: set[tuple[int, bool]] = set()
+
+    def expect(self, tokens: Iterable[int]) -> None:
+        """Micro-batches of these sizes, in tokens with padding, come."""
+        self._expected.update(map(self._kernel, tokens))
+
+    @contextmanager
+    def computing(self, tokens: int) -> Iterator[None]:
+        kernel = self._kernel(tokens)
+        if kernel in self._known:
+            yield
+            return
+        with PROGRESS.compiling(len(self._known), len(self._known | self._expected)):
+            yield
+        self._known.add(kernel)
+
+    def _kernel(self, tokens: int) -> tuple[int, bool]:
+        return kernel_tokens(tokens), torch.is_grad_enabled()
+
+
 @dataclass
 class Added:
     """The packs of one call of `add` or `remember`, as they are divided now."""
@@ -195,7 +222,7 @@ class LocalGradient:
         world: World | None = None,
         release: Callable[[], None] = keep_memory,
     ) -> None:
-        """`release`: called at the end of a step, when nothing of it is in use any more."""
+        """`release`: called at the end of each step, when nothing of it is in use any more."""
         self.loss = loss
         self.policy = loss.policy
         self.capacity = token_budget
@@ -205,6 +232,9 @@ class LocalGradient:
         self._added: list[Added] = []
         self._sums = GradientSums()
         self._computing: Batch | None = None
+        self._kernels = NewKernels()
+        self._sizes: PlanSizes | None = None  # of the newest `resize`
+        self._releases_once = False  # at the end of this step, because engines start again after it
 
     def _use(self, release: Callable[[], None]) -> None:
         self.release = release
@@ -294,7 +324,11 @@ class LocalGradient:
 
     def end(self) -> None:
         self._added = []
-        self.release()
+        if self._releases_once:
+            memory.release_unused(self.policy.device.type)
+            self._releases_once = False
+        else:
+            self.release()
 
     def _attempt(self, do: Callable[..., object], *arguments: Any) -> None:
         """Compute, unless the device had too little memory for this or for something before."""
@@ -304,7 +338,7 @@ class LocalGradient:
         try:
             do(*arguments)
         except Exception as cause:
-            if not is_out_of_memory(cause):
+            if lacking(cause, self.policy.device.type) != self.policy.device.type:
                 raise
             shortage = self._shortage_of(cause)
         else:
@@ -328,6 +362,9 @@ class LocalGradient:
     def resize(self, sizes: PlanSizes) -> None:
         self.shortage = None
         self.capacity = sizes.token_budget
+        before, self._sizes = self._sizes, sizes
+        if before is not None and sizes.engine != before.engine:
+            self._releases_once = True
         if sizes.sleeps:
             self._use(torch.cuda.empty_cache)
         if sizes.checkpointed:
@@ -392,11 +429,15 @@ class LocalGradient:
     def _micro_batches(self, packs: Sequence[Pack]) -> Iterator[Batch]:
         return self._tracked(self._all_micro_batches(packs, 0))
 
-    def _tracked(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Note which micro-batch is computed."""
+    def _tracked(self, batches: Sequence[Batch]) -> Iterator[Batch]:
+        """Note which micro-batch is computed, and show the kernels that are compiled for it."""
+        compiles = self.policy.compiles_attention
+        if compiles:
+            self._kernels.expect(map(self._tokens, batches))
         for batch in batches:
             self._computing = batch
-            yield batch
+            with self._kernels.computing(self._tokens(batch)) if compiles else nullcontext():
+                yield batch
 
     @cached_property
     def _cost(self) -> RowCost | None:
