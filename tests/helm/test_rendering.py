@@ -84,6 +84,20 @@ CUSTOM = {
             "jobTargetRef": {"type": "object"},
         },
     },
+    ("keda.sh/v1alpha1", "ScaledObject"): {
+        "type": "object",
+        "required": ["scaleTargetRef", "triggers"],
+        "additionalProperties": False,
+        "properties": {
+            "scaleTargetRef": {"type": "object", "required": ["name"]},
+            "pollingInterval": {"type": "integer"},
+            "minReplicaCount": {"type": "integer"},
+            "maxReplicaCount": {"type": "integer"},
+            "cooldownPeriod": {"type": "integer"},
+            "advanced": {"type": "object"},
+            "triggers": {"type": "array", "minItems": 1, "items": _TRIGGER},
+        },
+    },
     ("monitoring.coreos.com/v1", "ServiceMonitor"): _monitor("endpoints"),
     ("monitoring.coreos.com/v1", "PodMonitor"): _monitor("podMetricsEndpoints"),
     ("monitoring.coreos.com/v1", "PrometheusRule"): {
@@ -209,7 +223,7 @@ def test_an_autoscaled_deployment_keeps_its_replicas_at_an_upgrade_and_begins_wi
 
 def test_budgets_and_scalers_lead_to_a_deployment(manifests: list[dict[str, Any]]) -> None:
     deployments = {one["metadata"]["name"]: one for one in of_kind(manifests, "Deployment")}
-    for scaler in of_kind(manifests, "HorizontalPodAutoscaler"):
+    for scaler in of_kind(manifests, "HorizontalPodAutoscaler") + of_kind(manifests, "ScaledObject"):
         target = deployments[scaler["spec"]["scaleTargetRef"]["name"]]
         assert "replicas" not in target["spec"], "an upgrade would undo what the scaler did"
     for budget in of_kind(manifests, "PodDisruptionBudget"):
