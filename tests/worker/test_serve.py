@@ -27,6 +27,7 @@ from openai import (
     NotFoundError,
     OpenAI,
 )
+from prometheus_client import REGISTRY, Gauge
 from starlette.testclient import TestClient
 from transformers import AutoTokenizer
 
@@ -48,6 +49,7 @@ from worker.serving.engines import DOWNLOADS_AT_ONCE, EngineRefused, Engines
 from worker.serving.kept_model import KeptModel, ModelChoice
 from worker.serving.proxy import CHAT, Proxied, UpstreamFailed
 from worker.serving.server import create_app
+from worker.serving.serving_metrics import OwnVllmMetrics
 from worker.serving.transformers_engine import TransformersBuilder
 from worker.serving.vllm_builder import VllmBuilder
 
@@ -948,3 +950,16 @@ def test_a_server_of_one_model_has_no_other_and_as_many_gpus_as_it_was_told(tmp_
     assert degrees(ModelChoice("b", 4)) == {"b": 4}
     with pytest.raises(InvalidRegistry, match="c is not a base model; the base models are: a, b"):
         ModelChoice("c").registry(settings)
+
+
+def test_a_sampler_reports_the_metrics_of_the_vllm_in_its_process() -> None:
+    """vLLM has its gauges in the registry of the library, beside those of others."""
+    gauges = [Gauge(name, "Of a test.") for name in ("vllm:of_a_test", "other:of_a_test")]
+    try:
+        gauges[0].set(3)
+        [family] = [one for one in OwnVllmMetrics().collect() if "of_a_test" in one.name]
+    finally:
+        for gauge in gauges:
+            REGISTRY.unregister(gauge)
+
+    assert [(sample.name, sample.value) for sample in family.samples] == [("vllm:of_a_test", 3)]

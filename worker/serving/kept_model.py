@@ -17,7 +17,7 @@ LOOK_SECONDS = 5.0  # between two looks at the engine, and before another try to
 
 @dataclass(frozen=True)
 class ModelChoice:
-    """What the command line says of the model."""
+    """The model of the command line."""
 
     name: str
     tensor_parallel: int | None = None  # None: that of the model's entry

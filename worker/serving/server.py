@@ -34,6 +34,7 @@ from worker.serving.adapters import MODELS_KEPT, SPARED_SECONDS, AdapterFolders,
 from worker.serving.engine import Engine
 from worker.serving.engines import Builder, EngineRefused, Engines
 from worker.serving.fleet_model import FleetBuilder
+from worker.serving.handshake import Handshake
 from worker.serving.kept_model import KeptModel, ModelChoice
 from worker.serving.proxy import CHAT, COMPLETIONS, Proxied
 from worker.serving.serving_metrics import Tally
@@ -243,7 +244,12 @@ def serve(
     """
     engines = open_engines(settings, choice, shares_device=shares_device)
     kept = None if choice is None else KeptModel(engines, choice.name)
-    app = create_app(engines, settings.inference_key, is_ready=lambda: kept is None or kept.is_ready)
+    handshake = Handshake.of(settings, engines.registry)
+    app = create_app(
+        engines,
+        settings.inference_key,
+        is_ready=lambda: handshake.is_complete and (kept is None or kept.is_ready),
+    )
     config = uvicorn.Config(
         app,
         log_config=None,  # which would set levels for the whole process while others start
@@ -258,9 +264,10 @@ def serve(
         server.should_exit = True
 
     async def answer() -> None:
-        tasks = [asyncio.create_task(_watch(server, app, engines, idle_seconds))]
+        work = [_watch(server, app, engines, idle_seconds), handshake.complete()]
         if kept is not None:
-            tasks.append(asyncio.create_task(keep(kept)))
+            work.append(keep(kept))
+        tasks = [asyncio.create_task(one) for one in work]
         await server.serve(sockets=[listening])
         for task in tasks:
             task.cancel()
