@@ -12,6 +12,7 @@ from tests.helm.charts import (
     CHART,
     JOBS,
     POOL,
+    SERVER,
     VARIATIONS,
     Pod,
     helm,
@@ -169,7 +170,8 @@ def test_lint_has_nothing_to_say(name: str) -> None:
 def test_names_are_unique_and_short_enough_for_labels() -> None:
     longest = POOL | {"name": "a-pool-with-20-chars"}
     every = VARIATIONS["every corner"]
-    values = every | {"workers": [*every["workers"], longest]}
+    servers = every["inference"] | {"models": [SERVER | {"name": "a-server-of-18-chr"}]}
+    values = every | {"workers": [*every["workers"], longest], "inference": servers}
     for name in ("regraft", "a-release-with-a-name-as-long-as-helm-lets-it-be-53ch", "regraft" * 7):
         manifests = render(values, name=name)
         names = [(one["kind"], one["metadata"]["name"]) for one in manifests]
