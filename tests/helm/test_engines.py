@@ -94,6 +94,20 @@ def test_the_api_and_workers_know_the_server_of_each_model(
     assert {address for address in servers.values() if "own" not in address} <= ports
 
 
+def test_a_fleet_and_a_server_may_be_switched_off() -> None:
+    off = {"replicas": 0}
+    values = profile(
+        "production",
+        inference={"models": [SERVER | off]},
+        samplers={"existingSecret": "samplers", "fleets": [FLEET | off]},
+    )
+    manifests = render(values)
+
+    for component in ("inference-large", "sampler-small"):
+        [pod] = pods(manifests, component)
+        assert pod.owner["spec"]["replicas"] == 0
+
+
 def test_every_metric_of_vllm_that_keda_reads_is_one_of_the_pinned_version() -> None:
     package = importlib.util.find_spec("vllm")
     if package is None:
@@ -143,8 +157,10 @@ def test_a_fleet_is_scaled_by_a_series_of_the_api_that_is_there_before_the_first
 ) -> None:
     manifests = render(VARIATIONS["scaled"])
     [api] = pods(manifests, "api")
-    for name, value in environment(api).items():
-        monkeypatch.setenv(name, value or "of a Secret, and longer than 32 characters")
+    secrets = dict.fromkeys(("REGRAFT_INFERENCE_KEY", "REGRAFT_SAMPLERS_KEY"), "key")
+    for name, value in (environment(api) | secrets).items():
+        if value is not None:
+            monkeypatch.setenv(name, value)
     registry = prometheus_client.CollectorRegistry()
     registry.register(untyped(service_collectors(Settings(), sqlite_database)[0]))
 

@@ -263,8 +263,8 @@ read: component, model (empty: all), tensorParallel, and the fields of the value
 {{- $all = append $all (merge (dict "component" "inference" "model" "" "cache" dict "autoscaling" dict) (omit . "models")) -}}
 {{- end -}}
 {{- range .models -}}
-{{- $own := dict "component" (printf "inference-%s" .name) "tensorParallel" (include "regraft.degree" (dict "root" $ "entry" .)) -}}
-{{- $all = append $all (merge $own . (dict "replicas" 1 "gpuResource" "nvidia.com/gpu" "kvCacheGiB" "auto")) -}}
+{{- $own := dict "component" (printf "inference-%s" .name) "tensorParallel" (include "regraft.degree" (dict "root" $ "entry" .)) "replicas" (dig "replicas" 1 .) -}}
+{{- $all = append $all (merge $own . (dict "gpuResource" "nvidia.com/gpu" "kvCacheGiB" "auto")) -}}
 {{- end -}}
 {{- end -}}
 {{- toJson $all -}}
