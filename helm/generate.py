@@ -51,6 +51,9 @@ def generated() -> dict[Path, str]:
     tables = {
         "values": values_table(),
         "workers": items_table("pool", properties["workers"]["items"]),
+        "inference": items_table(
+            "Deployment of one model", properties["inference"]["properties"]["models"]["items"]
+        ),
         "samplers": items_table("fleet", properties["samplers"]["properties"]["fleets"]["items"]),
     }
     text = readme.read_text()

@@ -12,13 +12,14 @@ from itertools import product
 from typing import Any
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
-from sqlalchemy import func, select
+from sqlalchemy import func, or_, select
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from core.database.engine import Database, db_now
 from core.database.tables import Attempt, EvalRun, Job, WebhookDelivery
 from core.evals import lifecycle as eval_runs
+from core.jobs import fairness
 from core.refreshed import Refreshed
 from core.storage.self_test import new_key, self_test
 from core.storage.store import BlobStore
@@ -102,6 +103,7 @@ class ServiceFigures(SlowFigures):
         defaults: limits of projects without their own.
         gpu_classes: classes with a queue, also before they have jobs.
         pod_classes: those of the settings, for which KEDA reads a number, also before they have jobs: 0, not an error.
+        fleet_models: base models with a rollout fleet, for which KEDA reads a number, too.
     """
 
     def __init__(
@@ -110,6 +112,7 @@ class ServiceFigures(SlowFigures):
         defaults: Limits = NO_LIMITS,
         gpu_classes: Collection[str] = (),
         pod_classes: Collection[str] = (),
+        fleet_models: Collection[str] = (),
         **options: Any,
     ) -> None:
         super().__init__(**options)
@@ -117,6 +120,7 @@ class ServiceFigures(SlowFigures):
         self.defaults = defaults
         self.gpu_classes = gpu_classes
         self.pod_classes = pod_classes
+        self.fleet_models = fleet_models
 
     def _if_silent(self) -> Metric:
         return _database_up(False)
@@ -128,6 +132,7 @@ class ServiceFigures(SlowFigures):
                 figures = [
                     _jobs(session),
                     *_queues(session, self.defaults, self.gpu_classes, self.pod_classes),
+                    _fleet_jobs(session, self.defaults, self.fleet_models),
                     _attempts(session),
                     *_eval_runs(session, self.defaults),
                     *_webhooks(session),
@@ -197,6 +202,28 @@ def _queues(
         "Waiting time of the longest-waiting of these jobs.",
         value=seconds,
     )
+
+
+def _fleet_jobs(session: Session, defaults: Limits, fleet_models: Collection[str]) -> Metric:
+    family = GaugeMetricFamily(
+        "regraft_fleet_jobs",
+        "Jobs of a base model with a rollout fleet that run or that a free worker would start. KEDA reads it.",
+        labels=["model"],
+    )
+    if not fleet_models:
+        return family
+    startable = fairness.RUNS.startable(defaults).with_only_columns(Job.seq)
+    counted = (
+        select(Job.model, func.count())
+        .where(Job.model.in_(fleet_models), or_(Job.status.in_(fairness.RUNNING), Job.seq.in_(startable)))
+        .group_by(Job.model)
+    )
+    jobs = dict.fromkeys(fleet_models, 0)
+    for model, number in session.execute(counted):
+        jobs[model] = number
+    for model, number in jobs.items():
+        family.add_metric([model], number)
+    return family
 
 
 def _attempts(session: Session) -> Metric:

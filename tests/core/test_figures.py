@@ -120,6 +120,23 @@ def test_only_pools_of_jobs_want_pods(database: Database, project: Project) -> N
     } == {"h200"}
 
 
+def test_a_fleet_is_wanted_by_the_jobs_of_its_model_that_run_or_may_start(
+    database: Database, project: Project
+) -> None:
+    with database.write() as session:
+        for status in ("queued", "running", "succeeded", "validating_files"):
+            factories.job(session, project, model="large", status=status)
+        factories.job(session, project, model="large", next_run_at=time.time() + 600)
+        factories.job(session, project, model="small")
+
+    figures = read(patient(database, fleet_models=("large", "idle")))
+
+    assert {key[1]: value for key, value in figures.items() if key[0] == "regraft_fleet_jobs"} == {
+        "large": 2,
+        "idle": 0,
+    }
+
+
 def test_a_job_that_its_own_project_holds_back_is_nobodys_delay(database: Database, project: Project) -> None:
     """More workers would not start it: it is no reason to wake an operator."""
     with database.write() as session:

@@ -62,6 +62,24 @@ FLEET = {
     "replicas": 3,
     "resources": {"requests": {"cpu": "1", "memory": "8Gi"}, "limits": {"cpu": "4", "memory": "16Gi"}},
 }
+SERVER = {
+    "name": "large",
+    "model": "Qwen3-14B",
+    "gpus": 2,
+    "tensorParallel": 2,
+    "resources": FLEET["resources"],
+}
+ONE_GPU = {"gpus": 1, "tensorParallel": 1}
+SCALED = {"minReplicas": 1, "maxReplicas": 4}
+
+
+def scaled(entry: dict[str, Any], **changes: int) -> dict[str, Any]:
+    """A fleet, or a server of one model, with autoscaling."""
+    return {name: value for name, value in entry.items() if name != "replicas"} | {
+        "autoscaling": SCALED | changes
+    }
+
+
 VARIATIONS: dict[str, dict[str, Any]] = {
     "demo": profile("cpu-demo"),
     "production": profile("production"),
@@ -161,7 +179,14 @@ VARIATIONS: dict[str, dict[str, Any]] = {
             "existingSecret": "samplers",
             "fleets": [FLEET, FLEET | {"name": "large", "model": "Qwen3-14B", "gpus": 2, "kvCacheGiB": 20}],
         },
+        inference={"models": [SERVER | {"cache": {"existingClaim": "weights-14b"}, "surge": 1}]},
         metrics={"enabled": True, "monitors": {"enabled": True}},
+    ),
+    "scaled": profile(
+        "production",
+        samplers={"existingSecret": "samplers", "fleets": [scaled(FLEET)]},
+        inference={"enabled": False, "models": [scaled(SERVER)]},
+        metrics={"enabled": True, "port": 9200},
     ),
     "measured": profile("cpu-demo", metrics={"enabled": True}),
 }

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.helm.charts import FLEET, JOBS, Pod, helm, of_kind, pods, profile, render, strings
+from tests.helm.charts import FLEET, JOBS, SERVER, Pod, helm, of_kind, pods, profile, render, strings
 from tests.helm.test_rendering import NEWEST, job_of, kubernetes_validate
 
 # Wishes of operators -> the patch.
@@ -108,12 +108,17 @@ def test_the_patch_of_a_component_and_of_a_pool_is_the_last() -> None:
 
     values = VALUES | {
         "podTemplate": scheduler("of-all"),
-        "inference": VALUES["inference"] | {"podTemplate": scheduler("of-inference")},
+        "inference": VALUES["inference"]
+        | {
+            "podTemplate": scheduler("of-inference"),
+            "models": [SERVER | {"podTemplate": scheduler("of-the-server")}],
+        },
         "workers": [JOBS | {"podTemplate": scheduler("of-the-pool")}, *VALUES["workers"]],
     }
     named = {pod.owner["metadata"]["name"]: pod.spec["schedulerName"] for pod in pods(render(values))}
 
     assert named.pop("regraft-inference") == "of-inference"
+    assert named.pop("regraft-inference-large") == "of-the-server"
     assert named.pop("regraft-worker-a100") == "of-the-pool"
     assert set(named.values()) == {"of-all"}
 

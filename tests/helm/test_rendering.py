@@ -12,6 +12,7 @@ from tests.helm.charts import (
     CHART,
     JOBS,
     POOL,
+    SERVER,
     VARIATIONS,
     Pod,
     helm,
@@ -82,6 +83,20 @@ CUSTOM = {
             },
             "triggers": {"type": "array", "minItems": 1, "items": _TRIGGER},
             "jobTargetRef": {"type": "object"},
+        },
+    },
+    ("keda.sh/v1alpha1", "ScaledObject"): {
+        "type": "object",
+        "required": ["scaleTargetRef", "triggers"],
+        "additionalProperties": False,
+        "properties": {
+            "scaleTargetRef": {"type": "object", "required": ["name"]},
+            "pollingInterval": {"type": "integer"},
+            "minReplicaCount": {"type": "integer"},
+            "maxReplicaCount": {"type": "integer"},
+            "cooldownPeriod": {"type": "integer"},
+            "advanced": {"type": "object"},
+            "triggers": {"type": "array", "minItems": 1, "items": _TRIGGER},
         },
     },
     ("monitoring.coreos.com/v1", "ServiceMonitor"): _monitor("endpoints"),
@@ -155,7 +170,8 @@ def test_lint_has_nothing_to_say(name: str) -> None:
 def test_names_are_unique_and_short_enough_for_labels() -> None:
     longest = POOL | {"name": "a-pool-with-20-chars"}
     every = VARIATIONS["every corner"]
-    values = every | {"workers": [*every["workers"], longest]}
+    servers = every["inference"] | {"models": [SERVER | {"name": "a-server-of-18-chr"}]}
+    values = every | {"workers": [*every["workers"], longest], "inference": servers}
     for name in ("regraft", "a-release-with-a-name-as-long-as-helm-lets-it-be-53ch", "regraft" * 7):
         manifests = render(values, name=name)
         names = [(one["kind"], one["metadata"]["name"]) for one in manifests]
@@ -209,7 +225,7 @@ def test_an_autoscaled_deployment_keeps_its_replicas_at_an_upgrade_and_begins_wi
 
 def test_budgets_and_scalers_lead_to_a_deployment(manifests: list[dict[str, Any]]) -> None:
     deployments = {one["metadata"]["name"]: one for one in of_kind(manifests, "Deployment")}
-    for scaler in of_kind(manifests, "HorizontalPodAutoscaler"):
+    for scaler in of_kind(manifests, "HorizontalPodAutoscaler") + of_kind(manifests, "ScaledObject"):
         target = deployments[scaler["spec"]["scaleTargetRef"]["name"]]
         assert "replicas" not in target["spec"], "an upgrade would undo what the scaler did"
     for budget in of_kind(manifests, "PodDisruptionBudget"):

@@ -5,17 +5,20 @@ from typing import Any
 
 import pytest
 
-from tests.helm.charts import FLEET, JOBS, POOL, Pod, merged, pods, profile, render
+from tests.helm.charts import FLEET, JOBS, ONE_GPU, POOL, SERVER, Pod, merged, pods, profile, render, scaled
 
 GPU_POOL = POOL | {"gpuResource": "nvidia.com/gpu"}
 FLEETS = {"existingSecret": "samplers", "fleets": [FLEET]}
-BASE = profile("production", samplers=FLEETS)
+BASE = profile(
+    "production", samplers=FLEETS, inference={"models": [SERVER | ONE_GPU]}, metrics={"enabled": True}
+)
 BASE["workers"] = [GPU_POOL, *BASE["workers"]]
 
-API, INFERENCE, KEEPER, SAMPLER, WARM = (
-    f"regraft-{name}" for name in ("api", "inference", "worker-keeper", "sampler-small", "worker-a100")
+API, INFERENCE, SERVER_OF_ONE, KEEPER, SAMPLER, WARM = (
+    f"regraft-{name}"
+    for name in ("api", "inference", "inference-large", "worker-keeper", "sampler-small", "worker-a100")
 )
-EVERY = {API, INFERENCE, KEEPER, SAMPLER, WARM}
+EVERY = {API, INFERENCE, SERVER_OF_ONE, KEEPER, SAMPLER, WARM}
 
 Change = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -54,6 +57,12 @@ RESTARTS: dict[str, tuple[Change, set[str]]] = {
     "settings of a pool": (pool("a100", settings={"hang_seconds": 60}), {WARM}),
     "an address of the API's clients": (values(ingress={"host": "other.example.com"}), {API}),
     "replicas of a fleet": (values(samplers=FLEETS | {"fleets": [FLEET | {"replicas": 5}]}), set()),
+    "autoscaling of a fleet": (values(samplers=FLEETS | {"fleets": [scaled(FLEET)]}), set()),
+    "autoscaling of a server": (values(inference={"models": [scaled(SERVER | ONE_GPU)]}), set()),
+    "the cache of a server": (
+        values(inference={"models": [SERVER | ONE_GPU | {"kvCacheGiB": 20}]}),
+        {SERVER_OF_ONE},
+    ),
     "the image": (values(image={"tag": "9.9.9"}), EVERY),
     "the format of logs": (values(settings={"log_format": "text"}), EVERY),
 }

@@ -208,7 +208,7 @@ def test_keda_reads_a_series_of_the_api_that_is_there_before_the_first_job(
         assert f"{trigger['valueLocation']} 0.0" in text.splitlines()
         address, port = re.fullmatch(r"http://([^:]+):(\d+)/metrics", trigger["url"]).groups()  # type: ignore[union-attr]
         [service] = [
-            s for s in of_kind(manifests, "Service") if f"{s['metadata']['name']}.training" == address
+            s for s in of_kind(manifests, "Service") if f"{s['metadata']['name']}.training.svc" == address
         ]
         assert service["spec"]["selector"].items() <= api.labels.items()
         assert str(service["spec"]["ports"][0]["port"]) == port == environment(api)["REGRAFT_METRICS_PORT"]

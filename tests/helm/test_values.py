@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.helm.charts import CHART, FLEET, helm, profile, render
+from tests.helm.charts import CHART, FLEET, ONE_GPU, SERVER, helm, profile, render, scaled
 
 POOL = profile("cpu-demo")["workers"][0]
 
@@ -61,6 +61,11 @@ def test_a_wrong_value_is_named(case: str) -> None:
 SCALED = {key: value for key, value in POOL.items() if key != "replicas"} | {"mode": "job", "maxReplicas": 2}
 WARM = {"name": "b", "gpuClass": "b", "mode": "warm"}
 WITH_METRICS = {"metrics": {"enabled": True}}
+SERVED = {
+    "models": {"Qwen3-14B": {"hub": "Qwen/Qwen3-14B", "tensorParallel": 2, "gpuClass": "b"}},
+    "cache": {"size": "40Gi"},
+    "workers": [POOL, POOL | WARM | {"gpus": 2}],
+}
 WRONG_TOGETHER: dict[str, tuple[dict[str, Any], str]] = {
     "no database": ({"bundled": {"postgresql": {"enabled": False}}}, "database.existingSecret: name the Secret"),
     "no broker": ({"bundled": {"valkey": {"enabled": False}}}, "broker.existingSecret: name the Secret"),
@@ -126,7 +131,44 @@ WRONG_TOGETHER: dict[str, tuple[dict[str, Any], str]] = {
     "a model that no pod of inference can serve": (
         {"models": {"m": {"hub": "a/b", "tensorParallel": 2, "gpuClass": "b"}},
          "workers": [POOL, POOL | WARM | {"gpus": 2}]},
-        "inference.enabled: m has tensorParallel 2, and a pod of inference has one GPU",
+        "inference.models: m has tensorParallel 2 and nothing that serves it",
+    ),
+    "a model on several GPUs beside the servers of others": (
+        {"models": {"m": {"hub": "a/b", "tensorParallel": 2, "gpuClass": "b"}, "Qwen3-14B": {"hub": "a/c"}},
+         "inference": {"enabled": False, "models": [SERVER | ONE_GPU]},
+         "workers": [POOL, POOL | WARM | {"gpus": 2}]},
+        "inference.models: m has tensorParallel 2 and nothing that serves it",
+    ),
+    "a server of no model": ({"inference": {"models": [SERVER]}}, "inference.models: Qwen3-14B is not in models"),
+    "two servers of a model": (
+        SERVED | {"inference": {"models": [SERVER, SERVER | {"name": "more"}]}}, "two entries serve Qwen3-14B"
+    ),
+    "a server with other GPUs than its model": (
+        SERVED | {"inference": {"models": [SERVER | {"gpus": 1}]}},
+        "large has 1 gpus, and an engine of Qwen3-14B uses its tensorParallel, 2",
+    ),
+    "a server beside one's own": (
+        SERVED | {"inference": {"enabled": False, "models": [SERVER], "url": {"Qwen3-14B": "http://own/v1"}}},
+        "inference.url: has an address for Qwen3-14B, which the entry large of inference.models serves",
+    ),
+    "a server without room for its model": (
+        SERVED | {"inference": {"models": [SERVER | {"cache": {"size": "20Gi"}}]}},
+        "the cache of large, 20Gi, has no room for the weights of Qwen/Qwen3-14B",
+    ),
+    "a scaler upside down": (
+        SERVED | WITH_METRICS | {"inference": {"models": [scaled(SERVER, minReplicas=9)]}},
+        "inference.models: minReplicas of the autoscaling is above maxReplicas",
+    ),
+    "a scaler without metrics": (
+        SERVED | {"inference": {"models": [scaled(SERVER)]}}, r"metrics\.enabled: set it, because the autoscaling in "
+    ),
+    "a scaler of an engine without its metrics": (
+        SERVED | WITH_METRICS | {"inference": {"sampler": "transformers", "models": [scaled(SERVER)]}},
+        "large has autoscaling, which reads metrics of vLLM, and its pods run transformers",
+    ),
+    "replicas beside a scaler": (
+        SERVED | WITH_METRICS | {"inference": {"models": [scaled(SERVER) | {"replicas": 2}]}},
+        "inference.models: large has replicas and autoscaling",
     ),
     "an engine larger than what samples": (
         {"models": {"m": {"hub": "a/b", "tensorParallel": 2, "gpuClass": "b"}},
@@ -169,7 +211,7 @@ WRONG_TOGETHER: dict[str, tuple[dict[str, Any], str]] = {
             "graders": {"judges": {"j": {"model": "n"}}},
             "inference": {"enabled": False, "url": {"m": "http://other/v1"}, "existingSecret": "key"},
         },
-        "j is the model n, for which inference.url has no address",
+        "j is the model n, for which inference.url and inference.models have no server",
     ),
     "two servers of models": ({"inference": {"url": "http://other/v1"}}, "set either it or inference.enabled"),
     "a fleet of an unknown model": (

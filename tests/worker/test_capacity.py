@@ -217,6 +217,20 @@ class TestServing:
         assert list(fleet.problems(registry)) == [], "its fleet has it"
 
     @pytest.mark.slow
+    def test_gpus_that_share_a_models_layers_share_its_weights_and_its_cache(
+        self, folder: Path, builder: Callable[..., VllmBuilder], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+        made, alone, divided = builder(), entry(folder), entry(folder, tensor_parallel=2)
+        (_, whole), (_, half) = made.need(alone), made.need(divided)
+
+        assert (half.weights, half.least_cache) == (whole.weights // 2, whole.least_cache // 2)
+        assert half.adapters == whole.adapters, "vLLM keeps one matrix of each on every GPU"
+        assert self.cache(made, divided, [], free=24 * GIB) > 0
+        with pytest.raises(EngineRefused, match=r"uses 4 GPUs \(tensor_parallel\), and this server has 2"):
+            made.bytes_needed(entry(folder, tensor_parallel=4))
+
+    @pytest.mark.slow
     def test_on_a_cpu_the_cache_is_bounded(self, folder: Path, builder: Callable[..., VllmBuilder]) -> None:
         made = builder()
         made.device = "cpu"

@@ -231,6 +231,25 @@ def test_a_port_in_use_ends_the_start_before_anything_else(
     assert not quiet_start.exists()
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--model", "other"], "--model: other is not a base model of the registry"),
+        (["--tensor-parallel", "2"], "--tensor-parallel is for --model"),
+    ],
+)
+def test_an_inference_server_of_one_model_names_what_it_cannot_serve(
+    words: list[str],
+    said: str,
+    quiet_start: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("REGRAFT_INFERENCE_KEY", "key")
+
+    assert said in refused([*SERVICES["inference"], *words], capsys)
+
+
 def test_an_address_that_this_machine_does_not_have_is_named_by_its_variable(
     quiet_start: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

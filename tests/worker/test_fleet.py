@@ -44,7 +44,7 @@ from tests.worker.test_vllm_engines import has_ended
 from tests.worker.test_vllm_server import descendants, publish, said
 from tests.worker.test_vllm_server import expected as expected_of
 from worker.assemble import assemble
-from worker.engine.protocol import AdapterBytes
+from worker.engine.protocol import FACTS, OTHER_PROTOCOL, PROTOCOL, PROTOCOL_HEADER, AdapterBytes
 from worker.engine.routes import RequestsOnDisk, RequiresKey
 from worker.model.meta_policy import unloaded_policy
 from worker.model.policy import Policy, load_base
@@ -545,6 +545,20 @@ class TestWithoutProcesses:
         ] == [401] * 4
         assert status("/invocations", f"Bearer {KEY}".encode()) == 200
         assert status("/health", b"") == status("/metrics", b"") == 200
+
+    def test_only_clients_of_the_same_protocol_reach_the_server(self) -> None:
+        server = Starlette(routes=[Route("/{path:path}", lambda request: PlainTextResponse("answered"))])
+        server.add_middleware(RequiresKey)
+        server.state.args = Namespace(api_key=[KEY])
+        client = TestClient(server, headers={"authorization": f"Bearer {KEY}"})
+
+        def status(path: str, **headers: str) -> int:
+            return client.get(path, headers=headers).status_code
+
+        other = {PROTOCOL_HEADER: str(PROTOCOL + 1)}
+        assert status(FACTS, **{PROTOCOL_HEADER: str(PROTOCOL)}) == status(FACTS) == 200
+        assert status(FACTS, **other) == OTHER_PROTOCOL
+        assert status("/health", **other) == 200
 
     def test_an_adapter_is_found_by_its_name(self) -> None:
         adapter = Adapter(prefix="projects/p/jobs/j/attempts/1/sampling/x", manifest_sha256="0f" * 32)

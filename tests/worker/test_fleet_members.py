@@ -10,7 +10,17 @@ import pytest
 from tests.graders.servers import serving
 from tests.worker.test_pool import FACTS, Named, expected, group
 from worker.engine.client import EngineLost
-from worker.engine.protocol import HEALTH, SAMPLE, AnswerFrame, EndFrame, Frame, pack, pack_ids, pack_logprobs
+from worker.engine.protocol import (
+    HEALTH,
+    OTHER_PROTOCOL,
+    SAMPLE,
+    AnswerFrame,
+    EndFrame,
+    Frame,
+    pack,
+    pack_ids,
+    pack_logprobs,
+)
 from worker.refusals import NoMember
 from worker.sampling.fleet import MAX_REPORTED, FleetConfig, FleetEngines
 from worker.sampling.pool import EnginePool
@@ -86,6 +96,18 @@ def test_members_that_only_answer_probes_are_none() -> None:
         NoMember, match=r"No sampler of tiny at .* has (sampled an answer|answered) for 0 s: .*out of memory"
     ):
         sample(Member(failures=1000), patience=0.1)
+
+
+class OfAnotherRelease(Member):
+    def __call__(self, path: str, sent: Any) -> tuple[int, str | bytes]:
+        return OTHER_PROTOCOL, "This sampler speaks protocol 1, and its client 2."
+
+
+def test_samplers_of_another_release_are_left_out_and_named() -> None:
+    with pytest.raises(
+        NoMember, match=r"No sampler of tiny .* of another release: This sampler speaks protocol 1"
+    ):
+        sample(OfAnotherRelease(failures=0), patience=0.1)
 
 
 def test_a_member_that_keeps_failing_ends_nothing_while_another_one_samples() -> None:

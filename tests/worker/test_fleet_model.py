@@ -23,13 +23,14 @@ from tests.servers import reserve_port
 from tests.worker.test_vllm_server import publish
 from worker.engine.client import EngineClient
 from worker.engine.names import NOTHING
-from worker.engine.protocol import FACTS
+from worker.engine.protocol import FACTS, OTHER_PROTOCOL
 from worker.model.policy import Policy
 from worker.sampling.fleet import Members
 from worker.sampling.weights import name_of
 from worker.serving.adapters import AdapterFolders
 from worker.serving.engines import Engines
 from worker.serving.fleet_model import FleetBuilder, FleetUpstream
+from worker.serving.handshake import Handshake
 from worker.serving.proxy import CHAT, COMPLETIONS, Proxied
 from worker.serving.server import create_app
 
@@ -116,6 +117,39 @@ def test_a_member_that_does_not_answer_is_followed_by_another_and_is_the_last_ch
 
     assert [answer.status_code for answer in answers] == [200] * 3
     assert (len(locked.asked), len(member.asked)) == (1, 3)
+
+
+def test_a_member_of_another_release_is_followed_by_any_number_of_others(service: Service) -> None:
+    others, member = [Member(status=OTHER_PROTOCOL) for _ in range(3)], Member()
+    with ExitStack() as members:
+        addresses = [members.enter_context(serving(one)) for one in (*others, member)]
+        client = members.enter_context(service.at(*addresses))
+        answers = [client.post(CHAT, json=ASKED | {"model": "tiny"}) for _ in range(2)]
+
+    assert [answer.status_code for answer in answers] == [200, 200]
+    assert len(member.asked) == 2
+
+
+def test_a_server_waits_while_a_fleet_has_only_samplers_of_another_release(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    member, away = Member(status=OTHER_PROTOCOL), f"http://127.0.0.1:{reserve_port()}"
+
+    async def upgrade(address: str) -> None:
+        handshake = Handshake({"tiny": (address, away), "gone": (away,)}, "secret", look_seconds=0.001)
+        completing = asyncio.create_task(handshake.complete())
+        while len(member.asked) < 3:
+            await asyncio.sleep(0.001)
+        assert not handshake.is_complete
+        member.status = 200
+        await asyncio.wait_for(completing, 30)
+        assert handshake.is_complete
+
+    with serving(member) as address:
+        asyncio.run(upgrade(address))
+    assert [record.getMessage() for record in caplog.records if "another release" in record.getMessage()] == [
+        "waiting for the fleet of tiny: all samplers that answer are of another release"
+    ]
 
 
 def test_an_engine_that_fails_is_followed_by_one_other_and_no_more(service: Service) -> None:

@@ -27,11 +27,12 @@ from openai import (
     NotFoundError,
     OpenAI,
 )
+from prometheus_client import REGISTRY, Gauge
 from starlette.testclient import TestClient
 from transformers import AutoTokenizer
 
 from core.chat import InternalChat, Served
-from core.registry import BaseModelEntry, Registry
+from core.registry import BaseModelEntry, InvalidRegistry, Registry
 from core.reloaded import Reloaded
 from core.response_format import SchemaTooLarge
 from core.settings import Settings
@@ -45,8 +46,10 @@ from tests.tiny import make_byte_model
 from worker.refusals import InvalidModel, ModelUnavailable, NotEnoughMemory
 from worker.serving.adapters import AdapterFolders
 from worker.serving.engines import DOWNLOADS_AT_ONCE, EngineRefused, Engines
+from worker.serving.kept_model import KeptModel, ModelChoice
 from worker.serving.proxy import CHAT, Proxied, UpstreamFailed
 from worker.serving.server import create_app
+from worker.serving.serving_metrics import OwnVllmMetrics
 from worker.serving.transformers_engine import TransformersBuilder
 from worker.serving.vllm_builder import VllmBuilder
 
@@ -878,3 +881,85 @@ def test_a_client_that_stops_in_the_middle_of_its_body_gets_408(engines: Engines
 
     assert sent[0]["status"] == 408
     assert "arrives too slowly" in json.loads(sent[1]["body"])["error"]["message"]
+
+
+async def eventually(true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not true():
+            await asyncio.sleep(0)
+
+
+def test_a_server_of_one_model_is_ready_once_that_is_loaded_and_again_after_it_died(
+    engines: Engines, builder: ScriptedBuilder
+) -> None:
+    kept = KeptModel(engines, "a", look_seconds=0)
+    seen: list[int] = []
+
+    async def life() -> None:
+        app = create_app(engines, "key", is_ready=lambda: kept.is_ready)
+        client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server")
+
+        async def look() -> None:
+            seen.append((await client.get("/readyz")).status_code)
+
+        builder.go.clear()
+        keeping = asyncio.create_task(kept.keep())
+        await look()
+        builder.go.set()
+        await eventually(lambda: kept.is_ready)
+        await look()
+        builder.built[0].lost = True
+        await look()
+        await eventually(lambda: kept.is_ready)
+        await look()
+        keeping.cancel()
+        assert (await client.get("/healthz")).status_code == 200
+
+    asyncio.run(life())
+    assert seen == [503, 200, 503, 200]
+    assert [name for name, _ in builder.entries] == ["a", "a"]
+
+
+def test_a_model_that_cannot_be_loaded_ends_its_server_unless_it_can_be_later(
+    engines: Engines, builder: ScriptedBuilder, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept = KeptModel(engines, "a", look_seconds=0)
+    builder.failure = ModelUnavailable("The weights of the model 'a/b' could not be fetched from the hub")
+
+    async def life() -> None:
+        keeping = asyncio.create_task(kept.keep())
+        await eventually(lambda: "a cannot be loaded yet" in caplog.text)
+        assert not keeping.done()
+        builder.failure = InvalidModel("no such architecture")
+        await keeping
+
+    asyncio.run(life())
+    assert kept.has_failed and not kept.is_ready
+    assert "a cannot be loaded: no such architecture" in caplog.text
+
+
+def test_a_server_of_one_model_has_no_other_and_as_many_gpus_as_it_was_told(tmp_path: Path) -> None:
+    file = tmp_path / "models.toml"
+    file.write_text('[models.a]\nhub = "a"\ntensor_parallel = 2\n[models.b]\nhub = "b"\n[aliases]\nc = "b"\n')
+    settings = Settings(models_file=file)
+
+    def degrees(choice: ModelChoice) -> dict[str, int]:
+        return {name: entry.tensor_parallel for name, entry in choice.registry(settings)().models.items()}
+
+    assert degrees(ModelChoice("a")) == {"a": 2}
+    assert degrees(ModelChoice("b", 4)) == {"b": 4}
+    with pytest.raises(InvalidRegistry, match="c is not a base model; the base models are: a, b"):
+        ModelChoice("c").registry(settings)
+
+
+def test_a_sampler_reports_the_metrics_of_the_vllm_in_its_process() -> None:
+    """vLLM has its gauges in the registry of the library, beside those of others."""
+    gauges = [Gauge(name, "Of a test.") for name in ("vllm:of_a_test", "other:of_a_test")]
+    try:
+        gauges[0].set(3)
+        [family] = [one for one in OwnVllmMetrics().collect() if "of_a_test" in one.name]
+    finally:
+        for gauge in gauges:
+            REGISTRY.unregister(gauge)
+
+    assert [(sample.name, sample.value) for sample in family.samples] == [("vllm:of_a_test", 3)]

@@ -331,6 +331,17 @@ COMMANDS = (
         "inference",
         "run the inference server alone (needs REGRAFT_INFERENCE_KEY)",
         "worker.cli.service:inference",
+        arg(
+            "--model",
+            "MODEL",
+            "serve this base model and its tuned models only; /readyz answers 200 once it is loaded",
+        ),
+        arg(
+            "--tensor-parallel",
+            "GPUS",
+            "with --model: GPUs that share each of its layers (default: tensor_parallel of its entry)",
+            type=_positive,
+        ),
         arg("--port", "PORT", type=_port_number, default=8100),
         *SERVER,
         settings=(*_EVERY_SERVER, *_INFERENCE),

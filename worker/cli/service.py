@@ -36,7 +36,7 @@ from core.database.migrate import InvalidDatabaseUrl, SchemaNotReady, backend_of
 from core.errors import InvalidApiKey
 from core.jobs.queue import WakeUps, open_celery, sender, unread_queues
 from core.masking import hide_secrets
-from core.registry import Registry
+from core.registry import BaseModelEntry, Registry
 from core.reloaded import Reloaded
 from core.settings import Settings, unknown_variables
 from core.storage import fsck, self_test
@@ -397,7 +397,9 @@ def service_collectors(settings: Settings, database: Database) -> tuple[MetricsC
     """The metrics of a process with the API."""
     blobs = open_blobs_of(settings, attempts=1)  # an outage is visible at once
     classes = {settings.gpu_class, *settings.gpu_classes}
-    figures = ServiceFigures(database, settings.default_limits, classes, settings.pod_classes)
+    figures = ServiceFigures(
+        database, settings.default_limits, classes, settings.pod_classes, settings.samplers
+    )
     return figures, StoreFigures(blobs)
 
 
@@ -502,20 +504,30 @@ def _already_stopping(number: int, frame: FrameType | None) -> None:
 
 
 def inference(arguments: argparse.Namespace) -> int:
-    """Serve until SIGTERM, then complete requests in flight. Needs the blob store and the registry, but no database."""
+    """Serve until SIGTERM, then complete requests in flight. Needs the blob store and the registry, but no database.
+
+    Returns 1 if the model of --model cannot be loaded.
+    """
     settings = configured(arguments)
     if not settings.inference_key:
         raise UsageError("set REGRAFT_INFERENCE_KEY, here and where the API runs, to a secret of your choice")
+    if arguments.tensor_parallel is not None and arguments.model is None:
+        raise UsageError(
+            "--tensor-parallel is for --model; `tensor_parallel` in the registry is for all models"
+        )
     with (
         bound(settings.host, arguments.port, "--port", "--port") as listening,
         serve_metrics(settings, Gpus()) as add_collector,
     ):
         check_models(settings)
+        if arguments.model is not None:
+            base_model_of(settings, arguments.model)
         check_device(settings)
         with suppress(OSError):  # holds only caches, and base models are served without them
             private.make_folder(settings.data_dir)
         os.environ.update(quiet_environment())
         with importing():
+            from worker.serving.kept_model import ModelChoice
             from worker.serving.server import serve
             from worker.serving.serving_metrics import VllmMetrics
 
@@ -525,8 +537,16 @@ def inference(arguments: argparse.Namespace) -> int:
         add_collector(VllmMetrics())
         log.info("serving inference on http://%s/v1", HostPort(settings.host, listening.getsockname()[1]))
         with tracing.exported(settings.otlp_endpoint, "regraft-inference"):
-            serve(settings, listening)
-    return 0
+            choice = arguments.model and ModelChoice(arguments.model, arguments.tensor_parallel)
+            return int(serve(settings, listening, choice))
+
+
+def base_model_of(settings: Settings, name: str) -> BaseModelEntry:
+    """The entry of --model. Raises UsageError if the registry has none."""
+    entry = Registry.load(settings.models_file).models.get(name)
+    if entry is None:
+        raise UsageError(f"--model: {name} is not a base model of the registry")
+    return entry
 
 
 def sampler(arguments: argparse.Namespace) -> int:
@@ -540,17 +560,16 @@ def sampler(arguments: argparse.Namespace) -> int:
     # `bound` does not listen: until the model is loaded, connections are refused and jobs use other samplers.
     with (
         bound(settings.host, arguments.port, "--port", "--port") as listening,
-        serve_metrics(settings, Gpus()),
+        serve_metrics(settings, Gpus()) as add_collector,
     ):
         check_models(settings)
-        entry = Registry.load(settings.models_file).models.get(arguments.model)
-        if entry is None:
-            raise UsageError(f"--model: {arguments.model} is not a base model of the registry")
+        entry = base_model_of(settings, arguments.model)
         check_device(settings)
         private.make_folder(settings.data_dir)
         os.environ.update(quiet_environment())
         with importing():
             from worker.sampling import fleet_server
+            from worker.serving.serving_metrics import OwnVllmMetrics
 
         if vllm_version() is None:
             raise UsageError("a sampler runs vLLM, which is not installed here")
@@ -559,6 +578,7 @@ def sampler(arguments: argparse.Namespace) -> int:
             arguments.model,
             HostPort(settings.host, listening.getsockname()[1]),
         )
+        add_collector(OwnVllmMetrics())
         fleet_server.run(settings, arguments.model, entry, listening)
     return 0
 

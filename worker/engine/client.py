@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from worker.engine.protocol import (
     FACTS,
     MSGPACK,
+    OTHER_PROTOCOL,
     SAMPLE,
     AnswerFrame,
     AnswerRequest,
@@ -50,6 +51,10 @@ class EngineSilent(EngineLost):
 
 class EngineUnusable(EngineLost):
     """The engine failed with an error of a kind that lasts: it does not compute the model, if it never has."""
+
+
+class EngineOfOtherProtocol(EngineLost):
+    """The engine is of another release, and says so."""
 
 
 class EngineBusy(EngineLost):
@@ -242,6 +247,8 @@ class EngineClient:
             raise self._failed(response)
 
     def _failed(self, response: httpx.Response) -> EngineLost:
+        if response.status_code == OTHER_PROTOCOL:
+            return EngineOfOtherProtocol(f"it is of another release: {response.text[:400]}")
         try:
             failure = Failure.model_validate_json(response.content)
         except ValidationError:

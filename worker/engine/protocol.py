@@ -20,6 +20,12 @@ WEIGHTS = "/regraft/v1/weights"
 SLEEP = "/regraft/v1/sleep"
 WAKE = "/regraft/v1/wake"
 HEALTH = "/health"  # vLLM's
+# Raised by each change of these messages, or of what inference servers send to vLLM's own routes, that an engine of the
+# release before does not know. Clients of a rollout fleet send theirs in the header, and a sampler with another number
+# answers with this status, so that an upgrade, which replaces both, mixes no releases.
+PROTOCOL = 1
+PROTOCOL_HEADER = "x-regraft-protocol"
+OTHER_PROTOCOL = 421  # Misdirected Request
 MSGPACK = "application/msgpack"
 _PREFIX = 4  # bytes of a frame's length
 _ID_BYTES = 4

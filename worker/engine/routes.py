@@ -17,14 +17,23 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from core.special_tokens import Chat, Tools
 from worker.engine.names import PLUGIN
-from worker.engine.protocol import FACTS, HEALTH, SAMPLE, FactsQuestion, ServerInfo
+from worker.engine.protocol import (
+    FACTS,
+    HEALTH,
+    OTHER_PROTOCOL,
+    PROTOCOL,
+    PROTOCOL_HEADER,
+    SAMPLE,
+    FactsQuestion,
+    ServerInfo,
+)
 from worker.engine.sampling import facts_of, sample
 
 OPEN_PATHS = frozenset({HEALTH, "/metrics"})
 
 
 class RequiresKey:
-    """vLLM's middleware that rejects requests without its key, except for OPEN_PATHS.
+    """vLLM's middleware that rejects requests without its key or of another protocol, except for OPEN_PATHS.
 
     vLLM itself checks the key for paths below /v1 and /inference only: `/invocations`, which generates from any adapter
     whose name `/metrics` shows, and `/scale_elastic_ep` would be open.
@@ -34,12 +43,21 @@ class RequiresKey:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan" or scope["path"] in OPEN_PATHS or _has_key(scope):
+        if scope["type"] == "lifespan" or scope["path"] in OPEN_PATHS:
             await self.app(scope, receive, send)
+        elif _has_key(scope):
+            theirs = Headers(scope=scope).get(PROTOCOL_HEADER, str(PROTOCOL))
+            app = self.app if theirs == str(PROTOCOL) else _other_protocol(theirs)
+            await app(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
             await JSONResponse({"error": "Unauthorized"}, 401)(scope, receive, send)
+
+
+def _other_protocol(theirs: str) -> ASGIApp:
+    error = f"This sampler speaks protocol {PROTOCOL}, and its client {theirs[:20]}."
+    return JSONResponse({"error": error}, OTHER_PROTOCOL)
 
 
 def _has_key(scope: Scope) -> bool:

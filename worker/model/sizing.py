@@ -899,12 +899,17 @@ class Serving:
         return f"{self.least / GIB:.1f} GiB: {shown}"
 
 
-def serving(shape: Shape, *, context: int, slots: int, rank: int, device: Device = "cuda") -> Serving:
-    """`slots` adapters of the highest `rank` in a batch, each as large as that."""
+def serving(
+    shape: Shape, *, context: int, slots: int, rank: int, device: Device = "cuda", tensor_parallel: int = 1
+) -> Serving:
+    """On each of `tensor_parallel` GPUs. `slots` adapters of the highest `rank` in a batch, each as large as that.
+
+    vLLM divides one of the two matrices of an adapter only, so each GPU is counted with all of it.
+    """
     return Serving(
-        weights=shape.weight_bytes,
+        weights=math.ceil(shape.weight_bytes / tensor_parallel),
         adapters=slots * adapter_parameters(shape, rank) * shape.bytes_each,
-        least_cache=shape.cache_bytes(context),
+        least_cache=shape.divided(tensor_parallel).cache_bytes(context),
         margin=MARGIN_SERVING if device == "cuda" else 2 * GIB,
     )
 

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from worker.engine.client import EngineClient, EngineLost, EngineUnusable
-from worker.engine.protocol import HEALTH, ServerInfo
+from worker.engine.protocol import HEALTH, PROTOCOL, PROTOCOL_HEADER, ServerInfo
 from worker.refusals import NoMember, SamplerUnusable
 from worker.sampling.pool import EngineSource, OnReady
 
@@ -91,6 +91,7 @@ class Members:
                             headers={
                                 "host": f"{parts.hostname}:{port}",
                                 "authorization": f"Bearer {self._key}",
+                                PROTOCOL_HEADER: str(PROTOCOL),
                             },
                             limits=httpx.Limits(max_connections=None),
                             trust_env=False,  # a proxy of the environment is for the internet

@@ -131,6 +131,19 @@ class Engines:
     def busy(self) -> bool:
         return bool(self._loading) or any(loaded.users for loaded in self._loaded.values())
 
+    async def load(self, name: str) -> None:
+        """Load a base model unless it is loaded and alive, however long it takes.
+
+        Raises:
+            EngineRefused: it cannot be loaded; without `retry_after` for a reason that does not pass.
+        """
+        await self._task(name, self.registry.models[name])
+
+    def is_lost(self, name: str) -> bool:
+        """Whether the engine of a base model has died. False if it is not loaded."""
+        loaded = self._loaded.get(name)
+        return loaded is not None and loaded.engine.lost
+
     async def release_idle(self) -> None:
         """Unload the models that answer no request, because a job on this machine needs their memory."""
         async with self._one_at_a_time:

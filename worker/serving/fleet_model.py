@@ -19,6 +19,7 @@ from core.chat import InternalChat, InternalCompletion
 from core.registry import BaseModelEntry
 from core.settings import Settings
 from worker.engine.client import EngineClient
+from worker.engine.protocol import OTHER_PROTOCOL
 from worker.model.policy import source_of
 from worker.sampling.fleet import Members
 from worker.sampling.weights import name_of
@@ -120,6 +121,8 @@ class FleetUpstream:
                     else:
                         if response.status_code == 401:
                             failure = "it does not accept the key: REGRAFT_SAMPLERS_KEY differs"
+                        elif response.status_code == OTHER_PROTOCOL:
+                            failure = "it is of another release"
                         elif response.status_code >= 500 and tries_again and left:
                             failure = f"it answers with status {response.status_code}"
                             tries_again = False

@@ -10,7 +10,7 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import cast
 
@@ -34,6 +34,8 @@ from worker.serving.adapters import MODELS_KEPT, SPARED_SECONDS, AdapterFolders,
 from worker.serving.engine import Engine
 from worker.serving.engines import Builder, EngineRefused, Engines
 from worker.serving.fleet_model import FleetBuilder
+from worker.serving.handshake import Handshake
+from worker.serving.kept_model import KeptModel, ModelChoice
 from worker.serving.proxy import CHAT, COMPLETIONS, Proxied
 from worker.serving.serving_metrics import Tally
 from worker.serving.vllm_server import VllmModel
@@ -73,9 +75,17 @@ class Places:
 
 
 def create_app(
-    engines: Engines, key: str, *, most_answers: int = MAX_ANSWERS, body_window_s: float = 30.0
+    engines: Engines,
+    key: str,
+    *,
+    most_answers: int = MAX_ANSWERS,
+    body_window_s: float = 30.0,
+    is_ready: Callable[[], bool] = lambda: True,
 ) -> FastAPI:
-    """Create the app. /healthz is public; all other routes need the key."""
+    """Create the app. /healthz and /readyz are public; all other routes need the key.
+
+    `is_ready`: whether the server should get requests. It answers others, too, as well as it can.
+    """
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -109,6 +119,10 @@ def create_app(
     @app.get("/healthz")
     async def healthy() -> dict[str, str]:
         return {"status": "ok"}
+
+    @app.get("/readyz")
+    async def ready() -> Response:
+        return JSONResponse({"status": "ok"}) if is_ready() else JSONResponse({"status": "loading"}, 503)
 
     @app.post(CHAT, dependencies=[Depends(checked)])
     async def chat(body: InternalChat, request: Request) -> Response:
@@ -191,11 +205,13 @@ def failed_to_load(cause: Exception) -> EngineRefused:
     return EngineRefused("The model cannot be loaded. The log of the inference server says why.", 500)
 
 
-def open_engines(settings: Settings, *, shares_device: bool) -> Engines:
+def open_engines(settings: Settings, choice: ModelChoice | None = None, *, shares_device: bool) -> Engines:
+    """Create without loaded models. Raises InvalidRegistry. `choice`: the only model. None: all of the registry."""
     from worker.packages import vllm_version
     from worker.serving.transformers_engine import TransformersBuilder
 
-    registry, plain = Registry.reloaded(settings.models_file), TransformersBuilder(settings)
+    registry = Registry.reloaded(settings.models_file) if choice is None else choice.registry(settings)
+    plain = TransformersBuilder(settings)
     builders: dict[str, Builder] = {"transformers": plain, "fleet": FleetBuilder(settings)}
     if vllm_version():
         from worker.serving.vllm_builder import VllmBuilder
@@ -210,15 +226,30 @@ def open_engines(settings: Settings, *, shares_device: bool) -> Engines:
 
 
 def serve(
-    settings: Settings, listening: socket.socket, *, shares_device: bool = False, idle_seconds: float = 0.0
-) -> None:
+    settings: Settings,
+    listening: socket.socket,
+    choice: ModelChoice | None = None,
+    *,
+    shares_device: bool = False,
+    idle_seconds: float = 0.0,
+) -> bool:
     """Serve on this socket until a signal, then complete requests in flight; or until idle for `idle_seconds`.
 
     Args:
+        choice: the only model that is served, loaded at the start. None: all, each on its first request.
         shares_device: with jobs, as the process that `regraft-server up` starts.
+
+    Returns:
+        Whether it ended because `choice` cannot be loaded, which is logged.
     """
-    engines = open_engines(settings, shares_device=shares_device)
-    app = create_app(engines, settings.inference_key)
+    engines = open_engines(settings, choice, shares_device=shares_device)
+    kept = None if choice is None else KeptModel(engines, choice.name)
+    handshake = Handshake.of(settings, engines.registry)
+    app = create_app(
+        engines,
+        settings.inference_key,
+        is_ready=lambda: handshake.is_complete and (kept is None or kept.is_ready),
+    )
     config = uvicorn.Config(
         app,
         log_config=None,  # which would set levels for the whole process while others start
@@ -228,22 +259,33 @@ def serve(
     )
     server = uvicorn.Server(config)
 
-    async def answer() -> None:
-        watching = asyncio.create_task(watch())
-        await server.serve(sockets=[listening])
-        watching.cancel()
+    async def keep(model: KeptModel) -> None:
+        await model.keep()
+        server.should_exit = True
 
-    async def watch() -> None:
-        wishes = WishReader(DeviceWish.of(settings))
-        while not server.should_exit:
-            await asyncio.sleep(min(1.0, idle_seconds or 1.0))
-            try:
-                if wishes.is_new():
-                    await engines.release_idle()
-            except Exception:
-                # Without this task the server would neither release memory nor exit when it is idle.
-                log.exception("the memory of idle models was not released")
-            if idle_seconds and not engines.busy and time.monotonic() - app.state.last_use > idle_seconds:
-                server.should_exit = True
+    async def answer() -> None:
+        work = [_watch(server, app, engines, idle_seconds), handshake.complete()]
+        if kept is not None:
+            work.append(keep(kept))
+        tasks = [asyncio.create_task(one) for one in work]
+        await server.serve(sockets=[listening])
+        for task in tasks:
+            task.cancel()
 
     asyncio.run(answer())
+    return kept is not None and kept.has_failed
+
+
+async def _watch(server: uvicorn.Server, app: FastAPI, engines: Engines, idle_seconds: float) -> None:
+    """Release memory that jobs wish for, and end a server that is idle."""
+    wishes = WishReader(DeviceWish.of(engines.settings))
+    while not server.should_exit:
+        await asyncio.sleep(min(1.0, idle_seconds or 1.0))
+        try:
+            if wishes.is_new():
+                await engines.release_idle()
+        except Exception:
+            # Without this task the server would neither release memory nor exit when it is idle.
+            log.exception("the memory of idle models was not released")
+        if idle_seconds and not engines.busy and time.monotonic() - app.state.last_use > idle_seconds:
+            server.should_exit = True

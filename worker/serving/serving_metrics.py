@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Literal
 
 import httpx
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from core.telemetry.metrics import COUNTED
 
 SCRAPE_SECONDS = 5.0
+OF_VLLM = "vllm:"  # begins the names of its metrics
 Result = Literal["answered", "refused", "not_ready", "failed", "left"]
 
 REQUESTS = Counter(
@@ -118,7 +119,16 @@ def _metrics_at(socket: Path) -> Iterable[Metric]:
             text = client.get("http://engine/metrics").text
     except httpx.TransportError:
         return []  # it is about to be replaced
-    return [family for family in text_string_to_metric_families(text) if family.name.startswith("vllm:")]
+    return [family for family in text_string_to_metric_families(text) if family.name.startswith(OF_VLLM)]
+
+
+class OwnVllmMetrics:
+    """Collects the metrics that vLLM's server in this process writes into the library's default registry."""
+
+    def collect(self) -> Iterator[Metric]:
+        for family in REGISTRY.collect():
+            if family.name.startswith(OF_VLLM):
+                yield family
 
 
 @contextmanager

@@ -37,6 +37,7 @@ class VllmBuilder:
         self.device = select_device(settings)
 
     def bytes_needed(self, entry: BaseModelEntry) -> int:
+        """Of each of its GPUs: the first ones of this process, so that `bytes_free` is of one that all models use."""
         shape, need = self.need(entry)
         return need.without_cache + self.least_cache(shape, need)
 
@@ -70,10 +71,8 @@ class VllmBuilder:
         """Return the KV cache in bytes of a model to be loaded, if `free` bytes are left."""
         if self.cache != "auto" or self.device == "cpu":
             return self.least_cache(shape, need)
-        known = [
-            (entry.context, found) for entry in others if (found := capacity.shape_of(entry)) is not None
-        ]
-        rest = [self._serving(found, its_context).least for its_context, found in known]
+        known = [(entry, found) for entry in others if (found := capacity.shape_of(entry)) is not None]
+        rest = [self._serving(found, entry).least for entry, found in known]
         cache = sizing.serving_cache(shape, need, context=context, free=free, others=rest)
         # Jobs take what they find free when they start.
         most = SEQUENCES_BESIDE_JOBS * shape.cache_bytes(context)
@@ -88,16 +87,35 @@ class VllmBuilder:
             if name in self.settings.samplers:
                 continue
             shape = capacity.shape_of(entry)
-            if shape is not None and (need := self._serving(shape, entry.context)).least > total:
+            if shape is not None and (need := self._serving(shape, entry)).least > total:
                 yield f"{name} at {entry.context} tokens needs {need}; this GPU has {total / GIB:.1f} GiB."
 
     def need(self, entry: BaseModelEntry) -> tuple[Shape, Serving]:
-        shape = read_shape(entry, self.settings.model_cache)
-        return shape, self._serving(shape, entry.context)
+        """Return what one of the model's GPUs keeps of a token, and what it needs.
 
-    def _serving(self, shape: Shape, context: int) -> Serving:
-        rank = next(rank for rank in RANKS if rank >= self.settings.inference_max_lora_rank)
-        return sizing.serving(shape, context=context, slots=ADAPTERS_AT_ONCE, rank=rank, device=self.device)
+        Raises:
+            EngineRefused: the model's engine uses more GPUs than this process has.
+        """
+        here = max(1, torch.cuda.device_count())
+        if self.device == "cuda" and entry.tensor_parallel > here:
+            raise EngineRefused(
+                f"The model uses {entry.tensor_parallel} GPUs (tensor_parallel), and this server has {here}: the "
+                "operator must give it more GPUs.",
+                503,
+                code="engine_unavailable",
+            )
+        shape = read_shape(entry, self.settings.model_cache)
+        return shape.divided(entry.tensor_parallel), self._serving(shape, entry)
+
+    def _serving(self, shape: Shape, entry: BaseModelEntry) -> Serving:
+        return sizing.serving(
+            shape,
+            context=entry.context,
+            slots=ADAPTERS_AT_ONCE,
+            rank=next(rank for rank in RANKS if rank >= self.settings.inference_max_lora_rank),
+            device=self.device,
+            tensor_parallel=entry.tensor_parallel,
+        )
 
     async def build(self, name: str, entry: BaseModelEntry, others: Sequence[BaseModelEntry]) -> VllmServer:
         source = await asyncio.to_thread(source_of, entry, self.settings.model_cache)
@@ -110,6 +128,7 @@ class VllmBuilder:
             rank=self.settings.inference_max_lora_rank,
             kv_cache_bytes=self.cache_bytes(shape, need, entry.context, self.bytes_free(), others),
             threads=self.settings.torch_threads,
+            tensor_parallel=entry.tensor_parallel,
         )
         log.info("%s: a KV cache of %.1f GiB", name, config.kv_cache_bytes / GIB)
         server = await asyncio.to_thread(VllmServer, name, config, entry, folder_of_adapters(self.settings))

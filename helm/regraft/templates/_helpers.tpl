@@ -150,16 +150,179 @@ replicas: {{ int .least }}
 {{- end -}}
 {{- end -}}
 
+{{/* The replicas of a Deployment. Takes (dict "root" $ "name" "…" "replicas" 2 "autoscaling" dict); without autoscaling that is empty. */}}
+{{- define "regraft.replicas" -}}
+{{- if .autoscaling -}}
+{{- $live := lookup "apps/v1" "Deployment" .root.Release.Namespace .name -}}
+{{- $account := lookup "v1" "ServiceAccount" .root.Release.Namespace "default" -}}
+{{- include "regraft.scaledReplicas" (dict "live" $live "account" $account "least" .autoscaling.minReplicas) -}}
+{{- else -}}
+replicas: {{ int .replicas }}
+{{- end -}}
+{{- end -}}
+
+{{/*
+How a Deployment of engines is replaced. Without a spare GPU (surge) a new pod cannot be scheduled until an old one has
+released its own.
+*/}}
+{{- define "regraft.strategy" -}}
+{{- $surge := dig "surge" (ternary 0 1 (gt (int .gpus) 0)) . | int -}}
+type: RollingUpdate
+rollingUpdate: {maxSurge: {{ $surge }}, maxUnavailable: {{ ternary 0 1 (gt $surge 0) }}}
+{{- end -}}
+
+{{/* The port of a Service by which KEDA finds the pods. Takes (dict "root" $ "autoscaling" dict). */}}
+{{- define "regraft.scaledPort" -}}
+{{- if .autoscaling -}}
+- {name: metrics, port: {{ .root.Values.metrics.port }}, targetPort: metrics}
+{{- end -}}
+{{- end -}}
+
+{{/*
+The scaler of a Deployment of vLLM's engines; nothing without autoscaling. Begins with a new line.
+Takes (dict "root" $ "component" "…" "autoscaling" dict "fleetOf" "model"); `fleetOf` is empty for inference.
+*/}}
+{{- define "regraft.scaledObject" -}}
+{{- with .autoscaling }}
+{{- $root := $.root }}
+{{- $name := printf "%s-%s" (include "regraft.name" $root) $.component }}
+---
+apiVersion: keda.sh/v1alpha1
+kind: ScaledObject
+metadata:
+  name: {{ $name }}
+  labels: {{- include "regraft.labels" (dict "root" $root "component" $.component) | nindent 4 }}
+spec:
+  scaleTargetRef: {name: {{ $name }}}
+  pollingInterval: {{ $root.Values.keda.pollingInterval }}
+  minReplicaCount: {{ .minReplicas }}
+  maxReplicaCount: {{ .maxReplicas }}
+  # From one replica to none, if nothing waits or runs.
+  cooldownPeriod: 600
+  advanced:
+    horizontalPodAutoscalerConfig:
+      behavior:
+        # A pod takes minutes to load its model, so none is ended for a short lull.
+        scaleDown:
+          stabilizationWindowSeconds: 600
+          policies: [{type: Pods, value: 1, periodSeconds: 300}]
+  # The sum of all pods, divided by the target, is the number of pods; the largest of these numbers counts.
+  triggers:
+    {{- $pods := dict "aggregateFromKubeServiceEndpoints" "true" "aggregationType" "sum" }}
+    {{- include "regraft.trigger" (dict "root" $root "service" $name "value" "vllm:num_requests_waiting" "target" (.waitingRequests | default 16) "more" $pods) | nindent 4 }}
+    {{- include "regraft.trigger" (dict "root" $root "service" $name "value" "vllm:kv_cache_usage_perc" "target" (divf (.cachePercent | default 70) 100) "more" $pods) | nindent 4 }}
+    {{- with $.fleetOf }}
+    {{- include "regraft.trigger" (dict "root" $root "value" (printf "regraft_fleet_jobs{model=%q}" .) "target" ($.autoscaling.jobs | default 4)) | nindent 4 }}
+    {{- end }}
+{{- end }}
+{{- end -}}
+
+{{/*
+A trigger of KEDA that reads one metric, of the API without `service`.
+Takes (dict "root" $ "service" "…" "value" "metric{label=\"…\"}" "target" 1 "more" dict).
+*/}}
+{{- define "regraft.trigger" -}}
+{{- $service := .service | default (printf "%s-api-metrics" (include "regraft.name" .root)) -}}
+- type: metrics-api
+  metadata:
+    # Without `.svc` KEDA would take the port for a part of the namespace.
+    url: http://{{ $service }}.{{ .root.Release.Namespace }}.svc:{{ .root.Values.metrics.port }}/metrics
+    format: prometheus
+    valueLocation: {{ .value | squote }}
+    targetValue: {{ include "regraft.text" .target | quote }}
+    {{- with .more }}
+    {{- range $name, $value := . }}
+    {{ $name }}: {{ $value | quote }}
+    {{- end }}
+    {{- end }}
+{{- end -}}
+
 {{/* What runs a pool: a Job for each job, or a Deployment. */}}
 {{- define "regraft.mode" -}}
 {{- .mode | default (ternary "job" "warm" (gt (int .gpus) 0)) -}}
 {{- end -}}
 
-{{/* Not empty: there are pools of Jobs, and KEDA reads the length of the queue from the metrics of the API. */}}
-{{- define "regraft.hasJobs" -}}
+{{/* Not empty: there are pools of Jobs or fleets that scale, for which KEDA reads the metrics of the API. */}}
+{{- define "regraft.kedaReadsApi" -}}
 {{- range .Values.workers -}}
 {{- if eq (include "regraft.mode" .) "job" -}}yes{{- end -}}
 {{- end -}}
+{{- range .Values.samplers.fleets -}}
+{{- if .autoscaling -}}yes{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/*
+The Deployments of inference: that of all models, and one for each entry of inference.models. Each has what the templates
+read: component, model (empty: all), tensorParallel, and the fields of the values.
+*/}}
+{{- define "regraft.inferences" -}}
+{{- $all := list -}}
+{{- with .Values.inference -}}
+{{- if .enabled -}}
+{{- $all = append $all (merge (dict "component" "inference" "model" "" "cache" dict "autoscaling" dict) (omit . "models")) -}}
+{{- end -}}
+{{- range .models -}}
+{{- $own := dict "component" (printf "inference-%s" .name) "tensorParallel" (include "regraft.degree" (dict "root" $ "entry" .)) "replicas" (dig "replicas" 1 .) -}}
+{{- $all = append $all (merge $own . (dict "gpuResource" "nvidia.com/gpu" "kvCacheGiB" "auto")) -}}
+{{- end -}}
+{{- end -}}
+{{- toJson $all -}}
+{{- end -}}
+
+{{/* The components of the rollout fleets, as JSON. */}}
+{{- define "regraft.samplerComponents" -}}
+{{- $names := list -}}
+{{- range .Values.samplers.fleets -}}
+{{- $names = append $names (printf "sampler-%s" .name) -}}
+{{- end -}}
+{{- toJson $names -}}
+{{- end -}}
+
+{{/* Those of inference. */}}
+{{- define "regraft.inferenceComponents" -}}
+{{- $names := list -}}
+{{- range include "regraft.inferences" . | fromJsonArray -}}
+{{- $names = append $names .component -}}
+{{- end -}}
+{{- toJson $names -}}
+{{- end -}}
+
+{{/* Both, and those of them that KEDA scales. */}}
+{{- define "regraft.engines" -}}
+{{- concat (include "regraft.samplerComponents" . | fromJsonArray) (include "regraft.inferenceComponents" . | fromJsonArray) | toJson -}}
+{{- end -}}
+
+{{- define "regraft.scaled" -}}
+{{- $names := list -}}
+{{- range .Values.samplers.fleets -}}
+{{- if .autoscaling -}}{{- $names = append $names (printf "sampler-%s" .name) -}}{{- end -}}
+{{- end -}}
+{{- range .Values.inference.models -}}
+{{- if .autoscaling -}}{{- $names = append $names (printf "inference-%s" .name) -}}{{- end -}}
+{{- end -}}
+{{- toJson $names -}}
+{{- end -}}
+
+{{/* The GPUs that share each layer of the model of an entry of inference.models. Takes (dict "root" $ "entry" .). */}}
+{{- define "regraft.degree" -}}
+{{- .entry.tensorParallel | default (get (get .root.Values.models .entry.model | default dict) "tensorParallel") | default 1 | int -}}
+{{- end -}}
+
+{{/* The inference servers by base model, as JSON; `*` stands for all other models, and is missing if none serves those. */}}
+{{- define "regraft.inferenceServers" -}}
+{{- $servers := dict -}}
+{{- with .Values.inference -}}
+{{- if kindIs "map" .url -}}
+{{- $servers = deepCopy .url -}}
+{{- else if .url -}}
+{{- $servers = dict "*" .url -}}
+{{- end -}}
+{{- end -}}
+{{- range include "regraft.inferences" . | fromJsonArray -}}
+{{- $_ := set $servers (.model | default "*") (printf "http://%s-%s:8100/v1" (include "regraft.name" $) .component) -}}
+{{- end -}}
+{{- toJson $servers -}}
 {{- end -}}
 
 {{/* Takes (dict "root" $ "pool" .). */}}
@@ -196,10 +359,9 @@ replicas: {{ int .least }}
   value: {{ include "regraft.gpuClasses" .root | quote }}
 - name: REGRAFT_GRADERS_FILE
   value: /etc/regraft/graders.toml
-{{- if or $v.inference.enabled $v.inference.url }}
+{{- with include "regraft.inferenceServers" .root | fromJson }}
 - name: REGRAFT_INFERENCE_URL
-  {{- $address := $v.inference.url | default (printf "http://%s-inference:8100/v1" (include "regraft.name" .root)) }}
-  value: {{ kindIs "map" $address | ternary (toJson $address) $address | quote }}
+  value: {{ eq (keys . | join " ") "*" | ternary (get . "*") (toJson .) | quote }}
 {{- end }}
 {{- include "regraft.samplersEnv" .root }}
 {{ include "regraft.commonEnv" (dict "Values" $v "Release" .root.Release "Chart" .root.Chart "Files" .root.Files "component" .component) }}
@@ -277,7 +439,7 @@ replicas: {{ int .least }}
 - name: REGRAFT_MODELS_FILE
   value: /etc/regraft/models.toml
 {{- end }}
-{{- if or $v.inference.enabled $v.inference.existingSecret }}
+{{- if or $v.inference.enabled $v.inference.models $v.inference.existingSecret }}
 - name: REGRAFT_INFERENCE_KEY
   valueFrom:
     secretKeyRef: {{ include "regraft.inferenceSecret" . }}
@@ -383,14 +545,16 @@ initContainers:
 {{- end -}}
 {{- end -}}
 
+{{/* Takes (dict "root" $ "cache" dict); an empty one stands for that of all pods. */}}
 {{- define "regraft.modelVolumes" -}}
+{{- $cache := .cache | default .root.Values.cache -}}
 - name: cache
-  {{- if .Values.cache.existingClaim }}
-  persistentVolumeClaim: {claimName: {{ .Values.cache.existingClaim | quote }}}
+  {{- if $cache.existingClaim }}
+  persistentVolumeClaim: {claimName: {{ $cache.existingClaim | quote }}}
   {{- else }}
-  emptyDir: {sizeLimit: {{ .Values.cache.size }}}
+  emptyDir: {sizeLimit: {{ $cache.size | default .root.Values.cache.size }}}
   {{- end }}
-{{- with .Values.weights.existingClaim }}
+{{- with .root.Values.weights.existingClaim }}
 - name: weights
   persistentVolumeClaim: {claimName: {{ . | quote }}, readOnly: true}
 {{- end }}
@@ -544,10 +708,11 @@ is a fifth of the product.
 {{- range $v.samplers.fleets -}}
 {{- $sampled = append $sampled .model -}}
 {{- end -}}
+{{- $servers := include "regraft.inferenceServers" . | fromJson -}}
 {{- range $name, $model := $v.models -}}
 {{- $degree := int ($model.tensorParallel | default 1) -}}
-{{- if and $v.inference.enabled (gt $degree 1) (not (has $name $sampled)) -}}
-{{- $wrong = append $wrong (printf "inference.enabled: %s has tensorParallel %d, and a pod of inference has one GPU; add a fleet of samplers for it, which serves it, too, or set inference.url to other servers" $name $degree) -}}
+{{- if and (gt $degree 1) $servers (not (hasKey $servers $name)) (or $v.inference.enabled (not (hasKey $servers "*"))) (not (and $v.inference.enabled (has $name $sampled))) -}}
+{{- $wrong = append $wrong (printf "inference.models: %s has tensorParallel %d and nothing that serves it, because a pod of inference.enabled has one GPU; add an entry for it, or a fleet of samplers beside inference.enabled" $name $degree) -}}
 {{- end -}}
 {{- $class := $model.gpuClass | default (first $v.workers).gpuClass -}}
 {{- range $v.workers -}}
@@ -593,19 +758,16 @@ is a fifth of the product.
 {{- if ne 1 (len (without (list $judge.model $judge.baseUrl) nil "")) -}}
 {{- $wrong = append $wrong (printf "graders.judges: %s needs either baseUrl or model" $name) -}}
 {{- end -}}
-{{- if and $judge.model (not $v.inference.url) (not $v.inference.enabled) -}}
-{{- $wrong = append $wrong (printf "graders.judges: %s is a model of the registry; set inference.enabled, or set inference.url to a server that serves the registry's models" $name) -}}
+{{- if and $judge.model (not $servers) -}}
+{{- $wrong = append $wrong (printf "graders.judges: %s is a model of the registry; set inference.enabled, add an entry to inference.models, or set inference.url to a server that serves the registry's models" $name) -}}
+{{- else if and $judge.model (not (hasKey $servers $judge.model)) (not (hasKey $servers "*")) -}}
+{{- $wrong = append $wrong (printf "graders.judges: %s is the model %s, for which inference.url and inference.models have no server" $name $judge.model) -}}
 {{- end -}}
 {{- end -}}
 {{- if kindIs "map" $v.inference.url -}}
 {{- range $model, $_ := $v.inference.url -}}
 {{- if not (or (eq $model "*") (hasKey $v.models $model)) -}}
 {{- $wrong = append $wrong (printf "inference.url: %s is not in models" $model) -}}
-{{- end -}}
-{{- end -}}
-{{- range $name, $judge := $v.graders.judges -}}
-{{- if and $judge.model (not (hasKey $v.inference.url $judge.model)) (not (hasKey $v.inference.url "*")) -}}
-{{- $wrong = append $wrong (printf "graders.judges: %s is the model %s, for which inference.url has no address" $name $judge.model) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
@@ -615,8 +777,58 @@ is a fifth of the product.
 {{- if and $v.inference.url (not $v.inference.existingSecret) -}}
 {{- $wrong = append $wrong "inference.existingSecret: name the Secret with the key of the server in inference.url" -}}
 {{- end -}}
-{{- if and $v.inference.enabled (not (or $v.inference.existingSecret $v.bundled.postgresql.enabled $v.bundled.valkey.enabled $v.bundled.seaweedfs.enabled)) -}}
+{{- if and (or $v.inference.enabled $v.inference.models) (not (or $v.inference.existingSecret $v.bundled.postgresql.enabled $v.bundled.valkey.enabled $v.bundled.seaweedfs.enabled)) -}}
 {{- $wrong = append $wrong "inference.existingSecret: name the Secret with a key of your choice, which API and workers send to the inference server" -}}
+{{- end -}}
+{{- $serverNames := list -}}
+{{- $served := list -}}
+{{- range $v.inference.models -}}
+{{- if has .name $serverNames -}}
+{{- $wrong = append $wrong (printf "inference.models: two entries are named %s" .name) -}}
+{{- end -}}
+{{- $serverNames = append $serverNames .name -}}
+{{- if has .model $served -}}
+{{- $wrong = append $wrong (printf "inference.models: two entries serve %s; raise the replicas of one" .model) -}}
+{{- end -}}
+{{- $served = append $served .model -}}
+{{- if and (kindIs "map" $v.inference.url) (hasKey ($v.inference.url | default dict) .model) -}}
+{{- $wrong = append $wrong (printf "inference.url: has an address for %s, which the entry %s of inference.models serves; remove one of them" .model .name) -}}
+{{- end -}}
+{{- $degree := include "regraft.degree" (dict "root" $ "entry" .) | int -}}
+{{- if not (hasKey $v.models .model) -}}
+{{- $wrong = append $wrong (printf "inference.models: %s is not in models" .model) -}}
+{{- else if ne $degree (max 1 (int .gpus)) -}}
+{{- $wrong = append $wrong (printf "inference.models: %s has %d gpus, and an engine of %s uses its tensorParallel, %d" .name (int .gpus) .model $degree) -}}
+{{- end -}}
+{{- $sampler := $v.inference.sampler | default $v.settings.sampler | default "registry" -}}
+{{- if eq $sampler "registry" -}}
+{{- $sampler = (get $v.models .model | default dict).sampler | default "vllm" -}}
+{{- end -}}
+{{- if and .autoscaling (or (eq (int .gpus) 0) (ne $sampler "vllm")) -}}
+{{- $wrong = append $wrong (printf "inference.models: %s has autoscaling, which reads metrics of vLLM, and its pods run transformers; give it gpus and the sampler vllm, or set replicas" .name) -}}
+{{- end -}}
+{{- $cache := .cache | default dict -}}
+{{- $hub := (get $v.models .model | default dict).hub -}}
+{{- if and $hub $cache.size (not $cache.existingClaim) -}}
+{{- if gt (include "regraft.weightsOf" $hub | float64) (include "regraft.gigabytes" $cache.size | float64) -}}
+{{- $wrong = append $wrong (printf "inference.models: the cache of %s, %s, has no room for the weights of %s; raise its size, or set its existingClaim" .name $cache.size $hub) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- range $where, $entries := dict "inference.models" $v.inference.models "samplers.fleets" $v.samplers.fleets -}}
+{{- range $entries -}}
+{{- with .autoscaling -}}
+{{- if gt (int .minReplicas) (int .maxReplicas) -}}
+{{- $wrong = append $wrong (printf "%s: minReplicas of the autoscaling is above maxReplicas" $where) -}}
+{{- end -}}
+{{- if not $v.metrics.enabled -}}
+{{- $wrong = append $wrong (printf "metrics.enabled: set it, because the autoscaling in %s reads the metrics of the pods" $where) -}}
+{{- end -}}
+{{- end -}}
+{{- if and .autoscaling (hasKey . "replicas") -}}
+{{- $wrong = append $wrong (printf "%s: %s has replicas and autoscaling; remove one of them" $where .name) -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 {{- $fleetNames := list -}}
 {{- $fleetModels := list -}}
@@ -633,6 +845,9 @@ is a fifth of the product.
 {{- $wrong = append $wrong (printf "samplers.fleets: %s is not in models" .model) -}}
 {{- else if ne (int ((index $v.models .model).tensorParallel | default 1)) (int .gpus) -}}
 {{- $wrong = append $wrong (printf "samplers.fleets: %s has %d gpus, and a sampler of %s uses its tensorParallel, %d" .name (int .gpus) .model (int ((index $v.models .model).tensorParallel | default 1))) -}}
+{{- end -}}
+{{- if and .autoscaling (eq (int (.autoscaling | default dict).minReplicas) 0) $v.inference.enabled (not (hasKey $servers .model)) -}}
+{{- $wrong = append $wrong (printf "samplers.fleets: %s answers requests of users for inference.enabled and has minReplicas 0, and no request starts a pod; set minReplicas to 1, or add an entry for %s to inference.models" .name .model) -}}
 {{- end -}}
 {{- end -}}
 {{- if and $v.samplers.fleets (not $v.samplers.existingSecret) -}}
