@@ -231,7 +231,7 @@ class ItemOut(BaseModel):
             eval_id=imported.public_id(run.eval_id),
             **shown
             | {
-                "results": [_without_secrets(result) for result in item["results"]],
+                "results": [_without_secrets({"sample": None} | result) for result in item["results"]],
                 "sample": _without_secrets(_without_nulls(item["sample"])),
             },
         )
@@ -259,6 +259,8 @@ def _without_secrets(said: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("error", "reason"):
         if hidden.get(name):
             hidden[name] = hide_in_error(hidden[name])
+    if hidden.get("sample"):  # of a judge model
+        hidden["sample"] = _without_secrets(hidden["sample"])
     return hidden
 
 
@@ -277,6 +279,7 @@ def _result(criterion: Criterion, row: Row) -> dict[str, Any]:
         "reason": reason,
         "error": error,
         "output": output,
+        "sample": None,
     }
 
 
