@@ -101,6 +101,7 @@ MAX_MESSAGES, MAX_PARTS = 2048, 256
 class CalledFunction(StrictModel):
     name: ToolName
     arguments: str = "{}"  # JSON, as the model wrote it
+    parsed_arguments: Annotated[Any, Field(exclude=True)] = None  # by the helpers of OpenAI's client
 
 
 class ToolCall(StrictModel):

@@ -126,6 +126,12 @@ class InputMessage(StrictModel):
         return {"role": self.role, "content": content}
 
 
+class DirectCaller(StrictModel):
+    """The model itself; this server runs no programs that call functions."""
+
+    type: Literal["direct"]
+
+
 class InputCall(StrictModel):
     """A call of an earlier answer, sent back unchanged from `output`."""
 
@@ -133,8 +139,12 @@ class InputCall(StrictModel):
     call_id: NotEmpty
     name: ToolName
     arguments: str
+    parsed_arguments: Any = None  # by the helpers of OpenAI's client
     id: str | None = None
     status: str | None = None
+    caller: DirectCaller | None = None
+    namespace: None = None
+    async_: Annotated[Literal[False] | None, Field(alias="async")] = None
 
     def chat(self) -> dict[str, Any]:
         function = {"name": self.name, "arguments": self.arguments}
@@ -154,6 +164,9 @@ class FunctionCallOutput(StrictModel):
     ]
     id: str | None = None
     status: str | None = None
+    name: str | None = None
+    caller: DirectCaller | None = None
+    namespace: None = None
 
     def chat(self) -> dict[str, Any]:
         text = self.output if isinstance(self.output, str) else "".join(part.text for part in self.output)

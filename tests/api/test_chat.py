@@ -15,6 +15,8 @@ import pytest
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from openai import OpenAI, pydantic_function_tool
+from pydantic import BaseModel
 
 from api.http.app import create_app
 from api.resources.chat import Upstream
@@ -368,6 +370,47 @@ def test_an_earlier_answer_is_sent_back_as_openais_client_has_it(
 
     assert answer.status_code == 200
     assert inference.asked[0]["messages"] == [{"role": "assistant", "content": "[1]"}, question]
+
+
+class Place(BaseModel):
+    place: str
+
+
+CALLED: dict[str, Any] = {"id": "1", "type": "function"}
+CALLED["function"] = {"name": "Place", "arguments": '{"place": "Rome"}'}
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_the_parsed_calls_of_a_helper_are_sent_back_as_it_made_them(
+    web: httpx.Client, inference: Inference, is_streamed: bool
+) -> None:
+    choice = {"index": 0, "logprobs": None, "finish_reason": "tool_calls"}
+    body = {"id": "c", "created": 1, "model": "tiny"}
+    if is_streamed:
+        delta = {"role": "assistant", "content": None, "tool_calls": [CALLED | {"index": 0}]}
+        chunk = body | {"object": "chat.completion.chunk", "choices": [choice | {"delta": delta}]}
+        events = f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n"
+        inference.streams, inference.answer = False, Response(events, media_type="text/event-stream")
+    else:
+        message = {"role": "assistant", "content": None, "refusal": None, "tool_calls": [CALLED]}
+        whole = body | {"object": "chat.completion", "choices": [choice | {"message": message}]}
+        inference.answer = JSONResponse(whole)
+    key = web.headers["authorization"].removeprefix("Bearer ")
+    client = OpenAI(base_url=str(web.base_url), api_key=key, max_retries=0)
+    question: Any = {"role": "user", "content": "Where?"}
+    asked: Any = {"model": "tiny", "tools": [pydantic_function_tool(Place)]}
+    if is_streamed:
+        with client.chat.completions.stream(**asked, messages=[question]) as stream:
+            answer = stream.get_final_completion()
+    else:
+        answer = client.chat.completions.parse(**asked, messages=[question])
+
+    message = answer.choices[0].message
+    assert present(message.tool_calls)[0].function.parsed_arguments == Place(place="Rome")
+    result = {"role": "tool", "tool_call_id": "1", "content": "sunny"}
+    inference.answer = JSONResponse({"object": "chat.completion"})
+    assert ask(web, messages=[question, message.to_dict(), result]).status_code == 200
+    assert inference.asked[1]["messages"][1]["tool_calls"] == [CALLED]
 
 
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}

@@ -454,6 +454,30 @@ def test_calls_are_items_and_are_sent_back_with_their_results(
     ]
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_the_parsed_calls_of_a_helper_are_sent_back_as_it_made_them(
+    client: OpenAI, create: Callable[..., Any], inference: Inference, is_streamed: bool
+) -> None:
+    inference.pieces, inference.calls = [], [call_of(1)]
+    asked: Any = {"model": "tiny", "input": "hello", "tools": [WEATHER | {"strict": True}]}
+    if is_streamed:
+        with client.responses.stream(**asked) as stream:
+            answer: Any = stream.get_final_response()
+    else:
+        answer = client.responses.parse(**asked)
+
+    [call] = answer.output
+    assert call.parsed_arguments == {"place": "1"}
+    sent = {"caller": {"type": "direct"}, "namespace": None, "async": False} | call.to_dict()
+    result = {"type": "function_call_output", "call_id": "call_1", "output": "sun", "name": "weather"}
+    create(input=[USER, sent, result | {"caller": None, "namespace": None}], tools=[WEATHER])
+
+    assert inference.asked[1]["messages"][1:] == [
+        {"role": "assistant", "tool_calls": [call_of(1)]},
+        {"role": "tool", "content": "sun", "tool_call_id": "call_1"},
+    ]
+
+
 @pytest.mark.parametrize("pieces", [[], ["a", "b"]])
 def test_calls_of_a_stream_have_openais_events(
     create: Callable[..., Any], inference: Inference, pieces: list[str]
