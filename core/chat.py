@@ -46,6 +46,7 @@ class ContentPart(StrictModel):
 class TextPart(ContentPart):
     type: Literal["text"]
     text: str
+    prompt_cache_breakpoint: Annotated[Any, Field(exclude=True)] = None  # ignored
 
 
 def _text_or_list(value: Any) -> str | None:

@@ -364,9 +364,11 @@ def test_an_earlier_answer_is_sent_back_as_openais_client_has_it(
 ) -> None:
     earlier = {"role": "assistant", "content": "[1]", "refusal": None}
     empty: dict[str, Any] = {"annotations": [], "audio": None, "function_call": None, "tool_calls": None}
-    question = {"role": "user", "content": "and?"}
+    part = {"type": "text", "text": "and?"}
+    question = {"role": "user", "content": [part]}
+    marked = {"role": "user", "content": [part | {"prompt_cache_breakpoint": {"mode": "explicit"}}]}
 
-    answer = ask(web, messages=[earlier | empty | {"parsed": [1], "reasoning_content": "hm"}, question])
+    answer = ask(web, messages=[earlier | empty | {"parsed": [1], "reasoning_content": "hm"}, marked])
 
     assert answer.status_code == 200
     assert inference.asked[0]["messages"] == [{"role": "assistant", "content": "[1]"}, question]
