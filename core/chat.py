@@ -80,7 +80,7 @@ TEXT_OR_OBJECT = Discriminator(_text_or_object)
 
 
 # Extra fields of an assistant message that is an earlier response of ours, sent back by OpenAI's client.
-SENT_BACK = ("annotations", "audio", "function_call", "tool_calls")
+SENT_BACK = ("annotations", "audio", "function_call", "refusal", "tool_calls")
 
 
 # The limits of OpenAI's API.
@@ -97,6 +97,22 @@ Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)] | None
 
 # Per conversation, and per message. Without bounds, 2 MB of empty objects become gigabytes of validation errors.
 MAX_MESSAGES, MAX_PARTS = 2048, 256
+
+
+def refusal_as_text(message: dict[str, Any], text_type: str) -> dict[str, Any]:
+    """An assistant's message with its refusal, a field or parts of the content, as text: it is what the model wrote."""
+    content, refusal = message.get("content"), message.get("refusal")
+    if not content and isinstance(refusal, str):
+        return {name: value for name, value in message.items() if name != "refusal"} | {"content": refusal}
+    if isinstance(content, list):
+        return message | {"content": [_refusal_part_as_text(part, text_type) for part in content]}
+    return message
+
+
+def _refusal_part_as_text(part: Any, text_type: str) -> Any:
+    if isinstance(part, dict) and part.get("type") == "refusal" and part.keys() == {"type", "refusal"}:
+        return {"type": text_type, "text": part["refusal"]}
+    return part
 
 
 class CalledFunction(StrictModel):
@@ -128,7 +144,7 @@ class Message(StrictModel):
         | None
     ) = None
     name: str | None = None
-    refusal: None = None
+    refusal: str | None = None  # of the assistant, whose text it becomes
     tool_calls: Annotated[list[ToolCall], Field(min_length=1, max_length=MAX_CALLS)] | None = None
     tool_call_id: str | None = None
 
@@ -138,6 +154,8 @@ class Message(StrictModel):
             raise ValueError("'tool_calls' is only for messages of the assistant")
         if (self.tool_call_id is not None) != (self.role == "tool"):
             raise ValueError("'tool_call_id' belongs to messages with the role 'tool', which need it")
+        if self.refusal is not None:
+            raise ValueError("'refusal' is only for messages of the assistant without content")
         if self.content is None and not self.tool_calls:
             raise ValueError("'content' is missing")
         return self
@@ -155,11 +173,12 @@ class Message(StrictModel):
         if not isinstance(message, dict) or message.get("role") != "assistant":
             return message
         empty = {name for name in SENT_BACK if not message.get(name)}
-        return {
+        kept = {
             name: value
             for name, value in message.items()
             if name not in {*empty, "parsed", "reasoning_content"}
         }
+        return refusal_as_text(kept, "text")
 
 
 class Text(StrictModel):

@@ -56,6 +56,7 @@ from core.chat import (
     ToolName,
     TopLogprobs,
     TopP,
+    refusal_as_text,
 )
 from core.errors import InvalidParameter, InvalidRequest, ResponseNotFound, ServiceError
 from core.response_format import JsonSchema
@@ -118,6 +119,8 @@ class InputMessage(StrictModel):
                 f"items of type {quoted(kind)} are not supported, this server reads messages, calls of functions and "
                 "their results"
             )
+        if isinstance(item, dict) and item.get("role") == "assistant":
+            return refusal_as_text(item, "output_text")
         return item
 
     def chat(self) -> dict[str, Any]:

@@ -279,6 +279,8 @@ def test_a_deleted_model_is_not_served_any_more(web: httpx.Client, inference: In
         ({"stop": ["a", "b" * 1001]}, "stop[1]"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0]"),
         ({"messages": [{"role": "user"}]}, "messages[0]"),
+        ({"messages": [{"role": "user", "content": "a", "refusal": "No."}]}, "messages[0]"),
+        ({"messages": [{"role": "user", "content": [{"type": "refusal"}]}]}, "messages[0].content[0]"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, "messages[0].content[0].type"),
         ({"reasoning_effort": "hard"}, "reasoning_effort"),
@@ -372,6 +374,26 @@ def test_an_earlier_answer_is_sent_back_as_openais_client_has_it(
 
     assert answer.status_code == 200
     assert inference.asked[0]["messages"] == [{"role": "assistant", "content": "[1]"}, question]
+
+
+REFUSED = {"type": "refusal", "refusal": "No."}
+
+
+@pytest.mark.parametrize(
+    ("message", "content"),
+    [
+        ({"content": None, "refusal": "No."}, "No."),
+        ({"refusal": "No."}, "No."),
+        ({"content": [REFUSED]}, [{"type": "text", "text": "No."}]),
+    ],
+)
+def test_a_refusal_of_the_assistant_is_its_text(
+    web: httpx.Client, inference: Inference, message: dict[str, Any], content: Any
+) -> None:
+    question = {"role": "user", "content": "Why?"}
+
+    assert ask(web, messages=[{"role": "assistant"} | message, question]).status_code == 200
+    assert inference.asked[0]["messages"] == [{"role": "assistant", "content": content}, question]
 
 
 class Place(BaseModel):

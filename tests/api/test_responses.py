@@ -454,6 +454,14 @@ def test_calls_are_items_and_are_sent_back_with_their_results(
     ]
 
 
+def test_a_refusal_of_the_assistant_is_its_text(create: Callable[..., Any], inference: Inference) -> None:
+    refused = {"type": "refusal", "refusal": "No."}
+    create(input=[{"role": "assistant", "content": [refused]}, USER])
+
+    [message, _] = inference.asked[0]["messages"]
+    assert message == {"role": "assistant", "content": [{"type": "text", "text": "No."}]}
+
+
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_the_parsed_calls_of_a_helper_are_sent_back_as_it_made_them(
     client: OpenAI, create: Callable[..., Any], inference: Inference, is_streamed: bool
