@@ -56,6 +56,7 @@ class Inference:
     pieces: list[str] = field(default_factory=lambda: ["a", "b"])
     finish_reason: str = "stop"
     calls: list[dict[str, Any]] = field(default_factory=list)
+    pieces_after_calls: list[str] = field(default_factory=list)
     error: Response | None = None
     error_event: dict[str, Any] | None = None
     whole: bool = True
@@ -109,6 +110,8 @@ class Inference:
                 for letter in call["function"]["arguments"]:
                     written = {"arguments": letter}
                     yield choice({"tool_calls": [{"index": number, "function": written}]})
+            for piece in self.pieces_after_calls:
+                yield choice({"content": piece})
             while self.endless:
                 yield choice({"content": "x" * 1000})
                 await asyncio.sleep(0)
@@ -511,6 +514,25 @@ def test_calls_of_a_stream_have_openais_events(
     added = [event.output_index for event in events if event.type == "response.output_item.added"]
     ended = [event.output_index for event in events if event.type == "response.output_item.done"]
     assert added == ended == list(range(len(done.response.output)))
+
+
+def test_the_text_after_a_call_of_a_stream_is_a_message_of_its_own(
+    create: Callable[..., Any], inference: Inference, stream_event: TypeAdapter[Any]
+) -> None:
+    inference.calls, inference.pieces_after_calls = [call_of(1)], ["\n", "It ", "is."]
+    events = list(create(tools=[WEATHER], stream=True))
+
+    [done] = [event for event in events if event.type == "response.completed"]
+    before, call, after = done.response.output
+    assert [item.type for item in done.response.output] == ["message", "function_call", "message"]
+    assert (before.content[0].text, after.content[0].text) == ("ab", "It is.")
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    places = [(event.output_index, event.item_id) for event in deltas]
+    assert places == [(0, before.id)] * 2 + [(2, after.id)] * 2
+    ended = [event.item.id for event in events if event.type == "response.output_item.done"]
+    assert ended == [before.id, call.id, after.id]
+    for event in events:
+        stream_event.validate_python(event.to_dict(), strict=True)
 
 
 def test_a_client_that_leaves_a_stream_ends_it_upstream(
