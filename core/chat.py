@@ -9,7 +9,7 @@ from core import chat_templates
 from core.masking import hide_places
 from core.response_format import ResponseFormat, response_schema
 from core.storage.manifests import is_whole_model
-from core.strict import StrictModel
+from core.strict import StrictModel, only
 
 MAX_CHOICES = 128
 NotEmpty = Annotated[str, Field(min_length=1)]
@@ -86,6 +86,7 @@ SENT_BACK = ("annotations", "audio", "function_call", "refusal", "tool_calls")
 # The limits of OpenAI's API.
 MAX_TOOLS, MAX_CALLS = 128, 128
 MAX_BIASES = 1024
+FunctionOnly = Annotated[Literal["function"], only("function")]
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 Penalty = Annotated[float, Field(ge=-2, le=2)] | None
 TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
@@ -127,7 +128,7 @@ class ToolCall(StrictModel):
     # Clients that put the pieces of a stream together send the place of the call back. The order says the same.
     index: Annotated[int | None, Field(ge=0, exclude=True)] = None
     id: NotEmpty
-    type: Literal["function"] = "function"
+    type: FunctionOnly = "function"
     function: CalledFunction
 
 
@@ -199,7 +200,7 @@ class Function(StrictModel):
 class Tool(StrictModel):
     """A function that an answer may call."""
 
-    type: Literal["function"]
+    type: FunctionOnly
     function: Function
 
 
@@ -210,7 +211,7 @@ class ChosenName(StrictModel):
 class ChosenTool(StrictModel):
     """The function that the answer must call."""
 
-    type: Literal["function"]
+    type: FunctionOnly
     function: ChosenName
 
 

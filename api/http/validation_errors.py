@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
-from core.errors import InvalidParameter, InvalidRequest
+from core.errors import InvalidParameter, InvalidRequest, UnsupportedValue
 from core.jobs import hyperparameters, offline_hyperparameters
 from core.jobs.methods import LOGITS
 from graders import complaints as translator
@@ -45,7 +45,8 @@ def explain(complaints: Sequence[Complaint], sent: Any, fields: Collection[str] 
         _similar_field(param, about[0]["loc"], fields, sent) if mistake.code == "unknown_parameter" else None
     )
     hint = f" Did you mean '{meant}'?" if meant else ""
-    return InvalidRequest(f"{mistake.message}{hint}", param=mistake.param, code=mistake.code)
+    code = "unsupported_parameter" if isinstance(cause, UnsupportedValue) else mistake.code
+    return InvalidRequest(f"{mistake.message}{hint}", param=mistake.param, code=code)
 
 
 def _similar_field(param: str, loc: Sequence[int | str], fields: Collection[str], sent: Any) -> str | None:

@@ -47,6 +47,7 @@ from core.chat import (
     TEXT_OR_OBJECT,
     AnyObject,
     ContentPart,
+    FunctionOnly,
     MaxTokens,
     NotEmpty,
     ReasoningEffort,
@@ -58,9 +59,15 @@ from core.chat import (
     TopP,
     refusal_as_text,
 )
-from core.errors import InvalidParameter, InvalidRequest, ResponseNotFound, ServiceError
+from core.errors import (
+    InvalidParameter,
+    InvalidRequest,
+    ResponseNotFound,
+    ServiceError,
+    UnsupportedValue,
+)
 from core.response_format import JsonSchema
-from core.strict import StrictModel
+from core.strict import StrictModel, only
 from graders.template import quoted
 
 router = APIRouter(prefix="/responses", tags=["Responses"])
@@ -115,7 +122,7 @@ class InputMessage(StrictModel):
     def _is_message(cls, item: Any) -> Any:
         kind = item.get("type") if isinstance(item, dict) else None
         if isinstance(kind, str) and kind != "message":
-            raise ValueError(
+            raise UnsupportedValue(
                 f"items of type {quoted(kind)} are not supported, this server reads messages, calls of functions and "
                 "their results"
             )
@@ -215,7 +222,7 @@ class FunctionTool(StrictModel):
     def _is_function(cls, tool: Any) -> Any:
         kind = tool.get("type") if isinstance(tool, dict) else None
         if isinstance(kind, str) and kind != "function":
-            raise ValueError(
+            raise UnsupportedValue(
                 f"tools of type {quoted(kind)} are not supported, this server has functions only"
             )
         return tool
@@ -225,7 +232,7 @@ class FunctionTool(StrictModel):
 
 
 class ChosenFunction(StrictModel):
-    type: Literal["function"]
+    type: FunctionOnly
     name: ToolName
 
 
@@ -284,7 +291,12 @@ class ResponseCreate(Generation):
     text: TextConfig | None = None
     include: (
         Annotated[
-            list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]],
+            list[
+                Annotated[
+                    Literal["message.output_text.logprobs", "reasoning.encrypted_content"],
+                    only("message.output_text.logprobs", "reasoning.encrypted_content"),
+                ]
+            ],
             Field(max_length=100, fail_fast=True),
         ]
         | None
@@ -305,7 +317,7 @@ class ResponseCreate(Generation):
     parallel_tool_calls: bool | None = None
 
     reasoning: Reasoning | None = None
-    truncation: Literal["disabled"] | None = None
+    truncation: Annotated[Literal["disabled"], only("disabled")] | None = None
 
     previous_response_id: NotStored = None
     conversation: NotStored = None
@@ -316,6 +328,7 @@ class ResponseCreate(Generation):
     moderation: Unsupported = None
     access_programs: Unsupported = None
     image: Unsupported = None
+    personality: Unsupported = None  # of the count of input tokens
 
     @model_validator(mode="after")
     def _is_a_chat(self) -> "ResponseCreate":

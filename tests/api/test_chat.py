@@ -350,6 +350,21 @@ def test_what_is_not_supported_has_openais_code(web: httpx.Client) -> None:
     assert (error["param"], error["code"]) == ("prediction", "unsupported_parameter")
 
 
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type"),
+        ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice.type"),
+    ],
+)
+def test_tools_other_than_functions_have_openais_code(
+    web: httpx.Client, fields: dict[str, Any], param: str
+) -> None:
+    error = ask(web, **fields).json()["error"]
+
+    assert (error["param"], error["code"]) == (param, "unsupported_parameter")
+
+
 @pytest.mark.parametrize("effort", ["none", "minimal", "low", "medium", "high", "xhigh", "max", None])
 def test_reasoning_effort_reaches_the_model_and_verbosity_has_no_effect(
     web: httpx.Client, inference: Inference, effort: str | None

@@ -581,6 +581,24 @@ def test_what_is_not_supported_is_refused_by_its_name(
     assert inference.asked == []
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": [{"type": "web_search"}]},
+        {"tools": [{"type": "custom", "name": "f"}]},
+        {"tool_choice": {"type": "file_search"}},
+        {"include": ["file_search_call.results"]},
+        {"truncation": "auto"},
+        {"input": [{"type": "item_reference", "id": "1"}]},
+        {"personality": "friendly"},
+    ],
+)
+def test_what_openai_has_and_this_server_lacks_has_the_code_of_an_unsupported_parameter(
+    post: Callable[..., httpx.Response], fields: dict[str, Any]
+) -> None:
+    assert post(**fields).json()["error"]["code"] == "unsupported_parameter"
+
+
 def test_what_asks_for_nothing_is_accepted(post: Callable[..., httpx.Response]) -> None:
     nothing = {
         "tools": [],
