@@ -1,11 +1,11 @@
 """/v1/batches: the requests of a file, answered in the background (docs/howto/batches.md)."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from anyio import to_thread
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel
+from pydantic import BaseModel, BeforeValidator
 
 from api.http.deps import CurrentProject, ReadSession, Service, ServiceDep, UnitOfWork
 from api.http.idempotency import Once
@@ -39,7 +39,7 @@ class BatchCreate(Body):
     """`completion_window` is OpenAI's only one."""
 
     input_file_id: str
-    endpoint: Endpoint
+    endpoint: Annotated[Endpoint, BeforeValidator(batches.full_path)]
     completion_window: Literal["24h"]
     metadata: Metadata = None
     output_expires_after: ExpiresAfter | None = None

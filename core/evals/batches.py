@@ -8,7 +8,7 @@ items are replaced by the output file and the error file.
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from sqlalchemy import Select, delete, select
 from sqlalchemy.orm import Session
@@ -56,6 +56,11 @@ class PreparedRequest:
     response: Callable[[dict[str, Any]], dict[str, Any]]
 
 
+def full_path(url: Any) -> Any:
+    """The path of an endpoint that may lack the version, as Azure's examples have it: `/chat/completions`."""
+    return f"/v1{url}" if isinstance(url, str) and f"/v1{url}" in get_args(Endpoint) else url
+
+
 # Raises ServiceError for a body that the endpoint refuses.
 Prepare = Callable[[Endpoint, dict[str, Any]], PreparedRequest]
 
@@ -90,7 +95,7 @@ def _request(line: int, sent: dict[str, Any], endpoint: Endpoint) -> EvalRow | R
         return RequestError(line, problem, "custom_id", code="invalid_custom_id")
     if sent["method"] != "POST":
         return RequestError(line, "must be 'POST'", "method", code="invalid_method")
-    if sent["url"] != endpoint:
+    if full_path(sent["url"]) != endpoint:
         problem = f"must be the endpoint of the batch, '{endpoint}'"
         return RequestError(line, problem, "url", code="mismatched_url")
     if not isinstance(sent["body"], dict):
@@ -98,7 +103,7 @@ def _request(line: int, sent: dict[str, Any], endpoint: Endpoint) -> EvalRow | R
     model = sent["body"].get("model")
     if not isinstance(model, str) or not 0 < len(model) <= MAX_MODEL:
         return RequestError(line, "must name a model", "body.model", code="missing_required_parameter")
-    return EvalRow(line, {name: sent[name] for name in KEYS})
+    return EvalRow(line, {name: sent[name] for name in KEYS} | {"url": endpoint})
 
 
 @dataclass

@@ -88,6 +88,20 @@ def test_the_responses_of_a_file_have_the_shape_of_the_endpoint(house: House, cl
     assert house.model.requests[0]["messages"][0] == {"role": "system", "content": "Repeat."}
 
 
+@pytest.mark.parametrize(("path", "line"), [(CHAT, chat_line(1)), (RESPONSES, response_line(1))])
+def test_the_endpoint_and_the_urls_may_lack_the_version_as_azures_examples_do(
+    house: House, client: OpenAI, path: str, line: Line
+) -> None:
+    short = path.removeprefix("/v1")
+    batch = create(client, [line | {"url": short}, line | {"custom_id": "b"}], short)
+
+    house.work()
+
+    done = client.batches.retrieve(batch.id)
+    assert (done.status, done.endpoint) == ("completed", path)
+    assert [one["custom_id"] for one in read(client, done.output_file_id)] == ["row-1", "b"]
+
+
 def test_parameters_reach_the_model_as_from_the_endpoint(house: House, client: OpenAI) -> None:
     create(client, [chat_line(1, temperature=0.5, max_tokens=7, user="someone")])
 
