@@ -275,6 +275,19 @@ def test_a_batch_ends_with_its_completion_window(house: House, client: OpenAI) -
     assert done.errors is not None and done.errors.data is not None
     assert [error.code for error in done.errors.data] == ["batch_expired"]
     assert [line["custom_id"] for line in read(client, done.output_file_id)] == ["row-0"]
+    unexecuted = read(client, done.error_file_id)
+    assert [line["custom_id"] for line in unexecuted] == ["row-1", "row-2"]
+    error = {
+        "code": "batch_expired",
+        "message": "This request could not be executed before the completion window expired.",
+    }
+    number = batch.id.removeprefix("batch_")
+    assert unexecuted[0] == {
+        "id": f"batch_req_{number}_2",
+        "custom_id": "row-1",
+        "response": None,
+        "error": error,
+    }
 
 
 def test_a_resumed_batch_asks_only_for_what_it_lacks(house: House, client: OpenAI) -> None:

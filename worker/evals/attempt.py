@@ -382,7 +382,7 @@ class RunAttempt:
         EVAL_ITEMS.labels(status).inc()
         self.record.finish(
             {
-                "id": f"batch_req_{plan.run.id.removeprefix('batch_')}_{row.line}",
+                "id": batches.request_id(plan.run, row.line),
                 "line": row.line,
                 "datasource_item_id": row.line,
                 "status": status,
