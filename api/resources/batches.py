@@ -92,6 +92,7 @@ class BatchOut(BaseModel):
     def of(cls, batch: EvalRun) -> "BatchOut":
         source, counts, status = batch.data_source, batch.summary["counts"], batches.status(batch)
         ended_at, written_at = batch.finished_at, source.get("files_written_at", batch.finished_at)
+        is_invalid = (batch.error or {}).get("code") == batches.INVALID_INPUT
         is_cancelled = status in ("cancelling", "cancelled")
         return cls(
             id=batch.id,
@@ -106,7 +107,7 @@ class BatchOut(BaseModel):
             created_at=batch.created_at,
             in_progress_at=batch.started_at,
             expires_at=batch.created_at + batches.WINDOW_SECONDS,
-            finalizing_at=None if is_cancelled else ended_at,
+            finalizing_at=None if is_cancelled or is_invalid else ended_at,
             completed_at=written_at if status == "completed" else None,
             failed_at=written_at if status == "failed" else None,
             expired_at=written_at if status == "expired" else None,

@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 SOURCE = "regraft.batch"
 PURPOSE, OUTPUT = "batch", "batch_output"
 WINDOW_SECONDS = 24 * 3600
+INVALID_INPUT = "invalid_input"  # the error of a batch whose input file is invalid
 MAX_ERRORS = 100  # that a batch lists
 MAX_CUSTOM_ID = MAX_MODEL = 512  # characters
 KEYS = ("custom_id", "method", "url", "body")
@@ -176,7 +177,7 @@ def new(project_id: str, checked: Checked, *, metadata: dict[str, str] | None, *
     if checked.errors:
         batch.status, batch.total, batch.finished_at = "failed", 0, now()
         batch.error = {
-            "code": "invalid_input",
+            "code": INVALID_INPUT,
             "message": "The input file is invalid.",
             "data": storable_json(checked.errors),
         }

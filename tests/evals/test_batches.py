@@ -156,7 +156,8 @@ def test_an_invalid_input_file_fails_the_batch_and_names_the_line(
 ) -> None:
     batch = create(client, lines)
 
-    assert (batch.status, batch.output_file_id) == ("failed", None)
+    assert (batch.status, batch.output_file_id, batch.finalizing_at) == ("failed", None, None)
+    assert batch.failed_at is not None
     assert batch.errors is not None and batch.errors.data is not None
     assert [(error.code, error.line) for error in batch.errors.data] == [(code, line)]
     assert house.work() == 0
@@ -234,6 +235,14 @@ def test_a_batch_that_is_cancelled_keeps_the_answers_so_far(house: House, client
     assert done.status == "cancelled"
     assert [line["custom_id"] for line in read(client, done.output_file_id)] == ["row-0"]
     assert client.batches.cancel(batch.id).status == "cancelled"
+
+
+def test_a_batch_that_has_ended_is_not_cancelled(house: House, client: OpenAI) -> None:
+    batch = create(client, [chat_line(1)])
+    house.work()
+
+    with pytest.raises(BadRequestError, match=f"The batch {batch.id} is already completed"):
+        client.batches.cancel(batch.id)
 
 
 def test_a_batch_whose_answers_are_lost_stops_no_other_and_fails(house: House, client: OpenAI) -> None:
