@@ -10,6 +10,7 @@ from sqlalchemy.exc import DataError, DBAPIError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from api.http.idempotency import Replayed
 from api.http.json_responses import JSON
 from api.http.large_bodies import BodyRejected
 from api.http.middleware import of_outage
@@ -20,6 +21,7 @@ from core.errors import InvalidRequest, ServiceError
 def add_handlers(app: FastAPI) -> None:
     """Register the handlers. api/http/middleware.py handles crashes, because it knows the request id."""
     app.add_exception_handler(ServiceError, _service_error)
+    app.add_exception_handler(Replayed, _replayed)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _framework_error)
     app.add_exception_handler(BodyRejected, _refused)
@@ -32,6 +34,11 @@ def add_handlers(app: FastAPI) -> None:
 def _service_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ServiceError)
     return JSON(error.envelope(), status_code=error.status_code, headers=dict(error.headers))
+
+
+def _replayed(request: Request, error: Exception) -> Response:
+    assert isinstance(error, Replayed)
+    return error.response
 
 
 def _invalid(request: Request, error: Exception) -> Response:

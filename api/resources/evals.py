@@ -8,7 +8,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
 from api.http.deps import CurrentProject, ReadSession, ServiceDep, UnitOfWork
-from api.http.idempotency import Once
+from api.http.idempotency import REPLAYS_FIRST, Once
 from api.http.openapi import refusals
 from api.http.shapes import After, EndedListing, Limit, clamped
 from api.http.stored_graders import EVERY, ResolvesGraders
@@ -38,7 +38,7 @@ class EvalDeleted(BaseModel):
     status_code=201,
     response_model=EvalOut,
     responses=refusals(404),
-    dependencies=[Depends(ResolvesGraders(("testing_criteria", EVERY)))],
+    dependencies=[REPLAYS_FIRST, Depends(ResolvesGraders(("testing_criteria", EVERY)))],
 )
 async def create_eval(
     body: EvalCreate, project: CurrentProject, service: ServiceDep, once: Once
