@@ -152,6 +152,21 @@ def test_a_sample_has_the_types_of_the_client_where_parameters_are_not_set(
     Sample.model_validate(sample | {"error": {"code": "", "message": ""}}, strict=True)
 
 
+def test_the_thought_of_a_reasoning_model_is_shown_and_graded(
+    client: OpenAI, new_eval: Callable[..., Any], house: House
+) -> None:
+    house.model.thoughts["q0"] = "q0, of course"
+    made = new_eval(EXACT | {"input": "{{sample.output_reasoning}}", "operation": "like"}, EXACT | {"name": "b"})
+    run = client.evals.runs.create(made.id, data_source=completions(1))
+    house.work()
+
+    [item] = client.evals.runs.output_items.list(run.id, eval_id=made.id).data
+
+    assert [result.passed for result in item.results] == [True, True]
+    message = untyped(item.sample.output[0])
+    assert (message.content, message.reasoning_content) == ("q0", "q0, of course")
+
+
 def test_every_kind_of_criterion_grades(client: OpenAI, new_eval: Callable[..., Any], house: House) -> None:
     made = new_eval(EXACT, NEAR, JUDGED, SCORED, PYTHON)
     run: Any = client.evals.runs.create(made.id, data_source=completions(2))
