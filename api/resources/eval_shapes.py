@@ -28,9 +28,16 @@ SCHEMA = {
     },
     "required": ["item", "sample"],
 }
+# Variables that the templates of graders have (graders/types.py).
 _SAMPLE = {
     "type": "object",
-    "properties": {"model": {"type": "string"}, "output_text": {"type": "string"}, "output_json": {}},
+    "properties": {
+        "output_text": {"type": "string"},
+        "output_json": {},
+        "output_tools": {"type": "array"},
+        "output_reasoning": {"type": "string"},
+        "choices": {"type": "array"},
+    },
 }
 
 # Of a sample whose run names no model or does not set the parameter: the defaults that OpenAI's API names. There is none
