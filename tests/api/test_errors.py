@@ -61,7 +61,7 @@ def test_a_method_that_the_url_does_not_have(api: TestClient) -> None:
     answer = api.put(JOBS)
 
     assert envelope(answer, 405)["code"] == "method_not_supported"
-    assert answer.headers["allow"]
+    assert answer.headers["allow"] == "GET, POST"
 
 
 @pytest.mark.parametrize(
