@@ -96,5 +96,8 @@ def _whole_body(complaint: Complaint, sent: Any) -> InvalidRequest:
         named = _FIRST_WORD.match(text)
         is_sent = named is not None and isinstance(sent, Mapping) and named[1] in sent
         return InvalidRequest(f"Invalid request: {text}.", param=named[1] if named and is_sent else None)
+    if sent is not None and not isinstance(sent, bytes):  # FastAPI has parsed it, so the header is right
+        expected = f"expected a JSON object, but got {translator.json_type(sent)} instead"
+        return InvalidRequest(f"Invalid request body: {expected}.", code="invalid_type")
     hint = "expected a JSON object and the header 'Content-Type: application/json'"
     return InvalidRequest(f"Invalid request body: {hint}.", code="invalid_type")
