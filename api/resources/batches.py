@@ -126,7 +126,7 @@ def _errors(error: dict[str, Any] | None) -> BatchErrorsOut | None:
     return BatchErrorsOut(data=[BatchErrorOut(**nothing | one) for one in found])
 
 
-@router.post("", response_model=BatchOut, responses=refusals())
+@router.post("", response_model=BatchOut, responses=refusals(410))
 async def create_batch(
     body: BatchCreate, project: CurrentProject, service: ServiceDep, once: Once
 ) -> BatchOut | JSONResponse:
@@ -218,7 +218,7 @@ def retrieve_batch(batch_id: str, project: CurrentProject, session: ReadSession)
     return BatchOut.of(batches.get(session, project.id, batch_id))
 
 
-@router.post("/{batch_id}/cancel", responses=refusals(404))
+@router.post("/{batch_id}/cancel", responses=refusals(400, 404))
 def cancel_batch(batch_id: str, project: CurrentProject, uow: UnitOfWork) -> BatchOut:
     """Cancel a batch. The answers so far are in its files once its status is cancelled."""
     with uow() as work:

@@ -94,7 +94,7 @@ def retrieve_eval(eval_id: str, project: CurrentProject, session: ReadSession) -
     return EvalOut.of(catalog.find(session, project.id, eval_id))
 
 
-@router.post("/{eval_id}")
+@router.post("/{eval_id}", responses=refusals(405))
 def update_eval(eval_id: str, body: EvalUpdate, project: CurrentProject, uow: UnitOfWork) -> EvalOut:
     """Change the name or the metadata of a created eval."""
     with uow() as work:
@@ -108,7 +108,7 @@ def update_eval(eval_id: str, body: EvalUpdate, project: CurrentProject, uow: Un
         return EvalOut.of(made)
 
 
-@router.delete("/{eval_id}")
+@router.delete("/{eval_id}", responses=refusals(405))
 def delete_eval(eval_id: str, project: CurrentProject, service: ServiceDep, uow: UnitOfWork) -> EvalDeleted:
     """Delete a created eval and its runs. Runs in progress are cancelled."""
     with uow() as work:
