@@ -9,7 +9,7 @@ from core import chat_templates
 from core.masking import hide_places
 from core.response_format import ResponseFormat, response_schema
 from core.storage.manifests import is_whole_model
-from core.strict import StrictModel
+from core.strict import StrictModel, only
 
 MAX_CHOICES = 128
 NotEmpty = Annotated[str, Field(min_length=1)]
@@ -46,6 +46,7 @@ class ContentPart(StrictModel):
 class TextPart(ContentPart):
     type: Literal["text"]
     text: str
+    prompt_cache_breakpoint: Annotated[Any, Field(exclude=True)] = None  # ignored
 
 
 def _text_or_list(value: Any) -> str | None:
@@ -79,12 +80,13 @@ TEXT_OR_OBJECT = Discriminator(_text_or_object)
 
 
 # Extra fields of an assistant message that is an earlier response of ours, sent back by OpenAI's client.
-SENT_BACK = ("annotations", "audio", "function_call", "tool_calls")
+SENT_BACK = ("annotations", "audio", "function_call", "refusal", "tool_calls")
 
 
 # The limits of OpenAI's API.
 MAX_TOOLS, MAX_CALLS = 128, 128
 MAX_BIASES = 1024
+FunctionOnly = Annotated[Literal["function"], only("function")]
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 Penalty = Annotated[float, Field(ge=-2, le=2)] | None
 TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
@@ -98,9 +100,26 @@ Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)] | None
 MAX_MESSAGES, MAX_PARTS = 2048, 256
 
 
+def refusal_as_text(message: dict[str, Any], text_type: str) -> dict[str, Any]:
+    """An assistant's message with its refusal, a field or parts of the content, as text: it is what the model wrote."""
+    content, refusal = message.get("content"), message.get("refusal")
+    if not content and isinstance(refusal, str):
+        return {name: value for name, value in message.items() if name != "refusal"} | {"content": refusal}
+    if isinstance(content, list):
+        return message | {"content": [_refusal_part_as_text(part, text_type) for part in content]}
+    return message
+
+
+def _refusal_part_as_text(part: Any, text_type: str) -> Any:
+    if isinstance(part, dict) and part.get("type") == "refusal" and part.keys() == {"type", "refusal"}:
+        return {"type": text_type, "text": part["refusal"]}
+    return part
+
+
 class CalledFunction(StrictModel):
     name: ToolName
     arguments: str = "{}"  # JSON, as the model wrote it
+    parsed_arguments: Annotated[Any, Field(exclude=True)] = None  # by the helpers of OpenAI's client
 
 
 class ToolCall(StrictModel):
@@ -109,7 +128,7 @@ class ToolCall(StrictModel):
     # Clients that put the pieces of a stream together send the place of the call back. The order says the same.
     index: Annotated[int | None, Field(ge=0, exclude=True)] = None
     id: NotEmpty
-    type: Literal["function"] = "function"
+    type: FunctionOnly = "function"
     function: CalledFunction
 
 
@@ -126,7 +145,7 @@ class Message(StrictModel):
         | None
     ) = None
     name: str | None = None
-    refusal: None = None
+    refusal: str | None = None  # of the assistant, whose text it becomes
     tool_calls: Annotated[list[ToolCall], Field(min_length=1, max_length=MAX_CALLS)] | None = None
     tool_call_id: str | None = None
 
@@ -136,6 +155,8 @@ class Message(StrictModel):
             raise ValueError("'tool_calls' is only for messages of the assistant")
         if (self.tool_call_id is not None) != (self.role == "tool"):
             raise ValueError("'tool_call_id' belongs to messages with the role 'tool', which need it")
+        if self.refusal is not None:
+            raise ValueError("'refusal' is only for messages of the assistant without content")
         if self.content is None and not self.tool_calls:
             raise ValueError("'content' is missing")
         return self
@@ -153,11 +174,12 @@ class Message(StrictModel):
         if not isinstance(message, dict) or message.get("role") != "assistant":
             return message
         empty = {name for name in SENT_BACK if not message.get(name)}
-        return {
+        kept = {
             name: value
             for name, value in message.items()
             if name not in {*empty, "parsed", "reasoning_content"}
         }
+        return refusal_as_text(kept, "text")
 
 
 class Text(StrictModel):
@@ -178,7 +200,7 @@ class Function(StrictModel):
 class Tool(StrictModel):
     """A function that an answer may call."""
 
-    type: Literal["function"]
+    type: FunctionOnly
     function: Function
 
 
@@ -189,7 +211,7 @@ class ChosenName(StrictModel):
 class ChosenTool(StrictModel):
     """The function that the answer must call."""
 
-    type: Literal["function"]
+    type: FunctionOnly
     function: ChosenName
 
 

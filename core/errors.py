@@ -81,6 +81,13 @@ class InvalidParameter(ValueError):
         self.param, self.code = param, code
 
 
+class UnsupportedValue(ValueError):
+    """A validator of a request raises it for a value of OpenAI's API that this server does not support.
+
+    Its error has the code `unsupported_parameter`, and the path of the field as `param`.
+    """
+
+
 class InvalidJobState(InvalidRequest):
     # 400, not 409: OpenAI's client retries a 409, and a retry cannot change the result.
     code = "invalid_job_state"

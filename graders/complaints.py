@@ -125,7 +125,7 @@ def missing(param: str) -> Mistake:
 
 
 def wrong_type(param: str, expected: str, value: object) -> Mistake:
-    message = f"Invalid type for '{param}': expected {expected}, but got {_json_type(value)} instead."
+    message = f"Invalid type for '{param}': expected {expected}, but got {json_type(value)} instead."
     return Mistake(message, param, "invalid_type")
 
 
@@ -220,7 +220,7 @@ def _path(complaint: Complaint, sent: Any, prefix: str) -> str:
     return path.removeprefix(".")
 
 
-def _json_type(value: Any) -> str:
+def json_type(value: Any) -> str:
     match value:
         case None:
             return "null"

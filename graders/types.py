@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum, auto
 from typing import Any, Protocol
@@ -103,6 +103,22 @@ def summed(usages: Iterable[Mapping[str, TokenUsage]]) -> dict[str, TokenUsage]:
     return total
 
 
+@dataclass(frozen=True)
+class JudgeSample:
+    """The request to a judge model and its reply, with texts of bounded length.
+
+    `output` is None if there is no reply, for the reason in `error`.
+    """
+
+    model: str
+    messages: Sequence[Mapping[str, str]]
+    sampling: Mapping[str, Any]  # keys of the chat completions API
+    output: str | None = None
+    finish_reason: str = "stop"
+    usage: TokenUsage = field(default_factory=TokenUsage)
+    error: str | None = None
+
+
 MAX_STEPS = 256
 
 
@@ -169,6 +185,7 @@ class Grade:
     usage: Mapping[str, TokenUsage] = field(default_factory=dict)  # by model, including sub-grades
     output: str = ""
     steps: tuple[StepScore, ...] = ()  # step scores of an answer that is graded step by step
+    judge: JudgeSample | None = None  # of a model grader
 
     def __post_init__(self) -> None:
         if self.score is None:

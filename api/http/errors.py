@@ -1,5 +1,6 @@
 """Exception handlers: every error response has the same shape."""
 
+import re
 from collections.abc import Collection
 
 from fastapi import FastAPI, Request
@@ -9,17 +10,22 @@ from pydantic import BaseModel
 from sqlalchemy.exc import DataError, DBAPIError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.routing import Route
 
+from api.http.idempotency import Replayed
 from api.http.json_responses import JSON
 from api.http.large_bodies import BodyRejected
 from api.http.middleware import of_outage
 from api.http.validation_errors import explain
 from core.errors import InvalidRequest, ServiceError
 
+_PARAMETER = re.compile(r"\{[^}]*\}")  # of a path
+
 
 def add_handlers(app: FastAPI) -> None:
     """Register the handlers. api/http/middleware.py handles crashes, because it knows the request id."""
     app.add_exception_handler(ServiceError, _service_error)
+    app.add_exception_handler(Replayed, _replayed)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _framework_error)
     app.add_exception_handler(BodyRejected, _refused)
@@ -32,6 +38,11 @@ def add_handlers(app: FastAPI) -> None:
 def _service_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ServiceError)
     return JSON(error.envelope(), status_code=error.status_code, headers=dict(error.headers))
+
+
+def _replayed(request: Request, error: Exception) -> Response:
+    assert isinstance(error, Replayed)
+    return error.response
 
 
 def _invalid(request: Request, error: Exception) -> Response:
@@ -60,6 +71,7 @@ def _framework_error(request: Request, error: Exception) -> Response:
     elif status == 405:
         message = f"Not allowed to {request.method} on {request.url.path}."
         code = "method_not_supported"
+        headers = {"allow": ", ".join(_methods(request))}
     elif status == 408:
         code = "request_timeout"
     elif status == 413:
@@ -67,6 +79,14 @@ def _framework_error(request: Request, error: Exception) -> Response:
     kind = "invalid_request_error" if status < 500 else "server_error"
     body = {"error": {"message": message, "type": kind, "param": None, "code": code}}
     return JSON(body, status_code=status, headers=headers)
+
+
+def _methods(request: Request) -> list[str]:
+    """The methods of a path, of which each has its own route."""
+    routes = [route for route in request.app.routes if isinstance(route, Route)]
+    path = _PARAMETER.sub("{}", request.scope["route"].path)
+    alike = (route for route in routes if _PARAMETER.sub("{}", route.path) == path)
+    return sorted({method for route in alike for method in route.methods or ()})
 
 
 def _is_only_an_id(request: Request) -> bool:

@@ -8,13 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, TypeVar
 
+from anyio import to_thread
 from fastapi import Depends, Header, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
-from api.http.deps import CurrentProject, UnitOfWork
+from api.http.deps import CurrentProject, ServiceDep, UnitOfWork
 from api.http.json_responses import JSON
-from core.database.engine import Work
+from core.database.engine import Database, Work
 from core.tenancy import idempotency
 from core.tenancy.idempotency import Keyed, StoredResponse
 
@@ -35,6 +36,7 @@ class OnceOnly:
     """Runs the creation in one transaction; with a key, only the first time."""
 
     uow: UnitOfWork
+    database: Database
     project_id: str
     key: str | None
     method: str
@@ -53,23 +55,60 @@ class OnceOnly:
             InvalidRequest: the key was used for another request.
         """
         with self.uow() as work:
-            if self.key is None:
+            if (request := self._keyed()) is None:
                 return create(work)
-            request = Keyed(
-                self.project_id, self.key, idempotency.fingerprint(self.method, self.path, self.sent)
-            )
             earlier = idempotency.take(work.session, request)
             if earlier is not None:
-                headers = {"idempotent-replayed": "true"}
-                return JSON(earlier.body, status_code=earlier.status_code, headers=headers)
+                return _replayed(earlier)
             made = create(work)
             idempotency.keep(work.session, request, StoredResponse(self.status, made.model_dump(mode="json")))
             return made
 
+    def is_key_used(self) -> bool:
+        """Whether an earlier request had the key; if its content differs, the repetition is refused."""
+        if self.key is None:
+            return False
+        with self.database.read() as session:
+            return idempotency.is_used(session, self.project_id, self.key)
 
-def _once_streamed(request: Request, project: CurrentProject, uow: UnitOfWork, key: Key = None) -> OnceOnly:
+    def replay(self) -> None:
+        """Look the key up before the request is checked: its first response holds even if its inputs are gone since.
+
+        Raises:
+            Replayed: with the first response.
+            InvalidRequest: the key was used for another request.
+        """
+        if (request := self._keyed()) is None:
+            return
+        with self.database.read() as session:
+            earlier = idempotency.find(session, request)
+        if earlier is not None:
+            raise Replayed(_replayed(earlier))
+
+    def _keyed(self) -> Keyed | None:
+        if self.key is None:
+            return None
+        fingerprint = idempotency.fingerprint(self.method, self.path, self.sent)
+        return Keyed(self.project_id, self.key, fingerprint)
+
+
+class Replayed(Exception):
+    """Ends a request with the response of an earlier one. api/http/errors.py sends it."""
+
+    def __init__(self, response: JSONResponse) -> None:
+        super().__init__()
+        self.response = response
+
+
+def _replayed(earlier: StoredResponse) -> JSONResponse:
+    return JSON(earlier.body, status_code=earlier.status_code, headers={"idempotent-replayed": "true"})
+
+
+def _once_streamed(
+    request: Request, project: CurrentProject, service: ServiceDep, uow: UnitOfWork, key: Key = None
+) -> OnceOnly:
     status = request.scope["route"].status_code or 200
-    return OnceOnly(uow, project.id, key, request.method, request.url.path, status)
+    return OnceOnly(uow, service.database, project.id, key, request.method, request.url.path, status)
 
 
 # For an endpoint that reads its own body: call `about` when the content is known.
@@ -82,10 +121,14 @@ async def _once(request: Request, once: OnceStreamed) -> OnceOnly:
     # The bytes, not `request.json()`: a dependency may have put the current version of a stored grader there.
     content = await request.body()
     try:
-        return once.about(json.loads(content))
+        once = once.about(json.loads(content) if content else None)
     except ValueError:  # invalid JSON, so the endpoint is not called
         return once
+    await to_thread.run_sync(once.replay)
+    return once
 
 
 # For an endpoint with a JSON body.
 Once = Annotated[OnceOnly, Depends(_once, scope="function")]
+# The first of an endpoint's `dependencies`, if others check its body.
+REPLAYS_FIRST = Depends(_once, scope="function")

@@ -14,6 +14,7 @@ REFUSALS = {
     401: "The API key is missing or invalid.",
     403: "The API key lacks the required scope.",
     404: "The resource does not exist in this project.",
+    405: "The eval of a job is read-only.",
     410: "The stored content is damaged or missing; a retry does not help.",
     413: "The request body is too large.",
     416: "The requested range of bytes is not part of the content.",
@@ -33,7 +34,10 @@ def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 class Documented(FastAPI):
-    """A FastAPI application whose OpenAPI document lists every status that its /v1 routes can return."""
+    """A FastAPI application whose OpenAPI document lists the statuses that belong to its /v1 routes.
+
+    Any of them may also return 503 and 507 during an outage.
+    """
 
     def openapi(self) -> dict[str, Any]:
         if self.openapi_schema is None:

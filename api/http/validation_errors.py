@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
-from core.errors import InvalidParameter, InvalidRequest
+from core.errors import InvalidParameter, InvalidRequest, UnsupportedValue
 from core.jobs import hyperparameters, offline_hyperparameters
 from core.jobs.methods import LOGITS
 from graders import complaints as translator
@@ -45,7 +45,8 @@ def explain(complaints: Sequence[Complaint], sent: Any, fields: Collection[str] 
         _similar_field(param, about[0]["loc"], fields, sent) if mistake.code == "unknown_parameter" else None
     )
     hint = f" Did you mean '{meant}'?" if meant else ""
-    return InvalidRequest(f"{mistake.message}{hint}", param=mistake.param, code=mistake.code)
+    code = "unsupported_parameter" if isinstance(cause, UnsupportedValue) else mistake.code
+    return InvalidRequest(f"{mistake.message}{hint}", param=mistake.param, code=code)
 
 
 def _similar_field(param: str, loc: Sequence[int | str], fields: Collection[str], sent: Any) -> str | None:
@@ -95,5 +96,8 @@ def _whole_body(complaint: Complaint, sent: Any) -> InvalidRequest:
         named = _FIRST_WORD.match(text)
         is_sent = named is not None and isinstance(sent, Mapping) and named[1] in sent
         return InvalidRequest(f"Invalid request: {text}.", param=named[1] if named and is_sent else None)
+    if sent is not None and not isinstance(sent, bytes):  # FastAPI has parsed it, so the header is right
+        expected = f"expected a JSON object, but got {translator.json_type(sent)} instead"
+        return InvalidRequest(f"Invalid request body: {expected}.", code="invalid_type")
     hint = "expected a JSON object and the header 'Content-Type: application/json'"
     return InvalidRequest(f"Invalid request body: {hint}.", code="invalid_type")

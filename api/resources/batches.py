@@ -1,11 +1,11 @@
 """/v1/batches: the requests of a file, answered in the background (docs/howto/batches.md)."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from anyio import to_thread
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel
+from pydantic import BaseModel, BeforeValidator
 
 from api.http.deps import CurrentProject, ReadSession, Service, ServiceDep, UnitOfWork
 from api.http.idempotency import Once
@@ -39,7 +39,7 @@ class BatchCreate(Body):
     """`completion_window` is OpenAI's only one."""
 
     input_file_id: str
-    endpoint: Endpoint
+    endpoint: Annotated[Endpoint, BeforeValidator(batches.full_path)]
     completion_window: Literal["24h"]
     metadata: Metadata = None
     output_expires_after: ExpiresAfter | None = None
@@ -92,6 +92,7 @@ class BatchOut(BaseModel):
     def of(cls, batch: EvalRun) -> "BatchOut":
         source, counts, status = batch.data_source, batch.summary["counts"], batches.status(batch)
         ended_at, written_at = batch.finished_at, source.get("files_written_at", batch.finished_at)
+        is_invalid = (batch.error or {}).get("code") == batches.INVALID_INPUT
         is_cancelled = status in ("cancelling", "cancelled")
         return cls(
             id=batch.id,
@@ -106,7 +107,7 @@ class BatchOut(BaseModel):
             created_at=batch.created_at,
             in_progress_at=batch.started_at,
             expires_at=batch.created_at + batches.WINDOW_SECONDS,
-            finalizing_at=None if is_cancelled else ended_at,
+            finalizing_at=None if is_cancelled or is_invalid else ended_at,
             completed_at=written_at if status == "completed" else None,
             failed_at=written_at if status == "failed" else None,
             expired_at=written_at if status == "expired" else None,
@@ -125,7 +126,7 @@ def _errors(error: dict[str, Any] | None) -> BatchErrorsOut | None:
     return BatchErrorsOut(data=[BatchErrorOut(**nothing | one) for one in found])
 
 
-@router.post("", response_model=BatchOut, responses=refusals())
+@router.post("", response_model=BatchOut, responses=refusals(410))
 async def create_batch(
     body: BatchCreate, project: CurrentProject, service: ServiceDep, once: Once
 ) -> BatchOut | JSONResponse:
@@ -217,7 +218,7 @@ def retrieve_batch(batch_id: str, project: CurrentProject, session: ReadSession)
     return BatchOut.of(batches.get(session, project.id, batch_id))
 
 
-@router.post("/{batch_id}/cancel", responses=refusals(404))
+@router.post("/{batch_id}/cancel", responses=refusals(400, 404))
 def cancel_batch(batch_id: str, project: CurrentProject, uow: UnitOfWork) -> BatchOut:
     """Cancel a batch. The answers so far are in its files once its status is cancelled."""
     with uow() as work:

@@ -41,7 +41,7 @@ class RunDeleted(BaseModel):
     run_id: str
 
 
-@router.post("/{eval_id}/runs", status_code=201, response_model=RunOut, responses=refusals(404))
+@router.post("/{eval_id}/runs", status_code=201, response_model=RunOut, responses=refusals(404, 405))
 async def create_run(
     eval_id: str, body: RunCreate, request: Request, project: CurrentProject, service: ServiceDep, once: Once
 ) -> RunOut | JSONResponse:
@@ -151,7 +151,7 @@ def retrieve_run(
 
 
 @router.post("/{eval_id}/runs/{run_id}", include_in_schema=False)  # OpenAI's specification
-@router.post("/{eval_id}/runs/{run_id}/cancel")  # OpenAI's client
+@router.post("/{eval_id}/runs/{run_id}/cancel", responses=refusals(400, 405))  # OpenAI's client
 def cancel_run(
     eval_id: str, run_id: str, request: Request, project: CurrentProject, uow: UnitOfWork
 ) -> RunOut:
@@ -163,7 +163,7 @@ def cancel_run(
         return RunOut.of_run(run, run.content, report_url=_report_url(request, run))
 
 
-@router.delete("/{eval_id}/runs/{run_id}")
+@router.delete("/{eval_id}/runs/{run_id}", responses=refusals(405))
 def delete_run(
     eval_id: str, run_id: str, project: CurrentProject, service: ServiceDep, uow: UnitOfWork
 ) -> RunDeleted:

@@ -28,13 +28,21 @@ SCHEMA = {
     },
     "required": ["item", "sample"],
 }
+# Variables that the templates of graders have (graders/types.py).
 _SAMPLE = {
     "type": "object",
-    "properties": {"model": {"type": "string"}, "output_text": {"type": "string"}, "output_json": {}},
+    "properties": {
+        "output_text": {"type": "string"},
+        "output_json": {},
+        "output_tools": {"type": "array"},
+        "output_reasoning": {"type": "string"},
+        "choices": {"type": "array"},
+    },
 }
 
-# Of a sample whose run names no model or does not set the parameter.
-UNSET = {"model": "", "temperature": 1.0, "top_p": 1.0, "max_completion_tokens": 0, "seed": 0}
+# Of a sample whose run names no model or does not set the parameter: the defaults that OpenAI's API names. There is none
+# for a seed or a limit of tokens, which stay null.
+UNSET = {"model": "", "temperature": 1.0, "top_p": 1.0}
 
 
 class EvalOut(BaseModel):
@@ -231,8 +239,8 @@ class ItemOut(BaseModel):
             eval_id=imported.public_id(run.eval_id),
             **shown
             | {
-                "results": [_without_secrets(result) for result in item["results"]],
-                "sample": _without_secrets(_without_nulls(item["sample"])),
+                "results": [_without_secrets({"sample": None} | result) for result in item["results"]],
+                "sample": _without_secrets(_with_defaults(item["sample"])),
             },
         )
 
@@ -248,7 +256,7 @@ class ItemOut(BaseModel):
             datasource_item_id=row["line"],
             datasource_item=(row["item"] or {}) | {"messages": row["messages"] or []},
             results=[_result(criterion, row) for criterion in criteria],
-            sample=_without_nulls(_sample(job, row, model)),
+            sample=_with_defaults(_sample(job, row, model)),
             rollout_id=row["id"],
         )
 
@@ -259,6 +267,8 @@ def _without_secrets(said: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("error", "reason"):
         if hidden.get(name):
             hidden[name] = hide_in_error(hidden[name])
+    if hidden.get("sample"):  # of a judge model
+        hidden["sample"] = _without_secrets(hidden["sample"])
     return hidden
 
 
@@ -277,11 +287,12 @@ def _result(criterion: Criterion, row: Row) -> dict[str, Any]:
         "reason": reason,
         "error": error,
         "output": output,
+        "sample": None,
     }
 
 
-def _without_nulls(sample: Mapping[str, Any]) -> dict[str, Any]:
-    """The sample with values of the types that OpenAI's clients have for parameters that were not set."""
+def _with_defaults(sample: Mapping[str, Any]) -> dict[str, Any]:
+    """The sample with the defaults of parameters that were not set."""
     unset = {name: value for name, value in UNSET.items() if name in sample and sample[name] is None}
     return {**sample, **unset}
 

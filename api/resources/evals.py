@@ -8,7 +8,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
 from api.http.deps import CurrentProject, ReadSession, ServiceDep, UnitOfWork
-from api.http.idempotency import Once
+from api.http.idempotency import REPLAYS_FIRST, Once
 from api.http.openapi import refusals
 from api.http.shapes import After, EndedListing, Limit, clamped
 from api.http.stored_graders import EVERY, ResolvesGraders
@@ -38,7 +38,7 @@ class EvalDeleted(BaseModel):
     status_code=201,
     response_model=EvalOut,
     responses=refusals(404),
-    dependencies=[Depends(ResolvesGraders(("testing_criteria", EVERY)))],
+    dependencies=[REPLAYS_FIRST, Depends(ResolvesGraders(("testing_criteria", EVERY)))],
 )
 async def create_eval(
     body: EvalCreate, project: CurrentProject, service: ServiceDep, once: Once
@@ -94,7 +94,7 @@ def retrieve_eval(eval_id: str, project: CurrentProject, session: ReadSession) -
     return EvalOut.of(catalog.find(session, project.id, eval_id))
 
 
-@router.post("/{eval_id}")
+@router.post("/{eval_id}", responses=refusals(405))
 def update_eval(eval_id: str, body: EvalUpdate, project: CurrentProject, uow: UnitOfWork) -> EvalOut:
     """Change the name or the metadata of a created eval."""
     with uow() as work:
@@ -108,7 +108,7 @@ def update_eval(eval_id: str, body: EvalUpdate, project: CurrentProject, uow: Un
         return EvalOut.of(made)
 
 
-@router.delete("/{eval_id}")
+@router.delete("/{eval_id}", responses=refusals(405))
 def delete_eval(eval_id: str, project: CurrentProject, service: ServiceDep, uow: UnitOfWork) -> EvalDeleted:
     """Delete a created eval and its runs. Runs in progress are cancelled."""
     with uow() as work:

@@ -113,7 +113,7 @@ async def create_file(
     """Upload a file."""
     arriving = ArrivingFile(service, project, int(request.headers.get("content-length", "0")))
     async with service.admission.uploads.admitted(project.id):
-        await to_thread.run_sync(arriving.open, limiter=service.upload_threads)
+        await to_thread.run_sync(arriving.open, once, limiter=service.upload_threads)
         return await receive(request, arriving, partial(arriving.finish, once), service.upload_threads)
 
 
@@ -246,10 +246,12 @@ class ArrivingFile:
         self._stored: _Stored | None = None
         self._uncommitted = Uncommitted(service.blobs, self._blob_key)
 
-    def open(self) -> None:
-        """Check the store and the storage quota before anything is stored."""
+    def open(self, once: OnceOnly) -> None:
+        """Check the store and the storage quota before anything is stored. A repeated request adds nothing to it."""
         refuse_lost_store(self._service)
-        self._free = self._free_bytes(max(1, self._declared - MAX_FORM_OVERHEAD))
+        self._free = None
+        if not once.is_key_used():
+            self._free = self._free_bytes(max(1, self._declared - MAX_FORM_OVERHEAD))
 
     def begin(self, name: str, filename: str | None) -> FormPart:
         if name != "file":

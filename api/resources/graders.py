@@ -156,7 +156,7 @@ async def validate_grader(
     return Response(status_code=499) if valid is None else valid
 
 
-@router.post("/run", response_model=None, responses=refusals(404), dependencies=TAKES_GRADER)
+@router.post("/run", response_model=None, responses=refusals(404, 503), dependencies=TAKES_GRADER)
 async def run_grader(
     request: Request, body: GraderRun, project: CurrentProject, service: ServiceDep
 ) -> dict[str, Any] | Response:

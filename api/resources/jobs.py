@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse
 from sqlalchemy.orm import Session
 
 from api.http.deps import CurrentProject, ReadSession, Service, ServiceDep, UnitOfWork
-from api.http.idempotency import Once
+from api.http.idempotency import REPLAYS_FIRST, Once
 from api.http.openapi import refusals
 from api.http.shapes import After, EndedListing, Limit, Listing, clamped, ends
 from api.resources import validation_split
@@ -39,7 +39,7 @@ def render(session: Session, service: Service, *some: Job) -> list[JobOut]:
     return [JobOut.of(job, price, places.get(job.id), results.get(job.id)) for job in some]
 
 
-@router.post("", response_model=JobOut, responses=refusals(404), dependencies=TAKES_JOB)
+@router.post("", response_model=JobOut, responses=refusals(404), dependencies=[REPLAYS_FIRST, *TAKES_JOB])
 async def create_job(
     body: JobCreate, project: CurrentProject, service: ServiceDep, once: Once
 ) -> JobOut | JSONResponse:

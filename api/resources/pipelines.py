@@ -11,7 +11,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from api.http.deps import CurrentActor, CurrentProject, ReadSession, Service, ServiceDep, UnitOfWork
-from api.http.idempotency import Once
+from api.http.idempotency import REPLAYS_FIRST, Once
 from api.http.openapi import refusals
 from api.http.shapes import After, EndedListing, Limit, clamped, ends
 from api.http.stored_graders import EVERY, TYPE, ResolvedReference, ResolvesGraders
@@ -135,6 +135,7 @@ def shown_spec(spec: Mapping[str, Any]) -> dict[str, Any]:
     response_model=PipelineOut,
     responses=refusals(404),
     dependencies=[
+        REPLAYS_FIRST,
         Depends(ResolvesGraders(("stages", EVERY, "job", *job_body.GRADER_PATH), keep=True)),
         Depends(ResolvesGraders(("stages", EVERY, "sample", "grader"))),
     ],

@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field, model_validator
 
 from api.http.deps import CurrentProject, ReadSession, Service, ServiceDep, UnitOfWork
-from api.http.idempotency import Once
+from api.http.idempotency import REPLAYS_FIRST, Once
 from api.http.openapi import refusals
 from api.http.shapes import After, Body, Limit, Listing, clamped
 from api.resources import graders
@@ -156,7 +156,7 @@ class RegradeDeleted(BaseModel):
     status_code=201,
     response_model=RegradeOut,
     responses=refusals(404),
-    dependencies=graders.TAKES_GRADER,
+    dependencies=[REPLAYS_FIRST, *graders.TAKES_GRADER],
 )
 async def create_regrade(
     job_id: str, body: RegradeCreate, project: CurrentProject, service: ServiceDep, once: Once

@@ -47,6 +47,7 @@ from core.chat import (
     TEXT_OR_OBJECT,
     AnyObject,
     ContentPart,
+    FunctionOnly,
     MaxTokens,
     NotEmpty,
     ReasoningEffort,
@@ -56,10 +57,17 @@ from core.chat import (
     ToolName,
     TopLogprobs,
     TopP,
+    refusal_as_text,
 )
-from core.errors import InvalidParameter, InvalidRequest, ResponseNotFound, ServiceError
+from core.errors import (
+    InvalidParameter,
+    InvalidRequest,
+    ResponseNotFound,
+    ServiceError,
+    UnsupportedValue,
+)
 from core.response_format import JsonSchema
-from core.strict import StrictModel
+from core.strict import StrictModel, only
 from graders.template import quoted
 
 router = APIRouter(prefix="/responses", tags=["Responses"])
@@ -114,16 +122,24 @@ class InputMessage(StrictModel):
     def _is_message(cls, item: Any) -> Any:
         kind = item.get("type") if isinstance(item, dict) else None
         if isinstance(kind, str) and kind != "message":
-            raise ValueError(
+            raise UnsupportedValue(
                 f"items of type {quoted(kind)} are not supported, this server reads messages, calls of functions and "
                 "their results"
             )
+        if isinstance(item, dict) and item.get("role") == "assistant":
+            return refusal_as_text(item, "output_text")
         return item
 
     def chat(self) -> dict[str, Any]:
         parts = self.content
         content = parts if isinstance(parts, str) else [{"type": "text", "text": part.text} for part in parts]
         return {"role": self.role, "content": content}
+
+
+class DirectCaller(StrictModel):
+    """The model itself; this server runs no programs that call functions."""
+
+    type: Literal["direct"]
 
 
 class InputCall(StrictModel):
@@ -133,8 +149,12 @@ class InputCall(StrictModel):
     call_id: NotEmpty
     name: ToolName
     arguments: str
+    parsed_arguments: Any = None  # by the helpers of OpenAI's client
     id: str | None = None
     status: str | None = None
+    caller: DirectCaller | None = None
+    namespace: None = None
+    async_: Annotated[Literal[False] | None, Field(alias="async")] = None
 
     def chat(self) -> dict[str, Any]:
         function = {"name": self.name, "arguments": self.arguments}
@@ -154,6 +174,9 @@ class FunctionCallOutput(StrictModel):
     ]
     id: str | None = None
     status: str | None = None
+    name: str | None = None
+    caller: DirectCaller | None = None
+    namespace: None = None
 
     def chat(self) -> dict[str, Any]:
         text = self.output if isinstance(self.output, str) else "".join(part.text for part in self.output)
@@ -199,7 +222,7 @@ class FunctionTool(StrictModel):
     def _is_function(cls, tool: Any) -> Any:
         kind = tool.get("type") if isinstance(tool, dict) else None
         if isinstance(kind, str) and kind != "function":
-            raise ValueError(
+            raise UnsupportedValue(
                 f"tools of type {quoted(kind)} are not supported, this server has functions only"
             )
         return tool
@@ -209,7 +232,7 @@ class FunctionTool(StrictModel):
 
 
 class ChosenFunction(StrictModel):
-    type: Literal["function"]
+    type: FunctionOnly
     name: ToolName
 
 
@@ -268,7 +291,12 @@ class ResponseCreate(Generation):
     text: TextConfig | None = None
     include: (
         Annotated[
-            list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]],
+            list[
+                Annotated[
+                    Literal["message.output_text.logprobs", "reasoning.encrypted_content"],
+                    only("message.output_text.logprobs", "reasoning.encrypted_content"),
+                ]
+            ],
             Field(max_length=100, fail_fast=True),
         ]
         | None
@@ -289,7 +317,7 @@ class ResponseCreate(Generation):
     parallel_tool_calls: bool | None = None
 
     reasoning: Reasoning | None = None
-    truncation: Literal["disabled"] | None = None
+    truncation: Annotated[Literal["disabled"], only("disabled")] | None = None
 
     previous_response_id: NotStored = None
     conversation: NotStored = None
@@ -300,6 +328,7 @@ class ResponseCreate(Generation):
     moderation: Unsupported = None
     access_programs: Unsupported = None
     image: Unsupported = None
+    personality: Unsupported = None  # of the count of input tokens
 
     @model_validator(mode="after")
     def _is_a_chat(self) -> "ResponseCreate":
@@ -364,6 +393,26 @@ def merged(messages: Iterable[dict[str, Any] | None]) -> list[dict[str, Any]]:
 
 
 @dataclass
+class MessageInProgress:
+    """A message of the answer."""
+
+    text: str = ""
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    id: str = field(default_factory=lambda: f"msg_{secrets.token_hex(24)}")
+
+    def part(self) -> dict[str, Any]:
+        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": self.logprobs}
+
+    def item(self, status: str) -> dict[str, Any]:
+        """openai.types.responses.ResponseOutputMessage."""
+        return self.beginning(status) | {"content": [self.part()]}
+
+    def beginning(self, status: str) -> dict[str, Any]:
+        message = {"id": self.id, "type": "message", "role": "assistant"}
+        return message | {"status": status, "content": []}
+
+
+@dataclass
 class CallInProgress:
     """A call of the answer."""
 
@@ -386,40 +435,25 @@ class CallInProgress:
 
 @dataclass
 class ResponseInProgress:
-    """A response in progress: the parameters that it repeats, its message and its calls."""
+    """A response in progress: the parameters that it repeats, and its messages and calls in their order."""
 
     request: ResponseCreate
     model: str
     id: str = field(default_factory=lambda: secrets.token_hex(24))
     created_at: int = field(default_factory=lambda: int(time.time()))
-    text: str = ""
-    logprobs: list[dict[str, Any]] = field(default_factory=list)
-    calls: list[CallInProgress] = field(default_factory=list)
+    items: list[MessageInProgress | CallInProgress] = field(default_factory=list)
     finish_reason: str | None = None
     usage: dict[str, Any] | None = None
 
     @property
-    def output(self) -> list[dict[str, Any]]:
-        """The items: a message if anything is said or nothing is called, then the calls."""
-        said = [self.message([self.part()])] if self.text or self.logprobs or not self.calls else []
-        return [*said, *(call.item(self.status) for call in self.calls)]
+    def calls(self) -> list[CallInProgress]:
+        return [item for item in self.items if isinstance(item, CallInProgress)]
 
     @property
     def status(self) -> str:
         if self.finish_reason is None:
             return "in_progress"
         return "incomplete" if self.finish_reason == "length" else "completed"
-
-    @property
-    def message_id(self) -> str:
-        return f"msg_{self.id}"
-
-    def part(self) -> dict[str, Any]:
-        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": self.logprobs}
-
-    def message(self, content: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        message = {"id": self.message_id, "type": "message", "role": "assistant"}
-        return message | {"status": self.status, "content": list(content)}
 
     def response(self) -> dict[str, Any]:
         """openai.types.responses.Response, in its current state."""
@@ -439,7 +473,7 @@ class ResponseInProgress:
             "max_tool_calls": None,
             "metadata": request.metadata or {},
             "model": self.model,
-            "output": [] if status == "in_progress" else self.output,
+            "output": [] if status == "in_progress" else [item.item(status) for item in self.items],
             "parallel_tool_calls": request.parallel_tool_calls is not False,
             "previous_response_id": None,
             "prompt_cache_key": request.prompt_cache_key,
@@ -522,12 +556,13 @@ def response_of(request: ResponseCreate, model: str, completion: dict[str, Any])
     """The whole response whose chat completion this is."""
     answer = ResponseInProgress(request, model)
     [choice] = completion["choices"]
-    answer.text = choice["message"]["content"] or ""
-    answer.calls = [
+    calls = [
         CallInProgress(call["id"], call["function"]["name"], call["function"]["arguments"])
         for call in choice["message"].get("tool_calls") or ()
     ]
-    answer.logprobs = (choice["logprobs"] or {}).get("content") or []
+    text, logprobs = choice["message"]["content"] or "", (choice["logprobs"] or {}).get("content") or []
+    answer.items = [MessageInProgress(text, logprobs)] if text or logprobs or not calls else []
+    answer.items += calls
     answer.finish_reason, answer.usage = choice["finish_reason"], completion["usage"]
     return answer.response()
 
@@ -600,9 +635,6 @@ class EventWriter:
     def __init__(self, answer: ResponseInProgress) -> None:
         self.answer = answer
         self._numbers = count()
-        self._item = {"output_index": 0}
-        self._part = {"item_id": answer.message_id, "output_index": 0, "content_index": 0}
-        self._has_message = False
 
     def event(self, kind: str, **fields: Any) -> bytes:
         body = {"type": kind, "sequence_number": next(self._numbers)} | fields
@@ -620,29 +652,19 @@ class EventWriter:
         logprobs = (choice["logprobs"] or {}).get("content") or []
         text = choice["delta"].get("content") or ""
         self.answer.finish_reason = choice["finish_reason"]
-        if (text or logprobs) and not self.answer.calls:
-            yield from self._message()
-            self.answer.text += text
-            self.answer.logprobs += logprobs
-            yield self.event("response.output_text.delta", **self._part, delta=text, logprobs=logprobs)
+        if self._is_said(text, logprobs):
+            yield from self._said(text, logprobs)
         for delta in choice["delta"].get("tool_calls") or ():
             yield from self._call(delta)
 
     def end(self) -> Iterator[bytes]:
         answer = self.answer
-        if not answer.calls:
+        if not answer.items:
             yield from self._message()
-        if self._has_message:
-            text = {"text": answer.text, "logprobs": answer.logprobs}
-            yield self.event("response.output_text.done", **self._part, **text)
-            yield self.event("response.content_part.done", **self._part, part=answer.part())
-            yield self.event("response.output_item.done", **self._item, item=answer.message([answer.part()]))
-        for number, call in enumerate(answer.calls):
-            where = self._place_of(number) | {"item_id": call.id}
-            done = {"name": call.name, "arguments": call.arguments}
-            yield self.event("response.function_call_arguments.done", **where, **done)
-            item = call.item(answer.status)
-            yield self.event("response.output_item.done", **self._place_of(number), item=item)
+        for index, item in enumerate(answer.items):
+            yield from self._ends(item)
+            done = item.item(answer.status)
+            yield self.event("response.output_item.done", output_index=index, item=done)
         yield self.event(f"response.{answer.status}", response=answer.response())
 
     def failure(self, cause: ServiceError) -> bytes:
@@ -650,28 +672,63 @@ class EventWriter:
         failed = {"status": "failed", "error": {"code": code, "message": cause.message}}
         return self.event("response.failed", response=self.answer.response() | failed)
 
+    def _is_said(self, text: str, logprobs: Sequence[Any]) -> bool:
+        """Whether a piece belongs to a message.
+
+        After a call, log-probabilities are those of calls, and whitespace only divides these.
+        """
+        if self.answer.items and isinstance(self.answer.items[-1], CallInProgress):
+            return bool(text.strip())
+        return bool(text or logprobs)
+
+    def _said(self, text: str, logprobs: list[dict[str, Any]]) -> Iterator[bytes]:
+        yield from self._message()
+        message = self.answer.items[-1]
+        assert isinstance(message, MessageInProgress)
+        message.text += text
+        message.logprobs += logprobs
+        where = self._place_of(message) | {"content_index": 0}
+        yield self.event("response.output_text.delta", **where, delta=text, logprobs=logprobs)
+
     def _message(self) -> Iterator[bytes]:
-        """The beginning of the message, unless it has begun."""
-        if not self._has_message:
-            self._has_message = True
-            yield self.event("response.output_item.added", **self._item, item=self.answer.message([]))
-            yield self.event("response.content_part.added", **self._part, part=self.answer.part())
+        """The beginning of a message, unless the answer is in one."""
+        answer = self.answer
+        if answer.items and isinstance(answer.items[-1], MessageInProgress):
+            return
+        message = MessageInProgress()
+        answer.items.append(message)
+        place, begun = self._place_of(message), message.beginning(answer.status)
+        yield self.event("response.output_item.added", output_index=place["output_index"], item=begun)
+        yield self.event("response.content_part.added", **place, content_index=0, part=message.part())
 
     def _call(self, delta: Mapping[str, Any]) -> Iterator[bytes]:
         number, function = delta["index"], delta.get("function") or {}
         if number >= len(self.answer.calls):
             call = CallInProgress(delta["id"], function["name"])
-            self.answer.calls.append(call)
-            added = call.item("in_progress")
-            yield self.event("response.output_item.added", **self._place_of(number), item=added)
+            self.answer.items.append(call)
+            index, added = len(self.answer.items) - 1, call.item("in_progress")
+            yield self.event("response.output_item.added", output_index=index, item=added)
         call = self.answer.calls[number]
         if written := function.get("arguments"):
             call.arguments += written
-            where = self._place_of(number) | {"item_id": call.id}
+            where = self._place_of(call)
             yield self.event("response.function_call_arguments.delta", **where, delta=written)
 
-    def _place_of(self, number: int) -> dict[str, Any]:
-        return {"output_index": number + self._has_message}
+    def _ends(self, item: MessageInProgress | CallInProgress) -> Iterator[bytes]:
+        """The events before the end of an item."""
+        where = self._place_of(item)
+        if isinstance(item, CallInProgress):
+            done = {"name": item.name, "arguments": item.arguments}
+            yield self.event("response.function_call_arguments.done", **where, **done)
+            return
+        where |= {"content_index": 0}
+        text = {"text": item.text, "logprobs": item.logprobs}
+        yield self.event("response.output_text.done", **where, **text)
+        yield self.event("response.content_part.done", **where, part=item.part())
+
+    def _place_of(self, item: MessageInProgress | CallInProgress) -> dict[str, Any]:
+        [index] = (index for index, other in enumerate(self.answer.items) if other is item)
+        return {"item_id": item.id, "output_index": index}
 
 
 async def events(

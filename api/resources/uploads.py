@@ -12,6 +12,7 @@ from pydantic import BaseModel, Field
 from api.http.deps import CurrentActor, CurrentProject, Service, ServiceDep, UnitOfWork
 from api.http.idempotency import Once
 from api.http.multipart import FormPart, receive
+from api.http.openapi import refusals
 from api.http.shapes import Body
 from api.resources.files import (
     ExpiresAfter,
@@ -178,7 +179,7 @@ async def complete_upload(
         return await to_thread.run_sync(complete, limiter=service.upload_threads)
 
 
-@router.post("/{upload_id}/cancel")
+@router.post("/{upload_id}/cancel", responses=refusals(400))
 def cancel_upload(upload_id: str, project: CurrentProject, service: ServiceDep, uow: UnitOfWork) -> UploadOut:
     """Cancel an upload and delete its parts."""
     with uow() as work:

@@ -5,10 +5,13 @@ A batch is an eval run without criteria whose rows are requests, so a worker cla
 items are replaced by the output file and the error file.
 """
 
+import heapq
 import json
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from itertools import chain
+from typing import Any, Literal, get_args
 
 from sqlalchemy import Select, delete, select
 from sqlalchemy.orm import Session
@@ -17,10 +20,10 @@ from core.database import pages
 from core.database.engine import Database, Work
 from core.database.ids import new_id
 from core.database.pages import Page
-from core.database.tables import EvalJournal, EvalPage, EvalRun, now
+from core.database.tables import EvalJournal, EvalPage, EvalRun, File, now
 from core.errors import BatchNotFound
 from core.evals import items, lifecycle, summary
-from core.evals.items import MAX_ROWS, Item
+from core.evals.items import MAX_ROWS
 from core.evals.rows import EvalRow
 from core.outbound import webhooks
 from core.storage import files
@@ -28,9 +31,12 @@ from core.storage.datasets import LineError, read_objects
 from core.storage.store import BlobNotFound, BlobStore
 from core.text import storable_json
 
+log = logging.getLogger(__name__)
+
 SOURCE = "regraft.batch"
 PURPOSE, OUTPUT = "batch", "batch_output"
 WINDOW_SECONDS = 24 * 3600
+INVALID_INPUT = "invalid_input"  # the error of a batch whose input file is invalid
 MAX_ERRORS = 100  # that a batch lists
 MAX_CUSTOM_ID = MAX_MODEL = 512  # characters
 KEYS = ("custom_id", "method", "url", "body")
@@ -54,6 +60,11 @@ class PreparedRequest:
 
     chat: Mapping[str, Any]  # without `model`
     response: Callable[[dict[str, Any]], dict[str, Any]]
+
+
+def full_path(url: Any) -> Any:
+    """The path of an endpoint that may lack the version, as Azure's examples have it: `/chat/completions`."""
+    return f"/v1{url}" if isinstance(url, str) and f"/v1{url}" in get_args(Endpoint) else url
 
 
 # Raises ServiceError for a body that the endpoint refuses.
@@ -90,7 +101,7 @@ def _request(line: int, sent: dict[str, Any], endpoint: Endpoint) -> EvalRow | R
         return RequestError(line, problem, "custom_id", code="invalid_custom_id")
     if sent["method"] != "POST":
         return RequestError(line, "must be 'POST'", "method", code="invalid_method")
-    if sent["url"] != endpoint:
+    if full_path(sent["url"]) != endpoint:
         problem = f"must be the endpoint of the batch, '{endpoint}'"
         return RequestError(line, problem, "url", code="mismatched_url")
     if not isinstance(sent["body"], dict):
@@ -98,7 +109,7 @@ def _request(line: int, sent: dict[str, Any], endpoint: Endpoint) -> EvalRow | R
     model = sent["body"].get("model")
     if not isinstance(model, str) or not 0 < len(model) <= MAX_MODEL:
         return RequestError(line, "must name a model", "body.model", code="missing_required_parameter")
-    return EvalRow(line, {name: sent[name] for name in KEYS})
+    return EvalRow(line, {name: sent[name] for name in KEYS} | {"url": endpoint})
 
 
 @dataclass
@@ -166,7 +177,7 @@ def new(project_id: str, checked: Checked, *, metadata: dict[str, str] | None, *
     if checked.errors:
         batch.status, batch.total, batch.finished_at = "failed", 0, now()
         batch.error = {
-            "code": "invalid_input",
+            "code": INVALID_INPUT,
             "message": "The input file is invalid.",
             "data": storable_json(checked.errors),
         }
@@ -205,7 +216,7 @@ def _of(project_id: str) -> Select[EvalRun]:
 
 def status(batch: EvalRun) -> Status:
     """The status under OpenAI's names. A batch that ended is final once its files are written."""
-    is_expired = (batch.error or {}).get("code") == lifecycle.EXPIRED
+    is_expired = _is_expired(batch)
     if batch.status in lifecycle.FINAL:
         if batch.status == "canceled" and not is_expired:
             return "cancelling" if batch.output_due else "cancelled"
@@ -213,6 +224,10 @@ def status(batch: EvalRun) -> Status:
             return "finalizing"
         return "expired" if is_expired else "completed" if batch.status == "completed" else "failed"
     return "validating" if batch.started_at is None else "in_progress"
+
+
+def _is_expired(batch: EvalRun) -> bool:
+    return (batch.error or {}).get("code") == lifecycle.EXPIRED
 
 
 # The files of a batch that has ended.
@@ -255,14 +270,19 @@ def _write_files(database: Database, blobs: BlobStore, batch_id: str) -> None:
     with database.read() as session:
         batch = session.scalars(select(EvalRun).where(EvalRun.id == batch_id)).one()
         stored = items.items_of_run(session, batch.id)
-    seconds = batch.data_source["output_expires_after"]
-    counts, made = batch.summary["counts"], []
-    for name, outcome in (("output", "pass"), ("error", "error")):
-        if counts[outcome]:
-            lines = _lines(items.find(blobs, stored, status=outcome), counts[outcome])
+        requested = session.scalar(select(File).where(File.id == batch.file_id))
+    seconds, made = batch.data_source["output_expires_after"], []
+    unexecuted = _unexecuted(blobs, batch, requested, stored) if _is_expired(batch) else ()
+    for name, lines in (
+        ("output", _answers(blobs, batch, stored, "pass")),
+        ("error", heapq.merge(_answers(blobs, batch, stored, "error"), unexecuted)),
+    ):
+        first = next(iter(lines), None)
+        if first is not None:
+            content = (line for _, line in chain([first], lines))
             filename = f"{batch.id}_{name}.jsonl"
             expires_at = None if seconds is None else now() + seconds
-            file = files.put(blobs, batch.project_id, filename, lines, purpose=OUTPUT, expires_at=expires_at)
+            file = files.put(blobs, batch.project_id, filename, content, purpose=OUTPUT, expires_at=expires_at)
             made.append((f"{name}_file_id", file))
     with database.write() as session:
         batch = session.scalars(select(EvalRun).where(EvalRun.id == batch_id).with_for_update()).one()
@@ -282,16 +302,48 @@ def _write_files(database: Database, blobs: BlobStore, batch_id: str) -> None:
         blobs.discard(*(file.blob_key for _, file in made))
 
 
-def _lines(found: Iterator[Item], expected: int) -> Iterator[bytes]:
-    number = 0
-    for item in found:
+Line = tuple[int, bytes]
+"""The number of a request, and its line of a file."""
+
+
+def _answers(
+    blobs: BlobStore, batch: EvalRun, stored: items.StoredItems, outcome: Literal["pass", "error"]
+) -> Iterator[Line]:
+    expected, number = batch.summary["counts"][outcome], 0
+    for item in items.find(blobs, stored, status=outcome):
         number += 1
-        line = {
-            "id": item["id"],
-            "custom_id": item["datasource_item"]["custom_id"],
-            "response": item["sample"],
-            "error": None,
-        }
-        yield json.dumps(line, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+        custom_id = item["datasource_item"]["custom_id"]
+        line = {"id": item["id"], "custom_id": custom_id, "response": item["sample"], "error": None}
+        yield item["line"], _encoded(line)
     if number != expected:
         raise BlobNotFound(f"{expected - number} of {expected} answers are missing")
+
+
+def _unexecuted(
+    blobs: BlobStore, batch: EvalRun, file: File | None, stored: items.StoredItems
+) -> Iterator[Line]:
+    """The requests that were not answered in time. They are unknown once the input file is gone."""
+    done = {item["line"] for item in items.find(blobs, stored)}
+    error = {
+        "code": lifecycle.EXPIRED,
+        "message": "This request could not be executed before the completion window expired.",
+    }
+    try:
+        if file is None:
+            raise BlobNotFound(f"the input file of {batch.id} was deleted")
+        for row in requests(files.read_content(blobs, file), batch.data_source["endpoint"]):
+            if isinstance(row, EvalRow) and row.line not in done:
+                custom_id = row.item["custom_id"]
+                line = {"id": request_id(batch, row.line), "custom_id": custom_id, "response": None, "error": error}
+                yield row.line, _encoded(line)
+    except (BlobNotFound, files.FileDamaged) as cause:
+        log.warning("the error file of %s lacks requests that were not executed: %s", batch.id, cause)
+
+
+def request_id(batch: EvalRun, line: int) -> str:
+    """The id of the request in a line of the input file."""
+    return f"batch_req_{batch.id.removeprefix('batch_')}_{line}"
+
+
+def _encoded(line: Mapping[str, Any]) -> bytes:
+    return json.dumps(line, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"

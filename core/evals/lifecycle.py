@@ -64,8 +64,9 @@ def cancel(work: Work, run: EvalRun) -> None:
     if run.status == "canceled":
         return
     if run.status in FINAL:
+        kind = "batch" if run.id.startswith("batch_") else "run"
         raise InvalidRequest(
-            f"The run {imported.public_id(run.id)} is already {run.status}.", code="invalid_run_state"
+            f"The {kind} {imported.public_id(run.id)} is already {run.status}.", code="invalid_run_state"
         )
     _end(run, "canceled")
     run.epoch += 1

@@ -61,6 +61,24 @@ def take(session: Session, request: Keyed) -> StoredResponse | None:
         earlier = session.get_one(IdempotentRequest, (request.project_id, request.key))
     else:
         return None
+    return _response(earlier, request)
+
+
+def find(session: Session, request: Keyed) -> StoredResponse | None:
+    """Return the stored response of an earlier request with the key, or None.
+
+    Raises:
+        InvalidRequest: the key was used for another request.
+    """
+    earlier = session.get(IdempotentRequest, (request.project_id, request.key))
+    return None if earlier is None else _response(earlier, request)
+
+
+def is_used(session: Session, project_id: str, key: str) -> bool:
+    return session.get(IdempotentRequest, (project_id, key)) is not None
+
+
+def _response(earlier: IdempotentRequest, request: Keyed) -> StoredResponse:
     if earlier.fingerprint != request.fingerprint:
         raise InvalidRequest(
             f"The Idempotency-Key '{request.key}' was used for another request; use a new key for a new request.",

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from graders.judge.judges import Judge, JudgeFailed, JudgeReply, Message
 from graders.template import RenderError, Template, quoted
-from graders.types import ErrorKind, Grade, Item, Sample, is_score
+from graders.types import ErrorKind, Grade, Item, JudgeSample, Sample, is_score
 
 _STEPS = {
     "type": "array",
@@ -21,6 +21,10 @@ _STEPS = {
         "additionalProperties": False,
     },
 }
+
+# Characters of the prompt, and of the reply, that a grade keeps. A prompt may have millions, most of which are those of
+# the item and its sample.
+MAX_SHOWN = 64_000
 
 
 @dataclass(frozen=True)
@@ -116,12 +120,32 @@ async def _ask(
     }
     try:
         messages = grader.prompt.render(sample, item)
-        reply = await grader.judge.complete(grader.model, messages, schema=schema, sampling=grader.sampling)
     except RenderError as absent:
         return Grade(None, str(absent), absent.kind)
+    asked = JudgeSample(grader.model, _shown(messages), grader.sampling)
+    try:
+        reply = await grader.judge.complete(grader.model, messages, schema=schema, sampling=grader.sampling)
     except JudgeFailed as failed:
-        return Grade(None, str(failed), failed.kind)
-    return replace(_read(grader.model, reply, verdict), usage={grader.model: reply.usage})
+        return Grade(None, str(failed), failed.kind, judge=replace(asked, error=str(failed)))
+    output = _clipped(reply.text if reply.refusal is None else reply.refusal, MAX_SHOWN)
+    answered = replace(asked, output=output, finish_reason=reply.finish_reason, usage=reply.usage)
+    return replace(_read(grader.model, reply, verdict), usage={grader.model: reply.usage}, judge=answered)
+
+
+def _shown(messages: Sequence[Message]) -> list[dict[str, str]]:
+    """The texts of the messages. Images and audio, which may have megabytes, are named only."""
+    share = MAX_SHOWN // max(1, len(messages))
+    shown: list[dict[str, str]] = []
+    for message in messages:
+        content = message["content"]
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        texts = (part["text"] if part["type"] == "text" else f"[{part['type']}]" for part in parts)
+        shown.append({"role": message["role"], "content": _clipped("\n".join(texts), share)})
+    return shown
+
+
+def _clipped(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[:most]}… ({len(text) - most} more characters)"
 
 
 def _read(model: str, reply: JudgeReply, verdict: Callable[[Any], float | None]) -> Grade:

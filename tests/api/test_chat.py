@@ -15,6 +15,8 @@ import pytest
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from openai import OpenAI, pydantic_function_tool
+from pydantic import BaseModel
 
 from api.http.app import create_app
 from api.resources.chat import Upstream
@@ -277,6 +279,8 @@ def test_a_deleted_model_is_not_served_any_more(web: httpx.Client, inference: In
         ({"stop": ["a", "b" * 1001]}, "stop[1]"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0]"),
         ({"messages": [{"role": "user"}]}, "messages[0]"),
+        ({"messages": [{"role": "user", "content": "a", "refusal": "No."}]}, "messages[0]"),
+        ({"messages": [{"role": "user", "content": [{"type": "refusal"}]}]}, "messages[0].content[0]"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, "messages[0].content[0].type"),
         ({"reasoning_effort": "hard"}, "reasoning_effort"),
@@ -346,6 +350,21 @@ def test_what_is_not_supported_has_openais_code(web: httpx.Client) -> None:
     assert (error["param"], error["code"]) == ("prediction", "unsupported_parameter")
 
 
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type"),
+        ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice.type"),
+    ],
+)
+def test_tools_other_than_functions_have_openais_code(
+    web: httpx.Client, fields: dict[str, Any], param: str
+) -> None:
+    error = ask(web, **fields).json()["error"]
+
+    assert (error["param"], error["code"]) == (param, "unsupported_parameter")
+
+
 @pytest.mark.parametrize("effort", ["none", "minimal", "low", "medium", "high", "xhigh", "max", None])
 def test_reasoning_effort_reaches_the_model_and_verbosity_has_no_effect(
     web: httpx.Client, inference: Inference, effort: str | None
@@ -362,12 +381,75 @@ def test_an_earlier_answer_is_sent_back_as_openais_client_has_it(
 ) -> None:
     earlier = {"role": "assistant", "content": "[1]", "refusal": None}
     empty: dict[str, Any] = {"annotations": [], "audio": None, "function_call": None, "tool_calls": None}
-    question = {"role": "user", "content": "and?"}
+    part = {"type": "text", "text": "and?"}
+    question = {"role": "user", "content": [part]}
+    marked = {"role": "user", "content": [part | {"prompt_cache_breakpoint": {"mode": "explicit"}}]}
 
-    answer = ask(web, messages=[earlier | empty | {"parsed": [1], "reasoning_content": "hm"}, question])
+    answer = ask(web, messages=[earlier | empty | {"parsed": [1], "reasoning_content": "hm"}, marked])
 
     assert answer.status_code == 200
     assert inference.asked[0]["messages"] == [{"role": "assistant", "content": "[1]"}, question]
+
+
+REFUSED = {"type": "refusal", "refusal": "No."}
+
+
+@pytest.mark.parametrize(
+    ("message", "content"),
+    [
+        ({"content": None, "refusal": "No."}, "No."),
+        ({"refusal": "No."}, "No."),
+        ({"content": [REFUSED]}, [{"type": "text", "text": "No."}]),
+    ],
+)
+def test_a_refusal_of_the_assistant_is_its_text(
+    web: httpx.Client, inference: Inference, message: dict[str, Any], content: Any
+) -> None:
+    question = {"role": "user", "content": "Why?"}
+
+    assert ask(web, messages=[{"role": "assistant"} | message, question]).status_code == 200
+    assert inference.asked[0]["messages"] == [{"role": "assistant", "content": content}, question]
+
+
+class Place(BaseModel):
+    place: str
+
+
+CALLED: dict[str, Any] = {"id": "1", "type": "function"}
+CALLED["function"] = {"name": "Place", "arguments": '{"place": "Rome"}'}
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_the_parsed_calls_of_a_helper_are_sent_back_as_it_made_them(
+    web: httpx.Client, inference: Inference, is_streamed: bool
+) -> None:
+    choice = {"index": 0, "logprobs": None, "finish_reason": "tool_calls"}
+    body = {"id": "c", "created": 1, "model": "tiny"}
+    if is_streamed:
+        delta = {"role": "assistant", "content": None, "tool_calls": [CALLED | {"index": 0}]}
+        chunk = body | {"object": "chat.completion.chunk", "choices": [choice | {"delta": delta}]}
+        events = f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n"
+        inference.streams, inference.answer = False, Response(events, media_type="text/event-stream")
+    else:
+        message = {"role": "assistant", "content": None, "refusal": None, "tool_calls": [CALLED]}
+        whole = body | {"object": "chat.completion", "choices": [choice | {"message": message}]}
+        inference.answer = JSONResponse(whole)
+    key = web.headers["authorization"].removeprefix("Bearer ")
+    client = OpenAI(base_url=str(web.base_url), api_key=key, max_retries=0)
+    question: Any = {"role": "user", "content": "Where?"}
+    asked: Any = {"model": "tiny", "tools": [pydantic_function_tool(Place)]}
+    if is_streamed:
+        with client.chat.completions.stream(**asked, messages=[question]) as stream:
+            answer = stream.get_final_completion()
+    else:
+        answer = client.chat.completions.parse(**asked, messages=[question])
+
+    message = answer.choices[0].message
+    assert present(message.tool_calls)[0].function.parsed_arguments == Place(place="Rome")
+    result = {"role": "tool", "tool_call_id": "1", "content": "sunny"}
+    inference.answer = JSONResponse({"object": "chat.completion"})
+    assert ask(web, messages=[question, message.to_dict(), result]).status_code == 200
+    assert inference.asked[1]["messages"][1]["tool_calls"] == [CALLED]
 
 
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}

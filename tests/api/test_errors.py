@@ -61,7 +61,7 @@ def test_a_method_that_the_url_does_not_have(api: TestClient) -> None:
     answer = api.put(JOBS)
 
     assert envelope(answer, 405)["code"] == "method_not_supported"
-    assert answer.headers["allow"]
+    assert answer.headers["allow"] == "GET, POST"
 
 
 @pytest.mark.parametrize(
@@ -114,9 +114,18 @@ def test_a_body_that_is_not_json(api: TestClient) -> None:
     assert "could not parse the JSON body" in envelope(answer, 400)["message"]
 
 
-@pytest.mark.parametrize("body", [b"", b"[]", b"3", b'"text"'])
-def test_a_body_that_is_json_but_no_object(api: TestClient, body: bytes) -> None:
+@pytest.mark.parametrize(
+    ("body", "got"), [(b"[]", "an array"), (b"3", "an integer"), (b'"text"', "a string"), (b"false", "a boolean")]
+)
+def test_a_body_that_is_json_but_no_object(api: TestClient, body: bytes, got: str) -> None:
     answer = api.post(JOBS, content=body, headers={"content-type": "application/json"})
+
+    message = envelope(answer, 400)["message"]
+    assert message == f"Invalid request body: expected a JSON object, but got {got} instead."
+
+
+def test_a_body_that_is_missing(api: TestClient) -> None:
+    answer = api.post(JOBS, content=b"", headers={"content-type": "application/json"})
 
     assert "expected a JSON object" in envelope(answer, 400)["message"]
 

@@ -1,20 +1,26 @@
 """One Idempotency-Key, one creation: whoever asks again gets the first answer, at the same moment or a day later."""
 
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from sqlalchemy import func, select, update
 from starlette.testclient import TestClient
 
-from core.database.tables import File, IdempotentRequest, Job
-from core.tenancy import idempotency
+from core.database.engine import Work
+from core.database.tables import File, IdempotentRequest, Job, Project
+from core.tenancy import idempotency, tenants
+from core.tenancy.idempotency import Keyed, StoredResponse
+from core.tenancy.limits import Limits
 from tests.api.conftest import House
 
 if TYPE_CHECKING:
     from httpx2 import Response
 
+API_DOCS = Path(__file__).parents[2] / "docs/howto/api.md"
 JOBS, FILES = "/v1/fine_tuning/jobs", "/v1/files"
 
 
@@ -66,6 +72,51 @@ def test_an_upload_is_announced_once(api: TestClient) -> None:
 
     assert (first.status_code, second.json()) == (200, first.json())
     assert second.headers["idempotent-replayed"] == "true"
+
+
+def keyed_paths(house: House) -> list[str]:
+    """The paths whose POST takes an Idempotency-Key."""
+    posts = {path: methods["post"] for path, methods in house.app.openapi()["paths"].items() if "post" in methods}
+    return [
+        path
+        for path, post in posts.items()
+        if "Idempotency-Key" in [parameter["name"] for parameter in post.get("parameters", [])]
+    ]
+
+
+def test_the_first_answer_is_looked_up_before_anything_of_the_request_is_checked(
+    house: House, api: TestClient
+) -> None:
+    """Its inputs may be deleted since, its quota used up, and its body one that a newer release refuses."""
+    paths = [path.format_map(defaultdict(lambda: "gone")) for path in keyed_paths(house) if path != FILES]
+    body = {"gone": True}
+    answers = {}
+    for path in paths:
+        with house.database.write() as session:
+            request = Keyed(house.project.id, path, idempotency.fingerprint("POST", path, body))
+            assert idempotency.take(session, request) is None
+            idempotency.keep(session, request, StoredResponse(201, {"path": path}))
+        answers[path] = api.post(path, json=body, headers=keyed(path))
+
+    assert [(one.status_code, one.json()) for one in answers.values()] == [
+        (201, {"path": path}) for path in paths
+    ]
+
+
+def test_a_file_is_sent_again_in_vain_once_the_storage_is_full(house: House, api: TestClient) -> None:
+    first = upload(api)
+    with house.database.write() as session:
+        project = session.get_one(Project, house.project.id)
+        tenants.set_limits(Work(session), project, Limits(storage_bytes=1))
+
+    assert upload(api).json() == first.json()
+    assert upload(api, key="another").status_code == 429
+
+
+def test_the_docs_list_the_requests_that_take_a_key(house: House) -> None:
+    [paragraph] = [line for line in API_DOCS.read_text().split("\n\n") if line.startswith("**Idempotency.**")]
+
+    assert [path for path in keyed_paths(house) if f"`{path}`" not in paragraph] == []
 
 
 @pytest.mark.parametrize("path", ["/v1/webhook_endpoints", "/v1/organization/projects/{project_id}/api_keys"])

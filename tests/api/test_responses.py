@@ -56,6 +56,7 @@ class Inference:
     pieces: list[str] = field(default_factory=lambda: ["a", "b"])
     finish_reason: str = "stop"
     calls: list[dict[str, Any]] = field(default_factory=list)
+    pieces_after_calls: list[str] = field(default_factory=list)
     error: Response | None = None
     error_event: dict[str, Any] | None = None
     whole: bool = True
@@ -109,6 +110,8 @@ class Inference:
                 for letter in call["function"]["arguments"]:
                     written = {"arguments": letter}
                     yield choice({"tool_calls": [{"index": number, "function": written}]})
+            for piece in self.pieces_after_calls:
+                yield choice({"content": piece})
             while self.endless:
                 yield choice({"content": "x" * 1000})
                 await asyncio.sleep(0)
@@ -454,6 +457,38 @@ def test_calls_are_items_and_are_sent_back_with_their_results(
     ]
 
 
+def test_a_refusal_of_the_assistant_is_its_text(create: Callable[..., Any], inference: Inference) -> None:
+    refused = {"type": "refusal", "refusal": "No."}
+    create(input=[{"role": "assistant", "content": [refused]}, USER])
+
+    [message, _] = inference.asked[0]["messages"]
+    assert message == {"role": "assistant", "content": [{"type": "text", "text": "No."}]}
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_the_parsed_calls_of_a_helper_are_sent_back_as_it_made_them(
+    client: OpenAI, create: Callable[..., Any], inference: Inference, is_streamed: bool
+) -> None:
+    inference.pieces, inference.calls = [], [call_of(1)]
+    asked: Any = {"model": "tiny", "input": "hello", "tools": [WEATHER | {"strict": True}]}
+    if is_streamed:
+        with client.responses.stream(**asked) as stream:
+            answer: Any = stream.get_final_response()
+    else:
+        answer = client.responses.parse(**asked)
+
+    [call] = answer.output
+    assert call.parsed_arguments == {"place": "1"}
+    sent = {"caller": {"type": "direct"}, "namespace": None, "async": False} | call.to_dict()
+    result = {"type": "function_call_output", "call_id": "call_1", "output": "sun", "name": "weather"}
+    create(input=[USER, sent, result | {"caller": None, "namespace": None}], tools=[WEATHER])
+
+    assert inference.asked[1]["messages"][1:] == [
+        {"role": "assistant", "tool_calls": [call_of(1)]},
+        {"role": "tool", "content": "sun", "tool_call_id": "call_1"},
+    ]
+
+
 @pytest.mark.parametrize("pieces", [[], ["a", "b"]])
 def test_calls_of_a_stream_have_openais_events(
     create: Callable[..., Any], inference: Inference, pieces: list[str]
@@ -479,6 +514,25 @@ def test_calls_of_a_stream_have_openais_events(
     added = [event.output_index for event in events if event.type == "response.output_item.added"]
     ended = [event.output_index for event in events if event.type == "response.output_item.done"]
     assert added == ended == list(range(len(done.response.output)))
+
+
+def test_the_text_after_a_call_of_a_stream_is_a_message_of_its_own(
+    create: Callable[..., Any], inference: Inference, stream_event: TypeAdapter[Any]
+) -> None:
+    inference.calls, inference.pieces_after_calls = [call_of(1)], ["\n", "It ", "is."]
+    events = list(create(tools=[WEATHER], stream=True))
+
+    [done] = [event for event in events if event.type == "response.completed"]
+    before, call, after = done.response.output
+    assert [item.type for item in done.response.output] == ["message", "function_call", "message"]
+    assert (before.content[0].text, after.content[0].text) == ("ab", "It is.")
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    places = [(event.output_index, event.item_id) for event in deltas]
+    assert places == [(0, before.id)] * 2 + [(2, after.id)] * 2
+    ended = [event.item.id for event in events if event.type == "response.output_item.done"]
+    assert ended == [before.id, call.id, after.id]
+    for event in events:
+        stream_event.validate_python(event.to_dict(), strict=True)
 
 
 def test_a_client_that_leaves_a_stream_ends_it_upstream(
@@ -525,6 +579,24 @@ def test_what_is_not_supported_is_refused_by_its_name(
     assert (answer.status_code, error["param"]) == (400, param)
     assert said in error["message"]
     assert inference.asked == []
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": [{"type": "web_search"}]},
+        {"tools": [{"type": "custom", "name": "f"}]},
+        {"tool_choice": {"type": "file_search"}},
+        {"include": ["file_search_call.results"]},
+        {"truncation": "auto"},
+        {"input": [{"type": "item_reference", "id": "1"}]},
+        {"personality": "friendly"},
+    ],
+)
+def test_what_openai_has_and_this_server_lacks_has_the_code_of_an_unsupported_parameter(
+    post: Callable[..., httpx.Response], fields: dict[str, Any]
+) -> None:
+    assert post(**fields).json()["error"]["code"] == "unsupported_parameter"
 
 
 def test_what_asks_for_nothing_is_accepted(post: Callable[..., httpx.Response]) -> None:

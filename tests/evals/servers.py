@@ -20,6 +20,7 @@ class ChatServer:
     requests: list[dict[str, Any]] = field(default_factory=list)
     asked: Counter[str] = field(default_factory=Counter)
     fails: set[str] = field(default_factory=set)  # last messages that get status 400
+    thoughts: dict[str, str] = field(default_factory=dict)  # before the answers to these last messages
     usages: dict[str, Any] = field(default_factory=dict)  # `usage` of the answers to these last messages
 
 
@@ -51,7 +52,10 @@ def chat_server(answer: Answer) -> Iterator[ChatServer]:
                 )
                 return
             usage = server.usages.get(prompt)
-            self.send(200, completion(said) | ({} if usage is None else {"usage": usage}))
+            body = completion(said) | ({} if usage is None else {"usage": usage})
+            if prompt in server.thoughts:
+                body["choices"][0]["message"]["reasoning_content"] = server.thoughts[prompt]
+            self.send(200, body)
 
         def do_GET(self) -> None:
             """Its health."""

@@ -88,6 +88,20 @@ def test_the_responses_of_a_file_have_the_shape_of_the_endpoint(house: House, cl
     assert house.model.requests[0]["messages"][0] == {"role": "system", "content": "Repeat."}
 
 
+@pytest.mark.parametrize(("path", "line"), [(CHAT, chat_line(1)), (RESPONSES, response_line(1))])
+def test_the_endpoint_and_the_urls_may_lack_the_version_as_azures_examples_do(
+    house: House, client: OpenAI, path: str, line: Line
+) -> None:
+    short = path.removeprefix("/v1")
+    batch = create(client, [line | {"url": short}, line | {"custom_id": "b"}], short)
+
+    house.work()
+
+    done = client.batches.retrieve(batch.id)
+    assert (done.status, done.endpoint) == ("completed", path)
+    assert [one["custom_id"] for one in read(client, done.output_file_id)] == ["row-1", "b"]
+
+
 def test_parameters_reach_the_model_as_from_the_endpoint(house: House, client: OpenAI) -> None:
     create(client, [chat_line(1, temperature=0.5, max_tokens=7, user="someone")])
 
@@ -142,7 +156,8 @@ def test_an_invalid_input_file_fails_the_batch_and_names_the_line(
 ) -> None:
     batch = create(client, lines)
 
-    assert (batch.status, batch.output_file_id) == ("failed", None)
+    assert (batch.status, batch.output_file_id, batch.finalizing_at) == ("failed", None, None)
+    assert batch.failed_at is not None
     assert batch.errors is not None and batch.errors.data is not None
     assert [(error.code, error.line) for error in batch.errors.data] == [(code, line)]
     assert house.work() == 0
@@ -222,6 +237,14 @@ def test_a_batch_that_is_cancelled_keeps_the_answers_so_far(house: House, client
     assert client.batches.cancel(batch.id).status == "cancelled"
 
 
+def test_a_batch_that_has_ended_is_not_cancelled(house: House, client: OpenAI) -> None:
+    batch = create(client, [chat_line(1)])
+    house.work()
+
+    with pytest.raises(BadRequestError, match=f"The batch {batch.id} is already completed"):
+        client.batches.cancel(batch.id)
+
+
 def test_a_batch_whose_answers_are_lost_stops_no_other_and_fails(house: House, client: OpenAI) -> None:
     lost, whole = (create(client, [chat_line(number) for number in range(2)]) for _ in range(2))
     for batch in (lost, whole):
@@ -261,6 +284,19 @@ def test_a_batch_ends_with_its_completion_window(house: House, client: OpenAI) -
     assert done.errors is not None and done.errors.data is not None
     assert [error.code for error in done.errors.data] == ["batch_expired"]
     assert [line["custom_id"] for line in read(client, done.output_file_id)] == ["row-0"]
+    unexecuted = read(client, done.error_file_id)
+    assert [line["custom_id"] for line in unexecuted] == ["row-1", "row-2"]
+    error = {
+        "code": "batch_expired",
+        "message": "This request could not be executed before the completion window expired.",
+    }
+    number = batch.id.removeprefix("batch_")
+    assert unexecuted[0] == {
+        "id": f"batch_req_{number}_2",
+        "custom_id": "row-1",
+        "response": None,
+        "error": error,
+    }
 
 
 def test_a_resumed_batch_asks_only_for_what_it_lacks(house: House, client: OpenAI) -> None:

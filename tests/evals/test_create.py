@@ -7,7 +7,9 @@ import pytest
 from openai import BadRequestError, NotFoundError, OpenAI
 
 from core.database.tables import Eval
+from graders.template import Template
 from tests.evals.conftest import CONFIG, EXACT, JUDGED, House
+from tests.present import untyped
 
 
 @pytest.mark.both_databases
@@ -62,6 +64,13 @@ def test_the_list_can_be_ordered_by_the_last_update(
 
     listed = client.evals.list(order_by="updated_at", order="desc")
     assert [one.id for one in listed] == [made[0], made[2], made[1]]
+
+
+def test_every_variable_of_the_shown_schema_is_one_of_templates(new_eval: Callable[..., Any]) -> None:
+    schema = untyped(new_eval().data_source_config.schema_)
+
+    for name in schema["properties"]["sample"]["properties"]:
+        assert Template.parse(f"{{{{sample.{name}}}}}").parts
 
 
 def test_a_deleted_eval_is_gone_with_its_runs(client: OpenAI, new_eval: Callable[..., Any]) -> None:

@@ -101,11 +101,46 @@ def test_an_item_shows_its_row_its_sample_and_every_result(
     assert same.to_dict() == item.to_dict()
 
 
+def test_the_result_of_a_model_grader_has_the_prompt_and_the_reply_of_its_judge(
+    client: OpenAI, new_eval: Callable[..., Any], house: House
+) -> None:
+    strict = JUDGED | {"sampling_params": {"temperature": 0.2, "max_completions_tokens": 90}}
+    made = new_eval(EXACT, JUDGED, strict | {"name": "strict"})
+    run = client.evals.runs.create(made.id, data_source=completions(1))
+    house.work()
+
+    [item] = client.evals.runs.output_items.list(run.id, eval_id=made.id).data
+
+    exact, polite, strict_sample = (untyped(result).sample for result in item.results)
+    assert exact is None
+    assert polite["input"] == [{"role": "user", "content": "Is q0 polite?"}]
+    assert json.loads(polite["output"][0]["content"])["result"] == "yes"
+    assert (polite["model"], polite["finish_reason"], polite["error"]) == ("judge", "stop", None)
+    assert polite["usage"]["total_tokens"] == 15
+    assert (polite["temperature"], strict_sample["temperature"]) == (None, 0.2)
+    assert strict_sample["max_completions_tokens"] == 90
+
+
+def test_the_result_of_a_judge_without_a_reply_has_its_prompt_and_the_error(
+    client: OpenAI, new_eval: Callable[..., Any], house: House
+) -> None:
+    house.judge.fails.add("Is q0 polite?")
+    made = new_eval(JUDGED)
+    run = client.evals.runs.create(made.id, data_source=completions(1))
+    house.work()
+
+    [item] = client.evals.runs.output_items.list(run.id, eval_id=made.id).data
+
+    sample = untyped(item.results[0]).sample
+    assert (sample["input"][0]["content"], sample["output"]) == ("Is q0 polite?", [])
+    assert sample["error"]["code"] == "model_grader_server_error"
+
+
 @pytest.mark.parametrize("source", [inline(row(1) | {"sample": {"output_text": "q1"}}), completions(1)])
 def test_a_sample_has_the_types_of_the_client_where_parameters_are_not_set(
     client: OpenAI, new_eval: Callable[..., Any], house: House, source: Any
 ) -> None:
-    """`error` is null in OpenAI's own answers, although the client's type has no null."""
+    """`error` is null in OpenAI's own answers, although the client's type has no null, and so is what has no default."""
     made = new_eval()
     run = client.evals.runs.create(made.id, data_source=source)
     house.work()
@@ -115,6 +150,21 @@ def test_a_sample_has_the_types_of_the_client_where_parameters_are_not_set(
     sample = item.sample.to_dict()
     assert sample.pop("error") is None
     Sample.model_validate(sample | {"error": {"code": "", "message": ""}}, strict=True)
+
+
+def test_the_thought_of_a_reasoning_model_is_shown_and_graded(
+    client: OpenAI, new_eval: Callable[..., Any], house: House
+) -> None:
+    house.model.thoughts["q0"] = "q0, of course"
+    made = new_eval(EXACT | {"input": "{{sample.output_reasoning}}", "operation": "like"}, EXACT | {"name": "b"})
+    run = client.evals.runs.create(made.id, data_source=completions(1))
+    house.work()
+
+    [item] = client.evals.runs.output_items.list(run.id, eval_id=made.id).data
+
+    assert [result.passed for result in item.results] == [True, True]
+    message = untyped(item.sample.output[0])
+    assert (message.content, message.reasoning_content) == ("q0", "q0, of course")
 
 
 def test_every_kind_of_criterion_grades(client: OpenAI, new_eval: Callable[..., Any], house: House) -> None:

@@ -11,6 +11,7 @@ from core.outages import outage
 from graders.build import NotConfigured, build
 from graders.calls import CallRetryPolicy, ServerAway
 from graders.judge.judges import HttpJudges, JudgeModel
+from graders.judge.model_graders import MAX_SHOWN
 from graders.report import run_report
 from graders.run import grade_all
 from graders.spec import InvalidGrader, dump, parse_grader
@@ -83,6 +84,17 @@ def test_the_number_is_the_score_and_the_reason_has_the_conclusion() -> None:
 
     assert asked.grade.score == 0.75
     assert asked.grade.reason == "j says 0.75: 'fine'"
+
+
+def test_a_grade_keeps_a_bounded_part_of_the_prompt_and_no_images() -> None:
+    image = {"type": "input_image", "image_url": "{{item.q}}"}
+    user = {"role": "user", "content": [image, {"type": "input_text", "text": "{{sample.output_text}}"}]}
+    asked = Asked(SCORE | {"input": [user]}, verdict(1), samples=("a" * MAX_SHOWN,))
+
+    assert asked.grade.judge is not None
+    [message] = asked.grade.judge.messages
+    assert message["content"].startswith("[image_url]\naaa")
+    assert message["content"].endswith("a… (12 more characters)")
 
 
 def test_the_request_is_a_chat_completion_under_a_schema() -> None:

@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -382,7 +382,7 @@ class RunAttempt:
         EVAL_ITEMS.labels(status).inc()
         self.record.finish(
             {
-                "id": f"batch_req_{plan.run.id.removeprefix('batch_')}_{row.line}",
+                "id": batches.request_id(plan.run, row.line),
                 "line": row.line,
                 "datasource_item_id": row.line,
                 "status": status,
@@ -471,6 +471,8 @@ def _sample(
     message: dict[str, Any] = {"role": "assistant", "content": answer.text}
     if answer.tool_calls:
         message["tool_calls"] = list(answer.tool_calls)
+    if answer.reasoning:
+        message["reasoning_content"] = answer.reasoning
     shown = {
         "input": [{**one, "content": _text(one["content"])} for one in messages],
         "output": [] if answer.error is not None else [message],
@@ -517,15 +519,13 @@ def _for_graders(stored: dict[str, Any], plan: RunPlan) -> Sample:
     if "graded" in stored:
         return sample_of(stored["graded"]) if stored["graded"] else Sample("")
     [message] = stored["output"]
-    reasoning = stored.get("rollout", {}).get("output_reasoning") or ""
+    rollout = stored.get("rollout")
+    reasoning = message.get("reasoning_content") if rollout is None else rollout.get("output_reasoning")
     text = Sample.from_text(
-        message["content"], stored["finish_reason"], parse_json=plan.parse_json, reasoning=reasoning
+        message["content"], stored["finish_reason"], parse_json=plan.parse_json, reasoning=reasoning or ""
     )
-    if "rollout" in stored:
-        return text
-    return Sample(
-        text.output_text, text.output_json, tuple(message.get("tool_calls", ())), text.finish_reason
-    )
+    return text if rollout is not None else replace(text, output_tools=tuple(message.get("tool_calls", ())))
+
 
 
 def _first(several: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -1,11 +1,12 @@
 """The results of one item: what each criterion says about its sample."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, Literal
 
 from core.results.evals import pass_threshold
 from graders.spec import GraderSpec, dump
-from graders.types import Grade
+from graders.types import ErrorKind, Grade, JudgeSample
 
 Result = dict[str, Any]
 
@@ -23,6 +24,25 @@ def result_of(spec: GraderSpec, grade: Grade) -> Result:
         "reason": grade.reason,
         "error": None if grade.error is None else grade.error.value,
         "output": grade.output,
+        "sample": None if grade.judge is None else judge_sample(grade.judge),
+    }
+
+
+def judge_sample(judge: JudgeSample) -> dict[str, Any]:
+    """The `sample` of a result: the messages to a judge model, and its reply."""
+    usage, sampling = judge.usage, judge.sampling
+    error = {"code": ErrorKind.model_grader_server_error.value, "message": judge.error}
+    return {
+        "input": list(judge.messages),
+        "output": [] if judge.output is None else [{"role": "assistant", "content": judge.output}],
+        "finish_reason": judge.finish_reason,
+        "model": judge.model,
+        "usage": asdict(usage) | {"total_tokens": usage.prompt_tokens + usage.completion_tokens},
+        "error": None if judge.error is None else error,
+        "seed": sampling.get("seed"),
+        "temperature": sampling.get("temperature"),
+        "top_p": sampling.get("top_p"),
+        "max_completions_tokens": sampling.get("max_completion_tokens"),  # as graders spell it
     }
 
 

@@ -55,6 +55,7 @@ class ItemAnswer:
     text: str = ""
     tool_calls: Sequence[Mapping[str, Any]] = ()
     finish_reason: str = "stop"
+    reasoning: str = ""  # what a reasoning model wrote before the text
     usage: Mapping[str, int] = field(default_factory=dict)
     error: Mapping[str, str] | None = None
 
@@ -199,6 +200,7 @@ def _answer(completion: Mapping[str, Any], body: bytes) -> ItemAnswer:
         text=str(message.get("content") or message.get("refusal") or ""),
         tool_calls=list(message.get("tool_calls") or ()),
         finish_reason=str(choice.get("finish_reason") or "stop"),
+        reasoning=str(message.get("reasoning_content") or message.get("reasoning") or ""),
         usage=asdict(token_usage(completion, body)),
     )
 
