@@ -153,7 +153,6 @@ SHARED_NAMES = {
     "Reasoning": "the field of a request to /v1/responses, and how a model writes thoughts",
     "Sampling": "the group of hyperparameters, and what the samplers get of it",
     "SamplingParams": "OpenAI's name, in eval runs and in graders",
-    "TextConfig": "OpenAI's name, in eval runs and in responses",
     "Group": "of answers to one prompt; of machines that share a run",
     "Thresholds": "those of an alarm's request, and those that are stored",
 }
