@@ -174,8 +174,8 @@ def test_the_training_loop_leads_to_few_files() -> None:
     """A reader can learn all that worker/run.py loads. Raise a bound only with the reason in an ADR."""
     loop = figures("worker.run")
 
-    assert loop["files"] <= 40
-    assert loop["classes"] <= 100
+    assert loop["files"] <= 25
+    assert loop["classes"] <= 60
 
 
 def test_a_server_leaves_the_levels_of_logs_alone() -> None:
