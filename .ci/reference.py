@@ -13,7 +13,6 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from types import ModuleType, NoneType
 from typing import Any, get_args
@@ -110,11 +109,11 @@ def code(text: str) -> str:
 # Settings and hyperparameters: a field, its default and the comment at it.
 
 
-def fields_of(module: ModuleType, name: str) -> Iterator[tuple[str, str, str, str]]:
-    """(field, type, default, comment) of a class, as its source has them."""
-    source = inspect.getsource(module)
+def fields_of(cls: type) -> Iterator[tuple[str, str, str, str]]:
+    """(field, type, default, comment) of a class, without those of its bases, as its source has them."""
+    source = inspect.getsource(sys.modules[cls.__module__])
     lines = source.splitlines()
-    [found] = [n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == name]
+    [found] = [n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == cls.__name__]
     for node in found.body:
         if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
             continue
@@ -183,11 +182,11 @@ def settings_page() -> Page:
         "|---|---|---|---|",
     )
     lines.pop()
-    for name, kind, default, comment in fields_of(settings, "Settings"):
+    for name, kind, default, comment in fields_of(settings.Settings):
         lines.append(f"| `REGRAFT_{name.upper()}` | {code(kind)} | {code(default)} | {cell(comment)} |")
     lines += ["", "## REGRAFT_GPU_CLASSES", "", "Each entry of the JSON object has these fields.", ""]
     lines += ["| field | type | default | |", "|---|---|---|---|"]
-    for name, kind, default, comment in fields_of(settings, "GpuClass"):
+    for name, kind, default, comment in fields_of(settings.GpuClass):
         lines.append(f"| `{name}` | {code(kind)} | {code(default)} | {cell(comment)} |")
     return lines
 
@@ -197,7 +196,7 @@ def hyperparameters_page() -> Page:
         "Hyperparameters",
         "Fields of `method.reinforcement.hyperparameters`. [Training](../howto/training.md) says when to change them.",
     )
-    lines += ["## OpenAI's", "", *_fields_table(hyperparameters, "Hyperparameters"), ""]
+    lines += ["## OpenAI's", "", *_fields_table(hyperparameters.Hyperparameters), ""]
     lines += [
         "## advanced",
         "",
@@ -213,7 +212,7 @@ def hyperparameters_page() -> Page:
     lines += [
         "These fields are in no group:",
         "",
-        *_fields_table(hyperparameters, "Advanced", without=groups),
+        *_fields_table(hyperparameters.Advanced, without=groups),
         "",
     ]
     for name, field in hyperparameters.Advanced.model_fields.items():
@@ -233,29 +232,37 @@ def hyperparameters_page() -> Page:
     ]
 
 
+# Groups of jobs that learn from a file, which have tables of their own.
+OFFLINE_GROUPS = ("optimizer", "lora", "template")
+
+
 def _offline_section() -> Page:
     """The hyperparameters of supervised and dpo jobs."""
-    table = partial(_fields_table, offline_hyperparameters)
     return [
         "## Supervised and dpo jobs",
         "",
         "Fields of `method.supervised.hyperparameters` and `method.dpo.hyperparameters`, all optional. "
         "[Supervised and preference jobs](../howto/supervised.md) says what they do.",
         "",
-        *table("DpoHyperparameters", "SupervisedHyperparameters"),
+        *_fields_table(offline_hyperparameters.DpoHyperparameters),
         "",
         "`beta` is for dpo only.",
         "",
-        *("### advanced", "", *table("OfflineAdvanced", without=("optimizer", "lora", "template")), ""),
-        *("### advanced.optimizer", "", *table("OfflineOptimizer"), ""),
+        *(
+            "### advanced",
+            "",
+            *_fields_table(offline_hyperparameters.OfflineAdvanced, without=OFFLINE_GROUPS),
+            "",
+        ),
+        *("### advanced.optimizer", "", *_fields_table(offline_hyperparameters.OfflineOptimizer), ""),
         *("### advanced.lora", "", "As above.", ""),
-        *("### advanced.template", "", *table("TemplateChoice"), ""),
+        *("### advanced.template", "", *_fields_table(hyperparameter_groups.TemplateChoice), ""),
         *(
             "### advanced.loss",
             "",
             "For dpo only.",
             "",
-            *table("Preference"),
+            *_fields_table(offline_hyperparameters.Preference),
             "- `type`: `sigmoid`, `ipo`, `simpo`, `orpo` or `kto`.",
             "",
         ),
@@ -270,13 +277,17 @@ def _reward_model_section() -> Page:
         "Fields of `method.reward_model.hyperparameters`, all optional: those of supervised jobs, and one more. "
         "[Reward models](../howto/reward-models.md) says what they do.",
         "",
-        *("### advanced", "", *_fields_table(offline_hyperparameters, "RewardAdvanced"), ""),
+        *(
+            "### advanced",
+            "",
+            *_fields_table(offline_hyperparameters.RewardAdvanced, without=OFFLINE_GROUPS),
+            "",
+        ),
     ]
 
 
 def _distillation_section() -> Page:
     """The hyperparameters of distillation jobs."""
-    table = partial(_fields_table, distillation)
     return [
         "## Distillation jobs",
         "",
@@ -285,25 +296,27 @@ def _distillation_section() -> Page:
         "",
         "In the mode `on_policy`:",
         "",
-        *table("DistillationHyperparameters"),
+        *_fields_table(distillation.DistillationHyperparameters),
         "",
-        *("### advanced.stopping", "", *table("DistillationStopping"), ""),
-        *("### advanced.evaluation", "", *table("DistillationEvaluation"), ""),
+        *("### advanced.stopping", "", *_fields_table(hyperparameter_groups.AnyStopping), ""),
+        *("### advanced.evaluation", "", *_fields_table(hyperparameter_groups.AnyEvaluation), ""),
         "`advanced.importance`, `advanced.optimizer`, `advanced.lora` and `advanced.sampling` are those above. "
         "`group_size` is 4 if it is automatic, and there is no `thinking_budget`.",
         "",
         "In the mode `logits` they are those of supervised jobs, and one more group:",
         "",
-        *("### advanced.loss", "", *_fields_table(offline_hyperparameters, "SoftTargets"), ""),
+        *("### advanced.loss", "", *_fields_table(offline_hyperparameters.SoftTargets), ""),
     ]
 
 
-def _fields_table(module: ModuleType, *names: str, without: Sequence[str] = ()) -> Page:
-    """The fields of classes but `type`, `advanced` and `without`. A later class replaces a field of an earlier one."""
+def _fields_table(cls: type, without: Sequence[str] = ()) -> Page:
+    """The fields of a class and its bases but `type`, `advanced` and `without`, each with the comment nearest to it."""
     rows: dict[str, tuple[str, str, str]] = {}
-    for name in names:
-        for field, kind, default, comment in fields_of(module, name):
-            rows[field] = (_bounded(module, kind), default, comment or rows.get(field, ("", "", ""))[2])
+    for base in reversed(cls.__mro__):
+        if base.__module__.startswith("core.jobs."):
+            for field, kind, default, comment in fields_of(base):
+                bounded = _bounded(sys.modules[base.__module__], kind)
+                rows[field] = (bounded, default, comment or rows.get(field, ("", "", ""))[2])
     lines = ["| field | type | default | |", "|---|---|---|---|"]
     for field, (kind, default, comment) in rows.items():
         if field not in ("type", "advanced", *without) and not field.startswith("_"):
@@ -325,7 +338,7 @@ def _bounded(module: ModuleType, kind: str) -> str:
 def _group_section(name: str, field: FieldInfo) -> Page:
     """A group of `advanced`: a table for each of its variants."""
     lines = [f"### advanced.{name}", ""]
-    [comment] = [row[3] for row in fields_of(hyperparameters, "Advanced") if row[0] == name]
+    [comment] = [row[3] for row in fields_of(hyperparameters.Advanced) if row[0] == name]
     lines += [comment, ""] if comment else []
     variants = hyperparameter_places.VARIANTS.get(name, {})
     for variant in variants.values() or get_args(field.annotation) or [field.annotation]:
@@ -335,12 +348,7 @@ def _group_section(name: str, field: FieldInfo) -> Page:
         text = cell(variant.__doc__ or "")
         default = ", the default" if kind is not None and kind == getattr(field.default, "type", None) else ""
         lines += [f"`{kind}`{default}: {text}" if kind else text, ""]
-        classes = [
-            cls.__name__
-            for cls in reversed(variant.__mro__)
-            if cls.__module__ == hyperparameter_groups.__name__
-        ]
-        table = _fields_table(hyperparameter_groups, *classes)
+        table = _fields_table(variant)
         lines += [*table, ""] if len(table) > 2 else []
     return lines
 

@@ -38,13 +38,14 @@ from worker.model.policy import Policy, load_base, render
 from worker.recording.checkpoints import JobCheckpoints
 from worker.recording.exporters.threads import ExporterThreads
 from worker.recording.history import History
-from worker.recording.monitors import Finding, check
+from worker.recording.monitors import check
 from worker.recording.recorder import JobRecorder
 from worker.rollout.experience import Rewards, RolloutExperience, grader_parts
 from worker.rollout.prompts import PromptStream, tokenize
 from worker.run import Run
 from worker.sampling.transformers import TransformersSampler
 from worker.training.trainer import PeftTrainer
+from worker.types import Finding
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))  # its scripts import each other by bare names
 from demo import DATA, GRADER, HYPERPARAMETERS

@@ -1,7 +1,7 @@
 """A chat completion as requested by users, and as sent to the inference server."""
 
 from hashlib import sha256
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
@@ -220,17 +220,34 @@ class StreamOptions(StrictModel):
     include_obfuscation: bool | None = None
 
 
-class Chat(StrictModel):
-    """The fields that affect the response. api/resources/chat.py accepts or rejects all others."""
+class SampledText(StrictModel):
+    """The fields that affect the response of chat and of text completions alike."""
 
     model: str
-    # It ends at the first mistake: 256 empty objects in each of 2048 messages would become a million complaints.
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     temperature: Temperature = None
     top_p: TopP = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stop: Stop = None
     seed: Seed = None
+    # Only vLLM's server has these three; models that transformers serves refuse them.
+    frequency_penalty: Penalty = None
+    presence_penalty: Penalty = None
+    logit_bias: LogitBias = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    @model_validator(mode="after")
+    def _options_of_a_stream(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("'stream_options' needs 'stream' to be true")
+        return self
+
+
+class Chat(SampledText):
+    """The fields that affect the response. api/resources/chat.py accepts or rejects all others."""
+
+    # It ends at the first mistake: 256 empty objects in each of 2048 messages would become a million complaints.
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_tokens: MaxTokens = None
     max_completion_tokens: MaxTokens = None
     logprobs: bool | None = None
@@ -238,7 +255,7 @@ class Chat(StrictModel):
     response_format: Annotated[Text | AnyObject | ResponseFormat, Field(discriminator="type")] | None = None
     # By the chat template's own switch, or else by a limit of the thought; no effect on a model that does not reason.
     reasoning_effort: ReasoningEffort = None
-    # Only vLLM's server has these; models that transformers serves refuse them.
+    # Only vLLM's server has these, too.
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: (
         Annotated[
@@ -249,14 +266,9 @@ class Chat(StrictModel):
         | None
     ) = None
     parallel_tool_calls: bool | None = None
-    frequency_penalty: Penalty = None
-    presence_penalty: Penalty = None
-    logit_bias: LogitBias = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
 
     @model_validator(mode="after")
-    def _belong_together(self) -> "Chat":
+    def _belong_together(self) -> Self:
         if isinstance(self.tool_choice, ChosenTool):
             chosen = self.tool_choice.function.name
             if chosen not in {tool.function.name for tool in self.tools or ()}:
@@ -265,8 +277,6 @@ class Chat(StrictModel):
             raise ValueError("'tool_choice' is 'required', and there are no 'tools'")
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("'top_logprobs' needs 'logprobs' to be true")
-        if self.stream_options is not None and not self.stream:
-            raise ValueError("'stream_options' needs 'stream' to be true")
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise ValueError("'max_tokens' and 'max_completion_tokens' are the same; give one of them")
         return self
@@ -348,29 +358,16 @@ Texts = Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fa
 TokenLists = Annotated[list[Tokens], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
 
 
-class TextCompletion(StrictModel):
+class TextCompletion(SampledText):
     """A text completion: a prompt without a chat template. Only vLLM's server has it."""
 
-    model: str
     prompt: str | Texts | Tokens | TokenLists
-    temperature: Temperature = None
-    top_p: TopP = None
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    stop: Stop = None
-    seed: Seed = None
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
     echo: bool | None = None
-    frequency_penalty: Penalty = None
-    presence_penalty: Penalty = None
-    logit_bias: LogitBias = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
 
     @model_validator(mode="after")
-    def _belong_together(self) -> "TextCompletion":
-        if self.stream_options is not None and not self.stream:
-            raise ValueError("'stream_options' needs 'stream' to be true")
+    def _few_answers(self) -> Self:
         if self.answers > MAX_CHOICES:
             raise ValueError(f"asks for {self.answers} answers, and {MAX_CHOICES} are accepted at once")
         return self

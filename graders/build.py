@@ -111,44 +111,44 @@ def build(
             passing = frozenset(spec.passing_labels)
             return LabelModel(spec.name, judge, spec.model, prompt, sampling, spec.labels, passing)
         case EndpointSpec():
-            if endpoints is None:
-                message = (
-                    "Endpoint graders are not enabled on this server: the operator must list the hosts "
-                    "that they may call ([endpoints] in REGRAFT_GRADERS_FILE)."
-                )
-                raise NotConfigured(message, f"{param}.type", "invalid_value")
-            if not endpoints.allow(spec.url):
-                message = f"This server may call endpoints on {', '.join(endpoints.hosts)} only."
-                raise NotConfigured(message, f"{param}.url", "invalid_value")
-            pace = RateLimit(spec.rate_limit, endpoints.patience.sleep, endpoints.clock)
-            return Endpoint(spec.name, spec.url, spec.headers or {}, endpoints, pace)
+            return _endpoint(spec, endpoints, param)
         case PythonSpec():
-            if unsafe := refusal():
-                raise NotConfigured(
-                    f"This server cannot run python graders safely: {unsafe}",
-                    f"{param}.type",
-                    "invalid_value",
-                )
-            environment = find(environments or default_folder(), spec.image_tag or DEFAULT)
-            return PythonGrader(spec.name, spec.source, environment=environment, owner=owner)
+            return _python(spec, environments, owner, param)
         case RewardModelSpec():
             return RewardModel(spec.name, spec.model)
-        case MultiSpec():
+        case MultiSpec() | SelectSpec():
             graders = {
                 key: build(sub, judges, endpoints, environments, owner=owner, param=f"{param}.graders.{key}")
                 for key, sub in spec.graders.items()
             }
-            return Multi(
-                spec.name, graders, Formula.parse(spec.calculate_output, spec.graders), spec.invalid_grade
-            )
-        case SelectSpec():
-            choices = {
-                key: build(sub, judges, endpoints, environments, owner=owner, param=f"{param}.graders.{key}")
-                for key, sub in spec.graders.items()
-            }
-            return Select(spec.name, Template.parse(spec.key), choices)
+            if isinstance(spec, SelectSpec):
+                return Select(spec.name, Template.parse(spec.key), graders)
+            formula = Formula.parse(spec.calculate_output, spec.graders)
+            return Multi(spec.name, graders, formula, spec.invalid_grade)
         case _:
             assert_never(spec)
+
+
+def _endpoint(spec: EndpointSpec, endpoints: Endpoints | None, param: str) -> Endpoint:
+    if endpoints is None:
+        message = (
+            "Endpoint graders are not enabled on this server: the operator must list the hosts "
+            "that they may call ([endpoints] in REGRAFT_GRADERS_FILE)."
+        )
+        raise NotConfigured(message, f"{param}.type", "invalid_value")
+    if not endpoints.allow(spec.url):
+        message = f"This server may call endpoints on {', '.join(endpoints.hosts)} only."
+        raise NotConfigured(message, f"{param}.url", "invalid_value")
+    pace = RateLimit(spec.rate_limit, endpoints.patience.sleep, endpoints.clock)
+    return Endpoint(spec.name, spec.url, spec.headers or {}, endpoints, pace)
+
+
+def _python(spec: PythonSpec, environments: Folder | None, owner: str, param: str) -> PythonGrader:
+    if unsafe := refusal():
+        message = f"This server cannot run python graders safely: {unsafe}"
+        raise NotConfigured(message, f"{param}.type", "invalid_value")
+    environment = find(environments or default_folder(), spec.image_tag or DEFAULT)
+    return PythonGrader(spec.name, spec.source, environment=environment, owner=owner)
 
 
 def python_parts(spec: GraderSpec, param: str = "grader") -> Iterator[tuple[str, PythonSpec]]:

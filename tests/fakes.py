@@ -15,7 +15,7 @@ from core.jobs.hyperparameters import Resolved
 from graders.types import ErrorKind, Grade, Item, Sample
 from worker.interfaces import Trainer
 from worker.model.policy import Policy
-from worker.recording.exporters import Card, Ended
+from worker.recording.exporters import Card
 from worker.run import Run, RunOutcome
 from worker.sampling import Answer, Sampling
 from worker.training import grpo
@@ -25,7 +25,7 @@ from worker.training.optimizer import AdapterOptimizer
 from worker.training.policy_loss import PolicyLoss
 from worker.training.trainable_weights import trained_of
 from worker.training.trainer import PeftTrainer
-from worker.types import Group, Prompt, Rollout, UpdateMetrics
+from worker.types import Ended, Group, Prompt, Rollout, UpdateMetrics
 
 
 @dataclass

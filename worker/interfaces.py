@@ -10,13 +10,9 @@ from core.jobs.remaining import RemainingSteps
 from core.jobs.verdict import Verdict
 from core.results.step_metrics import StepMetrics
 from worker.clock import Clock
-from worker.recording.exporters.types import Ended
 from worker.recording.history import History, Steps
-from worker.recording.monitors import Finding
-from worker.recording.stopping import Stop
-from worker.recording.verdict import RowScores
 from worker.sampling import Answer
-from worker.types import GradedStep, Group, Prompt, Schedule, UpdateMetrics
+from worker.types import Ended, Finding, GradedStep, Group, Prompt, RowScores, Schedule, Stop, UpdateMetrics
 
 Learned = TypeVar("Learned")
 Validated = TypeVar("Validated")

@@ -1,4 +1,4 @@
-"""The data types of one training step. Each is frozen, created by one stage and read by the next.
+"""The data types of a run. Each is frozen, created by one stage and read by the next.
 
 Axes: `_P` prompts of the step, `_G` members of a group (answers to one prompt), `_T` tokens of one answer.
 """
@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from numpy.typing import NDArray
 
-from core.jobs.hyperparameters import Resolved
 from core.jobs.remaining import RemainingSteps
 from graders.types import Grade
 
@@ -182,14 +181,55 @@ class UpdateMetrics:
 
 
 @dataclass(frozen=True)
+class AnswerSignal:
+    """The training signal of one answer."""
+
+    # Of its first token; with outcome rewards of all tokens; under a teacher their mean. None: not trained on, or each
+    # token has its own, which depends on the policy's log-probabilities.
+    advantage: float | None
+    steps_J: tuple[float, ...]  # under process supervision: of the tokens of each step
+    is_trained: bool
+
+
+@dataclass(frozen=True)
 class GradedStep:
     """One split of one step, ready to be stored."""
 
     split: Literal["train", "valid"]
     groups_P: Sequence[Group]
-    settings: Resolved | None = None  # settings of the update; None: no update
+    signals_PG: Sequence[Sequence[AnswerSignal]] | None = (
+        None  # what the update learned from; None: no update
+    )
     own: int | None = None  # groups from this index on were resampled; None: none were
     tokens: Mapping[AnswerKey, TokenValues] = field(default_factory=dict)  # what the update computed with
+
+
+RowScores = Sequence[float | None]
+"""One score for each row of the validation file, in its order; None: no answer to the row could be graded."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A rule that applies to the recorded steps, with the message to the user and its numbers."""
+
+    rule: str
+    message: str
+    data: Mapping[str, Any]
+
+    def event_data(self, step: int) -> dict[str, Any]:
+        return {"step": step, "rule": self.rule, **self.data}
+
+
+@dataclass(frozen=True)
+class Stop:
+    """A reason to stop early: a sentence and its numbers."""
+
+    message: str
+    evidence: Mapping[str, Any]
+
+
+# How an attempt ended. interrupted: another attempt resumes the same run.
+Ended = Literal["succeeded", "failed", "interrupted"]
 
 
 @dataclass(frozen=True)

@@ -49,21 +49,21 @@ class _Exported(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
 
-class _Config(_Exported):
+class ImportedConfig(_Exported):
     type: str
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
     item_schema: dict[str, Any] | None = None
 
 
-class _Grader(_Exported):
+class ImportedGrader(_Exported):
     """A criterion, or a part of a `multi` grader, which may have its name in the key."""
 
     type: str
     headers: dict[str, Any] = {}
-    graders: dict[str, "_Grader"] = {}
+    graders: dict[str, "ImportedGrader"] = {}
 
 
-class _Criterion(_Grader):
+class ImportedCriterion(ImportedGrader):
     name: str
 
 
@@ -74,11 +74,11 @@ class ImportedEval(StrictModel):
     name: Name | None = None
     created_at: Count | None = None
     metadata: Metadata = None
-    data_source_config: _Config
-    testing_criteria: Annotated[list[_Criterion], Field(max_length=MAX_CRITERIA)]
+    data_source_config: ImportedConfig
+    testing_criteria: Annotated[list[ImportedCriterion], Field(max_length=MAX_CRITERIA)]
 
 
-class _Counts(_Exported):
+class ImportedCounts(_Exported):
     __pydantic_extra__: dict[str, Count]
     total: Count
     passed: Count
@@ -86,7 +86,7 @@ class _Counts(_Exported):
     errored: Count
 
 
-class _ModelUsage(_Exported):
+class ImportedModelUsage(_Exported):
     model_name: str
     invocation_count: Count = 0
     prompt_tokens: Count = 0
@@ -95,40 +95,40 @@ class _ModelUsage(_Exported):
     total_tokens: Count = 0
 
 
-class _CriterionResults(_Exported):
+class ImportedCriterionResults(_Exported):
     testing_criteria: str
     passed: Count
     failed: Count
 
 
-class _RowSource(_Exported):
+class ImportedRowSource(_Exported):
     type: str
     id: str | None = None
     content: Annotated[list[dict[str, Any]], Field(max_length=MAX_ROWS)] | None = None
 
 
-class _DataSource(_Exported):
+class ImportedDataSource(_Exported):
     type: str
-    source: _RowSource | None = None
+    source: ImportedRowSource | None = None
 
 
-class _RunError(_Exported):
+class ImportedRunError(_Exported):
     code: str | None = None
     message: str | None = None
 
 
-class _Run(_Exported):
+class RunExport(_Exported):
     id: str = ""
     name: str | None = None
     created_at: Count | None = None
     metadata: Metadata = None
     status: str
     model: str | None = None
-    data_source: _DataSource
-    error: _RunError | None = None
-    result_counts: _Counts | None = None
-    per_model_usage: list[_ModelUsage] | None = None
-    per_testing_criteria_results: list[_CriterionResults] | None = None
+    data_source: ImportedDataSource
+    error: ImportedRunError | None = None
+    result_counts: ImportedCounts | None = None
+    per_model_usage: list[ImportedModelUsage] | None = None
+    per_testing_criteria_results: list[ImportedCriterionResults] | None = None
 
     @field_validator("status")
     @classmethod
@@ -159,7 +159,7 @@ class _Item(_Exported):
 class ImportedRun(StrictModel):
     """A run as it was exported, and the JSONL file of its output items; None: it has none."""
 
-    run: _Run
+    run: RunExport
     items_file: str | None = None
 
 
@@ -327,7 +327,7 @@ def _config(sent: dict[str, Any]) -> dict[str, Any]:
     return sent | {"item_schema": item} if isinstance(item, dict) else sent
 
 
-def _run(sent: _Run, project: Project, total: int) -> EvalRun:
+def _run(sent: RunExport, project: Project, total: int) -> EvalRun:
     plain = _sent_fields(sent)
     source = plain["data_source"]
     content = None

@@ -8,7 +8,7 @@ from pydantic import AliasChoices, BeforeValidator, Field, ValidationInfo, field
 from api.http.shapes import Body
 from api.http.stored_graders import OrStored
 from api.resources.job_body import MetadataKey, MetadataValue, NoNul
-from core.chat import AnyObject, MaxTokens, ReasoningEffort, Temperature, Text, TopP
+from core.chat import MAX_TOOLS, AnyObject, MaxTokens, ReasoningEffort, Seed, Temperature, Text, TopP
 from core.errors import InvalidParameter
 from core.evals.items import MAX_ROWS
 from core.response_format import ResponseFormat
@@ -17,7 +17,6 @@ from graders.prompts import parse_input_messages
 from graders.spec import GraderSpec, InvalidGrader, parse_grader
 
 MAX_CRITERIA = 100
-MAX_TOOLS = 128
 Metadata = Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None
 Name = Annotated[str, Field(max_length=256, pattern=NoNul)]
 # Sources that need stored chat completions or responses, which this server does not keep.
@@ -149,7 +148,7 @@ class SamplingParams(StrictModel):
     )
     temperature: Temperature = None
     top_p: TopP = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    seed: Seed = None
     reasoning_effort: ReasoningEffort = None
     tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS)] | None = None
 
@@ -165,12 +164,12 @@ class CompletionsParams(SamplingParams):
         return self.response_format
 
 
-class TextConfig(StrictModel):
+class TextFormat(StrictModel):
     format: Format = None
 
 
 class ResponsesParams(SamplingParams):
-    text: TextConfig | None = None
+    text: TextFormat | None = None
 
     @property
     def form(self) -> Text | AnyObject | ResponseFormat | None:

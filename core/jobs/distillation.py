@@ -11,15 +11,17 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from core.database.tables import Job
 from core.errors import InvalidParameter
 from core.jobs.hyperparameter_groups import (
+    AnyEvaluation,
+    AnyStopping,
     Auto,
     ImportanceGroup,
     Lora,
     OnlyLora,
     Optimizer,
+    SampledHyperparameters,
     Sampling,
     Truncate,
     Value,
-    WithoutNulls,
 )
 from core.jobs.hyperparameter_places import with_values
 from core.jobs.hyperparameters import Hyperparameters
@@ -46,20 +48,6 @@ class DistillationSampling(Sampling):
     thinking_budget: Auto = "auto"
 
 
-class DistillationStopping(Value):
-    """Criteria for early stopping; 0 is off."""
-
-    # Validations without a lower reverse KL to the teacher.
-    after_flat_evals: int = Field(default=0, ge=0)
-    above_kl: float = Field(default=0.0, ge=0)  # to the start of the job, nats per token
-    below_entropy: float = Field(default=0.0, ge=0)  # nats per token
-
-
-class DistillationEvaluation(Value):
-    # The job fails unless its verdict is `improved` (core/jobs/verdict.py).
-    require_improvement: bool = False
-
-
 class DistillationAdvanced(Value):
     """Hyperparameters beyond OpenAI's, in the groups of reinforcement jobs that `on_policy` reads."""
 
@@ -68,18 +56,13 @@ class DistillationAdvanced(Value):
     sampling: DistillationSampling = DistillationSampling()
     optimizer: Optimizer = Optimizer()
     lora: Lora = Lora()
-    stopping: DistillationStopping = DistillationStopping()
-    evaluation: DistillationEvaluation = DistillationEvaluation()
+    stopping: AnyStopping = AnyStopping()
+    evaluation: AnyEvaluation = AnyEvaluation()
 
 
-class DistillationHyperparameters(WithoutNulls):
+class DistillationHyperparameters(SampledHyperparameters):
     """method.distillation.hyperparameters in the mode `on_policy`, with the names and bounds of reinforcement jobs."""
 
-    batch_size: Auto | Annotated[int, Field(ge=1, le=256)] = "auto"  # prompts a step
-    learning_rate_multiplier: Auto | Annotated[float, Field(gt=0)] = "auto"
-    n_epochs: Auto | Annotated[int, Field(ge=1, le=50)] = "auto"
-    eval_interval: Auto | Annotated[int, Field(ge=1)] = "auto"
-    eval_samples: Auto | Annotated[int, Field(ge=1, le=64)] = "auto"
     advanced: DistillationAdvanced = DistillationAdvanced()
 
     @model_validator(mode="after")

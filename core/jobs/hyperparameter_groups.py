@@ -46,6 +46,21 @@ class WithoutNulls(Value):
         return {k: v for k, v in sent.items() if v is not None} if isinstance(sent, dict) else sent
 
 
+class AnyHyperparameters(WithoutNulls):
+    """The hyperparameters of every method, with OpenAI's names and bounds."""
+
+    batch_size: Auto | Annotated[int, Field(ge=1, le=256)] = "auto"  # prompts, or rows of a file, a step
+    learning_rate_multiplier: Auto | Annotated[float, Field(gt=0)] = "auto"
+    n_epochs: Auto | Annotated[int, Field(ge=1, le=50)] = "auto"
+
+
+class SampledHyperparameters(AnyHyperparameters):
+    """Those of the methods that sample answers, also for validation."""
+
+    eval_interval: Auto | Annotated[int, Field(ge=1)] = "auto"
+    eval_samples: Auto | Annotated[int, Field(ge=1, le=64)] = "auto"
+
+
 # Losses. The defaults are those of the papers: DeepSeekMath and Dr. GRPO have one epsilon, DAPO has clip-higher. Losses
 # that average over all tokens of a batch use one std for the batch, so that all groups have the same divisor (and easy
 # prompts are not amplified).
@@ -287,7 +302,16 @@ TemplateArguments = Annotated[
 ]
 
 
-class Sampling(Value):
+class TemplateChoice(Value):
+    """How messages become tokens."""
+
+    # A name of core/chat_templates.py; auto: that of the registry or the model.
+    chat_template: Auto | chat_templates.Name = "auto"
+    # Arguments of the chat template, such as {"enable_thinking": false}.
+    chat_template_kwargs: TemplateArguments = {}
+
+
+class Sampling(TemplateChoice):
     """How answers are sampled for training."""
 
     # Answers to each prompt. Auto: 8 times compute_multiplier. Advantages need at least two.
@@ -295,10 +319,6 @@ class Sampling(Value):
     temperature: float = Field(default=1.0, gt=0, le=2)
     # Auto: 512, or half the context.
     max_completion_tokens: Auto | Annotated[int, Field(ge=1, le=131072)] = "auto"
-    # Chat template by a name of core/chat_templates.py; auto: that of the registry or the model.
-    chat_template: Auto | chat_templates.Name = "auto"
-    # Arguments of the chat template, such as {"enable_thinking": false}.
-    chat_template_kwargs: TemplateArguments = {}
     # Tokens after which a thought is closed; auto: by reasoning_effort.
     thinking_budget: Auto | Annotated[int, Field(ge=0, le=131072)] = "auto"
     # Of the prompts in each epoch: shuffled anew, as in the file, or by falling `pass_rate` of the rows, which a
@@ -322,19 +342,25 @@ class Kl(Value):
     reference_refresh_steps: int = Field(default=0, ge=0)
 
 
-class Optimizer(Value):
+class AnyOptimizer(Value):
     """AdamW on the weights that are trained."""
 
     # Auto: by the size of the model, times learning_rate_multiplier.
     learning_rate: Auto | Annotated[float, Field(gt=0, le=1)] = "auto"
+    # After the warm-up: constant, in a line to 0 at the end of the job, or along a cosine to a tenth.
+    schedule: LearningRateSchedule
+    warmup_steps: int = Field(default=0, ge=0)
+    max_grad_norm: float = Field(default=1.0, gt=0)
+
+
+class Optimizer(AnyOptimizer):
+    """AdamW on the weights that are trained."""
+
+    schedule: LearningRateSchedule = "constant"
     # Passes over the same answers, with one optimizer step each, or for each mini-batch.
     updates_per_batch: int = Field(default=1, ge=1, le=16)
     # Parts into which the groups of a step are divided, with an optimizer step for each.
     mini_batches: int = Field(default=1, ge=1, le=64)
-    max_grad_norm: float = Field(default=1.0, gt=0)
-    warmup_steps: int = Field(default=0, ge=0)
-    # After the warm-up: constant, in a line to 0 at the end of the job, or along a cosine to a tenth.
-    schedule: LearningRateSchedule = "constant"
 
 
 ModuleName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.]{0,199}$")]
@@ -375,25 +401,37 @@ def _only_adapters(sent: Any) -> Any:
 OnlyLora = Annotated[Literal["lora"], BeforeValidator(_only_adapters)]
 
 
-class Stopping(Value):
-    """Criteria for early stopping; 0 is off. worker/recording/stopping.py implements them."""
+class AnyStopping(Value):
+    """Criteria for early stopping; 0 is off."""
 
-    # Validations without an improvement.
+    # Validations without an improvement: a higher reward, or a lower reverse KL to the teacher.
     after_flat_evals: int = Field(default=0, ge=0)
+    above_kl: float = Field(
+        default=0.0, ge=0
+    )  # to the start of the job, or the refreshed reference; nats per token
+    below_entropy: float = Field(default=0.0, ge=0)  # nats per token
+
+
+class Stopping(AnyStopping):
+    """Criteria for early stopping; 0 is off."""
+
     # Steps in which no group had signal.
     after_silent_steps: int = Field(default=0, ge=0)
-    above_kl: float = Field(default=0.0, ge=0)  # nats per token
-    below_entropy: float = Field(default=0.0, ge=0)  # nats per token
     # The job fails if the share of groups with signal in its first step is lower.
     fail_below_signal: float = Field(default=0.0, ge=0, le=1)
 
 
-class Evaluation(Value):
+class AnyEvaluation(Value):
+    """What validation decides."""
+
+    # The job fails unless its verdict is `improved` (core/jobs/verdict.py).
+    require_improvement: bool = False
+
+
+class Evaluation(AnyEvaluation):
     """Validation, beside `eval_interval` and `eval_samples`."""
 
     # Temperature of validation; 0 is greedy. Auto: greedy with one answer per row, else that of sampling.
     temperature: Auto | Annotated[float, Field(ge=0, le=2)] = "auto"
     # With several answers to a row: the least score of one that passes, for pass@k and maj@k.
     pass_score: float = 1.0
-    # The job fails unless its verdict is `improved` (core/jobs/verdict.py).
-    require_improvement: bool = False

@@ -32,6 +32,7 @@ from core.jobs.hyperparameter_groups import (
     Overlong,
     OverlongGroup,
     PromptOrder,
+    SampledHyperparameters,
     Sampling,
     Scale,
     ScheduleGroup,
@@ -45,7 +46,6 @@ from core.jobs.hyperparameter_groups import (
     Train,
     Truncate,
     Value,
-    WithoutNulls,
     refuse_unused_lora,
 )
 from core.jobs.hyperparameter_places import GROUPS, PLACES, as_sent
@@ -173,16 +173,11 @@ class Advanced(Value):
         return self.loss.supervision if isinstance(self.loss, TokenLoss) else "outcome"
 
 
-class Hyperparameters(WithoutNulls):
+class Hyperparameters(SampledHyperparameters):
     """method.reinforcement.hyperparameters, with OpenAI's names and bounds."""
 
-    batch_size: Auto | Annotated[int, Field(ge=1, le=256)] = "auto"  # prompts a step
-    learning_rate_multiplier: Auto | Annotated[float, Field(gt=0)] = "auto"
-    n_epochs: Auto | Annotated[int, Field(ge=1, le=50)] = "auto"
     reasoning_effort: Literal["default", "low", "medium", "high"] = "default"
     compute_multiplier: Auto | Annotated[float, Field(gt=0.00001, le=10)] = "auto"
-    eval_interval: Auto | Annotated[int, Field(ge=1)] = "auto"
-    eval_samples: Auto | Annotated[int, Field(ge=1, le=64)] = "auto"
     advanced: Advanced = Advanced()
 
     @model_validator(mode="after")

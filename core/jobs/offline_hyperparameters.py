@@ -14,15 +14,16 @@ from pydantic import Field, model_validator
 from core import chat_templates
 from core.errors import InvalidParameter
 from core.jobs.hyperparameter_groups import (
+    AnyHyperparameters,
+    AnyOptimizer,
     Auto,
     LearningRateSchedule,
     Lora,
     LoraTargets,
     OnlyLora,
-    TemplateArguments,
+    TemplateChoice,
     Train,
     Value,
-    WithoutNulls,
     refuse_unused_lora,
 )
 from core.jobs.hyperparameters import COMMON_NAMES, FULL_LEARNING_RATE
@@ -51,26 +52,12 @@ WITH_REFERENCE: frozenset[PreferenceLoss] = frozenset({"sigmoid", "ipo", "kto"})
 _ONE_EPOCH = frozenset({"dpo", REWARD_MODEL})
 
 
-class OfflineOptimizer(Value):
+class OfflineOptimizer(AnyOptimizer):
     """AdamW on the weights that are trained."""
 
-    # Auto: by the size of the model, times learning_rate_multiplier.
-    learning_rate: Auto | Annotated[float, Field(gt=0, le=1)] = "auto"
-    # Of the learning rate after warm-up: constant, or down to 0 in a line, or to a tenth along a cosine.
     schedule: LearningRateSchedule = "linear"
-    warmup_steps: int = Field(default=0, ge=0)
-    max_grad_norm: float = Field(default=1.0, gt=0)
     # With train 'full' not of norms and biases.
     weight_decay: float = Field(default=0.0, ge=0, le=1)
-
-
-class TemplateChoice(Value):
-    """How rows become tokens."""
-
-    # A name of core/chat_templates.py; auto: that of the registry or the model.
-    chat_template: Auto | chat_templates.Name = "auto"
-    # Arguments of the chat template, such as {"enable_thinking": false}.
-    chat_template_kwargs: TemplateArguments = {}
 
 
 class OfflineAdvanced(Value):
@@ -128,12 +115,9 @@ class DpoAdvanced(OfflineAdvanced):
     loss: Preference = Preference()
 
 
-class SupervisedHyperparameters(WithoutNulls):
+class SupervisedHyperparameters(AnyHyperparameters):
     """method.supervised.hyperparameters, with OpenAI's names and bounds."""
 
-    batch_size: Auto | Annotated[int, Field(ge=1, le=256)] = "auto"  # rows a step
-    learning_rate_multiplier: Auto | Annotated[float, Field(gt=0)] = "auto"
-    n_epochs: Auto | Annotated[int, Field(ge=1, le=50)] = "auto"
     advanced: OfflineAdvanced = OfflineAdvanced()
 
     @model_validator(mode="after")
@@ -179,7 +163,7 @@ class DpoHyperparameters(SupervisedHyperparameters):
 
 
 class RewardAdvanced(OfflineAdvanced):
-    train: OnlyLora = "lora"
+    train: OnlyLora = "lora"  # no other
     # Pairs: pulls the rewards of both answers towards a sum of 0, which their difference alone leaves open.
     centering: float = Field(default=0.01, ge=0, le=1)
 
@@ -200,7 +184,7 @@ class SoftTargets(Value):
 
 
 class LogitsAdvanced(OfflineAdvanced):
-    train: OnlyLora = "lora"
+    train: OnlyLora = "lora"  # no other
     loss: SoftTargets = SoftTargets()
 
 

@@ -1,8 +1,12 @@
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from sqlalchemy.orm import Session
 
-from core.database.engine import Database
+from core.database.engine import Database, Work
+from core.database.tables import Project
+from tests import factories
 from tests.servers import Postgres
 
 
@@ -11,6 +15,22 @@ def database(request: pytest.FixtureRequest, database_kind: str) -> Database:
     """Migrated and empty."""
     database: Database = request.getfixturevalue(f"{database_kind}_database")
     return database
+
+
+@pytest.fixture
+def session(database: Database) -> Iterator[Session]:
+    with database.write() as session:
+        yield session
+
+
+@pytest.fixture
+def project(session: Session) -> Project:
+    return factories.project(session)
+
+
+@pytest.fixture
+def work(session: Session) -> Work:
+    return Work(session)
 
 
 @pytest.fixture

@@ -1,23 +1,15 @@
 """The validations of many jobs as short curves."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from sqlalchemy.orm import Session
 
-from core.database.engine import Database
 from core.database.tables import Job
 from core.results.curves import MAX_POINTS, curves
 from tests import factories
 
 pytestmark = pytest.mark.both_databases
-
-
-@pytest.fixture
-def session(database: Database) -> Iterator[Session]:
-    with database.write() as session:
-        yield session
 
 
 def job(session: Session, *steps: dict[str, Any], **fields: Any) -> Job:

@@ -1,5 +1,3 @@
-from collections.abc import Iterator
-
 import pytest
 from sqlalchemy.orm import Session
 
@@ -10,12 +8,6 @@ from core.jobs import events
 from core.results.step_metrics import StepMetrics
 
 pytestmark = pytest.mark.both_databases
-
-
-@pytest.fixture
-def session(database: Database) -> Iterator[Session]:
-    with database.write() as session:
-        yield session
 
 
 FIRST, SECOND = Claim("ftjob-1", 1, "first"), Claim("ftjob-1", 2, "second")

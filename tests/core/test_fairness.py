@@ -1,7 +1,6 @@
 """Whose turn it is, and that what waiting jobs are told about it comes true."""
 
 from collections import Counter, deque
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from random import Random
 from threading import Barrier
@@ -22,12 +21,6 @@ from tests import factories
 from tests.present import present
 
 pytestmark = pytest.mark.both_databases
-
-
-@pytest.fixture
-def session(database: Database) -> Iterator[Session]:
-    with database.write() as session:
-        yield session
 
 
 def claim(session: Session, **how: Any) -> Claim | None:

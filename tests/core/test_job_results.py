@@ -1,12 +1,10 @@
 """The result of a job is that of its delivered checkpoint, wherever it is shown."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from sqlalchemy.orm import Session
 
-from core.database.engine import Database
 from core.database.tables import Checkpoint, Job, TunedModel
 from core.jobs.verdict import Verdict
 from core.results.job_results import JobResult, delivered_steps, results
@@ -15,12 +13,6 @@ from tests import factories
 pytestmark = pytest.mark.both_databases
 
 VERDICT = Verdict("improved", 0.4, 0.94, 0.54, 0.3, 0.7, 11, 0, 5, 16, 0, step=2)
-
-
-@pytest.fixture
-def session(database: Database) -> Iterator[Session]:
-    with database.write() as session:
-        yield session
 
 
 def job(session: Session, *steps: dict[str, Any], delivers: int | None = None, **fields: Any) -> Job:

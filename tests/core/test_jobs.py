@@ -1,6 +1,6 @@
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -21,22 +21,6 @@ pytestmark = pytest.mark.both_databases
 
 WAKE_CPU = (queue.RUN, "gpu.cpu")
 WAKE_VALIDATION = (queue.VALIDATE, queue.DEFAULT_QUEUE)
-
-
-@pytest.fixture
-def session(database: Database) -> Iterator[Session]:
-    with database.write() as session:
-        yield session
-
-
-@pytest.fixture
-def project(session: Session) -> Project:
-    return factories.project(session)
-
-
-@pytest.fixture
-def work(session: Session) -> Work:
-    return Work(session)
 
 
 def claim(session: Session, **how: Any) -> Claim | None:

@@ -1,33 +1,16 @@
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from core.database.engine import Database, Work
+from core.database.engine import Work
 from core.database.tables import ApiKey, AuditEntry, Project, now
 from core.errors import InsufficientPermissions, InvalidApiKey, InvalidRequest, KeyNotFound
 from core.tenancy import keys
 from core.tenancy.audit import OPERATOR
 from core.tenancy.keys import Scope
 from tests import factories
-
-
-@pytest.fixture
-def session(database: Database) -> Iterator[Session]:
-    with database.write() as session:
-        yield session
-
-
-@pytest.fixture
-def project(session: Session) -> Project:
-    return factories.project(session)
-
-
-@pytest.fixture
-def work(session: Session) -> Work:
-    return Work(session)
 
 
 def make(work: Work, project: Project, **fields: Any) -> keys.NewKey:

@@ -1,5 +1,5 @@
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,17 +17,6 @@ from core.storage import files
 from tests import factories
 
 pytestmark = pytest.mark.both_databases
-
-
-@pytest.fixture
-def session(database: Database) -> Iterator[Session]:
-    with database.write() as session:
-        yield session
-
-
-@pytest.fixture
-def project(session: Session) -> Project:
-    return factories.project(session)
 
 
 def add_files(session: Session, project: Project, *ids: str) -> None:

@@ -1,4 +1,3 @@
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 from typing import Any
@@ -15,22 +14,6 @@ from core.jobs import usage
 from core.tenancy import tenants
 from core.tenancy.limits import Limits
 from tests import factories
-
-
-@pytest.fixture
-def session(database: Database) -> Iterator[Session]:
-    with database.write() as session:
-        yield session
-
-
-@pytest.fixture
-def project(session: Session) -> Project:
-    return factories.project(session)
-
-
-@pytest.fixture
-def work(session: Session) -> Work:
-    return Work(session)
 
 
 def log(session: Session) -> dict[str, Any]:

@@ -1,14 +1,13 @@
 """What a job and its project have used, and what a budget makes of it."""
 
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
-from core.database.engine import Database, Work
+from core.database.engine import Work
 from core.database.tables import Checkpoint, Event, Job, ModelUsage, Project, ProjectUsage
 from core.errors import BudgetReached, InvalidJobState, InvalidRequest
 from core.jobs import budgets, lifecycle, usage
@@ -24,12 +23,6 @@ pytestmark = pytest.mark.both_databases
 
 FREE, PAID = Price(None, "USD"), Price(0.01, "EUR")
 MANY = RemainingSteps(plain=10, validated=0, next_is_validated=False)
-
-
-@pytest.fixture
-def session(database: Database) -> Iterator[Session]:
-    with database.write() as session:
-        yield session
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """Who is told of what, in which transaction, and how it is signed."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -19,17 +19,6 @@ from core.pipelines import lifecycle as pipelines
 from core.results.step_metrics import StepMetrics
 from tests import factories
 from tests.present import present
-
-
-@pytest.fixture
-def session(database: Database) -> Iterator[Session]:
-    with database.write() as session:
-        yield session
-
-
-@pytest.fixture
-def project(session: Session) -> Project:
-    return factories.project(session)
 
 
 def listen(

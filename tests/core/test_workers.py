@@ -1,14 +1,13 @@
 """The workers and the queues of the service, as an operator sees them."""
 
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import replace
 
 import pytest
 from sqlalchemy import update
 from sqlalchemy.orm import Session
 
-from core.database.engine import Database
 from core.database.tables import EvalRun, Project, Worker
 from core.telemetry import queues, workers
 from core.telemetry.queues import Queue
@@ -33,17 +32,6 @@ REPORT = Report(
     draining=False,
     findings=[],
 )
-
-
-@pytest.fixture
-def session(database: Database) -> Iterator[Session]:
-    with database.write() as session:
-        yield session
-
-
-@pytest.fixture
-def project(session: Session) -> Project:
-    return factories.project(session)
 
 
 def silence(session: Session, name: str, seconds: float) -> None:

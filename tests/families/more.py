@@ -6,6 +6,25 @@ Four layers each, because their patterns of layers repeat after two to four.
 from collections.abc import Mapping
 from typing import Any
 
+# Of GLM 5 and of DeepSeek V3.2: low-rank attention over the keys that an index chooses, and experts.
+INDEXED_ATTENTION: dict[str, Any] = {
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "index_topk": 64,
+    "index_head_dim": 16,
+    "index_n_heads": 16,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+
 # By the title that people know and the model type: the fields of the config beside those of all families.
 MORE: Mapping[tuple[str, str], Mapping[str, Any]] = {
     ("Qwen 3.5 MoE", "qwen3_5_moe_text"): {
@@ -96,40 +115,8 @@ MORE: Mapping[tuple[str, str], Mapping[str, Any]] = {
         "topk_group": 1,
         "first_k_dense_replace": 1,
     },
-    ("GLM 5", "glm_moe_dsa"): {
-        "kv_lora_rank": 16,
-        "q_lora_rank": 16,
-        "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 16,
-        "num_key_value_heads": 4,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "index_topk": 64,
-        "index_head_dim": 16,
-        "index_n_heads": 16,
-        "n_group": 2,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-    },
-    ("DeepSeek V3.2", "deepseek_v32"): {
-        "kv_lora_rank": 16,
-        "q_lora_rank": 16,
-        "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 16,
-        "num_key_value_heads": 4,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "index_topk": 64,
-        "index_head_dim": 16,
-        "index_n_heads": 16,
-        "n_group": 2,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-    },
+    ("GLM 5", "glm_moe_dsa"): INDEXED_ATTENTION,
+    ("DeepSeek V3.2", "deepseek_v32"): INDEXED_ATTENTION,
     ("DeepSeek V4", "deepseek_v4"): {
         "n_routed_experts": 4,
         "num_experts_per_tok": 2,

@@ -1,6 +1,7 @@
 import asyncio
 import copy
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from core.jobs import events, lifecycle
 from core.jobs.hyperparameters import Hyperparameters, resolve
 from core.registry import BaseModelEntry
 from core.retry import RetryPolicy
+from core.settings import Settings
 from core.storage.store import FolderBlobs
 from graders.spec import parse_grader
 from graders.types import Grader
@@ -24,6 +26,7 @@ from tests.fakes import ExactGrader, GuessingSampler, Skill, SkillTrainer, Watch
 from tests.hyperparameters import in_groups
 from tests.tiny import make_tiny_model
 from worker.attempt import Attempt
+from worker.child import Assemble, run_attempt
 from worker.interfaces import Trainer
 from worker.model.policy import Base, Policy, load_base
 from worker.recording.checkpoints import JobCheckpoints
@@ -62,6 +65,7 @@ def make_policy(tiny_base: Base) -> Callable[..., Policy]:
 
 
 ANSWERS = ["red", "green", "blue", "cat"]
+ROWS = [{"messages": [{"role": "user", "content": "a or b"}], "answer": "a"}]
 
 
 @dataclass
@@ -83,11 +87,12 @@ class Bench:
         with self.database.read() as session:
             return session.query(Job).where(Job.id == self.claim.job_id).one()
 
-    def add_files(self, session: Session, blobs: FolderBlobs) -> None:
-        """Store the job's files, of one row each."""
-        stored = blobs.put_bytes(
-            "files/rows", b'{"messages": [{"role": "user", "content": "a or b"}], "answer": "a"}\n'
-        )
+    def add_files(
+        self, session: Session, blobs: FolderBlobs, rows: Sequence[Mapping[str, Any]] = ROWS
+    ) -> None:
+        """Store the job's files, of these rows each."""
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        stored = blobs.put_bytes("files/rows", lines.encode())
         for name in ("file-a", "file-b"):
             session.add(
                 File(
@@ -100,6 +105,21 @@ class Bench:
                     bytes=1,
                 )
             )
+
+    def run_job(self, settings: Settings, assemble: Assemble | None = None) -> None:
+        """Run the job on its real model in this process, as the worker's process for it does."""
+        from worker import assemble as real
+
+        asyncio.run(
+            run_attempt(
+                self.attempt(),
+                settings,
+                assemble or real.assemble,
+                scratch=self.tmp_path,
+                stop_requested=lambda: False,
+                beat=lambda: None,
+            )
+        )
 
     def run(
         self,

@@ -1,6 +1,5 @@
 """Two steps of a job on twenty families, and the adapter that it delivers in plain PEFT."""
 
-import asyncio
 import json
 from pathlib import Path
 
@@ -9,15 +8,13 @@ import torch
 from peft import PeftModel
 from sqlalchemy import select
 
-from core.database.tables import File, Job
+from core.database.tables import Job
 from core.registry import Registry
 from core.results import export
 from core.settings import Settings
 from tests.families.conftest import policy_on
 from tests.families.zoo import CONTEXT, FAMILIES
 from tests.worker.conftest import Bench
-from worker.assemble import assemble
-from worker.child import run_attempt
 from worker.model.architecture import class_of
 from worker.model.compatibility import reference_logprobs
 from worker.model.policy import read_config
@@ -61,24 +58,8 @@ def test_a_job_succeeds_and_its_adapter_is_the_same_in_plain_peft(
 ) -> None:
     [family] = [one for one in FAMILIES if one.title == title]
     folder = family.save(tmp_path / "model")
-    registry = tmp_path / "models.toml"
-    registry.write_text(
-        f'[models.tiny]\npath = {json.dumps(str(folder))}\ndtype = "float32"\ncontext = {CONTEXT}\n'
-    )
-    monkeypatch.setenv("REGRAFT_MODELS_FILE", str(registry))
-    monkeypatch.setenv("REGRAFT_DATA_DIR", str(tmp_path / "data"))
-    prepare(bench)
 
-    asyncio.run(
-        run_attempt(
-            bench.attempt(),
-            Settings(),
-            assemble,
-            scratch=tmp_path,
-            stop_requested=lambda: False,
-            beat=lambda: None,
-        )
-    )
+    registry = train_on(bench, folder, monkeypatch)
 
     assert bench.job().status == "succeeded", bench.events()
     steps = bench.steps()
@@ -109,22 +90,16 @@ def test_a_job_succeeds_and_its_adapter_is_the_same_in_plain_peft(
     assert not torch.equal(ours, untrained)
 
 
-def prepare(bench: Bench) -> None:
-    """The job of `bench` with these rows and two steps."""
-    info = bench.blobs.put_bytes("files/rows", "".join(json.dumps(row) + "\n" for row in ROWS).encode())
+def train_on(bench: Bench, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Run the job of `bench` with these rows and two steps on the model in a folder. Returns the models' file."""
+    registry = bench.tmp_path / "models.toml"
+    registry.write_text(
+        f'[models.tiny]\npath = {json.dumps(str(folder))}\ndtype = "float32"\ncontext = {CONTEXT}\n'
+    )
+    monkeypatch.setenv("REGRAFT_MODELS_FILE", str(registry))
+    monkeypatch.setenv("REGRAFT_DATA_DIR", str(bench.tmp_path / "data"))
     with bench.database.write() as session:
-        for name in ("file-a", "file-b"):
-            session.add(
-                File(
-                    id=name,
-                    project_id=bench.project.id,
-                    filename="a",
-                    purpose="fine-tune",
-                    bytes=1,
-                    sha256=info.sha256,
-                    blob_key="files/rows",
-                )
-            )
+        bench.add_files(session, bench.blobs, ROWS)
         job = session.scalars(select(Job)).one()
         hyperparameters = {
             "batch_size": 2,
@@ -136,3 +111,5 @@ def prepare(bench: Bench) -> None:
             },
         }
         job.body = {"grader": GRADER, "hyperparameters": hyperparameters, "response_format": None}
+    bench.run_job(Settings())
+    return registry

@@ -1,6 +1,5 @@
 """Models whose files hold quantized weights: their plain values are trained, or they are refused by name."""
 
-import asyncio
 import json
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -14,11 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from core.registry import BaseModelEntry
-from core.settings import Settings
 from tests.families.zoo import CONTEXT, FAMILIES
-from tests.worker.test_family_jobs import prepare
-from worker.assemble import assemble
-from worker.child import run_attempt
+from tests.worker.test_family_jobs import train_on
 from worker.model import memory, quantized
 from worker.model.compatibility import refuse_by_config
 from worker.model.export import TEXTS, merge
@@ -121,24 +117,8 @@ def test_a_job_trains_it_and_says_in_which_precision(
     bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     save(tmp_path / "model", name)
-    models = tmp_path / "models.toml"
-    models.write_text(
-        f'[models.tiny]\npath = "{tmp_path / "model"}"\ndtype = "float32"\ncontext = {CONTEXT}\n'
-    )
-    monkeypatch.setenv("REGRAFT_MODELS_FILE", str(models))
-    monkeypatch.setenv("REGRAFT_DATA_DIR", str(tmp_path / "data"))
-    prepare(bench)
 
-    asyncio.run(
-        run_attempt(
-            bench.attempt(),
-            Settings(),
-            assemble,
-            scratch=tmp_path,
-            stop_requested=lambda: False,
-            beat=lambda: None,
-        )
-    )
+    train_on(bench, tmp_path / "model", monkeypatch)
 
     assert bench.job().status == "succeeded", bench.events()
     said = f"The model's files hold {name} weights. Training computes with their values in float32"

@@ -11,8 +11,8 @@ import pytest
 from worker.recording.exporters import Card
 from worker.recording.exporters.mlflow import MlflowSink
 from worker.recording.exporters.trackio import TrackioSink
-from worker.recording.exporters.types import Ended
 from worker.recording.exporters.wandb import WandbSink
+from worker.types import Ended
 
 CARD = Card("ftjob-1", "colours", "ftjob-1", None, ("a",), {"model": "tiny", "batch_size": 8})
 METRICS = {"step": 1, "train_mean_reward": 0.25, "scores/graders/string_check/it's/train_reward_mean": 1.0}

@@ -1,6 +1,5 @@
 """Whole jobs on a reasoning model that is tiny and writes noise."""
 
-import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 from sqlalchemy import select
 
-from core.database.tables import Event, File, Job
+from core.database.tables import Event, Job
 from core.jobs import events
 from core.results import rollouts
 from core.results.rollout_filters import Wanted
@@ -20,8 +19,6 @@ from tests.hyperparameters import in_groups
 from tests.thinking import DISTILL, HYBRID, make_thinking_model
 from tests.tiny import make_byte_model
 from tests.worker.conftest import Bench
-from worker.assemble import assemble
-from worker.child import run_attempt
 from worker.refusals import UserMistake
 
 ROWS = [{"messages": [{"role": "user", "content": text}], "letter": "a"} for text in "wxyz"]
@@ -59,20 +56,8 @@ def run(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callab
         )
         monkeypatch.setenv("REGRAFT_MODELS_FILE", str(registry))
         monkeypatch.setenv("REGRAFT_DATA_DIR", str(tmp_path / "data"))
-        info = bench.blobs.put_bytes("files/rows", "".join(json.dumps(row) + "\n" for row in rows).encode())
         with bench.database.write() as session:
-            for name in ("file-a", "file-b"):
-                session.add(
-                    File(
-                        id=name,
-                        project_id=bench.project.id,
-                        filename="a",
-                        purpose="fine-tune",
-                        bytes=1,
-                        sha256=info.sha256,
-                        blob_key="files/rows",
-                    )
-                )
+            bench.add_files(session, bench.blobs, rows)
             job = session.scalars(select(Job)).one()
             asked = {
                 "batch_size": 2,
@@ -82,16 +67,7 @@ def run(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callab
                 "advanced": in_groups({"group_size": 4, "max_completion_tokens": 64} | advanced),
             }
             job.body = {"grader": GRADER, "hyperparameters": asked, "response_format": FORMAT}
-        asyncio.run(
-            run_attempt(
-                bench.attempt(),
-                Settings(),
-                assemble,
-                scratch=tmp_path,
-                stop_requested=lambda: False,
-                beat=lambda: None,
-            )
-        )
+        bench.run_job(Settings())
         return bench.job()
 
     return work

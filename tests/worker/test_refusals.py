@@ -1,6 +1,5 @@
 """What cannot succeed fails once, by name; what may pass by itself is tried again, and said in words."""
 
-import asyncio
 import errno
 import json
 import os
@@ -18,7 +17,7 @@ from sqlalchemy import select
 from torch._C import OutOfMemoryError
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from core.database.tables import Attempt, File, Job
+from core.database.tables import Attempt, Job
 from core.jobs import lifecycle, run_logs
 from core.registry import InvalidRegistry
 from core.response_format import SchemaTooLarge
@@ -37,7 +36,7 @@ from tests.tiny import tiny_tokenizer
 from tests.worker.conftest import Bench
 from worker import process
 from worker.assemble import assemble
-from worker.child import follow_rank_0, run_attempt, run_claim
+from worker.child import follow_rank_0, run_claim
 from worker.device import GpuUnusable
 from worker.model.policy import Base, Policy, load_base
 from worker.recording.alerts import require_grades
@@ -89,17 +88,8 @@ def queued(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cal
         text = "".join(f"{name} = {json.dumps(str(value))}\n" for name, value in entry.items())
         registry = tmp_path / "models.toml"
         registry.write_text(f'[models.tiny]\n{text}dtype = "float32"\ncontext = 128\n')
-        info = bench.blobs.put_bytes("files/rows", "".join(json.dumps(row) + "\n" for row in rows).encode())
         with bench.database.write() as session:
-            about = {
-                "filename": "a",
-                "purpose": "fine-tune",
-                "bytes": 1,
-                "sha256": info.sha256,
-                "blob_key": "files/rows",
-            }
-            for name in ("file-a", "file-b"):
-                session.add(File(id=name, project_id=bench.project.id, **about))
+            bench.add_files(session, bench.blobs, rows)
             job = session.scalars(select(Job)).one()
             short = {"group_size": 4, "max_completion_tokens": 4} | (hyperparameters or {})
             asked = {"batch_size": 2, "n_epochs": 1, "eval_interval": 2, "advanced": in_groups(short)}
@@ -113,22 +103,13 @@ def queued(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cal
 
 
 @pytest.fixture
-def refused(bench: Bench, queued: Callable[..., Settings], tmp_path: Path) -> Callable[..., UserMistake]:
+def refused(bench: Bench, queued: Callable[..., Settings]) -> Callable[..., UserMistake]:
     """The error with which one attempt at the job ends, in this process."""
 
     def run(**options: Any) -> UserMistake:
         settings = queued(**options)
         with pytest.raises(UserMistake) as mistake:
-            asyncio.run(
-                run_attempt(
-                    bench.attempt(),
-                    settings,
-                    assemble,
-                    scratch=tmp_path,
-                    stop_requested=lambda: False,
-                    beat=lambda: None,
-                )
-            )
+            bench.run_job(settings)
         return mistake.value
 
     return run
@@ -142,22 +123,13 @@ def without_template(folder: Path) -> Path:
 
 
 def test_a_full_disk_while_a_run_starts_is_no_failure_of_the_job(
-    bench: Bench, queued: Callable[..., Settings], model: Path, tmp_path: Path
+    bench: Bench, queued: Callable[..., Settings], model: Path
 ) -> None:
     def assemble_on_a_full_disk(*parts: Any) -> NoReturn:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with pytest.raises(MachineLacks, match="the disk cannot be used: see the log of the worker"):
-        asyncio.run(
-            run_attempt(
-                bench.attempt(),
-                queued(path=model),
-                assemble_on_a_full_disk,
-                scratch=tmp_path,
-                stop_requested=lambda: False,
-                beat=lambda: None,
-            )
-        )
+        bench.run_job(queued(path=model), assemble_on_a_full_disk)
 
 
 def test_a_fleet_that_is_not_there_puts_the_job_off(

@@ -54,7 +54,8 @@ def scored(*scores: float) -> Group:
 
 
 def columns(groups: list[Any], settings: Resolved | None, *names: str) -> list[Any]:
-    rows = [row for rows in rows_of(1, GradedStep("train", groups, settings)) for row in rows]
+    signals_PG = None if settings is None else policy_loss.answer_signals(groups, settings)
+    rows = [row for rows in rows_of(1, GradedStep("train", groups, signals_PG)) for row in rows]
     return [tuple(row[name] for name in names) for row in rows]
 
 

@@ -1,7 +1,6 @@
 """Several jobs on one base model: their results, their memory, and that each ends by itself."""
 
 import asyncio
-import json
 import os
 import signal
 import sys
@@ -18,7 +17,7 @@ from sqlalchemy import delete, select, update
 from core.claims import Claim
 from core.database.engine import Work
 from core.database.tables import Attempt as AttemptRow
-from core.database.tables import Checkpoint, Event, File, Job
+from core.database.tables import Checkpoint, Event, Job
 from core.jobs import lifecycle
 from core.settings import Settings
 from tests import factories
@@ -52,8 +51,6 @@ def environment(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def queue_jobs(bench: Bench, *changes: dict[str, Any]) -> list[str]:
     """Queue jobs of two steps in place of the bench's own, and return their ids."""
     rows = [{"messages": [{"role": "user", "content": text}], "answer": "yes no"} for text in TEXTS]
-    data = "".join(json.dumps(row) + "\n" for row in rows).encode()
-    info = bench.blobs.put_bytes("files/rows", data)
     grader = {"type": "text_similarity", "name": "near", "input": "{{sample.output_text}}"}
     grader |= {"reference": "{{item.answer}}", "evaluation_metric": "fuzzy_match"}
     advanced = {"group_size": 8, "max_completion_tokens": 8}
@@ -61,9 +58,7 @@ def queue_jobs(bench: Bench, *changes: dict[str, Any]) -> list[str]:
     body = {"grader": grader, "hyperparameters": asked, "response_format": None}
     with bench.database.write() as session:
         session.execute(delete(Job))
-        about = {"filename": "a", "purpose": "fine-tune", "bytes": 1, "sha256": info.sha256}
-        for name in ("file-a", "file-b"):
-            session.add(File(id=name, project_id=bench.project.id, blob_key="files/rows", **about))
+        bench.add_files(session, bench.blobs, rows)
         files = {"training_file": "file-a", "validation_file": "file-b", "method": "reinforcement"}
         jobs = [factories.job(session, bench.project, **files | {"body": body} | one) for one in changes]
         return [job.id for job in jobs]

@@ -18,8 +18,9 @@ from worker.child import closed_at_the_end
 from worker.recording import results
 from worker.recording.exporters import Card, choice, threads
 from worker.recording.exporters.threads import ExporterThread, ExporterThreads, flat
-from worker.recording.exporters.types import Ended, Sink
+from worker.recording.exporters.types import Sink
 from worker.refusals import UserMistake
+from worker.types import Ended
 
 CARD = Card("ftjob-1", "colours", "ftjob-1", None, (), {"model": "tiny"})
 STEP = StepMetrics(

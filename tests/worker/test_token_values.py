@@ -102,7 +102,7 @@ def test_equal_answers_have_the_advantages_of_their_own_groups_and_scores(
 
     update = learn(PeftTrainer(make_policy(), chosen, token_budget=4096, keeps_tokens=True), groups)
 
-    graded = GradedStep("train", groups, chosen, tokens=update.tokens)
+    graded = GradedStep("train", groups, answer_signals(groups, chosen), tokens=update.tokens)
     stored = with_tokens(rows_of(1, graded), graded, spell, most_tokens=99, seed="")
     rows = [row for rows_G in stored for row in rows_G]
     shown = [row["tokens"][0]["advantage"] for row in rows]
@@ -148,7 +148,8 @@ class TestTexts:
 
 class TestStored:
     def stored(self, groups: list[Group], most_tokens: int, **graded: Any) -> list[list[dict[str, Any]]]:
-        step = GradedStep("train", groups, settings(kl=0.0), **graded)
+        signals = answer_signals(groups, settings(kl=0.0))
+        step = GradedStep("train", groups, signals, **graded)
         return with_tokens(rows_of(1, step), step, spell, most_tokens=most_tokens, seed="a")
 
     def test_whole_groups_within_the_limit_are_stored_those_that_were_trained_on_first(self) -> None:

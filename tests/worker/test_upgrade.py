@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from sqlalchemy import select
 
-from core.database.tables import Checkpoint, File, Job
+from core.database.tables import Checkpoint, Job
 from core.jobs.hyperparameters import Hyperparameters, Resolved, resolve, with_first_values
 from core.settings import Settings
 from graders.spec import parse_grader
@@ -288,19 +288,9 @@ def test_a_run_that_is_loaded_again_has_the_hyperparameters_of_the_first(
 ) -> None:
     registry = tmp_path / "models.toml"
     registry.write_text(f'[models.tiny]\npath = "{tiny_model}"\ndtype = "float32"\ncontext = 128\n')
-    info = bench.blobs.put_bytes(
-        "files/rows", b'{"messages": [{"role": "user", "content": "say yes"}], "answer": "yes"}\n'
-    )
+    row = {"messages": [{"role": "user", "content": "say yes"}], "answer": "yes"}
     with bench.database.write() as session:
-        about = {
-            "filename": "a",
-            "purpose": "fine-tune",
-            "bytes": 1,
-            "sha256": info.sha256,
-            "blob_key": "files/rows",
-        }
-        for name in ("file-a", "file-b"):
-            session.add(File(id=name, project_id=bench.project.id, **about))
+        bench.add_files(session, bench.blobs, [row])
         job = session.scalars(select(Job)).one()
         job.resolved = {"lora_rank": 2, "total_steps": 77}
 

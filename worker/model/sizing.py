@@ -656,21 +656,30 @@ def plan(name: str, shape: Shape, work: Workload, machine: Machine) -> MemoryPla
     if machine.split:
         learning = plan(name, shape, work, replace(machine, engines=0, split=False))
         return replace(learning, cache_bytes=cache_without_trainer(name, shape, work, machine))
-    wanted = wanted_cache(shape, work, machine)
-    least = min(least_cache(shape, work, machine), wanted)
-    one = shape.divided(machine.tensor_parallel).cache_bytes(work.longest) if machine.engines else 0
-    if machine.kv_cache_bytes is not None:
-        if machine.has_engine and machine.kv_cache_bytes < one:
-            raise DoesNotFit(
-                f"{name} at {work.longest} tokens needs a KV cache of {one / GIB:.2f} GiB "
-                f"for one sequence, and REGRAFT_KV_CACHE_GIB is {machine.kv_cache_bytes / GIB:g}. Have the operator "
-                "raise or unset it, or choose a smaller max_completion_tokens."
+    wanted, comfortable, least = _cache_sizes(name, shape, work, machine)
+    choices = _choices(work, machine, comfortable, least)
+    for choice in choices:
+        if choice.estimate(shape, work, machine).total <= machine.usable:
+            choice = choice.enlarged(shape, work, machine, wanted)
+            return MemoryPlan(
+                choice.token_budget,
+                choice.cache_bytes,
+                choice.checkpointed,
+                choice.estimate(shape, work, machine),
+                _beside_gpus(name, shape, work, machine),
             )
-        if machine.has_engine:
-            wanted = least = machine.kv_cache_bytes
-    comfortable = max(least, min(wanted, COMFORTABLE_SEQUENCES * one))
+    raise _does_not_fit(name, work, machine, choices[-1].estimate(shape, work, machine))
 
-    def estimate_with(budget: int, cache: int, checkpointed: bool) -> Estimate:
+
+@dataclass(frozen=True)
+class _Choice:
+    """Values of a plan, as MemoryPlan has them."""
+
+    token_budget: int
+    cache_bytes: int
+    checkpointed: bool
+
+    def estimate(self, shape: Shape, work: Workload, machine: Machine) -> Estimate:
         return estimate(
             shape,
             rank=work.rank,
@@ -678,51 +687,78 @@ def plan(name: str, shape: Shape, work: Workload, machine: Machine) -> MemoryPla
             full=work.full,
             references=work.references,
             adapter_copies=work.adapter_copies,
-            token_budget=budget,
-            cache=cache,
-            checkpointed=checkpointed,
+            token_budget=self.token_budget,
+            cache=self.cache_bytes,
+            checkpointed=self.checkpointed,
             machine=machine,
         )
 
-    smallest = _width(work.longest, machine)
-    if machine.token_budget is not None:
-        usual = _width(max(machine.token_budget, work.longest), machine)
-    else:
-        on_cpu = machine.device == "cpu"
-        usual = _width(max(CPU_TOKEN_BUDGET if on_cpu else GPU_TOKEN_BUDGETS[0], work.longest), machine)
-    budgets = (usual,) if machine.token_budget is not None or machine.device == "cpu" else (usual, smallest)
-    choices = [
-        (cache, budget, checkpointed)
-        for cache in (comfortable, least)
-        for budget, checkpointed in [(usual, False), *((budget, True) for budget in budgets)]
-    ]
-    for cache, budget, checkpointed in choices:
-        found = estimate_with(budget, cache, checkpointed)
-        if found.total > machine.usable:
-            continue
+    def enlarged(self, shape: Shape, work: Workload, machine: Machine, wanted: int) -> "_Choice":
+        """The choice with the memory that it leaves: for a cache of up to `wanted` bytes, then for the micro-batch."""
+        found = self.estimate(shape, work, machine)
         room = machine.usable - (found.sampling if machine.sleeps else found.total)
         # On a CPU the margin grows with the rest, by a fifth.
-        cache = min(wanted, cache + (room if machine.device == "cuda" else room * 5 // 6))
+        cache = min(wanted, self.cache_bytes + (room if machine.device == "cuda" else room * 5 // 6))
+        grown = replace(self, cache_bytes=cache)
         is_free = cache == wanted or machine.sleeps  # memory that the cache does not take
-        if machine.token_budget is None and machine.device == "cuda" and is_free:
-            budget = max(
-                larger
-                for larger in (budget, *widths(budget, GPU_TOKEN_BUDGETS[1]))
-                if estimate_with(larger, cache, checkpointed).total <= machine.usable
+        if machine.token_budget is not None or machine.device == "cpu" or not is_free:
+            return grown
+        larger = [
+            replace(grown, token_budget=width) for width in widths(self.token_budget, GPU_TOKEN_BUDGETS[1])
+        ]
+        fitting = [one for one in larger if one.estimate(shape, work, machine).total <= machine.usable]
+        return max([grown, *fitting], key=lambda one: one.token_budget)
+
+
+def _cache_sizes(name: str, shape: Shape, work: Workload, machine: Machine) -> tuple[int, int, int]:
+    """Bytes of the cache: wanted, comfortable and least. Raises DoesNotFit: the operator's own value is too small."""
+    wanted = wanted_cache(shape, work, machine)
+    least = min(least_cache(shape, work, machine), wanted)
+    one = shape.divided(machine.tensor_parallel).cache_bytes(work.longest) if machine.engines else 0
+    if machine.kv_cache_bytes is not None and machine.has_engine:
+        if machine.kv_cache_bytes < one:
+            raise DoesNotFit(
+                f"{name} at {work.longest} tokens needs a KV cache of {one / GIB:.2f} GiB "
+                f"for one sequence, and REGRAFT_KV_CACHE_GIB is {machine.kv_cache_bytes / GIB:g}. Have the operator "
+                "raise or unset it, or choose a smaller max_completion_tokens."
             )
-        beside = 0
-        if machine.device == "cuda":
-            needed_by = _for_sleep if machine.sleeps else _for_copies
-            beside = needed_by(name, shape, work, machine)
-        return MemoryPlan(budget, cache, checkpointed, estimate_with(budget, cache, checkpointed), beside)
-    needed = estimate_with(choices[-1][1], least, True)
+        wanted = least = machine.kv_cache_bytes
+    return wanted, max(least, min(wanted, COMFORTABLE_SEQUENCES * one)), least
+
+
+def _choices(work: Workload, machine: Machine, *cache_sizes: int) -> list[_Choice]:
+    """The values that a plan tries, in this order; the last ones need the least memory."""
+    if machine.token_budget is not None:
+        budgets = [_width(max(machine.token_budget, work.longest), machine)]
+    elif machine.device == "cpu":
+        budgets = [_width(max(CPU_TOKEN_BUDGET, work.longest), machine)]
+    else:
+        budgets = [_width(max(GPU_TOKEN_BUDGETS[0], work.longest), machine), _width(work.longest, machine)]
+    kept_or_recomputed = [(budgets[0], False), *((budget, True) for budget in budgets)]
+    return [
+        _Choice(budget, cache, checkpointed)
+        for cache in cache_sizes
+        for budget, checkpointed in kept_or_recomputed
+    ]
+
+
+def _beside_gpus(name: str, shape: Shape, work: Workload, machine: Machine) -> int:
+    """Bytes of main memory that a run on GPUs needs. Raises DoesNotFit."""
+    if machine.device != "cuda":
+        return 0
+    needed_by = _for_sleep if machine.sleeps else _for_copies
+    return needed_by(name, shape, work, machine)
+
+
+def _does_not_fit(name: str, work: Workload, machine: Machine, needed: Estimate) -> DoesNotFit:
+    """The refusal of a job that needs at least this much memory."""
     spared = f", of which a plan uses {1 - SAFETY_SHARE:.0%}" if machine.spared else ""
     size = f"{machine.available / GIB:.1f} GiB"
     place = f"the GPU class `{machine.gpu_class}` has {size}" if machine.gpu_class else f"{size} are free"
     # A copy less is the largest part that a choice can save.
     hint = " or the sampler `transformers`, which needs no copy of the weights" if machine.copies > 1 else ""
     smaller = "train 'lora', a smaller model or" if work.full else "a smaller model, lora_rank or"
-    raise DoesNotFit(
+    return DoesNotFit(
         f"{name} at {work.longest} tokens needs {needed}; {place}{spared}. Choose {smaller} "
         f"max_completion_tokens, a GPU with more memory{hint}."
     )

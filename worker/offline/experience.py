@@ -16,9 +16,8 @@ from worker.progress import PROGRESS
 from worker.recording import alerts, delivery, divergence, stopping
 from worker.recording.history import History, Steps
 from worker.recording.metrics import usage_by_model
-from worker.recording.stopping import Stop
 from worker.training.offline import OfflineMetrics, OfflineTrainer
-from worker.types import Pack, Schedule
+from worker.types import Pack, Schedule, Stop
 
 # A run has this many validations on some rows, and checkpoints beside those of its epochs.
 INTERVALS = 20

@@ -79,12 +79,9 @@ def plan_training(
         UserMistake, Refusal: it cannot succeed as it is, on any worker.
         RunsAlone, MemoryTaken: it cannot run beside the other users of this device.
     """
-    job, settings = attempt.job, settings.of_class(settings.gpu_class)
+    job = attempt.job
     samples = methods.variant(job.method, job.body) not in methods.OFFLINE
-    if not samples:
-        # The trainer's own weights are the only ones in memory.
-        alone = {"sampler": "transformers", "samplers": {}, "sampling_gpus": 0}
-        settings = settings.model_copy(update=alone)
+    settings = _settings_of(settings, samples=samples)
     ranks = 1 if world is None else world.local_size
     rows = read_rows(attempt)
     base = inspect_base(job, settings, ranks, samples=samples)
@@ -135,6 +132,15 @@ def plan_training(
         judges=judges,
         fleet=fleet_of(job, settings, base, task),
     )
+
+
+def _settings_of(settings: Settings, *, samples: bool) -> Settings:
+    """The settings of the worker's GPU class, as the job reads them."""
+    settings = settings.of_class(settings.gpu_class)
+    if samples:
+        return settings
+    # The trainer's own weights are the only ones in memory.
+    return settings.model_copy(update={"sampler": "transformers", "samplers": {}, "sampling_gpus": 0})
 
 
 def inspect_base(job: Job, settings: Settings, ranks: int, *, samples: bool) -> BaseModel:

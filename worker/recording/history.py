@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from core.results.step_metrics import StepMetrics
-from worker.recording.verdict import RowScores
+from worker.types import RowScores
 
 Steps = Sequence[StepMetrics]
 """The metrics of steps 0, 1, ... in order. Those by grader: only the scores, and only of the first steps."""

@@ -12,9 +12,9 @@ from core.results.step_metrics import StepMetrics
 from graders.types import ErrorKind, Grade, TokenUsage, summed
 from worker.recording import passes
 from worker.recording.history import Steps, first
-from worker.recording.verdict import RowScores, compare, row_scores, standard_error
+from worker.recording.verdict import compare, row_scores, standard_error
 from worker.training import policy_loss
-from worker.types import GraderPart, Group, Rollout, UpdateMetrics
+from worker.types import GraderPart, Group, Rollout, RowScores, UpdateMetrics
 
 PHASES = ("sampling", "grading", "training", "eval")
 

@@ -4,14 +4,14 @@ Each rule documents its inputs: a few of the first steps and up to seven of the 
 """
 
 import statistics
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from core.jobs.thresholds import Thresholds
 from core.jobs.verdict import Verdict
 from core.rewards import EQUAL, all_equal
 from worker.recording.history import Steps, first, last, reward_unit
+from worker.types import Finding
 
 WINDOW = 3  # steps over which noisy means of single batches are averaged
 # `kl` is measured on one pack a step. In healthy runs of the demo it jumps by 1.5 nats for two steps at the start, and
@@ -25,18 +25,6 @@ CUT_OFF = 0.5
 NOISE_FACTOR, NOISE_NATS = 3.0, 0.5
 LOST = 0.1  # a training reward lower than at the start by this share of its unit is lost, not noise
 NORMAL_95 = 1.96
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A rule that applies, with the message to the user and its numbers."""
-
-    rule: str
-    message: str
-    data: Mapping[str, Any]
-
-    def event_data(self, step: int) -> dict[str, Any]:
-        return {"step": step, "rule": self.rule, **self.data}
 
 
 def check(steps: Steps, thresholds: Thresholds, warned: Collection[str] = ()) -> list[Finding]:

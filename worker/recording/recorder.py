@@ -28,10 +28,8 @@ from worker.attempt import Attempt
 from worker.recording import metrics, results
 from worker.recording.checkpoints import publish
 from worker.recording.history import History
-from worker.recording.monitors import Finding
 from worker.recording.rollouts import Spell, rows_of, with_tokens
-from worker.recording.verdict import RowScores
-from worker.types import GradedStep
+from worker.types import Finding, GradedStep, RowScores
 
 log = logging.getLogger(__name__)
 

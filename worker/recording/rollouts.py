@@ -9,8 +9,7 @@ from typing import Any
 from core.results.rollouts import TOKENS, Row
 from graders.types import Grade
 from worker.training import grpo
-from worker.training.policy_loss import AnswerSignal, answer_signals
-from worker.types import AnswerKey, GradedStep, Group, Rollout, TokenValues
+from worker.types import AnswerKey, AnswerSignal, GradedStep, Group, Rollout, TokenValues
 
 LARGEST = 65504.0  # of half precision
 
@@ -20,11 +19,7 @@ Spell = Callable[[Sequence[int]], list[str]]
 
 def rows_of(step: int, graded: GradedStep) -> list[list[Row]]:
     """Yield the rows of each group."""
-    learned_PG = (
-        [None] * len(graded.groups_P)
-        if graded.settings is None
-        else answer_signals(graded.groups_P, graded.settings)
-    )
+    learned_PG = [None] * len(graded.groups_P) if graded.signals_PG is None else graded.signals_PG
     own = len(graded.groups_P) if graded.own is None else graded.own
     return [
         _group(
@@ -105,7 +100,7 @@ def _half(value: float) -> float | None:
     return max(-LARGEST, min(LARGEST, value)) if math.isfinite(value) else None
 
 
-def _group(group: Group, learned_G: list[AnswerSignal] | None, where: Mapping[str, Any]) -> list[Row]:
+def _group(group: Group, learned_G: Sequence[AnswerSignal] | None, where: Mapping[str, Any]) -> list[Row]:
     item = dict(group.prompt.item)
     shared = {
         **where,

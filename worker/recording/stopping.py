@@ -3,22 +3,14 @@
 They read only the metrics of the steps, so a resumed run decides the same, and users can verify the decision.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from itertools import takewhile
 from typing import Any
 
 from core.jobs.hyperparameters import Resolved
 from core.results.step_metrics import StepMetrics
 from worker.recording.history import Steps, last
-
-
-@dataclass(frozen=True)
-class Stop:
-    """A reason to stop: a sentence and its numbers."""
-
-    message: str
-    evidence: Mapping[str, Any]
+from worker.types import Stop
 
 
 def in_a_row(steps: Steps, holds: Callable[[StepMetrics], bool]) -> int:

@@ -10,16 +10,13 @@ import numpy as np
 from core.jobs.verdict import Outcome, Verdict
 from core.rewards import equal
 from core.statistics import student
-from worker.types import Group
+from worker.types import Group, RowScores
 
 RESAMPLES = 10_000
 # With fewer rows even a unanimous result is likelier than 1 in 20 by chance: a sign test needs 2 * 0.5^n <= 0.05.
 MIN_ROWS = 6
 # A damaged model is worse from this drop on, as a share of the range of the compared scores: graders have any scale.
 CLEARLY_LOWER = 0.05
-
-RowScores = Sequence[float | None]
-"""One score for each row of the validation file, in its order; None: no answer to the row could be graded."""
 
 
 def row_scores(groups_P: Sequence[Group]) -> list[float | None]:

@@ -25,14 +25,13 @@ from worker.progress import PROGRESS
 from worker.recording import alerts, delivery, divergence, metrics, monitors, stopping
 from worker.recording.gpu_ratio import RatioMeasurement
 from worker.recording.history import History, Steps
-from worker.recording.stopping import Stop
 from worker.recording.verdict import row_scores
 from worker.refusals import first_error
 from worker.rollout.prompts import PromptStream
 from worker.rollout.steps import with_steps_only
 from worker.sampling import Answer, Sampler, Sampling
 from worker.training import policy_loss
-from worker.types import GradedStep, GraderPart, Group, Prompt, Rollout, Schedule, UpdateMetrics
+from worker.types import GradedStep, GraderPart, Group, Prompt, Rollout, Schedule, Stop, UpdateMetrics
 
 if TYPE_CHECKING:
     from worker.rollout.reward_models import AnswerScores, Scores
@@ -289,7 +288,8 @@ class RolloutExperience:
         if learned is not None:
             groups_P, own = [*learned.groups_P, *learned.resampled_P], len(learned.groups_P)
             tokens = learned.update.tokens
-            stored.append(GradedStep("train", groups_P, self.settings, own=own, tokens=tokens))
+            signals_PG = policy_loss.answer_signals(groups_P, self.settings)
+            stored.append(GradedStep("train", groups_P, signals_PG, own=own, tokens=tokens))
         if validated is not None:
             stored.append(GradedStep("valid", validated))
         found = monitors.check([*history.steps, data.without_sections()], self.thresholds, history.warned)

@@ -126,43 +126,11 @@ def create_app(
 
     @app.post(CHAT, dependencies=[Depends(checked)])
     async def chat(body: InternalChat, request: Request) -> Response:
-        return await traced(CHAT, body, request)
+        return await traced(CHAT, body, request, engines, places)
 
     @app.post(COMPLETIONS, dependencies=[Depends(checked)])
     async def complete(body: InternalCompletion, request: Request) -> Response:
-        return await traced(COMPLETIONS, body, request)
-
-    async def traced(route: str, body: InternalChat | InternalCompletion, request: Request) -> Response:
-        with tracing.request("POST", request.headers):
-            try:
-                answer = await answered(body, request)
-            except EngineRefused as error:
-                headers = {"retry-after": str(error.retry_after)} if error.retry_after else None
-                refusal = envelope(error.status, str(error), error.code, error.param)
-                answer = JSONResponse(refusal, error.status, headers)
-            tracing.answered("POST", route, answer.status_code)
-            return answer
-
-    async def answered(body: InternalChat | InternalCompletion, request: Request) -> Response:
-        app.state.last_use = time.monotonic()
-        try:
-            begun = await until_gone(request.receive, begin(body, engines, places))
-        except EngineRefused as cause:
-            serving_metrics.refused(cause.status)
-            raise
-        except Exception as cause:
-            log.exception("%s cannot be loaded", body.served.base_model)
-            serving_metrics.refused(500)
-            raise failed_to_load(cause) from cause
-        if begun is None:
-            serving_metrics.left()
-            return Response(status_code=499)
-        if isinstance(begun, Proxied):
-            return begun
-        try:
-            return await own.response_of(begun, request)
-        finally:
-            app.state.last_use = time.monotonic()
+        return await traced(COMPLETIONS, body, request, engines, places)
 
     return app
 
@@ -175,6 +143,51 @@ async def _invalid(request: Request, error: RequestValidationError) -> JSONRespo
 
 async def _refused(request: Request, error: HTTPError) -> JSONResponse:
     return JSONResponse(envelope(error.status_code, error.detail), error.status_code, error.headers)
+
+
+async def traced(
+    route: str,
+    body: InternalChat | InternalCompletion,
+    request: Request,
+    engines: Engines,
+    places: Places,
+) -> Response:
+    """The response, which may be a refusal, in the trace of its request."""
+    with tracing.request("POST", request.headers):
+        try:
+            answer = await answered(body, request, engines, places)
+        except EngineRefused as error:
+            headers = {"retry-after": str(error.retry_after)} if error.retry_after else None
+            refusal = envelope(error.status, str(error), error.code, error.param)
+            answer = JSONResponse(refusal, error.status, headers)
+        tracing.answered("POST", route, answer.status_code)
+        return answer
+
+
+async def answered(
+    body: InternalChat | InternalCompletion, request: Request, engines: Engines, places: Places
+) -> Response:
+    """The response, which may still be generated. Raises EngineRefused."""
+    state = request.app.state
+    state.last_use = time.monotonic()
+    try:
+        begun = await until_gone(request.receive, begin(body, engines, places))
+    except EngineRefused as cause:
+        serving_metrics.refused(cause.status)
+        raise
+    except Exception as cause:
+        log.exception("%s cannot be loaded", body.served.base_model)
+        serving_metrics.refused(500)
+        raise failed_to_load(cause) from cause
+    if begun is None:
+        serving_metrics.left()
+        return Response(status_code=499)
+    if isinstance(begun, Proxied):
+        return begun
+    try:
+        return await own.response_of(begun, request)
+    finally:
+        state.last_use = time.monotonic()
 
 
 async def begin(

@@ -24,7 +24,7 @@ from worker.sampling import token_constraints
 from worker.training import grpo, ppo, token_rewards
 from worker.training.loss import Batch, GradientSums, Loss, StepValues
 from worker.training.token_rewards import Moments, StepMoments
-from worker.types import AnswerKey, Group, Pack, Rollout, TokenValues, TrainingSequence
+from worker.types import AnswerKey, AnswerSignal, Group, Pack, Rollout, TokenValues, TrainingSequence
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -134,17 +134,6 @@ def divisors(shares: Sequence[GroupContribution], settings: Resolved) -> tuple[f
     assert settings.std is not None
     rewards_PN = [share.rewards_N for share in shares]
     return whole, grpo.batch_deviation(rewards_PN, settings.std, settings.normalize) or 1.0
-
-
-@dataclass(frozen=True)
-class AnswerSignal:
-    """The training signal of one answer."""
-
-    # Of its first token; with outcome rewards of all tokens; under a teacher their mean. None: not trained on, or each
-    # token has its own, which depends on the policy's log-probabilities.
-    advantage: float | None
-    steps_J: tuple[float, ...]  # under process supervision: of the tokens of each step
-    is_trained: bool
 
 
 def answer_signals(groups_P: Sequence[Group], settings: Resolved) -> list[list[AnswerSignal]]:

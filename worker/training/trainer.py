@@ -142,35 +142,12 @@ class PeftTrainer:
             return UpdateMetrics(0.0, 0, 0, answers, None, None, None, None, None, kl_weight=kl_weight)
         _, std = divisors(shares, settings)
         parts = in_mini_batches(shares, settings.mini_batches, seed=self.steps_taken)
-        wholes = [divisors(part, settings)[0] for part in parts]
-        moments = StepMoments()
-        if settings.has_token_rewards:
-            moments = self._reward_tokens(parts)
-        else:
-            if len(parts) > 1:
-                self._waiting = parts[0]
-                for number, part in enumerate(parts[1:], start=1):
-                    self.gradient.remember(_packs(part), number)
-            self._compute_waiting(std)
-        passes = [self.gradient.collect()]
-        if not self._agrees(passes[0]):
-            return _untaken(passes[0], answers, kl_weight)
+        moments = self._first_pass(parts, std)
+        before = self.gradient.collect()
+        if not self._agrees(before):
+            return _untaken(before, answers, kl_weight)
         watched = self._watched_kl() if settings.kl == 0 else None
-
-        norms: list[float] = []
-        losses: list[float] = []
-        for number in range(settings.updates_per_batch * len(parts)):
-            part_number = number % len(parts)
-            if number > 0:
-                self.gradient.repeat(self._values(std), part_number)
-                passes.append(self.gradient.collect())
-            divisor = wholes[part_number] * std
-            losses.append(passes[-1].loss / divisor)
-            # Warm-up counts steps of the run, however many updates each makes.
-            norm = self._descend(divisor)
-            if norm is None:  # another pass over the same answers would not be finite either
-                break
-            norms.append(norm)
+        passes, losses, norms = self._passes(before, parts, std)
         tokens = self._token_values(std) if self.keeps_tokens else {}
         self.gradient.end()
 
@@ -190,6 +167,42 @@ class PeftTrainer:
             skipped=len(norms) < len(passes),
             tokens=tokens,
         )
+
+    def _first_pass(self, parts: Sequence[Sequence[GroupContribution]], std: float) -> StepMoments:
+        """Compute the gradient of the first mini-batch, and remember the answers of the others."""
+        if self.settings.has_token_rewards:
+            return self._reward_tokens(parts)
+        if len(parts) > 1:
+            self._waiting = [*parts[0]]
+            for number, part in enumerate(parts[1:], start=1):
+                self.gradient.remember(_packs(part), number)
+        self._compute_waiting(std)
+        return StepMoments()
+
+    def _passes(
+        self, first: GradientSums, parts: Sequence[Sequence[GroupContribution]], std: float
+    ) -> tuple[list[GradientSums], list[float], list[float]]:
+        """Descend along the gradient of each mini-batch, `updates_per_batch` times: sums, losses and norms.
+
+        There is a norm less than there are sums if a gradient was not finite.
+        """
+        wholes = [divisors(part, self.settings)[0] for part in parts]
+        passes = [first]
+        norms: list[float] = []
+        losses: list[float] = []
+        for number in range(self.settings.updates_per_batch * len(parts)):
+            part_number = number % len(parts)
+            if number > 0:
+                self.gradient.repeat(self._values(std), part_number)
+                passes.append(self.gradient.collect())
+            divisor = wholes[part_number] * std
+            losses.append(passes[-1].loss / divisor)
+            # Warm-up counts steps of the run, however many updates each makes.
+            norm = self._descend(divisor)
+            if norm is None:  # another pass over the same answers would not be finite either
+                break
+            norms.append(norm)
+        return passes, losses, norms
 
     def _descend(self, divisor: float) -> float | None:
         """Take a step of the adapter and of a value head, or of neither. As `AdapterOptimizer.step`; 0 where the

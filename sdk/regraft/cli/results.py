@@ -25,16 +25,16 @@ def rollouts(arguments: argparse.Namespace) -> int:
     if arguments.format is not None:
         raise Refused("--format requires --to FILE.")
     client = connect()
-    asked = {name: getattr(arguments, name) for name in Filters.__annotations__}
-    over_steps = asked["step_from"] is not None or asked["step_to"] is not None
+    filters = {name: getattr(arguments, name) for name in Filters.__annotations__}
+    over_steps = filters["step_from"] is not None or filters["step_to"] is not None
     if not over_steps:
-        asked["split"] = asked["split"] or "train"
-        if asked["step"] is None:
-            asked["step"] = _last_step(client, arguments.job_id, asked["split"])
+        filters["split"] = filters["split"] or "train"
+        if filters["step"] is None:
+            filters["step"] = _last_step(client, arguments.job_id, filters["split"])
     limit = 20 if arguments.limit is None else arguments.limit
     in_full = not over_steps or arguments.worst or limit == 0 or arguments.output == "json"
     sorting: Any = {} if arguments.sort is None else {"sort": arguments.sort, "order": "desc"}
-    listed = client.rollouts.list(arguments.job_id, limit=1000 if over_steps else None, **sorting, **asked)
+    listed = client.rollouts.list(arguments.job_id, limit=1000 if over_steps else None, **sorting, **filters)
     answers = list(listed if in_full else islice(listed, limit + 1))
     if arguments.worst:
         # Ungraded answers sort last, but must not be hidden by the limit.
@@ -46,8 +46,19 @@ def rollouts(arguments: argparse.Namespace) -> int:
     if arguments.full:
         print("\n\n".join(_in_full(one) for one in shown))
         return DONE
+    _print_answers(shown, sort=arguments.sort, over_steps=over_steps)
+    if in_full or len(answers) <= limit:
+        where = "" if over_steps else f"step {filters['step']}, {filters['split']}: "
+        say(f"{where}{len(shown)} of {len(answers)} answers")
+    else:
+        say(f"the first {limit} answers; --limit 0 shows all")
+    return DONE
+
+
+def _print_answers(shown: list[Rollout], *, sort: str | None, over_steps: bool) -> None:
+    """Print a table of answers, and one of their prompts."""
     places = [[one.step, one.split] if over_steps else [] for one in shown]
-    sorted_by = [arguments.sort] if arguments.sort not in (None, "score") else []
+    sorted_by = [sort] if sort and sort != "score" else []
     rows = [
         [
             *place,
@@ -64,18 +75,10 @@ def rollouts(arguments: argparse.Namespace) -> int:
     head = ["line", "member", "reward", *sorted_by, "finish", "answer", "why"]
     print(table(["step", "split", *head] if over_steps else head, rows))
     # Each prompt once: a judgment of the scores needs the question and the expected answer.
-    asked_by_line = {one.line: [one.line, shortened(_question(one), WIDE), _expected(one)] for one in shown}
-    if asked_by_line:
+    prompts = {one.line: [one.line, shortened(_question(one), WIDE), _expected(one)] for one in shown}
+    if prompts:
         print()
-        print(
-            table(["line", "question", "expected"], [asked_by_line[line] for line in sorted(asked_by_line)])
-        )
-    if in_full or len(answers) <= limit:
-        where = "" if over_steps else f"step {asked['step']}, {asked['split']}: "
-        say(f"{where}{len(shown)} of {len(answers)} answers")
-    else:
-        say(f"the first {limit} answers; --limit 0 shows all")
-    return DONE
+        print(table(["line", "question", "expected"], [prompts[line] for line in sorted(prompts)]))
 
 
 def _question(rollout: Rollout) -> str:

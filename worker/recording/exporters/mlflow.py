@@ -5,7 +5,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from worker.recording.exporters.types import Card, Ended
+from worker.recording.exporters.types import Card
+from worker.types import Ended
 
 JOB_TAG = "regraft.job_id"
 # Its words for our ends: SCHEDULED is what will be run again.

@@ -14,8 +14,9 @@ from itertools import chain
 from typing import TypeVar
 
 from core.results.step_metrics import StepMetrics
-from worker.recording.exporters.types import Card, Ended, Sink
+from worker.recording.exporters.types import Card, Sink
 from worker.recording.results import row
+from worker.types import Ended
 
 log = logging.getLogger(__name__)
 

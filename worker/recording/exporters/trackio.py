@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from worker.recording.exporters.types import Card, Ended
+from worker.recording.exporters.types import Card
+from worker.types import Ended
 
 
 class TrackioSink:

@@ -2,10 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
-# interrupted: another attempt resumes the same run.
-Ended = Literal["succeeded", "failed", "interrupted"]
+from worker.types import Ended
 
 
 @dataclass(frozen=True)

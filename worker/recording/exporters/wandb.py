@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from worker.recording.exporters.types import Card, Ended
+from worker.recording.exporters.types import Card
+from worker.types import Ended
 
 INIT_SECONDS = 30.0
 
