@@ -357,7 +357,6 @@ def test_an_estimate_refuses_what_a_job_would(
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"\n\n", "the file is empty"),
         (ROW + b"x" * (MAX_LINE_BYTES + 1) + b"\n", f"line 2: is longer than {MAX_LINE_BYTES} bytes"),
         (ROW + b"{}\n", "line 2: messages: is missing"),
         (
