@@ -12,7 +12,7 @@ import signal
 import sys
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from core.claims import Claim, LeaseLost
 from core.database.engine import Database
-from core.database.tables import Job
 from core.jobs import lifecycle
 from core.outages import Resource
 from core.registry import InvalidRegistry
@@ -103,8 +102,9 @@ async def run_attempt(
     try:
         # The grader may hold connections, which belong to the running event loop.
         async with AsyncExitStack() as opened:
+            opened.enter_context(booked_at_the_end(attempt))
             with failing_once(), starting_later():
-                spec, grader = await opened.enter_async_context(opened_grader(attempt.job, settings, beat))
+                spec, grader = await opened.enter_async_context(opened_grader(attempt, settings, beat))
                 run = assemble(attempt, spec, grader, settings, scratch, stop_requested, beat, world)
             with closed_at_the_end(run.exporters), failing_once(), lowering_for_next_attempt(attempt):
                 return await trained(run)
@@ -114,16 +114,28 @@ async def run_attempt(
 
 @asynccontextmanager
 async def opened_grader(
-    job: Job, settings: Settings, beat: Beat
+    attempt: Attempt, settings: Settings, beat: Beat
 ) -> AsyncIterator[tuple[GraderSpec, Grader] | tuple[None, None]]:
     """The job's grader during the context. None: it learns from the rows of its file, or from a teacher."""
-    if "grader" not in job.body:
+    body = attempt.job.body
+    if "grader" not in body:
         yield None, None
         return
-    spec = parse_grader(job.body["grader"])
-    patience = patience_of_run(settings, beat)
-    async with open_backends(settings).open(spec, patience=patience) as grader:
+    spec = parse_grader(body["grader"])
+    backends, patience = open_backends(settings), patience_of_run(settings, beat)
+    async with backends.open(spec, patience=patience, ledger=attempt.ledger) as grader:
         yield spec, ObservedGrader(WatchedGrader(grader, beat), spec)
+
+
+@contextmanager
+def booked_at_the_end(attempt: Attempt) -> Iterator[None]:
+    """Count what judges have used for steps that the attempt does not record, such as asynchronous batches."""
+    try:
+        yield
+    except BaseException:
+        attempt.book_once()
+        raise
+    attempt.book()
 
 
 async def trained(run: "Run") -> "RunOutcome":

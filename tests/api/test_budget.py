@@ -54,7 +54,13 @@ def run_steps(house: House) -> Callable[..., None]:
             job.status, job.started_at = status, 1
             for number in range(1, count + 1):
                 step = factories.step(session, job, number, seconds=10.0, tokens=80)
-                usage.record(session, job, StepMetrics.load(step.data), RemainingSteps(ahead, 0, False))
+                usage.record(
+                    session,
+                    job,
+                    StepMetrics.load(step.data),
+                    RemainingSteps(ahead, 0, False),
+                    grader_tokens=0,
+                )
 
     return run_steps
 
