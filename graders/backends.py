@@ -19,6 +19,7 @@ from graders.checks import check_patterns
 from graders.endpoint import Endpoints
 from graders.environments.catalog import DEFAULT, default_folder, find
 from graders.judge.judges import HttpJudges, JudgeModel
+from graders.judge.usage import TokenLedger
 from graders.prompts import refuse_media
 from graders.sandbox.pool import shared
 from graders.spec import GraderSpec, InvalidGrader
@@ -205,6 +206,7 @@ class Backends:
         owner: str = "",
         trace_id: str | None = None,
         patience: CallRetryPolicy | None = None,
+        ledger: TokenLedger | None = None,
     ) -> AsyncIterator[Grader]:
         """Build the grader for use in the running event loop.
 
@@ -212,11 +214,12 @@ class Backends:
             owner: The project. The sandbox does not share processes between owners.
             trace_id: Sent to endpoint graders; default: a new one for each call.
             patience: With the servers of judges and endpoints; default: a few retries within seconds.
+            ledger: Counts the tokens of judges.
         """
         endpoints = self.patient(patience).endpoints
         if endpoints is not None and trace_id is not None:
             endpoints = replace(endpoints, new_trace_id=lambda: trace_id)
-        async with HttpJudges(self.judges, patience=patience) as judges:
+        async with HttpJudges(self.judges, patience=patience, ledger=ledger) as judges:
             yield build(spec, judges, endpoints, self.environments, owner=owner)
 
 

@@ -1,11 +1,18 @@
-"""The time limit of a grade. It stands still while the grade waits for its turn at a server that all grades share."""
+"""The time limit of a grade. It stands still while the grade waits for its turn at what all grades share.
+
+That is a server, a core of the sandbox, or a process for what may take long.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class _Deadline:
@@ -17,6 +24,9 @@ class _Deadline:
 
     @contextmanager
     def standing(self) -> Iterator[None]:
+        if self._has_ended or self._limit.expired():
+            yield
+            return
         loop = asyncio.get_running_loop()
         self._waiting += 1
         if self._waiting == 1:
@@ -48,6 +58,27 @@ async def within(seconds: float) -> AsyncIterator[None]:
         finally:
             deadline.end()
             _CURRENT.reset(token)
+
+
+async def once_begun(began: Future[None], call: Future[T]) -> T:
+    """Return the result of a queued call. The deadline of this task runs from the time at which the call has begun.
+
+    Cancelling this cancels the call.
+
+    Args:
+        began: has its result once the call runs. It cannot be cancelled.
+    """
+    result = asyncio.wrap_future(call)
+    beginning = asyncio.wrap_future(began)
+    either: list[asyncio.Future[Any]] = [beginning, result]
+    try:
+        if not began.done():
+            with standing_still():
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        return await result
+    finally:
+        beginning.cancel()
+        result.cancel()
 
 
 @contextmanager

@@ -50,7 +50,7 @@ async def grade_all(
 async def grade_within(timeout_s: float, grader: Grader, sample: Sample, item: Item) -> Grade:
     """Grade one sample with a deadline. A timeout becomes a Grade with an error.
 
-    The wait for a judge model that answers other grades does not count.
+    The wait for a judge model, a core or a rate limit that other grades have their turn at does not count.
     """
     try:
         async with within(timeout_s):

@@ -211,9 +211,11 @@ def sqlite_database(
     file = shutil.copy(migrated_sqlite, tmp_path / "regraft.db")
     link = Path(shared_sqlite.url.removeprefix("sqlite:///"))
     link.symlink_to(file)
-    with shared_sqlite.lent() as database:
-        yield database
-    link.unlink()
+    try:
+        with shared_sqlite.lent() as database:
+            yield database
+    finally:  # else one test that fails at its end takes all later ones with it
+        link.unlink()
 
 
 @pytest.fixture(scope="session")

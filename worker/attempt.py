@@ -1,5 +1,6 @@
 """One attempt at a claimed job: its claim, its job, and its access to the database and the blob store."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,12 +12,15 @@ from sqlalchemy.orm import Session
 from core.claims import Claim
 from core.database.engine import Database
 from core.database.tables import Job
-from core.jobs import events, lifecycle
+from core.jobs import events, lifecycle, usage
 from core.retry import RetryPolicy
 from core.storage.store import BlobStore
+from graders.judge.usage import TokenLedger
 from worker.out_of_memory import FirstAnswer
 from worker.progress import PROGRESS
 from worker.sharing.base import DeviceShare
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -35,6 +39,7 @@ class Attempt:
     retry: RetryPolicy
     shared: DeviceShare | None = None  # None: it has the device and its base model to itself
     first_answer: FirstAnswer = field(default_factory=FirstAnswer, compare=False, repr=False)  # to a shortage
+    ledger: TokenLedger = field(default_factory=TokenLedger)  # of judges and teachers on servers
 
     @classmethod
     def begin(
@@ -83,6 +88,22 @@ class Attempt:
                 return do(session, job)
 
         return self.retry(once)
+
+    def book(self) -> None:
+        """Add what judges have used and no step has recorded to the project's usage. It is spent, claim or no claim."""
+        self._book(self.retry)
+
+    def book_once(self) -> None:
+        """As `book`, of an attempt that ends with an error, maybe that of an outage that it has waited for."""
+        try:
+            self._book(None)
+        except Exception:
+            log.warning("%d tokens of judges could not be counted", self.ledger.unbooked, exc_info=True)
+
+    def _book(self, retry: RetryPolicy | None) -> None:
+        tokens, job = self.ledger.unbooked, self.job
+        usage.book_grader_tokens(self.database, job.project_id, job.model, tokens=tokens, retry=retry)
+        self.ledger.book(tokens)
 
     def put(self, key: str, data: bytes) -> None:
         """Store a blob."""

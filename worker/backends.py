@@ -26,11 +26,15 @@ def reloaded_backends(settings: Settings) -> Reloaded[Backends]:
     return Reloaded(lambda: open_backends(settings), [settings.graders_file, settings.models_file])
 
 
-def patience_of_run(settings: Settings, beat: Beat) -> CallRetryPolicy:
-    """That of a run with the servers of judges and endpoints: it waits for one as for database and blob store."""
+def patience_of_run(settings: Settings, beat: Beat, server: str = "grader's server") -> CallRetryPolicy:
+    """That of a run with the servers of judges, endpoints and teachers: it waits as for database and blob store.
+
+    Args:
+        server: shown as what the run waits for.
+    """
 
     async def wait(seconds: float) -> None:
-        with PROGRESS.waiting("grader's server"):
+        with PROGRESS.waiting(server):
             await asyncio.sleep(seconds)
         beat()
 

@@ -12,7 +12,7 @@ import signal
 import sys
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from core.claims import Claim, LeaseLost
 from core.database.engine import Database
-from core.database.tables import Job
 from core.jobs import lifecycle
 from core.outages import Resource
 from core.registry import InvalidRegistry
@@ -103,8 +102,9 @@ async def run_attempt(
     try:
         # The grader may hold connections, which belong to the running event loop.
         async with AsyncExitStack() as opened:
+            opened.enter_context(booked_at_the_end(attempt))
             with failing_once(), starting_later():
-                spec, grader = await opened.enter_async_context(opened_grader(attempt.job, settings, beat))
+                spec, grader = await opened.enter_async_context(opened_grader(attempt, settings, beat))
                 run = assemble(attempt, spec, grader, settings, scratch, stop_requested, beat, world)
             with closed_at_the_end(run.exporters), failing_once(), lowering_for_next_attempt(attempt):
                 return await trained(run)
@@ -114,16 +114,28 @@ async def run_attempt(
 
 @asynccontextmanager
 async def opened_grader(
-    job: Job, settings: Settings, beat: Beat
+    attempt: Attempt, settings: Settings, beat: Beat
 ) -> AsyncIterator[tuple[GraderSpec, Grader] | tuple[None, None]]:
     """The job's grader during the context. None: it learns from the rows of its file, or from a teacher."""
-    if "grader" not in job.body:
+    body = attempt.job.body
+    if "grader" not in body:
         yield None, None
         return
-    spec = parse_grader(job.body["grader"])
-    patience = patience_of_run(settings, beat)
-    async with open_backends(settings).open(spec, patience=patience) as grader:
+    spec = parse_grader(body["grader"])
+    backends, patience = open_backends(settings), patience_of_run(settings, beat)
+    async with backends.open(spec, patience=patience, ledger=attempt.ledger) as grader:
         yield spec, ObservedGrader(WatchedGrader(grader, beat), spec)
+
+
+@contextmanager
+def booked_at_the_end(attempt: Attempt) -> Iterator[None]:
+    """Count what judges have used for steps that the attempt does not record, such as asynchronous batches."""
+    try:
+        yield
+    except BaseException:
+        attempt.book_once()
+        raise
+    attempt.book()
 
 
 async def trained(run: "Run") -> "RunOutcome":
@@ -220,7 +232,7 @@ def be_rank(
         ranks = (world or World).join(settings.hang_seconds)
         ranks.watch_machines(settings.lost_machine_seconds, partial(end_without, settings))
         if ranks.rank > 0:
-            status = follow_rank_0(ranks, claim, settings)
+            follow_rank_0(ranks)
         else:
             status = run_claim(claim, settings, assemble, progress, stopping.is_set, ranks)
         status = process.ENDED if status == process.DONE else status
@@ -233,63 +245,57 @@ def be_rank(
         os._exit(status)
 
 
-def follow_rank_0(world: "World", line: str, settings: Settings) -> int:
-    """Compute what rank 0 of this machine asks for until the launcher ends this process.
+def follow_rank_0(world: "World") -> NoReturn:
+    """Compute what rank 0 of this machine asks for until the launcher ends this process."""
+    from worker.training.world import BrokenWorld
 
-    Returns an exit status only if the job cannot succeed because of what this rank alone has met: rank 0 may be
-    waiting for it in a collective operation, so this rank records the error of the job.
+    with suppress(BrokenWorld):
+        followed(world)
+    # Rank 0 has ended, or ends for this rank. Its status must be the first that the launcher sees.
+    while True:
+        signal.pause()
+
+
+def followed(world: "World") -> None:
+    """Follow rank 0 until this rank alone cannot continue, and report the reason: rank 0 ends the run for it.
+
+    Rank 0 may be waiting for this rank in a collective operation, and it records the error of the job.
+
+    Raises:
+        BrokenWorld: the run has ended, or another rank.
     """
     from worker.training.distributed import follow
-    from worker.training.world import BrokenWorld
 
     try:
         with refusing():
             follow(world)
-    except (BrokenWorld, OutOfDeviceMemory):
-        # Rank 0 has ended, or ends for this rank. Its status must be the first that the launcher sees.
-        while True:
-            signal.pause()
+    except OutOfDeviceMemory:
+        return  # `follow` has reported it
     except UserMistake as mistake:
-        return fail_job(line, settings, mistake)
+        world.refuse(mistake)
 
 
-def fail_job(line: str, settings: Settings, mistake: UserMistake) -> int:
-    """Record the error of the job of a claim, a line of stdin, and return the exit status."""
-    from worker.recording.recorder import JobRecorder
+def be_member(parent: int, progress: Path, world: "type[World] | None" = None) -> NoReturn:
+    """Be a rank of a machine without rank 0: compute what that asks for until it ends. Exits with a status.
 
-    try:
-        attempt = Attempt.begin(
-            claim_of(line),
-            Database(settings.database),
-            blobs_of(settings),
-            patience_seconds=settings.patience_seconds,
-        )
-        JobRecorder(attempt).fail(code=mistake.code, message=mistake.message, param=mistake.param)
-    except LeaseLost:  # or rank 0 has met the same
-        return process.LOST
-    return process.USER_MISTAKE
-
-
-def be_member(parent: int, world: "type[World] | None" = None) -> NoReturn:
-    """Be a rank of a machine without rank 0: compute what that asks for until it ends. Exits with a status."""
+    The file `progress` is touched whenever machine 0 has answered.
+    """
     process.die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     status = process.FAILED
     try:
         with process.importing():
-            from worker.training.distributed import follow
+            import_module("worker.training.distributed")
             from worker.training.world import BrokenWorld, World
 
         settings = Settings()
         ranks = (world or World).join(settings.hang_seconds)
-        ranks.watch_machines(settings.lost_machine_seconds, partial(end_without, settings))
-        try:
-            follow(ranks)
-        except BrokenWorld:
-            status = process.ENDED  # the run has ended, or another rank: the first machine knows
-        except OutOfDeviceMemory:
+        end, beat = partial(end_without, settings), beats_into(progress)
+        ranks.watch_machines(settings.lost_machine_seconds, end, on_answer=beat)
+        with suppress(BrokenWorld):  # the run has ended, or another rank: the first machine knows
+            followed(ranks)
             ranks.wait_for_end()  # rank 0 ends the run, and its status is what counts
-            status = process.ENDED
+        status = process.ENDED
     except BaseException:
         traceback.print_exc()
     finally:
@@ -338,7 +344,7 @@ def run_claim(
 
     def run() -> "RunOutcome":
         if world is not None:
-            world.watch_memory(partial(end_with_shortage, attempt))
+            world.watch_ranks(partial(end_with_shortage, attempt), partial(end_with_mistake, attempt))
         with ExitStack() as opened:
             with starting_later():
                 scratch = opened.enter_context(folders.private(SCRATCH))
@@ -360,7 +366,6 @@ def run_claim(
 
 def status_of(attempt: Attempt, run: Callable[[], "RunOutcome"]) -> int:
     """Run an attempt, and return the exit status for its end. Ends that are no crash are recorded with the job."""
-    from worker.recording.recorder import JobRecorder
     from worker.run import RunOutcome
 
     try:
@@ -379,9 +384,19 @@ def status_of(attempt: Attempt, run: Callable[[], "RunOutcome"]) -> int:
     except RunsSmaller as cause:
         return smaller(attempt, str(cause))
     except UserMistake as mistake:
-        JobRecorder(attempt).fail(code=mistake.code, message=mistake.message, param=mistake.param)
-        return process.USER_MISTAKE
+        return failed(attempt, mistake)
     return process.DONE if outcome is RunOutcome.DONE else process.DRAINED
+
+
+def failed(attempt: Attempt, mistake: UserMistake) -> int:
+    """Record the error of the job, and return the exit status."""
+    from worker.recording.recorder import JobRecorder
+
+    try:
+        JobRecorder(attempt).fail(code=mistake.code, message=mistake.message, param=mistake.param)
+    except LeaseLost:  # or another thread has recorded what another rank has met
+        return process.LOST
+    return process.USER_MISTAKE
 
 
 def claim_of(line: str) -> Claim:
@@ -401,6 +416,20 @@ def end_with_shortage(attempt: Attempt, shortage: Shortage) -> NoReturn:
         with failing_once(), lowering_for_next_attempt(attempt):
             raise OutOfDeviceMemory(shortage)
 
+    end_with(attempt, run)
+
+
+def end_with_mistake(attempt: Attempt, mistake: UserMistake) -> NoReturn:
+    """End this process because the job cannot succeed by what another rank has met: it is the error of the job."""
+
+    def run() -> NoReturn:
+        raise mistake
+
+    end_with(attempt, run)
+
+
+def end_with(attempt: Attempt, run: Callable[[], NoReturn]) -> NoReturn:
+    """End this process, from any of its threads, with the status of a run that ends so."""
     status = process.FAILED
     try:
         status = status_of(attempt, run)
@@ -412,11 +441,8 @@ def end_with_shortage(attempt: Attempt, shortage: Shortage) -> NoReturn:
 
 def later(attempt: Attempt, cause: Exception) -> int:
     """Put the job off because of what this machine lacks, or fail it after MAX_WAIT. Return the exit status."""
-    from worker.recording.recorder import JobRecorder
-
     if (late := too_late(cause)) is not None and has_waited_too_long(attempt, cause):
-        JobRecorder(attempt).fail(code=late.code, message=late.message)
-        return process.USER_MISTAKE
+        return failed(attempt, late)
     if isinstance(cause, MachineLacks):
         print(cause, file=sys.stderr)  # noqa: T201 - what the supervisor quotes
         return process.UNSTARTED

@@ -4,6 +4,7 @@ A live process may still hang. Every answer, grade and update touches a file, an
 """
 
 import os
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -23,6 +24,23 @@ Beat = Callable[[], None]
 def beats_into(path: Path) -> Beat:
     """Touches the file at `path`."""
     return lambda: os.utime(path)
+
+
+class ProgressFile:
+    """Tells for how long the file of `beats_into` is untouched, by our own clock, because that of the file may jump."""
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self.path = path
+        self._clock = clock
+        self._seen = path.stat().st_mtime_ns
+        self._since = clock()
+
+    def still_for(self) -> float:
+        """Return the seconds since the call that first saw the latest progress."""
+        now = self.path.stat().st_mtime_ns
+        if now != self._seen:
+            self._seen, self._since = now, self._clock()
+        return self._clock() - self._since
 
 
 class WatchedSampler:

@@ -267,7 +267,7 @@ class ArrivingFile:
         fields = _checked(self._sent)
         info = None if self._stored is None else self._stored.info
         if self._stored is None or info is None or info.size == 0:
-            raise InvalidRequest("The file is empty.", param="file")
+            raise InvalidRequest(files.EMPTY_FILE, param="file")
         files.refuse_foreign(fields.purpose, fields.file, self._stored.head)
         created_at = now()
         file = File(

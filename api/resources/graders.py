@@ -9,6 +9,7 @@ from fastapi.responses import Response
 from pydantic import BeforeValidator
 
 from api.http.deps import CurrentProject, ReadProject, Service, ServiceDep
+from api.http.judge_usage import booked_judges, refuse_judges_beyond
 from api.http.large_bodies import body_is_read
 from api.http.openapi import FOR_ANY_KEY, refusals
 from api.http.schema_checks import in_turn
@@ -162,7 +163,8 @@ async def run_grader(
 ) -> dict[str, Any] | Response:
     """Grade one sample. A failing grader is a successful response: reward 0 and an error flag.
 
-    A client that disconnects cancels the run or its place in the queue.
+    A client that disconnects cancels the run or its place in the queue. Tokens of judges count towards the project's
+    limit.
     """
     report = await until_gone(request.receive, _report(service, project, body))
     return Response(status_code=499) if report is None else report
@@ -171,14 +173,17 @@ async def run_grader(
 async def _report(service: Service, project: Project, body: GraderRun) -> dict[str, Any]:
     await refuse(body.grader, service, project)
     async with service.admission.grader_runs.admitted(project.id):
+        await to_thread.run_sync(refuse_judges_beyond, service, project, body.grader)
         sample = Sample.from_text(body.model_sample, parse_json=True)
-        grade = await service.graders.run(
-            _graded(service.backends, project.id, body, sample, body.item or {})
-        )
+        grade = await service.graders.run(_graded(service, project.id, body, sample, body.item or {}))
     return run_report(body.grader, grade)
 
 
-async def _graded(backends: Backends, owner: str, body: GraderRun, sample: Sample, item: Item) -> Grade:
+async def _graded(service: Service, owner: str, body: GraderRun, sample: Sample, item: Item) -> Grade:
     OWNER.set(owner)
-    async with backends.open(body.grader, owner=owner, trace_id=body.trace_id) as grader:
+    backends = service.backends
+    async with (
+        booked_judges(service, owner, model=None) as ledger,
+        backends.open(body.grader, owner=owner, trace_id=body.trace_id, ledger=ledger) as grader,
+    ):
         return await grade_within(TIMEOUT_S, grader, sample, item)

@@ -22,6 +22,7 @@ from pydantic import BaseModel, Field, ValidationError, field_validator, model_v
 
 from api.http.admission import AdmittedRequest
 from api.http.deps import CurrentProject, ReadSession, Service, ServiceDep, UnitOfWork
+from api.http.judge_usage import booked_judges
 from api.http.openapi import refusals
 from api.http.shapes import After, Limit, Listing, clamped
 from api.resources import estimates as sizes
@@ -37,7 +38,7 @@ from core.database.tables import Preview as PreviewRow
 from core.errors import InvalidRequest, NotReady, ServiceError, TooManyAtOnce
 from core.evals import targets
 from core.inference import InferenceNotReady, address_of, not_served
-from core.jobs import estimates, usage
+from core.jobs import estimates
 from core.jobs.job_files import in_words
 from core.outages import Resource
 from core.results import evals, preview_report, previews
@@ -61,7 +62,7 @@ from core.tenancy import tenants
 from graders.hazards.pool import OWNER
 from graders.run import grade_all
 from graders.spec import dump
-from graders.types import Grade, Sample, TokenUsage, summed
+from graders.types import Grade, Sample
 
 log = logging.getLogger(__name__)
 
@@ -727,7 +728,7 @@ def _refusal(row: Example, status: int, error: dict[str, Any], retry_after: str 
 def _graded(
     prepared: Prepared, service: Service, completions: Sequence[Completion], graded: Callable[[], None]
 ) -> tuple[list[Grade], int]:
-    """The grades, and the token usage of judges, which is recorded even after a disconnect.
+    """The grades, and the tokens that judges used, which are booked however the preview ends.
 
     Runs in a thread: a grader that computes for a second would block the server's event loop.
     """
@@ -748,21 +749,15 @@ def _graded(
         for completion, item in zip(completions, items, strict=True)
     ]
 
-    async def grade() -> list[Grade]:
-        async with service.backends.open(reinforcement.grader, owner=prepared.project_id) as grader:
-            return await grade_all(grader, pairs, timeout_s=TIMEOUT_S, graded=graded)
+    async def grade() -> tuple[list[Grade], int]:
+        owner = prepared.project_id
+        async with (
+            booked_judges(service, owner, prepared.asked.name) as ledger,
+            service.backends.open(reinforcement.grader, owner=owner, ledger=ledger) as grader,
+        ):
+            return await grade_all(grader, pairs, timeout_s=TIMEOUT_S, graded=graded), ledger.total
 
-    grades = asyncio.run(grade())
-    used = sum(summed(grade.usage for grade in grades).values(), TokenUsage())
-    tokens = used.prompt_tokens + used.completion_tokens
-    if tokens:
-
-        def record() -> None:
-            with service.database.write() as session:
-                usage.add_usage(session, prepared.project_id, model=prepared.asked.name, grader_tokens=tokens)
-
-        RetryPolicy(service.settings.patience_seconds, log.warning)(record)
-    return grades, tokens
+    return asyncio.run(grade())
 
 
 def _answer(completion: Completion, grade: Grade, by_steps: bool) -> PreviewAnswer:

@@ -13,6 +13,7 @@ from sqlalchemy.orm import Session
 
 from api.http.deps import CurrentProject, ReadSession, Service, ServiceDep, UnitOfWork
 from api.http.idempotency import Once
+from api.http.judge_usage import booked_judges, refuse_judges_beyond
 from api.http.openapi import refusals
 from api.http.shapes import After, Body, Limit, Listing, clamped
 from api.http.stored_graders import StoredName, Version
@@ -388,6 +389,7 @@ async def _checked(name: str, body: GraderCheckCreate, project: Project, service
         raise InvalidRequest(f"The grader '{name}' has no golden cases.", param="grader_name")
     await graders.refuse(spec, service, project)
     async with service.admission.grader_runs.admitted(project.id):
+        await to_thread.run_sync(refuse_judges_beyond, service, project, spec)
         pairs = [(sample_of(case.sample), case.item) for case in cases]
         grades = await service.graders.run(_grades(service, project.id, spec, pairs))
     results = [_result(spec, case, grade) for case, grade in zip(cases, grades, strict=True)]
@@ -416,7 +418,10 @@ async def _grades(
     service: Service, owner: str, spec: GraderSpec, pairs: Sequence[tuple[Sample, Item]]
 ) -> list[Grade]:
     OWNER.set(owner)
-    async with service.backends.open(spec, owner=owner) as grader:
+    async with (
+        booked_judges(service, owner, model=None) as ledger,
+        service.backends.open(spec, owner=owner, ledger=ledger) as grader,
+    ):
         ends = asyncio.get_running_loop().time() + service.check_seconds
         return await grade_all(_UntilThen(grader, ends), pairs, concurrency=AT_ONCE, timeout_s=TIMEOUT_S)
 

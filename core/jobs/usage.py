@@ -1,6 +1,7 @@
 """Usage of a job, summed on its row as its steps are recorded, and daily usage of its project.
 
-A job counts its current steps, so repeated steps count once. Its project counts every step that was run.
+A job counts its current steps, so repeated steps count once. Its project counts every step that was run, and every
+token of a judge when it was used, although its grade may never become part of a step.
 """
 
 import time
@@ -13,12 +14,14 @@ from sqlalchemy import func, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
+from core.database.engine import Database
 from core.database.tables import Checkpoint, Job, ModelUsage, ProjectUsage, StepMetric
 from core.jobs import estimates, events
 from core.jobs.budgets import Price
 from core.jobs.estimates import Pace, Range
 from core.jobs.remaining import RemainingSteps
 from core.results.step_metrics import StepMetrics
+from core.retry import RetryPolicy
 
 SECONDS_A_DAY = 86400
 
@@ -47,8 +50,14 @@ def with_cost(estimate: dict[str, Any], used: float, price: Price) -> dict[str, 
     return shown | {"total_gpu_seconds": in_all, "cost": price.range(in_all)}
 
 
-def record(session: Session, job: Job, step: StepMetrics, ahead: RemainingSteps) -> None:
-    """Count a recorded step and update the estimate for the steps `ahead`. Call it inside `fenced`."""
+def record(
+    session: Session, job: Job, step: StepMetrics, ahead: RemainingSteps, *, grader_tokens: int
+) -> None:
+    """Count a recorded step and update the estimate for the steps `ahead`. Call it inside `fenced`.
+
+    Args:
+        grader_tokens: used since the step before, also for later steps and for grades that were lost.
+    """
     used = with_step(job.usage or {}, step)
     pace = Pace(**used["pace"])
     remaining = pace.remaining(ahead)
@@ -69,7 +78,7 @@ def record(session: Session, job: Job, step: StepMetrics, ahead: RemainingSteps)
         gpu_seconds=step.gpu_seconds,
         sampled_tokens=step.sampled_tokens or 0,
         trained_tokens=step.trained_tokens or 0,
-        grader_tokens=_grader_tokens(step),
+        grader_tokens=grader_tokens,
     )
 
 
@@ -133,6 +142,24 @@ def add_usage(
         _add(session, ModelUsage, key, limited | tokens)
 
 
+def book_grader_tokens(
+    database: Database, project_id: str, model: str | None, *, tokens: int, retry: RetryPolicy | None
+) -> None:
+    """Add tokens that judges have used to the project's usage, in a separate transaction; none for 0 tokens.
+
+    Args:
+        model: of the graded answers; None: unknown.
+        retry: during an outage; None: an outage is an error at once.
+    """
+
+    def add() -> None:
+        with database.write() as session:
+            add_usage(session, project_id, model=model, grader_tokens=tokens)
+
+    if tokens:
+        add() if retry is None else retry(add)
+
+
 def _add(
     session: Session,
     table: type[ProjectUsage | ModelUsage],
@@ -158,9 +185,3 @@ def _with_judges(sums: dict[str, dict[str, int]], step: StepMetrics) -> dict[str
         for name, count in counts.items():
             mine[name.split("_", 1)[1]] += count
     return models
-
-
-def _grader_tokens(step: StepMetrics) -> int:
-    """Prompt and completion tokens; cached ones are part of the prompt."""
-    by_model = _with_judges({}, step).values()
-    return sum(counts["prompt_tokens"] + counts["completion_tokens"] for counts in by_model)

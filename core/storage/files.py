@@ -16,7 +16,7 @@ from core.errors import FileNotFound, InvalidRequest
 from core.jobs.lifecycle import FINAL
 from core.storage import datasets
 from core.storage.datasets import Example, InvalidDataset, RowForm
-from core.storage.foreign_files import container_of
+from core.storage.foreign_files import EMPTY, container_of
 from core.storage.store import (
     CHUNK_BYTES,
     BlobCorrupt,
@@ -29,6 +29,7 @@ from core.storage.store import (
 
 LAST_SECONDS = 3600  # a file that expires sooner does not share its blob
 FINE_TUNE, RESULTS = "fine-tune", "fine-tune-results"
+EMPTY_FILE = "The file is empty."
 JSONL_PURPOSES = frozenset({FINE_TUNE, "evals", "batch"})  # of uploads whose lines are JSON objects
 
 
@@ -60,9 +61,11 @@ def refuse_foreign(purpose: str, filename: str, head: bytes) -> None:
         head: the first bytes of the file, at least foreign_files.HEAD_BYTES of a longer one.
 
     Raises:
-        InvalidRequest: the file is not JSONL; the message names its format and what to do.
+        InvalidRequest: the file is empty or not JSONL; the message names its format and what to do.
     """
     foreign = container_of(head) if purpose in JSONL_PURPOSES else None
+    if foreign is EMPTY:
+        raise InvalidRequest(EMPTY_FILE, param="file")
     if foreign is not None:
         rows = purpose == FINE_TUNE
         message = (

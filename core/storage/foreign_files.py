@@ -73,6 +73,8 @@ class ForeignFormat:
 _ONE_A_LINE = "write one object per line"
 _AS_MESSAGES = "write them as messages"
 
+EMPTY = ForeignFormat("the file is empty", _ONE_A_LINE, ())  # or has white space only
+BLANK_START = ForeignFormat("the file starts with 64 KiB of white space", "remove it")
 GZIP, XZ, BZIP2, ZSTD = (
     ForeignFormat(f"the file is compressed with {name}", "uncompress it")
     for name in ("gzip", "xz", "bzip2", "zstd")
@@ -185,10 +187,13 @@ def container_of(head: bytes) -> ForeignFormat | None:
             return _packed(container, head) or container
     if head[_TAR_AT : _TAR_AT + 5] == b"ustar":
         return TAR
-    if (encoding := encoding_of(head)) != "utf-8-sig":
-        return UTF_16 if encoding == "utf-16" or encoding.startswith("utf-16-") else UTF_32
+    encoding = encoding_of(head)
     decoded = head[:HEAD_BYTES].decode(encoding, "replace")
     text = decoded.lstrip()
+    if not text:
+        return EMPTY if len(head) < HEAD_BYTES else BLANK_START
+    if encoding != "utf-8-sig":
+        return UTF_16 if encoding == "utf-16" or encoding.startswith("utf-16-") else UTF_32
     if "\0" in decoded[:_BINARY_CHARACTERS] and not text.startswith(("{", "[")):
         return BINARY
     if _MARKUP.match(text):
@@ -246,7 +251,8 @@ def _packed(container: ForeignFormat, head: bytes) -> ForeignFormat | None:
     if any(inside.startswith(magic) for magic, inner in _MAGIC if inner in (GZIP, XZ, BZIP2, ZSTD)):
         return TWICE
     found = container_of(inside)
-    return found if found is not None and not found.targets else None
+    # A cut archive may have lost the rows after its white space.
+    return found if found is not None and found is not EMPTY and not found.targets else None
 
 
 _MARKUP = re.compile(r"<(!doctype|html|head|body|\?xml)\b", re.IGNORECASE)

@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 
 import regex
 
+from graders.deadline import standing_still
 from graders.hazards import table
 from graders.hazards.pool import HazardFailed, HazardPool, LimitExceeded, shared
 from graders.template import RenderError, Template, quoted
@@ -55,7 +56,8 @@ class Pattern:
         except RenderError as absent:
             return Grade(None, str(absent), absent.kind)
         try:
-            matches = await asyncio.wrap_future(self.pool.submit(table.PATTERN, self.pattern, text))
+            with standing_still():  # each call has its own limit, from its start
+                matches = await asyncio.wrap_future(self.pool.submit(table.PATTERN, self.pattern, text))
         except LimitExceeded as exceeded:
             return _cannot(f"cannot match {quoted(self.pattern)}: {exceeded}")
         except HazardFailed as broken:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from graders.deadline import once_begun
 from graders.environments.catalog import Environment
 from graders.sandbox.pool import Pool, SandboxFailed, SandboxUnavailable, shared
 from graders.types import ErrorKind, Grade, Item, Sample
@@ -29,7 +29,7 @@ class PythonGrader:
     async def grade(self, sample: Sample, item: Item) -> Grade:
         try:
             coming = self.pool.submit(self.source, sample.as_namespace(), item, self.environment, self.owner)
-            outcome = await asyncio.wrap_future(coming)
+            outcome = await once_begun(coming.began, coming)
         except (SandboxUnavailable, SandboxFailed) as trouble:
             return Grade(None, str(trouble), ErrorKind.python_grader_server_error)
         if outcome.score is None:

@@ -26,6 +26,7 @@ from typing import ClassVar, Literal
 import regex
 from rapidfuzz import fuzz
 
+from graders.deadline import standing_still
 from graders.hazards import table
 from graders.hazards.pool import HazardFailed, HazardPool, LimitExceeded, shared
 from graders.template import RenderError, Template, quoted
@@ -90,7 +91,8 @@ class TextSimilarity:
         else:
             try:
                 call = self.pool.submit(table.SIMILARITY, self.evaluation_metric, got, want, self.tokenizer)
-                score = await asyncio.wrap_future(call)
+                with standing_still():  # each call has its own limit, from its start
+                    score = await asyncio.wrap_future(call)
             except LimitExceeded as exceeded:
                 reason = f"cannot measure {self.evaluation_metric} of {longest} characters: {exceeded}"
                 return Grade(None, reason, ErrorKind.other_error)

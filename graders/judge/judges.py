@@ -16,7 +16,7 @@ import httpx
 from core.outbound.http import trusted_client
 from graders.calls import CallRetryPolicy, NoAnswer, RateLimit, ServerAway, post, quoted_reply
 from graders.deadline import standing_still
-from graders.judge.usage import token_usage
+from graders.judge.usage import TokenLedger, token_usage
 from graders.template import quoted
 from graders.types import ErrorKind, TokenUsage
 
@@ -131,7 +131,7 @@ class HttpJudges:
     """Judge models on OpenAI-compatible servers. Belongs to one event loop; close it, or use `async with`.
 
     Caches replies by prompt and settings, so that equal answers of a group get equal rewards, even from a judge at
-    temperature 1. `ledger` holds the tokens actually used, by model.
+    temperature 1. The tokens actually used are counted in `ledger`.
     """
 
     def __init__(
@@ -141,10 +141,11 @@ class HttpJudges:
         patience: CallRetryPolicy | None = None,
         client: httpx.AsyncClient | None = None,
         clock: Callable[[], float] = time.monotonic,
+        ledger: TokenLedger | None = None,
     ) -> None:
         """Open no connections yet, so that reading `models` is cheap. `client`: one that the caller closes."""
         self.config = dict(config)
-        self.ledger: dict[str, TokenUsage] = {}
+        self.ledger = TokenLedger() if ledger is None else ledger
         self._patience = patience or CallRetryPolicy()
         self._given = client
         self._opened: httpx.AsyncClient | None = None
@@ -228,7 +229,7 @@ class HttpJudges:
         async with self._slots[model]:
             began.set()
             reply = await self._ask(model, served, body)
-        self.ledger[model] = self.ledger.get(model, TokenUsage()) + reply.usage
+        self.ledger.add(model, reply.usage)
         return reply
 
     def _finish_call(self, key: str, done: asyncio.Task[JudgeReply]) -> None:

@@ -1,5 +1,6 @@
 """Token counts of chat completions, checked: they come from servers that may omit them or report nonsense."""
 
+import threading
 from collections.abc import Mapping
 from typing import Any, TypeGuard
 
@@ -9,6 +10,42 @@ from graders.types import TokenUsage
 MAX_TOKENS = 100_000_000
 _WRITTEN = ("content", "refusal", "reasoning_content", "tool_calls")
 BYTES_PER_TOKEN = 4  # as OpenAI's rule of thumb for English text
+
+
+class TokenLedger:
+    """Tokens that models on servers have used, by model: counted with each reply, whatever becomes of the grade.
+
+    `unbooked` are those that no usage of a project includes yet. Any thread may use it.
+    """
+
+    def __init__(self) -> None:
+        self._changing = threading.Lock()
+        self._used: dict[str, TokenUsage] = {}
+        self._booked = 0
+
+    def add(self, model: str, used: TokenUsage) -> None:
+        with self._changing:
+            self._used[model] = self._used.get(model, TokenUsage()) + used
+
+    @property
+    def used(self) -> dict[str, TokenUsage]:
+        with self._changing:
+            return dict(self._used)
+
+    @property
+    def total(self) -> int:
+        """Prompt and completion tokens; cached ones are part of the prompt."""
+        all_models = sum(self.used.values(), TokenUsage())
+        return all_models.prompt_tokens + all_models.completion_tokens
+
+    @property
+    def unbooked(self) -> int:
+        return self.total - self._booked
+
+    def book(self, tokens: int) -> None:
+        """Count so many as included in the project's usage."""
+        with self._changing:
+            self._booked += tokens
 
 
 def token_usage(completion: Mapping[str, Any], prompt: bytes) -> TokenUsage:

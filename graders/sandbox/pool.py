@@ -288,6 +288,8 @@ class PoolCall(Future[T]):
     ) -> None:
         super().__init__()
         self.source, self.environment, self.owner, self.work = source, environment, owner, work
+        self.began: Future[None] = Future()  # has its result once the call runs
+        self.began.set_running_or_notify_cancel()  # it cannot be cancelled
         self._abandoned = False
         self._zygote: ZygoteProcess | None = None
         self._with_zygote = threading.Lock()
@@ -379,7 +381,7 @@ class Pool:
         item: Mapping[str, Any],
         environment: Environment | None = None,
         owner: str = "",
-    ) -> Future[GradeOutcome]:
+    ) -> PoolCall[GradeOutcome]:
         """Queue a grade and return its future, which raises SandboxUnavailable or SandboxFailed.
 
         An error of the grader is an Outcome and not an exception. Cancelling the future also stops a running grade.
@@ -392,11 +394,11 @@ class Pool:
         def grade(zygote: ZygoteProcess) -> GradeOutcome:
             return zygote.grade(sample, item)
 
+        call = PoolCall(source, environment, owner, grade)
         if error := self._known_error(_key(source, environment, owner)):
-            refused: Future[GradeOutcome] = Future()
-            refused.set_result(GradeOutcome("user_error", reason=error))
-            return refused
-        return self._submit(PoolCall(source, environment, owner, grade))
+            call.set_result(GradeOutcome("user_error", reason=error))
+            return call
+        return self._submit(call)
 
     def compile_error(
         self, source: str, environment: Environment | None = None, owner: str = ""
@@ -468,7 +470,7 @@ class Pool:
         if self._folder is not None:
             self._folder.remove()
 
-    def _submit(self, call: PoolCall[T]) -> Future[T]:
+    def _submit(self, call: PoolCall[T]) -> PoolCall[T]:
         with self._lock:
             if self._closed:
                 raise RuntimeError("the pool is closed")
@@ -502,6 +504,7 @@ class Pool:
     def _run(self, call: PoolCall[T]) -> None:
         if not call.set_running_or_notify_cancel():
             return
+        call.began.set_result(None)
         with self._lock:
             self._waiting.discard(call)
         try:

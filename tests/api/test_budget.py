@@ -54,7 +54,13 @@ def run_steps(house: House) -> Callable[..., None]:
             job.status, job.started_at = status, 1
             for number in range(1, count + 1):
                 step = factories.step(session, job, number, seconds=10.0, tokens=80)
-                usage.record(session, job, StepMetrics.load(step.data), RemainingSteps(ahead, 0, False))
+                usage.record(
+                    session,
+                    job,
+                    StepMetrics.load(step.data),
+                    RemainingSteps(ahead, 0, False),
+                    grader_tokens=0,
+                )
 
     return run_steps
 
@@ -357,7 +363,6 @@ def test_an_estimate_refuses_what_a_job_would(
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"\n\n", "the file is empty"),
         (ROW + b"x" * (MAX_LINE_BYTES + 1) + b"\n", f"line 2: is longer than {MAX_LINE_BYTES} bytes"),
         (ROW + b"{}\n", "line 2: messages: is missing"),
         (

@@ -492,11 +492,23 @@ def test_another_purpose_is_told_which_there_are(api: TestClient) -> None:
     )
 
 
-def test_an_empty_file_is_refused(api: TestClient, house: House) -> None:
-    answer = post(api, b"")
+@pytest.mark.parametrize("content", [b"", b" \r\n\n"])
+@pytest.mark.parametrize("purpose", ["fine-tune", "evals", "batch"])
+def test_a_file_that_is_empty_or_has_white_space_only_is_refused(
+    purpose: str, content: bytes, api: TestClient, house: House
+) -> None:
+    answer = post(api, content, purpose=purpose)
 
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "file")
+    assert answer.json()["error"]["message"] == "The file is empty."
     assert stored(house) == []
+
+
+def test_a_file_that_starts_with_much_white_space_is_told_how_to_remove_it(api: TestClient) -> None:
+    answer = post(api, b"\n" * (64 << 10) + b"{}\n")
+
+    assert answer.status_code == 400
+    assert "the file starts with 64 KiB of white space; remove it." in answer.json()["error"]["message"]
 
 
 def test_a_form_without_a_file_is_refused(api: TestClient) -> None:

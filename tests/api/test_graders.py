@@ -15,6 +15,7 @@ from api.http.deps import Service
 from api.resources import graders
 from core.database.tables import Job, Project, TunedModel
 from core.errors import TooManyAtOnce
+from core.tenancy import tenants
 from graders.backends import Backends
 from graders.judge.judges import JudgeModel
 from graders.types import Item, Sample
@@ -159,6 +160,21 @@ def test_a_label_model_may_stand_alone(
     assert (report["reward"], report["metadata"]["type"]) == (1.0, "label_model")
     assert report["metadata"]["sampled_model_name"] == "judge"
     assert job.json()["method"]["reinforcement"]["grader"] == LABEL
+
+
+def test_tokens_of_a_judge_count_and_a_project_at_its_limit_asks_no_judge(
+    api: TestClient, judge: None, house: House
+) -> None:
+    run(api, LABEL)
+    with house.database.read() as session:
+        used = tenants.usage_since(session, house.project.id).grader_tokens
+    house.limit(grader_tokens_per_30_days=used)
+
+    beyond, free = run(api, LABEL), run(api, GRADER, item={"answer": "4"})
+
+    assert used == 15
+    assert (beyond.status_code, beyond.json()["error"]["code"]) == (429, "insufficient_quota")
+    assert (free.status_code, free.json()["reward"]) == (200, 1.0)
 
 
 def test_a_multi_without_a_name_is_given_one(api: TestClient) -> None:

@@ -32,6 +32,7 @@ from graders.calls import CallRetryPolicy
 from graders.endpoint import Endpoints
 from graders.hazards.pool import OWNER
 from graders.judge.judges import JudgeModel
+from graders.judge.usage import TokenLedger
 from graders.spec import GraderSpec
 from graders.types import Grader
 from tests.api.conftest import GRADER, House
@@ -915,9 +916,12 @@ class Noting(Backends):
         owner: str = "",
         trace_id: str | None = None,
         patience: CallRetryPolicy | None = None,
+        ledger: TokenLedger | None = None,
     ) -> AsyncIterator[Grader]:
         self.owners.append(OWNER.get())
-        async with super().open(spec, owner=owner, trace_id=trace_id, patience=patience) as grader:
+        async with super().open(
+            spec, owner=owner, trace_id=trace_id, patience=patience, ledger=ledger
+        ) as grader:
             yield grader
 
 

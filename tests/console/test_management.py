@@ -396,6 +396,21 @@ def test_a_blind_vote_hides_the_models_until_it_is_given(
     assert vote["blind"] is True
 
 
+def test_a_row_that_cannot_be_read_is_neither_asked_nor_copied_as_another_prompt(
+    logged_in: Page, server: Server, finished: str
+) -> None:
+    made = server.client().files.create(file=("broken.jsonl", b"{\n"), purpose="fine-tune")
+    arena(logged_in, server, finished)
+    logged_in.get_by_label("Message", exact=True).fill("say it")
+    expect(logged_in.get_by_text("Copy as")).to_be_visible()
+
+    logged_in.get_by_label("From").select_option("broken.jsonl")
+
+    expect(logged_in.get_by_role("button", name="Answer with 2 models")).to_be_disabled()
+    expect(logged_in.get_by_text("Copy as")).to_have_count(0)
+    server.client().files.delete(made.id)
+
+
 def test_a_refused_prompt_is_said_in_each_answer(
     logged_in: Page, server: Server, finished: str, watched: tuple[BrowserContext, Watched]
 ) -> None:

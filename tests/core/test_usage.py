@@ -31,10 +31,16 @@ def job(session: Session) -> Job:
 
 
 def record(
-    session: Session, job: Job, number: int, seconds: float = 10.0, ahead: RemainingSteps = MANY, **more: Any
+    session: Session,
+    job: Job,
+    number: int,
+    seconds: float = 10.0,
+    ahead: RemainingSteps = MANY,
+    grader_tokens: int = 0,
+    **more: Any,
 ) -> None:
     row = factories.step(session, job, number, seconds=seconds, **more)
-    usage.record(session, job, StepMetrics.load(row.data), ahead)
+    usage.record(session, job, StepMetrics.load(row.data), ahead, grader_tokens=grader_tokens)
 
 
 class TestCounting:
@@ -134,11 +140,15 @@ class TestOfAProject:
         [row] = session.scalars(select(ProjectUsage)).all()
         assert (row.project_id, row.gpu_seconds, row.grader_tokens) == (job.project_id, 3.0, 14)
 
-    def test_grader_tokens_are_those_read_and_written(self, session: Session, job: Job) -> None:
+    def test_tokens_of_judges_count_when_they_are_used_and_not_when_their_grades_are(
+        self, session: Session, job: Job
+    ) -> None:
         judged = {"train_prompt_tokens": 5, "train_cached_tokens": 3, "train_completion_tokens": 1}
-        record(session, job, 1, model_graders_token_usage={"wise": judged})
+        record(session, job, 1, grader_tokens=18)
+        record(session, job, 2, grader_tokens=0, model_graders_token_usage={"wise": judged})
 
-        assert session.scalars(select(ProjectUsage.grader_tokens)).all() == [6]
+        assert session.scalars(select(ProjectUsage.grader_tokens)).all() == [18]
+        assert present(usage.render(job, FREE))["model_grader_tokens"]["wise"]["prompt_tokens"] == 5
 
     def test_it_adds_up_by_model(self, session: Session, job: Job) -> None:
         record(session, job, 1, tokens=40)

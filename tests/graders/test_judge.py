@@ -72,7 +72,7 @@ class Asked:
                 async with HttpJudges(config, patience=patience, clock=self.time.clock) as judges:
                     pairs = [(Sample(text), {"q": "Q"}) for text in samples]
                     grades = await grade_all(build(self.spec, judges), pairs, concurrency=concurrency)
-                    self.ledger = judges.ledger
+                    self.ledger = judges.ledger.used
                     return grades
 
         self.grades = asyncio.run(run())
@@ -310,7 +310,7 @@ def test_the_time_for_a_grade_does_not_include_the_wait_for_the_judge() -> None:
             await loop.jump(100.0)
             is_free.set()
             await other
-            return await grades, judges.ledger["j"]
+            return await grades, judges.ledger.used["j"]
 
     [grade], used = jumping(run)
 

@@ -8,9 +8,14 @@ import pytest
 
 import graders
 from graders.builtin.multi import Multi
+from graders.builtin.python import PythonGrader
+from graders.calls import RateLimit
 from graders.formula import Formula
-from graders.run import grade_all
+from graders.run import grade_all, grade_within
+from graders.sandbox.pool import GradeOutcome, PoolCall
 from graders.types import ErrorKind, Grade, Item, Sample
+from tests.graders.test_judge import Jumping, jumping
+from tests.present import untyped
 
 
 class Calls:
@@ -108,6 +113,56 @@ def test_the_deadline_reaches_into_a_multi() -> None:
     [grade] = asyncio.run(grade_all(multi, pairs(""), timeout_s=0.01))
 
     assert grade.reason == "both: no grade within 0.01 s"
+
+
+class Queue:
+    """A pool whose cores are taken, and then free for a call that takes long."""
+
+    def __init__(self) -> None:
+        self.call: PoolCall[GradeOutcome] = PoolCall("", None, "", untyped(None))
+
+    def submit(self, *parts: Any) -> PoolCall[GradeOutcome]:
+        return self.call
+
+
+def test_the_wait_for_a_core_of_the_sandbox_does_not_count_and_the_grade_itself_does() -> None:
+    queues = [Queue(), Queue(), Queue()]
+
+    async def grades(loop: Jumping) -> list[Grade]:
+        coming = [
+            asyncio.create_task(grade_all(PythonGrader("py", "", untyped(queue)), [(Sample("a"), {})]))
+            for queue in queues
+        ]
+        await loop.jump(1000.0)
+        for queue in queues[:2]:
+            queue.call.began.set_result(None)
+        queues[0].call.set_result(GradeOutcome("ok", score=1.0))
+        await loop.jump(1000.0)
+        queues[2].call.cancel()
+        return [(await one)[0] for one in coming]
+
+    graded, late, canceled = jumping(grades)
+
+    assert graded.score == 1.0
+    assert (late.score, late.reason) == (None, "py: no grade within 120 s")
+    assert queues[1].call.cancelled()
+    assert (canceled.score, canceled.reason) == (None, "py: it was cancelled from within")
+
+
+def test_the_wait_for_a_rate_limit_does_not_count() -> None:
+    async def turns(loop: Jumping) -> Grade:
+        pace = RateLimit(0.001, clock=loop.time)
+
+        async def in_turn(text: str) -> Grade:
+            await pace.turn()
+            return Grade(1.0)
+
+        await pace.turn()
+        coming = asyncio.create_task(grade_within(60.0, Calls(in_turn), Sample(""), {}))
+        await loop.jump(1000.0)
+        return await coming
+
+    assert jumping(turns).score == 1.0
 
 
 def test_a_timeout_of_the_graders_own_is_not_taken_for_ours() -> None:

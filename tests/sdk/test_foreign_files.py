@@ -1252,6 +1252,8 @@ REFUSED: dict[str, tuple[bytes, Target, dict[str, str], str]] = {
         "line 1: has tools that are not JSON",
     ),
     "an empty file": (b"", "rft", {}, "the file is empty"),
+    "a file with white space only": (b"\n  \n", "rft", {}, "the file is empty"),
+    "a long file with white space only": (b"\n" * 70_000, "rft", {}, "the file is empty"),
 }
 
 
@@ -1377,19 +1379,24 @@ def test_the_rows_in_data_are_converted(indent: int | None, tmp_path: Path) -> N
     assert convert_text(tmp_path, wrapped, "rft") == ROWS
 
 
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\n \t\r\n\n", b"\xef\xbb\xbf\n", "\n \n".encode("utf-16")],
+    ids=["no bytes", "white space", "a byte order mark and white space", "white space in UTF-16"],
+)
 def test_an_empty_file_says_so_everywhere(
-    desk: Path, client: Regraft, capsys: pytest.CaptureFixture[str]
+    content: bytes, desk: Path, client: Regraft, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (desk / "theirs.data").write_bytes(b"")
+    (desk / "theirs.data").write_bytes(content)
     (desk / "job.json").write_text(json.dumps(job("reinforcement")))
 
-    assert "the file is empty" in refusal_of_the_worker(b"", "reinforcement", desk)
+    assert "the file is empty" in refusal_of_the_worker(content, "reinforcement", desk)
     for command in (["validate", "theirs.data"], ["jobs", "create", "-f", "job.json"]):
         assert main(command) == 1
         said = capsys.readouterr()
         assert "theirs.data: the file is empty" in said.out + said.err
     with pytest.raises(openai.BadRequestError, match="The file is empty"):
-        client.files.create(file=("theirs.data", b""), purpose="fine-tune")
+        client.files.create(file=("theirs.data", content), purpose="fine-tune")
 
 
 JSONL = {

@@ -1,6 +1,6 @@
 """`python -m tests.worker.eventful_child EVENT PARENT PROGRESS`: worker.child with a rank 1 to which something happens.
 
-`... EVENT member PARENT`: worker.members.launcher, whose rank it is.
+`... EVENT member PARENT PROGRESS`: worker.members.launcher, whose rank it is.
 
 drain: the launcher gets SIGTERM in the first step of an attempt. SIGKILL, SIGSTOP: rank 1 gets it in the second step.
 share: both ranks share one copy of the model, as GPUs do on which it does not fit whole; each that does leaves a file
@@ -66,8 +66,8 @@ def share_the_base() -> None:
     sizing.degrees_of = all_of_them
 
 
-def be_member(parent: int) -> None:
-    child.be_member(parent, Eventful)
+def be_member(parent: int, progress: Path) -> None:
+    child.be_member(parent, progress, Eventful)
 
 
 def be_rank(parent: int, progress: Path, stopping: Any, claim: str) -> None:

@@ -208,12 +208,12 @@ def test_a_model_that_no_rank_can_load_is_reported_by_rank_0(
 class Machine:
     """The second machine of a group, here with 127.0.0.1 as its network: `regraft-server member` and its launcher."""
 
-    def __init__(self, event: str, folder: Path) -> None:
-        def command() -> list[str]:
+    def __init__(self, event: str, folder: Path, limit_seconds: float = 600.0) -> None:
+        def command(progress: Path) -> list[str]:
             program = [sys.executable, "-m", "tests.worker.eventful_child", event, "member"]
-            return ["env", "REGRAFT_NODE_RANK=1", *program, str(os.getpid())]
+            return ["env", "REGRAFT_NODE_RANK=1", *program, str(os.getpid()), str(progress)]
 
-        self.member = Member(command)
+        self.member = Member(limit_seconds, command)
         self.folder = folder
 
     def power_off(self) -> None:

@@ -52,12 +52,33 @@ class FailsOnce:
 NO_MEMORY = OSError(12, "Cannot allocate memory")
 
 
-def test_a_member_whose_launcher_cannot_be_started_tries_again() -> None:
-    def command() -> Sequence[str]:
-        return [sys.executable, "-c", WAIT]
+def waiting_launcher(progress: Path) -> Sequence[str]:
+    return [sys.executable, "-c", WAIT]
 
-    starting = FailsOnce(NO_MEMORY, command)
-    member = Member(starting)
+
+def test_a_launcher_that_gives_no_sign_of_life_is_killed_and_replaced(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    second = threading.Event()
+
+    def command(progress: Path) -> Sequence[str]:
+        if "no sign of life for 0 s" in caplog.text:
+            second.set()
+        return waiting_launcher(progress)
+
+    member = Member(0.0, command, pause_seconds=0.0)
+    member.start()
+    try:
+        assert second.wait(60)
+    finally:
+        member.stop()
+        member.thread.join(60)
+    assert not member.thread.is_alive()
+
+
+def test_a_member_whose_launcher_cannot_be_started_tries_again() -> None:
+    starting = FailsOnce(NO_MEMORY, waiting_launcher)
+    member = Member(600.0, starting)
     member.start()
     try:
         assert starting.done.wait(60)

@@ -910,7 +910,7 @@ def test_rank_0_hears_of_a_rank_that_left_an_operation_of_all_ranks(tmp_path: Pa
     """Rank 0 may be in that operation, and would wait for the rank until the limit."""
     first, second = (World(rank, 2, 2, rank, FileStore(str(tmp_path / "store"), 2)) for rank in range(2))
     heard: queue.Queue[Shortage] = queue.Queue()
-    first.watch_memory(heard.put)
+    first.watch_ranks(heard.put, lambda mistake: None)
 
     second.report(WHOLE)
 

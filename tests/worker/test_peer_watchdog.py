@@ -67,6 +67,15 @@ def test_a_store_that_does_not_answer_is_a_first_machine_that_has_vanished(store
     assert member.vanished() == [0]
 
 
+def test_an_answer_of_the_first_machine_is_a_sign_of_life(store: TCPStore) -> None:
+    answered, left = threading.Event(), threading.Event()
+
+    keep(Presence(store, 8, [0], 0.1), lambda rank: None, left, answered.set)
+
+    assert answered.wait(30)
+    left.set()
+
+
 class Silent:
     """A store on a machine without power."""
 

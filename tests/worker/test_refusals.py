@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import queue
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ import safetensors.torch
 import torch
 from sqlalchemy import select
 from torch._C import OutOfMemoryError
+from torch._C._distributed_c10d import FileStore
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from core.database.tables import Attempt, Job
@@ -31,12 +33,12 @@ from graders.sandbox.pool import SandboxBusy
 from graders.types import ErrorKind, Grade
 from tests.families.zoo import FAMILIES, Family
 from tests.hyperparameters import in_groups
-from tests.present import present, untyped
+from tests.present import present
 from tests.tiny import tiny_tokenizer
 from tests.worker.conftest import Bench
 from worker import process
 from worker.assemble import assemble
-from worker.child import follow_rank_0, run_claim
+from worker.child import followed, run_claim, status_of
 from worker.device import GpuUnusable
 from worker.model.policy import Base, Policy, load_base
 from worker.recording.alerts import require_grades
@@ -53,6 +55,7 @@ from worker.refusals import (
     failing_once,
 )
 from worker.supervisor.supervisor import Supervisor
+from worker.training.world import World
 from worker.types import Group, Prompt, Rollout
 
 GRADER = {
@@ -324,10 +327,11 @@ def test_a_job_whose_memory_others_have_taken_for_a_day_fails(
     assert "No worker had enough free memory for 24 hours: other processes use" in job.error["message"]
 
 
-class RefusingOrder:
+class RefusingOrder(World):
     """A world whose order this rank cannot carry out."""
 
-    def __init__(self, cause: Exception) -> None:
+    def __init__(self, cause: Exception, store: Path) -> None:
+        super().__init__(1, 2, 1, 0, FileStore(str(store), 2))
         self.cause = cause
 
     def receive(self) -> NoReturn:
@@ -342,17 +346,21 @@ class RefusingOrder:
     ],
 )
 def test_a_rank_that_alone_cannot_compute_the_job_fails_it_for_the_reason(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, cause: Exception, code: str
+    bench: Bench, cause: Exception, code: str
 ) -> None:
-    """Rank 0 waits for it in a collective operation."""
-    monkeypatch.setenv("REGRAFT_DATABASE_URL", str(bench.database.engine.url))
-    monkeypatch.setenv("REGRAFT_BLOB_URL", str(bench.tmp_path / "blobs"))
-    line = f"{bench.claim.job_id} {bench.claim.epoch}"
+    """On any machine. Rank 0 waits for it in a collective operation."""
+    store = bench.tmp_path / "store"
+    heard: queue.Queue[UserMistake] = queue.Queue()
+    World(0, 2, 1, 0, FileStore(str(store), 2)).watch_ranks(lambda shortage: None, heard.put)
 
-    status = follow_rank_0(untyped(RefusingOrder(cause)), line, Settings())
-    again = follow_rank_0(untyped(RefusingOrder(cause)), line, Settings())
+    followed(RefusingOrder(cause, store))
+    mistake = heard.get(timeout=60)
 
-    assert (status, again) == (process.USER_MISTAKE, process.LOST)
+    def run() -> NoReturn:
+        raise mistake
+
+    statuses = [status_of(bench.attempt(), run) for _ in range(2)]
+    assert statuses == [process.USER_MISTAKE, process.LOST]
     assert bench.job().status == "failed"
     assert bench.job().error == {
         "code": code,

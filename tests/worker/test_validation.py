@@ -21,10 +21,13 @@ from core.settings import Settings
 from core.storage.datasets import Example
 from core.storage.store import CHUNK_BYTES, FolderBlobs, StoreEmpty
 from core.telemetry import logs, tracing
+from core.tenancy import tenants
 from graders.backends import Backends
+from graders.judge.judges import JudgeModel
 from graders.spec import parse_grader
 from graders.types import Grade, Item, Sample
 from tests.fakes import NeverGrades
+from tests.graders.servers import serving, verdict
 from tests.present import present
 from tests.worker.conftest import GRADER, Bench
 from tests.worker.test_memory import QWEN3_14B
@@ -353,6 +356,21 @@ def test_a_part_of_a_multi_that_scores_all_test_replies_alike_is_warned_of_by_na
     [warning] = bench.events("warn")
     assert warning.startswith("Parts of the grader gave all 4 test replies") and "'inert' (1)" in warning
     assert "'right'" not in warning
+
+
+def test_what_the_judge_of_the_test_replies_uses_counts(
+    bench: Bench, validate: Callable[..., tuple[Any, list[tuple[str, str]] | None]]
+) -> None:
+    judge = {"type": "score_model", "name": "j", "model": "wise"}
+    message = {"role": "user", "content": "{{sample.output_text}}"}
+    with serving(lambda path, asked: (200, verdict(1.0).body)) as url:
+        backends = Backends({"wise": JudgeModel(f"{url}/v1")})
+        job, _ = validate([GOOD], grader={**judge, "input": [message]}, backends=backends)
+
+    assert job.status == "queued"
+    with bench.database.read() as session:
+        used = tenants.usage_since(session, bench.project.id).grader_tokens
+    assert used > 0 and used % 15 == 0
 
 
 def test_a_grader_that_fails_on_its_own_reference_is_warned_of() -> None:

@@ -454,7 +454,8 @@ def serve_group(settings: Settings) -> int:
     stopping = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: stopping.set())
-    launching = Member()
+    # A launcher waits for the other machines of a run for the patience, without a sign of life.
+    launching = Member(settings.hang_seconds + settings.patience_seconds)
     launching.start()
     log.info("joining the runs at %s, with %d ranks", settings.rendezvous, settings.ranks)
     is_alive = liveness.touch_while_alive(liveness.file_in(settings.data_dir), [launching.thread], stopping)

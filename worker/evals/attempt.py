@@ -433,7 +433,7 @@ class RunAttempt:
 
     def _pay_for_lost_grades(self) -> None:
         """Record the tokens of replies whose grades were cancelled, or were cut at their deadline."""
-        for model, used in {} if self._judges is None else self._judges.ledger.items():
+        for model, used in {} if self._judges is None else self._judges.ledger.used.items():
             lost = used - self._judge_usage.get(model, TokenUsage())
             if lost != TokenUsage():
                 self.record.paid(_judge_call(model, lost))
@@ -525,7 +525,6 @@ def _for_graders(stored: dict[str, Any], plan: RunPlan) -> Sample:
         message["content"], stored["finish_reason"], parse_json=plan.parse_json, reasoning=reasoning or ""
     )
     return text if rollout is not None else replace(text, output_tools=tuple(message.get("tool_calls", ())))
-
 
 
 def _first(several: BaseExceptionGroup[BaseException]) -> BaseException:

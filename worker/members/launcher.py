@@ -1,4 +1,7 @@
-"""`python -m worker.members.launcher PARENT`: wait for a run of the group, and be its ranks of this machine."""
+"""`python -m worker.members.launcher PARENT PROGRESS`: wait for a run of the group, and be its ranks of this machine.
+
+It touches the file PROGRESS while it waits for a run, and its first rank does while machine 0 answers.
+"""
 
 import argparse
 import logging
@@ -8,12 +11,14 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from core.addresses import HostPort
 from core.settings import Settings
 from core.telemetry import logs
 from worker import process
 from worker.child import be_member
+from worker.heartbeat import Beat, beats_into
 from worker.members.gathering import Membership
 from worker.training.launch import (
     Group,
@@ -32,16 +37,17 @@ def main(rank: Callable[..., None] = be_member) -> int:
     parser.add_argument(
         "parent", type=int, help="process id of `regraft-server member`; this process exits with it"
     )
+    parser.add_argument("progress", type=Path, help="the file to touch at every sign of life")
     args = parser.parse_args()
     process.die_with_parent(args.parent)
     settings = Settings()
     logs.configure([logs.handler(settings.log_format, sys.stdout)])
-    wait_for_run(settings.rendezvous, Membership(settings))
+    wait_for_run(settings.rendezvous, Membership(settings), beats_into(args.progress))
     # The run ends this process. To stop the machine, stop the run or wait for its next checkpoint.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     log.info("joining the run at %s as machine %d", settings.rendezvous, settings.node_rank)
     try:
-        launch(rank, os.getpid(), ranks=settings.ranks, group=Group.of(settings))
+        launch(rank, os.getpid(), args.progress, ranks=settings.ranks, group=Group.of(settings))
     except (RanksFailed, MembersMissing) as cause:
         log.warning("%s", cause)
         return process.FAILED
@@ -49,7 +55,7 @@ def main(rank: Callable[..., None] = be_member) -> int:
     return process.DONE
 
 
-def wait_for_run(rendezvous: str, membership: Membership) -> None:
+def wait_for_run(rendezvous: str, membership: Membership, beat: Beat) -> None:
     """Return when a launcher listens there. Until then this machine is in the list of machine 0.
 
     Logs why none can be reached when the reason changes.
@@ -57,6 +63,7 @@ def wait_for_run(rendezvous: str, membership: Membership) -> None:
     address = HostPort.parse(rendezvous)
     last = ""
     while True:
+        beat()
         membership.keep()
         try:
             socket.create_connection(address, timeout=30).close()

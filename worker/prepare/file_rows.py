@@ -74,4 +74,4 @@ def teacher_of(plan: TrainingPlan, model: LoadedPolicy) -> TeacherPolicy | Serve
     teacher = plan.teacher
     if teacher is None or teacher.server is None:
         return model.teaching
-    return served_teacher(teacher.name, teacher.server, plan.settings, plan.beat)
+    return served_teacher(teacher.name, teacher.server, plan.settings, plan.beat, plan.attempt.ledger)

@@ -151,7 +151,14 @@ def scorer_of(plan: TrainingPlan, task: PromptTask, policy: Policy, grader: Grad
     """What scores the answers: the job's teacher, or its grader with the reward models that this reads."""
     if plan.teacher is not None:
         return training_rewards(
-            plan.teacher, policy, task, plan.memory, plan.checkpoints, plan.settings, plan.beat
+            plan.teacher,
+            policy,
+            task,
+            plan.memory,
+            plan.checkpoints,
+            plan.settings,
+            plan.beat,
+            plan.attempt.ledger,
         )
     assert grader is not None, "a job has a grader or a teacher"
     scores = None

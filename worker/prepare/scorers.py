@@ -1,6 +1,6 @@
 """Teachers and reward models that score the answers of a job: which there are, and how they are loaded."""
 
-import asyncio
+from dataclasses import replace
 from functools import partial
 
 from sqlalchemy.orm import Session
@@ -13,9 +13,10 @@ from core.results.lineage import Parent, grading_model, start_of
 from core.settings import Settings
 from graders.build import reward_model_parts
 from graders.judge.judges import JudgeModel
+from graders.judge.usage import TokenLedger
 from graders.spec import GraderSpec
 from worker.attempt import Attempt
-from worker.backends import open_backends
+from worker.backends import open_backends, patience_of_run
 from worker.heartbeat import Beat
 from worker.model import teachers
 from worker.model.policy import Policy, read_tokenizer, source_of
@@ -24,12 +25,11 @@ from worker.model.teachers import TeacherModel
 from worker.offline.templates import template_of
 from worker.prepare.model import BaseModel
 from worker.prepare.task import PromptTask
-from worker.progress import PROGRESS
 from worker.recording.checkpoints import JobCheckpoints
 from worker.refusals import UserMistake
 from worker.rollout.distillation_rewards import TeacherRewards
 from worker.rollout.reward_models import LoadedRewardModel, read_reward_model
-from worker.rollout.served_teacher import ServedTeacher, retries_within
+from worker.rollout.served_teacher import RETRIES, ServedTeacher
 from worker.training.teacher import PolicyTeacher
 
 GRADER_PARAM = "method.reinforcement.grader"
@@ -57,7 +57,7 @@ def teacher_model(attempt: Attempt, settings: Settings, beat: Beat) -> TeacherMo
             raise UserMistake("model_not_available", str(absent), teachers.PARAM) from absent
         student = registry.get(job.model)
         tokenizer = read_tokenizer(student, source_of(student, settings.model_cache))
-        served = served_teacher(name, server, settings, beat)
+        served = served_teacher(name, server, settings, beat, attempt.ledger)
         served.refuse_other_tokens(tokenizer)
         if (top_k := top_of(job)) is not None:
             served.refuse_top(tokenizer, top_k)
@@ -68,15 +68,17 @@ def teacher_model(attempt: Attempt, settings: Settings, beat: Beat) -> TeacherMo
     return teachers.inspect_teacher(name, base, parent, job.model, entries, settings.model_cache)
 
 
-def served_teacher(name: str, server: JudgeModel, settings: Settings, beat: Beat) -> ServedTeacher:
-    """One whose outages a run waits for as for those of database and blob store."""
+def served_teacher(
+    name: str, server: JudgeModel, settings: Settings, beat: Beat, ledger: TokenLedger
+) -> ServedTeacher:
+    """One whose outages a run waits for as for those of database and blob store.
 
-    async def wait(seconds: float) -> None:
-        with PROGRESS.waiting("teacher"):
-            await asyncio.sleep(seconds)
-        beat()
-
-    return ServedTeacher(name, server, beat, retries_within(settings.patience_seconds, wait))
+    A server that accepts requests in silence would hold the worker for hours if each retry waited for it, so such a
+    request is sent once more only.
+    """
+    patience = patience_of_run(settings, beat, "teacher")
+    patience = replace(patience, retries=RETRIES, retries_after_silence=1)
+    return ServedTeacher(name, server, beat, patience, ledger)
 
 
 def reward_models(attempt: Attempt, spec: GraderSpec | None, settings: Settings) -> list[Parent]:
@@ -134,6 +136,7 @@ def training_rewards(
     checkpoints: JobCheckpoints,
     settings: Settings,
     beat: Beat,
+    ledger: TokenLedger,
 ) -> TeacherRewards:
     """Load the teacher beside the policy, unless it is on a server.
 
@@ -143,7 +146,7 @@ def training_rewards(
         UnsupportedModel: a second model whose forward pass is not right here.
     """
     if teacher.server is not None:
-        served = served_teacher(teacher.name, teacher.server, settings, beat)
+        served = served_teacher(teacher.name, teacher.server, settings, beat, ledger)
         return TeacherRewards(served, temperature=task.settings.temperature, paid=teacher.name)
     if policy.is_sharded:
         raise UserMistake(

@@ -126,6 +126,8 @@ class JobRecorder:
         """The warnings of the step are in its transaction, so that each is written exactly as often as its step."""
         step = measured.step
         pages = self._write_pages(step, stored, ahead)
+        ledger = self.attempt.ledger
+        grader_tokens = ledger.unbooked  # the answers of asynchronous batches are graded before their step
 
         def write(session: Session, job: Job) -> bool:
             recorded = session.get(StepMetric, (job.id, step))
@@ -139,13 +141,14 @@ class JobRecorder:
                 for finding in findings:
                     told = finding.event_data(step)
                     events.append(session, job.id, finding.message, level="warn", data=told, step=step)
-                usage.record(session, job, measured, ahead)
+                usage.record(session, job, measured, ahead, grader_tokens=grader_tokens)
                 webhooks.emit_thresholds(job, measured)
                 if ahead.steps:
                     self._pause_at_a_cap(session, job)
             return job.status == "pausing"
 
         pause = self.attempt.write(write)
+        ledger.book(grader_tokens)
         instruments.recorded(measured)
         log.info("%s", metrics.message(measured))
         return pause

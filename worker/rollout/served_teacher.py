@@ -8,7 +8,7 @@ import asyncio
 import json
 import math
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import compress
@@ -19,8 +19,9 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from core.outbound.http import is_passing, trusted_client
-from graders.calls import MAX_WAIT_S, CallRetryPolicy, NoAnswer, RateLimit, Reply, post, quoted_reply
+from graders.calls import CallRetryPolicy, NoAnswer, RateLimit, Reply, ServerAway, post, quoted_reply
 from graders.judge.judges import JudgeModel
+from graders.judge.usage import TokenLedger
 from graders.template import quoted
 from graders.types import TokenUsage
 from worker.model.teachers import PARAM
@@ -29,7 +30,7 @@ from worker.types import Pack, Prompt, Rollout, TopTokens, TrainingSequence
 
 TOP_K_PARAM = "method.distillation.hyperparameters.advanced.loss.top_k"
 
-# Without more waiting, the retries of a request that fails take about a minute in all.
+# Of a request that fails although the server is there: they take about a minute in all.
 RETRIES = 7
 
 # Of an answer: about 100 bytes for each token, of which a sequence has up to 131072, and 40 for each likely one.
@@ -65,7 +66,8 @@ class ServedTeacher:
     name: str
     server: JudgeModel
     beat: Callable[[], None] = lambda: None
-    patience: CallRetryPolicy = field(default_factory=lambda: retries_within(0))
+    patience: CallRetryPolicy = field(default_factory=CallRetryPolicy)
+    ledger: TokenLedger = field(default_factory=TokenLedger)
     _usage: TokenUsage = field(default=TokenUsage(), init=False)
 
     def logprobs(
@@ -197,7 +199,7 @@ class ServedTeacher:
                 timeout_s=server.timeout_s,
                 max_bytes=MAX_BYTES + TOP_BYTES * top_k * len(ids_T),
             )
-        except NoAnswer as silence:
+        except (NoAnswer, ServerAway) as silence:
             raise ModelUnavailable(f"The teacher '{self.name}' does not answer: {silence}") from None
         if is_passing(reply.status):
             raise ModelUnavailable(f"The teacher '{self.name}' does not answer: {_problem_of(reply)}")
@@ -207,6 +209,7 @@ class ServedTeacher:
                 f"The server of the teacher '{self.name}' refuses {len(ids_T)} tokens: {_problem_of(reply)}",
                 PARAM,
             )
+        self.ledger.add(self.name, TokenUsage(len(ids_T), 1))
         try:
             return _read(json.loads(reply.text), len(ids_T), top_k)
         except (ValueError, KeyError, IndexError, TypeError, OverflowError, RecursionError) as cause:
@@ -232,18 +235,6 @@ def legible_tokens(tokenizer: PreTrainedTokenizerBase, most: int) -> dict[int, s
     tokens = list(texts)
     apart = max(1, math.ceil(len(tokens) / most))
     return {token: texts[token] for token in tokens[::apart]}
-
-
-def retries_within(
-    seconds: float, wait: Callable[[float], Awaitable[None]] = asyncio.sleep
-) -> CallRetryPolicy:
-    """Retries of a request that fails, for about `seconds` and at least a minute: waits grow to a minute each.
-
-    A server that accepts requests in silence would hold the worker for hours if each retry waited for it, so one is
-    sent once more only.
-    """
-    more = math.ceil(max(0.0, seconds - MAX_WAIT_S) / MAX_WAIT_S)
-    return CallRetryPolicy(retries=RETRIES + more, retries_after_silence=1, sleep=wait)
 
 
 def top_tokens(top_T: Sequence[Mapping[int, float]], answer: TrainingSequence, top_k: int) -> TopTokens:

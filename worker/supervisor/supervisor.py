@@ -38,6 +38,7 @@ from core.storage.store import BlobStore
 from core.telemetry import logs
 from worker import forking, process
 from worker.forking import ForkServer, Started
+from worker.heartbeat import ProgressFile
 from worker.supervisor.killed import KernelMemory
 from worker.supervisor.live_log import LiveLog, end_of
 from worker.supervisor.sharing import Hold, SharedDevice, hold_command, why_alone
@@ -469,23 +470,13 @@ class RunProcess:
             return end_of(self.words.fileno())
 
 
-class RunProgress:
-    """Watches the progress file of a run. Uses our own clock, because that of the file may jump."""
+class RunProgress(ProgressFile):
+    """The progress file of a run, and what the run says that it is doing."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        self.path = path
-        self._clock = clock
-        self._seen = path.stat().st_mtime_ns
-        self._since = clock()
+        super().__init__(path, clock)
         self._told: dict[str, Any] | None = None
         self._told_at = clock() - REPORT_SECONDS
-
-    def still_for(self) -> float:
-        """Return the seconds since the call that first saw the latest progress."""
-        now = self.path.stat().st_mtime_ns
-        if now != self._seen:
-            self._seen, self._since = now, self._clock()
-        return self._clock() - self._since
 
     def news(self) -> dict[str, Any] | None:
         """Return what the run is doing if that has changed, at most once in `REPORT_SECONDS`; else None."""

@@ -15,7 +15,7 @@ from typing import Any
 from core.claims import Claim, LeaseLost
 from core.database.engine import Database, WakeMessage
 from core.database.tables import File, Job
-from core.jobs import estimates, events, lifecycle
+from core.jobs import estimates, events, lifecycle, usage
 from core.jobs.distillation import asked_of, teacher_of
 from core.jobs.full import is_full
 from core.jobs.job_files import SAME_FILE, BadFile, in_words
@@ -34,6 +34,7 @@ from graders.backends import Backends, InvalidBackends
 from graders.build import environments_of, graders_of, reward_model_parts, row_problems
 from graders.doubts import row_doubts
 from graders.environments.catalog import EnvironmentNotBuilt
+from graders.judge.usage import TokenLedger
 from graders.run import grade_all
 from graders.spec import (
     GraderSpec,
@@ -155,7 +156,7 @@ def _validate(
         _refuse_too_large(settings, job)
         if variant(job.method, job.body) in OFFLINE:
             return validate_offline(database, blobs, claim, job, stored, lease.progressed)
-        checked = _checked(settings, blobs, backends, job, stored, lease)
+        checked = _checked(settings, database, blobs, backends, job, stored, lease)
     except (BadFile, UserMistake) as mistake:
         return fail_for(database, claim, mistake)
     except EnvironmentNotBuilt as missing:
@@ -176,6 +177,7 @@ def _validate(
 
 def _checked(
     settings: Settings,
+    database: Database,
     blobs: BlobStore,
     backends: Backends,
     job: Job,
@@ -206,7 +208,9 @@ def _checked(
             form = job.body["response_format"]
             schema = None if form is None else form["json_schema"]["schema"]
             probed = rows[:DRY_RUN_ROWS]
-            warnings.append(asyncio.run(_doubt(backends, spec, job.project_id, probed, schema, lease)))
+            with _booked(settings, database, job) as ledger:
+                dry = _doubt(backends, spec, job.project_id, probed, schema, lease, ledger)
+                warnings.append(asyncio.run(dry))
     except (InvalidGrader, GraderCannotRun) as refused:
         raise UserMistake("invalid_grader", str(refused), "method.reinforcement.grader") from refused
     if spec is not None:
@@ -277,6 +281,18 @@ def _estimate(
     return estimates.before_start(past, sizes, train_rows=train_rows, valid_rows=valid_rows)
 
 
+@contextmanager
+def _booked(settings: Settings, database: Database, job: Job) -> Iterator[TokenLedger]:
+    """Count what judges use during the context as usage of the job's project, however it ends."""
+    ledger = TokenLedger()
+    try:
+        yield ledger
+    finally:
+        retry = RetryPolicy(settings.patience_seconds, log.warning)
+        tokens = ledger.unbooked
+        usage.book_grader_tokens(database, job.project_id, job.model, tokens=tokens, retry=retry)
+
+
 async def _doubt(
     backends: Backends,
     spec: GraderSpec,
@@ -284,6 +300,7 @@ async def _doubt(
     rows: Sequence[Example],
     schema: Mapping[str, Any] | None,
     lease: LeaseKeeper,
+    ledger: TokenLedger,
 ) -> str | None:
     """Return the dry run's warning. A lost lease aborts it at once, even during a grade.
 
@@ -294,7 +311,7 @@ async def _doubt(
     assert running is not None
     lease.when_lost(lambda: loop.call_soon_threadsafe(running.cancel))
     try:
-        async with backends.open(spec, owner=owner) as grader:
+        async with backends.open(spec, owner=owner, ledger=ledger) as grader:
             return await dry_run(WatchedGrader(grader, lease.moved), spec, rows, schema=schema)
     except asyncio.CancelledError:
         lease.progressed()

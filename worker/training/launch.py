@@ -61,8 +61,7 @@ class Group:
 def launch(entry: Callable[..., None], *arguments: Any, ranks: int, group: Group | None = None) -> int:
     """Run `entry` in each rank of this machine, and return the exit status of the rank that ended the others.
 
-    On machine 0 that is rank 0, the run, or one that has recorded an error of the job; on the others any rank that has
-    seen the end of the run.
+    On machine 0 that is rank 0, the run; on the others any rank that has seen the end of the run.
 
     Raises:
         RanksFailed: another rank has failed first.
@@ -94,8 +93,6 @@ def launch(entry: Callable[..., None], *arguments: Any, ranks: int, group: Group
         [(rank, code), *_] = codes.items()
         if group.node_rank > 0 and code == process.ENDED:
             return process.DONE
-        if group.node_rank == 0 and code == process.USER_MISTAKE:
-            return code
         raise RanksFailed(f"rank {rank} {_how(code)}; the job's log may have the reason") from None
     raise AssertionError("each rank exits with a status that is not 0")
 

@@ -53,8 +53,15 @@ def _key(rank: int) -> str:
     return f"present/{rank}"
 
 
-def keep(presence: Presence, on_vanished: Callable[[int], None], left: threading.Event) -> None:
+def keep(
+    presence: Presence,
+    on_vanished: Callable[[int], None],
+    left: threading.Event,
+    on_answer: Callable[[], None] = lambda: None,
+) -> None:
     """Exchange counters until `left`, and call `on_vanished` once with a rank that has vanished.
+
+    Calls `on_answer` after each exchange.
 
     In two threads, because an exchange with a machine that has vanished does not return.
     """
@@ -64,6 +71,7 @@ def keep(presence: Presence, on_vanished: Callable[[int], None], left: threading
         while not left.wait(pause):
             try:
                 presence.exchange()
+                on_answer()
             except RuntimeError as cause:  # the run has ended, or the machine with the store is lost
                 log.debug("the counters of the ranks cannot be read: %s", cause)
                 return

@@ -22,6 +22,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.nn import Parameter
 
 from worker.out_of_memory import Shortage, is_out_of_memory
+from worker.refusals import UserMistake
 from worker.training import peer_watchdog
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ LAUNCHER_VARIABLES = {
 
 
 POLL_SECONDS = 1.0
-SHORTAGE = "out_of_memory"  # a key of the store
+SHORTAGE, MISTAKE = "out_of_memory", "mistake"  # keys of the store
 
 
 class BrokenWorld(Exception):
@@ -89,26 +90,41 @@ class World:
         self._alive = threading.Thread(target=give, name="orders", daemon=True)
         self._alive.start()
 
-    def watch_machines(self, limit_seconds: float, on_vanished: Callable[[int], None]) -> None:
+    def watch_machines(
+        self,
+        limit_seconds: float,
+        on_vanished: Callable[[int], None],
+        *,
+        on_answer: Callable[[], None] = lambda: None,
+    ) -> None:
         """Have `on_vanished` called, in a thread, with the number of a machine that has not answered for the limit.
 
-        The first machine watches all others, and they watch it. One rank of each does.
+        The first machine watches all others, and they watch it. One rank of each does. It calls `on_answer` whenever
+        the machine with the store has answered.
         """
         if self.size == self.local_size or self.local_rank > 0:
             return
         others = range(self.local_size, self.size, self.local_size) if self.rank == 0 else [0]
         store = self._store.clone()  # type: ignore[attr-defined]  # its stub is missing
         present = peer_watchdog.Presence(store, self.rank, others, limit_seconds)
-        peer_watchdog.keep(present, lambda rank: on_vanished(rank // self.local_size), self._left)
+        end = lambda rank: on_vanished(rank // self.local_size)  # noqa: E731
+        peer_watchdog.keep(present, end, self._left, on_answer)
 
     def report(self, shortage: Shortage) -> None:
         """Tell rank 0 that this rank has run out of memory in an operation of all ranks, and has left it."""
         self._store.set(SHORTAGE, json.dumps(asdict(shortage)))
 
-    def watch_memory(self, on_shortage: Callable[[Shortage], None]) -> None:
-        """Have `on_shortage` called, in a thread, with what another rank reports. On rank 0.
+    def refuse(self, mistake: UserMistake) -> None:
+        """Tell rank 0 that this rank cannot do its part of the job, which no other attempt could. It records that."""
+        said = {"code": mistake.code, "message": mistake.message, "param": mistake.param}
+        self._store.set(MISTAKE, json.dumps(said))
 
-        Its own thread may be in that operation, and would wait for the rank until the limit.
+    def watch_ranks(
+        self, on_shortage: Callable[[Shortage], None], on_mistake: Callable[[UserMistake], None]
+    ) -> None:
+        """Have one of them called, in a thread, with what another rank reports. On rank 0.
+
+        Its own thread may be in an operation of all ranks, and would wait for the rank until the limit.
         """
         store = self._store.clone()  # type: ignore[attr-defined]  # its stub is missing
 
@@ -118,10 +134,13 @@ class World:
                     if store.check([SHORTAGE]):
                         on_shortage(Shortage(**json.loads(store.get(SHORTAGE))))
                         return
+                    if store.check([MISTAKE]):
+                        on_mistake(UserMistake(**json.loads(store.get(MISTAKE))))
+                        return
                 except RuntimeError:  # the run has ended, or the machine with the store is lost
                     return
 
-        threading.Thread(target=watch, name="memory", daemon=True).start()
+        threading.Thread(target=watch, name="ranks", daemon=True).start()
 
     def wait_for_end(self) -> None:
         """Wait until the machine with the store has left it."""
