@@ -59,6 +59,9 @@ class GpuClass(BaseModel):
     kv_cache_gib: KvCacheGib | None = None
     train_token_budget: TokenBudget | None = None
     sampler: SamplerChoice | None = None
+    # REGRAFT_RANKS of the workers of the class, for the check of a job before it is queued. Unset: as many as the
+    # process has that checks, which may be of another class.
+    ranks: Annotated[int, Field(ge=1)] | None = None
     # A Kubernetes Job runs each job of the class (docs/howto/kubernetes.md): no worker reads its queue of the broker.
     in_kubernetes_jobs: bool = False
 
@@ -385,7 +388,7 @@ class Settings(BaseSettings):
         known = self.gpu_classes.get(gpu_class, GpuClass())
         changes: dict[str, Any] = {
             name: value
-            for name in ("kv_cache_gib", "train_token_budget", "sampler")
+            for name in ("kv_cache_gib", "train_token_budget", "sampler", "ranks")
             if (value := getattr(known, name)) is not None
         }
         return self.model_copy(update=changes)

@@ -219,6 +219,8 @@ replicas: {{ int .least }}
 {{- $class := dict -}}
 {{- if eq (int .gpus) 0 -}}
 {{- $_ := set $class "gpu_memory_gib" 0 -}}
+{{- else -}}
+{{- $_ := set $class "ranks" (sub (int .gpus) (int .samplingGpus)) -}}
 {{- end -}}
 {{- if eq (include "regraft.mode" .) "job" -}}
 {{- $_ := set $class "in_kubernetes_jobs" true -}}
@@ -493,7 +495,7 @@ is a fifth of the product.
 {{- $classes = append $classes .gpuClass -}}
 {{- $said := include "regraft.gpuClass" . -}}
 {{- if ne (get $perClass .gpuClass | default $said) $said -}}
-{{- $wrong = append $wrong (printf "workers: the pool %s and another of the gpuClass %s differ in mode, gpus, gpuMemoryGiB, kvCacheGiB, trainTokenBudget or sampler; pools of the same gpuClass must be equal, so give one of them another gpuClass" .name .gpuClass) -}}
+{{- $wrong = append $wrong (printf "workers: the pool %s and another of the gpuClass %s differ in mode, gpus, samplingGpus, gpuMemoryGiB, kvCacheGiB, trainTokenBudget or sampler; pools of the same gpuClass must be equal, so give one of them another gpuClass" .name .gpuClass) -}}
 {{- end -}}
 {{- $_ := set $perClass .gpuClass $said -}}
 {{- if and (hasKey . "gpuMemoryGiB") (eq (int .gpus) 0) -}}
