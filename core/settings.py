@@ -132,6 +132,9 @@ class Settings(BaseSettings):
     inference_url: InferenceUrl = ""
     # Secret that the API and the inference server share.
     inference_key: str = Field(default="", repr=False)
+    # The key before, which the inference server accepts, too, while clients that started with it still run
+    # (docs/howto/operations.md#change-settings-and-rotate-secrets).
+    inference_previous_key: str = Field(default="", repr=False)
     # The inference server that `up` started stops after this many seconds without a request; the next request restarts
     # it.
     inference_idle_seconds: float = Field(default=300.0, gt=0)
@@ -264,6 +267,8 @@ class Settings(BaseSettings):
     # same value for the API, all workers and the inference server.
     samplers: dict[str, Annotated[Addresses, Field(min_length=1)]] = Field(default_factory=dict)
     samplers_key: str = Field(default="", repr=False)
+    # The key before, which samplers accept, too, as `inference_previous_key`.
+    samplers_previous_key: str = Field(default="", repr=False)
     # A step is not taken if the mean difference between the log-probabilities of sampler and trainer for the same
     # tokens exceeds this, in nats per token; after two such steps in a row the job fails. auto: 0.05 for bfloat16,
     # 0.001 for float32; for a mixture of experts three times the difference in the first step, up to 0.12 and 0.005.

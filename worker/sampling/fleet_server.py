@@ -85,7 +85,7 @@ def run(settings: Settings, name: str, entry: BaseModelEntry, listening: socket.
     args = arguments(
         fleet_options(config, tool_parser_of(entry, tokenizer)),
         name=name,
-        key=settings.samplers_key,
+        keys=[key for key in (settings.samplers_key, settings.samplers_previous_key) if key],
         adapters=StoredAdapters(folders, nothing),
     )
     serve(listening, args, connection_options(settings))

@@ -73,9 +73,15 @@ class Places:
 
 
 def create_app(
-    engines: Engines, key: str, *, most_answers: int = MAX_ANSWERS, body_window_s: float = 30.0
+    engines: Engines,
+    key: str,
+    *,
+    previous_key: str = "",
+    most_answers: int = MAX_ANSWERS,
+    body_window_s: float = 30.0,
 ) -> FastAPI:
-    """Create the app. /healthz is public; all other routes need the key."""
+    """Create the app. /healthz is public; all other routes need the key, or the previous one if there is one."""
+    accepted = [f"Bearer {known}".encode() for known in (key, previous_key) if known]
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -102,8 +108,8 @@ def create_app(
     )
 
     def checked(request: Request) -> None:
-        sent = request.headers.get("authorization", "")
-        if not secrets.compare_digest(sent.encode(), f"Bearer {key}".encode()):
+        sent = request.headers.get("authorization", "").encode()
+        if not any(secrets.compare_digest(sent, known) for known in accepted):
             raise HTTPException(401, "Incorrect API key provided.")
 
     @app.get("/healthz")
@@ -218,7 +224,7 @@ def serve(
         shares_device: with jobs, as the process that `regraft-server up` starts.
     """
     engines = open_engines(settings, shares_device=shares_device)
-    app = create_app(engines, settings.inference_key)
+    app = create_app(engines, settings.inference_key, previous_key=settings.inference_previous_key)
     config = uvicorn.Config(
         app,
         log_config=None,  # which would set levels for the whole process while others start

@@ -98,6 +98,12 @@ capabilities:
 {name: {{ .Values.samplers.existingSecret | quote }}, key: {{ .Values.samplers.secretKey | quote }}}
 {{- end -}}
 
+{{/* The entry beside a key with the one before it, which servers accept, too, while it is there. Takes the key's reference. */}}
+{{- define "regraft.previousKey" -}}
+{{- $key := fromYaml . -}}
+{{- dict "name" $key.name "key" (printf "%s-previous" $key.key) "optional" true | toJson -}}
+{{- end -}}
+
 {{/* The addresses of the rollout fleets, by base model. */}}
 {{- define "regraft.samplers" -}}
 {{- $fleets := dict -}}
