@@ -12,7 +12,7 @@ from core.jobs.hyperparameters import Hyperparameters
 from core.registry import BaseModelEntry, Registry, sampler_of
 from core.settings import GpuClass, Settings
 from core.units import GIB
-from tests.helm.charts import CHART, Pod, helm, of_kind, pods, profile, render
+from tests.helm.charts import CHART, VARIATIONS, Pod, helm, merged, of_kind, pods, profile, render
 from tests.present import present
 from worker.model import capacity, sizing
 
@@ -170,6 +170,16 @@ def test_a_worker_without_gpus_checks_a_job_with_those_of_its_pool(tmp_path: Pat
     assert "GPU class `h100` has 48.0 GiB" in present(problem())
     assert problem(gpus=4) is None
     assert "GPU class `h100` has 48.0 GiB" in present(problem(gpus=4, samplingGpus=3))
+
+
+def test_downloaded_adapters_have_four_fifths_of_their_volume() -> None:
+    manifests = render(merged(VARIATIONS["fleets"], {"inference": {"adapterCache": "50Gi"}}))
+
+    for component, size in (("inference", "50Gi"), ("sampler-large", "20Gi")):
+        [pod] = pods(manifests, component)
+        [data] = [volume for volume in pod.spec["volumes"] if volume["name"] == "data"]
+        assert data["emptyDir"]["sizeLimit"] == size
+        assert int(environment(pod)["REGRAFT_ADAPTER_CACHE_BYTES"]) == int(0.8 * int(size[:2]) * GIB)
 
 
 def test_inference_has_settings_of_its_own() -> None:

@@ -30,7 +30,13 @@ from core.storage.store import blobs_of
 from core.telemetry import tracing
 from worker.serving import chat as own
 from worker.serving import serving_metrics
-from worker.serving.adapters import MODELS_KEPT, SPARED_SECONDS, AdapterFolders, folder_of_adapters
+from worker.serving.adapters import (
+    MODELS_KEPT,
+    SPARED_SECONDS,
+    AdapterFolders,
+    DiskBudget,
+    folder_of_adapters,
+)
 from worker.serving.engine import Engine
 from worker.serving.engines import Builder, EngineRefused, Engines
 from worker.serving.fleet_model import FleetBuilder
@@ -210,8 +216,12 @@ def open_engines(settings: Settings, *, shares_device: bool) -> Engines:
         for problem in served.problems(registry()):
             log.warning("%s", problem)
     blobs = blobs_of(settings)
-    folders = AdapterFolders(blobs, folder_of_adapters(settings), spared_seconds=SPARED_SECONDS)
-    wholes = AdapterFolders(blobs, (settings.data_dir / "tuned-models").resolve(), kept=MODELS_KEPT)
+    budget = DiskBudget(settings.adapter_cache_bytes)
+    folders = AdapterFolders(
+        blobs, folder_of_adapters(settings), spared_seconds=SPARED_SECONDS, budget=budget
+    )
+    models = (settings.data_dir / "tuned-models").resolve()
+    wholes = AdapterFolders(blobs, models, kept=MODELS_KEPT, budget=budget)
     return Engines(settings, registry, builders, folders, wholes, device=plain.device)
 
 

@@ -445,6 +445,11 @@ preStop:
 {{- mulf (float64 $number) (get $factors (trimPrefix $number (toString .))) -}}
 {{- end -}}
 
+{{/* Four fifths of a volume's size in bytes: the rest is for the blocks of its files. */}}
+{{- define "regraft.cacheBytes" -}}
+{{- include "regraft.gigabytes" . | float64 | mulf 8e8 | floor | int64 -}}
+{{- end -}}
+
 {{/*
 The weights of a model of a hub in GB, by the billions in its name, such as 14B or 8x7B, and by what it says of their
 bytes: two a parameter unless it is quantized. 0: the name has no billions. Experts share the rest of their layers, which
