@@ -207,6 +207,15 @@ def test_promtool_takes_the_alerts_and_every_expression_of_the_dashboard(tmp_pat
     assert f"{len(panels)} rules found" in promtool("check", "rules", str(file))
 
 
+@pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
+def test_a_route_that_generates_is_not_called_slow(route: str) -> None:
+    [slow] = [rule for rule in expressions()[0] if "histogram_quantile" in rule]
+    [excluded] = re.findall(r'route!~"([^"]+)"', slow)
+
+    assert re.fullmatch(excluded, route)
+    assert not re.fullmatch(excluded, "/v1/fine_tuning/jobs")
+
+
 @PROMTOOL
 def test_promtool_takes_the_alerts_of_a_release(watched: list[dict[str, Any]], tmp_path: Path) -> None:
     file = tmp_path / "rules.yaml"
