@@ -120,6 +120,11 @@ def test_a_rollout_that_waits_for_the_old_pod_and_the_start_of_the_new_one_is_no
         assert one["spec"]["progressDeadlineSeconds"] >= lasts + 600, one["metadata"]["name"]
 
 
+def test_every_pod_can_pull_its_image_from_a_registry_with_credentials() -> None:
+    for pod in pods(render(profile("cpu-demo", image={"pullSecrets": ["mine"]}))):
+        assert pod.spec["imagePullSecrets"] == [{"name": "mine"}], pod.name
+
+
 @pytest.fixture(params=VARIATIONS)
 def manifests(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     return render(VARIATIONS[request.param])
