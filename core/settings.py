@@ -59,6 +59,9 @@ class GpuClass(BaseModel):
     kv_cache_gib: KvCacheGib | None = None
     train_token_budget: TokenBudget | None = None
     sampler: SamplerChoice | None = None
+    # REGRAFT_RANKS of the workers of the class, for the check of a job before it is queued. Unset: as many as the
+    # process has that checks, which may be of another class.
+    ranks: Annotated[int, Field(ge=1)] | None = None
     # A Kubernetes Job runs each job of the class (docs/howto/kubernetes.md): no worker reads its queue of the broker.
     in_kubernetes_jobs: bool = False
 
@@ -129,10 +132,16 @@ class Settings(BaseSettings):
     inference_url: InferenceUrl = ""
     # Secret that the API and the inference server share.
     inference_key: str = Field(default="", repr=False)
+    # The key before, which the inference server accepts, too, while clients that started with it still run
+    # (docs/howto/operations.md#change-settings-and-rotate-secrets).
+    inference_previous_key: str = Field(default="", repr=False)
     # The inference server that `up` started stops after this many seconds without a request; the next request restarts
     # it.
     inference_idle_seconds: float = Field(default=300.0, gt=0)
     # The highest LoRA rank that vLLM serves; each adapter slot is allocated for this rank.
+    # Bytes on disk for the adapters and tuned models that an inference server or a sampler has downloaded. The least
+    # recently used are removed before another one is downloaded. 0: no limit but their number.
+    adapter_cache_bytes: int = Field(default=0, ge=0)
     inference_max_lora_rank: int = Field(default=64, ge=1, le=512)
 
     # Text of the first API key, created when the database is empty. Empty: a random one. Only its hash is stored, so
@@ -261,6 +270,8 @@ class Settings(BaseSettings):
     # same value for the API, all workers and the inference server.
     samplers: dict[str, Annotated[Addresses, Field(min_length=1)]] = Field(default_factory=dict)
     samplers_key: str = Field(default="", repr=False)
+    # The key before, which samplers accept, too, as `inference_previous_key`.
+    samplers_previous_key: str = Field(default="", repr=False)
     # A step is not taken if the mean difference between the log-probabilities of sampler and trainer for the same
     # tokens exceeds this, in nats per token; after two such steps in a row the job fails. auto: 0.05 for bfloat16,
     # 0.001 for float32; for a mixture of experts three times the difference in the first step, up to 0.12 and 0.005.
@@ -385,7 +396,7 @@ class Settings(BaseSettings):
         known = self.gpu_classes.get(gpu_class, GpuClass())
         changes: dict[str, Any] = {
             name: value
-            for name in ("kv_cache_gib", "train_token_budget", "sampler")
+            for name in ("kv_cache_gib", "train_token_budget", "sampler", "ranks")
             if (value := getattr(known, name)) is not None
         }
         return self.model_copy(update=changes)

@@ -173,7 +173,7 @@ class Backends:
         check_patterns(spec, param)
         build(spec, HttpJudges(self.judges), self.endpoints, self.environments, param=param)
         for where, part in judge_parts(spec, param):
-            if self.judges[part.model].is_text_only:
+            if self.judges[part.model].is_of_registry:
                 refuse_media(part.input, f"{where}.input")
 
     async def compile(self, spec: GraderSpec, owner: str = "", param: str = "grader") -> None:
@@ -242,7 +242,7 @@ def _judge(entry: JudgeEntry, inference: Inference | None, environment: Mapping[
         requests_per_second=entry.requests_per_second,
         timeout_s=entry.timeout_seconds,
         explains=entry.explains,
-        is_text_only=entry.model is not None,
+        is_of_registry=entry.model is not None,
     )
 
 

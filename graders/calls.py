@@ -109,12 +109,14 @@ async def post(
     pace: RateLimit,
     timeout_s: float,
     max_bytes: int = MAX_ANSWER,
+    waits_for_key: bool = False,
 ) -> Reply:
     """Return the server's last response. Redirects are not followed.
 
     Args:
         timeout_s: Limit of each attempt, from its start to the last byte of the response.
         max_bytes: Limit of the response.
+        waits_for_key: Whether to wait for a server that does not accept the key, as while its operator rotates the key.
 
     Raises:
         NoAnswer: No attempt got a response, or the client rejected the address, which is not retried.
@@ -136,7 +138,8 @@ async def post(
             failure, away = str(error) or type(error).__name__, _is_outage(error)
         except (UrlNotAllowed, httpx.InvalidURL, UnicodeError) as refused:
             raise NoAnswer(str(refused)) from refused
-        if answer is not None and not _is_passing(answer.status):
+        wants_key = waits_for_key and answer is not None and answer.status == 401
+        if answer is not None and not wants_key and not _is_passing(answer.status):
             return answer
         pause = tries.pause(answer, failure, silent=silent, away=away)
         if pause is not None:
@@ -163,7 +166,7 @@ class _Tries:
         """
         patience = self._patience
         retry_after = None if answer is None else answer.retry_after
-        if answer is not None and (is_away(answer.status) or answer.status == 429):
+        if answer is not None and (is_away(answer.status) or answer.status in (401, 429)):
             failure, away = f"HTTP {answer.status}", True
         if away and patience.away_seconds is not None:
             pause = patience.wait_s(self._aways, retry_after)

@@ -21,9 +21,9 @@ CHART = ROOT / "helm/regraft"
 OWN = {
     "compile_cache", "data_dir", "database_url", "broker_url", "blob_url", "s3_endpoint_url", "s3_region",
     "models_file", "graders_file",
-    "inference_url", "inference_key", "host", "port", "gpu_class", "metrics_port", "ranks",
-    "nodes", "node_rank", "rendezvous", "gpu_classes", "inference_kv_cache_gib", "first_key",
-    "samplers", "samplers_key", "sampling_gpus", "console_hosts",
+    "inference_url", "inference_key", "inference_previous_key", "host", "port", "gpu_class", "metrics_port", "ranks",
+    "nodes", "node_rank", "rendezvous", "gpu_classes", "adapter_cache_bytes", "inference_kv_cache_gib", "first_key",
+    "samplers", "samplers_key", "samplers_previous_key", "sampling_gpus", "console_hosts",
     "inference_idle_seconds",  # of `up`, which the chart does not run
 }  # fmt: skip
 # Settings that a pool of the chart may override: only the worker and its runs read them.

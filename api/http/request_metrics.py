@@ -37,16 +37,19 @@ class Measured:
 
         async def timed(message: Message) -> None:
             if message["type"] == "http.response.start":
-                self._record_request(scope, message["status"], time.perf_counter() - started)
+                later = "retry-after" in Headers(raw=message.get("headers", []))
+                self._record_request(scope, message["status"], later, time.perf_counter() - started)
             await send(message)
 
         with tracing.request(scope["method"], Headers(scope=scope)):
             await self.app(scope, receive, timed)
 
-    def _record_request(self, scope: Scope, status: int, seconds: float) -> None:
+    def _record_request(self, scope: Scope, status: int, later: bool, seconds: float) -> None:
         route = route_of(scope)
         tracing.answered(scope["method"], route, status, scope.get("state", {}).get("request_id", ""))
-        REQUESTS.labels(route, method_of(scope), f"{status // 100}xx").observe(seconds)
+        # A model that is being loaded is no error: its 503 is counted apart.
+        counted = "later" if status == 503 and later else f"{status // 100}xx"
+        REQUESTS.labels(route, method_of(scope), counted).observe(seconds)
         if route not in PROBES:
             fields = logs.extra(route=route, status=status, ms=round(1000 * seconds))
             log.info("%s %s", scope["method"], scope["path"], extra=fields)

@@ -308,7 +308,7 @@ async def read_response(answer: httpx.Response) -> bytes:
 
     Raises:
         ServiceError: the response is truncated, or did not come from an inference server that knows this API.
-        InferenceNotReady: a proxy could not reach the inference server.
+        InferenceNotReady: a proxy could not reach the inference server, or this one does not accept our key.
     """
     try:
         content = await answer.aread()
@@ -319,7 +319,9 @@ async def read_response(answer: httpx.Response) -> bytes:
     finally:
         await answer.aclose()
     if answer.status_code == 401:
-        raise ServiceError("The inference server rejected the key in REGRAFT_INFERENCE_KEY.")
+        raise InferenceNotReady(
+            "The inference server does not accept the key in REGRAFT_INFERENCE_KEY; try again.", retry_after=5
+        )
     if not (_is(answer, "application/json") if answer.status_code == 200 else is_error(content)):
         raise _of_something_else(answer.status_code, content)
     return content

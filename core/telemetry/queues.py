@@ -75,6 +75,8 @@ def queues(
     `pod_classes`: of the settings.
     """
     alive = [seen for seen in workers if seen.status != "silent"]
+    # The pod of a Job runs jobs and nothing else.
+    lasting = [seen for seen in alive if seen.worker.gpu_class not in pod_classes]
     waits = waiting_seconds(session, defaults)
     classes = sorted({*waits, *(seen.worker.gpu_class for seen in workers)})
     return [
@@ -82,8 +84,8 @@ def queues(
             _of_class(session, gpu_class, waits.get(gpu_class, []), alive, gpu_class in pod_classes)
             for gpu_class in classes
         ),
-        _validations(session, alive),
-        _eval_runs(session, defaults, alive),
+        _validations(session, lasting),
+        _eval_runs(session, defaults, lasting),
     ]
 
 

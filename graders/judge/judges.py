@@ -85,7 +85,7 @@ class JudgeModel:
     requests_per_second: float | None = None
     timeout_s: float = 120.0
     explains: bool = True  # whether it writes "steps" before the "result"
-    is_text_only: bool = False  # a model of this service, which reads neither images nor audio
+    is_of_registry: bool = False  # on our inference server: it reads neither images nor audio
 
 
 @dataclass
@@ -254,6 +254,7 @@ class HttpJudges:
                 patience=self._patience,
                 pace=self._paces[model],
                 timeout_s=served.timeout_s,
+                waits_for_key=served.is_of_registry,
             )
         except NoAnswer as silence:
             raise JudgeFailed(f"{model}: {silence}") from None

@@ -530,12 +530,14 @@ def test_an_error_of_the_inference_server_comes_through_with_its_retry_after(
     assert (answer.status_code, answer.json(), answer.headers["retry-after"]) == (503, error, "7")
 
 
-def test_a_key_that_the_inference_server_does_not_take_is_not_the_callers_mistake(
+def test_the_caller_may_try_again_while_the_inference_server_has_another_key(
     web: httpx.Client, inference: Inference
 ) -> None:
     inference.answer = JSONResponse({}, 401)
+    answer = ask(web)
 
-    assert ask(web).status_code == 500
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
+    assert "REGRAFT_INFERENCE_KEY" in answer.text
 
 
 def test_what_no_inference_server_says_is_not_passed_on(web: httpx.Client, inference: Inference) -> None:

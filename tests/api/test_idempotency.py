@@ -76,7 +76,9 @@ def test_an_upload_is_announced_once(api: TestClient) -> None:
 
 def keyed_paths(house: House) -> list[str]:
     """The paths whose POST takes an Idempotency-Key."""
-    posts = {path: methods["post"] for path, methods in house.app.openapi()["paths"].items() if "post" in methods}
+    posts = {
+        path: methods["post"] for path, methods in house.app.openapi()["paths"].items() if "post" in methods
+    }
     return [
         path
         for path, post in posts.items()

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 from prometheus_client.samples import Sample
+from starlette.responses import JSONResponse
 from starlette.testclient import TestClient
 
+from api.http.request_metrics import Measured
 from core.telemetry import logs
 from core.telemetry.metrics import COUNTED
 from tests.api.conftest import House
@@ -61,6 +63,17 @@ def test_a_crash_counts_as_a_5xx(house: House) -> None:
 
     assert house.client().get("/readyz").status_code == 500
     assert total(**crashed) == before + 1
+
+
+@pytest.mark.parametrize(("headers", "status"), [({"retry-after": "5"}, "later"), ({}, "5xx")])
+def test_a_503_that_says_when_to_try_again_is_no_error_of_the_service(
+    headers: dict[str, str], status: str
+) -> None:
+    before = total(route="none", status=status)
+
+    TestClient(Measured(JSONResponse({}, 503, headers))).get("/")
+
+    assert total(route="none", status=status) == before + 1
 
 
 def test_metrics_are_not_where_users_are(api: TestClient) -> None:

@@ -220,6 +220,18 @@ def test_validations_and_eval_runs_have_queues_of_their_own(session: Session, pr
     assert runs.oldest_seconds == pytest.approx(60, abs=30)
 
 
+def test_the_pod_of_a_job_takes_no_validation_and_no_eval_run(session: Session, project: Project) -> None:
+    factories.job(session, project, status="validating_files", lease_owner=None, lease_expires_at=None)
+    eval_run(session, project, status="queued", created_at=int(time.time()) - 60)
+    workers.begin(session, REPORT)
+
+    listed = found(session, pod_classes={REPORT.gpu_class})
+
+    for kind in ("validations", "eval_runs"):
+        assert (listed[kind].workers, listed[kind].reason) == (0, "no worker reports itself")
+    assert listed["cpu"].workers == 1
+
+
 def test_eval_runs_of_a_project_at_its_limit_are_held_back(session: Session, project: Project) -> None:
     for status in ("in_progress", "queued"):
         eval_run(session, project, status=status)

@@ -156,7 +156,9 @@ def test_the_thought_of_a_reasoning_model_is_shown_and_graded(
     client: OpenAI, new_eval: Callable[..., Any], house: House
 ) -> None:
     house.model.thoughts["q0"] = "q0, of course"
-    made = new_eval(EXACT | {"input": "{{sample.output_reasoning}}", "operation": "like"}, EXACT | {"name": "b"})
+    made = new_eval(
+        EXACT | {"input": "{{sample.output_reasoning}}", "operation": "like"}, EXACT | {"name": "b"}
+    )
     run = client.evals.runs.create(made.id, data_source=completions(1))
     house.work()
 

@@ -69,6 +69,15 @@ def test_a_proxy_that_does_not_reach_our_own_server_interrupts_the_run(status: i
         sampled([Reply(status, "<html>bad gateway</html>")], ours=True)
 
 
+def test_our_own_server_with_another_key_interrupts_the_run_and_a_foreign_one_is_an_error() -> None:
+    with pytest.raises(ServerUnavailable, match="REGRAFT_INFERENCE_KEY"):
+        sampled([Reply(401, "{}")], ours=True)
+    answer, _ = sampled([Reply(401, "{}")], ours=False)
+
+    assert answer.error is not None
+    assert answer.error["code"] == "http_401"
+
+
 def test_a_foreign_server_that_stays_away_is_an_error_of_the_item() -> None:
     answer, _ = sampled([Reply(500, "no")], ours=False)
 

@@ -261,6 +261,15 @@ def test_a_judge_that_stays_away_is_no_fault_of_the_answers(served: dict[str, An
     assert outage(caught.value) is not None
 
 
+def test_a_run_waits_while_the_key_of_our_own_server_is_rotated_and_not_for_that_of_another() -> None:
+    refused = Reply(401, "who?")
+    ours = Asked(SCORE, *[refused] * 9, verdict(1), away_seconds=600.0, is_of_registry=True)
+    other = Asked(SCORE, refused, verdict(1), away_seconds=600.0)
+
+    assert ours.grade.score == 1.0
+    assert other.grade.error is ErrorKind.model_grader_server_error
+
+
 def test_a_judge_that_fails_on_a_prompt_is_not_waited_for() -> None:
     asked = Asked(SCORE, Reply(500, "boom"), away_seconds=600.0)
 

@@ -13,7 +13,7 @@ from core.database.engine import Database
 from core.settings import Settings
 from tests.api.conftest import House, open_house
 from tests.api.test_sessions import OWN
-from tests.helm.charts import VARIATIONS, helm, pods, profile, render
+from tests.helm.charts import VARIATIONS, helm, merged, of_kind, pods, profile, render
 from tests.helm.test_service import environment
 
 CONTROLLER, STRANGER = "10.244.3.7", "10.9.9.9"
@@ -47,6 +47,15 @@ def test_the_console_is_served_under_the_name_of_the_entry(house: House, entry: 
 
     assert answer.status_code == 200, answer.text
     assert "Secure" in answer.headers["set-cookie"]
+
+
+def test_a_route_cuts_no_request_unless_the_operator_says_so() -> None:
+    """Gateways have defaults of their own, such as 15 s, and an answer may take minutes."""
+    [route] = of_kind(render(VARIATIONS["gateway"]), "HTTPRoute")
+    [plain] = of_kind(render(merged(VARIATIONS["gateway"], {"gateway": {"timeouts": None}})), "HTTPRoute")
+
+    assert route["spec"]["rules"][0]["timeouts"] == {"request": "0s"}
+    assert "timeouts" not in plain["spec"]["rules"][0]
 
 
 def test_other_names_of_the_console_are_listed(house: House) -> None:

@@ -29,8 +29,8 @@ from worker.supervisor.telemetry import Gpus, Runs, Sandbox
 
 RULES = CHART / "files/rules.yaml"
 DASHBOARD = CHART / "files/dashboard.json"
-# What the library itself, or Prometheus, brings.
-OTHERS = {"process_resident_memory_bytes"}
+# What the library itself brings, or a rule of the chart records.
+OTHERS = {"process_resident_memory_bytes", "regraft_max_pods"}
 
 
 @pytest.fixture
@@ -98,7 +98,22 @@ def test_the_chart_ships_the_dashboard_as_it_is(watched: list[dict[str, Any]]) -
 
 def rules_of(manifests: list[dict[str, Any]]) -> list[dict[str, Any]]:
     [rule] = of_kind(manifests, "PrometheusRule")
-    return [one for group in rule["spec"]["groups"] for one in group["rules"]]
+    return [one for group in rule["spec"]["groups"] for one in group["rules"] if "alert" in one]
+
+
+def test_alerts_know_how_many_pods_each_pool_of_jobs_may_have(watched: list[dict[str, Any]]) -> None:
+    [rule] = of_kind(watched, "PrometheusRule")
+    pools = [pool for pool in VARIATIONS["watched"]["workers"] if "maxReplicas" in pool]
+
+    [recorded] = [group["rules"] for group in rule["spec"]["groups"] if group["name"] == "regraft-pools"]
+    assert recorded == [
+        {
+            "record": "regraft_max_pods",
+            "expr": f"vector({pool['maxReplicas']})",
+            "labels": {"namespace": "training", "gpu_class": pool["gpuClass"]},
+        }
+        for pool in pools
+    ]
 
 
 def test_alerts_are_about_the_metrics_of_their_namespace_and_name_their_runbook(
@@ -190,6 +205,15 @@ def test_promtool_takes_the_alerts_and_every_expression_of_the_dashboard(tmp_pat
     file = tmp_path / "panels.yaml"
     file.write_text(yaml.safe_dump({"groups": [{"name": "panels", "rules": recorded}]}))
     assert f"{len(panels)} rules found" in promtool("check", "rules", str(file))
+
+
+@pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
+def test_a_route_that_generates_is_not_called_slow(route: str) -> None:
+    [slow] = [rule for rule in expressions()[0] if "histogram_quantile" in rule]
+    [excluded] = re.findall(r'route!~"([^"]+)"', slow)
+
+    assert re.fullmatch(excluded, route)
+    assert not re.fullmatch(excluded, "/v1/fine_tuning/jobs")
 
 
 @PROMTOOL

@@ -144,7 +144,7 @@ def test_labels_of_resources_annotations_of_the_service_and_other_manifests() ->
 
 
 def test_annotations_of_deployments_are_those_of_all_of_them_and_of_nothing_else() -> None:
-    reloader = {"reloader.stakater.com/auto": "true"}
+    reloader = {"secret.reloader.stakater.com/auto": "true"}
     manifests = render(VALUES | {"deploymentAnnotations": reloader})
 
     annotated = [

@@ -228,6 +228,13 @@ def test_only_workers_and_inference_reach_a_sampler_and_it_reaches_the_store() -
     assert not any(port == 8300 for _, port in reached(allowed(manifests, "api")))
 
 
+def test_dns_is_open_on_the_ports_of_its_pods_which_network_policies_see() -> None:
+    """OpenShift's Service maps 53 to 5353."""
+    for policy in of_kind(render(profile("production")), "NetworkPolicy"):
+        asked = {(one["port"], one["protocol"]) for one in policy["spec"]["egress"][0]["ports"]}
+        assert asked == {(port, protocol) for port in (53, 5353) for protocol in ("UDP", "TCP")}
+
+
 def test_nobody_reaches_a_worker() -> None:
     assert allowed(render(profile("cpu-demo")), "worker")["ingress"] == []
 

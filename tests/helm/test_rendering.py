@@ -16,6 +16,7 @@ from tests.helm.charts import (
     VARIATIONS,
     Pod,
     helm,
+    merged,
     of_kind,
     pods,
     profile,
@@ -118,6 +119,25 @@ CUSTOM = {
         },
     },
 }
+
+
+def test_a_rollout_that_waits_for_the_old_pod_and_the_start_of_the_new_one_is_not_called_failed() -> None:
+    """Kubernetes counts both, and calls a Deployment failed after 600 s by default."""
+    values = merged(VARIATIONS["fleets"], {"settings": {"drain_seconds": 1800}})
+    deployments = of_kind(render(values), "Deployment")
+    slow = [one for one in deployments if one["spec"]["strategy"]["rollingUpdate"]["maxSurge"] == 0]
+
+    assert len(slow) == 4  # inference, two fleets, the keeper
+    for one in slow:
+        pod = one["spec"]["template"]["spec"]
+        probe = pod["containers"][0]["startupProbe"]
+        lasts = pod["terminationGracePeriodSeconds"] + probe["periodSeconds"] * probe["failureThreshold"]
+        assert one["spec"]["progressDeadlineSeconds"] >= lasts + 600, one["metadata"]["name"]
+
+
+def test_every_pod_can_pull_its_image_from_a_registry_with_credentials() -> None:
+    for pod in pods(render(profile("cpu-demo", image={"pullSecrets": ["mine"]}))):
+        assert pod.spec["imagePullSecrets"] == [{"name": "mine"}], pod.name
 
 
 @pytest.fixture(params=VARIATIONS)

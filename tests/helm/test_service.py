@@ -250,6 +250,19 @@ def test_jobs_and_requests_find_the_samplers_of_their_base_model() -> None:
     assert environment(large)["REGRAFT_KV_CACHE_GIB"] == "20"
 
 
+def test_only_servers_have_the_key_before_and_only_while_their_secret_has_it() -> None:
+    found = {
+        (pod.component, one["name"]): one["valueFrom"]["secretKeyRef"]
+        for pod in pods(render(VARIATIONS["fleets"]))
+        for one in pod.spec["containers"][0]["env"]
+        if one["name"].endswith("_PREVIOUS_KEY")
+    }
+
+    assert {name for _, name in found} == {"REGRAFT_INFERENCE_PREVIOUS_KEY", "REGRAFT_SAMPLERS_PREVIOUS_KEY"}
+    assert {component for component, _ in found} == {"inference", *(f"sampler-{name}" for name in FLEETS)}
+    assert all(key["key"] == "key-previous" and key["optional"] for key in found.values())
+
+
 def test_the_service_reads_inference_servers_by_base_model() -> None:
     servers = {"m": "http://other/v1", "*": "http://inference:8100/v1"}
     values = profile(

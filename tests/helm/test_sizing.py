@@ -3,16 +3,18 @@
 import json
 import tomllib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from core.registry import Registry, sampler_of
+from core.jobs.hyperparameters import Hyperparameters
+from core.registry import BaseModelEntry, Registry, sampler_of
 from core.settings import GpuClass, Settings
 from core.units import GIB
-from tests.helm.charts import CHART, Pod, helm, of_kind, pods, profile, render
+from tests.helm.charts import CHART, VARIATIONS, Pod, helm, merged, of_kind, pods, profile, render
 from tests.present import present
-from worker.model import sizing
+from worker.model import capacity, sizing
 
 PROFILES = sorted(path.stem.removeprefix("values-") for path in CHART.glob("values-*.yaml"))
 
@@ -141,7 +143,7 @@ def test_what_a_pool_says_reaches_the_api_and_every_worker() -> None:
         if pod.component in ("api", "worker")
     ]
 
-    jobs = {"in_kubernetes_jobs": True}
+    jobs = {"in_kubernetes_jobs": True, "ranks": 1}
     assert len(told) == 4 and len(set(told)) == 1
     assert json.loads(told[0]) == {
         "h100": jobs
@@ -149,6 +151,35 @@ def test_what_a_pool_says_reaches_the_api_and_every_worker() -> None:
         "h200": jobs | {"gpu_memory_gib": 139},
         "keeper": {"gpu_memory_gib": 0},
     }
+
+
+def test_a_worker_without_gpus_checks_a_job_with_those_of_its_pool(tmp_path: Path) -> None:
+    """The keeper validates every file. 48 GiB have no room for the weights of 14B twice; four GPUs share a copy."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["Qwen3-14B"]))
+    entry = BaseModelEntry(path=tmp_path, context=4096)
+
+    def problem(**pool: int) -> str | None:
+        values = profile("production")
+        values["workers"][0] |= {"gpuMemoryGiB": 48} | pool
+        [keeper] = [pod for pod in pods(render(values), "worker") if pod.name.endswith("-keeper")]
+        job = Hyperparameters.model_validate({"advanced": {"sampling": {"max_completion_tokens": 1024}}})
+        return capacity.job_problem(
+            settings_of(keeper), "Qwen3-14B", entry, gpu_class="h100", requested=job, rows=100, valid_rows=16
+        )
+
+    assert "GPU class `h100` has 48.0 GiB" in present(problem())
+    assert problem(gpus=4) is None
+    assert "GPU class `h100` has 48.0 GiB" in present(problem(gpus=4, samplingGpus=3))
+
+
+def test_downloaded_adapters_have_four_fifths_of_their_volume() -> None:
+    manifests = render(merged(VARIATIONS["fleets"], {"inference": {"adapterCache": "50Gi"}}))
+
+    for component, size in (("inference", "50Gi"), ("sampler-large", "20Gi")):
+        [pod] = pods(manifests, component)
+        [data] = [volume for volume in pod.spec["volumes"] if volume["name"] == "data"]
+        assert data["emptyDir"]["sizeLimit"] == size
+        assert int(environment(pod)["REGRAFT_ADAPTER_CACHE_BYTES"]) == int(0.8 * int(size[:2]) * GIB)
 
 
 def test_inference_has_settings_of_its_own() -> None:

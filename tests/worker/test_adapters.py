@@ -13,7 +13,7 @@ import pytest
 
 from core.chat import Adapter
 from core.storage.store import FolderBlobs
-from worker.serving.adapters import AdapterDamaged, AdapterFolders, AdapterGone
+from worker.serving.adapters import AdapterDamaged, AdapterFolders, AdapterGone, DiskBudget
 
 
 class CountingBlobs(FolderBlobs):
@@ -121,6 +121,26 @@ def test_adapters_that_queued_requests_may_still_read_are_kept(
         c.manifest_sha256,
         d.manifest_sha256,
     }
+
+
+def test_caches_of_one_volume_make_room_before_they_download_whatever_their_number(
+    blobs: CountingBlobs, store: Callable[..., Adapter], tmp_path: Path
+) -> None:
+    """The most recently used stay, and one that is larger than the budget is the only one."""
+    budget = DiskBudget(25)
+    small = AdapterFolders(blobs, tmp_path / "small", spared_seconds=60.0, budget=budget)
+    large = AdapterFolders(blobs, tmp_path / "large", budget=budget)
+    a, b, c, d = (store(name, name.encode() * 5) for name in "abcd")  # 10 bytes of two files each
+    for cache, adapter in ((small, a), (large, b), (small, a), (small, c)):
+        cache.folder(adapter)
+
+    assert [cache.found(one) is not None for cache, one in ((small, a), (large, b), (small, c))] == [
+        True, False, True,
+    ]  # fmt: skip
+    small.folder(store("e", b"e" * 20))
+    assert len(list((tmp_path / "small").iterdir())) == 1
+    large.folder(d)
+    assert list((tmp_path / "small").iterdir()) == []
 
 
 def test_one_that_is_asked_for_while_it_is_removed_is_fetched_again(

@@ -103,7 +103,7 @@ def test_a_group_has_the_answers_and_not_the_signs_of_life() -> None:
             EngineUnusable,
             "too long",
         ),
-        (httpx.Response(401), SamplerUnusable, "REGRAFT_SAMPLERS_KEY"),
+        (httpx.Response(401), EngineLost, "REGRAFT_SAMPLERS_KEY"),
         (httpx.Response(422, text="no such field"), SamplerUnusable, "no such field"),
         (httpx.Response(404, text="no such adapter"), EngineLost, "no such adapter"),
         (httpx.Response(503, text="overloaded"), EngineLost, "overloaded"),

@@ -460,11 +460,13 @@ class TestTwoProcesses:
 
         assert asyncio.run(finished(fleet.addresses)) < before + 4 * 32
 
-    def test_another_key_is_refused(self, fleet: RunningFleet, policy: Policy, bench: Bench) -> None:
+    def test_a_key_that_no_member_accepts_is_named_once_the_patience_is_over(
+        self, fleet: RunningFleet, policy: Policy, bench: Bench
+    ) -> None:
         sampler = sampler_of(policy, fleet, bench)
-        change(sampler, key="another")
+        change(sampler, key="another", patience=0.0)
 
-        with pytest.raises(SamplerUnusable, match="REGRAFT_SAMPLERS_KEY differs"):
+        with pytest.raises(NoMember, match="REGRAFT_SAMPLERS_KEY differs"):
             asyncio.run(answers_of(sampler, HOW))
 
     def test_no_route_but_health_and_metrics_answers_without_the_key(self, fleet: RunningFleet) -> None:

@@ -13,6 +13,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
@@ -22,7 +23,9 @@ from core.database.tables import Job
 from core.settings import Settings
 from core.storage.store import FolderBlobs
 from tests import factories
+from tests.servers import reserve_port
 from worker import process
+from worker.cli import service
 from worker.supervisor.one_shot import NOT_RECORDED, RECORDED, OneShot, claimed_file
 
 DRAINS = f"""
@@ -220,3 +223,18 @@ def test_sigterm_during_the_start_claims_no_job(tmp_path: Path) -> None:
 
     assert started.returncode == 0, log
     assert "ran 0 jobs" in log
+
+
+def test_the_pod_of_a_member_has_metrics_as_all_pods_of_its_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = reserve_port()
+    settings = Settings(nodes=2, node_rank=1, rendezvous="first:29400", host="127.0.0.1", metrics_port=port)
+    scraped = []
+
+    def serve_group(settings: Settings) -> int:
+        scraped.append(httpx.get(f"http://127.0.0.1:{port}/metrics", trust_env=False).text)
+        return 0
+
+    monkeypatch.setattr(service, "serve_group", serve_group)
+
+    assert service.run_jobs(settings, jobs=1, idle_seconds=60.0) == 0
+    assert "process_resident_memory_bytes" in scraped[0]

@@ -264,6 +264,14 @@ def test_what_cannot_be_answered_is_refused(client: OpenAI, fields: dict[str, An
         say(client, **fields)
 
 
+def test_the_previous_key_is_accepted_while_there_is_one(engines: Engines) -> None:
+    with TestClient(create_app(engines, "new", previous_key="old")) as web:
+        for key in ("new", "old"):
+            say(OpenAI(api_key=key, base_url="http://testserver/v1", http_client=web, max_retries=0))
+        with pytest.raises(AuthenticationError):
+            say(OpenAI(api_key="older", base_url="http://testserver/v1", http_client=web, max_retries=0))
+
+
 def test_an_unknown_model_is_404_and_a_wrong_key_401(client: OpenAI) -> None:
     with pytest.raises(NotFoundError):
         say(client, "other")

@@ -159,11 +159,17 @@ _WORKER = tuple(
 )
 _INFERENCE = tuple(
     """
-    drain_requests_seconds inference_key inference_max_lora_rank inference_kv_cache_gib sampler torch_threads
-    otlp_endpoint min_upload_bytes_per_second
+    adapter_cache_bytes drain_requests_seconds inference_key inference_previous_key inference_max_lora_rank
+    inference_kv_cache_gib sampler torch_threads otlp_endpoint min_upload_bytes_per_second
     """.split()
 )
-_SAMPLER = ("kv_cache_gib", "inference_max_lora_rank", "torch_threads")
+_SAMPLER = (
+    "adapter_cache_bytes",
+    "samplers_previous_key",
+    "kv_cache_gib",
+    "inference_max_lora_rank",
+    "torch_threads",
+)
 _MEMBER = tuple(
     """
     ranks nodes node_rank rendezvous data_dir device compile_cache hang_seconds lost_machine_seconds patience_seconds

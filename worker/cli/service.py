@@ -151,7 +151,8 @@ def run_jobs(settings: Settings, jobs: int, idle_seconds: float) -> int:
     Returns the exit status (worker/supervisor/one_shot.py).
     """
     if settings.node_rank > 0:
-        return serve_group(settings)
+        with serve_metrics(settings, Gpus()):  # Prometheus scrapes every pod of the pool
+            return serve_group(settings)
     with service_metrics(settings) as add_collector, group_of(settings) as has_members:
         prepare_worker(settings, check_broker=None)
         database, blobs = open_stores(settings)

@@ -42,7 +42,7 @@ def main(file: Path) -> None:
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(start.socket)
     adapters = AdaptersInFolder(Path(start.adapters), None if start.nothing is None else Path(start.nothing))
-    args = arguments(start.options, name=start.name, key=os.environ["VLLM_API_KEY"], adapters=adapters)
+    args = arguments(start.options, name=start.name, keys=[os.environ["VLLM_API_KEY"]], adapters=adapters)
     serve(listening, args, {"timeout_keep_alive": KEEP_ALIVE_SECONDS})
 
 

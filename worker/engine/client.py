@@ -238,9 +238,8 @@ class EngineClient:
     def _check(self, response: httpx.Response) -> None:
         """Raise what `request` raises, unless it has answered."""
         if response.status_code == 401:
-            raise SamplerUnusable(
-                f"The sampler at {self.name} does not accept the key: REGRAFT_SAMPLERS_KEY differs."
-            )
+            # An operator can repair this, as by the end of a rotation, so the job waits for it.
+            raise EngineLost("it does not accept the key: REGRAFT_SAMPLERS_KEY differs")
         if response.status_code in (400, 403, 422):
             raise SamplerUnusable(f"The sampler at {self.name} refuses the request: {response.text[:400]}")
         if response.status_code != 200:

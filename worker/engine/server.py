@@ -3,7 +3,7 @@
 import os
 import socket
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import Any, Protocol
 
@@ -24,13 +24,15 @@ class AdapterResolver(Protocol):
         ...
 
 
-def arguments(options: Mapping[str, Any], *, name: str, key: str, adapters: AdapterResolver) -> Namespace:
+def arguments(
+    options: Mapping[str, Any], *, name: str, keys: Sequence[str], adapters: AdapterResolver
+) -> Namespace:
     """vLLM's command line as it parses it.
 
     Args:
         options: by their names in Python.
         name: of the model in requests.
-        key: what all requests must send as a bearer token, except those to OPEN_PATHS.
+        keys: all requests must send one of them as a bearer token, except those to OPEN_PATHS.
         adapters: finds the adapter of any other name.
 
     Raises:
@@ -47,7 +49,7 @@ def arguments(options: Mapping[str, Any], *, name: str, key: str, adapters: Adap
     vars(args).update(options)
     args.structured_outputs_config = StructuredOutputsConfig(**options["structured_outputs_config"])
     args.served_model_name = [name]
-    args.api_key, args.middleware = [key], [f"{RequiresKey.__module__}.{RequiresKey.__name__}"]
+    args.api_key, args.middleware = list(keys), [f"{RequiresKey.__module__}.{RequiresKey.__name__}"]
     args.adapters = adapters  # for our plugin
     args.uvicorn_log_level, args.disable_uvicorn_access_log = "warning", True
     validate_parsed_serve_args(args)

@@ -175,6 +175,8 @@ class ChatSampler:
                 if self.ours:
                     raise ServerUnavailable(str(silence)) from silence
                 raise
+        if self.ours and answer.status == 401:  # an operator can repair this, as by the end of a rotation
+            raise ServerUnavailable("it does not accept the key in REGRAFT_INFERENCE_KEY")
         if self.ours and says_later(answer.status, answer.retry_after, answer.text):
             raise ServerUnavailable(f"HTTP {answer.status}: {quoted_reply(answer.text)}")
         return answer

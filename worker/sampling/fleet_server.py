@@ -26,7 +26,7 @@ from worker.engine.server import arguments, serve
 from worker.model.policy import read_tokenizer, source_of
 from worker.model.sizing import CPU_CACHE_BYTES
 from worker.sampling.weights import adapter_named
-from worker.serving.adapters import SPARED_SECONDS, AdapterDamaged, AdapterFolders, AdapterGone
+from worker.serving.adapters import SPARED_SECONDS, AdapterDamaged, AdapterFolders, AdapterGone, DiskBudget
 from worker.serving.vllm_server import tool_parser_of, write_nothing
 
 ADAPTERS_ON_DISK = 32
@@ -78,14 +78,20 @@ def run(settings: Settings, name: str, entry: BaseModelEntry, listening: socket.
     config = config_of(entry, settings)
     os.environ |= environment(config, is_server=True)
     cache = (settings.data_dir / "sampler").resolve()
-    folders = AdapterFolders(blobs_of(settings), cache, kept=ADAPTERS_ON_DISK, spared_seconds=SPARED_SECONDS)
+    folders = AdapterFolders(
+        blobs_of(settings),
+        cache,
+        kept=ADAPTERS_ON_DISK,
+        spared_seconds=SPARED_SECONDS,
+        budget=DiskBudget(settings.adapter_cache_bytes),
+    )
     nothing = settings.data_dir.resolve() / "no-adapter"
     write_nothing(config.source, nothing)
     tokenizer = read_tokenizer(entry, source_of(entry, settings.model_cache))
     args = arguments(
         fleet_options(config, tool_parser_of(entry, tokenizer)),
         name=name,
-        key=settings.samplers_key,
+        keys=[key for key in (settings.samplers_key, settings.samplers_previous_key) if key],
         adapters=StoredAdapters(folders, nothing),
     )
     serve(listening, args, connection_options(settings))

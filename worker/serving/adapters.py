@@ -11,7 +11,8 @@ import shutil
 import threading
 import time
 import uuid
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from core.chat import Adapter
@@ -48,17 +49,89 @@ class AdapterDamaged(Exception):
     """An object of the adapter is missing or damaged."""
 
 
+class DiskBudget:
+    """The most bytes that the folders of some caches may have together, which share a volume. 0: no limit.
+
+    Kubernetes evicts a pod whose volume exceeds its size, with all of its requests, so the budget is kept even if that
+    removes folders that AdapterFolders would spare.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.roots: list[Path] = []
+        self._lock = threading.Lock()
+        self._downloading = 0  # bytes
+
+    @contextmanager
+    def room(self, needed: int) -> Iterator[None]:
+        """Remove the least recently used folders until `needed` bytes have room, and reserve these for the context."""
+        if not self.max_bytes:
+            yield
+            return
+        with self._lock:
+            self._downloading += needed
+            self._evict()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._downloading -= needed
+
+    def _evict(self) -> None:
+        found = sorted(_used(root / name) for root in self.roots for name in _entries(root))
+        excess = self._downloading + sum(size for _, size, _ in found) - self.max_bytes
+        for used_ns, size, folder in found:
+            if excess <= 0:
+                return
+            if time.time_ns() - used_ns < SPARED_SECONDS * 1e9:
+                log.warning(
+                    "removing %s, which requests may still use: more adapters are in use than "
+                    "REGRAFT_ADAPTER_CACHE_BYTES, %d, has room for; enlarge the volume",
+                    folder,
+                    self.max_bytes,
+                )
+            _remove(folder)
+            excess -= size
+
+
+def _entries(root: Path) -> list[str]:
+    return [one.name for one in os.scandir(root) if not one.name.startswith(".")] if root.exists() else []
+
+
+def _used(folder: Path) -> tuple[int, int, Path]:
+    """When the folder was last used, in ns, and its bytes; zeros if another process has removed it."""
+    try:
+        return folder.stat().st_mtime_ns, sum(file.stat().st_size for file in folder.rglob("*")), folder
+    except FileNotFoundError:
+        return 0, 0, folder
+
+
+def _remove(folder: Path) -> None:
+    """Rename before removing, so that concurrent readers never see a partial folder."""
+    with suppress(FileNotFoundError):  # another process has removed it
+        gone = folder.rename(folder.parent / f".gone-{uuid.uuid4().hex}")
+        shutil.rmtree(gone, ignore_errors=True)
+
+
 class AdapterFolders:
     """An LRU cache of `kept` folders under `root`, all of adapters or all of whole models.
 
-    It has more while they have been used in the last `spared_seconds`.
+    It has more while they have been used in the last `spared_seconds`, but never more bytes than `budget`.
     """
 
     def __init__(
-        self, blobs: BlobStore, root: Path, *, kept: int = KEPT, spared_seconds: float = 0.0
+        self,
+        blobs: BlobStore,
+        root: Path,
+        *,
+        kept: int = KEPT,
+        spared_seconds: float = 0.0,
+        budget: DiskBudget | None = None,
     ) -> None:
         self.blobs = blobs
         self.root = root
+        self.budget = DiskBudget(0) if budget is None else budget
+        self.budget.roots.append(root)
         self.kept = kept
         self.spared_seconds = spared_seconds
         self._lock = threading.Lock()
@@ -106,14 +179,19 @@ class AdapterFolders:
                 manifest = self.blobs.read(f"{adapter.prefix}/{MANIFEST}")
                 if hashlib.sha256(manifest).hexdigest() != adapter.manifest_sha256:
                     raise AdapterGone("it has been replaced by other weights")
-                for file in manifests.parse(manifest).files:
-                    if not is_trainers(file.name) if adapter.is_whole else file.name in NEEDED:
+                files = [
+                    file
+                    for file in manifests.parse(manifest).files
+                    if (not is_trainers(file.name) if adapter.is_whole else file.name in NEEDED)
+                ]
+                with self.budget.room(sum(file.bytes for file in files)):
+                    for file in files:
                         manifests.download(self.blobs, adapter.prefix, file, scratch)
-                try:
-                    scratch.rename(target)
-                except OSError:
-                    if not target.exists():  # another process may have downloaded the same files
-                        raise
+                    try:
+                        scratch.rename(target)
+                    except OSError:
+                        if not target.exists():  # another process may have downloaded the same files
+                            raise
         except BlobNotFound as cause:
             raise AdapterGone("its files have been deleted") from cause
         except (Damaged, BlobCorrupt) as cause:

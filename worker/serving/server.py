@@ -30,7 +30,13 @@ from core.storage.store import blobs_of
 from core.telemetry import tracing
 from worker.serving import chat as own
 from worker.serving import serving_metrics
-from worker.serving.adapters import MODELS_KEPT, SPARED_SECONDS, AdapterFolders, folder_of_adapters
+from worker.serving.adapters import (
+    MODELS_KEPT,
+    SPARED_SECONDS,
+    AdapterFolders,
+    DiskBudget,
+    folder_of_adapters,
+)
 from worker.serving.engine import Engine
 from worker.serving.engines import Builder, EngineRefused, Engines
 from worker.serving.fleet_model import FleetBuilder
@@ -78,14 +84,16 @@ def create_app(
     engines: Engines,
     key: str,
     *,
+    previous_key: str = "",
     most_answers: int = MAX_ANSWERS,
     body_window_s: float = 30.0,
     is_ready: Callable[[], bool] = lambda: True,
 ) -> FastAPI:
-    """Create the app. /healthz and /readyz are public; all other routes need the key.
+    """Create the app. /healthz and /readyz are public; all other routes need the key, or the previous one if any.
 
     `is_ready`: whether the server should get requests. It answers others, too, as well as it can.
     """
+    accepted = [f"Bearer {known}".encode() for known in (key, previous_key) if known]
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -112,8 +120,8 @@ def create_app(
     )
 
     def checked(request: Request) -> None:
-        sent = request.headers.get("authorization", "")
-        if not secrets.compare_digest(sent.encode(), f"Bearer {key}".encode()):
+        sent = request.headers.get("authorization", "").encode()
+        if not any(secrets.compare_digest(sent, known) for known in accepted):
             raise HTTPException(401, "Incorrect API key provided.")
 
     @app.get("/healthz")
@@ -233,8 +241,12 @@ def open_engines(settings: Settings, choice: ModelChoice | None = None, *, share
         for problem in served.problems(registry()):
             log.warning("%s", problem)
     blobs = blobs_of(settings)
-    folders = AdapterFolders(blobs, folder_of_adapters(settings), spared_seconds=SPARED_SECONDS)
-    wholes = AdapterFolders(blobs, (settings.data_dir / "tuned-models").resolve(), kept=MODELS_KEPT)
+    budget = DiskBudget(settings.adapter_cache_bytes)
+    folders = AdapterFolders(
+        blobs, folder_of_adapters(settings), spared_seconds=SPARED_SECONDS, budget=budget
+    )
+    models = (settings.data_dir / "tuned-models").resolve()
+    wholes = AdapterFolders(blobs, models, kept=MODELS_KEPT, budget=budget)
     return Engines(settings, registry, builders, folders, wholes, device=plain.device)
 
 
@@ -261,6 +273,7 @@ def serve(
     app = create_app(
         engines,
         settings.inference_key,
+        previous_key=settings.inference_previous_key,
         is_ready=lambda: handshake.is_complete and (kept is None or kept.is_ready),
     )
     config = uvicorn.Config(

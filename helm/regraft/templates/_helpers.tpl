@@ -98,6 +98,12 @@ capabilities:
 {name: {{ .Values.samplers.existingSecret | quote }}, key: {{ .Values.samplers.secretKey | quote }}}
 {{- end -}}
 
+{{/* The entry beside a key with the one before it, which servers accept, too, while it is there. Takes the key's reference. */}}
+{{- define "regraft.previousKey" -}}
+{{- $key := fromYaml . -}}
+{{- dict "name" $key.name "key" (printf "%s-previous" $key.key) "optional" true | toJson -}}
+{{- end -}}
+
 {{/* The addresses of the rollout fleets, by base model. */}}
 {{- define "regraft.samplers" -}}
 {{- $fleets := dict -}}
@@ -264,7 +270,7 @@ read: component, model (empty: all), tensorParallel, and the fields of the value
 {{- end -}}
 {{- range .models -}}
 {{- $own := dict "component" (printf "inference-%s" .name) "tensorParallel" (include "regraft.degree" (dict "root" $ "entry" .)) "replicas" (dig "replicas" 1 .) -}}
-{{- $all = append $all (merge $own . (dict "gpuResource" "nvidia.com/gpu" "kvCacheGiB" "auto")) -}}
+{{- $all = append $all (merge $own . (dict "gpuResource" "nvidia.com/gpu" "kvCacheGiB" "auto" "adapterCache" "20Gi")) -}}
 {{- end -}}
 {{- end -}}
 {{- toJson $all -}}
@@ -381,6 +387,8 @@ read: component, model (empty: all), tensorParallel, and the fields of the value
 {{- $class := dict -}}
 {{- if eq (int .gpus) 0 -}}
 {{- $_ := set $class "gpu_memory_gib" 0 -}}
+{{- else -}}
+{{- $_ := set $class "ranks" (sub (int .gpus) (int .samplingGpus)) -}}
 {{- end -}}
 {{- if eq (include "regraft.mode" .) "job" -}}
 {{- $_ := set $class "in_kubernetes_jobs" true -}}
@@ -601,6 +609,11 @@ preStop:
 {{- mulf (float64 $number) (get $factors (trimPrefix $number (toString .))) -}}
 {{- end -}}
 
+{{/* Four fifths of a volume's size in bytes: the rest is for the blocks of its files. */}}
+{{- define "regraft.cacheBytes" -}}
+{{- include "regraft.gigabytes" . | float64 | mulf 8e8 | floor | int64 -}}
+{{- end -}}
+
 {{/*
 The weights of a model of a hub in GB, by the billions in its name, such as 14B or 8x7B, and by what it says of their
 bytes: two a parameter unless it is quantized. 0: the name has no billions. Experts share the rest of their layers, which
@@ -657,7 +670,7 @@ is a fifth of the product.
 {{- $classes = append $classes .gpuClass -}}
 {{- $said := include "regraft.gpuClass" . -}}
 {{- if ne (get $perClass .gpuClass | default $said) $said -}}
-{{- $wrong = append $wrong (printf "workers: the pool %s and another of the gpuClass %s differ in mode, gpus, gpuMemoryGiB, kvCacheGiB, trainTokenBudget or sampler; pools of the same gpuClass must be equal, so give one of them another gpuClass" .name .gpuClass) -}}
+{{- $wrong = append $wrong (printf "workers: the pool %s and another of the gpuClass %s differ in mode, gpus, samplingGpus, gpuMemoryGiB, kvCacheGiB, trainTokenBudget or sampler; pools of the same gpuClass must be equal, so give one of them another gpuClass" .name .gpuClass) -}}
 {{- end -}}
 {{- $_ := set $perClass .gpuClass $said -}}
 {{- if and (hasKey . "gpuMemoryGiB") (eq (int .gpus) 0) -}}
