@@ -206,7 +206,7 @@ class Prepared:
 
     body: PreviewCreate
     project_id: str
-    asked: EstimateInputs
+    inputs: EstimateInputs
     rows: Sequence[Example]
     chats: Sequence[dict[str, Any]]  # `samples` per row
     parts: dict[str, str]
@@ -233,7 +233,7 @@ class Prepared:
             project_id=self.project_id,
             request=request,
             parts=self.parts,
-            training_sha256=self.asked.training.sha256,
+            training_sha256=self.inputs.training.sha256,
             progress=asdict(PreviewProgress("loading", of=len(self.chats))),
         )
 
@@ -336,7 +336,7 @@ def _prepared(body: PreviewCreate, project: Project, service: Service) -> Prepar
     return Prepared(body, project.id, asked, rows, chats, wanted, answered)
 
 
-def _weights(body: PreviewCreate, asked: EstimateInputs, project: Project, service: Service) -> Served:
+def _weights(body: PreviewCreate, inputs: EstimateInputs, project: Project, service: Service) -> Served:
     """Resolve the weights that the job starts from: of a base model, or of a tuned model that it trains further.
 
     Raises:
@@ -401,7 +401,7 @@ async def create_preview(
     if prepared is None:
         return Response(status_code=499)
     if prepared.earlier is None:
-        _refuse_unserved(upstream, prepared.asked.name)
+        _refuse_unserved(upstream, prepared.inputs.name)
     try:
         slot = Slot(await service.admission.previews.enter(project.id))
     except TooManyAtOnce:
@@ -544,7 +544,7 @@ async def _previewed(
     grading = partial(_graded, prepared, service, completions, progress.one_graded)
     grades, tokens = await slot.in_thread(grading)
 
-    size, samples = prepared.asked.settings, prepared.body.samples
+    size, samples = prepared.inputs.settings, prepared.body.samples
     judged = [_answer(*pair, size.supervision == "process") for pair in zip(completions, grades, strict=True)]
     prompts = [
         PreviewPrompt(row.line, completions[first].prompt_tokens, tuple(judged[first : first + samples]))
@@ -554,16 +554,16 @@ async def _previewed(
         prompts,
         group_size=size.group_size,
         max_completion_tokens=size.max_completion_tokens,
-        context=prepared.asked.model.context,
+        context=prepared.inputs.model.context,
         pass_threshold=evals.pass_threshold(dump(prepared.body.reinforcement(PREVIEW).grader)),
         sampling_seconds=seconds,
         grader_tokens=tokens,
     )
     lengths, speed = preview_report.mean_lengths(prompts), report.sampling.tokens_per_second
-    estimate = prepared.asked.estimate(
+    estimate = prepared.inputs.estimate(
         partial(estimates.after_preview, lengths=lengths, tokens_per_second=speed)
     )
-    made = PreviewReportOut(**prepared.asked.size(), **vars(report), estimate=estimate, reason=None)
+    made = PreviewReportOut(**prepared.inputs.size(), **vars(report), estimate=estimate, reason=None)
     places = [(row, member) for row in prepared.rows for member in range(samples)]
     answers = [
         _answer_fields(row, member, completion, grade, answer)
@@ -643,7 +643,7 @@ def _some_rows(blobs: BlobStore, file: File, count: int, seed: int) -> list[Exam
 
 
 def _chat(
-    body: PreviewCreate, asked: EstimateInputs, weights: Served, row: Example, member: int
+    body: PreviewCreate, inputs: EstimateInputs, weights: Served, row: Example, member: int
 ) -> dict[str, Any]:
     """The request for one answer, with the job's sampling parameters."""
     hyperparameters = body.reinforcement(PREVIEW).hyperparameters
@@ -656,14 +656,14 @@ def _chat(
     try:
         chat = Chat.model_validate(
             {
-                "model": asked.name if weights.adapter is None else body.model,
+                "model": inputs.name if weights.adapter is None else body.model,
                 # Message weights apply to a supervised loss, which a job does not have.
                 "messages": [
                     {key: value for key, value in message.items() if key != "weight"}
                     for message in row.messages
                 ],
-                "temperature": asked.settings.temperature,
-                "max_completion_tokens": asked.settings.max_completion_tokens,
+                "temperature": inputs.settings.temperature,
+                "max_completion_tokens": inputs.settings.max_completion_tokens,
                 "response_format": body.reinforcement(PREVIEW).response_format,
                 "seed": int.from_bytes(digest[:8], "big") >> 2,
                 "reasoning_effort": None if effort == "default" else effort,
@@ -759,7 +759,9 @@ def _graded(
 
         def record() -> None:
             with service.database.write() as session:
-                usage.add_usage(session, prepared.project_id, model=prepared.asked.name, grader_tokens=tokens)
+                usage.add_usage(
+                    session, prepared.project_id, model=prepared.inputs.name, grader_tokens=tokens
+                )
 
         RetryPolicy(service.settings.patience_seconds, log.warning)(record)
     return grades, tokens

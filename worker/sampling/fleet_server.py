@@ -78,7 +78,9 @@ def run(settings: Settings, name: str, entry: BaseModelEntry, listening: socket.
     config = config_of(entry, settings)
     os.environ |= environment(config, is_server=True)
     cache = (settings.data_dir / "sampler").resolve()
-    folders = AdapterFolders(blobs_of(settings), cache, kept=ADAPTERS_ON_DISK, spared_seconds=SPARED_SECONDS)
+    folders = AdapterFolders(
+        blobs_of(settings), cache, max_folders=ADAPTERS_ON_DISK, spared_seconds=SPARED_SECONDS
+    )
     nothing = settings.data_dir.resolve() / "no-adapter"
     write_nothing(config.source, nothing)
     tokenizer = read_tokenizer(entry, source_of(entry, settings.model_cache))

@@ -49,17 +49,17 @@ class AdapterDamaged(Exception):
 
 
 class AdapterFolders:
-    """An LRU cache of `kept` folders under `root`, all of adapters or all of whole models.
+    """An LRU cache of `max_folders` folders under `root`, all of adapters or all of whole models.
 
     It has more while they have been used in the last `spared_seconds`.
     """
 
     def __init__(
-        self, blobs: BlobStore, root: Path, *, kept: int = KEPT, spared_seconds: float = 0.0
+        self, blobs: BlobStore, root: Path, *, max_folders: int = KEPT, spared_seconds: float = 0.0
     ) -> None:
         self.blobs = blobs
         self.root = root
-        self.kept = kept
+        self.max_folders = max_folders
         self.spared_seconds = spared_seconds
         self._lock = threading.Lock()
         self._fetching: dict[str, threading.Lock] = {}
@@ -125,14 +125,14 @@ class AdapterFolders:
         """Evict the oldest folders. Renames before removing, so that concurrent readers never see a partial folder."""
         with self._lock:
             found = [one for one in os.scandir(self.root) if not one.name.startswith(".")]
-            if len(found) <= self.kept:
+            if len(found) <= self.max_folders:
                 return
             ages = {}
             for one in found:
                 with suppress(FileNotFoundError):  # another process has evicted it
                     ages[one.name] = one.stat().st_mtime_ns
             unused = time.time_ns() - int(self.spared_seconds * 1e9)
-            for name in sorted(ages, key=lambda name: ages[name])[: -self.kept]:
+            for name in sorted(ages, key=lambda name: ages[name])[: -self.max_folders]:
                 if ages[name] > unused:
                     break
                 with suppress(FileNotFoundError):

@@ -53,23 +53,23 @@ class Places:
     """Counts answers in flight: running, queued, or waiting for their model to load."""
 
     def __init__(self, most: int) -> None:
-        self.most, self._taken = most, 0
+        self.most, self._in_flight = most, 0
 
     @contextmanager
     def take(self, answers: int) -> Iterator[None]:
         """Reserve places for `answers` answers. Raises EngineRefused if too few are free, to bound the waiting time."""
-        if self._taken + answers > self.most:
+        if self._in_flight + answers > self.most:
             raise EngineRefused(
-                f"{self._taken} answers are in flight, and this server accepts {self.most} at once; retry later.",
+                f"{self._in_flight} answers are in flight, and this server accepts {self.most} at once; retry later.",
                 503,
                 code="overloaded",
                 retry_after=OVERLOADED_RETRY_AFTER,
             )
-        self._taken += answers
+        self._in_flight += answers
         try:
             yield
         finally:
-            self._taken -= answers
+            self._in_flight -= answers
 
 
 def create_app(
@@ -218,7 +218,7 @@ def open_engines(settings: Settings, *, shares_device: bool) -> Engines:
             log.warning("%s", problem)
     blobs = blobs_of(settings)
     folders = AdapterFolders(blobs, folder_of_adapters(settings), spared_seconds=SPARED_SECONDS)
-    wholes = AdapterFolders(blobs, (settings.data_dir / "tuned-models").resolve(), kept=MODELS_KEPT)
+    wholes = AdapterFolders(blobs, (settings.data_dir / "tuned-models").resolve(), max_folders=MODELS_KEPT)
     return Engines(settings, registry, builders, folders, wholes, device=plain.device)
 
 
