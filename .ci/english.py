@@ -98,8 +98,7 @@ BANNED_NAMES = {
     r"Totals|Lesson|lessons": "GradientSums, AnswerSignal",
 }
 
-# Names that say nothing, of functions, methods and classes, and of the parameters of public functions. Locals may be
-# short.
+# Names that say nothing, of functions, classes, parameters and attributes. Locals may be short.
 VAGUE_NAMES = frozenset(
     "again asked given held here kept made meant one said shown some taken tell thing told whole".split()
 )
@@ -159,18 +158,29 @@ def _bad_names(file: Path, name: str) -> int:
 
 def _vague_names(file: Path, name: str) -> int:
     """Print the definitions with a name that says nothing, and return their number."""
-    functions = ast.FunctionDef | ast.AsyncFunctionDef
-    vague: list[tuple[int, str]] = []
-    for node in ast.walk(ast.parse(file.read_bytes())):
-        if isinstance(node, functions | ast.ClassDef) and node.name.strip("_").lower() in VAGUE_NAMES:
-            vague.append((node.lineno, node.name))
-        if isinstance(node, functions) and not node.name.startswith("_"):
-            arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-            vague += [(one.lineno, one.arg) for one in arguments if one.arg in VAGUE_NAMES]
-
+    vague = {
+        (line, word)
+        for node in ast.walk(ast.parse(file.read_bytes()))
+        for line, word in _defined(node)
+        if word.strip("_").lower() in VAGUE_NAMES
+    }
     for line, word in sorted(vague):
         sys.stdout.write(f"{name}:{line}: {word!r} says nothing: name what it does, or what it is\n")
     return len(vague)
+
+
+def _defined(node: ast.AST) -> Iterator[tuple[int, str]]:
+    """The names that a node defines for readers elsewhere: of a class, a function, its parameters, an attribute."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        yield node.lineno, node.name
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+        yield from ((argument.lineno, argument.arg) for argument in arguments)
+    if isinstance(node, ast.ClassDef):
+        fields = [line for line in node.body if isinstance(line, ast.AnnAssign)]
+        yield from ((field.lineno, field.target.id) for field in fields if isinstance(field.target, ast.Name))
+    if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+        yield node.lineno, node.attr
 
 
 def _files(names: list[str]) -> Iterator[Path]:

@@ -758,19 +758,21 @@ def described(action: argparse.Action) -> str:
 # API operations
 
 
-def api_page(whole: Mapping[str, Any]) -> Page:
+def api_page(document: Mapping[str, Any]) -> Page:
     lines = head(
         "API operations",
         "From the OpenAPI document, which a server has at `/openapi.json`. `$URL` is the server and `$KEY` an API key.",
         "Request bodies show the required fields.",
     )
-    for path, operations in whole["paths"].items():
+    for path, operations in document["paths"].items():
         for method, operation in operations.items():
-            lines += operation_lines(whole, method, path, operation)
+            lines += operation_lines(document, method, path, operation)
     return lines
 
 
-def operation_lines(whole: Mapping[str, Any], method: str, path: str, operation: Mapping[str, Any]) -> Page:
+def operation_lines(
+    document: Mapping[str, Any], method: str, path: str, operation: Mapping[str, Any]
+) -> Page:
     lines = [f"## {method.upper()} {path.replace('{', '&#123;').replace('}', '&#125;')}", ""]
     text = operation.get("description") or operation.get("summary") or ""
     lines += [cell(text.split("\n\n")[0]), ""]
@@ -781,7 +783,7 @@ def operation_lines(whole: Mapping[str, Any], method: str, path: str, operation:
             default = json.dumps(one["schema"]["default"]) if "default" in one["schema"] else ""
             lines.append(f"| `{one['name']}` | {code(type_of(one['schema']))} | {code(default)} |")
         lines.append("")
-    lines += ["```bash", *example(whole, method, path, operation), "```", ""]
+    lines += ["```bash", *example(document, method, path, operation), "```", ""]
     lines += [f"Status codes: {', '.join(operation['responses'])}", ""]
     return lines
 
@@ -794,7 +796,7 @@ def type_of(schema: Mapping[str, Any]) -> str:
     return str(schema.get("type", schema.get("$ref", "any").rsplit("/", 1)[-1]))
 
 
-def example(whole: Mapping[str, Any], method: str, path: str, operation: Mapping[str, Any]) -> Page:
+def example(document: Mapping[str, Any], method: str, path: str, operation: Mapping[str, Any]) -> Page:
     """A curl command with placeholders for ids."""
     path = re.sub(r"\{(\w+)(?::\w+)?\}", lambda name: f"${name[1].upper()}", path)
     words = ["curl"]
@@ -804,10 +806,10 @@ def example(whole: Mapping[str, Any], method: str, path: str, operation: Mapping
         words.append(f"-X {method.upper()}")
     content = operation.get("requestBody", {}).get("content", {})
     if "application/json" in content:
-        body = sample(whole, content["application/json"].get("schema", {}))
+        body = sample(document, content["application/json"].get("schema", {}))
         words.append(f"-H 'Content-Type: application/json' -d '{json.dumps(body)}'")
     elif "multipart/form-data" in content:
-        fields = resolved(whole, content["multipart/form-data"].get("schema", {})).get("properties", {})
+        fields = resolved(document, content["multipart/form-data"].get("schema", {})).get("properties", {})
         words += [
             f"-F {name}={'@train.jsonl' if name in ('file', 'data') else 'fine-tune'}"
             for name in fields
@@ -816,34 +818,34 @@ def example(whole: Mapping[str, Any], method: str, path: str, operation: Mapping
     return [f'{" ".join(words)} "$URL{path}"']
 
 
-def resolved(whole: Mapping[str, Any], schema: Mapping[str, Any]) -> Mapping[str, Any]:
+def resolved(document: Mapping[str, Any], schema: Mapping[str, Any]) -> Mapping[str, Any]:
     while "$ref" in schema:
-        schema = whole["components"]["schemas"][schema["$ref"].rsplit("/", 1)[1]]
+        schema = document["components"]["schemas"][schema["$ref"].rsplit("/", 1)[1]]
     return schema
 
 
-def sample(whole: Mapping[str, Any], schema: Mapping[str, Any], depth: int = 0) -> Any:
+def sample(document: Mapping[str, Any], schema: Mapping[str, Any], depth: int = 0) -> Any:
     """A value of the schema's type, with its required fields only."""
-    schema = resolved(whole, schema)
+    schema = resolved(document, schema)
     if "const" in schema:
         return schema["const"]
     if schema.get("enum"):
         return schema["enum"][0]
     for key in ("anyOf", "oneOf", "allOf"):
         if schema.get(key):
-            return sample(whole, schema[key][0], depth)
+            return sample(document, schema[key][0], depth)
     kind = schema.get("type")
     if kind == "object" or "properties" in schema:
         if depth > 4:
             return {}
         properties = schema.get("properties", {})
         return {
-            name: sample(whole, properties[name], depth + 1)
+            name: sample(document, properties[name], depth + 1)
             for name in schema.get("required", ())
             if name in properties
         }
     if kind == "array":
-        return [sample(whole, schema.get("items", {}), depth + 1)] if depth <= 4 else []
+        return [sample(document, schema.get("items", {}), depth + 1)] if depth <= 4 else []
     return {"string": "...", "integer": 1, "number": 1.0, "boolean": True}.get(str(kind), {})
 
 

@@ -99,12 +99,12 @@ class Leases(Generic[Row]):
     """The leases on the rows of one table.
 
     Args:
-        held: the statuses in which a worker may hold a row.
+        claimed: the statuses in which a worker may hold a row.
         max_wait: the longest time in seconds until a row that was put back may be claimed.
     """
 
     table: type[Row]
-    held: frozenset[str]
+    claimed: frozenset[str]
     max_wait: float = MAX_BACK_OFF
 
     # Operations of workers.
@@ -147,7 +147,7 @@ class Leases(Generic[Row]):
 
     def _held_by(self, claim: Claim) -> ColumnElement[bool]:
         # A released validation of a job keeps its status and its epoch, so the owner decides.
-        held = self.table.status.in_(self.held) & self.table.lease_owner.is_not(None)
+        held = self.table.status.in_(self.claimed) & self.table.lease_owner.is_not(None)
         return (self.table.id == claim.job_id) & (self.table.epoch == claim.epoch) & held
 
     # Operations of the reconciler.
@@ -156,7 +156,7 @@ class Leases(Generic[Row]):
         """Lock the rows of workers whose lease expired, and fence these workers off. The caller puts the rows back."""
         expired = (
             select(self.table)
-            .where(self.table.status.in_(self.held), self.table.lease_expires_at < db_now())
+            .where(self.table.status.in_(self.claimed), self.table.lease_expires_at < db_now())
             .order_by(self.table.seq)
             # A locked row is being written to, so its worker is alive, or another reconciler handles it.
             .with_for_update(skip_locked=True)
@@ -175,7 +175,7 @@ class Leases(Generic[Row]):
         expires = self.table.lease_expires_at
         # Skip those renewed since, by their workers or another reconciler.
         fresh = expires.between(db_now() + 0.9 * lease_seconds, db_now() + 1.1 * lease_seconds)
-        held = select(self.table).where(self.table.status.in_(self.held), expires.is_not(None), ~fresh)
+        held = select(self.table).where(self.table.status.in_(self.claimed), expires.is_not(None), ~fresh)
         rows = session.scalars(held.order_by(self.table.seq).with_for_update()).all()
         for row in rows:
             row.lease_expires_at = db_time(session) + lease_seconds

@@ -135,8 +135,8 @@ def main() -> None:
         sys.stdout.flush()
 
 
-def _hidden(special: "SpecialTokens", chat: Mapping[str, Any], kept: frozenset[str]) -> dict[str, Any]:
-    messages = special.hide_in_chat(chat["messages"], kept)
+def _hidden(special: "SpecialTokens", chat: Mapping[str, Any], literal: frozenset[str]) -> dict[str, Any]:
+    messages = special.hide_in_chat(chat["messages"], literal)
     return {**chat, "messages": messages, "tools": special.hide(chat["tools"])}
 
 

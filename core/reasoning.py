@@ -114,12 +114,12 @@ def _closes(render: Render, start: str, end: str) -> bool:
     return suffix.rfind(end) > suffix.rfind(start)
 
 
-def _common(one: str, other: str) -> str:
+def _common(text: str, other: str) -> str:
     """The longest common beginning."""
     length = next(
-        (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
+        (at for at, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), min(len(text), len(other))
     )
-    return one[:length]
+    return text[:length]
 
 
 def _last_tag(text: str) -> str:

@@ -30,12 +30,12 @@ def pauses() -> Iterator[float]:
 
 
 class RetryPolicy:
-    """Retries operations until an outage has lasted for `seconds`. Reports an outage that has ended to `tell`."""
+    """Retries operations until an outage has lasted for `seconds`. Reports an outage that has ended to `report`."""
 
     def __init__(
         self,
         seconds: float,
-        tell: Callable[[str], None],
+        report: Callable[[str], None],
         *,
         clock: Callable[[], float] = time.monotonic,
         wait: Callable[[float], object] = time.sleep,
@@ -50,7 +50,7 @@ class RetryPolicy:
             during: gets the resource, and is left when that is back or given up.
         """
         self.seconds = seconds
-        self._tell = tell
+        self._report = report
         self._clock = clock
         self._wait = wait
         self._sleep = sleep
@@ -126,7 +126,7 @@ class _Call:
             self._waiting.close()
         if error is None and self._reason is not None:
             with _best_effort():
-                self._policy._tell(_incident(self._reason, self._policy._clock() - self._since))
+                self._policy._report(_incident(self._reason, self._policy._clock() - self._since))
 
 
 @contextmanager

@@ -348,8 +348,8 @@ class Settings(BaseSettings):
 
     @field_validator("default_limits", mode="before")
     @classmethod
-    def _beside_the_default(cls, given: Any) -> Any:
-        return DEFAULT_LIMITS.set_limits() | given if isinstance(given, dict) else given
+    def _beside_the_default(cls, limits: Any) -> Any:
+        return DEFAULT_LIMITS.set_limits() | limits if isinstance(limits, dict) else limits
 
     @model_validator(mode="after")
     def _has_a_key_for_inference(self) -> Self:

@@ -56,7 +56,7 @@ class SpecialTokens:
         if backend is not None:
             second = self._second(added, backend)
             self._encode = lambda text: second.encode(text, add_special_tokens=False).ids
-        self._shown = tuple(
+        self._rendered = tuple(
             _escaped(text) if backend is None or self._is_word(text, added) else text for text in self.texts
         )
 
@@ -110,7 +110,7 @@ class SpecialTokens:
     def encode(self, rendered: str) -> list[int]:
         """The tokens of a rendered conversation with placeholders, which become the text that they stand for."""
         named = self._replaced(rendered, self._names)
-        text = self._placeholder.sub(lambda found: self._shown[int(found[1])], named)
+        text = self._placeholder.sub(lambda found: self._rendered[int(found[1])], named)
         return [self._ids.get(token, token) for token in self._encode(text)]
 
     def _second(self, added: Mapping[int, AddedToken], backend: Tokenizer) -> Tokenizer:
@@ -134,10 +134,10 @@ class SpecialTokens:
         own = {token_id for token_id, token in added.items() if token.content == text}
         return not own.isdisjoint(self._encode(text))
 
-    def _replaced(self, text: str, replacements: tuple[str, ...], kept: Collection[str] = _NOTHING) -> str:
+    def _replaced(self, text: str, replacements: tuple[str, ...], allowed: Collection[str] = _NOTHING) -> str:
         parts, at = [], 0
         for start, end, found in self._found(text):
-            if found not in kept:
+            if found not in allowed:
                 parts += [text[at:start], replacements[self._numbers[found]]]
                 at = end
         return "".join([*parts, text[at:]]) if at else text
@@ -179,5 +179,5 @@ def _content(message: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in message.items() if key != "role"}
 
 
-def _tokens_to_keep(message: Mapping[str, Any], kept: Collection[str]) -> Collection[str]:
-    return kept if message["role"] == "assistant" else _NOTHING
+def _tokens_to_keep(message: Mapping[str, Any], allowed: Collection[str]) -> Collection[str]:
+    return allowed if message["role"] == "assistant" else _NOTHING

@@ -139,16 +139,16 @@ def find_facts(
     system = rendered(_SYSTEM_MESSAGE, _USER, prompt=True)
     if system is not None and rendered(_USER, prompt=True) is None:
         first = [_SYSTEM_MESSAGE]  # some templates require it
-    prompt, plain, whole = rendered(_USER, prompt=True), rendered(_USER), rendered(_USER, _ASSISTANT)
-    has_answer = whole is None or _ANSWER in whole
+    prompt, plain, conversation = rendered(_USER, prompt=True), rendered(_USER), rendered(_USER, _ASSISTANT)
+    has_answer = conversation is None or _ANSWER in conversation
     end = _end_of_turn(rendered, special, stops, form) if has_answer else None
     return TemplateFacts(
         end_of_turn=end,
         end_of_turn_added=end is not None and end not in stops,
         # A template that rejects the question alone says nothing of it.
-        generation_prompt=prompt is None or prompt != plain or _has_header(prompt, whole or "", form),
+        generation_prompt=prompt is None or prompt != plain or _has_header(prompt, conversation or "", form),
         question=prompt is None or QUESTION in prompt,
-        question_end=prompt is None or whole is None or _ends_question(prompt, whole, form),
+        question_end=prompt is None or conversation is None or _ends_question(prompt, conversation, form),
         answer=has_answer,
         system_role="rejected" if system is None else "rendered" if _SYSTEM in system else "ignored",
         alternation=plain is not None and rendered(_USER, _NEXT) is None,
@@ -158,19 +158,19 @@ def find_facts(
     )
 
 
-def _has_header(prompt: str, whole: str, form: Format | None) -> bool:
+def _has_header(prompt: str, conversation: str, form: Format | None) -> bool:
     """Whether the prompt has the text between a question and its answer.
 
     Some templates always write the header, and with others, such as Mistral's, it is the end of the question.
     """
-    between, answered, _ = whole.partition(QUESTION)[2].partition(_ANSWER)
+    between, answered, _ = conversation.partition(QUESTION)[2].partition(_ANSWER)
     header = _without_thought(between, form)
     return bool(answered) and prompt.partition(QUESTION)[2].strip().startswith(header.strip())
 
 
-def _ends_question(prompt: str, whole: str, form: Format | None) -> bool:
+def _ends_question(prompt: str, conversation: str, form: Format | None) -> bool:
     """Whether the text between a question and its answer has nothing before the header that the prompt ends with."""
-    after, between = (_without_thought(text.partition(QUESTION)[2], form) for text in (prompt, whole))
+    after, between = (_without_thought(text.partition(QUESTION)[2], form) for text in (prompt, conversation))
     between = between.partition(_ANSWER)[0].strip()
     header = after.strip()
     return not header or between == header or not between.endswith(header)

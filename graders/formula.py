@@ -155,14 +155,14 @@ class FunctionCall:
         return _finite(shown, _FUNCTIONS[self.function], *args)
 
 
-def _finite(shown: str, function: Callable[..., float], *args: float) -> float:
+def _finite(operation: str, function: Callable[..., float], *args: float) -> float:
     """Apply one operation. Each result is checked, because min(1, 1e308 * 10) would hide the overflow."""
     try:
         result = float(function(*args))
     except (ValueError, ArithmeticError):
-        raise FormulaDomainError(f"{shown} has no finite value") from None
+        raise FormulaDomainError(f"{operation} has no finite value") from None
     if not math.isfinite(result):
-        raise FormulaDomainError(f"{shown} has no finite value")
+        raise FormulaDomainError(f"{operation} has no finite value")
     return result
 
 

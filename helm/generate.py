@@ -94,22 +94,22 @@ def settings_schema(names: Collection[str] | None = None) -> dict[str, Any]:
     return {"type": "object", "additionalProperties": False, "properties": known}
 
 
-def _flat(schema: Any, whole: dict[str, Any]) -> Any:
+def _flat(schema: Any, root: dict[str, Any]) -> Any:
     """Inline references, drop titles and defaults, and disallow null, because an unset value is absent."""
     if isinstance(schema, list):
-        return [_flat(one, whole) for one in schema]
+        return [_flat(one, root) for one in schema]
     if not isinstance(schema, dict):
         return schema
     if "$ref" in schema:
-        return _flat(whole["$defs"][schema["$ref"].rsplit("/", 1)[1]], whole)
+        return _flat(root["$defs"][schema["$ref"].rsplit("/", 1)[1]], root)
     if "anyOf" in schema:
-        flat = [_flat(one, whole) for one in schema["anyOf"] if one != {"type": "null"}]
+        flat = [_flat(one, root) for one in schema["anyOf"] if one != {"type": "null"}]
         given = [one for number, one in enumerate(flat) if one not in flat[:number]]
         return {"anyOf": given} if len(given) > 1 else given[0]
     kept = {key: value for key, value in schema.items() if key not in ("title", "default", "format")}
     if "properties" in kept:  # names there are names, not keywords
-        return kept | {"properties": {key: _flat(value, whole) for key, value in kept["properties"].items()}}
-    return {key: _flat(value, whole) for key, value in kept.items()}
+        return kept | {"properties": {key: _flat(value, root) for key, value in kept["properties"].items()}}
+    return {key: _flat(value, root) for key, value in kept.items()}
 
 
 def values_table() -> str:

@@ -151,12 +151,12 @@ class FirstAnswer:
 
     def __init__(self, wait: Callable[[], object] = threading.Event().wait) -> None:
         """`wait`: waits for the end of this process."""
-        self._taken = threading.Lock()
+        self._first = threading.Lock()
         self._wait = wait
 
     def take(self) -> None:
         """Return in the first thread that calls this, which lowers the sizes and ends the process; others wait."""
-        if not self._taken.acquire(blocking=False):
+        if not self._first.acquire(blocking=False):
             self._wait()
 
 

@@ -60,7 +60,7 @@ class ConcurrencyLimit:
     def __init__(self, what: str, *, places: int, per_project: int, waiting: int = 0) -> None:
         self.what = what
         self.places, self.per_project, self.waiting = places, min(per_project, places), waiting
-        self.taken = 0
+        self.in_use = 0
         self._turns = 0
         self._projects: dict[str, _Project] = {}
 
@@ -98,7 +98,7 @@ class ConcurrencyLimit:
         """
         project = self._projects.setdefault(project_id, _Project())
         # A free place always goes to a queued request first, so this skips no queued request.
-        if self.taken < self.places and project.running < self.per_project:
+        if self.in_use < self.places and project.running < self.per_project:
             self._take(project)
             return AdmittedRequest(self, project_id)
         if len(project.waiting) >= self.waiting:
@@ -120,15 +120,15 @@ class ConcurrencyLimit:
         return AdmittedRequest(self, project_id)
 
     def _take(self, project: _Project) -> None:
-        self.taken += 1
+        self.in_use += 1
         self._turns += 1
         project.running += 1
         project.turn = self._turns
 
     def _leave(self, project_id: str) -> None:
         self._projects[project_id].running -= 1
-        self.taken -= 1
-        while self.taken < self.places and (project := self._next()) is not None:
+        self.in_use -= 1
+        while self.in_use < self.places and (project := self._next()) is not None:
             turn = project.waiting.popleft()
             if not turn.cancelled():
                 self._take(project)

@@ -86,12 +86,12 @@ class _Body:
         self._limits, self._request, self._receive = limits, request, receive
         self._announced = int(request.headers.get("content-length", "0"))
         self._received = 0
-        self._whole = False
+        self._is_complete = False
         self._owner: str | None = None
         self._places: list[AdmittedRequest] = []
 
     async def receive(self) -> Message:
-        if self._whole:
+        if self._is_complete:
             self.leave()
             return await self._receive()
         if self._announced > self._limits.small:
@@ -100,8 +100,8 @@ class _Body:
         self._received += len(message.get("body", b""))
         if self._received > self._limits.small:
             await self._admit()
-        self._whole = not message.get("more_body", False)
-        if self._whole and self._owner is not None and message["type"] == "http.request":
+        self._is_complete = not message.get("more_body", False)
+        if self._is_complete and self._owner is not None and message["type"] == "http.request":
             self._places.append(await self._limits.parsed.enter(self._owner))
         return message
 

@@ -261,9 +261,9 @@ class ItemOut(BaseModel):
         )
 
 
-def _without_secrets(said: Mapping[str, Any]) -> dict[str, Any]:
+def _without_secrets(stored: Mapping[str, Any]) -> dict[str, Any]:
     """A sample, or the result of a grader, without the secrets of a server that an imported error may quote."""
-    hidden: dict[str, Any] = hide_secrets(said)
+    hidden: dict[str, Any] = hide_secrets(stored)
     for name in ("error", "reason"):
         if hidden.get(name):
             hidden[name] = hide_in_error(hidden[name])

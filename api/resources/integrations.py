@@ -45,11 +45,11 @@ class Trackio(StrictModel):
 Integration = Annotated[Wandb | Mlflow | Trackio, Field(discriminator="type")]
 
 
-def _one_of_each(asked: list[Integration]) -> list[Integration]:
-    kinds = [integration.type for integration in asked]
+def _one_of_each(integrations: list[Integration]) -> list[Integration]:
+    kinds = [integration.type for integration in integrations]
     if twice := [kind for kind in kinds if kinds.count(kind) > 1]:
         raise ValueError(f"'{twice[0]}' is listed more than once; a job has one run per service")
-    return asked
+    return integrations
 
 
 Integrations = Annotated[list[Integration], Field(max_length=5), AfterValidator(_one_of_each)]

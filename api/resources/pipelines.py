@@ -162,12 +162,12 @@ async def create_pipeline(
     return await to_thread.run_sync(once, create)
 
 
-def _added(work: Work, made: Pipeline, project: Project, service: Service) -> PipelineOut:
+def _added(work: Work, pipeline: Pipeline, project: Project, service: Service) -> PipelineOut:
     """Create the pipeline. Raises QuotaExceeded if the storage of the project is used up."""
     limits = tenants.limits(project, service.settings.default_limits)
-    tenants.refuse_request_beyond(work.session, project.id, limits, made.stages)
-    lifecycle.create(work, made)
-    return PipelineOut.of(work.session, made)
+    tenants.refuse_request_beyond(work.session, project.id, limits, pipeline.stages)
+    lifecycle.create(work, pipeline)
+    return PipelineOut.of(work.session, pipeline)
 
 
 async def _refuse_stage(stage: StageCreate, where: str, service: Service, project: Project) -> None:

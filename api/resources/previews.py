@@ -207,7 +207,7 @@ class Prepared:
 
     body: PreviewCreate
     project_id: str
-    asked: EstimateInputs
+    inputs: EstimateInputs
     rows: Sequence[Example]
     chats: Sequence[dict[str, Any]]  # `samples` per row
     parts: dict[str, str]
@@ -234,7 +234,7 @@ class Prepared:
             project_id=self.project_id,
             request=request,
             parts=self.parts,
-            training_sha256=self.asked.training.sha256,
+            training_sha256=self.inputs.training.sha256,
             progress=asdict(PreviewProgress("loading", of=len(self.chats))),
         )
 
@@ -337,7 +337,7 @@ def _prepared(body: PreviewCreate, project: Project, service: Service) -> Prepar
     return Prepared(body, project.id, asked, rows, chats, wanted, answered)
 
 
-def _weights(body: PreviewCreate, asked: EstimateInputs, project: Project, service: Service) -> Served:
+def _weights(body: PreviewCreate, inputs: EstimateInputs, project: Project, service: Service) -> Served:
     """Resolve the weights that the job starts from: of a base model, or of a tuned model that it trains further.
 
     Raises:
@@ -402,7 +402,7 @@ async def create_preview(
     if prepared is None:
         return Response(status_code=499)
     if prepared.earlier is None:
-        _refuse_unserved(upstream, prepared.asked.name)
+        _refuse_unserved(upstream, prepared.inputs.name)
     try:
         slot = Slot(await service.admission.previews.enter(project.id))
     except TooManyAtOnce:
@@ -545,7 +545,7 @@ async def _previewed(
     grading = partial(_graded, prepared, service, completions, progress.one_graded)
     grades, tokens = await slot.in_thread(grading)
 
-    size, samples = prepared.asked.settings, prepared.body.samples
+    size, samples = prepared.inputs.settings, prepared.body.samples
     judged = [_answer(*pair, size.supervision == "process") for pair in zip(completions, grades, strict=True)]
     prompts = [
         PreviewPrompt(row.line, completions[first].prompt_tokens, tuple(judged[first : first + samples]))
@@ -555,16 +555,16 @@ async def _previewed(
         prompts,
         group_size=size.group_size,
         max_completion_tokens=size.max_completion_tokens,
-        context=prepared.asked.model.context,
+        context=prepared.inputs.model.context,
         pass_threshold=evals.pass_threshold(dump(prepared.body.reinforcement(PREVIEW).grader)),
         sampling_seconds=seconds,
         grader_tokens=tokens,
     )
     lengths, speed = preview_report.mean_lengths(prompts), report.sampling.tokens_per_second
-    estimate = prepared.asked.estimate(
+    estimate = prepared.inputs.estimate(
         partial(estimates.after_preview, lengths=lengths, tokens_per_second=speed)
     )
-    made = PreviewReportOut(**prepared.asked.size(), **vars(report), estimate=estimate, reason=None)
+    made = PreviewReportOut(**prepared.inputs.size(), **vars(report), estimate=estimate, reason=None)
     places = [(row, member) for row in prepared.rows for member in range(samples)]
     answers = [
         _answer_fields(row, member, completion, grade, answer)
@@ -644,7 +644,7 @@ def _some_rows(blobs: BlobStore, file: File, count: int, seed: int) -> list[Exam
 
 
 def _chat(
-    body: PreviewCreate, asked: EstimateInputs, weights: Served, row: Example, member: int
+    body: PreviewCreate, inputs: EstimateInputs, weights: Served, row: Example, member: int
 ) -> dict[str, Any]:
     """The request for one answer, with the job's sampling parameters."""
     hyperparameters = body.reinforcement(PREVIEW).hyperparameters
@@ -657,14 +657,14 @@ def _chat(
     try:
         chat = Chat.model_validate(
             {
-                "model": asked.name if weights.adapter is None else body.model,
+                "model": inputs.name if weights.adapter is None else body.model,
                 # Message weights apply to a supervised loss, which a job does not have.
                 "messages": [
                     {key: value for key, value in message.items() if key != "weight"}
                     for message in row.messages
                 ],
-                "temperature": asked.settings.temperature,
-                "max_completion_tokens": asked.settings.max_completion_tokens,
+                "temperature": inputs.settings.temperature,
+                "max_completion_tokens": inputs.settings.max_completion_tokens,
                 "response_format": body.reinforcement(PREVIEW).response_format,
                 "seed": int.from_bytes(digest[:8], "big") >> 2,
                 "reasoning_effort": None if effort == "default" else effort,
@@ -752,7 +752,7 @@ def _graded(
     async def grade() -> tuple[list[Grade], int]:
         owner = prepared.project_id
         async with (
-            booked_judges(service, owner, prepared.asked.name) as ledger,
+            booked_judges(service, owner, prepared.inputs.name) as ledger,
             service.backends.open(reinforcement.grader, owner=owner, ledger=ledger) as grader,
         ):
             return await grade_all(grader, pairs, timeout_s=TIMEOUT_S, graded=graded), ledger.total

@@ -301,35 +301,13 @@ def resolve(
     """
     advanced = requested.advanced
     optimizer, lora, template = advanced.optimizer, advanced.lora, advanced.template
-    batch_size = min(rows, _or(requested.batch_size, max(1, min(16, rows // 20))))
+    least = 2 if isinstance(requested, DpoHyperparameters) and requested.advanced.loss.type == "kto" else 1
+    batch_size = max(least, min(rows, _or(requested.batch_size, max(1, min(16, rows // 20)))))
     n_epochs = _or(requested.n_epochs, 1 if method in _ONE_EPOCH and rows >= 100 else epochs(rows))
     steps_per_epoch = math.ceil(rows / batch_size)
     base = base_learning_rate(method, parameters) * _or(requested.learning_rate_multiplier, 1.0)
     if advanced.train == "full":
         base *= FULL_LEARNING_RATE
-    of_loss: dict[str, Any] = {}
-    if isinstance(requested, DpoHyperparameters):
-        loss = requested.advanced.loss
-        of_loss = {
-            "beta": _or(requested.beta, _SIMPO_BETA if loss.type == "simpo" else 0.1),
-            "preference_loss": loss.type,
-            "length_normalize": loss.length_normalize,
-            "label_smoothing": loss.label_smoothing,
-            "gamma": _SIMPO_GAMMA if loss.type == "simpo" and loss.gamma is None else loss.gamma,
-        }
-        if loss.type == "kto":
-            of_loss |= {
-                "desirable_weight": 1.0 if loss.desirable_weight is None else loss.desirable_weight,
-                "undesirable_weight": 1.0 if loss.undesirable_weight is None else loss.undesirable_weight,
-            }
-            batch_size = max(2, batch_size)
-            steps_per_epoch = math.ceil(rows / batch_size)
-    if isinstance(requested, RewardHyperparameters):
-        pairs = {"reward_kind": "pairs", "centering": requested.advanced.centering}
-        of_loss = pairs if reward_kind == "pairs" else {"reward_kind": reward_kind}
-    if isinstance(requested, LogitsHyperparameters):
-        soft = requested.advanced.loss
-        of_loss = {"top_k": _or(soft.top_k, None), "soft_temperature": soft.temperature}
     return ResolvedOffline(
         batch_size=batch_size,
         learning_rate=_or(optimizer.learning_rate, base),
@@ -346,8 +324,37 @@ def resolve(
         train=advanced.train,
         chat_template=None if template.chat_template == "auto" else template.chat_template,
         chat_template_kwargs=dict(template.chat_template_kwargs),
-        **of_loss,
+        **_of_loss(requested, reward_kind),
     )
+
+
+def _of_loss(requested: SupervisedHyperparameters, reward_kind: RewardKind) -> dict[str, Any]:
+    """The fields of ResolvedOffline that one method's loss reads."""
+    if isinstance(requested, DpoHyperparameters):
+        return _of_preference(requested.advanced.loss, requested.beta)
+    if isinstance(requested, RewardHyperparameters):
+        pairs = {"reward_kind": "pairs", "centering": requested.advanced.centering}
+        return pairs if reward_kind == "pairs" else {"reward_kind": reward_kind}
+    if isinstance(requested, LogitsHyperparameters):
+        soft = requested.advanced.loss
+        return {"top_k": _or(soft.top_k, None), "soft_temperature": soft.temperature}
+    return {}
+
+
+def _of_preference(loss: Preference, beta: float | Auto) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "beta": _or(beta, _SIMPO_BETA if loss.type == "simpo" else 0.1),
+        "preference_loss": loss.type,
+        "length_normalize": loss.length_normalize,
+        "label_smoothing": loss.label_smoothing,
+        "gamma": _SIMPO_GAMMA if loss.type == "simpo" and loss.gamma is None else loss.gamma,
+    }
+    if loss.type == "kto":
+        fields |= {
+            "desirable_weight": 1.0 if loss.desirable_weight is None else loss.desirable_weight,
+            "undesirable_weight": 1.0 if loss.undesirable_weight is None else loss.undesirable_weight,
+        }
+    return fields
 
 
 def with_first_values(resolved: ResolvedOffline, first: Mapping[str, Any] | None) -> ResolvedOffline:

@@ -206,14 +206,14 @@ def advise(report: PreviewReport, group_size: int, longest: int, room: int) -> t
     return verdict, " ".join([f"{result}: {advice}", *notes])
 
 
-def _by_signal(made: PreviewReport, mine: Signal) -> tuple[Verdict, str]:
+def _by_signal(report: PreviewReport, mine: Signal) -> tuple[Verdict, str]:
     share = mine.share["expected"]
     if share >= ENOUGH:
         return "good", "there is something to learn."
-    kind, advice = _by_difficulty(made)
+    kind, advice = _by_difficulty(report)
     if share < HARDLY:
         return kind, f"there is hardly anything to learn. {advice}"
-    largest = max((one for one in made.signal if not one.at_least), key=lambda one: one.share["expected"])
+    largest = max((one for one in report.signal if not one.at_least), key=lambda one: one.share["expected"])
     larger = f"In groups of {largest.group_size} it would be {_percent(largest.share['expected'])}. "
     return "little_signal", (
         "most of the job would be spent on zero-variance groups. "
@@ -222,12 +222,12 @@ def _by_signal(made: PreviewReport, mine: Signal) -> tuple[Verdict, str]:
     )
 
 
-def _by_difficulty(made: PreviewReport) -> tuple[Verdict, str]:
+def _by_difficulty(report: PreviewReport) -> tuple[Verdict, str]:
     """The reason for zero-variance groups, and the advice."""
-    passing = made.passed / (made.answers - made.grading.failed)
+    passing = report.passed / (report.answers - report.grading.failed)
     if passing >= ALWAYS:
         return "too_easy", "Use harder prompts or a stricter grader."
-    if made.cut_off > made.answers / 2:
+    if report.cut_off > report.answers / 2:
         return "cut_off", "Raise max_completion_tokens, or request shorter answers in the prompt."
     if passing <= NEVER:
         return "too_hard", (

@@ -396,7 +396,7 @@ def open_page(blobs: BlobStore, page: RolloutPage) -> OpenPage:
     """
     try:
         if page.bytes <= IN_MEMORY_BYTES:
-            return _Parquet(page, pa.BufferReader(blobs.read(page.blob_key)), whole=True)
+            return _Parquet(page, pa.BufferReader(blobs.read(page.blob_key)), as_one_part=True)
         chunks = blobs.open(page.blob_key)
     except BlobNotFound:
         return _Deleted(page)
@@ -423,13 +423,13 @@ def records(table: pa.Table) -> list[Row]:
 
 
 class _Parquet(OpenPage):
-    def __init__(self, page: RolloutPage, file: Any, *, whole: bool = False) -> None:
+    def __init__(self, page: RolloutPage, file: Any, *, as_one_part: bool = False) -> None:
         self.page = page
         self._source = file
         with _intact(page):
             self._file = pq.ParquetFile(file)
         groups = range(self._file.num_row_groups)
-        self._parts = [list(groups)] if whole else [[number] for number in groups]
+        self._parts = [list(groups)] if as_one_part else [[number] for number in groups]
         self.parts = len(self._parts)
 
     def part(self, number: int, columns: Sequence[str] | None = None) -> pa.Table:

@@ -147,7 +147,7 @@ class HttpJudges:
         self.config = dict(config)
         self.ledger = TokenLedger() if ledger is None else ledger
         self._patience = patience or CallRetryPolicy()
-        self._given = client
+        self._callers_client = client
         self._opened: httpx.AsyncClient | None = None
         self._slots = {name: asyncio.Semaphore(model.max_concurrency) for name, model in config.items()}
         self._paces = {
@@ -177,8 +177,8 @@ class HttpJudges:
 
     @property
     def _client(self) -> httpx.AsyncClient:
-        if self._given is not None:
-            return self._given
+        if self._callers_client is not None:
+            return self._callers_client
         if self._opened is None:
             # The operator's addresses are trusted. Each model has a concurrency limit, so the pool has none.
             self._opened = trusted_client()

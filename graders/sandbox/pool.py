@@ -632,15 +632,15 @@ class LayersProbe:
         """`layers` starts a process to find them."""
         self._layers = layers
         self._lock = threading.Lock()
-        self._kept: dict[str, str] | None = None
+        self._states: dict[str, str] | None = None
 
     def __call__(self) -> dict[str, str]:
         with self._lock:
-            if self._kept is not None:
-                return self._kept
+            if self._states is not None:
+                return self._states
             found = self._layers()
             if not any(map(_is_momentary, found.values())):
-                self._kept = found
+                self._states = found
             return found
 
     def refusal(self) -> str:

@@ -394,7 +394,7 @@ class Watch:
         self.child, self.output_limit = child, config["output"]
         self.deadline = time.monotonic() + config["wall_s"]
         self.cpu_limit = _cpu_limit(config["wall_s"])
-        self.kept = {result: bytearray(), output: bytearray()}
+        self.buffers = {result: bytearray(), output: bytearray()}
         self.result, self.output = result, output
         self.seen = 0
         # Scratch bytes and threads are counted here if the kernel does not limit them for each grade.
@@ -413,7 +413,7 @@ class Watch:
                 os.kill(self.child, signal.SIGKILL)
             _, status, used = os.wait4(self.child, 0)
             # No other process has the pipes open, so reading to the end does not block for long.
-            for fd in self.kept:
+            for fd in self.buffers:
                 while not verdict and self._drain(fd):
                     pass
         finally:
@@ -422,13 +422,13 @@ class Watch:
         return {
             "status": verdict or self.why_killed(status, used.ru_utime + used.ru_stime),
             "exit": os.waitstatus_to_exitcode(status),
-            "result": self.kept[self.result].decode("latin-1"),
+            "result": self.buffers[self.result].decode("latin-1"),
             "output": self._shown_output(),
         }
 
     def _shown_output(self) -> str:
         """Return the printed output. If it was truncated, the last line says so."""
-        text = self.kept[self.output].decode("utf-8", "replace")
+        text = self.buffers[self.output].decode("utf-8", "replace")
         if self.seen <= MAX_OUTPUT:
             return text
         return f"{text}\n... cut: the first {MAX_OUTPUT:,} of {self.seen:,} bytes are shown"
@@ -445,7 +445,7 @@ class Watch:
                     return ""
                 if not self._drain(fd):
                     poll.unregister(fd)
-            if self.seen > self.output_limit or len(self.kept[self.result]) > MAX_RESULT:
+            if self.seen > self.output_limit or len(self.buffers[self.result]) > MAX_RESULT:
                 return "output_limit"
             if self.threads is not None and threads_of(self.child) > self.threads:
                 return "thread_limit"
@@ -472,8 +472,8 @@ class Watch:
         data = os.read(fd, 65536)
         if fd == self.output:
             self.seen += len(data)
-        room = (MAX_RESULT + 1 if fd == self.result else MAX_OUTPUT) - len(self.kept[fd])
-        self.kept[fd] += data[: max(room, 0)]
+        room = (MAX_RESULT + 1 if fd == self.result else MAX_OUTPUT) - len(self.buffers[fd])
+        self.buffers[fd] += data[: max(room, 0)]
         return bool(data) and self.seen <= 2 * self.output_limit
 
 

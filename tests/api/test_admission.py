@@ -72,7 +72,7 @@ def test_a_project_never_has_more_than_its_places_and_others_get_the_rest() -> N
 
         await line.leave()
         assert line.served[3:] == ["a3"] or line.served[3:] == ["b2"]
-        assert line.share.taken == 3
+        assert line.share.in_use == 3
 
     in_a_loop(scene)
 
@@ -132,7 +132,7 @@ def test_who_gives_up_at_the_moment_of_their_turn_passes_the_place_on() -> None:
         await settled()
 
         assert line.served == ["a1", "c1"]
-        assert line.share.taken == 1
+        assert line.share.in_use == 1
 
     in_a_loop(scene)
 
@@ -145,7 +145,7 @@ def test_leaving_twice_gives_back_one_place() -> None:
         first.leave()
         first.leave()
 
-        assert places.taken == 1
+        assert places.in_use == 1
 
     in_a_loop(scene)
 
@@ -203,11 +203,11 @@ def test_a_thread_keeps_its_place_until_it_has_ended_even_if_nobody_waits_for_it
         asking.cancel()
         await settled()
         assert asking.cancelled()
-        assert places.taken == 1
+        assert places.in_use == 1
 
         go.set()
         (await places.enter("a")).leave()
-        assert places.taken == 0
+        assert places.in_use == 0
 
     in_a_loop(scene)
 
@@ -223,6 +223,6 @@ def test_what_a_thread_raises_reaches_the_caller_and_frees_the_place() -> None:
             await places.in_thread("a", call)
         await settled()
 
-        assert places.taken == 0
+        assert places.in_use == 0
 
     in_a_loop(scene)

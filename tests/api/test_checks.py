@@ -37,7 +37,7 @@ def checked(house: House) -> Iterator[None]:
     yield
     for place in places:
         house.portal.call(place.leave)
-    assert checks.taken == 0
+    assert checks.in_use == 0
 
 
 @pytest.fixture
@@ -200,7 +200,7 @@ def test_a_project_that_has_all_its_searches_is_refused_alone(
         house.portal.call(place.leave)
 
     assert is_refused(refused)
-    assert (allowed.status_code, searches.taken) == (404, 0)
+    assert (allowed.status_code, searches.in_use) == (404, 0)
     assert api.get(f"/v1/{path}").status_code == 404
 
 

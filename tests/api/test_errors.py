@@ -429,7 +429,7 @@ def test_a_file_for_which_the_folder_has_no_room_is_507_and_leaves_nothing(
 
     assert envelope(answer, 507)["code"] == "insufficient_storage"
     assert [path for path in (house.folder / "blobs").rglob("*") if path.is_file()] == []
-    assert house.app.state.service.admission.uploads.taken == 0
+    assert house.app.state.service.admission.uploads.in_use == 0
 
 
 def test_a_service_whose_disk_is_nearly_full_is_alive_and_not_ready(house: House) -> None:

@@ -309,7 +309,7 @@ def test_a_client_that_leaves_ends_its_run(house: House, hanging: Service) -> No
         answer = await client.leave()
 
         assert (answer.status_code, untyped(hanging.backends).ended) == (499, 1)
-        assert hanging.admission.grader_runs.taken == 0
+        assert hanging.admission.grader_runs.in_use == 0
 
     asyncio.run(scene())
 
@@ -341,7 +341,7 @@ def test_a_project_that_runs_all_it_may_holds_no_thread_and_keeps_nobody_else_wa
         await begun(hanging, 1)
         for client in [*running, *line, others]:
             await client.leave()
-        assert hanging.admission.grader_runs.taken == 0
+        assert hanging.admission.grader_runs.in_use == 0
 
     asyncio.run(scene())
 

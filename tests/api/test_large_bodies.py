@@ -79,7 +79,7 @@ def test_a_large_body_with_a_key_is_parsed_and_its_places_are_free_afterwards(ho
 
     admission = house.app.state.service.admission
     assert answer.status_code == 400
-    assert (admission.arriving_bodies.taken, admission.parsed_bodies.taken) == (0, 0)
+    assert (admission.arriving_bodies.in_use, admission.parsed_bodies.in_use) == (0, 0)
 
 
 def test_a_database_that_is_away_is_a_503_for_a_large_body_too(house: House) -> None:
@@ -225,7 +225,7 @@ def test_eight_large_bodies_are_parsed_at_once_and_four_of_a_project(tmp_path: P
 
         await end(endpoint, asked)
         assert sorted(endpoint.parsed) == list("aaaaabbbbbc")
-        assert (admission.arriving_bodies.taken, admission.parsed_bodies.taken) == (0, 0)
+        assert (admission.arriving_bodies.in_use, admission.parsed_bodies.in_use) == (0, 0)
 
     in_a_loop(scene)
 
@@ -271,7 +271,7 @@ def test_a_request_that_goes_on_for_minutes_holds_no_place(then: str) -> None:
         asked = await ask(limited(endpoint, arriving, parsed), *[Client(b"x" * 101) for _ in range(3)])
 
         assert endpoint.parsed == ["a"] * 3
-        assert (arriving.taken, parsed.taken) == (0, 0)
+        assert (arriving.in_use, parsed.in_use) == (0, 0)
         for task in asked:
             task.cancel()
         await end(endpoint, asked)
@@ -285,6 +285,6 @@ def test_a_request_that_crashes_leaves_its_places() -> None:
         arriving, parsed = share(1), share(1)
         await end(endpoint, await ask(limited(endpoint, arriving, parsed), Client(b"x" * 101)))
 
-        assert (arriving.taken, parsed.taken) == (0, 0)
+        assert (arriving.in_use, parsed.in_use) == (0, 0)
 
     in_a_loop(scene)

@@ -125,4 +125,4 @@ def test_a_client_that_stops_in_the_middle_of_its_body_gets_408(house: House) ->
     assert sent[0]["status"] == 408
     assert (b"connection", b"close") in sent[0]["headers"]
     assert json.loads(sent[1]["body"])["error"]["code"] == "request_timeout"
-    assert house.app.state.service.admission.uploads.taken == 0
+    assert house.app.state.service.admission.uploads.in_use == 0

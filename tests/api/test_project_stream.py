@@ -192,7 +192,7 @@ def test_an_id_of_another_stream_is_refused(api: TestClient, house: House, last:
     refused = api.get("/v1/regraft/stream", headers={"Last-Event-ID": last})
 
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "after")
-    assert house.app.state.service.admission.streams.taken == 0
+    assert house.app.state.service.admission.streams.in_use == 0
 
 
 def test_a_revoked_key_ends_its_stream(house: House, create_job: Callable[..., dict[str, Any]]) -> None:

@@ -614,7 +614,7 @@ class Counting:
     async def grade(self, sample: Sample, item: Item) -> Grade:
         self.under_way += 1
         await asyncio.sleep(0)  # the others begin
-        self.seen.add((self.under_way, self.admission.grader_runs.taken))
+        self.seen.add((self.under_way, self.admission.grader_runs.in_use))
         await asyncio.sleep(0)
         self.under_way -= 1
         return Grade(1.0)

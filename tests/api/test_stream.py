@@ -313,7 +313,7 @@ def test_a_burst_is_refused_beyond_the_limit_and_nobody_hangs(
 
     assert [type(answer) for answer in answers].count(TooManyAtOnce) == 2
     assert b"data: [DONE]\n\n" in sent
-    assert service.admission.streams.taken == 0
+    assert service.admission.streams.in_use == 0
 
 
 def test_neither_a_refusal_nor_a_client_that_has_left_takes_a_place(
@@ -332,7 +332,7 @@ def test_neither_a_refusal_nor_a_client_that_has_left_takes_a_place(
         asyncio.run(leave())
     assert api.get("/v1/regraft/jobs/ftjob-none/stream").status_code == 404
 
-    assert service.admission.streams.taken == 0
+    assert service.admission.streams.in_use == 0
 
 
 def test_a_stream_that_ends_makes_room(
@@ -344,7 +344,7 @@ def test_a_stream_that_ends_makes_room(
     for _ in range(2):
         assert api.get(f"/v1/regraft/jobs/{job_id}/stream").status_code == 200
 
-    assert house.app.state.service.admission.streams.taken == 0
+    assert house.app.state.service.admission.streams.in_use == 0
 
 
 @pytest.mark.both_databases

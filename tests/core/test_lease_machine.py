@@ -70,7 +70,7 @@ class Kind:
     @property
     def kept(self) -> frozenset[str]:
         """The statuses that a row has only while a worker holds it."""
-        return self.leases.held - self.claims.keys()
+        return self.leases.claimed - self.claims.keys()
 
 
 # Jobs.
@@ -412,7 +412,7 @@ class Machine(RuleBasedStateMachine):
             self.lapsed.discard(row.id)
         else:
             assert present(row.lease_expires_at) <= now + LEASE
-            assert row.status in self.kind.leases.held
+            assert row.status in self.kind.leases.claimed
             assert self.given[row.id] == Claim(row.id, row.epoch, row.lease_owner)
 
     def is_tried_again_a_few_times(self, row: Leased, seen: Seen, now: float) -> None:

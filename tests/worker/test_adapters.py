@@ -93,7 +93,7 @@ def test_what_is_not_the_right_adapter_is_not_kept(
 def test_the_one_that_was_not_asked_for_the_longest_goes_first(
     blobs: CountingBlobs, store: Callable[..., Adapter], tmp_path: Path
 ) -> None:
-    folders = AdapterFolders(blobs, tmp_path / "cache", kept=2)
+    folders = AdapterFolders(blobs, tmp_path / "cache", max_folders=2)
     a, b, c = (store(name, name.encode()) for name in "abc")
     for adapter in (a, b, a, c):
         folders.folder(adapter)
@@ -107,7 +107,7 @@ def test_the_one_that_was_not_asked_for_the_longest_goes_first(
 def test_adapters_that_queued_requests_may_still_read_are_kept(
     blobs: CountingBlobs, store: Callable[..., Adapter], tmp_path: Path
 ) -> None:
-    folders = AdapterFolders(blobs, tmp_path / "cache", kept=1, spared_seconds=60.0)
+    folders = AdapterFolders(blobs, tmp_path / "cache", max_folders=1, spared_seconds=60.0)
     a, b, c, d = (store(name, name.encode()) for name in "abcd")
     for adapter in (a, b, c):
         folders.folder(adapter)
@@ -146,7 +146,7 @@ def test_caches_of_one_volume_make_room_before_they_download_whatever_their_numb
 def test_one_that_is_asked_for_while_it_is_removed_is_fetched_again(
     blobs: CountingBlobs, store: Callable[..., Adapter], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folders, rmtree = AdapterFolders(blobs, tmp_path / "cache", kept=1), shutil.rmtree
+    folders, rmtree = AdapterFolders(blobs, tmp_path / "cache", max_folders=1), shutil.rmtree
     asked, meanwhile = threading.Event(), []
     old, new = store("a", b"old"), store("b", b"new")
 
@@ -188,7 +188,7 @@ def test_one_that_another_process_has_removed_is_fetched_again(
 def test_what_a_killed_process_was_removing_goes_with_the_next_one(
     blobs: CountingBlobs, store: Callable[..., Adapter], tmp_path: Path
 ) -> None:
-    folders = AdapterFolders(blobs, tmp_path / "cache", kept=1)
+    folders = AdapterFolders(blobs, tmp_path / "cache", max_folders=1)
     left = tmp_path / "cache" / ".gone-1"
     left.mkdir(parents=True)
     for name in "ab":

@@ -219,7 +219,7 @@ def test_a_text_is_divided_whole_and_as_it_grows(template: str, answer: str, tho
     for earlier, later in pairwise([*grown, whole]):
         assert later.thought.startswith(earlier.thought)
         assert later.answer.startswith(earlier.answer)
-    assert grown[-1].answer + grown[-1].held == text
+    assert grown[-1].answer + grown[-1].pending == text
 
 
 def test_without_thoughts_all_is_the_answer() -> None:

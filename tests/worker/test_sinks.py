@@ -279,7 +279,7 @@ def test_a_failure_is_a_warning_that_names_the_service_and_keeps_its_secrets(
         job(WANDB), RESOLVED, ON, lambda message, data: said.append(message), lambda *_: Notebook()
     ).threads
 
-    only.tell("Refused: https://me:pw@host/x with 0123456789abcdef\nTraceback")
+    only.on_failure("Refused: https://me:pw@host/x with 0123456789abcdef\nTraceback")
 
     assert said[0].startswith("Weights & Biases rejects this job's metrics. The export is retried")
     assert said[0].endswith("Refused: https://***@host/x with ***")

@@ -184,8 +184,8 @@ def _only(found: Sequence[T], option: str) -> T:
     return found[0]
 
 
-def _assignments(given: Sequence[str]) -> dict[str, str]:
-    pairs = [one.partition("=") for one in given]
+def _assignments(arguments: Sequence[str]) -> dict[str, str]:
+    pairs = [one.partition("=") for one in arguments]
     return {name: value for name, _, value in pairs}
 
 
@@ -215,8 +215,8 @@ def _memory_limit(limit: MemoryLimit) -> Row:
     }
 
 
-def _new_key(made: NewKey) -> Row:
-    return {**_key(made.key), "key": made.token}
+def _new_key(key: NewKey) -> Row:
+    return {**_key(key.key), "key": key.token}
 
 
 def _print(result: Row | Sequence[Row]) -> None:

@@ -67,7 +67,7 @@ class TaggedThoughts(ReasoningParser):  # type: ignore[misc]  # vLLM has no type
 
     def get_streaming_fallback_content(self, previous_text: str, request: Any) -> str | None:
         """The text that was held back when the answer ended."""
-        return self._sent.held or None
+        return self._sent.pending or None
 
     def count_reasoning_tokens(self, token_ids: Sequence[int]) -> int:
         if self.form is None:

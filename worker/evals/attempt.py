@@ -464,7 +464,7 @@ def _sample(
     messages: Sequence[Message],
     answer: ItemAnswer,
     model: str | None,
-    given: dict[str, Any] | None,
+    graded: dict[str, Any] | None,
 ) -> dict[str, Any]:
     """The `sample` of an output item. `graded` is what graders read of a sample that the row brought along."""
     usage = {"prompt_tokens": 0, "completion_tokens": 0, "cached_tokens": 0, **answer.usage}
@@ -485,7 +485,7 @@ def _sample(
         "top_p": fields.get("top_p"),
         "seed": fields.get("seed"),
     }
-    return shown if given is None else shown | {"graded": given}
+    return shown if graded is None else shown | {"graded": graded}
 
 
 def _criteria(session: Session, run: EvalRun) -> list[tuple[str, dict[str, Any]]]:

@@ -48,7 +48,7 @@ def micro_batches(
     Args:
         rows: split every pack, so that each row has one answer.
         cost: split every pack as `cheapest_parts` does. None: only those above the budget.
-        whole: leave the answers of a pack in one batch, whatever the budget: a loss couples them.
+        couples_answers: leave the answers of a pack in one batch, whatever the budget: a loss couples them.
     """
     batch: list[Pack] = []
     for unit in sorted(_units(packs, token_budget, rows, cost, couples_answers), key=_longest):
@@ -62,10 +62,10 @@ def micro_batches(
 
 
 def _units(
-    packs: Sequence[Pack], token_budget: int, rows: bool, cost: RowCost | None, whole: bool
+    packs: Sequence[Pack], token_budget: int, rows: bool, cost: RowCost | None, couples_answers: bool
 ) -> list[list[Pack]]:
     """The parts of packs that share a batch."""
-    if whole:
+    if couples_answers:
         return [list(split(pack, 0)) if rows else [pack] for pack in packs]
     room = 0 if rows else token_budget
     if cost is None:

@@ -339,13 +339,13 @@ def forecast(
     return min(found, key=lambda one: one.seconds)
 
 
-def _degrees(shape: Shape, count: int, given: int | None) -> list[int]:
+def _degrees(shape: Shape, count: int, fixed: int | None) -> list[int]:
     """The tensor parallel degrees to try for engines on `count` GPUs."""
     kv_heads = max(1, shape.key_values * shape.heads // (2 * shape.queries))
     return [
         degree
-        for degree in ([given] if given else [1, 2, 4, 8])
-        if count % degree == 0 and shape.heads % degree == 0 and (given or degree <= kv_heads)
+        for degree in ([fixed] if fixed else [1, 2, 4, 8])
+        if count % degree == 0 and shape.heads % degree == 0 and (fixed or degree <= kv_heads)
     ]
 
 
@@ -356,7 +356,12 @@ def _machine(cluster: Cluster, **options: bool) -> Machine:
 
 
 def _forecast_split(
-    name: str, shape: Shape, size: StepSize, cluster: Cluster, tensor_parallel: int | None, given: int | None
+    name: str,
+    shape: Shape,
+    size: StepSize,
+    cluster: Cluster,
+    tensor_parallel: int | None,
+    sampling_gpus: int | None,
 ) -> Forecast:
     """Some GPUs of the first machine sample while the others learn, and as many of each other machine learn.
 
@@ -370,14 +375,14 @@ def _forecast_split(
         raise NotDivisible(
             "off_policy_steps cannot be combined with train 'full': only earlier adapters are kept."
         )
-    if cluster.per_node < 2 or (given is not None and not 0 < given < cluster.per_node):
+    if cluster.per_node < 2 or (sampling_gpus is not None and not 0 < sampling_gpus < cluster.per_node):
         raise NotDivisible(
             f"Of the {gpus(cluster.per_node)} of a machine some have to sample and others to learn"
-            + (", which needs two." if given is None else f", and {given} are to sample.")
+            + (", which needs two." if sampling_gpus is None else f", and {sampling_gpus} are to sample.")
         )
     refusal: DoesNotFit | None = None
     found: list[Forecast] = []
-    for sampling in range(1, cluster.per_node) if given is None else [given]:
+    for sampling in range(1, cluster.per_node) if sampling_gpus is None else [sampling_gpus]:
         for degree in _degrees(shape, sampling, tensor_parallel):
             engines = sampling // degree
             machine = replace(_machine(cluster, split=True), engines=engines, tensor_parallel=degree)
@@ -390,11 +395,11 @@ def _forecast_split(
     if found:
         return min(found, key=lambda one: one.seconds)
     if refusal is not None:
-        others = " Nor does another ratio of the GPUs fit." if given is None else ""
+        others = " Nor does another ratio of the GPUs fit." if sampling_gpus is None else ""
         raise DoesNotFit(f"{refusal}{others}") from refusal
     raise NotDivisible(
         f"Tensor parallel degree {tensor_parallel} does not divide the {shape.heads} attention heads of {name} and the "
-        f"{cluster.per_node - 1 if given is None else given} GPUs that may sample."
+        f"{cluster.per_node - 1 if sampling_gpus is None else sampling_gpus} GPUs that may sample."
     )
 
 

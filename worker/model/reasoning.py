@@ -147,7 +147,7 @@ class TextParts:
     thought: str
     answer: str
     is_answering: bool
-    held: str = ""  # could still become a start tag
+    pending: str = ""  # could still become a start tag
 
 
 def split_text(form: Format | None, text: str, *, is_whole: bool) -> TextParts:

@@ -63,13 +63,13 @@ class _Shared:
     def pack(self, pack: Pack) -> Pack:
         return Pack(self._tokens(pack.prompt_ids), tuple(map(self._sequence, pack.sequences)))
 
-    def _sequence(self, one: TrainingSequence) -> TrainingSequence:
+    def _sequence(self, sequence: TrainingSequence) -> TrainingSequence:
         return replace(
-            one,
-            output_ids_T=self._tokens(one.output_ids_T),
-            logprobs_T=self._same(one.logprobs_T),
-            advantages_T=self._same(one.advantages_T),
-            learned_T=self._same(one.learned_T),
+            sequence,
+            output_ids_T=self._tokens(sequence.output_ids_T),
+            logprobs_T=self._same(sequence.logprobs_T),
+            advantages_T=self._same(sequence.advantages_T),
+            learned_T=self._same(sequence.learned_T),
         )
 
     def _tokens(self, ids: Sequence[int]) -> tuple[int, ...]:
@@ -239,27 +239,27 @@ def _turn(
         ChatTemplateFailed: the template renders the messages before the answer differently once it follows, or leaves
             out the answer.
     """
-    whole = template.render([*before, answer], tools, False)
-    begin, content = _places(before, answer, tools, template, whole)
+    ids = template.render([*before, answer], tools, False)
+    begin, content = _places(before, answer, tools, template, ids)
     start = max(
-        1, _start(before, tools, template, whole, begin) if before else begin
+        1, _start(before, tools, template, ids, begin) if before else begin
     )  # the first is not predicted
-    ends = [number for number in range(max(start, content), len(whole)) if whole[number] in template.stop_ids]
+    ends = [number for number in range(max(start, content), len(ids)) if ids[number] in template.stop_ids]
     if ends:
-        return _Turn(tuple(whole[: ends[-1] + 1]), start, True)
-    return _Turn((*whole, template.end_id), start, False)
+        return _Turn(tuple(ids[: ends[-1] + 1]), start, True)
+    return _Turn((*ids, template.end_id), start, False)
 
 
 def _start(
     before: Sequence[Message],
     tools: Sequence[Mapping[str, Any]],
     template: ChatTemplate,
-    whole: Sequence[int],
+    ids: Sequence[int],
     begin: int,
 ) -> int:
-    """Where an answer to `before` starts in `whole`; `begin` is where renderings of other answers leave it."""
+    """Where an answer to `before` starts in `ids`; `begin` is where renderings of other answers leave it."""
     asked = template.render(before, tools, True)
-    shared = _common(asked, whole)
+    shared = _common(asked, ids)
     if shared == len(asked):
         return shared
     header = _common(template.render(before, tools, False), asked)
@@ -269,7 +269,7 @@ def _start(
             "tokens cannot be separated from theirs."
         )
     # Some templates close a question only once an answer follows: what closes it is no part of the answer.
-    closes_question = shared == header or not template.stop_ids.isdisjoint(whole[shared:begin])
+    closes_question = shared == header or not template.stop_ids.isdisjoint(ids[shared:begin])
     return begin if closes_question else shared
 
 
@@ -278,9 +278,9 @@ def _places(
     answer: Message,
     tools: Sequence[Mapping[str, Any]],
     template: ChatTemplate,
-    whole: Sequence[int],
+    ids: Sequence[int],
 ) -> tuple[int, int]:
-    """The answer begins in `whole` at the first place, its content at the second: other answers leave it there.
+    """The answer begins in `ids` at the first place, its content at the second: other answers leave it there.
 
     A thought, for instance, stands between the two.
 
@@ -293,9 +293,9 @@ def _places(
 
     plain = renderings({"role": "assistant"})
     others = renderings(answer) if answer.keys() - {"role", "content"} else plain
-    begin = min(_common(other, whole) for other in plain)
-    if any(other != whole for other in others):
-        return begin, min(_common(other, whole) for other in others)
+    begin = min(_common(other, ids) for other in plain)
+    if any(other != ids for other in others):
+        return begin, min(_common(other, ids) for other in others)
     if answer.get("content") and not answer.get("tool_calls"):
         raise ChatTemplateFailed(
             "the chat template leaves out the text of the answer: set chat_template to a template that renders it."

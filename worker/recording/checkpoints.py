@@ -67,7 +67,7 @@ class JobCheckpoints:
         only for a job without checkpoints.
         """
         damaged: list[tuple[Checkpoint, Damaged]] = []
-        whole, is_exact = None, True
+        intact, is_exact = None, True
         for checkpoint in self._newest_first():
             with tempfile.TemporaryDirectory(dir=self.scratch) as folder:
                 try:
@@ -77,10 +77,10 @@ class JobCheckpoints:
                     damaged.append((checkpoint, damage))
                     continue
                 trainer.load(Path(folder))
-            whole = checkpoint
+            intact = checkpoint
             break
-        step = self.attempt.write(partial(self._resume, whole, damaged, is_exact))
-        has_base = whole is None and bool(damaged) and self.job.parent is not None
+        step = self.attempt.write(partial(self._resume, intact, damaged, is_exact))
+        has_base = intact is None and bool(damaged) and self.job.parent is not None
         return None if has_base else step
 
     def _newest_first(self) -> Sequence[Checkpoint]:
@@ -98,14 +98,14 @@ class JobCheckpoints:
 
     def _resume(
         self,
-        whole: Checkpoint | None,
+        intact: Checkpoint | None,
         damaged: Sequence[tuple[Checkpoint, Damaged]],
         is_exact: bool,
         session: Session,
         job: Job,
     ) -> int:
         """Record that the job resumes from this checkpoint, or from its first step. Returns the step."""
-        step = whole.step if whole else 0
+        step = intact.step if intact else 0
         lifecycle.resumed_from(session, self.attempt.claim, step)
         for checkpoint, _ in damaged:
             # The repeated step is stored under the same number and name. The sweep removes the old objects.
@@ -115,7 +115,7 @@ class JobCheckpoints:
         if damaged:
             message, data = _described(damaged, step)
             events.append(session, job.id, message, level="warn", data=data)
-        if whole:
+        if intact:
             events.append(
                 session, job.id, f"Resuming from the checkpoint of step {step}", data={"step": step}
             )

@@ -117,9 +117,9 @@ def _and_added(tokens: int) -> str:
 
 
 def _rendered(
-    one: Example, render: Callable[[Sequence[Mapping[str, Any]]], list[int]], file: str
+    row: Example, render: Callable[[Sequence[Mapping[str, Any]]], list[int]], file: str
 ) -> tuple[int, ...]:
     try:
-        return tuple(render(one.messages))
+        return tuple(render(row.messages))
     except ChatTemplateFailed as cause:
-        raise ChatTemplateFailed(f"Line {one.line} of {file}: {cause}") from cause
+        raise ChatTemplateFailed(f"Line {row.line} of {file}: {cause}") from cause

@@ -81,7 +81,7 @@ def run(settings: Settings, name: str, entry: BaseModelEntry, listening: socket.
     folders = AdapterFolders(
         blobs_of(settings),
         cache,
-        kept=ADAPTERS_ON_DISK,
+        max_folders=ADAPTERS_ON_DISK,
         spared_seconds=SPARED_SECONDS,
         budget=DiskBudget(settings.adapter_cache_bytes),
     )

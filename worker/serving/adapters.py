@@ -114,7 +114,7 @@ def _remove(folder: Path) -> None:
 
 
 class AdapterFolders:
-    """An LRU cache of `kept` folders under `root`, all of adapters or all of whole models.
+    """An LRU cache of `max_folders` folders under `root`, all of adapters or all of whole models.
 
     It has more while they have been used in the last `spared_seconds`, but never more bytes than `budget`.
     """
@@ -124,7 +124,7 @@ class AdapterFolders:
         blobs: BlobStore,
         root: Path,
         *,
-        kept: int = KEPT,
+        max_folders: int = KEPT,
         spared_seconds: float = 0.0,
         budget: DiskBudget | None = None,
     ) -> None:
@@ -132,7 +132,7 @@ class AdapterFolders:
         self.root = root
         self.budget = DiskBudget(0) if budget is None else budget
         self.budget.roots.append(root)
-        self.kept = kept
+        self.max_folders = max_folders
         self.spared_seconds = spared_seconds
         self._lock = threading.Lock()
         self._fetching: dict[str, threading.Lock] = {}
@@ -203,14 +203,14 @@ class AdapterFolders:
         """Evict the oldest folders. Renames before removing, so that concurrent readers never see a partial folder."""
         with self._lock:
             found = [one for one in os.scandir(self.root) if not one.name.startswith(".")]
-            if len(found) <= self.kept:
+            if len(found) <= self.max_folders:
                 return
             ages = {}
             for one in found:
                 with suppress(FileNotFoundError):  # another process has evicted it
                     ages[one.name] = one.stat().st_mtime_ns
             unused = time.time_ns() - int(self.spared_seconds * 1e9)
-            for name in sorted(ages, key=lambda name: ages[name])[: -self.kept]:
+            for name in sorted(ages, key=lambda name: ages[name])[: -self.max_folders]:
                 if ages[name] > unused:
                     break
                 with suppress(FileNotFoundError):

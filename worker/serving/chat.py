@@ -189,10 +189,10 @@ def only_vllm(name: str, model: str, what: str = "") -> EngineRefused:
     )
 
 
-def _seed(asked: int | None, number: int) -> int:
-    if asked is None:
+def _seed(requested: int | None, number: int) -> int:
+    if requested is None:
         return secrets.randbits(62)
-    return int.from_bytes(sha256(f"{asked}/{number}".encode()).digest()[:8], "big") >> 2
+    return int.from_bytes(sha256(f"{requested}/{number}".encode()).digest()[:8], "big") >> 2
 
 
 async def full_response(completion: ChatInProgress, frame: dict[str, Any]) -> dict[str, Any]:

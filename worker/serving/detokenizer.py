@@ -37,7 +37,7 @@ class Detokenizer:
     _from: int = 0  # decode from this token, because the text of a token depends on those before it
     _read: int = 0  # the text of the tokens before this one is in `_text`
     _text: str = ""
-    _shown: int = 0  # characters of it that have been returned
+    _returned: int = 0  # characters of it that have been returned
     _logprobs: list[tuple[int, dict[str, Any]]] = field(
         default_factory=list
     )  # each with the offset of its text
@@ -58,8 +58,8 @@ class Detokenizer:
         if cut >= 0:
             self._text, self.finish_reason = self._text[:cut], "stop"
         until = len(self._text) if self.finish_reason else len(self._text) - self._held_back()
-        piece = Piece(self._text[self._shown : until], self._logprobs_until(until))
-        self._shown = max(self._shown, until)
+        piece = Piece(self._text[self._returned : until], self._logprobs_until(until))
+        self._returned = max(self._returned, until)
         return piece
 
     def _decode(self, *, last: bool) -> None:
@@ -75,7 +75,7 @@ class Detokenizer:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=not self.special)) if ids else ""
 
     def _unsearched(self, stop: str) -> int:
-        return max(0, self._shown - len(stop))
+        return max(0, self._returned - len(stop))
 
     def _held_back(self) -> int:
         """Return the number of characters at the end that may be the start of a stop string."""

@@ -31,7 +31,7 @@ class Handshake:
         """`fleets`: their addresses, by base model."""
         self.look_seconds = look_seconds
         self._waiting = {name: Members(addresses, key) for name, addresses in fleets.items()}
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
 
     @classmethod
     def of(cls, settings: Settings, registry: Registry) -> "Handshake":
@@ -49,8 +49,8 @@ class Handshake:
             for name, members in [*self._waiting.items()]:
                 if await _is_ours(members):
                     await self._waiting.pop(name).close()
-                elif name not in self._told:
-                    self._told.add(name)
+                elif name not in self._logged:
+                    self._logged.add(name)
                     log.warning(
                         "waiting for the fleet of %s: all samplers that answer are of another release", name
                     )

@@ -61,23 +61,23 @@ class Places:
     """Counts answers in flight: running, queued, or waiting for their model to load."""
 
     def __init__(self, most: int) -> None:
-        self.most, self._taken = most, 0
+        self.most, self._in_flight = most, 0
 
     @contextmanager
     def take(self, answers: int) -> Iterator[None]:
         """Reserve places for `answers` answers. Raises EngineRefused if too few are free, to bound the waiting time."""
-        if self._taken + answers > self.most:
+        if self._in_flight + answers > self.most:
             raise EngineRefused(
-                f"{self._taken} answers are in flight, and this server accepts {self.most} at once; retry later.",
+                f"{self._in_flight} answers are in flight, and this server accepts {self.most} at once; retry later.",
                 503,
                 code="overloaded",
                 retry_after=OVERLOADED_RETRY_AFTER,
             )
-        self._taken += answers
+        self._in_flight += answers
         try:
             yield
         finally:
-            self._taken -= answers
+            self._in_flight -= answers
 
 
 def create_app(
@@ -246,7 +246,7 @@ def open_engines(settings: Settings, choice: ModelChoice | None = None, *, share
         blobs, folder_of_adapters(settings), spared_seconds=SPARED_SECONDS, budget=budget
     )
     models = (settings.data_dir / "tuned-models").resolve()
-    wholes = AdapterFolders(blobs, models, kept=MODELS_KEPT, budget=budget)
+    wholes = AdapterFolders(blobs, models, max_folders=MODELS_KEPT, budget=budget)
     return Engines(settings, registry, builders, folders, wholes, device=plain.device)
 
 

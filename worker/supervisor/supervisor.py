@@ -299,14 +299,14 @@ class Supervisor:
     def _peak_of(self, child: Started) -> int | None:
         return None if (pid := child.pid) is None else self.memory.peak_of(pid)
 
-    def _keep(self, claim: Claim, said: str) -> None:
+    def _keep(self, claim: Claim, output: str) -> None:
         """Store the run's log for the job's owner (core/jobs/run_logs.py). Best effort, without retries."""
-        if not said:
+        if not output:
             return
         try:
             with self.database.read() as session:
                 project_id = session.scalars(select(Job.project_id).where(Job.id == claim.job_id)).one()
-            self.blobs.put_bytes(run_logs.key(project_id, claim.job_id, claim.epoch), said.encode())
+            self.blobs.put_bytes(run_logs.key(project_id, claim.job_id, claim.epoch), output.encode())
         except Exception as cause:  # stores raise errors of many libraries
             log.warning("the log of %s is lost: %r", claim.job_id, cause)
 
@@ -475,21 +475,21 @@ class RunProgress(ProgressFile):
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(path, clock)
-        self._told: dict[str, Any] | None = None
-        self._told_at = clock() - REPORT_SECONDS
+        self._reported: dict[str, Any] | None = None
+        self._reported_at = clock() - REPORT_SECONDS
 
     def news(self) -> dict[str, Any] | None:
         """Return what the run is doing if that has changed, at most once in `REPORT_SECONDS`; else None."""
-        if self._clock() - self._told_at < REPORT_SECONDS:
+        if self._clock() - self._reported_at < REPORT_SECONDS:
             return None
         try:
             now = json.loads(process.now_of(self.path).read_text())
         except OSError:  # it has not started, or no descriptor is free: the next call is another chance
             return None
-        if now == self._told:
+        if now == self._reported:
             return None
-        self._told, self._told_at = now, self._clock()
-        return self._told
+        self._reported, self._reported_at = now, self._clock()
+        return self._reported
 
 
 class Peak:

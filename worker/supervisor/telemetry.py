@@ -222,10 +222,10 @@ class Gpus:
         return "" if answer.returncode else answer.stdout
 
     @staticmethod
-    def _parse(said: str) -> list[GpuUse]:
+    def _parse(output: str) -> list[GpuUse]:
         mebibyte = 1 << 20
         found = []
-        rows = [row for row in csv.reader(said.splitlines(), skipinitialspace=True) if len(row) == 5]
+        rows = [row for row in csv.reader(output.splitlines(), skipinitialspace=True) if len(row) == 5]
         for index, *values, name in rows:
             used, total, busy = map(_known, values)
             found.append(

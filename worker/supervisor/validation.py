@@ -124,10 +124,10 @@ def validate_next(
 
 
 @contextmanager
-def _waiting(told: Callable[[str], None], resource: Resource) -> Iterator[None]:
+def _waiting(notify: Callable[[str], None], resource: Resource) -> Iterator[None]:
     """Say what the job waits for. Without the database nothing can be said."""
     if resource is not Resource.DATABASE:
-        told(f"The validation waits for the {resource}.")
+        notify(f"The validation waits for the {resource}.")
     yield
 
 

@@ -26,7 +26,7 @@ def pipelines_clone(arguments: argparse.Namespace) -> int:
     return _print_pipeline(arguments, pipelines.clone(arguments.pipeline_id, first=arguments.first))
 
 
-def _waited(arguments: argparse.Namespace, client: Regraft, made: Pipeline) -> int:
+def _waited(arguments: argparse.Namespace, client: Regraft, created: Pipeline) -> int:
     said: dict[str, str] = {}
 
     def print_progress(pipeline: Pipeline) -> None:
@@ -36,7 +36,7 @@ def _waited(arguments: argparse.Namespace, client: Regraft, made: Pipeline) -> i
                 said[stage.name] = state
                 say(f"{stage.name}: {state}")
 
-    done = client.pipelines.wait(made.id, progress=print_progress)
+    done = client.pipelines.wait(created.id, progress=print_progress)
     _print_pipeline(arguments, done)
     return DONE if done.status in ("succeeded", "paused") else NO
 

@@ -55,9 +55,9 @@ def rollouts(arguments: argparse.Namespace) -> int:
     return DONE
 
 
-def _print_answers(shown: list[Rollout], *, sort: str | None, over_steps: bool) -> None:
+def _print_answers(answers: list[Rollout], *, sort: str | None, over_steps: bool) -> None:
     """Print a table of answers, and one of their prompts."""
-    places = [[one.step, one.split] if over_steps else [] for one in shown]
+    places = [[one.step, one.split] if over_steps else [] for one in answers]
     sorted_by = [sort] if sort and sort != "score" else []
     rows = [
         [
@@ -70,12 +70,12 @@ def _print_answers(shown: list[Rollout], *, sort: str | None, over_steps: bool) 
             answer_cell(one.output_text, WIDE, sys.stdout.encoding),
             shortened("; ".join(filter(None, (_sub_scores(one), one.reason))), WIDE),
         ]
-        for place, one in zip(places, shown, strict=True)
+        for place, one in zip(places, answers, strict=True)
     ]
     head = ["line", "member", "reward", *sorted_by, "finish", "answer", "why"]
     print(table(["step", "split", *head] if over_steps else head, rows))
     # Each prompt once: a judgment of the scores needs the question and the expected answer.
-    prompts = {one.line: [one.line, shortened(_question(one), WIDE), _expected(one)] for one in shown}
+    prompts = {one.line: [one.line, shortened(_question(one), WIDE), _expected(one)] for one in answers}
     if prompts:
         print()
         print(table(["line", "question", "expected"], [prompts[line] for line in sorted(prompts)]))

@@ -243,10 +243,10 @@ def _once() -> Any:
     return {"headers": {"Idempotency-Key": str(uuid.uuid4())}}
 
 
-def _changed(asked: dict[str, Any], changes: Sequence[str], grader: Source | None) -> dict[str, Any]:
+def _changed(body: dict[str, Any], changes: Sequence[str], grader: Source | None) -> dict[str, Any]:
     if grader is not None:
-        asked["method"]["reinforcement"]["grader"] = read_grader(grader)
-    job = read_job(asked, changes)
+        body["method"]["reinforcement"]["grader"] = read_grader(grader)
+    job = read_job(body, changes)
     if job.uploads:
         raise InvalidRequestFile("A clone uses the files of its job; to train on others, submit a job file.")
     refuse_masked(job.body)
@@ -276,15 +276,15 @@ def _display(progress: bool | TextIO, job: FineTuningJob) -> Display:
     return Display(sys.stderr if isinstance(progress, bool) else progress, axis_of(grader_of(job)))
 
 
-def _show(display: Display, one: News) -> None:
-    if isinstance(one, str):
-        display.status(one)
-    elif isinstance(one, JobEvent):
-        display.event(one)
-    elif one.get("object") == "regraft.job.queue":
-        display.queued(one)
+def _show(display: Display, news: News) -> None:
+    if isinstance(news, str):
+        display.status(news)
+    elif isinstance(news, JobEvent):
+        display.event(news)
+    elif news.get("object") == "regraft.job.queue":
+        display.queued(news)
     else:
-        display.inside_step(one)
+        display.inside_step(news)
 
 
 def _say_it_goes_on(display: Display | None, job_id: str) -> None:

@@ -22,9 +22,9 @@ ENDS = frozenset({"succeeded", "failed", "cancelled", "paused"})
 POLL_SECONDS = 2.0
 
 
-def _validate_local(asked: PipelineRequest) -> None:
+def _validate_local(request: PipelineRequest) -> None:
     """Raise InvalidDataset for the first local file of a job with invalid rows."""
-    for job in asked.jobs:
+    for job in request.jobs:
         validate_local(job)
 
 

@@ -45,17 +45,17 @@ class ExporterThread:
         self,
         sink: Sink,
         card: Card,
-        tell: Callable[[str], None],
+        on_failure: Callable[[str], None],
         *,
         first_pause: float = FIRST_PAUSE,
         most_waiting: int = MAX_WAITING,
     ) -> None:
-        """`tell` hears once of a sink that fails, and may raise."""
+        """`on_failure` hears once of a sink that fails, and may raise."""
         self.sink = sink
         self.card = card
         self.delivered = False  # everything, and the end as well
-        self.tell = tell
-        self._told = False
+        self.on_failure = on_failure
+        self._reported = False
         self._first_pause = first_pause
         self._waiting: queue.Queue[StepMetrics | Ended] = queue.Queue(most_waiting + 1)
         self._most_waiting = most_waiting
@@ -124,11 +124,11 @@ class ExporterThread:
 
     def _complain(self, cause: Exception) -> None:
         log.warning("a sink failed: %r", cause)
-        if self._told:
+        if self._reported:
             return
-        self._told = True
+        self._reported = True
         try:
-            self.tell(f"{type(cause).__name__}: {cause}".removesuffix(": "))
+            self.on_failure(f"{type(cause).__name__}: {cause}".removesuffix(": "))
         except Exception as untold:  # this attempt lost the job's lease, or the database is unavailable
             log.warning("the warning event could not be written: %r", untold)
 
