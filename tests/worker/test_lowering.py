@@ -26,6 +26,7 @@ from worker import process
 from worker.child import status_of
 from worker.engine.client import EngineLost
 from worker.engine.options import EngineConfig
+from worker.model import memory
 from worker.model.lowering import PlanSizes, SizeBounds, SizeLimits, Update, allowed, fitted, lowered
 from worker.model.memory import DeviceMemory
 from worker.model.policy import Base, Policy
@@ -218,6 +219,22 @@ class TestTheGradient:
 
         assert [one.divisible for one in lower.shortages] == [False, False]
         assert lower.sizes.checkpointed
+
+    def test_gives_its_memory_back_once_after_the_step_before_smaller_engines_start(
+        self, make_policy: Callable[..., Policy], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        released: list[str] = []
+        monkeypatch.setattr(memory, "release_unused", released.append)
+        gradient = LocalGradient(PolicyLoss(make_policy(), asked({"loss": "grpo"})), token_budget=4096)
+        at_ends = []
+        for cache in (8 * GIB, 4 * GIB, 4 * GIB):
+            gradient.resize(replace(SIZES, cache_bytes=cache))
+            for _ in range(2):
+                released.clear()
+                gradient.end()
+                at_ends.append(len(released))
+
+        assert at_ends == [0, 0, 1, 0, 0, 0]
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,11 @@ class PlanSizes:
     def of(cls, plan: MemoryPlan) -> Self:
         return cls(plan.token_budget, plan.cache_bytes, plan.sleeps, plan.checkpointed)
 
+    @property
+    def engine(self) -> tuple[int, bool]:
+        """The sizes with which engines start."""
+        return self.cache_bytes, self.sleeps
+
     def to_row(self) -> dict[str, Any]:
         return asdict(self)
 

@@ -108,7 +108,7 @@ class RunMemory:
         """
         was, now = self._lowered(shortage)
         before, after = was.sizes, now.sizes
-        if (after.cache_bytes, after.sleeps) != (before.cache_bytes, before.sleeps):
+        if after.engine != before.engine:
             if self._sampler is None or not self._engines_rest:
                 raise plan_record.ending(self._attempt, was, now, shortage)
             self._sampler.resize(after.cache_bytes, sleeps=after.sleeps)
@@ -123,6 +123,7 @@ class RunMemory:
         if now.sizes.cache_bytes == was.sizes.cache_bytes:
             # It is something of the trainer, which computes on other threads.
             raise plan_record.ending(self._attempt, was, now, shortage)
+        memory.release_unused(now.device)  # what the trainer keeps for its next step
         return now.sizes.cache_bytes
 
     def _lowered(self, shortage: Shortage) -> tuple[PlanRecord, PlanRecord]:

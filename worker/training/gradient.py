@@ -195,7 +195,7 @@ class LocalGradient:
         world: World | None = None,
         release: Callable[[], None] = keep_memory,
     ) -> None:
-        """`release`: called at the end of a step, when nothing of it is in use any more."""
+        """`release`: called at the end of each step, when nothing of it is in use any more."""
         self.loss = loss
         self.policy = loss.policy
         self.capacity = token_budget
@@ -205,6 +205,8 @@ class LocalGradient:
         self._added: list[Added] = []
         self._sums = GradientSums()
         self._computing: Batch | None = None
+        self._sizes: PlanSizes | None = None  # of the newest `resize`
+        self._releases_once = False  # at the end of this step, because engines start again after it
 
     def _use(self, release: Callable[[], None]) -> None:
         self.release = release
@@ -294,7 +296,11 @@ class LocalGradient:
 
     def end(self) -> None:
         self._added = []
-        self.release()
+        if self._releases_once:
+            memory.release_unused(self.policy.device.type)
+            self._releases_once = False
+        else:
+            self.release()
 
     def _attempt(self, do: Callable[..., object], *arguments: Any) -> None:
         """Compute, unless the device had too little memory for this or for something before."""
@@ -328,6 +334,9 @@ class LocalGradient:
     def resize(self, sizes: PlanSizes) -> None:
         self.shortage = None
         self.capacity = sizes.token_budget
+        before, self._sizes = self._sizes, sizes
+        if before is not None and sizes.engine != before.engine:
+            self._releases_once = True
         if sizes.sleeps:
             self._use(torch.cuda.empty_cache)
         if sizes.checkpointed:
