@@ -4,7 +4,7 @@ colocated: every GPU samples, then every GPU learns. split: half of the GPUs sam
 learn. ahead: as split, with four steps that are sampled ahead. parallel: one engine is divided over all GPUs. sleep:
 colocated, and vLLM sleeps while the job learns. fleet: the last GPU runs a process of `regraft-server sampler`, and the
 others learn. long: colocated, with longer answers. full: colocated, and all weights are trained, in parts if the plan
-says so; vLLM sleeps where it has to.
+says so. Except in split, ahead and fleet, vLLM sleeps where it would in a job: if it has to, or to make a step faster.
 
 `planned_gib` is what the memory plan counts on the first GPU. `sampling_gib` and `learning_gib` are the memory of that
 GPU which all processes had in use together in each phase, so that the margin of the plan can be checked. A CPU has
@@ -35,6 +35,7 @@ import torch
 from bench.gpu_models import Shape, prompt, workload_of, write_base
 from core.jobs.hyperparameters import Hyperparameters, Resolved, resolve
 from core.registry import BaseModelEntry
+from core.settings import Settings
 from core.storage.store import FolderBlobs
 from core.units import GIB
 from graders.types import Grade
@@ -45,7 +46,7 @@ from worker.interfaces import Trainer
 from worker.model import memory, sizing
 from worker.model.full import FullPolicy
 from worker.model.policy import Policy, read_config
-from worker.model.sizing import Machine, MemoryPlan
+from worker.model.sizing import MemoryPlan
 from worker.sampling import Answer, Sampler, Sampling, grouped, published
 from worker.sampling.fleet import FleetConfig
 from worker.sampling.placement import NO_ENGINE, Placement, gpus_of_job, place
@@ -298,19 +299,19 @@ class Steps:
         work = workload_of(shape, full=scenario.full)
         on_gpus = self.device == "cuda"
         processes = 1 if on_gpus else scenario.ranks + scenario.sampling + scenario.fleet
-        machine = Machine(
+        machine = sizing.machine(
+            Settings(),
             "cuda" if on_gpus else "cpu",
             memory.available(self.device) // processes,
             "vllm",
             engines=self.engines.engines,
             tensor_parallel=self.engines.tensor_parallel,
             split=self.engines.kind == "split",
-            sleeps=scenario.sleeps,
-            may_sleep=scenario.full,
+            may_sleep=not scenario.sampling and not scenario.fleet,  # nothing is sampled during the update
             main_memory=memory.available("cpu"),
         )
-        if scenario.sleeps:  # also where it would fit without
-            return sizing.plan("random", self.sizes, work, machine)
+        if scenario.sleeps:  # also where it would fit without, or be faster
+            return sizing.plan("random", self.sizes, work, replace(machine, sleeps=True))
         return sizing.plan_sharded("random", self.sizes, work, machine, scenario.ranks)
 
     def _load(self, world: World) -> tuple[Policy, Resolved, Callable[[], None]]:

@@ -15,7 +15,8 @@ from worker.model import sizing
 from worker.model.forecast import Forecast, cluster_of, forecast
 from worker.model.sizing import DoesNotFit, Machine
 
-MEMORY = {"H100-80": 78 * GIB, "H200-141": 139 * GIB}
+# 5 % stay free.
+MEMORY = {"H100-80": 78 * GIB - 78 * GIB // 20, "H200-141": 139 * GIB - 139 * GIB // 20}
 BANDWIDTH = {"H100-80": 3.35e12, "H200-141": 4.8e12}
 FLOPS, LINK = 989e12, 450e9
 LONGEST = (
@@ -126,8 +127,11 @@ def test_the_memory_of_a_gpu_is_the_sum_of_its_parts(name: str, gpus: str) -> No
     assert of.engine == math.ceil(2 * model.parameters / parallel)
     assert of.adapter == 16 * model.adapter  # weight, gradient and two moments in float32
     assert of.cache == found.plan.cache_bytes >= LONGEST * model.token_bytes / parallel
-    assert of.total == of.own + of.engine + parts + of.cache + of.margin
-    assert not of.sleeps
+    if of.sleeps:
+        sampling = of.own + of.adapter + of.engine + of.cache + 4 * GIB
+        assert of.total == max(sampling, of.own + parts + of.margin)
+    else:
+        assert of.total == of.own + of.engine + parts + of.cache + of.margin
 
 
 @pytest.mark.parametrize(("name", "gpus"), FITTING)
@@ -141,6 +145,7 @@ def test_the_seconds_of_a_step_are_the_sum_of_the_formulas(name: str, gpus: str)
         + prompts(model, found)
         + learning(model, found, count)
         + gathering(model, found, count)
+        + sleeping(model, found)
     )
 
 
@@ -177,6 +182,10 @@ def gathering(model: ByHand, found: Forecast, gpus: int) -> float:
     batches = math.ceil((8 * 512 + 64 * 1024) / gpus / found.plan.token_budget)
     layers = 2 * (model.parameters - model.ends)
     return batches * passes * layers * (degree - 1) / degree / (0.6 * LINK)
+
+
+def sleeping(model: ByHand, found: Forecast) -> float:
+    return 2 + 2 * model.parameters / found.tensor_parallel / 25e9 if found.plan.sleeps else 0
 
 
 def in_a_machine(gpus: str) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from core.jobs import full
 from core.units import GIB
 from worker.model import sizing
-from worker.model.sizing import HOST_BANDWIDTH, DoesNotFit, Machine, MemoryPlan, Shape, Workload
+from worker.model.sizing import DoesNotFit, Machine, MemoryPlan, Shape, Workload
 from worker.recording.gpu_ratio import gpus, settings_of, side_by_side
 
 
@@ -106,6 +106,7 @@ class StepSize:
             full=self.full,
             references=references,
             adapter_copies=sizing.adapter_copies(self.off_policy_steps),
+            learned=in_flight,
         )
 
     @property
@@ -214,10 +215,10 @@ class Forecast:
 
     @property
     def sleeping_seconds(self) -> float:
-        """Of the weights of an engine that sleeps while the job learns, to main memory and back."""
+        """Of engines that sleep while the job learns."""
         if not self.plan.sleeps:
             return 0.0
-        return 2 * self.shape.weight_bytes / self.tensor_parallel / HOST_BANDWIDTH
+        return sizing.sleep_seconds(self.shape, self.tensor_parallel, full=self.size.full)
 
     @property
     def publishing_seconds(self) -> float:
@@ -302,8 +303,8 @@ def forecast(
 ) -> Forecast:
     """Find the tensor parallel degree with the shortest step, each with the least sharding that fits.
 
-    Without `off_policy_steps` the engines are on the GPUs of the first machine, which also learn. If the memory asks
-    for it they sleep meanwhile; main memory is taken to suffice for that. With them the GPUs are split.
+    Without `off_policy_steps` the engines are on the GPUs of the first machine, which also learn. They sleep meanwhile
+    as those of a run would; main memory is taken to suffice for that. With them the GPUs are split.
 
     Args:
         tensor_parallel: the only degree to try.
@@ -349,7 +350,9 @@ def _degrees(shape: Shape, count: int, given: int | None) -> list[int]:
 
 
 def _machine(cluster: Cluster, **options: bool) -> Machine:
-    return Machine("cuda", cluster.gpu.memory_gib * GIB, "vllm", gpu_class=cluster.name, **options)
+    free = cluster.gpu.memory_gib * GIB
+    spared = sizing.spared("cuda", free)
+    return Machine("cuda", free, "vllm", spared, gpu_class=cluster.name, **options)
 
 
 def _forecast_split(

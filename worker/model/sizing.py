@@ -235,6 +235,11 @@ class Machine:
         return 2 if self.has_engine else 1
 
 
+def spared(device: Device, available: int) -> int:
+    """Of the free bytes of a device, those that no plan uses."""
+    return int(available * SAFETY_SHARE) if device == "cuda" else 0
+
+
 def machine(
     settings: Settings,
     device: Device,
@@ -261,7 +266,7 @@ def machine(
         device,
         max(0, available - teacher_bytes),
         sampler,
-        int(available * SAFETY_SHARE) if device == "cuda" else 0,
+        spared(device, available),
         packed,
         kv_cache_bytes=None if cache == "auto" else int(cache * GIB),
         token_budget=None if budget == "auto" else budget,
@@ -586,7 +591,7 @@ def cheaper(
     except DoesNotFit:  # main memory has no room for the engine's weights
         return awake
     before = update_seconds(shape, work, awake) / gpus
-    after = update_seconds(shape, work, asleep) / gpus + sleep_seconds(shape, machine)
+    after = update_seconds(shape, work, asleep) / gpus + sleep_seconds(shape, machine.tensor_parallel)
     if after * SLEEP_GAIN > before:
         return awake
     return replace(asleep, saved_seconds=before - after)
@@ -602,9 +607,9 @@ def update_seconds(shape: Shape, work: Workload, planned: MemoryPlan) -> float:
     return flops / rate
 
 
-def sleep_seconds(shape: Shape, machine: Machine) -> float:
+def sleep_seconds(shape: Shape, tensor_parallel: int, *, full: bool = False) -> float:
     """The seconds that sleep and wake add to a step. Frozen weights have a copy, and are only copied back."""
-    copied = math.ceil(shape.weight_bytes / machine.tensor_parallel)
+    copied = math.ceil(shape.weight_bytes / tensor_parallel) * (2 if full else 1)
     return SLEEP_SECONDS + copied / HOST_BANDWIDTH
 
 
