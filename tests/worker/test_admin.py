@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from core.database.engine import Database
+from core.database.tables import MemoryLimit, now
 from core.errors import InvalidApiKey
 from core.jobs import usage
 from core.settings import Settings
@@ -181,6 +182,7 @@ def test_an_archived_project_is_not_the_one_that_is_meant(
         ("usage --project proj_x", "No such project: proj_x"),
         ("audit --project proj_x", "No such project: proj_x"),
         ("usage", "set --project"),
+        ("memory forget m --device H100", "No lowered memory sizes of the model m on H100."),
     ],
 )
 def test_what_is_not_there_is_named_and_the_exit_code_is_one(
@@ -190,6 +192,27 @@ def test_what_is_not_there_is_named_and_the_exit_code_is_one(
 
     assert (code, out) == (1, "")
     assert said in err
+
+
+def test_sizes_that_were_lowered_for_a_model_are_listed_while_jobs_begin_with_them_and_forgotten(
+    ask: Callable[..., Any], database: Database
+) -> None:
+    lowered = {"token_budget": 512, "cache_bytes": None, "sleeps": True, "checkpointed": False}
+    week = 7 * 24 * 3600
+    with database.write() as session:
+        for device, updated in (("H100", 100), ("L4", 200), ("T4", -week - 60)):
+            session.add(
+                MemoryLimit(model="m", device=device, workload="w", sizes=lowered, updated_at=now() + updated)
+            )
+
+    listed = ask("memory list")
+    forgotten = ask("memory forget m --device H100")
+
+    assert [one["device"] for one in listed] == ["L4", "H100"]
+    assert listed[1]["lowered"] == {"token_budget": 512, "sleeps": True}
+    assert listed[1]["expires_at"] == pytest.approx(now() + week + 100, abs=60)
+    assert forgotten == [listed[1]]
+    assert [one["device"] for one in ask("memory list")] == ["L4"]
 
 
 def test_people_get_tables(type_: Callable[..., tuple[int, str, str]], database: Database) -> None:

@@ -1,4 +1,4 @@
-"""`regraft-server admin`: organizations, projects, keys, limits, usage and the audit log, for the operator."""
+"""`regraft-server admin`: organizations, projects, keys, limits, usage, the audit log and lowered memory sizes."""
 
 import argparse
 import json
@@ -13,8 +13,9 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from core.database.engine import Database, Work
-from core.database.tables import ApiKey, Organization, Project, now
+from core.database.tables import ApiKey, MemoryLimit, Organization, Project, now
 from core.errors import InvalidRequest, ServiceError
+from core.jobs import memory_limits
 from core.settings import Settings
 from core.tenancy import audit, keys, tenants
 from core.tenancy.audit import operator_of
@@ -153,6 +154,18 @@ def _audit(work: Work, args: argparse.Namespace, settings: Settings) -> Sequence
     return [{name: getattr(entry, name) for name in columns} for entry in page.items]
 
 
+def _memory_list(work: Work, args: argparse.Namespace, settings: Settings) -> Sequence[Row]:
+    return [_memory_limit(one) for one in memory_limits.valid_ones(work.session)]
+
+
+def _memory_forget(work: Work, args: argparse.Namespace, settings: Settings) -> Sequence[Row]:
+    forgotten = memory_limits.forget(work.session, args.model, args.device)
+    if not forgotten:
+        where = "" if args.device is None else f" on {args.device}"
+        raise InvalidRequest(f"No lowered memory sizes of the model {args.model}{where}.")
+    return [_memory_limit(one) for one in forgotten]
+
+
 def _on(work: Work, project: Project) -> Work:
     """Return the same work with this project's operator as actor, for its audit log."""
     return replace(work, actor=operator_of(project))
@@ -189,6 +202,17 @@ def _key(key: ApiKey) -> Row:
     columns = ("id", "name", "scope", "owner", "created_at", "expires_at", "last_used_at")
     shown = {name: getattr(key, name) for name in columns}
     return shown | {"ends_in": key.last4, "state": keys.state(key)}
+
+
+def _memory_limit(limit: MemoryLimit) -> Row:
+    lowered = {name: size for name, size in limit.sizes.items() if size}
+    return {
+        "model": limit.model,
+        "device": limit.device,
+        "workload": limit.workload,
+        "lowered": lowered,
+        "expires_at": limit.updated_at + memory_limits.VALID_SECONDS,
+    }
 
 
 def _new_key(made: NewKey) -> Row:
@@ -240,4 +264,6 @@ COMMANDS: Mapping[str, Command] = {
     "key revoke": _key_revoke,
     "usage": _usage,
     "audit": _audit,
+    "memory list": _memory_list,
+    "memory forget": _memory_forget,
 }

@@ -259,6 +259,20 @@ AUDIT = Command(
     JSON,
 )
 
+MEMORY = Group(
+    "memory",
+    "show or forget the sizes that out-of-memory errors lowered for a model's jobs",
+    Command("list", "list the lowered sizes that further jobs begin with", JSON),
+    Command(
+        "forget",
+        "forget the lowered sizes of a model; running jobs keep theirs",
+        "model",
+        arg("--device", "NAME", "the kind of GPU as `list` shows it (default: all)"),
+        JSON,
+    ),
+    dest="verb",
+)
+
 COMMANDS = (
     ServerCommand(
         "up",
@@ -340,13 +354,14 @@ COMMANDS = (
     ),
     ServerGroup(
         "admin",
-        "manage organizations, projects, API keys and limits; show usage and the audit log",
+        "manage organizations, projects, API keys and limits; show usage, the audit log and lowered memory sizes",
         "worker.cli.admin:main",
         ORG,
         ADMIN_PROJECT,
         KEY,
         USAGE,
         AUDIT,
+        MEMORY,
         dest="noun",
     ),
     ServerGroup(

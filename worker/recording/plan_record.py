@@ -15,6 +15,7 @@ from sqlalchemy.orm import Session
 
 from core.database.tables import Job, MemoryLimit, now
 from core.jobs import events
+from core.jobs.memory_limits import is_valid
 from core.outages import TemporarilyUnavailable
 from core.units import GIB
 from worker.attempt import Attempt
@@ -37,7 +38,6 @@ from worker.sharing.base import RunsAlone
 UNEXPLAINED_BYTES = GIB
 ASLEEP_BYTES = 2 * GIB  # of an engine: its context, and what it allocates outside of its cache and weights
 KEY = ("model", "device", "workload")  # of MemoryLimit
-LIMIT_SECONDS = 7 * 24 * 3600  # for which what a job found about its model counts for others
 # Answers to an out-of-memory error, from which they may be raised.
 ANSWERED = (Refusal, UserMistake, TemporarilyUnavailable, RunsAlone, RunsSmaller, OutOfMainMemory)
 
@@ -104,10 +104,9 @@ def limits_of(attempt: Attempt, name: str, workload: str) -> SizeLimits:
 
 
 def _of_model(session: Session, *key: str) -> SizeLimits:
-    """What jobs found in the last week about a model, by the columns of its key."""
+    """What jobs found lately about a model, by the columns of its key."""
     found = session.get(MemoryLimit, key)
-    is_old = found is not None and found.updated_at < now() - LIMIT_SECONDS
-    return NOTHING_LOWERED if found is None or is_old else SizeLimits.of_row(found.sizes)
+    return SizeLimits.of_row(found.sizes) if found is not None and is_valid(found) else NOTHING_LOWERED
 
 
 def begin(attempt: Attempt, record: PlanRecord) -> None:
