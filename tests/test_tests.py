@@ -51,6 +51,8 @@ ALLOWED = {
         "worker/test_capacity.py",
         "monkeypatch.setattr('torch.cuda.mem_get_info', lambda: (20 * GIB, 24 * GIB))",
     ): NO_GPU,
+    ("worker/test_blocks.py", "monkeypatch.setattr(attention, 'flex_attention', dense_flex)"): NO_GPU,
+    ("worker/test_blocks.py", "monkeypatch.setattr(attention, 'flex_attention', compiled)"): NO_GPU,
     ("worker/test_lowering.py", "monkeypatch.setattr(memory, 'release_unused', released.append)"): NO_GPU,
     ("worker/test_losses.py", "trainer._compute_loss"): INTERNALS,
     ("worker/test_trl.py", "trl._compute_loss"): INTERNALS,

@@ -36,6 +36,7 @@ class Progress:
         self._wanted = self._sampled = self._graded = 0
         self._has_grader = False
         self._outages: list[tuple[str, float]] = []  # several calls may wait at once
+        self._compiling: tuple[int, int, float] | None = None  # done, of, since
 
     def begin(self) -> None:
         """The attempt begins: its process may have been waiting for it."""
@@ -94,6 +95,17 @@ class Progress:
             with self._lock:
                 self._outages.remove(outage)
 
+    @contextmanager
+    def compiling(self, done: int, of: int) -> Iterator[None]:
+        """A kernel is compiled, after `done` of the `of` that are known to be needed."""
+        with self._lock:
+            self._compiling = done, of, self._clock()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._compiling = None
+
     def row(self, count: int) -> None:
         """`count` more rows of the phase are done."""
         with self._lock:
@@ -105,12 +117,15 @@ class Progress:
             if self._outages:
                 phase, since = self._outages[0]
                 return {"step": self._step, "phase": phase, "done": None, "of": None, "since": int(since)}
+            if self._compiling:
+                done, of, since = self._compiling
+                return {"step": self._step, "phase": "compiling", "done": done, "of": of, "since": int(since)}
             are_sampled = self._sampled >= self._wanted
             if self._is_in_phase or (are_sampled and not (self._has_grader and self._graded < self._wanted)):
-                done = None if self._rows is None else min(self._rows_done, self._rows)
+                rows_done = None if self._rows is None else min(self._rows_done, self._rows)
                 counted: dict[str, Any] = {
                     "phase": self._phase,
-                    "done": done,
+                    "done": rows_done,
                     "of": self._rows,
                     "since": self._since,
                 }

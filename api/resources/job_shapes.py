@@ -87,6 +87,7 @@ class ProgressOut(BaseModel):
         "starting the sampler",
         "sampling",
         "grading",
+        "compiling",
         "training",
         "validation",
         "saving",
@@ -101,7 +102,10 @@ class ProgressOut(BaseModel):
         "waiting for the teacher",
     ]
     done: Annotated[
-        int | None, Field(description="Answers of this phase, or rows of a file; null: none are counted.")
+        int | None,
+        Field(
+            description="Answers of this phase, rows of a file, or kernels that are compiled; null: none are counted."
+        ),
     ]
     of: int | None
     since: Annotated[int, Field(description="Unix time in seconds.")]

@@ -107,6 +107,15 @@ def test_a_phase_without_answers_follows_until_the_next_one(progress: Progress, 
     assert shown(progress) == (1, "validation", 0, 2, 1011)
 
 
+def test_kernels_that_are_compiled_are_counted_while_that_lasts(progress: Progress, clock: Clock) -> None:
+    progress.step(1)
+    with progress.phase("training"):
+        clock.now += 5
+        with progress.compiling(2, 8):
+            assert shown(progress) == (1, "compiling", 2, 8, 1005)
+        assert shown(progress) == (1, "training", None, None, 1000)
+
+
 def test_answers_that_are_sampled_during_an_update_are_counted_after_it(progress: Progress) -> None:
     progress.sampling(2, validates=False)
     with progress.phase("training"):
@@ -237,7 +246,7 @@ def test_an_attempt_that_has_lost_the_job_reports_nothing(bench: Bench) -> None:
 
 def test_the_api_knows_every_phase_that_a_run_reports() -> None:
     """A job whose phase it does not know could not be shown at all."""
-    reported: set[str] = {Progress().now()["phase"]}
+    reported: set[str] = {Progress().now()["phase"], "compiling"}
     for path in (Path(__file__).parents[2] / "worker").rglob("*.py"):
         calls = re.findall(r"PROGRESS\.(phase|waiting)\((.+?)[,)]", path.read_text())
         assert all(name.startswith('"') for _, name in calls), path

@@ -20,6 +20,7 @@ from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 
+from worker.model.sizing import kernel_tokens
 from worker.refusals import UnsupportedModel
 
 NAME = "regraft"
@@ -143,32 +144,74 @@ def visible(layout: Layout, rule: MaskRule, queries: slice = slice(None)) -> Ten
 def block_mask(layout: Layout, rule: MaskRule) -> BlockMask:
     """`visible` as FlexAttention takes it: blocks of BLOCK x BLOCK in which nothing is seen are skipped.
 
-    It equals what torch's create_block_mask makes of `seen`. That evaluates all pairs of tokens at once; here BIAS_ROWS
-    queries are evaluated at a time.
+    All rows are one behind the other (`_in_one_row`), so that a kernel depends on the number of tokens alone. The mask
+    equals what torch's create_block_mask makes of `seen`. That evaluates all pairs of tokens at once; here BIAS_ROWS
+    queries of a row are evaluated at a time.
     """
-    query_position, key_position = layout.query_position, layout.key_position
-    query_segment, key_segment = layout.query_segment, layout.key_segment
+    rows, width = layout.query_position.shape
+    device = layout.query_position.device
+    padding = -width % BLOCK
+    rowwise = Layout.of_rows(
+        torch.nn.functional.pad(layout.query_position, (0, padding)),
+        torch.nn.functional.pad(layout.query_segment, (0, padding), value=PADDING),
+    )
+    tokens = kernel_tokens(rows * (width + padding))
+    tail = tokens - rows * (width + padding)
+    position = torch.nn.functional.pad(rowwise.query_position.flatten(), (0, tail))
+    segment = torch.nn.functional.pad(rowwise.query_segment.flatten(), (0, tail), value=PADDING)
+    # A tensor, like the others: a kernel would be compiled anew for another number.
+    row = torch.nn.functional.pad(
+        torch.arange(rows, device=device).repeat_interleave(width + padding), (0, tail), value=-1
+    )
 
     def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        own = rule(batch, head, query_position[batch, query], key_position[batch, key])
-        of_query, of_key = query_segment[batch, query], key_segment[batch, key]
+        own = rule(batch, head, position[query], position[key])
+        of_query, of_key = segment[query], segment[key]
         related = ((of_key == PROMPT) & (of_query != PADDING)) | (of_key == of_query)
+        in_row = (row[query] == row[key]) & (of_key != PADDING)
         # Padding attends to itself: the softmax of nothing is 0/0.
-        return (own & related & (of_key != PADDING)) | (query == key)
+        return (own & related & in_row) | (query == key)
 
-    queries, keys = query_position.shape[1], key_position.shape[1]
     stripes = [
-        _pairs_in_blocks(visible(layout, rule, slice(first, first + BIAS_ROWS)))
-        for first in range(0, queries, BIAS_ROWS)
+        _pairs_in_blocks(visible(rowwise, rule, slice(first, first + BIAS_ROWS)))
+        for first in range(0, width + padding, BIAS_ROWS)
     ]
-    pairs = torch.cat(stripes, dim=2)  # [B, 1, query blocks, key blocks]
+    of_rows = torch.cat(stripes, dim=2)[:, 0]  # [B, query blocks, key blocks]
+    pairs = torch.zeros(tokens // BLOCK, tokens // BLOCK, dtype=of_rows.dtype, device=device)
+    pairs.fill_diagonal_(BLOCK)  # of the padding behind the rows
+    blocks = (tokens - tail) // BLOCK
+    pairs[:blocks, :blocks] = torch.block_diag(*of_rows)  # type: ignore[no-untyped-call]  # torch does not annotate it
     return BlockMask.from_kv_blocks(
         *_ordered((pairs > 0) & (pairs < BLOCK**2)),
         *_ordered(pairs == BLOCK**2),
         BLOCK_SIZE=BLOCK,
         mask_mod=seen,
-        seq_lengths=(queries, keys),
+        seq_lengths=(tokens, tokens),
     )
+
+
+def _in_one_row(tensor: Tensor, tokens: int) -> Tensor:
+    """[B, H, T, d] -> [1, H, tokens, d]: each row padded to whole blocks, one behind the other, then padding.
+
+    Always with the same strides: a kernel would be compiled anew for others.
+    """
+    rows, heads, width, size = tensor.shape
+    padding = -width % BLOCK
+    by_head = tensor.transpose(0, 1)
+    if padding:
+        by_head = torch.nn.functional.pad(by_head, (0, 0, 0, padding))
+    joined = by_head.reshape(heads, rows * (width + padding), size)
+    if tail := tokens - joined.shape[1]:
+        joined = torch.nn.functional.pad(joined, (0, 0, 0, tail))
+    return joined.contiguous()[None]
+
+
+def _in_rows(tensor: Tensor, rows: int, width: int) -> Tensor:
+    """Invert `_in_one_row`, with tokens before heads: [1, H, tokens, d] -> [B, T, H, d]."""
+    stride = width + -width % BLOCK
+    heads, size = tensor.shape[1], tensor.shape[3]
+    by_row = tensor[0, :, : rows * stride].reshape(heads, rows, stride, size)
+    return by_row[:, :, :width].permute(1, 2, 0, 3)
 
 
 def _pairs_in_blocks(seen: Tensor) -> Tensor:
@@ -181,7 +224,12 @@ def _pairs_in_blocks(seen: Tensor) -> Tensor:
 
 
 def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """How many key blocks each query block has, and the key blocks in ascending order, those that it has first."""
+    """How many key blocks each query block has, and the key blocks in ascending order, those that it has first.
+
+    Args:
+        blocks: bool [query blocks, key blocks].
+    """
+    blocks = blocks[None, None]
     numbers = blocks.sum(-1, dtype=torch.int32)
     return numbers, blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)
 
@@ -432,7 +480,7 @@ def _in_blocks(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """FlexAttention: [B, Hq, T, d] -> [B, T, Hq, dv]. Key heads are not repeated in memory.
+    """FlexAttention: [B, Hq, T, d] -> [B, T, Hq, dv], with all rows in one. Key heads are not repeated in memory.
 
     A sink is one more term in the softmax's denominator: with the logarithm of the denominator without it, `lse`, each
     output is multiplied by exp(lse) / (exp(lse) + exp(sink)).
@@ -442,28 +490,27 @@ def _in_blocks(
         assert softcap is not None
         return softcap * torch.tanh(score / softcap)
 
+    rows, heads, width, _ = query.shape
+    tokens = mask.seq_lengths[0]
     attend = _compiled() if query.is_cuda else flex_attention
     output, rest = attend(
-        query,
-        key,
-        value,
+        *(_in_one_row(tensor, tokens) for tensor in (query, key, value)),
         score_mod=None if softcap is None else capped,
         block_mask=mask,
         scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
+        enable_gqa=heads != key.shape[1],
         return_aux=AuxRequest(lse=True),
     )
     if sinks is not None:
         # In float32: the share of a sink is rounded away in bfloat16.
         share = torch.sigmoid(rest.lse.float() - sinks.float().view(1, -1, 1))
         output = (output.float() * share[..., None]).to(output.dtype)
-    by_token: Tensor = output.transpose(1, 2)
-    return by_token
+    return _in_rows(output, rows, width)
 
 
 @cache
 def _compiled() -> Any:
-    """FlexAttention as a kernel: uncompiled, it computes T^2 scores. One kernel for each width of a micro-batch."""
+    """FlexAttention as a kernel: uncompiled, it computes T^2 scores. One for each size of `kernel_tokens`."""
     torch._dynamo.config.recompile_limit = max(256, torch._dynamo.config.recompile_limit)
     return torch.compile(flex_attention, dynamic=False)
 

@@ -456,6 +456,11 @@ class Policy:
         return isinstance(self._parts.decoder, FSDPModule)
 
     @property
+    def compiles_attention(self) -> bool:
+        """Whether attention compiles a kernel for each size of `kernel_tokens`, of forward and of training passes."""
+        return self.route.blocks and self.device.type == "cuda"
+
+    @property
     def text_decoder(self) -> nn.Module:
         """The module that gives hidden states."""
         decoder: nn.Module = self._parts.decoder

@@ -374,6 +374,12 @@ def saved_bytes_per_token(shape: Shape, rank: int, *, full: bool = False) -> int
     return norms + each * (inputs + inner + attention + activated) + statistics
 
 
+def kernel_padding(shape: Shape, tokens: int) -> int:
+    """Bytes of one layer that FlexAttention keeps beyond `saved_bytes_per_token`, which has keys of all query heads."""
+    of_kernel = kernel_tokens(tokens) * (2 * shape.queries + shape.key_values)
+    return max(0, of_kernel - 4 * shape.queries * tokens) * shape.bytes_each
+
+
 def _feed_forward_tensors(shape: Shape) -> int:
     """Of the intermediate size, that autograd keeps beside the input of the last product."""
     if not shape.gated:
@@ -443,6 +449,7 @@ def estimate(
     ends = (_norm_bytes(shape, full) + shape.bytes_each) * shape.hidden  # of the last norm and of the head
     gradients = 4 * (2 * shape.intermediate + 4 * shape.hidden)  # of the layer that is being computed
     kept = entries + layer if checkpointed else layer * shape.layers
+    padding = kernel_padding(shape, token_budget) * (1 if checkpointed else shape.layers)
     square = token_budget**2
     if machine.device == "cuda":
         masks = square * shape.bytes_each  # one bias for all layers (worker/model/batch.py)
@@ -466,7 +473,7 @@ def estimate(
         adapter=adapter_parameters(shape, rank, targets)
         * 4
         * (4 + (adapter_copies if machine.device == "cpu" else 0)),
-        activations=token_budget * (kept + ends + gradients),
+        activations=token_budget * (kept + ends + gradients) + (padding if machine.device == "cuda" else 0),
         attention=masks,
         head=logits + head_gradients,
         cache=cache,
@@ -807,8 +814,8 @@ def smallest_cache(shape: Shape, work: Workload, sampler: SamplerName, tensor_pa
 def bucket(tokens: int) -> int:
     """The width of a row on a GPU: the next multiple of 128, above 1,024 the next of eight steps to twice as much.
 
-    Kernels are chosen, and some compiled, for each shape anew; rows as long as their answers make a new one almost
-    every time. These are 48 widths up to 32,768, and above 1,024 at most an eighth is padding.
+    Kernels are chosen for each shape anew; rows as long as their answers make a new one almost every time. These
+    are 48 widths up to 32,768, and above 1,024 at most an eighth is padding.
     """
     width = 128
     while width < tokens:
@@ -822,6 +829,19 @@ def widths(above: int, most: int) -> list[int]:
     while (above := _next_width(above)) <= most:
         found.append(above)
     return found
+
+
+def kernel_tokens(tokens: int) -> int:
+    """The tokens of a micro-batch, with padding, that a kernel of FlexAttention is compiled for.
+
+    Powers of two from 128 to 1,024, then the next of four steps to twice as much: the first step of a job compiles a
+    few kernels and not one for each width and number of rows. Only attention has this padding, and it computes nothing
+    of it; above 1,024 less than a quarter of the tokens is added.
+    """
+    size = 128
+    while size < tokens:
+        size += size if size < 1024 else 1 << (size.bit_length() - 3)
+    return size
 
 
 def _next_width(width: int) -> int:

@@ -6,6 +6,7 @@ out-of-memory errors of both.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol, TypeVar
@@ -15,6 +16,7 @@ import torch
 from worker.model import memory
 from worker.model.batch import RowCost, micro_batches, padded_tokens
 from worker.model.lowering import PlanSizes
+from worker.model.sizing import kernel_tokens
 from worker.out_of_memory import LostPass, OutOfDeviceMemory, Shortage, lacking
 from worker.progress import PROGRESS
 from worker.training.loss import Batch, GradientSums, KeptValues, Loss, StepValues
@@ -168,6 +170,31 @@ def keep_memory() -> None:
     """Keep the memory of a step for the next one."""
 
 
+class NewKernels:
+    """Shows in the progress that kernels are compiled: the first micro-batch of each size compiles its own."""
+
+    def __init__(self) -> None:
+        self._known: set[tuple[int, bool]] = set()  # tokens, and whether a backward pass follows
+        self._expected: set[tuple[int, bool]] = set()
+
+    def expect(self, tokens: Iterable[int]) -> None:
+        """Micro-batches of these sizes, in tokens with padding, come."""
+        self._expected.update(map(self._kernel, tokens))
+
+    @contextmanager
+    def computing(self, tokens: int) -> Iterator[None]:
+        kernel = self._kernel(tokens)
+        if kernel in self._known:
+            yield
+            return
+        with PROGRESS.compiling(len(self._known), len(self._known | self._expected)):
+            yield
+        self._known.add(kernel)
+
+    def _kernel(self, tokens: int) -> tuple[int, bool]:
+        return kernel_tokens(tokens), torch.is_grad_enabled()
+
+
 @dataclass
 class Added:
     """The packs of one call of `add` or `remember`, as they are divided now."""
@@ -205,6 +232,7 @@ class LocalGradient:
         self._added: list[Added] = []
         self._sums = GradientSums()
         self._computing: Batch | None = None
+        self._kernels = NewKernels()
         self._sizes: PlanSizes | None = None  # of the newest `resize`
         self._releases_once = False  # at the end of this step, because engines start again after it
 
@@ -401,11 +429,15 @@ class LocalGradient:
     def _micro_batches(self, packs: Sequence[Pack]) -> Iterator[Batch]:
         return self._tracked(self._all_micro_batches(packs, 0))
 
-    def _tracked(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Note which micro-batch is computed."""
+    def _tracked(self, batches: Sequence[Batch]) -> Iterator[Batch]:
+        """Note which micro-batch is computed, and show the kernels that are compiled for it."""
+        compiles = self.policy.compiles_attention
+        if compiles:
+            self._kernels.expect(map(self._tokens, batches))
         for batch in batches:
             self._computing = batch
-            yield batch
+            with self._kernels.computing(self._tokens(batch)) if compiles else nullcontext():
+                yield batch
 
     @cached_property
     def _cost(self) -> RowCost | None:
