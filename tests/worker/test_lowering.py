@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import queue
+import resource
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -66,6 +67,18 @@ def device_of(policy: Policy, tokens: int) -> Iterator[None]:
         yield
     finally:
         hook.remove()
+
+
+@contextmanager
+def address_space(room: int) -> Iterator[None]:
+    """Let this process map at most `room` further bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + room, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 @dataclass
@@ -140,6 +153,33 @@ class TestTheGradient:
         assert not lower.sizes.checkpointed
         assert update.trained_sequences
         assert len(trainer.gradients) == len(plain.gradients)
+        for ours, expected in zip(trainer.gradients, plain.gradients, strict=True):
+            assert relative_difference(ours, expected) < 1e-5
+
+    def test_is_complete_after_errors_of_the_kernel_in_a_process_with_little_memory(
+        self, make_policy: Callable[..., Policy]
+    ) -> None:
+        """No error is made up here: this process may map few further bytes, and torch's allocator fails."""
+        policy = make_policy(moved=True)
+        groups, settings = sampled(policy, MIXED), asked({"loss": "grpo"})
+        plain = RecordingTrainer(policy, settings, token_budget=4096)
+        learn(plain, groups)
+        lower = Steps()
+        trainer = RecordingTrainer(policy, settings, token_budget=4096, memory=lower)
+        room = 2 * GIB
+        each = room // 2 // longest(groups)  # the other half is for what else is mapped meanwhile
+
+        def take(module: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
+            torch.empty(arguments[0].numel() * each, dtype=torch.uint8)  # mapped, and never touched
+
+        hook = policy.causal.get_input_embeddings().register_forward_pre_hook(take)
+        with address_space(room):
+            update = learn(trainer, groups)
+        hook.remove()
+
+        assert lower.shortages and all(one.wanted and one.divisible for one in lower.shortages)
+        assert lower.sizes.token_budget < 2048
+        assert update.trained_sequences
         for ours, expected in zip(trainer.gradients, plain.gradients, strict=True):
             assert relative_difference(ours, expected) < 1e-5
 
