@@ -179,13 +179,16 @@ VARIATIONS: dict[str, dict[str, Any]] = {
             "existingSecret": "samplers",
             "fleets": [FLEET, FLEET | {"name": "large", "model": "Qwen3-14B", "gpus": 2, "kvCacheGiB": 20}],
         },
-        inference={"models": [SERVER | {"cache": {"existingClaim": "weights-14b"}, "surge": 1}]},
+        inference={"models": [SERVER]},
         metrics={"enabled": True, "monitors": {"enabled": True}},
     ),
     "scaled": profile(
         "production",
         samplers={"existingSecret": "samplers", "fleets": [scaled(FLEET)]},
-        inference={"enabled": False, "models": [scaled(SERVER)]},
+        inference={
+            "enabled": False,
+            "models": [scaled(SERVER) | {"cache": {"existingClaim": "weights-14b"}, "surge": 1}],
+        },
         metrics={"enabled": True, "port": 9200},
     ),
     "measured": profile("cpu-demo", metrics={"enabled": True}),

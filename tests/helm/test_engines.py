@@ -41,8 +41,7 @@ def triggers(manifests: list[Manifest], name: str) -> list[dict[str, str]]:
 
 
 def test_an_entry_is_a_deployment_that_serves_one_model_once_it_is_loaded() -> None:
-    manifests = render(VARIATIONS["fleets"])
-    [server] = pods(manifests, "inference-large")
+    [server] = pods(render(VARIATIONS["scaled"]), "inference-large")
     container = server.spec["containers"][0]
 
     words = parser.build().parse_args(container["command"][1:])

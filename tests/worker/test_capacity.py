@@ -218,10 +218,10 @@ class TestServing:
 
     @pytest.mark.slow
     def test_gpus_that_share_a_models_layers_share_its_weights_and_its_cache(
-        self, folder: Path, builder: Callable[..., VllmBuilder], monkeypatch: pytest.MonkeyPatch
+        self, folder: Path, builder: Callable[..., VllmBuilder]
     ) -> None:
-        monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
         made, alone, divided = builder(), entry(folder), entry(folder, tensor_parallel=2)
+        made.gpus = 2
         (_, whole), (_, half) = made.need(alone), made.need(divided)
 
         assert (half.weights, half.least_cache) == (whole.weights // 2, whole.least_cache // 2)

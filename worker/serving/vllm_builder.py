@@ -35,6 +35,7 @@ class VllmBuilder:
         self.shares_device = shares_device
         self.cache = settings.inference_kv_cache_gib
         self.device = select_device(settings)
+        self.gpus = max(1, torch.cuda.device_count())
 
     def bytes_needed(self, entry: BaseModelEntry) -> int:
         """Of each of its GPUs: the first ones of this process, so that `bytes_free` is of one that all models use."""
@@ -96,10 +97,9 @@ class VllmBuilder:
         Raises:
             EngineRefused: the model's engine uses more GPUs than this process has.
         """
-        here = max(1, torch.cuda.device_count())
-        if self.device == "cuda" and entry.tensor_parallel > here:
+        if self.device == "cuda" and entry.tensor_parallel > self.gpus:
             raise EngineRefused(
-                f"The model uses {entry.tensor_parallel} GPUs (tensor_parallel), and this server has {here}: the "
+                f"The model uses {entry.tensor_parallel} GPUs (tensor_parallel), and this server has {self.gpus}: the "
                 "operator must give it more GPUs.",
                 503,
                 code="engine_unavailable",
