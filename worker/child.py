@@ -28,6 +28,7 @@ from core.settings import Settings
 from core.storage.store import blobs_of
 from core.telemetry import logs
 from graders.backends import InvalidBackends
+from graders.build import NotConfigured
 from graders.calls import ServerAway
 from graders.environments.catalog import EnvironmentNotBuilt
 from graders.sandbox import folders
@@ -76,6 +77,7 @@ WAITS = (
     NoMember,
     InvalidRegistry,
     InvalidBackends,
+    NotConfigured,
 )
 # worker.assemble.assemble. Its module imports torch, so it is imported where it is needed.
 Assemble = Callable[..., "Run"]
@@ -108,6 +110,8 @@ async def run_attempt(
                 run = assemble(attempt, spec, grader, settings, scratch, stop_requested, beat, world)
             with closed_at_the_end(run.exporters), failing_once(), lowering_for_next_attempt(attempt):
                 return await trained(run)
+    except NotConfigured:  # it passed the validation, so the graders file of this machine may be older
+        raise
     except InvalidGrader as refused:
         raise UserMistake("invalid_grader", str(refused), "method.reinforcement.grader") from refused
 
@@ -450,7 +454,7 @@ def later(attempt: Attempt, cause: Exception) -> int:
         attempt.write(lambda session, job: lifecycle.put_off(session, job, reason=str(cause)))
     except LeaseLost:
         return process.LOST
-    if isinstance(cause, EnvironmentNotBuilt | NoMember):  # which other jobs do not need
+    if isinstance(cause, EnvironmentNotBuilt | NoMember | NotConfigured):  # which other jobs do not need
         return process.PUT_OFF
     return process.GPU_UNUSABLE if isinstance(cause, GpuUnusable) else process.RESTS
 
@@ -471,13 +475,15 @@ def too_late(cause: Exception) -> UserMistake | None:
         return UserMistake(NotEnoughDisk.code, f"No worker had room on its disk for {hours}. {cause.details}")
     if isinstance(cause, MemoryTaken):
         return UserMistake(NotEnoughMemory.code, f"No worker had enough free memory for {hours}: {cause}.")
+    if isinstance(cause, NotConfigured):
+        return UserMistake("invalid_grader", str(cause), "method.reinforcement.grader")
     return None
 
 
 def has_waited_too_long(attempt: Attempt, cause: Exception) -> bool:
-    """Whether the attempts of the last MAX_WAIT seconds, at least, have all ended with this cause."""
+    """Whether all attempts have ended with this cause for longer than an operator needs to end it."""
     seconds = attempt.read(lambda session: lifecycle.put_off_for(session, attempt.job.id, str(cause)))
-    return seconds >= MAX_WAIT
+    return seconds >= (lifecycle.STALE_SECONDS if isinstance(cause, NotConfigured) else MAX_WAIT)
 
 
 if __name__ == "__main__":

@@ -140,6 +140,14 @@ def test_every_pod_can_pull_its_image_from_a_registry_with_credentials() -> None
         assert pod.spec["imagePullSecrets"] == [{"name": "mine"}], pod.name
 
 
+def test_keepers_are_on_different_nodes_where_there_are_some() -> None:
+    [keeper] = [pod for pod in pods(render(profile("production")), "worker") if pod.name.endswith("-keeper")]
+
+    [spread] = keeper.spec["topologySpreadConstraints"]
+    assert spread["topologyKey"] == "kubernetes.io/hostname"
+    assert spread["labelSelector"]["matchLabels"].items() <= keeper.labels.items()
+
+
 @pytest.fixture(params=VARIATIONS)
 def manifests(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     return render(VARIATIONS[request.param])

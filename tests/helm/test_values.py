@@ -196,6 +196,8 @@ WRONG_TOGETHER: dict[str, tuple[dict[str, Any], str]] = {
         },
         "/tmp/ is already a mount path",
     ),
+    "a variable of the chart": ({"extraEnv": {"HF_HOME": "/models"}}, "HF_HOME is a folder or user of the chart"),
+    "a token in the open": ({"extraEnv": {"HF_TOKEN": "x"}}, "named by weights.hubSecret"),
     "a secret in the open": ({"extraEnv": {"AWS_SECRET_ACCESS_KEY": "x"}}, "belongs into a Secret"),
     "a server of models without its key": (
         {"inference": {"enabled": False, "url": "http://other/v1", "existingSecret": ""}},

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import update
 
 from core.database.engine import WakeMessage, Work
-from core.database.tables import Checkpoint, File, Job
+from core.database.tables import Attempt, Checkpoint, File, Job
 from core.jobs import lifecycle
 from core.registry import Registry
 from core.results import export
@@ -207,11 +208,18 @@ def test_a_field_that_the_grader_reads_must_be_in_every_row(
     assert "line 2: the grader reads {{item.answer}}, which this row does not have" in job.error["message"]
 
 
-def test_a_grader_that_this_machine_cannot_run_fails_the_job_with_the_reason(
-    validate: Callable[..., tuple[Any, list[WakeMessage] | None]],
+def test_a_judge_that_this_machine_does_not_know_yet_is_waited_for_and_then_fails_the_job_with_the_reason(
+    bench: Bench, validate: Callable[..., tuple[Any, list[WakeMessage] | None]]
 ) -> None:
+    """The API's copy of the graders file may be newer."""
     judge = {"type": "score_model", "name": "j", "model": "m", "input": [{"role": "user", "content": "?"}]}
 
+    job, wakes = validate([GOOD], grader=judge)
+    assert (job.status, job.failures, wakes) == ("validating_files", 0, [])
+    assert "REGRAFT_GRADERS_FILE" in bench.events("warn")[-1]
+    with bench.database.write() as session:
+        session.execute(update(Attempt).values(started_at=Attempt.started_at - lifecycle.STALE_SECONDS))
+        session.execute(update(Job).values(next_run_at=0))
     job, wakes = validate([GOOD], grader=judge)
 
     assert (job.status, job.error["code"], wakes) == ("failed", "invalid_grader", [])

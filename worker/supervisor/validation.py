@@ -31,7 +31,7 @@ from core.storage.datasets import MAX_TRAINING_ROWS, MAX_VALIDATION_ROWS, Exampl
 from core.storage.store import BlobStore
 from core.telemetry import logs, tracing
 from graders.backends import Backends, InvalidBackends
-from graders.build import environments_of, graders_of, reward_model_parts, row_problems
+from graders.build import NotConfigured, environments_of, graders_of, reward_model_parts, row_problems
 from graders.doubts import row_doubts
 from graders.environments.catalog import EnvironmentNotBuilt
 from graders.judge.usage import TokenLedger
@@ -131,6 +131,16 @@ def _waiting(notify: Callable[[str], None], resource: Resource) -> Iterator[None
     yield
 
 
+def _wait_for_name(database: Database, claim: Claim, missing: NotConfigured) -> list[WakeMessage]:
+    """Put off a job that names what the files of this machine do not have; fail it if they do not get it soon."""
+    with lifecycle.fenced(database, claim) as (session, job):
+        if lifecycle.put_off_for(session, job.id, str(missing)) < lifecycle.STALE_SECONDS:
+            lifecycle.put_off(session, job, reason=str(missing))
+            return []
+    mistake = UserMistake("invalid_grader", str(missing), "method.reinforcement.grader")
+    return fail_for(database, claim, mistake)
+
+
 @dataclass(frozen=True)
 class CheckedJob:
     """The valid files of a job, and warnings about them and the grader."""
@@ -163,6 +173,8 @@ def _validate(
         with lifecycle.fenced(database, claim) as (session, job):
             lifecycle.put_off(session, job, reason=str(missing))
         return []
+    except NotConfigured as missing:
+        return _wait_for_name(database, claim, missing)
     estimate = _estimate(settings, database, job, len(checked.rows), len(checked.valid_rows))
     with lifecycle.fenced(database, claim) as (session, job):
         if estimate is not None:
@@ -189,6 +201,7 @@ def _checked(
     Raises:
         BadFile, UserMistake: the job fails.
         EnvironmentNotBuilt: the job is put off.
+        NotConfigured: as `_wait_for_name` has it.
     """
 
     def check(name: str, file: File | None, most: int) -> list[Example]:
@@ -211,6 +224,8 @@ def _checked(
             with _booked(settings, database, job) as ledger:
                 dry = _doubt(backends, spec, job.project_id, probed, schema, lease, ledger)
                 warnings.append(asyncio.run(dry))
+    except NotConfigured:
+        raise
     except (InvalidGrader, GraderCannotRun) as refused:
         raise UserMistake("invalid_grader", str(refused), "method.reinforcement.grader") from refused
     if spec is not None:

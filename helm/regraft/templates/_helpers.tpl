@@ -871,6 +871,10 @@ is a fifth of the product.
 {{- $wrong = append $wrong (printf "extraEnv: %s must be set in settings, or by the chart's value for it" $name) -}}
 {{- else if eq $name "FORWARDED_ALLOW_IPS" -}}
 {{- $wrong = append $wrong "extraEnv: FORWARDED_ALLOW_IPS must be set in api.trustedProxies" -}}
+{{- else if has $name (list "HOME" "USER" "HF_HOME") -}}
+{{- $wrong = append $wrong (printf "extraEnv: %s is a folder or user of the chart's pods; set cache.existingClaim for another cache" $name) -}}
+{{- else if eq $name "HF_TOKEN" -}}
+{{- $wrong = append $wrong "extraEnv: HF_TOKEN belongs into a Secret, named by weights.hubSecret" -}}
 {{- else if has $name (list "AWS_ACCESS_KEY_ID" "AWS_SECRET_ACCESS_KEY" "AWS_SESSION_TOKEN") -}}
 {{- $wrong = append $wrong (printf "extraEnv: %s belongs into a Secret, named by objectStore.existingSecret" $name) -}}
 {{- end -}}
