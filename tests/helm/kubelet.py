@@ -52,10 +52,17 @@ class Kubelet:
         image = {"PATH": f"{self.bin}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
         given: dict[str, str] = {}
         for one in pod.containers[0].get("env", ()):
+            if self._is_absent(one):
+                continue
             value = re.sub(r"\$\((\w+)\)", lambda found: given[found[1]], self._value(pod, one))
             given[one["name"]] = self._addressed(value)
         own = {"REGRAFT_PORT": str(self.ports["api"])} if "REGRAFT_PORT" in given else {}
         return image | given | own
+
+    def _is_absent(self, variable: Any) -> bool:
+        """Whether the variable is from an optional entry of a Secret that has none of this name."""
+        reference = variable.get("valueFrom", {}).get("secretKeyRef", {})
+        return bool(reference.get("optional")) and reference["key"] not in self.secrets[reference["name"]]
 
     def _value(self, pod: Pod, variable: Any) -> str:
         if "value" in variable:

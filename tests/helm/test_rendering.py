@@ -127,7 +127,7 @@ def test_a_rollout_that_waits_for_the_old_pod_and_the_start_of_the_new_one_is_no
     deployments = of_kind(render(values), "Deployment")
     slow = [one for one in deployments if one["spec"]["strategy"]["rollingUpdate"]["maxSurge"] == 0]
 
-    assert len(slow) == 4  # inference, two fleets, the keeper
+    assert len(slow) == 5  # inference, that of one model, two fleets, the keeper
     for one in slow:
         pod = one["spec"]["template"]["spec"]
         probe = pod["containers"][0]["startupProbe"]

@@ -259,7 +259,11 @@ def test_only_servers_have_the_key_before_and_only_while_their_secret_has_it() -
     }
 
     assert {name for _, name in found} == {"REGRAFT_INFERENCE_PREVIOUS_KEY", "REGRAFT_SAMPLERS_PREVIOUS_KEY"}
-    assert {component for component, _ in found} == {"inference", *(f"sampler-{name}" for name in FLEETS)}
+    assert {component for component, _ in found} == {
+        "inference",
+        "inference-large",
+        *(f"sampler-{name}" for name in FLEETS),
+    }
     assert all(key["key"] == "key-previous" and key["optional"] for key in found.values())
 
 
