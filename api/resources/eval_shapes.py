@@ -40,8 +40,8 @@ _SAMPLE = {
     },
 }
 
-# Of a sample whose run names no model or does not set the parameter: the defaults that OpenAI's API names. There is none
-# for a seed or a limit of tokens, which stay null.
+# Of a sample whose run names no model or does not set the parameter: the defaults that OpenAI's API names. There is
+# none for a seed or a limit of tokens, which stay null.
 UNSET = {"model": "", "temperature": 1.0, "top_p": 1.0}
 
 

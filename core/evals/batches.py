@@ -282,7 +282,9 @@ def _write_files(database: Database, blobs: BlobStore, batch_id: str) -> None:
             content = (line for _, line in chain([first], lines))
             filename = f"{batch.id}_{name}.jsonl"
             expires_at = None if seconds is None else now() + seconds
-            file = files.put(blobs, batch.project_id, filename, content, purpose=OUTPUT, expires_at=expires_at)
+            file = files.put(
+                blobs, batch.project_id, filename, content, purpose=OUTPUT, expires_at=expires_at
+            )
             made.append((f"{name}_file_id", file))
     with database.write() as session:
         batch = session.scalars(select(EvalRun).where(EvalRun.id == batch_id).with_for_update()).one()
@@ -334,7 +336,12 @@ def _unexecuted(
         for row in requests(files.read_content(blobs, file), batch.data_source["endpoint"]):
             if isinstance(row, EvalRow) and row.line not in done:
                 custom_id = row.item["custom_id"]
-                line = {"id": request_id(batch, row.line), "custom_id": custom_id, "response": None, "error": error}
+                line = {
+                    "id": request_id(batch, row.line),
+                    "custom_id": custom_id,
+                    "response": None,
+                    "error": error,
+                }
                 yield row.line, _encoded(line)
     except (BlobNotFound, files.FileDamaged) as cause:
         log.warning("the error file of %s lacks requests that were not executed: %s", batch.id, cause)

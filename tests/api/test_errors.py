@@ -115,7 +115,8 @@ def test_a_body_that_is_not_json(api: TestClient) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "got"), [(b"[]", "an array"), (b"3", "an integer"), (b'"text"', "a string"), (b"false", "a boolean")]
+    ("body", "got"),
+    [(b"[]", "an array"), (b"3", "an integer"), (b'"text"', "a string"), (b"false", "a boolean")],
 )
 def test_a_body_that_is_json_but_no_object(api: TestClient, body: bytes, got: str) -> None:
     answer = api.post(JOBS, content=body, headers={"content-type": "application/json"})

@@ -527,7 +527,6 @@ def _for_graders(stored: dict[str, Any], plan: RunPlan) -> Sample:
     return text if rollout is not None else replace(text, output_tools=tuple(message.get("tool_calls", ())))
 
 
-
 def _first(several: BaseExceptionGroup[BaseException]) -> BaseException:
     """The most telling of the errors of a task group."""
     flat: list[BaseException] = []
