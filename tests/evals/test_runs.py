@@ -148,7 +148,11 @@ def test_a_sample_has_the_types_of_the_client_where_parameters_are_not_set(
     [item] = client.evals.runs.output_items.list(run.id, eval_id=made.id).data
 
     sample = item.sample.to_dict()
-    assert (sample.pop("error"), sample.pop("seed"), sample.pop("max_completion_tokens")) == (None, None, None)
+    assert (sample.pop("error"), sample.pop("seed"), sample.pop("max_completion_tokens")) == (
+        None,
+        None,
+        None,
+    )
     filled = {"error": {"code": "", "message": ""}, "seed": 1, "max_completion_tokens": 1}
     Sample.model_validate(sample | filled, strict=True)
 
