@@ -239,7 +239,7 @@ class ItemOut(BaseModel):
             eval_id=imported.public_id(run.eval_id),
             **shown
             | {
-                "results": [_without_secrets({"sample": None} | result) for result in item["results"]],
+                "results": [_without_secrets(result) for result in item["results"]],
                 "sample": _without_secrets(_with_defaults(item["sample"])),
             },
         )
@@ -267,7 +267,7 @@ def _without_secrets(stored: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("error", "reason"):
         if hidden.get(name):
             hidden[name] = hide_in_error(hidden[name])
-    if hidden.get("sample"):  # of a judge model
+    if isinstance(hidden.get("sample"), Mapping):  # of a judge model
         hidden["sample"] = _without_secrets(hidden["sample"])
     return hidden
 

@@ -652,7 +652,7 @@ class EventWriter:
         logprobs = (choice["logprobs"] or {}).get("content") or []
         text = choice["delta"].get("content") or ""
         self.answer.finish_reason = choice["finish_reason"]
-        if self._is_of_message(text, logprobs):
+        if self._belongs_to_message(text, logprobs):
             yield from self._text_delta(text, logprobs)
         for delta in choice["delta"].get("tool_calls") or ():
             yield from self._call(delta)
@@ -672,7 +672,7 @@ class EventWriter:
         failed = {"status": "failed", "error": {"code": code, "message": cause.message}}
         return self.event("response.failed", response=self.answer.response() | failed)
 
-    def _is_of_message(self, text: str, logprobs: Sequence[Any]) -> bool:
+    def _belongs_to_message(self, text: str, logprobs: Sequence[Any]) -> bool:
         """Whether a piece belongs to a message.
 
         After a call, log-probabilities are those of calls, and whitespace only divides these.

@@ -122,7 +122,7 @@ async def _ask(
         messages = grader.prompt.render(sample, item)
     except RenderError as absent:
         return Grade(None, str(absent), absent.kind)
-    asked = JudgeSample(grader.model, _prompt_texts(messages), grader.sampling)
+    asked = JudgeSample(grader.model, _clipped_messages(messages), grader.sampling)
     try:
         reply = await grader.judge.complete(grader.model, messages, schema=schema, sampling=grader.sampling)
     except JudgeFailed as failed:
@@ -132,7 +132,7 @@ async def _ask(
     return replace(_read(grader.model, reply, verdict), usage={grader.model: reply.usage}, judge=answered)
 
 
-def _prompt_texts(messages: Sequence[Message]) -> list[dict[str, str]]:
+def _clipped_messages(messages: Sequence[Message]) -> list[dict[str, str]]:
     """The texts of the messages. Images and audio, which may have megabytes, are named only."""
     share = MAX_SHOWN // max(1, len(messages))
     shown: list[dict[str, str]] = []

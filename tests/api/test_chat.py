@@ -431,8 +431,8 @@ def test_the_parsed_calls_of_a_helper_are_sent_back_as_it_made_them(
         events = f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n"
         inference.streams, inference.answer = False, Response(events, media_type="text/event-stream")
     else:
-        whole_message = {"role": "assistant", "content": None, "refusal": None, "tool_calls": [CALLED]}
-        whole = body | {"object": "chat.completion", "choices": [choice | {"message": whole_message}]}
+        said = {"role": "assistant", "content": None, "refusal": None, "tool_calls": [CALLED]}
+        whole = body | {"object": "chat.completion", "choices": [choice | {"message": said}]}
         inference.answer = JSONResponse(whole)
     key = web.headers["authorization"].removeprefix("Bearer ")
     client = OpenAI(base_url=str(web.base_url), api_key=key, max_retries=0)

@@ -480,6 +480,7 @@ def test_the_parsed_calls_of_a_helper_are_sent_back_as_it_made_them(
     [call] = answer.output
     assert call.parsed_arguments == {"place": "1"}
     sent = {"caller": {"type": "direct"}, "namespace": None, "async": False} | call.to_dict()
+    sent["parsed_arguments"] = call.parsed_arguments
     result = {"type": "function_call_output", "call_id": "call_1", "output": "sun", "name": "weather"}
     create(input=[USER, sent, result | {"caller": None, "namespace": None}], tools=[WEATHER])
 

@@ -97,7 +97,7 @@ def test_responses_and_their_stream(run: Callable[..., Any], inference: None) ->
     assert answers["text"] == answers["response"]["output"][0]["content"][0]["text"]
     assert (answers["events"][0], answers["events"][-1]) == ("response.created", "response.completed")
     assert_documented(answers["final"], RESPONSE)
-    assert answers["refused"] == {"status": 400, "code": "invalid_value", "param": "tools[0]"}
+    assert answers["refused"] == {"status": 400, "code": "unsupported_parameter", "param": "tools[0]"}
 
 
 @pytest.mark.slow

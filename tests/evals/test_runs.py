@@ -140,7 +140,7 @@ def test_the_result_of_a_judge_without_a_reply_has_its_prompt_and_the_error(
 def test_a_sample_has_the_types_of_the_client_where_parameters_are_not_set(
     client: OpenAI, new_eval: Callable[..., Any], house: House, source: Any
 ) -> None:
-    """`error` is null in OpenAI's own answers, although the client's type is not, and so is what has no default."""
+    """`error` is null in OpenAI's own answers, although the client's type has no null; so is what has no default."""
     made = new_eval()
     run = client.evals.runs.create(made.id, data_source=source)
     house.work()
@@ -148,8 +148,13 @@ def test_a_sample_has_the_types_of_the_client_where_parameters_are_not_set(
     [item] = client.evals.runs.output_items.list(run.id, eval_id=made.id).data
 
     sample = item.sample.to_dict()
-    assert sample.pop("error") is None
-    Sample.model_validate(sample | {"error": {"code": "", "message": ""}}, strict=True)
+    assert (sample.pop("error"), sample.pop("seed"), sample.pop("max_completion_tokens")) == (
+        None,
+        None,
+        None,
+    )
+    filled = {"error": {"code": "", "message": ""}, "seed": 1, "max_completion_tokens": 1}
+    Sample.model_validate(sample | filled, strict=True)
 
 
 def test_the_thought_of_a_reasoning_model_is_shown_and_graded(
