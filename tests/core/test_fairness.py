@@ -124,6 +124,26 @@ def test_a_project_at_its_limit_is_passed_over(session: Session) -> None:
     assert promised[:4] == claimed  # the last one cannot start now, and stands behind all that can
 
 
+def test_a_claim_of_one_job_takes_it_out_of_turn_and_no_other(session: Session) -> None:
+    project = factories.project(session)
+    first, second = (factories.job(session, project) for _ in range(2))
+
+    assert present(claim(session, job_id=second.id)).job_id == second.id
+    assert claim(session, job_id=second.id) is None
+    assert first.status == "queued"
+
+
+def test_a_claim_of_one_job_keeps_to_its_class_and_to_the_limit_of_its_project(session: Session) -> None:
+    project = factories.project(session, limits={"running_jobs": 1})
+    first, second, other = (
+        factories.job(session, project, gpu_class=gpu_class) for gpu_class in ("cpu", "cpu", "h200")
+    )
+
+    assert claim(session, job_id=other.id) is None
+    assert claim(session, job_id=first.id) is not None
+    assert claim(session, job_id=second.id) is None
+
+
 def test_the_operators_default_limits_those_that_have_no_limit_of_their_own(session: Session) -> None:
     ordinary, special = factories.project(session), factories.project(session, limits={"running_jobs": 2})
     for owner in (ordinary, special) * 3:
