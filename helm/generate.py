@@ -73,7 +73,7 @@ def settings_of_components() -> dict[str, list[str]]:
     names = settings_schema()["properties"]
     return {
         component: [name for name in names if name in read[component]]
-        for component in ("api", "worker", "inference", "sampler")
+        for component in ("api", "worker", "inference", "sampler", "dispatcher")
     }
 
 

@@ -171,6 +171,10 @@ _MEMBER = tuple(
     """.split()
 )
 
+_DISPATCHER = tuple(
+    "host metrics_port data_dir database_url log_format reconcile_seconds default_limits".split()
+)
+
 JSON = arg("--json", help="print JSON")
 SERVER = (
     variable("--host", "ADDRESS", "listen on this address (default: REGRAFT_HOST, else 127.0.0.1)"),
@@ -222,6 +226,14 @@ ADMIN_PROJECT = Group(
             default=[],
         ),
         arg("--unset", "NAME", "revert to the default", nargs="+", default=[]),
+        JSON,
+    ),
+    Command(
+        "kueue",
+        "show or change the queue and the priority that the dispatcher gives the Kubernetes Jobs of a project",
+        "id",
+        arg("--queue", "NAME", "LocalQueue of Kueue; empty: that of the pool"),
+        arg("--priority-class", "NAME", "WorkloadPriorityClass of Kueue; empty: the default of Kueue"),
         JSON,
     ),
     dest="verb",
@@ -329,6 +341,21 @@ COMMANDS = (
         arg("--port", "PORT", type=_port_number, default=8300),
         *SERVER,
         settings=(*_EVERY_SERVER, *_SAMPLER),
+    ),
+    ServerCommand(
+        "dispatcher",
+        "start a Kubernetes Job for each queued job (docs/howto/kubernetes.md)",
+        "worker.cli.service:dispatcher",
+        arg("--templates", "FOLDER", "of the templates, <gpu class>.json", required=True),
+        arg("--api", "URL", "of the Kubernetes API", default="https://kubernetes.default.svc"),
+        arg(
+            "--account",
+            "FOLDER",
+            "with the files token, ca.crt and namespace of a ServiceAccount",
+            default="/var/run/secrets/kubernetes.io/serviceaccount",
+        ),
+        *SERVER,
+        settings=_DISPATCHER,
     ),
     ServerCommand(
         "export",
