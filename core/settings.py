@@ -221,6 +221,8 @@ class Settings(BaseSettings):
 
     # The queue that this machine's worker serves, and the default queue of new jobs.
     gpu_class: str = Field(default="cpu", pattern=r"^[a-z0-9_-]{1,32}$")
+    # The id of the only job that this worker may claim, of a pod that was started for it. Unset: any job of its class.
+    claim: str = Field(default="", pattern=r"^(ftjob-[A-Za-z0-9]+)?$")
     # A worker renews its lease every quarter of this interval, and loses the job when the lease expires.
     lease_seconds: float = Field(default=60.0, gt=0)
     reconcile_seconds: float = Field(default=2.0, gt=0)

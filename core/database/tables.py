@@ -60,6 +60,8 @@ class Project(Table):
     created_at: Mapped[int] = mapped_column(BigInteger, default=now)
     # Limits of this project (core/tenancy/limits.py); for missing ones the operator's defaults apply.
     limits: Mapped[dict[str, Any] | None] = mapped_column(default=None)
+    # Its queue and priority in Kueue, for the dispatcher: {"queue": a LocalQueue, "priority_class": ...}, or a part.
+    kueue: Mapped[dict[str, Any] | None] = mapped_column(default=None)
     archived_at: Mapped[int | None] = mapped_column(BigInteger, default=None)
 
 
@@ -309,6 +311,8 @@ class Job(Leased):
     failures: Mapped[int] = mapped_column(Integer, default=0)
     # The work of the run inside of its step (worker/progress.py), with the epoch of its claim.
     progress: Mapped[dict[str, Any] | None] = mapped_column(default=None)
+    # The state of its Kubernetes Job while it is queued (core/jobs/pods.py); null without a dispatcher.
+    pod: Mapped[dict[str, Any] | None] = mapped_column(default=None)
     # The results of the newest preview of the same request, when the job was created (core/results/previews.py).
     preview: Mapped[dict[str, Any] | None] = mapped_column(default=None)
     # The memory plan of the newest attempt, and what out-of-memory errors lowered (worker/recording/plan_record.py).

@@ -19,6 +19,7 @@ from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from core.database.engine import db_now
 from core.database.tables import Job, Project, ProjectTurns, Worker
+from core.jobs import pods
 from core.telemetry.silence import reports_itself
 from core.tenancy.limits import NO_LIMITS, Limits
 from core.turns import ClaimQueue, last_turn
@@ -63,6 +64,32 @@ def places(
     return {row.id: QueuePosition(row.position, _reason(row, pod_classes)) for row in rows}
 
 
+def in_turn(
+    session: Session, gpu_class: str, defaults: Limits, *, without: Collection[str], most: int
+) -> Sequence[tuple[Job, Project]]:
+    """The first jobs of a class that workers would claim now, in that order, each with its project.
+
+    Jobs that are queued but beyond the limit of their project are not among them.
+
+    Args:
+        without: ids of jobs that are left out. They count toward the limits of their projects.
+    """
+    if most < 1 or not RUNS.has_work(session, gpu_class=gpu_class):
+        return []
+    lines = _lines(defaults)
+    one = lines.c
+    ready = (one.line == gpu_class) & (one.rank == 0) & ~one.beyond
+    first = (
+        select(Job, Project)
+        .join(lines, one.id == Job.id)
+        .join(Project, Project.id == Job.project_id)
+        .where(ready, Job.id.not_in(without))
+        .order_by(one.position)
+        .limit(most)
+    )
+    return [(job, project) for job, project in session.execute(first)]
+
+
 def _lines(defaults: Limits) -> Subquery:
     """All waiting jobs: the columns for `_reason`, and the position in their queue."""
     running = RUNS.running_by_project()
@@ -75,6 +102,8 @@ def _lines(defaults: Limits) -> Subquery:
             Job.seq,
             Job.lease_expires_at,
             Job.next_run_at,
+            Job.epoch,
+            Job.pod,
             validating.label("validating"),
             case((validating, ""), else_=Job.gpu_class).label("line"),
             Job.project_id.label("project"),
@@ -138,5 +167,5 @@ def _reason(row: Row[Any], pod_classes: Collection[str]) -> str:
     )
     waits = served if row.served else unserved
     if row.line in pod_classes:  # also if a worker reports itself, which ends with its own job
-        waits = f"a pod of class {row.line} will be started for it"
+        waits = pods.waits_for(row.pod, row.epoch, row.line)
     return waits + (f", {ahead}" if row.position > 1 else "")

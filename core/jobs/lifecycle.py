@@ -205,10 +205,12 @@ def claim(
     lease_seconds: float,
     defaults: Limits = NO_LIMITS,
     fits: Callable[[Job], bool] = lambda job: True,
+    job_id: str = "",
 ) -> Claim | None:
-    """Claim the next job of this class; see `ClaimQueue.claim`."""
+    """Claim the next job of this class, or only the one with the id `job_id`; see `ClaimQueue.claim`."""
+    equal = {"gpu_class": gpu_class} | ({"id": job_id} if job_id else {})
     job = fairness.RUNS.claim(
-        session, owner=owner, lease_seconds=lease_seconds, defaults=defaults, fits=fits, gpu_class=gpu_class
+        session, owner=owner, lease_seconds=lease_seconds, defaults=defaults, fits=fits, **equal
     )
     if job is None:
         return None

@@ -128,7 +128,7 @@ def _of_pods(waits: Sequence[float], workers: Sequence[Seen], gpu_class: str) ->
     if not workers and max(waits) > POD_SECONDS:
         return (
             f"no pod of class {gpu_class} was started in {max(waits) / 60:.0f} minutes; see "
-            "`kubectl describe scaledjob` and the pods"
+            "`kubectl get scaledjobs,jobs,pods` and the dispatcher, if there is one"
         )
     return f"a pod of class {gpu_class} will be started for each"
 

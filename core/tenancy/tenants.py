@@ -5,7 +5,8 @@ each other's changes.
 """
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,6 +39,8 @@ from core.jobs.fairness import RUNNING, WAITING
 from core.tenancy.limits import Limits
 
 DAY = 86400
+# The value of a label, of those that are names of objects.
+_KUBERNETES_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?")
 WINDOW_DAYS = 30
 
 
@@ -148,6 +151,23 @@ def set_limits(work: Work, project: Project, limits: Limits) -> None:
     """Replace all limits of the project. Running jobs continue."""
     before, project.limits = own_limits(project).set_limits(), limits.set_limits() or None
     work.record("project.limits_changed", project.id, {"before": before, "after": limits.set_limits()})
+
+
+def set_kueue(work: Work, project: Project, changes: Mapping[str, str]) -> None:
+    """Change `queue` and `priority_class` of the project in Kueue; an empty one is removed.
+
+    Raises:
+        InvalidRequest: a name is none of Kubernetes.
+    """
+    for name, value in changes.items():
+        if value and not _KUBERNETES_NAME.fullmatch(value):
+            raise InvalidRequest(
+                f"{name}: {value!r} is no name in Kubernetes: up to 63 small letters, digits, '-' and '.', with a "
+                "letter or a digit at both ends."
+            )
+    kept = {name: value for name, value in ((project.kueue or {}) | dict(changes)).items() if value}
+    project.kueue = kept or None
+    work.record("project.kueue_changed", project.id, {"kueue": kept})
 
 
 def refuse_job_beyond(session: Session, project_id: str, limits: Limits) -> None:

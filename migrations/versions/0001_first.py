@@ -250,6 +250,7 @@ def upgrade() -> None:
         sa.Column("name", sa.String(length=64), nullable=False),
         sa.Column("created_at", sa.BigInteger(), nullable=False),
         sa.Column("limits", sa.JSON(), nullable=True),
+        sa.Column("kueue", sa.JSON(), nullable=True),
         sa.Column("archived_at", sa.BigInteger(), nullable=True),
         sa.ForeignKeyConstraint(
             ["organization_id"], ["organizations.id"], name="fk_projects_organization_id"
@@ -430,6 +431,7 @@ def upgrade() -> None:
         sa.Column("next_run_at", sa.Double(), nullable=False),
         sa.Column("dispatched_at", sa.Double(), nullable=False),
         sa.Column("progress", sa.JSON(), nullable=True),
+        sa.Column("pod", sa.JSON(), nullable=True),
         sa.Column("preview", sa.JSON(), nullable=True),
         sa.Column("memory", sa.JSON(), nullable=True),
         sa.ForeignKeyConstraint(["organization_id"], ["organizations.id"], name="fk_jobs_organization_id"),

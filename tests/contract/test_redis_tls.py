@@ -7,20 +7,16 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 from kombu import pools
 
 from api.http.rate_limits import RedisRates
 from core.jobs.queue import DEFAULT_QUEUE, RUN, open_celery, sender
 from core.settings import Settings
+from tests.certificates import self_signed
 from worker.cli import service
 from worker.cli.parser import UsageError
 from worker.supervisor.consumer import Consumer
@@ -32,22 +28,7 @@ HOST = "localhost"  # the only name in the certificate
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file with a self-signed certificate of HOST and its key."""
-    key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, HOST)])
-    made = (
-        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
-        .not_valid_before(now - timedelta(days=1))
-        .not_valid_after(now + timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([x509.DNSName(HOST)]), critical=False)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    private = key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
-    file = tmp_path_factory.mktemp("tls") / "redis.pem"
-    file.write_bytes(made.public_bytes(serialization.Encoding.PEM) + private)
-    return file
+    return self_signed(tmp_path_factory.mktemp("tls") / "redis.pem", HOST)
 
 
 @pytest.fixture(scope="module")

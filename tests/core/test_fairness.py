@@ -1,6 +1,7 @@
 """Whose turn it is, and that what waiting jobs are told about it comes true."""
 
 from collections import Counter, deque
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from random import Random
 from threading import Barrier
@@ -16,7 +17,7 @@ from core.database.engine import Database, Work, db_now
 from core.database.tables import Job, Project, Worker
 from core.jobs import fairness, lifecycle
 from core.tenancy import tenants
-from core.tenancy.limits import Limits
+from core.tenancy.limits import NO_LIMITS, Limits
 from tests import factories
 from tests.present import present
 
@@ -115,6 +116,46 @@ def test_a_project_at_its_limit_is_passed_over(session: Session) -> None:
 
     assert [owners[id] == limited.id for id in claimed] == [True, False, False, False]
     assert promised[:4] == claimed  # the last one cannot start now, and stands behind all that can
+
+
+def test_a_claim_of_one_job_takes_it_out_of_turn_and_no_other(session: Session) -> None:
+    project = factories.project(session)
+    first, second = (factories.job(session, project) for _ in range(2))
+
+    assert present(claim(session, job_id=second.id)).job_id == second.id
+    assert claim(session, job_id=second.id) is None
+    assert first.status == "queued"
+
+
+def test_a_claim_of_one_job_keeps_to_its_class_and_to_the_limit_of_its_project(session: Session) -> None:
+    project = factories.project(session, limits={"running_jobs": 1})
+    first, second, other = (
+        factories.job(session, project, gpu_class=gpu_class) for gpu_class in ("cpu", "cpu", "h200")
+    )
+
+    assert claim(session, job_id=other.id) is None
+    assert claim(session, job_id=first.id) is not None
+    assert claim(session, job_id=second.id) is None
+
+
+def test_the_jobs_that_may_start_come_in_the_order_of_claims_and_within_the_limits(session: Session) -> None:
+    limited, free = factories.project(session, limits={"running_jobs": 2}), factories.project(session)
+    first, second, _ = (factories.job(session, limited) for _ in range(3))
+    others = [factories.job(session, free) for _ in range(2)]
+    factories.job(session, free, gpu_class="h200")
+    factories.job(session, free, next_run_at=2e10)
+
+    def start(*, without: Collection[str] = (), most: int = 9) -> list[str]:
+        found = fairness.in_turn(session, "cpu", NO_LIMITS, without=without, most=most)
+        assert all(job.project_id == project.id for job, project in found)
+        return [job.id for job, _ in found]
+
+    order = [first.id, others[0].id, second.id, others[1].id]
+    assert start() == order
+    assert start(most=2) == order[:2]
+    assert start(without=[first.id]) == order[1:], "one that is left out counts toward the limit"
+    assert start(most=0) == []
+    assert not fairness.in_turn(session, "h100", NO_LIMITS, without=(), most=9)
 
 
 def test_the_operators_default_limits_those_that_have_no_limit_of_their_own(session: Session) -> None:

@@ -145,7 +145,8 @@ def test_a_queue_without_a_worker_says_so(session: Session, project: Project) ->
         (300, "a pod of class h200 will be started for each"),
         (
             1200,
-            "no pod of class h200 was started in 20 minutes; see `kubectl describe scaledjob` and the pods",
+            "no pod of class h200 was started in 20 minutes; see `kubectl get scaledjobs,jobs,pods` and "
+            "the dispatcher, if there is one",
         ),
     ],
 )

@@ -172,6 +172,12 @@ VARIATIONS: dict[str, dict[str, Any]] = {
         models={"Qwen3-4B": {"gpuClass": "a100"}, "Qwen3-14B": {"gpuClass": "group"}},
         metrics={"enabled": True},
     ),
+    "dispatched": profile(
+        "production",
+        dispatcher={"enabled": True},
+        networkPolicy={"kubernetesApi": {"to": [{"ipBlock": {"cidr": "10.0.0.1/32"}}], "port": 6443}},
+        metrics={"enabled": True, "monitors": {"enabled": True}},
+    ),
     "fleets": profile(
         "production",
         models={"Qwen3-14B": {"tensorParallel": 2, "toolParser": "hermes"}},

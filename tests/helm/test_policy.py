@@ -41,12 +41,14 @@ def test_a_cluster_may_assign_users_and_groups() -> None:
             assert ("HOME" in names) == ("USER" in names), pod.name
 
 
-def test_nothing_holds_a_token_of_kubernetes(manifests: list[dict[str, Any]]) -> None:
+def test_nothing_but_the_dispatcher_holds_a_token_of_kubernetes(manifests: list[dict[str, Any]]) -> None:
     for pod in pods(manifests):
-        assert pod.spec["automountServiceAccountToken"] is False, pod.name
+        assert pod.spec["automountServiceAccountToken"] is (pod.component == "dispatcher"), pod.name
     for account in of_kind(manifests, "ServiceAccount"):
         assert account["automountServiceAccountToken"] is False
-    assert not [one for one in manifests if one["kind"].endswith(("Role", "RoleBinding"))]
+    rights = [one for one in manifests if one["kind"].endswith(("Role", "RoleBinding"))]
+    assert {one["metadata"]["name"] for one in rights} <= {"regraft-dispatcher"}
+    assert not [one for one in rights if one["kind"].startswith("Cluster")]
 
 
 def test_every_container_says_what_it_needs_and_how_far_it_may_go(manifests: list[dict[str, Any]]) -> None:

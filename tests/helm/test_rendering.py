@@ -259,7 +259,8 @@ def test_budgets_and_scalers_lead_to_a_deployment(manifests: list[dict[str, Any]
     for budget in of_kind(manifests, "PodDisruptionBudget"):
         assert budget["spec"]["selector"] == deployments[budget["metadata"]["name"]]["spec"]["selector"]
     budgets = {one["metadata"]["name"] for one in of_kind(manifests, "PodDisruptionBudget")}
-    assert budgets == deployments.keys()
+    # The dispatcher may be evicted: another one starts within seconds, and nothing ends meanwhile.
+    assert budgets == deployments.keys() - {"regraft-dispatcher"}
 
 
 def test_every_volume_that_is_mounted_is_there(manifests: list[dict[str, Any]]) -> None:

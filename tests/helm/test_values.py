@@ -118,6 +118,26 @@ WRONG_TOGETHER: dict[str, tuple[dict[str, Any], str]] = {
     "a queue that KEDA cannot read": (
         {"workers": [POOL, SCALED | {"name": "b"}]}, r"metrics\.enabled: set it, because KEDA reads .* the pool b"
     ),
+    "a Kubernetes API that the dispatcher may not reach": (
+        {"dispatcher": {"enabled": True}, "workers": [POOL, SCALED | {"name": "b"}]},
+        r"networkPolicy\.kubernetesApi\.to: list the addresses",
+    ),
+    "a dispatcher without a pool of Jobs": ({"dispatcher": {"enabled": True}}, "no pool has the mode job"),
+    "a dispatched pod with several jobs": (
+        {
+            "dispatcher": {"enabled": True},
+            "workers": [POOL, SCALED | {"name": "b", "settings": {"jobs_per_worker": 2}}],
+        },
+        "the pool b has jobs_per_worker, and the dispatcher starts a pod for each job",
+    ),
+    "a TrainJob that nobody creates": (
+        WITH_METRICS | {"workers": [POOL, SCALED | {"name": "b", "trainingRuntime": {"name": "r"}}]},
+        r"the pool b has a trainingRuntime, .* set dispatcher\.enabled",
+    ),
+    "a runtime of a Deployment": (
+        {"workers": [POOL, POOL | {"name": "b", "trainingRuntime": {"name": "r"}}]},
+        "the pool b has a trainingRuntime and is a Deployment",
+    ),
     "a port twice": ({"metrics": {"enabled": True, "port": 29400}}, "metrics.port: is a group's port"),
     "a pool in which no GPU learns": (
         {"workers": [POOL, POOL | {"name": "b", "mode": "warm", "gpus": 2, "samplingGpus": 2}]},

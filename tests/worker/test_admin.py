@@ -130,6 +130,22 @@ def test_usage_stands_beside_its_maximum(ask: Callable[..., Any], database: Data
     assert (rows["queued_jobs"]["used"], rows["queued_jobs"]["maximum"]) == (0, 10)
 
 
+def test_a_project_has_a_queue_and_a_priority_in_kueue(
+    ask: Callable[..., Any], type_: Callable[..., tuple[int, str, str]]
+) -> None:
+    ask("org create acme")
+    project = ask("project create support")["id"]
+    nothing = {"queue": None, "priority_class": None}
+
+    assert ask(f"project kueue {project}") == nothing
+    ask(f"project kueue {project} --queue team-a")
+    both = ask(f"project kueue {project} --priority-class urgent")
+    assert both == {"queue": "team-a", "priority_class": "urgent"} == ask(f"project kueue {project}")
+    assert ask(f"project kueue {project} --queue= --priority-class=") == nothing
+    status, _, said = type_(f"project kueue {project} --queue Team_A")
+    assert (status, said.split(":")[0]) == (1, "queue")
+
+
 def test_the_operators_changes_are_in_the_projects_log(ask: Callable[..., Any]) -> None:
     ask("org create acme")
     ask("org create others")

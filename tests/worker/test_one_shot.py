@@ -44,11 +44,11 @@ class Machine:
         self.folder = folder
         self.mark = folder / "started"
 
-    def one_shot(self, source: str = "import sys; sys.exit(75)", **options: Any) -> OneShot:
+    def one_shot(self, source: str = "import sys; sys.exit(75)", claim: str = "", **options: Any) -> OneShot:
         def command(progress: Path) -> Sequence[str]:
             return [sys.executable, "-c", source, str(self.mark)]
 
-        settings = Settings(data_dir=self.folder, reconcile_seconds=0.05, lease_seconds=8.0)
+        settings = Settings(data_dir=self.folder, claim=claim, reconcile_seconds=0.05, lease_seconds=8.0)
         given: dict[str, Any] = {
             "database": self.database,
             "jobs": 1,
@@ -79,6 +79,17 @@ def test_it_runs_one_job_and_leaves_the_others_to_others(machine: Machine) -> No
 
     assert machine.one_shot().run() == RECORDED
     assert machine.epochs() == [("queued", 0), ("queued", 0), ("queued", 1)]
+
+
+def test_a_worker_that_was_started_for_one_job_claims_no_other(machine: Machine) -> None:
+    machine.queue(3)
+    with machine.database.read() as session:
+        second = session.query(Job).order_by(Job.seq).all()[1].id
+
+    assert machine.one_shot(claim=second, jobs=2).run() == RECORDED
+
+    with machine.database.read() as session:
+        assert [job.epoch for job in session.query(Job).order_by(Job.seq)] == [0, 2, 0]
 
 
 def test_it_is_ready_once_it_has_claimed_a_job_and_before_that_runs(machine: Machine) -> None:

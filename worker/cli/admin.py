@@ -109,6 +109,16 @@ def _project_limits(work: Work, args: argparse.Namespace, settings: Settings) ->
     return tenants.limits(project, settings.default_limits).model_dump()
 
 
+def _project_kueue(work: Work, args: argparse.Namespace, settings: Settings) -> Row:
+    project = tenants.get_project(work.session, args.id)
+    given = {"queue": args.queue, "priority_class": args.priority_class}
+    if any(value is not None for value in given.values()):
+        tenants.set_kueue(
+            _on(work, project), project, {key: value for key, value in given.items() if value is not None}
+        )
+    return {name: (project.kueue or {}).get(name) for name in given}
+
+
 def _key_create(work: Work, args: argparse.Namespace, settings: Settings) -> Row:
     project = _chosen(work.session, args)
     days = args.expires_in_days
@@ -258,6 +268,7 @@ COMMANDS: Mapping[str, Command] = {
     "project rename": _project_rename,
     "project archive": _project_archive,
     "project limits": _project_limits,
+    "project kueue": _project_kueue,
     "key create": _key_create,
     "key list": _key_list,
     "key rotate": _key_rotate,

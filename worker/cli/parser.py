@@ -151,7 +151,7 @@ _API = tuple(
 )
 _WORKER = tuple(
     """
-    node_rank rendezvous lease_seconds drain_seconds hang_seconds lost_machine_seconds max_failures
+    claim node_rank rendezvous lease_seconds drain_seconds hang_seconds lost_machine_seconds max_failures
     failing_steps warnings max_logprob_gap torch_threads eval_concurrency rollout_bytes_per_job rollouts_per_step
     rollout_tokens_per_step keep_rollouts_days keep_checkpoints_days keep_files_days keep_audit_days orphan_hours
     scrub_days inference_max_lora_rank
@@ -175,6 +175,10 @@ _MEMBER = tuple(
     ranks nodes node_rank rendezvous data_dir device compile_cache hang_seconds lost_machine_seconds patience_seconds
     log_format
     """.split()
+)
+
+_DISPATCHER = tuple(
+    "host metrics_port data_dir database_url log_format reconcile_seconds default_limits".split()
 )
 
 JSON = arg("--json", help="print JSON")
@@ -228,6 +232,14 @@ ADMIN_PROJECT = Group(
             default=[],
         ),
         arg("--unset", "NAME", "revert to the default", nargs="+", default=[]),
+        JSON,
+    ),
+    Command(
+        "kueue",
+        "show or change the queue and the priority that the dispatcher gives the Kubernetes Jobs of a project",
+        "id",
+        arg("--queue", "NAME", "LocalQueue of Kueue; empty: that of the pool"),
+        arg("--priority-class", "NAME", "WorkloadPriorityClass of Kueue; empty: the default of Kueue"),
         JSON,
     ),
     dest="verb",
@@ -360,6 +372,21 @@ COMMANDS = (
         arg("--port", "PORT", type=_port_number, default=8300),
         *SERVER,
         settings=(*_EVERY_SERVER, *_SAMPLER),
+    ),
+    ServerCommand(
+        "dispatcher",
+        "start a Kubernetes Job for each queued job (docs/howto/kubernetes.md)",
+        "worker.cli.service:dispatcher",
+        arg("--templates", "FOLDER", "of the templates, <gpu class>.json", required=True),
+        arg("--api", "URL", "of the Kubernetes API", default="https://kubernetes.default.svc"),
+        arg(
+            "--account",
+            "FOLDER",
+            "with the files token, ca.crt and namespace of a ServiceAccount",
+            default="/var/run/secrets/kubernetes.io/serviceaccount",
+        ),
+        *SERVER,
+        settings=_DISPATCHER,
     ),
     ServerCommand(
         "export",

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TextIO
@@ -59,6 +60,9 @@ from worker.cli.configuration import (
     worker_without_vllm,
 )
 from worker.cli.parser import UsageError
+from worker.dispatch import templates
+from worker.dispatch.dispatcher import Dispatcher
+from worker.dispatch.kubernetes import KubernetesApi
 from worker.members.gathering import address_of, gathered
 from worker.members.member import Member
 from worker.model.export import export_to
@@ -446,6 +450,39 @@ def member(arguments: argparse.Namespace) -> int:
             "the host:port of its worker"
         )
     return serve_group(settings)
+
+
+def dispatcher(arguments: argparse.Namespace) -> int:
+    """Keep a Kubernetes Job for each job that may start, until SIGTERM. Returns 1 if its thread has ended."""
+    settings = configured(arguments)
+    folder = Path(arguments.templates)
+    try:
+        templates.load(folder)
+        kubernetes = KubernetesApi(arguments.api, Path(arguments.account))
+    except templates.InvalidTemplates as invalid:
+        raise UsageError(f"--templates: {invalid}") from invalid
+    except OSError as cause:
+        raise UsageError(
+            f"--account: {cause}. A pod has these files if it mounts the token of its ServiceAccount"
+        ) from cause
+    with serve_metrics(settings):
+        prepare(settings, first_key=False)
+        database = Database(settings.database)
+        stopping = threading.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda number, frame: stopping.set())
+        passes = Dispatcher(
+            database, kubernetes, partial(templates.load, folder), defaults=settings.default_limits
+        )
+        thread = threading.Thread(
+            target=passes.run_until, args=[stopping, settings.reconcile_seconds], name="dispatcher"
+        )
+        thread.start()
+        is_alive = liveness.touch_while_alive(liveness.file_in(settings.data_dir), [thread], stopping)
+        thread.join()
+        database.close()
+        kubernetes.close()
+    return int(not is_alive)
 
 
 def serve_group(settings: Settings) -> int:

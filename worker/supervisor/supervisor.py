@@ -153,6 +153,7 @@ class Supervisor:
                 lease_seconds=self.settings.lease_seconds,
                 defaults=self.settings.default_limits,
                 fits=fits,
+                job_id=self.settings.claim,
             )
             if claim is None:
                 return None

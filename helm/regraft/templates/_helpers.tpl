@@ -250,8 +250,10 @@ Takes (dict "root" $ "service" "…" "value" "metric{label=\"…\"}" "target" 1 
 
 {{/* Not empty: there are pools of Jobs or fleets that scale, for which KEDA reads the metrics of the API. */}}
 {{- define "regraft.kedaReadsApi" -}}
+{{- if not .Values.dispatcher.enabled -}}
 {{- range .Values.workers -}}
 {{- if eq (include "regraft.mode" .) "job" -}}yes{{- end -}}
+{{- end -}}
 {{- end -}}
 {{- range .Values.samplers.fleets -}}
 {{- if .autoscaling -}}yes{{- end -}}
@@ -657,6 +659,9 @@ is a fifth of the product.
 {{- end -}}
 {{- end -}}
 {{- end -}}
+{{- if and $v.dispatcher.enabled $v.networkPolicy.enabled (not $v.networkPolicy.kubernetesApi.to) -}}
+{{- $wrong = append $wrong "networkPolicy.kubernetesApi.to: list the addresses of the Kubernetes API for the dispatcher, as `kubectl get endpointslices -n default` shows them, or set networkPolicy.enabled to false" -}}
+{{- end -}}
 {{- $names := list -}}
 {{- $classes := list -}}
 {{- $perClass := dict -}}
@@ -690,15 +695,28 @@ is a fifth of the product.
 {{- else if not (hasKey . "maxReplicas") -}}
 {{- $wrong = append $wrong (printf "workers: the pool %s is a pool of Jobs; set maxReplicas to the number of jobs that it may run at once, or mode: warm" .name) -}}
 {{- end -}}
-{{- if not $v.metrics.enabled -}}
+{{- if $v.dispatcher.enabled -}}
+{{- if gt (include "regraft.jobsPerWorker" (dict "root" $ "pool" .) | int) 1 -}}
+{{- $wrong = append $wrong (printf "workers: the pool %s has jobs_per_worker, and the dispatcher starts a pod for each job; set it to 1 for the pool" .name) -}}
+{{- end -}}
+{{- else if hasKey . "trainingRuntime" -}}
+{{- $wrong = append $wrong (printf "workers: the pool %s has a trainingRuntime, for which only the dispatcher creates TrainJobs; set dispatcher.enabled" .name) -}}
+{{- end -}}
+{{- if and (hasKey . "trainingRuntime") $v.graders.existingSecret -}}
+{{- $wrong = append $wrong (printf "graders.existingSecret: a TrainJob cannot name a Secret for all variables; set it in the runtime of the pool %s, and the value only without such pools" .name) -}}
+{{- end -}}
+{{- if not (or $v.metrics.enabled $v.dispatcher.enabled) -}}
 {{- $wrong = append $wrong (printf "metrics.enabled: set it, because KEDA reads the length of the queue of the pool %s from the metrics of the API" .name) -}}
 {{- end -}}
-{{- if and (gt (int .nodes) 1) (semverCompare "<1.33-0" $.Capabilities.KubeVersion.Version) -}}
+{{- if and (gt (int .nodes) 1) (not (hasKey . "trainingRuntime")) (semverCompare "<1.33-0" $.Capabilities.KubeVersion.Version) -}}
 {{- $wrong = append $wrong (printf "workers: the pool %s has nodes, which need Kubernetes 1.33 (success policies of Jobs)" .name) -}}
 {{- end -}}
 {{- else -}}
 {{- if hasKey . "maxReplicas" -}}
 {{- $wrong = append $wrong (printf "workers: the pool %s has maxReplicas and is a Deployment; set replicas instead, or mode: job" .name) -}}
+{{- end -}}
+{{- if hasKey . "trainingRuntime" -}}
+{{- $wrong = append $wrong (printf "workers: the pool %s has a trainingRuntime and is a Deployment; set mode: job" .name) -}}
 {{- end -}}
 {{- if gt (int .nodes) 1 -}}
 {{- $wrong = append $wrong (printf "workers: the pool %s has nodes, which only pools of Jobs may have; set mode: job" .name) -}}
@@ -708,6 +726,9 @@ is a fifth of the product.
 {{- if and (gt (int .nodes) 1) (gt (len (printf "%s-worker-%s" (include "regraft.name" $) .name)) 48) -}}
 {{- $wrong = append $wrong (printf "workers: the pool %s has nodes, and the names of its pods would be too long; shorten its name or the release's name" .name) -}}
 {{- end -}}
+{{- end -}}
+{{- if and $v.dispatcher.enabled (not $jobPools) -}}
+{{- $wrong = append $wrong "dispatcher.enabled: no pool has the mode job, so there is nothing to start" -}}
 {{- end -}}
 {{- if not $permanent -}}
 {{- $wrong = append $wrong "workers: no pool has a worker that stays, and without one no files are validated, no webhooks are sent and the jobs of lost workers are not requeued; add a pool with mode: warm and at least one replica (it may have gpus: 0 and a gpuClass that no model uses)" -}}

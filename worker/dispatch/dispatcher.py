@@ -1,0 +1,201 @@
+"""The pass that keeps one Kubernetes Job for each job that may start (docs/adr/0025-a-dispatcher-by-choice.md).
+
+It decides from the rows and from the list of Jobs alone, so it may be killed at any time and run twice at once. A Job
+has the name of its attempt (`templates.name_of`), so that a second one cannot be created.
+
+    list the Jobs of the class        first, or the Job of a row that is claimed meanwhile would look like a second one
+    delete                            those of rows that are cancelled or paused, and what blocks a name
+    create                            for rows in fair order, up to `max_pending` and `max_jobs`
+    note                              what each waiting row waits for, for the position that the API shows
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Self
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from core.database.engine import Database
+from core.database.tables import Job, Project
+from core.jobs import fairness, pods
+from core.jobs.pods import PodNote, PodState
+from core.tenancy.limits import Limits
+from worker.dispatch.kubernetes import KubernetesApi, Manifest, ManifestRefused
+from worker.dispatch.templates import JOB_LABEL, QUEUE_LABEL, InvalidTemplates, JobTemplate, name_of
+from worker.supervisor.item_failures import ItemFailures
+from worker.supervisor.telemetry import PASS_FAILURES
+
+log = logging.getLogger(__name__)
+
+# A worker may have ended without its job, as without a database. Another one is started after this time.
+RETRY_SECONDS = 300.0
+# How long the log of a pod stays. Kubernetes removes Jobs itself (ttlSecondsAfterFinished), but not TrainJobs.
+KEEP_SECONDS = 3600.0
+# Statuses of a row whose Job is not needed, or no more. In any other, the worker ends by itself.
+WITHOUT_JOB = ("cancelled", "paused")
+
+
+@dataclass(frozen=True)
+class DispatchedJob:
+    """A Job, or TrainJob, that the dispatcher created."""
+
+    name: str
+    uid: str
+    job_id: str
+    queue: str  # of Kueue; empty: none
+    suspended: bool
+    deleting: bool
+    finished_at: float | None  # Unix seconds; None: it has not
+
+    @classmethod
+    def of(cls, found: Manifest) -> Self:
+        metadata, spec = found["metadata"], found["spec"]
+        labels = metadata["labels"]
+        return cls(
+            name=metadata["name"],
+            uid=metadata["uid"],
+            job_id=labels.get(JOB_LABEL, ""),
+            queue=labels.get(QUEUE_LABEL, ""),
+            suspended=bool(spec.get("suspend")),
+            deleting="deletionTimestamp" in metadata,
+            finished_at=_finished_at(found.get("status") or {}),
+        )
+
+    @property
+    def note(self) -> PodNote:
+        """Of a job that its worker has not claimed."""
+        if self.finished_at is not None:
+            return PodNote(PodState.ENDED)
+        return PodNote(PodState.QUOTA, self.queue) if self.suspended else PodNote(PodState.STARTING)
+
+
+def _finished_at(status: Manifest) -> float | None:
+    for condition in status.get("conditions") or ():
+        if condition["type"] in ("Complete", "Failed") and condition["status"] == "True":
+            return datetime.fromisoformat(condition["lastTransitionTime"]).timestamp()
+    return None
+
+
+class Dispatcher:
+    """Args:
+    templates: by GPU class; read in each pass, because the operator changes them.
+    defaults: limits of projects without their own.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        kubernetes: KubernetesApi,
+        templates: Callable[[], Mapping[str, JobTemplate]],
+        *,
+        defaults: Limits,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.database = database
+        self.kubernetes = kubernetes
+        self.templates = templates
+        self.defaults = defaults
+        self._clock = clock
+        self._refused = ItemFailures(clock)
+
+    def run_until(self, stop: threading.Event, seconds: float) -> None:
+        while not stop.is_set():
+            self.run_once()
+            stop.wait(seconds)
+
+    def run_once(self) -> None:
+        """Dispatch the jobs of each class. A failure is logged, and the next pass retries; it stops no other class."""
+        try:
+            found = self.templates()
+        except InvalidTemplates:
+            _report("of any class")
+            return
+        for gpu_class, template in found.items():
+            try:
+                self._dispatch(gpu_class, template)
+            except Exception:
+                _report(f"of class {gpu_class}")
+
+    def _dispatch(self, gpu_class: str, template: JobTemplate) -> None:
+        found = [DispatchedJob.of(one) for one in self.kubernetes.list(template.kind, template.labels)]
+        found = [one for one in found if one.job_id]
+        with self.database.read() as session:
+            rows = _rows(session, [one.job_id for one in found])
+        gone = [one for one in found if self._is_in_the_way(one, rows.get(one.job_id))]
+        for one in gone:
+            self.kubernetes.delete(template.kind, one.name, one.uid)
+            log.info("deleted the Job %s of %s", one.name, one.job_id)
+        # A Job that is being deleted still has its GPUs, and its name.
+        active = [one for one in found if one.finished_at is None]
+        blocked = [one for one in found if one.finished_at is not None and _blocks(one, rows.get(one.job_id))]
+        waiting = [one for one in active if _is_queued(rows.get(one.job_id))]
+        room = min(template.max_pending - len(waiting), template.max_jobs - len(active))
+        taken = {one.job_id for one in (*active, *blocked)}
+        for job, project in self._next(gpu_class, taken, room):
+            self._create(template, job, project)
+        self._note([(one, rows[one.job_id]) for one in (*waiting, *blocked)])
+
+    def _is_in_the_way(self, one: DispatchedJob, row: Job | None) -> bool:
+        """Whether to delete it."""
+        if one.deleting:
+            return False
+        if one.finished_at is None:
+            return row is None or row.status in WITHOUT_JOB
+        keep = RETRY_SECONDS if _blocks(one, row) else KEEP_SECONDS
+        return self._clock() - one.finished_at > keep
+
+    def _next(self, gpu_class: str, taken: set[str], room: int) -> Sequence[tuple[Job, Project]]:
+        """The rows to start, each with its project. A row whose Job was refused lets others go first for a while."""
+        without = taken | set(self._refused.waiting())
+        with self.database.read() as session:
+            return fairness.in_turn(session, gpu_class, self.defaults, without=without, most=room)
+
+    def _create(self, template: JobTemplate, job: Job, project: Project) -> None:
+        manifest = template.manifest_of(job.id, job.epoch, project.id, project.kueue)
+        name = manifest["metadata"]["name"]
+        try:
+            is_new = self.kubernetes.create(template.kind, manifest)
+        except ManifestRefused as cause:
+            log.error("Kubernetes refuses the Job %s of %s: %s", name, job.id, cause)
+            self._refused.add(job.id)
+            noted = PodNote(PodState.REFUSED)
+        else:
+            # If it exists, this process was killed before it saw that, or another dispatcher was faster.
+            log.info("created the Job %s of %s" if is_new else "the Job %s of %s exists", name, job.id)
+            self._refused.forget(job.id)
+            queue = manifest["metadata"]["labels"].get(QUEUE_LABEL, "")
+            noted = PodNote(PodState.QUOTA, queue) if queue else PodNote(PodState.STARTING)
+        with self.database.write() as session:
+            pods.note(session, job.id, job.epoch, noted)
+
+    def _note(self, known: Sequence[tuple[DispatchedJob, Job]]) -> None:
+        """Write what has changed."""
+        changed = [(one, row) for one, row in known if row.pod != one.note.to_row(row.epoch)]
+        if not changed:
+            return
+        with self.database.write() as session:
+            for one, row in changed:
+                pods.note(session, row.id, row.epoch, one.note)
+
+
+def _report(which: str) -> None:
+    PASS_FAILURES.labels("dispatch").inc()
+    log.exception("jobs %s were not dispatched; the dispatcher will retry", which)
+
+
+def _rows(session: Session, job_ids: Sequence[str]) -> Mapping[str, Job]:
+    return {job.id: job for job in session.scalars(select(Job).where(Job.id.in_(job_ids)))}
+
+
+def _is_queued(row: Job | None) -> bool:
+    return row is not None and row.status == "queued"
+
+
+def _blocks(one: DispatchedJob, row: Job | None) -> bool:
+    """Whether a finished Job has the name of the row's next attempt: its worker did not claim the row."""
+    return row is not None and _is_queued(row) and one.name == name_of(row.id, row.epoch)
