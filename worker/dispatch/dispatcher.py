@@ -140,18 +140,18 @@ class Dispatcher:
             self._create(template, job, project)
         self._note([(one, rows[one.job_id]) for one in (*waiting, *blocked)])
 
-    def _is_in_the_way(self, one: DispatchedJob, row: Job | None) -> bool:
+    def _is_in_the_way(self, job: DispatchedJob, row: Job | None) -> bool:
         """Whether to delete it."""
-        if one.deleting:
+        if job.deleting:
             return False
-        if one.finished_at is None:
+        if job.finished_at is None:
             return row is None or row.status in WITHOUT_JOB
-        keep = RETRY_SECONDS if _blocks(one, row) else KEEP_SECONDS
-        return self._clock() - one.finished_at > keep
+        keep = RETRY_SECONDS if _blocks(job, row) else KEEP_SECONDS
+        return self._clock() - job.finished_at > keep
 
-    def _next(self, gpu_class: str, taken: set[str], room: int) -> Sequence[tuple[Job, Project]]:
+    def _next(self, gpu_class: str, without: set[str], room: int) -> Sequence[tuple[Job, Project]]:
         """The rows to start, each with its project. A row whose Job was refused lets others go first for a while."""
-        without = taken | set(self._refused.waiting())
+        without = without | set(self._refused.waiting())
         with self.database.read() as session:
             return fairness.in_turn(session, gpu_class, self.defaults, without=without, most=room)
 
@@ -196,6 +196,6 @@ def _is_queued(row: Job | None) -> bool:
     return row is not None and row.status == "queued"
 
 
-def _blocks(one: DispatchedJob, row: Job | None) -> bool:
+def _blocks(job: DispatchedJob, row: Job | None) -> bool:
     """Whether a finished Job has the name of the row's next attempt: its worker did not claim the row."""
-    return row is not None and _is_queued(row) and one.name == name_of(row.id, row.epoch)
+    return row is not None and _is_queued(row) and job.name == name_of(row.id, row.epoch)
