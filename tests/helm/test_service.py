@@ -43,7 +43,7 @@ def environment(pod: Pod, secrets: str = "secret" * 6) -> dict[str, Any]:
 @pytest.fixture(params=VARIATIONS)
 def ours(request: pytest.FixtureRequest) -> list[Any]:
     manifests = render(VARIATIONS[request.param])
-    names = ("api", "worker", "migrate", "inference", "sampler-small", "sampler-large")
+    names = ("api", "worker", "migrate", "inference", "dispatcher", "sampler-small", "sampler-large")
     return [pod for name in names for pod in pods(manifests, name)]
 
 
