@@ -43,6 +43,7 @@ ALLOWED = {
     ("sdk/test_foreign_servers.py", "monkeypatch.setattr('time.sleep', lambda seconds: None)"): (
         "the command line waits before it connects again"
     ),
+    ("worker/eventful_child.py", "torch._C"): NO_GPU,
     ("worker/eventful_child.py", "sharding.place = noted"): NO_GPU,
     ("worker/eventful_child.py", "sizing.degrees_of = all_of_them"): NO_GPU,
     ("worker/test_adapters.py", "monkeypatch.setattr('worker.serving.adapters.shutil.rmtree', remove)"): RACE,

@@ -5,6 +5,8 @@
 drain: the launcher gets SIGTERM in the first step of an attempt. SIGKILL, SIGSTOP: rank 1 gets it in the second step.
 share: both ranks share one copy of the model, as GPUs do on which it does not fit whole; each that does leaves a file
 in the data folder. shard: drain and share. none: nothing happens. The file `sessions` there names the session of each.
+
+Torch seems to be built for CUDA until a rank runs: a launcher that calls CUDA ends, because its ranks could not.
 """
 
 import os
@@ -12,7 +14,9 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
 
 from worker import child
 from worker.members import launcher
@@ -66,11 +70,27 @@ def share_the_base() -> None:
     sizing.degrees_of = all_of_them
 
 
+def refuse_cuda() -> None:
+    vars(torch._C)["_cuda_getDeviceCount"] = poison
+
+
+def poison() -> NoReturn:
+    raise AssertionError("the launcher calls CUDA, which its forked ranks could not use")
+
+
+def allow_cuda() -> None:
+    """Have torch be as it is."""
+    if vars(torch._C)["_cuda_getDeviceCount"] is poison:
+        del vars(torch._C)["_cuda_getDeviceCount"]
+
+
 def be_member(parent: int, progress: Path) -> None:
+    allow_cuda()
     child.be_member(parent, progress, Eventful)
 
 
 def be_rank(parent: int, progress: Path, stopping: Any, claim: str) -> None:
+    allow_cuda()
     if os.environ["EVENT"] in ("share", "shard"):
         share_the_base()
     child.be_rank(parent, progress, stopping, claim, Eventful)
@@ -78,6 +98,7 @@ def be_rank(parent: int, progress: Path, stopping: Any, claim: str) -> None:
 
 if __name__ == "__main__":
     os.environ["EVENT"] = sys.argv.pop(1)
+    refuse_cuda()
     with Path(os.environ["REGRAFT_DATA_DIR"], "sessions").open("a") as sessions:
         sessions.write(f"{os.getsid(0)}\n")
     if sys.argv[1] == "member":

@@ -421,18 +421,20 @@ def test_one_that_is_given_another_parent_ends_at_once(module: Path) -> None:
     assert fork().wait(60) == DRAINED
 
 
-def test_what_is_imported_before_a_fork_starts_no_thread_and_asks_torch_for_no_gpu() -> None:
+def test_what_comes_before_a_fork_starts_no_thread_and_asks_torch_for_no_gpu() -> None:
     """CUDA cannot be used after a fork of a process that has used it, and threads are not there any more."""
     code = """
 import threading
 import torch
 
 def used(*arguments, **options):
-    raise AssertionError("an import asks for a GPU")
+    raise AssertionError("a process that is forked asks for a GPU")
 
 for name in ("is_available", "device_count", "init", "_lazy_init", "get_device_capability", "current_device"):
     setattr(torch.cuda, name, used)
 import worker.preloaded
+from worker.training.launch import Group, launch_config
+launch_config(2, Group())
 assert threading.enumerate() == [threading.main_thread()], threading.enumerate()
 """
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

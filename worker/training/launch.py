@@ -19,6 +19,7 @@ from typing import Any, Self
 from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.numa.binding import AffinityMode, NumaOptions
 
 from core.settings import Settings
 from worker import forking, process
@@ -72,18 +73,8 @@ def launch(entry: Callable[..., None], *arguments: Any, ranks: int, group: Group
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     if sys.platform == "linux" and group.nodes == 1:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine
-    config = LaunchConfig(
-        min_nodes=group.nodes,
-        max_nodes=group.nodes,
-        nproc_per_node=ranks,
-        run_id=RUN,
-        max_restarts=0,
-        start_method="fork" if forking.FORKS else "spawn",
-        signals_to_handle="SIGQUIT",  # SIGTERM is ours: it drains the run
-        **_rendezvous(group),
-    )
     try:
-        elastic_launch(config, _be_rank)(entry, *arguments)
+        elastic_launch(launch_config(ranks, group), _be_rank)(entry, *arguments)
     except DistError as cause:
         raise group.missing() from cause
     except ChildFailedError as cause:
@@ -95,6 +86,27 @@ def launch(entry: Callable[..., None], *arguments: Any, ranks: int, group: Group
             return process.DONE
         raise RanksFailed(f"rank {rank} {_how(code)}; the job's log may have the reason") from None
     raise AssertionError("each rank exits with a status that is not 0")
+
+
+def launch_config(ranks: int, group: Group) -> LaunchConfig:
+    """Build the launcher's configuration without a call to CUDA: a process that has counted its GPUs by CUDA cannot
+    fork ranks that use them.
+    """
+    config = LaunchConfig(
+        min_nodes=group.nodes,
+        max_nodes=group.nodes,
+        nproc_per_node=ranks,
+        run_id=RUN,
+        max_restarts=0,
+        start_method="fork" if forking.FORKS else "spawn",
+        signals_to_handle="SIGQUIT",  # SIGTERM is ours: it drains the run
+        numa_options=NumaOptions(
+            AffinityMode.NODE
+        ),  # without any, it asks torch.cuda.is_available() for its own
+        **_rendezvous(group),
+    )
+    config.numa_options = None  # ranks run on all CPUs
+    return config
 
 
 def _be_rank(entry: Callable[..., None], *arguments: Any) -> None:
