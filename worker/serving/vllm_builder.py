@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from core.registry import BaseModelEntry, Registry
+from core.registry import BaseModelEntry, Registry, sampler_of
 from core.settings import Settings
 from core.units import GIB
 from worker.device import select_device
@@ -80,12 +80,15 @@ class VllmBuilder:
         return min(cache, most) if self.shares_device else cache
 
     def problems(self, registry: Registry) -> Iterator[str]:
-        """Yield a sentence for each model of the registry that does not fit on the GPU of this machine."""
+        """Yield a sentence for each model that vLLM serves and that does not fit on the GPU of this machine."""
         if self.device != "cuda":
             return
         total = torch.cuda.mem_get_info()[1]
         for name, entry in registry.models.items():
-            if name in self.settings.samplers:
+            if (
+                name in self.settings.samplers
+                or sampler_of(entry, self.settings.sampler, self.device) != "vllm"
+            ):
                 continue
             shape = capacity.shape_of(entry)
             if shape is not None and (need := self._serving(shape, entry.context)).least > total:
