@@ -875,10 +875,14 @@ class Serving:
 
 
 def serving(shape: Shape, *, context: int, slots: int, rank: int, device: Device = "cuda") -> Serving:
-    """`slots` adapters of the highest `rank` in a batch, each as large as that."""
+    """`slots` adapters of the highest `rank` in a batch, each as large as that.
+
+    vLLM allocates slots for the embeddings and the head, too, which no adapter of ours has.
+    """
+    parameters = adapter_parameters(shape, rank) + 2 * rank * (shape.vocabulary + shape.hidden)
     return Serving(
         weights=shape.weight_bytes,
-        adapters=slots * adapter_parameters(shape, rank) * shape.bytes_each,
+        adapters=slots * parameters * shape.bytes_each,
         least_cache=shape.cache_bytes(context),
         margin=MARGIN_SERVING if device == "cuda" else 2 * GIB,
     )

@@ -41,10 +41,14 @@ class VllmBuilder:
         return need.without_cache + self.least_cache(shape, need)
 
     def bytes_free(self) -> int:
-        return memory.available(self.device)
+        return self._usable(memory.available(self.device))
 
     def bytes_in_all(self) -> int:
-        return memory.capacity(self.device)
+        return self._usable(memory.capacity(self.device))
+
+    def _usable(self, of: int) -> int:
+        """The bytes of a device that models may use: as in the plan of a job, a part of a GPU stays free."""
+        return of - int(of * sizing.SAFETY_SHARE) if self.device == "cuda" else of
 
     def least_cache(self, shape: Shape, need: Serving) -> int:
         """Return the minimum KV cache in bytes: the operator's setting, or the minimum of vLLM.
@@ -84,6 +88,7 @@ class VllmBuilder:
         if self.device != "cuda":
             return
         total = torch.cuda.mem_get_info()[1]
+        usable = self._usable(total)
         for name, entry in registry.models.items():
             if (
                 name in self.settings.samplers
@@ -91,8 +96,11 @@ class VllmBuilder:
             ):
                 continue
             shape = capacity.shape_of(entry)
-            if shape is not None and (need := self._serving(shape, entry.context)).least > total:
-                yield f"{name} at {entry.context} tokens needs {need}; this GPU has {total / GIB:.1f} GiB."
+            if shape is not None and (need := self._serving(shape, entry.context)).least > usable:
+                yield (
+                    f"{name} at {entry.context} tokens needs {need}; this GPU has {total / GIB:.1f} GiB, of which "
+                    f"{usable / GIB:.1f} are for models."
+                )
 
     def need(self, entry: BaseModelEntry) -> tuple[Shape, Serving]:
         shape = read_shape(entry, self.settings.model_cache)
