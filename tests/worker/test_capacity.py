@@ -184,6 +184,21 @@ class TestServing:
         layers = ADAPTERS_AT_ONCE * sizing.adapter_parameters(shape, 64) * shape.bytes_each
         assert need.adapters - layers == 2 * ADAPTERS_AT_ONCE * 64 * (shape.vocabulary + shape.hidden) * 2
 
+    def test_a_divided_model_is_served_on_several_gpus_each_with_a_part(
+        self, folder: Path, builder: Callable[..., VllmBuilder], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (20 * GIB, 24 * GIB))
+        divided = entry(folder, "14b", tensor_parallel=2)
+        _, whole = builder().need(entry(folder, "14b"))
+        _, part = builder().need(divided)
+
+        config = builder().config_of(divided, [])
+
+        assert config.tensor_parallel == 2
+        assert (2 * part.weights, 2 * part.least_cache) == (whole.weights, whole.least_cache)
+        with pytest.raises(EngineRefused, match="`tensor_parallel = 2`, and the inference server has 0 GPUs"):
+            builder().bytes_needed(divided)
+
     def cache(self, made: VllmBuilder, one: BaseModelEntry, others: list[Any], free: int = 78 * GIB) -> int:
         shape, need = made.need(one)
         return made.cache_bytes(shape, need, one.context, free, others)

@@ -848,7 +848,7 @@ def least(
 
 @dataclass(frozen=True)
 class Serving:
-    """What vLLM needs to answer for a model, in bytes."""
+    """What vLLM needs to answer for a model, in bytes of each of its GPUs."""
 
     weights: int
     adapters: int
@@ -874,16 +874,18 @@ class Serving:
         return f"{self.least / GIB:.1f} GiB: {shown}"
 
 
-def serving(shape: Shape, *, context: int, slots: int, rank: int, device: Device = "cuda") -> Serving:
-    """`slots` adapters of the highest `rank` in a batch, each as large as that.
+def serving(
+    shape: Shape, *, context: int, slots: int, rank: int, device: Device = "cuda", tensor_parallel: int = 1
+) -> Serving:
+    """`slots` adapters of the highest `rank` in a batch, each as large as that; on each of the engine's GPUs.
 
     vLLM allocates slots for the embeddings and the head, too, which no adapter of ours has.
     """
     parameters = adapter_parameters(shape, rank) + 2 * rank * (shape.vocabulary + shape.hidden)
     return Serving(
-        weights=shape.weight_bytes,
+        weights=-(-shape.weight_bytes // tensor_parallel),
         adapters=slots * parameters * shape.bytes_each,
-        least_cache=shape.cache_bytes(context),
+        least_cache=shape.divided(tensor_parallel).cache_bytes(context),
         margin=MARGIN_SERVING if device == "cuda" else 2 * GIB,
     )
 

@@ -37,8 +37,19 @@ class VllmBuilder:
         self.device = select_device(settings)
 
     def bytes_needed(self, entry: BaseModelEntry) -> int:
+        if self.device == "cuda" and entry.tensor_parallel > 1:
+            self._refuse_too_few_gpus(entry)
         shape, need = self.need(entry)
         return need.without_cache + self.least_cache(shape, need)
+
+    def _refuse_too_few_gpus(self, entry: BaseModelEntry) -> None:
+        if entry.tensor_parallel > (gpus := torch.cuda.device_count()):
+            raise EngineRefused(
+                f"The model's entry has `tensor_parallel = {entry.tensor_parallel}`, and the inference server has "
+                f"{gpus} GPUs.",
+                503,
+                code="not_enough_memory",
+            )
 
     def bytes_free(self) -> int:
         return self._usable(memory.available(self.device))
@@ -74,10 +85,8 @@ class VllmBuilder:
         """Return the KV cache in bytes of a model to be loaded, if `free` bytes are left."""
         if self.cache != "auto" or self.device == "cpu":
             return self.least_cache(shape, need)
-        known = [
-            (entry.context, found) for entry in others if (found := capacity.shape_of(entry)) is not None
-        ]
-        rest = [self._serving(found, its_context).least for its_context, found in known]
+        known = [(entry, found) for entry in others if (found := capacity.shape_of(entry)) is not None]
+        rest = [self._serving(found, entry).least for entry, found in known]
         cache = sizing.serving_cache(shape, need, context=context, free=free, others=rest)
         # Jobs take what they find free when they start.
         most = SEQUENCES_BESIDE_JOBS * shape.cache_bytes(context)
@@ -96,33 +105,44 @@ class VllmBuilder:
             ):
                 continue
             shape = capacity.shape_of(entry)
-            if shape is not None and (need := self._serving(shape, entry.context)).least > usable:
+            if shape is not None and (need := self._serving(shape, entry)).least > usable:
                 yield (
                     f"{name} at {entry.context} tokens needs {need}; this GPU has {total / GIB:.1f} GiB, of which "
                     f"{usable / GIB:.1f} are for models."
                 )
 
     def need(self, entry: BaseModelEntry) -> tuple[Shape, Serving]:
+        """Return the model as each of its GPUs has it, and what it needs there."""
         shape = read_shape(entry, self.settings.model_cache)
-        return shape, self._serving(shape, entry.context)
+        return shape.divided(entry.tensor_parallel), self._serving(shape, entry)
 
-    def _serving(self, shape: Shape, context: int) -> Serving:
+    def _serving(self, shape: Shape, entry: BaseModelEntry) -> Serving:
         rank = next(rank for rank in RANKS if rank >= self.settings.inference_max_lora_rank)
-        return sizing.serving(shape, context=context, slots=ADAPTERS_AT_ONCE, rank=rank, device=self.device)
+        return sizing.serving(
+            shape,
+            context=entry.context,
+            slots=ADAPTERS_AT_ONCE,
+            rank=rank,
+            device=self.device,
+            tensor_parallel=entry.tensor_parallel,
+        )
 
     async def build(self, name: str, entry: BaseModelEntry, others: Sequence[BaseModelEntry]) -> VllmServer:
-        source = await asyncio.to_thread(source_of, entry, self.settings.model_cache)
-        shape, need = await asyncio.to_thread(self.need, entry)
-        config = EngineConfig(
-            source=str(source),
+        config = await asyncio.to_thread(self.config_of, entry, others)
+        log.info("%s: a KV cache of %.1f GiB", name, config.kv_cache_bytes / GIB)
+        server = await asyncio.to_thread(VllmServer, name, config, entry, folder_of_adapters(self.settings))
+        await server.start()
+        return server
+
+    def config_of(self, entry: BaseModelEntry, others: Sequence[BaseModelEntry]) -> EngineConfig:
+        shape, need = self.need(entry)
+        return EngineConfig(
+            source=str(source_of(entry, self.settings.model_cache)),
             dtype=entry.dtype,
             device=self.device,
             context=entry.context,
             rank=self.settings.inference_max_lora_rank,
             kv_cache_bytes=self.cache_bytes(shape, need, entry.context, self.bytes_free(), others),
             threads=self.settings.torch_threads,
+            tensor_parallel=entry.tensor_parallel,
         )
-        log.info("%s: a KV cache of %.1f GiB", name, config.kv_cache_bytes / GIB)
-        server = await asyncio.to_thread(VllmServer, name, config, entry, folder_of_adapters(self.settings))
-        await server.start()
-        return server
