@@ -13,11 +13,13 @@ import argparse
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -197,23 +199,47 @@ def measured(part: Part, tiny: bool) -> dict[str, Any]:
         print(f"   skipped: {reasons[0]}", flush=True)
         return {"state": "skipped", "reason": reasons[0]}
     started = time.monotonic()
-    with tempfile.TemporaryFile("w+") as output:
-        try:
-            code = subprocess.run(
-                command(part, tiny), cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, timeout=part.seconds
-            ).returncode
-            problem = "" if code == 0 else f"exit status {code}"
-        except subprocess.TimeoutExpired:
-            problem = f"not finished after {part.seconds} s"
-        seconds = time.monotonic() - started
-        output.seek(0)
-        lines = output.read().splitlines()
-    if problem:
+    problem, lines = output_of(command(part, tiny), part.seconds)
+    seconds = time.monotonic() - started
+    figures = figures_of(lines)
+    if problem or figures is None:
+        problem = problem or "it has printed no figures"
         print("\n".join(lines[-30:]), flush=True)
         return {"state": "failed", "reason": problem, "seconds": seconds, "output": lines[-30:]}
-    figures = json.loads(lines[-1])["figures"]
     print(f"   {seconds:.0f} s: {json.dumps(figures)}", flush=True)
     return {"state": "measured", "seconds": seconds, "figures": figures}
+
+
+def output_of(command: Sequence[str], seconds: float) -> tuple[str, list[str]]:
+    """Run a command to its end, and return what went wrong ("": nothing) and the lines that it has printed.
+
+    Nothing that it has started is left: its processes would keep their memory of the GPU from the next part.
+    """
+    with tempfile.TemporaryFile("w+") as output:
+        child = subprocess.Popen(
+            command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            code = child.wait(seconds)
+            problem = "" if code == 0 else f"exit status {code}"
+        except subprocess.TimeoutExpired:
+            problem = f"not finished after {seconds} s"
+        finally:
+            with suppress(ProcessLookupError):  # all have ended
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+        output.seek(0)
+        return problem, output.read().splitlines()
+
+
+def figures_of(lines: Sequence[str]) -> Figures | None:
+    """The figures of the last line that has any. Libraries may log something after it."""
+    for line in reversed(lines):
+        with suppress(json.JSONDecodeError):
+            said = json.loads(line)
+            if isinstance(said, dict) and isinstance(figures := said.get("figures"), dict):
+                return figures
+    return None
 
 
 def command(part: Part, tiny: bool) -> Sequence[str]:

@@ -36,7 +36,7 @@ class BaseModelEntry(BaseModel):
     hub: str | None = None
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     context: int = Field(default=4096, ge=16)  # tokens of prompt and answer
-    sampler: SamplerName | None = None  # None: vllm on a GPU where it is installed, else transformers
+    sampler: SamplerName | None = None  # None: by the device (sampler_of)
     # GPUs that share each layer while vLLM samples (tensor parallelism). Their number has to divide the model's heads.
     tensor_parallel: int = Field(default=1, ge=1)
     # vLLM's --tool-call-parser: how the model writes calls of tools. None: by its chat template, where known.
@@ -97,19 +97,39 @@ def sampler_of(
     device: Device | None,
     *,
     vllm_installed: bool | None = True,
+    adapters: bool = True,
 ) -> SamplerName | None:
     """The deployment's sampler, else the model's, else the default for the device.
+
+    The default is vLLM on a GPU where it is installed and can compute the model, transformers elsewhere.
+
+    Args:
+        adapters: whether the model is sampled with LoRA adapters; False: all its weights are trained.
 
     Returns None if the default depends on an unknown machine: `device` or `vllm_installed` is None.
     """
     name = entry.sampler if override == "registry" else override
     if name is not None:
         return name
-    if device == "cpu":
+    if device == "cpu" or (device == "cuda" and adapters and vllm_problem(entry, device)):
         return "transformers"
     if device is None or vllm_installed is None:
         return None
     return "vllm" if vllm_installed else "transformers"
+
+
+def vllm_problem(entry: BaseModelEntry, device: Device) -> str | None:
+    """Why vLLM cannot start with adapters of the model on this device, and the remedy. None: it can.
+
+    vLLM's kernels for LoRA on a GPU take 16-bit numbers only (vllm/lora/ops/triton_ops/lora_shrink_op.py).
+    """
+    if device == "cuda" and entry.dtype == "float32":
+        return (
+            'vLLM computes LoRA adapters on a GPU in 16 bits only, and the model\'s entry has `dtype = "float32"`. Set '
+            '`dtype = "bfloat16"` there, or sample with transformers: `sampler = "transformers"` there, or '
+            "REGRAFT_SAMPLER=transformers."
+        )
+    return None
 
 
 class Registry(BaseModel):

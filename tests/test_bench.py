@@ -1,10 +1,13 @@
 """The benches' own code: what cannot be run here whole is run small, and the table says what it was told."""
 
 import json
+import os
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from select import poll
 
 import pytest
 from _pytest.mark.structures import ParameterSet
@@ -113,6 +116,24 @@ def test_the_trial_writes_what_it_measured_skipped_and_could_not_finish(
     text = (tmp_path / "gpu-trial.md").read_text()
     assert "**skipped**: on a CPU `make demo` runs it." in text
     assert "**failed**: exit status 2." in text
+
+
+def test_what_is_logged_after_the_figures_of_a_part_of_the_trial_does_not_hide_them() -> None:
+    assert gpu_trial.figures_of(['{"figures": {"a": 1}}', "[W] leaked", "7", "[]"]) == {"a": 1}
+    assert gpu_trial.figures_of(["Traceback", "{}"]) is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="waits for a process that is not a child")
+def test_no_process_of_a_part_of_the_trial_is_left_on_the_gpu() -> None:
+    problem, [pid] = gpu_trial.output_of(["sh", "-c", "sleep 600 & echo $!; exit 3"], seconds=60)
+
+    assert problem == "exit status 3"
+    with suppress(ProcessLookupError):  # it has ended
+        ended = os.pidfd_open(int(pid))
+        waiting = poll()
+        waiting.register(ended)
+        assert waiting.poll(30_000), "the process is left over"
+        os.close(ended)
 
 
 def test_a_figure_of_the_trial_is_held_against_what_was_predicted() -> None:

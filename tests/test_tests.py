@@ -81,9 +81,6 @@ ALLOWED = {
     ("worker/test_compatibility.py", "policy.layers[0].forward = greedy"): BROKEN_LIBRARY,
     ("worker/test_compatibility.py", "base.model.forward = shifted"): BROKEN_LIBRARY,
     ("worker/test_compatibility.py", "mixture.get_text_config = lambda: mixture"): BROKEN_LIBRARY,
-    ("worker/test_one_shot.py", "monkeypatch.setattr(service, 'serve_group', serve_group)"): (
-        "stands in for ranks, which would join a machine that is not there"
-    ),
     ("worker/test_sweep.py", "monkeypatch.setattr(service, 'prepare', lambda settings: None)"): (
         "the tables of the bench are made without migrations, which takes a second less a test"
     ),

@@ -1,6 +1,7 @@
 """Caches of compiled kernels, of all libraries in one folder, so that one volume keeps them when a pod is replaced.
 
-A first step compiles for minutes; with these caches the next process on such a GPU does not.
+A first step compiles for minutes; with these caches the next process that computes the same shapes on such a GPU does
+not. A model's context is part of vLLM's key, and in jobs it is the longest prompt and answer of their rows.
 """
 
 from collections.abc import Mapping, MutableMapping

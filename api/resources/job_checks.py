@@ -366,7 +366,7 @@ def usable_model(body: JobCreate, base_model: str, service: Service) -> BaseMode
         )
         raise InvalidRequest(message, param=where, code="unsupported_parameter")
     advanced = asked.hyperparameters.advanced
-    sampler = _known_sampler(base_model, model, service.settings)
+    sampler = _known_sampler(base_model, model, service.settings, adapters=advanced.train == "lora")
     if advanced.schedule.type == "off_policy" and sampler == "transformers":
         where = param_of("reinforcement", "off_policy_steps")
         raise InvalidRequest(NO_SAMPLER_OF_ITS_OWN, param=where)
@@ -377,10 +377,13 @@ def usable_model(body: JobCreate, base_model: str, service: Service) -> BaseMode
     return model
 
 
-def _known_sampler(name: str, model: BaseModelEntry, settings: Settings) -> SamplerName | None:
+def _known_sampler(
+    name: str, model: BaseModelEntry, settings: Settings, *, adapters: bool
+) -> SamplerName | None:
     """None: it depends on the worker, which validates the request before it loads the model."""
     if name in settings.samplers:
         return "vllm"
     gpu_class = model.gpu_class or settings.gpu_class
     choice = settings.of_class(gpu_class).sampler
-    return sampler_of(model, choice, device_of(settings, gpu_class), vllm_installed=None)
+    device = device_of(settings, gpu_class)
+    return sampler_of(model, choice, device, vllm_installed=None, adapters=adapters)

@@ -17,6 +17,7 @@ from core.units import GIB
 from tests.hyperparameters import in_groups
 from tests.present import present, untyped
 from tests.worker.test_memory import QWEN3_4B, QWEN3_14B
+from worker.engine.options import ADAPTERS_AT_ONCE
 from worker.model import capacity, sizing
 from worker.model.memory import DeviceMemory, later_if_memory_is_taken
 from worker.model.sizing import MemoryPlan
@@ -167,6 +168,23 @@ class TestServing:
         assert beside == 16 * shape.cache_bytes(one.context)
         assert alone > 2 * beside
 
+    def test_a_part_of_a_gpu_stays_free_beside_the_models_and_their_cache(
+        self, builder: Callable[..., VllmBuilder], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As beside a job: the allocator of torch, and what compiles later, need some of it."""
+        monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (20 * GIB, 24 * GIB))
+
+        assert builder().bytes_free() == 19 * GIB
+
+    def test_the_slots_of_embeddings_and_head_are_counted(
+        self, folder: Path, builder: Callable[..., VllmBuilder]
+    ) -> None:
+        """vLLM allocates them for each adapter of a batch, although no adapter has these layers."""
+        shape, need = builder().need(entry(folder, "4b"))
+
+        layers = ADAPTERS_AT_ONCE * sizing.adapter_parameters(shape, 64) * shape.bytes_each
+        assert need.adapters - layers == 2 * ADAPTERS_AT_ONCE * 64 * (shape.vocabulary + shape.hidden) * 2
+
     def cache(self, made: VllmBuilder, one: BaseModelEntry, others: list[Any], free: int = 78 * GIB) -> int:
         shape, need = made.need(one)
         return made.cache_bytes(shape, need, one.context, free, others)
@@ -212,7 +230,7 @@ class TestServing:
         assert said.startswith(
             "large at 8192 tokens needs 35.6 GiB: weights 27.5, adapters 3.8, KV cache 1.3"
         )
-        assert said.endswith("this GPU has 24.0 GiB.")
+        assert said.endswith("this GPU has 24.0 GiB, of which 22.8 are for models.")
         fleet = builder(samplers={"large": ("http://sampler:8300",)}, samplers_key="secret")
         assert list(fleet.problems(registry)) == [], "its fleet has it"
 

@@ -139,6 +139,33 @@ def test_a_turn_is_kept_until_its_second_is_over(address: Path) -> None:
     assert worker.heard() == ASK + DONE + ASK + DONE
 
 
+def test_a_turn_ends_when_the_device_has_computed_what_was_queued(address: Path) -> None:
+    """Kernels are queued: the next process would else compute beside them."""
+    time = Time()
+    worker, turns = Worker(address), DeviceTurns(address, clock=time)
+    heard = []
+    turns.synchronize_with(lambda: heard.append(worker.messages))
+
+    with turns:
+        time.now += 1.1
+        turns.offer()
+
+    assert (heard, worker.heard()) == ([ASK, ASK + DONE + ASK], ASK + DONE + ASK + DONE)
+
+
+def test_a_turn_ends_also_if_the_device_has_failed(address: Path) -> None:
+    worker, turns = Worker(address), DeviceTurns(address, clock=Time())
+
+    def fail() -> None:
+        raise RuntimeError("CUDA error")
+
+    turns.synchronize_with(fail)
+    with pytest.raises(RuntimeError, match="CUDA error"), turns:
+        pass
+
+    assert worker.heard() == ASK + DONE
+
+
 def test_what_computes_inside_of_a_turn_asks_for_no_other(address: Path) -> None:
     worker, turns = Worker(address), DeviceTurns(address, clock=Time())
 

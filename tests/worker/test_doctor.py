@@ -24,6 +24,7 @@ from worker.cli.parser import UsageError
 from worker.cli.service import prepare
 from worker.device import CudaState
 from worker.doctor.check import CHECKS, GROUPS, Check, CheckResult, Diagnosis, failed, ok, run_all, run_one
+from worker.doctor.compute import context_of
 from worker.doctor.host import (
     Children,
     ComputeFailed,
@@ -193,6 +194,10 @@ def test_a_check_fails_with_its_remedy(
     assert result.state == state
     assert said in result.text
     assert remedy in f"{result.remedy} {result.text}"
+
+
+def test_the_ranks_of_a_check_on_gpus_are_not_forked_from_a_process_that_has_counted_them() -> None:
+    assert [context_of(device).get_start_method() for device in ("cuda", "cpu")] == ["spawn", "fork"]
 
 
 @pytest.mark.parametrize("name", ["all-reduce", "attention", "engine"])

@@ -33,6 +33,7 @@ DEPENDENT = {
     "enforce_eager",
     "optimization_level",
     "distributed_executor_backend",
+    "enable_flashinfer_autotune",
     "enable_sleep_mode",
     "gpu_memory_utilization",
     "generation_config",
@@ -121,6 +122,7 @@ WORDS: dict[str, tuple[str, str]] = {
         "uni with one worker, else mp",
     ),
     "block_size": ("32", "vLLM's"),
+    "fuse_allreduce_rms": ("vLLM's", "off"),
     "VLLM_USE_V2_MODEL_RUNNER": ("first", "vLLM's"),
     "VLLM_USE_FLASHINFER_SAMPLER": ("PyTorch", "PyTorch and Triton"),
     "enable_chunked_prefill": ("off: seeds need whole prompts", "on"),
@@ -161,6 +163,7 @@ def test_the_words_of_the_table_are_what_is_set() -> None:
     for options in (server_options, fleet_options):
         assert options(config("cuda"), None)["max_num_batched_tokens"] == SERVER_BATCHED_TOKENS
     assert (cpu["block_size"], gpu.get("block_size")) == (32, None)
+    assert gpu["compilation_config"] == {"pass_config": {"fuse_allreduce_rms": False}}
     assert {one["distributed_executor_backend"] for one in (cpu, gpu)} == {"uni"}
     assert {one["distributed_executor_backend"] for one in apart} == {"mp"}
     assert [one.get("VLLM_USE_V2_MODEL_RUNNER") for one in environments] == ["0", None]

@@ -3,6 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
+
+from worker.engine.extension import replace_adapter
 from worker.engine.kept_weights import KeptWeights
 
 
@@ -51,7 +54,7 @@ def release(handle: Allocation) -> None:
 
 def asleep(allocator: Allocator) -> list[str]:
     """What is in the memory of the device while the engine sleeps; then wake it."""
-    allocator.sleep(("weights",))
+    allocator.sleep(("weights", "runtime", "cudagraph"))
     found = [data.value for data in allocator.pointer_to_data.values()]
     allocator.wake_up()
     return found
@@ -74,6 +77,46 @@ def test_weights_are_copied_at_the_first_sleep_only_and_are_there_after_each() -
         allocator.pointer_to_data[1].value = "new keys"
 
     assert allocator.copied == [0, 2]
+
+
+@pytest.mark.parametrize("tag", ["runtime", "cudagraph"])
+def test_what_is_no_weight_is_copied_at_each_sleep(tag: str) -> None:
+    allocator = keeping(Allocation("weights", "w0"), Allocation(tag, "first"))
+    asleep(allocator)
+    allocator.pointer_to_data[1].value = "second"
+
+    asleep(allocator)
+
+    assert [data.value for data in allocator.pointer_to_data.values()] == ["w0", "second"]
+    assert allocator.copied == [0, 1, 1]
+
+
+class Manager:
+    """Stands in for vLLM's LoRAModelManager: it writes a mapping to the device if it is not the last."""
+
+    _last_mapping: str | None = None
+    on_device = ""
+
+    def remove_adapter(self, adapter: int) -> None: ...
+    def add_adapter(self, model: object) -> None: ...
+    def activate_adapter(self, adapter: int) -> None: ...
+    def pin_adapter(self, adapter: int) -> None: ...
+
+    def set_adapter_mapping(self, mapping: str) -> None:
+        if mapping != self._last_mapping:
+            self.on_device = self._last_mapping = mapping
+
+
+def test_the_mapping_of_rows_is_written_anew_with_the_adapter_after_a_sleep() -> None:
+    """The copy of the first sleep has that of another step."""
+    manager = Manager()
+    manager.set_adapter_mapping("two rows")
+    manager.on_device = "of the first sleep"
+
+    replace_adapter(manager, object())
+    manager.set_adapter_mapping("two rows")
+
+    assert manager.on_device == "two rows"
 
 
 def test_an_allocation_at_the_address_of_one_that_was_freed_is_copied() -> None:

@@ -47,6 +47,33 @@ def test_where_nobody_names_one_a_gpu_gets_vllm_if_it_is_installed(
     assert choice.choose(entry, Settings(), device, lambda: installed)[0] == chosen
 
 
+@pytest.mark.parametrize(
+    ("device", "adapters", "chosen"),
+    [("cuda", True, "transformers"), ("cuda", False, "vllm"), ("cpu", True, "transformers")],
+)
+def test_adapters_of_a_model_in_float32_are_not_sampled_with_vllm_on_a_gpu(
+    device: Device, adapters: bool, chosen: str
+) -> None:
+    """Its kernels assert 16 bits when the engine starts."""
+    entry = BaseModelEntry(path=Path("x"), dtype="float32")
+
+    assert choice.choose(entry, Settings(), device, lambda: "0.32.0", adapters=adapters)[0] == chosen
+    assert sampler_of(entry, "registry", device, adapters=adapters) == chosen
+
+
+def test_vllm_is_refused_on_a_gpu_for_adapters_of_a_model_in_float32() -> None:
+    entry = BaseModelEntry(path=Path("x"), dtype="float32")
+    asked = Settings(sampler="vllm")
+
+    with pytest.raises(
+        choice.SamplerMissing, match=r'Set `dtype = "bfloat16"` there, or sample with transform'
+    ):
+        choice.choose(entry, asked, "cuda", lambda: "0.32.0")
+    assert choice.choose(entry, asked, "cuda", lambda: "0.32.0", adapters=False)[0] == "vllm"
+    assert choice.choose(entry, asked, "cpu", lambda: "0.32.0")[0] == "vllm"
+    assert choice.choose(entry, Settings(), "cuda", lambda: "0.32.0", fleet=True)[0] == "vllm"
+
+
 def test_a_model_whose_sampler_is_not_installed_is_refused() -> None:
     with pytest.raises(choice.SamplerMissing, match="vLLM, which is not installed on the worker"):
         choice.choose(BaseModelEntry(path=Path("x"), sampler="vllm"), Settings(), "cpu", lambda: None)

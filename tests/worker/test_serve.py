@@ -626,6 +626,25 @@ def test_a_changed_registry_is_used_without_a_restart(builder: ScriptedBuilder, 
     assert [(name, entry.hub) for name, entry in builder.entries] == [("a", "a"), ("a", "other"), ("b", "b")]
 
 
+def test_a_model_in_float32_on_a_gpu_is_served_with_transformers_also_where_vllm_is_installed(
+    builder: ScriptedBuilder, tmp_path: Path
+) -> None:
+    """vLLM's server has adapters, which it computes on a GPU in 16 bits only."""
+    registry = Registry(models={"a": BaseModelEntry(hub="a", dtype="float32")})
+    builders = {"transformers": builder, "vllm": ScriptedBuilder(builder.tokenizer)}
+    folders = folders_in(tmp_path)
+
+    def ask(settings: Settings) -> None:
+        engines = Engines(settings, registry, builders, *folders, device="cuda")
+        with TestClient(create_app(engines, "key")) as web:
+            say(OpenAI(api_key="key", base_url="http://testserver/v1", http_client=web, max_retries=0))
+
+    ask(Settings())
+    assert (len(builder.built), builders["vllm"].built) == (1, [])
+    with pytest.raises(InternalServerError, match=r'cannot be served: vLLM .*`dtype = "bfloat16"`'):
+        ask(Settings(sampler="vllm"))
+
+
 def test_an_adapter_that_is_gone_is_404(client: OpenAI) -> None:
     adapter = {"prefix": "gone", "manifest_sha256": "0" * 64}
     with pytest.raises(NotFoundError):

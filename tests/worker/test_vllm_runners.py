@@ -115,7 +115,11 @@ def test_the_allocator_of_engines_that_sleep_has_what_keeps_their_weights() -> N
     fields = ast.unparse(class_of("device_allocator/__init__.py", "AllocationData"))
     assert all(name in fields for name in ("handle", "tag", "cpu_backup_tensor", "is_asleep"))
     assert "def unmap_and_release(allocation_handle: HandleType)" in source(file)
-    assert "allocator.sleep(offload_tags=offload_tags)" in source("device_allocator/sleep_mode_backend.py")
+    backend = source("device_allocator/sleep_mode_backend.py")
+    assert "allocator.sleep(offload_tags=offload_tags)" in backend
+    assert 'offload_tags: tuple[str, ...] = ("runtime", "cudagraph")' in backend
+    assert 'offload_tags = ("weights", *offload_tags)' in backend
+    assert '_maybe_get_memory_pool_context(tag="weights")' in source("v1/worker/gpu_worker.py")
 
 
 def test_both_workers_take_our_extension_and_sleep_by_the_same_names() -> None:

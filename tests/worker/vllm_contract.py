@@ -81,6 +81,7 @@ MENTIONS = {
     OutputProcessor: "self.request_states",
     LRUCacheWorkerLoRAManager: "self._adapter_manager = ",
     LoRAModelManager: "self.model",
+    LoRAModelManager.set_adapter_mapping: "self._last_mapping != mapping",
     GpuWorker.reload_weights: "self.model_runner.reload_weights(*args, **kwargs)",
     UnquantizedEmbeddingMethod.process_weights_after_loading: "dispatch_cpu_unquantized_gemm(layer,",
     dispatch_cpu_unquantized_gemm: "layer.cpu_linear = ",

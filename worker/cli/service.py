@@ -37,7 +37,7 @@ from core.database.migrate import InvalidDatabaseUrl, SchemaNotReady, backend_of
 from core.errors import InvalidApiKey
 from core.jobs.queue import WakeUps, open_celery, sender, unread_queues
 from core.masking import hide_secrets
-from core.registry import BaseModelEntry, Registry
+from core.registry import BaseModelEntry, Registry, vllm_problem
 from core.reloaded import Reloaded
 from core.settings import Settings, unknown_variables
 from core.storage import fsck, self_test
@@ -60,6 +60,7 @@ from worker.cli.configuration import (
     worker_without_vllm,
 )
 from worker.cli.parser import UsageError
+from worker.device import select_device
 from worker.dispatch import templates
 from worker.dispatch.dispatcher import Dispatcher
 from worker.dispatch.kubernetes import KubernetesApi
@@ -612,6 +613,8 @@ def sampler(arguments: argparse.Namespace) -> int:
 
         if vllm_version() is None:
             raise UsageError("a sampler runs vLLM, which is not installed here")
+        if problem := vllm_problem(entry, select_device(settings)):
+            raise UsageError(f"{arguments.model}: {problem}")
         log.info(
             "sampling for %s on http://%s",
             arguments.model,

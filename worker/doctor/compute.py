@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.context import ForkContext, SpawnContext
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ def attention(device: str) -> dict[str, Any]:
 def collective(device: str) -> dict[str, Any]:
     """Sums of 64 MiB over all GPUs by NCCL, or over two processes by gloo."""
     size = torch.cuda.device_count() if device == "cuda" else CPU_RANKS
-    context = multiprocessing.get_context("fork")
+    context = context_of(device)
     with tempfile.TemporaryDirectory() as folder:
         receiver, sender = context.Pipe(duplex=False)
         ranks = [
@@ -71,6 +72,11 @@ def collective(device: str) -> dict[str, Any]:
     # A ring sends and receives each byte about twice, less its own share.
     rate = 2 * (size - 1) / size * REDUCED_BYTES / seconds
     return {"ranks": size, "seconds": seconds, "bytes_per_second": rate}
+
+
+def context_of(device: str) -> ForkContext | SpawnContext:
+    """What starts ranks. Without NVML torch counts GPUs by CUDA, which cannot be used after a fork then."""
+    return multiprocessing.get_context("spawn") if device == "cuda" else multiprocessing.get_context("fork")
 
 
 def be_rank(rank: int, size: int, device: str, store: str, results: Any) -> None:

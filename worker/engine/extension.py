@@ -92,10 +92,16 @@ def put_adapter(worker: Any, adapter: AdapterBytes) -> None:
         model_vocab_size=lora.vocab_size,
         weights_mapper=mapper.get_rename_mapper() if mapper is not None else None,
     )
+    replace_adapter(manager, model)
+
+
+def replace_adapter(manager: Any, model: Any) -> None:
     manager.remove_adapter(ADAPTER_ID)
     manager.add_adapter(model)
     manager.activate_adapter(ADAPTER_ID)
     manager.pin_adapter(ADAPTER_ID)
+    # Sleep has put back the rows' mapping of another step, which the manager takes for the last that it has written.
+    manager._last_mapping = None
 
 
 def load_weights(worker: Any, files: Iterable[str]) -> None:

@@ -1,13 +1,17 @@
 """Sleep of an engine whose weights do not change: their copies in main memory are made once.
 
 vLLM allocates pinned memory and copies all weights into it at each sleep; for 15 GiB that took 10.6 s on an A100, and
-waking 2.2 s (vLLM #48337). The adapter's slots are among the weights: the engine gets the adapter anew when it wakes.
+waking 2.2 s (vLLM #48337). The adapter's slots and the mapping of rows to them are among the weights: the engine gets
+both anew when it wakes (extension.py). What is not a weight, the state of the runner and of CUDA graphs, is copied at
+each sleep.
 
 The calls into what vLLM does not promise to keep are here, in stepped.py and in extension.py.
 """
 
 from collections.abc import Callable
 from typing import Any
+
+WEIGHTS = "weights"  # vLLM's tag
 
 
 class KeptWeights:
@@ -27,7 +31,7 @@ class KeptWeights:
         allocator.sleep = self.sleep
 
     def sleep(self, offload_tags: tuple[str, ...] | str | None = None) -> None:
-        """As vLLM's. Allocations that have a copy are released without another one."""
+        """As vLLM's. Weights that have a copy are released without another one."""
         self._synchronize()
         for address, data in self._allocator.pointer_to_data.items():
             allocation, copy = self._copies.get(address, (None, None))
@@ -39,5 +43,5 @@ class KeptWeights:
         self._copies = {
             address: (data, data.cpu_backup_tensor)
             for address, data in self._allocator.pointer_to_data.items()
-            if data.cpu_backup_tensor is not None
+            if data.tag == WEIGHTS and data.cpu_backup_tensor is not None
         }

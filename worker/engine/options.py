@@ -94,6 +94,7 @@ def engine_options(config: EngineConfig) -> dict[str, Any]:
         "logprobs_mode": "processed_logprobs",
         # By the same library as the trainer and the other sampler, so that all three allow the same tokens.
         "structured_outputs_config": {"backend": "guidance"},
+        "enable_flashinfer_autotune": False,  # it would tune, and compile, whenever an engine starts
         "disable_log_stats": True,
         "worker_extension_cls": "worker.engine.extension.SamplingWorker",
         "tensor_parallel_size": config.tensor_parallel,
@@ -133,6 +134,8 @@ def _gpu_options(config: EngineConfig) -> dict[str, Any]:
         "enable_chunked_prefill": True,
         "max_num_batched_tokens": BATCHED_TOKENS,
         "enable_sleep_mode": config.sleeps,
+        # FlashInfer's, with a workspace beside the memory plan.
+        "compilation_config": {"pass_config": {"fuse_allreduce_rms": False}},
     }
 
 

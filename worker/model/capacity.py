@@ -165,7 +165,7 @@ def _planned(
         return None
     settings = settings.of_class(gpu_class)
     has_fleet = name in settings.samplers and not work.full
-    sampler = "vllm" if has_fleet else sampler_of(entry, settings.sampler, "cuda")
+    sampler = "vllm" if has_fleet else sampler_of(entry, settings.sampler, "cuda", adapters=not work.full)
     assert sampler is not None, "machines with a GPU have a sampler"
     there = sizing.machine(
         settings,

@@ -909,7 +909,7 @@ def least(
 
 @dataclass(frozen=True)
 class Serving:
-    """What vLLM needs to answer for a model, in bytes."""
+    """What vLLM needs to answer for a model, in bytes of each of its GPUs."""
 
     weights: int
     adapters: int
@@ -940,11 +940,13 @@ def serving(
 ) -> Serving:
     """On each of `tensor_parallel` GPUs. `slots` adapters of the highest `rank` in a batch, each as large as that.
 
-    vLLM divides one of the two matrices of an adapter only, so each GPU is counted with all of it.
+    vLLM divides one of the two matrices of an adapter only, so each GPU is counted with all of it. It allocates slots
+    for the embeddings and the head, too, which no adapter of ours has.
     """
+    parameters = adapter_parameters(shape, rank) + 2 * rank * (shape.vocabulary + shape.hidden)
     return Serving(
         weights=math.ceil(shape.weight_bytes / tensor_parallel),
-        adapters=slots * adapter_parameters(shape, rank) * shape.bytes_each,
+        adapters=slots * parameters * shape.bytes_each,
         least_cache=shape.divided(tensor_parallel).cache_bytes(context),
         margin=MARGIN_SERVING if device == "cuda" else 2 * GIB,
     )

@@ -67,7 +67,7 @@ def inspect_model(
         full: whether all weights are trained.
 
     Raises:
-        UserMistake: its sampler is not installed, needs more GPUs than a job has, or cannot be divided.
+        UserMistake: its sampler is missing, cannot sample it, needs more GPUs than a job has, or cannot be divided.
         UnsupportedModel: the architecture is not computed correctly here.
         GpuUnusable: torch cannot use the GPU of this machine.
         TooFewGpus: this machine has fewer GPUs than REGRAFT_RANKS and REGRAFT_SAMPLING_GPUS together.
@@ -77,7 +77,7 @@ def inspect_model(
     fleet = settings.samplers.get(registry.resolve(name), ())
     device = select_device(settings)
     try:
-        sampler, version = choice.choose(entry, settings, device, fleet=bool(fleet))
+        sampler, version = choice.choose(entry, settings, device, fleet=bool(fleet), adapters=not full)
     except choice.SamplerMissing as cause:
         raise UserMistake("sampler_unavailable", str(cause), "model") from cause
     if device == "cuda" and ranks + settings.sampling_gpus > torch.cuda.device_count():

@@ -5,6 +5,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from core.jobs.full import is_full
 from core.registry import sampler_of
 from core.storage.datasets import Example
 from worker.model.chat_tokens import answer_texts, special_tokens
@@ -32,7 +33,7 @@ def record_start(plan: TrainingPlan, start: LoadedPolicy | BackgroundPolicy) -> 
     recorder.resolved(plan.task.settings, base.sampler_name if samples else None)
     if not plan.is_first:
         return recorder
-    wanted = sampler_of(base.entry, settings.sampler, base.device)
+    wanted = sampler_of(base.entry, settings.sampler, base.device, adapters=not is_full(job))
     if samples and (warning := missing_vllm(base.device, wanted, base.sampler)):
         recorder.warn(warning, {"sampler": base.sampler})
     start.report(recorder)

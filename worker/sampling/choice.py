@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.metadata import version
 
-from core.registry import BaseModelEntry, Device, SamplerName, sampler_of
+from core.registry import BaseModelEntry, Device, SamplerName, sampler_of, vllm_problem
 from core.settings import Settings
 from worker.model.full import FullPolicy
 from worker.model.policy import Policy
@@ -22,7 +22,7 @@ from worker.sampling.weights import AdapterStore, WeightFiles
 
 
 class SamplerMissing(Exception):
-    """The configured sampler is not installed on this machine."""
+    """The configured sampler is not installed on this machine, or cannot sample the model here."""
 
 
 def choose(
@@ -32,25 +32,29 @@ def choose(
     installed: Callable[[], str | None] = vllm_version,
     *,
     fleet: bool = False,
+    adapters: bool = True,
 ) -> tuple[SamplerName, str]:
-    """Return the sampler's name and version. Automatic: vLLM on a GPU if it is installed, else transformers.
+    """Return the sampler's name and version. Automatic: as core.registry.sampler_of says.
 
     Args:
         installed: returns the version of vLLM, or None.
-        fleet: whether the model has one, which is used then.
+        fleet: whether the model has one, which is used then. It refuses a model that it cannot sample itself.
+        adapters: whether adapters are trained, not all weights.
 
     Raises:
-        SamplerMissing: the configured sampler is not installed, or is another one than the fleet's.
+        SamplerMissing: the configured sampler is not installed, cannot sample the model on this device, or is another
+            one than the fleet's.
     """
     if fleet:
-        if sampler_of(entry, settings.sampler, "cuda") == "transformers":
+        if sampler_of(entry, settings.sampler, None) == "transformers":
             raise SamplerMissing(
                 "This model has samplers in REGRAFT_SAMPLERS, which run vLLM, and is configured to be sampled with "
                 "transformers. Remove one of them."
             )
         return "vllm", "fleet"
     version_of_vllm = installed()
-    name = sampler_of(entry, settings.sampler, device, vllm_installed=version_of_vllm is not None)
+    has_vllm = version_of_vllm is not None
+    name = sampler_of(entry, settings.sampler, device, vllm_installed=has_vllm, adapters=adapters)
     if name == "transformers":
         return name, version("transformers")
     if version_of_vllm is None:
@@ -58,6 +62,8 @@ def choose(
             "This model is sampled with vLLM, which is not installed on the worker. Install it there, on a GPU with "
             "pip install 'regraft-server[vllm]', or set REGRAFT_SAMPLER=transformers."
         )
+    if adapters and (problem := vllm_problem(entry, device)):
+        raise SamplerMissing(problem)
     return "vllm", version_of_vllm
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from core.chat import Adapter, Served
-from core.registry import BaseModelEntry, Device, Registry, sampler_of
+from core.registry import BaseModelEntry, Device, Registry, sampler_of, vllm_problem
 from core.reloaded import Reloaded, current
 from core.settings import Settings
 from core.units import GIB
@@ -234,6 +234,8 @@ class Engines:
             raise EngineRefused(
                 "The model is served with vLLM, which is not installed here.", 503, code="engine_unavailable"
             )
+        if kind == "vllm" and (problem := vllm_problem(entry, self.device)):
+            raise EngineRefused(f"The model cannot be served: {problem}", 503, code="engine_unavailable")
         return self.builders[kind]
 
     async def _make_room(self, name: str, needed: int, builder: Builder) -> None:

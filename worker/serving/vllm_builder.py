@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from core.registry import BaseModelEntry, Registry
+from core.registry import BaseModelEntry, Registry, sampler_of
 from core.settings import Settings
 from core.units import GIB
 from worker.device import select_device
@@ -43,10 +43,14 @@ class VllmBuilder:
         return need.without_cache + self.least_cache(shape, need)
 
     def bytes_free(self) -> int:
-        return memory.available(self.device)
+        return self._usable(memory.available(self.device))
 
     def bytes_in_all(self) -> int:
-        return memory.capacity(self.device)
+        return self._usable(memory.capacity(self.device))
+
+    def _usable(self, of: int) -> int:
+        """The bytes of a device that models may use: as in the plan of a job, a part of a GPU stays free."""
+        return of - int(of * sizing.SAFETY_SHARE) if self.device == "cuda" else of
 
     def least_cache(self, shape: Shape, need: Serving) -> int:
         """Return the minimum KV cache in bytes: the operator's setting, or the minimum of vLLM.
@@ -80,16 +84,23 @@ class VllmBuilder:
         return min(cache, most) if self.shares_device else cache
 
     def problems(self, registry: Registry) -> Iterator[str]:
-        """Yield a sentence for each model of the registry that does not fit on the GPU of this machine."""
+        """Yield a sentence for each model that vLLM serves and that does not fit on the GPU of this machine."""
         if self.device != "cuda":
             return
         total = torch.cuda.mem_get_info()[1]
+        usable = self._usable(total)
         for name, entry in registry.models.items():
-            if name in self.settings.samplers:
+            if (
+                name in self.settings.samplers
+                or sampler_of(entry, self.settings.sampler, self.device) != "vllm"
+            ):
                 continue
             shape = capacity.shape_of(entry)
-            if shape is not None and (need := self._serving(shape, entry)).least > total:
-                yield f"{name} at {entry.context} tokens needs {need}; this GPU has {total / GIB:.1f} GiB."
+            if shape is not None and (need := self._serving(shape, entry)).least > usable:
+                yield (
+                    f"{name} at {entry.context} tokens needs {need}; this GPU has {total / GIB:.1f} GiB, of which "
+                    f"{usable / GIB:.1f} are for models."
+                )
 
     def need(self, entry: BaseModelEntry) -> tuple[Shape, Serving]:
         """Return what one of the model's GPUs keeps of a token, and what it needs.
@@ -108,20 +119,27 @@ class VllmBuilder:
         return shape.divided(entry.tensor_parallel), self._serving(shape, entry)
 
     def _serving(self, shape: Shape, entry: BaseModelEntry) -> Serving:
+        rank = next(rank for rank in RANKS if rank >= self.settings.inference_max_lora_rank)
         return sizing.serving(
             shape,
             context=entry.context,
             slots=ADAPTERS_AT_ONCE,
-            rank=next(rank for rank in RANKS if rank >= self.settings.inference_max_lora_rank),
+            rank=rank,
             device=self.device,
             tensor_parallel=entry.tensor_parallel,
         )
 
     async def build(self, name: str, entry: BaseModelEntry, others: Sequence[BaseModelEntry]) -> VllmServer:
-        source = await asyncio.to_thread(source_of, entry, self.settings.model_cache)
-        shape, need = await asyncio.to_thread(self.need, entry)
-        config = EngineConfig(
-            source=str(source),
+        config = await asyncio.to_thread(self.config_of, entry, others)
+        log.info("%s: a KV cache of %.1f GiB", name, config.kv_cache_bytes / GIB)
+        server = await asyncio.to_thread(VllmServer, name, config, entry, folder_of_adapters(self.settings))
+        await server.start()
+        return server
+
+    def config_of(self, entry: BaseModelEntry, others: Sequence[BaseModelEntry]) -> EngineConfig:
+        shape, need = self.need(entry)
+        return EngineConfig(
+            source=str(source_of(entry, self.settings.model_cache)),
             dtype=entry.dtype,
             device=self.device,
             context=entry.context,
@@ -130,7 +148,3 @@ class VllmBuilder:
             threads=self.settings.torch_threads,
             tensor_parallel=entry.tensor_parallel,
         )
-        log.info("%s: a KV cache of %.1f GiB", name, config.kv_cache_bytes / GIB)
-        server = await asyncio.to_thread(VllmServer, name, config, entry, folder_of_adapters(self.settings))
-        await server.start()
-        return server

@@ -1,6 +1,6 @@
 """The base model of a job that shares it: kept by a process of the worker (worker/sharing/holder.py) for several jobs.
 
-Nothing here imports torch.
+Nothing here imports torch before a model is loaded.
 """
 
 import contextlib
@@ -151,6 +151,10 @@ class DeviceShare:
         """As `SharedBase.load`. The job offers its turn to others before each forward pass of the model."""
         model = self.base.load()
         self.turns.offer_before_each_forward(model)
+        if model.device.type == "cuda":
+            import torch
+
+            self.turns.synchronize_with(torch.cuda.synchronize)
         return model
 
     def clock(self) -> SharedClock:

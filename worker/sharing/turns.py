@@ -67,6 +67,7 @@ class DeviceTurns:
         self._is_lost = False  # the worker gives no turn any more, and this process has none
         self._ends_at = 0.0
         self._depth = _Depth()
+        self._synchronize: Callable[[], None] = lambda: None
         self._waits: tuple[float, float | None] = 0.0, None  # in all, and the beginning of the one now
 
     @property
@@ -95,6 +96,10 @@ class DeviceTurns:
         """Call `offer` whenever the model begins to compute a micro-batch, or the next token of its answers."""
         model.get_input_embeddings().register_forward_pre_hook(lambda *_: self.offer())
 
+    def synchronize_with(self, synchronize: Callable[[], None]) -> None:
+        """Call `synchronize` before a turn ends. A GPU computes after the CPU has queued the kernels and gone on."""
+        self._synchronize = synchronize
+
     def _enter(self) -> None:
         with self._changed:
             # Other threads of this process cannot prolong its turn.
@@ -113,10 +118,14 @@ class DeviceTurns:
     def _leave(self) -> None:
         with self._changed:
             self._inside -= 1
-            if not self._inside:
-                with contextlib.suppress(OSError):  # the next turn will say so
-                    self._worker.sendall(DONE)
-            self._changed.notify_all()
+            try:
+                if not self._inside:
+                    self._synchronize()
+            finally:
+                if not self._inside:
+                    with contextlib.suppress(OSError):  # the next turn will say so
+                        self._worker.sendall(DONE)
+                self._changed.notify_all()
 
     def _is_over(self) -> bool:
         return self._clock() >= self._ends_at
