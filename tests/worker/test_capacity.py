@@ -228,7 +228,7 @@ class TestServing:
         [said] = builder().problems(registry)
 
         assert said.startswith(
-            "large at 8192 tokens needs 35.6 GiB: weights 27.5, adapters 3.8, KV cache 1.3"
+            "large at 8192 tokens needs 35.9 GiB: weights 27.5, adapters 4.1, KV cache 1.3"
         )
         assert said.endswith("this GPU has 24.0 GiB, of which 22.8 are for models.")
         fleet = builder(samplers={"large": ("http://sampler:8300",)}, samplers_key="secret")
