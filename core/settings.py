@@ -138,10 +138,10 @@ class Settings(BaseSettings):
     # The inference server that `up` started stops after this many seconds without a request; the next request restarts
     # it.
     inference_idle_seconds: float = Field(default=300.0, gt=0)
-    # The highest LoRA rank that vLLM serves; each adapter slot is allocated for this rank.
     # Bytes on disk for the adapters and tuned models that an inference server or a sampler has downloaded. The least
     # recently used are removed before another one is downloaded. 0: no limit but their number.
     adapter_cache_bytes: int = Field(default=0, ge=0)
+    # The highest LoRA rank that vLLM serves; each adapter slot is allocated for this rank.
     inference_max_lora_rank: int = Field(default=64, ge=1, le=512)
 
     # Text of the first API key, created when the database is empty. Empty: a random one. Only its hash is stored, so

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum, auto
 from typing import Any, Protocol
 
@@ -186,6 +186,11 @@ class Grade:
     output: str = ""
     steps: tuple[StepScore, ...] = ()  # step scores of an answer that is graded step by step
     judge: JudgeSample | None = None  # of a model grader
+
+    def without_judges(self) -> Grade:
+        """The grade and its sub-grades without what models were asked and replied, which may be 128 kB each."""
+        parts = {name: part.without_judges() for name, part in self.sub_grades.items()}
+        return replace(self, judge=None, sub_grades=parts)
 
     def __post_init__(self) -> None:
         if self.score is None:

@@ -58,13 +58,15 @@ class WatchedSampler:
 
 
 class WatchedGrader:
+    """Drops what models were asked and replied: a step has thousands of grades, and only evals show it."""
+
     def __init__(self, grader: Grader, beat: Beat) -> None:
         self._grader, self._beat = grader, beat
         self.name, self.type = grader.name, grader.type
 
     async def grade(self, sample: Sample, item: Item) -> Grade:
         try:
-            return await self._grader.grade(sample, item)
+            return (await self._grader.grade(sample, item)).without_judges()
         finally:
             self._beat()
 

@@ -64,7 +64,7 @@ def adaptable(
     Args:
         modules: vLLM's own, by name.
         packed: for modules that are made of several layers, the names of these.
-        whole: modules that also take one adapter for all their parts.
+        unsplit: modules that also take one adapter for all their parts.
     """
     parts = {part for names in packed.values() for part in names}
     return {name for name in modules if name not in packed or name in unsplit} | parts

@@ -376,7 +376,8 @@ def saved_bytes_per_token(shape: Shape, rank: int, *, full: bool = False) -> int
 
 def kernel_padding(shape: Shape, tokens: int) -> int:
     """Bytes of one layer that FlexAttention keeps beyond `saved_bytes_per_token`, which has keys of all query heads."""
-    of_kernel = kernel_tokens(tokens) * (2 * shape.queries + shape.key_values)
+    # Its output is by heads, so the adapter after it keeps a copy by tokens.
+    of_kernel = kernel_tokens(tokens) * (2 * shape.queries + shape.key_values) + shape.queries * tokens
     return max(0, of_kernel - 4 * shape.queries * tokens) * shape.bytes_each
 
 

@@ -108,7 +108,7 @@ class VllmBuilder:
         Raises:
             EngineRefused: the model's engine uses more GPUs than this process has.
         """
-        if self.device == "cuda" and entry.tensor_parallel > self.gpus:
+        if self._gpus_of(entry) > self.gpus:
             raise EngineRefused(
                 f"The model uses {entry.tensor_parallel} GPUs (tensor_parallel), and this server has {self.gpus}: the "
                 "operator must give it more GPUs.",
@@ -116,7 +116,11 @@ class VllmBuilder:
                 code="engine_unavailable",
             )
         shape = read_shape(entry, self.settings.model_cache)
-        return shape.divided(entry.tensor_parallel), self._serving(shape, entry)
+        return shape.divided(self._gpus_of(entry)), self._serving(shape, entry)
+
+    def _gpus_of(self, entry: BaseModelEntry) -> int:
+        """Among how many GPUs the engine divides the model. A CPU has it whole: its parts would share one memory."""
+        return entry.tensor_parallel if self.device == "cuda" else 1
 
     def _serving(self, shape: Shape, entry: BaseModelEntry) -> Serving:
         rank = next(rank for rank in RANKS if rank >= self.settings.inference_max_lora_rank)
@@ -126,7 +130,7 @@ class VllmBuilder:
             slots=ADAPTERS_AT_ONCE,
             rank=rank,
             device=self.device,
-            tensor_parallel=entry.tensor_parallel,
+            tensor_parallel=self._gpus_of(entry),
         )
 
     async def build(self, name: str, entry: BaseModelEntry, others: Sequence[BaseModelEntry]) -> VllmServer:
@@ -146,5 +150,5 @@ class VllmBuilder:
             rank=self.settings.inference_max_lora_rank,
             kv_cache_bytes=self.cache_bytes(shape, need, entry.context, self.bytes_free(), others),
             threads=self.settings.torch_threads,
-            tensor_parallel=entry.tensor_parallel,
+            tensor_parallel=self._gpus_of(entry),
         )
