@@ -250,7 +250,8 @@ class PreviewProgress:
     waiting_for: str | None = None
 
     def began(self, phase: Literal["sampling", "grading"]) -> None:
-        self.phase = phase
+        """Grading may begin again, after an outage."""
+        self.phase, self.graded = phase, 0
 
     def one_sampled(self) -> None:
         self.sampled += 1
@@ -541,9 +542,13 @@ async def _previewed(
 ) -> PreviewResults:
     retry = RetryPolicy(service.preview_load_seconds, log.warning, during=progress.waiting)
     completions, seconds = await _sampled(prepared, upstream, progress, retry)
-    progress.began("grading")
     grading = partial(_graded, prepared, service, completions, progress.one_graded)
-    grades, tokens = await slot.in_thread(grading)
+
+    async def graded() -> tuple[list[Grade], int]:
+        progress.began("grading")
+        return await slot.in_thread(grading)
+
+    grades, tokens = await retry.call_async(graded)
 
     size, samples = prepared.inputs.settings, prepared.body.samples
     judged = [_answer(*pair, size.supervision == "process") for pair in zip(completions, grades, strict=True)]

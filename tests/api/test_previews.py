@@ -1,6 +1,7 @@
 """Previews over real connections, with an inference server that answers as it is told."""
 
 import asyncio
+import errno
 import hashlib
 import json
 import threading
@@ -820,6 +821,30 @@ def test_a_preview_waits_for_an_inference_server_that_goes_away_and_says_so(
     assert (now["phase"], now["waiting_for"]) == ("sampling", "inference server")
     assert (done["status"], done["report"]["passed"]) == ("completed", 2)
     assert done["progress"]["waiting_for"] is None
+
+
+class WithoutDescriptors(Backends):
+    """Has no free file descriptor when it opens its first grader."""
+
+    opened = 0
+
+    def open(self, *arguments: Any, **more: Any) -> Any:
+        self.opened += 1
+        if self.opened == 1:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return super().open(*arguments, **more)
+
+
+def test_a_preview_that_cannot_grade_for_want_of_descriptors_grades_later(
+    house: House, inference: str, model: Model, body: Callable[..., dict[str, Any]]
+) -> None:
+    model.answer = lambda asked: says("yes")
+    backends = WithoutDescriptors({})
+
+    for web in opened(house, inference, backends, load_seconds=60.0):
+        assert report(web, body() | {"rows": 1, "samples": 2})["passed"] == 2
+
+    assert backends.opened == 2
 
 
 def test_an_error_among_many_answers_is_the_previews(
