@@ -71,7 +71,8 @@ def _framework_error(request: Request, error: Exception) -> Response:
     elif status == 405:
         message = f"Not allowed to {request.method} on {request.url.path}."
         code = "method_not_supported"
-        headers = {"allow": ", ".join(_methods(request))}
+        methods = _methods(request)
+        headers = {"allow": ", ".join(methods)} if methods else headers
     elif status == 408:
         code = "request_timeout"
     elif status == 413:
@@ -82,7 +83,7 @@ def _framework_error(request: Request, error: Exception) -> Response:
 
 
 def _methods(request: Request) -> list[str]:
-    """The methods of a path, of which each has its own route."""
+    """The methods of a path, of which each has its own route. Empty for paths of a mounted application."""
     routes = [route for route in request.app.routes if isinstance(route, Route)]
     path = _PARAMETER.sub("{}", request.scope["route"].path)
     alike = (route for route in routes if _PARAMETER.sub("{}", route.path) == path)

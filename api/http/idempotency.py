@@ -64,12 +64,12 @@ class OnceOnly:
             idempotency.keep(work.session, request, StoredResponse(self.status, made.model_dump(mode="json")))
             return made
 
-    def is_key_used(self) -> bool:
-        """Whether an earlier request had the key; if its content differs, the repetition is refused."""
+    def first_answer(self) -> dict[str, Any] | None:
+        """The answer to an earlier request with the key, which may be another request, even of another endpoint."""
         if self.key is None:
-            return False
+            return None
         with self.database.read() as session:
-            return idempotency.is_used(session, self.project_id, self.key)
+            return idempotency.answer_of(session, self.project_id, self.key)
 
     def replay(self) -> None:
         """Look the key up before the request is checked: its first response holds even if its inputs are gone since.

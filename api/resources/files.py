@@ -30,7 +30,7 @@ from core.storage.foreign_files import HEAD_BYTES
 from core.storage.store import BlobInfo, BlobNotFound, BlobWriter, StoreEmpty, check_not_empty
 from core.storage.uncommitted import Uncommitted
 from core.strict import StrictModel
-from core.tenancy import tenants
+from core.tenancy import idempotency, tenants
 
 log = logging.getLogger(__name__)
 
@@ -244,13 +244,20 @@ class ArrivingFile:
         self._blob_key = f"projects/{project.id}/files/{self._id}"
         self._sent: dict[str, Any] = {}
         self._stored: _Stored | None = None
+        self._repeats: tuple[str, int] | None = None  # the used key, and the bytes of its file
         self._uncommitted = Uncommitted(service.blobs, self._blob_key)
 
     def open(self, once: OnceOnly) -> None:
-        """Check the store and the storage quota before anything is stored. A repeated request adds nothing to it."""
+        """Check the store and the storage quota before anything is stored.
+
+        A repeated request adds nothing to the quota. One with more bytes than the first is not a repetition.
+        """
         refuse_lost_store(self._service)
         self._free = None
-        if not once.is_key_used():
+        first = once.first_answer()
+        if first is not None and first.get("object") == "file":
+            self._repeats = (str(once.key), first["bytes"])
+        else:
             self._free = self._free_bytes(max(1, self._declared - MAX_FORM_OVERHEAD))
 
     def begin(self, name: str, filename: str | None) -> FormPart:
@@ -304,6 +311,8 @@ class ArrivingFile:
         most = self._service.settings.max_upload_bytes
         if received > most:
             raise PayloadTooLarge(f"The file is larger than the maximum of {most} bytes.", param="file")
+        if self._repeats is not None and received > self._repeats[1]:
+            raise idempotency.reused(self._repeats[0])
         if self._free is not None and received > self._free:
             self._free = self._free_bytes(received)
 

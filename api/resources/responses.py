@@ -7,6 +7,7 @@ Nothing is stored: to continue a conversation, send the earlier messages again.
 import json
 import secrets
 import time
+from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -379,17 +380,31 @@ class ResponseCreate(Generation):
 
 
 def merged(messages: Iterable[dict[str, Any] | None]) -> list[dict[str, Any]]:
-    """The messages of a chat: calls of one answer are items here, and one message there."""
+    """The messages of a chat: calls of one answer, and text after them, are items here, and one message there.
+
+    Results must follow their calls there: text between them would be refused, or break a chat template.
+    """
     chat: list[dict[str, Any]] = []
+    said_after: dict[int, list[Any]] = defaultdict(list)  # by the place of the message with the calls
     for message in messages:
         if message is None:
             continue
         last = chat[-1] if chat else {}
         if "tool_calls" in message and last.get("role") == "assistant":
             last.setdefault("tool_calls", []).extend(message["tool_calls"])
+        elif "tool_calls" in last and message["role"] == "assistant":
+            said_after[len(chat) - 1].append(message["content"])
         else:
             chat.append(message)
+    for index, contents in said_after.items():
+        # One text: the parts of all may be more than a message may have.
+        texts = (content for content in (chat[index]["content"], *contents) if content is not None)
+        chat[index]["content"] = "\n".join(map(_text, texts))
     return chat
+
+
+def _text(content: str | list[dict[str, Any]]) -> str:
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
 
 @dataclass

@@ -12,7 +12,7 @@ from itertools import product
 from typing import Any
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
-from sqlalchemy import func, or_, select
+from sqlalchemy import ColumnElement, and_, func, not_, or_, select
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
@@ -20,6 +20,7 @@ from core.database.engine import Database, db_now
 from core.database.tables import Attempt, EvalRun, Job, WebhookDelivery
 from core.evals import lifecycle as eval_runs
 from core.jobs import fairness
+from core.jobs.methods import OFFLINE
 from core.refreshed import Refreshed
 from core.storage.self_test import new_key, self_test
 from core.storage.store import BlobStore
@@ -207,7 +208,8 @@ def _queues(
 def _fleet_jobs(session: Session, defaults: Limits, fleet_models: Collection[str]) -> Metric:
     family = GaugeMetricFamily(
         "regraft_fleet_jobs",
-        "Jobs of a base model with a rollout fleet that run or that a free worker would start. KEDA reads it.",
+        "Jobs that sample answers of a base model with a rollout fleet and that run or that a free worker would start. "
+        "KEDA reads it.",
         labels=["model"],
     )
     if not fleet_models:
@@ -215,7 +217,8 @@ def _fleet_jobs(session: Session, defaults: Limits, fleet_models: Collection[str
     startable = fairness.RUNS.startable(defaults).with_only_columns(Job.seq)
     counted = (
         select(Job.model, func.count())
-        .where(Job.model.in_(fleet_models), or_(Job.status.in_(fairness.RUNNING), Job.seq.in_(startable)))
+        .where(Job.model.in_(fleet_models), _samples())
+        .where(or_(Job.status.in_(fairness.RUNNING), Job.seq.in_(startable)))
         .group_by(Job.model)
     )
     jobs = dict.fromkeys(fleet_models, 0)
@@ -224,6 +227,14 @@ def _fleet_jobs(session: Session, defaults: Limits, fleet_models: Collection[str
     for model, number in jobs.items():
         family.add_metric([model], number)
     return family
+
+
+def _samples() -> ColumnElement[bool]:
+    """Whether a job's method samples answers, by its `methods.variant`."""
+    learns_logits = and_(
+        Job.method == "distillation", Job.body["mode"].as_string().is_not_distinct_from("logits")
+    )
+    return not_(or_(Job.method.in_(OFFLINE), learns_logits))
 
 
 def _attempts(session: Session) -> Metric:

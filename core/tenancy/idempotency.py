@@ -74,16 +74,23 @@ def find(session: Session, request: Keyed) -> StoredResponse | None:
     return None if earlier is None else _response(earlier, request)
 
 
-def is_used(session: Session, project_id: str, key: str) -> bool:
-    return session.get(IdempotentRequest, (project_id, key)) is not None
+def answer_of(session: Session, project_id: str, key: str) -> dict[str, Any] | None:
+    """The first answer under the key, whose request may be another; None: the key is unused."""
+    earlier = session.get(IdempotentRequest, (project_id, key))
+    return None if earlier is None else earlier.answer
+
+
+def reused(key: str) -> InvalidRequest:
+    """The error for another request under a used key."""
+    return InvalidRequest(
+        f"The Idempotency-Key '{key}' was used for another request; use a new key for a new request.",
+        code="idempotency_key_reused",
+    )
 
 
 def _response(earlier: IdempotentRequest, request: Keyed) -> StoredResponse:
     if earlier.fingerprint != request.fingerprint:
-        raise InvalidRequest(
-            f"The Idempotency-Key '{request.key}' was used for another request; use a new key for a new request.",
-            code="idempotency_key_reused",
-        )
+        raise reused(request.key)
     return StoredResponse(earlier.status_code, earlier.answer)
 
 

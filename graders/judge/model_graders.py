@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -25,6 +26,7 @@ _STEPS = {
 # Characters of the prompt, and of the reply, that a grade keeps. A prompt may have millions, most of which are those of
 # the item and its sample.
 MAX_SHOWN = 64_000
+_LEFT_OUT = re.compile(r"… \((\d+) more characters\)\Z")
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,7 @@ async def _ask(
         reply = await grader.judge.complete(grader.model, messages, schema=schema, sampling=grader.sampling)
     except JudgeFailed as failed:
         return Grade(None, str(failed), failed.kind, judge=replace(asked, error=str(failed)))
-    output = _clipped(reply.text if reply.refusal is None else reply.refusal, MAX_SHOWN)
+    output = clipped(reply.text if reply.refusal is None else reply.refusal, MAX_SHOWN)
     answered = replace(asked, output=output, finish_reason=reply.finish_reason, usage=reply.usage)
     return replace(_read(grader.model, reply, verdict), usage={grader.model: reply.usage}, judge=answered)
 
@@ -140,12 +142,17 @@ def _clipped_messages(messages: Sequence[Message]) -> list[dict[str, str]]:
         content = message["content"]
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
         texts = (part["text"] if part["type"] == "text" else f"[{part['type']}]" for part in parts)
-        shown.append({"role": message["role"], "content": _clipped("\n".join(texts), share)})
+        shown.append({"role": message["role"], "content": clipped("\n".join(texts), share)})
     return shown
 
 
-def _clipped(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[:most]}… ({len(text) - most} more characters)"
+def clipped(text: str, most: int) -> str:
+    """The first `most` characters, and how many more there were, including those that were left out before."""
+    before = _LEFT_OUT.search(text)
+    shown, left_out = (text[: before.start()], int(before[1])) if before else (text, 0)
+    if len(shown) <= most:
+        return text
+    return f"{shown[:most]}… ({len(shown) - most + left_out} more characters)"
 
 
 def _read(model: str, reply: JudgeReply, verdict: Callable[[Any], float | None]) -> Grade:

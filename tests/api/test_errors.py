@@ -14,7 +14,9 @@ from botocore.exceptions import ClientError, EndpointConnectionError
 from fastapi import APIRouter
 from fastapi.routing import APIRoute
 from sqlalchemy.exc import InternalError, OperationalError
+from starlette.exceptions import HTTPException
 from starlette.testclient import TestClient
+from starlette.types import Receive, Scope, Send
 
 from api.http.app import MAX_JSON_BYTES
 from api.http.json_bodies import UniqueKeysRoute
@@ -62,6 +64,18 @@ def test_a_method_that_the_url_does_not_have(api: TestClient) -> None:
 
     assert envelope(answer, 405)["code"] == "method_not_supported"
     assert answer.headers["allow"] == "GET, POST"
+
+
+def test_a_mounted_application_names_its_own_methods(house: House, api: TestClient) -> None:
+    async def get_only(scope: Scope, receive: Receive, send: Send) -> None:
+        raise HTTPException(405, headers={"Allow": "GET"})
+
+    house.app.mount("/mounted", get_only)
+
+    answer = api.put("/mounted/page")
+
+    assert envelope(answer, 405)["code"] == "method_not_supported"
+    assert answer.headers["allow"] == "GET"
 
 
 @pytest.mark.parametrize(

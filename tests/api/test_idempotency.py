@@ -16,7 +16,7 @@ from core.database.tables import File, IdempotentRequest, Job, Project
 from core.tenancy import idempotency, tenants
 from core.tenancy.idempotency import Keyed, StoredResponse
 from core.tenancy.limits import Limits
-from tests.api.conftest import House
+from tests.api.conftest import GRADER, House
 
 if TYPE_CHECKING:
     from httpx2 import Response
@@ -117,6 +117,26 @@ def test_a_file_is_sent_again_in_vain_once_the_storage_is_full(house: House, api
 
     assert upload(api).json() == first.json()
     assert upload(api, key="another").status_code == 429
+
+
+def test_more_bytes_than_the_first_file_had_are_refused_before_the_rest_arrives(
+    house: House, api: TestClient
+) -> None:
+    """The storage quota is not checked then. Fields are checked when all has arrived."""
+    upload(api, b"x" * 60)
+
+    assert upload(api, b"x" * 60, purpose="none").json()["error"]["param"] == "purpose"
+    assert upload(api, b"x" * 61, purpose="none").json()["error"]["code"] == "idempotency_key_reused"
+    assert len(list(house.blobs.list(""))) == 1
+
+
+def test_a_key_of_another_url_does_not_replace_the_storage_check_of_a_file(
+    house: House, api: TestClient
+) -> None:
+    api.post("/v1/regraft/graders", json={"name": "close", "grader": GRADER}, headers=keyed())
+    house.limit(storage_bytes=1)
+
+    assert upload(api).json()["error"]["code"] == "insufficient_quota"
 
 
 def test_the_docs_list_the_requests_that_take_a_key() -> None:

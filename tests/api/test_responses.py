@@ -457,6 +457,23 @@ def test_calls_are_items_and_are_sent_back_with_their_results(
     ]
 
 
+@pytest.mark.parametrize("before", [[], ["I look."]])
+def test_text_after_a_call_does_not_part_it_from_its_result(
+    create: Callable[..., Any], inference: Inference, before: list[str]
+) -> None:
+    def said(text: str) -> dict[str, Any]:
+        return {"role": "assistant", "content": [{"type": "output_text", "text": text}]}
+
+    call = {"type": "function_call", "call_id": "call_1", "name": "weather", "arguments": '{"place": "1"}'}
+    result = {"type": "function_call_output", "call_id": "call_1", "output": "sun"}
+    create(input=[USER, *map(said, before), call, said("Wait."), result], tools=[WEATHER])
+
+    assert inference.asked[0]["messages"][1:] == [
+        {"role": "assistant", "content": "\n".join([*before, "Wait."]), "tool_calls": [call_of(1)]},
+        {"role": "tool", "content": "sun", "tool_call_id": "call_1"},
+    ]
+
+
 def test_a_refusal_of_the_assistant_is_its_text(create: Callable[..., Any], inference: Inference) -> None:
     refused = {"type": "refusal", "refusal": "No."}
     create(input=[{"role": "assistant", "content": [refused]}, USER])

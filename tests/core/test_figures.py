@@ -120,7 +120,8 @@ def test_only_pools_of_jobs_want_pods(database: Database, project: Project) -> N
     } == {"h200"}
 
 
-def test_a_fleet_is_wanted_by_the_jobs_of_its_model_that_run_or_may_start(
+@pytest.mark.both_databases
+def test_a_fleet_is_wanted_by_the_jobs_that_sample_its_model_and_run_or_may_start(
     database: Database, project: Project
 ) -> None:
     with database.write() as session:
@@ -128,11 +129,14 @@ def test_a_fleet_is_wanted_by_the_jobs_of_its_model_that_run_or_may_start(
             factories.job(session, project, model="large", status=status)
         factories.job(session, project, model="large", next_run_at=time.time() + 600)
         factories.job(session, project, model="small")
+        for method, body in (("supervised", {}), ("distillation", {"mode": "logits"}), ("distillation", {})):
+            factories.job(session, project, model="mixed", method=method, body=body)
 
-    figures = read(patient(database, fleet_models=("large", "idle")))
+    figures = read(patient(database, fleet_models=("large", "mixed", "idle")))
 
     assert {key[1]: value for key, value in figures.items() if key[0] == "regraft_fleet_jobs"} == {
         "large": 2,
+        "mixed": 1,
         "idle": 0,
     }
 

@@ -15,8 +15,12 @@ from sqlalchemy import Engine, delete, event
 from core.database.tables import EvalJournal, EvalPage
 from core.evals import items
 from core.telemetry.metrics import COUNTED
+from graders.judge.model_graders import MAX_SHOWN, clipped
+from graders.spec import parse_grader
+from graders.types import Grade, JudgeSample
 from tests.evals.conftest import EXACT, JUDGED, House, completions, row
 from tests.present import untyped
+from worker.evals.grading import result_of
 
 PYTHON = {
     "type": "python",
@@ -119,6 +123,18 @@ def test_the_result_of_a_model_grader_has_the_prompt_and_the_reply_of_its_judge(
     assert polite["usage"]["total_tokens"] == 15
     assert (polite["temperature"], strict_sample["temperature"]) == (None, 0.2)
     assert strict_sample["max_completions_tokens"] == 90
+
+
+def test_the_judges_of_an_item_share_the_characters_that_are_kept() -> None:
+    prompt, reply = clipped("p" * 2 * MAX_SHOWN, MAX_SHOWN), "r" * MAX_SHOWN
+    judge = JudgeSample("judge", [{"role": "user", "content": prompt}], {}, output=reply)
+    exact, polite, scored = (parse_grader(raw) for raw in (EXACT, JUDGED, SCORED))
+
+    sample = result_of(polite, Grade(1.0, judge=judge), [exact, polite, scored])["sample"]
+
+    half = MAX_SHOWN // 2
+    assert sample["input"][0]["content"] == "p" * half + f"… ({2 * MAX_SHOWN - half} more characters)"
+    assert sample["output"][0]["content"] == "r" * half + f"… ({half} more characters)"
 
 
 def test_the_result_of_a_judge_without_a_reply_has_its_prompt_and_the_error(

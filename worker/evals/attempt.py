@@ -424,7 +424,7 @@ class RunAttempt:
         for model, tokens in grade.usage.items():
             self._judge_usage[model] = self._judge_usage.get(model, TokenUsage()) + tokens
             self._pay(_judge_call(model, tokens), cost)
-        entry["grades"][str(index)] = result_of(spec, grade)
+        entry["grades"][str(index)] = result_of(spec, grade, plan.criteria)
         if grade.usage:  # other grades cost nothing to repeat
             self.record.note(
                 row.line,
