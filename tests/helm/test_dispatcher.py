@@ -120,9 +120,31 @@ def test_jobs_get_their_kubernetes_jobs_in_fair_order_up_to_the_most_that_may_wa
     assert bench.api.created == [named(greedy[0]), named(modest[0])]
 
     for job_id in (greedy[0], modest[0]):
+        bench.api.admit(named(job_id))
         bench.claim(job_id)
     dispatcher.run_once()
     assert bench.api.created[2:] == [named(greedy[1])], "the pool runs three at once"
+
+
+def test_a_project_without_quota_holds_up_no_other(bench: Bench) -> None:
+    stuck = bench.queue(6, kueue={"queue": "mistyped"})
+    others = bench.queue(6, kueue={"queue": "team-a"}), bench.queue(6)
+    dispatcher = bench.dispatcher()
+
+    dispatcher.run_once()
+    first = {named(one) for jobs in (stuck, *others) for one in jobs[:PENDING]}
+    assert set(bench.api.created) == first, "each queue has as many as may wait"
+
+    for jobs in others:
+        bench.api.admit(named(jobs[0]))
+        bench.claim(jobs[0])
+    dispatcher.run_once()
+    dispatcher.run_once()
+    assert len(bench.api.created) == len(first), "two run and one waits in each queue, of three at once"
+
+    bench.api.end(named(others[0][0]))
+    dispatcher.run_once()
+    assert bench.api.created[len(first) :] == [named(others[0][2]), named(others[1][2])]
 
 
 def test_no_pod_is_started_for_jobs_beyond_the_limit_of_their_project(bench: Bench) -> None:
@@ -168,8 +190,7 @@ def test_a_job_that_another_dispatcher_has_created_meanwhile_is_a_success(bench:
 
 def test_a_job_waits_for_the_quota_of_its_project_and_then_for_its_pod(bench: Bench) -> None:
     [mine] = bench.queue(1, kueue={"queue": "team-a", "priority_class": "urgent"})
-    bench.queue(2)
-    [last] = bench.queue(1)
+    *_, last = bench.queue(3)
     dispatcher = bench.dispatcher()
 
     dispatcher.run_once()

@@ -41,8 +41,8 @@ class JobTemplate(BaseModel):
     """What starts the jobs of one GPU class.
 
     Args:
-        max_jobs: unfinished Jobs at once.
-        max_pending: of these, Jobs whose worker has not claimed its job yet.
+        max_jobs: unfinished Jobs at once. Those that wait for quota count only in their own queue of Kueue.
+        max_pending: of these, Jobs of one queue whose worker has not claimed its job yet.
         manifest: the Job or TrainJob without a name.
     """
 
@@ -75,6 +75,10 @@ class JobTemplate(BaseModel):
         labels: Mapping[str, str] = self.manifest["metadata"]["labels"]
         # Kueue's labels are those of projects in the objects.
         return {key: value for key, value in labels.items() if key not in (QUEUE_LABEL, PRIORITY_LABEL)}
+
+    def queue_of(self, kueue: Mapping[str, str] | None) -> str:
+        """The queue of the Jobs of a project with these values; empty: none."""
+        return (kueue or {}).get("queue") or self.manifest["metadata"]["labels"].get(QUEUE_LABEL, "")
 
     def manifest_of(
         self, job_id: str, epoch: int, project_id: str, kueue: Mapping[str, str] | None
