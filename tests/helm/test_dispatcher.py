@@ -1,6 +1,7 @@
 """The dispatcher with the rendered Role and templates, against a Kubernetes API that enforces both."""
 
 import json
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from core.jobs import fairness, lifecycle
 from core.tenancy.limits import NO_LIMITS
 from tests import factories
 from tests.helm.api_server import ApiServer, serving
-from tests.helm.charts import GROUP, JOBS, Manifest, of_kind, pods, profile, render
+from tests.helm.charts import GROUP, JOBS, ROOT, VARIATIONS, Manifest, of_kind, pods, profile, render
 from tests.helm.kubelet import Kubelet
 from tests.present import present
 from tests.servers import Postgres, reserve_port
@@ -370,6 +371,25 @@ def test_a_train_job_names_its_runtime_and_the_job_that_it_claims() -> None:
     environment = {one["name"]: one.get("value") for one in trainer["env"]}
     assert environment["REGRAFT_CLAIM"] == "ftjob-Ab1"
     assert environment["REGRAFT_RENDEZVOUS"] == "$(JOB_NAME)-0.$(JOB_SET):29400"
+
+
+def test_the_page_of_a_restore_stops_all_that_starts_pods() -> None:
+    page = (ROOT / "docs/howto/operations.md").read_text()
+    lines = re.findall(r"^kubectl (?:annotate|delete|scale) (\S+) -l (\S+)", page, re.MULTILINE)
+    jobs, train_jobs = (
+        render(values(**changes)) for changes in ({}, {"trainingRuntime": {"name": "regraft-a100"}})
+    )
+    dispatched = [json.loads(templates_of(one)[f"{CLASS}.json"])["manifest"] for one in (jobs, train_jobs)]
+    rendered = render(VARIATIONS["scaled"] | {"api": {"autoscaling": {"enabled": True}}}) + jobs
+    kinds = {"Deployment", "ScaledJob", "ScaledObject", "HorizontalPodAutoscaler"}
+    starters = [one for one in rendered if one["kind"] in kinds] + dispatched
+
+    assert {one["kind"] for one in starters} == kinds | {"Job", "TrainJob"}
+    for one in starters:
+        kind = one["kind"].lower().replace("horizontalpodautoscaler", "hpa")
+        labels = one["metadata"]["labels"]
+        selectors = labels.keys() | {f"{name}={value}" for name, value in labels.items()}
+        assert any(which == kind and selector in selectors for which, selector in lines), one["metadata"]
 
 
 def test_templates_that_are_invalid_stop_no_other_class_and_no_dispatcher(bench: Bench) -> None:
