@@ -72,11 +72,11 @@ class Bench:
         kubernetes = KubernetesApi(self.api.address, self.api.account)
         return Dispatcher(self.database, kubernetes, load, defaults=NO_LIMITS, clock=lambda: self.now)
 
-    def queue(self, jobs: int, **project: Any) -> list[str]:
+    def queue(self, jobs: int, gpu_class: str = CLASS, **project: Any) -> list[str]:
         """So many jobs of a new project."""
         with self.database.write() as session:
             owner = factories.project(session, **project)
-            return [factories.job(session, owner, gpu_class=CLASS).id for _ in range(jobs)]
+            return [factories.job(session, owner, gpu_class=gpu_class).id for _ in range(jobs)]
 
     def change(self, job_id: str, change: Callable[[Work, Job], None]) -> None:
         with self.database.write() as session:
@@ -390,6 +390,36 @@ def test_the_page_of_a_restore_stops_all_that_starts_pods() -> None:
         labels = one["metadata"]["labels"]
         selectors = labels.keys() | {f"{name}={value}" for name, value in labels.items()}
         assert any(which == kind and selector in selectors for which, selector in lines), one["metadata"]
+
+
+def test_a_pool_that_is_renamed_keeps_its_jobs(bench: Bench) -> None:
+    job_id, other = bench.queue(2)
+    bench.dispatcher().run_once()
+    file = bench.folder / f"templates/{CLASS}.json"
+    file.write_text(templates_of(render(values(name="renamed")))[file.name])
+    bench.change(job_id, lifecycle.cancel)
+
+    bench.dispatcher().run_once()
+
+    assert list(bench.api.objects) == [named(other)]
+    assert bench.api.created == [named(job_id), named(other)]
+
+
+def test_classes_have_their_own_room_and_one_that_is_removed_leaves_no_jobs(bench: Bench) -> None:
+    jobs = bench.queue(PENDING + 1)
+    [other] = bench.queue(1, gpu_class="other")
+    file = bench.folder / "templates/other.json"
+    file.write_text((bench.folder / f"templates/{CLASS}.json").read_text())
+    dispatcher = bench.dispatcher()
+
+    dispatcher.run_once()
+    dispatcher.run_once()
+    assert bench.api.created == [*map(named, jobs[:PENDING]), named(other)]
+
+    file.unlink()
+    bench.change(other, lifecycle.cancel)
+    dispatcher.run_once()
+    assert list(bench.api.objects) == [named(one) for one in jobs[:PENDING]]
 
 
 def test_templates_that_are_invalid_stop_no_other_class_and_no_dispatcher(bench: Bench) -> None:

@@ -3,8 +3,8 @@
 It decides from the rows and from the list of Jobs alone, so it may be killed at any time and run twice at once. A Job
 has the name of its attempt (`templates.name_of`), so that a second one cannot be created.
 
-    list the Jobs of the class        first, or the Job of a row that is claimed meanwhile would look like a second one
-    delete                            those of rows that are cancelled or paused, and what blocks a name
+    list the Jobs of the release      first, or the Job of a row that is claimed meanwhile would look like a second one
+    delete                            those of rows that are cancelled or paused, and what blocks a name, of any class
     create                            for rows in fair order, up to `max_jobs`, and in each queue of Kueue `max_pending`
     note                              what each waiting row waits for, for the position that the API shows
 """
@@ -167,6 +167,7 @@ class Dispatcher:
         for one in gone:
             self.kubernetes.delete(template.kind, one.name, one.uid)
             log.info("deleted the Job %s of %s", one.name, one.job_id)
+        found = [one for one in found if _is_of(gpu_class, rows.get(one.job_id))]
         # A Job that is being deleted still has its GPUs, and its name.
         active = [one for one in found if one.finished_at is None]
         blocked = [one for one in found if one.finished_at is not None and _blocks(one, rows.get(one.job_id))]
@@ -247,6 +248,10 @@ def _report(which: str) -> None:
 
 def _rows(session: Session, job_ids: Sequence[str]) -> Mapping[str, Job]:
     return {job.id: job for job in session.scalars(select(Job).where(Job.id.in_(job_ids)))}
+
+
+def _is_of(gpu_class: str, row: Job | None) -> bool:
+    return row is not None and row.gpu_class == gpu_class
 
 
 def _is_queued(row: Job | None) -> bool:

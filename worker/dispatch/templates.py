@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from worker.dispatch.kubernetes import KINDS, ObjectKind
 
 JOB_LABEL = "regraft.dev/job"
+POOL_LABEL = "regraft.dev/pool"
 PROJECT_LABEL = "regraft.dev/project"
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 PRIORITY_LABEL = "kueue.x-k8s.io/priority-class"
@@ -26,7 +27,7 @@ class InvalidTemplates(Exception):
 
 
 class _Metadata(BaseModel):
-    labels: Labels  # they select the objects of this class, and of no other release
+    labels: Labels
 
 
 class _Manifest(BaseModel):
@@ -64,6 +65,8 @@ class JobTemplate(BaseModel):
                 "trainer.env" if known.kind == "TrainJob" else f"template: a container '{CONTAINER}' with env"
             )
             raise ValueError(f"manifest.spec.{where} is missing") from None
+        if not self.labels:
+            raise ValueError("manifest.metadata.labels: no label is that of the release, such as its name")
         return self
 
     @property
@@ -72,9 +75,11 @@ class JobTemplate(BaseModel):
 
     @property
     def labels(self) -> Mapping[str, str]:
+        """They select the objects of this release, of all pools: a pool that is renamed keeps its Jobs."""
         labels: Mapping[str, str] = self.manifest["metadata"]["labels"]
         # Kueue's labels are those of projects in the objects.
-        return {key: value for key, value in labels.items() if key not in (QUEUE_LABEL, PRIORITY_LABEL)}
+        others = (POOL_LABEL, QUEUE_LABEL, PRIORITY_LABEL)
+        return {key: value for key, value in labels.items() if key not in others}
 
     def queue_of(self, kueue: Mapping[str, str] | None) -> str:
         """The queue of the Jobs of a project with these values; empty: none."""
