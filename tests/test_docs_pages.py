@@ -225,3 +225,14 @@ def test_ten_files_lead_from_a_claim_to_a_checkpoint() -> None:
         assert symbol in defined_in(ROOT / path), path
         assert number == 0 or symbol.split(".")[-1] in used, f"{symbol}: no file before {path} uses it"
         used |= names_in(ROOT / path)
+
+
+def test_the_page_on_metrics_names_every_command_that_serves_them() -> None:
+    [sentence] = re.findall(
+        r"^`REGRAFT_METRICS_PORT=9100` makes (.*?) serve", PAGES["howto/observability.md"], re.M
+    )
+    sections = PAGES["reference/cli.md"].split("### regraft-server ")[1:]
+
+    assert re.findall(r"`(\w+)`", sentence) == [
+        one.split()[0] for one in sections if "`--metrics-port PORT`" in one
+    ]

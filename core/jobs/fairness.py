@@ -65,7 +65,14 @@ def places(
 
 
 def in_turn(
-    session: Session, gpu_class: str, defaults: Limits, *, without: Collection[str], most: int
+    session: Session,
+    gpu_class: str,
+    defaults: Limits,
+    *,
+    without: Collection[str],
+    most: int,
+    full_queues: Collection[str] = (),
+    pool_queue: str = "",
 ) -> Sequence[tuple[Job, Project]]:
     """The first jobs of a class that workers would claim now, in that order, each with its project.
 
@@ -73,17 +80,20 @@ def in_turn(
 
     Args:
         without: ids of jobs that are left out. They count toward the limits of their projects.
+        full_queues: queues of Kueue whose jobs are left out.
+        pool_queue: that of projects without their own; empty: none.
     """
     if most < 1 or not RUNS.has_work(session, gpu_class=gpu_class):
         return []
     lines = _lines(defaults)
     one = lines.c
     ready = (one.line == gpu_class) & (one.rank == 0) & ~one.beyond
+    queue = func.coalesce(func.nullif(Project.kueue["queue"].as_string(), ""), pool_queue)
     first = (
         select(Job, Project)
         .join(lines, one.id == Job.id)
         .join(Project, Project.id == Job.project_id)
-        .where(ready, Job.id.not_in(without))
+        .where(ready, Job.id.not_in(without), queue.not_in(full_queues))
         .order_by(one.position)
         .limit(most)
     )

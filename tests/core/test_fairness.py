@@ -158,6 +158,24 @@ def test_the_jobs_that_may_start_come_in_the_order_of_claims_and_within_the_limi
     assert not fairness.in_turn(session, "h100", NO_LIMITS, without=(), most=9)
 
 
+def test_jobs_whose_queue_of_kueue_is_full_let_others_start(session: Session) -> None:
+    projects = [
+        factories.project(session, kueue=kueue) for kueue in ({"queue": "a"}, {"priority_class": "p"}, None)
+    ]
+    jobs = [factories.job(session, project).id for project in projects]
+
+    def start(*full: str, pool_queue: str = "") -> list[str]:
+        found = fairness.in_turn(
+            session, "cpu", NO_LIMITS, without=(), most=9, full_queues=full, pool_queue=pool_queue
+        )
+        return [job.id for job, _ in found]
+
+    assert start() == jobs
+    assert start("a") == jobs[1:]
+    assert start("") == start("pool", pool_queue="pool") == jobs[:1]
+    assert start("a", pool_queue="a") == []
+
+
 def test_the_operators_default_limits_those_that_have_no_limit_of_their_own(session: Session) -> None:
     ordinary, special = factories.project(session), factories.project(session, limits={"running_jobs": 2})
     for owner in (ordinary, special) * 3:

@@ -1,6 +1,7 @@
 """The dispatcher with the rendered Role and templates, against a Kubernetes API that enforces both."""
 
 import json
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from core.jobs import fairness, lifecycle
 from core.tenancy.limits import NO_LIMITS
 from tests import factories
 from tests.helm.api_server import ApiServer, serving
-from tests.helm.charts import GROUP, JOBS, Manifest, of_kind, pods, profile, render
+from tests.helm.charts import GROUP, JOBS, ROOT, VARIATIONS, Manifest, of_kind, pods, profile, render
 from tests.helm.kubelet import Kubelet
 from tests.present import present
 from tests.servers import Postgres, reserve_port
@@ -71,11 +72,11 @@ class Bench:
         kubernetes = KubernetesApi(self.api.address, self.api.account)
         return Dispatcher(self.database, kubernetes, load, defaults=NO_LIMITS, clock=lambda: self.now)
 
-    def queue(self, jobs: int, **project: Any) -> list[str]:
+    def queue(self, jobs: int, gpu_class: str = CLASS, **project: Any) -> list[str]:
         """So many jobs of a new project."""
         with self.database.write() as session:
             owner = factories.project(session, **project)
-            return [factories.job(session, owner, gpu_class=CLASS).id for _ in range(jobs)]
+            return [factories.job(session, owner, gpu_class=gpu_class).id for _ in range(jobs)]
 
     def change(self, job_id: str, change: Callable[[Work, Job], None]) -> None:
         with self.database.write() as session:
@@ -120,9 +121,31 @@ def test_jobs_get_their_kubernetes_jobs_in_fair_order_up_to_the_most_that_may_wa
     assert bench.api.created == [named(greedy[0]), named(modest[0])]
 
     for job_id in (greedy[0], modest[0]):
+        bench.api.admit(named(job_id))
         bench.claim(job_id)
     dispatcher.run_once()
     assert bench.api.created[2:] == [named(greedy[1])], "the pool runs three at once"
+
+
+def test_a_project_without_quota_holds_up_no_other(bench: Bench) -> None:
+    stuck = bench.queue(6, kueue={"queue": "mistyped"})
+    others = bench.queue(6, kueue={"queue": "team-a"}), bench.queue(6)
+    dispatcher = bench.dispatcher()
+
+    dispatcher.run_once()
+    first = {named(one) for jobs in (stuck, *others) for one in jobs[:PENDING]}
+    assert set(bench.api.created) == first, "each queue has as many as may wait"
+
+    for jobs in others:
+        bench.api.admit(named(jobs[0]))
+        bench.claim(jobs[0])
+    dispatcher.run_once()
+    dispatcher.run_once()
+    assert len(bench.api.created) == len(first), "two run and one waits in each queue, of three at once"
+
+    bench.api.end(named(others[0][0]))
+    dispatcher.run_once()
+    assert bench.api.created[len(first) :] == [named(others[0][2]), named(others[1][2])]
 
 
 def test_no_pod_is_started_for_jobs_beyond_the_limit_of_their_project(bench: Bench) -> None:
@@ -168,8 +191,7 @@ def test_a_job_that_another_dispatcher_has_created_meanwhile_is_a_success(bench:
 
 def test_a_job_waits_for_the_quota_of_its_project_and_then_for_its_pod(bench: Bench) -> None:
     [mine] = bench.queue(1, kueue={"queue": "team-a", "priority_class": "urgent"})
-    bench.queue(2)
-    [last] = bench.queue(1)
+    *_, last = bench.queue(3)
     dispatcher = bench.dispatcher()
 
     dispatcher.run_once()
@@ -349,6 +371,55 @@ def test_a_train_job_names_its_runtime_and_the_job_that_it_claims() -> None:
     environment = {one["name"]: one.get("value") for one in trainer["env"]}
     assert environment["REGRAFT_CLAIM"] == "ftjob-Ab1"
     assert environment["REGRAFT_RENDEZVOUS"] == "$(JOB_NAME)-0.$(JOB_SET):29400"
+
+
+def test_the_page_of_a_restore_stops_all_that_starts_pods() -> None:
+    page = (ROOT / "docs/howto/operations.md").read_text()
+    lines = re.findall(r"^kubectl (?:annotate|delete|scale) (\S+) -l (\S+)", page, re.MULTILINE)
+    jobs, train_jobs = (
+        render(values(**changes)) for changes in ({}, {"trainingRuntime": {"name": "regraft-a100"}})
+    )
+    dispatched = [json.loads(templates_of(one)[f"{CLASS}.json"])["manifest"] for one in (jobs, train_jobs)]
+    rendered = render(VARIATIONS["scaled"] | {"api": {"autoscaling": {"enabled": True}}}) + jobs
+    kinds = {"Deployment", "ScaledJob", "ScaledObject", "HorizontalPodAutoscaler"}
+    starters = [one for one in rendered if one["kind"] in kinds] + dispatched
+
+    assert {one["kind"] for one in starters} == kinds | {"Job", "TrainJob"}
+    for one in starters:
+        kind = one["kind"].lower().replace("horizontalpodautoscaler", "hpa")
+        labels = one["metadata"]["labels"]
+        selectors = labels.keys() | {f"{name}={value}" for name, value in labels.items()}
+        assert any(which == kind and selector in selectors for which, selector in lines), one["metadata"]
+
+
+def test_a_pool_that_is_renamed_keeps_its_jobs(bench: Bench) -> None:
+    job_id, other = bench.queue(2)
+    bench.dispatcher().run_once()
+    file = bench.folder / f"templates/{CLASS}.json"
+    file.write_text(templates_of(render(values(name="renamed")))[file.name])
+    bench.change(job_id, lifecycle.cancel)
+
+    bench.dispatcher().run_once()
+
+    assert list(bench.api.objects) == [named(other)]
+    assert bench.api.created == [named(job_id), named(other)]
+
+
+def test_classes_have_their_own_room_and_one_that_is_removed_leaves_no_jobs(bench: Bench) -> None:
+    jobs = bench.queue(PENDING + 1)
+    [other] = bench.queue(1, gpu_class="other")
+    file = bench.folder / "templates/other.json"
+    file.write_text((bench.folder / f"templates/{CLASS}.json").read_text())
+    dispatcher = bench.dispatcher()
+
+    dispatcher.run_once()
+    dispatcher.run_once()
+    assert bench.api.created == [*map(named, jobs[:PENDING]), named(other)]
+
+    file.unlink()
+    bench.change(other, lifecycle.cancel)
+    dispatcher.run_once()
+    assert list(bench.api.objects) == [named(one) for one in jobs[:PENDING]]
 
 
 def test_templates_that_are_invalid_stop_no_other_class_and_no_dispatcher(bench: Bench) -> None:

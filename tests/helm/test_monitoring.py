@@ -116,6 +116,13 @@ def test_alerts_know_how_many_pods_each_pool_of_jobs_may_have(watched: list[dict
     ]
 
 
+def test_a_pool_of_the_dispatcher_whose_projects_have_used_up_their_quotas_is_no_outage() -> None:
+    dispatched = {name: VARIATIONS["dispatched"][name] for name in ("dispatcher", "networkPolicy")}
+    [rule] = of_kind(render(VARIATIONS["watched"] | dispatched), "PrometheusRule")
+
+    assert "record" not in {key for group in rule["spec"]["groups"] for one in group["rules"] for key in one}
+
+
 def test_alerts_are_about_the_metrics_of_their_namespace_and_name_their_runbook(
     watched: list[dict[str, Any]],
 ) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.helm.charts import CHART, FLEET, ONE_GPU, SERVER, helm, profile, render, scaled
+from tests.helm.charts import CHART, FLEET, ONE_GPU, SERVER, VARIATIONS, helm, pods, profile, render, scaled
 
 POOL = profile("cpu-demo")["workers"][0]
 
@@ -325,3 +325,27 @@ def test_the_values_of_the_chart_itself_follow_its_schema() -> None:
 )
 def test_a_model_that_the_cache_has_room_for_is_rendered(hub: str, size: str) -> None:
     assert render(profile("cpu-demo", models={"m": {"hub": hub}}, cache={"size": size}))
+
+
+@pytest.mark.parametrize("variation", ["every corner", "dispatched", "fleets"])
+def test_no_volume_of_the_chart_may_be_given_a_second_time(variation: str) -> None:
+    given = VARIATIONS[variation] | {"extraVolumes": [], "extraVolumeMounts": []}
+    own = [pod.spec for pod in pods(render(given))]
+    names = {one["name"] for spec in own for one in spec["volumes"]}
+    paths = {
+        one["mountPath"]
+        for spec in own
+        for container in spec["containers"]
+        for one in container.get("volumeMounts", ())
+    }
+    taken = {
+        "extraVolumes": [{"name": name, "configMap": {"name": "ca"}} for name in sorted(names)],
+        "extraVolumeMounts": [{"name": "tmp", "mountPath": path} for path in sorted(paths)],
+    }
+
+    with pytest.raises(helm.HelmRenderError) as refusal:
+        render(given | taken)
+    for name in names:
+        assert f"the name {name} is taken" in str(refusal.value)
+    for path in paths:
+        assert f"{path} is already a mount path" in str(refusal.value)

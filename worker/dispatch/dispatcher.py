@@ -3,15 +3,16 @@
 It decides from the rows and from the list of Jobs alone, so it may be killed at any time and run twice at once. A Job
 has the name of its attempt (`templates.name_of`), so that a second one cannot be created.
 
-    list the Jobs of the class        first, or the Job of a row that is claimed meanwhile would look like a second one
-    delete                            those of rows that are cancelled or paused, and what blocks a name
-    create                            for rows in fair order, up to `max_pending` and `max_jobs`
+    list the Jobs of the release      first, or the Job of a row that is claimed meanwhile would look like a second one
+    delete                            those of rows that are cancelled or paused, and what blocks a name, of any class
+    create                            for rows in fair order, up to `max_jobs`, and in each queue of Kueue `max_pending`
     note                              what each waiting row waits for, for the position that the API shows
 """
 
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -81,6 +82,42 @@ def _finished_at(status: Manifest) -> float | None:
     return None
 
 
+class _Room:
+    """The Jobs that may still be created, by queue of Kueue: one without quota holds up no other.
+
+    Args:
+        active: the unfinished Jobs.
+        waiting: those of them whose worker has not claimed its job.
+    """
+
+    def __init__(
+        self, template: JobTemplate, active: Sequence[DispatchedJob], waiting: Sequence[DispatchedJob]
+    ) -> None:
+        self._template = template
+        self._started = sum(not one.suspended for one in active)
+        self._suspended = Counter(one.queue for one in active if one.suspended)
+        self._pending = Counter(one.queue for one in waiting)
+
+    def is_full(self, queue: str) -> bool:
+        jobs = self._started + self._suspended[queue]
+        return jobs >= self._template.max_jobs or self._pending[queue] >= self._template.max_pending
+
+    def full_queues(self) -> list[str]:
+        return [queue for queue in self._suspended | self._pending if self.is_full(queue)]
+
+    def take(self, queue: str) -> None:
+        self._pending[queue] += 1
+        if queue:
+            self._suspended[queue] += 1
+        else:
+            self._started += 1
+
+    @property
+    def most(self) -> int:
+        """The most Jobs that a queue without any may get."""
+        return min(self._template.max_jobs - self._started, self._template.max_pending)
+
+
 class Dispatcher:
     """Args:
     templates: by GPU class; read in each pass, because the operator changes them.
@@ -130,14 +167,13 @@ class Dispatcher:
         for one in gone:
             self.kubernetes.delete(template.kind, one.name, one.uid)
             log.info("deleted the Job %s of %s", one.name, one.job_id)
+        found = [one for one in found if _is_of(gpu_class, rows.get(one.job_id))]
         # A Job that is being deleted still has its GPUs, and its name.
         active = [one for one in found if one.finished_at is None]
         blocked = [one for one in found if one.finished_at is not None and _blocks(one, rows.get(one.job_id))]
         waiting = [one for one in active if _is_queued(rows.get(one.job_id))]
-        room = min(template.max_pending - len(waiting), template.max_jobs - len(active))
         taken = {one.job_id for one in (*active, *blocked)}
-        for job, project in self._next(gpu_class, taken, room):
-            self._create(template, job, project)
+        self._fill(gpu_class, template, _Room(template, active, waiting), taken)
         self._note([(one, rows[one.job_id]) for one in (*waiting, *blocked)])
 
     def _is_in_the_way(self, job: DispatchedJob, row: Job | None) -> bool:
@@ -149,11 +185,33 @@ class Dispatcher:
         keep = RETRY_SECONDS if _blocks(job, row) else KEEP_SECONDS
         return self._clock() - job.finished_at > keep
 
-    def _next(self, gpu_class: str, without: set[str], room: int) -> Sequence[tuple[Job, Project]]:
-        """The rows to start, each with its project. A row whose Job was refused lets others go first for a while."""
-        without = without | set(self._refused.waiting())
+    def _fill(self, gpu_class: str, template: JobTemplate, room: _Room, without: set[str]) -> None:
+        """Create Jobs for the rows that may start, until each of their queues is full."""
+        while rows := self._next(gpu_class, template, room, without):
+            for job, project in rows:
+                queue = template.queue_of(project.kueue)
+                if not room.is_full(queue):
+                    room.take(queue)
+                    without.add(job.id)
+                    self._create(template, job, project)
+
+    def _next(
+        self, gpu_class: str, template: JobTemplate, room: _Room, without: set[str]
+    ) -> Sequence[tuple[Job, Project]]:
+        """The next rows to start, each with its project. The first one's queue is not full.
+
+        A row whose Job was refused lets others go first for a while.
+        """
         with self.database.read() as session:
-            return fairness.in_turn(session, gpu_class, self.defaults, without=without, most=room)
+            return fairness.in_turn(
+                session,
+                gpu_class,
+                self.defaults,
+                without=without.union(self._refused.waiting()),
+                most=room.most,
+                full_queues=room.full_queues(),
+                pool_queue=template.queue_of(None),
+            )
 
     def _create(self, template: JobTemplate, job: Job, project: Project) -> None:
         manifest = template.manifest_of(job.id, job.epoch, project.id, project.kueue)
@@ -168,7 +226,7 @@ class Dispatcher:
             # If it exists, this process was killed before it saw that, or another dispatcher was faster.
             log.info("created the Job %s of %s" if is_new else "the Job %s of %s exists", name, job.id)
             self._refused.forget(job.id)
-            queue = manifest["metadata"]["labels"].get(QUEUE_LABEL, "")
+            queue = template.queue_of(project.kueue)
             noted = PodNote(PodState.QUOTA, queue) if queue else PodNote(PodState.STARTING)
         with self.database.write() as session:
             pods.note(session, job.id, job.epoch, noted)
@@ -190,6 +248,10 @@ def _report(which: str) -> None:
 
 def _rows(session: Session, job_ids: Sequence[str]) -> Mapping[str, Job]:
     return {job.id: job for job in session.scalars(select(Job).where(Job.id.in_(job_ids)))}
+
+
+def _is_of(gpu_class: str, row: Job | None) -> bool:
+    return row is not None and row.gpu_class == gpu_class
 
 
 def _is_queued(row: Job | None) -> bool:

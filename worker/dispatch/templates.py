@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from worker.dispatch.kubernetes import KINDS, ObjectKind
 
 JOB_LABEL = "regraft.dev/job"
+POOL_LABEL = "regraft.dev/pool"
 PROJECT_LABEL = "regraft.dev/project"
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 PRIORITY_LABEL = "kueue.x-k8s.io/priority-class"
@@ -26,7 +27,7 @@ class InvalidTemplates(Exception):
 
 
 class _Metadata(BaseModel):
-    labels: Labels  # they select the objects of this class, and of no other release
+    labels: Labels
 
 
 class _Manifest(BaseModel):
@@ -41,8 +42,8 @@ class JobTemplate(BaseModel):
     """What starts the jobs of one GPU class.
 
     Args:
-        max_jobs: unfinished Jobs at once.
-        max_pending: of these, Jobs whose worker has not claimed its job yet.
+        max_jobs: unfinished Jobs at once. Those that wait for quota count only in their own queue of Kueue.
+        max_pending: of these, Jobs of one queue whose worker has not claimed its job yet.
         manifest: the Job or TrainJob without a name.
     """
 
@@ -64,6 +65,8 @@ class JobTemplate(BaseModel):
                 "trainer.env" if known.kind == "TrainJob" else f"template: a container '{CONTAINER}' with env"
             )
             raise ValueError(f"manifest.spec.{where} is missing") from None
+        if not self.labels:
+            raise ValueError("manifest.metadata.labels: no label is that of the release, such as its name")
         return self
 
     @property
@@ -72,9 +75,15 @@ class JobTemplate(BaseModel):
 
     @property
     def labels(self) -> Mapping[str, str]:
+        """They select the objects of this release, of all pools: a pool that is renamed keeps its Jobs."""
         labels: Mapping[str, str] = self.manifest["metadata"]["labels"]
         # Kueue's labels are those of projects in the objects.
-        return {key: value for key, value in labels.items() if key not in (QUEUE_LABEL, PRIORITY_LABEL)}
+        others = (POOL_LABEL, QUEUE_LABEL, PRIORITY_LABEL)
+        return {key: value for key, value in labels.items() if key not in others}
+
+    def queue_of(self, kueue: Mapping[str, str] | None) -> str:
+        """The queue of the Jobs of a project with these values; empty: none."""
+        return (kueue or {}).get("queue") or self.manifest["metadata"]["labels"].get(QUEUE_LABEL, "")
 
     def manifest_of(
         self, job_id: str, epoch: int, project_id: str, kueue: Mapping[str, str] | None

@@ -902,7 +902,7 @@ is a fifth of the product.
 {{- end -}}
 {{- $volumes := list -}}
 {{- range $v.extraVolumes -}}
-{{- if has .name (concat $volumes (list "data" "tmp" "config" "cache" "shm" "weights")) -}}
+{{- if has .name (concat $volumes (list "data" "tmp" "config" "cache" "shm" "weights" "templates")) -}}
 {{- $wrong = append $wrong (printf "extraVolumes: the name %s is taken; give it another" .name) -}}
 {{- end -}}
 {{- $volumes = append $volumes .name -}}
@@ -912,7 +912,7 @@ is a fifth of the product.
 {{- if not (has .name $volumes) -}}
 {{- $wrong = append $wrong (printf "extraVolumeMounts: %s is not a name in extraVolumes" .name) -}}
 {{- end -}}
-{{- if has (trimSuffix "/" .mountPath) (concat $paths (list "/data" "/data/models" "/tmp" "/etc/regraft" "/cache/huggingface" "/cache/compiled" "/dev/shm" "/models")) -}}
+{{- if has (trimSuffix "/" .mountPath) (concat $paths (list "/data" "/data/models" "/tmp" "/etc/regraft" "/etc/regraft/dispatcher" "/cache/huggingface" "/cache/compiled" "/dev/shm" "/models")) -}}
 {{- $wrong = append $wrong (printf "extraVolumeMounts: %s is already a mount path; choose another mountPath" .mountPath) -}}
 {{- end -}}
 {{- $paths = append $paths (trimSuffix "/" .mountPath) -}}
