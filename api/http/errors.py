@@ -19,7 +19,7 @@ from api.http.middleware import of_outage
 from api.http.validation_errors import explain
 from core.errors import InvalidRequest, ServiceError
 
-_PARAMETER = re.compile(r"\{[^}]*\}")  # of a path
+_PARAMETER = re.compile(r"\{[^{}]*\}")  # of a path
 
 
 def add_handlers(app: FastAPI) -> None:

@@ -120,7 +120,7 @@ class With:
         pass
 
     @asynccontextmanager
-    async def open(self, spec: Any, *, owner: str = "") -> AsyncIterator[Any]:
+    async def open(self, spec: Any, *, owner: str = "", ledger: Any = None) -> AsyncIterator[Any]:
         yield self.grader
 
 
