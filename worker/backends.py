@@ -1,6 +1,7 @@
 """Read the operator's graders file, with defaults from the settings, and wait for the servers that it names."""
 
 import asyncio
+from typing import Literal
 
 from core.registry import Registry
 from core.reloaded import Reloaded
@@ -9,6 +10,8 @@ from graders.backends import Backends, Inference, InvalidBackends
 from graders.calls import CallRetryPolicy
 from worker.heartbeat import Beat
 from worker.progress import PROGRESS
+
+Server = Literal["grader's server", "teacher"]  # that a run waits for
 
 
 def open_backends(settings: Settings) -> Backends:
@@ -26,7 +29,7 @@ def reloaded_backends(settings: Settings) -> Reloaded[Backends]:
     return Reloaded(lambda: open_backends(settings), [settings.graders_file, settings.models_file])
 
 
-def patience_of_run(settings: Settings, beat: Beat, server: str = "grader's server") -> CallRetryPolicy:
+def patience_of_run(settings: Settings, beat: Beat, server: Server = "grader's server") -> CallRetryPolicy:
     """That of a run with the servers of judges, endpoints and teachers: it waits as for database and blob store.
 
     Args:
