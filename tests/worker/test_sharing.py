@@ -134,7 +134,8 @@ class Children:
     def __init__(self, folder: Path) -> None:
         self.fifo = folder / "claims"
         os.mkfifo(self.fifo)
-        self._reader = os.fdopen(os.open(self.fifo, os.O_RDWR))
+        # Without a buffer, in which a second line would be hidden from `select`.
+        self._reader = os.fdopen(os.open(self.fifo, os.O_RDWR), "rb", buffering=0)
         self.pids: dict[str, int] = {}
 
     def __call__(self, progress: Path) -> list[str]:
@@ -152,7 +153,7 @@ signal.pause()
     def next(self) -> tuple[str, str]:
         """The id of the next job that is started, and the folder of what it shares; "" if it runs alone."""
         assert select_ready([self._reader], [], [], 60)[0], "no other job was started"
-        pid, job_id, _, *folder = self._reader.readline().rstrip("\n").split(" ", 3)
+        pid, job_id, _, *folder = self._reader.readline().decode().rstrip("\n").split(" ", 3)
         self.newest = self.pids[job_id] = int(pid)
         return job_id, "".join(folder)
 
