@@ -74,6 +74,11 @@ def test_the_pages_of_a_file_and_a_model_are_accessible_in_both_themes(
     assert logged_in.evaluate("document.documentElement.dataset.theme") == theme
 
 
+def profiled(page: Page) -> None:
+    """Wait until the profile of a file is shown: its request would fail if the file were deleted before."""
+    page.get_by_text("Fields and lengths as tables").wait_for()
+
+
 def test_a_file_is_uploaded_shown_and_deleted(logged_in: Page, server: Server) -> None:
     open_page(logged_in, "Files")
     content = rows(["first", "second", "third"])
@@ -90,6 +95,7 @@ def test_a_file_is_uploaded_shown_and_deleted(logged_in: Page, server: Server) -
         logged_in.get_by_role("link", name="Download").click()
     assert download.value.path().read_bytes() == content
     file_id = logged_in.url.rpartition("/")[2]
+    profiled(logged_in)
     logged_in.on("dialog", lambda dialog: dialog.accept())
     logged_in.get_by_role("button", name="Delete").click()
     expect(logged_in.get_by_role("heading", level=1)).to_have_text("Files")
@@ -302,6 +308,7 @@ def test_a_refused_deletion_is_shown(
     made = server.client().files.create(file=("gone.jsonl", rows(["x"])), purpose="fine-tune")
     logged_in.goto(f"/#/files/{made.id}")
     logged_in.get_by_role("region", name="First rows").wait_for()
+    profiled(logged_in)
     server.client().files.delete(made.id)
     logged_in.on("dialog", lambda dialog: dialog.accept())
 
