@@ -72,9 +72,8 @@ class Containers(Kubelet):
         ]
 
     def _volume(self, pod: Pod, mount: Mapping[str, Any], volume: Mapping[str, Any]) -> list[str]:
-        path = mount["mountPath"]
+        folder = self.folder_of(pod, mount)
         if "emptyDir" in volume:
-            size = volume["emptyDir"]["sizeLimit"].removesuffix("i").lower()
-            # Compiled code is loaded from these folders.
-            return ["--tmpfs", f"{path}:rw,exec,size={size},mode=1777"]
-        return ["--volume", f"{self.folder_of(pod, mount)}:{path}:ro"]
+            folder.chmod(0o777)  # Kubernetes gives it to the pod's group
+            return ["--volume", f"{folder}:{mount['mountPath']}"]
+        return ["--volume", f"{folder}:{mount['mountPath']}:ro"]

@@ -81,8 +81,6 @@ def containers(
     ports = dict(zip(("api", "inference"), reserve_ports(2), strict=True))
     [config] = of_kind(manifests, "ConfigMap")
     folder = tmp_path_factory.mktemp("containers")
-    for parent in (folder, *folder.parents[:2]):  # user 10001 reads the files of volumes
-        parent.chmod(0o755)
     return Containers(
         folder,
         {
