@@ -25,7 +25,7 @@ FAST_WITHOUT_TORCH = tests/contract tests/core tests/graders tests/sdk tests/tes
 FREE_KB = $(shell df -k --output=avail /dev/shm 2>/dev/null | tail -n 1)
 IN_MEMORY = $(shell [ "$(FREE_KB)" -gt 2000000 ] 2>/dev/null && echo PYTEST_DEBUG_TEMPROOT=/dev/shm)
 
-.PHONY: release changelog console demo test test-part test-fast test-failed test-fast-worker test-fast-rest attacks check screenshots docs site format bench gpu-trial chart chart-docs setup help
+.PHONY: release images sbom changelog console demo test test-part test-fast test-failed test-fast-worker test-fast-rest attacks check screenshots docs site format bench gpu-trial chart chart-docs setup help
 
 help:    ## This list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST)
@@ -125,8 +125,14 @@ $(VENV)/.console: $(VENV)/.ready hatch_build.py $(shell find console -type f -no
 console/src/lib/openapi.d.ts: $(VENV)/.console sdk/openapi.json console/src/lib/types.ts .ci/console_types.py
 	$(BIN)/python .ci/console_types.py
 
-release: setup    ## Build wheels, chart, bills of materials and checksums in dist/, and tag the commit; DRY=1 tags nothing (RELEASE.md)
-	$(BIN)/python .ci/release.py $(if $(DRY),--dry-run)
+release: setup    ## Build wheels, chart, bills of materials and checksums in dist/, and tag the commit; DRY=1 tags nothing, SIGN=KEY signs (RELEASE.md)
+	$(BIN)/python .ci/release.py $(if $(DRY),--dry-run) $(if $(SIGN),--sign $(SIGN))
+
+sbom: setup    ## Build only the bills of materials, in dist/: CycloneDX of each image and of the console
+	$(BIN)/python .ci/release.py --sbom
+
+images: setup    ## Build the images with docker or podman, start them as the chart does, and run the demo's job; GPU_IMAGE=1 also builds worker-gpu
+	$(BIN)/python .ci/images.py $(if $(GPU_IMAGE),--gpu)
 
 changelog: setup    ## Move the fragments of changelog.d/ into CHANGELOG.md
 	$(BIN)/python .ci/release.py --changelog

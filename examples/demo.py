@@ -2,10 +2,12 @@
 
 Starts the service on its embedded default (SQLite, a folder, no broker), trains SmolLM2-135M-Instruct to send
 a library's visitors to the right desk, shows what it learned on questions it was not trained on, and asks it one more.
+With --url it uses a service that is running elsewhere, with the key in REGRAFT_API_KEY.
 """
 
 import argparse
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -49,9 +51,14 @@ ONE_MORE = "Somebody else needs the book that I have had for too long. What do I
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data-dir", type=Path, default=Path(".regraft"))
+    parser.add_argument("--url", help="address of a running service, such as http://127.0.0.1:8000/v1")
     args = parser.parse_args()
     start = time.monotonic()
     folder = args.data_dir.resolve()
+    if args.url:
+        # Its inference server may still be loading the model.
+        client = OpenAI(base_url=args.url, api_key=os.environ["REGRAFT_API_KEY"], max_retries=10)
+        return train_and_show(client, folder, start)
     with local_service(folder) as client:
         status = train_and_show(client, folder, start)
         if sys.stdin.isatty() and sys.stdout.isatty():

@@ -17,7 +17,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from core.database.engine import Database, db_now
-from core.database.tables import Attempt, EvalRun, Job, WebhookDelivery
+from core.database.tables import Attempt, Checkpoint, EvalRun, Job, WebhookDelivery
 from core.evals import lifecycle as eval_runs
 from core.jobs import fairness
 from core.jobs.methods import OFFLINE
@@ -135,6 +135,7 @@ class ServiceFigures(SlowFigures):
                     *_queues(session, self.defaults, self.gpu_classes, self.pod_classes),
                     _fleet_jobs(session, self.defaults, self.fleet_models),
                     _attempts(session),
+                    _checkpoint_ages(session, self.gpu_classes),
                     *_eval_runs(session, self.defaults),
                     *_webhooks(session),
                 ]
@@ -248,6 +249,28 @@ def _attempts(session: Session) -> Metric:
         attempts[kind, outcome] = number
     for (kind, outcome), number in attempts.items():
         family.add_metric([kind, str(outcome)], number)
+    return family
+
+
+def _checkpoint_ages(session: Session, gpu_classes: Collection[str]) -> Metric:
+    family = GaugeMetricFamily(
+        "regraft_checkpoint_age_seconds",
+        "Seconds since the newest checkpoint of a running job, or since its attempt began; the longest.",
+        labels=["gpu_class"],
+    )
+    newest = select(func.max(Checkpoint.created_at)).where(Checkpoint.job_id == Job.id).scalar_subquery()
+    begun = (
+        select(func.max(Attempt.started_at))
+        .where(Attempt.job_id == Job.id, Attempt.kind == "run")
+        .scalar_subquery()
+    )
+    ages = dict.fromkeys(gpu_classes, 0.0)
+    running = select(Job.gpu_class, newest, begun, db_now()).where(Job.status == "running")
+    for gpu_class, checkpoint, start, now in session.execute(running):
+        since = max(checkpoint or 0.0, start or 0.0) or now
+        ages[gpu_class] = max(ages.get(gpu_class, 0.0), now - since)
+    for gpu_class, seconds in ages.items():
+        family.add_metric([gpu_class], seconds)
     return family
 
 

@@ -15,7 +15,7 @@ from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
 
 from core.database.engine import Database, Work
-from core.database.tables import Attempt, EvalRun, Job, Project, WebhookDelivery
+from core.database.tables import Attempt, Checkpoint, EvalRun, Job, Project, WebhookDelivery
 from core.jobs import events, lifecycle
 from core.settings import Settings
 from core.storage.store import BlobWriter
@@ -94,6 +94,30 @@ def test_a_queue_is_as_old_as_the_job_that_waits_longest(database: Database, pro
         0,
         0,
     )
+
+
+def runs(session: Session, project: Project, *, since: float, checkpoint: float | None) -> None:
+    """A running job whose attempt began, and whose newest checkpoint was written, so many seconds ago."""
+    at = time.time()
+    job = factories.job(session, project, status="running", lease_owner="w", lease_expires_at=at + 60)
+    session.add(Attempt(job_id=job.id, epoch=1, kind="run", worker="w", started_at=at - since))
+    for step, age in enumerate([] if checkpoint is None else [checkpoint + 1000, checkpoint]):
+        made = {"created_at": int(at - age), "blob_prefix": "p"}
+        session.add(Checkpoint(job_id=job.id, step=step, epoch=1, **made))
+
+
+def test_the_age_of_a_checkpoint_is_that_of_the_job_that_would_repeat_most(
+    database: Database, project: Project
+) -> None:
+    with database.write() as session:
+        runs(session, project, since=500, checkpoint=None)
+        runs(session, project, since=9000, checkpoint=100)
+        runs(session, project, since=50, checkpoint=5000)  # paused for long, and resumed
+
+    figures = read(patient(database, gpu_classes={"cpu", "h200"}))
+
+    assert figures["regraft_checkpoint_age_seconds", "cpu"] == pytest.approx(500, abs=10)
+    assert figures["regraft_checkpoint_age_seconds", "h200"] == 0
 
 
 def test_a_job_that_waits_long_asks_for_more_pods(database: Database, project: Project) -> None:

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 CHART = ROOT / "helm/regraft"
 
 Manifest = dict[str, Any]
-WORKLOADS = ("Deployment", "StatefulSet", "Job", "ScaledJob")
+WORKLOADS = ("Deployment", "StatefulSet", "Job", "ScaledJob", "Pod")
 
 
 def merged(below: Any, above: Any) -> Any:
@@ -258,6 +258,8 @@ def pods(manifests: list[Manifest], component: str | None = None) -> list[Pod]:
 
 
 def template(workload: Manifest) -> Manifest:
+    if workload["kind"] == "Pod":
+        return workload
     spec = workload["spec"]
     pod: Manifest = (spec["jobTargetRef"] if workload["kind"] == "ScaledJob" else spec)["template"]
     return pod

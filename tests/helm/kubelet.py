@@ -34,10 +34,15 @@ class Kubelet:
         self._fill(pod)
         with (self.folder / f"{pod.component}.log").open("w") as log:
             return subprocess.Popen(
-                self._words(pod), env=self.environment(pod), cwd=self.folder, stdout=log, stderr=log
+                self.command(pod), env=self.environment(pod), cwd=self.folder, stdout=log, stderr=log
             )
 
-    def _words(self, pod: Pod) -> list[str]:
+    def command(self, pod: Pod) -> list[str]:
+        """What starts the pod's container here."""
+        return self.words(pod)
+
+    def words(self, pod: Pod) -> list[str]:
+        """The command of the pod's container, with the ports and folders of this machine."""
         container = pod.containers[0]
         words = [self.here(pod, word) for word in (*container["command"], *container.get("args", ()))]
         for port in container.get("ports", ()):
@@ -50,14 +55,18 @@ class Kubelet:
     def environment(self, pod: Pod) -> dict[str, str]:
         """Only what the pod's image would have of its own, and what the manifest says."""
         image = {"PATH": f"{self.bin}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+        return image | self.variables(pod)
+
+    def variables(self, pod: Pod) -> dict[str, str]:
+        """What the manifest says, with the addresses and folders of this machine."""
         given: dict[str, str] = {}
         for one in pod.containers[0].get("env", ()):
             if self._is_absent(one):
                 continue
             value = re.sub(r"\$\((\w+)\)", lambda found: given[found[1]], self._value(pod, one))
-            given[one["name"]] = self._addressed(value)
+            given[one["name"]] = self.addressed(value)
         own = {"REGRAFT_PORT": str(self.ports["api"])} if "REGRAFT_PORT" in given else {}
-        return image | given | own
+        return given | own
 
     def _is_absent(self, variable: Any) -> bool:
         """Whether the variable is from an optional entry of a Secret that has none of this name."""
@@ -70,9 +79,9 @@ class Kubelet:
         if "fieldRef" in variable["valueFrom"]:
             return self.fields[variable["valueFrom"]["fieldRef"]["fieldPath"]]
         reference = variable["valueFrom"]["secretKeyRef"]
-        return self._addressed(self.secrets[reference["name"]][reference["key"]])
+        return self.addressed(self.secrets[reference["name"]][reference["key"]])
 
-    def _addressed(self, text: str) -> str:
+    def addressed(self, text: str) -> str:
         for theirs, ours in self.addresses.items():
             text = text.replace(theirs, ours)
         return text
@@ -83,14 +92,18 @@ class Kubelet:
         paths = "|".join(re.escape(mount) for mount in reversed(mounts))  # the longest first
         folder = self.folder / pod.component
         return re.sub(
-            rf"(?<![\w./])({paths})(?=[/\s\"']|$)", lambda found: f"{folder}{found[1]}", self._addressed(text)
+            rf"(?<![\w./])({paths})(?=[/\s\"']|$)", lambda found: f"{folder}{found[1]}", self.addressed(text)
         )
+
+    def folder_of(self, pod: Pod, mount: Mapping[str, Any]) -> Path:
+        """The folder of this machine that stands for a mounted volume."""
+        return Path(f"{self.folder / pod.component}{mount['mountPath']}")
 
     def _fill(self, pod: Pod) -> None:
         """Make the folders that stand for volumes, with the files of those that have some."""
         volumes = {one["name"]: one for one in pod.spec["volumes"]}
         for mount in pod.containers[0]["volumeMounts"]:
-            folder = Path(self.here(pod, mount["mountPath"]))
+            folder = self.folder_of(pod, mount)
             folder.mkdir(parents=True, exist_ok=True)
             volume = volumes.get(mount["name"], {})
             files = self.files if "configMap" in volume else {}
@@ -109,8 +122,12 @@ class Kubelet:
                 return httpx.get(url, timeout=5).status_code == 200
             except httpx.TransportError:
                 return False
-        words = [self.here(pod, word) for word in probe["exec"]["command"]]
+        words = self.executing(pod, [self.here(pod, word) for word in probe["exec"]["command"]])
         return subprocess.run(words, env=self.environment(pod), capture_output=True).returncode == 0
+
+    def executing(self, pod: Pod, words: list[str]) -> list[str]:
+        """What runs a command in the pod's container."""
+        return words
 
     def wait_for(self, pod: Pod, kind: str, process: "subprocess.Popen[bytes]") -> None:
         deadline = time.monotonic() + 120

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from packaging.utils import canonicalize_name
 
+from tests.present import present
 from tests.servers import reserve_port
 
 ROOT = Path(__file__).parents[2]
@@ -37,7 +38,7 @@ def instructions(image: str) -> list[str]:
 def test_there_are_the_images_that_the_chart_names() -> None:
     named = {
         one
-        for file in (ROOT / "helm/regraft/templates").iterdir()
+        for file in (ROOT / "helm/regraft/templates").rglob("*.*")
         for one in re.findall(r'"(api|worker-[a-z]+)"', file.read_text())
     }
 
@@ -67,7 +68,10 @@ def test_an_image_runs_as_the_user_that_pods_have(image: str) -> None:
     assert any(line.startswith("HEALTHCHECK") for line in lines)
     bases = [line.split()[1] for line in lines if line.startswith("FROM")]
     assert bases == ["${BASE}", "${BASE}"]
-    assert any(re.fullmatch(r"ARG BASE=python:\d+\.\d+\.\d+-[a-z-]+", line) for line in lines)
+    # With its registry: podman resolves a short name only where it is configured to.
+    assert any(
+        re.fullmatch(r"ARG BASE=docker.io/library/python:\d+\.\d+\.\d+-[a-z-]+", line) for line in lines
+    )
 
 
 def test_the_image_for_gpus_has_compilers_for_triton_and_for_torchs_compiler() -> None:
@@ -82,7 +86,7 @@ def test_the_image_for_gpus_has_nvcc_where_flashinfer_and_torch_look_for_it() ->
     [home] = [line.removeprefix("ENV CUDA_HOME=") for line in lines if line.startswith("ENV CUDA_HOME=")]
     [linked] = [line for line in lines if "lib64" in line and line.startswith("RUN ")]
     [path] = [line for line in lines if line.startswith("ENV PATH=")]
-    [minor] = {line.split(":")[1].rsplit(".", 1)[0] for line in lines if line.startswith("ARG BASE=python:")}
+    [minor] = {line.split(":")[1].rsplit(".", 1)[0] for line in lines if line.startswith("ARG BASE=")}
     pins = (ROOT / "constraints/gpu.txt").read_text()
 
     assert home == f"/opt/regraft/lib/python{minor}/site-packages/nvidia/cu13"
@@ -107,18 +111,40 @@ def test_an_image_can_be_built_behind_a_mirror(image: str) -> None:
     build, _, _ = "\n".join(instructions(image)).partition("\nFROM ${BASE}\n")
     given, _, commands = build.partition("\nCOPY ")
     needed = {"PIP_INDEX_URL", "PIP_CERT", "UV_DEFAULT_INDEX", "UV_INDEX", "UV_SYSTEM_CERTS"}
-    needed |= {"NPM_CONFIG_REGISTRY"} if "console" in commands else set()
+    needed |= {"NPM_CONFIG_REGISTRY", "NODE_EXTRA_CA_CERTS"} if "console" in commands else set()
 
     assert needed <= {line.removeprefix("ARG ") for line in given.splitlines() if line.startswith("ARG ")}
     page = (ROOT / "docs/howto/kubernetes.md").read_text()
-    assert all(f"`{name}`" in page for name in needed | {"BASE"})
+    assert all(f"`{name}`" in page for name in needed | {"BASE", "APT_MIRROR"})
+
+
+@pytest.mark.parametrize("image", IMAGES)
+def test_credentials_of_a_mirror_are_secrets_of_the_commands_that_download(image: str) -> None:
+    """A build argument would stay in the image's history."""
+    commands = [line for line in instructions(image) if line.startswith("RUN ")]
+    installing = [line for line in commands if "pip install" in line]
+
+    assert len(installing) == 3
+    assert all("--mount=type=secret,id=netrc,target=/root/.netrc " in line for line in installing)
+    [service] = [line for line in installing if line.split(" && ")[0].endswith(" .")]
+    assert ("id=npmrc,target=/root/.npmrc " in service) == (image == "api")
+    for line in commands:
+        assert ("id=apt-auth,target=/etc/apt/auth.conf.d/" in line) == ("apt-get" in line)
+
+
+def test_debians_packages_come_from_the_mirror_that_is_named() -> None:
+    [command] = [line for line in instructions("worker-gpu") if "apt-get" in line]
+    replacing, installing = command.index("s|http://deb.debian.org|$APT_MIRROR|g"), command.index("apt-get")
+
+    assert "ARG APT_MIRROR=http://deb.debian.org" in instructions("worker-gpu")
+    assert replacing < installing
 
 
 @pytest.mark.parametrize("image", IMAGES)
 def test_an_image_names_its_license_version_and_revision(image: str) -> None:
     [labels] = [line for line in instructions(image) if line.startswith("LABEL ")]
 
-    for name in ("title", "licenses", "version", "revision"):
+    for name in ("title", "licenses", "version", "revision", "base.name"):
         assert f"org.opencontainers.image.{name}=" in labels
 
 
@@ -134,6 +160,66 @@ def test_what_an_image_copies_is_there_and_not_ignored(image: str) -> None:
 
     assert len(copied) > 8
     assert all((ROOT / name).exists() and f"!{name}" in ignored for name in copied)
+
+
+DOCKER_WITHOUT_A_DAEMON = """#!/bin/sh
+echo "Cannot connect to the Docker daemon" >&2
+exit 1
+"""
+# Writes its arguments down, and builds nothing.
+PODMAN = """#!/bin/sh
+echo "$@" >> "{folder}/log"
+if [ "$1" = image ]; then echo '[{{"Size": 245000000}}]'; fi
+"""
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Path:
+    """A folder with all programs of a machine: git, and a client of docker without a daemon."""
+    (tmp_path / "git").symlink_to(present(shutil.which("git")))
+    add_program(tmp_path, "docker", DOCKER_WITHOUT_A_DAEMON)
+    return tmp_path
+
+
+def add_program(folder: Path, name: str, content: str) -> None:
+    (folder / name).write_text(content)
+    (folder / name).chmod(0o755)
+
+
+def make_images(folder: Path, *arguments: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+    environment = {"PATH": str(folder), "HOME": str(folder)} | variables
+    command = [sys.executable, ROOT / ".ci/images.py", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+
+def test_images_are_not_built_where_no_container_engine_answers(machine: Path) -> None:
+    done = make_images(machine)
+
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "neither docker, with its daemon, nor podman" in done.stderr
+
+
+def test_images_are_built_by_the_engine_that_answers_with_the_arguments_and_secrets_of_a_mirror(
+    machine: Path,
+) -> None:
+    add_program(machine, "podman", PODMAN.format(folder=machine))
+    mirror = {"BASE": "mirror/python@sha256:0", "APT_MIRROR": "https://mirror", "NETRC": "/home/me/.netrc"}
+
+    done = make_images(machine, "--gpu", "--no-test", OPTIONS="--network host", **mirror)
+
+    assert done.returncode == 0, done.stderr
+    builds = [line for line in (machine / "log").read_text().splitlines() if line.startswith("build")]
+    assert [re.findall(r"--tag regraft/(\S+):", line) for line in builds] == [
+        ["api"],
+        ["worker-cpu"],
+        ["worker-gpu"],
+    ]
+    for line in builds:
+        assert line.startswith("build --network host --file ")
+        assert "--build-arg BASE=mirror/python@sha256:0 " in line
+        assert "--secret id=netrc,src=/home/me/.netrc " in line
+        assert ("--build-arg APT_MIRROR=https://mirror " in line) == ("worker-gpu" in line)
+    assert "api: built in" in done.stdout and "245 MB" in done.stdout
 
 
 @contextmanager
@@ -154,9 +240,8 @@ def installed(image: str, folder: Path) -> Iterator[Path]:
                 else:
                     shutil.copy(ROOT / name, source / target)
         elif word == "RUN" and "/opt/regraft" in rest:
-            command = rest.replace("/opt/regraft", str(prefix)).replace(
-                " --no-cache --compile-bytecode ", " "
-            )
+            command = re.sub(r"--mount=\S+ ", "", rest).replace("/opt/regraft", str(prefix))
+            command = command.replace(" --no-cache --compile-bytecode ", " ")
             # uv, and with it the first command, is what the tests' own environment has been made with.
             command = re.sub(r"^python -m pip install \S+ -r \S+ && python", sys.executable, command)
             subprocess.run(command, shell=True, check=True, cwd=source, env=_environment())

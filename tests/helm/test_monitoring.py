@@ -19,7 +19,7 @@ from core.storage.store import FolderBlobs
 from core.telemetry.metrics import COUNTED
 from core.telemetry.service_metrics import ServiceFigures, StoreFigures
 from tests import factories
-from tests.helm.charts import CHART, ROOT, VARIATIONS, of_kind, pods, profile, render
+from tests.helm.charts import CHART, ROOT, VARIATIONS, helm, of_kind, pods, profile, render
 from tests.helm.test_policy import allowed
 from tests.helm.test_service import environment
 from tests.present import untyped
@@ -132,13 +132,55 @@ def test_alerts_are_about_the_metrics_of_their_namespace_and_name_their_runbook(
         one["alert"] for group in yaml.safe_load(RULES.read_text())["groups"] for one in group["rules"]
     ]
     for one in rules:
-        metrics = re.findall(r"regraft_\w+(.{21})", one["expr"] + " " * 21)
+        metrics = re.findall(r"\b(?:regraft|kube|keda)_\w+(.{21})", one["expr"] + " " * 21)
         assert metrics and set(metrics) == {'{namespace="training"'}, one["alert"]
         assert (
             one["annotations"]["runbook_url"]
             == "https://regraft.example.com/docs/howto/observability/#alerts"
         )
         assert f"`{one['alert']}`" in (ROOT / "docs/howto/observability.md").read_text()
+
+
+def changed(alerts: dict[str, Any], **values: Any) -> dict[str, dict[str, Any]]:
+    """The alerts of a release with these changes, by name."""
+    given = profile("production", metrics={"rules": {"enabled": True, "alerts": alerts}}, **values)
+    return {one["alert"]: one for one in rules_of(render(given))}
+
+
+def test_values_change_the_threshold_the_time_and_the_severity_of_an_alert() -> None:
+    before = changed({})
+    after = changed({"RegraftApiErrors": {"threshold": 0.2, "for": "1h", "severity": "page"}})
+
+    rule = after["RegraftApiErrors"]
+    assert (rule["for"], rule["labels"]["severity"]) == ("1h", "page")
+    assert before["RegraftApiErrors"]["expr"].replace("0.072", "0.2") == rule["expr"]
+    assert {name for name in before if before[name] != after[name]} == {"RegraftApiErrors"}
+
+
+def test_values_leave_an_alert_out() -> None:
+    assert changed({}).keys() - changed({"RegraftWorkerIdle": {"enabled": False}}).keys() == {
+        "RegraftWorkerIdle"
+    }
+
+
+@pytest.mark.parametrize(
+    ("alerts", "message"),
+    [
+        ({"RegraftQueueOdl": {"threshold": 1}}, "no alert is named RegraftQueueOdl"),
+        ({"RegraftNoWorker": {"threshold": 1}}, "RegraftNoWorker.threshold: this alert has no threshold"),
+    ],
+)
+def test_a_change_of_no_alert_or_of_no_threshold_is_refused(alerts: dict[str, Any], message: str) -> None:
+    with pytest.raises(helm.HelmError, match=message):
+        changed(alerts)
+
+
+def test_alerts_about_pods_are_about_those_of_the_release() -> None:
+    rules = changed({}, fullnameOverride="trainer")
+
+    for name in ("RegraftPodPending", "RegraftPodsEvicted"):
+        assert 'pod=~"trainer-.*"' in rules[name]["expr"]
+    assert 'job_name=~"trainer-.*-migrate"' in rules["RegraftMigrationFailed"]["expr"]
 
 
 def test_monitors_lead_to_a_port_at_which_the_service_listens(watched: list[dict[str, Any]]) -> None:

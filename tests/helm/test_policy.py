@@ -77,7 +77,7 @@ def test_a_request_for_disk_that_is_named_is_kept() -> None:
 
 def test_every_container_that_stays_is_probed(manifests: list[dict[str, Any]]) -> None:
     for pod in pods(manifests):
-        for container in pod.spec["containers"] if pod.owner["kind"] != "Job" else ():
+        for container in pod.spec["containers"] if pod.owner["kind"] not in ("Job", "Pod") else ():
             assert {"startupProbe", "livenessProbe", "readinessProbe"} <= container.keys(), pod.name
 
 
@@ -293,6 +293,28 @@ def test_the_policy_of_the_migration_is_there_before_it(name: str) -> None:
     assert ours["helm.sh/hook"] == its["helm.sh/hook"]
     assert int(ours["helm.sh/hook-weight"]) < 0
     assert ours["helm.sh/hook-delete-policy"] == its["helm.sh/hook-delete-policy"]
+
+
+@pytest.mark.parametrize("name", ["cpu-demo", "production"])
+def test_helm_test_creates_a_pod_and_its_policy_which_no_installation_has(name: str) -> None:
+    ours = [one for one in render(profile(name)) if one["metadata"]["name"] == "regraft-test"]
+
+    assert sorted(one["kind"] for one in ours) == ["NetworkPolicy", "Pod"]
+    for one in ours:
+        annotations = one["metadata"]["annotations"]
+        assert annotations["helm.sh/hook"] == "test"
+        assert annotations["helm.sh/hook-delete-policy"] == "before-hook-creation,hook-succeeded"
+
+
+def test_the_pod_of_helm_test_reaches_the_api_only_which_lets_it_in() -> None:
+    manifests = render(profile("production"))
+    [pod] = pods(manifests, "test")
+    [port] = [rule for rule in allowed(manifests, "api")["ingress"] if rule["ports"][0]["port"] == 8000]
+    peers = [peer["podSelector"]["matchLabels"] for peer in port["from"] if "podSelector" in peer]
+
+    assert reached(allowed(manifests, "test")) == [("dns", 53), ("api", 8000)]
+    assert allowed(manifests, "test")["ingress"] == []
+    assert [peer.items() <= pod.labels.items() for peer in peers] == [True]
 
 
 def test_servers_of_the_demo_reach_nobody_and_are_reached_by_the_service_only() -> None:

