@@ -413,6 +413,7 @@ def test_classes_have_their_own_room_and_one_that_is_removed_leaves_no_jobs(benc
     dispatcher = bench.dispatcher()
 
     dispatcher.run_once()
+    assert bench.api.lists == 1
     dispatcher.run_once()
     assert bench.api.created == [*map(named, jobs[:PENDING]), named(other)]
 
