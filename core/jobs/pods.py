@@ -41,6 +41,11 @@ def note(session: Session, job_id: str, epoch: int, noted: PodNote) -> None:
     session.execute(change.execution_options(synchronize_session=False))
 
 
+def is_without_quota(pod: Mapping[str, Any] | None, epoch: int) -> bool:
+    """Whether the Kubernetes Job of a queued job waits for quota of Kueue."""
+    return pod is not None and pod["epoch"] == epoch and PodState(pod["state"]) == PodState.QUOTA
+
+
 def waits_for(pod: Mapping[str, Any] | None, epoch: int, gpu_class: str) -> str:
     """The reason that a queued job shows."""
     if pod is None or pod["epoch"] != epoch:

@@ -69,7 +69,7 @@ class Pool:
         running = self.running()
         pending = [one for one in running if not self.is_ready(one)]
         with self.database.read() as session:
-            queued = len(queues.waiting_seconds(session, NO_LIMITS).get("jobs", []))
+            queued = len(queues.waiting_jobs(session, NO_LIMITS).get("jobs", []))
         wanted = min(queued, self.most)
         new = self.most - len(running) if wanted + len(running) > self.most else wanted - len(pending)
         for _ in range(min(new, queued)):

@@ -296,11 +296,7 @@ read: component, model (empty: all), tensorParallel, and the fields of the value
 {{- toJson $names -}}
 {{- end -}}
 
-{{/* Both, and those of them that KEDA scales. */}}
-{{- define "regraft.engines" -}}
-{{- concat (include "regraft.samplerComponents" . | fromJsonArray) (include "regraft.inferenceComponents" . | fromJsonArray) | toJson -}}
-{{- end -}}
-
+{{/* Those of both that KEDA scales. */}}
 {{- define "regraft.scaled" -}}
 {{- $names := list -}}
 {{- range .Values.samplers.fleets -}}
