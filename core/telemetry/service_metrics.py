@@ -194,8 +194,8 @@ def _queues(
         oldest.add_metric([gpu_class], max((job.seconds for job in jobs), default=0.0))
         if gpu_class in pod_classes:
             wanted.add_metric([gpu_class], sum(1 + job.seconds // RETRY_POD_SECONDS for job in jobs))
-            seconds = [job.seconds for job in jobs if not job.for_quota]
-            without_pod.add_metric([gpu_class], max(seconds, default=0.0))
+            oldest_of = max((job.seconds for job in jobs if not job.for_quota), default=0.0)
+            without_pod.add_metric([gpu_class], oldest_of)
     yield length
     yield wanted
     yield without_pod

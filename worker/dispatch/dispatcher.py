@@ -28,7 +28,14 @@ from core.jobs import fairness, pods
 from core.jobs.pods import PodNote, PodState
 from core.tenancy.limits import Limits
 from worker.dispatch.kubernetes import KubernetesApi, Manifest, ManifestRefused
-from worker.dispatch.templates import JOB_LABEL, QUEUE_LABEL, InvalidTemplates, JobTemplate, name_of
+from worker.dispatch.templates import (
+    JOB_LABEL,
+    QUEUE_LABEL,
+    InvalidTemplates,
+    JobTemplate,
+    SizeNotAllowed,
+    name_of,
+)
 from worker.supervisor.item_failures import ItemFailures
 from worker.supervisor.telemetry import PASS_FAILURES
 
@@ -230,10 +237,16 @@ class Dispatcher:
             )
 
     def _create(self, template: JobTemplate, job: Job, project: Project) -> None:
-        manifest = template.manifest_of(job.id, job.epoch, project.id, project.kueue)
-        name = manifest["metadata"]["name"]
+        name = name_of(job.id, job.epoch)
         try:
+            manifest = template.manifest_of(
+                job.id, job.epoch, project.id, project.kueue, gpus=job.gpus, nodes=job.nodes
+            )
             is_new = self.kubernetes.create(template.kind, manifest)
+        except SizeNotAllowed as cause:
+            log.error("no Job is created for %s: %s", job.id, cause)
+            self._refused.add(job.id)
+            noted = PodNote(PodState.TOO_LARGE)
         except ManifestRefused as cause:
             log.error("Kubernetes refuses the Job %s of %s: %s", name, job.id, cause)
             self._refused.add(job.id)

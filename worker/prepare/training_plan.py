@@ -136,7 +136,8 @@ def plan_training(
 
 def _settings_of(settings: Settings, *, samples: bool) -> Settings:
     """The settings of the worker's GPU class, as the job reads them."""
-    settings = settings.of_class(settings.gpu_class)
+    # The ranks of this machine: the job may have chosen other GPUs than its class has.
+    settings = settings.of_class(settings.gpu_class).model_copy(update={"ranks": settings.ranks})
     if samples:
         return settings
     # The trainer's own weights are the only ones in memory.
