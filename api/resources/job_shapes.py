@@ -138,7 +138,7 @@ class PreviewedOut(BaseModel):
 
 
 class ResourcesOut(BaseModel):
-    """What the request chose. null: that of the job's GPU class."""
+    """The choice of the request. null: that of the job's GPU class."""
 
     gpus: Annotated[int | None, Field(description="On each node.")]
     nodes: int | None

@@ -101,7 +101,7 @@ def in_turn(
 
 
 def queue_of_project(pool_queue: str) -> ColumnElement[str]:
-    """The queue of Kueue of a project; `pool_queue` if it has none of its own."""
+    """The queue of Kueue of a project; `pool_queue` if it names none."""
     return func.coalesce(func.nullif(Project.kueue["queue"].as_string(), ""), pool_queue)
 
 

@@ -29,7 +29,7 @@ class Resources:
 
 
 def resources_of(settings: Settings, gpu_class: str, gpus: int | None, nodes: int | None) -> Resources | None:
-    """What a job with these choices has, by the sizes of its class. None: its class has no choice."""
+    """Fill the choices of a job with the sizes of its class. None: its class has no choice."""
     sizes = settings.sizes_of(gpu_class)
     return None if sizes is None else Resources(gpus or sizes.gpus, nodes or sizes.nodes)
 
