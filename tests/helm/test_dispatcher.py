@@ -191,10 +191,13 @@ def test_a_job_that_another_dispatcher_has_created_meanwhile_is_a_success(bench:
 
 def test_a_job_waits_for_the_quota_of_its_project_and_then_for_its_pod(bench: Bench) -> None:
     [mine] = bench.queue(1, kueue={"queue": "team-a", "priority_class": "urgent"})
-    *_, last = bench.queue(3)
+    plain, *_, last = bench.queue(3)
     dispatcher = bench.dispatcher()
 
     dispatcher.run_once()
+    labels = bench.api.objects[named(plain)]["metadata"]["labels"]
+    assert labels["kueue.x-k8s.io/queue-name"] == "research"
+    assert labels["kueue.x-k8s.io/priority-class"] == "batch"
     labels = bench.api.objects[named(mine)]["metadata"]["labels"]
     assert labels["kueue.x-k8s.io/queue-name"] == "team-a"
     assert labels["kueue.x-k8s.io/priority-class"] == "urgent"

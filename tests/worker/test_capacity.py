@@ -23,6 +23,7 @@ from worker.model.memory import DeviceMemory, later_if_memory_is_taken
 from worker.model.sizing import MemoryPlan
 from worker.out_of_memory import OutOfMainMemory
 from worker.prepare.memory_plan import plan_within
+from worker.prepare.training_plan import settings_of_run
 from worker.refusals import MemoryTaken, NotEnoughMemory, UserMistake
 from worker.serving.engines import EngineRefused
 from worker.serving.vllm_builder import VllmBuilder
@@ -105,6 +106,16 @@ class TestJobs:
 
         assert problem(of, entry(folder), max_completion_tokens=4096) is not None
         assert problem(of, entry(folder), gpus=8, max_completion_tokens=4096) is None
+
+    def test_a_run_has_the_ranks_of_its_machine_whatever_its_class_has(self) -> None:
+        """The pod of a job that chose its GPUs."""
+        configured = Settings(
+            gpu_class="gpu", ranks=8, gpu_classes={"gpu": GpuClass(ranks=1, kv_cache_gib=2.0)}
+        )
+
+        of_run = settings_of_run(configured, samples=True)
+
+        assert (of_run.ranks, of_run.kv_cache_gib) == (8, 2.0)
 
     def test_nothing_is_said_of_what_is_not_known(self, folder: Path, tmp_path: Path) -> None:
         of = settings(gpu_memory_gib=8)
