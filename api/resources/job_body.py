@@ -262,7 +262,7 @@ class JobCreate(Body):
     integrations: Integrations | None = None
     budget: Budget | None = None  # extension: extra_body={"budget": ...}
     # Extension: extra_body={"resources": {"gpus": 4}}.
-    resources: JobResources = JobResources()
+    resources: Annotated[JobResources, BeforeValidator(_empty_for_null)] = JobResources()
     # Extension: a preview of this request, which the job shows. Without it, the newest one is found.
     preview: Annotated[str, Field(max_length=64, pattern=NoNul)] | None = None
     # Azure's price tier. Accepted and ignored.

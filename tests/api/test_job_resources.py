@@ -30,7 +30,7 @@ def test_a_job_has_the_gpus_and_nodes_that_it_chose_and_shows_them(
 ) -> None:
     with opened(house, sized) as api:
         job = api.post(JOBS, json=job_request(resources={"gpus": 8, "nodes": 2})).json()
-        plain = api.post(JOBS, json=job_request()).json()
+        plain = api.post(JOBS, json=job_request(resources=None)).json()
         read = api.get(f"{JOBS}/{job['id']}").json()
 
     assert read["resources"] == job["resources"] == {"gpus": 8, "nodes": 2}
