@@ -48,6 +48,18 @@ _TAKEN = re.compile(
 )
 
 
+class JobSizes(BaseModel):
+    """The GPUs and nodes that a job of a class may choose (`resources`), of pods that the dispatcher starts."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    # On each node, and nodes, of a job that does not choose.
+    gpus: int = Field(ge=1)
+    nodes: int = Field(default=1, ge=1)
+    max_gpus: int = Field(ge=1)
+    max_nodes: int = Field(default=1, ge=1)
+
+
 class GpuClass(BaseModel):
     """Hardware of the machines of one `gpu_class`, and settings that apply to them only."""
 
@@ -64,6 +76,8 @@ class GpuClass(BaseModel):
     ranks: Annotated[int, Field(ge=1)] | None = None
     # A Kubernetes Job runs each job of the class (docs/howto/kubernetes.md): no worker reads its queue of the broker.
     in_kubernetes_jobs: bool = False
+    # Unset: all jobs of the class have the GPUs of its workers.
+    sizes: JobSizes | None = None
 
 
 class Settings(BaseSettings):
@@ -393,15 +407,30 @@ class Settings(BaseSettings):
         """The base URL of the inference server of a base model, and of the models tuned from it; empty if none."""
         return address_of(self.inference_url, base_model)
 
-    def of_class(self, gpu_class: str) -> "Settings":
-        """These settings with the overrides that `gpu_classes` has for one class."""
+    def of_class(self, gpu_class: str, gpus: int | None = None) -> "Settings":
+        """These settings with the overrides that `gpu_classes` has for one class.
+
+        Args:
+            gpus: those of each node of a job that has as many. None: those of the class.
+        """
         known = self.gpu_classes.get(gpu_class, GpuClass())
         changes: dict[str, Any] = {
             name: value
             for name in ("kv_cache_gib", "train_token_budget", "sampler", "ranks")
             if (value := getattr(known, name)) is not None
         }
+        if gpus is not None:
+            changes["ranks"] = gpus - self.sampling_gpus_of(gpu_class)
         return self.model_copy(update=changes)
+
+    def sizes_of(self, gpu_class: str) -> JobSizes | None:
+        """What jobs of the class may choose. None: nothing."""
+        return self.gpu_classes.get(gpu_class, GpuClass()).sizes
+
+    def sampling_gpus_of(self, gpu_class: str) -> int:
+        """GPUs of each node that only sample, in a class whose jobs choose their GPUs; 0 in others."""
+        known = self.gpu_classes.get(gpu_class, GpuClass())
+        return 0 if known.sizes is None or known.ranks is None else known.sizes.gpus - known.ranks
 
     def gpu_memory_gib(self, gpu_class: str) -> float | None:
         """Memory of one GPU of that class. 0: no GPU. None: unknown."""

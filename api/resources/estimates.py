@@ -26,6 +26,7 @@ from core.jobs.job_files import BadFile
 from core.jobs.methods import OFFLINE
 from core.jobs.offline_hyperparameters import requested_hyperparameters as offline_asked
 from core.jobs.offline_hyperparameters import resolve
+from core.jobs.resources import Resources, resources_of, with_as_many
 from core.model_templates import is_reasoning
 from core.registry import BaseModelEntry
 from core.results import previews
@@ -82,6 +83,7 @@ class EstimateInputs:
     name: str
     model: BaseModelEntry
     gpu_class: str
+    resources: Resources | None
     training: File
     train_rows: int
     valid_rows: int
@@ -90,6 +92,15 @@ class EstimateInputs:
     price: Price
     warnings: list[str]
     preview: Preview | None
+
+    @property
+    def gpus(self) -> int:
+        """All GPUs of the job; 1 if its class has no choice."""
+        return 1 if self.resources is None else self.resources.total
+
+    @property
+    def no_history(self) -> str:
+        return estimates.NO_HISTORY + ("" if self.resources is None else f" with {self.resources}")
 
     def size(self) -> dict[str, Any]:
         """The fields of Size except the estimate."""
@@ -151,13 +162,13 @@ def _estimate(body: JobCreate, project: Project, service: Service) -> EstimateOu
         return EstimateOut(
             **job.size(),
             preview=PreviewedOut(**previews.summary(job.preview)),
-            estimate=job.estimate(partial(estimates.after_preview, **job.preview.measured)),
+            estimate=job.estimate(partial(estimates.after_preview, **job.preview.measured, gpus=job.gpus)),
             reason=None,
         )
     return EstimateOut(
         **job.size(),
         estimate=None if job.past is None else job.estimate(estimates.before_start),
-        reason=estimates.NO_HISTORY if job.past is None else None,
+        reason=job.no_history if job.past is None else None,
     )
 
 
@@ -211,12 +222,14 @@ def estimate_inputs(body: JobCreate, project: Project, service: Service) -> Esti
     price = Price.of(service.settings)
     if body.budget:
         body.budget.to_row(price)  # validated here as on creation
-    gpu_class = model.gpu_class or service.settings.gpu_class
+    gpu_class, chosen = model.gpu_class or service.settings.gpu_class, body.resources
+    resources = resources_of(service.settings, gpu_class, chosen.gpus, chosen.nodes)
     with service.database.read() as session:
         find = partial(files.get_dataset, session, project.id)
         training = find(body.training_file, param="training_file")
         validation = find(body.validation_file, param="validation_file") if body.validation_file else None
-        past = estimates.history(session, model=name, gpu_class=gpu_class)
+        as_many = with_as_many(service.settings, gpu_class, resources)
+        past = estimates.history(session, model=name, gpu_class=gpu_class, where=as_many)
     # No connection is held while reading files, which may be large.
     spec = reinforcement.grader
     train_rows = _rows(service.blobs, training, "training_file", spec, datasets.MAX_TRAINING_ROWS)
@@ -231,6 +244,7 @@ def estimate_inputs(body: JobCreate, project: Project, service: Service) -> Esti
         name=name,
         model=model,
         gpu_class=gpu_class,
+        resources=resources,
         training=training,
         train_rows=train_rows,
         valid_rows=valid_rows,

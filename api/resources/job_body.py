@@ -170,6 +170,12 @@ class Method(StrictModel):
         mode = None if self.distillation is None else self.distillation.mode
         return methods.variant(self.type, {"mode": mode}) in methods.OFFLINE
 
+    @property
+    def is_full(self) -> bool:
+        """Whether all weights of the model are trained."""
+        whole = self.reinforcement or self.supervised or self.dpo
+        return whole is not None and whole.hyperparameters.advanced.train == "full"
+
 
 # Times the smallest automatic learning rate it is about 1.
 MAX_MULTIPLIER = 1e5
@@ -194,6 +200,13 @@ class Budget(StrictModel):
 
     def to_row(self, price: Price) -> dict[str, Any]:
         return budgets.to_row(self.model_dump(exclude_none=True), price)
+
+
+class JobResources(StrictModel):
+    """The GPUs and nodes of a job, up to what the operator allows. Without a value: those of its class."""
+
+    gpus: Annotated[int, Field(ge=1, le=1024, description="On each node.")] | None = None
+    nodes: Annotated[int, Field(ge=1, le=1024)] | None = None
 
 
 class BudgetChange(Body):
@@ -248,6 +261,8 @@ class JobCreate(Body):
     metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = None
     integrations: Integrations | None = None
     budget: Budget | None = None  # extension: extra_body={"budget": ...}
+    # Extension: extra_body={"resources": {"gpus": 4}}.
+    resources: Annotated[JobResources, BeforeValidator(_empty_for_null)] = JobResources()
     # Extension: a preview of this request, which the job shows. Without it, the newest one is found.
     preview: Annotated[str, Field(max_length=64, pattern=NoNul)] | None = None
     # Azure's price tier. Accepted and ignored.

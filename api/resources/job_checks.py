@@ -11,7 +11,7 @@ from api.resources.integrations import to_rows
 from api.resources.job_body import GRADER_PARAM, MAX_MULTIPLIER, JobCreate, Method, Reinforcement
 from core.database.tables import Preview, Project
 from core.errors import InvalidRequest, NotFound
-from core.jobs import distillation, estimates, full, methods
+from core.jobs import distillation, estimates, full, methods, resources
 from core.jobs.budgets import Price
 from core.jobs.devices import device_of
 from core.jobs.distillation import Distillation, OnPolicyDistillation
@@ -34,6 +34,7 @@ class Accepted:
     base_model: str  # aliases are resolved
     parent: Parent | None  # the tuned model that the job trains further
     model: BaseModelEntry
+    gpu_class: str
     budget: dict[str, Any] | None
     integrations: list[dict[str, Any]]
 
@@ -87,13 +88,38 @@ def accept(body: JobCreate, service: Service, project: Project) -> Accepted:
     refuse_full_context(body.method, service.registry.get(base_model).context)
     refuse_unusable_full(body.method, base_model, service)
     refuse_absurd_learning_rate(body.method)
+    model = usable_model(body, base_model, service)
     return Accepted(
         base_model=base_model,
         parent=parent,
-        model=usable_model(body, base_model, service),
+        model=model,
+        gpu_class=model.gpu_class or service.settings.gpu_class,
         budget=body.budget.to_row(Price.of(service.settings)) if body.budget else None,
         integrations=to_rows(body.integrations, service.settings.enabled_integrations),
     )
+
+
+def refuse_unusable_resources(
+    body: JobCreate, base_model: str, model: BaseModelEntry, settings: Settings
+) -> None:
+    """Check the GPUs and nodes that the request chose.
+
+    Raises:
+        InvalidRequest: the operator does not allow them, an engine of the model needs more, or all weights are to be
+            trained on several nodes.
+    """
+    gpu_class, asked = model.gpu_class or settings.gpu_class, body.resources
+    resources.refuse_beyond(settings, gpu_class, asked.gpus, asked.nodes)
+    chosen = resources.resources_of(settings, gpu_class, asked.gpus, asked.nodes)
+    if chosen is None:
+        return
+    if not body.method.learns_from_file:
+        resources.refuse_small(settings, gpu_class, chosen, base_model, model)
+    if chosen.nodes > 1 and body.method.is_full:
+        raise InvalidRequest(
+            f"train 'full' is for one node, and the job has {chosen.nodes}. Send 'resources.nodes' 1, or train 'lora'.",
+            param="resources.nodes",
+        )
 
 
 def refuse_absurd_learning_rate(method: Method) -> None:
@@ -120,8 +146,7 @@ def refuse_unusable_full(method: Method, base_model: str, service: Service) -> N
         InvalidRequest: runs have several machines, a fleet samples the model, or a reward model is to grade.
     """
     asked = method.reinforcement
-    whole = asked or method.supervised or method.dpo
-    if whole is None or whole.hyperparameters.advanced.train != "full":
+    if not method.is_full:
         return
     param = f"method.{method.type}.hyperparameters.advanced.train"
     if problem := full.several_machines(service.settings):
@@ -357,6 +382,7 @@ def refuse_unusable_server(method: Distillation) -> None:
 def usable_model(body: JobCreate, base_model: str, service: Service) -> BaseModelEntry:
     """Return the model to train; reject requests that this service cannot fulfill with it."""
     model = service.registry.get(base_model)
+    refuse_unusable_resources(body, base_model, model, service.settings)
     asked = body.method.reinforcement
     if asked is None:
         return model

@@ -137,6 +137,13 @@ class PreviewedOut(BaseModel):
     verdict: str
 
 
+class ResourcesOut(BaseModel):
+    """The choice of the request. null: that of the job's GPU class."""
+
+    gpus: Annotated[int | None, Field(description="On each node.")]
+    nodes: int | None
+
+
 class JobOut(BaseModel):
     """Every key of OpenAI's job is always present, with null for no value."""
 
@@ -167,6 +174,7 @@ class JobOut(BaseModel):
     # Extensions.
     lineage: dict[str, Any] | None  # the tuned model that the job trains further; null: a base model
     budget: dict[str, Any] | None
+    resources: ResourcesOut
     estimate: dict[str, Any] | None
     result: ResultOut | None  # null: no checkpoint is delivered, or it was not validated
     verdict: VerdictOut | None  # null: the job has not ended, or there was nothing to compare
@@ -210,6 +218,7 @@ class JobOut(BaseModel):
             queue=None if place is None else QueueOut(position=place.position, reason=place.reason),
             eval_id=evals.eval_id(job.id) if evals.has_eval(job) else None,
             budget=budgets.render(job),
+            resources=ResourcesOut(gpus=job.gpus, nodes=job.nodes),
             lineage=None if parent is None else parent.as_data() | {"base_model": job.model},
             result=None if result is None else ResultOut.model_validate(asdict(result)),
             verdict=None if job.verdict is None else VerdictOut(**job.verdict),

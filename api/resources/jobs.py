@@ -118,7 +118,9 @@ def added(
         method=body.method.type,
         body=integrations.pin(body.method_body(), accepted.integrations),
         parent=None if accepted.parent is None else accepted.parent.to_row(),
-        gpu_class=accepted.model.gpu_class or service.settings.gpu_class,
+        gpu_class=accepted.gpu_class,
+        gpus=body.resources.gpus,
+        nodes=body.resources.nodes,
         budget=accepted.budget,
     )
     if preview is not None:

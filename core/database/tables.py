@@ -308,6 +308,9 @@ class Job(Leased):
 
     # The worker.
     gpu_class: Mapped[str] = mapped_column(String(32))
+    # Of each node, and nodes, if the request chose them (core/jobs/resources.py); null: those of the class.
+    gpus: Mapped[int | None] = mapped_column(Integer, default=None)
+    nodes: Mapped[int | None] = mapped_column(Integer, default=None)
     failures: Mapped[int] = mapped_column(Integer, default=0)
     # The work of the run inside of its step (worker/progress.py), with the epoch of its claim.
     progress: Mapped[dict[str, Any] | None] = mapped_column(default=None)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from sqlalchemy import select
+from sqlalchemy import ColumnElement, select
 from sqlalchemy.orm import Session
 
 from core.database.tables import Job, StepMetric
@@ -111,10 +111,18 @@ class PastJobs:
         return quantile(self.tokens_per_second, share)
 
 
-def history(session: Session, *, model: str, gpu_class: str) -> PastJobs | None:
-    """Steps of the newest jobs of this model on this GPU class, in any project; None without any."""
+def history(
+    session: Session, *, model: str, gpu_class: str, where: ColumnElement[bool] | None = None
+) -> PastJobs | None:
+    """Steps of the newest jobs of this model on this GPU class, in any project; None without any.
+
+    Args:
+        where: only such jobs count, as those with as many GPUs.
+    """
     began = (Job.model == model) & (Job.gpu_class == gpu_class) & Job.started_at.is_not(None)
     began &= Job.method == "reinforcement"  # the others sample no answers
+    if where is not None:
+        began &= where
     newest = select(Job.id).where(began).order_by(Job.seq.desc()).limit(HISTORY_JOBS)
     ids = session.scalars(newest).all()
     steps = session.execute(
@@ -171,18 +179,19 @@ def after_preview(
     tokens_per_second: float,
     train_rows: int,
     valid_rows: int,
+    gpus: float = 1,
 ) -> dict[str, Any]:
     """The estimate of a job from a preview, with its answer lengths in tokens and its speed.
 
     The lengths are those of the preview. So is the speed if no job of this model has run; the share of learning is then
-    the guess in LEARNING.
+    the guess in LEARNING, and `gpus` those of the job.
     """
     if past is not None:
         known = before_start(
             replace(past, answer_tokens=list(lengths)), settings, train_rows=train_rows, valid_rows=valid_rows
         )
         return known | {"based_on": f"the preview's answers and {known['based_on']}"}
-    measured = PastJobs(0, [tokens_per_second], list(lengths))
+    measured = PastJobs(0, [tokens_per_second], list(lengths), gpus)
     sampling = measured.seconds(settings, train_rows=train_rows, valid_rows=valid_rows)
     seconds = {name: LEARNING[name] * value for name, value in sampling.items()}
     return {

@@ -88,7 +88,7 @@ def in_turn(
     lines = _lines(defaults)
     one = lines.c
     ready = (one.line == gpu_class) & (one.rank == 0) & ~one.beyond
-    queue = func.coalesce(func.nullif(Project.kueue["queue"].as_string(), ""), pool_queue)
+    queue = queue_of_project(pool_queue)
     first = (
         select(Job, Project)
         .join(lines, one.id == Job.id)
@@ -98,6 +98,11 @@ def in_turn(
         .limit(most)
     )
     return [(job, project) for job, project in session.execute(first)]
+
+
+def queue_of_project(pool_queue: str) -> ColumnElement[str]:
+    """The queue of Kueue of a project; `pool_queue` if it names none."""
+    return func.coalesce(func.nullif(Project.kueue["queue"].as_string(), ""), pool_queue)
 
 
 def _lines(defaults: Limits) -> Subquery:

@@ -76,6 +76,8 @@ def create(
     body: dict[str, Any],
     parent: dict[str, Any] | None = None,
     gpu_class: str,
+    gpus: int | None = None,
+    nodes: int | None = None,
     budget: dict[str, Any] | None = None,
 ) -> Job:
     """Create a job and its first events. A worker validates its files next."""
@@ -92,6 +94,8 @@ def create(
         body=body,
         parent=parent,
         gpu_class=gpu_class,
+        gpus=gpus,
+        nodes=nodes,
         budget=budget,
         status="validating_files",
     )

@@ -18,6 +18,7 @@ class PodState(StrEnum):
     STARTING = "starting"
     ENDED = "ended"  # it has ended, and its worker had claimed no job
     REFUSED = "refused"
+    TOO_LARGE = "too_large"  # the operator has lowered what jobs may choose
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,11 @@ def note(session: Session, job_id: str, epoch: int, noted: PodNote) -> None:
     session.execute(change.execution_options(synchronize_session=False))
 
 
+def is_without_quota(pod: Mapping[str, Any] | None, epoch: int) -> bool:
+    """Whether the Kubernetes Job of a queued job waits for quota of Kueue."""
+    return pod is not None and pod["epoch"] == epoch and PodState(pod["state"]) == PodState.QUOTA
+
+
 def waits_for(pod: Mapping[str, Any] | None, epoch: int, gpu_class: str) -> str:
     """The reason that a queued job shows."""
     if pod is None or pod["epoch"] != epoch:
@@ -54,3 +60,5 @@ def waits_for(pod: Mapping[str, Any] | None, epoch: int, gpu_class: str) -> str:
             return f"a pod of class {gpu_class} ended before it claimed the job, another one will be started"
         case PodState.REFUSED:
             return "Kubernetes refuses to start a pod for it, the log of the dispatcher has the reason"
+        case PodState.TOO_LARGE:
+            return f"it chose more gpus or nodes than jobs of class {gpu_class} may have now"

@@ -8,9 +8,9 @@ from sqlalchemy import case, func, select
 from sqlalchemy.orm import Session
 
 from core.database.engine import db_now
-from core.database.tables import Attempt, EvalRun, Event, Job
+from core.database.tables import Attempt, EvalRun, Event, Job, Project
 from core.evals import lifecycle as eval_runs
-from core.jobs import fairness
+from core.jobs import fairness, pods
 from core.jobs.lifecycle import RESUMING
 from core.telemetry.workers import Seen
 from core.tenancy.limits import Limits
@@ -35,8 +35,20 @@ class Queue:
     reason: str | None  # None: nothing waits
 
 
-def waiting_seconds(session: Session, defaults: Limits) -> dict[str, list[float]]:
-    """How long each job has waited that a free worker would start, by its GPU class; all classes that have jobs."""
+@dataclass(frozen=True)
+class Waiting:
+    """A job that a free worker would start.
+
+    Args:
+        for_quota: a Kubernetes Job of the same class and queue of Kueue is there, and waits for quota.
+    """
+
+    seconds: float
+    for_quota: bool = False
+
+
+def waiting_jobs(session: Session, defaults: Limits) -> dict[str, list[Waiting]]:
+    """The jobs that a free worker would start, by GPU class; all classes that have jobs."""
     # The waiting time starts when the last attempt ended (at least a validation), the back-off ended, or on resume.
     ended = select(func.max(Attempt.ended_at)).where(Attempt.job_id == Job.id).scalar_subquery()
     resumed = (
@@ -44,15 +56,21 @@ def waiting_seconds(session: Session, defaults: Limits) -> dict[str, list[float]
         .where(Event.job_id == Job.id, Event.message == RESUMING)
         .scalar_subquery()
     )
-    waits = select(Job.gpu_class, Job.created_at, Job.next_run_at, ended, resumed, db_now())
-    classes = session.scalars(select(Job.gpu_class).distinct())
-    seconds: dict[str, list[float]] = {gpu_class: [] for gpu_class in classes}
-    for gpu_class, *begins, now in session.execute(
-        waits.where(Job.seq.in_(fairness.RUNS.startable(defaults).with_only_columns(Job.seq)))
-    ):
-        since = max(begin for begin in begins if begin is not None)
-        seconds[gpu_class].append(max(0.0, now - since))
-    return seconds
+    queue = fairness.queue_of_project("").label("queue")
+    begins = (Job.created_at, Job.next_run_at, ended, resumed)
+    rows = session.execute(
+        select(Job.gpu_class, queue, Job.pod, Job.epoch, db_now(), *begins)
+        .join(Project, Project.id == Job.project_id)
+        .where(Job.seq.in_(fairness.RUNS.startable(defaults).with_only_columns(Job.seq)))
+    ).all()
+    without_quota = {(row.gpu_class, row.queue) for row in rows if pods.is_without_quota(row.pod, row.epoch)}
+    waiting: dict[str, list[Waiting]] = {
+        name: [] for name in session.scalars(select(Job.gpu_class).distinct())
+    }
+    for gpu_class, kueue_queue, _, _, now, *since in rows:
+        seconds = max(0.0, now - max(begin for begin in since if begin is not None))
+        waiting[gpu_class].append(Waiting(seconds, (gpu_class, kueue_queue) in without_quota))
+    return waiting
 
 
 def validation_queue(session: Session) -> tuple[int, float]:
@@ -77,7 +95,7 @@ def queues(
     alive = [seen for seen in workers if seen.status != "silent"]
     # The pod of a Job runs jobs and nothing else.
     lasting = [seen for seen in alive if seen.worker.gpu_class not in pod_classes]
-    waits = waiting_seconds(session, defaults)
+    waits = waiting_jobs(session, defaults)
     classes = sorted({*waits, *(seen.worker.gpu_class for seen in workers)})
     return [
         *(
@@ -90,7 +108,7 @@ def queues(
 
 
 def _of_class(
-    session: Session, gpu_class: str, waits: Sequence[float], alive: Sequence[Seen], in_pods: bool
+    session: Session, gpu_class: str, waits: Sequence[Waiting], alive: Sequence[Seen], in_pods: bool
 ) -> Queue:
     now = select(db_now()).scalar_subquery()
     state = case((Job.status != "queued", "running"), (Job.next_run_at > now, "backing_off"), else_="ready")
@@ -115,7 +133,7 @@ def _of_class(
         kind="jobs",
         gpu_class=gpu_class,
         length=len(waits),
-        oldest_seconds=max(waits, default=0.0),
+        oldest_seconds=max((job.seconds for job in waits), default=0.0),
         held_back=held_back,
         backing_off=counts["backing_off"],
         running=counts["running"],
@@ -124,10 +142,13 @@ def _of_class(
     )
 
 
-def _of_pods(waits: Sequence[float], workers: Sequence[Seen], gpu_class: str) -> str:
-    if not workers and max(waits) > POD_SECONDS:
+def _of_pods(waits: Sequence[Waiting], workers: Sequence[Seen], gpu_class: str) -> str:
+    seconds = max((job.seconds for job in waits if not job.for_quota), default=None)
+    if seconds is None:
+        return "they wait for quota of Kueue"
+    if not workers and seconds > POD_SECONDS:
         return (
-            f"no pod of class {gpu_class} was started in {max(waits) / 60:.0f} minutes; see "
+            f"no pod of class {gpu_class} was started in {seconds / 60:.0f} minutes; see "
             "`kubectl get scaledjobs,jobs,pods` and the dispatcher, if there is one"
         )
     return f"a pod of class {gpu_class} will be started for each"

@@ -183,15 +183,23 @@ def _queues(
         "Jobs of regraft_queue_length in pools of Jobs, and each again for every 10 minutes of waiting. KEDA reads it.",
         labels=["gpu_class"],
     )
-    waiting_jobs = queues.waiting_seconds(session, defaults)
+    without_pod = GaugeMetricFamily(
+        "regraft_jobs_without_pod_seconds",
+        "Waiting time of the longest-waiting of them that does not wait for quota of Kueue.",
+        labels=["gpu_class"],
+    )
+    waiting_jobs = queues.waiting_jobs(session, defaults)
     for gpu_class in {*gpu_classes, *pod_classes, *waiting_jobs}:
-        each = waiting_jobs.get(gpu_class, [])
-        length.add_metric([gpu_class], len(each))
-        oldest.add_metric([gpu_class], max(each, default=0.0))
+        jobs = waiting_jobs.get(gpu_class, [])
+        length.add_metric([gpu_class], len(jobs))
+        oldest.add_metric([gpu_class], max((job.seconds for job in jobs), default=0.0))
         if gpu_class in pod_classes:
-            wanted.add_metric([gpu_class], sum(1 + seconds // RETRY_POD_SECONDS for seconds in each))
+            wanted.add_metric([gpu_class], sum(1 + job.seconds // RETRY_POD_SECONDS for job in jobs))
+            oldest_of = max((job.seconds for job in jobs if not job.for_quota), default=0.0)
+            without_pod.add_metric([gpu_class], oldest_of)
     yield length
     yield wanted
+    yield without_pod
     yield oldest
     waiting, seconds = queues.validation_queue(session)
     yield GaugeMetricFamily(

@@ -424,6 +424,8 @@ def upgrade() -> None:
         sa.Column("budget", sa.JSON(), nullable=True),
         sa.Column("gpu_seconds", sa.Double(), nullable=False),
         sa.Column("gpu_class", sa.String(length=32), nullable=False),
+        sa.Column("gpus", sa.Integer(), nullable=True),
+        sa.Column("nodes", sa.Integer(), nullable=True),
         sa.Column("epoch", sa.Integer(), nullable=False),
         sa.Column("failures", sa.Integer(), nullable=False),
         sa.Column("lease_owner", sa.String(length=128), nullable=True),

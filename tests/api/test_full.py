@@ -1,6 +1,6 @@
 """Jobs that train all weights (`train: "full"`): where the setting is, and what is refused when they are created."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -9,7 +9,7 @@ from starlette.testclient import TestClient
 from api.http.app import create_app
 from api.http.rate_limits import LocalRates
 from core.database.tables import Job
-from core.registry import Registry
+from core.registry import BaseModelEntry, Registry
 from core.settings import Settings
 from graders.backends import Backends
 from tests.api.conftest import GRADER, MODELS, House
@@ -138,9 +138,9 @@ def test_a_reward_model_is_no_grader_of_changing_weights(
     assert "is an adapter on the base model, whose weights change" in message
 
 
-def opened(house: House, settings: Settings) -> TestClient:
+def opened(house: House, settings: Settings, models: Mapping[str, BaseModelEntry] = MODELS) -> TestClient:
     """The same service with other settings."""
-    parts = (house.database, house.blobs, Registry(models=MODELS), Backends.none(), lambda *wake: True)
+    parts = (house.database, house.blobs, Registry(models=dict(models)), Backends.none(), lambda *wake: True)
     app = create_app(settings, *parts, LocalRates())
     return TestClient(app, headers={"Authorization": f"Bearer {house.key}"})
 

@@ -8,7 +8,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 import pytest
 from sqlalchemy.exc import OperationalError
@@ -17,8 +17,12 @@ from sqlalchemy.orm import Session
 from core.database.engine import Database, Work
 from core.database.tables import Attempt, Checkpoint, EvalRun, Job, Project, WebhookDelivery
 from core.jobs import events, lifecycle
+from core.jobs.distillation import LogitsDistillation, OnPolicyDistillation
+from core.jobs.methods import METHODS, OFFLINE, variant
+from core.jobs.pods import PodNote, PodState
 from core.settings import Settings
 from core.storage.store import BlobWriter
+from core.telemetry import queues
 from core.telemetry.metrics import served
 from core.telemetry.service_metrics import FRESH_SECONDS, ServiceFigures, SlowFigures, StoreFigures
 from core.tenancy.limits import Limits
@@ -27,6 +31,12 @@ from tests.present import untyped
 from tests.watched_blobs import WatchedBlobs
 
 pytestmark = pytest.mark.both_databases
+
+MODES = [
+    mode
+    for kind in (OnPolicyDistillation, LogitsDistillation)
+    for mode in get_args(kind.model_fields["mode"].annotation)
+]
 
 
 @pytest.fixture
@@ -133,6 +143,31 @@ def test_a_job_that_waits_long_asks_for_more_pods(database: Database, project: P
     assert figures["regraft_jobs_wanted", "h200"] == 0
 
 
+def test_jobs_that_wait_for_quota_are_not_without_a_pod_and_hide_no_others(database: Database) -> None:
+    """Those behind them in the same queue of Kueue have no Kubernetes Job yet."""
+    no_quota, epoch = PodNote(PodState.QUOTA, "team-a"), 3
+    with database.write() as session:
+        team = factories.project(session, kueue={"queue": "team-a"})
+        waits(session, team, since=900, gpu_class="a100", epoch=epoch, pod=no_quota.to_row(epoch))
+        waits(session, team, since=800, gpu_class="a100")
+    with database.read() as session:
+        [queue] = [one for one in queues.queues(session, Limits(), [], {"a100"}) if one.kind == "jobs"]
+    figures = read(patient(database, pod_classes={"a100"}))
+
+    assert queue.reason == "they wait for quota of Kueue"
+    assert figures["regraft_queue_oldest_seconds", "a100"] == pytest.approx(900, abs=5)
+    assert figures["regraft_jobs_without_pod_seconds", "a100"] == 0
+
+    with database.write() as session:
+        waits(session, factories.project(session), since=700, gpu_class="a100")
+        outdated = no_quota.to_row(epoch - 1)
+        waits(session, factories.project(session), since=50, gpu_class="h200", epoch=epoch, pod=outdated)
+    figures = read(patient(database, pod_classes={"a100", "h200"}))
+
+    assert figures["regraft_jobs_without_pod_seconds", "a100"] == pytest.approx(700, abs=5)
+    assert figures["regraft_jobs_without_pod_seconds", "h200"] == pytest.approx(50, abs=5)
+
+
 def test_only_pools_of_jobs_want_pods(database: Database, project: Project) -> None:
     with database.write() as session:
         waits(session, project, since=20)
@@ -162,6 +197,23 @@ def test_a_fleet_is_wanted_by_the_jobs_that_sample_its_model_and_run_or_may_star
         "large": 2,
         "mixed": 1,
         "idle": 0,
+    }
+
+
+def test_a_fleet_counts_the_jobs_of_each_method_whose_variant_samples(
+    database: Database, project: Project
+) -> None:
+    bodies = [{}, *({"mode": mode} for mode in MODES)]
+    variants = {f"{method}-{n}": (method, body) for method in METHODS for n, body in enumerate(bodies)}
+    with database.write() as session:
+        for model, (method, body) in variants.items():
+            factories.job(session, project, model=model, method=method, body=body)
+
+    figures = read(patient(database, fleet_models=tuple(variants)))
+
+    counted = {model for model in variants if figures["regraft_fleet_jobs", model]}
+    assert counted == {
+        model for model, (method, body) in variants.items() if variant(method, body) not in OFFLINE
     }
 
 

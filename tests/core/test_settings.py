@@ -284,6 +284,18 @@ def test_what_is_set_for_a_gpu_class_holds_for_it_alone(environment: Callable[..
     assert (settings.gpu_memory_gib("h100"), settings.gpu_memory_gib("a100")) == (78, None)
 
 
+def test_a_job_that_chose_its_gpus_has_other_ranks_than_its_class(environment: Callable[..., None]) -> None:
+    """The others sample."""
+    sizes = '{"gpus": 4, "max_gpus": 8}'
+    environment(GPU_CLASSES=f'{{"h100": {{"ranks": 3, "sizes": {sizes}}}, "a100": {{"ranks": 2}}}}')
+
+    settings = Settings()
+
+    assert (settings.of_class("h100").ranks, settings.of_class("h100", gpus=8).ranks) == (3, 7)
+    assert settings.of_class("a100").ranks == 2
+    assert settings.sizes_of("a100") is None
+
+
 @pytest.mark.parametrize(
     ("classes", "broker", "has_gpu", "device"),
     [

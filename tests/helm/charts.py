@@ -46,6 +46,7 @@ POOL = {
     "priorityClassName": "training",
     "runtimeClassName": "nvidia",
     "kueueQueue": "research",
+    "kueuePriorityClass": "batch",
 }
 JOBS = {name: value for name, value in POOL.items() if name != "replicas"} | {"mode": "job", "maxReplicas": 3}
 GROUP = JOBS | {"name": "group", "gpus": 8, "gpuClass": "group", "gpuResource": "nvidia.com/gpu", "nodes": 3}

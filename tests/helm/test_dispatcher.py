@@ -191,10 +191,13 @@ def test_a_job_that_another_dispatcher_has_created_meanwhile_is_a_success(bench:
 
 def test_a_job_waits_for_the_quota_of_its_project_and_then_for_its_pod(bench: Bench) -> None:
     [mine] = bench.queue(1, kueue={"queue": "team-a", "priority_class": "urgent"})
-    *_, last = bench.queue(3)
+    plain, *_, last = bench.queue(3)
     dispatcher = bench.dispatcher()
 
     dispatcher.run_once()
+    labels = bench.api.objects[named(plain)]["metadata"]["labels"]
+    assert labels["kueue.x-k8s.io/queue-name"] == "research"
+    assert labels["kueue.x-k8s.io/priority-class"] == "batch"
     labels = bench.api.objects[named(mine)]["metadata"]["labels"]
     assert labels["kueue.x-k8s.io/queue-name"] == "team-a"
     assert labels["kueue.x-k8s.io/priority-class"] == "urgent"
@@ -373,6 +376,94 @@ def test_a_train_job_names_its_runtime_and_the_job_that_it_claims() -> None:
     assert environment["REGRAFT_RENDEZVOUS"] == "$(JOB_NAME)-0.$(JOB_SET):29400"
 
 
+SIZED = {"gpuResource": "nvidia.com/gpu", "maxGpus": 8, "maxNodes": 4, "samplingGpus": 1, "gpus": 2}
+
+
+def choose(job: Job, *, gpus: int, nodes: int) -> None:
+    job.gpus, job.nodes = gpus, nodes
+
+
+def shape(found: Manifest) -> dict[str, Any]:
+    """What depends on the GPUs and nodes of a job."""
+    spec = found["spec"]
+    if found["kind"] == "TrainJob":
+        trainer = spec["trainer"]
+        environment, resources, nodes = trainer["env"], [trainer["resourcesPerNode"]], trainer["numNodes"]
+    else:
+        pod = spec["template"]["spec"]
+        assert spec["parallelism"] == spec["completions"]
+        environment, nodes = pod["containers"][0]["env"], spec["completions"]
+        resources = [one["resources"] for one in (*pod["initContainers"], *pod["containers"])]
+    variables = {one["name"]: one.get("value") for one in environment}
+    assert all(one == resources[0] for one in resources), "the doctor sees the GPUs of the worker"
+    limits = resources[0]["limits"]
+    return {
+        "gpus": limits["nvidia.com/gpu"],
+        "cpu": resources[0]["requests"]["cpu"],
+        "memory": limits["memory"],
+        "nodes": nodes,
+        "REGRAFT_NODES": variables["REGRAFT_NODES"],
+        "REGRAFT_RANKS": variables["REGRAFT_RANKS"],
+    }
+
+
+@pytest.mark.parametrize(
+    "runtime", [{}, {"trainingRuntime": {"name": "regraft-a100"}}], ids=["Job", "TrainJob"]
+)
+def test_a_job_gets_the_gpus_and_nodes_that_it_chose(
+    sqlite_database: Database, tmp_path: Path, runtime: dict[str, Any]
+) -> None:
+    manifests = render(values(**SIZED | runtime))
+    write_templates(manifests, tmp_path / "templates")
+    with serving(ApiServer(manifests, tmp_path)) as api:
+        bench = Bench(api, sqlite_database, tmp_path)
+        [plain], [large] = bench.queue(1), bench.queue(1, kueue={"queue": "large"})
+        bench.change(large, lambda work, job: choose(job, gpus=8, nodes=2))
+        bench.dispatcher().run_once()
+
+    assert shape(api.objects[named(plain)]) == {
+        "gpus": 2, "cpu": 4, "memory": "48Gi", "nodes": 1, "REGRAFT_NODES": "1", "REGRAFT_RANKS": "1",
+    }  # fmt: skip
+    assert shape(api.objects[named(large)]) == {
+        "gpus": 8, "cpu": "16", "memory": "192Gi", "nodes": 2, "REGRAFT_NODES": "2", "REGRAFT_RANKS": "7",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("lowered", [{"maxGpus": 2}, {"maxNodes": 1}, {"maxGpus": None, "maxNodes": None}])
+def test_a_job_that_chose_more_than_its_pool_allows_now_says_so(
+    bench: Bench, lowered: dict[str, Any]
+) -> None:
+    [large], [other] = bench.queue(1), bench.queue(1)
+    bench.change(large, lambda work, job: choose(job, gpus=8, nodes=2))
+    changes = {name: value for name, value in (SIZED | lowered).items() if value is not None}
+    (bench.folder / f"templates/{CLASS}.json").write_text(
+        templates_of(render(values(**changes)))[f"{CLASS}.json"]
+    )
+
+    bench.dispatcher().run_once()
+
+    assert bench.api.created == [named(other)]
+    assert bench.reason(large) == "it chose more gpus or nodes than jobs of class a100 may have now"
+
+
+def test_cpu_and_memory_of_a_pod_are_scaled_with_its_gpus_in_any_unit() -> None:
+    manifest = json.loads(templates_of(render(values(**SIZED)))[f"{CLASS}.json"])
+    [worker] = manifest["manifest"]["spec"]["template"]["spec"]["containers"]
+    worker["resources"] = {
+        "requests": {"cpu": "500m", "memory": "68719476737"},
+        "limits": {"cpu": 1.5, "memory": "10Gi", "rdma/hca": 1, "nvidia.com/gpu": 2},
+    }
+    template = templates.JobTemplate.model_validate(manifest)
+
+    sized = template.manifest_of("ftjob-a", 0, "proj_1", None, gpus=3)
+
+    [worker] = sized["spec"]["template"]["spec"]["containers"]
+    assert worker["resources"] == {
+        "requests": {"cpu": "750m", "memory": "103079215105.5"},
+        "limits": {"cpu": "2.25", "memory": "15Gi", "rdma/hca": 1, "nvidia.com/gpu": 3},
+    }
+
+
 def test_the_page_of_a_restore_stops_all_that_starts_pods() -> None:
     page = (ROOT / "docs/howto/operations.md").read_text()
     lines = re.findall(r"^kubectl (?:annotate|delete|scale) (\S+) -l (\S+)", page, re.MULTILINE)
@@ -413,6 +504,7 @@ def test_classes_have_their_own_room_and_one_that_is_removed_leaves_no_jobs(benc
     dispatcher = bench.dispatcher()
 
     dispatcher.run_once()
+    assert bench.api.lists == 1
     dispatcher.run_once()
     assert bench.api.created == [*map(named, jobs[:PENDING]), named(other)]
 

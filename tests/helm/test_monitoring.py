@@ -28,6 +28,7 @@ from worker.serving import serving_metrics
 from worker.supervisor.telemetry import Gpus, Runs, Sandbox
 
 RULES = CHART / "files/rules.yaml"
+RELEASE = "regraft"  # its name in the labels
 DASHBOARD = CHART / "files/dashboard.json"
 # What the library itself brings, or a rule of the chart records.
 OTHERS = {"process_resident_memory_bytes", "regraft_max_pods"}
@@ -110,7 +111,11 @@ def test_alerts_know_how_many_pods_each_pool_of_jobs_may_have(watched: list[dict
         {
             "record": "regraft_max_pods",
             "expr": f"vector({pool['maxReplicas']})",
-            "labels": {"namespace": "training", "gpu_class": pool["gpuClass"]},
+            "labels": {
+                "namespace": "training",
+                "regraft_release": RELEASE,
+                "gpu_class": pool["gpuClass"],
+            },
         }
         for pool in pools
     ]
@@ -123,17 +128,48 @@ def test_a_pool_of_the_dispatcher_whose_projects_have_used_up_their_quotas_is_no
     assert "record" not in {key for group in rule["spec"]["groups"] for one in group["rules"] for key in one}
 
 
-def test_alerts_are_about_the_metrics_of_their_namespace_and_name_their_runbook(
-    watched: list[dict[str, Any]],
-) -> None:
+def selected(expression: str, of: str = "regraft") -> set[str]:
+    """What each metric is selected by."""
+    return set(re.findall(rf"\b(?:{of})_(?!release)\w+({{[^}}]*}}?)?", expression))
+
+
+def test_two_releases_page_once_each_also_in_one_namespace(watched: list[dict[str, Any]]) -> None:
+    by_release = f'{{namespace="training",regraft_release="{RELEASE}"'
+    monitors = of_kind(watched, "ServiceMonitor") + of_kind(watched, "PodMonitor")
+    endpoints = [
+        one for monitor in monitors for key in monitor["spec"] if key.lower().endswith("endpoints")
+        for one in monitor["spec"][key]
+    ]  # fmt: skip
+
+    assert all(
+        one["relabelings"] == [{"targetLabel": "regraft_release", "replacement": RELEASE}]
+        for one in endpoints
+    )
+    assert len(endpoints) == len(monitors)
+    for rule in rules_of(watched):
+        assert all(one.startswith(by_release) for one in selected(rule["expr"])), rule["alert"]
+        others = selected(rule["expr"], of="kube|keda")  # exported by others, who know no release
+        assert all(re.match(r'{namespace="training"[,}]', one) for one in others), rule["alert"]
+        assert others or selected(rule["expr"]), rule["alert"]
+
+
+def test_without_monitors_alerts_are_about_the_metrics_of_their_namespace() -> None:
+    rules = rules_of(render(profile("production", metrics={"enabled": True, "rules": {"enabled": True}})))
+
+    for rule in rules:
+        assert all(re.match(r'{namespace="training"[,}]', one) for one in selected(rule["expr"])), rule[
+            "alert"
+        ]
+        assert "regraft_release" not in rule["expr"]
+
+
+def test_each_alert_names_its_runbook(watched: list[dict[str, Any]]) -> None:
     rules = rules_of(watched)
 
     assert [one["alert"] for one in rules] == [
         one["alert"] for group in yaml.safe_load(RULES.read_text())["groups"] for one in group["rules"]
     ]
     for one in rules:
-        metrics = re.findall(r"\b(?:regraft|kube|keda)_\w+(.{21})", one["expr"] + " " * 21)
-        assert metrics and set(metrics) == {'{namespace="training"'}, one["alert"]
         assert (
             one["annotations"]["runbook_url"]
             == "https://regraft.example.com/docs/howto/observability/#alerts"

@@ -332,6 +332,17 @@ def test_a_pool_with_gpus_starts_a_job_for_each_job_and_ends_none() -> None:
         assert "successPolicy" not in job
 
 
+def test_kueue_finds_the_queue_and_the_priority_of_a_pool_at_its_jobs_and_its_deployment() -> None:
+    pools = [one for one in render(VARIATIONS["groups"]) if "regraft.dev/pool" in one["metadata"]["labels"]]
+    found = {
+        (one["kind"], labels["kueue.x-k8s.io/queue-name"], labels["kueue.x-k8s.io/priority-class"])
+        for one in pools
+        if "kueue.x-k8s.io/queue-name" in (labels := one["metadata"]["labels"])
+    }
+
+    assert found == {("ScaledJob", "research", "batch"), ("Deployment", "research", "batch")}
+
+
 def scaled_jobs(variation: str) -> list[dict[str, Any]]:
     return of_kind(render(VARIATIONS[variation]), "ScaledJob")
 

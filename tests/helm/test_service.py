@@ -24,6 +24,7 @@ from worker.cli.service import service_collectors
 from worker.supervisor import liveness
 from worker.supervisor.one_shot import claimed_file
 
+BUNDLED = {"postgresql", "valkey", "seaweedfs"}
 FLEETS = {"small": "Qwen3-4B", "large": "Qwen3-14B"}
 
 
@@ -43,8 +44,7 @@ def environment(pod: Pod, secrets: str = "secret" * 6) -> dict[str, Any]:
 @pytest.fixture(params=VARIATIONS)
 def ours(request: pytest.FixtureRequest) -> list[Any]:
     manifests = render(VARIATIONS[request.param])
-    names = ("api", "worker", "migrate", "inference", "dispatcher", "sampler-small", "sampler-large")
-    return [pod for name in names for pod in pods(manifests, name)]
+    return [pod for pod in pods(manifests) if pod.component not in BUNDLED]
 
 
 def test_every_variable_is_one_that_the_service_reads(ours: list[Any]) -> None:

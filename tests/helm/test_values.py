@@ -130,6 +130,22 @@ WRONG_TOGETHER: dict[str, tuple[dict[str, Any], str]] = {
         },
         "the pool b has jobs_per_worker, and the dispatcher starts a pod for each job",
     ),
+    "GPUs that jobs choose without a dispatcher": (
+        WITH_METRICS | {"workers": [POOL, SCALED | {"name": "b", "gpus": 1, "maxGpus": 4}]},
+        "the pool b has maxGpus or maxNodes, up to which jobs choose theirs; only a pool of Jobs with gpus and with "
+        r"dispatcher\.enabled",
+    ),
+    "a choice of fewer GPUs than jobs have": (
+        {"dispatcher": {"enabled": True}, "workers": [POOL, SCALED | {"name": "b", "gpus": 4, "maxGpus": 2}]},
+        "maxGpus and maxNodes of the pool b must not be below its gpus and nodes",
+    ),
+    "a number of engines for any number of GPUs": (
+        {
+            "dispatcher": {"enabled": True},
+            "workers": [POOL, SCALED | {"name": "b", "gpus": 1, "maxGpus": 2, "settings": {"engines": 2}}],
+        },
+        "the pool b has a number of engines, and jobs choose their GPUs",
+    ),
     "a TrainJob that nobody creates": (
         WITH_METRICS | {"workers": [POOL, SCALED | {"name": "b", "trainingRuntime": {"name": "r"}}]},
         r"the pool b has a trainingRuntime, .* set dispatcher\.enabled",

@@ -143,6 +143,24 @@ def test_caches_of_one_volume_make_room_before_they_download_whatever_their_numb
     assert list((tmp_path / "small").iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("left", "room"), [(".gone-1", 2), (".part-1", 1)], ids=["removed", "another download"]
+)
+def test_bytes_of_hidden_folders_count_against_the_budget(
+    blobs: CountingBlobs, store: Callable[..., Adapter], tmp_path: Path, left: str, room: int
+) -> None:
+    """What a killed process was removing goes first; a download of another process may still be running."""
+    folders = AdapterFolders(blobs, tmp_path / "cache", budget=DiskBudget(25))
+    (tmp_path / "cache" / left).mkdir(parents=True)
+    (tmp_path / "cache" / left / "weights").write_bytes(b"1234567")
+
+    for name in "abc":
+        folders.folder(store(name, name.encode() * 5))  # 10 bytes of two files
+
+    cached = [one.name for one in (tmp_path / "cache").iterdir() if not one.name.startswith(".")]
+    assert len(cached) == room
+
+
 def test_one_that_is_asked_for_while_it_is_removed_is_fetched_again(
     blobs: CountingBlobs, store: Callable[..., Adapter], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,11 +206,10 @@ def test_one_that_another_process_has_removed_is_fetched_again(
 def test_what_a_killed_process_was_removing_goes_with_the_next_one(
     blobs: CountingBlobs, store: Callable[..., Adapter], tmp_path: Path
 ) -> None:
-    folders = AdapterFolders(blobs, tmp_path / "cache", max_folders=1)
+    folders = AdapterFolders(blobs, tmp_path / "cache")
     left = tmp_path / "cache" / ".gone-1"
     left.mkdir(parents=True)
-    for name in "ab":
-        newest = store(name, name.encode())
-        folders.folder(newest)
+    adapter = store("a", b"a")
+    folders.folder(adapter)
 
-    assert [folder.name for folder in (tmp_path / "cache").iterdir()] == [newest.manifest_sha256]
+    assert [folder.name for folder in (tmp_path / "cache").iterdir()] == [adapter.manifest_sha256]

@@ -12,7 +12,7 @@ from core.jobs.hyperparameters import Hyperparameters
 from core.model_memory import ModelMemories
 from core.outages import Resource, outage
 from core.registry import BaseModelEntry, Registry
-from core.settings import GpuClass, Settings
+from core.settings import GpuClass, JobSizes, Settings
 from core.units import GIB
 from tests.hyperparameters import in_groups
 from tests.present import present, untyped
@@ -23,6 +23,7 @@ from worker.model.memory import DeviceMemory, later_if_memory_is_taken
 from worker.model.sizing import MemoryPlan
 from worker.out_of_memory import OutOfMainMemory
 from worker.prepare.memory_plan import plan_within
+from worker.prepare.training_plan import settings_of_run
 from worker.refusals import MemoryTaken, NotEnoughMemory, UserMistake
 from worker.serving.engines import EngineRefused
 from worker.serving.vllm_builder import VllmBuilder
@@ -47,10 +48,10 @@ def entry(folder: Path, name: str = "14b", **changes: Any) -> BaseModelEntry:
     return BaseModelEntry(path=folder / name, **{"context": 8192} | changes)
 
 
-def problem(of: Settings, model: BaseModelEntry, **advanced: Any) -> str | None:
+def problem(of: Settings, model: BaseModelEntry, gpus: int | None = None, **advanced: Any) -> str | None:
     asked = Hyperparameters.model_validate({"advanced": in_groups(advanced)})
     return capacity.job_problem(
-        of, "Qwen3-14B", model, gpu_class="gpu", requested=asked, rows=100, valid_rows=16
+        of, "Qwen3-14B", model, gpu_class="gpu", gpus=gpus, requested=asked, rows=100, valid_rows=16
     )
 
 
@@ -99,6 +100,22 @@ class TestJobs:
         assert "REGRAFT_KV_CACHE_GIB is 0.5" in present(
             problem(of, entry(folder), max_completion_tokens=8000)
         )
+
+    def test_more_gpus_that_a_job_chose_share_the_weights(self, folder: Path) -> None:
+        of = settings(gpu_memory_gib=48, ranks=1, sizes=JobSizes(gpus=1, max_gpus=8))
+
+        assert problem(of, entry(folder), max_completion_tokens=4096) is not None
+        assert problem(of, entry(folder), gpus=8, max_completion_tokens=4096) is None
+
+    def test_a_run_has_the_ranks_of_its_machine_whatever_its_class_has(self) -> None:
+        """The pod of a job that chose its GPUs."""
+        configured = Settings(
+            gpu_class="gpu", ranks=8, gpu_classes={"gpu": GpuClass(ranks=1, kv_cache_gib=2.0)}
+        )
+
+        of_run = settings_of_run(configured, samples=True)
+
+        assert (of_run.ranks, of_run.kv_cache_gib) == (8, 2.0)
 
     def test_nothing_is_said_of_what_is_not_known(self, folder: Path, tmp_path: Path) -> None:
         of = settings(gpu_memory_gib=8)

@@ -3,7 +3,8 @@
 It decides from the rows and from the list of Jobs alone, so it may be killed at any time and run twice at once. A Job
 has the name of its attempt (`templates.name_of`), so that a second one cannot be created.
 
-    list the Jobs of the release      first, or the Job of a row that is claimed meanwhile would look like a second one
+    list the Jobs of the release      first, or the Job of a row that is claimed meanwhile would look like a second one;
+                                      once for all classes
     delete                            those of rows that are cancelled or paused, and what blocks a name, of any class
     create                            for rows in fair order, up to `max_jobs`, and in each queue of Kueue `max_pending`
     note                              what each waiting row waits for, for the position that the API shows
@@ -27,7 +28,14 @@ from core.jobs import fairness, pods
 from core.jobs.pods import PodNote, PodState
 from core.tenancy.limits import Limits
 from worker.dispatch.kubernetes import KubernetesApi, Manifest, ManifestRefused
-from worker.dispatch.templates import JOB_LABEL, QUEUE_LABEL, InvalidTemplates, JobTemplate, name_of
+from worker.dispatch.templates import (
+    JOB_LABEL,
+    QUEUE_LABEL,
+    InvalidTemplates,
+    JobTemplate,
+    SizeNotAllowed,
+    name_of,
+)
 from worker.supervisor.item_failures import ItemFailures
 from worker.supervisor.telemetry import PASS_FAILURES
 
@@ -148,33 +156,48 @@ class Dispatcher:
     def run_once(self) -> None:
         """Dispatch the jobs of each class. A failure is logged, and the next pass retries; it stops no other class."""
         try:
-            found = self.templates()
+            templates = self.templates()
         except InvalidTemplates:
             _report("of any class")
             return
-        for gpu_class, template in found.items():
+        for classes in _by_list(templates):
             try:
-                self._dispatch(gpu_class, template)
+                listed = self._list(next(iter(classes.values())))
             except Exception:
-                _report(f"of class {gpu_class}")
+                _report(f"of class {', '.join(classes)}")
+                continue
+            for gpu_class, template in classes.items():
+                try:
+                    self._dispatch(gpu_class, template, listed)
+                except Exception:
+                    _report(f"of class {gpu_class}")
 
-    def _dispatch(self, gpu_class: str, template: JobTemplate) -> None:
-        found = [DispatchedJob.of(one) for one in self.kubernetes.list(template.kind, template.labels)]
-        found = [one for one in found if one.job_id]
+    def _list(self, template: JobTemplate) -> Sequence[tuple[DispatchedJob, Job | None]]:
+        """List the Jobs of the template's kind, each with its row, and delete those that are in the way."""
+        jobs = [DispatchedJob.of(one) for one in self.kubernetes.list(template.kind, template.labels)]
+        jobs = [one for one in jobs if one.job_id]
         with self.database.read() as session:
-            rows = _rows(session, [one.job_id for one in found])
-        gone = [one for one in found if self._is_in_the_way(one, rows.get(one.job_id))]
-        for one in gone:
-            self.kubernetes.delete(template.kind, one.name, one.uid)
-            log.info("deleted the Job %s of %s", one.name, one.job_id)
-        found = [one for one in found if _is_of(gpu_class, rows.get(one.job_id))]
+            rows = _rows(session, [one.job_id for one in jobs])
+        listed = [(one, rows.get(one.job_id)) for one in jobs]
+        for job, row in listed:
+            if self._is_in_the_way(job, row):
+                self.kubernetes.delete(template.kind, job.name, job.uid)
+                log.info("deleted the Job %s of %s", job.name, job.job_id)
+        return listed
+
+    def _dispatch(
+        self, gpu_class: str, template: JobTemplate, listed: Sequence[tuple[DispatchedJob, Job | None]]
+    ) -> None:
+        known = [(job, row) for job, row in listed if row is not None and row.gpu_class == gpu_class]
         # A Job that is being deleted still has its GPUs, and its name.
-        active = [one for one in found if one.finished_at is None]
-        blocked = [one for one in found if one.finished_at is not None and _blocks(one, rows.get(one.job_id))]
-        waiting = [one for one in active if _is_queued(rows.get(one.job_id))]
-        taken = {one.job_id for one in (*active, *blocked)}
-        self._fill(gpu_class, template, _Room(template, active, waiting), taken)
-        self._note([(one, rows[one.job_id]) for one in (*waiting, *blocked)])
+        active = [job for job, _ in known if job.finished_at is None]
+        waiting = [(job, row) for job, row in known if job.finished_at is None and row.status == "queued"]
+        blocked = [(job, row) for job, row in known if job.finished_at is not None and _blocks(job, row)]
+        room = _Room(template, active, [job for job, _ in waiting])
+        self._fill(
+            gpu_class, template, room, {job.job_id for job in active} | {job.job_id for job, _ in blocked}
+        )
+        self._note([*waiting, *blocked])
 
     def _is_in_the_way(self, job: DispatchedJob, row: Job | None) -> bool:
         """Whether to delete it."""
@@ -214,10 +237,16 @@ class Dispatcher:
             )
 
     def _create(self, template: JobTemplate, job: Job, project: Project) -> None:
-        manifest = template.manifest_of(job.id, job.epoch, project.id, project.kueue)
-        name = manifest["metadata"]["name"]
+        name = name_of(job.id, job.epoch)
         try:
+            manifest = template.manifest_of(
+                job.id, job.epoch, project.id, project.kueue, gpus=job.gpus, nodes=job.nodes
+            )
             is_new = self.kubernetes.create(template.kind, manifest)
+        except SizeNotAllowed as cause:
+            log.error("no Job is created for %s: %s", job.id, cause)
+            self._refused.add(job.id)
+            noted = PodNote(PodState.TOO_LARGE)
         except ManifestRefused as cause:
             log.error("Kubernetes refuses the Job %s of %s: %s", name, job.id, cause)
             self._refused.add(job.id)
@@ -250,14 +279,15 @@ def _rows(session: Session, job_ids: Sequence[str]) -> Mapping[str, Job]:
     return {job.id: job for job in session.scalars(select(Job).where(Job.id.in_(job_ids)))}
 
 
-def _is_of(gpu_class: str, row: Job | None) -> bool:
-    return row is not None and row.gpu_class == gpu_class
-
-
-def _is_queued(row: Job | None) -> bool:
-    return row is not None and row.status == "queued"
+def _by_list(templates: Mapping[str, JobTemplate]) -> list[Mapping[str, JobTemplate]]:
+    """The templates by GPU class, of each list of Jobs that has those of these classes."""
+    lists: dict[tuple[str, ...], dict[str, JobTemplate]] = {}
+    for gpu_class, template in templates.items():
+        selects = (template.kind.name, *sorted(f"{key}={value}" for key, value in template.labels.items()))
+        lists.setdefault(selects, {})[gpu_class] = template
+    return [*lists.values()]
 
 
 def _blocks(job: DispatchedJob, row: Job | None) -> bool:
     """Whether a finished Job has the name of the row's next attempt: its worker did not claim the row."""
-    return row is not None and _is_queued(row) and job.name == name_of(row.id, row.epoch)
+    return row is not None and row.status == "queued" and job.name == name_of(row.id, row.epoch)

@@ -12,9 +12,6 @@ from typing import Any
 
 import httpx
 
-# Where kubelet mounts the token of a pod's ServiceAccount.
-ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-ADDRESS = "https://kubernetes.default.svc"
 TIMEOUT_SECONDS = 15.0
 
 Manifest = Mapping[str, Any]
@@ -46,6 +43,7 @@ class KubernetesApi:
     """The Kubernetes API, as the ServiceAccount of this pod.
 
     Args:
+        address: URL of the API.
         account: folder with `token`, `ca.crt` and `namespace`. kubelet replaces the token before it expires, so each
             request reads it anew.
 
@@ -53,7 +51,7 @@ class KubernetesApi:
         OSError: the folder has no readable certificate or namespace.
     """
 
-    def __init__(self, address: str = ADDRESS, account: Path = ACCOUNT) -> None:
+    def __init__(self, address: str, account: Path) -> None:
         self.namespace = (account / "namespace").read_text().strip()
         self._token = account / "token"
         tls = ssl.create_default_context(cafile=str(account / "ca.crt"))

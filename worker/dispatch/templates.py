@@ -5,12 +5,16 @@ The chart renders each template into a file `<gpu class>.json`: `{"max_jobs": 8,
 
 import copy
 import json
+import math
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from pathlib import Path
+from string import ascii_letters
 from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from core.settings import JobSizes
 from worker.dispatch.kubernetes import KINDS, ObjectKind
 
 JOB_LABEL = "regraft.dev/job"
@@ -18,6 +22,7 @@ POOL_LABEL = "regraft.dev/pool"
 PROJECT_LABEL = "regraft.dev/project"
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 PRIORITY_LABEL = "kueue.x-k8s.io/priority-class"
+DOCTOR = "doctor"
 CONTAINER = "worker"  # of a Job; a TrainJob has one, its trainer
 Labels = Annotated[dict[str, str], Field(min_length=1)]
 
@@ -38,13 +43,30 @@ class _Manifest(BaseModel):
     spec: dict[str, Any]
 
 
+class SizeNotAllowed(Exception):
+    """The job chose GPUs or nodes that its pool does not allow any more. The message says which."""
+
+
+class PodSizes(JobSizes):
+    """The choice of jobs, and what depends on it in a pod.
+
+    Args:
+        sampling_gpus: of `gpus`, those that only sample. The others are ranks.
+        gpu_resource: the name of a GPU in the resources of a container.
+    """
+
+    sampling_gpus: int = Field(ge=0)
+    gpu_resource: str
+
+
 class JobTemplate(BaseModel):
     """What starts the jobs of one GPU class.
 
     Args:
         max_jobs: unfinished Jobs at once. Those that wait for quota count only in their own queue of Kueue.
         max_pending: of these, Jobs of one queue whose worker has not claimed its job yet.
-        manifest: the Job or TrainJob without a name.
+        manifest: the Job or TrainJob without a name, with the GPUs and nodes of a job that chose none.
+        sizes: what jobs may choose; None: nothing.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -52,6 +74,7 @@ class JobTemplate(BaseModel):
     max_jobs: int = Field(ge=1)
     max_pending: int = Field(ge=1)
     manifest: dict[str, Any]
+    sizes: PodSizes | None = None
 
     @model_validator(mode="after")
     def _can_start_a_job(self) -> Self:
@@ -86,15 +109,27 @@ class JobTemplate(BaseModel):
         return (kueue or {}).get("queue") or self.manifest["metadata"]["labels"].get(QUEUE_LABEL, "")
 
     def manifest_of(
-        self, job_id: str, epoch: int, project_id: str, kueue: Mapping[str, str] | None
+        self,
+        job_id: str,
+        epoch: int,
+        project_id: str,
+        kueue: Mapping[str, str] | None,
+        gpus: int | None = None,
+        nodes: int | None = None,
     ) -> dict[str, Any]:
         """The manifest of an attempt.
 
         Args:
             epoch: of the row before it is claimed.
             kueue: `queue` and `priority_class` of the project; missing ones are those of the template.
+            gpus: of each node, if the job chose them.
+            nodes: if the job chose them.
+
+        Raises:
+            SizeNotAllowed: it chose more than the pool allows now.
         """
         manifest = copy.deepcopy(self.manifest)
+        self._resize(manifest, gpus, nodes)
         metadata = manifest["metadata"]
         labels = metadata["labels"] | {JOB_LABEL: job_id, PROJECT_LABEL: project_id}
         for name, label in (("queue", QUEUE_LABEL), ("priority_class", PRIORITY_LABEL)):
@@ -106,6 +141,32 @@ class JobTemplate(BaseModel):
             manifest["spec"]["suspend"] = True
         _set(_environment(manifest), "REGRAFT_CLAIM", job_id)
         return manifest
+
+    def _resize(self, manifest: dict[str, Any], gpus: int | None, nodes: int | None) -> None:
+        """Give the manifest the GPUs and nodes that the job chose."""
+        if gpus is None and nodes is None:
+            return
+        if self.sizes is None:
+            raise SizeNotAllowed(
+                "jobs of the pool cannot choose gpus and nodes: it has no maxGpus and maxNodes"
+            )
+        gpus, nodes = gpus or self.sizes.gpus, nodes or self.sizes.nodes
+        if not self.sizes.sampling_gpus < gpus <= self.sizes.max_gpus or nodes > self.sizes.max_nodes:
+            raise SizeNotAllowed(
+                f"it chose {gpus} GPUs on {nodes} nodes, and the pool has samplingGpus {self.sizes.sampling_gpus}, "
+                f"maxGpus {self.sizes.max_gpus} and maxNodes {self.sizes.max_nodes}"
+            )
+        for resources in _resources(manifest):
+            _scale(resources, gpus, self.sizes)
+        spec = manifest["spec"]
+        if manifest["kind"] == "TrainJob":
+            spec["trainer"]["numNodes"] = nodes
+        else:
+            spec |= {"parallelism": nodes, "completions": nodes}
+        environment = _environment(manifest)
+        _set(environment, "REGRAFT_RANKS", str(gpus - self.sizes.sampling_gpus))
+        if self.sizes.max_nodes > 1:  # else the pod has no rendezvous
+            _set(environment, "REGRAFT_NODES", str(nodes))
 
 
 def name_of(job_id: str, epoch: int) -> str:
@@ -149,6 +210,35 @@ def _environment(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
     containers: Sequence[dict[str, Any]] = spec["template"]["spec"]["containers"]
     environment = next(one for one in containers if one["name"] == CONTAINER)["env"]
     return environment
+
+
+def _resources(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The resources of the containers with GPUs in a manifest, which the caller may change."""
+    spec = manifest["spec"]
+    if manifest["kind"] == "TrainJob":
+        return [spec["trainer"]["resourcesPerNode"]]
+    pod = spec["template"]["spec"]
+    # The doctor has the resources of the worker.
+    named = (CONTAINER, DOCTOR)
+    containers = [*pod.get("initContainers", ()), *pod["containers"]]
+    return [one["resources"] for one in containers if one["name"] in named]
+
+
+def _scale(resources: Mapping[str, dict[str, Any]], gpus: int, sizes: PodSizes) -> None:
+    """Scale GPUs, processors and memory from those of a pod that did not choose."""
+    for amounts in resources.values():  # requests and limits
+        for name in ("cpu", "memory"):
+            if name in amounts:
+                amounts[name] = _times(str(amounts[name]), Fraction(gpus, sizes.gpus))
+        if sizes.gpu_resource in amounts:
+            amounts[sizes.gpu_resource] = gpus
+
+
+def _times(quantity: str, factor: Fraction) -> str:
+    """Multiply a quantity of Kubernetes, such as 500m or 64Gi, rounded up to thousandths of its unit."""
+    digits = quantity.rstrip(ascii_letters)
+    whole, thousandths = divmod(math.ceil(Fraction(digits) * factor * 1000), 1000)
+    return f"{whole}.{thousandths:03}".rstrip("0").rstrip(".") + quantity[len(digits) :]
 
 
 def _set(environment: list[dict[str, Any]], name: str, value: str) -> None:

@@ -88,6 +88,7 @@ def job_problem(
     entry: BaseModelEntry,
     *,
     gpu_class: str,
+    gpus: int | None = None,
     requested: Hyperparameters,
     rows: int,
     valid_rows: int,
@@ -96,6 +97,9 @@ def job_problem(
 
     Counts each prompt as one token, because there is no tokenizer here, so a refused job would not fit with its real
     prompts either.
+
+    Args:
+        gpus: of each node, if the job chose them.
     """
     shape = shape_of(entry)
     if shape is None:
@@ -118,30 +122,17 @@ def job_problem(
         off_policy_steps=resolved.off_policy_steps,
     )
     takes_turns = not (resolved.overlap or resolved.off_policy_steps)
-    return _problem(settings, name, entry, shape, work, gpu_class, may_sleep=takes_turns)
+    try:
+        _planned(settings, name, entry, shape, work, gpu_class, gpus=gpus, may_sleep=takes_turns)
+    except sizing.DoesNotFit as cause:
+        return str(cause)
+    return None
 
 
 def too_large_for_full(entry: BaseModelEntry) -> str | None:
     """Return why not all weights of the model can be trained. None: they can, or its size is unknown."""
     shape = shape_of(entry)
     return None if shape is None else full.too_large(shape.parameters) or None
-
-
-def _problem(
-    settings: Settings,
-    name: str,
-    entry: BaseModelEntry,
-    shape: Shape,
-    work: Workload,
-    gpu_class: str | None,
-    *,
-    may_sleep: bool = True,
-) -> str | None:
-    try:
-        _planned(settings, name, entry, shape, work, gpu_class, may_sleep=may_sleep)
-    except sizing.DoesNotFit as cause:
-        return str(cause)
-    return None
 
 
 def _planned(
@@ -152,6 +143,7 @@ def _planned(
     work: Workload,
     gpu_class: str | None,
     *,
+    gpus: int | None = None,
     may_sleep: bool = True,
 ) -> MemoryPlan | None:
     """Return the plan of a job on a GPU of its class. None: there is no GPU, or its memory is unknown.
@@ -163,7 +155,7 @@ def _planned(
     memory = settings.gpu_memory_gib(gpu_class)
     if not memory:  # no GPU, or unknown
         return None
-    settings = settings.of_class(gpu_class)
+    settings = settings.of_class(gpu_class, gpus)
     has_fleet = name in settings.samplers and not work.full
     sampler = "vllm" if has_fleet else sampler_of(entry, settings.sampler, "cuda", adapters=not work.full)
     assert sampler is not None, "machines with a GPU have a sampler"

@@ -81,7 +81,7 @@ def plan_training(
     """
     job = attempt.job
     samples = methods.variant(job.method, job.body) not in methods.OFFLINE
-    settings = _settings_of(settings, samples=samples)
+    settings = settings_of_run(settings, samples=samples)
     ranks = 1 if world is None else world.local_size
     rows = read_rows(attempt)
     base = inspect_base(job, settings, ranks, samples=samples)
@@ -134,9 +134,10 @@ def plan_training(
     )
 
 
-def _settings_of(settings: Settings, *, samples: bool) -> Settings:
+def settings_of_run(settings: Settings, *, samples: bool) -> Settings:
     """The settings of the worker's GPU class, as the job reads them."""
-    settings = settings.of_class(settings.gpu_class)
+    # The ranks of this machine: the job may have chosen other GPUs than its class has.
+    settings = settings.of_class(settings.gpu_class).model_copy(update={"ranks": settings.ranks})
     if samples:
         return settings
     # The trainer's own weights are the only ones in memory.

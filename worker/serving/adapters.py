@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from core.chat import Adapter
@@ -34,6 +35,7 @@ MODELS_KEPT = 4
 # A request that waits in vLLM's queue reads its adapter again when its turn comes, and vLLM's engine ends if the folder
 # is gone. No request waits for so long.
 SPARED_SECONDS = 3600.0
+GONE = ".gone-"  # prefix of folders that are being removed
 
 
 def folder_of_adapters(settings: Settings) -> Path:
@@ -60,57 +62,102 @@ class DiskBudget:
         self.max_bytes = max_bytes
         self.roots: list[Path] = []
         self._lock = threading.Lock()
-        self._downloading = 0  # bytes
+        self._downloads: dict[Path, int] = {}  # the bytes that each folder will have
 
     @contextmanager
-    def room(self, needed: int) -> Iterator[None]:
-        """Remove the least recently used folders until `needed` bytes have room, and reserve these for the context."""
+    def room(self, needed: int, scratch: Path) -> Iterator[None]:
+        """Remove the least recently used folders until `needed` bytes have room, and reserve these for the context.
+
+        Args:
+            scratch: the folder of the download, beside those of the cache.
+        """
         if not self.max_bytes:
             yield
             return
         with self._lock:
-            self._downloading += needed
+            self._downloads[scratch] = needed
             self._evict()
         try:
             yield
         finally:
             with self._lock:
-                self._downloading -= needed
+                del self._downloads[scratch]
 
     def _evict(self) -> None:
-        found = sorted(_used(root / name) for root in self.roots for name in _entries(root))
-        excess = self._downloading + sum(size for _, size, _ in found) - self.max_bytes
-        for used_ns, size, folder in found:
+        for root in self.roots:
+            _remove_set_aside(root)
+        folders = sorted(one for root in self.roots for one in _by_use(root))
+        excess = sum(self._downloads.values()) + sum(one.bytes for one in folders) - self.max_bytes
+        # Downloads of other processes, running or killed, need their bytes, too.
+        excess += sum(
+            _bytes(one) for root in self.roots for one in _hidden(root) if one not in self._downloads
+        )
+        for one in folders:
             if excess <= 0:
-                return
-            if time.time_ns() - used_ns < SPARED_SECONDS * 1e9:
+                break
+            if time.time_ns() - one.used_ns < SPARED_SECONDS * 1e9:
                 log.warning(
                     "removing %s, which requests may still use: more adapters are in use than "
                     "REGRAFT_ADAPTER_CACHE_BYTES, %d, has room for; enlarge the volume",
-                    folder,
+                    one.folder,
                     self.max_bytes,
                 )
-            _remove(folder)
-            excess -= size
+            excess -= one.bytes
+            _set_aside(one.folder)
+        for root in self.roots:
+            _remove_set_aside(root)
 
 
-def _entries(root: Path) -> list[str]:
-    return [one.name for one in os.scandir(root) if not one.name.startswith(".")] if root.exists() else []
+@dataclass(frozen=True, order=True)
+class _Cached:
+    """A folder of a cache; the least recently used one is the first in order."""
+
+    used_ns: int
+    folder: Path
+
+    @property
+    def bytes(self) -> int:
+        return _bytes(self.folder)
 
 
-def _used(folder: Path) -> tuple[int, int, Path]:
-    """When the folder was last used, in ns, and its bytes; zeros if another process has removed it."""
-    try:
-        return folder.stat().st_mtime_ns, sum(file.stat().st_size for file in folder.rglob("*")), folder
-    except FileNotFoundError:
-        return 0, 0, folder
+def _by_use(root: Path) -> list[_Cached]:
+    """The folders of a cache, the least recently used first."""
+    cached = []
+    for entry in os.scandir(root) if root.exists() else ():
+        if not entry.name.startswith("."):
+            with suppress(FileNotFoundError):  # another process has removed it
+                cached.append(_Cached(entry.stat().st_mtime_ns, root / entry.name))
+    return sorted(cached)
 
 
-def _remove(folder: Path) -> None:
+def _hidden(root: Path) -> list[Path]:
+    """The folders that are being downloaded or removed, also those that a killed process left."""
+    return (
+        [root / entry.name for entry in os.scandir(root) if entry.name.startswith(".")]
+        if root.exists()
+        else []
+    )
+
+
+def _bytes(folder: Path) -> int:
+    """The bytes of its files, as far as no other process removes them meanwhile."""
+    total = 0
+    for file in folder.rglob("*"):
+        with suppress(FileNotFoundError):
+            total += file.stat().st_size
+    return total
+
+
+def _set_aside(folder: Path) -> None:
     """Rename before removing, so that concurrent readers never see a partial folder."""
     with suppress(FileNotFoundError):  # another process has removed it
-        gone = folder.rename(folder.parent / f".gone-{uuid.uuid4().hex}")
-        shutil.rmtree(gone, ignore_errors=True)
+        folder.rename(folder.parent / f"{GONE}{uuid.uuid4().hex}")
+
+
+def _remove_set_aside(root: Path) -> None:
+    """Remove what `_set_aside` renamed, also in a process that was killed meanwhile."""
+    for folder in root.glob(f"{GONE}*"):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 class AdapterFolders:
@@ -184,7 +231,7 @@ class AdapterFolders:
                     for file in manifests.parse(manifest).files
                     if (not is_trainers(file.name) if adapter.is_whole else file.name in NEEDED)
                 ]
-                with self.budget.room(sum(file.bytes for file in files)):
+                with self.budget.room(sum(file.bytes for file in files), scratch):
                     for file in files:
                         manifests.download(self.blobs, adapter.prefix, file, scratch)
                     try:
@@ -200,20 +247,11 @@ class AdapterFolders:
             raise AdapterDamaged(f"{found}") from cause
 
     def _evict(self) -> None:
-        """Evict the oldest folders. Renames before removing, so that concurrent readers never see a partial folder."""
+        """Evict the least recently used folders beyond `max_folders`, except those that are spared."""
         with self._lock:
-            found = [one for one in os.scandir(self.root) if not one.name.startswith(".")]
-            if len(found) <= self.max_folders:
-                return
-            ages = {}
-            for one in found:
-                with suppress(FileNotFoundError):  # another process has evicted it
-                    ages[one.name] = one.stat().st_mtime_ns
             unused = time.time_ns() - int(self.spared_seconds * 1e9)
-            for name in sorted(ages, key=lambda name: ages[name])[: -self.max_folders]:
-                if ages[name] > unused:
+            for one in _by_use(self.root)[: -self.max_folders]:
+                if one.used_ns > unused:
                     break
-                with suppress(FileNotFoundError):
-                    (self.root / name).rename(self.root / f".gone-{uuid.uuid4().hex}")
-        for gone in self.root.glob(".gone-*"):  # left over by a process that was killed
-            shutil.rmtree(gone, ignore_errors=True)
+                _set_aside(one.folder)
+        _remove_set_aside(self.root)

@@ -15,7 +15,7 @@ from typing import Any
 from core.claims import Claim, LeaseLost
 from core.database.engine import Database, WakeMessage
 from core.database.tables import File, Job
-from core.jobs import estimates, events, lifecycle, usage
+from core.jobs import estimates, events, lifecycle, resources, usage
 from core.jobs.distillation import asked_of, teacher_of
 from core.jobs.full import is_full
 from core.jobs.job_files import SAME_FILE, BadFile, in_words
@@ -277,7 +277,14 @@ def _does_not_fit(settings: Settings, job: Job, rows: int, valid_rows: int) -> s
         return None
     asked = asked_of(job)
     return capacity.job_problem(
-        settings, job.model, entry, gpu_class=job.gpu_class, requested=asked, rows=rows, valid_rows=valid_rows
+        settings,
+        job.model,
+        entry,
+        gpu_class=job.gpu_class,
+        gpus=job.gpus,
+        requested=asked,
+        rows=rows,
+        valid_rows=valid_rows,
     )
 
 
@@ -287,7 +294,9 @@ def _estimate(
     """Estimate the job's cost from earlier jobs with its model; the run's own steps refine the estimate."""
     entry = Registry.load(settings.models_file).models.get(job.model)
     with database.read() as session:
-        past = estimates.history(session, model=job.model, gpu_class=job.gpu_class)
+        chosen = resources.resources_of(settings, job.gpu_class, job.gpus, job.nodes)
+        as_many = resources.with_as_many(settings, job.gpu_class, chosen)
+        past = estimates.history(session, model=job.model, gpu_class=job.gpu_class, where=as_many)
     if entry is None or past is None:
         return None
     asked = asked_of(job)

@@ -296,11 +296,7 @@ read: component, model (empty: all), tensorParallel, and the fields of the value
 {{- toJson $names -}}
 {{- end -}}
 
-{{/* Both, and those of them that KEDA scales. */}}
-{{- define "regraft.engines" -}}
-{{- concat (include "regraft.samplerComponents" . | fromJsonArray) (include "regraft.inferenceComponents" . | fromJsonArray) | toJson -}}
-{{- end -}}
-
+{{/* Those of both that KEDA scales. */}}
 {{- define "regraft.scaled" -}}
 {{- $names := list -}}
 {{- range .Values.samplers.fleets -}}
@@ -384,6 +380,18 @@ read: component, model (empty: all), tensorParallel, and the fields of the value
 {{- toJson $classes -}}
 {{- end -}}
 
+{{/* The most nodes that a job of a pool has. */}}
+{{- define "regraft.maxNodes" -}}
+{{- max (int (.nodes | default 1)) (int (.maxNodes | default 1)) -}}
+{{- end -}}
+
+{{/* What jobs of a pool may choose, as core/settings.py takes it; empty: nothing. */}}
+{{- define "regraft.sizes" -}}
+{{- if or (hasKey . "maxGpus") (hasKey . "maxNodes") -}}
+{{- dict "gpus" (int .gpus) "nodes" (int (.nodes | default 1)) "max_gpus" (int (.maxGpus | default .gpus)) "max_nodes" (include "regraft.maxNodes" . | int) | toJson -}}
+{{- end -}}
+{{- end -}}
+
 {{/* Of one pool. */}}
 {{- define "regraft.gpuClass" -}}
 {{- $class := dict -}}
@@ -394,6 +402,9 @@ read: component, model (empty: all), tensorParallel, and the fields of the value
 {{- end -}}
 {{- if eq (include "regraft.mode" .) "job" -}}
 {{- $_ := set $class "in_kubernetes_jobs" true -}}
+{{- end -}}
+{{- with include "regraft.sizes" . -}}
+{{- $_ := set $class "sizes" (fromJson .) -}}
 {{- end -}}
 {{- $pool := . -}}
 {{- range $from, $to := dict "gpuMemoryGiB" "gpu_memory_gib" "kvCacheGiB" "kv_cache_gib" "trainTokenBudget" "train_token_budget" "sampler" "sampler" -}}
@@ -675,7 +686,7 @@ is a fifth of the product.
 {{- $classes = append $classes .gpuClass -}}
 {{- $said := include "regraft.gpuClass" . -}}
 {{- if ne (get $perClass .gpuClass | default $said) $said -}}
-{{- $wrong = append $wrong (printf "workers: the pool %s and another of the gpuClass %s differ in mode, gpus, samplingGpus, gpuMemoryGiB, kvCacheGiB, trainTokenBudget or sampler; pools of the same gpuClass must be equal, so give one of them another gpuClass" .name .gpuClass) -}}
+{{- $wrong = append $wrong (printf "workers: the pool %s and another of the gpuClass %s differ in mode, gpus, samplingGpus, maxGpus, maxNodes, gpuMemoryGiB, kvCacheGiB, trainTokenBudget or sampler; pools of the same gpuClass must be equal, so give one of them another gpuClass" .name .gpuClass) -}}
 {{- end -}}
 {{- $_ := set $perClass .gpuClass $said -}}
 {{- if and (hasKey . "gpuMemoryGiB") (eq (int .gpus) 0) -}}
@@ -685,6 +696,18 @@ is a fifth of the product.
 {{- $wrong = append $wrong (printf "workers: the pool %s has %d samplingGpus, which must be below its gpus, %d: the others learn" .name (int .samplingGpus) (int .gpus)) -}}
 {{- end -}}
 {{- $mode := include "regraft.mode" . -}}
+{{- if include "regraft.sizes" . -}}
+{{- if not (and $v.dispatcher.enabled (eq $mode "job") (gt (int .gpus) 0)) -}}
+{{- $wrong = append $wrong (printf "workers: the pool %s has maxGpus or maxNodes, up to which jobs choose theirs; only a pool of Jobs with gpus and with dispatcher.enabled starts pods of different sizes" .name) -}}
+{{- end -}}
+{{- if or (lt (int (.maxGpus | default .gpus)) (int .gpus)) (lt (int (.maxNodes | default .nodes | default 1)) (int (.nodes | default 1))) -}}
+{{- $wrong = append $wrong (printf "workers: maxGpus and maxNodes of the pool %s must not be below its gpus and nodes, which jobs have that do not choose" .name) -}}
+{{- end -}}
+{{- $chosen := include "regraft.poolSettings" (dict "root" $ "pool" .) | fromJson -}}
+{{- if and (hasKey $chosen "engines") (ne (toString $chosen.engines) "auto") -}}
+{{- $wrong = append $wrong (printf "workers: the pool %s has a number of engines, and jobs choose their GPUs; set engines to auto for the pool" .name) -}}
+{{- end -}}
+{{- end -}}
 {{- if eq $mode "job" -}}
 {{- with get $jobPools .gpuClass -}}
 {{- $wrong = append $wrong (printf "workers: the pools %s and %s both start Jobs for the gpuClass %s, and each would start one for every job; make them one pool with a larger maxReplicas, or give one of them another gpuClass" . $pool.name $pool.gpuClass) -}}
@@ -708,7 +731,7 @@ is a fifth of the product.
 {{- if not (or $v.metrics.enabled $v.dispatcher.enabled) -}}
 {{- $wrong = append $wrong (printf "metrics.enabled: set it, because KEDA reads the length of the queue of the pool %s from the metrics of the API" .name) -}}
 {{- end -}}
-{{- if and (gt (int .nodes) 1) (not (hasKey . "trainingRuntime")) (semverCompare "<1.33-0" $.Capabilities.KubeVersion.Version) -}}
+{{- if and (gt (include "regraft.maxNodes" . | int) 1) (not (hasKey . "trainingRuntime")) (semverCompare "<1.33-0" $.Capabilities.KubeVersion.Version) -}}
 {{- $wrong = append $wrong (printf "workers: the pool %s has nodes, which need Kubernetes 1.33 (success policies of Jobs)" .name) -}}
 {{- end -}}
 {{- else -}}
@@ -723,7 +746,7 @@ is a fifth of the product.
 {{- end -}}
 {{- if gt (int (dig "replicas" 1 .)) 0 -}}{{- $permanent = true -}}{{- end -}}
 {{- end -}}
-{{- if and (gt (int .nodes) 1) (gt (len (printf "%s-worker-%s" (include "regraft.name" $) .name)) 48) -}}
+{{- if and (gt (include "regraft.maxNodes" . | int) 1) (gt (len (printf "%s-worker-%s" (include "regraft.name" $) .name)) 48) -}}
 {{- $wrong = append $wrong (printf "workers: the pool %s has nodes, and the names of its pods would be too long; shorten its name or the release's name" .name) -}}
 {{- end -}}
 {{- end -}}
