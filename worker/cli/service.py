@@ -17,7 +17,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import TextIO
 
 import uvicorn
@@ -111,6 +110,12 @@ def raise_descriptor_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
+def handle_stop_signals(stop: Callable[[], None]) -> None:
+    """Call `stop` at SIGTERM and Ctrl-C, which do not end the process. Call this in the main thread."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: stop())
+
+
 def up(arguments: argparse.Namespace) -> int:
     settings, listening = own_address(configured(arguments))
     with (
@@ -171,8 +176,7 @@ def run_jobs(settings: Settings, jobs: int, idle_seconds: float) -> int:
             store_problem=lambda: self_test.self_test(store, self_test.new_key()).cause,
             has_members=has_members,
         )
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda number, frame: one_shot.stop())
+        handle_stop_signals(one_shot.stop)
         if TERMINATED.is_set():
             one_shot.stop()
         for collector in one_shot.collectors:
@@ -415,8 +419,7 @@ def work(
     """Serve this machine's queue until SIGTERM or Ctrl-C, then drain. Returns 1 if it stops because a thread ended."""
     database, blobs = open_stores(settings)
     stopping = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, frame: stopping.set())
+    handle_stop_signals(stopping.set)
     with group_of(settings) as has_members, tracing.exported(settings.otlp_endpoint, "regraft-worker"):
         worker = WorkerService(settings, database, blobs, backends, prepare_request, has_members)
         worker.start(on_failure=stopping.set)
@@ -470,8 +473,7 @@ def dispatcher(arguments: argparse.Namespace) -> int:
         prepare(settings, first_key=False)
         database = Database(settings.database)
         stopping = threading.Event()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda number, frame: stopping.set())
+        handle_stop_signals(stopping.set)
         passes = Dispatcher(
             database, kubernetes, partial(templates.load, folder), defaults=settings.default_limits
         )
@@ -491,8 +493,7 @@ def serve_group(settings: Settings) -> int:
     check_device(settings)
     private.make_folder(settings.data_dir)
     stopping = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, frame: stopping.set())
+    handle_stop_signals(stopping.set)
     # A launcher waits for the other machines of a run for the patience, without a sign of life.
     launching = Member(settings.hang_seconds + settings.patience_seconds)
     launching.start()
@@ -521,8 +522,7 @@ def serve_api(
     app = create_app(settings, database, blobs, registry, backends, WakeUps(send), rates)
     # uvicorn stops at a signal and then raises it again; without our own handler the second signal would
     # terminate the process before the worker has drained.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _already_stopping)
+    handle_stop_signals(lambda: None)
     traced = tracing.exported(settings.otlp_endpoint, "regraft-api")
     config = uvicorn.Config(
         app,
@@ -537,10 +537,6 @@ def serve_api(
     log.info("serving http://%s/v1", HostPort(settings.host, settings.port))
     with traced:
         Server(config, app.state.service.shutdown).run([port])
-
-
-def _already_stopping(number: int, frame: FrameType | None) -> None:
-    return None
 
 
 def inference(arguments: argparse.Namespace) -> int:
@@ -571,8 +567,7 @@ def inference(arguments: argparse.Namespace) -> int:
             from worker.serving.server import serve
             from worker.serving.serving_metrics import VllmMetrics
 
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, _already_stopping)  # as in serve_api
+        handle_stop_signals(lambda: None)  # as in serve_api
         listening.listen(512)
         add_collector(VllmMetrics())
         log.info("serving inference on http://%s/v1", HostPort(settings.host, listening.getsockname()[1]))
