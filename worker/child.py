@@ -326,19 +326,18 @@ def run_claim(
     """Run the job of a claim, a line of stdin, and return the exit status."""
     database = Database(settings.database)
     blobs = blobs_of(settings)
-    _, _, *folder = line.rstrip("\n").split(" ", 2)
     PROGRESS.begin()
     claim = claim_of(line)
     beat = beats_into(progress)
     # Once for the operator, with the supervisor's own log, and once for the job's log.
     logs.configure([logs.handler(settings.log_format, sys.stdout), logs.handler("text", sys.stderr)])
     try:
-        shared = None
-        if folder:  # the job shares the device and its base model
-            places = process.DeviceSockets(Path(folder[0]))
-            shared = DeviceShare.join(places, settings.jobs_per_worker, beat)
         attempt = Attempt.begin(
-            claim, database, blobs, patience_seconds=settings.patience_seconds, shared=shared
+            claim,
+            database,
+            blobs,
+            patience_seconds=settings.patience_seconds,
+            shared=device_share(line, settings, beat),
         )
     except LeaseLost:
         return process.LOST
@@ -401,6 +400,14 @@ def failed(attempt: Attempt, mistake: UserMistake) -> int:
     except LeaseLost:  # or another thread has recorded what another rank has met
         return process.LOST
     return process.USER_MISTAKE
+
+
+def device_share(line: str, settings: Settings, beat: Beat) -> DeviceShare | None:
+    """Join the other jobs of the device and of the base model that a line of stdin names. None: it names none."""
+    _, _, *folder = line.rstrip("\n").split(" ", 2)
+    if not folder:
+        return None
+    return DeviceShare.join(process.DeviceSockets(Path(folder[0])), settings.jobs_per_worker, beat)
 
 
 def claim_of(line: str) -> Claim:

@@ -78,26 +78,38 @@ def of_step(
     data |= _sampling_speed([*train_P, *resampled_P], seconds, ahead_seconds)
     if update is not None and seconds.get("training"):
         data["training_tokens_per_second"] = update.trained_tokens / seconds["training"]
+    data |= _of_graders(graders, splits, resampled_P)
+    step_seconds = dict.fromkeys(PHASES, 0.0) | dict(seconds) | {"full_iteration": sum(seconds.values())}
+    data["timing"] = {
+        "step": step_seconds,
+        "graders": _per_grader(graders, splits, _latency_fields),
+    }
+    return StepMetrics(**data)
+
+
+def _of_graders(
+    graders: Sequence[GraderPart],
+    splits: Sequence[tuple[str, Sequence[Group]]],
+    resampled_P: Sequence[Group],
+) -> dict[str, Any]:
+    """The scores, errors and tokens of each grader in each split."""
     is_combined = any(part.key is not None for part in graders)
     score_fields = _part_score_fields if is_combined else _score_fields
-    data["scores"] = {"graders": _per_grader(graders, splits, score_fields)}
-    for split, groups_P in splits:
-        data["scores"][f"{split}_reward_mean"] = mean_reward(groups_P)
-    data["errors"] = {"graders": _per_grader(graders, splits, _error_fields)}
-    data["timing"] = {
-        "step": dict.fromkeys(PHASES, 0.0) | dict(seconds) | {"full_iteration": sum(seconds.values())},
-        "graders": _per_grader(graders, splits, _latency_fields),
+    means = {f"{split}_reward_mean": mean_reward(groups_P) for split, groups_P in splits}
+    data: dict[str, Any] = {
+        "scores": {"graders": _per_grader(graders, splits, score_fields)} | means,
+        "errors": {"graders": _per_grader(graders, splits, _error_fields)},
     }
     # The judges read the resampled answers too; the other numbers by grader are of the step's own prompts.
     judged = [
-        (split, [*train_P, *resampled_P] if split == "train" else groups_P) for split, groups_P in splits
+        (split, [*groups_P, *resampled_P] if split == "train" else groups_P) for split, groups_P in splits
     ]
-    used = {name: usage for name, groups_P in judged if (usage := _tokens_used(groups_P))}
+    used = {split: usage for split, groups_P in judged if (usage := _tokens_used(groups_P))}
     if used:
         data["model_graders_token_usage"] = usage_by_model(used)
         rows = _per_grader(graders, judged, _usage_fields)
         data["usage"] = {"graders": [row for row in rows if "model" in row]}
-    return StepMetrics(**data)
+    return data
 
 
 def _staleness(step: int, train_P: Sequence[Group]) -> dict[str, float]:

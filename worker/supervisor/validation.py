@@ -110,15 +110,14 @@ def validate_next(
             resource = outage(cause)
             if resource is Resource.DATABASE:
                 raise
+            reason = f"the {resource} was unavailable for {settings.patience_seconds:g} s: {cause}"
             if resource is None:
                 log.exception("the validation of %s failed", claim.job_id)
+                reason = f"the validation failed: {first_line(cause)}"
             with suppress(LeaseLost), lifecycle.fenced(database, claim) as (session, job):
                 if stopping is not None and stopping.is_set():
                     lifecycle.release(session, job)
                 else:
-                    reason = f"the {resource} was unavailable for {settings.patience_seconds:g} s: {cause}"
-                    if resource is None:
-                        reason = f"the validation failed: {first_line(cause)}"
                     lifecycle.crashed(session, job, reason=reason, max_failures=settings.max_failures)
             return []
 
