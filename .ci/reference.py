@@ -20,6 +20,7 @@ from typing import Any, get_args
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / ".ci")]
 
+import client_literals
 import client_types
 import schemas
 import sync_client
@@ -88,6 +89,7 @@ def generated() -> dict[Path, str]:
         | {
             schemas.COMMITTED: schemas.text_of(document) + "\n",
             client_types.GENERATED: client_types.generated(document),
+            client_literals.GENERATED: client_literals.generated(document),
         }
         | sync_client.generated()
     )
