@@ -99,12 +99,12 @@ def recorded(step: StepMetrics) -> None:
         MIXED.set(step.groups_mixed_share)
 
 
-class ObservedSampler:
+class InstrumentedSampler:
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
 
     def sample(self, prompts_P: Sequence[Prompt], sampling: Sampling) -> AsyncIterator[Answer]:
-        answers = self._sampler.sample(prompts_P, sampling)  # called eagerly, as in WatchedSampler
+        answers = self._sampler.sample(prompts_P, sampling)  # called eagerly, as in HeartbeatSampler
         return self._observed(answers, len(prompts_P) * sampling.group_size, validates=sampling.step == 0)
 
     async def _observed(
@@ -117,7 +117,7 @@ class ObservedSampler:
             yield answer
 
 
-class ObservedGrader:
+class InstrumentedGrader:
     """Counts each grader of a multi or a select by its own type."""
 
     def __init__(self, grader: Grader, spec: GraderSpec) -> None:

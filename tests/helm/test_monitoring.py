@@ -17,7 +17,7 @@ from core.settings import Settings
 from core.storage.disk import Disks
 from core.storage.store import FolderBlobs
 from core.telemetry.metrics import COUNTED
-from core.telemetry.service_metrics import ServiceFigures, StoreFigures
+from core.telemetry.service_metrics import ServiceCollector, StoreCollector
 from tests import factories
 from tests.helm.charts import CHART, ROOT, VARIATIONS, of_kind, pods, profile, render
 from tests.helm.test_policy import allowed
@@ -52,8 +52,8 @@ def exported(sqlite_database: Database, tmp_path: Path) -> set[Any]:
     collectors = [
         COUNTED,
         instruments.COUNTED,
-        ServiceFigures(sqlite_database, patience=60),
-        StoreFigures(FolderBlobs(tmp_path), patience=60),
+        ServiceCollector(sqlite_database, patience=60),
+        StoreCollector(FolderBlobs(tmp_path), patience=60),
         TwoGpus(),
         Runs("cpu"),
         Disks(Settings(data_dir=tmp_path)),

@@ -77,7 +77,7 @@ def moved(policy: Policy, by: float) -> list[Tensor]:
 
 def teacher(policy: Policy, by: float) -> PolicyTeacher:
     weights = moved(policy, by)
-    return PolicyTeacher(policy, partial(policy.wearing, weights), token_budget=512)
+    return PolicyTeacher(policy, partial(policy.with_weights, weights), token_budget=512)
 
 
 def sampled(policy: Policy) -> list[tuple[Prompt, list[Rollout]]]:
@@ -163,7 +163,7 @@ def distilling(
     run = bench.run(n_epochs=epochs, **chosen)
     trainer = PeftTrainer(policy, run.experience.settings, token_budget=512)
     weights = moved(make_policy(), 0.3)
-    teaching = PolicyTeacher(policy, partial(policy.wearing, weights), token_budget=512)
+    teaching = PolicyTeacher(policy, partial(policy.with_weights, weights), token_budget=512)
     rewards = TeacherRewards(teaching, temperature=1.0)
     sampler = TransformersSampler(policy)
     run.experience = replace(run.experience, graders=(), rewards=rewards, sampler=sampler, trainer=trainer)
@@ -310,7 +310,7 @@ def test_an_adapter_that_teaches_leaves_the_student_as_it_was(
 ) -> None:
     other, student = make_policy(), make_policy()
     weights = moved(other, 0.3)
-    with other.wearing(weights):
+    with other.with_weights(weights):
         other.save(tmp_path / "adapter")
     before = [one.detach().clone() for one in student.trainable]
     tuned = Parent("ft:tiny:x", "ftjob-1", 3, "ckpt-1", "adapter", {})

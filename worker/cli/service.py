@@ -44,7 +44,7 @@ from core.storage.disk import Disks
 from core.storage.store import ATTEMPTS, BlobStore, StoreEmpty, blobs_of
 from core.telemetry import logs, metrics, tracing
 from core.telemetry.metrics import MetricsCollector
-from core.telemetry.service_metrics import ServiceFigures, StoreFigures
+from core.telemetry.service_metrics import ServiceCollector, StoreCollector
 from core.tenancy import keys, sessions
 from graders.backends import Backends, InvalidBackends
 from graders.sandbox import pool
@@ -68,7 +68,7 @@ from worker.members.member import Member
 from worker.model.export import export_to
 from worker.packages import vllm_version
 from worker.process import importing, quiet_environment
-from worker.recording.exporters.choice import problem as sinks_problem
+from worker.recording.exporters.choice import problem as exporters_problem
 from worker.serving.launcher import InferenceServer, own_address
 from worker.supervisor import liveness, retention
 from worker.supervisor.app import WorkerService
@@ -351,7 +351,7 @@ def _check_tls_files(settings: Settings) -> None:
 
 
 def _check_exporters(settings: Settings) -> None:
-    if (problem := sinks_problem(settings)) is not None:
+    if (problem := exporters_problem(settings)) is not None:
         raise UsageError(problem)
 
 
@@ -394,7 +394,7 @@ def serve_all(
         worker = WorkerService(settings, database, blobs, backends, prepare_request, has_members)
         worker.start(on_failure=lambda: os.kill(os.getpid(), signal.SIGTERM))
         try:
-            for collector in (*service_collectors(settings, database), *worker.figures):
+            for collector in (*service_collectors(settings, database), *worker.collectors):
                 add_collector(collector)
             serve_api(settings, database, blobs, backends, worker.send, port, UP_DRAINS_REQUESTS_SECONDS)
         finally:
@@ -407,10 +407,10 @@ def service_collectors(settings: Settings, database: Database) -> tuple[MetricsC
     """The metrics of a process with the API."""
     blobs = open_blobs_of(settings, attempts=1)  # an outage is visible at once
     classes = {settings.gpu_class, *settings.gpu_classes}
-    figures = ServiceFigures(
+    collector = ServiceCollector(
         database, settings.default_limits, classes, settings.pod_classes, settings.samplers
     )
-    return figures, StoreFigures(blobs)
+    return collector, StoreCollector(blobs)
 
 
 def work(
@@ -423,7 +423,7 @@ def work(
     with group_of(settings) as has_members, tracing.exported(settings.otlp_endpoint, "regraft-worker"):
         worker = WorkerService(settings, database, blobs, backends, prepare_request, has_members)
         worker.start(on_failure=stopping.set)
-        for collector in worker.figures:
+        for collector in worker.collectors:
             add_collector(collector)
         stopping.wait()
         worker.stop()

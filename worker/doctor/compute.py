@@ -54,7 +54,7 @@ def collective(device: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         receiver, sender = context.Pipe(duplex=False)
         ranks = [
-            context.Process(target=be_rank, args=(rank, size, device, f"{folder}/store", sender))
+            context.Process(target=run_rank, args=(rank, size, device, f"{folder}/store", sender))
             for rank in range(size)
         ]
         for rank in ranks:
@@ -79,7 +79,7 @@ def context_of(device: str) -> ForkContext | SpawnContext:
     return multiprocessing.get_context("spawn") if device == "cuda" else multiprocessing.get_context("fork")
 
 
-def be_rank(rank: int, size: int, device: str, store: str, results: Any) -> None:
+def run_rank(rank: int, size: int, device: str, store: str, results: Any) -> None:
     from torch._C._distributed_c10d import FileStore
 
     from worker.training.world import World

@@ -140,6 +140,6 @@ def read_adapter(parent: Parent, policy: Policy, adapters: Adapters) -> list[tor
                 f"The adapter of '{parent.model}', which is the job's teacher, cannot be read: {damage}.",
                 PARAM,
             ) from damage
-        with policy.wearing(weights), torch.no_grad():
+        with policy.with_weights(weights), torch.no_grad():
             policy.load(Path(folder))
     return weights

@@ -27,7 +27,7 @@ from worker.recording.recorder import JobRecorder
 from worker.sampling import Sampler
 from worker.sampling.fleet import FleetConfig
 from worker.sampling.vllm import VllmSampler
-from worker.sharing.device_wish import DeviceWish
+from worker.sharing.memory_request import MemoryRequest
 from worker.training.distributed import LoadModel, RankTeacher, load_checked, loading
 from worker.training.gradient import keep_memory
 from worker.training.loading import LoadingTrainer, SamplerMeanwhile
@@ -86,7 +86,7 @@ class BackgroundPolicy:
 
         def load() -> Trainer:
             # A job that shares its base is never loaded in the background.
-            ask = DeviceWish.of(self.plan.settings).express
+            ask = MemoryRequest.of(self.plan.settings).make
             with later_if_memory_is_taken(self.plan.base.device, beside_others=False, ask=ask):
                 loaded = load_policy(self.plan)
             loaded.report(recorder)

@@ -4,8 +4,8 @@ from functools import partial
 
 from graders.spec import GraderSpec
 from graders.types import Grader
-from worker.heartbeat import WatchedSampler, WatchedTrainer
-from worker.instruments import ObservedSampler
+from worker.heartbeat import HeartbeatSampler, HeartbeatTrainer
+from worker.instruments import InstrumentedSampler
 from worker.interfaces import Scorer, Trainer
 from worker.model import compatibility_cache
 from worker.model.architecture import has_experts
@@ -49,9 +49,9 @@ def rollout_experience(
         graders=grader_parts(spec),
         train_prompts=task.train,
         valid_prompts=task.valid,
-        sampler=ObservedSampler(WatchedSampler(sampler, beat)),
+        sampler=InstrumentedSampler(HeartbeatSampler(sampler, beat)),
         rewards=scorer_of(plan, task, start.policy, grader),
-        trainer=WatchedTrainer(trainer, beat),
+        trainer=HeartbeatTrainer(trainer, beat),
         failing_steps=settings.failing_steps,
         response_schema=task.response_schema,
         gpus=plan.gpus,

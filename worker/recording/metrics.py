@@ -184,7 +184,7 @@ def ungraded(groups_P: Sequence[Group]) -> Ungraded | None:
 
 
 @dataclass(frozen=True)
-class Silence:
+class NoSignal:
     """A step from which nothing can be learned. `is_success`: because the model has learned what there was to learn."""
 
     message: str
@@ -193,7 +193,7 @@ class Silence:
 
 def no_signal(
     groups_P: Sequence[Group], settings: Resolved, steps: Steps = (), *, cause_known: bool = False
-) -> Silence | None:
+) -> NoSignal | None:
     """A sentence about a step from which nothing can be learned; None if some group had signal.
 
     `steps` are those before it. Where the first of them had a much higher training reward, the model has collapsed, and
@@ -213,20 +213,20 @@ def no_signal(
     kind, _ = kinds.most_common(1)[0]
     silence = f"No signal: in none of the {len(groups_P)} groups did the answers differ in score."
     if cause_known:
-        return Silence(silence)
+        return NoSignal(silence)
     reward, earlier = mean_reward(groups_P), first(steps, "train_mean_reward")
     if reward is not None and earlier is not None and _has_fallen(reward, steps, len(_grades(groups_P))):
         step, before = earlier
-        return Silence(
+        return NoSignal(
             f"{silence} The model has collapsed: its mean reward is {reward:.2f}, and that of step {step} was "
             f"{before:.2f}. Lower the learning rate."
         )
     if kind == "all_one" and any(step.has_signal for step in steps):
-        return Silence(
+        return NoSignal(
             f"{silence} Mostly all answers scored 1: the model has learned the prompts of this step.",
             is_success=True,
         )
-    return Silence(f"{silence} Mostly {what[kind]}.")
+    return NoSignal(f"{silence} Mostly {what[kind]}.")
 
 
 def _has_fallen(reward: float, steps: Steps, answers: int) -> bool:

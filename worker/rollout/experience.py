@@ -73,7 +73,7 @@ class Collector:
         if self.settings.off_policy_steps:
             return await self._from_before(step, clock), []
         groups_P = await self._learn(self.prompts.batch(step), step, clock)
-        return groups_P, await self._replace_silent(step, groups_P, clock)
+        return groups_P, await self._resample_zero_variance(step, groups_P, clock)
 
     async def sampler_is_free(self, clock: Clock) -> None:
         """Wait until sampling ahead has completed, and keep its groups."""
@@ -148,7 +148,9 @@ class Collector:
                 await DEVICE_WORK.run(self.trainer.add, group)
         return trained_P
 
-    async def _replace_silent(self, step: int, groups_P: Sequence[Group], clock: Clock) -> list[Group]:
+    async def _resample_zero_variance(
+        self, step: int, groups_P: Sequence[Group], clock: Clock
+    ) -> list[Group]:
         """Replace zero-variance groups by DAPO's dynamic sampling (section 3.2), within a budget."""
         resampled_P: list[Group] = []
         silent = sum(not self._has_signal(group) for group in groups_P)

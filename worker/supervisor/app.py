@@ -67,7 +67,7 @@ class WorkerService:
         self.reconciler = Reconciler(settings, database, blobs, self.send, wake=lambda task: wakes[task]())
         self.deliveries = Deliveries(database, Outgoing(settings.private_hosts))
         gpus = Gpus()
-        self.figures: tuple[MetricsCollector, ...] = (self.supervisor.runs, gpus)
+        self.collectors: tuple[MetricsCollector, ...] = (self.supervisor.runs, gpus)
         self.reporter = Reporter(settings, database, self.supervisor.owner, gpus, self.supervisor.memory)
         self.consumer = Consumer(self.celery, [DEFAULT_QUEUE, gpu_queue(settings.gpu_class)])
         self.failed = False

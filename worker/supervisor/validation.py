@@ -47,7 +47,7 @@ from graders.spec import (
 from graders.template import Path, Reference, RenderError, Template
 from graders.types import Grade, Grader, Item, Sample
 from worker.attempt import report_outage
-from worker.heartbeat import WatchedGrader
+from worker.heartbeat import HeartbeatGrader
 from worker.model import capacity
 from worker.refusals import UserMistake, first_line
 from worker.supervisor.lease import LeaseKeeper
@@ -326,7 +326,7 @@ async def _doubt(
     lease.when_lost(lambda: loop.call_soon_threadsafe(running.cancel))
     try:
         async with backends.open(spec, owner=owner, ledger=ledger) as grader:
-            return await dry_run(WatchedGrader(grader, lease.moved), spec, rows, schema=schema)
+            return await dry_run(HeartbeatGrader(grader, lease.moved), spec, rows, schema=schema)
     except asyncio.CancelledError:
         lease.progressed()
         raise
