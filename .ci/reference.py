@@ -46,7 +46,7 @@ METRIC_MODULES = {
     "API": ["api.http.request_metrics"],
     "database (read by the API)": ["core.telemetry.service_metrics"],
     "disk (API and worker)": ["core.storage.disk"],
-    "worker": ["worker.supervisor.telemetry"],
+    "worker": ["worker.telemetry"],
     "run": ["worker.instruments"],
     "inference": ["worker.serving.serving_metrics"],
 }

@@ -34,10 +34,10 @@ from graders.build import build
 from graders.spec import parse_grader
 from tests import factories
 from worker.attempt import Attempt
+from worker.history import History
 from worker.model.policy import Policy, load_base, render
 from worker.recording.checkpoints import JobCheckpoints
 from worker.recording.exporters.threads import ExporterThreads
-from worker.recording.history import History
 from worker.recording.monitors import check
 from worker.recording.recorder import JobRecorder
 from worker.rollout.experience import Rewards, RolloutExperience, grader_parts

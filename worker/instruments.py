@@ -22,7 +22,7 @@ from worker import process
 from worker import progress as what_it_does
 from worker.progress import PROGRESS, repeated
 from worker.sampling import Answer, Sampler, Sampling
-from worker.supervisor.telemetry import Sandbox
+from worker.telemetry import Sandbox
 from worker.types import Prompt
 
 WRITE_SECONDS = 5.0

@@ -25,7 +25,7 @@ from tests.helm.test_service import environment
 from tests.present import untyped
 from worker import instruments
 from worker.serving import serving_metrics
-from worker.supervisor.telemetry import Gpus, Runs, Sandbox
+from worker.telemetry import Gpus, Runs, Sandbox
 
 RULES = CHART / "files/rules.yaml"
 DASHBOARD = CHART / "files/dashboard.json"

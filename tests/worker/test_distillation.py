@@ -25,9 +25,9 @@ from worker.clock import Clock
 from worker.model import memory, sizing
 from worker.model.memory import DeviceMemory
 from worker.model.policy import Policy, read_config
-from worker.model.teachers import TeacherModel, inspect_teacher, load_teacher, read_adapter
 from worker.prepare.memory_plan import plan_memory
 from worker.prepare.model import BaseModel
+from worker.prepare.teachers import TeacherModel, inspect_teacher, load_teacher, read_adapter
 from worker.refusals import UserMistake
 from worker.rollout.distillation_rewards import TeacherRewards
 from worker.sampling import Sampling, grouped

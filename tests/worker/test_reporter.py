@@ -15,7 +15,7 @@ from core.telemetry.checkup import DoctorResult
 from core.telemetry.workers import Seen
 from tests.worker.kernel import GIB, FakeKernel
 from worker.supervisor.reporter import Reporter
-from worker.supervisor.telemetry import Gpus
+from worker.telemetry import Gpus
 
 
 class TwoGpus(Gpus):

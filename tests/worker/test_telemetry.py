@@ -17,7 +17,7 @@ from tests.present import untyped
 from tests.worker.conftest import GRADER, Bench
 from worker import instruments
 from worker.instruments import InstrumentedGrader
-from worker.supervisor.telemetry import Gpus, Runs, Sandbox, SandboxLayers
+from worker.telemetry import Gpus, Runs, Sandbox, SandboxLayers
 
 
 def read(collector: Runs | Gpus | Sandbox | SandboxLayers) -> dict[Any, Any]:

@@ -65,15 +65,15 @@ from worker.dispatch.dispatcher import Dispatcher
 from worker.dispatch.kubernetes import KubernetesApi
 from worker.members.gathering import address_of, gathered
 from worker.members.member import Member
-from worker.model.export import export_to
 from worker.packages import vllm_version
 from worker.process import importing, quiet_environment
 from worker.recording.exporters.choice import problem as exporters_problem
+from worker.serving.export import export_to
 from worker.serving.launcher import InferenceServer, own_address
 from worker.supervisor import liveness, retention
 from worker.supervisor.app import WorkerService
 from worker.supervisor.one_shot import OneShot
-from worker.supervisor.telemetry import Gpus, Sandbox, SandboxLayers
+from worker.telemetry import Gpus, Sandbox, SandboxLayers
 
 log = logging.getLogger("regraft")
 

@@ -29,7 +29,7 @@ from core.tenancy.limits import Limits
 from worker.dispatch.kubernetes import KubernetesApi, Manifest, ManifestRefused
 from worker.dispatch.templates import JOB_LABEL, QUEUE_LABEL, InvalidTemplates, JobTemplate, name_of
 from worker.supervisor.item_failures import ItemFailures
-from worker.supervisor.telemetry import PASS_FAILURES
+from worker.telemetry import PASS_FAILURES
 
 log = logging.getLogger(__name__)
 

@@ -22,9 +22,9 @@ from worker.doctor.exact import BOUNDS, SIZES, gradient_difference, logprob_diff
 from worker.model.batch import tensors_of
 from worker.model.policy import Policy
 from worker.model.token_logprobs import logprobs
-from worker.rollout.sampler_gate import BOUNDS as GAPS
 from worker.sampling import Answer, Sampling, grouped
 from worker.sampling.vllm import VllmSampler, with_own_engines
+from worker.training.sampler_gate import BOUNDS as GAPS
 from worker.types import Pack, Prompt, Rollout, TrainingSequence
 
 REDUCED_BYTES = 64 << 20

@@ -51,6 +51,7 @@ from worker.model.decoding import (
     RowDecoding,
     row_bytes,
 )
+from worker.model.json_schema import Vocabulary
 from worker.model.model_structure import Head, Parts, parts_of
 from worker.model.reasoning import Reasoning
 from worker.model.sizing import Shape
@@ -67,7 +68,6 @@ from worker.refusals import (
     UnsupportedModel,
     first_line,
 )
-from worker.sampling.json_schema import Vocabulary
 
 # The name of a reward model's head beside its adapter: as PEFT saves that of a sequence classifier.
 REWARD_HEAD = "base_model.model.score.weight"

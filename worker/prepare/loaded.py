@@ -11,16 +11,16 @@ from core.jobs.hyperparameters import Resolved
 from core.results.lineage import Parent
 from worker.attempt import Attempt
 from worker.interfaces import Trainer
-from worker.model import teachers
 from worker.model.compatibility import ForwardVerdict
 from worker.model.memory import later_if_memory_is_taken
 from worker.model.meta_policy import unloaded_policy
 from worker.model.parent import start_from, whole_weights
 from worker.model.policy import Policy
-from worker.model.teachers import TeacherModel
+from worker.prepare import teachers
 from worker.prepare.model import shared_by
 from worker.prepare.scorers import scores_here
 from worker.prepare.task import PromptTask
+from worker.prepare.teachers import TeacherModel
 from worker.prepare.training_plan import TrainingPlan
 from worker.recording.checkpoints import JobCheckpoints
 from worker.recording.recorder import JobRecorder

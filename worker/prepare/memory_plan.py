@@ -10,9 +10,9 @@ from core.settings import Settings
 from worker.model import sizing
 from worker.model.memory import DeviceMemory
 from worker.model.sizing import MemoryPlan, Workload
-from worker.model.teachers import TeacherModel
 from worker.prepare.model import BaseModel
 from worker.prepare.scorers import scores_here
+from worker.prepare.teachers import TeacherModel
 from worker.progress import PROGRESS
 from worker.refusals import MemoryTaken, UserMistake
 from worker.sharing.base import RunsAlone, SharedBase

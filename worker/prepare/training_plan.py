@@ -16,13 +16,13 @@ from graders.spec import GraderSpec
 from worker.attempt import Attempt
 from worker.heartbeat import Beat
 from worker.model.sizing import MemoryPlan, Workload
-from worker.model.teachers import TeacherModel
 from worker.prepare.memory_plan import plan_memory, takes_turns
 from worker.prepare.model import BaseModel, inspect_model, refuse_full, refuse_to_share
 from worker.prepare.row_task import RowTask, prepare_rows
 from worker.prepare.run_memory import RunMemory, with_limits
 from worker.prepare.scorers import reward_models, teacher_model
 from worker.prepare.task import PromptTask, is_off_policy, prepare_task
+from worker.prepare.teachers import TeacherModel
 from worker.recording.checkpoints import JobCheckpoints
 from worker.rollout.rows import Rows, read_rows
 from worker.sampling.fleet import FleetConfig

@@ -9,10 +9,10 @@ from core.jobs.hyperparameter_places import param_of
 from core.jobs.hyperparameters import Resolved
 from core.results.step_metrics import StepMetrics
 from graders.types import ErrorKind, Grade
+from worker.gpu_ratio import RatioMeasurement
+from worker.history import History, Steps
 from worker.interfaces import Recorder
 from worker.recording import metrics, stopping
-from worker.recording.gpu_ratio import RatioMeasurement
-from worker.recording.history import History, Steps
 from worker.refusals import UserMistake
 from worker.training import grpo
 from worker.training.policy_loss import training_rewards

@@ -5,9 +5,9 @@ from core.jobs.hyperparameters import Resolved
 from core.jobs.offline_hyperparameters import ResolvedOffline
 from core.jobs.thresholds import Thresholds
 from core.jobs.verdict import Verdict, counted
+from worker.history import History, Steps
 from worker.interfaces import Checkpoints, Recorder
 from worker.recording import monitors
-from worker.recording.history import History, Steps
 from worker.recording.verdict import compare
 from worker.refusals import UserMistake
 

@@ -10,8 +10,8 @@ from typing import Any
 from core.jobs.hyperparameters import Resolved
 from core.results.step_metrics import StepMetrics
 from graders.types import ErrorKind, Grade, TokenUsage, summed
+from worker.history import Steps, first
 from worker.recording import passes
-from worker.recording.history import Steps, first
 from worker.recording.verdict import compare, row_scores, standard_error
 from worker.training import policy_loss
 from worker.types import GraderPart, Group, Rollout, RowScores, UpdateMetrics

@@ -25,9 +25,9 @@ from core.tenancy.limits import NO_LIMITS, Limits
 from core.units import GIB
 from worker import instruments
 from worker.attempt import Attempt
+from worker.history import History
 from worker.recording import metrics, results
 from worker.recording.checkpoints import publish
-from worker.recording.history import History
 from worker.recording.rollouts import TextsOf, rows_of, with_tokens
 from worker.types import Finding, GradedStep, RowScores
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from core.jobs.hyperparameters import Resolved
 from core.results.step_metrics import StepMetrics
-from worker.recording.history import Steps, last
+from worker.history import Steps, last
 from worker.types import Stop
 
 

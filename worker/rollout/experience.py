@@ -20,17 +20,17 @@ from graders.spec import GraderSpec, LabelModelSpec, MathSpec, ScoreModelSpec, p
 from graders.types import Grade, Grader, Sample
 from worker.clock import Clock
 from worker.device_work import DEVICE_WORK
+from worker.gpu_ratio import RatioMeasurement
+from worker.history import History, Steps
 from worker.interfaces import Checkpoints, Recorder, Scorer, StepDetails, Trainer
 from worker.progress import PROGRESS
 from worker.recording import alerts, delivery, divergence, metrics, monitors, stopping
-from worker.recording.gpu_ratio import RatioMeasurement
-from worker.recording.history import History, Steps
 from worker.recording.verdict import row_scores
 from worker.refusals import first_error
 from worker.rollout.prompts import PromptStream
-from worker.rollout.steps import with_steps_only
 from worker.sampling import Answer, Sampler, Sampling
 from worker.training import policy_loss
+from worker.training.steps import with_steps_only
 from worker.types import GradedStep, GraderPart, Group, Prompt, Rollout, Schedule, Stop, UpdateMetrics
 
 if TYPE_CHECKING:

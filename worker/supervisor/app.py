@@ -30,9 +30,9 @@ from worker.supervisor.deliveries import Deliveries
 from worker.supervisor.reconciler import Reconciler
 from worker.supervisor.reporter import Reporter
 from worker.supervisor.supervisor import Supervisor
-from worker.supervisor.telemetry import Gpus
 from worker.supervisor.validation import validate_next
 from worker.supervisor.woken import LoopEnded, WokenLoop
+from worker.telemetry import Gpus
 
 log = logging.getLogger(__name__)
 

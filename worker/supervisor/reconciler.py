@@ -33,7 +33,7 @@ from worker.supervisor import deliveries
 from worker.supervisor.item_failures import ItemFailures
 from worker.supervisor.retention import Retention
 from worker.supervisor.scrub import Scrub
-from worker.supervisor.telemetry import PASS_FAILURES
+from worker.telemetry import PASS_FAILURES
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from core.telemetry import checkup, workers
 from core.telemetry.silence import REPORT_SECONDS
 from core.telemetry.workers import Report
 from worker.supervisor.killed import KernelMemory
-from worker.supervisor.telemetry import Gpus
+from worker.telemetry import Gpus
 
 log = logging.getLogger(__name__)
 

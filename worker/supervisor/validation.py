@@ -48,9 +48,9 @@ from graders.template import Path, Reference, RenderError, Template
 from graders.types import Grade, Grader, Item, Sample
 from worker.attempt import report_outage
 from worker.heartbeat import HeartbeatGrader
+from worker.lease import LeaseKeeper
 from worker.model import capacity
 from worker.refusals import UserMistake, first_line
-from worker.supervisor.lease import LeaseKeeper
 from worker.supervisor.offline_validation import fail_for, validate_offline
 from worker.supervisor.probes import NoProbe, probe
 

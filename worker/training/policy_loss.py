@@ -14,15 +14,15 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from core.jobs.hyperparameters import Resolved
+from worker.model import token_constraints
 from worker.model.batch import Tensors, tensors_of
 from worker.model.policy import Policy
 from worker.model.token_logprobs import logprobs, logprobs_of, predicting
 from worker.model.value_head import ValueHead
-from worker.rollout.sampler_gate import SamplerGap
-from worker.rollout.steps import token_ends
-from worker.sampling import token_constraints
 from worker.training import grpo, ppo, token_rewards
 from worker.training.loss import Batch, GradientSums, Loss, StepValues
+from worker.training.sampler_gate import SamplerGap
+from worker.training.steps import token_ends
 from worker.training.token_rewards import Moments, StepMoments
 from worker.types import AnswerKey, AnswerSignal, Group, Pack, Rollout, TokenValues, TrainingSequence
 
