@@ -28,7 +28,7 @@ from pydantic.fields import FieldInfo
 from regraft.cli import parser as client_cli
 
 from api.http.openapi import REFUSALS
-from core import errors, settings
+from core import errors, settings, step_metrics
 from core.jobs import (
     distillation,
     hyperparameter_groups,
@@ -37,14 +37,13 @@ from core.jobs import (
     offline_hyperparameters,
 )
 from core.registry import SamplerName
-from core.results import step_metrics
 from worker.cli import parser as server_cli
 from worker.model import sizing
 
 # Where metrics are defined. Read and not imported: some of them import torch.
 METRIC_MODULES = {
     "API": ["api.http.request_metrics"],
-    "database (read by the API)": ["core.telemetry.service_metrics"],
+    "database (read by the API)": ["core.service.service_metrics"],
     "disk (API and worker)": ["core.storage.disk"],
     "worker": ["worker.telemetry"],
     "run": ["worker.instruments"],

@@ -23,13 +23,13 @@ from core.database.engine import Database
 from core.database.tables import Event, Job, Table
 from core.jobs import events, lifecycle
 from core.jobs.hyperparameters import Hyperparameters, resolve
-from core.jobs.thresholds import Thresholds
 from core.registry import Registry
-from core.results.step_metrics import StepMetrics
 from core.retry import RetryPolicy
 from core.settings import Settings
+from core.step_metrics import StepMetrics
 from core.storage import datasets
 from core.storage.store import FolderBlobs
+from core.thresholds import Thresholds
 from graders.build import build
 from graders.spec import parse_grader
 from tests import factories

@@ -12,7 +12,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, write_to_textfile
 
 from core.claims import Claim
-from core.results.step_metrics import StepMetrics
+from core.step_metrics import StepMetrics
 from core.storage.disk import Refusals
 from core.storage.store import FailedCleanups
 from core.telemetry import logs, tracing

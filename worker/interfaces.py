@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar
 
 from core.jobs.remaining import RemainingSteps
 from core.jobs.verdict import Verdict
-from core.results.step_metrics import StepMetrics
+from core.step_metrics import StepMetrics
 from worker.clock import Clock
 from worker.history import History, Steps
 from worker.sampling import Answer

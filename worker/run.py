@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from core.results.step_metrics import StepMetrics
+from core.step_metrics import StepMetrics
 from worker import progress
 from worker.clock import Clock
 from worker.history import History

@@ -24,7 +24,7 @@ from core.masking import hide_secrets
 from core.registry import Registry
 from core.results import tuned_models
 from core.results.lineage import Parent
-from core.results.step_metrics import StepMetrics
+from core.step_metrics import StepMetrics
 from core.storage import manifests
 from core.storage.manifests import Damaged
 from core.storage.store import BlobCorrupt, BlobNotFound, BlobStore

@@ -17,10 +17,10 @@ from sqlalchemy.orm import Session
 from core.database.engine import Database, Work
 from core.database.tables import Attempt, EvalRun, Job, Project, WebhookDelivery
 from core.jobs import events, lifecycle
+from core.service.service_metrics import FRESH_SECONDS, ServiceCollector, SlowCollector, StoreCollector
 from core.settings import Settings
 from core.storage.store import BlobWriter
 from core.telemetry.metrics import served
-from core.telemetry.service_metrics import FRESH_SECONDS, ServiceCollector, SlowCollector, StoreCollector
 from core.tenancy.limits import Limits
 from tests import factories
 from tests.present import untyped

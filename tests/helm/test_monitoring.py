@@ -13,11 +13,11 @@ import yaml
 
 from api.http import request_metrics as _requests  # noqa: F401 - it makes the API's
 from core.database.engine import Database
+from core.service.service_metrics import ServiceCollector, StoreCollector
 from core.settings import Settings
 from core.storage.disk import Disks
 from core.storage.store import FolderBlobs
 from core.telemetry.metrics import COUNTED
-from core.telemetry.service_metrics import ServiceCollector, StoreCollector
 from tests import factories
 from tests.helm.charts import CHART, ROOT, VARIATIONS, of_kind, pods, profile, render
 from tests.helm.test_policy import allowed

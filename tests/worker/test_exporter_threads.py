@@ -9,8 +9,8 @@ import pytest
 
 from core.database.tables import Job
 from core.jobs.hyperparameters import Hyperparameters, resolve
-from core.results.step_metrics import StepMetrics
 from core.settings import Settings
+from core.step_metrics import StepMetrics
 from tests.fakes import Notebook
 from tests.present import present, untyped
 from tests.worker.conftest import Bench

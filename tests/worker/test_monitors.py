@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from core.jobs.hyperparameters import Hyperparameters, resolve
-from core.jobs.thresholds import Thresholds
-from core.results.step_metrics import StepMetrics
+from core.step_metrics import StepMetrics
+from core.thresholds import Thresholds
 from graders.spec import parse_grader
 from graders.types import Grade
 from tests.present import present

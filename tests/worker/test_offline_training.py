@@ -19,7 +19,7 @@ from core.jobs.offline_hyperparameters import (
     epochs,
     resolve,
 )
-from core.results.step_metrics import StepMetrics
+from core.step_metrics import StepMetrics
 from graders.types import TokenUsage
 from tests.present import present
 from tests.worker.conftest import Bench

@@ -38,13 +38,13 @@ from core.jobs.queue import WakeUps, open_celery, sender, unread_queues
 from core.masking import hide_secrets
 from core.registry import BaseModelEntry, Registry, vllm_problem
 from core.reloaded import Reloaded
+from core.service.service_metrics import ServiceCollector, StoreCollector
 from core.settings import Settings, unknown_variables
 from core.storage import fsck, self_test
 from core.storage.disk import Disks
 from core.storage.store import ATTEMPTS, BlobStore, StoreEmpty, blobs_of
 from core.telemetry import logs, metrics, tracing
 from core.telemetry.metrics import MetricsCollector
-from core.telemetry.service_metrics import ServiceCollector, StoreCollector
 from core.tenancy import keys, sessions
 from graders.backends import Backends, InvalidBackends
 from graders.sandbox import pool

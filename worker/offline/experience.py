@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from core.jobs.offline_hyperparameters import ResolvedOffline
-from core.results.step_metrics import StepMetrics
+from core.step_metrics import StepMetrics
 from graders.types import TokenUsage
 from worker.clock import Clock
 from worker.device_work import DEVICE_WORK

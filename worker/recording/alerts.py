@@ -7,7 +7,7 @@ from typing import Any
 
 from core.jobs.hyperparameter_places import param_of
 from core.jobs.hyperparameters import Resolved
-from core.results.step_metrics import StepMetrics
+from core.step_metrics import StepMetrics
 from graders.types import ErrorKind, Grade
 from worker.gpu_ratio import RatioMeasurement
 from worker.history import History, Steps

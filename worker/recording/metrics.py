@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from core.jobs.hyperparameters import Resolved
-from core.results.step_metrics import StepMetrics
+from core.step_metrics import StepMetrics
 from graders.types import ErrorKind, Grade, TokenUsage, summed
 from worker.history import Steps, first
 from worker.recording import passes

@@ -19,7 +19,7 @@ from core.outbound import webhooks
 from core.results import evals, rollouts
 from core.results.lineage import Parent, start_name
 from core.results.rollouts import Row
-from core.results.step_metrics import StepMetrics
+from core.step_metrics import StepMetrics
 from core.tenancy import tenants
 from core.tenancy.limits import NO_LIMITS, Limits
 from core.units import GIB

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from core.jobs.hyperparameters import Resolved
-from core.jobs.thresholds import Thresholds
-from core.results.step_metrics import StepMetrics
+from core.step_metrics import StepMetrics
+from core.thresholds import Thresholds
 from graders.run import grade_one
 from graders.spec import GraderSpec, LabelModelSpec, MathSpec, ScoreModelSpec, parts_of
 from graders.types import Grade, Grader, Sample

@@ -22,11 +22,11 @@ from core.jobs.lifecycle import FINAL
 from core.jobs.queue import unread_queues
 from core.outages import outage
 from core.pipelines import lifecycle as pipelines
+from core.service import workers
 from core.settings import Settings
 from core.storage import files
 from core.storage.store import BlobStore
 from core.storage.uncommitted import Uncommitted
-from core.telemetry import workers
 from core.tenancy import idempotency
 from worker.recording import results
 from worker.supervisor import deliveries

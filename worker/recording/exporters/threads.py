@@ -13,7 +13,7 @@ from functools import partial
 from itertools import chain
 from typing import TypeVar
 
-from core.results.step_metrics import StepMetrics
+from core.step_metrics import StepMetrics
 from worker.recording.exporters.types import Exporter, RunInfo
 from worker.recording.results import row
 from worker.types import Ended

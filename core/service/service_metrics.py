@@ -22,9 +22,9 @@ from core.evals import lifecycle as eval_runs
 from core.jobs import fairness
 from core.jobs.methods import OFFLINE
 from core.refreshed import Refreshed
+from core.service import queues
 from core.storage.self_test import new_key, self_test
 from core.storage.store import BlobStore
-from core.telemetry import queues
 from core.tenancy.limits import NO_LIMITS, Limits
 
 log = logging.getLogger(__name__)
