@@ -178,7 +178,7 @@ def test_the_training_loop_leads_to_few_files() -> None:
     """A reader can learn all that worker/run.py loads. Raise a bound only with the reason in an ADR."""
     loop = IMPORTS.figures("worker.run")
 
-    assert loop["files"] <= 25
+    assert loop["files"] <= 20
     assert loop["classes"] <= 60
 
 

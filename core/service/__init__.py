@@ -1,1 +1,1 @@
-"""What the service as a whole is doing: its queues, its workers, and the metrics of both."""
+"""The queues, the workers and the metrics of the service as a whole."""
