@@ -95,7 +95,13 @@ BANNED_NAMES = {
     r"give_time": "extend_leases",
     r"(?:tell|told|asked|shown|kept|held)_waiting": "notify_queued",
     r"Spell(?:er|ing)": "TokenTexts",
-    r"Totals|Lesson|lessons": "GradientSums, AnswerSignal",
+    r"Totals|_?[Ll]essons?": "GradientSums, AnswerSignal, training fields",
+    r"(?:\w*[a-z])?Sink": "Exporter",
+    r"\w+Figures": "...Collector",
+    r"Observed\w*|Watched\w*": "Instrumented..., Heartbeat...",
+    r"_?be_(?:rank|member)": "run_rank, run_member",
+    r"wearing|beats_into": "with_weights, heartbeat_to",
+    r"\w*Wish(?:es|Reader)?": "...Request",
 }
 
 # Names that say nothing, of functions, classes, parameters and attributes. Locals may be short.

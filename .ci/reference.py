@@ -20,6 +20,7 @@ from typing import Any, get_args
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / ".ci")]
 
+import client_literals
 import client_types
 import schemas
 import sync_client
@@ -27,7 +28,7 @@ from pydantic.fields import FieldInfo
 from regraft.cli import parser as client_cli
 
 from api.http.openapi import REFUSALS
-from core import errors, settings
+from core import errors, settings, step_metrics
 from core.jobs import (
     distillation,
     hyperparameter_groups,
@@ -36,16 +37,15 @@ from core.jobs import (
     offline_hyperparameters,
 )
 from core.registry import SamplerName
-from core.results import step_metrics
 from worker.cli import parser as server_cli
 from worker.model import sizing
 
 # Where metrics are defined. Read and not imported: some of them import torch.
 METRIC_MODULES = {
     "API": ["api.http.request_metrics"],
-    "database (read by the API)": ["core.telemetry.service_metrics"],
+    "database (read by the API)": ["core.service.service_metrics"],
     "disk (API and worker)": ["core.storage.disk"],
-    "worker": ["worker.supervisor.telemetry"],
+    "worker": ["worker.telemetry"],
     "run": ["worker.instruments"],
     "inference": ["worker.serving.serving_metrics"],
 }
@@ -88,6 +88,7 @@ def generated() -> dict[Path, str]:
         | {
             schemas.COMMITTED: schemas.text_of(document) + "\n",
             client_types.GENERATED: client_types.generated(document),
+            client_literals.GENERATED: client_literals.generated(document),
         }
         | sync_client.generated()
     )

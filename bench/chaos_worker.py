@@ -62,14 +62,14 @@ def run(arguments: list[str]) -> int:
     if fake:
         fake_run.without_torch()
     from worker import child
-    from worker.heartbeat import WatchedGrader, WatchedSampler, WatchedTrainer
+    from worker.heartbeat import HeartbeatGrader, HeartbeatSampler, HeartbeatTrainer
     from worker.recording.checkpoints import JobCheckpoints
 
     mark = dying_on_order(int(arguments[0]))
     parts: list[tuple[Any, str, str]] = [
-        (WatchedSampler, "sample", "sampling"),
-        (WatchedGrader, "grade", "grading"),
-        (WatchedTrainer, "step", "update"),
+        (HeartbeatSampler, "sample", "sampling"),
+        (HeartbeatGrader, "grade", "grading"),
+        (HeartbeatTrainer, "step", "update"),
         (JobCheckpoints, "_save", "checkpoint"),
         (JobCheckpoints, "_upload", "upload"),
     ]

@@ -109,7 +109,7 @@ def assemble(
 ) -> Any:
     """As worker.assemble.assemble, with the fakes in place of the model."""
     from core.jobs import hyperparameters
-    from worker.heartbeat import WatchedSampler, WatchedTrainer
+    from worker.heartbeat import HeartbeatSampler, HeartbeatTrainer
     from worker.recording.checkpoints import JobCheckpoints
     from worker.recording.exporters.threads import ExporterThreads
     from worker.recording.recorder import JobRecorder
@@ -134,9 +134,9 @@ def assemble(
         graders=grader_parts(spec),
         train_prompts=PromptStream(train, batch_size=resolved.batch_size, seed=job.seed),
         valid_prompts=valid,
-        sampler=WatchedSampler(FakeSampler(policy), beat),
+        sampler=HeartbeatSampler(FakeSampler(policy), beat),
         rewards=Rewards(grader),
-        trainer=WatchedTrainer(FakeTrainer(policy), beat),
+        trainer=HeartbeatTrainer(FakeTrainer(policy), beat),
         failing_steps=settings.failing_steps,
     )
     checkpoints = JobCheckpoints(attempt, scratch)

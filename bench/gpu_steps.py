@@ -109,7 +109,7 @@ def measure(scenario: Scenario, shape: Shape, device: str) -> dict[str, float]:
         writing.join()
         assert writing.exitcode == 0, "the model could not be written"
         with sampler_process(Path(folder), scenario, shape) as address:
-            launch(be_rank, scenario, shape, device, Path(folder), address, ranks=scenario.ranks)
+            launch(run_rank, scenario, shape, device, Path(folder), address, ranks=scenario.ranks)
         figures: dict[str, float] = json.loads(Path(folder, "figures.json").read_text())
         return figures
 
@@ -151,7 +151,7 @@ def sampler_process(folder: Path, scenario: Scenario, shape: Shape) -> Iterator[
         child.wait()
 
 
-def be_rank(scenario: Scenario, shape: Shape, device: str, folder: Path, address: str) -> None:
+def run_rank(scenario: Scenario, shape: Shape, device: str, folder: Path, address: str) -> None:
     """Rank 0 writes the figures and ends the others."""
     if device == "cpu":
         torch.set_num_threads(1)

@@ -23,21 +23,21 @@ from core.database.engine import Database
 from core.database.tables import Event, Job, Table
 from core.jobs import events, lifecycle
 from core.jobs.hyperparameters import Hyperparameters, resolve
-from core.jobs.thresholds import Thresholds
 from core.registry import Registry
-from core.results.step_metrics import StepMetrics
 from core.retry import RetryPolicy
 from core.settings import Settings
+from core.step_metrics import StepMetrics
 from core.storage import datasets
 from core.storage.store import FolderBlobs
+from core.thresholds import Thresholds
 from graders.build import build
 from graders.spec import parse_grader
 from tests import factories
 from worker.attempt import Attempt
+from worker.history import History
 from worker.model.policy import Policy, load_base, render
 from worker.recording.checkpoints import JobCheckpoints
 from worker.recording.exporters.threads import ExporterThreads
-from worker.recording.history import History
 from worker.recording.monitors import check
 from worker.recording.recorder import JobRecorder
 from worker.rollout.experience import Rewards, RolloutExperience, grader_parts

@@ -42,8 +42,8 @@ from core.database.tables import Attempt, File, Job, Organization, Project, Step
 from core.errors import InvalidJobState
 from core.jobs import events, lifecycle, queue
 from core.jobs.lifecycle import FINAL
-from core.results.step_metrics import StepMetrics
 from core.settings import Settings
+from core.step_metrics import StepMetrics
 from core.storage.store import FolderBlobs
 from core.tenancy.limits import Limits
 from tests.servers import Postgres

@@ -22,10 +22,10 @@ from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from core.addresses import HostPort, check_is_escaped, check_is_meant, check_redis_options, plain_host
 from core.inference import InferenceUrl, address_of
-from core.jobs.thresholds import Thresholds
 from core.masking import hide_secrets
 from core.tenancy.limits import DEFAULT_LIMITS, Limits
 from core.tenancy.single_sign_on import Rule, TrustedNetwork
+from core.thresholds import Thresholds
 
 Checksums = Literal["when_supported", "when_required"]
 SamplerChoice = Literal["registry", "transformers", "vllm"]

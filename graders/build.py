@@ -96,20 +96,9 @@ def build(
         case MathSpec():
             return MathAnswer(spec.name, Template.parse(spec.input), Template.parse(spec.reference))
         case FormatSpec():
-            text = Template.parse(spec.input)
-            if spec.pattern is not None:
-                return Pattern(spec.name, text, spec.pattern)
-            return ThinkAnswer(spec.name, text, spec.credit or "full")
-        case ScoreModelSpec():
-            low, high = spec.range or (0.0, 1.0)
-            judge = _judge(spec.model, judges, param)
-            prompt, sampling = _prompt(spec.input), _sampling(spec.sampling_params)
-            return ScoreModel(spec.name, judge, spec.model, prompt, sampling, low, high)
-        case LabelModelSpec():
-            judge = _judge(spec.model, judges, param)
-            prompt, sampling = _prompt(spec.input), _sampling(spec.sampling_params)
-            passing = frozenset(spec.passing_labels)
-            return LabelModel(spec.name, judge, spec.model, prompt, sampling, spec.labels, passing)
+            return _format(spec)
+        case ScoreModelSpec() | LabelModelSpec():
+            return _model_grader(spec, judges, param)
         case EndpointSpec():
             return _endpoint(spec, endpoints, param)
         case PythonSpec():
@@ -127,6 +116,23 @@ def build(
             return Multi(spec.name, graders, formula, spec.invalid_grade)
         case _:
             assert_never(spec)
+
+
+def _format(spec: FormatSpec) -> Grader:
+    text = Template.parse(spec.input)
+    if spec.pattern is not None:
+        return Pattern(spec.name, text, spec.pattern)
+    return ThinkAnswer(spec.name, text, spec.credit or "full")
+
+
+def _model_grader(spec: ScoreModelSpec | LabelModelSpec, judges: Judges | None, param: str) -> Grader:
+    judge = _judge(spec.model, judges, param)
+    prompt, sampling = _prompt(spec.input), _sampling(spec.sampling_params)
+    if isinstance(spec, ScoreModelSpec):
+        low, high = spec.range or (0.0, 1.0)
+        return ScoreModel(spec.name, judge, spec.model, prompt, sampling, low, high)
+    passing = frozenset(spec.passing_labels)
+    return LabelModel(spec.name, judge, spec.model, prompt, sampling, spec.labels, passing)
 
 
 def _endpoint(spec: EndpointSpec, endpoints: Endpoints | None, param: str) -> Endpoint:

@@ -15,7 +15,7 @@ from core.jobs.hyperparameters import Resolved
 from graders.types import ErrorKind, Grade, Item, Sample
 from worker.interfaces import Trainer
 from worker.model.policy import Policy
-from worker.recording.exporters import Card
+from worker.recording.exporters import RunInfo
 from worker.run import Run, RunOutcome
 from worker.sampling import Answer, Sampling
 from worker.training import grpo
@@ -251,7 +251,10 @@ class NeverGrades:
 
 
 class Notebook:
-    """A sink on paper. `last`: the step that it has from earlier; `failures`: calls that fail before one succeeds."""
+    """An exporter on paper.
+
+    `last`: the step that it has from earlier; `failures`: calls that fail before one succeeds.
+    """
 
     def __init__(self, *, last: int | None = None, failures: int = 0) -> None:
         self.last = last
@@ -260,8 +263,8 @@ class Notebook:
         self.pages: list[tuple[str, str | int]] = []
         self.metrics: dict[int, dict[str, float]] = {}
 
-    def start(self, card: Card) -> int | None:
-        self._write("start", card.job_id)
+    def start(self, run_info: RunInfo) -> int | None:
+        self._write("start", run_info.job_id)
         return max(self.metrics, default=self.last)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -10,9 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from bench.closure import figures, loaded_by, modules, tree_of
+from bench.closure import Imports, tree_of
+from bench.codebase import PRODUCT, Codebase
 
 ROOT = Path(__file__).parents[1]
+IMPORTS = Imports(ROOT)
+CODEBASE = Codebase(ROOT)
 OURS = {"api", "core", "graders", "worker", "sdk", "regraft", "tests"}
 HEAVY = {"torch", "transformers", "peft", "vllm"}
 MAY_IMPORT = {"core": set(), "graders": set(), "api": {"core", "graders"}, "worker": {"core", "graders"}}
@@ -64,17 +67,17 @@ def reached_from(module: str) -> frozenset[str]:
     while waiting:
         name = waiting.pop()
         reached.add(name)
-        waiting |= loaded_by(name) - reached
+        waiting |= IMPORTS.loaded_by(name) - reached
     return frozenset(reached)
 
 
 @pytest.mark.parametrize(("room", "forbidden"), WALLS, ids=[room for room, _ in WALLS])
 @pytest.mark.slow
 def test_the_inner_walls_stand(room: str, forbidden: set[str]) -> None:
-    inside = [name for name, file in modules().items() if file.relative_to(ROOT).is_relative_to(room)]
+    inside = [name for name, file in IMPORTS.modules.items() if file.relative_to(ROOT).is_relative_to(room)]
     assert inside, f"{room} has no files: this test would prove nothing"
 
-    imported = reached_from if forbidden == HEAVY else loaded_by
+    imported = reached_from if forbidden == HEAVY else IMPORTS.loaded_by
     wrong = {
         f"{name}: {other}"
         for name in inside
@@ -89,8 +92,9 @@ def test_the_inner_walls_stand(room: str, forbidden: set[str]) -> None:
 def test_no_two_modules_load_each_other(package: str) -> None:
     in_a_circle = {
         name
-        for name in modules()
-        if name.startswith(f"{package}.") and any(name in reached_from(other) for other in loaded_by(name))
+        for name in IMPORTS.modules
+        if name.startswith(f"{package}.")
+        and any(name in reached_from(other) for other in IMPORTS.loaded_by(name))
     }
 
     assert not in_a_circle
@@ -172,10 +176,51 @@ def test_a_name_stands_for_one_class() -> None:
 
 def test_the_training_loop_leads_to_few_files() -> None:
     """A reader can learn all that worker/run.py loads. Raise a bound only with the reason in an ADR."""
-    loop = figures("worker.run")
+    loop = IMPORTS.figures("worker.run")
 
-    assert loop["files"] <= 25
+    assert loop["files"] <= 20
     assert loop["classes"] <= 60
+
+
+def test_few_functions_are_longer_than_a_screen() -> None:
+    """Those that are left are little but a signature and its documentation. Do not raise the bounds: split."""
+    functions = CODEBASE.long_functions()
+
+    assert len(functions) <= 18, functions
+    assert [function.place for function in functions if function.code_lines > 50] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("package", "most"), [("worker", 3), ("core", 6), ("graders", 0)])
+def test_few_imports_run_up_between_rooms(package: str, most: int) -> None:
+    """Lower a bound when an import goes, and add no import that runs up: move what both rooms need below both."""
+    upward = CODEBASE.upward_imports(package)
+
+    assert len(upward) <= most, upward
+
+
+@pytest.mark.slow
+def test_no_long_run_of_lines_stands_twice() -> None:
+    assert CODEBASE.repeated(*PRODUCT) == []
+    assert CODEBASE.repeated("tests") == []
+
+
+def test_the_lines_of_a_checkout_are_compared(tmp_path: Path) -> None:
+    body = "".join(f"    value_{number} = {number}\n" for number in range(25))
+    (tmp_path / "core").mkdir()
+    (tmp_path / "core/first.py").write_text(f"import json\n\n\ndef first():\n{body}")
+    (tmp_path / "core/second.py").write_text(f"def second():\n    # a comment\n\n{body}")
+
+    assert Codebase(tmp_path).repeated("core") == [("core/first.py:5", "core/second.py:4")]
+
+
+def test_an_import_that_runs_up_is_the_rarer_one_of_a_circle(tmp_path: Path) -> None:
+    (tmp_path / "core/high").mkdir(parents=True)
+    (tmp_path / "core/high/a.py").write_text("from core import low\n")
+    (tmp_path / "core/high/b.py").write_text("from core import low\n")
+    (tmp_path / "core/low.py").write_text("from core.high import a\n")
+
+    assert Codebase(tmp_path).upward_imports("core") == [("core.low", "core.high.a")]
 
 
 def test_a_server_leaves_the_levels_of_logs_alone() -> None:

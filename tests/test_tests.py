@@ -72,7 +72,7 @@ ALLOWED = {
     ("worker/test_refusals.py", "monkeypatch.setattr('graders.build.refusal', busy)"): (
         "a machine without a free process"
     ),
-    ("worker/test_sinks.py", "monkeypatch.setattr(threads, '_LEFT_BEHIND', [])"): (
+    ("worker/test_exporter_threads.py", "monkeypatch.setattr(threads, '_LEFT_BEHIND', [])"): (
         "a state of the process, which a test must not leave to the next"
     ),
     ("worker/test_compatibility.py", "policy.model.get_base_model().config._attn_implementation"): INTERNALS,

@@ -29,7 +29,7 @@ from worker.prepare.start_report import record_start
 from worker.prepare.training_plan import plan_training
 from worker.recording.exporters.choice import exporters_of
 from worker.run import Run
-from worker.sharing.device_wish import DeviceWish
+from worker.sharing.memory_request import MemoryRequest
 from worker.training.world import World
 
 
@@ -52,7 +52,7 @@ def assemble(
     """
     if settings.torch_threads:
         torch.set_num_threads(settings.torch_threads)
-    ask = DeviceWish.of(settings).express
+    ask = MemoryRequest.of(settings).make
     with later_if_memory_is_taken(select_device(settings), beside_others=attempt.shared is not None, ask=ask):
         plan = plan_training(attempt, spec, settings, scratch, beat, world)
         beat()

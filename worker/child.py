@@ -38,20 +38,20 @@ from worker import instruments, process
 from worker.attempt import Attempt
 from worker.backends import open_backends, patience_of_run
 from worker.device import GpuUnusable
-from worker.heartbeat import Beat, WatchedGrader, beats_into
-from worker.instruments import ObservedGrader
+from worker.heartbeat import Beat, HeartbeatGrader, heartbeat_to
+from worker.instruments import InstrumentedGrader
 from worker.interfaces import Exporters
 from worker.out_of_memory import OutOfDeviceMemory, OutOfMainMemory, Shortage
 from worker.progress import PROGRESS
 from worker.recording.exporters.threads import has_abandoned_threads
 from worker.refusals import (
+    LoweredForNextAttempt,
     MachineLacks,
     MemoryTaken,
     ModelUnavailable,
     NoMember,
     NotEnoughDisk,
     NotEnoughMemory,
-    RunsSmaller,
     UserMistake,
     failing_once,
     starting_later,
@@ -128,7 +128,7 @@ async def opened_grader(
     spec = parse_grader(body["grader"])
     backends, patience = open_backends(settings), patience_of_run(settings, beat)
     async with backends.open(spec, patience=patience, ledger=attempt.ledger) as grader:
-        yield spec, ObservedGrader(WatchedGrader(grader, beat), spec)
+        yield spec, InstrumentedGrader(HeartbeatGrader(grader, beat), spec)
 
 
 @contextmanager
@@ -185,7 +185,7 @@ def main(assemble: Assemble | None = None, rank: Callable[..., None] | None = No
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the supervisor decides
     settings = Settings()
     if settings.ranks * settings.nodes > 1:
-        return in_ranks(settings, args.progress, rank or be_rank)
+        return in_ranks(settings, args.progress, rank or run_rank)
 
     stopping = False
 
@@ -216,7 +216,7 @@ def in_ranks(settings: Settings, progress: Path, rank: Callable[..., None]) -> i
         return process.UNSTARTED if isinstance(cause, MembersMissing) else process.FAILED
 
 
-def be_rank(
+def run_rank(
     parent: int,
     progress: Path,
     stopping: "Event",
@@ -279,7 +279,7 @@ def followed(world: "World") -> None:
         world.refuse(mistake)
 
 
-def be_member(parent: int, progress: Path, world: "type[World] | None" = None) -> NoReturn:
+def run_member(parent: int, progress: Path, world: "type[World] | None" = None) -> NoReturn:
     """Be a rank of a machine without rank 0: compute what that asks for until it ends. Exits with a status.
 
     The file `progress` is touched whenever machine 0 has answered.
@@ -294,7 +294,7 @@ def be_member(parent: int, progress: Path, world: "type[World] | None" = None) -
 
         settings = Settings()
         ranks = (world or World).join(settings.hang_seconds)
-        end, beat = partial(end_without, settings), beats_into(progress)
+        end, beat = partial(end_without, settings), heartbeat_to(progress)
         ranks.watch_machines(settings.lost_machine_seconds, end, on_answer=beat)
         with suppress(BrokenWorld):  # the run has ended, or another rank: the first machine knows
             followed(ranks)
@@ -326,19 +326,18 @@ def run_claim(
     """Run the job of a claim, a line of stdin, and return the exit status."""
     database = Database(settings.database)
     blobs = blobs_of(settings)
-    _, _, *folder = line.rstrip("\n").split(" ", 2)
     PROGRESS.begin()
     claim = claim_of(line)
-    beat = beats_into(progress)
+    beat = heartbeat_to(progress)
     # Once for the operator, with the supervisor's own log, and once for the job's log.
     logs.configure([logs.handler(settings.log_format, sys.stdout), logs.handler("text", sys.stderr)])
     try:
-        shared = None
-        if folder:  # the job shares the device and its base model
-            places = process.DeviceSockets(Path(folder[0]))
-            shared = DeviceShare.join(places, settings.jobs_per_worker, beat)
         attempt = Attempt.begin(
-            claim, database, blobs, patience_seconds=settings.patience_seconds, shared=shared
+            claim,
+            database,
+            blobs,
+            patience_seconds=settings.patience_seconds,
+            shared=device_share(line, settings, beat),
         )
     except LeaseLost:
         return process.LOST
@@ -384,9 +383,9 @@ def status_of(attempt: Attempt, run: Callable[[], "RunOutcome"]) -> int:
         print(cause, file=sys.stderr)  # noqa: T201 - what the supervisor quotes
         return process.FAILED
     except WAITS as cause:
-        return later(attempt, cause)
-    except RunsSmaller as cause:
-        return smaller(attempt, str(cause))
+        return postpone(attempt, cause)
+    except LoweredForNextAttempt as cause:
+        return retry_with_less_memory(attempt, str(cause))
     except UserMistake as mistake:
         return failed(attempt, mistake)
     return process.DONE if outcome is RunOutcome.DONE else process.DRAINED
@@ -401,6 +400,14 @@ def failed(attempt: Attempt, mistake: UserMistake) -> int:
     except LeaseLost:  # or another thread has recorded what another rank has met
         return process.LOST
     return process.USER_MISTAKE
+
+
+def device_share(line: str, settings: Settings, beat: Beat) -> DeviceShare | None:
+    """Join the other jobs of the device and of the base model that a line of stdin names. None: it names none."""
+    _, _, *folder = line.rstrip("\n").split(" ", 2)
+    if not folder:
+        return None
+    return DeviceShare.join(process.DeviceSockets(Path(folder[0])), settings.jobs_per_worker, beat)
 
 
 def claim_of(line: str) -> Claim:
@@ -443,7 +450,7 @@ def end_with(attempt: Attempt, run: Callable[[], NoReturn]) -> NoReturn:
         os._exit(status)
 
 
-def later(attempt: Attempt, cause: Exception) -> int:
+def postpone(attempt: Attempt, cause: Exception) -> int:
     """Put the job off because of what this machine lacks, or fail it after MAX_WAIT. Return the exit status."""
     if (late := too_late(cause)) is not None and has_waited_too_long(attempt, cause):
         return failed(attempt, late)
@@ -459,7 +466,7 @@ def later(attempt: Attempt, cause: Exception) -> int:
     return process.GPU_UNUSABLE if isinstance(cause, GpuUnusable) else process.RESTS
 
 
-def smaller(attempt: Attempt, reason: str) -> int:
+def retry_with_less_memory(attempt: Attempt, reason: str) -> int:
     """End the attempt because of its sizes, which are lower in the next one. Return the exit status."""
     try:
         attempt.write(lambda session, job: lifecycle.run_smaller(session, job, reason=reason))

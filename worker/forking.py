@@ -188,12 +188,12 @@ class Forked:
     @property
     def pid(self) -> int | None:
         with self._lock:
-            self._hear()
+            self._read_status()
             return self._pid
 
     def poll(self) -> int | None:
         with self._lock:
-            return self._hear()
+            return self._read_status()
 
     def wait(self, timeout: float | None = None) -> int:
         """Return the exit status, negative after a signal. Raises subprocess.TimeoutExpired."""
@@ -207,18 +207,18 @@ class Forked:
 
     def send_signal(self, sig: int) -> None:
         with self._lock:
-            if self._hear() is None:
+            if self._read_status() is None:
                 with suppress(BrokenPipeError, ConnectionResetError):
                     self._control.send(bytes([sig]))
 
     def kill(self) -> None:
         with self._lock:
-            if self._hear() is None and self._pid is None:
+            if self._read_status() is None and self._pid is None:
                 self._end(-signal.SIGKILL)  # it will not begin
                 return
         self.send_signal(signal.SIGKILL)
 
-    def _hear(self) -> int | None:
+    def _read_status(self) -> int | None:
         """Read what the fork server has said. A fork server that has died takes the process with it."""
         while self._status is None and self._readable(0):
             try:

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 Beat = Callable[[], None]
 
 
-def beats_into(path: Path) -> Beat:
+def heartbeat_to(path: Path) -> Beat:
     """Touches the file at `path`."""
     return lambda: os.utime(path)
 
 
 class ProgressFile:
-    """Tells for how long the file of `beats_into` is untouched, by our own clock, because that of the file may jump."""
+    """Tells for how long the file of `heartbeat_to` is untouched, by our own clock: that of the file may jump."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self.path = path
@@ -43,7 +43,7 @@ class ProgressFile:
         return self._clock() - self._since
 
 
-class WatchedSampler:
+class HeartbeatSampler:
     def __init__(self, sampler: "Sampler", beat: Beat) -> None:
         self._sampler, self._beat = sampler, beat
 
@@ -57,7 +57,7 @@ class WatchedSampler:
             yield answer
 
 
-class WatchedGrader:
+class HeartbeatGrader:
     """Drops what models were asked and replied: a step has thousands of grades, and only evals show it."""
 
     def __init__(self, grader: Grader, beat: Beat) -> None:
@@ -71,7 +71,7 @@ class WatchedGrader:
             self._beat()
 
 
-class WatchedTrainer:
+class HeartbeatTrainer:
     def __init__(self, trainer: "Trainer", beat: Beat) -> None:
         self._trainer, self._beat = trainer, beat
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, write_to_textfile
 
 from core.claims import Claim
-from core.results.step_metrics import StepMetrics
+from core.step_metrics import StepMetrics
 from core.storage.disk import Refusals
 from core.storage.store import FailedCleanups
 from core.telemetry import logs, tracing
@@ -22,7 +22,7 @@ from worker import process
 from worker import progress as what_it_does
 from worker.progress import PROGRESS, repeated
 from worker.sampling import Answer, Sampler, Sampling
-from worker.supervisor.telemetry import Sandbox
+from worker.telemetry import Sandbox
 from worker.types import Prompt
 
 WRITE_SECONDS = 5.0
@@ -99,12 +99,12 @@ def recorded(step: StepMetrics) -> None:
         MIXED.set(step.groups_mixed_share)
 
 
-class ObservedSampler:
+class InstrumentedSampler:
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
 
     def sample(self, prompts_P: Sequence[Prompt], sampling: Sampling) -> AsyncIterator[Answer]:
-        answers = self._sampler.sample(prompts_P, sampling)  # called eagerly, as in WatchedSampler
+        answers = self._sampler.sample(prompts_P, sampling)  # called eagerly, as in HeartbeatSampler
         return self._observed(answers, len(prompts_P) * sampling.group_size, validates=sampling.step == 0)
 
     async def _observed(
@@ -117,7 +117,7 @@ class ObservedSampler:
             yield answer
 
 
-class ObservedGrader:
+class InstrumentedGrader:
     """Counts each grader of a multi or a select by its own type."""
 
     def __init__(self, grader: Grader, spec: GraderSpec) -> None:

@@ -8,9 +8,9 @@ from typing import Any, Protocol, TypeVar
 
 from core.jobs.remaining import RemainingSteps
 from core.jobs.verdict import Verdict
-from core.results.step_metrics import StepMetrics
+from core.step_metrics import StepMetrics
 from worker.clock import Clock
-from worker.recording.history import History, Steps
+from worker.history import History, Steps
 from worker.sampling import Answer
 from worker.types import Ended, Finding, GradedStep, Group, Prompt, RowScores, Schedule, Stop, UpdateMetrics
 

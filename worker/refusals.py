@@ -87,7 +87,7 @@ class TrainingDiverged(Refusal):
     param = None
 
 
-class RunsSmaller(Exception):
+class LoweredForNextAttempt(Exception):
     """The attempt ends, because it has run out of memory. The next one begins with the sizes that were lowered."""
 
 

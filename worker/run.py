@@ -13,12 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from core.results.step_metrics import StepMetrics
+from core.step_metrics import StepMetrics
 from worker import progress
 from worker.clock import Clock
+from worker.history import History
 from worker.interfaces import Checkpoints, Experience, Exporters, Recorder
 from worker.progress import PROGRESS
-from worker.recording.history import History
 
 
 class RunOutcome(enum.Enum):

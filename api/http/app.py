@@ -94,23 +94,13 @@ def create_app(
 
     Without `rates`, requests are counted in this process.
     """
-
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(PipelineDriver(app.state.service).run)
-            yield
-            tasks.cancel_scope.cancel()
-        await app.state.upstream.close()
-        app.state.service.graders.close()
-
     app = Documented(
         title="regraft",
         description=DESCRIPTION,
         docs_url=None,  # FastAPI's own pages would load scripts from elsewhere; /docs is api/http/docs_site.py
         redoc_url=None,
         redirect_slashes=False,
-        lifespan=lifespan,
+        lifespan=_lifespan,
         default_response_class=JSON,
     )
     admission = Admission(settings)
@@ -136,6 +126,16 @@ def create_app(
     errors.add_handlers(app)
     _add_middleware(app, settings, admission)
     return app
+
+
+@asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(PipelineDriver(app.state.service).run)
+        yield
+        tasks.cancel_scope.cancel()
+    await app.state.upstream.close()
+    app.state.service.graders.close()
 
 
 def _add_middleware(app: FastAPI, settings: Settings, admission: Admission) -> None:

@@ -10,7 +10,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from core.database.pages import Page
-from core.results.step_metrics import StepMetrics
+from core.step_metrics import StepMetrics
 from core.strict import StrictModel
 
 T = TypeVar("T")

@@ -207,18 +207,18 @@ class Advance:
 
     async def _start_sampling(self, pipeline: Pipeline, stage: Stage, spec: Mapping[str, Any]) -> None:
         project, service = self.project, self.service
-        asked = SampleStage.model_validate(spec)
-        criteria = [] if asked.grader is None else [asked.grader]
-        name = f"{pipeline.name or pipeline.id}: {stage['name']}"
+        sampled = SampleStage.model_validate(spec)
+        criteria = [] if sampled.grader is None else [sampled.grader]
+        name = f"{pipeline.name or pipeline.id}: {stage['name']}"[:256]
 
         def prepared() -> File:
-            content = self._most(rows.prompts(self._objects(asked.file), asked.n), asked.n)
+            content = self._most(rows.prompts(self._objects(sampled.file), sampled.n), sampled.n)
             return self._store_file(f"{pipeline.id}.{stage['name']}.prompts.jsonl", content, purpose="evals")
 
         file = await in_reader(service, project, partial(self._create_file, prepared))
         uncommitted = Uncommitted(service.blobs, file.blob_key)
         try:
-            run = _sampling_run(asked.model, file, spec)
+            run = _sampling_run(sampled.model, file, spec)
             await eval_checks.refuse_run(run, {}, criteria, service, project)
 
             def checked() -> int:
@@ -229,33 +229,41 @@ class Advance:
 
             def create(work: Work, row: Pipeline) -> None:
                 self._add(work, file)
-                made = Eval(
-                    project_id=project.id,
-                    name=name[:256],
-                    data_source_config={"type": "custom", "item_schema": {"type": "object"}},
-                    testing_criteria=[dump(one) for one in criteria],
-                )
-                catalog.create(work, made)
-                eval_run = EvalRun(
-                    eval_id=made.id,
-                    project_id=project.id,
-                    name=name[:256],
-                    model=asked.model,
-                    data_source=run.stored_source(),
-                    file_id=file.id,
-                    total=total,
-                    budget=None if asked.budget is None else asked.budget.to_row(),
-                    summary=summary.empty([one.name for one in criteria]),
-                )
-                eval_runs.create(work, eval_run)
-                limits = tenants.limits(project, service.settings.default_limits)
-                tenants.refuse_eval_run_beyond(work.session, project.id, limits)
-                lifecycle.started(row, stage["name"], eval_id=made.id, run_id=eval_run.id)
+                eval_run = self._add_eval_run(work, name, sampled, run.stored_source(), file, total)
+                lifecycle.started(row, stage["name"], eval_id=eval_run.eval_id, run_id=eval_run.id)
                 uncommitted.keep_all()
 
             await self._write(create)
         finally:
             await to_thread.run_sync(uncommitted.close)
+
+    def _add_eval_run(
+        self, work: Work, name: str, sampled: SampleStage, source: dict[str, Any], file: File, total: int
+    ) -> EvalRun:
+        """Create the eval of a sampling stage and its only run."""
+        criteria = [] if sampled.grader is None else [sampled.grader]
+        parent = Eval(
+            project_id=self.project.id,
+            name=name,
+            data_source_config={"type": "custom", "item_schema": {"type": "object"}},
+            testing_criteria=[dump(criterion) for criterion in criteria],
+        )
+        catalog.create(work, parent)
+        eval_run = EvalRun(
+            eval_id=parent.id,
+            project_id=self.project.id,
+            name=name,
+            model=sampled.model,
+            data_source=source,
+            file_id=file.id,
+            total=total,
+            budget=None if sampled.budget is None else sampled.budget.to_row(),
+            summary=summary.empty([criterion.name for criterion in criteria]),
+        )
+        eval_runs.create(work, eval_run)
+        limits = tenants.limits(self.project, self.service.settings.default_limits)
+        tenants.refuse_eval_run_beyond(work.session, self.project.id, limits)
+        return eval_run
 
     # Following.
 

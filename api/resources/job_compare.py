@@ -14,7 +14,7 @@ from core.jobs import lifecycle
 from core.jobs.budgets import Price
 from core.masking import hide_secrets
 from core.results import job_comparison
-from core.results.job_comparison import Validated
+from core.results.job_comparison import PairedRewards, Validated
 
 MAX_OTHERS = 5
 
@@ -96,18 +96,12 @@ async def compare_jobs(
         for config in configs:
             if isinstance(config.get("grader"), dict):
                 config["grader"] = hide_secrets(config["grader"])
-        pairs = job_comparison.against_first(service.blobs, [one.page for one in validations])
+        pairs = job_comparison.against_first(service.blobs, [validation.page for validation in validations])
         price = Price.of(service.settings)
         return JobComparison(
-            jobs=[_compared_job(one, price) for one in validations],
+            jobs=[_compared_job(validation, price) for validation in validations],
             pairs=[
-                ComparedPair(
-                    job_id=job.id,
-                    prompts=0 if pair is None else pair.prompts,
-                    unpaired=0 if pair is None else pair.unpaired,
-                    reward=None if pair is None else Difference(**pair.difference),
-                    same_grader=grader == graders[0],
-                )
+                _compared_pair(job.id, pair, same_grader=grader == graders[0])
                 for job, pair, grader in zip(jobs[1:], pairs, graders[1:], strict=True)
             ],
             config=[
@@ -127,4 +121,16 @@ def _compared_job(validation: Validated, price: Price) -> ComparedJob:
         step=None if validation.page is None else validation.page.step,
         gpu_seconds=job.gpu_seconds,
         cost=None if cost is None else Money(**cost),
+    )
+
+
+def _compared_pair(job_id: str, pair: PairedRewards | None, *, same_grader: bool) -> ComparedPair:
+    if pair is None:
+        return ComparedPair(job_id=job_id, prompts=0, unpaired=0, reward=None, same_grader=same_grader)
+    return ComparedPair(
+        job_id=job_id,
+        prompts=pair.prompts,
+        unpaired=pair.unpaired,
+        reward=Difference(**pair.difference),
+        same_grader=same_grader,
     )

@@ -8,9 +8,9 @@ from pydantic import BaseModel, Field
 from api.http.deps import OperatorProject, ReadSession, ServiceDep
 from api.http.openapi import refusals
 from api.http.shapes import Listing
-from core.telemetry import queues, workers
-from core.telemetry.queues import Queue
-from core.telemetry.workers import Seen
+from core.service import queues, workers
+from core.service.queues import Queue
+from core.service.workers import Seen
 
 router = APIRouter(prefix="/regraft", tags=["Operator"], responses=refusals(403))
 

@@ -24,8 +24,8 @@ from core.results.prompt_histories import Outcome, PromptHistory, SortKey
 from core.results.rollout_filters import Wanted
 from core.results.rollout_order import SortColumn
 from core.results.rollouts import SamplePosition
-from core.results.step_metrics import SECTIONS, StepMetrics
 from core.results.what_if import AdvantageScale
+from core.step_metrics import SECTIONS, StepMetrics
 from core.storage.store import CHUNK_BYTES, BlobNotFound, BlobStore
 from graders.formula import MAX_LENGTH, Formula, FormulaDomainError, FormulaError
 

@@ -156,7 +156,7 @@ class ModelUsage(Table):
 
 
 class Worker(Table):
-    """A worker process as it last reported itself (core/telemetry/workers.py)."""
+    """A worker process as it last reported itself (core/service/workers.py)."""
 
     __tablename__ = "workers"
     name: Mapped[str] = mapped_column(String(128), primary_key=True)  # the owner of its leases: host/pid

@@ -15,7 +15,7 @@ from sqlalchemy.orm import Session
 from core.database.tables import Job, StepMetric
 from core.jobs.hyperparameters import Hyperparameters, Resolved, resolve
 from core.jobs.remaining import RemainingSteps
-from core.results.step_metrics import StepMetrics
+from core.step_metrics import StepMetrics
 
 Range = dict[str, float]
 

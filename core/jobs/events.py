@@ -10,7 +10,7 @@ from core.claims import Claim
 from core.database import pages
 from core.database.pages import Page
 from core.database.tables import Event, StepMetric, now
-from core.results.step_metrics import StepMetrics
+from core.step_metrics import StepMetrics
 from core.telemetry import logs
 
 

@@ -20,8 +20,8 @@ from core.jobs import estimates, events
 from core.jobs.budgets import Price
 from core.jobs.estimates import Pace, Range
 from core.jobs.remaining import RemainingSteps
-from core.results.step_metrics import StepMetrics
 from core.retry import RetryPolicy
+from core.step_metrics import StepMetrics
 
 SECONDS_A_DAY = 86400
 

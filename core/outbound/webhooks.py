@@ -21,7 +21,7 @@ from core.database.pages import Page
 from core.database.tables import EvalRun, Job, Pipeline, Project, WebhookDelivery, WebhookEndpoint, now
 from core.errors import InvalidRequest, WebhookDeliveryNotFound, WebhookEndpointNotFound
 from core.outbound.http import Outgoing, UrlNotAllowed
-from core.results.step_metrics import StepMetrics
+from core.step_metrics import StepMetrics
 from core.text import to_json
 
 _STATUS_EVENTS = {

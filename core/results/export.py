@@ -24,7 +24,7 @@ from core.masking import hide_secrets
 from core.registry import Registry
 from core.results import tuned_models
 from core.results.lineage import Parent
-from core.results.step_metrics import StepMetrics
+from core.step_metrics import StepMetrics
 from core.storage import manifests
 from core.storage.manifests import Damaged
 from core.storage.store import BlobCorrupt, BlobNotFound, BlobStore
@@ -310,21 +310,14 @@ TRAINED_BY = {
 
 def model_card(name: str, recipe: Mapping[str, Any], steps: Sequence[StepMetrics]) -> str:
     """README.md with the front matter of the Hugging Face Hub."""
-    base = recipe["base_model"]
-    hub, known = base.get("hub"), base.get("hub") or base["name"]
-    checkpoint, data, asked = recipe["checkpoint"], recipe["data"], recipe["request"]["method"]
-    method = asked["type"]
+    base, checkpoint = recipe["base_model"], recipe["checkpoint"]
+    requested = recipe["request"]["method"]
+    method = requested["type"]
+    known = base.get("hub") or base["name"]
     is_whole = (recipe["resolved_hyperparameters"] or {}).get("train") == "full"
-    samples = variant(method, asked[method]) not in OFFLINE
+    samples = variant(method, requested[method]) not in OFFLINE
     card = io.StringIO()
-    front = [
-        # Readers of the front matter take it for an id of the hub.
-        *(["base_model: " + json.dumps(hub)] if hub else []),
-        f"library_name: {'transformers' if is_whole else 'peft'}",
-        f"pipeline_tag: {TASKS.get(method, 'text-generation')}",
-    ]
-    tags = [*([] if is_whole else ["lora"]), "regraft", TAGS[method]]
-    card.write("---\n" + "\n".join([*front, f"tags: [{', '.join(tags)}]"]) + "\n---\n\n")
+    card.write(_front_matter(base.get("hub"), method, is_whole=is_whole))
     card.write(f"# {name}\n\n")
     what = f"`{known}` with all weights trained" if is_whole else f"A LoRA adapter for `{known}`, trained"
     card.write(
@@ -343,14 +336,7 @@ def model_card(name: str, recipe: Mapping[str, Any], steps: Sequence[StepMetrics
         _write_rewards(card, recipe, steps)
     else:
         _write_losses(card, recipe, steps)
-    what = "Data and grader" if recipe["grader_sha256"] else "Data"
-    card.write(f"\n## {what}\n\n| | sha256 |\n|---|---|\n")
-    for role, file in data.items():
-        card.write(
-            f"| {role} `{file['filename'] or file['id']}` | `{file['sha256'] or 'unknown: deleted'}` |\n"
-        )
-    if recipe["grader_sha256"]:
-        card.write(f"| grader | `{recipe['grader_sha256']}` |\n")
+    _write_data(card, recipe)
     card.write("\n## Hyperparameters\n\n| | |\n|---|---|\n")
     card.write(f"| seed | {recipe['request']['seed']} |\n")
     if samples:
@@ -359,6 +345,29 @@ def model_card(name: str, recipe: Mapping[str, Any], steps: Sequence[StepMetrics
         card.write(f"| {key} | {value} |\n")
     card.write("\n`reproduce.json` has the whole request, and the hash of every file here.\n")
     return card.getvalue()
+
+
+def _front_matter(hub: str | None, method: str, *, is_whole: bool) -> str:
+    front = [
+        # Readers of the front matter take it for an id of the hub.
+        *(["base_model: " + json.dumps(hub)] if hub else []),
+        f"library_name: {'transformers' if is_whole else 'peft'}",
+        f"pipeline_tag: {TASKS.get(method, 'text-generation')}",
+    ]
+    tags = [*([] if is_whole else ["lora"]), "regraft", TAGS[method]]
+    return "---\n" + "\n".join([*front, f"tags: [{', '.join(tags)}]"]) + "\n---\n\n"
+
+
+def _write_data(card: io.StringIO, recipe: Mapping[str, Any]) -> None:
+    """The hashes of the files and of the grader."""
+    title = "Data and grader" if recipe["grader_sha256"] else "Data"
+    card.write(f"\n## {title}\n\n| | sha256 |\n|---|---|\n")
+    for role, file in recipe["data"].items():
+        card.write(
+            f"| {role} `{file['filename'] or file['id']}` | `{file['sha256'] or 'unknown: deleted'}` |\n"
+        )
+    if recipe["grader_sha256"]:
+        card.write(f"| grader | `{recipe['grader_sha256']}` |\n")
 
 
 WHOLE_LOADING_CODE = (

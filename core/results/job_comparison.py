@@ -12,10 +12,10 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from core.database.tables import File, Job, RolloutPage
-from core.evals.summary import paired_difference
 from core.results import rollouts
 from core.results.job_results import delivered_steps
 from core.results.rollout_filters import Wanted
+from core.statistics import paired_difference
 from core.storage.store import BlobStore
 
 # Fields of the grader and of hyperparameters that are compared as a whole, because their parts mean nothing alone.

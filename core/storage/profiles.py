@@ -231,7 +231,7 @@ def profile(
     seen = _Seen()
     problems = Problems()
     bad_lines: set[int] = set()
-    fields: dict[str, _FieldCount] = {}
+    fields = _Fields()
     read = None if reader is None else _ReadCount(reader)
     counts = None if room is None else _TokenCount(room, method, max_counted)
     is_whole = True
@@ -244,11 +244,7 @@ def profile(
             is_whole = False
             break
         seen.add(row)
-        for name, value in row.item.items():
-            if name not in fields and len(fields) < MAX_FIELDS and len(name) <= MAX_NAME:
-                fields[name] = _FieldCount()
-            if name in fields:
-                fields[name].add(value)
+        fields.add(row.item)
         if read is not None:
             read.add(row)
         if counts is not None:
@@ -261,14 +257,15 @@ def profile(
         is_whole=is_whole,
         invalid=len(bad_lines),
         problems=[
-            RowProblem(one.line, _short(one.path), one.message, one.more_lines) for one in problems.errors
+            RowProblem(error.line, _short(error.path), error.message, error.more_lines)
+            for error in problems.errors
         ],
         characters=lengths(seen.characters) if rows else None,
         tokens=tokens,
         tokens_reason=tokens_reason if counts is None else counts.reason,
         duplicates=seen.duplicates(),
         overlap=None if validation is None else seen.overlap(*validation, form=form, max_rows=max_rows),
-        fields=[count.end(name, rows) for name, count in fields.items()],
+        fields=fields.end(rows),
         grader=None if read is None else read.end(),
     )
 
@@ -406,6 +403,23 @@ class _FieldCount:
         return ProfiledField(
             name, self.rows, rows - self.rows, dict(self.types.most_common()), distinct, self.example
         )
+
+
+class _Fields:
+    """The first MAX_FIELDS keys of the rows. Names above MAX_NAME are not counted."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, _FieldCount] = {}
+
+    def add(self, item: dict[str, Any]) -> None:
+        for name, value in item.items():
+            if name not in self._counts and len(self._counts) < MAX_FIELDS and len(name) <= MAX_NAME:
+                self._counts[name] = _FieldCount()
+            if name in self._counts:
+                self._counts[name].add(value)
+
+    def end(self, rows: int) -> list[ProfiledField]:
+        return [count.end(name, rows) for name, count in self._counts.items()]
 
 
 class _Lines:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from regraft._rules import datasets as rules
 from regraft._rules import offline_rows
@@ -18,12 +18,11 @@ from regraft._rules.template import (
     unknown_choice,
 )
 from regraft._rules.types import Sample
+from regraft.literals import Method, Split
 from regraft.requests import Source, read_grader
 
 # The limits of OpenAI and of the server for reinforcement jobs.
 MAX_ROWS: Mapping[str, int] = {"train": 50_000, "valid": 1_000}
-Split = Literal["train", "valid"]
-Method = Literal["supervised", "dpo", "reward_model", "reinforcement", "distillation"]
 
 
 @dataclass(frozen=True)

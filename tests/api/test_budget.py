@@ -17,7 +17,7 @@ from core.jobs import lifecycle, usage
 from core.jobs.job_files import BadFile
 from core.jobs.remaining import RemainingSteps
 from core.registry import Registry
-from core.results.step_metrics import StepMetrics
+from core.step_metrics import StepMetrics
 from core.storage.datasets import MAX_LINE_BYTES
 from graders.backends import Backends
 from graders.spec import parse_grader

@@ -7,7 +7,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from core.jobs import lifecycle
-from core.telemetry import workers
+from core.service import workers
 from tests.api.conftest import House
 from tests.core.test_workers import REPORT
 

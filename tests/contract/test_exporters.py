@@ -1,4 +1,4 @@
-"""What any Sink must do. A new one is added to SERVICES."""
+"""What any Exporter must do. A new one is added to SERVICES."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 
 from tests.fakes import Notebook
-from worker.recording.exporters import Card
-from worker.recording.exporters.mlflow import MlflowSink
-from worker.recording.exporters.trackio import TrackioSink
-from worker.recording.exporters.types import Sink
+from worker.recording.exporters import RunInfo
+from worker.recording.exporters.mlflow import MlflowExporter
+from worker.recording.exporters.trackio import TrackioExporter
+from worker.recording.exporters.types import Exporter
 
-CARD = Card("ftjob-1", "colours", "ftjob-1", None, ("a",), {"model": "tiny", "batch_size": 8})
+RUN_INFO = RunInfo("ftjob-1", "colours", "ftjob-1", None, ("a",), {"model": "tiny", "batch_size": 8})
 # A connection to one and the same service, as each attempt of a job opens its own.
-Connect = Callable[[], Sink]
+Connect = Callable[[], Exporter]
 
 
 def notebook(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Connect:
@@ -23,13 +23,13 @@ def notebook(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Connect:
 
 def mlflow(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Connect:
     pytest.importorskip("mlflow")
-    return lambda: MlflowSink(f"sqlite:///{folder}/mlflow.db")
+    return lambda: MlflowExporter(f"sqlite:///{folder}/mlflow.db")
 
 
 def trackio(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Connect:
     monkeypatch.setenv("TRACKIO_DIR", str(folder))
     pytest.importorskip("trackio")
-    return TrackioSink
+    return TrackioExporter
 
 
 SERVICES = {"notebook": notebook, "mlflow": mlflow, "trackio": trackio}
@@ -41,39 +41,39 @@ def connect(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_new_run_has_no_step_yet(connect: Connect) -> None:
-    sink = connect()
+    exporter = connect()
 
-    assert sink.start(CARD) is None
-    sink.finish("succeeded")
+    assert exporter.start(RUN_INFO) is None
+    exporter.finish("succeeded")
 
 
 def test_another_attempt_hears_which_step_is_the_last(connect: Connect) -> None:
     first = connect()
-    first.start(CARD)
+    first.start(RUN_INFO)
     for step in (0, 1):
         first.step(step, {"step": step, "train_mean_reward": step / 4})
     first.finish("interrupted")
 
     second = connect()
 
-    assert second.start(CARD) == 1
+    assert second.start(RUN_INFO) == 1
     second.step(2, {"step": 2, "train_mean_reward": 0.5})
     second.finish("succeeded")
     third = connect()
-    assert third.start(CARD) == 2
+    assert third.start(RUN_INFO) == 2
     third.finish("succeeded")
 
 
 def test_a_run_may_end_without_a_step(connect: Connect) -> None:
-    sink = connect()
-    sink.start(CARD)
+    exporter = connect()
+    exporter.start(RUN_INFO)
 
-    sink.finish("failed")
+    exporter.finish("failed")
 
 
 def test_a_step_may_have_no_metric_but_its_number(connect: Connect) -> None:
-    sink = connect()
-    sink.start(CARD)
+    exporter = connect()
+    exporter.start(RUN_INFO)
 
-    sink.step(0, {"step": 0})
-    sink.finish("succeeded")
+    exporter.step(0, {"step": 0})
+    exporter.finish("succeeded")

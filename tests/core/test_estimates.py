@@ -10,7 +10,7 @@ from core.jobs import estimates, hyperparameters
 from core.jobs.estimates import Pace, PastJobs
 from core.jobs.hyperparameters import Hyperparameters
 from core.jobs.remaining import RemainingSteps
-from core.results.step_metrics import StepMetrics
+from core.step_metrics import StepMetrics
 from tests import factories
 from tests.hyperparameters import in_groups
 from tests.present import present

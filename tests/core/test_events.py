@@ -5,7 +5,7 @@ from core.claims import Claim
 from core.database.engine import Database
 from core.errors import InvalidRequest
 from core.jobs import events
-from core.results.step_metrics import StepMetrics
+from core.step_metrics import StepMetrics
 
 pytestmark = pytest.mark.both_databases
 

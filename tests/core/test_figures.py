@@ -20,11 +20,11 @@ from core.jobs import events, lifecycle
 from core.jobs.distillation import LogitsDistillation, OnPolicyDistillation
 from core.jobs.methods import METHODS, OFFLINE, variant
 from core.jobs.pods import PodNote, PodState
+from core.service import queues
+from core.service.service_metrics import FRESH_SECONDS, ServiceCollector, SlowCollector, StoreCollector
 from core.settings import Settings
 from core.storage.store import BlobWriter
-from core.telemetry import queues
 from core.telemetry.metrics import served
-from core.telemetry.service_metrics import FRESH_SECONDS, ServiceFigures, SlowFigures, StoreFigures
 from core.tenancy.limits import Limits
 from tests import factories
 from tests.present import untyped
@@ -52,12 +52,12 @@ class Clock:
         return self.now
 
 
-def patient(database: Database, **options: Any) -> ServiceFigures:
+def patient(database: Database, **options: Any) -> ServiceCollector:
     """However busy the machine is: whether it takes long is not what these tests are about."""
-    return ServiceFigures(database, **options, patience=60)
+    return ServiceCollector(database, **options, patience=60)
 
 
-def read(figures: SlowFigures) -> dict[tuple[str, ...], float]:
+def read(figures: SlowCollector) -> dict[tuple[str, ...], float]:
     """The values by name and labels' values, without the label names."""
     return {
         (sample.name, *sample.labels.values()): sample.value
@@ -354,7 +354,7 @@ class Away:
 
 
 def test_a_scrape_succeeds_without_the_database_and_says_so() -> None:
-    assert read(ServiceFigures(untyped(Away()))) == {("regraft_database_up",): 0}
+    assert read(ServiceCollector(untyped(Away()))) == {("regraft_database_up",): 0}
 
 
 def test_a_database_that_says_nothing_does_not_keep_prometheus_waiting() -> None:
@@ -369,7 +369,7 @@ def test_a_database_that_says_nothing_does_not_keep_prometheus_waiting() -> None
             yield
 
     clock = Clock()
-    figures = ServiceFigures(untyped(Silent()), clock=clock, patience=0.01)
+    figures = ServiceCollector(untyped(Silent()), clock=clock, patience=0.01)
     for _ in range(2):
         assert read(figures) == {("regraft_database_up",): 0}
         clock.now += FRESH_SECONDS
@@ -379,7 +379,7 @@ def test_a_database_that_says_nothing_does_not_keep_prometheus_waiting() -> None
 
 def test_a_blob_store_is_up_while_it_takes_and_returns_an_object(tmp_path: Path) -> None:
     blobs, clock = WatchedBlobs(tmp_path), Clock()
-    figures = StoreFigures(blobs, clock=clock, patience=60)
+    figures = StoreCollector(blobs, clock=clock, patience=60)
 
     def value() -> float:
         clock.now += FRESH_SECONDS
@@ -401,7 +401,7 @@ def test_a_blob_store_that_says_nothing_is_not_up(tmp_path: Path) -> None:
             speaks.wait(30)
             return super().writer(key, if_absent=if_absent)
 
-    assert read(StoreFigures(Silent(tmp_path), patience=0.01)) == {("regraft_blob_store_up",): 0}
+    assert read(StoreCollector(Silent(tmp_path), patience=0.01)) == {("regraft_blob_store_up",): 0}
     speaks.set()
 
 

@@ -13,7 +13,7 @@ from core.errors import BudgetReached, InvalidJobState, InvalidRequest
 from core.jobs import budgets, lifecycle, usage
 from core.jobs.budgets import Price
 from core.jobs.remaining import RemainingSteps
-from core.results.step_metrics import StepMetrics
+from core.step_metrics import StepMetrics
 from core.tenancy import usage_report
 from core.tenancy.usage_report import DAY, MAX_ROWS, Grouping
 from tests import factories

@@ -16,7 +16,7 @@ from core.errors import InvalidRequest, WebhookEndpointNotFound
 from core.jobs import lifecycle
 from core.outbound import webhooks
 from core.pipelines import lifecycle as pipelines
-from core.results.step_metrics import StepMetrics
+from core.step_metrics import StepMetrics
 from tests import factories
 from tests.present import present
 

@@ -9,10 +9,10 @@ from sqlalchemy import update
 from sqlalchemy.orm import Session
 
 from core.database.tables import EvalRun, Project, Worker
-from core.telemetry import queues, workers
-from core.telemetry.queues import Queue
+from core.service import queues, workers
+from core.service.queues import Queue
+from core.service.workers import FORGOTTEN_SECONDS, GpuUse, Report
 from core.telemetry.silence import SILENT_SECONDS
-from core.telemetry.workers import FORGOTTEN_SECONDS, GpuUse, Report
 from core.tenancy.limits import NO_LIMITS, Limits
 from tests import factories
 

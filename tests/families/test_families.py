@@ -23,10 +23,10 @@ from tests.families.zoo import CONTEXT, FAMILIES, Family
 from tests.present import present
 from worker.model.architecture import class_of
 from worker.model.batch import split, tensors_of
-from worker.model.export import TEXTS, merge
 from worker.model.policy import read_config
 from worker.sampling import Sampling
 from worker.sampling.transformers import TransformersSampler
+from worker.serving.export import TEXTS, merge
 from worker.training.trainer import PeftTrainer
 from worker.types import Group, Pack, Prompt
 from worker.types import TrainingSequence as Answer

@@ -253,6 +253,11 @@ class Pod:
         return containers
 
 
+def environment(pod: Pod) -> dict[str, Any]:
+    """The variables of a pod's first container; None for those that Kubernetes fills in."""
+    return {variable["name"]: variable.get("value") for variable in pod.containers[0]["env"]}
+
+
 def pods(manifests: list[Manifest], component: str | None = None) -> list[Pod]:
     found = [Pod(one, template(one)) for one in manifests if one["kind"] in WORKLOADS]
     return [pod for pod in found if component in (None, pod.component)]

@@ -152,7 +152,7 @@ def test_a_container_can_write_to_its_volumes_only(
 def test_the_demos_job_succeeds_and_its_model_answers(
     running: dict[str, "Popen[bytes]"], containers: Containers, tmp_path: Path
 ) -> None:
-    demo = [sys.executable, ROOT / "examples/demo.py", "--data-dir", tmp_path]
+    demo = [sys.executable, str(ROOT / "examples/demo.py"), "--data-dir", str(tmp_path)]
     url = f"http://127.0.0.1:{containers.ports['api']}/v1"
 
     done = subprocess.run([*demo, "--url", url], env=os.environ | {"REGRAFT_API_KEY": FIRST_KEY})

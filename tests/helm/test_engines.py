@@ -18,7 +18,7 @@ from tests.helm.charts import (
     SERVER,
     VARIATIONS,
     Manifest,
-    Pod,
+    environment,
     helm,
     of_kind,
     pods,
@@ -29,10 +29,6 @@ from tests.helm.charts import (
 from tests.present import present, untyped
 from worker.cli import parser
 from worker.cli.service import service_collectors
-
-
-def environment(pod: Pod) -> dict[str, Any]:
-    return {one["name"]: one.get("value") for one in pod.containers[0]["env"]}
 
 
 def triggers(manifests: list[Manifest], name: str) -> list[dict[str, str]]:

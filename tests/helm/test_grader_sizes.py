@@ -8,8 +8,8 @@ import pytest
 
 from core.units import GIB
 from graders.sandbox.sizes import sizes
-from tests.helm.charts import Pod, pods, profile, render
-from tests.helm.test_sizing import BYTES, CONFIGS, PROFILES, environment, registry_of
+from tests.helm.charts import Pod, environment, pods, profile, render
+from tests.helm.test_sizing import BYTES, CONFIGS, PROFILES, registry_of
 from worker.model import sizing
 
 UNITS = {"Mi": 1 << 20, "Gi": 1 << 30}

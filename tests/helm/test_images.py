@@ -188,7 +188,7 @@ def add_program(folder: Path, name: str, content: str) -> None:
 
 def make_images(folder: Path, *arguments: str, **variables: str) -> "subprocess.CompletedProcess[str]":
     environment = {"PATH": str(folder), "HOME": str(folder)} | variables
-    command = [sys.executable, ROOT / ".ci/images.py", *arguments]
+    command = [sys.executable, str(ROOT / ".ci/images.py"), *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 

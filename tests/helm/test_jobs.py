@@ -22,7 +22,7 @@ from core.database.engine import Database
 from core.database.migrate import upgrade
 from core.database.tables import Attempt, Job
 from core.jobs import lifecycle
-from core.telemetry import queues
+from core.service import queues
 from core.tenancy.limits import NO_LIMITS
 from tests import factories
 from tests.helm.charts import JOBS, Pod, of_kind, pods, profile, render

@@ -13,11 +13,11 @@ import yaml
 
 from api.http import request_metrics as _requests  # noqa: F401 - it makes the API's
 from core.database.engine import Database
+from core.service.service_metrics import ServiceCollector, StoreCollector
 from core.settings import Settings
 from core.storage.disk import Disks
 from core.storage.store import FolderBlobs
 from core.telemetry.metrics import COUNTED
-from core.telemetry.service_metrics import ServiceFigures, StoreFigures
 from tests import factories
 from tests.helm.charts import CHART, ROOT, VARIATIONS, helm, of_kind, pods, profile, render
 from tests.helm.test_policy import allowed
@@ -25,7 +25,7 @@ from tests.helm.test_service import environment
 from tests.present import untyped
 from worker import instruments
 from worker.serving import serving_metrics
-from worker.supervisor.telemetry import Gpus, Runs, Sandbox
+from worker.telemetry import Gpus, Runs, Sandbox
 
 RULES = CHART / "files/rules.yaml"
 RELEASE = "regraft"  # its name in the labels
@@ -53,8 +53,8 @@ def exported(sqlite_database: Database, tmp_path: Path) -> set[Any]:
     collectors = [
         COUNTED,
         instruments.COUNTED,
-        ServiceFigures(sqlite_database, patience=60),
-        StoreFigures(FolderBlobs(tmp_path), patience=60),
+        ServiceCollector(sqlite_database, patience=60),
+        StoreCollector(FolderBlobs(tmp_path), patience=60),
         TwoGpus(),
         Runs("cpu"),
         Disks(Settings(data_dir=tmp_path)),

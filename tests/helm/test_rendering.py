@@ -15,6 +15,7 @@ from tests.helm.charts import (
     SERVER,
     VARIATIONS,
     Pod,
+    environment,
     helm,
     merged,
     of_kind,
@@ -304,12 +305,7 @@ def test_a_worker_with_several_gpus_has_a_rank_on_each() -> None:
         render(profile("production", workers=[*pools, *profile("production")["workers"]])), "worker"
     )
 
-    ranks = {
-        pod.labels["regraft.dev/pool"]: {
-            one["name"]: one.get("value") for one in pod.containers[0]["env"]
-        }.get("REGRAFT_RANKS")
-        for pod in workers
-    }
+    ranks = {pod.labels["regraft.dev/pool"]: environment(pod).get("REGRAFT_RANKS") for pod in workers}
 
     assert {pool: ranks[pool] for pool in ("p0", "p1", "p4")} == {"p0": None, "p1": None, "p4": "4"}
 
@@ -422,7 +418,7 @@ def test_compiled_kernels_are_on_the_cache_volume_of_every_pod_that_computes(
                 continue
             container = pod.containers[0]
             found.add(pod.component)
-            variables = {one["name"]: one.get("value") for one in container["env"]}
+            variables = environment(pod)
             mounts = {one["mountPath"]: one for one in container["volumeMounts"]}
             assert variables["REGRAFT_COMPILE_CACHE"] == "/cache/compiled"
             assert mounts["/cache/compiled"] == {

@@ -13,8 +13,8 @@ import pytest
 
 from core.database.engine import Database
 from core.registry import BaseModelEntry, Registry
+from core.service.service_metrics import FRESH_SECONDS
 from core.settings import Settings
-from core.telemetry.service_metrics import FRESH_SECONDS
 from graders.backends import Backends, Inference
 from helm.generate import OF_POOLS, OWN, settings_schema
 from tests.helm.charts import CHART, POOL, ROOT, VARIATIONS, Pod, of_kind, pods, profile, render

@@ -13,7 +13,18 @@ from core.jobs.hyperparameters import Hyperparameters
 from core.registry import BaseModelEntry, Registry, sampler_of
 from core.settings import GpuClass, Settings
 from core.units import GIB
-from tests.helm.charts import CHART, VARIATIONS, Pod, helm, merged, of_kind, pods, profile, render
+from tests.helm.charts import (
+    CHART,
+    VARIATIONS,
+    Pod,
+    environment,
+    helm,
+    merged,
+    of_kind,
+    pods,
+    profile,
+    render,
+)
 from tests.present import present
 from worker.model import capacity, sizing
 from worker.model.forecast import StepSize, cluster_of, forecast
@@ -41,10 +52,6 @@ GPU_OF_INFERENCE = {"NVIDIA-H100-80GB-HBM3": 78}
 def registry_of(manifests: list[dict[str, Any]]) -> Registry:
     [config] = [one for one in of_kind(manifests, "ConfigMap") if "models.toml" in one["data"]]
     return Registry.model_validate({"models": {}} | tomllib.loads(config["data"]["models.toml"]))
-
-
-def environment(pod: Pod) -> dict[str, Any]:
-    return {one["name"]: one.get("value") for one in pod.spec["containers"][0]["env"]}
 
 
 def settings_of(pod: Pod) -> Settings:

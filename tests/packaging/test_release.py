@@ -286,8 +286,8 @@ release.tag(release.ROOT, '99.0.0', 'releases@example.com')
     subprocess.run([sys.executable, "-c", code], cwd=clone, env=environment_of_both, check=True)
 
     dist, keyring = clone / "dist", tmp_path / "public.gpg"
-    export = ["gpg", "--batch", "--output", keyring, "--export"]
-    verify = ["gpg", "--batch", "--verify", dist / "SHA256SUMS.asc", dist / "SHA256SUMS"]
+    export = ["gpg", "--batch", "--output", str(keyring), "--export"]
+    verify = ["gpg", "--batch", "--verify", str(dist / "SHA256SUMS.asc"), str(dist / "SHA256SUMS")]
     for command in (export, verify, ["git", "verify-tag", "v99.0.0"]):
         subprocess.run(command, cwd=clone, env=environment_of_both, check=True, capture_output=True)
     signed = helm.verify(dist / f"regraft-{VERSION}.tgz", keyring)

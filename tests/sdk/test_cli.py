@@ -24,7 +24,7 @@ from regraft.cli.output import answer_cell, expected_costs
 
 from core.database.tables import Attempt, Job
 from core.jobs.usage import add_usage
-from core.telemetry import workers
+from core.service import workers
 from tests import factories
 from tests.core.test_workers import REPORT
 from tests.present import present

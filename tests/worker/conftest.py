@@ -106,13 +106,15 @@ class Bench:
                 )
             )
 
-    def run_job(self, settings: Settings, assemble: Assemble | None = None) -> None:
+    def run_job(
+        self, settings: Settings, assemble: Assemble | None = None, attempt: Attempt | None = None
+    ) -> None:
         """Run the job on its real model in this process, as the worker's process for it does."""
         from worker import assemble as real
 
         asyncio.run(
             run_attempt(
-                self.attempt(),
+                attempt or self.attempt(),
                 settings,
                 assemble or real.assemble,
                 scratch=self.tmp_path,

@@ -84,16 +84,16 @@ def allow_cuda() -> None:
         del vars(torch._C)["_cuda_getDeviceCount"]
 
 
-def be_member(parent: int, progress: Path) -> None:
+def run_member(parent: int, progress: Path) -> None:
     allow_cuda()
-    child.be_member(parent, progress, Eventful)
+    child.run_member(parent, progress, Eventful)
 
 
-def be_rank(parent: int, progress: Path, stopping: Any, claim: str) -> None:
+def run_rank(parent: int, progress: Path, stopping: Any, claim: str) -> None:
     allow_cuda()
     if os.environ["EVENT"] in ("share", "shard"):
         share_the_base()
-    child.be_rank(parent, progress, stopping, claim, Eventful)
+    child.run_rank(parent, progress, stopping, claim, Eventful)
 
 
 if __name__ == "__main__":
@@ -103,5 +103,5 @@ if __name__ == "__main__":
         sessions.write(f"{os.getsid(0)}\n")
     if sys.argv[1] == "member":
         del sys.argv[1]
-        sys.exit(launcher.main(rank=be_member))
-    sys.exit(child.main(rank=be_rank))
+        sys.exit(launcher.main(rank=run_member))
+    sys.exit(child.main(rank=run_rank))

@@ -14,8 +14,8 @@ from core.errors import BudgetReached
 from core.jobs import budgets, events, lifecycle, usage
 from core.jobs.budgets import Price
 from core.results import tuned_models
-from core.results.step_metrics import StepMetrics
 from core.settings import Settings
+from core.step_metrics import StepMetrics
 from graders.backends import Backends
 from tests.fakes import crash_at
 from tests.present import present

@@ -28,7 +28,7 @@ from worker.refusals import MemoryTaken, NotEnoughMemory, UserMistake
 from worker.serving.engines import EngineRefused
 from worker.serving.vllm_builder import VllmBuilder
 from worker.sharing.base import RunsAlone
-from worker.sharing.device_wish import DeviceWish, WishReader
+from worker.sharing.memory_request import MemoryRequest, MemoryRequests
 
 
 @pytest.fixture
@@ -317,8 +317,8 @@ class TestMemoryOfOthers:
         assert outage(taken.value) is Resource.MEMORY
 
     def test_memory_that_idle_models_have_is_asked_for_before_a_job_waits(self, tmp_path: Path) -> None:
-        wish = DeviceWish.of(Settings(data_dir=tmp_path))
-        inference, late = WishReader(wish), [20]
+        request = MemoryRequest.of(Settings(data_dir=tmp_path))
+        inference, late = MemoryRequests(request), [20]
         memory = DeviceMemory(lambda device: late[0], lambda device: 80)
 
         def wait(seconds: float) -> None:
@@ -326,12 +326,12 @@ class TestMemoryOfOthers:
                 late[0] = 80
 
         plan = plan_within(
-            self.needing(60), "cuda", memory, patience_seconds=600.0, ask=wish.express, wait=wait
+            self.needing(60), "cuda", memory, patience_seconds=600.0, ask=request.make, wait=wait
         )
 
         assert (plan, inference.is_new()) == (PLAN, False)
-        assert not WishReader(wish).is_new(), "it was expressed before this one began to read"
-        assert DeviceWish.of(Settings(data_dir=tmp_path), "another").last() == 0
+        assert not MemoryRequests(request).is_new(), "it was made before this one began to read"
+        assert MemoryRequest.of(Settings(data_dir=tmp_path), "another").last() == 0
 
     def test_a_job_that_fits_on_no_device_is_refused_at_once_with_the_numbers_of_the_device(self) -> None:
         memory = DeviceMemory(lambda device: 20, lambda device: 80)

@@ -125,7 +125,7 @@ def fields_of(name: str) -> set[str]:
             "inference",
             ["worker/serving/server.py", "worker/serving/fleet_model.py", "worker/serving/vllm_builder.py"],
         ),
-        ("sampler", ["worker/sampling/fleet_server.py"]),
+        ("sampler", ["worker/serving/fleet_server.py"]),
         ("member", ["worker/members", "worker/training/launch.py"]),
     ],
 )

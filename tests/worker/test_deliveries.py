@@ -19,8 +19,8 @@ from core.database.tables import Project, WebhookDelivery, WebhookEndpoint
 from core.jobs import lifecycle
 from core.outbound import webhooks
 from core.outbound.http import Outgoing
-from core.results.step_metrics import StepMetrics
 from core.settings import Settings
+from core.step_metrics import StepMetrics
 from core.storage.store import FolderBlobs
 from tests import factories
 from tests.fakes import crash_at

@@ -25,9 +25,9 @@ from worker.clock import Clock
 from worker.model import memory, sizing
 from worker.model.memory import DeviceMemory
 from worker.model.policy import Policy, read_config
-from worker.model.teachers import TeacherModel, inspect_teacher, load_teacher, read_adapter
 from worker.prepare.memory_plan import plan_memory
 from worker.prepare.model import BaseModel
+from worker.prepare.teachers import TeacherModel, inspect_teacher, load_teacher, read_adapter
 from worker.refusals import UserMistake
 from worker.rollout.distillation_rewards import TeacherRewards
 from worker.sampling import Sampling, grouped
@@ -77,7 +77,7 @@ def moved(policy: Policy, by: float) -> list[Tensor]:
 
 def teacher(policy: Policy, by: float) -> PolicyTeacher:
     weights = moved(policy, by)
-    return PolicyTeacher(policy, partial(policy.wearing, weights), token_budget=512)
+    return PolicyTeacher(policy, partial(policy.with_weights, weights), token_budget=512)
 
 
 def sampled(policy: Policy) -> list[tuple[Prompt, list[Rollout]]]:
@@ -163,7 +163,7 @@ def distilling(
     run = bench.run(n_epochs=epochs, **chosen)
     trainer = PeftTrainer(policy, run.experience.settings, token_budget=512)
     weights = moved(make_policy(), 0.3)
-    teaching = PolicyTeacher(policy, partial(policy.wearing, weights), token_budget=512)
+    teaching = PolicyTeacher(policy, partial(policy.with_weights, weights), token_budget=512)
     rewards = TeacherRewards(teaching, temperature=1.0)
     sampler = TransformersSampler(policy)
     run.experience = replace(run.experience, graders=(), rewards=rewards, sampler=sampler, trainer=trainer)
@@ -310,7 +310,7 @@ def test_an_adapter_that_teaches_leaves_the_student_as_it_was(
 ) -> None:
     other, student = make_policy(), make_policy()
     weights = moved(other, 0.3)
-    with other.wearing(weights):
+    with other.with_weights(weights):
         other.save(tmp_path / "adapter")
     before = [one.detach().clone() for one in student.trainable]
     tuned = Parent("ft:tiny:x", "ftjob-1", 3, "ckpt-1", "adapter", {})

@@ -26,10 +26,10 @@ from tests.worker.test_training import asked, drawn, prompt, relative_difference
 from worker.model.full import FullPolicy
 from worker.model.policy import Policy
 from worker.refusals import UnsupportedModel
-from worker.rollout.sampler_gate import SamplerGate
 from worker.sampling.transformers import TransformersSampler
 from worker.training.distributed import LoadModel, load_checked, loading
 from worker.training.rank_model import Model
+from worker.training.sampler_gate import SamplerGate
 from worker.training.trainer import PeftTrainer
 from worker.training.world import World
 from worker.types import Group, Prompt, Rollout

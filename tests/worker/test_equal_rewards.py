@@ -11,15 +11,15 @@ from regraft.resources.graders import Case, judged
 
 from core import golden_cases
 from core.database.tables import GoldenCase
-from core.evals.summary import paired_difference
 from core.jobs.hyperparameter_groups import Scale
-from core.jobs.thresholds import Thresholds
 from core.pipelines import rows
 from core.pipelines.rows import Selection
 from core.results import what_if
 from core.results.preview_report import with_signal
-from core.results.step_metrics import StepMetrics
 from core.rewards import all_equal
+from core.statistics import paired_difference
+from core.step_metrics import StepMetrics
+from core.thresholds import Thresholds
 from worker.recording import monitors, verdict
 from worker.training import grpo, token_rewards
 from worker.training.token_rewards import Moments

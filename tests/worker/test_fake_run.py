@@ -9,13 +9,13 @@ from graders.spec import parse_grader
 from graders.types import Grade, Item, JudgeSample, Sample
 from tests.fakes import ExactGrader
 from tests.worker.conftest import GRADER, Bench
-from worker.heartbeat import WatchedGrader
+from worker.heartbeat import HeartbeatGrader
 
 
 def test_it_takes_every_step_of_a_job_and_keeps_its_checkpoints(bench: Bench, tmp_path: Path) -> None:
     with bench.database.write() as session:
         bench.add_files(session, bench.blobs)
-    grader = WatchedGrader(ExactGrader(), lambda: None)
+    grader = HeartbeatGrader(ExactGrader(), lambda: None)
     run = fake_run.assemble(
         bench.attempt(), parse_grader(GRADER), grader, Settings(), tmp_path, lambda: False, lambda: None, None
     )
@@ -40,6 +40,6 @@ class JudgedTwice:
 
 def test_a_run_keeps_no_prompts_and_replies_of_judges() -> None:
     """A step has thousands of grades, each with up to 128 kB of them; only evals show them."""
-    grade = asyncio.run(WatchedGrader(JudgedTwice(), lambda: None).grade(Sample.from_text("yes"), {}))
+    grade = asyncio.run(HeartbeatGrader(JudgedTwice(), lambda: None).grade(Sample.from_text("yes"), {}))
 
     assert grade == Grade(0.5, sub_grades={"first": Grade(0.5, reason="half")})

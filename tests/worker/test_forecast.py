@@ -13,6 +13,7 @@ from core.units import GIB
 from tests.present import present
 from worker.cli import plan
 from worker.cli.parser import UsageError, build
+from worker.gpu_ratio import GpuRatio, settings_of
 from worker.model import sizing
 from worker.model.forecast import (
     GPUS,
@@ -25,7 +26,6 @@ from worker.model.forecast import (
     forecast,
 )
 from worker.model.sizing import DoesNotFit, Shape
-from worker.recording.gpu_ratio import GpuRatio, settings_of
 
 DOCUMENT = Path(__file__).parents[2] / "docs/howto/scale.md"
 FULL_DOCUMENT = DOCUMENT.with_name("training.md")

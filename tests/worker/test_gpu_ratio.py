@@ -2,8 +2,8 @@
 
 import pytest
 
+from worker.gpu_ratio import GpuRatio, RatioMeasurement
 from worker.prepare.rollouts import ratio_of
-from worker.recording.gpu_ratio import GpuRatio, RatioMeasurement
 from worker.sampling.placement import Placement
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from core.database.tables import Event
-from core.jobs.thresholds import Thresholds
+from core.thresholds import Thresholds
 from graders.types import Grade, Item, Sample
 from tests.worker.conftest import Bench
 from worker.model.policy import Policy

@@ -13,9 +13,9 @@ from sqlalchemy import Connection, event
 from core.database.engine import Work
 from core.database.tables import Event, File, Project, TunedModel, WebhookDelivery
 from core.jobs import events, lifecycle
-from core.jobs.thresholds import Thresholds
 from core.outbound import webhooks
-from core.results.step_metrics import StepMetrics
+from core.step_metrics import StepMetrics
+from core.thresholds import Thresholds
 from graders.types import Grade, Grader, Item, Sample
 from tests.fakes import (
     ExactGrader,

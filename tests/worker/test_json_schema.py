@@ -13,9 +13,9 @@ from tests.fakes import learn
 from tests.present import present
 from tests.tiny import make_byte_model
 from tests.worker.test_training import asked
+from worker.model.json_schema import every_token
 from worker.model.policy import Policy, load_base
 from worker.sampling import Sampling, grouped
-from worker.sampling.json_schema import every_token
 from worker.sampling.transformers import TransformersSampler
 from worker.training.trainer import PeftTrainer
 from worker.types import Group, Pack, Prompt, TrainingSequence

@@ -2,7 +2,6 @@
 
 import asyncio
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
@@ -14,7 +13,7 @@ from core.tenancy import tenants
 from graders.judge.usage import TokenLedger
 from graders.types import Grade, Item, Sample, TokenUsage
 from tests.worker.conftest import Bench
-from worker.child import booked_at_the_end, run_attempt
+from worker.child import booked_at_the_end
 from worker.run import RunOutcome
 
 A_REPLY = TokenUsage(10, 5)
@@ -76,7 +75,7 @@ def test_a_step_counts_the_replies_so_far_once(bench: Bench) -> None:
     assert attempt.ledger.unbooked == 0
 
 
-def test_a_run_that_ends_with_an_error_counts_what_its_judges_used(bench: Bench, tmp_path: Path) -> None:
+def test_a_run_that_ends_with_an_error_counts_what_its_judges_used(bench: Bench) -> None:
     attempt = bench.attempt()
 
     def assemble(*parts: Any) -> NoReturn:
@@ -88,16 +87,7 @@ def test_a_run_that_ends_with_an_error_counts_what_its_judges_used(bench: Bench,
         job.body = {name: value for name, value in job.body.items() if name != "grader"}
     attempt = replace(attempt, job=bench.job())
     with pytest.raises(ZeroDivisionError):
-        asyncio.run(
-            run_attempt(
-                attempt,
-                Settings(),
-                assemble,
-                scratch=tmp_path,
-                stop_requested=lambda: False,
-                beat=lambda: None,
-            )
-        )
+        bench.run_job(Settings(), assemble, attempt)
 
     assert counted(bench) == 15
 

@@ -1,6 +1,5 @@
 """A job on several ranks, from the supervisor on: it learns, drains, and loses a rank, and leaves no process behind."""
 
-import json
 import os
 import re
 import shutil
@@ -17,7 +16,7 @@ import pytest
 from pydantic import ValidationError
 from sqlalchemy import select
 
-from core.database.tables import File, Job
+from core.database.tables import Job
 from core.jobs import lifecycle
 from core.jobs.offline_hyperparameters import SupervisedHyperparameters
 from core.settings import Settings
@@ -55,12 +54,8 @@ def queued(
         if supervised:
             for row in rows:
                 row["messages"].append({"role": "assistant", "content": row.pop("answer")})
-        data = "".join(json.dumps(row) + "\n" for row in rows).encode()
-        info = bench.blobs.put_bytes("files/rows", data)
         with bench.database.write() as session:
-            about = {"filename": "a", "purpose": "fine-tune", "bytes": 1, "sha256": info.sha256}
-            for name in ("file-a", "file-b"):
-                session.add(File(id=name, project_id=bench.project.id, blob_key="files/rows", **about))
+            bench.add_files(session, bench.blobs, rows)
             job = session.scalars(select(Job)).one()
             grader = {"type": "text_similarity", "name": "near", "input": "{{sample.output_text}}"}
             grader |= {"reference": "{{item.answer}}", "evaluation_metric": "fuzzy_match"}

@@ -19,7 +19,7 @@ from core.settings import Settings
 from graders.types import Grade, Item, Sample
 from tests.present import present, untyped
 from tests.worker.conftest import GRADER, Bench
-from worker.supervisor.lease import LeaseKeeper
+from worker.lease import LeaseKeeper
 from worker.supervisor.validation import validate_next
 
 ROW = {"messages": [{"role": "user", "content": "say red"}], "answer": "red"}

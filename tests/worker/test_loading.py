@@ -44,8 +44,8 @@ from worker.interfaces import Trainer
 from worker.model.meta_policy import unloaded_policy
 from worker.model.policy import Policy, load_base
 from worker.model.sharding import load_bases
-from worker.model.teachers import TeacherModel
 from worker.prepare.loaded import samples_while_loading
+from worker.prepare.teachers import TeacherModel
 from worker.recording.checkpoints import JobCheckpoints
 from worker.refusals import InvalidModel, UserMistake
 from worker.run import Run

@@ -21,13 +21,13 @@ from graders.backends import Backends
 from tests.threads import no_free_thread
 from tests.worker.conftest import Bench
 from worker.evals.runner import RUNS_AT_ONCE, EvalRunner
+from worker.lease import LeaseKeeper
 from worker.members.member import Member
 from worker.serving.launcher import InferenceServer
 from worker.supervisor.killed import KernelMemory
-from worker.supervisor.lease import LeaseKeeper
 from worker.supervisor.reporter import Reporter
-from worker.supervisor.telemetry import Gpus
 from worker.supervisor.turn_server import TurnServer
+from worker.telemetry import Gpus
 
 WAIT = "import signal; signal.pause()"
 

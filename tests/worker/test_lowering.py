@@ -36,7 +36,7 @@ from worker.out_of_memory import FirstAnswer, LostPass, OutOfDeviceMemory, Short
 from worker.prepare.run_memory import RunMemory, room_to_sleep
 from worker.recording import plan_record
 from worker.recording.plan_record import PlanRecord
-from worker.refusals import MemoryTaken, NotEnoughMemory, RunsSmaller
+from worker.refusals import LoweredForNextAttempt, MemoryTaken, NotEnoughMemory
 from worker.run import RunOutcome
 from worker.sampling.own import OwnEngine, OwnEngines
 from worker.sharing.base import RunsAlone
@@ -654,7 +654,7 @@ class TestTheRecord:
         run_memory = RunMemory(bench.attempt(), RECORD, engines_rest=False, update=UPDATE, device=device(0))
         run_memory.use(Engines())
 
-        with pytest.raises(RunsSmaller):
+        with pytest.raises(LoweredForNextAttempt):
             run_memory.lower(WHOLE)
 
         lowered_sizes = plan_record.limits_of(bench.attempt(), "H100", RECORD.workload)
@@ -664,7 +664,7 @@ class TestTheRecord:
         run_memory = RunMemory(bench.attempt(), RECORD, engines_rest=True, update=UPDATE, device=device(0))
 
         assert [run_memory.lower_engine(Shortage("sampler", "")) // GIB for _ in range(2)] == [4, 2]
-        with pytest.raises(RunsSmaller):
+        with pytest.raises(LoweredForNextAttempt):
             run_memory.lower_engine(Shortage("sampler", ""))
         assert run_memory.sizes.sleeps
 
@@ -710,7 +710,7 @@ class TestTheRecord:
 
         attempt = bench.attempt(first_answer=FirstAnswer(wait))
         plan_record.begin(attempt, RECORD)
-        for error, ends in ((LostPass(WHOLE), RunsSmaller), (OutOfDeviceMemory(WHOLE), Waits)):
+        for error, ends in ((LostPass(WHOLE), LoweredForNextAttempt), (OutOfDeviceMemory(WHOLE), Waits)):
             with pytest.raises(ends), plan_record.lowering_for_next_attempt(attempt, device(0)):
                 raise error
 

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from core.jobs.hyperparameters import Hyperparameters, resolve
-from core.jobs.thresholds import Thresholds
-from core.results.step_metrics import StepMetrics
+from core.step_metrics import StepMetrics
+from core.thresholds import Thresholds
 from graders.spec import parse_grader
 from graders.types import Grade
 from tests.present import present
 from tests.worker.test_verdict import compared
+from worker.history import History
 from worker.recording import metrics
-from worker.recording.history import History
 from worker.recording.monitors import RULES, check, damage, likely_cause
 from worker.rollout.experience import grader_parts
 from worker.types import Group, Prompt, Rollout

@@ -30,10 +30,10 @@ from tests.worker.test_resume import (
 from tests.worker.test_training import asked
 from worker.clock import Clock
 from worker.model.policy import Policy
-from worker.rollout.sampler_gate import SamplerGate
 from worker.sampling import Answer, Sampling
 from worker.sampling.transformers import TransformersSampler
 from worker.sampling.weights import same
+from worker.training.sampler_gate import SamplerGate
 from worker.training.trainer import PeftTrainer
 from worker.types import Prompt
 

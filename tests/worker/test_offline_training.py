@@ -19,7 +19,7 @@ from core.jobs.offline_hyperparameters import (
     epochs,
     resolve,
 )
-from core.results.step_metrics import StepMetrics
+from core.step_metrics import StepMetrics
 from graders.types import TokenUsage
 from tests.present import present
 from tests.worker.conftest import Bench
@@ -131,7 +131,7 @@ def kto_loss(policy: Policy, reference: Sequence[Tensor], packs: Sequence[Pack],
     """As the paper has it, row by row: z0 from the answers of the next row to each prompt."""
 
     def ratio(prompt: Sequence[int], answer: Sequence[int]) -> Tensor:
-        with torch.no_grad(), policy.wearing(reference):
+        with torch.no_grad(), policy.with_weights(reference):
             of_reference = logprobs(policy, prompt, answer).sum()
         return logprobs(policy, prompt, answer).sum() - of_reference
 

@@ -19,7 +19,7 @@ from graders.types import Grade, Item, Sample
 from tests.worker.conftest import Bench
 from worker import process
 from worker.backends import Server
-from worker.instruments import ObservedGrader, ObservedSampler
+from worker.instruments import InstrumentedGrader, InstrumentedSampler
 from worker.progress import PROGRESS, Progress, Writer, in_step
 from worker.sampling import Answer, Sampling
 from worker.supervisor.supervisor import REPORT_SECONDS, RunProcess, RunProgress
@@ -139,7 +139,7 @@ def test_the_sampler_and_the_grader_of_a_run_are_counted() -> None:
     spec = parse_grader(
         {"type": "string_check", "name": "same", "input": "a", "reference": "a", "operation": "eq"}
     )
-    sampler, grader = ObservedSampler(Words()), ObservedGrader(Same(), spec)
+    sampler, grader = InstrumentedSampler(Words()), InstrumentedGrader(Same(), spec)
     prompts = [Prompt(line, (1,), {"messages": []}) for line in (1, 2)]
 
     async def seen() -> list[tuple[Any, ...]]:

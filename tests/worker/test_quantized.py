@@ -17,9 +17,9 @@ from tests.families.zoo import CONTEXT, FAMILIES
 from tests.worker.test_family_jobs import train_on
 from worker.model import memory, quantized
 from worker.model.compatibility import refuse_by_config
-from worker.model.export import TEXTS, merge
 from worker.model.policy import Policy, load_base, read_config
 from worker.refusals import UnsupportedModel
+from worker.serving.export import TEXTS, merge
 
 BLOCK = 32
 FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])

@@ -9,13 +9,14 @@ import pytest
 from sqlalchemy import text
 
 from core.database.engine import Database
+from core.service import workers
+from core.service.workers import Seen
 from core.settings import Settings
-from core.telemetry import checkup, workers
+from core.telemetry import checkup
 from core.telemetry.checkup import DoctorResult
-from core.telemetry.workers import Seen
 from tests.worker.kernel import GIB, FakeKernel
 from worker.supervisor.reporter import Reporter
-from worker.supervisor.telemetry import Gpus
+from worker.telemetry import Gpus
 
 
 class TwoGpus(Gpus):

@@ -36,8 +36,8 @@ from tests.present import present
 from tests.worker.conftest import ANSWERS, Bench
 from worker.child import trained
 from worker.clock import Clock
+from worker.gpu_ratio import RatioMeasurement
 from worker.recording import alerts
-from worker.recording.gpu_ratio import RatioMeasurement
 from worker.refusals import TrainingDiverged, UserMistake
 from worker.rollout.experience import RolloutExperience
 from worker.rollout.prompts import PromptStream

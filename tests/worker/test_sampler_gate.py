@@ -16,7 +16,7 @@ from tests.present import present, untyped
 from tests.worker.test_training import asked, drawn, prompt, sampling
 from worker.model.policy import Policy
 from worker.refusals import SamplerMismatch
-from worker.rollout.sampler_gate import SamplerGap, SamplerGate
+from worker.training.sampler_gate import SamplerGap, SamplerGate
 from worker.training.trainer import PeftTrainer
 from worker.types import Group
 

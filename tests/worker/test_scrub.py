@@ -20,7 +20,7 @@ from worker.supervisor.scrub import (
     SECONDS_AT_ONCE,
     Scrub,
 )
-from worker.supervisor.telemetry import SCRUBBED
+from worker.telemetry import SCRUBBED
 
 DAYS = 10.0
 

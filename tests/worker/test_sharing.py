@@ -1,6 +1,5 @@
 """Several jobs on one base model: their results, their memory, and that each ends by itself."""
 
-import asyncio
 import os
 import signal
 import sys
@@ -25,9 +24,8 @@ from tests.hyperparameters import in_groups
 from tests.present import present
 from tests.worker.conftest import Bench
 from worker import process
-from worker.assemble import assemble
 from worker.attempt import Attempt
-from worker.child import run_attempt, run_claim
+from worker.child import run_claim
 from worker.sharing.base import RunsAlone
 from worker.sharing.turns import GONE
 from worker.supervisor.sharing import why_alone
@@ -72,21 +70,13 @@ def adapter(bench: Bench, job_id: str) -> bytes:
     return bench.blobs.read(f"{prefix}/adapter_model.safetensors")
 
 
-def train_alone(bench: Bench, tmp_path: Path) -> None:
+def train_alone(bench: Bench) -> None:
     """Run the next job in this process, with a base model of its own."""
     with bench.database.write() as session:
         claim = lifecycle.claim(session, gpu_class="cpu", owner="alone", lease_seconds=600)
     assert claim is not None
     attempt = Attempt.begin(claim, bench.database, bench.blobs, patience_seconds=0)
-    run = run_attempt(
-        attempt,
-        Settings(),
-        assemble,
-        scratch=tmp_path,
-        stop_requested=lambda: False,
-        beat=lambda: None,
-    )
-    asyncio.run(run)
+    bench.run_job(Settings(), attempt=attempt)
 
 
 def child_command(progress: Path) -> list[str]:
@@ -104,7 +94,7 @@ def test_two_jobs_at_once_have_the_results_of_running_alone_although_one_of_them
         bench, {"seed": 5}, {"seed": 8}, {"seed": 5, "suffix": "killed"}, {"seed": 8}
     )
     for _ in twins:
-        train_alone(bench, tmp_path)
+        train_alone(bench)
     monkeypatch.setenv("REGRAFT_JOBS_PER_WORKER", "2")
 
     supervisor, runs = Supervisor(Settings(), bench.database, bench.blobs, child_command), 0

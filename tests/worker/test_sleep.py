@@ -16,9 +16,9 @@ from tests.present import untyped
 from tests.worker.test_training import asked, drawn, prompt, sampling
 from worker.model.policy import Policy
 from worker.model.sizing import Estimate, MemoryPlan
-from worker.model.teachers import TeacherModel
 from worker.prepare.memory_plan import takes_turns
 from worker.prepare.rollouts import report_placement
+from worker.prepare.teachers import TeacherModel
 from worker.sampling.placement import ONE_ENGINE
 from worker.training.step_hooks import HookedTrainer
 from worker.training.trainer import PeftTrainer

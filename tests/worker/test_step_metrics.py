@@ -6,7 +6,7 @@ from dataclasses import fields
 import pytest
 from pydantic import ValidationError
 
-from core.results.step_metrics import COLUMNS, METRICS, SECTIONS, StepMetrics
+from core.step_metrics import COLUMNS, METRICS, SECTIONS, StepMetrics
 from core.text import to_json
 from tests.fakes import Skill
 from tests.present import untyped

@@ -9,9 +9,9 @@ from core.jobs.hyperparameters import Hyperparameters, Resolved, resolve
 from graders.types import ErrorKind, Grade, StepScore
 from tests.hyperparameters import in_groups
 from tests.worker.test_training import packs_of
-from worker.rollout.steps import token_ends, with_steps_only
 from worker.training import grpo
 from worker.training.policy_loss import signal
+from worker.training.steps import token_ends, with_steps_only
 from worker.types import Group, Prompt, Rollout
 
 # Pieces of text as tokens; the last one is a stop token that no text shows.

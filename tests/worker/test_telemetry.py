@@ -16,8 +16,8 @@ from tests.fakes import ExactGrader
 from tests.present import untyped
 from tests.worker.conftest import GRADER, Bench
 from worker import instruments
-from worker.instruments import ObservedGrader
-from worker.supervisor.telemetry import Gpus, Runs, Sandbox, SandboxLayers
+from worker.instruments import InstrumentedGrader
+from worker.telemetry import Gpus, Runs, Sandbox, SandboxLayers
 
 
 def read(collector: Runs | Gpus | Sandbox | SandboxLayers) -> dict[Any, Any]:
@@ -155,7 +155,7 @@ def test_each_grader_of_a_multi_is_counted_by_its_type() -> None:
             return Grade(None, "y could not be judged", failed.error, parts)
 
     before = counted()
-    asyncio.run(ObservedGrader(Both(), spec).grade(Sample("a"), {}))
+    asyncio.run(InstrumentedGrader(Both(), spec).grade(Sample("a"), {}))
 
     assert grown(before, "regraft_grades_total", "string_check", "graded") == 1
     assert grown(before, "regraft_grades_total", "python", "python_grader_runtime_error") == 1
@@ -167,9 +167,9 @@ def test_each_grader_of_a_multi_is_counted_by_its_type() -> None:
 def test_a_step_and_its_tokens_are_counted_by_the_loop_itself(bench: Bench) -> None:
     before = counted()
     run = bench.run()
-    run.experience.sampler = instruments.ObservedSampler(run.experience.sampler)
+    run.experience.sampler = instruments.InstrumentedSampler(run.experience.sampler)
     run.experience.collector.sampler = run.experience.sampler
-    run.experience.rewards.grader = ObservedGrader(ExactGrader(), parse_grader(GRADER))
+    run.experience.rewards.grader = InstrumentedGrader(ExactGrader(), parse_grader(GRADER))
     asyncio.run(run.train())
 
     steps = bench.steps()

@@ -21,9 +21,9 @@ from tests.thinking import FAMILIES, make_thinking_model
 from tests.worker.test_training import asked
 from worker.clock import Clock
 from worker.model.policy import Policy, load_base
+from worker.model.token_constraints import grammar_of
 from worker.rollout.experience import Rewards
 from worker.sampling import Answer, Sampling, grouped
-from worker.sampling.token_constraints import grammar_of
 from worker.sampling.transformers import TransformersSampler
 from worker.training.policy_loss import contribution_of
 from worker.training.trainer import PeftTrainer

@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from core.telemetry import tracing
 from tests.fakes import ExactGrader
-from worker.instruments import ObservedGrader
+from worker.instruments import InstrumentedGrader
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_a_grade_is_part_of_its_step_and_so_are_the_phases(
     collector: InMemorySpanExporter, bench: Bench
 ) -> None:
     run = bench.run()
-    run.experience.rewards.grader = ObservedGrader(ExactGrader(), parse_grader(GRADER))
+    run.experience.rewards.grader = InstrumentedGrader(ExactGrader(), parse_grader(GRADER))
 
     with tracing.exported("", "test", collector), tracing.attempt("ftjob-1", 1):
         asyncio.run(run.train())

@@ -477,7 +477,7 @@ class TestReference:
 
     def test_wearing_other_weights_leaves_the_own_as_they_were(self, policy: Policy) -> None:
         before = weights_of(policy)
-        with policy.wearing([torch.zeros_like(weight) for weight in before]):
+        with policy.with_weights([torch.zeros_like(weight) for weight in before]):
             assert all(not parameter.any() for parameter in policy.trainable)
 
         assert all(torch.equal(a, b) for a, b in zip(before, policy.trainable, strict=True))

@@ -17,7 +17,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import TextIO
 
 import uvicorn
@@ -39,13 +38,13 @@ from core.jobs.queue import WakeUps, open_celery, sender, unread_queues
 from core.masking import hide_secrets
 from core.registry import BaseModelEntry, Registry, vllm_problem
 from core.reloaded import Reloaded
+from core.service.service_metrics import ServiceCollector, StoreCollector
 from core.settings import Settings, unknown_variables
 from core.storage import fsck, self_test
 from core.storage.disk import Disks
 from core.storage.store import ATTEMPTS, BlobStore, StoreEmpty, blobs_of
 from core.telemetry import logs, metrics, tracing
 from core.telemetry.metrics import MetricsCollector
-from core.telemetry.service_metrics import ServiceFigures, StoreFigures
 from core.tenancy import keys, sessions
 from graders.backends import Backends, InvalidBackends
 from graders.sandbox import pool
@@ -66,15 +65,15 @@ from worker.dispatch.dispatcher import Dispatcher
 from worker.dispatch.kubernetes import KubernetesApi
 from worker.members.gathering import address_of, gathered
 from worker.members.member import Member
-from worker.model.export import export_to
 from worker.packages import vllm_version
 from worker.process import importing, quiet_environment
-from worker.recording.exporters.choice import problem as sinks_problem
+from worker.recording.exporters.choice import problem as exporters_problem
+from worker.serving.export import export_to
 from worker.serving.launcher import InferenceServer, own_address
 from worker.supervisor import liveness, retention
 from worker.supervisor.app import WorkerService
 from worker.supervisor.one_shot import OneShot
-from worker.supervisor.telemetry import Gpus, Sandbox, SandboxLayers
+from worker.telemetry import Gpus, Sandbox, SandboxLayers
 
 log = logging.getLogger("regraft")
 
@@ -109,6 +108,12 @@ def raise_descriptor_limit() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(OSError, ValueError):  # a system may have a lower bound than the hard limit, as macOS does
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def handle_stop_signals(stop: Callable[[], None]) -> None:
+    """Call `stop` at SIGTERM and Ctrl-C, which do not end the process. Call this in the main thread."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: stop())
 
 
 def up(arguments: argparse.Namespace) -> int:
@@ -171,8 +176,7 @@ def run_jobs(settings: Settings, jobs: int, idle_seconds: float) -> int:
             store_problem=lambda: self_test.self_test(store, self_test.new_key()).cause,
             has_members=has_members,
         )
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda number, frame: one_shot.stop())
+        handle_stop_signals(one_shot.stop)
         if TERMINATED.is_set():
             one_shot.stop()
         for collector in one_shot.collectors:
@@ -347,7 +351,7 @@ def _check_tls_files(settings: Settings) -> None:
 
 
 def _check_exporters(settings: Settings) -> None:
-    if (problem := sinks_problem(settings)) is not None:
+    if (problem := exporters_problem(settings)) is not None:
         raise UsageError(problem)
 
 
@@ -390,7 +394,7 @@ def serve_all(
         worker = WorkerService(settings, database, blobs, backends, prepare_request, has_members)
         worker.start(on_failure=lambda: os.kill(os.getpid(), signal.SIGTERM))
         try:
-            for collector in (*service_collectors(settings, database), *worker.figures):
+            for collector in (*service_collectors(settings, database), *worker.collectors):
                 add_collector(collector)
             serve_api(settings, database, blobs, backends, worker.send, port, UP_DRAINS_REQUESTS_SECONDS)
         finally:
@@ -403,10 +407,10 @@ def service_collectors(settings: Settings, database: Database) -> tuple[MetricsC
     """The metrics of a process with the API."""
     blobs = open_blobs_of(settings, attempts=1)  # an outage is visible at once
     classes = {settings.gpu_class, *settings.gpu_classes}
-    figures = ServiceFigures(
+    collector = ServiceCollector(
         database, settings.default_limits, classes, settings.pod_classes, settings.samplers
     )
-    return figures, StoreFigures(blobs)
+    return collector, StoreCollector(blobs)
 
 
 def work(
@@ -415,12 +419,11 @@ def work(
     """Serve this machine's queue until SIGTERM or Ctrl-C, then drain. Returns 1 if it stops because a thread ended."""
     database, blobs = open_stores(settings)
     stopping = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, frame: stopping.set())
+    handle_stop_signals(stopping.set)
     with group_of(settings) as has_members, tracing.exported(settings.otlp_endpoint, "regraft-worker"):
         worker = WorkerService(settings, database, blobs, backends, prepare_request, has_members)
         worker.start(on_failure=stopping.set)
-        for collector in worker.figures:
+        for collector in worker.collectors:
             add_collector(collector)
         stopping.wait()
         worker.stop()
@@ -470,8 +473,7 @@ def dispatcher(arguments: argparse.Namespace) -> int:
         prepare(settings, first_key=False)
         database = Database(settings.database)
         stopping = threading.Event()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda number, frame: stopping.set())
+        handle_stop_signals(stopping.set)
         passes = Dispatcher(
             database, kubernetes, partial(templates.load, folder), defaults=settings.default_limits
         )
@@ -491,8 +493,7 @@ def serve_group(settings: Settings) -> int:
     check_device(settings)
     private.make_folder(settings.data_dir)
     stopping = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, frame: stopping.set())
+    handle_stop_signals(stopping.set)
     # A launcher waits for the other machines of a run for the patience, without a sign of life.
     launching = Member(settings.hang_seconds + settings.patience_seconds)
     launching.start()
@@ -521,8 +522,7 @@ def serve_api(
     app = create_app(settings, database, blobs, registry, backends, WakeUps(send), rates)
     # uvicorn stops at a signal and then raises it again; without our own handler the second signal would
     # terminate the process before the worker has drained.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _already_stopping)
+    handle_stop_signals(lambda: None)
     traced = tracing.exported(settings.otlp_endpoint, "regraft-api")
     config = uvicorn.Config(
         app,
@@ -537,10 +537,6 @@ def serve_api(
     log.info("serving http://%s/v1", HostPort(settings.host, settings.port))
     with traced:
         Server(config, app.state.service.shutdown).run([port])
-
-
-def _already_stopping(number: int, frame: FrameType | None) -> None:
-    return None
 
 
 def inference(arguments: argparse.Namespace) -> int:
@@ -571,8 +567,7 @@ def inference(arguments: argparse.Namespace) -> int:
             from worker.serving.server import serve
             from worker.serving.serving_metrics import VllmMetrics
 
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, _already_stopping)  # as in serve_api
+        handle_stop_signals(lambda: None)  # as in serve_api
         listening.listen(512)
         add_collector(VllmMetrics())
         log.info("serving inference on http://%s/v1", HostPort(settings.host, listening.getsockname()[1]))
@@ -608,7 +603,7 @@ def sampler(arguments: argparse.Namespace) -> int:
         private.make_folder(settings.data_dir)
         os.environ.update(quiet_environment())
         with importing():
-            from worker.sampling import fleet_server
+            from worker.serving import fleet_server
             from worker.serving.serving_metrics import OwnVllmMetrics
 
         if vllm_version() is None:

@@ -37,7 +37,7 @@ from worker.dispatch.templates import (
     name_of,
 )
 from worker.supervisor.item_failures import ItemFailures
-from worker.supervisor.telemetry import PASS_FAILURES
+from worker.telemetry import PASS_FAILURES
 
 log = logging.getLogger(__name__)
 

@@ -22,9 +22,9 @@ from worker.doctor.exact import BOUNDS, SIZES, gradient_difference, logprob_diff
 from worker.model.batch import tensors_of
 from worker.model.policy import Policy
 from worker.model.token_logprobs import logprobs
-from worker.rollout.sampler_gate import BOUNDS as GAPS
 from worker.sampling import Answer, Sampling, grouped
 from worker.sampling.vllm import VllmSampler, with_own_engines
+from worker.training.sampler_gate import BOUNDS as GAPS
 from worker.types import Pack, Prompt, Rollout, TrainingSequence
 
 REDUCED_BYTES = 64 << 20
@@ -54,7 +54,7 @@ def collective(device: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         receiver, sender = context.Pipe(duplex=False)
         ranks = [
-            context.Process(target=be_rank, args=(rank, size, device, f"{folder}/store", sender))
+            context.Process(target=run_rank, args=(rank, size, device, f"{folder}/store", sender))
             for rank in range(size)
         ]
         for rank in ranks:
@@ -79,7 +79,7 @@ def context_of(device: str) -> ForkContext | SpawnContext:
     return multiprocessing.get_context("spawn") if device == "cuda" else multiprocessing.get_context("fork")
 
 
-def be_rank(rank: int, size: int, device: str, store: str, results: Any) -> None:
+def run_rank(rank: int, size: int, device: str, store: str, results: Any) -> None:
     from torch._C._distributed_c10d import FileStore
 
     from worker.training.world import World

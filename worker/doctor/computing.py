@@ -6,7 +6,7 @@ from worker.doctor.check import Diagnosis, check, failed, ok, skipped, warning
 from worker.doctor.host import Host
 
 MIB = 1 << 20
-# An adapter or a mask that one of the two leaves out gives this many times the bound (worker/rollout/sampler_gate.py).
+# An adapter or a mask that one of the two leaves out gives this many times the bound (worker/training/sampler_gate.py).
 CLEAR = 4
 
 

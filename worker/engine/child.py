@@ -11,6 +11,7 @@ import sys
 import threading
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,53 +50,63 @@ def application(engine: SteppedEngine, options: dict[str, Any], key: str) -> Fas
     without_adapter = {"max_lora_rank": 0, "max_loras": 0}
     args = Namespace(**without_adapter | options, served_model_name=[options["model"]], api_key=[key])
 
-    async def find_adapter(name: str) -> None:
-        return None  # every request has the one that the engine has
-
     app.state.args, app.state.engine_client, app.state.find_adapter = args, engine, find_adapter
+    app.add_exception_handler(EngineFailed, failed)
+    routes = EngineRoutes(engine, args)
+    for path, route in (
+        (FACTS, routes.facts),
+        (ADAPTER, routes.adapter),
+        (WEIGHTS, routes.weights),
+        (SLEEP, routes.sleep),
+        (WAKE, routes.wake),
+        (SAMPLE, sample),
+    ):
+        app.add_api_route(path, route, methods=["POST"])
+    return app
 
-    async def facts(question: FactsQuestion) -> ServerInfo:
-        await engine.call(lambda started: None)
-        return await facts_of(engine, args, question)
 
-    async def done(function: Callable[[SamplingEngine], None]) -> Response:
+async def find_adapter(name: str) -> None:
+    return None  # every request has the one that the engine has
+
+
+async def failed(request: Request, cause: Exception) -> JSONResponse:
+    assert isinstance(cause, EngineFailed)
+    return JSONResponse(Failure(error=str(cause), lasting=cause.lasting).model_dump(), 500)
+
+
+@dataclass(frozen=True)
+class EngineRoutes:
+    """The requests of the job's process to its engine, besides those for samples."""
+
+    engine: SteppedEngine
+    args: Namespace  # vLLM's
+
+    async def facts(self, question: FactsQuestion) -> ServerInfo:
+        await self.engine.call(lambda engine: None)
+        return await facts_of(self.engine, self.args, question)
+
+    async def adapter(self, request: Request) -> Response:
+        sent = msgspec.msgpack.decode(await request.body(), type=AdapterRequest)
+        return await self._call(lambda engine: engine.put(sent.adapter, sent.version))
+
+    async def weights(self, request: Request) -> Response:
+        sent = msgspec.msgpack.decode(await request.body(), type=WeightsRequest)
+        return await self._call(lambda engine: engine.load(sent.files, sent.version))
+
+    async def sleep(self) -> Response:
+        return await self._call(lambda engine: engine.sleep())
+
+    async def wake(self) -> Response:
+        return await self._call(lambda engine: engine.wake_up())
+
+    async def _call(self, function: Callable[[SamplingEngine], None]) -> Response:
         try:
-            await engine.call(function)
+            await self.engine.call(function)
         except EngineFailed:
             raise
         except Exception as cause:
             raise failure_of(cause) from cause
         return Response()
-
-    async def adapter(request: Request) -> Response:
-        sent = msgspec.msgpack.decode(await request.body(), type=AdapterRequest)
-        return await done(lambda one: one.put(sent.adapter, sent.version))
-
-    async def weights(request: Request) -> Response:
-        sent = msgspec.msgpack.decode(await request.body(), type=WeightsRequest)
-        return await done(lambda one: one.load(sent.files, sent.version))
-
-    async def sleep() -> Response:
-        return await done(lambda one: one.sleep())
-
-    async def wake() -> Response:
-        return await done(lambda one: one.wake_up())
-
-    async def failed(request: Request, cause: Exception) -> JSONResponse:
-        assert isinstance(cause, EngineFailed)
-        return JSONResponse(Failure(error=str(cause), lasting=cause.lasting).model_dump(), 500)
-
-    app.add_exception_handler(EngineFailed, failed)
-    for path, answer in (
-        (FACTS, facts),
-        (ADAPTER, adapter),
-        (WEIGHTS, weights),
-        (SLEEP, sleep),
-        (WAKE, wake),
-    ):
-        app.add_api_route(path, answer, methods=["POST"])
-    app.add_api_route(SAMPLE, sample, methods=["POST"])
-    return app
 
 
 def main(file: Path) -> None:

@@ -54,7 +54,7 @@ from worker.evals.sampling import (
     chat_fields,
 )
 from worker.evals.spending import Calls, ItemCost, Spending
-from worker.supervisor.telemetry import EVAL_ITEMS, EVAL_SECONDS
+from worker.telemetry import EVAL_ITEMS, EVAL_SECONDS
 
 log = logging.getLogger(__name__)
 

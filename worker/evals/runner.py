@@ -24,7 +24,7 @@ from graders.backends import Backends
 from graders.environments.catalog import EnvironmentNotBuilt
 from worker.evals.attempt import RunAttempt, RunFailed
 from worker.evals.record import QuotaReached
-from worker.supervisor.lease import LeaseKeeper
+from worker.lease import LeaseKeeper
 
 log = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from core.addresses import HostPort
 from core.settings import Settings
 from core.telemetry import logs
 from worker import process
-from worker.child import be_member
-from worker.heartbeat import Beat, beats_into
+from worker.child import run_member
+from worker.heartbeat import Beat, heartbeat_to
 from worker.members.gathering import Membership
 from worker.training.launch import (
     Group,
@@ -32,7 +32,7 @@ log = logging.getLogger("worker.members.launcher")
 PAUSE_SECONDS = 0.5  # between two looks for a run
 
 
-def main(rank: Callable[..., None] = be_member) -> int:
+def main(rank: Callable[..., None] = run_member) -> int:
     parser = argparse.ArgumentParser(prog="python -m worker.members.launcher")
     parser.add_argument(
         "parent", type=int, help="process id of `regraft-server member`; this process exits with it"
@@ -42,7 +42,7 @@ def main(rank: Callable[..., None] = be_member) -> int:
     process.die_with_parent(args.parent)
     settings = Settings()
     logs.configure([logs.handler(settings.log_format, sys.stdout)])
-    wait_for_run(settings.rendezvous, Membership(settings), beats_into(args.progress))
+    wait_for_run(settings.rendezvous, Membership(settings), heartbeat_to(args.progress))
     # The run ends this process. To stop the machine, stop the run or wait for its next checkpoint.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     log.info("joining the run at %s as machine %d", settings.rendezvous, settings.node_rank)

@@ -9,7 +9,7 @@ A prompt of 256 tokens with eight answers of 16 is 376 tokens this way and 2,168
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import compress
 
 import torch
@@ -139,24 +139,48 @@ def padded_tokens(packs: Sequence[Pack], device: torch.device | str) -> int:
     return len(packs) * row_width(max(pack.tokens for pack in packs), device)
 
 
+@dataclass
+class _Targets:
+    """The trained tokens of the answers laid out so far, a number of each in each list."""
+
+    row: list[int] = field(default_factory=list)
+    column: list[int] = field(default_factory=list)
+    target: list[int] = field(default_factory=list)
+    sampled_logp: list[float] = field(default_factory=list)
+    advantage: list[float] = field(default_factory=list)
+    weight: list[float] = field(default_factory=list)
+    teacher_logp: list[float] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)  # trained tokens of each answer
+    score: list[float] = field(default_factory=list)
+
+    def add(self, answer: Answer, row: int, columns: Sequence[int]) -> None:
+        """Add an answer of a row. `columns` are the positions that predict its tokens."""
+        learned = list(answer.learned_T or (True,) * len(columns))
+        self.lengths.append(sum(learned))
+        self.row += [row] * self.lengths[-1]
+        self.column += compress(columns, learned)
+        self.target += compress(answer.output_ids_T, learned)
+        self.sampled_logp += compress(answer.logprobs_T, learned)
+        self.advantage += compress(answer.advantages_T, learned)
+        self.weight += [answer.weight] * self.lengths[-1]
+        self.teacher_logp += compress(answer.teacher_T, learned)
+        self.score += answer.scores
+
+
 def tensors_of(packs: Sequence[Pack], device: torch.device | str = "cpu") -> Tensors:
     """Lay the packs out as rows, padded on the right to `row_width` of the longest.
 
     Tensors here have only a few numbers per token; worker/model/attention.py makes the T^2 masks on the device.
     """
+
+    def floats(values: list[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=device)
+
     width = row_width(max(pack.tokens for pack in packs), device)
     input_ids = torch.zeros(len(packs), width, dtype=torch.int64)
     position_ids = torch.zeros(len(packs), width, dtype=torch.int64)
     segment = torch.full((len(packs), width), -1, dtype=torch.int64)
-    row: list[int] = []
-    column: list[int] = []
-    target: list[int] = []
-    lengths: list[int] = []
-    sampled_logp: list[float] = []
-    advantage: list[float] = []
-    weight: list[float] = []
-    teacher_logp: list[float] = []
-    score: list[float] = []
+    targets = _Targets()
     for b, pack in enumerate(packs):
         prompt = len(pack.prompt_ids)
         input_ids[b, :prompt] = torch.tensor(pack.prompt_ids)
@@ -169,30 +193,21 @@ def tensors_of(packs: Sequence[Pack], device: torch.device | str = "cpu") -> Ten
             position_ids[b, at : at + read] = torch.arange(prompt, prompt + read)
             segment[b, at : at + read] = number
             # The last token of the prompt predicts the first of the answer; from there each predicts the next.
-            learned = list(answer.learned_T or (True,) * (read + 1))
-            column += compress([prompt - 1, *range(at, at + read)], learned)
-            target += compress(answer.output_ids_T, learned)
-            sampled_logp += compress(answer.logprobs_T, learned)
-            advantage += compress(answer.advantages_T, learned)
-            teacher_logp += compress(answer.teacher_T, learned)
-            lengths.append(sum(learned))
-            row += [b] * lengths[-1]
-            score += answer.scores
-            weight += [answer.weight] * lengths[-1]
+            targets.add(answer, b, [prompt - 1, *range(at, at + read)])
             at += read
     return Tensors(
         input_ids=input_ids.to(device),
         position_ids=position_ids.to(device),
         segment=segment.to(device),
-        row_M=torch.tensor(row, device=device),
-        column_M=torch.tensor(column, device=device),
-        target_M=torch.tensor(target, device=device),
-        answer_M=torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).to(device),
-        sampled_logp_M=torch.tensor(sampled_logp, dtype=torch.float32, device=device),
-        advantage_M=torch.tensor(advantage, dtype=torch.float32, device=device),
-        weight_M=torch.tensor(weight, dtype=torch.float32, device=device),
-        teacher_logp_M=torch.tensor(teacher_logp, dtype=torch.float32, device=device)
-        if teacher_logp
-        else None,
-        score_M=torch.tensor(score, dtype=torch.float32, device=device) if score else None,
+        row_M=torch.tensor(targets.row, device=device),
+        column_M=torch.tensor(targets.column, device=device),
+        target_M=torch.tensor(targets.target, device=device),
+        answer_M=torch.arange(len(targets.lengths))
+        .repeat_interleave(torch.tensor(targets.lengths))
+        .to(device),
+        sampled_logp_M=floats(targets.sampled_logp),
+        advantage_M=floats(targets.advantage),
+        weight_M=floats(targets.weight),
+        teacher_logp_M=floats(targets.teacher_logp) if targets.teacher_logp else None,
+        score_M=floats(targets.score) if targets.score else None,
     )

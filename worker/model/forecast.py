@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 
 from core.jobs import full
 from core.units import GIB
+from worker.gpu_ratio import gpus, settings_of, side_by_side
 from worker.model import sizing
 from worker.model.sizing import DoesNotFit, Machine, MemoryPlan, Shape, Workload
-from worker.recording.gpu_ratio import gpus, settings_of, side_by_side
 
 
 @dataclass(frozen=True)

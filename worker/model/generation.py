@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from worker.model.decoding import CopiedDecoding, Decoding
-from worker.sampling.token_constraints import TokenConstraints, constrain, take
+from worker.model.token_constraints import TokenConstraints, constrain, take
 
 DecodingT = TypeVar("DecodingT", bound=Decoding)
 

@@ -65,8 +65,8 @@ def shape_of(config: Any, dtype: torch.dtype) -> Shape:
         head_norms=_has_head_norms(model),
         layer_norms=recompute.norms_of_a_layer(model),
         gated=_has_gates(model, text.hidden_size, intermediate),
-        recomputes_norms=recompute.knows_norms(model),
-        recomputes_gates=recompute.knows_gates(model),
+        recomputes_norms=recompute.supports_norms(model),
+        recomputes_gates=recompute.supports_gates(model),
         keeps_scores=bool(getattr(text, "attn_logit_softcapping", None))
         or any("sinks" in name for name, _ in model.named_parameters()),
     )

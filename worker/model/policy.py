@@ -51,6 +51,7 @@ from worker.model.decoding import (
     RowDecoding,
     row_bytes,
 )
+from worker.model.json_schema import Vocabulary
 from worker.model.model_structure import Head, Parts, parts_of
 from worker.model.reasoning import Reasoning
 from worker.model.sizing import Shape
@@ -67,7 +68,6 @@ from worker.refusals import (
     UnsupportedModel,
     first_line,
 )
-from worker.sampling.json_schema import Vocabulary
 
 # The name of a reward model's head beside its adapter: as PEFT saves that of a sequence classifier.
 REWARD_HEAD = "base_model.model.score.weight"
@@ -497,7 +497,7 @@ class Policy:
 
     @property
     def trainable(self) -> list[torch.nn.Parameter]:
-        """The weights that the optimizer changes, in the order of `wearing`."""
+        """The weights that the optimizer changes, in the order of `with_weights`."""
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     @property
@@ -630,15 +630,15 @@ class Policy:
             (0.02 * torch.randn(parameter.shape, generator=generator)).to(parameter.device, parameter.dtype)
             for parameter in self.trainable
         ]
-        with self.wearing(weights):
+        with self.with_weights(weights):
             yield
 
     def snapshot(self) -> list[Tensor]:
-        """Copies of the weights that compute, for `wearing`."""
+        """Copies of the weights that compute, for `with_weights`."""
         return [parameter.detach().clone() for parameter in self.computing]
 
     @contextmanager
-    def wearing(self, weights: Sequence[Tensor]) -> Iterator[None]:
+    def with_weights(self, weights: Sequence[Tensor]) -> Iterator[None]:
         """With other weights of the same precision, one tensor for each of `trainable`."""
         computing = self.computing
         own = [parameter.data for parameter in computing]
@@ -651,7 +651,7 @@ class Policy:
                 parameter.data = weight
 
     def fitted(self, tensors: Mapping[str, Tensor], scale: float) -> list[Tensor]:
-        """The weights of another adapter on the same base, for `wearing`: one tensor for each of `trainable`.
+        """The weights of another adapter on the same base, for `with_weights`: one tensor for each of `trainable`.
 
         Its rank may differ: the layers compute with any. Layers that it leaves out get none.
 

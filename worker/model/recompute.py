@@ -145,12 +145,12 @@ def norms_of_a_layer(model: nn.Module) -> int:
     return max((sum(_called_norm(part) for part in layer.children()) for layer in layers), default=0) or 2
 
 
-def knows_norms(model: nn.Module) -> bool:
+def supports_norms(model: nn.Module) -> bool:
     """Whether all norms of the model are replaced."""
     return all(_is_norm(module) for module in model.modules() if _called_norm(module))
 
 
-def knows_gates(model: nn.Module) -> bool:
+def supports_gates(model: nn.Module) -> bool:
     """Whether all feed-forward layers of the model are replaced. Experts in one tensor have a forward that is not."""
     modules = list(model.modules())
     experts = any(parameter.dim() == 3 for parameter in model.parameters())

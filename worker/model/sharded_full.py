@@ -104,7 +104,7 @@ class ShardedFullPolicy(FullPolicy):
         return [master.detach().to(self.dtype, copy=True) for master in self._masters]
 
     @contextmanager
-    def wearing(self, weights: Sequence[Tensor]) -> Iterator[None]:
+    def with_weights(self, weights: Sequence[Tensor]) -> Iterator[None]:
         """With other weights, such as a snapshot. All ranks enter it together to compute."""
         own = [_local(weight).detach().clone() for weight in self._weights]
         self._overwrite(weights)

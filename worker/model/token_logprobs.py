@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from worker.model.batch import Tensors
+from worker.model.json_schema import masked
 from worker.model.policy import Policy
 from worker.model.sizing import HEAD_CHUNK
-from worker.sampling.json_schema import masked
 
 
 def logprobs(policy: Policy, batch: Tensors, temperature: float) -> tuple[Tensor, Tensor]:

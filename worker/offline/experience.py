@@ -5,16 +5,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from core.jobs.offline_hyperparameters import ResolvedOffline
-from core.results.step_metrics import StepMetrics
+from core.step_metrics import StepMetrics
 from graders.types import TokenUsage
 from worker.clock import Clock
 from worker.device_work import DEVICE_WORK
+from worker.history import History, Steps
 from worker.interfaces import Checkpoints, Recorder, StepDetails
 from worker.offline.rows import TokenizedRow
 from worker.offline.stream import RowStream, packs_of, sample
 from worker.progress import PROGRESS
 from worker.recording import alerts, delivery, divergence, stopping
-from worker.recording.history import History, Steps
 from worker.recording.metrics import usage_by_model
 from worker.training.offline import OfflineMetrics, OfflineTrainer
 from worker.types import Pack, Schedule, Stop

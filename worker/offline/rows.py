@@ -10,7 +10,7 @@ from core.jobs.methods import LOGITS, REWARD_MODEL
 from core.storage.datasets import Example
 from core.storage.offline_rows import is_labeled, is_learned, reward_kind, step_ends
 from worker.refusals import ChatTemplateFailed, UserMistake
-from worker.rollout.steps import token_ends
+from worker.training.steps import token_ends
 from worker.types import Pack, TrainingSequence
 
 Message = Mapping[str, Any]

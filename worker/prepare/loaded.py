@@ -11,23 +11,23 @@ from core.jobs.hyperparameters import Resolved
 from core.results.lineage import Parent
 from worker.attempt import Attempt
 from worker.interfaces import Trainer
-from worker.model import teachers
 from worker.model.compatibility import ForwardVerdict
 from worker.model.memory import later_if_memory_is_taken
 from worker.model.meta_policy import unloaded_policy
 from worker.model.parent import start_from, whole_weights
 from worker.model.policy import Policy
-from worker.model.teachers import TeacherModel
+from worker.prepare import teachers
 from worker.prepare.model import shared_by
 from worker.prepare.scorers import scores_here
 from worker.prepare.task import PromptTask
+from worker.prepare.teachers import TeacherModel
 from worker.prepare.training_plan import TrainingPlan
 from worker.recording.checkpoints import JobCheckpoints
 from worker.recording.recorder import JobRecorder
 from worker.sampling import Sampler
 from worker.sampling.fleet import FleetConfig
 from worker.sampling.vllm import VllmSampler
-from worker.sharing.device_wish import DeviceWish
+from worker.sharing.memory_request import MemoryRequest
 from worker.training.distributed import LoadModel, RankTeacher, load_checked, loading
 from worker.training.gradient import keep_memory
 from worker.training.loading import LoadingTrainer, SamplerMeanwhile
@@ -86,7 +86,7 @@ class BackgroundPolicy:
 
         def load() -> Trainer:
             # A job that shares its base is never loaded in the background.
-            ask = DeviceWish.of(self.plan.settings).express
+            ask = MemoryRequest.of(self.plan.settings).make
             with later_if_memory_is_taken(self.plan.base.device, beside_others=False, ask=ask):
                 loaded = load_policy(self.plan)
             loaded.report(recorder)

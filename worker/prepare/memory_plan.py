@@ -10,13 +10,13 @@ from core.settings import Settings
 from worker.model import sizing
 from worker.model.memory import DeviceMemory
 from worker.model.sizing import MemoryPlan, Workload
-from worker.model.teachers import TeacherModel
 from worker.prepare.model import BaseModel
 from worker.prepare.scorers import scores_here
+from worker.prepare.teachers import TeacherModel
 from worker.progress import PROGRESS
 from worker.refusals import MemoryTaken, UserMistake
 from worker.sharing.base import RunsAlone, SharedBase
-from worker.sharing.device_wish import DeviceWish
+from worker.sharing.memory_request import MemoryRequest
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ def plan_memory(
         base.device,
         memory,
         patience_seconds=settings.patience_seconds,
-        ask=DeviceWish.of(settings).express,
+        ask=MemoryRequest.of(settings).make,
     )
 
 

@@ -4,8 +4,9 @@ from functools import partial
 
 from graders.spec import GraderSpec
 from graders.types import Grader
-from worker.heartbeat import WatchedSampler, WatchedTrainer
-from worker.instruments import ObservedSampler
+from worker.gpu_ratio import RatioMeasurement
+from worker.heartbeat import HeartbeatSampler, HeartbeatTrainer
+from worker.instruments import InstrumentedSampler
 from worker.interfaces import Scorer, Trainer
 from worker.model import compatibility_cache
 from worker.model.architecture import has_experts
@@ -16,15 +17,14 @@ from worker.prepare.run_memory import EngineMemory
 from worker.prepare.scorers import load_reward_model, training_rewards
 from worker.prepare.task import PromptTask, effort_of
 from worker.prepare.training_plan import TrainingPlan
-from worker.recording.gpu_ratio import RatioMeasurement
 from worker.recording.recorder import JobRecorder
 from worker.rollout.experience import Rewards, RolloutExperience, grader_parts
 from worker.rollout.reward_models import PolicyScores
-from worker.rollout.sampler_gate import SamplerGate
 from worker.sampling import Sampler, choice
 from worker.sampling.placement import Placement
 from worker.sampling.vllm import VllmSampler
 from worker.sampling.weights import BlobAdapters
+from worker.training.sampler_gate import SamplerGate
 from worker.training.step_hooks import HookedTrainer
 from worker.training.trainer import PeftTrainer
 from worker.training.world import World
@@ -49,9 +49,9 @@ def rollout_experience(
         graders=grader_parts(spec),
         train_prompts=task.train,
         valid_prompts=task.valid,
-        sampler=ObservedSampler(WatchedSampler(sampler, beat)),
+        sampler=InstrumentedSampler(HeartbeatSampler(sampler, beat)),
         rewards=scorer_of(plan, task, start.policy, grader),
-        trainer=WatchedTrainer(trainer, beat),
+        trainer=HeartbeatTrainer(trainer, beat),
         failing_steps=settings.failing_steps,
         response_schema=task.response_schema,
         gpus=plan.gpus,

@@ -14,11 +14,11 @@ from worker.model import sizing
 from worker.model.parent import continuing
 from worker.model.reward_head import Scale
 from worker.model.sizing import Workload
-from worker.model.teachers import TeacherModel
 from worker.offline.rows import TokenizedRow, tokenize
 from worker.offline.templates import template_of
 from worker.prepare.model import BaseModel
 from worker.prepare.task import start_of_adapter, with_tokenizer
+from worker.prepare.teachers import TeacherModel
 from worker.refusals import UserMistake
 from worker.rollout.rows import Rows
 from worker.types import Pack

@@ -15,7 +15,7 @@ from worker.out_of_memory import Shortage
 from worker.prepare.model import BaseModel
 from worker.recording import plan_record
 from worker.recording.plan_record import UNEXPLAINED_BYTES, PlanRecord
-from worker.sharing.device_wish import DeviceWish
+from worker.sharing.memory_request import MemoryRequest
 
 
 class Resizable(Protocol):
@@ -103,7 +103,7 @@ class RunMemory:
         """The trainer ran out of memory: return the sizes with which it repeats its work.
 
         Raises:
-            RunsSmaller, MemoryTaken, RunsAlone: the engines are sampling, and end with the attempt (`ending`).
+            LoweredForNextAttempt, MemoryTaken, RunsAlone: the engines are sampling, and end with it (`ending`).
             NotEnoughMemory, MemoryTaken, RunsAlone: as `plan_record.lower`.
         """
         was, now = self._lowered(shortage)
@@ -191,5 +191,5 @@ def with_limits(
     most = most if limits.token_budget is None else min(most, limits.token_budget)
     update = Update.of(plan, most, has_moments=resumes)
     return plan, RunMemory(
-        attempt, record, engines_rest=rests, update=update, ask=DeviceWish.of(settings).express
+        attempt, record, engines_rest=rests, update=update, ask=MemoryRequest.of(settings).make
     )

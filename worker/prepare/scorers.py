@@ -18,18 +18,18 @@ from graders.spec import GraderSpec
 from worker.attempt import Attempt
 from worker.backends import open_backends, patience_of_run
 from worker.heartbeat import Beat
-from worker.model import teachers
 from worker.model.policy import Policy, read_tokenizer, source_of
 from worker.model.sizing import MemoryPlan
-from worker.model.teachers import TeacherModel
 from worker.offline.templates import template_of
+from worker.prepare import teachers
 from worker.prepare.model import BaseModel
 from worker.prepare.task import PromptTask
+from worker.prepare.teachers import TeacherModel
 from worker.recording.checkpoints import JobCheckpoints
 from worker.refusals import UserMistake
 from worker.rollout.distillation_rewards import TeacherRewards
 from worker.rollout.reward_models import LoadedRewardModel, read_reward_model
-from worker.rollout.served_teacher import RETRIES, ServedTeacher
+from worker.rollout.served_teacher import RETRIES, TEACHER_PARAM, ServedTeacher
 from worker.training.teacher import PolicyTeacher
 
 GRADER_PARAM = "method.reinforcement.grader"
@@ -49,12 +49,12 @@ def teacher_model(attempt: Attempt, settings: Settings, beat: Beat) -> TeacherMo
     registry = Registry.load(settings.models_file)
     try:
         base, parent = attempt.read(
-            lambda session: start_of(session, job.project_id, name, registry, param=teachers.PARAM)
+            lambda session: start_of(session, job.project_id, name, registry, param=TEACHER_PARAM)
         )
     except NotFound as absent:
         server = open_backends(settings).models.get(name)
         if server is None:
-            raise UserMistake("model_not_available", str(absent), teachers.PARAM) from absent
+            raise UserMistake("model_not_available", str(absent), TEACHER_PARAM) from absent
         student = registry.get(job.model)
         tokenizer = read_tokenizer(student, source_of(student, settings.model_cache))
         served = served_teacher(name, server, settings, beat, attempt.ledger)
@@ -63,7 +63,7 @@ def teacher_model(attempt: Attempt, settings: Settings, beat: Beat) -> TeacherMo
             served.refuse_top(tokenizer, top_k)
         return TeacherModel(name, None, None, server=server)
     except InvalidRequest as cause:
-        raise UserMistake("model_not_available", str(cause), teachers.PARAM) from cause
+        raise UserMistake("model_not_available", str(cause), TEACHER_PARAM) from cause
     entries = {one: registry.get(one) for one in (base, job.model)}
     return teachers.inspect_teacher(name, base, parent, job.model, entries, settings.model_cache)
 

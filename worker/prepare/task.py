@@ -19,18 +19,18 @@ from worker.attempt import Attempt
 from worker.model import sizing
 from worker.model.adapters import adapter_targets
 from worker.model.architecture import without_weights
+from worker.model.json_schema import schema_problem
 from worker.model.parent import continuing
 from worker.model.policy import read_config, read_tokenizer, render, set_arguments
 from worker.model.reasoning import Reasoning, detect, plan_effort
 from worker.model.sizing import Workload
-from worker.model.teachers import TeacherModel
 from worker.model.template import with_fixed_clock
+from worker.model.token_constraints import Bounds, UnsupportedTags, grammar_of
 from worker.prepare.model import BaseModel
+from worker.prepare.teachers import TeacherModel
 from worker.refusals import InvalidTargets, UserMistake
 from worker.rollout.prompts import NoPassRate, PromptStream, PromptTooLong, tokenize
 from worker.rollout.rows import Rows
-from worker.sampling.json_schema import schema_problem
-from worker.sampling.token_constraints import Bounds, UnsupportedTags, grammar_of
 from worker.types import Prompt
 
 SomeSettings = TypeVar("SomeSettings", Resolved, ResolvedOffline)

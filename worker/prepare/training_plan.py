@@ -15,14 +15,14 @@ from core.settings import Settings
 from graders.spec import GraderSpec
 from worker.attempt import Attempt
 from worker.heartbeat import Beat
-from worker.model.sizing import MemoryPlan
-from worker.model.teachers import TeacherModel
+from worker.model.sizing import MemoryPlan, Workload
 from worker.prepare.memory_plan import plan_memory, takes_turns
 from worker.prepare.model import BaseModel, inspect_model, refuse_full, refuse_to_share
 from worker.prepare.row_task import RowTask, prepare_rows
 from worker.prepare.run_memory import RunMemory, with_limits
 from worker.prepare.scorers import reward_models, teacher_model
 from worker.prepare.task import PromptTask, is_off_policy, prepare_task
+from worker.prepare.teachers import TeacherModel
 from worker.recording.checkpoints import JobCheckpoints
 from worker.rollout.rows import Rows, read_rows
 from worker.sampling.fleet import FleetConfig
@@ -88,33 +88,23 @@ def plan_training(
     refuse_to_share(attempt, base)
     teacher = teacher_model(attempt, settings, beat)
     judges = reward_models(attempt, spec, settings)
-    task: PromptTask | RowTask
-    if samples:
-        task = prepare_task(attempt, rows, base, teacher)
-        may_sleep = takes_turns(task.settings, teacher, has_judges=bool(judges))
-    else:
-        task, may_sleep = prepare_rows(attempt, rows, base, teacher, beat), False
-    planned = plan_memory(
-        job.model,
-        base,
-        task.workload,
-        settings,
-        ranks,
-        teacher,
-        samples=samples,
-        may_sleep=may_sleep,
-        shared=None if attempt.shared is None else attempt.shared.base,
+    task = (
+        prepare_task(attempt, rows, base, teacher)
+        if samples
+        else prepare_rows(attempt, rows, base, teacher, beat)
     )
+    may_sleep = samples and takes_turns(task.settings, teacher, has_judges=bool(judges))
     checkpoints = JobCheckpoints(attempt, scratch)
-    memory, run_memory = with_limits(
+    memory, run_memory = _plan_memory(
         attempt,
         base,
         task.workload,
-        planned,
         settings,
+        world,
+        teacher,
+        samples=samples,
         rests=may_sleep,
         resumes=not checkpoints.is_empty,
-        ranks=1 if world is None else world.size,
     )
     return TrainingPlan(
         attempt=attempt,
@@ -131,6 +121,41 @@ def plan_training(
         teacher=teacher,
         judges=judges,
         fleet=fleet_of(job, settings, base, task),
+    )
+
+
+def _plan_memory(
+    attempt: Attempt,
+    base: BaseModel,
+    workload: Workload,
+    settings: Settings,
+    world: World | None,
+    teacher: TeacherModel | None,
+    *,
+    samples: bool,
+    rests: bool,
+    resumes: bool,
+) -> tuple[MemoryPlan, RunMemory]:
+    """The plan of the memory of one rank, and the limits within which the run may lower it.
+
+    Args:
+        rests: the engines sleep while the trainer works, if that pays.
+        resumes: the job has a checkpoint.
+    """
+    ranks, all_ranks = (1, 1) if world is None else (world.local_size, world.size)
+    planned = plan_memory(
+        attempt.job.model,
+        base,
+        workload,
+        settings,
+        ranks,
+        teacher,
+        samples=samples,
+        may_sleep=rests,
+        shared=None if attempt.shared is None else attempt.shared.base,
+    )
+    return with_limits(
+        attempt, base, workload, planned, settings, rests=rests, resumes=resumes, ranks=all_ranks
     )
 
 

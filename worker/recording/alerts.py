@@ -7,19 +7,19 @@ from typing import Any
 
 from core.jobs.hyperparameter_places import param_of
 from core.jobs.hyperparameters import Resolved
-from core.results.step_metrics import StepMetrics
+from core.step_metrics import StepMetrics
 from graders.types import ErrorKind, Grade
+from worker.gpu_ratio import RatioMeasurement
+from worker.history import History, Steps
 from worker.interfaces import Recorder
 from worker.recording import metrics, stopping
-from worker.recording.gpu_ratio import RatioMeasurement
-from worker.recording.history import History, Steps
 from worker.refusals import UserMistake
 from worker.training import grpo
 from worker.training.policy_loss import training_rewards
 from worker.types import Group
 
 # Steps without signal in a row after which an event says so. An event at every step would be ignored.
-SILENT_STEPS = (1, 5, 25)
+STEPS_WITHOUT_SIGNAL = (1, 5, 25)
 
 
 SKIPPED = "The gradient was not finite, so the weights did not change in this step."
@@ -61,7 +61,7 @@ def report(
     )
     if silence is not None:
         silent = stopping.in_a_row(history.steps, lambda one: one.has_signal is False)
-        if silent in SILENT_STEPS:
+        if silent in STEPS_WITHOUT_SIGNAL:
             emit = recorder.inform if silence.is_success else recorder.warn
             emit(silence.message, {"step": step, "steps_in_a_row": silent})
 

@@ -3,11 +3,11 @@
 from core.jobs.hyperparameter_places import param_of
 from core.jobs.hyperparameters import Resolved
 from core.jobs.offline_hyperparameters import ResolvedOffline
-from core.jobs.thresholds import Thresholds
 from core.jobs.verdict import Verdict, counted
+from core.thresholds import Thresholds
+from worker.history import History, Steps
 from worker.interfaces import Checkpoints, Recorder
 from worker.recording import monitors
-from worker.recording.history import History, Steps
 from worker.recording.verdict import compare
 from worker.refusals import UserMistake
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from core.jobs.hyperparameters import Resolved
-from core.results.step_metrics import StepMetrics
+from core.step_metrics import StepMetrics
 from graders.types import ErrorKind, Grade, TokenUsage, summed
+from worker.history import Steps, first
 from worker.recording import passes
-from worker.recording.history import Steps, first
 from worker.recording.verdict import compare, row_scores, standard_error
 from worker.training import policy_loss
 from worker.types import GraderPart, Group, Rollout, RowScores, UpdateMetrics
@@ -78,26 +78,38 @@ def of_step(
     data |= _sampling_speed([*train_P, *resampled_P], seconds, ahead_seconds)
     if update is not None and seconds.get("training"):
         data["training_tokens_per_second"] = update.trained_tokens / seconds["training"]
+    data |= _of_graders(graders, splits, resampled_P)
+    step_seconds = dict.fromkeys(PHASES, 0.0) | dict(seconds) | {"full_iteration": sum(seconds.values())}
+    data["timing"] = {
+        "step": step_seconds,
+        "graders": _per_grader(graders, splits, _latency_fields),
+    }
+    return StepMetrics(**data)
+
+
+def _of_graders(
+    graders: Sequence[GraderPart],
+    splits: Sequence[tuple[str, Sequence[Group]]],
+    resampled_P: Sequence[Group],
+) -> dict[str, Any]:
+    """The scores, errors and tokens of each grader in each split."""
     is_combined = any(part.key is not None for part in graders)
     score_fields = _part_score_fields if is_combined else _score_fields
-    data["scores"] = {"graders": _per_grader(graders, splits, score_fields)}
-    for split, groups_P in splits:
-        data["scores"][f"{split}_reward_mean"] = mean_reward(groups_P)
-    data["errors"] = {"graders": _per_grader(graders, splits, _error_fields)}
-    data["timing"] = {
-        "step": dict.fromkeys(PHASES, 0.0) | dict(seconds) | {"full_iteration": sum(seconds.values())},
-        "graders": _per_grader(graders, splits, _latency_fields),
+    means = {f"{split}_reward_mean": mean_reward(groups_P) for split, groups_P in splits}
+    data: dict[str, Any] = {
+        "scores": {"graders": _per_grader(graders, splits, score_fields)} | means,
+        "errors": {"graders": _per_grader(graders, splits, _error_fields)},
     }
     # The judges read the resampled answers too; the other numbers by grader are of the step's own prompts.
     judged = [
-        (split, [*train_P, *resampled_P] if split == "train" else groups_P) for split, groups_P in splits
+        (split, [*groups_P, *resampled_P] if split == "train" else groups_P) for split, groups_P in splits
     ]
-    used = {name: usage for name, groups_P in judged if (usage := _tokens_used(groups_P))}
+    used = {split: usage for split, groups_P in judged if (usage := _tokens_used(groups_P))}
     if used:
         data["model_graders_token_usage"] = usage_by_model(used)
         rows = _per_grader(graders, judged, _usage_fields)
         data["usage"] = {"graders": [row for row in rows if "model" in row]}
-    return StepMetrics(**data)
+    return data
 
 
 def _staleness(step: int, train_P: Sequence[Group]) -> dict[str, float]:
@@ -172,7 +184,7 @@ def ungraded(groups_P: Sequence[Group]) -> Ungraded | None:
 
 
 @dataclass(frozen=True)
-class Silence:
+class NoSignal:
     """A step from which nothing can be learned. `is_success`: because the model has learned what there was to learn."""
 
     message: str
@@ -181,7 +193,7 @@ class Silence:
 
 def no_signal(
     groups_P: Sequence[Group], settings: Resolved, steps: Steps = (), *, cause_known: bool = False
-) -> Silence | None:
+) -> NoSignal | None:
     """A sentence about a step from which nothing can be learned; None if some group had signal.
 
     `steps` are those before it. Where the first of them had a much higher training reward, the model has collapsed, and
@@ -201,20 +213,20 @@ def no_signal(
     kind, _ = kinds.most_common(1)[0]
     silence = f"No signal: in none of the {len(groups_P)} groups did the answers differ in score."
     if cause_known:
-        return Silence(silence)
+        return NoSignal(silence)
     reward, earlier = mean_reward(groups_P), first(steps, "train_mean_reward")
     if reward is not None and earlier is not None and _has_fallen(reward, steps, len(_grades(groups_P))):
         step, before = earlier
-        return Silence(
+        return NoSignal(
             f"{silence} The model has collapsed: its mean reward is {reward:.2f}, and that of step {step} was "
             f"{before:.2f}. Lower the learning rate."
         )
     if kind == "all_one" and any(step.has_signal for step in steps):
-        return Silence(
+        return NoSignal(
             f"{silence} Mostly all answers scored 1: the model has learned the prompts of this step.",
             is_success=True,
         )
-    return Silence(f"{silence} Mostly {what[kind]}.")
+    return NoSignal(f"{silence} Mostly {what[kind]}.")
 
 
 def _has_fallen(reward: float, steps: Steps, answers: int) -> bool:

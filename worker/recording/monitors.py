@@ -7,10 +7,10 @@ import statistics
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
-from core.jobs.thresholds import Thresholds
 from core.jobs.verdict import Verdict
 from core.rewards import EQUAL, all_equal
-from worker.recording.history import Steps, first, last, reward_unit
+from core.thresholds import Thresholds
+from worker.history import Steps, first, last, reward_unit
 from worker.types import Finding
 
 WINDOW = 3  # steps over which noisy means of single batches are averaged

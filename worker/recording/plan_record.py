@@ -31,7 +31,7 @@ from worker.model.lowering import (
 )
 from worker.model.memory import DeviceMemory
 from worker.out_of_memory import OutOfMainMemory, Shortage, is_out_of_memory, lacking
-from worker.refusals import MemoryTaken, NotEnoughMemory, Refusal, RunsSmaller, UserMistake
+from worker.refusals import LoweredForNextAttempt, MemoryTaken, NotEnoughMemory, Refusal, UserMistake
 from worker.sharing.base import RunsAlone
 
 # Contexts of CUDA, and what an engine allocates beside its plan. A process with less than this is no reason.
@@ -39,7 +39,7 @@ UNEXPLAINED_BYTES = GIB
 ASLEEP_BYTES = 2 * GIB  # of an engine: its context, and what it allocates outside of its cache and weights
 KEY = ("model", "device", "workload")  # of MemoryLimit
 # Answers to an out-of-memory error, from which they may be raised.
-ANSWERED = (Refusal, UserMistake, TemporarilyUnavailable, RunsAlone, RunsSmaller, OutOfMainMemory)
+ANSWERED = (Refusal, UserMistake, TemporarilyUnavailable, RunsAlone, LoweredForNextAttempt, OutOfMainMemory)
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ def ending(attempt: Attempt, before: PlanRecord, after: PlanRecord, shortage: Sh
     the others have left the device.
     """
     if after.lowered != before.lowered:
-        return RunsSmaller(shortage.reason)
+        return LoweredForNextAttempt(shortage.reason)
     if attempt.shared is not None:
         return RunsAlone(f"beside others {shortage.reason}")
     return MemoryTaken(after.device)
@@ -199,7 +199,7 @@ def lowering_for_next_attempt(attempt: Attempt, memory: DeviceMemory = DeviceMem
     """Answer an out-of-memory error of the device that ends this attempt: once, whichever thread has it first.
 
     Raises:
-        RunsSmaller: the next attempt begins with lower sizes.
+        LoweredForNextAttempt: the next attempt begins with lower sizes.
         MemoryTaken, RunsAlone: the next one begins with the same sizes, without others on the device.
         NotEnoughMemory: as `lower`.
         OutOfMainMemory: the error is of main memory, and the plan is of a GPU or the error is not of torch.

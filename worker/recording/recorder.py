@@ -19,16 +19,16 @@ from core.outbound import webhooks
 from core.results import evals, rollouts
 from core.results.lineage import Parent, start_name
 from core.results.rollouts import Row
-from core.results.step_metrics import StepMetrics
+from core.step_metrics import StepMetrics
 from core.tenancy import tenants
 from core.tenancy.limits import NO_LIMITS, Limits
 from core.units import GIB
 from worker import instruments
 from worker.attempt import Attempt
+from worker.history import History
 from worker.recording import metrics, results
 from worker.recording.checkpoints import publish
-from worker.recording.history import History
-from worker.recording.rollouts import Spell, rows_of, with_tokens
+from worker.recording.rollouts import TextsOf, rows_of, with_tokens
 from worker.types import Finding, GradedStep, RowScores
 
 log = logging.getLogger(__name__)
@@ -62,14 +62,14 @@ class JobRecorder:
         attempt: Attempt,
         default_limits: Limits = NO_LIMITS,
         quota: Quota = Quota(),
-        spell: Spell | None = None,
+        texts_of: TextsOf | None = None,
     ) -> None:
-        """Without `spell` the values of tokens are not stored."""
+        """Without `texts_of` the values of tokens are not stored."""
         self.attempt = attempt
         self.job = attempt.job
         self.default_limits = default_limits
         self.quota = quota
-        self.spell = spell
+        self.texts_of = texts_of
 
     @property
     def method(self) -> str:
@@ -226,9 +226,9 @@ class JobRecorder:
         groups = rows_of(step, graded)
         # Of validations the same prompts are left out each time, so that they can be compared.
         seed = f"{self.job.seed}/{step if graded.split == 'train' else 'valid'}"
-        if self.spell is not None:
+        if self.texts_of is not None:
             groups = with_tokens(
-                groups, graded, self.spell, most_tokens=self.quota.tokens_per_page, seed=seed
+                groups, graded, self.texts_of, most_tokens=self.quota.tokens_per_page, seed=seed
             )
         fitted = rollouts.fitted(
             groups, most_samples=self.quota.samples_per_page, most_bytes=most_bytes, seed=seed

@@ -14,7 +14,7 @@ from core.database.engine import Database
 from core.database.ids import new_id
 from core.database.tables import File, Job
 from core.jobs import events, usage
-from core.results.step_metrics import COLUMNS, OFFLINE_COLUMNS, StepMetrics
+from core.step_metrics import COLUMNS, OFFLINE_COLUMNS, StepMetrics
 from core.storage.store import BlobStore
 
 

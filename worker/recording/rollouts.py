@@ -13,7 +13,7 @@ from worker.types import AnswerKey, AnswerSignal, GradedStep, Group, Rollout, To
 
 LARGEST = 65504.0  # of half precision
 
-Spell = Callable[[Sequence[int]], list[str]]
+TextsOf = Callable[[Sequence[int]], list[str]]
 """From the tokens of an answer to the text of each."""
 
 
@@ -38,7 +38,7 @@ def rows_of(step: int, graded: GradedStep) -> list[list[Row]]:
 
 
 def with_tokens(
-    rows_PG: Sequence[list[Row]], graded: GradedStep, spell: Spell, *, most_tokens: int, seed: str
+    rows_PG: Sequence[list[Row]], graded: GradedStep, texts_of: TextsOf, *, most_tokens: int, seed: str
 ) -> list[list[Row]]:
     """Add the values of each token to the rows of some groups, of `most_tokens` tokens in all.
 
@@ -55,13 +55,13 @@ def with_tokens(
             left -= tokens
             chosen.add(number)
     return [
-        _group_tokens(rows_G, group, graded.tokens, spell) if number in chosen else rows_G
+        _group_tokens(rows_G, group, graded.tokens, texts_of) if number in chosen else rows_G
         for number, (rows_G, group) in enumerate(zip(rows_PG, graded.groups_P, strict=True))
     ]
 
 
 def _group_tokens(
-    rows_G: list[Row], group: Group, learned: Mapping[AnswerKey, TokenValues], spell: Spell
+    rows_G: list[Row], group: Group, learned: Mapping[AnswerKey, TokenValues], texts_of: TextsOf
 ) -> list[Row]:
     return [
         row
@@ -71,7 +71,7 @@ def _group_tokens(
                 row,
                 rollout,
                 learned.get(id(rollout)),
-                spell(rollout.output_ids_T),
+                texts_of(rollout.output_ids_T),
             ),
         }
         for row, rollout in zip(rows_G, group.rollouts_G, strict=True)
@@ -117,7 +117,7 @@ def _group(group: Group, learned_G: Sequence[AnswerSignal] | None, where: Mappin
             "policy_step": _policy_step(rollout, where),
             **_answer(rollout, grade),
             "centered_reward": centred_G[member],
-            **_lesson(grade, None if learned_G is None else learned_G[member]),
+            **_training_fields(grade, None if learned_G is None else learned_G[member]),
         }
         for member, (rollout, grade) in enumerate(zip(group.rollouts_G, group.grades_G, strict=True))
     ]
@@ -153,7 +153,7 @@ def _answer(rollout: Rollout, grade: Grade) -> dict[str, Any]:
     }
 
 
-def _lesson(grade: Grade, learned: AnswerSignal | None) -> dict[str, Any]:
+def _training_fields(grade: Grade, learned: AnswerSignal | None) -> dict[str, Any]:
     advantages_J = learned.steps_J if learned is not None and learned.steps_J else [None] * len(grade.steps)
     return {
         "advantage": None if learned is None else learned.advantage,

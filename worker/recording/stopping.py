@@ -8,8 +8,8 @@ from itertools import takewhile
 from typing import Any
 
 from core.jobs.hyperparameters import Resolved
-from core.results.step_metrics import StepMetrics
-from worker.recording.history import Steps, last
+from core.step_metrics import StepMetrics
+from worker.history import Steps, last
 from worker.types import Stop
 
 

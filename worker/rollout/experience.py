@@ -13,24 +13,24 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from core.jobs.hyperparameters import Resolved
-from core.jobs.thresholds import Thresholds
-from core.results.step_metrics import StepMetrics
+from core.step_metrics import StepMetrics
+from core.thresholds import Thresholds
 from graders.run import grade_one
 from graders.spec import GraderSpec, LabelModelSpec, MathSpec, ScoreModelSpec, parts_of
 from graders.types import Grade, Grader, Sample
 from worker.clock import Clock
 from worker.device_work import DEVICE_WORK
+from worker.gpu_ratio import RatioMeasurement
+from worker.history import History, Steps
 from worker.interfaces import Checkpoints, Recorder, Scorer, StepDetails, Trainer
 from worker.progress import PROGRESS
 from worker.recording import alerts, delivery, divergence, metrics, monitors, stopping
-from worker.recording.gpu_ratio import RatioMeasurement
-from worker.recording.history import History, Steps
 from worker.recording.verdict import row_scores
 from worker.refusals import first_error
 from worker.rollout.prompts import PromptStream
-from worker.rollout.steps import with_steps_only
 from worker.sampling import Answer, Sampler, Sampling
 from worker.training import policy_loss
+from worker.training.steps import with_steps_only
 from worker.types import GradedStep, GraderPart, Group, Prompt, Rollout, Schedule, Stop, UpdateMetrics
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Collector:
         if self.settings.off_policy_steps:
             return await self._from_before(step, clock), []
         groups_P = await self._learn(self.prompts.batch(step), step, clock)
-        return groups_P, await self._replace_silent(step, groups_P, clock)
+        return groups_P, await self._resample_zero_variance(step, groups_P, clock)
 
     async def sampler_is_free(self, clock: Clock) -> None:
         """Wait until sampling ahead has completed, and keep its groups."""
@@ -148,7 +148,9 @@ class Collector:
                 await DEVICE_WORK.run(self.trainer.add, group)
         return trained_P
 
-    async def _replace_silent(self, step: int, groups_P: Sequence[Group], clock: Clock) -> list[Group]:
+    async def _resample_zero_variance(
+        self, step: int, groups_P: Sequence[Group], clock: Clock
+    ) -> list[Group]:
         """Replace zero-variance groups by DAPO's dynamic sampling (section 3.2), within a budget."""
         resampled_P: list[Group] = []
         silent = sum(not self._has_signal(group) for group in groups_P)

@@ -113,7 +113,7 @@ class PolicyScores:
             packs.append(pack)
             numbers[id(pack.sequences[0])] = number
         rows = self.policy.route.forward == "rows"
-        with self.policy.wearing(model.weights):
+        with self.policy.with_weights(model.weights):
             for part in micro_batches(
                 packs, self.token_budget, self.policy.device, rows=rows, couples_answers=True
             ):

@@ -24,10 +24,10 @@ from graders.judge.judges import JudgeModel
 from graders.judge.usage import TokenLedger
 from graders.template import quoted
 from graders.types import TokenUsage
-from worker.model.teachers import PARAM
 from worker.refusals import ModelUnavailable, UserMistake
 from worker.types import Pack, Prompt, Rollout, TopTokens, TrainingSequence
 
+TEACHER_PARAM = "method.distillation.teacher.model"
 TOP_K_PARAM = "method.distillation.hyperparameters.advanced.loss.top_k"
 
 # Of a request that fails although the server is there: they take about a minute in all.
@@ -146,7 +146,7 @@ class ServedTeacher:
                     "invalid_value",
                     f"The teacher '{self.name}' has another tokenizer than the student: token {token} is {quoted(own)} "
                     f"to the student and {quoted(theirs)} to the teacher. A teacher needs the same vocabulary.",
-                    PARAM,
+                    TEACHER_PARAM,
                 )
 
     def _read_all(self, sequences: Sequence[tuple[int, ...]], top_k: int = 0) -> list[Echo]:
@@ -207,7 +207,7 @@ class ServedTeacher:
             raise UserMistake(
                 "teacher_unusable",
                 f"The server of the teacher '{self.name}' refuses {len(ids_T)} tokens: {_problem_of(reply)}",
-                PARAM,
+                TEACHER_PARAM,
             )
         self.ledger.add(self.name, TokenUsage(len(ids_T), 1))
         try:
@@ -217,7 +217,7 @@ class ServedTeacher:
                 "teacher_unusable",
                 f"The server of the teacher '{self.name}' gives no log-probabilities of a prompt ({cause}). A teacher "
                 "needs a server whose POST /completions takes tokens with `echo` and `logprobs`, as vLLM's does.",
-                PARAM,
+                TEACHER_PARAM,
             ) from cause
 
 

@@ -83,7 +83,7 @@ class EnginePlaces:
     """The places for answers at one engine."""
 
     free: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_ANSWERS_AT_ONCE))
-    door: asyncio.Lock = field(default_factory=asyncio.Lock)  # one group takes places at a time
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # one group takes places at a time
     delivery: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -179,7 +179,7 @@ class EnginePool:
         places = self._places_at(engine)
         taken, count = 0, min(len(waiting), MAX_ANSWERS_AT_ONCE)
         try:
-            async with places.door:
+            async with places.lock:
                 while taken < count:
                     await places.free.acquire()
                     taken += 1

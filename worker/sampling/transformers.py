@@ -20,9 +20,9 @@ from worker.device_work import DEVICE_WORK
 from worker.model.generation import DecodingBatch, RowSettings, choose
 from worker.model.policy import Policy, Route
 from worker.model.sizing import MAX_TOKENS_IN_FLIGHT
+from worker.model.token_constraints import TokenConstraints, rollout_of
 from worker.out_of_memory import naming_place
 from worker.sampling import Answer, SampledTurns, Sampling, from_thread
-from worker.sampling.token_constraints import TokenConstraints, rollout_of
 from worker.types import Prompt, Rollout
 
 

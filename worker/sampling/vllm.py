@@ -29,16 +29,17 @@ from worker.engine.protocol import (
     unpack_ids,
     unpack_logprobs,
 )
+from worker.model import token_constraints
 from worker.model.meta_policy import UnloadedPolicy
 from worker.model.policy import Policy
+from worker.model.token_constraints import rollout_of
 from worker.progress import PROGRESS
 from worker.refusals import first_error
-from worker.sampling import Answer, SampledTurns, Sampling, token_constraints
+from worker.sampling import Answer, SampledTurns, Sampling
 from worker.sampling.fleet import FleetConfig, FleetEngines
 from worker.sampling.own import LowerCache, OwnEngines
 from worker.sampling.placement import ONE_ENGINE, Placement
 from worker.sampling.pool import EnginePool, EngineSource
-from worker.sampling.token_constraints import rollout_of
 from worker.sampling.weights import (
     AdapterStore,
     SentAdapter,

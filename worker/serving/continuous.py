@@ -25,12 +25,12 @@ from worker.model import attention, compatibility, policy
 from worker.model.architecture import refuse_beyond_full_attention, refusing, suspects
 from worker.model.decoding import CopiedDecoding
 from worker.model.generation import DecodingBatch, RowSettings, join
+from worker.model.json_schema import Vocabulary
 from worker.model.lora import FrozenLinear
 from worker.model.policy import Base
 from worker.model.template import stop_ids_of
+from worker.model.token_constraints import RequestedModel, TokenConstraints
 from worker.refusals import UnsupportedModel
-from worker.sampling.json_schema import Vocabulary
-from worker.sampling.token_constraints import RequestedModel, TokenConstraints
 from worker.serving.engine import GenerationRequest, Token
 
 log = logging.getLogger(__name__)

@@ -1,7 +1,7 @@
 """A base model whose requests are answered by its rollout fleet, so that this process starts no engine for it.
 
 The API has checked the project's right to the weights. This process counts, and converts requests and answers, as it
-does where it runs vLLM itself. A member of the fleet (worker/sampling/fleet_server.py) gets the request in
+does where it runs vLLM itself. A member of the fleet (worker/serving/fleet_server.py) gets the request in
 vLLM's format and downloads the adapter from the blob store.
 """
 

@@ -6,8 +6,8 @@ from transformers import PreTrainedTokenizerBase
 
 from core import chat_templates
 from core.chat import InternalChat
+from worker.model.json_schema import schema_problem
 from worker.model.reasoning import Reasoning, detect, plan_effort
-from worker.sampling.json_schema import schema_problem
 from worker.serving.adapters import CHAT_TEMPLATE
 from worker.serving.engines import EngineRefused
 

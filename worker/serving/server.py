@@ -45,7 +45,7 @@ from worker.serving.kept_model import KeptModel, ModelChoice
 from worker.serving.proxy import CHAT, COMPLETIONS, Proxied
 from worker.serving.serving_metrics import Tally
 from worker.serving.vllm_server import VllmModel
-from worker.sharing.device_wish import DeviceWish, WishReader
+from worker.sharing.memory_request import MemoryRequest, MemoryRequests
 
 log = logging.getLogger(__name__)
 
@@ -303,12 +303,12 @@ def serve(
 
 
 async def _watch(server: uvicorn.Server, app: FastAPI, engines: Engines, idle_seconds: float) -> None:
-    """Release memory that jobs wish for, and end a server that is idle."""
-    wishes = WishReader(DeviceWish.of(engines.settings))
+    """Release memory that jobs request, and end a server that is idle."""
+    requests = MemoryRequests(MemoryRequest.of(engines.settings))
     while not server.should_exit:
         await asyncio.sleep(min(1.0, idle_seconds or 1.0))
         try:
-            if wishes.is_new():
+            if requests.is_new():
                 await engines.release_idle()
         except Exception:
             # Without this task the server would neither release memory nor exit when it is idle.

@@ -50,7 +50,7 @@ class VllmBuilder:
 
     def _usable(self, of: int) -> int:
         """The bytes of a device that models may use: as in the plan of a job, a part of a GPU stays free."""
-        return of - int(of * sizing.SAFETY_SHARE) if self.device == "cuda" else of
+        return of - sizing.spared(self.device, of)
 
     def least_cache(self, shape: Shape, need: Serving) -> int:
         """Return the minimum KV cache in bytes: the operator's setting, or the minimum of vLLM.

@@ -37,8 +37,8 @@ from worker.model.architecture import without_weights
 from worker.model.policy import generation_config_of, read_config
 from worker.model.reasoning import Reasoning
 from worker.model.template import own_stop_ids, stop_ids_of
+from worker.model.token_constraints import Bounds, UnsupportedTags, grammar_of
 from worker.refusals import Refusal
-from worker.sampling.token_constraints import Bounds, UnsupportedTags, grammar_of
 from worker.serving import serving_metrics
 from worker.serving.engines import EngineRefused
 from worker.serving.prompting import budget_of, reasoning_of, refuse_unenforceable, template_of

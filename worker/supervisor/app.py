@@ -30,9 +30,9 @@ from worker.supervisor.deliveries import Deliveries
 from worker.supervisor.reconciler import Reconciler
 from worker.supervisor.reporter import Reporter
 from worker.supervisor.supervisor import Supervisor
-from worker.supervisor.telemetry import Gpus
 from worker.supervisor.validation import validate_next
 from worker.supervisor.woken import LoopEnded, WokenLoop
+from worker.telemetry import Gpus
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class WorkerService:
         self.reconciler = Reconciler(settings, database, blobs, self.send, wake=lambda task: wakes[task]())
         self.deliveries = Deliveries(database, Outgoing(settings.private_hosts))
         gpus = Gpus()
-        self.figures: tuple[MetricsCollector, ...] = (self.supervisor.runs, gpus)
+        self.collectors: tuple[MetricsCollector, ...] = (self.supervisor.runs, gpus)
         self.reporter = Reporter(settings, database, self.supervisor.owner, gpus, self.supervisor.memory)
         self.consumer = Consumer(self.celery, [DEFAULT_QUEUE, gpu_queue(settings.gpu_class)])
         self.failed = False

@@ -24,7 +24,7 @@ from core.masking import hide_in_error
 from core.outbound import webhooks
 from core.outbound.http import Outgoing, Unreachable, UrlNotAllowed
 from core.retry import RetryPolicy
-from worker.supervisor.telemetry import WEBHOOK_ATTEMPTS
+from worker.telemetry import WEBHOOK_ATTEMPTS
 
 log = logging.getLogger(__name__)
 

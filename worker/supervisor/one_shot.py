@@ -20,7 +20,7 @@ from core.telemetry.metrics import MetricsCollector
 from worker.supervisor import liveness
 from worker.supervisor.reporter import Reporter
 from worker.supervisor.supervisor import Command, Supervisor, run_command
-from worker.supervisor.telemetry import Gpus
+from worker.telemetry import Gpus
 
 log = logging.getLogger(__name__)
 

@@ -22,18 +22,18 @@ from core.jobs.lifecycle import FINAL
 from core.jobs.queue import unread_queues
 from core.outages import outage
 from core.pipelines import lifecycle as pipelines
+from core.service import workers
 from core.settings import Settings
 from core.storage import files
 from core.storage.store import BlobStore
 from core.storage.uncommitted import Uncommitted
-from core.telemetry import workers
 from core.tenancy import idempotency
 from worker.recording import results
 from worker.supervisor import deliveries
 from worker.supervisor.item_failures import ItemFailures
 from worker.supervisor.retention import Retention
 from worker.supervisor.scrub import Scrub
-from worker.supervisor.telemetry import PASS_FAILURES
+from worker.telemetry import PASS_FAILURES
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Reports of this worker to the database, by which operators see it (core/telemetry/workers.py)."""
+"""Reports of this worker to the database, by which operators see it (core/service/workers.py)."""
 
 import logging
 import socket
@@ -8,12 +8,13 @@ from importlib.metadata import version
 from sqlalchemy.exc import SQLAlchemyError
 
 from core.database.engine import Database
+from core.service import workers
+from core.service.workers import Report
 from core.settings import Settings
-from core.telemetry import checkup, workers
+from core.telemetry import checkup
 from core.telemetry.silence import REPORT_SECONDS
-from core.telemetry.workers import Report
 from worker.supervisor.killed import KernelMemory
-from worker.supervisor.telemetry import Gpus
+from worker.telemetry import Gpus
 
 log = logging.getLogger(__name__)
 

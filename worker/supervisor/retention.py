@@ -32,7 +32,7 @@ from core.storage import files, orphans, uploads
 from core.storage.store import BlobEntry, BlobStore, NotDeleted
 from core.tenancy import audit
 from worker.supervisor.item_failures import ItemFailures
-from worker.supervisor.telemetry import PASS_FAILURES
+from worker.telemetry import PASS_FAILURES
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from core.outages import outage
 from core.storage import fsck
 from core.storage.fsck import StorageProblem
 from core.storage.store import BlobStore, check_not_empty
-from worker.supervisor.telemetry import SCRUBBED
+from worker.telemetry import SCRUBBED
 
 log = logging.getLogger(__name__)
 

@@ -42,7 +42,7 @@ from worker.heartbeat import ProgressFile
 from worker.supervisor.killed import KernelMemory
 from worker.supervisor.live_log import LiveLog, end_of
 from worker.supervisor.sharing import Hold, SharedDevice, hold_command, why_alone
-from worker.supervisor.telemetry import Runs
+from worker.telemetry import Runs
 
 log = logging.getLogger(__name__)
 

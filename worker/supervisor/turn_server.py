@@ -92,7 +92,7 @@ class TurnServer:
                 if ready is self._listener:
                     self._accept()
                 else:
-                    self._hear(ready)
+                    self._read_requests(ready)
 
     def _accept(self) -> None:
         try:
@@ -115,7 +115,7 @@ class TurnServer:
         self._selector.register(self._listener, selectors.EVENT_READ)
         return None
 
-    def _hear(self, client: socket.socket) -> None:
+    def _read_requests(self, client: socket.socket) -> None:
         try:
             said = client.recv(64)
         except OSError:

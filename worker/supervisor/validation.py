@@ -47,10 +47,10 @@ from graders.spec import (
 from graders.template import Path, Reference, RenderError, Template
 from graders.types import Grade, Grader, Item, Sample
 from worker.attempt import report_outage
-from worker.heartbeat import WatchedGrader
+from worker.heartbeat import HeartbeatGrader
+from worker.lease import LeaseKeeper
 from worker.model import capacity
 from worker.refusals import UserMistake, first_line
-from worker.supervisor.lease import LeaseKeeper
 from worker.supervisor.offline_validation import fail_for, validate_offline
 from worker.supervisor.probes import NoProbe, probe
 
@@ -110,15 +110,14 @@ def validate_next(
             resource = outage(cause)
             if resource is Resource.DATABASE:
                 raise
+            reason = f"the {resource} was unavailable for {settings.patience_seconds:g} s: {cause}"
             if resource is None:
                 log.exception("the validation of %s failed", claim.job_id)
+                reason = f"the validation failed: {first_line(cause)}"
             with suppress(LeaseLost), lifecycle.fenced(database, claim) as (session, job):
                 if stopping is not None and stopping.is_set():
                     lifecycle.release(session, job)
                 else:
-                    reason = f"the {resource} was unavailable for {settings.patience_seconds:g} s: {cause}"
-                    if resource is None:
-                        reason = f"the validation failed: {first_line(cause)}"
                     lifecycle.crashed(session, job, reason=reason, max_failures=settings.max_failures)
             return []
 
@@ -336,7 +335,7 @@ async def _doubt(
     lease.when_lost(lambda: loop.call_soon_threadsafe(running.cancel))
     try:
         async with backends.open(spec, owner=owner, ledger=ledger) as grader:
-            return await dry_run(WatchedGrader(grader, lease.moved), spec, rows, schema=schema)
+            return await dry_run(HeartbeatGrader(grader, lease.moved), spec, rows, schema=schema)
     except asyncio.CancelledError:
         lease.progressed()
         raise

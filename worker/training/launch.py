@@ -74,7 +74,7 @@ def launch(entry: Callable[..., None], *arguments: Any, ranks: int, group: Group
     if sys.platform == "linux" and group.nodes == 1:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine
     try:
-        elastic_launch(launch_config(ranks, group), _be_rank)(entry, *arguments)
+        elastic_launch(launch_config(ranks, group), _run_rank)(entry, *arguments)
     except DistError as cause:
         raise group.missing() from cause
     except ChildFailedError as cause:
@@ -109,7 +109,7 @@ def launch_config(ranks: int, group: Group) -> LaunchConfig:
     return config
 
 
-def _be_rank(entry: Callable[..., None], *arguments: Any) -> None:
+def _run_rank(entry: Callable[..., None], *arguments: Any) -> None:
     for number in (signal.SIGTERM, signal.SIGQUIT):  # the launcher's handlers are not for its ranks
         signal.signal(number, signal.SIG_DFL)
     entry(*arguments)

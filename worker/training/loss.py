@@ -191,7 +191,7 @@ class Loss(ABC):
 
     def as_reference(self) -> AbstractContextManager[None]:
         """Compute as the reference during the context."""
-        return self.policy.as_base() if self.reference is None else self.policy.wearing(self.reference)
+        return self.policy.as_base() if self.reference is None else self.policy.with_weights(self.reference)
 
     def receive(self, name: str, world: World) -> None:
         """Overwrite the `fixed_weights` of this name with those of rank 0, which calls this as well."""

@@ -13,7 +13,7 @@ from worker.types import TrainingSequence as Answer
 
 
 @dataclass
-class _Hand:
+class _RankShare:
     """The share of one rank while packs are dealt."""
 
     packs: list[tuple[tuple[int, ...], list[Answer]]] = field(default_factory=list)
@@ -35,31 +35,31 @@ def deal(packs: Sequence[Pack], ranks: int, *, rows: bool = False) -> list[list[
     ordered = sorted(packs, key=lambda pack: pack.tokens, reverse=True)
     choices = [_whole_packs(ordered, ranks, rows), _fit(ordered, ranks, rows), _fit(packs, ranks, rows)]
     best = min(choices, key=_largest)
-    hands = [[Pack(prompt, tuple(answers)) for prompt, answers in hand.packs] for hand in best]
-    return hands + [[] for _ in range(ranks - len(hands))]
+    shares = [[Pack(prompt, tuple(answers)) for prompt, answers in share.packs] for share in best]
+    return shares + [[] for _ in range(ranks - len(shares))]
 
 
 def deal_whole(packs: Sequence[Pack], ranks: int, *, rows: bool = False) -> list[list[Pack]]:
     """As `deal`, but no pack is cut: a loss couples its answers."""
     ordered = sorted(packs, key=lambda pack: _tokens(pack, rows), reverse=True)
     return [
-        [Pack(prompt, tuple(answers)) for prompt, answers in hand.packs]
-        for hand in _whole_packs(ordered, ranks, rows)
+        [Pack(prompt, tuple(answers)) for prompt, answers in share.packs]
+        for share in _whole_packs(ordered, ranks, rows)
     ]
 
 
-def _largest(hands: Sequence[_Hand]) -> int:
-    return max(hand.tokens for hand in hands)
+def _largest(shares: Sequence[_RankShare]) -> int:
+    return max(share.tokens for share in shares)
 
 
-def _whole_packs(packs: Sequence[Pack], ranks: int, rows: bool) -> list[_Hand]:
+def _whole_packs(packs: Sequence[Pack], ranks: int, rows: bool) -> list[_RankShare]:
     """Give each pack to the rank with the fewest tokens."""
-    hands = [_Hand() for _ in range(ranks)]
+    shares = [_RankShare() for _ in range(ranks)]
     for pack in packs:
-        hand = min(hands, key=lambda hand: hand.tokens)
-        hand.packs.append((pack.prompt_ids, list(pack.sequences)))
-        hand.tokens += _tokens(pack, rows)
-    return hands
+        share = min(shares, key=lambda share: share.tokens)
+        share.packs.append((pack.prompt_ids, list(pack.sequences)))
+        share.tokens += _tokens(pack, rows)
+    return shares
 
 
 def _tokens(pack: Pack, rows: bool) -> int:
@@ -67,46 +67,46 @@ def _tokens(pack: Pack, rows: bool) -> int:
     return prompts * len(pack.prompt_ids) + sum(map(_cost, pack.sequences))
 
 
-def _fit(packs: Sequence[Pack], ranks: int, rows: bool) -> list[_Hand]:
+def _fit(packs: Sequence[Pack], ranks: int, rows: bool) -> list[_RankShare]:
     total = sum(_tokens(pack, rows) for pack in packs)
     low, high = -(-sum(_cost(answer) for pack in packs for answer in pack.sequences) // ranks), total
     best = _fill(packs, 1, high, rows)
     assert best is not None, "one rank holds everything"
     while low < high:
         capacity = (low + high) // 2
-        hands = _fill(packs, ranks, capacity, rows)
-        if hands is None:
+        shares = _fill(packs, ranks, capacity, rows)
+        if shares is None:
             low = capacity + 1
         else:
-            high, best = capacity, hands
+            high, best = capacity, shares
     return best
 
 
-def _fill(packs: Sequence[Pack], ranks: int, capacity: int, rows: bool) -> list[_Hand] | None:
+def _fill(packs: Sequence[Pack], ranks: int, capacity: int, rows: bool) -> list[_RankShare] | None:
     """Fill ranks of this capacity one after the other, with the longest answer that fits; None: they do not suffice."""
-    hands = [_Hand()]
+    shares = [_RankShare()]
     for pack in packs:
         prompt = len(pack.prompt_ids)
         left = sorted(pack.sequences, key=_cost, reverse=True)
         begun = False  # whether the last rank has a part of this pack
         while left:
-            hand = hands[-1]
+            share = shares[-1]
             again = 0 if begun and not rows else prompt
-            room = capacity - hand.tokens - again
+            room = capacity - share.tokens - again
             fits = next((number for number, answer in enumerate(left) if _cost(answer) <= room), None)
             if fits is None:
-                if not hand.packs or len(hands) == ranks:
+                if not share.packs or len(shares) == ranks:
                     return None
-                hands.append(_Hand())
+                shares.append(_RankShare())
                 begun = False
                 continue
             answer = left.pop(fits)
             if not begun:
-                hand.packs.append((pack.prompt_ids, []))
+                share.packs.append((pack.prompt_ids, []))
                 begun = True
-            hand.packs[-1][1].append(answer)
-            hand.tokens += again + _cost(answer)
-    return hands
+            share.packs[-1][1].append(answer)
+            share.tokens += again + _cost(answer)
+    return shares
 
 
 def _cost(answer: Answer) -> int:

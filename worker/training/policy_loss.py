@@ -14,15 +14,15 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from core.jobs.hyperparameters import Resolved
+from worker.model import token_constraints
 from worker.model.batch import Tensors, tensors_of
 from worker.model.policy import Policy
 from worker.model.token_logprobs import logprobs, logprobs_of, predicting
 from worker.model.value_head import ValueHead
-from worker.rollout.sampler_gate import SamplerGap
-from worker.rollout.steps import token_ends
-from worker.sampling import token_constraints
 from worker.training import grpo, ppo, token_rewards
 from worker.training.loss import Batch, GradientSums, Loss, StepValues
+from worker.training.sampler_gate import SamplerGap
+from worker.training.steps import token_ends
 from worker.training.token_rewards import Moments, StepMoments
 from worker.types import AnswerKey, AnswerSignal, Group, Pack, Rollout, TokenValues, TrainingSequence
 
@@ -177,7 +177,7 @@ def _batch_signals(groups_P: Sequence[Group], settings: Resolved) -> list[list[A
         ]
         first_PG = [[steps_J[0] if steps_J else 0.0 for steps_J in steps_GJ] for steps_GJ in steps_PGJ]
     return [
-        _lessons(group, first_G, steps_GJ, settings)
+        _group_signals(group, first_G, steps_GJ, settings)
         for group, first_G, steps_GJ in zip(groups_P, first_PG, steps_PGJ, strict=True)
     ]
 
@@ -195,7 +195,7 @@ def signal(group: Group, settings: Resolved) -> grpo.Signal:
     return grpo.signal(training_rewards(group, settings))
 
 
-def _lessons(
+def _group_signals(
     group: Group, first_G: Sequence[float], steps_GJ: Sequence[tuple[float, ...]], settings: Resolved
 ) -> list[AnswerSignal]:
     if group.has_teacher:

@@ -44,7 +44,7 @@ class TeacherPolicy:
     adapter: list[Tensor] | None = None  # on the policy's base model; None: that is the teacher itself
 
     def teaching(self) -> AbstractContextManager[None]:
-        return self.policy.as_base() if self.adapter is None else self.policy.wearing(self.adapter)
+        return self.policy.as_base() if self.adapter is None else self.policy.with_weights(self.adapter)
 
 
 @dataclass

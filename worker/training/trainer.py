@@ -13,7 +13,6 @@ from core.jobs.hyperparameters import Resolved
 from core.storage.manifests import EARLIER
 from worker.model.policy import Policy
 from worker.refusals import SamplerMismatch
-from worker.rollout.sampler_gate import SamplerGap, SamplerGate
 from worker.sampling.weights import same
 from worker.training import grpo
 from worker.training.distributed import gradient_of
@@ -28,6 +27,7 @@ from worker.training.policy_loss import (
     divisors,
     in_mini_batches,
 )
+from worker.training.sampler_gate import SamplerGap, SamplerGate
 from worker.training.token_rewards import StepMoments
 from worker.training.trainable_weights import read_state, save_state, trained_of
 from worker.training.world import World

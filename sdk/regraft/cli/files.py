@@ -77,15 +77,7 @@ def profile_text(profile: dict[str, Any]) -> str:
         lines.append(profile["foreign_format"])
     else:
         lines += [f"  {LineError(**problem)}" for problem in profile["problems"]]
-    if (tokens := profile["tokens"]) is None:
-        lines.append(f"tokens: not counted, {profile['tokens_reason']}")
-    else:
-        counted = "" if tokens["rows"] == profile["rows"] else f" of {tokens['rows']} rows"
-        lines.append(f"tokens{counted}: {_lengths(tokens)}; room for {tokens['room']}")
-        lines += _lines_of("rows do not fit", tokens["too_long"])
-        lines += _lines_of("rows are rejected by the chat template", tokens["not_rendered"])
-        special = "rows contain the text of a special token, which the model reads as text"
-        lines += _lines_of(special, tokens["special_texts"])
+    lines += _token_lines(profile)
     if profile["characters"] is not None:
         lines.append(f"characters: {_lengths(profile['characters'])}")
     same = profile["duplicates"]
@@ -96,18 +88,8 @@ def profile_text(profile: dict[str, Any]) -> str:
             f"{overlap['shared']} of {overlap['rows']} rows of {overlap['file']} have a prompt of this file"
         )
         lines += [f"  its line {theirs} is line {own} here" for theirs, own in overlap["lines"]]
-    if (reads := profile["grader"]) is not None:
-        for read in reads["paths"]:
-            lines.append(f"the grader reads {read['path']}: {read['missing']['rows']} rows lack it")
-            lines += _lines_of("rows lack it", read["missing"])[1:]
-        if reads["no_grader"] is not None:
-            lines += _lines_of("rows choose no grader", reads["no_grader"])
-        no_word = "rows have a reference without a word to compare, and a job rejects them"
-        lines += _lines_of(no_word, reads["no_word"])
-        for doubt in reads["doubts"]:
-            lines += _lines_of(f"rows are doubtful: each {doubt['message']}", doubt["found"])
-        if reads["not_listed"]:
-            lines.append("its code or its endpoint may read other fields as well")
+    if profile["grader"] is not None:
+        lines += _grader_lines(profile["grader"])
     fields = [
         [
             field["name"],
@@ -119,6 +101,36 @@ def profile_text(profile: dict[str, Any]) -> str:
         for field in profile["fields"]
     ]
     return "\n".join([*lines, "", table(["field", "missing", "type", "different", "first value"], fields)])
+
+
+def _token_lines(profile: dict[str, Any]) -> list[str]:
+    tokens = profile["tokens"]
+    if tokens is None:
+        return [f"tokens: not counted, {profile['tokens_reason']}"]
+    counted = "" if tokens["rows"] == profile["rows"] else f" of {tokens['rows']} rows"
+    special = "rows contain the text of a special token, which the model reads as text"
+    return [
+        f"tokens{counted}: {_lengths(tokens)}; room for {tokens['room']}",
+        *_lines_of("rows do not fit", tokens["too_long"]),
+        *_lines_of("rows are rejected by the chat template", tokens["not_rendered"]),
+        *_lines_of(special, tokens["special_texts"]),
+    ]
+
+
+def _grader_lines(reads: dict[str, Any]) -> list[str]:
+    lines: list[str] = []
+    for read in reads["paths"]:
+        lines.append(f"the grader reads {read['path']}: {read['missing']['rows']} rows lack it")
+        lines += _lines_of("rows lack it", read["missing"])[1:]
+    if reads["no_grader"] is not None:
+        lines += _lines_of("rows choose no grader", reads["no_grader"])
+    no_word = "rows have a reference without a word to compare, and a job rejects them"
+    lines += _lines_of(no_word, reads["no_word"])
+    for doubt in reads["doubts"]:
+        lines += _lines_of(f"rows are doubtful: each {doubt['message']}", doubt["found"])
+    if reads["not_listed"]:
+        lines.append("its code or its endpoint may read other fields as well")
+    return lines
 
 
 def _lengths(found: dict[str, Any]) -> str:

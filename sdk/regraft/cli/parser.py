@@ -4,8 +4,9 @@ A command with `call` needs no code beside its row.
 """
 
 import argparse
-from typing import Any
+from typing import Any, get_args
 
+from regraft import literals
 from regraft._rules.command_line import Parser, add_all, arg, completion_of, either, version_of
 from regraft.cli.output import shortened, when
 from regraft.cli.table import Command, Group, output
@@ -24,7 +25,6 @@ EXIT_CODES = """exit codes:
 
 MOVED = "{id} is {status}"
 DELETED = "Deleted {id}"
-SPLITS = ("train", "valid")
 STEPS = (arg("--step-from", "N", "first step of a range"), arg("--step-to", "N", "last step of a range"))
 GRADER = ".py, .json, .toml, .yaml, a job file, or stored:NAME@VERSION"
 REQUIRED_GRADER = arg("--grader", "FILE", GRADER, required=True)
@@ -84,7 +84,7 @@ FILES = Group(
         arg(
             "--method",
             help="which method's rows the file has (default: by its first row)",
-            choices=("supervised", "dpo", "reward_model", "reinforcement"),
+            choices=get_args(literals.FileMethod),
         ),
         arg("--max-completion-tokens", "N", "room for an answer (default: as a job's)"),
         example="regraft files profile file-abc --model SmolLM2-135M-Instruct --grader grader.json "
@@ -100,13 +100,13 @@ VALIDATE = Command(
     arg(
         "--split",
         help="which split to validate against (sets the row limit)",
-        choices=SPLITS,
+        choices=get_args(literals.Split),
         default="train",
     ),
     arg(
         "--method",
         help="which method's rows the files have (default: reinforcement; a job without a method is supervised)",
-        choices=("supervised", "dpo", "reward_model", "reinforcement", "distillation"),
+        choices=get_args(literals.Method),
         default="reinforcement",
     ),
     example="regraft validate train.jsonl --grader grader.json",
@@ -321,10 +321,10 @@ ROLLOUTS = Command(
     "job_id",
     arg("--step", "N", "default: latest step (all steps with --to)"),
     *STEPS,
-    arg("--split", help="default: train for a single step, otherwise both", choices=SPLITS),
+    arg("--split", help="default: train for a single step, otherwise both", choices=get_args(literals.Split)),
     arg("--line", "N", "line of the dataset file"),
     arg("--group", "N", "index of the prompt in its step"),
-    arg("--finish-reason", choices=("stop", "length")),
+    arg("--finish-reason", choices=get_args(literals.FinishReason)),
     either(
         arg("--graded", help="only answers with a score", default=None),
         arg(
@@ -353,13 +353,13 @@ ROLLOUTS = Command(
         arg(
             "--sort",
             help="sort by a field, highest first, answers without it last",
-            choices=("score", "advantage", "centered_reward", "completion_tokens"),
+            choices=get_args(literals.Sort),
         ),
     ),
     arg("--limit", "N", "default: 20; 0: all. JSON output always has all"),
     arg("--full", help="print the whole prompt, row, answer and grade of each instead of a table"),
     arg("-o --to", "FILE", "write all matching answers to a file"),
-    arg("--format", help="format of the file (default: jsonl)", choices=("jsonl", "parquet")),
+    arg("--format", help="format of the file (default: jsonl)", choices=get_args(literals.Format)),
     example="regraft rollouts ftjob-... --step 10 --worst\n"
     "  regraft rollouts ftjob-... --step-from 5 --max-score 0.2\n"
     "  regraft rollouts ftjob-... --to rollouts.parquet --format parquet",
@@ -369,14 +369,12 @@ PROMPTS = Command(
     "prompts",
     "show the mean reward of each prompt over the steps",
     "job_id",
-    arg("--split", choices=SPLITS, default="valid"),
+    arg("--split", choices=get_args(literals.Split), default="valid"),
     *STEPS,
     arg("--line", "N", "line of the dataset file"),
-    arg("--outcome", choices=("learned", "kept", "forgotten", "stuck", "ungraded")),
+    arg("--outcome", choices=get_args(literals.Outcome)),
     arg("--pass-threshold", "X", "mean reward of a solved prompt; default: as in evals"),
-    arg(
-        "--sort", help="lowest first (default: line)", choices=("line", "change", "last_mean"), default="line"
-    ),
+    arg("--sort", help="lowest first (default: line)", choices=get_args(literals.PromptSort), default="line"),
     arg("--limit", "N", "default: 20; 0: all", default=20),
     example="regraft prompts ftjob-... --outcome forgotten\n"
     "  regraft prompts ftjob-... --split train --sort change --step-from 10",
@@ -391,9 +389,9 @@ WHAT_IF = Command(
     arg(
         "--advantage-scale",
         help="divide advantages by the std of the group or of the step, as losses do (default: none)",
-        choices=("none", "group", "batch"),
+        choices=get_args(literals.AdvantageScale),
     ),
-    arg("--split", choices=SPLITS),
+    arg("--split", choices=get_args(literals.Split)),
     *STEPS,
     example='regraft what-if ftjob-... "0.8 * correct + 0.2 * format"',
 )
@@ -415,7 +413,7 @@ REGRADE = Command(
     "job_id",
     REQUIRED_GRADER,
     arg("--name", "NAME", "shown in lists"),
-    arg("--split", choices=SPLITS),
+    arg("--split", choices=get_args(literals.Split)),
     *STEPS,
     arg("--max-tokens", "N", "tokens of judges before it fails"),
     arg("--no-wait", help="print its id and return"),

@@ -18,6 +18,7 @@ from regraft._rules.datasets import InvalidDataset
 from regraft.display import Display
 from regraft.errors import JobFailed
 from regraft.jobs import JobEvent, grader_of, verdict_of
+from regraft.literals import Method, Split
 from regraft.progress import FINAL, axis_of
 from regraft.requests import InvalidRequestFile, JobRequest, Source, read_grader, read_job, refuse_masked
 from regraft.resources.waiting import retry_in
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
 Steps = list[dict[str, Any]]
 VALIDATE = "/regraft/jobs/validate"
 ENDS = FINAL | {"paused"}
-METHODS: tuple[datasets.Method, ...] = get_args(datasets.Method)
-SPLITS: dict[str, datasets.Split] = {"training_file": "train", "validation_file": "valid"}
+METHODS: tuple[Method, ...] = get_args(Method)
+SPLITS: dict[str, Split] = {"training_file": "train", "validation_file": "valid"}
 # The server sends a keep-alive every 15 seconds; after a minute without one the connection is dead.
 SILENCE_SECONDS = 60.0
 
@@ -224,7 +225,7 @@ def validate_local(job: JobRequest) -> None:
     grader = inside.get("grader") if isinstance(inside, dict) else None
     mode = inside.get("mode") if isinstance(inside, dict) else None
     # Distillation in the mode `logits` learns from rows of supervised jobs.
-    rows: datasets.Method = "supervised" if kind == "distillation" and mode == "logits" else kind
+    rows: Method = "supervised" if kind == "distillation" and mode == "logits" else kind
     for field, split in SPLITS.items():
         if field in job.uploads:
             try:

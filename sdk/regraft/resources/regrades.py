@@ -2,12 +2,12 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from openai.pagination import AsyncCursorPage
 
+from regraft.literals import Change, Split
 from regraft.requests import Source, read_grader
-from regraft.resources.rollouts import Split
 from regraft.resources.waiting import AsyncWaiting
 from regraft.types import Regrade, RegradedAnswer
 
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from openai import AsyncOpenAI
     from openai._base_client import AsyncPaginator
 
-Change = Literal["flipped", "higher", "lower", "same", "gained", "lost"]
 ENDED = frozenset({"completed", "failed", "canceled"})
 POLL_SECONDS = 2.0
 

@@ -2,11 +2,21 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from openai import AsyncStream
 from openai.pagination import AsyncCursorPage
 
+from regraft.literals import (
+    AdvantageScale,
+    FinishReason,
+    Format,
+    Order,
+    Outcome,
+    PromptSort,
+    Sort,
+    Split,
+)
 from regraft.saving import async_chunks, atomic_file
 from regraft.types import PromptHistory, Rollout, RolloutTokens, WhatIf
 
@@ -14,13 +24,6 @@ if TYPE_CHECKING:
     from openai import AsyncOpenAI
     from openai._base_client import AsyncPaginator
 
-AdvantageScale = Literal["none", "group", "batch"]
-Split = Literal["train", "valid"]
-Format = Literal["jsonl", "parquet"]
-Order = Literal["asc", "desc"]
-Sort = Literal["score", "advantage", "centered_reward", "completion_tokens"]
-Outcome = Literal["learned", "kept", "forgotten", "stuck", "ungraded"]
-PromptSort = Literal["line", "change", "last_mean"]
 SILENCE_SECONDS = 60.0
 
 
@@ -33,7 +36,7 @@ class Filters(TypedDict, total=False):
     split: Split | None  # with `step` the default is "train"
     line: int | None  # of the dataset file, from 1
     group: int | None  # index of the prompt in its step
-    finish_reason: Literal["stop", "length"] | None
+    finish_reason: FinishReason | None
     graded: bool | None  # whether the answer has a score
     error: str | None  # kind of the grading error
     grader: str | None  # part of a multi grader; `graded` and the score bounds apply to its score

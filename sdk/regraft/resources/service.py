@@ -1,13 +1,11 @@
 """Usage, and for operators the workers and queues of the service."""
 
-from typing import Literal
-
 from openai import AsyncOpenAI, BaseModel
 
+from regraft.literals import Projects
 from regraft.types import Queue, UsageReport, Worker
 
 WORKERS, QUEUES = "/regraft/workers", "/regraft/queues"
-Projects = Literal["own", "all"]
 
 
 class Workers(BaseModel):

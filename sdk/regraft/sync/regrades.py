@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from openai.pagination import SyncCursorPage
 
+from regraft.literals import Change, Split
 from regraft.requests import Source, read_grader
-from regraft.resources.regrades import ENDED, POLL_SECONDS, Change, _body, _listed, _path
-from regraft.resources.rollouts import Split
+from regraft.resources.regrades import ENDED, POLL_SECONDS, _body, _listed, _path
 from regraft.sync.waiting import Waiting
 from regraft.types import Regrade, RegradedAnswer
 

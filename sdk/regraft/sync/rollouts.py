@@ -6,20 +6,8 @@ from typing import TYPE_CHECKING, Unpack
 from openai import Stream
 from openai.pagination import SyncCursorPage
 
-from regraft.resources.rollouts import (
-    SILENCE_SECONDS,
-    AdvantageScale,
-    Filters,
-    Format,
-    Order,
-    Outcome,
-    PromptSort,
-    Sort,
-    Split,
-    _asking,
-    _path,
-    _what_if,
-)
+from regraft.literals import AdvantageScale, Format, Order, Outcome, PromptSort, Sort, Split
+from regraft.resources.rollouts import SILENCE_SECONDS, Filters, _asking, _path, _what_if
 from regraft.saving import atomic_file, chunks
 from regraft.types import PromptHistory, Rollout, RolloutTokens, WhatIf
 

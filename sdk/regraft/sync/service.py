@@ -2,7 +2,8 @@
 
 from openai import OpenAI
 
-from regraft.resources.service import QUEUES, WORKERS, Projects, Queues, Workers, _usage
+from regraft.literals import Projects
+from regraft.resources.service import QUEUES, WORKERS, Queues, Workers, _usage
 from regraft.types import Queue, UsageReport, Worker
 
 

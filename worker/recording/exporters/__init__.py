@@ -1,5 +1,5 @@
 """Exporters of a run's metrics to external services: a small protocol, and a module for each service."""
 
-from worker.recording.exporters.types import Card, Sink
+from worker.recording.exporters.types import Exporter, RunInfo
 
-__all__ = ["Card", "Sink"]
+__all__ = ["Exporter", "RunInfo"]

@@ -1,4 +1,4 @@
-"""Create the sinks of a job from its integrations and the operator's settings."""
+"""Create the exporters of a job from its integrations and the operator's settings."""
 
 import os
 import re
@@ -12,27 +12,27 @@ from core.jobs.hyperparameters import Resolved
 from core.jobs.integrations import Kind
 from core.jobs.offline_hyperparameters import ResolvedOffline
 from core.settings import Settings
-from worker.recording.exporters.mlflow import MlflowSink
+from worker.recording.exporters.mlflow import MlflowExporter
 from worker.recording.exporters.threads import ExporterThread, ExporterThreads
-from worker.recording.exporters.trackio import TrackioSink
-from worker.recording.exporters.types import Card, Sink
-from worker.recording.exporters.wandb import WandbSink
+from worker.recording.exporters.trackio import TrackioExporter
+from worker.recording.exporters.types import Exporter, RunInfo
+from worker.recording.exporters.wandb import WandbExporter
 
 LABELS: Mapping[Kind, str] = {"wandb": "Weights & Biases", "mlflow": "MLflow", "trackio": "Trackio"}
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD")  # in the name of a variable
-Make = Callable[[Kind, Settings], Sink]
+Make = Callable[[Kind, Settings], Exporter]
 Warn = Callable[[str, dict[str, Any]], None]
 
 
-def make(kind: Kind, settings: Settings) -> Sink:
-    """Create the sink, without importing its library yet."""
+def make(kind: Kind, settings: Settings) -> Exporter:
+    """Create the exporter, without importing its library yet."""
     match kind:
         case "wandb":
-            return WandbSink(settings.data_dir.resolve() / "wandb")
+            return WandbExporter(settings.data_dir.resolve() / "wandb")
         case "mlflow":
-            return MlflowSink()
+            return MlflowExporter()
         case "trackio":
-            return TrackioSink()
+            return TrackioExporter()
 
 
 def problem(
@@ -67,12 +67,12 @@ def exporters_of(
             warn(message, {"integration": kind})
             continue
         exporters.append(
-            ExporterThread(make(kind, settings), card(job, one[kind], resolved), _teller(kind, warn))
+            ExporterThread(make(kind, settings), run_info(job, one[kind], resolved), _teller(kind, warn))
         )
     return ExporterThreads(exporters)
 
 
-def card(job: Job, place: Mapping[str, Any], resolved: Resolved | ResolvedOffline) -> Card:
+def run_info(job: Job, place: Mapping[str, Any], resolved: Resolved | ResolvedOffline) -> RunInfo:
     config = {
         "job_id": job.id,
         "model": job.model,
@@ -84,7 +84,7 @@ def card(job: Job, place: Mapping[str, Any], resolved: Resolved | ResolvedOfflin
         "grader": job.body.get("grader", {}).get("type"),
         **resolved.model_dump(mode="json"),
     }
-    return Card(
+    return RunInfo(
         job_id=job.id,
         project=place["project"],
         name=place.get("name") or job.id,

@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from worker.recording.exporters.types import Card
+from worker.recording.exporters.types import RunInfo
 from worker.types import Ended
 
 JOB_TAG = "regraft.job_id"
@@ -13,7 +13,7 @@ JOB_TAG = "regraft.job_id"
 STATUS: Mapping[Ended, str] = {"succeeded": "FINISHED", "failed": "FAILED", "interrupted": "SCHEDULED"}
 
 
-class MlflowSink:
+class MlflowExporter:
     """The experiment is the integration's project, and the run is found again by its tag."""
 
     def __init__(self, tracking_uri: str | None = None) -> None:
@@ -22,13 +22,13 @@ class MlflowSink:
         self._client: Any = None
         self._run_id = ""
 
-    def start(self, card: Card) -> int | None:
+    def start(self, run_info: RunInfo) -> int | None:
         from mlflow import MlflowClient
         from mlflow.entities import Param, ViewType
 
         self._client = MlflowClient(tracking_uri=self.tracking_uri)
-        experiment_id = self._experiment(card.project)
-        wanted = f"tags.`{JOB_TAG}` = '{card.job_id}'"
+        experiment_id = self._experiment(run_info.project)
+        wanted = f"tags.`{JOB_TAG}` = '{run_info.job_id}'"
         found = self._client.search_runs([experiment_id], wanted, ViewType.ALL, max_results=1)
         if found:
             self._run_id = found[0].info.run_id
@@ -36,10 +36,10 @@ class MlflowSink:
             # Every step has its own number among its metrics.
             last = found[0].data.metrics.get("step")
             return None if last is None else int(last)
-        tags = {JOB_TAG: card.job_id, **dict.fromkeys(card.tags, "true")}
-        run = self._client.create_run(experiment_id, run_name=card.name, tags=tags)
+        tags = {JOB_TAG: run_info.job_id, **dict.fromkeys(run_info.tags, "true")}
+        run = self._client.create_run(experiment_id, run_name=run_info.name, tags=tags)
         self._run_id = run.info.run_id
-        params = [Param(key, str(value)) for key, value in card.config.items()]
+        params = [Param(key, str(value)) for key, value in run_info.config.items()]
         self._client.log_batch(self._run_id, params=params)
         return None
 

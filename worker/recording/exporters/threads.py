@@ -1,6 +1,6 @@
-"""Export metrics to sinks without blocking the run.
+"""Export metrics to exporters without blocking the run.
 
-Each sink has a queue and a thread. Failed exports are retried until the run ends, and the job gets one warning. A
+Each exporter has a queue and a thread. Failed exports are retried until the run ends, and the job gets one warning. A
 resumed run fills gaps of the last attempt by comparing its recorded steps with the last step of the service.
 """
 
@@ -13,8 +13,8 @@ from functools import partial
 from itertools import chain
 from typing import TypeVar
 
-from core.results.step_metrics import StepMetrics
-from worker.recording.exporters.types import Card, Sink
+from core.step_metrics import StepMetrics
+from worker.recording.exporters.types import Exporter, RunInfo
 from worker.recording.results import row
 from worker.types import Ended
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 MAX_WAITING = 1000  # steps: hours of an outage, in a few megabytes
 FIRST_PAUSE, MAX_PAUSE = 1.0, 60.0
-CLOSE_SECONDS = 10.0  # for all sinks together; well inside the half minute that a worker has to drain
+CLOSE_SECONDS = 10.0  # for all exporters together; well inside the half minute that a worker has to drain
 
 
 def flat(step: StepMetrics) -> dict[str, float]:
@@ -39,20 +39,20 @@ def flat(step: StepMetrics) -> dict[str, float]:
 
 
 class ExporterThread:
-    """The thread that carries one run's steps to one sink."""
+    """The thread that carries one run's steps to one exporter."""
 
     def __init__(
         self,
-        sink: Sink,
-        card: Card,
+        exporter: Exporter,
+        run_info: RunInfo,
         on_failure: Callable[[str], None],
         *,
         first_pause: float = FIRST_PAUSE,
         most_waiting: int = MAX_WAITING,
     ) -> None:
-        """`on_failure` hears once of a sink that fails, and may raise."""
-        self.sink = sink
-        self.card = card
+        """`on_failure` hears once of an exporter that fails, and may raise."""
+        self.exporter = exporter
+        self.run_info = run_info
         self.delivered = False  # everything, and the end as well
         self.on_failure = on_failure
         self._reported = False
@@ -60,7 +60,7 @@ class ExporterThread:
         self._waiting: queue.Queue[StepMetrics | Ended] = queue.Queue(most_waiting + 1)
         self._most_waiting = most_waiting
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._carry, name="sink", daemon=True)
+        self._thread = threading.Thread(target=self._deliver, name="exporter", daemon=True)
         self._recorded: Sequence[StepMetrics] = ()
 
     def start(self, recorded: Sequence[StepMetrics]) -> None:
@@ -83,47 +83,47 @@ class ExporterThread:
             return
         self._thread.join(seconds)
         if self._thread.is_alive():
-            self._complain(TimeoutError("the service did not respond before the run ended"))
+            self._report_failure(TimeoutError("the service did not respond before the run ended"))
 
     @property
     def is_abandoned(self) -> bool:
         """Whether its library was called and has not finished."""
         return self._thread.ident is not None and not self.delivered
 
-    def _carry(self) -> None:
+    def _deliver(self) -> None:
         try:
-            last = self._insist(lambda: self.sink.start(self.card))
+            last = self._retry(lambda: self.exporter.start(self.run_info))
             for data in chain(self._recorded, self._steps()):
                 if last is None or data.step > last:
-                    self._insist(partial(self._send, data))
-            self._insist(lambda: self.sink.finish(self._ended))
+                    self._retry(partial(self._send, data))
+            self._retry(lambda: self.exporter.finish(self._ended))
             self.delivered = True
-        except _GivenUp:
-            log.warning("metrics of %s were not all delivered", self.card.job_id)
+        except _Abandoned:
+            log.warning("metrics of %s were not all delivered", self.run_info.job_id)
 
     def _send(self, data: StepMetrics) -> None:
-        self.sink.step(data.step, flat(data))
+        self.exporter.step(data.step, flat(data))
 
     def _steps(self) -> Iterator[StepMetrics]:
         while not isinstance(one := self._waiting.get(), str):
             yield one
         self._ended: Ended = one
 
-    def _insist(self, do: Callable[[], T]) -> T:
+    def _retry(self, do: Callable[[], T]) -> T:
         pause = self._first_pause
         while True:
             closing = self._closing.is_set()
             try:
                 return do()
             except Exception as cause:  # the run continues, no matter what the library raises
-                self._complain(cause)
+                self._report_failure(cause)
             if closing:
-                raise _GivenUp
+                raise _Abandoned
             self._closing.wait(pause)
             pause = min(2 * pause, MAX_PAUSE)
 
-    def _complain(self, cause: Exception) -> None:
-        log.warning("a sink failed: %r", cause)
+    def _report_failure(self, cause: Exception) -> None:
+        log.warning("an exporter failed: %r", cause)
         if self._reported:
             return
         self._reported = True
@@ -133,12 +133,12 @@ class ExporterThread:
             log.warning("the warning event could not be written: %r", untold)
 
 
-class _GivenUp(Exception):
-    """The run is over and the sink still fails."""
+class _Abandoned(Exception):
+    """The run is over and the exporter still fails."""
 
 
 class ExporterThreads:
-    """All sinks of a run."""
+    """All exporters of a run."""
 
     def __init__(
         self, threads: Sequence[ExporterThread] = (), *, close_seconds: float = CLOSE_SECONDS
@@ -180,5 +180,5 @@ _LEFT_BEHIND: list[ExporterThread] = []
 
 
 def has_abandoned_threads() -> bool:
-    """Whether a sink was given up, and its library must not be waited for at the end of the process."""
+    """Whether an exporter was given up, and its library must not be waited for at the end of the process."""
     return bool(_LEFT_BEHIND)

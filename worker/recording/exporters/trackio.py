@@ -3,23 +3,23 @@
 from collections.abc import Mapping
 from typing import Any
 
-from worker.recording.exporters.types import Card
+from worker.recording.exporters.types import RunInfo
 from worker.types import Ended
 
 
-class TrackioSink:
+class TrackioExporter:
     """The run is found again by its name, which therefore ends with the job's id."""
 
     def __init__(self) -> None:
         self._run: Any = None
 
-    def start(self, card: Card) -> int | None:
+    def start(self, run_info: RunInfo) -> int | None:
         import trackio
 
         self._run = trackio.init(
-            project=card.project,
-            name=card.name if card.name == card.job_id else f"{card.name} {card.job_id}",
-            config={**card.config, "tags": list(card.tags)},
+            project=run_info.project,
+            name=run_info.name if run_info.name == run_info.job_id else f"{run_info.name} {run_info.job_id}",
+            config={**run_info.config, "tags": list(run_info.tags)},
             resume="allow",
             embed=False,
             auto_log_cpu=False,

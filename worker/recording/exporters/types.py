@@ -8,7 +8,7 @@ from worker.types import Ended
 
 
 @dataclass(frozen=True)
-class Card:
+class RunInfo:
     """The description of the job that a service receives."""
 
     job_id: str
@@ -19,11 +19,11 @@ class Card:
     config: Mapping[str, Any]  # flat: the requested hyperparameters, and the values chosen for "auto"
 
 
-class Sink(Protocol):
+class Exporter(Protocol):
     """One service. One thread calls the methods in this order. They may block and may raise any exception; failed calls
     are retried."""
 
-    def start(self, card: Card) -> int | None:
+    def start(self, run_info: RunInfo) -> int | None:
         """Open the run of this job, or resume that of an earlier attempt. Returns the last step that it has."""
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -23,11 +23,10 @@ from worker.model.parent import Adapters
 from worker.model.policy import DTYPES, Policy, read_config, read_tokenizer, source_of
 from worker.model.sizing import Shape
 from worker.refusals import UserMistake
+from worker.rollout.served_teacher import TEACHER_PARAM
 from worker.training.distributed import load_second
 from worker.training.rank_model import Model
 from worker.training.teacher import TeacherPolicy
-
-PARAM = "method.distillation.teacher.model"
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ def inspect_teacher(
     """
     if parent is not None:
         if base_model != student:
-            raise UserMistake("invalid_value", other_base(name, base_model, student), PARAM)
+            raise UserMistake("invalid_value", other_base(name, base_model, student), TEACHER_PARAM)
         return TeacherModel(name, parent, None)
     if base_model == student:
         return TeacherModel(name, None, None)
@@ -86,7 +85,7 @@ def inspect_teacher(
             "invalid_value",
             f"The teacher '{name}' has another tokenizer than '{student}': their tokens cannot be compared. A teacher "
             "needs the same vocabulary.",
-            PARAM,
+            TEACHER_PARAM,
         )
     config = read_config(source)
     with refusing(config):
@@ -138,8 +137,8 @@ def read_adapter(parent: Parent, policy: Policy, adapters: Adapters) -> list[tor
             raise UserMistake(
                 "model_not_available",
                 f"The adapter of '{parent.model}', which is the job's teacher, cannot be read: {damage}.",
-                PARAM,
+                TEACHER_PARAM,
             ) from damage
-        with policy.wearing(weights), torch.no_grad():
+        with policy.with_weights(weights), torch.no_grad():
             policy.load(Path(folder))
     return weights

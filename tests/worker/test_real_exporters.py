@@ -1,4 +1,4 @@
-"""The sinks on the libraries themselves, where they are installed: what is written is read back."""
+"""The exporters on the libraries themselves, where they are installed: what is written is read back."""
 
 import json
 import struct
@@ -8,22 +8,24 @@ from typing import Any
 
 import pytest
 
-from worker.recording.exporters import Card
-from worker.recording.exporters.mlflow import MlflowSink
-from worker.recording.exporters.trackio import TrackioSink
-from worker.recording.exporters.wandb import WandbSink
+from worker.recording.exporters import RunInfo
+from worker.recording.exporters.mlflow import MlflowExporter
+from worker.recording.exporters.trackio import TrackioExporter
+from worker.recording.exporters.wandb import WandbExporter
 from worker.types import Ended
 
-CARD = Card("ftjob-1", "colours", "ftjob-1", None, ("a",), {"model": "tiny", "batch_size": 8})
+RUN_INFO = RunInfo("ftjob-1", "colours", "ftjob-1", None, ("a",), {"model": "tiny", "batch_size": 8})
 METRICS = {"step": 1, "train_mean_reward": 0.25, "scores/graders/string_check/it's/train_reward_mean": 1.0}
 
 
-def attempt(sink: MlflowSink | WandbSink | TrackioSink, steps: list[Any], ended: Ended) -> int | None:
+def attempt(
+    exporter: MlflowExporter | WandbExporter | TrackioExporter, steps: list[Any], ended: Ended
+) -> int | None:
     """The last step that was there before."""
-    last = sink.start(CARD)
+    last = exporter.start(RUN_INFO)
     for step in steps:
-        sink.step(step, METRICS | {"step": step, "train_mean_reward": step / 4})
-    sink.finish(ended)
+        exporter.step(step, METRICS | {"step": step, "train_mean_reward": step / 4})
+    exporter.finish(ended)
     return last
 
 
@@ -31,11 +33,11 @@ def test_mlflow_has_one_run_with_every_step_once(tmp_path: Path) -> None:
     mlflow = pytest.importorskip("mlflow")
     uri = f"sqlite:///{tmp_path}/mlflow.db"
 
-    first = attempt(MlflowSink(uri), [0, 1], "interrupted")
+    first = attempt(MlflowExporter(uri), [0, 1], "interrupted")
     client = mlflow.MlflowClient(uri)
     [experiment] = [one.experiment_id for one in client.search_experiments() if one.name == "colours"]
     between = client.search_runs([experiment])[0].info.status
-    second = attempt(MlflowSink(uri), [2], "succeeded")
+    second = attempt(MlflowExporter(uri), [2], "succeeded")
 
     assert (first, second, between) == (None, 1, "SCHEDULED")
     [run] = client.search_runs([experiment])
@@ -54,7 +56,7 @@ def test_wandb_writes_a_run_that_can_be_synchronised_later(
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.delenv("WANDB_DIR", raising=False)
 
-    assert attempt(WandbSink(tmp_path), [0, 1, 2], "succeeded") is None
+    assert attempt(WandbExporter(tmp_path), [0, 1, 2], "succeeded") is None
 
     [file] = tmp_path.glob("wandb/offline-run-*/run-ftjob-1.wandb")
     run, history, exit_code = read_wandb(file)
@@ -104,8 +106,8 @@ def test_trackio_has_one_run_with_every_step_once(tmp_path: Path, monkeypatch: p
     pytest.importorskip("trackio")
     from trackio.sqlite_storage import SQLiteStorage
 
-    first = attempt(TrackioSink(), [0, 1], "interrupted")
-    second = attempt(TrackioSink(), [2], "succeeded")
+    first = attempt(TrackioExporter(), [0, 1], "interrupted")
+    second = attempt(TrackioExporter(), [2], "succeeded")
 
     assert (first, second) == (None, 1)
     assert SQLiteStorage.get_runs("colours") == ["ftjob-1"]

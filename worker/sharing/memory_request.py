@@ -15,36 +15,36 @@ from core.settings import Settings
 
 
 @dataclass(frozen=True)
-class DeviceWish:
-    """The wish of any job on this machine for memory of the device."""
+class MemoryRequest:
+    """The request of any job on this machine for memory of the device."""
 
     file: Path
 
     @classmethod
     def of(cls, settings: Settings, host: str | None = None) -> Self:
-        return cls(settings.data_dir.resolve() / "wishes" / f"memory-{host or socket.gethostname()}")
+        return cls(settings.data_dir.resolve() / "memory-requests" / f"memory-{host or socket.gethostname()}")
 
-    def express(self) -> None:
+    def make(self) -> None:
         """Ask. A folder that cannot be written is none that an inference process here reads."""
         with suppress(OSError):
             make_folder(self.file.parent)
             self.file.touch(mode=0o600)
 
     def last(self) -> int:
-        """When it was expressed last, in nanoseconds; 0: never."""
+        """When it was made last, in nanoseconds; 0: never."""
         try:
             return self.file.stat().st_mtime_ns
         except OSError:
             return 0
 
 
-class WishReader:
-    """Sees each wish once; not those before it began to read."""
+class MemoryRequests:
+    """Sees each request once; not those before it began to read."""
 
-    def __init__(self, wish: DeviceWish) -> None:
-        self._wish, self._seen = wish, wish.last()
+    def __init__(self, request: MemoryRequest) -> None:
+        self._request, self._seen = request, request.last()
 
     def is_new(self) -> bool:
-        last = self._wish.last()
+        last = self._request.last()
         is_new, self._seen = last != self._seen, last
         return is_new

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from core.results.step_metrics import StepMetrics
+from core.step_metrics import StepMetrics
 from worker.types import RowScores
 
 Steps = Sequence[StepMetrics]

@@ -16,9 +16,9 @@ import torch
 from llguidance import LLMatcher
 from torch import Tensor
 
+from worker.model.json_schema import Vocabulary, check, every_token, fill, masked
+from worker.model.json_schema import take as take_token
 from worker.model.reasoning import AnswerPart, Reasoning
-from worker.sampling.json_schema import Vocabulary, check, every_token, fill, masked
-from worker.sampling.json_schema import take as take_token
 from worker.types import FinishReason, Rollout, TrainingSequence
 
 if TYPE_CHECKING:

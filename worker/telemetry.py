@@ -13,8 +13,8 @@ import prometheus_client as prometheus
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from core.service.workers import GpuUse
 from core.telemetry.metrics import COUNTED
-from core.telemetry.workers import GpuUse
 from graders.sandbox import pool
 from worker.process import run_within
 

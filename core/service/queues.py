@@ -12,7 +12,7 @@ from core.database.tables import Attempt, EvalRun, Event, Job, Project
 from core.evals import lifecycle as eval_runs
 from core.jobs import fairness, pods
 from core.jobs.lifecycle import RESUMING
-from core.telemetry.workers import Seen
+from core.service.workers import Seen
 from core.tenancy.limits import Limits
 
 # A pod may wait for a node and its image for so long. The alert RegraftNoPod fires at the same time.

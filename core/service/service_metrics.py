@@ -22,9 +22,9 @@ from core.evals import lifecycle as eval_runs
 from core.jobs import fairness
 from core.jobs.methods import OFFLINE
 from core.refreshed import Refreshed
+from core.service import queues
 from core.storage.self_test import new_key, self_test
 from core.storage.store import BlobStore
-from core.telemetry import queues
 from core.tenancy.limits import NO_LIMITS, Limits
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ OUTCOMES = (
 )
 
 
-class SlowFigures(ABC):
+class SlowCollector(ABC):
     """Metrics that come from another server: read in a thread, and at most every FRESH_SECONDS."""
 
     def __init__(
@@ -78,7 +78,7 @@ class SlowFigures(ABC):
             return [silent]
 
 
-class StoreFigures(SlowFigures):
+class StoreCollector(SlowCollector):
     """Whether the blob store accepts and returns an object. `blobs` must not retry."""
 
     def __init__(self, blobs: BlobStore, **options: Any) -> None:
@@ -97,7 +97,7 @@ class StoreFigures(SlowFigures):
         return _blob_store_up(False)
 
 
-class ServiceFigures(SlowFigures):
+class ServiceCollector(SlowCollector):
     """Collects the service-wide metrics.
 
     Args:

@@ -9,20 +9,20 @@ import pytest
 
 from core.database.tables import Job
 from core.jobs.hyperparameters import Hyperparameters, resolve
-from core.results.step_metrics import StepMetrics
 from core.settings import Settings
+from core.step_metrics import StepMetrics
 from tests.fakes import Notebook
 from tests.present import present, untyped
 from tests.worker.conftest import Bench
 from worker.child import closed_at_the_end
 from worker.recording import results
-from worker.recording.exporters import Card, choice, threads
+from worker.recording.exporters import RunInfo, choice, threads
 from worker.recording.exporters.threads import ExporterThread, ExporterThreads, flat
-from worker.recording.exporters.types import Sink
+from worker.recording.exporters.types import Exporter
 from worker.refusals import UserMistake
 from worker.types import Ended
 
-CARD = Card("ftjob-1", "colours", "ftjob-1", None, (), {"model": "tiny"})
+RUN_INFO = RunInfo("ftjob-1", "colours", "ftjob-1", None, (), {"model": "tiny"})
 STEP = StepMetrics(
     step=2,
     total_steps=4,
@@ -34,10 +34,14 @@ STEP = StepMetrics(
 )
 
 
-def feeds_for(sink: Sink, told: list[str] | None = None, close_seconds: float = 30.0) -> ExporterThreads:
+def exporters_for(
+    exporter: Exporter, told: list[str] | None = None, close_seconds: float = 30.0
+) -> ExporterThreads:
     """`told`: a list that gets what the job's user hears."""
     tell = (lambda what: None) if told is None else told.append
-    return ExporterThreads([ExporterThread(sink, CARD, tell, first_pause=0.0)], close_seconds=close_seconds)
+    return ExporterThreads(
+        [ExporterThread(exporter, RUN_INFO, tell, first_pause=0.0)], close_seconds=close_seconds
+    )
 
 
 def steps(*numbers: int) -> list[Any]:
@@ -54,7 +58,7 @@ def nothing_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_run_is_opened_fed_and_finished_in_order(bench: Bench) -> None:
     book, run = Notebook(), bench.run()
-    run.exporters = feeds_for(book)
+    run.exporters = exporters_for(book)
 
     with closed_at_the_end(run.exporters):
         train(run)
@@ -65,7 +69,7 @@ def test_a_run_is_opened_fed_and_finished_in_order(bench: Bench) -> None:
 
 def test_metrics_have_the_names_of_the_listing_and_of_the_result_file(bench: Bench) -> None:
     book, run = Notebook(), bench.run()
-    run.exporters = feeds_for(book)
+    run.exporters = exporters_for(book)
 
     train(run)
 
@@ -91,7 +95,7 @@ def test_what_was_not_measured_or_is_no_number_is_left_out() -> None:
 def test_a_run_that_resumes_sends_what_is_missing_and_nothing_twice() -> None:
     """Of the steps before the checkpoint the service has 0 to 2; 3 was recorded here and lost on its way."""
     book = Notebook(last=2)
-    exporters = feeds_for(book)
+    exporters = exporters_for(book)
 
     exporters.start(steps(0, 1, 2, 3))
     exporters.put(StepMetrics(step=4))
@@ -102,7 +106,7 @@ def test_a_run_that_resumes_sends_what_is_missing_and_nothing_twice() -> None:
 
 def test_an_attempt_that_another_one_goes_on_with_is_interrupted(bench: Bench) -> None:
     book, run = Notebook(), bench.run(stop_requested=lambda: True)
-    run.exporters = feeds_for(book)
+    run.exporters = exporters_for(book)
 
     with closed_at_the_end(run.exporters):
         train(run)
@@ -112,7 +116,7 @@ def test_an_attempt_that_another_one_goes_on_with_is_interrupted(bench: Bench) -
 
 def test_a_mistake_of_the_user_ends_the_run_there_as_failed() -> None:
     book = Notebook()
-    exporters = feeds_for(book)
+    exporters = exporters_for(book)
     exporters.start([])
 
     with pytest.raises(UserMistake), closed_at_the_end(exporters):
@@ -122,13 +126,13 @@ def test_a_mistake_of_the_user_ends_the_run_there_as_failed() -> None:
 
 
 def test_a_run_that_fails_before_its_sinks_are_started_raises_its_own_error() -> None:
-    with pytest.raises(UserMistake), closed_at_the_end(feeds_for(Notebook())):
+    with pytest.raises(UserMistake), closed_at_the_end(exporters_for(Notebook())):
         raise UserMistake("invalid_model", "no")
 
 
 def test_a_job_that_is_somebody_elses_is_not_ended_for_them(bench: Bench) -> None:
     book, run = Notebook(), bench.run()
-    run.exporters = feeds_for(book)
+    run.exporters = exporters_for(book)
     bench.again()
 
     with pytest.raises(Exception, match="no longer holds"), closed_at_the_end(run.exporters):
@@ -144,7 +148,7 @@ def test_a_job_that_is_somebody_elses_is_not_ended_for_them(bench: Bench) -> Non
 def test_a_service_that_fails_is_told_once_and_gets_everything_when_it_is_back() -> None:
     told: list[str] = []
     book = Notebook(failures=3)
-    exporters = feeds_for(book, told)
+    exporters = exporters_for(book, told)
 
     exporters.start([])
     for data in steps(1, 2):
@@ -160,7 +164,7 @@ def test_a_service_that_never_answers_stops_no_run(bench: Bench) -> None:
     """It hangs in its first call, for ever, and the job succeeds with all its steps."""
     hung, run = Hung(), bench.run()
     told: list[str] = []
-    run.exporters = feeds_for(hung, told, close_seconds=0.0)
+    run.exporters = exporters_for(hung, told, close_seconds=0.0)
 
     with closed_at_the_end(run.exporters):
         train(run)
@@ -174,7 +178,7 @@ def test_a_service_that_never_answers_stops_no_run(bench: Bench) -> None:
 
 def test_one_that_fails_to_the_end_is_given_up() -> None:
     told: list[str] = []
-    exporters = feeds_for(Notebook(failures=10**9), told)
+    exporters = exporters_for(Notebook(failures=10**9), told)
 
     exporters.start(steps(0))
     exporters.close("succeeded")
@@ -186,7 +190,7 @@ def test_one_that_fails_to_the_end_is_given_up() -> None:
 def test_what_waits_is_bounded() -> None:
     book = Notebook(last=0)
     exporters = ExporterThreads(
-        [ExporterThread(book, CARD, lambda what: None, first_pause=0.0, most_waiting=2)]
+        [ExporterThread(book, RUN_INFO, lambda what: None, first_pause=0.0, most_waiting=2)]
     )
 
     for data in steps(1, 2, 3):
@@ -202,7 +206,7 @@ def test_who_cannot_be_told_does_not_end_the_thread() -> None:
         raise RuntimeError("the job is no longer ours")
 
     book = Notebook(failures=1)
-    exporters = ExporterThreads([ExporterThread(book, CARD, deaf, first_pause=0.0)])
+    exporters = ExporterThreads([ExporterThread(book, RUN_INFO, deaf, first_pause=0.0)])
 
     exporters.start([])
     book.answered.wait(30)
@@ -217,7 +221,7 @@ class Hung:
     def __init__(self) -> None:
         self.freed = threading.Event()
 
-    def start(self, card: Any) -> None:
+    def start(self, run_info: Any) -> None:
         self.freed.wait()
 
     def step(self, step: int, metrics: Any) -> NoReturn:
@@ -254,8 +258,8 @@ def test_a_job_has_the_sinks_that_it_asks_for() -> None:
 
     [only] = exporters.threads
     assert made == ["wandb"]
-    assert replace(only.card, config={}) == Card("ftjob-1", "colours", "ftjob-1", "acme", ("a",), {})
-    assert (only.card.config["batch_size"], only.card.config["grader"]) == (8, "string_check")
+    assert replace(only.run_info, config={}) == RunInfo("ftjob-1", "colours", "ftjob-1", "acme", ("a",), {})
+    assert (only.run_info.config["batch_size"], only.run_info.config["grader"]) == (8, "string_check")
 
 
 def test_a_worker_on_which_it_is_not_enabled_says_so_and_goes_on() -> None:
