@@ -14,8 +14,9 @@ import httpx2
 import openai
 
 from regraft import config, datasets
-from regraft.datasets import Method, Split, Summary
+from regraft.datasets import Summary
 from regraft.errors import NotARegraftServer, NotSupportedByServer, foreign, refuse_foreign, typed_error
+from regraft.literals import FileMethod, Method, Split
 from regraft.requests import Source, read_grader
 from regraft.resources.aliases import AsyncAliases
 from regraft.resources.checkpoints import AsyncCheckpoints
@@ -128,7 +129,7 @@ class AsyncRegraft(openai.AsyncOpenAI):
         file_id: str,
         *,
         model: str | None = None,
-        method: Method | None = None,
+        method: FileMethod | None = None,
         validation_file: str | None = None,
         grader: Source | None = None,
         max_completion_tokens: int | None = None,
@@ -213,7 +214,7 @@ def _wants_json(cast_to: Any = None, stream: bool = False, **_: Any) -> bool:
 
 def _profile(
     model: str | None,
-    method: Method | None,
+    method: FileMethod | None,
     validation_file: str | None,
     grader: Source | None,
     max_completion_tokens: int | None,

@@ -20,7 +20,8 @@ from pyarrow import ipc, parquet
 from regraft import InvalidDataset, Regraft
 from regraft.cli import main
 from regraft.convert import SameFile, convert, json_lines
-from regraft.datasets import Method, validate
+from regraft.datasets import validate
+from regraft.literals import Method
 
 from core.database.tables import File
 from core.jobs.job_files import BadFile

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from regraft.cli.output import answer, duration, table, when
 from regraft.cli.shared import connect
+from regraft.literals import Projects
 from regraft.progress import doing_now
-from regraft.resources.service import Projects
 from regraft.types import Queue, UsageReport, UsageRow, Worker
 
 GIB = 2**30

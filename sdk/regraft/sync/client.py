@@ -9,8 +9,8 @@ import httpx2
 import openai
 
 from regraft.client import ESTIMATE, Datasets, _profile, _too_old, _wants_json, _where, _without_openais
-from regraft.datasets import Method
 from regraft.errors import NotARegraftServer, NotSupportedByServer, foreign, refuse_foreign, typed_error
+from regraft.literals import FileMethod
 from regraft.requests import Source
 from regraft.resources.previews import refuse_failed
 from regraft.sync.aliases import Aliases
@@ -107,7 +107,7 @@ class Regraft(openai.OpenAI):
         file_id: str,
         *,
         model: str | None = None,
-        method: Method | None = None,
+        method: FileMethod | None = None,
         validation_file: str | None = None,
         grader: Source | None = None,
         max_completion_tokens: int | None = None,
