@@ -138,6 +138,14 @@ def test_the_api_server_accepts_the_jobs_of_every_pool(cluster: Cluster, variati
         assert cluster.validate(job) == [], job["metadata"]["name"]
 
 
+def test_the_api_server_accepts_the_train_jobs_of_the_dispatcher(cluster: Cluster) -> None:
+    runtime = {"nodes": 2, "trainingRuntime": {"name": "regraft-busy"}}
+    [job] = dispatched(rendered(cluster, dispatching(**runtime)))
+
+    assert job["kind"] == "TrainJob"
+    assert cluster.validate(job) == []
+
+
 @pytest.mark.parametrize("change", RESTARTS)
 def test_the_api_server_accepts_every_change(cluster: Cluster, change: str) -> None:
     apply, _ = RESTARTS[change]
@@ -357,16 +365,18 @@ def collect_garbage(cluster: Cluster) -> None:
     cluster.wait(path, lambda items: "owned" not in {item["metadata"]["name"] for item in items})
 
 
-def dispatching() -> dict[str, Any]:
-    values = with_pool(POOL_OF_JOBS | {"kueueQueue": "research"})
+def dispatching(**pool: Any) -> dict[str, Any]:
+    values = with_pool(POOL_OF_JOBS | {"kueueQueue": "research"} | pool)
     api = {"to": [{"ipBlock": {"cidr": "10.0.0.1/32"}}], "port": 6443}
     changes = {"dispatcher": {"enabled": True}, "networkPolicy": {"kubernetesApi": api}}
     given: dict[str, Any] = merged(values, changes)
     return given
 
 
-def test_a_preempted_worker_gets_sigterm_and_its_job_does_not_fail(release: Release) -> None:
-    """Kueue admits a Job of the dispatcher by `suspend: false` and preempts it by `suspend: true`."""
+def test_a_preempted_worker_is_stopped_and_its_job_continues_when_it_is_admitted_again(
+    release: Release,
+) -> None:
+    """Kueue admits a Job of the dispatcher by `suspend: false`, and preempts it by `suspend: true`."""
     release.install(dispatching())
     [job] = dispatched(list(release.objects().values()))
     assert job["spec"]["suspend"] and job["metadata"]["labels"].pop(templates.QUEUE_LABEL) == "research"
@@ -380,11 +390,13 @@ def test_a_preempted_worker_gets_sigterm_and_its_job_does_not_fail(release: Rele
     [worker] = wait_for_pods(release, name, 1)
     release.cluster.patch(f"{jobs}/{name}", spec={"suspend": True})
     release.wait_for_end(worker)
+    release.cluster.wait(jobs, lambda items: conditions(items, name) == {"Suspended"})
 
-    after = release.cluster.wait(
-        jobs, lambda items: conditions(items, name) & {"Suspended", "Complete"} != set()
-    )
-    assert "Failed" not in conditions(after, name)
+    release.cluster.patch(f"{jobs}/{name}", spec={"suspend": False})
+    [another] = wait_for_pods(release, name, 1)
+    assert another != worker
+    release.statuses.end(name_of(release.cluster, another))
+    release.cluster.wait(jobs, lambda items: "Complete" in conditions(items, name))
 
 
 def test_an_evicted_worker_is_started_again_and_its_job_does_not_fail(release: Release) -> None:
@@ -403,8 +415,13 @@ def test_an_evicted_worker_is_started_again_and_its_job_does_not_fail(release: R
     assert conditions(jobs, job) == set()
 
 
-def evict(cluster: Cluster, uid: str) -> None:
+def name_of(cluster: Cluster, uid: str) -> str:
     [name] = [pod["metadata"]["name"] for pod in cluster.objects("Pod") if pod["metadata"]["uid"] == uid]
+    return str(name)
+
+
+def evict(cluster: Cluster, uid: str) -> None:
+    name = name_of(cluster, uid)
     eviction = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": name}}
     cluster.send("POST", f"{cluster.collection('v1', 'Pod')}/{name}/eviction", json=eviction)
 
