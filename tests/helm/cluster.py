@@ -120,9 +120,21 @@ class Cluster:
     def path_of(self, manifest: Manifest) -> str:
         return f"{self.collection(manifest['apiVersion'], manifest['kind'])}/{manifest['metadata']['name']}"
 
-    def forget_resources(self) -> None:
-        """After CRDs were added."""
-        self._resources.clear()
+    def has_kind(self, api_version: str, kind: str) -> bool:
+        return kind in {resource["kind"] for resource in self.resources(api_version)}
+
+    def wait_for_kind(self, api_version: str, kind: str) -> None:
+        """Wait until the server knows a kind that was just defined.
+
+        Raises:
+            TimeoutError: it does not in time.
+        """
+        deadline = time.monotonic() + SECONDS
+        while not self.has_kind(api_version, kind):
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"the cluster has no {kind} of {api_version} after {SECONDS:.0f} s")
+            self._resources.pop(api_version)
+            time.sleep(0.1)
 
     # Requests.
 
@@ -205,7 +217,9 @@ class Cluster:
             objects = {item["metadata"]["uid"]: item for item in listed["items"]}
             if is_done(list(objects.values())):
                 return list(objects.values())
-            for kind, changed in self.watch(path, listed["metadata"]["resourceVersion"], deadline, labels):
+            for kind, changed in self.watch(
+                path, listed["metadata"]["resourceVersion"], deadline - time.monotonic(), labels
+            ):
                 if kind == "DELETED":
                     objects.pop(changed["metadata"]["uid"], None)
                 else:
@@ -217,17 +231,17 @@ class Cluster:
                 raise TimeoutError(f"{path} after {SECONDS:.0f} s: {state}")
 
     def watch(
-        self, path: str, version: str, deadline: float, labels: str = ""
+        self, path: str, version: str, seconds: float, labels: str = ""
     ) -> Iterator[tuple[str, Manifest]]:
-        """Each change after this version, until the deadline or until the server has no more of its history."""
-        seconds = max(1, int(deadline - time.monotonic()))
+        """Each change after this version, for so many seconds or until the server has no more of its history."""
+        whole = max(1, int(seconds))
         parameters = {
             "watch": "1",
             "resourceVersion": version,
-            "timeoutSeconds": str(seconds),
+            "timeoutSeconds": str(whole),
             "labelSelector": labels,
         }
-        with self.client.stream("GET", path, params=parameters, timeout=seconds + 30) as lines:
+        with self.client.stream("GET", path, params=parameters, timeout=whole + 30) as lines:
             for line in lines.iter_lines():
                 event = json.loads(line)
                 if event["type"] == "ERROR":

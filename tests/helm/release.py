@@ -46,7 +46,7 @@ class PodsWithoutNode(threading.Thread):
                 for pod in listed["items"]:
                     self._report(pod)
                 version = listed["metadata"]["resourceVersion"]
-                for _, pod in self.cluster.watch(self.path, version, time.monotonic() + 1):
+                for _, pod in self.cluster.watch(self.path, version, seconds=1):
                     self._report(pod)
             except (httpx.HTTPError, Refused) as error:
                 if self._ends.wait(0.2):  # the namespace is being deleted

@@ -5,7 +5,6 @@ kube-controller-manager, too, but no node (tests/helm/release.py). A test whose 
 """
 
 import copy
-import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -80,21 +79,15 @@ def cluster() -> Iterator[Cluster]:
     with ExitStack() as stack:
         client = stack.enter_context(clusters.connect(Path(clusters.KUBECONFIG)))
         cluster = stack.enter_context(clusters.namespace(client))
+        # Those of an earlier run may not be deleted yet.
+        path = cluster.collection("apiextensions.k8s.io/v1", "CustomResourceDefinition")
+        cluster.wait(path, lambda items: not any("deletionTimestamp" in item["metadata"] for item in items))
         for kind, api_version in CUSTOM.items():
-            if kind not in {resource["kind"] for resource in cluster.resources(api_version)}:
-                added = definition(kind, api_version)
-                path = f"{cluster.collection(added['apiVersion'], added['kind'])}"
-                cluster.create(added)
-                stack.callback(cluster.send, "DELETE", f"{path}/{added['metadata']['name']}")
-                cluster.wait(path, functools.partial(is_served, added["metadata"]["name"]))
-        cluster.forget_resources()
+            if not cluster.has_kind(api_version, kind):
+                added = cluster.create(definition(kind, api_version))
+                stack.callback(cluster.send, "DELETE", cluster.path_of(added))
+                cluster.wait_for_kind(api_version, kind)
         yield cluster
-
-
-def is_served(name: str, definitions: list[Manifest]) -> bool:
-    [added] = [item for item in definitions if item["metadata"]["name"] == name] or [{}]
-    conditions = added.get("status", {}).get("conditions", ())
-    return any(one["type"] == "Established" and one["status"] == "True" for one in conditions)
 
 
 @pytest.fixture(scope="module")
