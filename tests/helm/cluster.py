@@ -124,13 +124,16 @@ class Cluster:
         return kind in {resource["kind"] for resource in self.resources(api_version)}
 
     def wait_for_kind(self, api_version: str, kind: str) -> None:
-        """Wait until the server knows a kind that was just defined.
+        """Wait until the server stores a kind that was just defined. Its definition cannot be deleted before.
 
         Raises:
             TimeoutError: it does not in time.
         """
         deadline = time.monotonic() + SECONDS
-        while not self.has_kind(api_version, kind):
+        while not (
+            self.has_kind(api_version, kind)
+            and self.client.get(self.collection(api_version, kind)).is_success
+        ):
             if time.monotonic() >= deadline:
                 raise TimeoutError(f"the cluster has no {kind} of {api_version} after {SECONDS:.0f} s")
             self._resources.pop(api_version)
