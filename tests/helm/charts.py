@@ -2,7 +2,7 @@
 
 import functools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ helm = pytest.importorskip(
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "helm/regraft"
+NOTES = "regraft/templates/NOTES.txt"
 
 Manifest = dict[str, Any]
 WORKLOADS = ("Deployment", "StatefulSet", "Job", "ScaledJob", "Pod")
@@ -202,6 +203,17 @@ VARIATIONS: dict[str, dict[str, Any]] = {
 }
 
 
+def job_of(scaled: Manifest) -> Manifest:
+    """A Job as KEDA makes it."""
+    name = f"{scaled['metadata']['name']}-x7k2p"
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": name, "labels": scaled["metadata"]["labels"]},
+        "spec": scaled["spec"]["jobTargetRef"],
+    }
+
+
 # libyaml's takes a tenth of the time, and each test reads the manifests anew, because it may change them.
 YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -217,7 +229,16 @@ def _rendered(values: str, name: str) -> tuple[str, ...]:
 
 def render(values: Mapping[str, Any], name: str = "regraft") -> list[Manifest]:
     """Every manifest. Raises helm.HelmError for values that are refused."""
-    texts = _rendered(json.dumps(values), name)
+    return parsed(_rendered(json.dumps(values), name))
+
+
+def notes(values: dict[str, Any]) -> str:
+    """What `helm install` prints."""
+    text: str = helm.Chart.load(CHART).render(values, name="regraft", namespace="training")[NOTES]
+    return text
+
+
+def parsed(texts: Iterable[str]) -> list[Manifest]:
     return [one for text in texts for one in yaml.load_all(text, YAML) if one]
 
 

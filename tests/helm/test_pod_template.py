@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from tests.helm.charts import FLEET, JOBS, SERVER, Pod, helm, of_kind, pods, profile, render, strings
-from tests.helm.test_rendering import NEWEST, job_of, kubernetes_validate
+from tests.helm.charts import FLEET, JOBS, SERVER, Pod, helm, job_of, of_kind, pods, profile, render, strings
+from tests.helm.test_rendering import NEWEST, kubernetes_validate
 
 # Wishes of operators -> the patch.
 WISHES: dict[str, dict[str, Any]] = {

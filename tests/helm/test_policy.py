@@ -238,7 +238,7 @@ def test_dns_is_open_on_the_ports_of_its_pods_which_network_policies_see() -> No
 
 
 def test_nobody_reaches_a_worker() -> None:
-    assert allowed(render(profile("cpu-demo")), "worker")["ingress"] == []
+    assert "ingress" not in allowed(render(profile("cpu-demo")), "worker")
 
 
 def test_what_a_policy_would_let_through_a_grader_is_refused_by_itself() -> None:
@@ -321,7 +321,7 @@ def test_servers_of_the_demo_reach_nobody_and_are_reached_by_the_service_only() 
     manifests = render(profile("cpu-demo"))
     for component in ("postgresql", "valkey", "seaweedfs"):
         policy = allowed(manifests, component)
-        assert policy["egress"] == []
+        assert "egress" not in policy
         assert all(rule["from"] for rule in policy["ingress"])
 
 

@@ -17,7 +17,9 @@ from tests.helm.charts import (
     Pod,
     environment,
     helm,
+    job_of,
     merged,
+    notes,
     of_kind,
     pods,
     profile,
@@ -169,15 +171,15 @@ def test_every_manifest_is_one_that_kubernetes_takes(version: str) -> None:
             kubernetes_validate.validate(manifest, version, strict=True)
 
 
-def job_of(scaled: dict[str, Any]) -> dict[str, Any]:
-    """A Job as KEDA makes it."""
-    name = f"{scaled['metadata']['name']}-x7k2p"
-    return {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": {"name": name, "labels": scaled["metadata"]["labels"]},
-        "spec": scaled["spec"]["jobTargetRef"],
-    }
+def test_no_manifest_has_an_empty_list(manifests: list[dict[str, Any]]) -> None:
+    """Kubernetes stores none, so Helm 4 would change the object at each upgrade."""
+    assert [manifest["metadata"]["name"] for manifest in manifests if has_empty_list(manifest)] == []
+
+
+def has_empty_list(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(has_empty_list, value.values()))
+    return isinstance(value, list) and (not value or any(map(has_empty_list, value)))
 
 
 def test_a_mistake_in_a_manifest_would_be_seen() -> None:
@@ -194,6 +196,17 @@ def test_lint_has_nothing_to_say(name: str) -> None:
 
     assert [m for m in report["messages"] if m["severity"] > 1 or "icon" not in m["error"]] == []
     assert report["total_charts_linted"] == 1
+
+
+def test_the_notes_name_what_an_uninstallation_keeps() -> None:
+    claims = " ".join(f"store-regraft-{server}-0" for server in ("postgresql", "seaweedfs", "valkey"))
+    jobs = "app.kubernetes.io/instance=regraft,app.kubernetes.io/component=worker"
+
+    demo = notes(VARIATIONS["demo"])
+    assert f"kubectl -n training delete pvc {claims}\n" in demo
+    assert "kubectl -n training delete secret regraft-bundled" in demo
+    assert f"kubectl -n training delete jobs -l {jobs}" in notes(VARIATIONS["dispatched"])
+    assert "helm uninstall" not in notes(VARIATIONS["production"])
 
 
 def test_names_are_unique_and_short_enough_for_labels() -> None:
@@ -230,7 +243,8 @@ def test_selectors_find_the_pods_they_mean(manifests: list[dict[str, Any]]) -> N
     ("live", "account", "replicas"),
     [
         ('(dict "spec" (dict "replicas" 6))', '(dict "kind" "ServiceAccount")', "replicas: 6"),
-        ('(dict "spec" (dict "replicas" 1))', '(dict "kind" "ServiceAccount")', "replicas: 2"),
+        ('(dict "spec" (dict "replicas" 1))', '(dict "kind" "ServiceAccount")', "replicas: 1"),
+        ('(dict "spec" (dict "replicas" 0))', '(dict "kind" "ServiceAccount")', "replicas: 2"),
         ("dict", '(dict "kind" "ServiceAccount")', "replicas: 2"),
         ("dict", "dict", ""),
     ],

@@ -143,14 +143,15 @@ capabilities:
 {{- end -}}
 
 {{/*
-The replicas of a Deployment that an autoscaler scales: as many as it has, on a new installation its minimum. Without them
-Kubernetes would set 1. Nothing without a cluster (helm template, GitOps): each sync would undo the autoscaler's number.
+The replicas of a Deployment that an autoscaler scales: as many as it has, also below a new minimum, because Helm 4 reports a
+conflict where it would change the autoscaler's number. Its minimum on a new installation, and if it has none, which autoscalers
+of Kubernetes leave so. Without replicas Kubernetes would set 1. Nothing without a cluster (helm template, GitOps): each sync would undo the autoscaler's number.
 Takes (dict "live" Deployment "account" ServiceAccount "least" 2); both are empty if they do not exist, and each namespace of a
 cluster has the account.
 */}}
 {{- define "regraft.scaledReplicas" -}}
 {{- if .live -}}
-replicas: {{ max (int .live.spec.replicas) (int .least) }}
+replicas: {{ int .live.spec.replicas | default (int .least) }}
 {{- else if .account -}}
 replicas: {{ int .least }}
 {{- end -}}
