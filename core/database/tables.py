@@ -484,6 +484,8 @@ class EvalRun(Leased):
     failures: Mapped[int] = mapped_column(Integer, default=0)  # in a row, without a new item
     lost_workers: Mapped[int] = mapped_column(Integer, default=0)  # whose lease expired: the same
     note: Mapped[str | None] = mapped_column(String(256), default=None)  # what it waits for
+    # Since when no worker has known a name in it (Unix time). Null: the last one did.
+    unknown_since: Mapped[float | None] = mapped_column(Double, default=None)
 
 
 class EvalPage(Table):

@@ -328,6 +328,7 @@ def upgrade() -> None:
         sa.Column("failures", sa.Integer(), nullable=False),
         sa.Column("lost_workers", sa.Integer(), nullable=False),
         sa.Column("note", sa.String(length=256), nullable=True),
+        sa.Column("unknown_since", sa.Double(), nullable=True),
         sa.Column("lease_owner", sa.String(length=128), nullable=True),
         sa.Column("lease_expires_at", sa.Double(), nullable=True),
         sa.Column("next_run_at", sa.Double(), nullable=False),

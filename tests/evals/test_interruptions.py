@@ -275,6 +275,62 @@ def test_a_run_waits_until_the_environment_of_its_grader_is_built(
     assert client.evals.runs.retrieve(run.id, eval_id=made.id).status == "completed"
 
 
+class TestOfANameThatThisWorkerDoesNotKnowYet:
+    """The API's copy of a file of the operator may be newer."""
+
+    @pytest.fixture(params=["judge", "model", "address", "inference server"])
+    def older(self, request: pytest.FixtureRequest, house: House) -> House:
+        """The house with a worker that lacks this."""
+        changed: dict[str, dict[str, Any]] = {
+            "judge": {"backends": replace(house.backends, judges={})},
+            "model": {"backends": replace(house.backends, models={})},
+            "address": {"settings": house.settings.model_copy(update={"inference_url": ""})},
+            "inference server": {},
+        }
+        return replace(house, **changed[request.param])
+
+    @pytest.fixture
+    def run(
+        self, request: pytest.FixtureRequest, client: OpenAI, new_eval: Callable[..., Any], older: House
+    ) -> Any:
+        lacks = request.node.callspec.params["older"]
+        made = new_eval(JUDGED)
+        source = completions(2, model="gpt-foreign" if lacks == "model" else "tiny")
+        if lacks == "inference server":
+            older.model.unknown.add("tiny")
+        return client.evals.runs.create(made.id, data_source=source)
+
+    def test_the_run_waits_until_a_worker_knows_it(
+        self, client: OpenAI, house: House, older: House, run: Any
+    ) -> None:
+        assert older.work() == 1
+
+        waiting = house.row(run.id)
+        assert (waiting.status, waiting.failures) == ("queued", 0)
+        assert "a file of the operator may be older here than at the API" in present(waiting.note)
+        house.model.unknown.clear()
+        with house.database.write() as session:
+            session.execute(update(EvalRun).values(next_run_at=0.0))
+        house.work()
+        done = client.evals.runs.retrieve(run.id, eval_id=run.eval_id)
+        assert (done.status, done.result_counts.passed) == ("completed", 2)
+        assert house.row(run.id).unknown_since is None
+
+    def test_a_run_that_has_waited_for_too_long_fails_by_name(
+        self, request: pytest.FixtureRequest, client: OpenAI, house: House, older: House, run: Any
+    ) -> None:
+        older.work()
+        with house.database.write() as session:
+            past = EvalRun.unknown_since - house.settings.patience_seconds
+            session.execute(update(EvalRun).values(next_run_at=0.0, unknown_since=past))
+        older.work()
+
+        failed = house.row(run.id)
+        codes = {"judge": "invalid_grader", "address": "serving_not_configured"}
+        code = codes.get(request.node.callspec.params["older"], "model_not_found")
+        assert (failed.status, present(failed.error)["code"]) == ("failed", code)
+
+
 def test_a_run_that_ends_every_worker_fails(
     client: OpenAI, new_eval: Callable[..., Any], house: House
 ) -> None:

@@ -16,7 +16,7 @@ from core.claims import Claim, LeaseLost
 from core.database.engine import Database
 from core.database.ids import new_id
 from core.database.tables import Eval, EvalRun, File, now
-from core.errors import BudgetReached, ServiceError
+from core.errors import BudgetReached, ModelNotFound, ServiceError
 from core.evals import batches, budgets, items, lifecycle, regrades, rows, summary, targets
 from core.evals.batches import Prepare
 from core.evals.rows import EvalRow
@@ -54,6 +54,7 @@ from worker.evals.sampling import (
     chat_fields,
 )
 from worker.evals.spending import Calls, ItemCost, Spending
+from worker.refusals import NotKnownYet, not_known_yet, waiting_for_names
 from worker.supervisor.telemetry import EVAL_ITEMS, EVAL_SECONDS
 
 log = logging.getLogger(__name__)
@@ -129,6 +130,7 @@ class RunAttempt:
         Raises:
             LeaseLost: the run was cancelled, or claimed by another worker.
             RunFailed: the user has to change something.
+            NotKnownYet: the operator's files here, or those of the inference server, lack a name that the run has.
             EnvironmentNotBuilt: the worker cannot grade this run until the operator has built an environment.
             an outage (core/outages.py): call `run` of another attempt later.
         """
@@ -174,16 +176,17 @@ class RunAttempt:
             # One client for all criteria, so that the limits of a judge model hold for the run.
             judges = HttpJudges(self.backends.judges, patience=PATIENCE)
             self._judges = await stack.enter_async_context(judges)
-            graders = [
-                build(
-                    spec,
-                    judges,
-                    self.backends.patient(PATIENCE).endpoints,
-                    self.backends.environments,
-                    owner=run.project_id,
-                )
-                for spec in criteria
-            ]
+            with waiting_for_names():
+                graders = [
+                    build(
+                        spec,
+                        judges,
+                        self.backends.patient(PATIENCE).endpoints,
+                        self.backends.environments,
+                        owner=run.project_id,
+                    )
+                    for spec in criteria
+                ]
         except InvalidGrader as cause:
             raise RunFailed("invalid_grader", cause.message) from cause
         sampler: ChatSampler | None = None
@@ -212,7 +215,7 @@ class RunAttempt:
             settings = self.settings
             address = settings.inference_address(served.base_model)
             if not address:
-                raise RunFailed("serving_not_configured", not_served(served.base_model).message)
+                raise not_known_yet(not_served(served.base_model))
             ours = JudgeModel(
                 address,
                 settings.inference_key,
@@ -223,7 +226,9 @@ class RunAttempt:
             return ChatSampler(ours, request, ours=True)
         theirs = self.backends.models.get(run.model)
         if theirs is None:
-            raise RunFailed("model_not_found", f"The model '{run.model}' does not exist any more.")
+            gone = RunFailed("model_not_found", f"The model '{run.model}' does not exist any more.")
+            is_tuned = run.model.startswith("ft:")  # so the database would have it
+            raise gone if is_tuned else not_known_yet(ModelNotFound(run.model, registry.names))
         return ChatSampler(theirs, {**fields, "model": theirs.served_as or run.model}, ours=False)
 
     def _rows(
@@ -537,5 +542,5 @@ def _first(several: BaseExceptionGroup[BaseException]) -> BaseException:
             waiting += one.exceptions
         else:
             flat.append(one)
-    known = (RunFailed, ServerUnavailable, GraderUnavailable, LeaseLost)
+    known = (RunFailed, NotKnownYet, ServerUnavailable, GraderUnavailable, LeaseLost)
     return next((one for one in flat if isinstance(one, known)), flat[0])
