@@ -502,7 +502,7 @@ class EvalPage(Table):
 
 
 class EvalJournal(Table):
-    """An item whose block is not yet a page: its sample, its grades so far, or the finished item.
+    """An item whose block is not yet a page: its sample and its grades so far, each in a row, or the finished item.
 
     A worker that resumes the run repeats nothing that is here.
     """

@@ -51,8 +51,9 @@ def upgrade() -> None:
         "eval_journal",
         sa.Column("run_id", sa.String(length=64), nullable=False),
         sa.Column("line", sa.Integer(), nullable=False),
+        sa.Column("part", sa.Integer(), nullable=False),
         sa.Column("data", sa.JSON(), nullable=False),
-        sa.PrimaryKeyConstraint("run_id", "line", name="pk_eval_journal"),
+        sa.PrimaryKeyConstraint("run_id", "line", "part", name="pk_eval_journal"),
     )
 
     op.create_table(

@@ -17,11 +17,12 @@ import pytest
 from botocore.exceptions import EndpointConnectionError
 from openai import BadRequestError, OpenAI, RateLimitError
 from sqlalchemy import update
+from sqlalchemy.event import listen
 
 from api.resources.batch_requests import prepare_request
 from core.claims import Claim, LeaseLost
 from core.database.engine import Database, Work
-from core.database.tables import EvalPage, EvalRun, Project, WebhookDelivery
+from core.database.tables import EvalJournal, EvalPage, EvalRun, Project, WebhookDelivery
 from core.evals import items, lifecycle
 from core.outbound import webhooks
 from core.retry import RetryPolicy
@@ -535,6 +536,40 @@ def test_the_calls_of_a_worker_that_lost_its_run_to_another_are_not_counted(
         asyncio.run(record.flush())
 
     assert client.evals.runs.retrieve(run.id, eval_id=made.id).per_model_usage == []
+
+
+@pytest.mark.both_databases
+def test_each_grade_of_an_item_is_written_once_before_the_item(
+    client: OpenAI, new_eval: Callable[..., Any], house: House, database_kind: str
+) -> None:
+    """A judge's prompt and reply may be long, and an eval may have 100 judges."""
+    run = client.evals.runs.create(new_eval(JUDGED).id, data_source=completions(2))
+    claim = house.runner().claim()
+    record = record_of(house, claim)
+    grades: list[dict[str, Any]] = [{"score": 1.0, "reason": f"judge {n} says"} for n in range(8)]
+    written: list[str] = []
+
+    def note(conn: Any, cursor: Any, statement: str, parameters: Any, *more: Any) -> None:
+        if "INTO eval_journal" in statement:
+            values = parameters.values() if isinstance(parameters, dict) else parameters
+            written.append(str([getattr(value, "obj", value) for value in values]))  # psycopg wraps JSON
+
+    listen(house.database.engine, "before_cursor_execute", note)
+    record.sampled(1, {"error": None, "output": "sampled"}, 10)
+    asyncio.run(record.flush())
+    for number, grade in enumerate(grades):
+        record.graded(1, number, grade, 20 + number)
+        asyncio.run(record.flush())
+
+    assert [sum(part in text for text in written) for part in ("sampled", "judge 0", "judge 7")] == [1, 1, 1]
+    resumed = record_of(house, claim).entries[1]
+    assert (resumed.sample, resumed.tokens) == ({"error": None, "output": "sampled"}, 27)
+    assert resumed.grades == dict(enumerate(grades))
+    record.finish({"line": 1, "status": "pass", "results": []}, 27)
+    asyncio.run(record.flush())
+    with house.database.read() as session:
+        [row] = session.query(EvalJournal).where(EvalJournal.run_id == run.id)
+    assert row.data["item"]["line"] == 1
 
 
 class GivesUpOnce(RetryPolicy):

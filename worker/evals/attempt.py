@@ -96,11 +96,10 @@ class RunPlan:
 
     def calls(self, entry: Entry) -> Calls:
         """The calls that an item may still make."""
-        if "sample" not in entry:
-            return Calls(samples=self.sampler is not None, judges=len(self.judged))
-        if entry["sample"]["error"] is not None:
+        if entry.sample is not None and entry.sample["error"] is not None:
             return Calls()
-        return Calls(judges=sum(str(index) not in entry["grades"] for index in self.judged))
+        samples = entry.sample is None and self.sampler is not None
+        return Calls(samples=samples, judges=sum(index not in entry.grades for index in self.judged))
 
 
 class RunAttempt:
@@ -254,9 +253,9 @@ class RunAttempt:
                     row = await anext(queue, None)
                 if row is None:
                     return
-                entry = self.record.entries.pop(row.line, {})
+                entry = self.record.entries.pop(row.line, Entry())
                 try:
-                    async with plan.spending.item(plan.calls(entry), entry.get("tokens", 0)) as cost:
+                    async with plan.spending.item(plan.calls(entry), entry.tokens) as cost:
                         await self._run_row(plan, row, entry, cost)
                 except BudgetReached as reached:
                     raise RunFailed(BudgetReached.code, reached.message) from reached
@@ -340,22 +339,20 @@ class RunAttempt:
         if plan.is_batch:
             await self._answer(plan, row, cost)
             return
-        if "sample" not in entry:
+        if (stored := entry.sample) is None:
             with nullcontext() if plan.sampler is None else _timed("sampling"):
-                entry = {"sample": await self._sampled(plan, row, cost), "grades": {}}
+                stored = await self._sampled(plan, row, cost)
             if plan.sampler is not None:
-                # Not `entry` itself, which gets grades while it is written.
-                self.record.note(
-                    row.line, {"sample": entry["sample"], "grades": {}, "tokens": cost.all_tokens}
-                )
-        stored: dict[str, Any] = entry["sample"]
+                self.record.sampled(row.line, stored, cost.all_tokens)
+        grades, numbers = entry.grades, range(len(plan.criteria))
         if stored["error"] is None:
+            missing = [index for index in numbers if index not in grades]
             with _timed("grading"):
-                await asyncio.gather(
-                    *(self._graded(plan, row, entry, index, cost) for index in range(len(plan.criteria)))
+                found = await asyncio.gather(
+                    *(self._graded(plan, row, stored, index, cost) for index in missing)
                 )
-        grades: dict[str, Result] = entry["grades"]
-        results = [grades[str(index)] for index in range(len(plan.criteria)) if str(index) in grades]
+            grades = grades | dict(zip(missing, found, strict=True))
+        results = [grades[index] for index in numbers if index in grades]
         status = status_of(stored, results)
         EVAL_ITEMS.labels(status).inc()
         self.record.finish(
@@ -417,11 +414,12 @@ class RunAttempt:
             self._pay(PaidCall(model, answer.usage, metered=plan.metered), cost)
         return _sample(chat_fields(plan.run.data_source), messages, answer, model, None)
 
-    async def _graded(self, plan: RunPlan, row: EvalRow, entry: Entry, index: int, cost: ItemCost) -> None:
-        if str(index) in entry["grades"]:
-            return
+    async def _graded(
+        self, plan: RunPlan, row: EvalRow, stored: dict[str, Any], index: int, cost: ItemCost
+    ) -> Result:
+        """The grade of a sample by one criterion."""
         spec, grader = plan.criteria[index], plan.graders[index]
-        sample = _for_graders(entry["sample"], plan)
+        sample = _for_graders(stored, plan)
         try:
             grade = await grade_within(GRADE_SECONDS, grader, sample, row.item)
         except ServerAway as away:
@@ -429,12 +427,10 @@ class RunAttempt:
         for model, tokens in grade.usage.items():
             self._judge_usage[model] = self._judge_usage.get(model, TokenUsage()) + tokens
             self._pay(_judge_call(model, tokens), cost)
-        entry["grades"][str(index)] = result_of(spec, grade, plan.criteria)
+        result = result_of(spec, grade, plan.criteria)
         if grade.usage:  # other grades cost nothing to repeat
-            self.record.note(
-                row.line,
-                {"sample": entry["sample"], "grades": dict(entry["grades"]), "tokens": cost.all_tokens},
-            )
+            self.record.graded(row.line, index, result, cost.all_tokens)
+        return result
 
     def _pay_for_lost_grades(self) -> None:
         """Record the tokens of replies whose grades were cancelled, or were cut at their deadline."""
