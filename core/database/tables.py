@@ -151,6 +151,7 @@ class ModelUsage(Table):
     model: Mapped[str] = mapped_column(String(512), primary_key=True)  # as the job or the eval run names it
     gpu_seconds: Mapped[float] = mapped_column(Double, default=0.0)
     sampled_tokens: Mapped[int] = mapped_column(BigInteger, default=0)
+    unused_tokens: Mapped[int] = mapped_column(BigInteger, default=0)  # of those: no step learned from them
     trained_tokens: Mapped[int] = mapped_column(BigInteger, default=0)
     grader_tokens: Mapped[int] = mapped_column(BigInteger, default=0)
 
@@ -510,6 +511,8 @@ class EvalJournal(Table):
     __tablename__ = "eval_journal"
     run_id: Mapped[str] = mapped_column(String(64), primary_key=True)
     line: Mapped[int] = mapped_column(Integer, primary_key=True)
+    # 0: the sample, or the finished item; from 1: the grade of this criterion.
+    part: Mapped[int] = mapped_column(Integer, primary_key=True, default=0)
     data: Mapped[dict[str, Any]]
 
 

@@ -484,6 +484,7 @@ def upgrade() -> None:
         sa.Column("model", sa.String(length=512), nullable=False),
         sa.Column("gpu_seconds", sa.Double(), nullable=False),
         sa.Column("sampled_tokens", sa.BigInteger(), nullable=False),
+        sa.Column("unused_tokens", sa.BigInteger(), nullable=False),
         sa.Column("trained_tokens", sa.BigInteger(), nullable=False),
         sa.Column("grader_tokens", sa.BigInteger(), nullable=False),
         sa.ForeignKeyConstraint(["project_id"], ["projects.id"], name="fk_model_usage_project_id"),
