@@ -41,6 +41,16 @@ class InferenceNotReady(NotReady, TemporarilyUnavailable):
     resource = Resource.INFERENCE
 
 
+class UnknownToInference(InvalidRequest, TemporarilyUnavailable):
+    """The inference server does not know the model: its models file may be older than the API's."""
+
+    resource, code = Resource.INFERENCE, "model_not_found"
+
+    def __init__(self, message: str) -> None:
+        """`message`: that of the server."""
+        super().__init__(f"The inference server: {message}", param="model")
+
+
 def is_error(content: bytes | str) -> bool:
     """Whether the body is an error in OpenAI's shape, as all errors of our inference server are."""
     try:

@@ -93,6 +93,7 @@ _SQLITE_TEXTS = {
     "attempt to write a readonly database": Resource.DATABASE,
     "out of memory": Resource.MEMORY,
 }
+_ABSENT = re.compile("no such (?:table|column): |table .* has no column named ")
 
 
 def _of_database(error: DBAPIError) -> Resource | None:
@@ -114,6 +115,13 @@ def _of_database(error: DBAPIError) -> Resource | None:
 def sqlstate(error: DBAPIError) -> str:
     """The code of an error of PostgreSQL; empty: the server did not give one."""
     return getattr(error.orig, "sqlstate", None) or ""
+
+
+def lacks_schema(error: DBAPIError) -> bool:
+    """Whether a table or a column does not exist: the database may have the schema of another version."""
+    return sqlstate(error) in ("42P01", "42703") or (
+        isinstance(error.orig, sqlite3.Error) and _ABSENT.match(str(error.orig)) is not None
+    )
 
 
 def spoils_connection(error: DBAPIError) -> bool:

@@ -246,7 +246,8 @@ class Settings(BaseSettings):
     hang_seconds: float = Field(default=3600.0, gt=0)
     # A machine of a group (REGRAFT_NODES) that does not answer for this long is lost: the attempt ends as a crash.
     lost_machine_seconds: float = Field(default=60.0, ge=1)
-    # How long a run retries an unavailable database, blob store, disk or server of a grader before it fails as crashed.
+    # How long a run retries an unavailable database, blob store, disk or server of a grader before it fails as crashed;
+    # and how long work waits for a worker that knows a model or a judge which the API has accepted before it fails.
     patience_seconds: float = Field(default=600.0, ge=0)
     # Consecutive crashes (not drains, not user errors) that a job survives; a new checkpoint resets the count.
     max_failures: int = Field(default=3, ge=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import email.utils
+import json
 import math
 import random
 import socket
@@ -109,14 +110,15 @@ async def post(
     pace: RateLimit,
     timeout_s: float,
     max_bytes: int = MAX_ANSWER,
-    waits_for_key: bool = False,
+    is_ours: bool = False,
 ) -> Reply:
     """Return the server's last response. Redirects are not followed.
 
     Args:
         timeout_s: Limit of each attempt, from its start to the last byte of the response.
         max_bytes: Limit of the response.
-        waits_for_key: Whether to wait for a server that does not accept the key, as while its operator rotates the key.
+        is_ours: Whether to wait for a server that does not accept the key, as while its operator rotates the key, or
+            that does not know the model: its models file may be older than the one that knows it.
 
     Raises:
         NoAnswer: No attempt got a response, or the client rejected the address, which is not retried.
@@ -138,8 +140,9 @@ async def post(
             failure, away = str(error) or type(error).__name__, _is_outage(error)
         except (UrlNotAllowed, httpx.InvalidURL, UnicodeError) as refused:
             raise NoAnswer(str(refused)) from refused
-        wants_key = waits_for_key and answer is not None and answer.status == 401
-        if answer is not None and not wants_key and not _is_passing(answer.status):
+        if answer is not None and is_ours and (lacking := _lacking(answer)):
+            failure, away = lacking, True
+        elif answer is not None and not _is_passing(answer.status):
             return answer
         pause = tries.pause(answer, failure, silent=silent, away=away)
         if pause is not None:
@@ -166,7 +169,7 @@ class _Tries:
         """
         patience = self._patience
         retry_after = None if answer is None else answer.retry_after
-        if answer is not None and (is_away(answer.status) or answer.status in (401, 429)):
+        if answer is not None and (is_away(answer.status) or answer.status == 429):
             failure, away = f"HTTP {answer.status}", True
         if away and patience.away_seconds is not None:
             pause = patience.wait_s(self._aways, retry_after)
@@ -213,6 +216,22 @@ async def _post_once(
                 raise AnswerTooLong(f"the answer is longer than {max_bytes} bytes")
         text = read.decode("utf-8", errors="replace")
         return Reply(response.status_code, text, response.headers.get("retry-after"))
+
+
+def unknown_model(status: int, text: str) -> str | None:
+    """The message of an inference server that does not know the model; None: it does."""
+    if status != 404:
+        return None
+    try:
+        error = json.loads(text)["error"]
+        return str(error["message"]) if error["code"] == "model_not_found" else None
+    except (ValueError, TypeError, LookupError, RecursionError):
+        return None
+
+
+def _lacking(answer: Reply) -> str:
+    """Why our own server cannot answer before its operator has changed a file; empty: it can."""
+    return "HTTP 401" if answer.status == 401 else unknown_model(answer.status, answer.text) or ""
 
 
 def quoted_reply(text: str, *keys: str) -> str:

@@ -18,6 +18,7 @@ from core.storage.store import BlobStore
 from graders.judge.usage import TokenLedger
 from worker.out_of_memory import FirstAnswer
 from worker.progress import PROGRESS
+from worker.sampled_tokens import SampledTokens
 from worker.sharing.base import DeviceShare
 
 log = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ class Attempt:
     shared: DeviceShare | None = None  # None: it has the device and its base model to itself
     first_answer: FirstAnswer = field(default_factory=FirstAnswer, compare=False, repr=False)  # to a shortage
     ledger: TokenLedger = field(default_factory=TokenLedger)  # of judges and teachers on servers
+    sampled: SampledTokens = field(default_factory=SampledTokens)
 
     @classmethod
     def begin(
@@ -90,7 +92,7 @@ class Attempt:
         return self.retry(once)
 
     def book(self) -> None:
-        """Add what judges have used and no step has recorded to the project's usage. It is spent, claim or no claim."""
+        """Count the tokens that no step has recorded: of judges, and sampled ones. They are spent in any case."""
         self._book(self.retry)
 
     def book_once(self) -> None:
@@ -98,12 +100,16 @@ class Attempt:
         try:
             self._book(None)
         except Exception:
-            log.warning("%d tokens of judges could not be counted", self.ledger.unbooked, exc_info=True)
+            lost = self.ledger.unbooked, self.sampled.pending
+            log.warning("%d tokens of judges could not be counted, nor %d sampled ones", *lost, exc_info=True)
 
     def _book(self, retry: RetryPolicy | None) -> None:
         tokens, job = self.ledger.unbooked, self.job
         usage.book_grader_tokens(self.database, job.project_id, job.model, tokens=tokens, retry=retry)
         self.ledger.book(tokens)
+        unused = self.sampled.pending
+        usage.book_unused(self.database, self.claim, unused, retry=retry)
+        self.sampled.take(unused)
 
     def put(self, key: str, data: bytes) -> None:
         """Store a blob."""

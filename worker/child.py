@@ -28,7 +28,6 @@ from core.settings import Settings
 from core.storage.store import blobs_of
 from core.telemetry import logs
 from graders.backends import InvalidBackends
-from graders.build import NotConfigured
 from graders.calls import ServerAway
 from graders.environments.catalog import EnvironmentNotBuilt
 from graders.sandbox import folders
@@ -45,6 +44,7 @@ from worker.out_of_memory import OutOfDeviceMemory, OutOfMainMemory, Shortage
 from worker.progress import PROGRESS
 from worker.recording.exporters.threads import has_abandoned_threads
 from worker.refusals import (
+    GRADER_PARAM,
     LoweredForNextAttempt,
     MachineLacks,
     MemoryTaken,
@@ -52,9 +52,11 @@ from worker.refusals import (
     NoMember,
     NotEnoughDisk,
     NotEnoughMemory,
+    NotKnownYet,
     UserMistake,
     failing_once,
     starting_later,
+    waiting_for_names,
 )
 from worker.sharing.base import BaseLost, DeviceShare, RunsAlone
 from worker.sharing.turns import TurnsLost
@@ -77,7 +79,7 @@ WAITS = (
     NoMember,
     InvalidRegistry,
     InvalidBackends,
-    NotConfigured,
+    NotKnownYet,
 )
 # worker.assemble.assemble. Its module imports torch, so it is imported where it is needed.
 Assemble = Callable[..., "Run"]
@@ -105,15 +107,13 @@ async def run_attempt(
         # The grader may hold connections, which belong to the running event loop.
         async with AsyncExitStack() as opened:
             opened.enter_context(booked_at_the_end(attempt))
-            with failing_once(), starting_later():
+            with failing_once(), starting_later(), waiting_for_names():
                 spec, grader = await opened.enter_async_context(opened_grader(attempt, settings, beat))
                 run = assemble(attempt, spec, grader, settings, scratch, stop_requested, beat, world)
             with closed_at_the_end(run.exporters), failing_once(), lowering_for_next_attempt(attempt):
                 return await trained(run)
-    except NotConfigured:  # it passed the validation, so the graders file of this machine may be older
-        raise
     except InvalidGrader as refused:
-        raise UserMistake("invalid_grader", str(refused), "method.reinforcement.grader") from refused
+        raise UserMistake("invalid_grader", str(refused), GRADER_PARAM) from refused
 
 
 @asynccontextmanager
@@ -451,7 +451,7 @@ def end_with(attempt: Attempt, run: Callable[[], NoReturn]) -> NoReturn:
 
 
 def postpone(attempt: Attempt, cause: Exception) -> int:
-    """Put the job off because of what this machine lacks, or fail it after MAX_WAIT. Return the exit status."""
+    """Put the job off because of what this machine lacks, or fail it after too long. Return the exit status."""
     if (late := too_late(cause)) is not None and has_waited_too_long(attempt, cause):
         return failed(attempt, late)
     if isinstance(cause, MachineLacks):
@@ -461,7 +461,7 @@ def postpone(attempt: Attempt, cause: Exception) -> int:
         attempt.write(lambda session, job: lifecycle.put_off(session, job, reason=str(cause)))
     except LeaseLost:
         return process.LOST
-    if isinstance(cause, EnvironmentNotBuilt | NoMember | NotConfigured):  # which other jobs do not need
+    if isinstance(cause, EnvironmentNotBuilt | NoMember | NotKnownYet):  # which other jobs do not need
         return process.PUT_OFF
     return process.GPU_UNUSABLE if isinstance(cause, GpuUnusable) else process.RESTS
 
@@ -482,15 +482,17 @@ def too_late(cause: Exception) -> UserMistake | None:
         return UserMistake(NotEnoughDisk.code, f"No worker had room on its disk for {hours}. {cause.details}")
     if isinstance(cause, MemoryTaken):
         return UserMistake(NotEnoughMemory.code, f"No worker had enough free memory for {hours}: {cause}.")
-    if isinstance(cause, NotConfigured):
-        return UserMistake("invalid_grader", str(cause), "method.reinforcement.grader")
-    return None
+    return cause.mistake if isinstance(cause, NotKnownYet) else None
 
 
 def has_waited_too_long(attempt: Attempt, cause: Exception) -> bool:
-    """Whether all attempts have ended with this cause for longer than an operator needs to end it."""
-    seconds = attempt.read(lambda session: lifecycle.put_off_for(session, attempt.job.id, str(cause)))
-    return seconds >= (lifecycle.STALE_SECONDS if isinstance(cause, NotConfigured) else MAX_WAIT)
+    """Whether all attempts have ended with this cause for longer than an operator needs to end it.
+
+    Files of two workers may lack different names, so any name counts.
+    """
+    is_name = isinstance(cause, NotKnownYet)
+    reason, most = (NotKnownYet.PREFIX, attempt.retry.seconds) if is_name else (str(cause), MAX_WAIT)
+    return attempt.read(lambda session: lifecycle.put_off_for(session, attempt.job.id, reason)) >= most
 
 
 if __name__ == "__main__":

@@ -9,10 +9,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import ClassVar
 
+from core.errors import ModelNotFound, ServiceError
 from core.outages import Resource, TemporarilyUnavailable, outage
 from core.storage.disk import NoRoom
+from graders.build import NotConfigured
 
 log = logging.getLogger(__name__)
+
+GRADER_PARAM = "method.reinforcement.grader"
 
 
 class UserMistake(Exception):
@@ -99,6 +103,19 @@ class NoMember(Exception):
     """No member of a rollout fleet has answered for too long, as during its upgrade. Another attempt may find one."""
 
 
+class NotKnownYet(Exception):
+    """A file of the operator lacks a name here that the API has accepted: this copy of the file may be older.
+
+    The work waits for REGRAFT_PATIENCE_SECONDS, or for a worker that knows the name. Then it fails with `mistake`.
+    """
+
+    PREFIX = "a file of the operator may be older here than at the API"
+
+    def __init__(self, mistake: UserMistake) -> None:
+        super().__init__(f"{self.PREFIX}: {mistake.message}")
+        self.mistake = mistake
+
+
 class MemoryTaken(TemporarilyUnavailable):
     """Other processes use memory that the job needs. Without numbers, so that it is one event of the job."""
 
@@ -153,6 +170,25 @@ def refusing_too_large() -> Iterator[None]:
         if not cause.is_too_large:
             raise
         raise NotEnoughDisk(str(cause)) from cause
+
+
+def not_known_yet(error: ServiceError) -> NotKnownYet:
+    """The error of the API for a name that it does not know, as one of work that it has accepted."""
+    return NotKnownYet(UserMistake(error.code or "invalid_value", error.message, error.param))
+
+
+@contextmanager
+def waiting_for_names() -> Iterator[None]:
+    """Raise what the operator's files lack here as NotKnownYet: the API has accepted it.
+
+    A tuned model is in the database, so one that is missing was deleted.
+    """
+    try:
+        yield
+    except NotConfigured as missing:
+        raise NotKnownYet(UserMistake("invalid_grader", str(missing), GRADER_PARAM)) from missing
+    except ModelNotFound as missing:
+        raise not_known_yet(missing) from missing
 
 
 @contextmanager

@@ -7,17 +7,20 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from pydantic import BaseModel
-from sqlalchemy.exc import DataError, DBAPIError
+from sqlalchemy.exc import DataError, DBAPIError, SQLAlchemyError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 
+from api.http.deps import Service
 from api.http.idempotency import Replayed
 from api.http.json_responses import JSON
 from api.http.large_bodies import BodyRejected
 from api.http.middleware import of_outage
 from api.http.validation_errors import explain
-from core.errors import InvalidRequest, ServiceError
+from core.database.migrate import other_schema
+from core.errors import InvalidRequest, ServiceError, Unavailable
+from core.outages import lacks_schema
 
 _PARAMETER = re.compile(r"\{[^{}]*\}")  # of a path
 
@@ -117,10 +120,23 @@ def _not_storable(request: Request, error: Exception) -> Response:
 
 def _maybe_outage(request: Request, error: Exception) -> Response:
     """An outage is a retryable 503, or a 507 if a store is full. Anything else is a crash."""
-    unavailable = of_outage(error)
+    unavailable = of_outage(error) or _of_other_schema(request, error)
     if unavailable is None:
         raise error
     return _service_error(request, unavailable)
+
+
+def _of_other_schema(request: Request, error: Exception) -> ServiceError | None:
+    """The answer while the database waits for a migration, or has one that this version does not know."""
+    if not isinstance(error, DBAPIError) or not lacks_schema(error):
+        return None
+    service: Service = request.app.state.service
+    try:
+        with service.database.read() as session:
+            problem = other_schema(session.connection())
+    except SQLAlchemyError:
+        return None
+    return None if problem is None else Unavailable(problem)
 
 
 def _gone(request: Request, error: Exception) -> Response:

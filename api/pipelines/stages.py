@@ -20,7 +20,7 @@ from api.resources.pipeline_requests import MixStage, SampleStage, SelectStage, 
 from core.claims import Claim, LeaseLost
 from core.database.engine import Work, unit_of_work
 from core.database.tables import Eval, EvalRun, File, Job, Pipeline, Project, now
-from core.errors import NotFound, QuotaExceeded, ServiceError
+from core.errors import ModelNotFound, NotFound, QuotaExceeded, ServiceError
 from core.evals import catalog, items, summary
 from core.evals import lifecycle as eval_runs
 from core.evals.items import MAX_ROWS
@@ -35,6 +35,7 @@ from core.storage.store import BlobNotFound
 from core.storage.uncommitted import Uncommitted
 from core.tenancy import tenants
 from core.tenancy.audit import Actor
+from graders.build import NotConfigured
 from graders.spec import dump
 
 log = logging.getLogger(__name__)
@@ -48,6 +49,11 @@ REPEATED_ERROR = "The service failed repeatedly; its log has the reason. Retry t
 
 class StageFailed(Exception):
     """The stage cannot have a result. The message is for users."""
+
+
+def is_of_older_files(refusal: ServiceError) -> bool:
+    """Whether a name in the operator's files is refused. The API that accepted the pipeline may have newer files."""
+    return isinstance(refusal, ModelNotFound) or isinstance(refusal.__cause__, NotConfigured)
 
 
 @dataclass
@@ -92,7 +98,7 @@ class Advance:
         except QuotaExceeded as limit:  # until work of the project has ended, or its user has freed storage
             await self._back_off(stage, {"note": limit.message, "waiting_since": None})
         except ServiceError as cause:
-            if is_passing(cause.status_code):
+            if is_passing(cause.status_code) or is_of_older_files(cause):
                 await self._try_again(stage, cause.message, cause)
             else:
                 await self._fail(stage, cause.code or "invalid_stage", cause.message)

@@ -18,7 +18,14 @@ from api.resources.eval_requests import (
     SampledSource,
 )
 from core.database.tables import File, Project
-from core.errors import ContentDamaged, FileNotFound, InvalidRequest, ModelNotFound, ServiceError
+from core.errors import (
+    ContentDamaged,
+    FileNotFound,
+    InvalidRequest,
+    ModelNotFound,
+    ServiceError,
+    TunedModelNotFound,
+)
 from core.evals import budgets, rows, targets
 from core.evals.items import MAX_ROWS
 from core.evals.rows import EvalRow
@@ -123,14 +130,18 @@ def _refuse_budget(body: RunCreate, criteria: Sequence[GraderSpec]) -> None:
 
 
 def refuse_model(source: SampledSource, service: Service, project: Project) -> None:
-    """Raise ModelNotFound, or InvalidRequest for what the model does not support. Blocks on the database."""
+    """Raise ModelNotFound or TunedModelNotFound, or InvalidRequest for what the model does not support.
+
+    Blocks on the database.
+    """
     with service.database.read() as session:
         own = targets.served(session, service.blobs, service.registry, project.id, source.model)
         if own is None and source.model not in service.backends.models:
             model_aliases.refuse(session, project.id, source.model, "data_source.model")
             tuned = [model.name for model in tuned_models.models(session, project.id)]
             names = [*service.registry.names, *tuned, *service.backends.models]
-            missing = ModelNotFound(source.model, names)
+            kind = TunedModelNotFound if source.model.startswith("ft:") else ModelNotFound
+            missing = kind(source.model, names)
             missing.param = "data_source.model"
             raise missing
     if own is None:

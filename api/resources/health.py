@@ -7,7 +7,7 @@ from starlette.exceptions import HTTPException
 from api.http.deps import ServiceDep
 from api.http.openapi import refusals
 from core.database.engine import READ_ONLY
-from core.database.migrate import is_ready
+from core.database.migrate import OLDER_SCHEMA, is_ready
 from core.storage.disk import Disks
 
 router = APIRouter(tags=["Health"])
@@ -33,7 +33,7 @@ def readyz(service: ServiceDep) -> dict[str, str]:
     except SQLAlchemyError as cause:  # the message may contain a host and a user
         raise HTTPException(503, f"The database does not respond: {type(cause).__name__}.") from cause
     if not ready:
-        raise HTTPException(503, "The database schema is older than this version: run the migrations.")
+        raise HTTPException(503, OLDER_SCHEMA)
     if not accepts_writes:
         raise HTTPException(503, READ_ONLY)
     if problem := Disks(service.settings).problem():

@@ -37,7 +37,7 @@ from core.database.tables import File, Project
 from core.database.tables import Preview as PreviewRow
 from core.errors import InvalidRequest, NotReady, ServiceError, TooManyAtOnce
 from core.evals import targets
-from core.inference import InferenceNotReady, address_of, not_served
+from core.inference import InferenceNotReady, UnknownToInference, address_of, not_served
 from core.jobs import estimates
 from core.jobs.job_files import in_words
 from core.outages import Resource
@@ -724,7 +724,7 @@ def _refusal(row: Example, status: int, error: dict[str, Any], retry_after: str 
     if status == 503:
         return InferenceNotReady(message, retry_after=int(retry_after) if retry_after else None, code=code)
     if code == "model_not_found":
-        return InvalidRequest(f"The inference server: {message}", param="model", code=code)
+        return UnknownToInference(message)
     if status < 500:
         return InvalidRequest(f"line {row.line}: {message}", param="training_file", code=code)
     return ServiceError(message)

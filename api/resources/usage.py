@@ -26,6 +26,10 @@ class UsageRowOut(BaseModel):
     project_name: str | None
     gpu_seconds: Annotated[float, Field(description="Of training, steps that were repeated included.")]
     sampled_tokens: int
+    unused_tokens: Annotated[
+        int,
+        Field(description="Of the sampled tokens: no step learned from them, as of a batch sampled ahead."),
+    ]
     trained_tokens: int
     grader_tokens: Annotated[int, Field(description="Those that the limit grader_tokens_per_30_days counts.")]
     cost: Annotated[Money | None, Field(description="Of the GPU-seconds at today's price; null: no price.")]
@@ -40,6 +44,7 @@ class UsageRowOut(BaseModel):
             project_name=row.project_name,
             gpu_seconds=row.gpu_seconds,
             sampled_tokens=row.sampled_tokens,
+            unused_tokens=row.unused_tokens,
             trained_tokens=row.trained_tokens,
             grader_tokens=row.grader_tokens,
             cost=None if cost is None else Money(**cost),

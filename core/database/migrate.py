@@ -27,6 +27,7 @@ LOCK_KEY = 0x7265_6772_6166_74  # "regraft"
 # notice; restart the migration then.
 LOCK_PATIENCE = "5s"
 LOCK_SECONDS, LOCK_TRY = 5.0, "50ms"
+OLDER_SCHEMA = "The database schema is older than this version: run the migrations."
 
 
 class InvalidDatabaseUrl(ValueError):
@@ -83,6 +84,13 @@ def is_ready(connection: Connection) -> bool:
     """Whether this version can use the schema: it is its own, or a later one."""
     ours = ScriptDirectory.from_config(alembic_config(connection)).get_heads()
     return set(_current(connection)) == set(ours) or is_later(connection)
+
+
+def other_schema(connection: Connection) -> str | None:
+    """The sentence for a schema that is not this version's own, which may lack what it reads. None: it is."""
+    if is_later(connection):
+        return "The database schema is of a later version than this one, which it cannot serve: upgrade this one."
+    return None if is_ready(connection) else OLDER_SCHEMA
 
 
 def is_later(connection: Connection) -> bool:

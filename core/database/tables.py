@@ -151,6 +151,7 @@ class ModelUsage(Table):
     model: Mapped[str] = mapped_column(String(512), primary_key=True)  # as the job or the eval run names it
     gpu_seconds: Mapped[float] = mapped_column(Double, default=0.0)
     sampled_tokens: Mapped[int] = mapped_column(BigInteger, default=0)
+    unused_tokens: Mapped[int] = mapped_column(BigInteger, default=0)  # of those: no step learned from them
     trained_tokens: Mapped[int] = mapped_column(BigInteger, default=0)
     grader_tokens: Mapped[int] = mapped_column(BigInteger, default=0)
 
@@ -487,6 +488,8 @@ class EvalRun(Leased):
     failures: Mapped[int] = mapped_column(Integer, default=0)  # in a row, without a new item
     lost_workers: Mapped[int] = mapped_column(Integer, default=0)  # whose lease expired: the same
     note: Mapped[str | None] = mapped_column(String(256), default=None)  # what it waits for
+    # Since when no worker has known a name in it (Unix time). Null: the last one did.
+    unknown_since: Mapped[float | None] = mapped_column(Double, default=None)
 
 
 class EvalPage(Table):
@@ -503,7 +506,7 @@ class EvalPage(Table):
 
 
 class EvalJournal(Table):
-    """An item whose block is not yet a page: its sample, its grades so far, or the finished item.
+    """An item whose block is not yet a page: its sample and its grades so far, each in a row, or the finished item.
 
     A worker that resumes the run repeats nothing that is here.
     """
@@ -511,6 +514,8 @@ class EvalJournal(Table):
     __tablename__ = "eval_journal"
     run_id: Mapped[str] = mapped_column(String(64), primary_key=True)
     line: Mapped[int] = mapped_column(Integer, primary_key=True)
+    # 0: the sample, or the finished item; from 1: the grade of this criterion.
+    part: Mapped[int] = mapped_column(Integer, primary_key=True, default=0)
     data: Mapped[dict[str, Any]]
 
 

@@ -91,7 +91,8 @@ def items_of_run(session: Session, run_id: str) -> StoredItems:
     """
     pages = session.scalars(select(EvalPage).where(EvalPage.run_id == run_id)).all()
     loose: dict[int, list[Item]] = {}
-    journal = select(EvalJournal).where(EvalJournal.run_id == run_id).order_by(EvalJournal.line)
+    mine = EvalJournal.run_id == run_id, EvalJournal.part == 0
+    journal = select(EvalJournal).where(*mine).order_by(EvalJournal.line)
     for entry in session.scalars(journal):
         if "item" in entry.data:
             loose.setdefault(block_of(entry.line), []).append(entry.data["item"])

@@ -9,7 +9,7 @@ A worker holds a `Claim` on its run (core/claims.py), and runs start in turns of
 from sqlalchemy import Select, case, delete, select
 from sqlalchemy.orm import Session
 
-from core.claims import MAX_BACK_OFF, Claim, Leases, back_off, let_go, lock, put_back
+from core.claims import MAX_BACK_OFF, Claim, Leases, back_off, bound_time, db_time, let_go, lock, put_back
 from core.database import pages
 from core.database.engine import Work, earliest_now
 from core.database.tables import EvalJournal, EvalPage, EvalRun, now
@@ -26,13 +26,14 @@ FINAL = frozenset({"completed", "failed", "canceled"})
 PUT_OFF_SECONDS = 120.0  # of a run that its worker cannot begin
 LEASES = Leases(EvalRun, frozenset({RUNNING}), max_wait=max(PUT_OFF_SECONDS, MAX_BACK_OFF))
 heartbeat, fenced, is_held = LEASES.heartbeat, LEASES.fenced, LEASES.is_held
-extend_leases, bound_times = LEASES.extend_leases, LEASES.bound_times
+extend_leases = LEASES.extend_leases
 QUEUE = ClaimQueue(
     EvalRun, WAITING, RUNNING, turn="last_eval_run", limit="running_eval_runs", running=(RUNNING,)
 )
 # A run that ends its worker's process by itself, for example by its memory, must not do so for ever.
 MAX_LOST_WORKERS = 20
 EXPIRED = "batch_expired"  # the error of a batch that was not finished in time
+MAX_NOTE = 256  # characters
 
 
 # Requests of users.
@@ -130,7 +131,17 @@ def release(session: Session, run: EvalRun) -> None:
 def put_off(session: Session, run: EvalRun, *, reason: str) -> None:
     """The worker lacks what the run needs, or a file of the operator is invalid. It waits, and counts no failure."""
     _put_back(session, run, PUT_OFF_SECONDS)
-    run.note = f"The run waits: {reason}"
+    run.note = f"The run waits: {reason}"[:MAX_NOTE]
+
+
+def put_off_within(session: Session, run: EvalRun, seconds: float, *, reason: str) -> bool:
+    """As `put_off`, of a name that the worker does not know. False, and nothing: none has known it for so long."""
+    since = run.unknown_since or db_time(session)
+    if db_time(session) - since >= seconds:
+        return False
+    put_off(session, run, reason=reason)
+    run.unknown_since = since
+    return True
 
 
 def wait_for(session: Session, claim: Claim, resource: Resource) -> None:
@@ -141,7 +152,7 @@ def wait_for(session: Session, claim: Claim, resource: Resource) -> None:
 def progressed(run: EvalRun) -> None:
     """The run has a new item: forget its failures. Call it inside `fenced`."""
     run.failures = run.lost_workers = 0
-    run.note = None
+    run.note = run.unknown_since = None
 
 
 def crashed(session: Session, run: EvalRun, *, reason: str, max_failures: int) -> None:
@@ -157,6 +168,12 @@ def crashed(session: Session, run: EvalRun, *, reason: str, max_failures: int) -
 
 
 # Operations of the reconciler.
+
+
+def bound_times(session: Session, lease_seconds: float) -> None:
+    """As `Leases.bound_times`."""
+    LEASES.bound_times(session, lease_seconds)
+    bound_time(session, EvalRun.unknown_since, 0.0)
 
 
 def expire_leases(session: Session) -> int:
@@ -227,4 +244,5 @@ def _end(run: EvalRun, status: str) -> None:
 
 def _put_back(session: Session, run: EvalRun, after: float = 0.0) -> None:
     run.status = WAITING
+    run.unknown_since = None
     put_back(session, run, after)

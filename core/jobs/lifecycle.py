@@ -47,9 +47,6 @@ HELD = frozenset({"validating_files", "running", "pausing"})
 # Between two tries of a job that its worker cannot run. Longer than that worker rests, or the job would be due, and
 # first in the queue, each time that the worker claims one again.
 FIRST_PUT_OFF, MAX_PUT_OFF = 120.0, 600.0
-# The API accepts the name of a judge or the host of an endpoint as soon as its own copy of the graders file has it. The
-# copy of another machine, such as a mounted ConfigMap, may be minutes older: a job waits for so long.
-STALE_SECONDS = 300.0
 LEASES = Leases(Job, HELD, max_wait=MAX_PUT_OFF)
 heartbeat, fenced, bound_times = LEASES.heartbeat, LEASES.fenced, LEASES.bound_times
 

@@ -1,7 +1,8 @@
 """Usage of a job, summed on its row as its steps are recorded, and daily usage of its project.
 
 A job counts its current steps, so repeated steps count once. Its project counts every step that was run, and every
-token of a judge when it was used, although its grade may never become part of a step.
+token of a judge when it was used, although its grade may never become part of a step. Both count the answers that no
+step learned from, such as a batch that was sampled ahead when the job was paused: as sampled, and as unused.
 """
 
 import time
@@ -14,6 +15,7 @@ from sqlalchemy import func, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
+from core.claims import Claim
 from core.database.engine import Database
 from core.database.tables import Checkpoint, Job, ModelUsage, ProjectUsage, StepMetric
 from core.jobs import estimates, events
@@ -26,7 +28,8 @@ from core.step_metrics import StepMetrics
 SECONDS_A_DAY = 86400
 
 # Keys in Job.usage that are not usage.
-_BESIDE = frozenset({"pace", "estimate", "next_step_gpu_seconds"})
+_BESIDE = frozenset({"pace", "estimate", "next_step_gpu_seconds", "pending"})
+UNUSED = "unused_tokens"
 
 
 def render(job: Job, price: Price) -> dict[str, Any] | None:
@@ -51,14 +54,22 @@ def with_cost(estimate: dict[str, Any], used: float, price: Price) -> dict[str, 
 
 
 def record(
-    session: Session, job: Job, step: StepMetrics, ahead: RemainingSteps, *, grader_tokens: int
+    session: Session,
+    job: Job,
+    step: StepMetrics,
+    ahead: RemainingSteps,
+    *,
+    grader_tokens: int,
+    pending_tokens: int = 0,
 ) -> None:
     """Count a recorded step and update the estimate for the steps `ahead`. Call it inside `fenced`.
 
     Args:
         grader_tokens: used since the step before, also for later steps and for grades that were lost.
+        pending_tokens: sampled by this attempt for later steps. If it ends without `book_unused`, they are unused.
     """
     used = with_step(job.usage or {}, step)
+    used["pending"] = {"epoch": job.epoch, "tokens": pending_tokens}
     pace = Pace(**used["pace"])
     remaining = pace.remaining(ahead)
     if remaining is not None:
@@ -84,8 +95,12 @@ def record(
 
 def recount(session: Session, job: Job) -> None:
     """Recompute the sums after steps were discarded."""
-    kept = {name: job.usage[name] for name in _BESIDE - {"pace"} if job.usage and name in job.usage}
+    kept = {
+        name: job.usage[name] for name in {*_BESIDE, UNUSED} - {"pace"} if job.usage and name in job.usage
+    }
     used = total(events.metrics(session, job.id))
+    if UNUSED in kept:
+        used["sampled_tokens"] = used.get("sampled_tokens", 0) + kept[UNUSED]
     job.usage = (kept | used) or None
     job.gpu_seconds = used.get("gpu_seconds", 0.0)
 
@@ -95,6 +110,40 @@ def settle(session: Session, job: Job) -> None:
     recount(session, job)
     job.usage = _sums(job)
     job.trained_tokens = (job.usage or {}).get("trained_tokens", 0)
+
+
+def settle_pending(session: Session, job: Job) -> None:
+    """Count as unused what an attempt that was killed had sampled for later steps. Call it before the next attempt."""
+    pending = (job.usage or {}).get("pending")
+    if pending is not None and pending["epoch"] != job.epoch:
+        _add_unused(session, job, pending["tokens"])
+
+
+def book_unused(database: Database, claim: Claim, tokens: int, *, retry: RetryPolicy | None) -> None:
+    """Count what an attempt has sampled and no step will learn from, in a separate transaction; none for 0 tokens.
+
+    Nothing either if the job is another worker's by now, which has counted it (`settle_pending`).
+
+    Args:
+        retry: during an outage; None: an outage is an error at once.
+    """
+
+    def book() -> None:
+        with database.write() as session:
+            job = session.scalars(select(Job).where(Job.id == claim.job_id).with_for_update()).one()
+            if job.epoch == claim.epoch or (job.status, job.epoch) == ("cancelled", claim.epoch + 1):
+                _add_unused(session, job, tokens)
+
+    if tokens:
+        book() if retry is None else retry(book)
+
+
+def _add_unused(session: Session, job: Job, tokens: int) -> None:
+    used = {name: value for name, value in (job.usage or {}).items() if name != "pending"}
+    if tokens:
+        used |= {name: used.get(name, 0) + tokens for name in ("sampled_tokens", UNUSED)}
+    job.usage = used or None
+    add_usage(session, job.project_id, model=job.model, sampled_tokens=tokens, unused_tokens=tokens)
 
 
 def total(steps: Iterable[StepMetrics]) -> dict[str, Any]:
@@ -129,6 +178,7 @@ def add_usage(
     model: str | None,
     gpu_seconds: float = 0.0,
     sampled_tokens: int = 0,
+    unused_tokens: int = 0,
     trained_tokens: int = 0,
     grader_tokens: int = 0,
 ) -> None:
@@ -137,7 +187,7 @@ def add_usage(
     limited = {"gpu_seconds": gpu_seconds, "grader_tokens": grader_tokens}
     _add(session, ProjectUsage, {"project_id": project_id, "day": day}, limited)
     if model is not None:
-        tokens = {"sampled_tokens": sampled_tokens, "trained_tokens": trained_tokens}
+        tokens = {"sampled_tokens": sampled_tokens, UNUSED: unused_tokens, "trained_tokens": trained_tokens}
         key = {"project_id": project_id, "day": day, "model": model}
         _add(session, ModelUsage, key, limited | tokens)
 

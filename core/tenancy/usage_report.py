@@ -28,6 +28,7 @@ class UsageRow:
     project_name: str | None
     gpu_seconds: float
     sampled_tokens: int
+    unused_tokens: int
     trained_tokens: int
     grader_tokens: int
 
@@ -51,7 +52,7 @@ def report(
     used = _used(project_id, first_day(days)).c
     columns: dict[Grouping, Any] = {"day": used.day, "model": used.model, "project": used.project_id}
     groups = [columns[name] for name in groupings]
-    sums = [func.sum(column) for column in (used.gpu, used.sampled, used.trained, used.graded)]
+    sums = [func.sum(column) for column in (used.gpu, used.sampled, used.unused, used.trained, used.graded)]
     order = [*([used.day] if "day" in groupings else []), sums[0].desc(), *groups]
     statement = select(*groups, *sums).group_by(*groups).order_by(*order).limit(MAX_ROWS + 1)
     rows = session.execute(statement).all()
@@ -85,6 +86,7 @@ def _used(project_id: str | None, since: int) -> Subquery:
             literal("").label("model"),
             gpu.label("gpu"),
             literal(0).label("sampled"),
+            literal(0).label("unused"),
             literal(0).label("trained"),
             graded.label("graded"),
         )
@@ -99,6 +101,7 @@ def _used(project_id: str | None, since: int) -> Subquery:
         ModelUsage.model,
         ModelUsage.gpu_seconds.label("gpu"),
         ModelUsage.sampled_tokens.label("sampled"),
+        ModelUsage.unused_tokens.label("unused"),
         ModelUsage.trained_tokens.label("trained"),
         ModelUsage.grader_tokens.label("graded"),
     ).where(ModelUsage.day >= since)
@@ -117,7 +120,7 @@ def _names(session: Session, rows: Sequence[Row[Any]], index: int) -> dict[str, 
 
 def _row(row: Row[Any], groupings: Sequence[Grouping], names: dict[str, str]) -> UsageRow:
     of = dict(zip(groupings, row, strict=False))
-    gpu, sampled, trained, graded = row[len(groupings) :]
+    gpu, sampled, unused, trained, graded = row[len(groupings) :]
     return UsageRow(
         day=of.get("day"),
         model=of.get("model") or None,
@@ -125,6 +128,7 @@ def _row(row: Row[Any], groupings: Sequence[Grouping], names: dict[str, str]) ->
         project_name=names.get(of.get("project", "")),
         gpu_seconds=float(gpu),
         sampled_tokens=int(sampled),
+        unused_tokens=int(unused),
         trained_tokens=int(trained),
         grader_tokens=int(graded),
     )

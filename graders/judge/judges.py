@@ -254,7 +254,7 @@ class HttpJudges:
                 patience=self._patience,
                 pace=self._paces[model],
                 timeout_s=served.timeout_s,
-                waits_for_key=served.is_of_registry,
+                is_ours=served.is_of_registry,
             )
         except NoAnswer as silence:
             raise JudgeFailed(f"{model}: {silence}") from None

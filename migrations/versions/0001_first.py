@@ -51,8 +51,9 @@ def upgrade() -> None:
         "eval_journal",
         sa.Column("run_id", sa.String(length=64), nullable=False),
         sa.Column("line", sa.Integer(), nullable=False),
+        sa.Column("part", sa.Integer(), nullable=False),
         sa.Column("data", sa.JSON(), nullable=False),
-        sa.PrimaryKeyConstraint("run_id", "line", name="pk_eval_journal"),
+        sa.PrimaryKeyConstraint("run_id", "line", "part", name="pk_eval_journal"),
     )
 
     op.create_table(
@@ -328,6 +329,7 @@ def upgrade() -> None:
         sa.Column("failures", sa.Integer(), nullable=False),
         sa.Column("lost_workers", sa.Integer(), nullable=False),
         sa.Column("note", sa.String(length=256), nullable=True),
+        sa.Column("unknown_since", sa.Double(), nullable=True),
         sa.Column("lease_owner", sa.String(length=128), nullable=True),
         sa.Column("lease_expires_at", sa.Double(), nullable=True),
         sa.Column("next_run_at", sa.Double(), nullable=False),
@@ -484,6 +486,7 @@ def upgrade() -> None:
         sa.Column("model", sa.String(length=512), nullable=False),
         sa.Column("gpu_seconds", sa.Double(), nullable=False),
         sa.Column("sampled_tokens", sa.BigInteger(), nullable=False),
+        sa.Column("unused_tokens", sa.BigInteger(), nullable=False),
         sa.Column("trained_tokens", sa.BigInteger(), nullable=False),
         sa.Column("grader_tokens", sa.BigInteger(), nullable=False),
         sa.ForeignKeyConstraint(["project_id"], ["projects.id"], name="fk_model_usage_project_id"),

@@ -1074,6 +1074,8 @@ class UsageRow(BaseModel):
     gpu_seconds: float
     """Of training, steps that were repeated included."""
     sampled_tokens: int
+    unused_tokens: int
+    """Of the sampled tokens: no step learned from them, as of a batch sampled ahead."""
     trained_tokens: int
     grader_tokens: int
     """Those that the limit grader_tokens_per_30_days counts."""

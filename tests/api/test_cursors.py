@@ -118,3 +118,21 @@ def test_places_are_forgotten_after_a_month(
 
     assert api.get("/v1/files", params={"after": old}).status_code == 400
     assert api.get("/v1/files", params={"after": recent}).status_code == 200
+
+
+def test_a_limit_out_of_bounds_means_the_nearest_bound_on_every_list(house: House, api: TestClient) -> None:
+    """OpenAI publishes none, and other clients send 0 for no limit."""
+    paths = house.app.openapi()["paths"]
+    lists = [
+        path
+        for path, operations in paths.items()
+        if "{" not in path
+        and any(parameter["name"] == "limit" for parameter in operations.get("get", {}).get("parameters", ()))
+    ]
+
+    answers = {
+        (path, limit): api.get(path, params={"limit": limit}) for path in lists for limit in (0, -1, 2000)
+    }
+
+    assert len(lists) > 5
+    assert {place: answer.text for place, answer in answers.items() if answer.status_code != 200} == {}

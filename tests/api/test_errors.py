@@ -308,6 +308,40 @@ def test_a_service_whose_tables_are_old_is_alive_and_not_ready(house: House) -> 
     assert "migrations" in envelope(house.client().get("/readyz"), 503)["message"]
 
 
+@pytest.fixture(params=["older", "later"])
+def other_tables(request: pytest.FixtureRequest, house: House) -> Iterator[str]:
+    """The schema of another version, without a column that this one reads. Yields which."""
+    with house.database.write() as session:
+        sql = session.connection().exec_driver_sql
+        own = sql("SELECT version_num FROM alembic_version").scalar_one()
+        if request.param == "older":
+            sql("DELETE FROM alembic_version")
+        else:
+            sql("UPDATE alembic_version SET version_num = '9999'")
+        sql("ALTER TABLE webhook_endpoints RENAME COLUMN thresholds TO other")
+    yield request.param
+    with house.database.write() as session:
+        sql = session.connection().exec_driver_sql
+        sql("ALTER TABLE webhook_endpoints RENAME COLUMN other TO thresholds")
+        sql("DELETE FROM alembic_version")
+        sql(f"INSERT INTO alembic_version VALUES ('{own}')")
+
+
+@pytest.mark.both_databases
+def test_a_request_to_the_schema_of_another_version_is_a_503_by_name(
+    api: TestClient, other_tables: str
+) -> None:
+    """Not an error of the service: it passes with the migration, or with the upgrade of this API."""
+    answer = api.get("/v1/webhook_endpoints")
+
+    assert (
+        f"schema is {'of a ' if other_tables == 'later' else ''}{other_tables}"
+        in envelope(answer, 503)["message"]
+    )
+    assert answer.headers["retry-after"]
+    assert api.get("/v1/files").status_code == 200
+
+
 @pytest.mark.parametrize("url", ["sqlite:///{folder}", "postgresql+psycopg://nobody@127.0.0.1:1/nothing"])
 def test_a_service_without_its_database_is_not_ready(house: House, url: str) -> None:
     away = Database(url.format(folder=house.folder))

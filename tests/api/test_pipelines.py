@@ -22,7 +22,10 @@ from core.database.engine import Work
 from core.database.tables import Job, Pipeline, Project
 from core.errors import NotReady, ServiceError, TooManyAtOnce
 from core.pipelines import lifecycle
+from core.registry import BaseModelEntry, Registry
 from core.storage.store import BlobWriter, FolderBlobs
+from graders.backends import Backends
+from graders.judge.judges import JudgeModel
 from tests.api.conftest import House
 
 PIPELINES = "/v1/regraft/pipelines"
@@ -471,6 +474,45 @@ def test_a_stage_that_the_service_refuses_for_now_waits_as_in_any_outage(
     assert pauses[3] > 2 * pauses[0]
     failed = stages(api, pipeline["id"])["m"]
     assert failed["error"] == {"code": refusal.code, "message": refusal.message}
+
+
+JUDGED = {
+    "type": "score_model",
+    "name": "j",
+    "model": "judge",
+    "input": [{"role": "user", "content": "?"}],
+}
+
+
+@pytest.mark.parametrize("lacks", ["model", "judge"])
+def test_a_stage_waits_for_a_name_that_this_api_does_not_know_yet(
+    api: TestClient, house: House, upload: Upload, lacks: str
+) -> None:
+    """Another API, with newer files of the operator, has accepted the pipeline."""
+    service = house.app.state.service
+    judges = replace(Backends.none(), judges={"judge": JudgeModel("http://127.0.0.1:1/v1")})
+    newer = replace(service, all_backends=judges)
+    older = (
+        replace(newer, registries=Registry(models={"other": BaseModelEntry(hub="o/o")}))
+        if lacks == "model"
+        else service
+    )
+    rows = upload(lines({"messages": [{"role": "user", "content": "?"}]}), name="rows.jsonl")
+    job = supervised(
+        rows,
+        validation_file=rows,
+        method={"type": "reinforcement", "reinforcement": {"grader": JUDGED}},
+    )
+    house.app.state.service = newer
+    pipeline = api.post(PIPELINES, json={"stages": [{"name": "a", "job": job}]}).json()
+
+    looks_until(house, PipelineDriver(older), lambda: False, most=MAX_ERRORS + 2)
+    waiting = stages(api, pipeline["id"])["a"]
+    house.portal.call(PipelineDriver(newer).advance_next)
+
+    assert (waiting["status"], waiting["error"]) == ("waiting", None)
+    assert f"{'tiny' if lacks == 'model' else 'judge'}" in waiting["note"]
+    assert stages(api, pipeline["id"])["a"]["status"] == "running"
 
 
 def test_a_stage_waits_for_a_limit_with_a_back_off_and_never_fails_by_it(

@@ -799,6 +799,18 @@ def test_a_preview_waits_for_a_model_that_is_loading(
     assert len(model.asked) == 4
 
 
+def test_a_preview_waits_for_a_model_that_the_inference_server_does_not_know_yet(
+    house: House, inference: str, model: Model, body: Callable[..., dict[str, Any]]
+) -> None:
+    turns = iter(range(1000))
+    unknown = refuses(404, "none such", "model_not_found")
+    model.answer = lambda asked: unknown if next(turns) == 0 else says("yes")
+
+    for web in opened(house, inference, load_seconds=60.0):
+        assert report(web, body() | {"rows": 1, "samples": 2})["passed"] == 2
+    assert len(model.asked) == 4
+
+
 def test_a_preview_waits_for_an_inference_server_that_goes_away_and_says_so(
     house: House, inference: str, model: Model, body: Callable[..., dict[str, Any]]
 ) -> None:

@@ -21,6 +21,7 @@ class ChatServer:
     asked: Counter[str] = field(default_factory=Counter)
     fails: set[str] = field(default_factory=set)  # last messages that get status 400
     thoughts: dict[str, str] = field(default_factory=dict)  # before the answers to these last messages
+    unknown: set[str] = field(default_factory=set)  # models that it does not know
     usages: dict[str, Any] = field(default_factory=dict)  # `usage` of the answers to these last messages
 
 
@@ -38,18 +39,11 @@ def chat_server(answer: Answer) -> Iterator[ChatServer]:
                 server.asked[str(body["messages"][-1]["content"])] += 1
             prompt = body["messages"][-1]["content"]
             said = 400 if prompt in server.fails else answer(body)
+            if body.get("model") in server.unknown:
+                self.send(404, error("model_not_found"))
+                return
             if isinstance(said, int):
-                self.send(
-                    said,
-                    {
-                        "error": {
-                            "message": "no",
-                            "type": "invalid_request_error",
-                            "param": None,
-                            "code": "no",
-                        }
-                    },
-                )
+                self.send(said, error("no"))
                 return
             usage = server.usages.get(prompt)
             body = completion(said) | ({} if usage is None else {"usage": usage})
@@ -88,6 +82,10 @@ def chat_server(answer: Answer) -> Iterator[ChatServer]:
     finally:
         httpd.shutdown()
         httpd.server_close()
+
+
+def error(code: str) -> dict[str, Any]:
+    return {"error": {"message": "no", "type": "invalid_request_error", "param": None, "code": code}}
 
 
 def completion(said: Any) -> dict[str, Any]:

@@ -121,7 +121,9 @@ def test_a_budget_counts_what_earlier_attempts_have_used(
     failed = ended(client, run)
     assert (failed.status, failed.error.code) == ("failed", "budget_reached")
     assert untyped(failed).budget["used_judge_calls"] == 30
-    assert failed.result_counts.passed == 30
+    # A reply that arrives as the worker stops is counted, although its grade is lost.
+    in_progress = 2 * house.settings.eval_concurrency
+    assert 30 - in_progress <= failed.result_counts.passed <= 30
 
 
 def test_a_killed_run_pays_for_its_unfinished_items_only_what_they_still_need(

@@ -17,11 +17,12 @@ import pytest
 from botocore.exceptions import EndpointConnectionError
 from openai import BadRequestError, OpenAI, RateLimitError
 from sqlalchemy import update
+from sqlalchemy.event import listen
 
 from api.resources.batch_requests import prepare_request
 from core.claims import Claim, LeaseLost
 from core.database.engine import Database, Work
-from core.database.tables import EvalPage, EvalRun, Project, WebhookDelivery
+from core.database.tables import EvalJournal, EvalPage, EvalRun, Project, WebhookDelivery
 from core.evals import items, lifecycle
 from core.outbound import webhooks
 from core.retry import RetryPolicy
@@ -275,6 +276,62 @@ def test_a_run_waits_until_the_environment_of_its_grader_is_built(
     assert client.evals.runs.retrieve(run.id, eval_id=made.id).status == "completed"
 
 
+class TestOfANameThatThisWorkerDoesNotKnowYet:
+    """The API's copy of a file of the operator may be newer."""
+
+    @pytest.fixture(params=["judge", "model", "address", "inference server"])
+    def older(self, request: pytest.FixtureRequest, house: House) -> House:
+        """The house with a worker that lacks this."""
+        changed: dict[str, dict[str, Any]] = {
+            "judge": {"backends": replace(house.backends, judges={})},
+            "model": {"backends": replace(house.backends, models={})},
+            "address": {"settings": house.settings.model_copy(update={"inference_url": ""})},
+            "inference server": {},
+        }
+        return replace(house, **changed[request.param])
+
+    @pytest.fixture
+    def run(
+        self, request: pytest.FixtureRequest, client: OpenAI, new_eval: Callable[..., Any], older: House
+    ) -> Any:
+        lacks = request.node.callspec.params["older"]
+        made = new_eval(JUDGED)
+        source = completions(2, model="gpt-foreign" if lacks == "model" else "tiny")
+        if lacks == "inference server":
+            older.model.unknown.add("tiny")
+        return client.evals.runs.create(made.id, data_source=source)
+
+    def test_the_run_waits_until_a_worker_knows_it(
+        self, client: OpenAI, house: House, older: House, run: Any
+    ) -> None:
+        assert older.work() == 1
+
+        waiting = house.row(run.id)
+        assert (waiting.status, waiting.failures) == ("queued", 0)
+        assert "a file of the operator may be older here than at the API" in present(waiting.note)
+        house.model.unknown.clear()
+        with house.database.write() as session:
+            session.execute(update(EvalRun).values(next_run_at=0.0))
+        house.work()
+        done = client.evals.runs.retrieve(run.id, eval_id=run.eval_id)
+        assert (done.status, done.result_counts.passed) == ("completed", 2)
+        assert house.row(run.id).unknown_since is None
+
+    def test_a_run_that_has_waited_for_too_long_fails_by_name(
+        self, request: pytest.FixtureRequest, client: OpenAI, house: House, older: House, run: Any
+    ) -> None:
+        older.work()
+        with house.database.write() as session:
+            past = EvalRun.unknown_since - house.settings.patience_seconds
+            session.execute(update(EvalRun).values(next_run_at=0.0, unknown_since=past))
+        older.work()
+
+        failed = house.row(run.id)
+        codes = {"judge": "invalid_grader", "address": "serving_not_configured"}
+        code = codes.get(request.node.callspec.params["older"], "model_not_found")
+        assert (failed.status, present(failed.error)["code"]) == ("failed", code)
+
+
 def test_a_run_that_ends_every_worker_fails(
     client: OpenAI, new_eval: Callable[..., Any], house: House
 ) -> None:
@@ -479,6 +536,40 @@ def test_the_calls_of_a_worker_that_lost_its_run_to_another_are_not_counted(
         asyncio.run(record.flush())
 
     assert client.evals.runs.retrieve(run.id, eval_id=made.id).per_model_usage == []
+
+
+@pytest.mark.both_databases
+def test_each_grade_of_an_item_is_written_once_before_the_item(
+    client: OpenAI, new_eval: Callable[..., Any], house: House, database_kind: str
+) -> None:
+    """A judge's prompt and reply may be long, and an eval may have 100 judges."""
+    run = client.evals.runs.create(new_eval(JUDGED).id, data_source=completions(2))
+    claim = house.runner().claim()
+    record = record_of(house, claim)
+    grades: list[dict[str, Any]] = [{"score": 1.0, "reason": f"judge {n} says"} for n in range(8)]
+    written: list[str] = []
+
+    def note(conn: Any, cursor: Any, statement: str, parameters: Any, *more: Any) -> None:
+        if "INTO eval_journal" in statement:
+            values = parameters.values() if isinstance(parameters, dict) else parameters
+            written.append(str([getattr(value, "obj", value) for value in values]))  # psycopg wraps JSON
+
+    listen(house.database.engine, "before_cursor_execute", note)
+    record.sampled(1, {"error": None, "output": "sampled"}, 10)
+    asyncio.run(record.flush())
+    for number, grade in enumerate(grades):
+        record.graded(1, number, grade, 20 + number)
+        asyncio.run(record.flush())
+
+    assert [sum(part in text for text in written) for part in ("sampled", "judge 0", "judge 7")] == [1, 1, 1]
+    resumed = record_of(house, claim).entries[1]
+    assert (resumed.sample, resumed.tokens) == ({"error": None, "output": "sampled"}, 27)
+    assert resumed.grades == dict(enumerate(grades))
+    record.finish({"line": 1, "status": "pass", "results": []}, 27)
+    asyncio.run(record.flush())
+    with house.database.read() as session:
+        [row] = session.query(EvalJournal).where(EvalJournal.run_id == run.id)
+    assert row.data["item"]["line"] == 1
 
 
 class GivesUpOnce(RetryPolicy):

@@ -270,6 +270,18 @@ def test_a_run_waits_while_the_key_of_our_own_server_is_rotated_and_not_for_that
     assert other.grade.error is ErrorKind.model_grader_server_error
 
 
+def test_a_run_waits_while_our_own_server_does_not_know_a_judge_that_it_is_about_to_get() -> None:
+    """The models file of the inference server may be older than that of the worker."""
+    unknown = Reply(404, json.dumps({"error": {"message": "no model 'j'", "code": "model_not_found"}}))
+    ours = Asked(SCORE, *[unknown] * 9, verdict(1), away_seconds=600.0, is_of_registry=True)
+    other = Asked(SCORE, unknown, verdict(1), away_seconds=600.0)
+
+    assert ours.grade.score == 1.0
+    assert other.grade.error is ErrorKind.model_grader_server_error
+    with pytest.raises(ServerAway, match="no model 'j'"):
+        Asked(SCORE, unknown, away_seconds=600.0, is_of_registry=True)
+
+
 def test_a_judge_that_fails_on_a_prompt_is_not_waited_for() -> None:
     asked = Asked(SCORE, Reply(500, "boom"), away_seconds=600.0)
 

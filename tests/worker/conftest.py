@@ -153,6 +153,7 @@ class Bench:
             sampler=sampler or GuessingSampler(skill),
             rewards=Rewards(grader or ExactGrader()),
             trainer=trainer or SkillTrainer(skill),
+            sampled=attempt.sampled,
         )
         return kind(
             source,

@@ -1,6 +1,7 @@
 """Tokens of judges in a run: they count when they are used, whatever becomes of the grades."""
 
 import asyncio
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -8,13 +9,18 @@ import pytest
 from sqlalchemy.exc import OperationalError
 
 from core.database.engine import Database
+from core.database.tables import ModelUsage
 from core.settings import Settings
 from core.tenancy import tenants
 from graders.judge.usage import TokenLedger
 from graders.types import Grade, Item, Sample, TokenUsage
+from tests.fakes import GuessingSampler, Skill
+from tests.present import present
 from tests.worker.conftest import Bench
 from worker.child import booked_at_the_end
 from worker.run import RunOutcome
+from worker.sampling import Answer, Sampling
+from worker.types import Prompt
 
 A_REPLY = TokenUsage(10, 5)
 
@@ -63,6 +69,68 @@ def test_a_run_that_is_paused_has_counted_every_reply(advanced: dict[str, Any], 
 
     assert asyncio.run(train()) is RunOutcome.INTERRUPTED
     assert counted(bench) == attempt.ledger.total == 15 * grader.replies
+
+
+def used_tokens(bench: Bench) -> tuple[int, int]:
+    """The sampled and the unused tokens of the project."""
+    with bench.database.read() as session:
+        row = session.query(ModelUsage).one()
+        return row.sampled_tokens, row.unused_tokens
+
+
+class CountedSampler(GuessingSampler):
+    """Counts the tokens of its answers to training prompts."""
+
+    tokens = 0
+
+    async def sample(self, prompts_P: Sequence[Prompt], sampling: Sampling) -> AsyncIterator[Answer]:
+        async for answer in super().sample(prompts_P, sampling):
+            if sampling.step:  # a validation has 0
+                self.tokens += len(answer.rollout.output_ids_T)
+            yield answer
+
+
+ASYNC: dict[str, Any] = {"group_size": 4, "off_policy_steps": 2}
+
+
+def trained(bench: Bench, sampler: CountedSampler, **options: Any) -> RunOutcome:
+    attempt = bench.attempt()
+    run = bench.run(attempt=attempt, sampler=sampler, advanced=ASYNC, **options)
+
+    async def train() -> RunOutcome:
+        with booked_at_the_end(attempt):
+            outcome: RunOutcome = await run.train()
+            return outcome
+
+    return asyncio.run(train())
+
+
+def test_batches_that_were_sampled_ahead_in_vain_are_sampled_and_unused_tokens(bench: Bench) -> None:
+    """Each attempt samples them anew, and the GPU was used for both."""
+    sampler = CountedSampler(Skill())
+
+    assert trained(bench, sampler, stop_requested=lambda: True) is RunOutcome.INTERRUPTED
+    sampled, unused = used_tokens(bench)
+    bench.again()
+    assert trained(bench, sampler) is RunOutcome.DONE
+
+    used = present(bench.job().usage)
+    assert 0 < unused < sampled
+    assert used_tokens(bench) == (sampler.tokens, unused)
+    assert (used["sampled_tokens"], used["unused_tokens"]) == (sampler.tokens, unused)
+
+
+def test_what_a_killed_attempt_had_sampled_ahead_is_counted_by_the_next_one(bench: Bench) -> None:
+    sampler = CountedSampler(Skill())
+    run = bench.run(attempt=bench.attempt(), sampler=sampler, advanced=ASYNC, stop_requested=lambda: True)
+    asyncio.run(run.train())  # and nothing is booked at its end
+    pending = present(bench.job().usage)["pending"]["tokens"]
+    assert used_tokens(bench)[1] == 0 < pending
+
+    bench.again()
+    assert trained(bench, sampler) is RunOutcome.DONE
+
+    assert used_tokens(bench)[1] == present(bench.job().usage)["unused_tokens"] == pending
 
 
 def test_a_step_counts_the_replies_so_far_once(bench: Bench) -> None:

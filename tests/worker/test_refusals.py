@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import pytest
 import safetensors.torch
@@ -49,6 +49,7 @@ from worker.refusals import (
     ModelUnavailable,
     NoMember,
     NotEnoughMemory,
+    NotKnownYet,
     Refusal,
     UnsupportedModel,
     UserMistake,
@@ -263,6 +264,60 @@ def test_a_job_that_its_machine_cannot_run_waits_for_another_with_the_reason(
 
     assert (bench.job().status, bench.job().failures) == ("queued", 0)
     assert bench.events("warn") == [f"Fine-tuning job waits: {cause}"]
+
+
+class TestOfANameThatThisWorkerDoesNotKnowYet:
+    """The API's copy of a file of the operator may be newer."""
+
+    JUDGE: ClassVar = {
+        "type": "score_model",
+        "name": "j",
+        "model": "new judge",
+        "input": [{"role": "user", "content": "?"}],
+    }
+
+    @pytest.fixture(params=["model", "judge"])
+    def named(
+        self, request: pytest.FixtureRequest, queued: Callable[..., Settings], model: Path, tmp_path: Path
+    ) -> tuple[str, str]:
+        """The error that the job has at last, and the parameter of its name."""
+        if request.param == "judge":
+            queued(path=model, grader=self.JUDGE)
+            return "invalid_grader", "method.reinforcement.grader"
+        queued(path=model)
+        (tmp_path / "models.toml").write_text(f'[models.old]\npath = "{model}"\n')
+        return "model_not_found", "model"
+
+    @pytest.mark.usefixtures("named")
+    def test_the_job_waits_for_another_worker(self, bench: Bench, run_here: Callable[[Any], int]) -> None:
+        assert run_here(assemble) == process.PUT_OFF
+
+        assert (bench.job().status, bench.job().failures) == ("queued", 0)
+        assert "a file of the operator may be older here than at the API" in bench.events("warn")[-1]
+
+    def test_a_job_that_has_waited_for_too_long_fails_by_name(
+        self, bench: Bench, run_here: Callable[[Any], int], named: tuple[str, str]
+    ) -> None:
+        """Also if the workers before it lacked other names."""
+        with bench.database.write() as session:
+            [now] = lifecycle.attempts(session, bench.claim.job_id)
+            session.add(
+                Attempt(
+                    job_id=now.job_id,
+                    epoch=-1,
+                    kind="run",
+                    worker="w",
+                    started_at=now.started_at - 2,
+                    ended_at=now.started_at - 1,
+                    outcome="put_off",
+                    reason=f"{NotKnownYet.PREFIX}: another name",
+                )
+            )
+
+        assert run_here(assemble) == process.USER_MISTAKE
+
+        error = present(bench.job().error)
+        assert (bench.job().status, error["code"], error["param"]) == ("failed", *named)
 
 
 class FullDisk:

@@ -218,7 +218,7 @@ def test_a_judge_that_this_machine_does_not_know_yet_is_waited_for_and_then_fail
     assert (job.status, job.failures, wakes) == ("validating_files", 0, [])
     assert "REGRAFT_GRADERS_FILE" in bench.events("warn")[-1]
     with bench.database.write() as session:
-        session.execute(update(Attempt).values(started_at=Attempt.started_at - lifecycle.STALE_SECONDS))
+        session.execute(update(Attempt).values(started_at=Attempt.started_at - Settings().patience_seconds))
         session.execute(update(Job).values(next_run_at=0))
     job, wakes = validate([GOOD], grader=judge)
 

@@ -16,7 +16,7 @@ from core.claims import Claim, LeaseLost
 from core.database.engine import Database
 from core.database.ids import new_id
 from core.database.tables import Eval, EvalRun, File, now
-from core.errors import BudgetReached, ServiceError
+from core.errors import BudgetReached, ModelNotFound, ServiceError
 from core.evals import batches, budgets, items, lifecycle, regrades, rows, summary, targets
 from core.evals.batches import Prepare
 from core.evals.rows import EvalRow
@@ -54,6 +54,7 @@ from worker.evals.sampling import (
     chat_fields,
 )
 from worker.evals.spending import Calls, ItemCost, Spending
+from worker.refusals import NotKnownYet, not_known_yet, waiting_for_names
 from worker.telemetry import EVAL_ITEMS, EVAL_SECONDS
 
 log = logging.getLogger(__name__)
@@ -95,11 +96,10 @@ class RunPlan:
 
     def calls(self, entry: Entry) -> Calls:
         """The calls that an item may still make."""
-        if "sample" not in entry:
-            return Calls(samples=self.sampler is not None, judges=len(self.judged))
-        if entry["sample"]["error"] is not None:
+        if entry.sample is not None and entry.sample["error"] is not None:
             return Calls()
-        return Calls(judges=sum(str(index) not in entry["grades"] for index in self.judged))
+        samples = entry.sample is None and self.sampler is not None
+        return Calls(samples=samples, judges=sum(index not in entry.grades for index in self.judged))
 
 
 class RunAttempt:
@@ -129,6 +129,7 @@ class RunAttempt:
         Raises:
             LeaseLost: the run was cancelled, or claimed by another worker.
             RunFailed: the user has to change something.
+            NotKnownYet: the operator's files here, or those of the inference server, lack a name that the run has.
             EnvironmentNotBuilt: the worker cannot grade this run until the operator has built an environment.
             an outage (core/outages.py): call `run` of another attempt later.
         """
@@ -174,16 +175,17 @@ class RunAttempt:
             # One client for all criteria, so that the limits of a judge model hold for the run.
             judges = HttpJudges(self.backends.judges, patience=PATIENCE)
             self._judges = await stack.enter_async_context(judges)
-            graders = [
-                build(
-                    spec,
-                    judges,
-                    self.backends.patient(PATIENCE).endpoints,
-                    self.backends.environments,
-                    owner=run.project_id,
-                )
-                for spec in criteria
-            ]
+            with waiting_for_names():
+                graders = [
+                    build(
+                        spec,
+                        judges,
+                        self.backends.patient(PATIENCE).endpoints,
+                        self.backends.environments,
+                        owner=run.project_id,
+                    )
+                    for spec in criteria
+                ]
         except InvalidGrader as cause:
             raise RunFailed("invalid_grader", cause.message) from cause
         sampler: ChatSampler | None = None
@@ -212,7 +214,7 @@ class RunAttempt:
             settings = self.settings
             address = settings.inference_address(served.base_model)
             if not address:
-                raise RunFailed("serving_not_configured", not_served(served.base_model).message)
+                raise not_known_yet(not_served(served.base_model))
             ours = JudgeModel(
                 address,
                 settings.inference_key,
@@ -223,7 +225,9 @@ class RunAttempt:
             return ChatSampler(ours, request, ours=True)
         theirs = self.backends.models.get(run.model)
         if theirs is None:
-            raise RunFailed("model_not_found", f"The model '{run.model}' does not exist any more.")
+            gone = RunFailed("model_not_found", f"The model '{run.model}' does not exist any more.")
+            is_tuned = run.model.startswith("ft:")  # so the database would have it
+            raise gone if is_tuned else not_known_yet(ModelNotFound(run.model, registry.names))
         return ChatSampler(theirs, {**fields, "model": theirs.served_as or run.model}, ours=False)
 
     def _rows(
@@ -249,9 +253,9 @@ class RunAttempt:
                     row = await anext(queue, None)
                 if row is None:
                     return
-                entry = self.record.entries.pop(row.line, {})
+                entry = self.record.entries.pop(row.line, Entry())
                 try:
-                    async with plan.spending.item(plan.calls(entry), entry.get("tokens", 0)) as cost:
+                    async with plan.spending.item(plan.calls(entry), entry.tokens) as cost:
                         await self._run_row(plan, row, entry, cost)
                 except BudgetReached as reached:
                     raise RunFailed(BudgetReached.code, reached.message) from reached
@@ -335,22 +339,20 @@ class RunAttempt:
         if plan.is_batch:
             await self._answer(plan, row, cost)
             return
-        if "sample" not in entry:
+        if (stored := entry.sample) is None:
             with nullcontext() if plan.sampler is None else _timed("sampling"):
-                entry = {"sample": await self._sampled(plan, row, cost), "grades": {}}
+                stored = await self._sampled(plan, row, cost)
             if plan.sampler is not None:
-                # Not `entry` itself, which gets grades while it is written.
-                self.record.note(
-                    row.line, {"sample": entry["sample"], "grades": {}, "tokens": cost.all_tokens}
-                )
-        stored: dict[str, Any] = entry["sample"]
+                self.record.sampled(row.line, stored, cost.all_tokens)
+        grades, numbers = entry.grades, range(len(plan.criteria))
         if stored["error"] is None:
+            missing = [index for index in numbers if index not in grades]
             with _timed("grading"):
-                await asyncio.gather(
-                    *(self._graded(plan, row, entry, index, cost) for index in range(len(plan.criteria)))
+                found = await asyncio.gather(
+                    *(self._graded(plan, row, stored, index, cost) for index in missing)
                 )
-        grades: dict[str, Result] = entry["grades"]
-        results = [grades[str(index)] for index in range(len(plan.criteria)) if str(index) in grades]
+            grades = grades | dict(zip(missing, found, strict=True))
+        results = [grades[index] for index in numbers if index in grades]
         status = status_of(stored, results)
         EVAL_ITEMS.labels(status).inc()
         self.record.finish(
@@ -412,11 +414,12 @@ class RunAttempt:
             self._pay(PaidCall(model, answer.usage, metered=plan.metered), cost)
         return _sample(chat_fields(plan.run.data_source), messages, answer, model, None)
 
-    async def _graded(self, plan: RunPlan, row: EvalRow, entry: Entry, index: int, cost: ItemCost) -> None:
-        if str(index) in entry["grades"]:
-            return
+    async def _graded(
+        self, plan: RunPlan, row: EvalRow, stored: dict[str, Any], index: int, cost: ItemCost
+    ) -> Result:
+        """The grade of a sample by one criterion."""
         spec, grader = plan.criteria[index], plan.graders[index]
-        sample = _for_graders(entry["sample"], plan)
+        sample = _for_graders(stored, plan)
         try:
             grade = await grade_within(GRADE_SECONDS, grader, sample, row.item)
         except ServerAway as away:
@@ -424,12 +427,10 @@ class RunAttempt:
         for model, tokens in grade.usage.items():
             self._judge_usage[model] = self._judge_usage.get(model, TokenUsage()) + tokens
             self._pay(_judge_call(model, tokens), cost)
-        entry["grades"][str(index)] = result_of(spec, grade, plan.criteria)
+        result = result_of(spec, grade, plan.criteria)
         if grade.usage:  # other grades cost nothing to repeat
-            self.record.note(
-                row.line,
-                {"sample": entry["sample"], "grades": dict(entry["grades"]), "tokens": cost.all_tokens},
-            )
+            self.record.graded(row.line, index, result, cost.all_tokens)
+        return result
 
     def _pay_for_lost_grades(self) -> None:
         """Record the tokens of replies whose grades were cancelled, or were cut at their deadline."""
@@ -537,5 +538,5 @@ def _first(several: BaseExceptionGroup[BaseException]) -> BaseException:
             waiting += one.exceptions
         else:
             flat.append(one)
-    known = (RunFailed, ServerUnavailable, GraderUnavailable, LeaseLost)
+    known = (RunFailed, NotKnownYet, ServerUnavailable, GraderUnavailable, LeaseLost)
     return next((one for one in flat if isinstance(one, known)), flat[0])

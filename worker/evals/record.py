@@ -29,12 +29,29 @@ from core.storage.store import BlobStore
 from core.tenancy import tenants
 from core.tenancy.limits import Limits
 from core.text import storable_json
+from worker.evals.grading import Result
 
 log = logging.getLogger(__name__)
 
-Entry = dict[str, Any]
-"""Of one line: {"sample", "grades": {index: result}, "tokens"}, or {"item"} once it is finished. `tokens` is the usage
-of its calls so far."""
+Part = dict[str, Any]
+"""A row of the journal: {"sample", "tokens"} or {"grade", "tokens"}, or {"item"} once the item is finished. `tokens` is
+the usage of the calls of the item until then."""
+
+
+@dataclass
+class Entry:
+    """What earlier attempts have recorded of an unfinished item. Each part was written once."""
+
+    sample: dict[str, Any] | None = None  # None: it has no sample yet, or one that costs nothing
+    grades: dict[int, Result] = field(default_factory=dict)  # by the index of their criterion
+    tokens: int = 0
+
+    def add(self, number: int, part: Part) -> None:
+        if number == 0:
+            self.sample = part["sample"]
+        else:
+            self.grades[number - 1] = part["grade"]
+        self.tokens = max(self.tokens, part["tokens"])
 
 
 class QuotaReached(Exception):
@@ -59,7 +76,7 @@ class PaidCall:
 class _Pending:
     """The content of the next commit."""
 
-    entries: dict[int, Entry] = field(default_factory=dict)
+    parts: dict[tuple[int, int], Part] = field(default_factory=dict)  # by line and number
     finished: list[Item] = field(default_factory=list)
     item_tokens: list[int] = field(default_factory=list)  # of finished items
     calls: list[PaidCall] = field(default_factory=list)
@@ -86,7 +103,8 @@ class Record:
         self._blocks: dict[int, list[Item]] = defaultdict(list)
         self._total = 0
         self.done: set[int] = set()
-        self.entries: dict[int, Entry] = {}
+        self.entries: dict[int, Entry] = defaultdict(Entry)
+        self._graded: set[int] = set()  # lines with grades in the journal
         self.pages: set[int] = set()
 
     def load(self, session: Session, run: EvalRun) -> None:
@@ -94,12 +112,13 @@ class Record:
         self._total = run.total
         self._writes = run.summary.get("writes", 0)
         self.pages = set(session.scalars(select(EvalPage.number).where(EvalPage.run_id == run.id)))
-        for entry in session.scalars(select(EvalJournal).where(EvalJournal.run_id == run.id)):
-            if "item" in entry.data:
-                self.done.add(entry.line)
-                self._blocks[block_of(entry.line)].append(entry.data["item"])
+        for row in session.scalars(select(EvalJournal).where(EvalJournal.run_id == run.id)):
+            if "item" in row.data:
+                self.done.add(row.line)
+                self._blocks[block_of(row.line)].append(row.data["item"])
             else:
-                self.entries[entry.line] = entry.data
+                self.entries[row.line].add(row.part, row.data)
+                self._graded.add(row.line)
 
     def is_done(self, line: int) -> bool:
         return line in self.done or block_of(line) in self.pages
@@ -109,16 +128,24 @@ class Record:
     def paid(self, call: PaidCall) -> None:
         self._pending.calls.append(call)
 
-    def note(self, line: int, entry: Entry) -> None:
-        """Keep the sample, or another grade, of an item."""
-        self._pending.entries[line] = storable_json(entry)
+    def sampled(self, line: int, sample: dict[str, Any], tokens: int) -> None:
+        """Keep the sample of an item that has used this number of tokens so far."""
+        self._note(line, 0, {"sample": sample, "tokens": tokens})
+
+    def graded(self, line: int, index: int, grade: Result, tokens: int) -> None:
+        """Keep the grade of the criterion with this index."""
+        self._graded.add(line)
+        self._note(line, index + 1, {"grade": grade, "tokens": tokens})
+
+    def _note(self, line: int, number: int, part: Part) -> None:
+        self._pending.parts[line, number] = storable_json(part)
         self._changed.set()
 
     def finish(self, item: Item, tokens: int) -> None:
         """Keep a finished item that used this number of tokens over all attempts."""
         item = storable_json(item)
         line = item["line"]
-        self._pending.entries[line] = {"item": item}
+        self._pending.parts[line, 0] = {"item": item}
         self._pending.finished.append(item)
         self._pending.item_tokens.append(tokens)
         self.done.add(line)
@@ -192,10 +219,23 @@ class Record:
                 summary.add_item_tokens(counts, tokens)
             _add_calls(session, run, counts, pending.calls)
             run.summary = counts
-            if pending.entries:
+            if pending.parts:
                 lifecycle.progressed(run)
-                _upsert(session, run.id, pending.entries)
+                self._write_parts(session, run.id, pending)
             return tenants.used_up(session, run.project_id, self._limits(session, run))
+
+    def _write_parts(self, session: Session, run_id: str, pending: _Pending) -> None:
+        """Append the new parts. Those of a finished item are in it, so it replaces them."""
+        finished = {item["line"] for item in pending.finished}
+        parts = {
+            (line, number): part
+            for (line, number), part in pending.parts.items()
+            if number == 0 or line not in finished
+        }
+        _upsert(session, run_id, parts)
+        if graded := [line for line in finished if line in self._graded]:
+            grades = EvalJournal.line.in_(graded), EvalJournal.part > 0
+            session.execute(delete(EvalJournal).where(EvalJournal.run_id == run_id, *grades))
 
     def _write_calls(self, calls: Sequence[PaidCall]) -> None:
         """Count what the calls of a canceled run have used; their items are dropped."""
@@ -248,10 +288,15 @@ def _add_calls(session: Session, run: EvalRun, counts: summary.Summary, calls: S
         usage.add_usage(session, run.project_id, model=run.model, grader_tokens=metered)
 
 
-def _upsert(session: Session, run_id: str, entries: dict[int, Entry]) -> None:
+def _upsert(session: Session, run_id: str, parts: Mapping[tuple[int, int], Part]) -> None:
     insert = postgresql.insert if session.get_bind().dialect.name == "postgresql" else sqlite.insert
-    rows = [{"run_id": run_id, "line": line, "data": entry} for line, entry in sorted(entries.items())]
+    rows = [
+        {"run_id": run_id, "line": line, "part": number, "data": part}
+        for (line, number), part in sorted(parts.items())
+    ]
     written = insert(EvalJournal).values(rows)
     session.execute(
-        written.on_conflict_do_update(index_elements=["run_id", "line"], set_={"data": written.excluded.data})
+        written.on_conflict_do_update(
+            index_elements=["run_id", "line", "part"], set_={"data": written.excluded.data}
+        )
     )

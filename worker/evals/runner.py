@@ -8,9 +8,11 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 
 from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.orm import Session
 
 from core.claims import Claim, LeaseLost
 from core.database.engine import Database
+from core.database.tables import EvalRun
 from core.evals import lifecycle
 from core.evals.batches import Prepare
 from core.outages import Resource, outage
@@ -25,6 +27,7 @@ from graders.environments.catalog import EnvironmentNotBuilt
 from worker.evals.attempt import RunAttempt, RunFailed
 from worker.evals.record import QuotaReached
 from worker.lease import LeaseKeeper
+from worker.refusals import NotKnownYet
 
 log = logging.getLogger(__name__)
 
@@ -133,7 +136,7 @@ class EvalRunner:
                     self._end(claim, failed)
                 except QuotaReached as reached:
                     self._end(claim, RunFailed("insufficient_quota", str(reached)))
-                except (asyncio.CancelledError, EnvironmentNotBuilt) as cause:
+                except (asyncio.CancelledError, EnvironmentNotBuilt, NotKnownYet) as cause:
                     self._end(claim, cause)
                 except Exception as cause:
                     log.exception("%s was interrupted", claim.job_id)
@@ -179,6 +182,8 @@ class EvalRunner:
                         lifecycle.release(session, run)
                     elif isinstance(cause, EnvironmentNotBuilt):
                         lifecycle.put_off(session, run, reason=str(cause))
+                    elif isinstance(cause, NotKnownYet):
+                        self._wait_for_name(session, run, cause)
                     elif isinstance(cause, RunFailed):
                         lifecycle.fail(run, code=cause.code, message=cause.message)
                     elif isinstance(cause, InvalidRegistry):
@@ -192,3 +197,9 @@ class EvalRunner:
                 log.info("%s is over", claim.job_id)
 
         RetryPolicy(self.settings.lease_seconds, log.warning)(write)
+
+    def _wait_for_name(self, session: Session, run: EvalRun, cause: NotKnownYet) -> None:
+        """Put off a run that names what the files here do not have, or fail it if none has had it for too long."""
+        patience = self.settings.patience_seconds
+        if not lifecycle.put_off_within(session, run, patience, reason=str(cause)):
+            lifecycle.fail(run, code=cause.mistake.code, message=cause.mistake.message)

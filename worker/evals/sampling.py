@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from core.errors import ServiceError
-from core.inference import says_later
+from core.inference import UnknownToInference, says_later
 from core.masking import hide_in_error
 from core.outages import Resource, TemporarilyUnavailable
 from core.outbound.http import trusted_client
@@ -24,10 +24,12 @@ from graders.calls import (
     Reply,
     post,
     quoted_reply,
+    unknown_model,
 )
 from graders.judge.judges import JudgeModel
 from graders.judge.usage import token_usage
 from graders.prompts import Message
+from worker.refusals import not_known_yet
 
 # Of a request that fails: about a minute in all.
 RETRIES = 7
@@ -75,7 +77,7 @@ class ItemSampler(Protocol):
         """Return the answer. An error of the request is an Answer with an error.
 
         Raises:
-            ServerUnavailable: no request can be answered now.
+            ServerUnavailable, NotKnownYet: no request can be answered now.
         """
         ...
 
@@ -84,7 +86,7 @@ class ItemSampler(Protocol):
 
         Raises:
             ServiceError: the server's error for this request.
-            ServerUnavailable: no request can be answered now.
+            ServerUnavailable, NotKnownYet: no request can be answered now.
         """
         ...
 
@@ -153,6 +155,7 @@ class ChatSampler:
 
         Raises:
             ServerUnavailable: this is the installation's own server, and it does not answer now.
+            NotKnownYet: this is the installation's own server, and it does not know the model.
             NoAnswer: another server does not answer, or the answer exceeds `max_bytes`.
         """
         headers = {"authorization": f"Bearer {self.model.api_key}"} if self.model.api_key else {}
@@ -179,6 +182,8 @@ class ChatSampler:
             raise ServerUnavailable("it does not accept the key in REGRAFT_INFERENCE_KEY")
         if self.ours and says_later(answer.status, answer.retry_after, answer.text):
             raise ServerUnavailable(f"HTTP {answer.status}: {quoted_reply(answer.text)}")
+        if self.ours and (unknown := unknown_model(answer.status, answer.text)) is not None:
+            raise not_known_yet(UnknownToInference(unknown))
         return answer
 
     async def close(self) -> None:

@@ -57,6 +57,7 @@ def rollout_experience(
         gpus=plan.gpus,
         thresholds=settings.warnings,
         ratio=ratio_of(plan.base.engines, plan.world),
+        sampled=plan.attempt.sampled,
     )
 
 

@@ -6,7 +6,7 @@ from functools import partial
 from sqlalchemy.orm import Session
 
 from core.database.tables import Job
-from core.errors import InvalidRequest, NotFound
+from core.errors import InvalidRequest, ModelNotFound, NotFound, TunedModelNotFound
 from core.jobs.distillation import teacher_of, top_of
 from core.registry import Registry
 from core.results.lineage import Parent, grading_model, start_of
@@ -26,13 +26,11 @@ from worker.prepare.model import BaseModel
 from worker.prepare.task import PromptTask
 from worker.prepare.teachers import TeacherModel
 from worker.recording.checkpoints import JobCheckpoints
-from worker.refusals import UserMistake
+from worker.refusals import GRADER_PARAM, UserMistake
 from worker.rollout.distillation_rewards import TeacherRewards
 from worker.rollout.reward_models import LoadedRewardModel, read_reward_model
 from worker.rollout.served_teacher import RETRIES, TEACHER_PARAM, ServedTeacher
 from worker.training.teacher import PolicyTeacher
-
-GRADER_PARAM = "method.reinforcement.grader"
 
 
 def teacher_model(attempt: Attempt, settings: Settings, beat: Beat) -> TeacherModel | None:
@@ -40,6 +38,7 @@ def teacher_model(attempt: Attempt, settings: Settings, beat: Beat) -> TeacherMo
 
     Raises:
         UserMistake: there is none of this name any more, or it does not share the student's tokens.
+        ModelNotFound: the operator's files have no model of this name, or not its base model.
         ModelUnavailable: its server does not answer.
     """
     job = attempt.job
@@ -53,8 +52,10 @@ def teacher_model(attempt: Attempt, settings: Settings, beat: Beat) -> TeacherMo
         )
     except NotFound as absent:
         server = open_backends(settings).models.get(name)
-        if server is None:
+        if server is None and not isinstance(absent, ModelNotFound):
             raise UserMistake("model_not_available", str(absent), TEACHER_PARAM) from absent
+        if server is None:
+            raise
         student = registry.get(job.model)
         tokenizer = read_tokenizer(student, source_of(student, settings.model_cache))
         served = served_teacher(name, server, settings, beat, attempt.ledger)
@@ -86,6 +87,7 @@ def reward_models(attempt: Attempt, spec: GraderSpec | None, settings: Settings)
 
     Raises:
         UserMistake: there is none of this name any more, or it is on another base model.
+        ModelNotFound: the registry does not have its base model.
     """
     job = attempt.job
     registry = Registry.load(settings.models_file)
@@ -95,7 +97,7 @@ def reward_models(attempt: Attempt, spec: GraderSpec | None, settings: Settings)
             found[part.model] = attempt.read(
                 partial(reward_model_of, registry=registry, job=job, name=part.model, param=f"{param}.model")
             )
-        except (NotFound, InvalidRequest) as cause:
+        except (TunedModelNotFound, InvalidRequest) as cause:
             raise UserMistake("model_not_available", str(cause), f"{param}.model") from cause
     return list(found.values())
 

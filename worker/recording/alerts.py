@@ -13,7 +13,7 @@ from worker.gpu_ratio import RatioMeasurement
 from worker.history import History, Steps
 from worker.interfaces import Recorder
 from worker.recording import metrics, stopping
-from worker.refusals import UserMistake
+from worker.refusals import GRADER_PARAM, UserMistake
 from worker.training import grpo
 from worker.training.policy_loss import training_rewards
 from worker.types import Group
@@ -49,7 +49,7 @@ def report(
         failed = stopping.in_a_row(history.steps, lambda one: (one.mean_unresponsive_rewards or 0.0) > 0.5)
         if failed >= failing_steps:
             message = f"In {failed} steps in a row most answers could not be graded. {failures.message}"
-            raise UserMistake("grader_failed", message, "method.reinforcement.grader")
+            raise UserMistake("grader_failed", message, GRADER_PARAM)
     report_skipped_update(history.steps, recorder)
     if (
         settings.has_token_rewards
@@ -91,7 +91,7 @@ def require_grades(valid_P: Sequence[Group]) -> None:
             "grader_failed",
             f"Not one of the {len(grades)} validation answers could be graded before the first step. Most often: "
             f"{reason}",
-            "method.reinforcement.grader",
+            GRADER_PARAM,
         )
 
 

@@ -125,6 +125,7 @@ class JobCheckpoints:
         # A crash between step 0 and the first checkpoint leaves step 0 done; it stays.
         events.discard_steps_after(session, job.id, step)
         session.execute(delete(RolloutPage).where(RolloutPage.job_id == job.id, RolloutPage.step > step))
+        usage.settle_pending(session, job)
         usage.recount(session, job)
         return step
 

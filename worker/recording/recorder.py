@@ -128,6 +128,7 @@ class JobRecorder:
         pages = self._write_pages(step, stored, ahead)
         ledger = self.attempt.ledger
         grader_tokens = ledger.unbooked  # the answers of asynchronous batches are graded before their step
+        learned, sampled = _sampled_tokens(stored), self.attempt.sampled
 
         def write(session: Session, job: Job) -> bool:
             recorded = session.get(StepMetric, (job.id, step))
@@ -141,7 +142,10 @@ class JobRecorder:
                 for finding in findings:
                     told = finding.event_data(step)
                     events.append(session, job.id, finding.message, level="warn", data=told, step=step)
-                usage.record(session, job, measured, ahead, grader_tokens=grader_tokens)
+                pending = max(0, sampled.pending - learned)
+                usage.record(
+                    session, job, measured, ahead, grader_tokens=grader_tokens, pending_tokens=pending
+                )
                 webhooks.emit_thresholds(job, measured)
                 if ahead.steps:
                     self._pause_at_a_cap(session, job)
@@ -149,6 +153,7 @@ class JobRecorder:
 
         pause = self.attempt.write(write)
         ledger.book(grader_tokens)
+        sampled.take(learned)
         instruments.recorded(measured)
         log.info("%s", metrics.message(measured))
         return pause
@@ -249,3 +254,9 @@ class JobRecorder:
 
     def _summary(self, groups: list[list[Row]]) -> dict[str, Any]:
         return evals.summary(chain.from_iterable(groups), evals.criteria(self.job.body["grader"]))
+
+
+def _sampled_tokens(stored: Sequence[GradedStep]) -> int:
+    """Of the answers that the step learned from."""
+    groups = (group for graded in stored if graded.split == "train" for group in graded.groups_P)
+    return sum(len(rollout.output_ids_T) for group in groups for rollout in group.rollouts_G)

@@ -28,6 +28,7 @@ from worker.recording import alerts, delivery, divergence, metrics, monitors, st
 from worker.recording.verdict import row_scores
 from worker.refusals import first_error
 from worker.rollout.prompts import PromptStream
+from worker.sampled_tokens import SampledTokens
 from worker.sampling import Answer, Sampler, Sampling
 from worker.training import policy_loss
 from worker.training.steps import with_steps_only
@@ -61,6 +62,7 @@ class Collector:
     rewards: Scorer
     trainer: Trainer
     response_schema: str = ""  # response schema of the answers
+    sampled: SampledTokens = field(default_factory=SampledTokens)
     # With `off_policy_steps`: seconds in which the step's answers were sampled, while the trainer could learn from
     # those of the steps before. None: nothing else was done meanwhile.
     ahead_seconds: float | None = field(default=None, init=False)
@@ -89,7 +91,7 @@ class Collector:
             self.trainer.add(self._as_trained(group))
 
         sampling = self.sampling(step)
-        answers = self.sampler.sample(prompts_P, sampling)
+        answers = self._counted(self.sampler.sample(prompts_P, sampling))
         groups_P = await self.rewards.grade(prompts_P, answers, sampling.group_size, clock, hand_over)
         return [self._as_trained(group) for group in groups_P]
 
@@ -120,7 +122,7 @@ class Collector:
             if self.settings.continue_in_flight:
                 sampling = replace(sampling, policy_steps=policy_step)
             # `sample` reads the policy when it is called.
-            answers = self.sampler.sample(prompts_P, sampling)
+            answers = self._counted(self.sampler.sample(prompts_P, sampling))
         in_turn = self._in_turn(answers, batch, policy_step)
         grading = self.rewards.grade(prompts_P, in_turn, sampling.group_size, batch.clock)
         batch.groups = asyncio.create_task(grading)
@@ -136,9 +138,15 @@ class Collector:
             async for answer in answers:
                 yield replace(answer, rollout=replace(answer.rollout, policy_step=policy_step))
 
+    async def _counted(self, answers: AsyncIterator[Answer]) -> AsyncIterator[Answer]:
+        """The answers, whose tokens count as sampled, whatever becomes of them."""
+        async for answer in answers:
+            self.sampled.add(len(answer.rollout.output_ids_T))
+            yield answer
+
     async def _sample(self, prompts_P: Sequence[Prompt], step: int, clock: Clock) -> list[Group]:
         sampling = self.sampling(step)
-        answers = self.sampler.sample(prompts_P, sampling)
+        answers = self._counted(self.sampler.sample(prompts_P, sampling))
         return await self.rewards.grade(prompts_P, answers, sampling.group_size, clock)
 
     async def _hand_over(self, groups_P: Sequence[Group], clock: Clock) -> list[Group]:
@@ -211,6 +219,7 @@ class RolloutExperience:
     gpus: int = 1  # GPU-seconds in each second of this run
     thresholds: Thresholds = field(default_factory=Thresholds)  # of the warnings
     ratio: RatioMeasurement | None = None  # if some GPUs sample while others learn
+    sampled: SampledTokens = field(default_factory=SampledTokens)  # of the attempt
     collector: Collector = field(init=False)
 
     def __post_init__(self) -> None:
@@ -222,6 +231,7 @@ class RolloutExperience:
             self.rewards,
             self.trainer,
             self.response_schema,
+            self.sampled,
         )
 
     @property

@@ -24,7 +24,7 @@ from worker.model.parent import Adapters
 from worker.model.policy import REWARD_HEAD, Policy
 from worker.model.reward_head import RewardHead, Scale
 from worker.offline.rows import ChatTemplate, answers_pack, scored_at_steps, scored_at_the_end
-from worker.refusals import ChatTemplateFailed, InvalidModel, UserMistake
+from worker.refusals import GRADER_PARAM, ChatTemplateFailed, InvalidModel, UserMistake
 from worker.types import Pack, Prompt
 
 # Of one answer, by the name of the model; a text says why there is none.
@@ -171,6 +171,4 @@ def sigmoid(reward: float) -> float:
 
 
 def _unusable(parent: Parent, why: str) -> UserMistake:
-    return UserMistake(
-        "model_not_available", f"The reward model '{parent.model}' {why}.", "method.reinforcement.grader"
-    )
+    return UserMistake("model_not_available", f"The reward model '{parent.model}' {why}.", GRADER_PARAM)

@@ -50,7 +50,7 @@ from worker.attempt import report_outage
 from worker.heartbeat import HeartbeatGrader
 from worker.lease import LeaseKeeper
 from worker.model import capacity
-from worker.refusals import UserMistake, first_line
+from worker.refusals import GRADER_PARAM, NotKnownYet, UserMistake, first_line, waiting_for_names
 from worker.supervisor.offline_validation import fail_for, validate_offline
 from worker.supervisor.probes import NoProbe, probe
 
@@ -130,14 +130,15 @@ def _waiting(notify: Callable[[str], None], resource: Resource) -> Iterator[None
     yield
 
 
-def _wait_for_name(database: Database, claim: Claim, missing: NotConfigured) -> list[WakeMessage]:
+def _wait_for_name(
+    database: Database, claim: Claim, missing: NotKnownYet, patience_seconds: float
+) -> list[WakeMessage]:
     """Put off a job that names what the files of this machine do not have; fail it if they do not get it soon."""
     with lifecycle.fenced(database, claim) as (session, job):
-        if lifecycle.put_off_for(session, job.id, str(missing)) < lifecycle.STALE_SECONDS:
+        if lifecycle.put_off_for(session, job.id, NotKnownYet.PREFIX) < patience_seconds:
             lifecycle.put_off(session, job, reason=str(missing))
             return []
-    mistake = UserMistake("invalid_grader", str(missing), "method.reinforcement.grader")
-    return fail_for(database, claim, mistake)
+    return fail_for(database, claim, missing.mistake)
 
 
 @dataclass(frozen=True)
@@ -165,15 +166,16 @@ def _validate(
         _refuse_too_large(settings, job)
         if variant(job.method, job.body) in OFFLINE:
             return validate_offline(database, blobs, claim, job, stored, lease.progressed)
-        checked = _checked(settings, database, blobs, backends, job, stored, lease)
+        with waiting_for_names():
+            checked = _checked(settings, database, blobs, backends, job, stored, lease)
     except (BadFile, UserMistake) as mistake:
         return fail_for(database, claim, mistake)
     except EnvironmentNotBuilt as missing:
         with lifecycle.fenced(database, claim) as (session, job):
             lifecycle.put_off(session, job, reason=str(missing))
         return []
-    except NotConfigured as missing:
-        return _wait_for_name(database, claim, missing)
+    except NotKnownYet as missing:
+        return _wait_for_name(database, claim, missing, settings.patience_seconds)
     estimate = _estimate(settings, database, job, len(checked.rows), len(checked.valid_rows))
     with lifecycle.fenced(database, claim) as (session, job):
         if estimate is not None:
@@ -200,7 +202,7 @@ def _checked(
     Raises:
         BadFile, UserMistake: the job fails.
         EnvironmentNotBuilt: the job is put off.
-        NotConfigured: as `_wait_for_name` has it.
+        NotConfigured: this machine may know the grader's judge or endpoint later.
     """
 
     def check(name: str, file: File | None, most: int) -> list[Example]:
@@ -226,7 +228,7 @@ def _checked(
     except NotConfigured:
         raise
     except (InvalidGrader, GraderCannotRun) as refused:
-        raise UserMistake("invalid_grader", str(refused), "method.reinforcement.grader") from refused
+        raise UserMistake("invalid_grader", str(refused), GRADER_PARAM) from refused
     if spec is not None:
         for name, examples in (("training", rows), ("validation", valid_rows)):
             warnings += _row_doubts(spec, name, examples, lease.progressed)

@@ -19,12 +19,13 @@ def usage(arguments: argparse.Namespace) -> int:
 
 
 def _usage(found: UsageReport) -> str:
-    head = [*found.by, "GPU time", "sampled tokens", "trained tokens", "grader tokens", "cost"]
+    head = [*found.by, "GPU time", "sampled tokens", "unused", "trained tokens", "grader tokens", "cost"]
     rows = [
         [
             *(_group(row, name) for name in found.by),
             duration(row.gpu_seconds),
             row.sampled_tokens,
+            row.unused_tokens,
             row.trained_tokens,
             row.grader_tokens,
             "-" if row.cost is None else f"{row.cost.amount:.2f} {row.cost.currency}",
