@@ -6,6 +6,7 @@ import pytest
 
 from worker.compile_caches import CACHES, place
 from worker.engine.options import EngineConfig, environment
+from worker.model.engine_sizes import EngineSizes
 
 
 def test_every_library_compiles_into_its_part_of_one_folder(tmp_path: Path) -> None:
@@ -40,7 +41,7 @@ def test_an_engine_compiles_into_the_folder_of_its_parent(
     for name, folder in CACHES.items():
         monkeypatch.setenv(name, str(tmp_path / folder))
 
-    told = environment(EngineConfig("folder", "float32", "cuda", 128, 8, 1 << 20, 0))
+    told = environment(EngineConfig("folder", "float32", "cuda", EngineSizes(128), 8, 1 << 20, 0))
 
     assert {name: told[name] for name in CACHES} == {
         name: str(tmp_path / folder) for name, folder in CACHES.items()
