@@ -39,6 +39,7 @@ from core.jobs import (
 from core.registry import SamplerName
 from worker.cli import parser as server_cli
 from worker.model import sizing
+from worker.model.forecast import GPUS
 
 # Where metrics are defined. Read and not imported: some of them import torch.
 METRIC_MODULES = {
@@ -421,7 +422,60 @@ def memory_page() -> Page:
             needs = [sizing.least(shape, tokens, sampler=sampler).total / sizing.GIB for tokens in CONTEXTS]
             lines.append(f"| {name} | " + " | ".join(f"{need:.0f}" for need in needs) + " |")
         lines.append("")
-    return lines
+    return lines + plans()
+
+
+# GiB that a job finds free on an empty GPU, by its size in GB.
+PLANNED_GPUS = {24: 22} | {
+    int(name.partition("-")[2]): GPUS[name].memory_gib for name in ("L40S-48", "H100-80", "H200-141")
+}
+PLANNED = ("Qwen3-4B", "Qwen3-8B", "Qwen3-14B", "Qwen3-32B")
+PLANNED_WORK = sizing.workload(
+    rank=16, prompt=512, completion=4096, batch=16, group=16, valid_rows=64, eval_samples=1, limit=32_768
+)
+
+
+def plans() -> list[str]:
+    lines = [
+        "## Plans",
+        "",
+        "What a job plans on one empty GPU with vLLM: 16 prompts of up to 512 tokens a step, 16 answers of up to 4,096 "
+        "tokens each, an adapter of rank 16. Slack is what no part of the plan uses, at least "
+        f"{sizing.SAFETY_SHARE:.0%} of the GPU; the margin, a part of the plan, is for what no formula counts. "
+        "Sequences, tokens and context are [vLLM's options](../explain/engines.md#options-of-vllm).",
+        "",
+        "| model | GPU | cache: whole sequences | at once | tokens of a step | context | micro-batches | activations | "
+        "vLLM sleeps | planned GiB | of these margin | slack GiB |",
+        "|---" * 12 + "|",
+    ]
+    return [*lines, *(plan_row(name, gpu) for name in PLANNED for gpu in PLANNED_GPUS), ""]
+
+
+def plan_row(name: str, gpu: int) -> str:
+    common, sizes = MODELS[name]
+    shape = sizing.shape_of_config({**common, **dict(zip(SIZES, sizes, strict=True))}, bytes_each=2)
+    assert shape is not None
+    free = PLANNED_GPUS[gpu] * sizing.GIB
+    machine = sizing.Machine("cuda", free, "vllm", sizing.spared("cuda", free), may_sleep=True)
+    try:
+        plan = sizing.plan_sharded(name, shape, PLANNED_WORK, machine, gpus=1)
+    except sizing.DoesNotFit:
+        return f"| {name} | {gpu} GB | does not fit |" + " |" * 9
+    assert plan.engine is not None
+    total = plan.estimate.total
+    cells = [
+        f"{plan.cache_bytes // shape.cache_bytes(PLANNED_WORK.longest)}",
+        f"{plan.engine.sequences:,}",
+        f"{plan.engine.batched_tokens:,}",
+        f"{plan.engine.context:,}",
+        f"{plan.token_budget:,}",
+        "twice" if plan.checkpointed else "once",
+        "yes" if plan.sleeps else "no",
+        f"{total / sizing.GIB:.1f}",
+        f"{plan.estimate.margin / sizing.GIB:.1f}",
+        f"{(free - total) / sizing.GIB:.1f}",
+    ]
+    return f"| {name} | {gpu} GB | " + " | ".join(cells) + " |"
 
 
 # Metrics

@@ -347,6 +347,7 @@ class Steps:
         if not address:
             engines: dict[str, Any] = {
                 "placement": self.engines,
+                "sizes": self.plan.engine,
                 "kv_cache_bytes": self.plan.cache_bytes,
                 "threads": 1 if self.device == "cpu" else 0,
                 "sleeps": self.plan.sleeps,

@@ -31,6 +31,7 @@ from core.settings import Settings
 from graders.types import Grade
 from tests.own_engines import engines_of
 from worker import process
+from worker.model.engine_sizes import EngineSizes
 from worker.model.policy import Policy, load_base
 from worker.sampling import Answer, Sampling, grouped
 from worker.sampling.placement import Placement
@@ -87,7 +88,9 @@ def prompt(policy: Policy, line: int, topic: str) -> Prompt:
 @contextmanager
 def started(policy: Policy, *, engines: int, tensor_parallel: int = 1) -> Iterator[VllmSampler]:
     placement = Placement(tensor_parallel, ((),) * engines)
-    sampler = with_own_engines(policy, placement=placement, context=512, kv_cache_bytes=1 << 27, threads=1)
+    sampler = with_own_engines(
+        policy, placement=placement, sizes=EngineSizes(512), kv_cache_bytes=1 << 27, threads=1
+    )
     try:
         yield sampler
     finally:

@@ -1,11 +1,22 @@
 """Caches of compiled kernels, of all libraries in one folder, so that one volume keeps them when a pod is replaced.
 
 A first step compiles for minutes; with these caches the next process that computes the same shapes on such a GPU does
-not. A model's context is part of vLLM's key, and in jobs it is the longest prompt and answer of their rows.
+not. Sizes that are part of a library's key have few values (worker/model/engine_sizes.py). Earlier versions of a
+library and earlier models leave their kernels behind, so `prune` deletes what was not used for long.
 """
 
-from collections.abc import Mapping, MutableMapping
+import logging
+import shutil
+import time
+import uuid
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+
+from core.units import GIB
+
+log = logging.getLogger(__name__)
 
 # The variable of each library, and its folder.
 CACHES: Mapping[str, str] = {
@@ -15,6 +26,18 @@ CACHES: Mapping[str, str] = {
     "FLASHINFER_WORKSPACE_BASE": "flashinfer",
     "CUDA_CACHE_PATH": "cuda",  # of the driver, which compiles PTX
 }
+# What grows without an end, and how deep in it a library writes and reads a thing as a whole. A file below is of that
+# thing. The driver limits its cache by itself, and FlashInfer has one module for each kind of kernel.
+PRUNED: Mapping[str, int] = {
+    "triton": 1,
+    "inductor": 2,
+    "vllm/torch_compile_cache": 1,
+    "vllm/torch_compile_cache/torch_aot_compile": 1,
+}
+MAX_AGE_SECONDS = 30 * 24 * 3600.0
+SPARED_SECONDS = 3600.0  # since the last use: a process may be about to read the rest of it
+MAX_BYTES = 32 * GIB
+VOLUME_SHARE = 0.2  # other caches may be on the same volume
 
 
 def place(folder: Path | None, environ: MutableMapping[str, str]) -> None:
@@ -25,3 +48,63 @@ def place(folder: Path | None, environ: MutableMapping[str, str]) -> None:
     if folder is not None:
         for variable, name in CACHES.items():
             environ.setdefault(variable, str(folder.absolute() / name))
+
+
+@dataclass(frozen=True, order=True)
+class _Entry:
+    used: float  # when, in seconds since the epoch
+    bytes: int
+    path: Path
+
+
+def prune(folder: Path | None, *, max_bytes: int | None = None, now: float | None = None) -> None:
+    """Delete compiled kernels that were not used for a month, and the least recently used beyond a limit.
+
+    The libraries compile anew what they miss. Several processes may prune one folder.
+
+    Args:
+        folder: of the setting. None: the libraries have their own, which may be others', and nothing is deleted.
+        max_bytes: default: MAX_BYTES, or VOLUME_SHARE of the volume if that is less.
+        now: seconds since the epoch; default: the time.
+    """
+    if folder is None or not folder.is_dir():
+        return
+    now = time.time() if now is None else now
+    limit = (
+        min(MAX_BYTES, int(VOLUME_SHARE * shutil.disk_usage(folder).total))
+        if max_bytes is None
+        else max_bytes
+    )
+    entries = sorted(entry for name, depth in PRUNED.items() for entry in _entries(folder / name, depth))
+    left = sum(entry.bytes for entry in entries)
+    for entry in entries:
+        age = now - entry.used
+        if age > MAX_AGE_SECONDS or (left > limit and age > SPARED_SECONDS):
+            log.info(
+                "deleting compiled kernels that were not used for %.0f days: %s", age / 86400, entry.path
+            )
+            _remove(entry.path)
+            left -= entry.bytes
+
+
+def _entries(root: Path, depth: int) -> Iterator[_Entry]:
+    """The things in a cache. Folders that are pruned themselves are not among them."""
+    for path in root.glob("/".join("*" * depth)):
+        if not any(path.match(name) for name in PRUNED):
+            with suppress(OSError):  # another process has deleted it, or owns it
+                # Without folders: to list them counts as their use.
+                files = [file.stat() for file in (path, *path.rglob("*")) if file.is_file()]
+                used = max(
+                    (max(file.st_mtime, file.st_atime) for file in files), default=path.stat().st_mtime
+                )
+                yield _Entry(used, sum(file.st_blocks * 512 for file in files), path)
+
+
+def _remove(path: Path) -> None:
+    """Rename before deleting, so that no process reads a part of it."""
+    with suppress(OSError):
+        gone = path.rename(path.parent / f".gone-{uuid.uuid4().hex}")
+        if gone.is_dir():
+            shutil.rmtree(gone, ignore_errors=True)
+        else:
+            gone.unlink()

@@ -193,14 +193,14 @@ class TestServing:
 
         assert builder().bytes_free() == 19 * GIB
 
-    def test_the_slots_of_embeddings_and_head_are_counted(
+    def test_a_slot_for_each_adapter_of_a_batch_is_counted(
         self, folder: Path, builder: Callable[..., VllmBuilder]
     ) -> None:
-        """vLLM allocates them for each adapter of a batch, although no adapter has these layers."""
+        """Of linear layers only: our plugin has vLLM allocate none for embeddings and head."""
         shape, need = builder().need(entry(folder, "4b"))
 
         layers = ADAPTERS_AT_ONCE * sizing.adapter_parameters(shape, 64) * shape.bytes_each
-        assert need.adapters - layers == 2 * ADAPTERS_AT_ONCE * 64 * (shape.vocabulary + shape.hidden) * 2
+        assert need.adapters == layers
 
     def cache(self, made: VllmBuilder, one: BaseModelEntry, others: list[Any], free: int = 78 * GIB) -> int:
         shape, need = made.need(one)
@@ -245,7 +245,7 @@ class TestServing:
         [said] = builder().problems(registry)
 
         assert said.startswith(
-            "large at 8192 tokens needs 35.9 GiB: weights 27.5, adapters 4.1, KV cache 1.3"
+            "large at 8192 tokens needs 35.6 GiB: weights 27.5, adapters 3.8, KV cache 1.3"
         )
         assert said.endswith("this GPU has 24.0 GiB, of which 22.8 are for models.")
         fleet = builder(samplers={"large": ("http://sampler:8300",)}, samplers_key="secret")
@@ -260,7 +260,7 @@ class TestServing:
         (_, whole), (_, half) = made.need(alone), made.need(divided)
 
         assert (half.weights, half.least_cache) == (whole.weights // 2, whole.least_cache // 2)
-        assert half.adapters == whole.adapters, "vLLM keeps one matrix of each on every GPU"
+        assert whole.adapters / 2 < half.adapters < whole.adapters, "vLLM has one matrix of each on every GPU"
         assert self.cache(made, divided, [], free=24 * GIB) > 0
         with pytest.raises(EngineRefused, match=r"uses 4 GPUs \(tensor_parallel\), and this server has 2"):
             made.bytes_needed(entry(folder, tensor_parallel=4))

@@ -1,11 +1,14 @@
 """One folder for all that libraries compile."""
 
+import os
 from pathlib import Path
 
 import pytest
 
-from worker.compile_caches import CACHES, place
+from core.units import GIB
+from worker.compile_caches import CACHES, place, prune
 from worker.engine.options import EngineConfig, environment
+from worker.model.engine_sizes import EngineSizes
 
 
 def test_every_library_compiles_into_its_part_of_one_folder(tmp_path: Path) -> None:
@@ -40,8 +43,78 @@ def test_an_engine_compiles_into_the_folder_of_its_parent(
     for name, folder in CACHES.items():
         monkeypatch.setenv(name, str(tmp_path / folder))
 
-    told = environment(EngineConfig("folder", "float32", "cuda", 128, 8, 1 << 20, 0))
+    told = environment(EngineConfig("folder", "float32", "cuda", EngineSizes(128), 8, 1 << 20, 0))
 
     assert {name: told[name] for name in CACHES} == {
         name: str(tmp_path / folder) for name, folder in CACHES.items()
     }
+
+
+NOW = 10_000_000.0
+DAY = 24 * 3600.0
+
+
+def compiled(folder: Path, name: str, days_ago: float, *, kib: int = 4) -> Path:
+    """A file that a library wrote, and that was last used then."""
+    file = folder / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(b"x" * (kib << 10))
+    used = NOW - days_ago * DAY
+    for path in (file, *(one for one in file.parents if one.is_relative_to(folder))):
+        os.utime(path, (used, used))
+    return file
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "triton/KEY/kernel.cubin",
+        "inductor/fxgraph/ab/key/entry",
+        "inductor/ab/code.py",
+        "vllm/torch_compile_cache/hash/rank_0_0/backbone/artifact",
+        "vllm/torch_compile_cache/torch_aot_compile/hash/rank_0_0/model",
+    ],
+)
+def test_kernels_that_nobody_used_for_a_month_are_deleted(tmp_path: Path, name: str) -> None:
+    old = compiled(tmp_path, name.replace("KEY", "old").replace("hash", "old").replace("ab", "ol"), 31)
+    new = compiled(tmp_path, name, 29)
+
+    prune(tmp_path, now=NOW)
+
+    assert (old.exists(), new.exists()) == (False, True)
+    assert not list(tmp_path.rglob(".gone-*"))
+
+
+def test_the_least_recently_used_are_deleted_beyond_the_limit(tmp_path: Path) -> None:
+    kernels = [compiled(tmp_path, f"triton/{days}/kernel", days, kib=64) for days in (3, 2, 1)]
+
+    prune(tmp_path, max_bytes=150 << 10, now=NOW)
+
+    assert [kernel.exists() for kernel in kernels] == [False, True, True]
+
+
+def test_what_was_just_used_is_spared_whatever_the_limit(tmp_path: Path) -> None:
+    kernel = compiled(tmp_path, "triton/key/kernel", 0.01)
+
+    prune(tmp_path, max_bytes=0, now=NOW)
+
+    assert kernel.exists()
+
+
+def test_what_is_no_compiled_kernel_stays(tmp_path: Path) -> None:
+    """vLLM writes down what it finds out about models, and the driver limits its own cache."""
+    others = [
+        compiled(tmp_path, name, 400)
+        for name in ("vllm/modelinfos/a.json", "cuda/a/b", "flashinfer/0.7/op.so")
+    ]
+
+    prune(tmp_path, now=NOW, max_bytes=GIB)
+
+    assert all(other.exists() for other in others)
+
+
+def test_nothing_is_deleted_without_a_folder_of_ours(tmp_path: Path) -> None:
+    prune(None)
+    prune(tmp_path / "absent")
+
+    assert not (tmp_path / "absent").exists()

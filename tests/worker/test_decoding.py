@@ -185,7 +185,7 @@ class TestCacheOfARow:
         token, state = policy.row_bytes()
 
         sampler = untyped(choice.build)(
-            "transformers", policy, Settings(), None, shape=shape, plan=plan, longest=28, store=None
+            "transformers", policy, Settings(), None, shape=shape, plan=plan, store=None
         )
 
         assert plan.cache_bytes == 2 * 4 * 28 * token
@@ -200,7 +200,7 @@ class TestCacheOfARow:
         shape = memory.shape_of(policy.model.get_base_model().config, torch.float32)
         plan = replace(plan_of(shape), cache_bytes=1 << 40)
         sampler = untyped(choice.build)(
-            "transformers", policy, Settings(), None, shape=shape, plan=plan, longest=28, store=None
+            "transformers", policy, Settings(), None, shape=shape, plan=plan, store=None
         )
         assert sampler.max_tokens_in_flight == sizing.MAX_TOKENS_IN_FLIGHT
 

@@ -13,9 +13,7 @@ from fastapi import FastAPI
 
 from worker.engine.names import PLUGIN
 from worker.engine.options import (
-    BATCHED_TOKENS,
     FLEET_MEMORY_SHARE,
-    SERVER_BATCHED_TOKENS,
     EngineConfig,
     engine_options,
     environment,
@@ -23,6 +21,7 @@ from worker.engine.options import (
     server_options,
 )
 from worker.engine.routes import Routes
+from worker.model.engine_sizes import BATCHED_TOKENS, SEQUENCES, EngineSizes
 
 # vLLM's own choice depends on the device, on the memory of the GPU or on who starts the engine.
 DEPENDENT = {
@@ -48,8 +47,8 @@ KINDS: dict[str, Options] = {
 
 
 def config(device: str, **changes: Any) -> EngineConfig:
-    usual: dict[str, Any] = {"rank": 8, "kv_cache_bytes": 1 << 30, "threads": 0}
-    return EngineConfig("folder", "float32", device, 4096, **usual | changes)
+    usual: dict[str, Any] = {"sizes": EngineSizes(4096), "rank": 8, "kv_cache_bytes": 1 << 30, "threads": 0}
+    return EngineConfig("folder", "float32", device, **usual | changes)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -74,10 +73,8 @@ def test_log_probabilities_are_after_temperature_where_jobs_sample() -> None:
 def test_a_prompt_fits_into_one_step_on_a_cpu() -> None:
     """A generator on a CPU cannot be turned back, which vLLM does for a prompt that it computes in two steps."""
     for context in (128, 10_000):
-        told = engine_options(
-            config("cpu") if context == 128 else EngineConfig("", "", "cpu", context, 8, 1, 0)
-        )
-        assert told["max_num_batched_tokens"] >= max(context, BATCHED_TOKENS)
+        told = engine_options(config("cpu", sizes=EngineSizes(context)))
+        assert told["max_num_batched_tokens"] >= max(context, BATCHED_TOKENS[0])
         assert told["enable_chunked_prefill"] is False
 
 
@@ -113,9 +110,17 @@ def documented() -> dict[str, tuple[str, str]]:
 
 # In the words of the table: what is not a number or a switch.
 WORDS: dict[str, tuple[str, str]] = {
+    "max_model_len": (
+        "the longest prompt and answer of a job, the model's context in servers",
+        "the same of a job, rounded up; the model's context in servers",
+    ),
+    "max_num_seqs": (
+        f"{SEQUENCES[0]}",
+        "by the memory plan: " + ", ".join(f"{size:,}" for size in SEQUENCES),
+    ),
     "max_num_batched_tokens": (
         "the context, at least 2,048",
-        f"{BATCHED_TOKENS:,} beside a trainer, {SERVER_BATCHED_TOKENS:,} in servers",
+        "by the memory plan: {:,} or {:,}; {:,} in servers".format(*BATCHED_TOKENS, BATCHED_TOKENS[-1]),
     ),
     "distributed_executor_backend": (
         "uni with one worker, else mp; vLLM's server always has mp",
@@ -159,9 +164,14 @@ def test_the_words_of_the_table_are_what_is_set() -> None:
     apart = [engine_options(config(device, tensor_parallel=2)) for device in ("cpu", "cuda")]
     environments = [environment(config(device)) for device in ("cpu", "cuda")]
 
-    assert (cpu["max_num_batched_tokens"], gpu["max_num_batched_tokens"]) == (4096, BATCHED_TOKENS)
-    for options in (server_options, fleet_options):
-        assert options(config("cuda"), None)["max_num_batched_tokens"] == SERVER_BATCHED_TOKENS
+    assert (cpu["max_num_batched_tokens"], cpu["max_num_seqs"]) == (4096, SEQUENCES[0])
+    planned = config("cuda", sizes=EngineSizes(6144, 1024, 8192))
+    for told in (engine_options(planned), server_options(planned, None), fleet_options(planned, None)):
+        assert (told["max_model_len"], told["max_num_seqs"], told["max_num_batched_tokens"]) == (
+            6144,
+            1024,
+            8192,
+        )
     assert (cpu["block_size"], gpu.get("block_size")) == (32, None)
     assert gpu["compilation_config"] == {"pass_config": {"fuse_allreduce_rms": False}}
     assert {one["distributed_executor_backend"] for one in (cpu, gpu)} == {"uni"}

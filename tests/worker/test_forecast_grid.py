@@ -10,6 +10,7 @@ from itertools import product
 import pytest
 
 from core.units import GIB
+from tests.present import present
 from tests.worker.test_forecast import SIZE, on, shape
 from worker.model import sizing
 from worker.model.forecast import Forecast, cluster_of, forecast
@@ -61,6 +62,19 @@ class ByHand:
     def token_bytes(self) -> int:
         """Keys and values of a token."""
         return 2 * self.layers * 8 * 128 * 2
+
+    def slot(self, parallel: int) -> int:
+        """The buffer of an engine for the adapter, in bfloat16: the side of the hidden states is whole on each GPU."""
+        queries, keys = self.heads * 128, 8 * 128
+        divided = 2 * queries + 2 * keys + 3 * self.inner
+        return 2 * 16 * self.layers * (7 * self.hidden + divided // parallel)
+
+    def buffers(self, found: Forecast) -> int:
+        """What an engine computes with beyond 256 sequences and 2,048 tokens: logits, and activations in bfloat16."""
+        engine = present(found.plan.engine)
+        divided = 2 * self.heads * 128 + 2 * 2 * 8 * 128 + 3 * self.inner
+        token = 2 * (4 * self.hidden + divided // found.tensor_parallel)
+        return (engine.sequences - 256) * self.vocabulary * 10 + (engine.batched_tokens - 2048) * token
 
     def weights(self, degree: int) -> float:
         """Bytes of a trainer's weights: sharded, whole ends, a part of the layers, and two whole layers."""
@@ -124,7 +138,9 @@ def test_the_memory_of_a_gpu_is_the_sum_of_its_parts(name: str, gpus: str) -> No
     parts = of.adapter + of.activations + of.attention + of.head
 
     assert of.own == pytest.approx(model.weights(found.plan.degree), rel=1e-6)
-    assert of.engine == math.ceil(2 * model.parameters / parallel)
+    assert of.engine == math.ceil(2 * model.parameters / parallel) + model.slot(parallel) + model.buffers(
+        found
+    )
     assert of.adapter == 16 * model.adapter  # weight, gradient and two moments in float32
     assert of.cache == found.plan.cache_bytes >= LONGEST * model.token_bytes / parallel
     if of.sleeps:
@@ -220,9 +236,9 @@ def test_a_split_step_takes_the_longer_of_both_sides_and_each_fits_on_its_gpus(
     )
     assert found.seconds == pytest.approx(max(sides))
     of, parallel = found.plan.estimate, found.tensor_parallel
-    assert found.sampling_bytes == math.ceil(
-        2 * model.parameters / parallel
-    ) + 2 * model.adapter + 3 * GIB + (found.plan.cache_bytes)
+    assert found.sampling_bytes == math.ceil(2 * model.parameters / parallel) + model.slot(
+        parallel
+    ) + model.buffers(found) + 3 * GIB + (found.plan.cache_bytes)
     assert found.plan.cache_bytes >= LONGEST * model.token_bytes / parallel
     assert (of.engine, of.cache) == (0, 0)
     assert of.total == of.own + of.adapter + of.activations + of.attention + of.head + of.margin
@@ -250,7 +266,7 @@ def test_split_four_gpus_sample_with_one_copy_and_four_learn_with_another(
     def planned() -> sizing.MemoryPlan:
         return sizing.plan_sharded(name, shape(name), SIZE.workload, machine, 4)
 
-    room = MEMORY[kind] - 2 * model.parameters / parallel - 2 * model.adapter - 3 * GIB
+    room = MEMORY[kind] - 2 * model.parameters / parallel - model.slot(parallel) - 3 * GIB
     if room < LONGEST * model.token_bytes / parallel:
         with pytest.raises(DoesNotFit, match="the GPUs that only sample"):
             planned()

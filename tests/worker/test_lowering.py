@@ -21,6 +21,7 @@ from core.database.tables import Event, Job, MemoryLimit
 from tests.fakes import RecordingTrainer, learn
 from tests.present import present, untyped
 from tests.worker.conftest import Bench
+from tests.worker.test_memory import LLAMA_8B, llama_shape
 from tests.worker.test_training import asked, relative_difference
 from tests.worker.test_updates import MIXED, sampled
 from worker import process
@@ -28,10 +29,12 @@ from worker.child import status_of
 from worker.engine.client import EngineLost
 from worker.engine.options import EngineConfig
 from worker.model import memory
+from worker.model.engine_sizes import EngineSizes
 from worker.model.lowering import PlanSizes, SizeBounds, SizeLimits, Update, allowed, fitted, lowered
 from worker.model.memory import DeviceMemory
 from worker.model.policy import Base, Policy
-from worker.model.sizing import Estimate, MemoryPlan
+from worker.model.sizing import Estimate, MemoryPlan, Workload
+from worker.model.targets import LinearLayer
 from worker.out_of_memory import FirstAnswer, LostPass, OutOfDeviceMemory, Shortage, is_out_of_memory, lacking
 from worker.prepare.run_memory import RunMemory, room_to_sleep
 from worker.recording import plan_record
@@ -408,9 +411,13 @@ def test_a_job_begins_with_no_limit_of_another_one_that_is_outside_of_its_own_bo
 
 def test_an_engine_sleeps_only_if_main_memory_has_room_for_its_weights() -> None:
     """Pinned memory takes up to twice as much."""
-    base = untyped(SimpleNamespace(shape=SimpleNamespace(weight_bytes=8), engines=SimpleNamespace(engines=2)))
+    shape = replace(llama_shape(*LLAMA_8B), parameters=4, adaptable=(LinearLayer("q_proj", "attention", 3),))
+    base = untyped(SimpleNamespace(shape=shape, engines=SimpleNamespace(engines=2)))
+    work = Workload(rank=9, prompt=1, completion=1, in_flight=2)
 
-    assert [room_to_sleep(base, free) for free in (31, 32)] == [False, True]
+    weights, adapter = 4 * 2, 16 * 3 * 2  # of a rank between 8 and 16, vLLM allocates 16
+    least = 2 * 2 * (weights + adapter)
+    assert [room_to_sleep(base, work, free) for free in (least - 1, least)] == [False, True]
 
 
 def device(taken: int) -> DeviceMemory:
@@ -934,7 +941,7 @@ def test_engines_that_ran_out_of_memory_are_replaced_by_ones_with_the_cache_that
         asked.append(shortage)
         return 4 * GIB
 
-    config = EngineConfig("", "bfloat16", "cuda", 16, 8, 8 * GIB, 0)
+    config = EngineConfig("", "bfloat16", "cuda", EngineSizes(16), 8, 8 * GIB, 0)
     engines = OwnEngines(
         config, [(), ()], patience=600.0, max_restarts=0, on_restart=untyped(asked.append), lower=lower
     )

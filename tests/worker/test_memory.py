@@ -1,6 +1,7 @@
 """What a job needs of memory: numbers that can be checked by hand, and what follows from them."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -36,6 +37,7 @@ from tests.present import present, untyped
 from tests.worker.test_training import asked, drawn, prompt, relative_difference, sampling
 from worker import main_memory
 from worker.model import attention, batch, memory, sizing
+from worker.model.engine_sizes import EngineSizes, context_bucket
 from worker.model.policy import Policy
 from worker.model.sizing import DoesNotFit, Machine, workload
 from worker.training.trainer import PeftTrainer
@@ -92,7 +94,18 @@ class TestEstimate:
         assert plain.attention == 2 * 16_384**2  # one bfloat16 bias for all layers
         assert plain.head == 512 * 151_936 * 16
         assert plain.cache == 10 * GIB
-        assert plain.total == 2 * plain.weights + plain.parts + plain.cache + plain.margin
+        assert plain.total == 2 * plain.weights + plain.slots + plain.parts + plain.cache + plain.margin
+
+    def test_an_engine_has_a_buffer_for_an_adapter_on_all_layers_whatever_the_job_adapts(self) -> None:
+        """In the precision of the weights, with the next rank that vLLM has."""
+        on_all = 36 * (4 * 4096 + 2 * 4096 + 2048 + 3 * (4096 + 12288)) * 2
+
+        assert estimated(rank=20).slots == 32 * on_all
+        assert estimated(rank=20, targets="attention").slots == 32 * on_all
+        assert estimated().engine == estimated().weights + estimated().slots
+        assert "slots 0.2, " in str(estimated())
+        assert estimated(machine=replace(H100, sampler="transformers")).slots == 0
+        assert estimated(full=True).slots == 0
 
     def test_checkpointing_keeps_the_layers_inputs_and_one_layer(self) -> None:
         one_layer = sizing.saved_bytes_per_token(LARGE, 32)
@@ -157,7 +170,7 @@ class TestEstimate:
         shown = str(estimated())
 
         total, _, parts = shown.partition(" GiB: ")
-        assert parts.startswith("weights 2 x 15.3, adapter 1.3, activations")
+        assert parts.startswith("weights 2 x 15.3, adapter 1.3, slots 0.2, activations")
         numbers = [float(part.split()[-1]) for part in parts.split(", ")]
         assert abs(sum(numbers) + 15.26 - float(total)) < 0.5
 
@@ -354,7 +367,7 @@ class TestPlan:
         awake = sizing.plan_sharded("Qwen3-8B", LARGE, work, there, gpus=1)
         assert (awake.sleeps, awake.estimate.copies, awake.degree) == (False, 2, 1)
         found = sizing.plan("Qwen3-8B", LARGE, work, replace(there, sleeps=True)).estimate
-        assert found.sampling == 2 * found.weights + found.optimizer + found.cache + 4 * GIB
+        assert found.sampling == 2 * found.weights + found.optimizer + found.buffers + found.cache + 4 * GIB
         assert found.learning == found.weights + found.parts + found.margin
         tried = r"Tried with the weights sharded over 1, 2 GPUs, and with vLLM asleep while the job learns\.$"
         with pytest.raises(DoesNotFit, match=tried):
@@ -377,7 +390,8 @@ class TestPlan:
         one = estimated()
         four = estimated(machine=replace(H100, tensor_parallel=4))
 
-        assert one.total - four.total == one.weights * 3 // 4
+        assert one.total - four.total == one.weights * 3 // 4 + one.slots - four.slots
+        assert one.slots / 4 < four.slots < one.slots, "one matrix of each layer is whole on every GPU"
         assert f"weights {one.weights / GIB:.1f} + {one.weights / 4 / GIB:.1f}, " in str(four)
         assert LARGE.divided(4).token_cache_bytes * 4 == LARGE.token_cache_bytes
         assert LARGE.divided(16).token_cache_bytes * 8 == LARGE.token_cache_bytes  # of 8 heads, each twice
@@ -517,6 +531,106 @@ def fitting(planned: Callable[..., sizing.MemoryPlan], gib: int) -> sizing.Memor
         return None
 
 
+class TestEngine:
+    """What the plan chooses of vLLM's options beside the cache."""
+
+    SMALL = present(sizing.shape_of_config(QWEN3_4B | {"num_hidden_layers": 12}, 2))
+
+    @staticmethod
+    def work(answers: int, tokens: int = 256, **changes: Any) -> sizing.Workload:
+        shares: dict[str, Any] = {
+            "prompt": tokens // 2,
+            "completion": tokens // 2,
+            "valid_rows": 1,
+            "eval_samples": 1,
+        }
+        return workload(rank=16, batch=answers // 8, group=8, **shares | changes)
+
+    def planned(
+        self, work: sizing.Workload, machine: Machine = H100, shape: sizing.Shape = SMALL
+    ) -> tuple[sizing.MemoryPlan, EngineSizes]:
+        made = sizing.plan("m", shape, work, machine)
+        return made, present(made.engine)
+
+    @pytest.mark.parametrize(
+        ("answers", "sequences"), [(64, 256), (256, 256), (264, 512), (600, 1024), (4000, 1024)]
+    )
+    def test_it_decodes_as_many_answers_side_by_side_as_the_job_has(
+        self, answers: int, sequences: int
+    ) -> None:
+        made, engine = self.planned(self.work(answers))
+
+        assert (engine.sequences, engine.batched_tokens) == (sequences, 8192)
+        assert made.estimate.total <= H100.available
+
+    def test_two_engines_have_half_of_the_answers_each(self) -> None:
+        assert self.planned(self.work(600), replace(H100, engines=2))[1].sequences == 512
+
+    def test_a_cache_for_few_answers_has_no_buffers_for_many(self) -> None:
+        """8B at 4,608 tokens: of 4,000 answers the cache holds less than 256."""
+        made, engine = self.planned(self.work(4000, 4608), shape=LARGE)
+
+        assert made.cache_bytes < 128 * LARGE.cache_bytes(4608)
+        assert engine.sequences == 256
+
+    def test_the_buffers_are_counted(self) -> None:
+        plain, larger = (
+            sizing.buffer_bytes(LARGE, EngineSizes(0, *sizes)) for sizes in ((256, 2048), (1024, 8192))
+        )
+
+        assert plain == 0
+        logits, tokens = 768 * 151_936 * (2 + 4 + 4), 6144 * 2 * (4 * 4096 + 2 * 4096 + 2 * 2048 + 3 * 12_288)
+        assert larger == logits + tokens
+        made, engine = self.planned(self.work(600))
+        assert made.estimate.buffers == sizing.buffer_bytes(self.SMALL, engine) > 0
+        assert made.estimate.engine == made.estimate.weights + made.estimate.slots + made.estimate.buffers
+
+    def test_a_tight_cache_is_not_made_smaller_for_larger_steps(self) -> None:
+        least = sizing.plan("m", LARGE, WORK, H100).estimate.total
+        for gib in range(30, least // GIB):
+            with suppress(DoesNotFit):
+                made, _ = self.planned(WORK, replace(H100, available=gib * GIB), LARGE)
+                assert made.estimate.buffers == 0 or made.cache_bytes >= 32 * LARGE.cache_bytes(2048)
+                assert made.estimate.total <= gib * GIB
+
+    def test_engines_on_a_cpu_have_the_smallest_sizes(self) -> None:
+        _, engine = self.planned(self.work(600, limit=8192), Machine("cpu", 300 * GIB, "vllm"))
+
+        assert engine == EngineSizes(256)
+
+    @pytest.mark.parametrize("there", [{"engines": 0}, {"sampler": "transformers"}])
+    def test_without_an_engine_there_are_no_sizes(self, there: dict[str, Any]) -> None:
+        assert sizing.plan("m", LARGE, WORK, replace(H100, **there)).engine is None
+
+    def test_engines_without_a_trainer_have_sizes_too(self) -> None:
+        _, engine = self.planned(self.work(600), replace(H100, split=True))
+
+        assert (engine.sequences, engine.batched_tokens) == (1024, 8192)
+
+    @pytest.mark.parametrize(
+        ("tokens", "limit", "context"),
+        [(200, 8192, 1024), (1030, 8192, 1536), (3000, 8192, 3072), (3100, 8192, 4096), (3100, 3500, 3500)],
+    )
+    def test_its_context_is_rounded_up_to_one_of_few(self, tokens: int, limit: int, context: int) -> None:
+        assert self.planned(self.work(64, tokens, limit=limit))[1].context == context
+
+    def test_its_context_stays_exact_where_the_model_has_no_longer_one_or_the_cache_does_not_hold_it(
+        self,
+    ) -> None:
+        tight = replace(H100, kv_cache_bytes=self.SMALL.cache_bytes(3200))
+
+        assert self.planned(self.work(64, 3100))[1].context == 3100
+        assert self.planned(self.work(64, 3100, limit=8192), tight)[1].context == 3100
+
+    def test_there_are_few_contexts(self) -> None:
+        found = {context_bucket(tokens) for tokens in range(1, 32_769)}
+
+        assert len(found) == 11
+        assert all(
+            tokens <= context_bucket(tokens) <= max(1024, 1.5 * tokens) for tokens in range(1, 32_769, 61)
+        )
+
+
 class TestWidths:
     def test_they_are_multiples_of_128_with_at_most_an_eighth_of_padding(self) -> None:
         for tokens in range(1, 32_769, 61):
@@ -572,6 +686,19 @@ class TestServing:
 
         assert self.SHAPE is not None
         assert sizing.serving_cache(self.SHAPE, need, context=8192, free=GIB) == self.SHAPE.cache_bytes(8192)
+
+    @pytest.mark.parametrize(
+        ("gib", "is_automatic", "sequences"),
+        [(8, True, 256), (40, True, 512), (120, True, 1024), (120, False, 256)],
+    )
+    def test_an_automatic_cache_for_many_chats_gives_them_their_buffers(
+        self, gib: int, is_automatic: bool, sequences: int
+    ) -> None:
+        shape, cache = present(self.SHAPE), gib * GIB
+        rest, sizes = sizing.serving_sizes(shape, self.need(), 8192, cache, is_automatic=is_automatic)
+
+        assert sizes == EngineSizes(8192, sequences, 8192)
+        assert rest == cache - sizing.buffer_bytes(shape, EngineSizes(0, sequences))
 
 
 @pytest.mark.parametrize(
@@ -870,7 +997,8 @@ class TestSleep:
         found = self.planned().estimate
         weights = llama_shape(*LLAMA_8B).weight_bytes
 
-        assert found.sampling == 2 * weights + found.adapter + found.cache + 4 * GIB
+        engine = weights + found.slots + found.buffers + found.cache
+        assert found.sampling == weights + found.adapter + engine + 4 * GIB
         assert found.learning == weights + found.parts + found.margin
         assert found.total == max(found.sampling, found.learning) <= self.L40S.available
         assert found.sampling + found.parts > self.L40S.available
@@ -916,13 +1044,13 @@ class TestSleep:
             assert "because this saves about" in made.described(shape, work)
 
     def test_the_main_memory_for_the_weights_is_planned_too(self) -> None:
-        """PyTorch rounds pinned memory up to a power of two, so up to twice the weights."""
-        weights = llama_shape(*LLAMA_8B).weight_bytes
+        """PyTorch rounds pinned memory up to a power of two, so up to twice the weights and the adapter's slot."""
+        weights = llama_shape(*LLAMA_8B).weight_bytes + self.planned().estimate.slots
 
         assert self.planned(engines=3, main_memory=6 * weights).main_memory == 6 * weights
         assert self.planned(main_memory=None).sleeps  # unknown
         with pytest.raises(
-            DoesNotFit, match=r"in main memory: 89\.7 GiB for engines x 3, and 89\.7 GiB are free"
+            DoesNotFit, match=r"in main memory: 90\.2 GiB for engines x 3, and 90\.2 GiB are free"
         ):
             self.planned(engines=3, main_memory=6 * weights - 1)
 
@@ -946,7 +1074,7 @@ class TestSleep:
         made = self.planned()
 
         assert "vLLM sleeps while the job learns" in made.described(llama_shape(*LLAMA_8B), self.LONG)
-        assert "29.9 GiB of main memory" in made.sleep_sentence
+        assert "30.1 GiB of main memory" in made.sleep_sentence
 
 
 def test_a_plan_spares_a_share_of_all_that_is_free_also_beside_a_teacher() -> None:

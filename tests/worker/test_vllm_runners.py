@@ -95,6 +95,37 @@ class TestModelRunner:
         assert "self.seeds.np[req_idx] = seed" in states
 
 
+def test_engines_of_one_size_share_what_vllm_compiles() -> None:
+    """Its key has the sizes of worker/model/engine_sizes.py, and nothing that differs between two starts."""
+    environment = source("envs.py").partition("ignored_factors: set[str] = {")[2].partition("}")[0]
+    cache = source("config/cache.py").partition("ignored_factors = {")[2].partition("}")[0]
+    model = source("config/model.py").partition("ignored_factors = {")[2].partition("}")[0]
+    scheduler = ast.unparse(class_of("config/scheduler.py", "SchedulerConfig"))
+
+    # The key of an engine, its folder, its processor and its GPUs.
+    names = (
+        "VLLM_API_KEY",
+        "VLLM_RPC_BASE_PATH",
+        "VLLM_CACHE_ROOT",
+        "CUDA_VISIBLE_DEVICES",
+        "VLLM_LOGGING_LEVEL",
+    )
+    assert all(f'"{name}"' in environment for name in names)
+    assert '"kv_cache_memory_bytes"' in cache and '"gpu_memory_utilization"' in cache
+    assert '"max_model_len"' not in model, "so its values have to be few"
+    assert "factors.append(self.max_num_batched_tokens)" in scheduler
+    assert "factors.append(self.max_num_seqs)" in scheduler
+
+
+def test_the_processes_of_an_engine_log_the_error_that_ends_them() -> None:
+    """Our plugin reads it there, since a server says only that its engine failed."""
+    assert 'logger.exception("EngineCore failed to start.")' in source("v1/engine/core.py")
+    assert 'logger.exception("EngineCore encountered a fatal error.")' in source("v1/engine/core.py")
+    assert 'logger.exception("WorkerProc failed to start.")' in source("v1/executor/multiproc_executor.py")
+    assert "load_general_plugins()" in source("v1/engine/core.py")
+    assert "load_general_plugins()" in source("v1/worker/worker_base.py")
+
+
 def test_flashinfers_sampler_is_never_asked_for_a_request_with_a_seed() -> None:
     """So that nothing is lost by VLLM_USE_FLASHINFER_SAMPLER=0, which both versions obey."""
     assert "or self.sampling_states.any_explicit_seed(" in source(SAMPLERS["second"])

@@ -25,7 +25,7 @@ from core.jobs.hyperparameters import Hyperparameters, resolve
 from core.registry import BaseModelEntry
 from core.response_format import response_schema
 from core.settings import Settings
-from tests.own_engines import engines_of
+from tests.own_engines import engines_of, facts_of
 from tests.present import untyped
 from tests.tiny import WORDS, make_byte_model, make_tiny_model
 from worker.model import memory, sizing
@@ -534,9 +534,7 @@ class TestCache:
         settings = Settings(kv_cache_gib=kv_cache_gib, torch_threads=1)
         machine = sizing.machine(settings, "cpu", 64 << 30, "vllm")
         plan = sizing.plan("deep", shape, work, machine)
-        built = untyped(choice.build)(
-            "vllm", policy, settings, None, shape=shape, plan=plan, longest=work.longest, store=None
-        )
+        built = untyped(choice.build)("vllm", policy, settings, None, shape=shape, plan=plan, store=None)
         assert isinstance(built, VllmSampler)
         return built
 
@@ -559,7 +557,7 @@ class TestCache:
     def test_the_automatic_cache_starts(self, deep: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
         with PROGRESS.phase("training"):
             sampler = self.sampler_of(deep, "auto", monkeypatch)
-        assert isinstance(sampler.engines, OwnEngines) and sampler.engines.config.context == 8192
+        assert isinstance(sampler.engines, OwnEngines) and sampler.engines.config.sizes.context == 8192
         try:
             [group] = drawn(sampler, [prompt(deep, "say yes", 1)], sampling())
         finally:
@@ -604,6 +602,14 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1][0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def test_the_engine_has_no_buffers_for_embeddings_and_head(sampler: VllmSampler) -> None:
+    """No adapter has them, and the memory plan does not count them."""
+    names = ("model.embed_tokens", "lm_head", "model.layers.0.self_attn.q_proj")
+    tensors = [f"base_model.model.{name}.lora_A.weight" for name in names]
+
+    assert facts_of(sampler, tensors).left_out == tensors[:2]
 
 
 def test_vllm_still_has_what_we_use_of_it() -> None:

@@ -29,11 +29,15 @@ from tests.present import present, untyped
 from tests.servers import reserve_ports
 from tests.thinking import FAMILIES, make_thinking_model
 from tests.tiny import WORDS, make_tiny_model
+from worker.engine.launch import EngineNotStarted
+from worker.engine.options import EngineConfig
+from worker.model.engine_sizes import EngineSizes
 from worker.model.full import FullPolicy
 from worker.model.policy import Policy, load_base, render
 from worker.packages import vllm_version
 from worker.refusals import UserMistake
 from worker.rollout.served_teacher import ServedTeacher
+from worker.serving.vllm_server import VllmServer
 from worker.training.offline import SoftTargetTrainer
 from worker.training.teacher import PolicyTeacher, TeacherPolicy
 from worker.types import Pack, Prompt, Rollout, TrainingSequence
@@ -273,6 +277,21 @@ def test_an_engine_that_died_is_started_again_by_the_next_request(server: str, f
     while any(map(command_of, below)):
         assert time.monotonic() < deadline, "a process outlives its engine"
         time.sleep(0.1)
+
+
+def test_the_reason_of_a_start_that_failed_is_known_to_the_server(folder: Path) -> None:
+    """It is in the log of a process below the one that exits: here, a cache that holds no sequence."""
+    entry = BaseModelEntry(path=folder / "model", dtype="float32", context=128)
+    sizes = EngineSizes(entry.context)
+    config = EngineConfig(
+        str(folder / "model"), "float32", "cpu", sizes, rank=8, kv_cache_bytes=1 << 14, threads=1
+    )
+    failing = VllmServer("tiny", config, entry, folder / "adapters")
+
+    with pytest.raises(EngineNotStarted) as failed:
+        asyncio.run(failing.start())
+
+    assert any("KV cache" in error for error in failed.value.errors)
 
 
 def test_an_adapter_of_too_high_a_rank_is_refused_with_what_to_do(server: str, folder: Path) -> None:

@@ -35,7 +35,6 @@ from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
 from worker.engine import extension
 from worker.engine.options import (
-    RANKS,
     EngineConfig,
     engine_options,
     fleet_options,
@@ -43,6 +42,7 @@ from worker.engine.options import (
     server_options,
 )
 from worker.engine.protocol import AnswerRequest, GroupRequest
+from worker.model.engine_sizes import RANKS, EngineSizes
 
 TAKES = {
     LLMEngine.add_request: ["request_id", "prompt", "params", "lora_request"],
@@ -81,6 +81,7 @@ MENTIONS = {
     OutputProcessor: "self.request_states",
     LRUCacheWorkerLoRAManager: "self._adapter_manager = ",
     LoRAModelManager: "self.model",
+    LoRAModelManager.__init__: "self.supported_lora_modules = get_supported_lora_modules(self.model)",
     LoRAModelManager.set_adapter_mapping: "self._last_mapping != mapping",
     GpuWorker.reload_weights: "self.model_runner.reload_weights(*args, **kwargs)",
     UnquantizedEmbeddingMethod.process_weights_after_loading: "dispatch_cpu_unquantized_gemm(layer,",
@@ -109,9 +110,9 @@ def changed() -> Iterator[str]:
     known = {f.name for f in dataclasses.fields(AsyncEngineArgs)}
     http = {f.name for f in dataclasses.fields(FrontendArgs)}
     for config in (
-        EngineConfig("", "float32", "cpu", 16, 8, 1, 1),
-        EngineConfig("", "bfloat16", "cuda", 16, 8, 1, 0, tensor_parallel=2, sleeps=True),
-        EngineConfig("", "bfloat16", "cuda", 16, 0, 1, 0),
+        EngineConfig("", "float32", "cpu", EngineSizes(16), 8, 1, 1),
+        EngineConfig("", "bfloat16", "cuda", EngineSizes(16), 8, 1, 0, tensor_parallel=2, sleeps=True),
+        EngineConfig("", "bfloat16", "cuda", EngineSizes(16), 0, 1, 0),
     ):
         if unknown := set(engine_options(config)) - known:
             yield f"EngineArgs no longer takes {unknown}"

@@ -14,6 +14,7 @@ from typing import Any, TypedDict
 from worker.engine.options import EngineConfig, environment, sampling_options
 from worker.engine.protocol import AdapterBytes, AnswerRequest, GroupRequest, pack_ids, unpack_ids
 from worker.engine.stepped import SamplingEngine
+from worker.model.engine_sizes import EngineSizes
 
 TENSOR_PARALLEL = 2
 
@@ -40,7 +41,7 @@ def main() -> None:
         source=task["source"],
         dtype="float32",
         device="cpu",
-        context=512,
+        sizes=EngineSizes(512),
         rank=adapter_config["r"],
         kv_cache_bytes=1 << 24,
         threads=1,

@@ -184,6 +184,7 @@ def run_jobs(settings: Settings, jobs: int, idle_seconds: float) -> int:
         with tracing.exported(settings.otlp_endpoint, "regraft-worker"):
             status = one_shot.run()
         database.close()
+        compile_caches.prune(settings.compile_cache)  # and not before: the job waits for nothing
     return status
 
 
@@ -559,6 +560,7 @@ def inference(arguments: argparse.Namespace) -> int:
         if arguments.model is not None:
             base_model_of(settings, arguments.model)
         check_device(settings)
+        compile_caches.prune(settings.compile_cache)
         with suppress(OSError):  # holds only caches, and base models are served without them
             private.make_folder(settings.data_dir)
         os.environ.update(quiet_environment())
@@ -600,6 +602,7 @@ def sampler(arguments: argparse.Namespace) -> int:
         check_models(settings)
         entry = base_model_of(settings, arguments.model)
         check_device(settings)
+        compile_caches.prune(settings.compile_cache)
         private.make_folder(settings.data_dir)
         os.environ.update(quiet_environment())
         with importing():

@@ -20,6 +20,7 @@ from core.settings import Settings
 from worker import compile_caches, process
 from worker.doctor.exact import BOUNDS, SIZES, gradient_difference, logprob_difference, tiny_policy
 from worker.model.batch import tensors_of
+from worker.model.engine_sizes import EngineSizes
 from worker.model.policy import Policy
 from worker.model.token_logprobs import logprobs
 from worker.sampling import Answer, Sampling, grouped
@@ -116,7 +117,7 @@ def engine(device: str) -> dict[str, Any]:
         started = time.perf_counter()
         sampler = with_own_engines(
             policy,
-            context=256,
+            sizes=EngineSizes(256),
             kv_cache_bytes=(256 if device == "cuda" else 16) << 20,
             threads=1,
             sleeps=device == "cuda",

@@ -112,7 +112,7 @@ class EngineRoutes:
 def main(file: Path) -> None:
     start = json.loads(file.read_text())
     process.die_with_parent(start["parent"])
-    config = EngineConfig(**start["config"] | {"gpus": tuple(start["config"]["gpus"])})
+    config = EngineConfig.of_row(start["config"])
     engine = SteppedEngine(partial(SamplingEngine, config))
     app = application(engine, engine_options(config), os.environ["VLLM_API_KEY"])
     server = uvicorn.Server(

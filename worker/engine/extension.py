@@ -53,6 +53,18 @@ def tensors_without_layer(worker: Any, tensors: tuple[str, ...]) -> list[str]:
     return [name for name in tensors if parse_fine_tuned_lora_name(name, mapper)[0] not in layers]
 
 
+def linear_layers(model: Any) -> list[str]:
+    """Return the last parts of the names of the layers that vLLM allocates adapter slots for.
+
+    In place of vLLM's own function, which adds the embeddings, the head and the experts of mixtures. No adapter of ours
+    has these: a slot for the experts of 30B-A3B would be 62 times as large as one for its linear layers.
+    """
+    from vllm.model_executor.layers.linear import LinearBase
+
+    modules = model.named_modules()
+    return sorted({name.rpartition(".")[2] for name, module in modules if isinstance(module, LinearBase)})
+
+
 def adaptable(
     modules: Iterable[str], packed: Mapping[str, Sequence[str]], unsplit: Collection[str]
 ) -> set[str]:

@@ -10,7 +10,7 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 
 from graders.sandbox import folders
+from worker.engine import errors
 from worker.engine import options as engine_settings
 from worker.engine.options import EngineConfig
 from worker.engine.protocol import HEALTH
@@ -31,7 +32,14 @@ EXIT_SECONDS = 5.0  # between the signal to exit and the one that cannot be igno
 
 
 class EngineNotStarted(Exception):
-    """An engine has exited before it was ready, or has taken too long. The log says why."""
+    """An engine has exited before it was ready, or has taken too long. The log says why.
+
+    `errors`: those of its processes, oldest first.
+    """
+
+    def __init__(self, message: str, errors: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.errors = errors
 
 
 @dataclass(frozen=True)
@@ -65,6 +73,11 @@ class ChildEngine:
     def has_exited(self) -> bool:
         return self._process.returncode is not None
 
+    @property
+    def errors(self) -> Sequence[str]:
+        """Those that its processes have logged, oldest first."""
+        return list(errors.read(self.folder))
+
     async def kill(self) -> int:
         """End it at once. Returns its exit status, which is that of `subprocess`."""
         if not self.has_exited:
@@ -95,9 +108,11 @@ class ChildEngine:
         deadline = time.monotonic() + LOADING_SECONDS
         while not await self._is_healthy():
             if self.has_exited:
-                raise EngineNotStarted(f"its engine exited with status {self._process.returncode}")
+                raise EngineNotStarted(
+                    f"its engine exited with status {self._process.returncode}", self.errors
+                )
             if time.monotonic() > deadline:
-                raise EngineNotStarted(f"its engine was not ready after {LOADING_SECONDS:.0f} s")
+                raise EngineNotStarted(f"its engine was not ready after {LOADING_SECONDS:.0f} s", self.errors)
             await asyncio.sleep(POLL_SECONDS)
 
     async def _is_healthy(self) -> bool:
@@ -174,7 +189,7 @@ async def _spawned(
     key = secrets.token_urlsafe(24)
     file = folder / "start.json"
     file.write_text(json.dumps(start))
-    own = {"VLLM_API_KEY": key, "VLLM_RPC_BASE_PATH": str(folder)}
+    own = {"VLLM_API_KEY": key, "VLLM_RPC_BASE_PATH": str(folder), errors.FILE: str(errors.file_in(folder))}
     command = [sys.executable, "-m", module, str(file)]
     process = await asyncio.create_subprocess_exec(*command, env={**environment, **own}, **options)
     client = httpx.AsyncClient(

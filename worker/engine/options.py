@@ -5,12 +5,14 @@ rely on is therefore set, also to its default; docs/explain/engines.md has the t
 """
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from regraft_server.vllm_plugin import ENGINE
 from worker.engine.names import PLUGIN, THOUGHTS
 from worker.engine.protocol import AnswerRequest, GroupRequest
+from worker.model.engine_sizes import EngineSizes, slot_rank
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,7 @@ class EngineConfig:
     source: str
     dtype: str
     device: str  # cpu | cuda
-    context: int
+    sizes: EngineSizes
     rank: int  # of the adapter; 0: there is none, and weights come from files
     kv_cache_bytes: int  # of each process
     threads: int  # of torch, on a CPU; 0 leaves torch's own choice
@@ -29,12 +31,12 @@ class EngineConfig:
     sleeps: bool = False  # between sampling; a CPU has no memory to release
     continues: bool = False  # answers in flight may continue with another adapter
 
+    @classmethod
+    def of_row(cls, row: Mapping[str, Any]) -> Self:
+        """From what `dataclasses.asdict` made of one, in JSON."""
+        return cls(**{**row, "sizes": EngineSizes(**row["sizes"]), "gpus": tuple(row["gpus"])})
 
-# vLLM's LoRA buffers come in these heights; a rank between two of them is padded with zeros.
-RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-SEQUENCES = 256  # decoded side by side
-# Tokens of one step on a GPU. The memory plan of a job has room for the activations of 2,048 beside the trainer.
-BATCHED_TOKENS, SERVER_BATCHED_TOKENS = 2048, 8192
+
 ADAPTERS_AT_ONCE = 8  # of a server, in one batch, each in a slot of the device's memory
 ADAPTERS_IN_MEMORY = 64  # of the machine
 FLEET_ADAPTERS_IN_MEMORY = 16
@@ -82,8 +84,8 @@ def engine_options(config: EngineConfig) -> dict[str, Any]:
     return {
         "model": config.source,
         "dtype": config.dtype,
-        "max_model_len": config.context,
-        "max_num_seqs": SEQUENCES,
+        "max_model_len": config.sizes.context,
+        "max_num_seqs": config.sizes.sequences,
         **(_adapter_options(config) if config.rank else {}),
         # The exact size, because the trainer uses the same device. vLLM then uses the share only to check at start-up
         # that this much memory is free, so it is close to 0.
@@ -107,7 +109,7 @@ def _adapter_options(config: EngineConfig) -> dict[str, Any]:
     return {
         "enable_lora": True,
         "max_loras": 1,
-        "max_lora_rank": next(rank for rank in RANKS if rank >= config.rank),
+        "max_lora_rank": slot_rank(config.rank),
     }
 
 
@@ -121,7 +123,7 @@ def _cpu_options(config: EngineConfig) -> dict[str, Any]:
         # A prompt cut in two discards a sampled token, and vLLM then turns the request's generator back, which a
         # generator on a CPU refuses ("CPU Generator does not use offset"). So a prompt has to fit into one step.
         "enable_chunked_prefill": False,
-        "max_num_batched_tokens": max(config.context, BATCHED_TOKENS),
+        "max_num_batched_tokens": max(config.sizes.context, config.sizes.batched_tokens),
         "enable_sleep_mode": False,
     }
 
@@ -132,7 +134,7 @@ def _gpu_options(config: EngineConfig) -> dict[str, Any]:
         "optimization_level": 2,  # torch.compile, and CUDA graphs of whole steps and of their parts
         "async_scheduling": True,
         "enable_chunked_prefill": True,
-        "max_num_batched_tokens": BATCHED_TOKENS,
+        "max_num_batched_tokens": config.sizes.batched_tokens,
         "enable_sleep_mode": config.sleeps,
         # FlashInfer's, with a workspace beside the memory plan.
         "compilation_config": {"pass_config": {"fuse_allreduce_rms": False}},
@@ -147,7 +149,6 @@ def server_options(config: EngineConfig, tool_parser: str | None) -> dict[str, A
     return engine_options(config) | {
         "max_loras": ADAPTERS_AT_ONCE,
         "max_cpu_loras": ADAPTERS_IN_MEMORY,
-        **({"max_num_batched_tokens": SERVER_BATCHED_TOKENS} if config.device == "cuda" else {}),
         # The model's own log-probabilities, before temperature and the rest: what both engines report.
         "logprobs_mode": "raw_logprobs",
         "disable_log_stats": False,

@@ -3,9 +3,12 @@
 regraft_server/vllm_plugin.py calls it in processes of our engines. routes.py has the plugin for vLLM's HTTP server.
 """
 
+import logging
 import multiprocessing
 
 from worker import process
+from worker.engine import errors
+from worker.engine.extension import linear_layers
 from worker.engine.names import THOUGHTS
 
 
@@ -14,6 +17,9 @@ def register() -> None:
     # vLLM does not end all of its processes when one is killed: a worker would wait for another one for ever.
     if (parent := multiprocessing.parent_process()) is not None and parent.pid is not None:
         process.die_with_parent(parent.pid)  # by its own number: it may be dead already
+    errors.write_errors_of(logging.getLogger("vllm"))
+    from vllm.lora import model_manager
     from vllm.reasoning import ReasoningParserManager
 
     ReasoningParserManager.register_lazy_module(THOUGHTS, "worker.engine.thoughts", "TaggedThoughts")
+    model_manager.get_supported_lora_modules = linear_layers

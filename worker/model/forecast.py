@@ -107,6 +107,7 @@ class StepSize:
             references=references,
             adapter_copies=sizing.adapter_copies(self.off_policy_steps),
             learned=in_flight,
+            answers=self.answers,
         )
 
     @property
@@ -147,7 +148,10 @@ class Forecast:
     def sampling_bytes(self) -> int:
         """Of a GPU that only samples."""
         machine = Machine("cuda", 0, "vllm", tensor_parallel=self.tensor_parallel)
-        return sizing.without_trainer(self.shape, self.size.workload, machine) + self.plan.cache_bytes
+        buffers = sizing.buffer_bytes(self.shape, self.plan.engine, self.tensor_parallel)
+        return (
+            sizing.without_trainer(self.shape, self.size.workload, machine) + buffers + self.plan.cache_bytes
+        )
 
     @property
     def concurrent(self) -> int:
@@ -157,7 +161,8 @@ class Forecast:
         """
         longest = self.size.workload.longest
         cached = self.shape.divided(self.tensor_parallel).cache_bytes(longest)
-        most = min(self.answers_of_engine, sizing.MAX_SEQUENCES)
+        assert self.plan.engine is not None, "vLLM samples"
+        most = min(self.answers_of_engine, self.plan.engine.sequences)
         engines = Machine("cuda", 0, "vllm", engines=self.engines, tensor_parallel=self.tensor_parallel)
         if self.plan.cache_bytes >= sizing.wanted_cache(self.shape, self.size.workload, engines):
             return most

@@ -169,17 +169,20 @@ def allowed(limits: SizeLimits, bounds: SizeBounds) -> SizeLimits:
 def lowered(sizes: PlanSizes, shortage: Shortage, bounds: SizeBounds) -> PlanSizes | None:
     """The sizes with which the work is tried again. None: nothing is left to lower."""
     smaller_batches = replace(sizes, token_budget=_half(sizes, shortage)) if shortage.divisible else None
-    smaller_cache = None
     helps = shortage.place == "sampler" or (bounds.is_beside and not sizes.sleeps)
-    if helps and sizes.cache_bytes > bounds.least_cache:
-        cache = max(bounds.least_cache, sizes.cache_bytes // 2)
-        smaller_cache = replace(sizes, cache_bytes=cache)
+    cache = smaller_cache(sizes.cache_bytes, bounds.least_cache) if helps else None
+    with_less_cache = None if cache is None else replace(sizes, cache_bytes=cache)
     asleep = replace(sizes, sleeps=True) if bounds.may_sleep and not sizes.sleeps else None
     recomputed = None if sizes.checkpointed else replace(sizes, checkpointed=True)
-    first = [smaller_batches, smaller_cache]
+    first = [smaller_batches, with_less_cache]
     if shortage.place == "sampler":
         first.reverse()
     return next((one for one in [*first, asleep, recomputed] if one is not None), None)
+
+
+def smaller_cache(cache_bytes: int, least: int) -> int | None:
+    """The bytes of the cache of an engine after an out-of-memory error. None: it is the least already."""
+    return max(least, cache_bytes // 2) if cache_bytes > least else None
 
 
 def _half(sizes: PlanSizes, shortage: Shortage) -> int:

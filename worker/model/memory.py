@@ -35,6 +35,9 @@ from worker.sharing.base import RunsAlone
 log = logging.getLogger(__name__)
 
 DRIVER_BYTES = GIB  # of a GPU, for the driver and the CUDA context of a process
+# Contexts of CUDA, and what an engine allocates beside its plan. Other processes with less than this are no reason for
+# an out-of-memory error.
+UNEXPLAINED_BYTES = GIB
 
 
 def shape_of(config: Any, dtype: torch.dtype) -> Shape:

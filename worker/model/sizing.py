@@ -16,10 +16,19 @@ from core.jobs.hyperparameter_groups import LoraTargets
 from core.registry import Device, SamplerName
 from core.settings import Settings
 from core.units import GIB
+from worker.model.engine_sizes import (
+    BATCHED_TOKENS,
+    LARGER,
+    SEQUENCES,
+    EngineSizes,
+    context_bucket,
+    is_useful,
+    slot_rank,
+)
 from worker.model.targets import LinearLayer, chosen
 
 HEAD_CHUNK = 512  # rows of the vocabulary product alive at once: 512 x 49,152 float32 logits are 100 MB
-MAX_SEQUENCES = 256  # that vLLM decodes side by side
+MAX_SEQUENCES = SEQUENCES[-1]  # that vLLM decodes side by side
 MAX_TOKENS_IN_FLIGHT = 131_072  # of the transformers sampler: more rows are sampled in several waves
 
 # Tokens of a micro-batch. 2,048 keep the matrix units of a GPU busy; above 8,192 nothing gets faster.
@@ -48,6 +57,10 @@ LEARNED_SHARE = 0.5  # of the tokens that a step has at most
 SLEEP_GAIN = 1.1  # the estimates are rough
 
 SAFETY_SHARE = 0.05  # of a GPU, that no plan uses
+BUFFER_SHARE = (
+    0.125  # of the cache of a model that is served, that it may give to more sequences side by side
+)
+SERVED_TOKENS = 1024  # of a chat with a model that is served, in the mean. Assumed
 
 _BLOCK = 128  # a multiple of every block size that vLLM uses
 
@@ -149,11 +162,22 @@ class Workload:
     references: int = 0  # copies of all weights that it is compared with, if all are trained
     adapter_copies: int = 0  # in main memory, in float32
     learned: int = 0  # tokens of a step that the trainer computes, at most; 0: unknown
+    answers: int = 0  # in flight, at most; 0: unknown
+    limit: int = 0  # the model's context; 0: unknown
 
     @property
     def longest(self) -> int:
-        """One sequence: the longest prompt and the longest answer. vLLM's `max_model_len`."""
+        """One sequence: the longest prompt and the longest answer."""
         return self.prompt + self.completion
+
+    def answers_of_one(self, engines: int) -> int:
+        """Answers in flight of one engine; if their number is unknown, as many as are in the tokens in flight."""
+        return math.ceil((self.answers or self.in_flight // self.longest) / max(1, engines))
+
+    @property
+    def slot_rank(self) -> int:
+        """Of the engine's adapter; 0: it has none."""
+        return 0 if self.full else self.rank
 
 
 def workload(
@@ -170,11 +194,13 @@ def workload(
     full: bool = False,
     references: int = 0,
     off_policy_steps: int = 0,
+    limit: int = 0,
 ) -> Workload:
     """Of a job with `batch` prompts a step, `group` answers each; `eval_samples` answers to each validation row.
 
     Args:
         copied: each answer has a copy of its prompt in the cache (the transformers sampler in rows mode).
+        limit: the model's context, up to which that of an engine may be rounded up.
     """
     training, validating = (
         prompts * ((answers if copied else 1) * prompt + answers * completion)
@@ -190,6 +216,8 @@ def workload(
         references,
         adapter_copies(off_policy_steps),
         learned=training,
+        answers=max(batch * group, valid_rows * eval_samples),
+        limit=limit,
     )
 
 
@@ -291,6 +319,8 @@ class Estimate:
     head: int
     cache: int
     margin: int
+    slots: int = 0  # the engine's buffers for an adapter
+    buffers: int = 0  # the engine's, for larger sizes than its margin has room for
     tensor_parallel: int = 1  # devices that share the engine's copy of the weights
     shard: int | None = None  # of the trainer's copy, where several GPUs share it, with the layers in use
     degree: int = 1  # GPUs that share it
@@ -323,8 +353,9 @@ class Estimate:
 
     @property
     def engine(self) -> int:
-        """Of an engine's weights."""
-        return (self.copies - 1) * math.ceil(self.weights / self.tensor_parallel)
+        """Of an engine's weights, its adapter and what it computes with."""
+        weights = (self.copies - 1) * math.ceil(self.weights / self.tensor_parallel)
+        return weights + self.slots + self.buffers
 
     @property
     def parts(self) -> int:
@@ -335,7 +366,7 @@ class Estimate:
         divided = self.copies > 1 and self.tensor_parallel > 1
         copies = f"{self.copies} x " if self.copies > 1 and not divided else ""
         engine = f" + {self.weights / self.tensor_parallel / GIB:.1f}" if divided else ""
-        names = ("adapter", "optimizer", "reference", "activations", "attention", "head")
+        names = ("adapter", "slots", "buffers", "optimizer", "reference", "activations", "attention", "head")
         shown = [(name, getattr(self, name)) for name in names]
         parts = [f"{name} {size / GIB:.1f}" for name, size in shown if size >= 0.05 * GIB]
         weights = f"weights {copies}{self.weights / GIB:.1f}{engine}"
@@ -437,11 +468,12 @@ def estimate(
     full: bool = False,
     references: int = 0,
     adapter_copies: int = 0,
+    engine: EngineSizes | None = None,
 ) -> Estimate:
     """The peak of a run that samples and trains.
 
     `checkpointed`: a layer's activations are computed again in the backward pass, so those of one layer are alive
-    at a time. `full`, `references` and `adapter_copies` as in Workload.
+    at a time. `full`, `references` and `adapter_copies` as in Workload; `engine` as in MemoryPlan.
     """
     if full:
         rank = 0
@@ -479,6 +511,8 @@ def estimate(
         head=logits + head_gradients,
         cache=cache,
         margin=0,
+        slots=slot_bytes(shape, rank, slots=machine.copies - 1, tensor_parallel=machine.tensor_parallel),
+        buffers=buffer_bytes(shape, engine, machine.tensor_parallel),
         tensor_parallel=machine.tensor_parallel,
         shard=shard,
         degree=machine.degree,
@@ -503,6 +537,67 @@ def adapter_parameters(shape: Shape, rank: int, targets: LoraTargets = "all-line
     return rank * sum(layer.width for layer in chosen(shape.adaptable, targets))
 
 
+def slot_bytes(shape: Shape, rank: int, *, slots: int = 1, tensor_parallel: int = 1) -> int:
+    """Bytes of an engine's buffers for adapters of up to this rank, on each of its GPUs. Rank 0: it has none.
+
+    They are for all linear layers, whatever layers a job chooses (worker/engine/extension.py). Of the two matrices of a
+    layer, vLLM divides the one on the side of heads or of the feed-forward layer's inside.
+    """
+    if not rank or not slots:
+        return 0
+    widths = (
+        min(shape.hidden, layer.width) + math.ceil(max(0, layer.width - shape.hidden) / tensor_parallel)
+        for layer in shape.adaptable
+    )
+    return slots * slot_rank(rank) * sum(widths) * shape.bytes_each
+
+
+def buffer_bytes(shape: Shape, engine: EngineSizes | None, tensor_parallel: int = 1) -> int:
+    """Bytes of a GPU that an engine computes with beyond the smallest sizes, for which its margin has room.
+
+    Of a sequence: its logits, in the precision of the weights, in float32, and once more for log-probabilities. Of a
+    token: hidden states before and after a block, and a part of queries, keys, values and the feed-forward layer.
+    """
+    if engine is None:
+        return 0
+    logits = shape.vocabulary * (shape.bytes_each + 4 + 4)
+    divided = 2 * shape.queries + 2 * shape.key_values + 3 * shape.intermediate
+    token = (4 * shape.hidden + math.ceil(divided / tensor_parallel)) * shape.bytes_each
+    return (engine.sequences - SEQUENCES[0]) * logits + (engine.batched_tokens - BATCHED_TOKENS[0]) * token
+
+
+def with_sizes(
+    shape: Shape, work: Workload, machine: Machine, *, least: int, room: int, wanted: int
+) -> tuple[int, EngineSizes | None]:
+    """The cache of an engine and its other sizes, where it has `room` bytes beside a cache of `least`.
+
+    More sequences side by side are useful as far as the cache holds them. Buffers come after all of the wanted cache,
+    or where there is no room for that, after a comfortable one.
+    """
+    if not machine.has_engine:
+        return min(wanted, least + room), None
+    shared = shape.divided(machine.tensor_parallel)
+    comfortable = COMFORTABLE_SEQUENCES * shared.cache_bytes(work.longest)
+    enough = wanted if wanted <= least + room else min(wanted, comfortable)
+    cache, sizes = min(wanted, least + room), (SEQUENCES[0], BATCHED_TOKENS[0])
+    for larger in LARGER if machine.device == "cuda" else ():
+        needed = buffer_bytes(shape, EngineSizes(0, *larger), machine.tensor_parallel)
+        rest = min(wanted, least + room - needed)
+        held = int(rest / (shared.token_cache_bytes * work.longest * LEARNED_SHARE))
+        side_by_side = min(held, work.answers_of_one(machine.engines))
+        if needed <= room and rest >= enough and is_useful(larger[0], side_by_side):
+            cache, sizes = rest, larger
+            break
+    return cache, EngineSizes(_context(shared, work, machine, cache), *sizes)
+
+
+def _context(shape: Shape, work: Workload, machine: Machine, cache: int) -> int:
+    """The context of an engine: rounded up, if the cache holds a sequence of it."""
+    rounded = min(context_bucket(work.longest), max(work.limit, work.longest))
+    is_compiled = machine.device == "cuda"
+    return rounded if is_compiled and shape.cache_bytes(rounded) <= cache else work.longest
+
+
 @dataclass(frozen=True)
 class MemoryPlan:
     """The memory plan of a run."""
@@ -513,6 +608,7 @@ class MemoryPlan:
     estimate: Estimate
     main_memory: int = 0  # bytes beside the GPUs, for weights of engines that sleep, or for adapters
     saved_seconds: float | None = None  # of each step, by sleep; None: without sleep the job does not fit
+    engine: EngineSizes | None = None  # of each of the job's engines; None: it has none
 
     @property
     def degree(self) -> int:
@@ -656,7 +752,8 @@ def plan(name: str, shape: Shape, work: Workload, machine: Machine) -> MemoryPla
     """
     if machine.split:
         learning = plan(name, shape, work, replace(machine, engines=0, split=False))
-        return replace(learning, cache_bytes=cache_without_trainer(name, shape, work, machine))
+        cache, engine = cache_without_trainer(name, shape, work, machine)
+        return replace(learning, cache_bytes=cache, engine=engine)
     wanted, comfortable, least = _cache_sizes(name, shape, work, machine)
     choices = _choices(work, machine, comfortable, least)
     for choice in choices:
@@ -668,6 +765,7 @@ def plan(name: str, shape: Shape, work: Workload, machine: Machine) -> MemoryPla
                 choice.checkpointed,
                 choice.estimate(shape, work, machine),
                 _beside_gpus(name, shape, work, machine),
+                engine=choice.engine,
             )
     raise _does_not_fit(name, work, machine, choices[-1].estimate(shape, work, machine))
 
@@ -679,6 +777,7 @@ class _Choice:
     token_budget: int
     cache_bytes: int
     checkpointed: bool
+    engine: EngineSizes | None = None
 
     def estimate(self, shape: Shape, work: Workload, machine: Machine) -> Estimate:
         return estimate(
@@ -692,15 +791,23 @@ class _Choice:
             cache=self.cache_bytes,
             checkpointed=self.checkpointed,
             machine=machine,
+            engine=self.engine,
         )
 
     def enlarged(self, shape: Shape, work: Workload, machine: Machine, wanted: int) -> "_Choice":
-        """The choice with the memory that it leaves: for a cache of up to `wanted` bytes, then for the micro-batch."""
+        """The choice with the memory that it leaves: for the engine (`with_sizes`), then for the micro-batch."""
         found = self.estimate(shape, work, machine)
         room = machine.usable - (found.sampling if machine.sleeps else found.total)
         # On a CPU the margin grows with the rest, by a fifth.
-        cache = min(wanted, self.cache_bytes + (room if machine.device == "cuda" else room * 5 // 6))
-        grown = replace(self, cache_bytes=cache)
+        cache, engine = with_sizes(
+            shape,
+            work,
+            machine,
+            least=self.cache_bytes,
+            room=room if machine.device == "cuda" else room * 5 // 6,
+            wanted=wanted,
+        )
+        grown = replace(self, cache_bytes=cache, engine=engine)
         is_free = cache == wanted or machine.sleeps  # memory that the cache does not take
         if machine.token_budget is not None or machine.device == "cpu" or not is_free:
             return grown
@@ -777,17 +884,17 @@ def _for_copies(name: str, shape: Shape, work: Workload, machine: Machine) -> in
     return needed
 
 
-def pinned_bytes(shape: Shape, engines: int) -> int:
-    """Bytes beside the GPUs that engines need for their weights while they sleep.
+def pinned_bytes(shape: Shape, work: Workload, engines: int) -> int:
+    """Bytes beside the GPUs that engines need for their weights and adapters while they sleep.
 
     PyTorch rounds pinned memory up to a power of two, so it takes up to twice as much.
     """
-    return 2 * engines * shape.weight_bytes
+    return 2 * engines * (shape.weight_bytes + slot_bytes(shape, work.slot_rank))
 
 
 def _for_sleep(name: str, shape: Shape, work: Workload, machine: Machine) -> int:
     """As `pinned_bytes`. Raises DoesNotFit."""
-    needed = pinned_bytes(shape, machine.engines)
+    needed = pinned_bytes(shape, work, machine.engines)
     if machine.main_memory is not None and needed > machine.main_memory:
         raise DoesNotFit(
             f"{name} at {work.longest} tokens fits only if vLLM sleeps while the job learns, with its weights in main "
@@ -801,12 +908,14 @@ def _for_sleep(name: str, shape: Shape, work: Workload, machine: Machine) -> int
 def without_trainer(shape: Shape, work: Workload, machine: Machine) -> int:
     """Bytes on a device of an engine that shares it with no trainer, without its KV cache."""
     weights = math.ceil(shape.weight_bytes / machine.tensor_parallel)
-    adapter = adapter_parameters(shape, work.rank, work.targets) * shape.bytes_each
-    return weights + adapter + (MARGIN_SERVING if machine.device == "cuda" else GIB // 2)
+    slot = slot_bytes(shape, work.slot_rank, tensor_parallel=machine.tensor_parallel)
+    return weights + slot + (MARGIN_SERVING if machine.device == "cuda" else GIB // 2)
 
 
-def cache_without_trainer(name: str, shape: Shape, work: Workload, machine: Machine) -> int:
-    """The KV cache of an engine that shares its devices with no trainer. Raises DoesNotFit."""
+def cache_without_trainer(
+    name: str, shape: Shape, work: Workload, machine: Machine
+) -> tuple[int, EngineSizes | None]:
+    """The KV cache of an engine that shares its devices with no trainer, and its sizes. Raises DoesNotFit."""
     room = machine.usable - without_trainer(shape, work, machine)
     one = shape.divided(machine.tensor_parallel).cache_bytes(work.longest)
     wanted = machine.kv_cache_bytes or wanted_cache(shape, work, machine)
@@ -817,7 +926,7 @@ def cache_without_trainer(name: str, shape: Shape, work: Workload, machine: Mach
             "raise `tensor_parallel` in the model's entry or REGRAFT_KV_CACHE_GIB, or choose a smaller "
             "max_completion_tokens."
         )
-    return min(wanted, room)
+    return with_sizes(shape, work, machine, least=one, room=room - one, wanted=wanted)
 
 
 def wanted_cache(shape: Shape, work: Workload, machine: Machine) -> int:
@@ -838,14 +947,14 @@ def least_cache(shape: Shape, work: Workload, machine: Machine) -> int:
     # The transformers sampler takes the answers to a prompt in turns where they do not fit together.
     if machine.sampler == "vllm" and (machine.device == "cpu" or not machine.engines):
         return wanted_cache(shape, work, machine)
-    return smallest_cache(shape, work, machine.sampler, machine.tensor_parallel)
+    return smallest_cache(shape, work.longest, machine.sampler, machine.tensor_parallel)
 
 
-def smallest_cache(shape: Shape, work: Workload, sampler: SamplerName, tensor_parallel: int = 1) -> int:
-    """The cache of one sequence, to which an out-of-memory error may lower it."""
+def smallest_cache(shape: Shape, tokens: int, sampler: SamplerName, tensor_parallel: int = 1) -> int:
+    """The cache of one sequence of these tokens."""
     if sampler == "transformers":
-        return shape.own_token_bytes * work.longest
-    return shape.divided(tensor_parallel).cache_bytes(work.longest)
+        return shape.own_token_bytes * tokens
+    return shape.divided(tensor_parallel).cache_bytes(tokens)
 
 
 def bucket(tokens: int) -> int:
@@ -939,15 +1048,10 @@ class Serving:
 def serving(
     shape: Shape, *, context: int, slots: int, rank: int, device: Device = "cuda", tensor_parallel: int = 1
 ) -> Serving:
-    """On each of `tensor_parallel` GPUs. `slots` adapters of the highest `rank` in a batch, each as large as that.
-
-    vLLM divides one of the two matrices of an adapter only, so each GPU is counted with all of it. It allocates slots
-    for the embeddings and the head, too, which no adapter of ours has.
-    """
-    parameters = adapter_parameters(shape, rank) + 2 * rank * (shape.vocabulary + shape.hidden)
+    """On each of `tensor_parallel` GPUs. `slots` adapters of the highest `rank` in a batch, each as large as that."""
     return Serving(
         weights=math.ceil(shape.weight_bytes / tensor_parallel),
-        adapters=slots * parameters * shape.bytes_each,
+        adapters=slot_bytes(shape, rank, slots=slots, tensor_parallel=tensor_parallel),
         least_cache=shape.divided(tensor_parallel).cache_bytes(context),
         margin=MARGIN_SERVING if device == "cuda" else 2 * GIB,
     )
@@ -964,6 +1068,24 @@ def serving_cache(shape: Shape, need: Serving, *, context: int, free: int, other
     if others and rest >= sum(others):
         rest = (rest - sum(others)) // (1 + len(others))
     return min(most, need.least_cache + max(0, rest))
+
+
+def serving_sizes(
+    shape: Shape, need: Serving, context: int, cache: int, *, is_automatic: bool
+) -> tuple[int, EngineSizes]:
+    """The cache of a model that is served on a GPU, and the engine's other sizes.
+
+    MARGIN_SERVING has room for the smallest number of sequences. More take their memory from an automatic cache, if
+    that holds as many chats.
+    """
+    tokens = BATCHED_TOKENS[-1]
+    for sequences in reversed(SEQUENCES[1:]) if is_automatic else ():
+        needed = buffer_bytes(shape, EngineSizes(context, sequences))
+        rest = cache - needed
+        chats = rest // (shape.token_cache_bytes * SERVED_TOKENS)
+        if needed <= BUFFER_SHARE * cache and rest >= need.least_cache and is_useful(sequences, chats):
+            return rest, EngineSizes(context, sequences, tokens)
+    return cache, EngineSizes(context, batched_tokens=tokens)
 
 
 def shape_of_config(config: Mapping[str, Any], bytes_each: int) -> Shape | None:

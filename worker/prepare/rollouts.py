@@ -102,7 +102,6 @@ def sampler_of(plan: TrainingPlan, task: PromptTask, policy: Policy, recorder: J
         recorder,
         shape=base.shape,
         plan=plan.memory,
-        longest=task.workload.longest,
         store=BlobAdapters(plan.attempt),
         engines=base.engines,
         fleet=plan.fleet,

@@ -9,13 +9,13 @@ from core.settings import Settings
 from worker.attempt import Attempt
 from worker.model import memory, sizing
 from worker.model.lowering import PlanSizes, SizeBounds, Update, allowed, fitted, limited
-from worker.model.memory import DeviceMemory
+from worker.model.memory import UNEXPLAINED_BYTES, DeviceMemory
 from worker.model.sizing import MemoryPlan, Workload
 from worker.out_of_memory import Shortage
 from worker.prepare.model import BaseModel
 from worker.recording import plan_record
-from worker.recording.plan_record import UNEXPLAINED_BYTES, PlanRecord
 from worker.sharing.memory_request import MemoryRequest
+from worker.recording.plan_record import PlanRecord
 
 
 class Resizable(Protocol):
@@ -135,9 +135,9 @@ class RunMemory:
             return before, self._record
 
 
-def room_to_sleep(base: BaseModel, main_memory: int) -> bool:
+def room_to_sleep(base: BaseModel, work: Workload, main_memory: int) -> bool:
     """Whether the weights of engines that sleep fit into these bytes."""
-    return sizing.pinned_bytes(base.shape, base.engines.engines) <= main_memory
+    return sizing.pinned_bytes(base.shape, work, base.engines.engines) <= main_memory
 
 
 def with_limits(
@@ -166,10 +166,11 @@ def with_limits(
     has_engine = base.sampler == "vllm" and engines.processes > 0
     is_beside = has_engine and engines.kind != "split"
     main_memory = memory.available("cpu")
+    longest = work.longest if planned.engine is None else planned.engine.context
     bounds = SizeBounds(
-        least_cache=sizing.smallest_cache(base.shape, work, base.sampler, engines.tensor_parallel),
+        least_cache=sizing.smallest_cache(base.shape, longest, base.sampler, engines.tensor_parallel),
         is_beside=is_beside,
-        may_sleep=is_beside and rests and base.device == "cuda" and room_to_sleep(base, main_memory),
+        may_sleep=is_beside and rests and base.device == "cuda" and room_to_sleep(base, work, main_memory),
     )
     known = plan_record.limits_of(attempt, name, workload)
     limits = allowed(known, bounds)

@@ -79,6 +79,7 @@ def prepare_task(
         valid_rows=len(valid),
         eval_samples=resolved.eval_samples,
         off_policy_steps=resolved.off_policy_steps,
+        limit=base.entry.context,
     )
     try:
         stream = PromptStream(

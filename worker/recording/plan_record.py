@@ -29,13 +29,11 @@ from worker.model.lowering import (
     lowered,
     refusal,
 )
-from worker.model.memory import DeviceMemory
+from worker.model.memory import UNEXPLAINED_BYTES, DeviceMemory
 from worker.out_of_memory import OutOfMainMemory, Shortage, is_out_of_memory, lacking
 from worker.refusals import LoweredForNextAttempt, MemoryTaken, NotEnoughMemory, Refusal, UserMistake
 from worker.sharing.base import RunsAlone
 
-# Contexts of CUDA, and what an engine allocates beside its plan. A process with less than this is no reason.
-UNEXPLAINED_BYTES = GIB
 ASLEEP_BYTES = 2 * GIB  # of an engine: its context, and what it allocates outside of its cache and weights
 KEY = ("model", "device", "workload")  # of MemoryLimit
 # Answers to an out-of-memory error, from which they may be raised.

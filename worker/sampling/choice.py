@@ -112,7 +112,6 @@ def build(
     *,
     shape: Shape,
     plan: MemoryPlan,
-    longest: int,
     store: AdapterStore,
     engines: Placement = placement.ONE_ENGINE,
     fleet: FleetConfig | None = None,
@@ -123,7 +122,6 @@ def build(
     """Build the sampler.
 
     Args:
-        longest: tokens of the longest prompt and answer together.
         store: where a fleet finds the adapter.
         fleet: of the model, if it has one.
         continues: whether answers in flight continue with the policy after an update.
@@ -153,7 +151,7 @@ def build(
         policy,
         weights=weights,
         placement=engines,
-        context=longest,
+        sizes=plan.engine,
         kv_cache_bytes=plan.cache_bytes,
         threads=settings.torch_threads,
         sleeps=plan.sleeps,

@@ -30,6 +30,7 @@ from worker.engine.protocol import (
     unpack_logprobs,
 )
 from worker.model import token_constraints
+from worker.model.engine_sizes import EngineSizes
 from worker.model.meta_policy import UnloadedPolicy
 from worker.model.policy import Policy
 from worker.model.token_constraints import rollout_of
@@ -457,7 +458,7 @@ def with_own_engines(
     *,
     weights: Weights | None = None,
     placement: Placement = ONE_ENGINE,
-    context: int | None = None,
+    sizes: EngineSizes | None = None,
     kv_cache_bytes: int = GIB,
     threads: int = 0,
     sleeps: bool = False,
@@ -472,8 +473,8 @@ def with_own_engines(
 
     Args:
         weights: default: the policy's adapter.
-        context: the longest prompt and answer together, in tokens; default: the model's context. vLLM refuses to start
-            if `kv_cache_bytes` does not hold one sequence of that length; each process of an engine has as many.
+        sizes: default: the smallest, with the model's context. vLLM refuses to start if `kv_cache_bytes`, which each
+            process of an engine has, does not hold one sequence of the context.
         sleeps, continues: `sleep` and `update_in_flight` are going to be called.
         patience: an engine that sends no message for as many seconds has hung.
         lower: as OwnEngines says.
@@ -483,7 +484,7 @@ def with_own_engines(
         source=str(policy.source),
         dtype=str(policy.model.dtype).removeprefix("torch."),
         device=policy.device.type,
-        context=policy.context if context is None else context,
+        sizes=sizes or EngineSizes(policy.context),
         rank=policy.model.peft_config["default"].r if policy.has_base else 0,
         kv_cache_bytes=kv_cache_bytes,
         threads=threads,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from core.connections import connection_options
-from core.registry import BaseModelEntry
+from core.registry import BaseModelEntry, Device
 from core.settings import Settings
 from core.storage.store import blobs_of
 from core.units import GIB
@@ -23,6 +23,7 @@ from worker.device import select_device
 from worker.engine.names import NOTHING
 from worker.engine.options import EngineConfig, environment, fleet_options
 from worker.engine.server import arguments, serve
+from worker.model.engine_sizes import BATCHED_TOKENS, SEQUENCES, EngineSizes
 from worker.model.policy import read_tokenizer, source_of
 from worker.model.sizing import CPU_CACHE_BYTES
 from worker.sampling.weights import adapter_named
@@ -65,12 +66,19 @@ def config_of(entry: BaseModelEntry, settings: Settings) -> EngineConfig:
         source=str(source),
         dtype=entry.dtype,
         device=device,
-        context=entry.context,
+        sizes=_sizes_of(entry.context, device, has_exact_cache=cache != "auto"),
         rank=settings.inference_max_lora_rank,
         kv_cache_bytes=automatic if cache == "auto" else int(cache * GIB),
         threads=settings.torch_threads,
         tensor_parallel=entry.tensor_parallel,
     )
+
+
+def _sizes_of(context: int, device: Device, *, has_exact_cache: bool) -> EngineSizes:
+    """On a GPU vLLM takes what its sizes leave as its cache, unless that is exact."""
+    if device == "cpu":
+        return EngineSizes(context)
+    return EngineSizes(context, SEQUENCES[0] if has_exact_cache else SEQUENCES[-1], BATCHED_TOKENS[-1])
 
 
 def run(settings: Settings, name: str, entry: BaseModelEntry, listening: socket.socket) -> None:

@@ -2,7 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
 
 import torch
 
@@ -10,11 +12,14 @@ from core.registry import BaseModelEntry, Registry, sampler_of
 from core.settings import Settings
 from core.units import GIB
 from worker.device import select_device
-from worker.engine.options import ADAPTERS_AT_ONCE, RANKS, EngineConfig
+from worker.engine.launch import EngineNotStarted
+from worker.engine.options import ADAPTERS_AT_ONCE, EngineConfig
 from worker.model import capacity, memory, sizing
+from worker.model.engine_sizes import EngineSizes
 from worker.model.policy import read_shape, source_of
 from worker.model.sizing import Serving, Shape
 from worker.serving.adapters import folder_of_adapters
+from worker.serving.cache_limits import CacheLimits
 from worker.serving.engines import EngineRefused
 from worker.serving.vllm_server import VllmServer
 
@@ -28,10 +33,21 @@ class VllmBuilder:
 
     Args:
         shares_device: jobs start on the same device later, so an automatic cache leaves memory for them.
+        limits: default: those in the data folder.
+        server: creates an engine that is not started.
     """
 
-    def __init__(self, settings: Settings, *, shares_device: bool) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        shares_device: bool,
+        limits: CacheLimits | None = None,
+        server: Callable[..., VllmServer] = VllmServer,
+    ) -> None:
         self.settings = settings
+        self._limits = CacheLimits(settings.data_dir / "serving-memory") if limits is None else limits
+        self._server = server
         self.shares_device = shares_device
         self.cache = settings.inference_kv_cache_gib
         self.device = select_device(settings)
@@ -123,32 +139,66 @@ class VllmBuilder:
         return entry.tensor_parallel if self.device == "cuda" else 1
 
     def _serving(self, shape: Shape, entry: BaseModelEntry) -> Serving:
-        rank = next(rank for rank in RANKS if rank >= self.settings.inference_max_lora_rank)
         return sizing.serving(
             shape,
             context=entry.context,
             slots=ADAPTERS_AT_ONCE,
-            rank=rank,
+            rank=self.settings.inference_max_lora_rank,
             device=self.device,
             tensor_parallel=self._gpus_of(entry),
         )
 
     async def build(self, name: str, entry: BaseModelEntry, others: Sequence[BaseModelEntry]) -> VllmServer:
+        """Build an engine. One that runs out of memory is started again with a smaller cache.
+
+        Raises:
+            EngineRefused: it ran out of memory with the smallest one.
+            EngineNotStarted: it failed for another reason.
+        """
+        _, need = await asyncio.to_thread(self.need, entry)
         config = await asyncio.to_thread(self.config_of, entry, others)
-        log.info("%s: a KV cache of %.1f GiB", name, config.kv_cache_bytes / GIB)
-        server = await asyncio.to_thread(VllmServer, name, config, entry, folder_of_adapters(self.settings))
-        await server.start()
-        return server
+        while True:
+            lower = partial(self._limits.lower, name, config, least=need.least_cache)
+            log.info("%s: a KV cache of %.1f GiB", name, config.kv_cache_bytes / GIB)
+            adapters = folder_of_adapters(self.settings)
+            server = await asyncio.to_thread(
+                self._server, name, config, entry, adapters, on_end=_for_next(lower)
+            )
+            try:
+                await server.start()
+            except EngineNotStarted as cause:
+                smaller = await asyncio.to_thread(lower, cause.errors)
+                if smaller is None:
+                    raise
+                config = smaller
+            else:
+                return server
 
     def config_of(self, entry: BaseModelEntry, others: Sequence[BaseModelEntry]) -> EngineConfig:
         shape, need = self.need(entry)
-        return EngineConfig(
+        cache = self.cache_bytes(shape, need, entry.context, self.bytes_free(), others)
+        sizes = EngineSizes(entry.context)
+        if self.device == "cuda":
+            is_automatic = self.cache == "auto"
+            cache, sizes = sizing.serving_sizes(shape, need, entry.context, cache, is_automatic=is_automatic)
+        config = EngineConfig(
             source=str(source_of(entry, self.settings.model_cache)),
             dtype=entry.dtype,
             device=self.device,
-            context=entry.context,
+            sizes=sizes,
             rank=self.settings.inference_max_lora_rank,
-            kv_cache_bytes=self.cache_bytes(shape, need, entry.context, self.bytes_free(), others),
+            kv_cache_bytes=cache,
             threads=self.settings.torch_threads,
             tensor_parallel=self._gpus_of(entry),
         )
+        return self._limits.within(config, need.least_cache)
+
+
+def _for_next(lower: Callable[[Sequence[str]], object]) -> Callable[[Sequence[str]], None]:
+    """What an engine does that died after its start: it lowers the cache of the one that replaces it."""
+
+    def lowering(errors: Sequence[str]) -> None:
+        with suppress(EngineRefused):  # that one may meet more free memory
+            lower(errors)
+
+    return lowering

@@ -13,7 +13,7 @@ import asyncio
 import logging
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -32,8 +32,9 @@ from worker.engine import launch
 from worker.engine.client import EngineClient
 from worker.engine.launch import ChildEngine
 from worker.engine.names import NOTHING, THOUGHTS_FORMAT, THOUGHTS_IN_GRAMMAR
-from worker.engine.options import RANKS, EngineConfig, environment, server_options
+from worker.engine.options import EngineConfig, environment, server_options
 from worker.model.architecture import without_weights
+from worker.model.engine_sizes import slot_rank
 from worker.model.policy import generation_config_of, read_config
 from worker.model.reasoning import Reasoning
 from worker.model.template import own_stop_ids, stop_ids_of
@@ -55,7 +56,7 @@ class VllmModel(ABC):
     def __init__(self, name: str, entry: BaseModelEntry, source: str, *, rank: int) -> None:
         """`rank`: the highest of the adapters that the server takes."""
         self.name, self.context = name, entry.context
-        self.most_rank = next(one for one in RANKS if one >= rank)
+        self.most_rank = slot_rank(rank)
         self.tokenizer = AutoTokenizer.from_pretrained(source)
         if entry.template_text is not None:
             self.tokenizer.chat_template = entry.template_text
@@ -190,12 +191,26 @@ class VllmModel(ABC):
 class VllmServer(VllmModel):
     """A base model on a child of this process. Implements worker.serving.engine.LoadedModel, and VllmUpstream."""
 
-    def __init__(self, name: str, config: EngineConfig, entry: BaseModelEntry, adapters: Path) -> None:
-        """`adapters`: the folder of their folders."""
+    def __init__(
+        self,
+        name: str,
+        config: EngineConfig,
+        entry: BaseModelEntry,
+        adapters: Path,
+        *,
+        on_end: Callable[[Sequence[str]], None] = lambda errors: None,
+    ) -> None:
+        """Create without an engine.
+
+        Args:
+            adapters: the folder of their folders.
+            on_end: receives the errors of an engine that died after its start.
+        """
         super().__init__(name, entry, config.source, rank=config.rank)
         self._config, self._adapters = config, adapters
         self._open = AsyncExitStack()
         self._has_nothing = config.device == "cpu"
+        self._on_end = on_end
         self._engine: ChildEngine | None = None
         self._client: EngineClient | None = None
         self._is_lost = False
@@ -232,6 +247,8 @@ class VllmServer(VllmModel):
         return self._is_lost or self._engine.has_exited or self._client.has_hung
 
     async def close(self) -> None:
+        if self.lost and self._engine is not None:
+            self._on_end(self._engine.errors)
         await self._open.aclose()
 
     @asynccontextmanager

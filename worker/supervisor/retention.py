@@ -31,6 +31,7 @@ from core.settings import Settings
 from core.storage import files, orphans, uploads
 from core.storage.store import BlobEntry, BlobStore, NotDeleted
 from core.tenancy import audit
+from worker import compile_caches
 from worker.supervisor.item_failures import ItemFailures
 from worker.telemetry import PASS_FAILURES
 
@@ -44,7 +45,7 @@ SWEEP_SECONDS = 1.0
 
 
 class Retention:
-    """The reconciler's passes over the blob store. `clock` is in seconds and monotonic."""
+    """The reconciler's passes over the blob store and caches. `clock` is in seconds and monotonic."""
 
     def __init__(
         self,
@@ -63,10 +64,11 @@ class Retention:
         # Delayed, because a worker that starts has jobs to run.
         self._next_sweep = clock() + HOUR
         self._sweeping: Iterator[list[BlobEntry]] | None = None
+        self._next_prune = clock() + HOUR
 
     @property
     def passes(self) -> list[Callable[[], None]]:
-        return [self.expired_uploads, self.policies, self.orphans]
+        return [self.expired_uploads, self.policies, self.orphans, self.compiled_kernels]
 
     def expired_uploads(self) -> None:
         """Expire uploads after an hour, and delete the parts of all that ended."""
@@ -113,6 +115,12 @@ class Retention:
             if self._clock() >= until:
                 return
         self._sweeping = None
+
+    def compiled_kernels(self) -> None:
+        """Once a day, delete compiled kernels of this machine that were not used for long."""
+        if self._clock() >= self._next_prune:
+            self._next_prune = self._clock() + DAY
+            compile_caches.prune(self.settings.compile_cache)
 
     def _old_rollouts(self) -> bool:
         """Delete the graded samples of jobs past their retention. Returns whether there may be more."""
