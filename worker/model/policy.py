@@ -42,6 +42,7 @@ from core.template_facts import TemplateFacts
 from worker.model import attention, lora, memory, quantized, reasoning, recompute
 from worker.model.adapters import adaptable_layers, adapter_targets, fused_experts
 from worker.model.architecture import class_of, refusing
+from worker.model.calls import calls_as_objects
 from worker.model.chat_tokens import content_tokens
 from worker.model.decoding import (
     Decode,
@@ -813,6 +814,7 @@ def render(
             "role": "system" if message["role"] == "developer" else message["role"],
             "content": _text(message),
         }
+        | ({"tool_calls": calls_as_objects(message["tool_calls"])} if message.get("tool_calls") else {})
         for message in messages
     ]
     arguments: dict[str, Any] = {
