@@ -21,6 +21,7 @@ from core.asgi import UNBUFFERED, until_gone
 from core.chat import InternalChat, envelope
 from core.response_format import SchemaTooLarge
 from worker.model.calls import ParsedAnswer
+from worker.model.reasoning import Reasoning
 from worker.refusals import Refusal
 from worker.serving.calls import AnswerCalls, calls_of, deltas_of, message_of, tools_of
 from worker.serving.channels import ReasoningAnswer
@@ -136,21 +137,25 @@ class ChatInProgress:
         }
 
 
-async def begin(
-    request: InternalChat, engine: Engine, adapter: Path | None, arrived: float, held_open: AsyncExitStack
-) -> ChatInProgress:
-    """Render the prompt, and take over `held_open`. Raises EngineRefused if the request cannot be served."""
+@dataclass(frozen=True)
+class RenderedChat:
+    """The prompt of a request, and what depends on its chat template."""
+
+    prompt_ids: tuple[int, ...]
+    stop_ids: frozenset[int]
+    reasoning: Reasoning | None
+    calls: AnswerCalls | None  # None: answers have no calls
+
+
+def _rendered(request: InternalChat, engine: Engine, template: str | None) -> RenderedChat:
+    """Render the messages and tools of a request. Blocks. Raises EngineRefused: the chat template cannot do it."""
     from worker.model.policy import render
 
-    refuse_unsupported(request)
-    messages, tools = messages_of(request), tools_of(request)
-    template = template_of(request, adapter)
     try:
-        calls = await asyncio.to_thread(calls_of, request, engine.tokenizer, engine.tool_parser, template)
-        template, reasoning = await asyncio.to_thread(reasoning_of, request, engine.tokenizer, template)
-        rendered = partial(render, engine.tokenizer, messages, template, tools=tools)
-        prompt_ids = tuple(await asyncio.to_thread(rendered))
-        stop_ids = await asyncio.to_thread(engine.stop_ids, template)
+        calls = calls_of(request, engine.tokenizer, engine.tool_parser, template)
+        template, reasoning = reasoning_of(request, engine.tokenizer, template)
+        prompt_ids = render(engine.tokenizer, messages_of(request), template, tools=tools_of(request))
+        return RenderedChat(tuple(prompt_ids), engine.stop_ids(template), reasoning, calls)
     except EngineRefused:
         raise
     except Refusal as cause:
@@ -160,6 +165,15 @@ async def begin(
         raise EngineRefused(
             "The model's chat template failed. The log of the inference server says why.", 500
         ) from cause
+
+
+async def begin(
+    request: InternalChat, engine: Engine, adapter: Path | None, arrived: float, held_open: AsyncExitStack
+) -> ChatInProgress:
+    """Render the prompt, and take over `held_open`. Raises EngineRefused if the request cannot be served."""
+    refuse_unsupported(request)
+    rendered = await asyncio.to_thread(_rendered, request, engine, template_of(request, adapter))
+    prompt_ids, stop_ids, reasoning = rendered.prompt_ids, rendered.stop_ids, rendered.reasoning
     room = engine.context - len(prompt_ids)
     if room < 1:
         raise EngineRefused(
@@ -168,7 +182,7 @@ async def begin(
         )
     longest = min(room, request.most_tokens or room)
     budget = budget_of(request, reasoning, longest)
-    forced = "" if calls is None else calls.schema
+    forced = "" if rendered.calls is None else rendered.calls.schema
     refuse = partial(refuse_unenforceable, request, engine.tokenizer, budget, forces_calls=bool(forced))
     await asyncio.to_thread(refuse)
     asks = [
@@ -193,7 +207,7 @@ async def begin(
     ]
     tally = Tally(arrived, request.served.base_model, len(asks))
     tally.counted(len(prompt_ids), 0)
-    return ChatInProgress(request, engine, asks, answers, tally, held_open.pop_all(), calls)
+    return ChatInProgress(request, engine, asks, answers, tally, held_open.pop_all(), rendered.calls)
 
 
 def refuse_unsupported(request: InternalChat) -> None:
