@@ -123,8 +123,8 @@ def assemble(
     resolved = hyperparameters.resolve(asked, rows=len(rows.train), parameters=PARAMETERS, context=CONTEXT)
     resolved = hyperparameters.with_first_values(resolved, job.resolved)
     room = {"context": CONTEXT, "max_completion_tokens": resolved.max_completion_tokens}
-    train = tokenize(rows.train, lambda messages: [1, 2], file=job.training_file, **room)
-    valid = tokenize(rows.valid, lambda messages: [1, 2], file=job.validation_file, **room)
+    train = tokenize(rows.train, lambda messages, tools: [1, 2], file=job.training_file, **room)
+    valid = tokenize(rows.valid, lambda messages, tools: [1, 2], file=job.validation_file, **room)
     recorder = JobRecorder(attempt, settings.default_limits)
     recorder.resolved(resolved, "fake")
     policy = FakePolicy()

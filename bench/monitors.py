@@ -13,7 +13,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +110,9 @@ def train(seed: int, args: argparse.Namespace) -> tuple[list[dict[str, Any]], li
     )
     room = {"context": entry.context, "max_completion_tokens": settings.max_completion_tokens}
     prompts, valid = (
-        tokenize(rows, partial(render, policy.tokenizer), file="", **room)
+        tokenize(
+            rows, lambda messages, tools: render(policy.tokenizer, messages, tools=tools), file="", **room
+        )
         for rows in (train_rows, valid_rows)
     )
     with tempfile.TemporaryDirectory() as folder, database_in(Path(folder)) as (database, claim):

@@ -22,7 +22,10 @@ class Sample:
 
     output_text: str
     output_json: Any | None = None
-    output_tools: tuple[Mapping[str, Any], ...] = ()
+    output_tools: tuple[Mapping[str, Any], ...] = ()  # calls of functions, in OpenAI's format
+    output_tools_error: str = (
+        ""  # the reason why the calls in the text could not be read; it stays in `output_text`
+    )
     finish_reason: str = "stop"
     output_reasoning: str = ""
     # By reward models of the project, by name: a score, those of the steps, or why there is none. Not for templates.
@@ -45,6 +48,7 @@ class Sample:
             "output_text": self.output_text,
             "output_json": self.output_json,
             "output_tools": tools,
+            "output_tools_error": self.output_tools_error or None,
             "output_reasoning": self.output_reasoning,
             "output_reasoning_summary": None,
             "output_audio": None,

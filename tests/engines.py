@@ -14,6 +14,7 @@ class ScriptedEngine:
     """An engine that says `script`, a byte a token, and remembers what it was asked."""
 
     context = 50
+    tool_parser: str | None = None
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer

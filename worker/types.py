@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from core.jobs.remaining import RemainingSteps
 from graders.types import Grade
+from worker.model.calls import ParsedAnswer
 
 if TYPE_CHECKING:  # the processes beside a run have no torch
     from torch import Tensor
@@ -49,6 +50,17 @@ class Rollout:
     policy_step: int | None = None
     # With `continue_in_flight`, for each token: the steps that the policy which sampled it had learned from.
     policy_steps_T: tuple[int, ...] = ()
+    parsed: ParsedAnswer | None = None  # `text` as content and calls, if the row has tools
+
+    @property
+    def content(self) -> str:
+        """The text of the final answer without its calls, which graders read and steps refer to."""
+        return self.text if self.parsed is None else self.parsed.content
+
+    @property
+    def tool_calls(self) -> tuple[dict[str, Any], ...]:
+        """The calls in OpenAI's format."""
+        return () if self.parsed is None else self.parsed.tool_calls(self.text)
 
     @property
     def sampled_tokens(self) -> int:

@@ -35,6 +35,7 @@ _SAMPLE = {
         "output_text": {"type": "string"},
         "output_json": {},
         "output_tools": {"type": "array"},
+        "output_tools_error": {"type": "string"},
         "output_reasoning": {"type": "string"},
         "choices": {"type": "array"},
     },
@@ -305,6 +306,7 @@ def _sample(job: Job, row: Row, model: str) -> dict[str, Any]:
         "output": [
             {"role": "assistant", "content": row["output_text"]}
             | ({"reasoning_content": row["output_reasoning"]} if row["output_reasoning"] else {})
+            | ({"tool_calls": row["output_tools"]} if row["output_tools"] else {})
         ],
         "finish_reason": row["finish_reason"],
         "model": model,

@@ -57,7 +57,7 @@ def _nothing(value: Any, info: ValidationInfo) -> None:
     """Accept null and empty values; reject anything else by name."""
     if value not in (None, [], {}):
         where = f"method.reinforcement.{info.field_name}"
-        message = f"'{where}' is not supported by this version: answers are single messages without tools."
+        message = f"'{where}' is not supported by this version: calls of tools are graded, and not executed."
         raise InvalidParameter(message, param=where, code="unsupported_parameter")
 
 

@@ -24,7 +24,7 @@ from core.results import lineage, previews
 from core.results.lineage import Parent
 from core.settings import Settings
 from core.storage import files
-from graders.build import reads_tools, reward_model_parts
+from graders.build import reward_model_parts
 
 
 @dataclass(frozen=True)
@@ -386,11 +386,6 @@ def usable_model(body: JobCreate, base_model: str, service: Service) -> BaseMode
     asked = body.method.reinforcement
     if asked is None:
         return model
-    if where := reads_tools(asked.grader, GRADER_PARAM):
-        message = (
-            f"'{where}' reads sample.output_tools, but answers of a job have none: tools are not supported."
-        )
-        raise InvalidRequest(message, param=where, code="unsupported_parameter")
     advanced = asked.hyperparameters.advanced
     sampler = _known_sampler(base_model, model, service.settings, adapters=advanced.train == "lora")
     if advanced.schedule.type == "off_policy" and sampler == "transformers":

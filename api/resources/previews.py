@@ -11,7 +11,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -40,6 +40,7 @@ from core.evals import targets
 from core.inference import InferenceNotReady, UnknownToInference, address_of, not_served
 from core.jobs import estimates
 from core.jobs.job_files import in_words
+from core.model_templates import files_of
 from core.outages import Resource
 from core.results import evals, preview_report, previews
 from core.results.preview_report import (
@@ -59,6 +60,7 @@ from core.storage import datasets
 from core.storage.datasets import Example, InvalidDataset, LineError
 from core.storage.store import BlobStore
 from core.tenancy import tenants
+from core.tool_parsers import tools_problem
 from graders.hazards.pool import OWNER
 from graders.run import grade_all
 from graders.spec import dump
@@ -185,6 +187,7 @@ class PreviewAnswerOut(BaseModel):
     member: Annotated[int, Field(description="Index of the answer among those of its row.")]
     output_text: str
     output_reasoning: str | None
+    output_tools: Annotated[list[dict[str, Any]], Field(description="The calls of functions in the answer.")]
     finish_reason: Literal["stop", "length"]
     prompt_tokens: int
     completion_tokens: int
@@ -276,6 +279,7 @@ class Completion:
     prompt_tokens: int
     tokens: int
     reasoning: str = ""
+    tool_calls: Sequence[Mapping[str, Any]] = ()
 
     @classmethod
     def of_answer(cls, answer: Mapping[str, Any]) -> "Completion":
@@ -286,12 +290,13 @@ class Completion:
             prompt_tokens=answer["prompt_tokens"],
             tokens=answer["completion_tokens"],
             reasoning=answer["output_reasoning"] or "",
+            tool_calls=answer["output_tools"],
         )
 
     @property
     def cut_thought(self) -> bool:
         """Whether the answer ended within its thought."""
-        return bool(self.reasoning) and not self.text and self.cut_off
+        return bool(self.reasoning) and not self.text and not self.tool_calls and self.cut_off
 
 
 class Slot:
@@ -325,6 +330,7 @@ def _prepared(body: PreviewCreate, project: Project, service: Service) -> Prepar
     asked = sizes.estimate_inputs(body, project, service)
     rows = _some_rows(service.blobs, asked.training, body.rows, body.seed or 0)
     weights = _weights(body, asked, project, service)
+    _refuse_tools(body, asked, rows, service)
     chats = [_chat(body, asked, weights, row, member) for row in rows for member in range(body.samples)]
     wanted = previews.parts_of(
         body.model, asked.model, body.method_body(), asked.settings, asked.training.sha256
@@ -336,6 +342,21 @@ def _prepared(body: PreviewCreate, project: Project, service: Service) -> Prepar
         completions = [Completion.of_answer(answer) for answer in earlier.answers or []]
         answered = earlier.id, completions, earlier.report["sampling"]["seconds"]
     return Prepared(body, project.id, asked, rows, chats, wanted, answered)
+
+
+def _refuse_tools(
+    body: PreviewCreate, inputs: EstimateInputs, rows: Sequence[Example], service: Service
+) -> None:
+    """Raise InvalidRequest for a row with tools that the model cannot have, as the validation of the job does."""
+    line = next((row.line for row in rows if row.tools), None)
+    if line is None:
+        return
+    template = body.reinforcement(PREVIEW).hyperparameters.advanced.sampling.chat_template
+    files = files_of(inputs.model, service.settings.model_cache, template)
+    if files is not None and (
+        problem := tools_problem(inputs.name, inputs.model.tool_parser, files.template)
+    ):
+        raise InvalidRequest(f"line {line} has tools, and {problem}", param="training_file")
 
 
 def _weights(body: PreviewCreate, inputs: EstimateInputs, project: Project, service: Service) -> Served:
@@ -619,6 +640,7 @@ def _answer_fields(
         "member": member,
         "output_text": completion.text,
         "output_reasoning": completion.reasoning or None,
+        "output_tools": list(completion.tool_calls),
         "finish_reason": "length" if completion.cut_off else "stop",
         "prompt_tokens": completion.prompt_tokens,
         "completion_tokens": completion.tokens,
@@ -655,10 +677,6 @@ def _chat(
     hyperparameters = body.reinforcement(PREVIEW).hyperparameters
     effort = hyperparameters.reasoning_effort
     digest = hashlib.sha256(f"{body.seed or 0}/preview/{row.line}/{member}".encode()).digest()
-    for number, message in enumerate(row.messages):
-        if message.get("role") == "tool" or message.get("tool_calls"):
-            why = f"messages.{number}: a reinforcement job has no tools"
-            raise InvalidRequest(f"line {row.line} cannot be previewed: {why}", param="training_file")
     try:
         chat = Chat.model_validate(
             {
@@ -668,6 +686,8 @@ def _chat(
                     {key: value for key, value in message.items() if key != "weight"}
                     for message in row.messages
                 ],
+                "tools": row.tools or None,
+                "parallel_tool_calls": row.item.get("parallel_tool_calls") if row.tools else None,
                 "temperature": inputs.settings.temperature,
                 "max_completion_tokens": inputs.settings.max_completion_tokens,
                 "response_format": body.reinforcement(PREVIEW).response_format,
@@ -708,11 +728,12 @@ async def _complete(upstream: Upstream, chat: dict[str, Any], row: Example) -> C
     said: dict[str, Any] = answer.json()
     [choice] = said["choices"]
     return Completion(
-        text=choice["message"]["content"],
+        text=choice["message"]["content"] or "",
         cut_off=choice["finish_reason"] == "length",
         prompt_tokens=said["usage"]["prompt_tokens"],
         tokens=said["usage"]["completion_tokens"],
         reasoning=choice["message"].get("reasoning_content") or "",
+        tool_calls=choice["message"].get("tool_calls") or (),
     )
 
 
@@ -743,11 +764,14 @@ def _graded(
     items = [row.item for row in prepared.rows for _ in range(prepared.body.samples)]
     pairs = [
         (
-            Sample.from_text(
-                completion.text,
-                "length" if completion.cut_off else "stop",
-                parse_json,
-                reasoning=completion.reasoning,
+            replace(
+                Sample.from_text(
+                    completion.text,
+                    "length" if completion.cut_off else "stop",
+                    parse_json,
+                    reasoning=completion.reasoning,
+                ),
+                output_tools=tuple(completion.tool_calls),
             ),
             item,
         )

@@ -146,7 +146,15 @@ class RolloutOut(BaseModel):
     line: Annotated[int, Field(description="Line of the file.")]
     messages: list[dict[str, Any]]
     item: Annotated[dict[str, Any] | None, Field(description="The other fields of the dataset row.")]
-    output_text: Annotated[str, Field(description="The final answer.")]
+    output_text: Annotated[str, Field(description="The final answer, without its calls of functions.")]
+    output_tools: Annotated[
+        list[dict[str, Any]] | None,
+        Field(description="The calls of functions in the answer; null: the row has no tools."),
+    ]
+    output_tools_error: Annotated[
+        str | None,
+        Field(description="The reason why the calls in the answer could not be read; they are in its text."),
+    ]
     output_reasoning: Annotated[str | None, Field(description="The thought of a reasoning model.")]
     finish_reason: str
     prompt_tokens: Annotated[

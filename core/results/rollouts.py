@@ -48,7 +48,12 @@ SCHEMA = pa.schema(
         ("line", pa.int32()),  # of the dataset file, from 1
         ("messages", pa.string()),  # JSON: the prompt
         ("item", pa.string()),  # JSON: the other fields of the dataset row
-        ("output_text", pa.string()),  # the final answer
+        ("output_text", pa.string()),  # the final answer, without calls
+        (
+            "output_tools",
+            pa.string(),
+        ),  # JSON: the calls in it, in OpenAI's format; null: the row has no tools
+        ("output_tools_error", pa.string()),  # why calls could not be read, so that they are in the text
         ("output_reasoning", pa.string()),  # what a reasoning model wrote before it
         ("prompt_tokens", pa.int32()),
         ("completion_tokens", pa.int32()),
@@ -91,7 +96,7 @@ TOKENS = pa.field(
     ),
 )
 _MAPS = ("sub_scores", "sub_reasons", "sub_errors", "sub_outputs")
-_JSON = ("messages", "item")
+_JSON = ("messages", "item", "output_tools")
 _ID = re.compile(r"rollout_(\d{1,9})_([tv])_(\d{1,9})_(\d{1,9})")
 
 

@@ -4,7 +4,8 @@ A row is one prompt and any fields for its graders:
 
     {"messages": [{"role": "user", "content": "2 + 2?"}], "answer": "4"}
 
-`messages` and `tools` are reserved; every other key is the user's, and graders read it as `item.<key>`.
+`messages`, `tools` and `parallel_tool_calls` are reserved; every other key is the user's. Graders read all of them as
+`item.<key>`.
 """
 
 import codecs
@@ -16,6 +17,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from .message_rows import ROLES, Problem, conversation_problems, kind, stated, tool_problems
+
 # OpenAI's limits for reinforcement fine-tuning.
 MAX_TRAINING_ROWS, MAX_VALIDATION_ROWS = 50_000, 1_000
 MAX_REPORTED = 20
@@ -25,12 +28,6 @@ MAX_LINE_BYTES = 4 << 20  # a prompt is kilobytes; a longer "line" means a file 
 MAX_DEPTH = 100
 MAX_DIGITS = 400  # more than any float has; Python's own limit is 4300
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
-MESSAGE_KEYS = {"role", "content", "name", "weight"}
-# Extra fields of a message copied from a response of OpenAI's or Azure's. Null and empty values are dropped before the
-# model's chat template sees the message.
-EMPTY_KEYS = {"refusal", "tool_calls", "tool_call_id", "function_call", "audio", "annotations"}
-
 
 @dataclass(frozen=True)
 class Example:
@@ -39,6 +36,11 @@ class Example:
     line: int
     messages: list[dict[str, Any]]
     item: dict[str, Any]
+
+    @property
+    def tools(self) -> list[dict[str, Any]]:
+        """The functions that the answer may call, in OpenAI's format."""
+        return self.item.get("tools") or []
 
 
 @dataclass(frozen=True)
@@ -270,7 +272,7 @@ def _example(number: int, row: dict[str, Any], form: "RowForm") -> Iterator[Exam
         good = False
         yield LineError(number, problem, path)
     if good:
-        yield Example(number, [_stated(message) for message in form.messages(row)], row)
+        yield Example(number, [stated(message) for message in form.messages(row)], row)
 
 
 def is_nested_too_deeply(row: Any) -> bool:
@@ -372,9 +374,6 @@ def _has_lone_surrogate(text: str, row: Any) -> bool:
     return False
 
 
-Problem = tuple[str, str]  # path in the row, message
-
-
 @dataclass(frozen=True)
 class RowForm:
     """A format of rows."""
@@ -384,83 +383,14 @@ class RowForm:
 
 
 def _row_problems(row: dict[str, Any]) -> Iterator[Problem]:
-    if row.get("tools") not in (None, []):
-        yield "tools", "tools are not supported by this version; leave the key out"
-    if "messages" not in row:
-        yield "messages", "is missing"
-        return
-    messages = row["messages"]
-    if not isinstance(messages, list) or not messages:
-        yield "messages", "must be a list of at least one message"
-        return
-    for index, message in enumerate(messages):
-        yield from _message_problems(f"messages[{index}]", message)
-    last = messages[-1]
+    yield from tool_problems(row)
+    yield from conversation_problems("messages", row)
+    messages = row.get("messages")
+    last = messages[-1] if isinstance(messages, list) and messages else None
     role = last.get("role") if isinstance(last, dict) else None
-    if role != "user" and role in ROLES:  # other roles were reported above
-        yield f"messages[{len(messages) - 1}].role", f"the last message must be from the user, not {role}"
+    if role not in ("user", "tool") and role in ROLES:  # other roles were reported above
+        where = f"messages[{len(messages or ()) - 1}].role"
+        yield where, f"the last message must be from the user or a tool, not {role}"
 
 
 PROMPTS = RowForm(_row_problems, lambda row: row["messages"])
-
-
-def _message_problems(path: str, message: Any) -> Iterator[Problem]:
-    if not isinstance(message, dict):
-        yield path, f"must be an object, not {kind(message)}"
-        return
-    for key in message:
-        if key not in MESSAGE_KEYS and (key not in EMPTY_KEYS or message[key] not in (None, [], "")):
-            yield f"{path}.{key}", "is not a message key that this version supports"
-    if message.get("role") not in ROLES:
-        yield f"{path}.role", f"must be one of {', '.join(ROLES)}"
-    if not isinstance(message.get("name"), str | None):
-        yield f"{path}.name", f"must be a string, not {kind(message['name'])}"
-    if "weight" in message:
-        yield from _weight_problems(path, message)
-    if "content" in message:
-        yield from content_problems(f"{path}.content", message["content"])
-    else:
-        yield f"{path}.content", "is missing"
-
-
-def _stated(message: dict[str, Any]) -> dict[str, Any]:
-    """The message without null and empty extra fields."""
-    return {
-        key: value
-        for key, value in message.items()
-        if key not in EMPTY_KEYS and not (key == "name" and value is None)
-    }
-
-
-def _weight_problems(path: str, message: dict[str, Any]) -> Iterator[Problem]:
-    if message.get("role") != "assistant":
-        yield f"{path}.weight", "is only for messages of the assistant"
-    elif type(message["weight"]) is not int or message["weight"] not in (0, 1):  # bool is a subclass of int
-        yield f"{path}.weight", "must be 0 or 1"
-
-
-def content_problems(path: str, content: Any) -> Iterator[Problem]:
-    if isinstance(content, str):
-        return
-    if not isinstance(content, list) or not content:
-        yield path, "must be a string or a list of text parts"
-        return
-    for index, part in enumerate(content):
-        yield from _part_problems(f"{path}[{index}]", part)
-
-
-def _part_problems(path: str, part: Any) -> Iterator[Problem]:
-    if not isinstance(part, dict):
-        yield path, f"must be an object, not {kind(part)}"
-    elif "image" in str(part.get("type")):  # image_url, input_image
-        yield path, "images are not supported by this version"
-    elif part.get("type") != "text":
-        yield f"{path}.type", 'must be "text"'
-    elif part.keys() != {"type", "text"} or not isinstance(part["text"], str):
-        yield path, 'must be {"type": "text", "text": "..."}'
-
-
-def kind(value: Any) -> str:
-    """The JSON name of the type."""
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
-    return names.get(type(value), "a number")

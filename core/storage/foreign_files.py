@@ -114,7 +114,7 @@ SHAREGPT_TURNS = ForeignFormat(
     "the messages have ShareGPT's keys (from, value)", "write them as role and content", ("rft", "sft")
 )
 SHAREGPT_TOOLS = ForeignFormat(
-    "the rows are ShareGPT's with calls of tools (conversations)", _AS_MESSAGES, ("sft",)
+    "the rows are ShareGPT's with calls of tools (conversations)", _AS_MESSAGES, ("rft", "sft")
 )
 SHAREGPT_PREFERENCES = ForeignFormat(
     "the rows are LLaMA-Factory's preferences (conversations, chosen, rejected)",

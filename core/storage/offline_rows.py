@@ -26,25 +26,14 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from . import foreign_files
-from .datasets import (
-    EMPTY_KEYS,
-    MESSAGE_KEYS,
-    ROLES,
-    InvalidDataset,
-    LineError,
-    Problem,
-    RowForm,
-    content_problems,
-    kind,
-    read_objects,
-)
+from .datasets import InvalidDataset, LineError, RowForm, read_objects
 from .foreign_files import FIRST_ROWS
+from .message_rows import Problem, conversation_problems, kind, message_problems, tool_problems
 
 RewardKind = Literal["pairs", "scores", "steps"]
 # OpenAI's minimum; it refuses smaller files with `invalid_n_examples`.
 MIN_ROWS = 10
 MAX_ROWS = 1_000_000
-TOOL_KEYS = {"tool_calls", "tool_call_id", "function_call"}
 # The methods whose rows a job reads, by its method or variant (core/jobs/methods.py).
 ROWS_OF: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -122,17 +111,13 @@ def explained(invalid: InvalidDataset, chunks: Callable[[], Iterable[bytes]], me
 
 def supervised_problems(row: Mapping[str, Any]) -> Iterator[Problem]:
     yield from _unknown_keys(row, {"messages", "tools", "parallel_tool_calls", "functions"})
-    yield from _tool_problems(row)
+    yield from tool_problems(row)
+    if row.get("functions") not in (None, []):
+        yield "functions", "is deprecated and not supported by this version; use tools"
+    yield from conversation_problems("messages", row)
     messages = row.get("messages")
-    if "messages" not in row:
-        yield "messages", "is missing"
-    elif not isinstance(messages, list) or not messages:
-        yield "messages", "must be a list of at least one message"
-    else:
-        for index, message in enumerate(messages):
-            yield from _message_problems(f"messages[{index}]", message)
-        if not any(map(is_learned, messages)):
-            yield "messages", "has no message to learn from: no assistant message has a weight other than 0"
+    if isinstance(messages, list) and messages and not any(map(is_learned, messages)):
+        yield "messages", "has no message to learn from: no assistant message has a weight other than 0"
 
 
 def reward_problems(row: Mapping[str, Any]) -> Iterator[Problem]:
@@ -217,15 +202,14 @@ def preference_problems(row: Mapping[str, Any]) -> Iterator[Problem]:
     else:
         unknown = {"messages", "tools", "parallel_tool_calls"}
         yield from ((f"input.{path}", problem) for path, problem in _unknown_keys(given, unknown))
-        yield from ((f"input.{path}", problem) for path, problem in _tool_problems(given))
+        yield from ((f"input.{path}", problem) for path, problem in tool_problems(given))
         messages = given.get("messages")
-        if not isinstance(messages, list) or not messages:
+        if messages is None:
             yield "input.messages", "must be a list of at least one message"
         else:
-            for index, message in enumerate(messages):
-                yield from _message_problems(f"input.messages[{index}]", message)
-            if _role(messages[-1]) == "assistant":
-                yield "input.messages", "must not end with a message of the assistant"
+            yield from conversation_problems("input.messages", given)
+        if isinstance(messages, list) and messages and _role(messages[-1]) == "assistant":
+            yield "input.messages", "must not end with a message of the assistant"
     for name in outputs:
         yield from _answer_problems(name, row.get(name))
     if is_labeled(row) or not isinstance(given, Mapping) or row.get("preferred_output") is None:
@@ -254,16 +238,6 @@ def _unknown_keys(row: Mapping[str, Any], known: Collection[str]) -> Iterator[Pr
             yield str(key), "is not a key of this format"
 
 
-def _tool_problems(row: Mapping[str, Any]) -> Iterator[Problem]:
-    tools = row.get("tools")
-    if tools is not None and not (isinstance(tools, list) and all(isinstance(one, Mapping) for one in tools)):
-        yield "tools", "must be a list of objects"
-    if row.get("functions") not in (None, []):
-        yield "functions", "is deprecated and not supported by this version; use tools"
-    if not isinstance(row.get("parallel_tool_calls"), bool | None):
-        yield "parallel_tool_calls", "must be true or false"
-
-
 def _answer_problems(name: str, answer: Any) -> Iterator[Problem]:
     if not isinstance(answer, list) or len(answer) != 1:
         yield (
@@ -271,58 +245,12 @@ def _answer_problems(name: str, answer: Any) -> Iterator[Problem]:
             "is missing" if answer is None else "must be a list of exactly one message of the assistant",
         )
         return
-    yield from _message_problems(f"{name}[0]", answer[0])
+    yield from message_problems(f"{name}[0]", answer[0])
     if isinstance(answer[0], Mapping):
         if _role(answer[0]) != "assistant":
             yield f"{name}[0].role", "must be assistant"
         if "weight" in answer[0]:
             yield f"{name}[0].weight", "is only for messages of supervised rows"
-
-
-def _message_problems(path: str, message: Any) -> Iterator[Problem]:
-    if not isinstance(message, Mapping):
-        yield path, f"must be an object, not {kind(message)}"
-        return
-    for key in message:
-        if key not in MESSAGE_KEYS | TOOL_KEYS and (
-            key not in EMPTY_KEYS or message[key] not in (None, [], "")
-        ):
-            yield f"{path}.{key}", "is not a message key that this version supports"
-    if message.get("role") not in ROLES:
-        yield f"{path}.role", f"must be one of {', '.join(ROLES)}"
-    if not isinstance(message.get("name"), str | None):
-        yield f"{path}.name", f"must be a string, not {kind(message['name'])}"
-    if message.get("function_call") is not None:
-        yield f"{path}.function_call", "is deprecated and not supported by this version; use tool_calls"
-    if "weight" in message:
-        if message.get("role") != "assistant":
-            yield f"{path}.weight", "is only for messages of the assistant"
-        elif type(message["weight"]) is not int or message["weight"] not in (0, 1):
-            yield f"{path}.weight", "must be 0 or 1"
-    calls = message.get("tool_calls")
-    if calls is not None:
-        yield from _call_problems(f"{path}.tool_calls", calls, message.get("role"))
-    if message.get("content") is not None:
-        yield from content_problems(f"{path}.content", message["content"])
-    elif not calls:
-        yield f"{path}.content", "is missing"
-
-
-def _call_problems(path: str, calls: Any, role: Any) -> Iterator[Problem]:
-    if role != "assistant":
-        yield path, "is only for messages of the assistant"
-    if not isinstance(calls, list) or not calls:
-        yield path, "must be a list of at least one call"
-        return
-    for index, call in enumerate(calls):
-        function = call.get("function") if isinstance(call, Mapping) else None
-        if not (isinstance(function, Mapping) and isinstance(function.get("name"), str)):
-            yield (
-                f"{path}[{index}]",
-                'must be {"id": "...", "type": "function", "function": {"name": "...", ...}}',
-            )
-        elif not isinstance(function.get("arguments", ""), str):
-            yield f"{path}[{index}].function.arguments", "must be a string of JSON"
 
 
 _SUPERVISED = RowForm(supervised_problems, lambda row: row["messages"])

@@ -174,7 +174,7 @@ def _differs(params: Mapping[str, Any], inside: Mapping[str, Any]) -> Iterator[s
         yield "integrations: W&B runs use the account of the server's operator, who must enable W&B."
     for name in ("tools", "max_episode_steps"):
         if inside.get(name):
-            yield f"method.reinforcement.{name} is left out: answers here are single messages without tools."
+            yield f"method.reinforcement.{name} is left out: calls of tools are graded here, and not executed yet."
     suffix = params.get("suffix") or params.get("user_provided_suffix")
     if suffix and _suffix(suffix) != suffix:
         yield f"suffix: {suffix!r} appears as {_suffix(suffix)!r} in the name of the model."
@@ -190,7 +190,7 @@ def _differs(params: Mapping[str, Any], inside: Mapping[str, Any]) -> Iterator[s
         if grader.get("type") == "python":
             yield f"{where}: python graders run on the server with the packages it has; try it with `graders run`."
             break
-    yield "Rows may not have tools or images; `regraft validate train.jsonl --grader job.toml` finds them."
+    yield "Rows may not have images; `regraft validate train.jsonl --grader job.toml` finds them."
     yield "An answer that cannot be graded is left out and reported; at OpenAI it counts as a bad one."
     yield "The result file is plain CSV; OpenAI's is base64."
 

@@ -312,6 +312,8 @@ class PreviewAnswer(BaseModel):
     """Index of the answer among those of its row."""
     output_text: str
     output_reasoning: str | None = None
+    output_tools: list[dict[str, Any]]
+    """The calls of functions in the answer."""
     finish_reason: Literal["stop", "length"]
     prompt_tokens: int
     completion_tokens: int
@@ -764,7 +766,11 @@ class Rollout(BaseModel):
     item: dict[str, Any] | None = None
     """The other fields of the dataset row."""
     output_text: str
-    """The final answer."""
+    """The final answer, without its calls of functions."""
+    output_tools: list[dict[str, Any]] | None = None
+    """The calls of functions in the answer; None: the row has no tools."""
+    output_tools_error: str | None = None
+    """The reason why the calls in the answer could not be read; they are in its text."""
     output_reasoning: str | None = None
     """The thought of a reasoning model."""
     finish_reason: str

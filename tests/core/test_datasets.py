@@ -22,6 +22,13 @@ from core.storage.datasets import (
 
 MIB = 1 << 20
 USER = {"role": "user", "content": "2 + 2?"}
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+CALLING: dict[str, Any] = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}],
+}
+RESULT = {"role": "tool", "tool_call_id": "call_1", "content": "Rain."}
 
 
 def row(*messages: Any, **more: Any) -> bytes:
@@ -72,10 +79,10 @@ def test_blank_lines_at_the_end_are_tolerated() -> None:
 
 
 def test_every_role_may_speak_before_the_user() -> None:
-    roles = ["system", "developer", "user", "assistant", "tool"]
+    roles = ["system", "developer", "user", "assistant"]
     messages = [{"role": role, "content": "x"} for role in roles]
 
-    assert problems(row(*messages, USER)) == []
+    assert problems(row(*messages, CALLING, RESULT, USER)) == []
 
 
 @pytest.mark.parametrize(
@@ -93,6 +100,17 @@ def test_content_may_be_text_parts() -> None:
 
 def test_tools_may_be_null() -> None:
     assert problems(row(tools=None)) == []
+
+
+def test_a_row_may_have_tools_and_end_with_the_result_of_a_call() -> None:
+    (example,) = read_examples([row(USER, CALLING, RESULT, tools=[WEATHER], parallel_tool_calls=False)])
+
+    assert example.messages == [USER, CALLING, RESULT]
+    assert example.item["tools"] == [WEATHER]
+
+
+def test_functions_are_a_field_of_the_users_in_rows_of_prompts() -> None:
+    assert problems(row(functions=["sin"])) == []
 
 
 def test_escaped_emoji_are_characters_like_any_other() -> None:
@@ -142,11 +160,41 @@ def test_escaped_emoji_are_characters_like_any_other() -> None:
         (row("x"), "messages[0]: must be an object, not a string"),
         (
             row(tools=[{"type": "function"}]),
-            "tools: tools are not supported by this version; leave the key out",
+            'tools[0]: must be {"type": "function", "function": {"name": "...", ...}}',
+        ),
+        (row(tools={"weather": {}}), "tools: must be a list of functions, not an object"),
+        (row(tools=[WEATHER, WEATHER]), "tools[1].function.name: the tool 'weather' is already in the list"),
+        (
+            row(tools=[{"type": "function", "function": {"name": "f", "parameters": "x"}}]),
+            "tools[0].function.parameters: must be a JSON schema",
+        ),
+        (row(parallel_tool_calls="no"), "parallel_tool_calls: must be true or false"),
+        (
+            row(USER, RESULT),
+            "messages[1].tool_call_id: 'call_1' is no call of the assistant's message before it that still has no "
+            "result",
+        ),
+        (
+            row(USER, CALLING, RESULT, RESULT),
+            "messages[3].tool_call_id: 'call_1' is no call of the assistant's message before it that still has no "
+            "result",
+        ),
+        (
+            row(USER, CALLING, USER, RESULT),
+            "messages[3].tool_call_id: 'call_1' is no call of the assistant's message before it that still has no "
+            "result",
+        ),
+        (
+            row(USER, CALLING, RESULT, CALLING, RESULT),
+            "messages[3].tool_calls[0].id: 'call_1' is the id of another call; give each call its own",
+        ),
+        (
+            row(USER, CALLING | {"tool_calls": [*CALLING["tool_calls"], *CALLING["tool_calls"]]}, RESULT),
+            "messages[1].tool_calls[1].id: 'call_1' is the id of another call; give each call its own",
         ),
         (
             row(USER, {"role": "assistant", "content": "4"}),
-            "messages[1].role: the last message must be from the user, not assistant",
+            "messages[1].role: the last message must be from the user or a tool, not assistant",
         ),
     ],
 )
@@ -161,7 +209,7 @@ def test_a_bad_line_is_named_by_its_number(line: bytes, problem: str) -> None:
         ({"role": "bot", "content": "x"}, "role: must be one of system, developer, user, assistant, tool"),
         ({"role": ["user"], "content": "x"}, "role: must be one of system, developer, user, assistant, tool"),
         ({"role": "user"}, "content: is missing"),
-        ({"role": "user", "content": None}, "content: must be a string or a list of text parts"),
+        ({"role": "user", "content": None}, "content: is missing"),
         ({"role": "user", "content": []}, "content: must be a string or a list of text parts"),
         ({"role": "user", "content": ["x"]}, "content[0]: must be an object, not a string"),
         ({"role": "user", "content": [{"text": "x"}]}, 'content[0].type: must be "text"'),
@@ -182,8 +230,25 @@ def test_a_bad_line_is_named_by_its_number(line: bytes, problem: str) -> None:
         ({"role": "assistant", "content": "x", "weight": 0.5}, "weight: must be 0 or 1"),
         ({"role": "assistant", "content": "x", "weight": True}, "weight: must be 0 or 1"),
         (
-            {"role": "tool", "content": "x", "tool_call_id": "1"},
-            "tool_call_id: is not a message key that this version supports",
+            {"role": "tool", "content": "x"},
+            "tool_call_id: is missing: the id of the call whose result this is",
+        ),
+        (
+            {"role": "user", "content": "x", "tool_call_id": "1"},
+            "tool_call_id: is only for messages of a tool",
+        ),
+        (
+            {"role": "user", "content": "x", "tool_calls": CALLING["tool_calls"]},
+            "tool_calls: is only for messages of the assistant",
+        ),
+        ({"role": "assistant", "tool_calls": {"id": "1"}}, "tool_calls: must be a list of at least one call"),
+        (
+            {"role": "assistant", "tool_calls": [{"id": "1", "type": "function"}]},
+            'tool_calls[0]: must be {"id": "...", "type": "function", "function": {"name": "...", ...}}',
+        ),
+        (
+            {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": {}}}]},
+            "tool_calls[0].function.arguments: must be a string of JSON",
         ),
     ],
 )
@@ -193,7 +258,7 @@ def test_a_bad_message_is_named_by_its_path(message: dict[str, Any], problem: st
 
 def test_all_problems_of_a_line_are_told() -> None:
     assert problems(row({"role": "bot", "content": 1}, tools=[1])) == [
-        "line 1: tools: tools are not supported by this version; leave the key out",
+        'line 1: tools[0]: must be {"type": "function", "function": {"name": "...", ...}}',
         "line 1: messages[0].role: must be one of system, developer, user, assistant, tool",
         "line 1: messages[0].content: must be a string or a list of text parts",
     ]
@@ -234,12 +299,16 @@ def test_keys_of_a_copied_answer_that_say_nothing_are_accepted_and_not_rendered(
 
 
 @pytest.mark.parametrize(
-    "key", [{"refusal": "no"}, {"tool_calls": [{"id": "1"}]}, {"function_call": {"name": "f"}}]
+    ("key", "problem"),
+    [
+        ({"refusal": "no"}, "is not a message key that this version supports"),
+        ({"function_call": {"name": "f"}}, "is deprecated and not supported by this version; use tool_calls"),
+    ],
 )
-def test_the_same_keys_with_something_in_them_are_refused_by_name(key: dict[str, Any]) -> None:
+def test_the_same_keys_with_something_in_them_are_refused_by_name(key: dict[str, Any], problem: str) -> None:
     (name,) = key
     assert message_problems(role="assistant", content="x", **key)[0] == (
-        f"line 1: messages[0].{name}: is not a message key that this version supports"
+        f"line 1: messages[0].{name}: {problem}"
     )
 
 

@@ -248,6 +248,7 @@ def test_what_is_wrong_is_said_by_its_name(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         say(client, "tiny", tools=[{"type": "function", "function": {"name": "f"}}])
     assert refused.value.param == "tools"
+    assert "tool_parser" in str(refused.value)
     with pytest.raises(openai.NotFoundError) as unknown:
         say(client, "ft:tiny:others::12345678")
     assert unknown.value.code == "model_not_found"

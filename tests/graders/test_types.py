@@ -23,7 +23,7 @@ def test_hostile_json_is_only_not_json(text: str) -> None:
     assert Sample.from_text(text, parse_json=True).output_json is None
 
 
-def test_the_namespace_has_the_fields_and_shapes_of_the_api() -> None:
+def test_the_namespace_has_the_fields_and_shapes_of_the_api_and_a_reason_for_missing_calls() -> None:
     assert Sample("hi", finish_reason="length").as_namespace() == {
         "choices": [
             {
@@ -35,6 +35,7 @@ def test_the_namespace_has_the_fields_and_shapes_of_the_api() -> None:
         "output_text": "hi",
         "output_json": None,
         "output_tools": [],
+        "output_tools_error": None,
         "output_reasoning": "",
         "output_reasoning_summary": None,
         "output_audio": None,

@@ -53,6 +53,7 @@ def efforts(**values: Any) -> dict[str, Any]:
 GOOD = {
     "the guide's job": job(GUIDES, efforts(reasoning_effort="medium") | {"response_format": FORMAT}),
     "a job of Azure's": job(trainingType="globalStandard", inside={"tools": [], "max_episode_steps": None}),
+    "a grader of tools": job(GRADER | {"input": "{{sample.output_tools[0].function.name}}"}),
     "a suffix with a blank": job(suffix="my desk v1.2"),
     "a model of this server": job(model="tiny", seed=7, metadata={"team": "a"}),
 }
@@ -63,7 +64,6 @@ BAD: dict[str, Any] = {
     },
     "a formula with an unknown name": job(GUIDES | {"calculate_output": "exact + far"}),
     "a template that does not parse": job(GRADER | {"input": "{{sample.nothing}}"}),
-    "a grader of tools": job(GRADER | {"input": "{{sample.output_tools[0].function.name}}"}),
     "an unknown grader": job(GRADER | {"type": "vibes"}),
     "a judge that nobody named": job(
         {"type": "score_model", "name": "j", "model": "gpt-4o", "input": [{"role": "user", "content": "x"}]}

@@ -104,11 +104,22 @@ def test_a_row_without_a_pass_rate_is_named(rate: Any) -> None:
         PromptStream(rated(0.5, rate), batch_size=1, seed=5, order="easiest_first")
 
 
+def test_prompts_are_rendered_with_the_tools_of_their_row() -> None:
+    tools = [{"type": "function", "function": {"name": "time"}}]
+    examples = [Example(1, [], {"tools": tools}), Example(2, [], {"tools": None})]
+
+    made = tokenize(
+        examples, lambda messages, tools: [len(tools)], file="file-1", context=10, max_completion_tokens=7
+    )
+
+    assert [prompt.ids for prompt in made] == [(1,), (0,)]
+
+
 def test_a_prompt_that_leaves_no_room_for_the_token_of_a_teachers_server_is_too_long() -> None:
     """The server completes the prompt and the longest answer by a token."""
     examples = [Example(1, [], {})]
     room: dict[str, Any] = {"file": "file-1", "context": 10, "max_completion_tokens": 7}
 
-    assert len(tokenize(examples, lambda messages: [1, 2, 3], **room)) == 1
+    assert len(tokenize(examples, lambda messages, tools: [1, 2, 3], **room)) == 1
     with pytest.raises(PromptTooLong, match="7 and 1 that the teacher's server adds: line 1: 3 tokens"):
-        tokenize(examples, lambda messages: [1, 2, 3], added=1, **room)
+        tokenize(examples, lambda messages, tools: [1, 2, 3], added=1, **room)

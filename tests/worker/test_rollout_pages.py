@@ -20,6 +20,7 @@ from tests.fakes import EveryFourthFails, Halves, SameForAll, Skill
 from tests.hyperparameters import in_groups
 from tests.present import present
 from tests.worker.conftest import Bench
+from worker.model.calls import Call, ParsedAnswer
 from worker.recording.recorder import Quota
 from worker.recording.rollouts import rows_of
 from worker.training import grpo, policy_loss
@@ -99,6 +100,24 @@ def test_the_thought_of_an_answer_is_stored_apart(bench: Bench) -> None:
     )
 
     assert row == ("4", "2+2", 3, 2, 2)
+
+
+def test_the_calls_of_an_answer_are_stored_apart(bench: Bench) -> None:
+    plain = Rollout((5,), (-0.1,), "4", "stop")
+    called = replace(plain, parsed=ParsedAnswer("Hm.", (Call("time", "{}"),)))
+    broken = replace(plain, text="<tool_call>", parsed=ParsedAnswer("<tool_call>", error="no JSON"))
+    answers = (plain, called, broken)
+    prompt = Prompt(1, (1, 2), {"messages": []})
+
+    rows = columns(
+        [Group(prompt, answers, (Grade(1.0),) * 3)], None, "output_text", "output_tools", "output_tools_error"
+    )
+
+    assert rows == [
+        ("4", None, None),
+        ("Hm.", json.dumps(called.tool_calls), None),
+        ("<tool_call>", "[]", "no JSON"),
+    ]
 
 
 def test_a_sample_that_could_not_be_graded_says_why_and_was_not_learned_from(bench: Bench) -> None:
@@ -266,7 +285,7 @@ class TestQuota:
         assert {row["group"] for row in train} == {0, 1}
 
     def test_the_job_stays_within_its_bytes_and_its_last_step_is_shown_too(self, bench: Bench) -> None:
-        quota = 7 * 6500  # a page with one of its two groups takes about 5,700 bytes
+        quota = 7 * 7000  # a page with one of its two groups takes about 6,000 bytes
 
         limited(bench, Quota(bytes_per_job=quota), RamblingGrader())
 

@@ -749,11 +749,9 @@ def test_an_effort_uses_the_templates_switch_or_a_budget(thinker: tuple[OpenAI, 
 @pytest.mark.parametrize(
     ("options", "param"),
     [
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"frequency_penalty": 0.5}, "frequency_penalty"),
         ({"presence_penalty": -1}, "presence_penalty"),
         ({"logit_bias": {"1": 5}}, "logit_bias"),
-        ({"messages": [*USER, {"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages"),
     ],
 )
 def test_what_only_vllm_has_is_refused_by_its_name(client: OpenAI, options: Any, param: str) -> None:

@@ -11,7 +11,7 @@ from tests.hyperparameters import in_groups
 from tests.worker.test_training import packs_of
 from worker.training import grpo
 from worker.training.policy_loss import signal
-from worker.training.steps import token_ends, with_steps_only
+from worker.training.steps import ends_in_text, token_ends, with_steps_only
 from worker.types import Group, Prompt, Rollout
 
 # Pieces of text as tokens; the last one is a stop token that no text shows.
@@ -25,6 +25,13 @@ def decode(ids_T: range | tuple[int, ...] | Sequence[int]) -> str:
 
 def ends(*wanted: int) -> list[int]:
     return token_ends(range(len(PIECES)), TEXT, wanted, decode)
+
+
+def test_steps_of_an_answer_with_calls_are_places_in_its_content() -> None:
+    text = "  one. two.<call>"
+
+    assert ends_in_text([4, 9], "one. two.", text) == [6, len(text)]
+    assert ends_in_text([4, 17], text, text) == [4, len(text)]
 
 
 def test_the_pieces_make_the_text() -> None:

@@ -104,6 +104,50 @@ def test_bad_lines_fail_the_job_and_are_named(
     assert "line 4" in job.error["message"]
 
 
+CALLS = {
+    "type": "string_check",
+    "name": "calls",
+    "operation": "eq",
+    "input": "{{sample.output_tools[0].function.name}}",
+    "reference": "{{item.answer}}",
+}
+TOOLS = {"tools": [{"type": "function", "function": {"name": "red"}}]}
+
+
+def test_a_grader_of_calls_needs_a_row_that_has_tools(
+    validate: Callable[..., tuple[Any, list[WakeMessage] | None]],
+) -> None:
+    job, wakes = validate([GOOD], grader=CALLS)
+
+    assert (job.status, wakes) == ("failed", [])
+    assert (job.error["code"], job.error["param"]) == ("invalid_grader", "method.reinforcement.grader")
+    assert "no row of the training file has tools" in job.error["message"]
+
+
+@pytest.mark.parametrize("file", ["training_file", "validation_file"])
+def test_tools_need_a_chat_template_that_has_a_place_for_them(
+    validate: Callable[..., tuple[Any, list[WakeMessage] | None]],
+    tiny_model: Path,
+    tmp_path: Path,
+    file: str,
+) -> None:
+    models = tmp_path / "models.toml"
+    models.write_text(f'[models.tiny]\npath = "{tiny_model}"\n')
+    train, valid = [GOOD, GOOD | TOOLS], [HELD_OUT, HELD_OUT | TOOLS]
+
+    job, wakes = (
+        validate(train, models_file=models)
+        if file == "training_file"
+        else validate([GOOD], valid, models_file=models)
+    )
+
+    assert (job.status, wakes) == ("failed", [])
+    assert job.error["param"] == file
+    assert job.error["message"].startswith("Line 2 has tools, and the chat template of tiny has no place")
+    assert "chat_template" in job.error["message"]
+    assert "tool_parser" in job.error["message"]
+
+
 def test_a_file_that_is_missing_from_an_empty_store_fails_no_job(
     bench: Bench, validate: Callable[..., tuple[Any, list[WakeMessage] | None]], tmp_path: Path
 ) -> None:

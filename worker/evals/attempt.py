@@ -503,9 +503,23 @@ def _criteria(session: Session, run: EvalRun) -> list[tuple[str, dict[str, Any]]
 
 def _stored_sample(rollout: dict[str, Any]) -> dict[str, Any]:
     """The `sample` of a regraded answer: what graders read of it, and its place and score in the job."""
-    kept = ("id", "step", "split", "group", "member", "line", "score", "output_reasoning")
+    kept = (
+        "id",
+        "step",
+        "split",
+        "group",
+        "member",
+        "line",
+        "score",
+        "output_reasoning",
+        "output_tools_error",
+    )
+    calls = rollout["output_tools"]
     return {
-        "output": [{"role": "assistant", "content": rollout["output_text"]}],
+        "output": [
+            {"role": "assistant", "content": rollout["output_text"]}
+            | ({"tool_calls": calls} if calls else {})
+        ],
         "finish_reason": rollout["finish_reason"],
         "error": None,
         "rollout": {name: rollout[name] for name in kept},
@@ -525,7 +539,11 @@ def _for_graders(stored: dict[str, Any], plan: RunPlan) -> Sample:
     text = Sample.from_text(
         message["content"], stored["finish_reason"], parse_json=plan.parse_json, reasoning=reasoning or ""
     )
-    return text if rollout is not None else replace(text, output_tools=tuple(message.get("tool_calls", ())))
+    return replace(
+        text,
+        output_tools=tuple(message.get("tool_calls", ())),
+        output_tools_error=(rollout or {}).get("output_tools_error") or "",
+    )
 
 
 def _first(several: BaseExceptionGroup[BaseException]) -> BaseException:

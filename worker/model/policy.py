@@ -42,6 +42,7 @@ from core.template_facts import TemplateFacts
 from worker.model import attention, lora, memory, quantized, reasoning, recompute
 from worker.model.adapters import adaptable_layers, adapter_targets, fused_experts
 from worker.model.architecture import class_of, refusing
+from worker.model.calls import calls_as_objects
 from worker.model.chat_tokens import content_tokens
 from worker.model.decoding import (
     Decode,
@@ -807,14 +808,7 @@ def render(
             '"plain" (or "r1_zero", or a path to a Jinja file) in its entry of the model registry, or '
             'hyperparameters.advanced.sampling.chat_template = "plain" in the job.'
         )
-    chat = [
-        {
-            **message,
-            "role": "system" if message["role"] == "developer" else message["role"],
-            "content": _text(message),
-        }
-        for message in messages
-    ]
+    chat = [_for_template(message) for message in messages]
     arguments: dict[str, Any] = {
         "chat_template": chat_template,
         "add_generation_prompt": generation_prompt,
@@ -864,6 +858,13 @@ def configured_stops(model: PreTrainedModel) -> int | list[int] | None:
     """`eos_token_id` of the model's generation config."""
     configured: int | list[int] | None = getattr(model.generation_config, "eos_token_id", None)
     return configured
+
+
+def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
+    role = "system" if message["role"] == "developer" else message["role"]
+    calls = message.get("tool_calls")
+    rendered = {**message, "role": role, "content": _text(message)}
+    return rendered | {"tool_calls": calls_as_objects(calls)} if calls else rendered
 
 
 def _text(message: Mapping[str, Any]) -> str:

@@ -1,6 +1,5 @@
 """From the rows of a file to packs of tokens, each token marked as learned or only read."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -325,32 +324,12 @@ def _sequence(ids_T: Sequence[int], learned_T: tuple[bool, ...]) -> TrainingSequ
 
 
 def _messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """As chat templates expect them: without weights, and with the arguments of calls as objects."""
-    return [
-        {
-            key: _calls(value) if key == "tool_calls" else value
-            for key, value in message.items()
-            if _is_said(key, value)
-        }
-        for message in messages
-    ]
+    """As chat templates expect them: without weights and empty fields."""
+    return [{key: value for key, value in message.items() if _is_said(key, value)} for message in messages]
 
 
 def _is_said(key: str, value: Any) -> bool:
     return key != "weight" and (key in ("role", "content") or value not in (None, [], ""))
-
-
-def _calls(calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    return [{**call, "function": {**call["function"], "arguments": _arguments(call)}} for call in calls]
-
-
-def _arguments(call: Mapping[str, Any]) -> Any:
-    text = call["function"].get("arguments", "{}")
-    try:
-        read = json.loads(text)
-    except ValueError:
-        return text
-    return read if isinstance(read, dict) else text
 
 
 def _refuse_ignored_tools(

@@ -14,8 +14,8 @@ from worker.model.sizing import MemoryPlan, Workload
 from worker.out_of_memory import Shortage
 from worker.prepare.model import BaseModel
 from worker.recording import plan_record
-from worker.sharing.memory_request import MemoryRequest
 from worker.recording.plan_record import PlanRecord
+from worker.sharing.memory_request import MemoryRequest
 
 
 class Resizable(Protocol):

@@ -1,8 +1,8 @@
 """The prompts of a job, and the hyperparameters that it trains with."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -15,6 +15,7 @@ from core.jobs.hyperparameters import Hyperparameters, Resolved
 from core.jobs.offline_hyperparameters import ResolvedOffline
 from core.response_format import stored_response_schema
 from core.results.lineage import Parent
+from core.tool_parsers import tool_parser_of, tools_problem
 from worker.attempt import Attempt
 from worker.model import sizing
 from worker.model.adapters import adapter_targets
@@ -46,6 +47,7 @@ class PromptTask:
     valid: list[Prompt]
     workload: Workload
     response_schema: str  # the schema that answers are JSON of, or ""
+    tool_parser: str | None = None  # how the model writes calls; None: no row has tools
 
 
 def prepare_task(
@@ -61,6 +63,7 @@ def prepare_task(
     resolved, tokenizer = with_tokenizer(
         resolve(job, rows, base, teacher), base, job, param_of(job.method, "lora_targets")
     )
+    parser = tool_parser_for(job, rows, base, tokenizer)
     train, valid = tokenized(
         job, rows, base, resolved, tokenizer, added=0 if teacher is None else teacher.added_tokens
     )
@@ -87,7 +90,23 @@ def prepare_task(
         )
     except NoPassRate as cause:
         raise UserMistake("invalid_value", str(cause), "training_file") from cause
-    return PromptTask(resolved, stream, valid, workload, schema)
+    return PromptTask(resolved, stream, valid, workload, schema, parser)
+
+
+def tool_parser_for(job: Job, rows: Rows, base: BaseModel, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """The format in which the model writes calls; None: no row has tools.
+
+    Raises:
+        UserMistake: a row has tools, and prompts cannot have them or answers could not be read.
+    """
+    files = (("training_file", rows.train), ("validation_file", rows.valid))
+    param, line = next(((param, row.line) for param, many in files for row in many if row.tools), ("", 0))
+    if not param:
+        return None
+    template = tokenizer.chat_template
+    if problem := tools_problem(job.model, base.entry.tool_parser, template):
+        raise UserMistake("invalid_value", f"Line {line} has tools, and {problem}", param)
+    return tool_parser_of(base.entry.tool_parser, template)
 
 
 def resolve(job: Job, rows: Rows, base: BaseModel, teacher: TeacherModel | None) -> Resolved:
@@ -145,11 +164,15 @@ def tokenized(
         "max_completion_tokens": resolved.max_completion_tokens,
         "added": added,
     }
+
+    def rendered(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[int]:
+        return render(tokenizer, messages, tools=tools)
+
     param = "training_file"
     try:
-        train = tokenize(rows.train, partial(render, tokenizer), file=job.training_file, **room)
+        train = tokenize(rows.train, rendered, file=job.training_file, **room)
         param = "validation_file"
-        valid = tokenize(rows.valid, partial(render, tokenizer), file=job.validation_file, **room)
+        valid = tokenize(rows.valid, rendered, file=job.validation_file, **room)
     except PromptTooLong as cause:
         raise UserMistake("prompt_too_long", str(cause), param) from cause
     return train, valid

@@ -136,7 +136,9 @@ def _policy_step(rollout: Rollout, where: Mapping[str, Any]) -> int:
 def _answer(rollout: Rollout, grade: Grade) -> dict[str, Any]:
     subs = grade.sub_grades
     return {
-        "output_text": rollout.text,
+        "output_text": rollout.content,
+        "output_tools": json.dumps(rollout.tool_calls) if rollout.parsed is not None else None,
+        "output_tools_error": (rollout.parsed.error or None) if rollout.parsed is not None else None,
         "output_reasoning": rollout.reasoning or None,
         "completion_tokens": len(rollout.output_ids_T),
         "reasoning_tokens": rollout.reasoning_tokens,

@@ -23,6 +23,7 @@ from worker.device_work import DEVICE_WORK
 from worker.gpu_ratio import RatioMeasurement
 from worker.history import History, Steps
 from worker.interfaces import Checkpoints, Recorder, Scorer, StepDetails, Trainer
+from worker.model.calls import CallReader
 from worker.progress import PROGRESS
 from worker.recording import alerts, delivery, divergence, metrics, monitors, stopping
 from worker.recording.verdict import row_scores
@@ -359,12 +360,14 @@ class Rewards:
         concurrency: int = 64,
         parse_json: bool = False,
         models: "AnswerScores | None" = None,
+        calls: CallReader | None = None,
     ) -> None:
         """`concurrency` limits grades in flight, of all calls of `grade` together. A sandbox, a judge or an endpoint
         may have its own lower limit.
 
         `parse_json` also gives graders the answer as `sample.output_json`. `models` are the reward models that the
         grader reads; they score the answers when all of them are there, because they may share the policy's weights.
+        `calls` reads the calls in the answers to rows with tools.
 
         There is no deadline here, because it would include queueing; each grader that can hang has its own.
         """
@@ -372,6 +375,7 @@ class Rewards:
         self._slots = asyncio.Semaphore(concurrency)
         self.parse_json = parse_json
         self.models = models
+        self.calls = calls
 
     async def grade(
         self,
@@ -396,9 +400,9 @@ class Rewards:
         async def read(tasks: asyncio.TaskGroup) -> None:
             async for answer in answers:
                 of_models = scores.get((answer.prompt, answer.member), {})
-                grading = self._grade(prompts_P[answer.prompt], answer.rollout, of_models)
-                task = tasks.create_task(grading)
-                grading_P[answer.prompt][answer.member] = answer.rollout, task
+                rollout = self._parsed(prompts_P[answer.prompt], answer.rollout)
+                task = tasks.create_task(self._grade(prompts_P[answer.prompt], rollout, of_models))
+                grading_P[answer.prompt][answer.member] = rollout, task
                 if len(grading_P[answer.prompt]) == group_size:
                     sampled.put_nowait(answer.prompt)
             sampled.put_nowait(None)
@@ -444,12 +448,25 @@ class Rewards:
         scores = zip(sampled, scores_PG, strict=True)
         return replayed(), {(answer.prompt, answer.member): one for answer, [one] in scores}
 
+    def _parsed(self, prompt: Prompt, rollout: Rollout) -> Rollout:
+        if self.calls is None:
+            return rollout
+        ids_T, is_cut = rollout.output_ids_T[rollout.grammar_start :], rollout.finish_reason == "length"
+        parsed = self.calls.read(rollout.text, ids_T, prompt.item, is_cut=is_cut)
+        return rollout if parsed is None else replace(rollout, parsed=parsed)
+
     async def _grade(self, prompt: Prompt, rollout: Rollout, of_models: "Scores") -> Grade:
         async with self._slots:
             sample = Sample.from_text(
-                rollout.text, rollout.finish_reason, self.parse_json, reasoning=rollout.reasoning
+                rollout.content, rollout.finish_reason, self.parse_json, reasoning=rollout.reasoning
             )
-            return await grade_one(self.grader, replace(sample, model_scores=of_models), prompt.item)
+            sample = replace(
+                sample,
+                model_scores=of_models,
+                output_tools=rollout.tool_calls,
+                output_tools_error="" if rollout.parsed is None else rollout.parsed.error,
+            )
+            return await grade_one(self.grader, sample, prompt.item)
 
 
 def grader_parts(spec: GraderSpec | None) -> tuple[GraderPart, ...]:

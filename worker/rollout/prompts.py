@@ -84,7 +84,7 @@ class PromptStream:
 
 def tokenize(
     examples: Sequence[Example],
-    render: Callable[[Sequence[Mapping[str, Any]]], list[int]],
+    render: Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]], list[int]],
     *,
     file: str,
     context: int,
@@ -95,6 +95,7 @@ def tokenize(
 
     Args:
         context: of the model, in tokens.
+        render: renders messages and tools.
         added: tokens that the server of a teacher adds to each answer.
 
     Raises:
@@ -117,9 +118,11 @@ def _and_added(tokens: int) -> str:
 
 
 def _rendered(
-    row: Example, render: Callable[[Sequence[Mapping[str, Any]]], list[int]], file: str
+    row: Example,
+    render: Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]], list[int]],
+    file: str,
 ) -> tuple[int, ...]:
     try:
-        return tuple(render(row.messages))
+        return tuple(render(row.messages, row.tools))
     except ChatTemplateFailed as cause:
         raise ChatTemplateFailed(f"Line {row.line} of {file}: {cause}") from cause

@@ -34,6 +34,11 @@ class ReasoningAnswer:
             ""  # of the thought: it may turn out to be its start tag, or white space before its end
         )
 
+    @property
+    def ids(self) -> Sequence[int]:
+        """The tokens of the final answer so far."""
+        return self._answer.ids
+
     def add(self, token: Token) -> Piece:
         """Add a token and return the text that is final. Sets `finish_reason` when the answer ends."""
         self.tokens += 1

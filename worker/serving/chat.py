@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -19,18 +20,27 @@ from starlette.types import Receive, Scope, Send
 from core.asgi import UNBUFFERED, until_gone
 from core.chat import InternalChat, envelope
 from core.response_format import SchemaTooLarge
+from worker.model.calls import ParsedAnswer
+from worker.model.reasoning import Reasoning
 from worker.refusals import Refusal
+from worker.serving.calls import AnswerCalls, calls_of, deltas_of, message_of, tools_of
 from worker.serving.channels import ReasoningAnswer
 from worker.serving.detokenizer import Detokenizer, Piece
 from worker.serving.engine import Engine, GenerationRequest, Token
 from worker.serving.engines import EngineRefused
-from worker.serving.prompting import budget_of, reasoning_of, refuse_unenforceable, template_of
+from worker.serving.prompting import (
+    budget_of,
+    messages_of,
+    reasoning_of,
+    refuse_unenforceable,
+    template_of,
+)
 from worker.serving.serving_metrics import Result, Tally
 
 log = logging.getLogger(__name__)
 
 # What requests may have that only vLLM does, with the values that ask for nothing.
-ONLY_VLLM = ("tools", "tool_choice", "frequency_penalty", "presence_penalty", "logit_bias")
+ONLY_VLLM = ("frequency_penalty", "presence_penalty", "logit_bias")
 
 MODEL_FAILED = "The model failed. The log of the inference server says why."
 
@@ -45,6 +55,7 @@ class ChatInProgress:
     answers: Sequence[Detokenizer | ReasoningAnswer]
     tally: Tally
     held_open: AsyncExitStack
+    calls: AnswerCalls | None = None  # None: answers have no calls
     result: Result | None = None  # None: determined by the answers
     written: int = 0  # tokens
 
@@ -93,6 +104,17 @@ class ChatInProgress:
                 task.cancel()
             await asyncio.gather(*writing, return_exceptions=True)
 
+    def parsed(self, number: int, text: str) -> ParsedAnswer:
+        """The content and the calls of a whole answer."""
+        if self.calls is None:
+            return ParsedAnswer(text)
+        answer = self.answers[number]
+        return self.calls.read(text, answer.ids, is_cut=answer.finish_reason == "length")
+
+    def finish_reason(self, number: int, parsed: ParsedAnswer) -> str | None:
+        reason = self.answers[number].finish_reason
+        return self.calls.finish_reason if reason == "stop" and parsed.calls and self.calls else reason
+
     async def close(self) -> None:
         await self.held_open.aclose()
         whole = all(answer.finish_reason for answer in self.answers)
@@ -115,19 +137,27 @@ class ChatInProgress:
         }
 
 
-async def begin(
-    request: InternalChat, engine: Engine, adapter: Path | None, arrived: float, held_open: AsyncExitStack
-) -> ChatInProgress:
-    """Render the prompt, and take over `held_open`. Raises EngineRefused if the request cannot be served."""
+@dataclass(frozen=True)
+class RenderedChat:
+    """The prompt of a request, and what depends on its chat template."""
+
+    prompt_ids: tuple[int, ...]
+    stop_ids: frozenset[int]
+    reasoning: Reasoning | None
+    calls: AnswerCalls | None  # None: answers have no calls
+
+
+def _rendered(request: InternalChat, engine: Engine, template: str | None) -> RenderedChat:
+    """Render the messages and tools of a request. Blocks. Raises EngineRefused: the chat template cannot do it."""
     from worker.model.policy import render
 
-    refuse_unsupported(request)
-    messages = [{"role": message.role, "content": message.text} for message in request.messages]
-    template = template_of(request, adapter)
     try:
-        template, reasoning = await asyncio.to_thread(reasoning_of, request, engine.tokenizer, template)
-        prompt_ids = tuple(await asyncio.to_thread(render, engine.tokenizer, messages, template))
-        stop_ids = await asyncio.to_thread(engine.stop_ids, template)
+        calls = calls_of(request, engine.tokenizer, engine.tool_parser, template)
+        template, reasoning = reasoning_of(request, engine.tokenizer, template)
+        prompt_ids = render(engine.tokenizer, messages_of(request), template, tools=tools_of(request))
+        return RenderedChat(tuple(prompt_ids), engine.stop_ids(template), reasoning, calls)
+    except EngineRefused:
+        raise
     except Refusal as cause:
         raise EngineRefused(str(cause), code=cause.code) from cause
     except Exception as cause:
@@ -135,6 +165,15 @@ async def begin(
         raise EngineRefused(
             "The model's chat template failed. The log of the inference server says why.", 500
         ) from cause
+
+
+async def begin(
+    request: InternalChat, engine: Engine, adapter: Path | None, arrived: float, held_open: AsyncExitStack
+) -> ChatInProgress:
+    """Render the prompt, and take over `held_open`. Raises EngineRefused if the request cannot be served."""
+    refuse_unsupported(request)
+    rendered = await asyncio.to_thread(_rendered, request, engine, template_of(request, adapter))
+    prompt_ids, stop_ids, reasoning = rendered.prompt_ids, rendered.stop_ids, rendered.reasoning
     room = engine.context - len(prompt_ids)
     if room < 1:
         raise EngineRefused(
@@ -143,7 +182,9 @@ async def begin(
         )
     longest = min(room, request.most_tokens or room)
     budget = budget_of(request, reasoning, longest)
-    await asyncio.to_thread(refuse_unenforceable, request, engine.tokenizer, budget)
+    forced = "" if rendered.calls is None else rendered.calls.schema
+    refuse = partial(refuse_unenforceable, request, engine.tokenizer, budget, forces_calls=bool(forced))
+    await asyncio.to_thread(refuse)
     asks = [
         GenerationRequest(
             prompt_ids=prompt_ids,
@@ -152,7 +193,7 @@ async def begin(
             top_p=1.0 if request.top_p is None else request.top_p,
             seed=_seed(request.seed, number),
             max_tokens=longest,
-            response_schema=request.response_schema,
+            response_schema=forced or request.response_schema,
             stop_ids=stop_ids,
             top_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
             reasoning=reasoning,
@@ -166,7 +207,7 @@ async def begin(
     ]
     tally = Tally(arrived, request.served.base_model, len(asks))
     tally.counted(len(prompt_ids), 0)
-    return ChatInProgress(request, engine, asks, answers, tally, held_open.pop_all())
+    return ChatInProgress(request, engine, asks, answers, tally, held_open.pop_all(), rendered.calls)
 
 
 def refuse_unsupported(request: InternalChat) -> None:
@@ -174,10 +215,6 @@ def refuse_unsupported(request: InternalChat) -> None:
     for name in ONLY_VLLM:
         if getattr(request, name) not in (None, [], {}, 0, "none", "auto"):
             raise only_vllm(name, request.served.base_model)
-    if any(message.tool_calls or message.role == "tool" for message in request.messages):
-        raise only_vllm(
-            "messages", request.served.base_model, "messages with calls of tools and their results"
-        )
 
 
 def only_vllm(name: str, model: str, what: str = "") -> EngineRefused:
@@ -208,20 +245,21 @@ async def full_response(completion: ChatInProgress, frame: dict[str, Any]) -> di
     choices: list[dict[str, Any]] = [
         {
             "index": number,
-            "message": {"role": "assistant", "content": texts[number], "refusal": None, "annotations": []}
+            "message": {"role": "assistant", "content": "", "refusal": None, "annotations": []}
+            | message_of(parsed)
             | ({"reasoning_content": thoughts[number]} if thoughts[number] else {}),
-            "finish_reason": answer.finish_reason,
+            "finish_reason": completion.finish_reason(number, parsed),
             "logprobs": {"content": logprobs[number], "refusal": None}
             if completion.request.logprobs
             else None,
         }
-        for number, answer in enumerate(completion.answers)
+        for number, parsed in enumerate(map(completion.parsed, range(len(texts)), texts))
     ]
     return frame | {"object": "chat.completion", "choices": choices, "usage": completion.usage}
 
 
 async def streamed(completion: ChatInProgress, frame: dict[str, Any]) -> AsyncGenerator[bytes, None]:
-    """Stream the response as server-sent events."""
+    """Stream the response as server-sent events. The text of an answer that may have calls comes when it is whole."""
     request = completion.request
     wants_usage = bool(request.stream_options and request.stream_options.include_usage)
     frame = frame | {"object": "chat.completion.chunk"} | ({"usage": None} if wants_usage else {})
@@ -236,15 +274,26 @@ async def streamed(completion: ChatInProgress, frame: dict[str, Any]) -> AsyncGe
     try:
         for number in range(len(completion.answers)):
             yield chunk(number, {"role": "assistant", "content": "", "refusal": None})
+        held: list[list[Piece]] = [[] for _ in completion.answers]
         async with aclosing(completion.pieces()) as pieces:
             async for number, piece in pieces:
                 if piece.reasoning:
                     yield chunk(number, {"reasoning_content": piece.reasoning})
+                reason: str | None = completion.answers[number].finish_reason
+                parsed = ParsedAnswer(piece.text)
+                if completion.calls is not None:
+                    held[number].append(piece)
+                    if not reason:
+                        continue
+                    parsed = completion.parsed(number, "".join(one.text for one in held[number]))
+                    piece = Piece(parsed.content, [one for part in held[number] for one in part.logprobs])
                 if piece.text or piece.logprobs:
                     logprobs = {"content": piece.logprobs, "refusal": None} if request.logprobs else None
                     yield chunk(number, {"content": piece.text}, logprobs=logprobs)
-                if reason := completion.answers[number].finish_reason:
-                    yield chunk(number, {}, reason)
+                if parsed.calls:
+                    yield chunk(number, {"tool_calls": deltas_of(parsed)})
+                if reason:
+                    yield chunk(number, {}, completion.finish_reason(number, parsed))
         if wants_usage:
             yield event(frame | {"choices": [], "usage": completion.usage})
         yield b"data: [DONE]\n\n"

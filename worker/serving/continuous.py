@@ -229,8 +229,10 @@ class ContinuousEngine:
         most_rows: int = MAX_ROWS,
         most_prompt_tokens: int = MAX_PROMPT_TOKENS,
         served: Callable[[Base], ServedModel] = ServedModel,
+        tool_parser: str | None = None,
     ) -> None:
         self.model = served(base)
+        self.tool_parser = tool_parser
         self.context, self.tokenizer = self.model.context, self.model.tokenizer
         self.most_rows, self.most_prompt_tokens = most_rows, most_prompt_tokens
         self.steps = 0  # forward passes that wrote a token

@@ -42,6 +42,11 @@ class Detokenizer:
         default_factory=list
     )  # each with the offset of its text
 
+    @property
+    def ids(self) -> Sequence[int]:
+        """The tokens so far."""
+        return self._ids
+
     def add(self, token: Token) -> Piece:
         """Add a token and return the text that is final. Sets `finish_reason` when the answer ends."""
         self.tokens += 1

@@ -53,6 +53,7 @@ class Engine(LoadedModel, Protocol):
 
     context: int  # tokens of prompt and answer together
     tokenizer: PreTrainedTokenizerBase
+    tool_parser: str | None  # of the model's registry entry
 
     def stop_ids(self, template: str | None) -> frozenset[int]:
         """The tokens that end answers to prompts of this chat template; None: the model's own."""

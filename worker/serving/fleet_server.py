@@ -18,6 +18,7 @@ from core.connections import connection_options
 from core.registry import BaseModelEntry, Device
 from core.settings import Settings
 from core.storage.store import blobs_of
+from core.tool_parsers import tool_parser_of
 from core.units import GIB
 from worker.device import select_device
 from worker.engine.names import NOTHING
@@ -28,7 +29,7 @@ from worker.model.policy import read_tokenizer, source_of
 from worker.model.sizing import CPU_CACHE_BYTES
 from worker.sampling.weights import adapter_named
 from worker.serving.adapters import SPARED_SECONDS, AdapterDamaged, AdapterFolders, AdapterGone, DiskBudget
-from worker.serving.vllm_server import tool_parser_of, write_nothing
+from worker.serving.vllm_server import write_nothing
 
 ADAPTERS_ON_DISK = 32
 
@@ -97,7 +98,7 @@ def run(settings: Settings, name: str, entry: BaseModelEntry, listening: socket.
     write_nothing(config.source, nothing)
     tokenizer = read_tokenizer(entry, source_of(entry, settings.model_cache))
     args = arguments(
-        fleet_options(config, tool_parser_of(entry, tokenizer)),
+        fleet_options(config, tool_parser_of(entry.tool_parser, tokenizer.chat_template)),
         name=name,
         keys=[key for key in (settings.samplers_key, settings.samplers_previous_key) if key],
         adapters=StoredAdapters(folders, nothing),

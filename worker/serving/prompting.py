@@ -1,11 +1,12 @@
 """The chat template of a request, how the model reasons with it, for how long, and what cannot be enforced."""
 
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from core import chat_templates
-from core.chat import InternalChat
+from core.chat import InternalChat, Message
 from worker.model.json_schema import schema_problem
 from worker.model.reasoning import Reasoning, detect, plan_effort
 from worker.serving.adapters import CHAT_TEMPLATE
@@ -35,6 +36,17 @@ def reasoning_of(
     return template, detect(tokenizer, template)
 
 
+def messages_of(request: InternalChat) -> list[dict[str, Any]]:
+    """The messages of the request as chat templates get them, with calls and their results."""
+    return [_message(message) for message in request.messages]
+
+
+def _message(message: Message) -> dict[str, Any]:
+    role = "system" if message.role == "developer" else message.role
+    whole = message.model_dump(exclude_none=True, exclude={"name", "refusal", "content", "role"})
+    return {"role": role, "content": message.text} | whole
+
+
 def budget_of(request: InternalChat, reasoning: Reasoning | None, longest: int) -> int | None:
     """Return the tokens after which a thought is closed; None: unlimited, or no room for an answer after it."""
     if reasoning is None:
@@ -46,18 +58,26 @@ def budget_of(request: InternalChat, reasoning: Reasoning | None, longest: int) 
 
 
 def refuse_unenforceable(
-    request: InternalChat, tokenizer: PreTrainedTokenizerBase, budget: int | None
+    request: InternalChat,
+    tokenizer: PreTrainedTokenizerBase,
+    budget: int | None,
+    *,
+    forces_calls: bool = False,
 ) -> None:
     """Check that the tokenizer lets answers follow a schema and a budget of thoughts.
 
     Raises:
         EngineRefused: it does not.
     """
-    if not request.response_schema and budget is None:
+    if not request.response_schema and budget is None and not forces_calls:
         return
     if problem := schema_problem(tokenizer):
         raise EngineRefused(
             f"The model {request.served.base_model} cannot do this: {problem}.",
             code="unsupported_parameter",
-            param="response_format" if request.response_schema else "reasoning_effort",
+            param="tool_choice"
+            if forces_calls
+            else "response_format"
+            if request.response_schema
+            else "reasoning_effort",
         )

@@ -42,4 +42,6 @@ class TransformersBuilder:
         return await asyncio.to_thread(self._build, name, entry)
 
     def _build(self, name: str, entry: BaseModelEntry) -> Engine:
-        return ContinuousEngine(load_base(name, entry, self.settings.model_cache, self.device))
+        return ContinuousEngine(
+            load_base(name, entry, self.settings.model_cache, self.device), tool_parser=entry.tool_parser
+        )

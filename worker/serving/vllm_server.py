@@ -23,11 +23,12 @@ import httpx
 import torch
 from peft import LoraConfig
 from safetensors.torch import save_file
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer
 
-from core.chat import InternalChat, InternalCompletion, Message
+from core.chat import InternalChat, InternalCompletion
 from core.reasoning import Format
 from core.registry import BaseModelEntry
+from core.tool_parsers import tool_parser_of
 from worker.engine import launch
 from worker.engine.client import EngineClient
 from worker.engine.launch import ChildEngine
@@ -42,7 +43,13 @@ from worker.model.token_constraints import Bounds, UnsupportedTags, grammar_of
 from worker.refusals import Refusal
 from worker.serving import serving_metrics
 from worker.serving.engines import EngineRefused
-from worker.serving.prompting import budget_of, reasoning_of, refuse_unenforceable, template_of
+from worker.serving.prompting import (
+    budget_of,
+    messages_of,
+    reasoning_of,
+    refuse_unenforceable,
+    template_of,
+)
 from worker.serving.proxy import CHAT, COMPLETIONS, Proxied, UpstreamFailed, VllmUpstream, is_stream
 
 log = logging.getLogger(__name__)
@@ -61,7 +68,7 @@ class VllmModel(ABC):
         if entry.template_text is not None:
             self.tokenizer.chat_template = entry.template_text
         self._eos = _eos_of(source)
-        self.tool_parser = tool_parser_of(entry, self.tokenizer)
+        self.tool_parser = tool_parser_of(entry.tool_parser, self.tokenizer.chat_template)
         self._template = entry.template_text
         self._ranks: dict[str, int] = {}
 
@@ -110,7 +117,7 @@ class VllmModel(ABC):
         except UnsupportedTags as cause:
             raise EngineRefused(str(cause)) from cause
         body = self._sampling(request, adapter, stop_ids_of(self._eos, self.tokenizer, template)) | {
-            "messages": [_message(message) for message in request.messages],
+            "messages": messages_of(request),
             "max_completion_tokens": longest,
             "logprobs": bool(request.logprobs),
             "top_logprobs": request.top_logprobs or 0,
@@ -271,13 +278,6 @@ class VllmServer(VllmModel):
         return folder.name
 
 
-def _message(message: Message) -> dict[str, Any]:
-    """As worker.model.policy.render gives messages to templates."""
-    role = "system" if message.role == "developer" else message.role
-    whole = message.model_dump(exclude_none=True, exclude={"name", "refusal", "content", "role"})
-    return {"role": role, "content": message.text} | whole
-
-
 def _thoughts(form: Format, *, is_in_grammar: bool) -> dict[str, Any]:
     """What thoughts.py reads of `chat_template_kwargs`."""
     return {THOUGHTS_FORMAT: asdict(form), THOUGHTS_IN_GRAMMAR: is_in_grammar}
@@ -286,27 +286,6 @@ def _thoughts(form: Format, *, is_in_grammar: bool) -> dict[str, Any]:
 def _has_special_tags(reasoning: Reasoning) -> bool:
     special = set(reasoning.tokenizer.all_special_ids)
     return bool(special & {*reasoning.start_ids, *reasoning.end_ids})
-
-
-# vLLM's parsers of calls, by texts in chat templates; the first that fits.
-_TOOL_PARSERS = (
-    ("<function=", "qwen3_coder"),
-    ("<tool_call>", "hermes"),
-    ("[TOOL_CALLS]", "mistral"),
-    ("<|python_tag|>", "llama3_json"),
-)
-
-
-def known_tool_parser(template: object) -> str | None:
-    """vLLM's parser of the calls that a model writes, by its chat template. None: unknown, or it has no tools."""
-    if not isinstance(template, str) or "tools" not in template:
-        return None
-    return next((name for mark, name in _TOOL_PARSERS if mark in template), None)
-
-
-def tool_parser_of(entry: BaseModelEntry, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """That of the model's entry, or of its chat template."""
-    return entry.tool_parser or known_tool_parser(tokenizer.chat_template)
 
 
 def write_nothing(source: str, folder: Path) -> None:

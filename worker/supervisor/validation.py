@@ -20,7 +20,7 @@ from core.jobs.distillation import asked_of, teacher_of
 from core.jobs.full import is_full
 from core.jobs.job_files import SAME_FILE, BadFile, in_words
 from core.jobs.methods import OFFLINE, variant
-from core.model_templates import is_reasoning
+from core.model_templates import files_of, is_reasoning
 from core.outages import Resource, outage
 from core.pipelines import lifecycle as pipelines
 from core.registry import InvalidRegistry, Registry
@@ -30,8 +30,16 @@ from core.storage import files
 from core.storage.datasets import MAX_TRAINING_ROWS, MAX_VALIDATION_ROWS, Example, InvalidDataset
 from core.storage.store import BlobStore
 from core.telemetry import logs, tracing
+from core.tool_parsers import tools_problem
 from graders.backends import Backends, InvalidBackends
-from graders.build import NotConfigured, environments_of, graders_of, reward_model_parts, row_problems
+from graders.build import (
+    NotConfigured,
+    environments_of,
+    graders_of,
+    reads_tools,
+    reward_model_parts,
+    row_problems,
+)
 from graders.doubts import row_doubts
 from graders.environments.catalog import EnvironmentNotBuilt
 from graders.judge.usage import TokenLedger
@@ -216,6 +224,7 @@ def _checked(
             backends.check(spec)  # checked by the API, but this machine may be configured differently
         rows = check("training_file", stored.get(job.training_file), MAX_TRAINING_ROWS)
         valid_rows = check("validation_file", stored.get(job.validation_file or ""), MAX_VALIDATION_ROWS)
+        _refuse_tools(settings, job, spec, rows, valid_rows)
         if (problem := _does_not_fit(settings, job, len(rows), len(valid_rows))) is not None:
             raise UserMistake("not_enough_memory", problem, "model")
         if spec is not None:
@@ -234,6 +243,33 @@ def _checked(
             warnings += _row_doubts(spec, name, examples, lease.progressed)
     warnings.append(_not_held_out(job, rows, valid_rows))
     return CheckedJob(spec, rows, valid_rows, [warning for warning in warnings if warning])
+
+
+def _refuse_tools(
+    settings: Settings,
+    job: Job,
+    spec: GraderSpec | None,
+    rows: Sequence[Example],
+    valid_rows: Sequence[Example],
+) -> None:
+    """Raise UserMistake for tools that the model cannot have, and for a grader of calls that no row can have."""
+    for param, many in (("training_file", rows), ("validation_file", valid_rows)):
+        line = next((row.line for row in many if row.tools), None)
+        if line is not None and (problem := _tools_problem(settings, job)) is not None:
+            raise UserMistake("invalid_value", f"Line {line} has tools, and {problem}", param)
+    where = None if spec is None else reads_tools(spec, GRADER_PARAM)
+    if where is not None and not any(row.tools for row in rows):
+        message = f"'{where}' reads sample.output_tools, and no row of the training file has tools."
+        raise UserMistake("invalid_grader", message, where)
+
+
+def _tools_problem(settings: Settings, job: Job) -> str | None:
+    """None also if the template is not on this machine: the run checks it again."""
+    entry = Registry.load(settings.models_file).models.get(job.model)
+    if entry is None:
+        return None
+    files = files_of(entry, settings.model_cache, asked_of(job).advanced.sampling.chat_template)
+    return None if files is None else tools_problem(job.model, entry.tool_parser, files.template)
 
 
 def _row_doubts(

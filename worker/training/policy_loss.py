@@ -22,7 +22,7 @@ from worker.model.value_head import ValueHead
 from worker.training import grpo, ppo, token_rewards
 from worker.training.loss import Batch, GradientSums, Loss, StepValues
 from worker.training.sampler_gate import SamplerGap
-from worker.training.steps import token_ends
+from worker.training.steps import ends_in_text, token_ends
 from worker.training.token_rewards import Moments, StepMoments
 from worker.types import AnswerKey, AnswerSignal, Group, Pack, Rollout, TokenValues, TrainingSequence
 
@@ -268,6 +268,7 @@ def _shaped(rollout: Rollout, reward: float | None, settings: Resolved) -> float
 def _by_step(
     rollout: Rollout, steps_J: Sequence[float], ends_J: Sequence[int], decode: Decode
 ) -> tuple[float, ...]:
+    ends_J = ends_in_text(ends_J, rollout.content, rollout.text)
     ends = token_ends(rollout.output_ids_T, rollout.text, ends_J, decode)
     return tuple(grpo.process_advantages(steps_J, ends, len(rollout.output_ids_T)))
 

@@ -31,6 +31,15 @@ def token_ends(
     return found
 
 
+def ends_in_text(ends: Sequence[int], content: str, text: str) -> list[int]:
+    """Convert each step's end from characters of an answer without its calls to characters of the whole answer.
+
+    Calls belong to the step that ends with the content.
+    """
+    before = max(text.find(content), 0)
+    return [len(text) if end >= len(content) else before + end for end in ends]
+
+
 def with_steps_only(group: Group) -> Group:
     """Return the group with grades removed from answers that were graded without steps."""
     return replace(group, grades_G=tuple(map(_with_steps, group.grades_G)))

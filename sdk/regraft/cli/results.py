@@ -3,7 +3,7 @@
 import argparse
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import islice
 from textwrap import indent
 from typing import Any
@@ -102,6 +102,11 @@ def _sub_scores(rollout: Rollout) -> str:
     return ", ".join(f"{name} {number(score)}" for name, score in (rollout.sub_scores or {}).items())
 
 
+def _call(call: Mapping[str, Any]) -> str:
+    function = call.get("function") or {}
+    return f"{function.get('name')}({function.get('arguments')})"
+
+
 def _in_full(rollout: Rollout) -> str:
     """The whole prompt, row, answer and grade."""
     fields = {name: value for name, value in (rollout.item or {}).items() if name != "messages"}
@@ -110,6 +115,8 @@ def _in_full(rollout: Rollout) -> str:
         *((name, _text(value)) for name, value in fields.items()),
         ("thought", rollout.output_reasoning),
         ("answer", rollout.output_text),
+        ("calls", "\n".join(map(_call, rollout.output_tools or []))),
+        ("calls that cannot be read", rollout.output_tools_error),
         ("reward", number(rollout.score)),
         ("sub-scores", _sub_scores(rollout)),
         ("reason", rollout.reason),

@@ -1,0 +1,53 @@
+"""The format in which a model writes calls of functions: vLLM's name for it, by registry entry or chat template.
+
+No torch and no transformers: the API refuses tools of a model whose format is unknown.
+"""
+
+# vLLM's parsers of calls, by texts in chat templates; the first that fits.
+_MARKS = (
+    ("<function=", "qwen3_coder"),
+    ("<tool_call>", "hermes"),
+    ("[TOOL_CALLS]", "mistral"),
+    ("<|python_tag|>", "llama3_json"),
+)
+# Those that this service parses itself (worker/model/calls.py), which training and the transformers engine need.
+PARSED = tuple(name for _, name in _MARKS)
+
+
+def known_tool_parser(template: object) -> str | None:
+    """vLLM's parser of the calls that a model writes, by its chat template. None: unknown, or it has no tools."""
+    if not isinstance(template, str) or "tools" not in template:
+        return None
+    return next((name for mark, name in _MARKS if mark in template), None)
+
+
+def tool_parser_of(registered: str | None, template: object) -> str | None:
+    """`tool_parser` of the model's registry entry, or that of its chat template."""
+    return registered or known_tool_parser(template)
+
+
+def tools_problem(model: str, registered: str | None, template: object) -> str | None:
+    """The reason why prompts for the model cannot have tools, with the remedy; None: they can.
+
+    Args:
+        registered: `tool_parser` of the model's registry entry.
+        template: the chat template that renders the prompts; None: there is none.
+    """
+    if not isinstance(template, str) or "tools" not in template:
+        return (
+            f"the chat template of {model} has no place for tools: choose a model whose template has one, or set "
+            "chat_template (and tool_parser, where the template does not show it) in its entry of the model registry."
+        )
+    parser = tool_parser_of(registered, template)
+    if parser is None:
+        return (
+            f"this server does not know how {model} writes calls: set tool_parser in its entry of the model registry "
+            f"to one of {', '.join(PARSED)}, or chat_template to a template that shows it."
+        )
+    if parser not in PARSED:
+        return (
+            f"calls of {model} are written for the tool_parser '{parser}', and this service reads only those of "
+            f"{', '.join(PARSED)}: choose another model, or another chat_template and tool_parser in its entry of the "
+            "model registry."
+        )
+    return None

@@ -1,0 +1,1 @@
+../../../core/storage/message_rows.py

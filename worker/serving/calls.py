@@ -1,0 +1,153 @@
+"""Calls of functions in chats of the engines that are ours: what an answer is held to, and how its calls are read."""
+
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from transformers import PreTrainedTokenizerBase
+
+from core.chat import ChosenTool, InternalChat, Tool
+from core.response_format import response_schema
+from core.tool_parsers import tool_parser_of, tools_problem
+from worker.model.calls import Call, CallReader, ParsedAnswer
+from worker.serving.engines import EngineRefused
+
+NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}}
+
+
+class AnswerCalls(Protocol):
+    """A way to read the calls of a request's answers."""
+
+    schema: str  # which forces the calls, in the format of the samplers; "": they are free
+    finish_reason: str  # of an answer with calls
+
+    def read(self, text: str, ids: Sequence[int], *, is_cut: bool) -> ParsedAnswer: ...
+
+
+@dataclass(frozen=True)
+class FreeCalls:
+    """With tool_choice "auto": calls as the model writes them."""
+
+    reader: CallReader
+    row: Mapping[str, Any]  # tools and parallel_tool_calls
+    schema: str = ""
+    finish_reason: str = "tool_calls"
+
+    def read(self, text: str, ids: Sequence[int], *, is_cut: bool) -> ParsedAnswer:
+        return self.reader.read(text, ids, self.row, is_cut=is_cut) or ParsedAnswer(text)
+
+
+@dataclass(frozen=True)
+class RequiredCalls:
+    """With tool_choice "required": the answer is a JSON list of calls."""
+
+    schema: str
+    finish_reason: str = "tool_calls"
+
+    def read(self, text: str, ids: Sequence[int], *, is_cut: bool) -> ParsedAnswer:
+        if is_cut:
+            return ParsedAnswer(text)
+        try:
+            given = json.loads(text)
+        except ValueError:  # a stop string has ended it
+            return ParsedAnswer(text)
+        calls = [Call(call["name"], json.dumps(call["parameters"], ensure_ascii=False)) for call in given]
+        return ParsedAnswer("", tuple(calls))
+
+
+@dataclass(frozen=True)
+class NamedCall:
+    """With a tool_choice that names a function: the answer is its arguments."""
+
+    name: str
+    schema: str
+    finish_reason: str = "stop"  # as OpenAI's
+
+    def read(self, text: str, ids: Sequence[int], *, is_cut: bool) -> ParsedAnswer:
+        return ParsedAnswer("", (Call(self.name, text),))
+
+
+def calls_of(
+    request: InternalChat, tokenizer: PreTrainedTokenizerBase, tool_parser: str | None, template: str | None
+) -> AnswerCalls | None:
+    """The way to read the calls of the answers; None: they have none.
+
+    Args:
+        tool_parser: of the model's entry in the registry.
+        template: Jinja text in place of the tokenizer's own.
+
+    Raises:
+        EngineRefused: the model's chat template has no tools, or it is not known how the model writes calls.
+    """
+    tools = tools_of(request)
+    if not tools or request.tool_choice == "none":
+        return None
+    used = template or tokenizer.chat_template
+    if problem := tools_problem(request.served.base_model, tool_parser, used):
+        raise EngineRefused(f"'tools': {problem}", code="unsupported_parameter", param="tools")
+    parallel = request.parallel_tool_calls is not False
+    if isinstance(request.tool_choice, ChosenTool):
+        name = request.tool_choice.function.name
+        return NamedCall(name, response_schema(_parameters(request.tools or (), name)))
+    if request.tool_choice == "required":
+        return RequiredCalls(_schema_of_calls(request.tools or (), parallel=parallel))
+    parser = tool_parser_of(tool_parser, used)
+    assert parser is not None, "tools_problem refuses a model without one"
+    row = {"tools": tools, "parallel_tool_calls": parallel}
+    return FreeCalls(CallReader.of(parser, tokenizer), row)
+
+
+def tools_of(request: InternalChat) -> list[dict[str, Any]]:
+    """The functions of the request, as chat templates get them."""
+    return [tool.model_dump(exclude_none=True) for tool in request.tools or ()]
+
+
+def message_of(parsed: ParsedAnswer) -> dict[str, Any]:
+    """The fields of OpenAI's message that depend on calls."""
+    if not parsed.calls:
+        return {"content": parsed.content}
+    calls = parsed.tool_calls(secrets.token_hex(12))
+    return {"content": parsed.content or None, "tool_calls": list(calls)}
+
+
+def deltas_of(parsed: ParsedAnswer) -> list[dict[str, Any]]:
+    """The calls as a part of a stream has them."""
+    calls = parsed.tool_calls(secrets.token_hex(12))
+    return [{"index": number} | call for number, call in enumerate(calls)]
+
+
+def _parameters(tools: Sequence[Tool], name: str) -> dict[str, Any]:
+    return next(tool.function.parameters or NO_ARGUMENTS for tool in tools if tool.function.name == name)
+
+
+def _schema_of_calls(tools: Sequence[Tool], *, parallel: bool) -> str:
+    """That of a list of calls, `{"name": ..., "parameters": ...}`, as vLLM has it.
+
+    Raises:
+        EngineRefused: two functions have another definition of one name.
+    """
+    definitions: dict[str, Any] = {}
+    kinds = []
+    for tool in tools:
+        parameters = dict(tool.function.parameters or NO_ARGUMENTS)
+        for name, definition in parameters.pop("$defs", {}).items():
+            if definitions.setdefault(name, definition) != definition:
+                raise EngineRefused(
+                    f"'tools': two functions have different definitions of {name!r} in $defs; rename it in one of "
+                    "them.",
+                    param="tools",
+                )
+        kinds.append(
+            {
+                "type": "object",
+                "properties": {"name": {"enum": [tool.function.name]}, "parameters": parameters},
+                "required": ["name", "parameters"],
+                "additionalProperties": False,
+            }
+        )
+    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": kinds}}
+    if not parallel:
+        schema["maxItems"] = 1
+    return response_schema(schema | ({"$defs": definitions} if definitions else {}))
