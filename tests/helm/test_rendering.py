@@ -48,11 +48,20 @@ _TRIGGER = {
 
 def _monitor(endpoints: str) -> dict[str, Any]:
     """Both kinds of monitor differ in this name only."""
+    relabeling = {
+        "type": "object",
+        "additionalProperties": False,
+        "properties": {"targetLabel": {"type": "string"}, "replacement": {"type": "string"}},
+    }
     endpoint = {
         "type": "object",
         "required": ["port", "interval"],
         "additionalProperties": False,
-        "properties": {"port": {"type": "string"}, "interval": {"type": "string"}},
+        "properties": {
+            "port": {"type": "string"},
+            "interval": {"type": "string"},
+            "relabelings": {"type": "array", "items": relabeling},
+        },
     }
     return {
         "type": "object",
