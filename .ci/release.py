@@ -193,11 +193,18 @@ def pins_of(root: Path, image: str) -> str:
     if not EXTRAS[image]:
         return files
     extras = [word for extra in EXTRAS[image] for word in ("--extra", extra)]
-    constraints = ["--constraints", "constraints/all.txt"]
+    constraints = ["--constraints", "constraints/all.txt", "--python-version", python_of(root, image)]
     command = [program("uv"), "pip", "compile", "--quiet", "--no-annotate", "--no-header", "pyproject.toml"]
     resolved = output(root, *command, *constraints, *extras)
     # A local version is a build, such as torch's for CPUs.
     return re.sub(r"\+\w+$", "", resolved, flags=re.MULTILINE) + f"\n{files}"
+
+
+def python_of(root: Path, image: str) -> str:
+    """The version of Python of an image: some packages are needed for earlier ones only."""
+    text = (root / f"docker/{image}.Dockerfile").read_text()
+    [version] = re.findall(r"^ARG BASE=\S+/python:([\d.]+)", text, re.MULTILINE)
+    return str(version)
 
 
 def sbom(root: Path, requirements: str, target: Path) -> None:
