@@ -603,7 +603,7 @@ def sampler(arguments: argparse.Namespace) -> int:
         private.make_folder(settings.data_dir)
         os.environ.update(quiet_environment())
         with importing():
-            from worker.sampling import fleet_server
+            from worker.serving import fleet_server
             from worker.serving.serving_metrics import OwnVllmMetrics
 
         if vllm_version() is None:
