@@ -93,7 +93,7 @@ def plan_training(
         if samples
         else prepare_rows(attempt, rows, base, teacher, beat)
     )
-    may_sleep = samples and takes_turns(task.settings, teacher, has_judges=bool(judges))
+    may_sleep = isinstance(task, PromptTask) and takes_turns(task.settings, teacher, has_judges=bool(judges))
     checkpoints = JobCheckpoints(attempt, scratch)
     memory, run_memory = _plan_memory(
         attempt,
