@@ -19,7 +19,8 @@ from torch._C import OutOfMemoryError
 from torch._C._distributed_c10d import FileStore
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from core.database.tables import Attempt, Job
+from core.database.tables import Attempt, Job, TunedModel
+from core.errors import ModelNotFound
 from core.jobs import lifecycle, run_logs
 from core.registry import InvalidRegistry
 from core.response_format import SchemaTooLarge
@@ -30,6 +31,7 @@ from graders.backends import InvalidBackends
 from graders.calls import ServerAway
 from graders.environments.catalog import EnvironmentNotBuilt
 from graders.sandbox.pool import SandboxBusy
+from graders.spec import parse_grader
 from graders.types import ErrorKind, Grade
 from tests.families.zoo import FAMILIES, Family
 from tests.hyperparameters import in_groups
@@ -41,6 +43,7 @@ from worker.assemble import assemble
 from worker.child import followed, run_claim, status_of
 from worker.device import GpuUnusable
 from worker.model.policy import Base, Policy, load_base
+from worker.prepare.scorers import reward_models, teacher_model
 from worker.recording.alerts import require_grades
 from worker.refusals import (
     InvalidModel,
@@ -54,6 +57,7 @@ from worker.refusals import (
     UnsupportedModel,
     UserMistake,
     failing_once,
+    waiting_for_names,
 )
 from worker.supervisor.supervisor import Supervisor
 from worker.training.world import World
@@ -318,6 +322,43 @@ class TestOfANameThatThisWorkerDoesNotKnowYet:
 
         error = present(bench.job().error)
         assert (bench.job().status, error["code"], error["param"]) == ("failed", *named)
+
+
+@pytest.mark.parametrize(
+    ("name", "error"), [("new-teacher", ModelNotFound), ("ft:tiny:org::abcd", UserMistake)]
+)
+def test_a_teacher_that_the_files_do_not_have_is_waited_for_and_a_deleted_one_is_not(
+    bench: Bench, queued: Callable[..., Settings], model: Path, name: str, error: type[Exception]
+) -> None:
+    settings = queued(path=model)
+    with bench.database.write() as session:
+        job = session.scalars(select(Job)).one()
+        job.method, job.body = "distillation", {**job.body, "teacher": {"model": name}}
+
+    with pytest.raises(error, match=name):
+        teacher_model(bench.attempt(), settings, lambda: None)
+
+
+def test_the_base_model_of_a_reward_model_is_waited_for(
+    bench: Bench, queued: Callable[..., Settings], model: Path, tmp_path: Path
+) -> None:
+    settings = queued(path=model)
+    (tmp_path / "models.toml").write_text(f'[models.old]\npath = "{model}"\n')
+    with bench.database.write() as session:
+        job = session.scalars(select(Job)).one()
+        session.add(
+            TunedModel(
+                name="ft:tiny:org::judge",
+                project_id=job.project_id,
+                job_id=job.id,
+                checkpoint_id="ckpt",
+                base_model="tiny",
+            )
+        )
+    spec = parse_grader({"type": "reward_model", "name": "r", "model": "ft:tiny:org::judge"})
+
+    with pytest.raises(NotKnownYet, match="tiny"), waiting_for_names():
+        reward_models(bench.attempt(), spec, settings)
 
 
 class FullDisk:
