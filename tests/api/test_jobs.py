@@ -74,6 +74,7 @@ def test_a_new_job_has_every_key_of_openais(
         "shared_with_openai": False,
         "eval_id": job["id"].replace("ftjob-", "eval_"),
         "budget": None,
+        "resources": {"gpus": None, "nodes": None},
         "estimate": None,
         "result": None,
         "verdict": None,

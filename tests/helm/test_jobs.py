@@ -33,8 +33,8 @@ pytestmark = pytest.mark.slow
 
 # Each costs a start of Python with torch.
 NUMBER = 20 if os.environ.get("REGRAFT_THOROUGH") else 5
-# Of pods: each starts a Python with torch, and all at once would be minutes without a claim.
-MAX_REPLICAS = 4
+# Unfinished jobs: a pod starts a Python with torch, and twenty at once would be minutes without a claim.
+AT_ONCE = 5
 # In turn, to pods with a running job.
 SIGNALS = [signal.SIGTERM, signal.SIGKILL] * (NUMBER // 5)
 LEASE_SECONDS = 8
@@ -56,6 +56,7 @@ class Pool:
     most: int
     database: Database
     new_kubelet: Callable[[int], Kubelet]
+    queue: Callable[[int], None]
     started: list[Started] = field(default_factory=list)
 
     def is_ready(self, one: Started) -> bool:
@@ -106,7 +107,7 @@ class Cluster:
             settings={"torch_threads": 1, "reconcile_seconds": 0.5, "lease_seconds": LEASE_SECONDS},
             extraEnv={"GLOO_SOCKET_IFNAME": "lo"},
             workers=[
-                JOBS | {"name": "jobs", "gpus": 0, "gpuClass": "jobs", "maxReplicas": MAX_REPLICAS} | changes,
+                JOBS | {"name": "jobs", "gpus": 0, "gpuClass": "jobs", "maxReplicas": 100} | changes,
                 *[one for one in profile("production")["workers"] if one["name"] == "keeper"],
             ],
         )
@@ -151,9 +152,8 @@ class Cluster:
 @pytest.fixture
 def pool(postgres: Postgres, seaweed: SeaweedFS, tmp_path: Path) -> Iterator[Pool]:
     cluster = Cluster(postgres, seaweed, tmp_path)
-    cluster.queue(NUMBER)
     most = cluster.scaled["spec"]["maxReplicaCount"]
-    pool = Pool(cluster.pod, most, cluster.database, cluster.kubelet)
+    pool = Pool(cluster.pod, most, cluster.database, cluster.kubelet, cluster.queue)
     try:
         yield pool
     finally:
@@ -164,9 +164,15 @@ def pool(postgres: Postgres, seaweed: SeaweedFS, tmp_path: Path) -> Iterator[Poo
 
 
 def all_ended(pool: Pool) -> bool:
+    """Whether all NUMBER jobs have; queues the next ones."""
     with pool.database.write() as session:
         lifecycle.expire_leases(session, max_failures=3)  # as the keeper does
-        return session.query(Job).filter(Job.status.not_in(lifecycle.FINAL)).count() == 0
+        jobs = session.query(Job).count()
+        unfinished = session.query(Job).filter(Job.status.not_in(lifecycle.FINAL)).count()
+    new = min(NUMBER - jobs, AT_ONCE - unfinished)
+    if new:
+        pool.queue(new)
+    return not unfinished and not new
 
 
 @pytest.mark.timeout(120 * NUMBER)
