@@ -21,7 +21,7 @@ from regraft import InvalidDataset, Regraft
 from regraft.cli import main
 from regraft.convert import SameFile, convert, json_lines
 from regraft.datasets import validate
-from regraft.literals import Method
+from regraft.literals import FileMethod
 
 from core.database.tables import File
 from core.jobs.job_files import BadFile
@@ -117,7 +117,7 @@ MIXED_LINES = b"question,answer\n" + "".join(f"{n}?,ü{n}\n" for n in range(TWEL
 ROWS = [ROW | {"answer": str(n)} for n in range(TWELVE)]
 NO_CONTAINER = False
 # Name: the file, the method of the job, the sentence, and whether the file is none of JSONL.
-FOREIGN: dict[str, tuple[bytes, Method, str, bool]] = {
+FOREIGN: dict[str, tuple[bytes, FileMethod, str, bool]] = {
     "a JSON array": (
         json.dumps(ROWS).encode(),
         "reinforcement",
@@ -492,7 +492,7 @@ def refusal_of_the_worker(content: bytes, method: str, folder: Path) -> str:
 @table
 def test_a_foreign_file_is_named_in_one_sentence_everywhere(
     content: bytes,
-    method: Method,
+    method: FileMethod,
     sentence: str,
     is_container: bool,
     desk: Path,
@@ -527,7 +527,7 @@ def test_a_foreign_file_is_named_in_one_sentence_everywhere(
 
 @table
 def test_a_foreign_file_becomes_a_dataset_of_the_job(
-    content: bytes, method: Method, sentence: str, is_container: bool, tmp_path: Path
+    content: bytes, method: FileMethod, sentence: str, is_container: bool, tmp_path: Path
 ) -> None:
     path = tmp_path / "theirs"
     path.write_bytes(content)
@@ -555,7 +555,7 @@ def told(sentence: str) -> dict[str, str]:
 
 @table
 def test_each_command_that_the_sentence_about_rows_names_works(
-    content: bytes, method: Method, sentence: str, is_container: bool, tmp_path: Path
+    content: bytes, method: FileMethod, sentence: str, is_container: bool, tmp_path: Path
 ) -> None:
     found = detect([content])
     path = tmp_path / "theirs"
