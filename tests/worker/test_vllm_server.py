@@ -291,7 +291,7 @@ def test_the_reason_of_a_start_that_failed_is_known_to_the_server(folder: Path) 
     with pytest.raises(EngineNotStarted) as failed:
         asyncio.run(failing.start())
 
-    assert any("KV cache" in error for error in failed.value.errors)
+    assert any("No available memory for the cache blocks" in error for error in failed.value.errors)
 
 
 def test_an_adapter_of_too_high_a_rank_is_refused_with_what_to_do(server: str, folder: Path) -> None:

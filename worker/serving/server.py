@@ -49,7 +49,7 @@ from worker.sharing.memory_request import MemoryRequest, MemoryRequests
 
 log = logging.getLogger(__name__)
 
-# Limit of answers in flight: 16 times the batch of the transformers engine (64), and 4 times that of vLLM (256).
+# Limit of answers in flight: 16 times the batch of the transformers engine (64), and as many as vLLM has at most.
 # One request has up to 128 answers (core/chat.py).
 MAX_ANSWERS = 1024
 OVERLOADED_RETRY_AFTER = 5  # seconds
