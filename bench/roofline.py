@@ -30,7 +30,7 @@ from worker.model import attention
 from worker.model.batch import Tensors, tensors_of
 from worker.model.full import FullPolicy
 from worker.model.policy import Base, Policy, Route
-from worker.model.token_logprobs import logprobs_of
+from worker.model.token_logprobs import logprobs_and_entropy
 from worker.training.policy_loss import PolicyLoss
 from worker.types import Pack
 
@@ -247,10 +247,10 @@ def trainer(
 def count(gradient: PolicyLoss, packs: Sequence[Pack], counted: Counted) -> None:
     """Add one micro-batch."""
 
-    def whole(tensors: Tensors) -> Tensor:
-        return gradient.logprobs(tensors)[0]
+    def logprobs(tensors: Tensors) -> Tensor:
+        return gradient.forward(tensors)[0]
 
-    count_pass(gradient, packs, counted, whole)
+    count_pass(gradient, packs, counted, logprobs)
 
 
 def count_head(gradient: PolicyLoss, packs: Sequence[Pack], counted: Counted) -> None:
@@ -265,7 +265,7 @@ def count_head(gradient: PolicyLoss, packs: Sequence[Pack], counted: Counted) ->
     )
 
     def head(tensors: Tensors) -> Tensor:
-        return logprobs_of(policy, hidden, tensors, gradient.settings.temperature)[0]
+        return logprobs_and_entropy(policy, hidden, tensors, gradient.settings.temperature)[0]
 
     count_pass(gradient, packs, counted, head)
 

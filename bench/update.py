@@ -1,4 +1,4 @@
-"""What the update of a micro-batch writes and reads on a GPU: the head, one layer with its adapters, all of it.
+"""Count what the update of a micro-batch writes and reads on a GPU: the head, one layer with adapters, the model.
 
 A micro-batch of 2,048 tokens of Llama 3 8B in bfloat16 with an adapter of rank 16: a prompt and 8 answers. The pass
 runs on tensors without data (bench/roofline.py), forward and backward. `PART_written_gib` and `PART_read_gib` are the
@@ -29,9 +29,7 @@ class Sums:
 
     @classmethod
     def of(cls, counted: Counted) -> "Sums":
-        return cls(
-            counted.written, counted.read, counted.operations, counted.total, counted.expected_seconds
-        )
+        return cls(counted.written, counted.read, counted.operations, counted.total, counted.expected_seconds)
 
     def plus(self, other: "Sums", times: float) -> "Sums":
         return Sums(
@@ -70,8 +68,8 @@ def head() -> Sums:
 def main() -> None:
     first, second = with_layers(1), with_layers(2)
     layer = second.plus(first, -1)
-    whole = first.plus(layer, CONFIG.num_hidden_layers - 1)
-    report("update", head().figures("head") | layer.figures("layer") | whole.figures("update"))
+    update = first.plus(layer, CONFIG.num_hidden_layers - 1)
+    report("update", head().figures("head") | layer.figures("layer") | update.figures("update"))
 
 
 if __name__ == "__main__":
