@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tests.present import present, untyped
 from tests.worker.test_memory import estimated, llama_shape
 from worker.model import lora, sizing
 from worker.model.head import Computation, entropy, is_top, through_head
@@ -215,16 +216,16 @@ def test_the_likeliest_token_is_known() -> None:
 
     _, found = through_head(computation, given.hidden, target, None)
 
-    assert torch.equal(found, torch.arange(POSITIONS) % 2 == 0)
+    assert torch.equal(present(found), torch.arange(POSITIONS) % 2 == 0)
 
 
 class Peak(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not annotate it
     """The most bytes that tensors made during the context have at a time."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.bytes = 0
-        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._alive: dict[int, tuple[Any, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -233,7 +234,7 @@ class Peak(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does no
         }
         for one in tree_leaves(result):
             if isinstance(one, Tensor) and (storage := one.untyped_storage())._cdata not in read:
-                self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+                self._alive[storage._cdata] = (untyped(StorageWeakRef)(storage), storage.nbytes())
         self._alive = {address: entry for address, entry in self._alive.items() if not entry[0].expired()}
         self.bytes = max(self.bytes, sum(size for _, size in self._alive.values()))
         return result

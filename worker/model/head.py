@@ -186,9 +186,9 @@ def _backward(
     """The gradients of the hidden states and of the weights of the head, chunk by chunk."""
     of_hidden = torch.empty_like(hidden)
     of_weights = [torch.zeros_like(weight) for weight in computation.weights]
-    parts = zip(_chunks(hidden, target, allowed), *_split(gradient, of_hidden), strict=True)
-    for chunk, factor, output in parts:
-        _add_gradients(computation, factor, *chunk, output, *of_weights)
+    factors, outputs = _split(gradient, of_hidden)
+    for chunk, factor, output in zip(_chunks(hidden, target, allowed), factors, outputs, strict=True):
+        _add_gradients(computation, factor, *chunk, output, of_weights)
     return of_hidden, of_weights
 
 
@@ -199,15 +199,15 @@ def _add_gradients(
     target: Tensor,
     allowed: Tensor | None,
     of_hidden: Tensor,
-    of_weight: Tensor,
-    of_bias: Tensor | None = None,
+    of_weights: Sequence[Tensor],
 ) -> None:
     """Write the gradient of a chunk's hidden states [m, h], and add those of the weight [V, h] and of the bias [V]."""
     of_output = computation.of_output(computation.distribution(hidden, target, allowed), target, factor)
     of_hidden.copy_(computation.product.of_input(of_output))
-    of_weight.addmm_(of_output.t(), hidden)
-    if of_bias is not None:
-        of_bias.add_(of_output.sum(0))
+    weight, *biases = of_weights
+    weight.addmm_(of_output.t(), hidden)
+    for bias in biases:
+        bias.add_(of_output.sum(0))
 
 
 def _split(*tensors: Tensor) -> list[Sequence[Tensor]]:
