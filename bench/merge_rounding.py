@@ -107,9 +107,9 @@ def movements(
     ]
     batch = tensors_of(packs)
     with torch.no_grad():
-        exact = trainer.loss.logprobs(batch)[0].double()
+        exact = trainer.loss.logprobs(batch).double()
         with trainer.policy.as_base():
-            start = trainer.loss.logprobs(batch)[0].double()
+            start = trainer.loss.logprobs(batch).double()
     return exact - start, batch.sampled_logp_M.double() - start
 
 

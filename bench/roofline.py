@@ -1,7 +1,8 @@
 """Count what the trainer does on a GPU with a large model, without the GPU and without the model's weights.
 
 The trainer's own forward and backward pass runs on PyTorch's meta device, where tensors have shapes and no data. Each
-operation is counted: its FLOPs, the bytes that it reads and writes, what autograd keeps, the largest tensor. Attention
+operation is counted: its FLOPs, the bytes that it reads and writes, what autograd keeps, the largest tensor. Operations
+in place and into a given tensor count; those that touch some elements of a tensor count these. Attention
 and rms_norm are stand-ins with the inputs, the output and the kept tensors of CUDA's fused kernels; the pairs of tokens
 that attention computes are counted in the mask that the trainer makes of the same micro-batch.
 
@@ -11,7 +12,7 @@ usually reach of them (63 % of the FLOPs in bfloat16, 67 % in float32, 84 % of t
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,9 +27,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, masking_utils
 from core.jobs import hyperparameters
 from core.jobs.hyperparameters import Hyperparameters
 from worker.model import attention
-from worker.model.batch import tensors_of
+from worker.model.batch import Tensors, tensors_of
 from worker.model.full import FullPolicy
 from worker.model.policy import Base, Policy, Route
+from worker.model.token_logprobs import logprobs_and_entropy
 from worker.training.policy_loss import PolicyLoss
 from worker.types import Pack
 
@@ -47,6 +49,7 @@ class Rates:
         return max(flops / peak, size / self.bandwidth, self.launch)
 
 
+SPARSE = ("gather", "scatter_", "scatter_add_")
 PUBLISHED = Rates(989e12, 67e12, 3.35e12)  # NVIDIA's data sheet of the H100 SXM
 ASSUMED = Rates(620e12, 45e12, 2.8e12, 4.5e-6)
 
@@ -77,6 +80,9 @@ class Counted:
     """Of one or more micro-batches, forward and backward."""
 
     flops: Counter[str] = field(default_factory=Counter)  # by "products" and "attention"
+    read: int = 0  # bytes
+    written: int = 0  # bytes
+    operations: int = 0  # that a GPU launches, without views
     seconds: float = 0.0  # at the published rates
     expected_seconds: float = 0.0  # at the assumed rates
     saved: int = 0  # bytes that autograd keeps of the largest micro-batch
@@ -104,8 +110,7 @@ class Operations(TorchDispatchMode):
             return result
         known = {one.untyped_storage()._cdata for one in read}
         made = [one for one in written if one.untyped_storage()._cdata not in known]
-        in_place = func.__name__.split(".")[0].endswith("_")
-        if made or in_place:  # others are views
+        if made or _is_in_place(func):  # others are views
             self._count(func, read, written)
         for one in made:
             if one.untyped_storage()._cdata not in self.weights:
@@ -117,17 +122,40 @@ class Operations(TorchDispatchMode):
         name = func.__name__.split(".")[0]
         if "empty" in name:  # writes nothing
             return
-        size = sum(one.numel() * one.element_size() for one in [*read, *written])
+        if _writes_to_given(func):  # the last argument is not read
+            read = read[: -len(written)]
+        elif name.startswith("new_"):
+            read = []
         flops = 0
         if name.rstrip("_") in ("mm", "bmm", "addmm"):
             left, right = [one for one in read if one.dim() >= 2][-2:]
             flops = 2 * left.numel() * right.shape[-1]
-        self.add("products", flops, size, read[-1].dtype if read else torch.bfloat16)
+        dtype = read[-1].dtype if read else torch.bfloat16
+        if name in SPARSE:  # as many elements of the tensor as there are indices or values
+            few = min([*read, *written], key=Tensor.numel)
+            self.add("products", flops, _bytes(read[1:]) + _bytes([few]), _bytes([few]), dtype)
+        else:
+            self.add("products", flops, _bytes(read), _bytes(written), dtype)
 
-    def add(self, kind: str, flops: float, size: int, dtype: torch.dtype) -> None:
+    def add(self, kind: str, flops: float, read: int, written: int, dtype: torch.dtype) -> None:
         self.counted.flops[kind] += int(flops)
-        self.counted.seconds += PUBLISHED.seconds(flops, size, dtype)
-        self.counted.expected_seconds += ASSUMED.seconds(flops, size, dtype)
+        self.counted.read += read
+        self.counted.written += written
+        self.counted.operations += 1
+        self.counted.seconds += PUBLISHED.seconds(flops, read + written, dtype)
+        self.counted.expected_seconds += ASSUMED.seconds(flops, read + written, dtype)
+
+
+def _writes_to_given(func: Any) -> bool:
+    return any(argument.is_out for argument in func._schema.arguments)
+
+
+def _is_in_place(func: Any) -> bool:
+    return _writes_to_given(func) or func.__name__.split(".")[0].endswith("_")
+
+
+def _bytes(tensors: Sequence[Tensor]) -> int:
+    return sum(one.numel() * one.element_size() for one in tensors)
 
 
 class _Attention(torch.autograd.Function):
@@ -153,8 +181,11 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def _count(ctx: Any, query: Tensor, key: Tensor, products: int, passes: int) -> None:
         flops = 2 * products * query.shape[1] * query.shape[3] * ctx.pairs
-        size = passes * 2 * 2 * (query.numel() + key.numel())
-        ctx.operations.add("attention", flops, size, torch.bfloat16)
+        # Forward three are read and the output is written; backward all of these, and gradients of the three written.
+        wide, narrow = 2 * query.numel(), 2 * key.numel()
+        read = wide + 2 * narrow if passes == 1 else 3 * wide + 2 * narrow
+        written = wide if passes == 1 else wide + 2 * narrow
+        ctx.operations.add("attention", flops, read, written, torch.bfloat16)
 
 
 class _RootMeanSquare(torch.autograd.Function):
@@ -164,12 +195,12 @@ class _RootMeanSquare(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, operations: Operations) -> Tensor:
         ctx.save_for_backward(x, x.new_empty(x.shape[:-1], dtype=torch.float32))
         ctx.operations = operations
-        operations.add("norms", 0, 2 * x.numel() * x.element_size(), x.dtype)
+        operations.add("norms", 0, _bytes([x]), _bytes([x]), x.dtype)
         return torch.empty_like(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        ctx.operations.add("norms", 0, 3 * gradient.numel() * gradient.element_size(), gradient.dtype)
+        ctx.operations.add("norms", 0, 2 * _bytes([gradient]), _bytes([gradient]), gradient.dtype)
         return torch.empty_like(gradient), None, None
 
 
@@ -215,6 +246,34 @@ def trainer(
 
 def count(gradient: PolicyLoss, packs: Sequence[Pack], counted: Counted) -> None:
     """Add one micro-batch."""
+
+    def logprobs(tensors: Tensors) -> Tensor:
+        return gradient.forward(tensors)[0]
+
+    count_pass(gradient, packs, counted, logprobs)
+
+
+def count_head(gradient: PolicyLoss, packs: Sequence[Pack], counted: Counted) -> None:
+    """Add the head of one micro-batch: from hidden states to log-probabilities and entropy, and back."""
+    policy = gradient.policy
+    hidden = torch.empty(
+        len(gradient.tensors(packs).target_M),
+        policy.hidden_size,
+        dtype=policy.causal.dtype,
+        device="meta",
+        requires_grad=True,
+    )
+
+    def head(tensors: Tensors) -> Tensor:
+        return logprobs_and_entropy(policy, hidden, tensors, gradient.settings.temperature)[0]
+
+    count_pass(gradient, packs, counted, head)
+
+
+def count_pass(
+    gradient: PolicyLoss, packs: Sequence[Pack], counted: Counted, compute: Callable[[Tensors], Tensor]
+) -> None:
+    """Add what `compute` does with the tensors of the packs, and the backward pass of its sum."""
     policy = gradient.policy
     weights = {one.untyped_storage()._cdata for one in policy.model.parameters()}
     tensors = gradient.tensors(packs)
@@ -236,7 +295,7 @@ def count(gradient: PolicyLoss, packs: Sequence[Pack], counted: Counted) -> None
     alive: list[Any] = []  # so that no other storage gets the address of one that is counted
     with fused(pairs, operations), operations:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            total = gradient.logprobs(tensors)[0].sum()
+            total = compute(tensors).sum()
         total.backward()  # type: ignore[no-untyped-call]
     counted.tokens += rows * width
     counted.saved = max(counted.saved, sum(kept.values()))

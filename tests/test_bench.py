@@ -249,7 +249,7 @@ def test_a_double_run_is_seen_in_what_was_written(marks: list[tuple[str, int, st
 
 AGAINST_TRL = {"grpo_vs_trl", "sft_vs_trl", "dpo_vs_trl", "sparse"}  # which is not installed for tests
 NEEDS_VLLM = {"swap", "scale"}
-QUICK = {"data", "deal", "sdk", "graders"}  # the others load a model or start servers
+QUICK = {"data", "deal", "sdk", "graders", "update"}  # the others load a model or start servers
 
 
 def cases() -> Iterator[ParameterSet]:

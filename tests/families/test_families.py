@@ -79,7 +79,7 @@ def test_a_family_is_computed_as_transformers_does_or_refused_by_name(
 
         pack = Pack(prompt.ids, (as_trained(ids), as_trained(ids[::-1])))
         packs = [pack] if policy.route.forward == "packed" else list(split(pack, 0))
-        trained, _ = PeftTrainer(policy, SETTINGS, token_budget=512).loss.logprobs(tensors_of(packs))
+        trained = PeftTrainer(policy, SETTINGS, token_budget=512).loss.logprobs(tensors_of(packs))
         assert trained[: len(ids)].tolist() == pytest.approx(logprobs, abs=near)
 
 

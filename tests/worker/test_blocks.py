@@ -155,7 +155,7 @@ def test_the_gradient_of_a_policy_is_that_under_a_dense_mask(
     found = []
     for blocks in (True, False):
         policy.use(Route("packed", blocks=blocks))
-        logprobs(policy, tensors_of(packs), 1.0)[0].sum().backward()  # type: ignore[no-untyped-call]
+        logprobs(policy, tensors_of(packs), 1.0).sum().backward()  # type: ignore[no-untyped-call]
         found.append([present(one.grad).clone() for one in policy.trainable])
         for one in policy.trainable:
             one.grad = None

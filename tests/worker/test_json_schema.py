@@ -104,7 +104,7 @@ def test_the_trainer_has_the_samplers_probabilities_over_what_the_schema_allows(
     gaps = []
     for schema in (response_schema(SCORE), ""):
         trainer = PeftTrainer(sampler.policy, settings, token_budget=4096, response_schema=schema)
-        logp, entropy = trainer.loss.logprobs(trainer.loss.tensors([Pack(one.ids, answers)]))
+        logp, entropy, _ = trainer.loss.forward(trainer.loss.tensors([Pack(one.ids, answers)]))
         gaps.append((logp - sampled).abs().max().item())
         assert entropy.isfinite().all()
 

@@ -92,7 +92,7 @@ class TestEstimate:
         assert (plain.copies, plain.weights) == (2, 2 * LARGE.parameters)
         assert plain.adapter == 16 * 36 * 32 * (4 * 4096 + 2 * 4096 + 2048 + 3 * (4096 + 12288))
         assert plain.attention == 2 * 16_384**2  # one bfloat16 bias for all layers
-        assert plain.head == 512 * 151_936 * 16
+        assert plain.head == 512 * 151_936 * 10
         assert plain.cache == 10 * GIB
         assert plain.total == 2 * plain.weights + plain.slots + plain.parts + plain.cache + plain.margin
 
@@ -156,8 +156,8 @@ class TestEstimate:
         assert several.optimizer - narrow.optimizer == 4 * parameters
         assert (narrow.adapter, narrow.reference) == (0, 0)
         assert estimated(full=True, references=2).reference == 2 * 2 * parameters
-        # Of the head's 151,936 x 4,096 weights, a chunk's gradient and the sum of those before it.
-        assert narrow.head - estimated().head == 2 * 2 * 151_936 * 4096
+        # Of the head's 151,936 x 4,096 weights, the sum of the gradients of all chunks.
+        assert narrow.head - estimated().head == 2 * 151_936 * 4096
 
     def test_copies_in_another_layout_are_not_kept_of_weights_that_change(self) -> None:
         cpu = Machine("cpu", 64 * GIB, "transformers", packed=True)
@@ -252,9 +252,8 @@ class TestEstimate:
 
         count(trainer(config, "packed", checkpointed=False, dtype=torch.bfloat16), [group(225)], found)
 
-        planned = (
-            3 * sizing.saved_bytes_per_token(shape, 16) + 4 * shape.hidden
-        )  # with the last norm and the head
+        # With the input of the last norm, and the gradient of the head in float32.
+        planned = 3 * sizing.saved_bytes_per_token(shape, 16) + (2 + 4) * shape.hidden
         assert 0.99 * found.saved <= found.tokens * planned <= 1.2 * found.saved
 
     @pytest.mark.slow
@@ -1033,8 +1032,9 @@ class TestSleep:
     def test_it_is_chosen_where_it_costs_less_than_recomputation_and_small_micro_batches(
         self, learned: int, main_memory: int, sleeps: bool
     ) -> None:
-        """On 78 GiB, 8B recomputes beside vLLM at 512 + 4,096 tokens, and does not while that sleeps."""
-        shape, machine = llama_shape(*LLAMA_8B), replace(H100, may_sleep=True, main_memory=main_memory * GIB)
+        """On 77 GiB, 8B recomputes beside vLLM at 512 + 4,096 tokens, and does not while that sleeps."""
+        shape = llama_shape(*LLAMA_8B)
+        machine = replace(H100, available=77 * GIB, may_sleep=True, main_memory=main_memory * GIB)
         work = replace(WORK, prompt=512, completion=4096, in_flight=8 * (512 + 16 * 4096), learned=learned)
 
         made = sizing.plan_sharded("m", shape, work, machine, 1)

@@ -46,7 +46,7 @@ def policy_of(title: str, folder: Path, dtype: str) -> Policy:
 def gradients(policy: Policy) -> list[Tensor]:
     for parameter in policy.trainable:
         parameter.grad = None
-    torch.autograd.backward(logprobs(policy, tensors_of([PACK]), 1.0)[0].sum())
+    torch.autograd.backward(logprobs(policy, tensors_of([PACK]), 1.0).sum())
     return [parameter.grad.clone() for parameter in policy.trainable if parameter.grad is not None]
 
 

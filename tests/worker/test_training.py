@@ -215,7 +215,7 @@ class TestPacking:
         trainer = PeftTrainer(policy, SETTINGS, token_budget=4096)
         packs = packs_of(groups, SETTINGS.model_copy(update={"kl": 0.1}), policy.text)
 
-        logp, _ = trainer.loss.logprobs(batch.tensors_of(packs))
+        logp = trainer.loss.logprobs(batch.tensors_of(packs))
 
         expected = torch.cat(
             [plain_logprobs(policy, p.prompt_ids, s.output_ids_T) for p in packs for s in p.sequences]
@@ -229,7 +229,7 @@ class TestPacking:
         tensors = batch.tensors_of(packs)
         causal = torch.zeros_like(tensors.segment)  # one segment, that of the prompt
 
-        logp, _ = trainer.loss.logprobs(replace(tensors, segment=causal))
+        logp = trainer.loss.logprobs(replace(tensors, segment=causal))
 
         expected = torch.cat(
             [plain_logprobs(policy, p.prompt_ids, s.output_ids_T) for p in packs for s in p.sequences]
@@ -310,7 +310,7 @@ class TestUpdate:
         trainer = PeftTrainer(policy, SETTINGS, token_budget=4096)
 
         def loss_now() -> torch.Tensor:
-            logp, _ = trainer.loss.logprobs(tensors)
+            logp = trainer.loss.logprobs(tensors)
             return grpo.loss(
                 logp,
                 tensors.sampled_logp_M.double() + 0.1,

@@ -154,7 +154,7 @@ def gaps(
     ]
     batch = tensors_of(packs, policy.device)
     with torch.no_grad(), under():
-        return (trainer.loss.logprobs(batch)[0] - batch.sampled_logp_M).abs()
+        return (trainer.loss.logprobs(batch) - batch.sampled_logp_M).abs()
 
 
 def test_an_adapter_on_some_layers_is_the_same_in_the_engine(
@@ -200,7 +200,7 @@ def test_answers_are_held_to_the_schema_and_the_trainer_has_the_same_probabiliti
     packs = [Pack(one.ids, tuple(group)) for one, group in zip(prompts, answers, strict=True)]
     batch = trainer.loss.tensors(packs)
     with torch.no_grad():
-        gap = (trainer.loss.logprobs(batch)[0] - batch.sampled_logp_M).abs()
+        gap = (trainer.loss.logprobs(batch) - batch.sampled_logp_M).abs()
 
     finished = [json.loads(r.text) for group in groups for r in group if r.finish_reason == "stop"]
     assert len(finished) >= 4

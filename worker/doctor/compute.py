@@ -183,7 +183,7 @@ def gap(policy: Policy, prompts: Sequence[Prompt], groups: Sequence[Sequence[Rol
     ]
     batch = tensors_of(packs, policy.device)
     with torch.no_grad():
-        return float((logprobs(policy, batch, 1.0)[0] - batch.sampled_logp_M).abs().mean())
+        return float((logprobs(policy, batch, 1.0) - batch.sampled_logp_M).abs().mean())
 
 
 def sequence_of(rollout: Rollout) -> TrainingSequence:

@@ -80,14 +80,14 @@ def logprob_difference(policy: Policy) -> float:
     with policy.moved(), torch.no_grad():
         for blocks in (True, False):
             policy.use(Route("packed", blocks=blocks))
-            found.append(logprobs(policy, pack, 1.0)[0].double())
+            found.append(logprobs(policy, pack, 1.0).double())
     return float((found[0] - found[1]).norm() / found[1].norm())
 
 
 def gradients(policy: Policy, route: Route) -> Tensor:
     policy.use(route)
     pack = random_pack(policy.causal.config.vocab_size)
-    logprobs(policy, tensors_of([pack], policy.device), 1.0)[0].sum().backward()  # type: ignore[no-untyped-call]
+    logprobs(policy, tensors_of([pack], policy.device), 1.0).sum().backward()  # type: ignore[no-untyped-call]
     found = torch.cat([p.grad.double().flatten() for p in policy.trainable if p.grad is not None])
     for parameter in policy.trainable:
         parameter.grad = None

@@ -273,7 +273,7 @@ def _trained(policy: Policy, text: Probe) -> Tensor:
     ]
     if policy.route.forward == "rows":
         packs = [part for pack in packs for part in split(pack, 0)]
-    return logprobs(policy, tensors_of(packs, policy.device), 1.0)[0]
+    return logprobs(policy, tensors_of(packs, policy.device), 1.0)
 
 
 def has_backward_in_blocks(policy: Policy) -> bool:

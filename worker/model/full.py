@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
@@ -57,7 +57,7 @@ class FullPolicy(Policy):
         causal.requires_grad_(True)
         if base.parts.head.weight.dtype != torch.float32:
             recompute.install(causal, norms=False)
-        self._compute_as(base, partial(lora.linear_in_float32, layer=base.parts.head))
+        self._compute_as(base, lora.TrainedLinear(base.parts.head))
         self.dtype = base.parts.head.weight.dtype
         self.names = [name for name, _ in causal.named_parameters()]  # in the order of `trainable`
         self._weights: list[Parameter] = list(causal.parameters())

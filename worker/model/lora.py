@@ -54,6 +54,26 @@ class FrozenLinear:
             output = _product(x, self._forward)
         return output if self.layer.bias is None else output + self.layer.bias
 
+    def of_input(self, gradient: Tensor) -> Tensor:
+        """The gradient [M, out] of an output, in the precision of the weight -> that of x [M, in] in float32."""
+        if self.packed and gradient.dtype == torch.float32:
+            return _product(gradient, self._backward)
+        return _product_in_float32(gradient, self.layer.weight)
+
+
+class TrainedLinear:
+    """x [..., in] -> x W' + bias [..., out] in float32, with weights that have gradients."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        self.layer = layer
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return linear_in_float32(x, self.layer)
+
+    def of_input(self, gradient: Tensor) -> Tensor:
+        """As that of FrozenLinear."""
+        return _product_in_float32(gradient, self.layer.weight)
+
 
 def linear_in_float32(x: Tensor, layer: nn.Linear) -> Tensor:
     """x [..., in] -> [..., out] in float32, whatever the precision of the weight, which may be trained."""

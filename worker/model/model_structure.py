@@ -31,6 +31,12 @@ class Head:
             output = output * self.scale
         return output if self.cap is None else self.cap * torch.tanh(output / self.cap)
 
+    def in_place(self, output: Tensor) -> Tensor:
+        """As a call, in the memory of `output`, which needs no gradient."""
+        if self.scale != 1.0:
+            output.mul_(self.scale)
+        return output if self.cap is None else output.div_(self.cap).tanh_().mul_(self.cap)
+
     @staticmethod
     def fit(outputs: Sequence[Tensor], logits: Sequence[Tensor]) -> "Head | None":
         """The function that turns each output into its logits (float32, same shapes); None if none does.

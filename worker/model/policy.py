@@ -52,6 +52,7 @@ from worker.model.decoding import (
     RowDecoding,
     row_bytes,
 )
+from worker.model.head import HeadProduct
 from worker.model.json_schema import Vocabulary
 from worker.model.model_structure import Head, Parts, parts_of
 from worker.model.reasoning import Reasoning
@@ -416,15 +417,15 @@ class Policy:
         )
         self._compute_as(base, lora.FrozenLinear(base.parts.head, float32=True))
 
-    def _compute_as(self, base: Base, head: Callable[[Tensor], Tensor]) -> None:
-        """Take over what both kinds of policies have. `head`: its product in float32."""
+    def _compute_as(self, base: Base, head: HeadProduct) -> None:
+        """Take over what both kinds of policies have."""
         self._parts = base.parts
         self.causal: PreTrainedModel = base.model
         self.source, self.files = base.source, base.files
         self.tokenizer = base.tokenizer
         self.context = base.context
         self._head = base.parts.head
-        self._head_output = head
+        self.head_product = head
         self._own_attention: str = self.causal.config._attn_implementation
         self.use(Route())
         self.stop_ids = stop_ids_of(configured_stops(self.causal), base.tokenizer)
@@ -446,6 +447,11 @@ class Policy:
     def vocabulary(self) -> Vocabulary:
         """Build the grammar vocabulary. Uses the head's size, which may exceed the tokenizer's."""
         return Vocabulary(self.tokenizer, int(self._head.weight.shape[0]), self.stop_ids)
+
+    @property
+    def head_logits(self) -> Head:
+        """The function from the product of the head to logits."""
+        return self._parts.logits
 
     @property
     def layers(self) -> Sequence[nn.Module]:
@@ -597,7 +603,7 @@ class Policy:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [..., h] -> logits [..., V] in float32, whatever the precision of the weights."""
-        return self._parts.logits(self._head_output(hidden).float())
+        return self._parts.logits(self.head_product(hidden).float())
 
     def checkpoint_layers(self) -> None:
         """Enable activation checkpointing.

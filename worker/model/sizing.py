@@ -479,7 +479,8 @@ def estimate(
         rank = 0
     layer = saved_bytes_per_token(shape, rank, full=full)
     entries = shape.bytes_each * shape.hidden * shape.layers  # the inputs of all layers
-    ends = (_norm_bytes(shape, full) + shape.bytes_each) * shape.hidden  # of the last norm and of the head
+    # Of the last norm, and of the head (worker/model/head.py): its input, or if it is frozen a gradient in float32.
+    ends = (_norm_bytes(shape, full) + (shape.bytes_each if full else 4)) * shape.hidden
     gradients = 4 * (2 * shape.intermediate + 4 * shape.hidden)  # of the layer that is being computed
     kept = entries + layer if checkpointed else layer * shape.layers
     padding = kernel_padding(shape, token_budget) * (1 if checkpointed else shape.layers)
@@ -493,9 +494,9 @@ def estimate(
         masks += 2 * 4 * square * shape.heads * (1 if checkpointed else shape.layers)
     packed = machine.packed and not full  # of weights that do not change
     weights = shape.weight_bytes + (2 * shape.linear_parameters * shape.bytes_each if packed else 0)
-    logits = HEAD_CHUNK * shape.vocabulary * 4 * 4  # with their log-softmax, its exponential, a gradient
-    # Of the head's weights, that of a chunk and the sum of the chunks before it.
-    head_gradients = 2 * shape.vocabulary * shape.hidden * shape.bytes_each if full else 0
+    # Logits and probabilities in float32, and half as much: the gradient in bfloat16, or a part of the entropy.
+    logits = HEAD_CHUNK * shape.vocabulary * (4 + 4 + 2)
+    head_gradients = shape.vocabulary * shape.hidden * shape.bytes_each if full else 0  # of all chunks
     shard = None
     if machine.degree > 1:
         shard = shape.trained_shard_bytes if full else shape.shard_bytes(machine.degree)
@@ -528,8 +529,9 @@ def _margin(found: Estimate, machine: Machine) -> int:
         # A tenth for what the allocator cannot use of what it has.
         least = MARGIN_TWO_PROCESSES if machine.copies > 1 else MARGIN_ONE_PROCESS
         return least + (found.activations + found.head) // 10
-    # Measured on SmolLM2-135M, rank 16: 3.9 GiB at peak at 1,016 tokens, 6.3 at 2,040, 3.1 at 2,040 checkpointed.
-    return (found.total - found.margin) // 5 + GIB // 2
+    # Measured on SmolLM2-135M, rank 16: 3.9 GiB at peak at 1,016 tokens, 6.3 at 2,040, 3.1 at 2,040 checkpointed. That
+    # was before the head took less, so the fixed part is larger than it has to be.
+    return (found.total - found.margin) // 5 + GIB * 5 // 8
 
 
 def adapter_parameters(shape: Shape, rank: int, targets: LoraTargets = "all-linear") -> int:

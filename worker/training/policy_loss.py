@@ -17,7 +17,7 @@ from core.jobs.hyperparameters import Resolved
 from worker.model import token_constraints
 from worker.model.batch import Tensors, tensors_of
 from worker.model.policy import Policy
-from worker.model.token_logprobs import logprobs, logprobs_of, predicting
+from worker.model.token_logprobs import logprobs, logprobs_and_entropy, predicting
 from worker.model.value_head import ValueHead
 from worker.training import grpo, ppo, token_rewards
 from worker.training.loss import Batch, GradientSums, Loss, StepValues
@@ -447,14 +447,14 @@ class PolicyLoss(Loss):
         if not batches:
             return None
         tensors = self._tensors(batches[0])
-        gap_M = (self.logprobs(tensors)[0].double() - tensors.sampled_logp_M.double()).abs()
+        gap_M = (self.logprobs(tensors).double() - tensors.sampled_logp_M.double()).abs()
         return SamplerGap(gap_M.mean().item(), gap_M.max().item(), len(gap_M))
 
     @torch.no_grad()
     def _reference_logprobs(self, tensors: Tensors) -> Tensor:
         """Compute log-probabilities [M] under the reference."""
         with self.as_reference():
-            return self.logprobs(tensors)[0]
+            return self.logprobs(tensors)
 
     def _tensors(self, batch: Batch) -> Tensors:
         # A filler need not be an answer that the schema allows.
@@ -470,14 +470,18 @@ class PolicyLoss(Loss):
             tensors = replace(tensors, allowed_M=torch.cat(allowed).to(self.policy.device))
         return token_constraints.without_forced(tensors, answers)
 
-    def logprobs(self, tensors: Tensors) -> tuple[Tensor, Tensor]:
+    def logprobs(self, tensors: Tensors) -> Tensor:
+        """Compute the log-probability [M] of each trained token."""
         return logprobs(self.policy, tensors, self.settings.temperature)
 
     def forward(self, tensors: Tensors) -> tuple[Tensor, Tensor, Tensor | None]:
-        """As `logprobs`, and the value [M] of the position that predicts each token; None without a value head."""
+        """Compute the log-probability [M] of each trained token, and the entropy [M] and value [M] at its position.
+
+        There is no value without a value head.
+        """
         hidden = predicting(self.policy, tensors)
         value_M = None if self.value_head is None else self.value_head(hidden)
-        return *logprobs_of(self.policy, hidden, tensors, self.settings.temperature), value_M
+        return *logprobs_and_entropy(self.policy, hidden, tensors, self.settings.temperature), value_M
 
 
 def _gap_sums(old_M: Tensor, sampled_M: Tensor) -> GradientSums:

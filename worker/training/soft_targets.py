@@ -23,8 +23,9 @@ from worker.training.teacher import TeacherPolicy
 from worker.training.world import World
 from worker.types import Pack, TopTokens
 
-# Positions whose logits are alive at once. There are those of two models, so it is half of other losses'.
-CHUNK = HEAD_CHUNK // 2
+# Positions whose logits are alive at once: with what autograd keeps of two models, 8 times as many numbers. The memory
+# plan has 2.5 times those of HEAD_CHUNK positions (worker/model/sizing.py).
+CHUNK = HEAD_CHUNK * 5 // 16
 
 # The student's logits [m, V] to the loss of each position [m].
 Comparison = Callable[[Tensor], Tensor]

@@ -76,7 +76,7 @@ class PolicyTeacher:
             for part in micro_batches(
                 packs, self.token_budget, policy.device, rows=rows, cost=row_cost(policy)
             ):
-                flat_M = logprobs(policy, tensors_of(part, policy.device), temperature)[0].tolist()
+                flat_M = logprobs(policy, tensors_of(part, policy.device), temperature).tolist()
                 at = 0
                 for sequence in (sequence for pack in part for sequence in pack.sequences):
                     end = at + len(sequence.output_ids_T)
