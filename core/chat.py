@@ -1,5 +1,6 @@
 """A chat completion as requested by users, and as sent to the inference server."""
 
+from collections.abc import Mapping
 from hashlib import sha256
 from typing import Annotated, Any, Literal, Self
 
@@ -80,7 +81,7 @@ TEXT_OR_OBJECT = Discriminator(_text_or_object)
 
 
 # Extra fields of an assistant message that is an earlier response of ours, sent back by OpenAI's client.
-SENT_BACK = ("annotations", "audio", "function_call", "refusal", "tool_calls")
+SENT_BACK = ("annotations", "audio", "function_call", "reasoning_content", "refusal", "tool_calls")
 
 
 # The limits of OpenAI's API.
@@ -148,6 +149,9 @@ class Message(StrictModel):
     refusal: str | None = None  # of the assistant, whose text it becomes
     tool_calls: Annotated[list[ToolCall], Field(min_length=1, max_length=MAX_CALLS)] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = (
+        None  # of the assistant: the thought of an earlier answer, for the chat template
+    )
 
     @model_validator(mode="after")
     def _role_has_what_it_needs(self) -> "Message":
@@ -155,6 +159,8 @@ class Message(StrictModel):
             raise ValueError("'tool_calls' is only for messages of the assistant")
         if (self.tool_call_id is not None) != (self.role == "tool"):
             raise ValueError("'tool_call_id' belongs to messages with the role 'tool', which need it")
+        if self.reasoning_content is not None and self.role != "assistant":
+            raise ValueError("'reasoning_content' is only for messages of the assistant")
         if self.refusal is not None:
             raise ValueError("'refusal' is only for messages of the assistant without content")
         if self.content is None and not self.tool_calls:
@@ -174,11 +180,7 @@ class Message(StrictModel):
         if not isinstance(message, dict) or message.get("role") != "assistant":
             return message
         empty = {name for name in SENT_BACK if not message.get(name)}
-        kept = {
-            name: value
-            for name, value in message.items()
-            if name not in {*empty, "parsed", "reasoning_content"}
-        }
+        kept = {name: value for name, value in message.items() if name not in {*empty, "parsed"}}
         return refusal_as_text(kept, "text")
 
 
@@ -202,6 +204,13 @@ class Tool(StrictModel):
 
     type: FunctionOnly
     function: Function
+
+
+def as_chat_tool(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A function of the Responses API, which has its fields beside `type`, as chat completions have it."""
+    if tool.get("type") != "function" or "function" in tool:
+        return tool
+    return {"type": "function", "function": {name: tool[name] for name in tool if name != "type"}}
 
 
 class ChosenName(StrictModel):

@@ -31,7 +31,7 @@ from graders.template import (
 from graders.types import Item, Sample
 
 MAX_MESSAGES = 100
-ROLES = ("system", "developer", "user", "assistant")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 Message = dict[str, Any]
 
 _MESSAGES = TypeAdapter(list[MessageSpec])
@@ -203,6 +203,9 @@ def _message(message: object, name: str) -> Message:
     if not isinstance(message, Mapping) or message.get("role") not in ROLES:
         raise InvalidTrajectory(f"{name} must be a message whose role is one of {', '.join(ROLES)}")
     content = message.get("content")
+    calls = _calls(message, name)
+    if calls and content is None:
+        return {"role": message["role"], "content": "", **calls}
     if isinstance(content, list):
         texts = [part.get("text") for part in content if isinstance(part, Mapping)]
         if len(texts) != len(content) or not all(isinstance(text, str) for text in texts) or not texts:
@@ -212,7 +215,19 @@ def _message(message: object, name: str) -> Message:
         content = [{"type": "text", "text": text} for text in texts]
     elif not isinstance(content, str):
         raise InvalidTrajectory(f"{name}.content must be a string or a list of text parts")
-    return {"role": message["role"], "content": content}
+    return {"role": message["role"], "content": content, **calls}
+
+
+def _calls(message: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The calls of an assistant's message, or the call that a tool's message answers, whose form the model checks."""
+    calls, call_id = message.get("tool_calls"), message.get("tool_call_id")
+    if message["role"] == "assistant" and isinstance(calls, list) and calls:
+        return {"tool_calls": calls}
+    if message["role"] != "tool":
+        return {}
+    if not isinstance(call_id, str) or not call_id:
+        raise InvalidTrajectory(f"{name}.tool_call_id is missing: the id of the call whose result this is")
+    return {"tool_call_id": call_id}
 
 
 def _length(message: Message) -> int:

@@ -7,6 +7,8 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
+from pydantic import ValidationError
+
 from api.http.deps import Service
 from api.http.schema_checks import in_turn, refuse_unusable_schema
 from api.resources import graders
@@ -17,6 +19,7 @@ from api.resources.eval_requests import (
     RunCreate,
     SampledSource,
 )
+from core.chat import Tool, as_chat_tool
 from core.database.tables import File, Project
 from core.errors import (
     ContentDamaged,
@@ -30,10 +33,12 @@ from core.evals import budgets, rows, targets
 from core.evals.items import MAX_ROWS
 from core.evals.rows import EvalRow
 from core.inference import not_served
+from core.model_templates import files_of
 from core.response_format import ResponseFormat, checked_bounds
 from core.results import model_aliases, tuned_models
 from core.storage import files
 from core.storage.datasets import InvalidDataset, LineError, Problems
+from core.tool_parsers import tools_problem
 from graders.build import item_paths, missing_item_paths, unusable_references
 from graders.hazards import table
 from graders.hazards.pool import OWNER, HazardFailed, LimitExceeded, shared
@@ -150,12 +155,23 @@ def refuse_model(source: SampledSource, service: Service, project: Project) -> N
         raise not_served(own.base_model, "data_source.model")
     params = getattr(source, "sampling_params", None)
     if params is not None and params.tools:
-        raise InvalidRequest(
-            "Unsupported parameter: 'data_source.sampling_params.tools' is not supported by this server's models; "
-            "leave it out.",
-            param="data_source.sampling_params.tools",
-            code="unsupported_parameter",
-        )
+        _refuse_tools(params.tools, own.base_model, service)
+
+
+def _refuse_tools(tools: Sequence[Mapping[str, Any]], base_model: str, service: Service) -> None:
+    """Raise InvalidRequest for tools that chats with the model refuse, so that no item fails of them."""
+    param = "data_source.sampling_params.tools"
+    for number, tool in enumerate(tools):
+        try:
+            Tool.model_validate(as_chat_tool(tool))
+        except ValidationError as invalid:
+            first = invalid.errors()[0]
+            where = ".".join([f"{param}[{number}]", *map(str, first["loc"])])
+            raise InvalidRequest(f"Invalid '{where}': {first['msg']}.", param=where) from None
+    entry = service.registry.get(base_model)
+    found = files_of(entry, service.settings.model_cache)
+    if found is not None and (problem := tools_problem(base_model, entry.tool_parser, found.template)):
+        raise InvalidRequest(f"'{param}': {problem}", param=param, code="unsupported_parameter")
 
 
 def find_file(body: RunCreate, service: Service, project: Project) -> File | None:

@@ -28,8 +28,10 @@ def tool_problems(row: Mapping[str, Any]) -> Iterator[Problem]:
     names = set[str]()
     for index, tool in enumerate(tools if isinstance(tools, list) else ()):
         function = tool.get("function") if isinstance(tool, Mapping) else None
-        name = function.get("name") if isinstance(function, Mapping) else None
-        if not isinstance(name, str) or not name or tool.get("type") != "function":
+        if not isinstance(function, Mapping) or tool.get("type") != "function":
+            function = {}
+        name = function.get("name")
+        if not isinstance(name, str) or not name:
             yield f"tools[{index}]", 'must be {"type": "function", "function": {"name": "...", ...}}'
         elif name in names:
             yield f"tools[{index}].function.name", f"the tool {name[:64]!r} is already in the list"

@@ -388,7 +388,8 @@ def test_an_earlier_answer_is_sent_back_as_openais_client_has_it(
     answer = ask(web, messages=[earlier | empty | {"parsed": [1], "reasoning_content": "hm"}, marked])
 
     assert answer.status_code == 200
-    assert inference.asked[0]["messages"] == [{"role": "assistant", "content": "[1]"}, question]
+    thought = {"reasoning_content": "hm"}
+    assert inference.asked[0]["messages"] == [{"role": "assistant", "content": "[1]"} | thought, question]
 
 
 REFUSED = {"type": "refusal", "refusal": "No."}

@@ -748,7 +748,7 @@ def test_a_bad_row_is_named(
         ({"messages": [user]}, "line 2: the grader reads {{item.answer}}"),
         (
             {"messages": [{"role": "tool", "content": "x"}, user], "answer": "y"},
-            "line 2 cannot be previewed: messages.0: a reinforcement job has no tools",
+            "line 2: messages[0].tool_call_id: is missing",
         ),
     ):
         file = upload(jsonl([ROWS[0], row]))
@@ -756,6 +756,73 @@ def test_a_bad_row_is_named(
         assert refused["param"] == "training_file"
         assert named in refused["message"]
     assert model.asked == []
+
+
+FIND = {"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}
+CALL = {"id": "c", "type": "function", "function": {"name": "find", "arguments": "{}"}}
+
+
+def test_rows_with_tools_are_sampled_with_them_and_graders_read_the_calls(
+    web: httpx.Client, model: Model, body: Callable[..., dict[str, Any]], upload: Callable[..., str]
+) -> None:
+    def answer(asked: dict[str, Any]) -> Response:
+        message = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+        choice = {"index": 0, "message": message, "finish_reason": "tool_calls"}
+        return JSONResponse({"choices": [choice], "usage": {"prompt_tokens": 1, "completion_tokens": 2}})
+
+    model.answer = answer
+    user = {"role": "user", "content": "x"}
+    messages = [
+        user,
+        {"role": "assistant", "tool_calls": [CALL]},
+        {"role": "tool", "content": "no", "tool_call_id": "c"},
+    ]
+    row = {"messages": messages, "tools": [FIND], "parallel_tool_calls": False, "answer": "find"}
+    grader = {
+        "type": "string_check",
+        "name": "calls",
+        "operation": "eq",
+        "input": "{{sample.output_tools[0].function.name}}",
+        "reference": "{{item.answer}}",
+    }
+    made = ended(
+        web,
+        created(
+            web,
+            body(grader=grader)
+            | {"rows": 1, "samples": 2, "training_file": upload(jsonl([row, row]), name="tools.jsonl")},
+        ),
+    )
+
+    assert made["status"] == "completed", made["error"]
+    asked = model.asked[-1]
+    assert [message["role"] for message in asked["messages"]] == ["user", "assistant", "tool"]
+    assert (asked["tools"], asked["parallel_tool_calls"]) == ([FIND], False)
+    answers = web.get(f"{PREVIEW}/{made['id']}/answers").json()["data"]
+    assert [(one["output_text"], one["output_tools"], one["score"]) for one in answers] == [
+        ("", [CALL], 1.0)
+    ] * 2
+
+
+def test_tools_need_a_chat_template_that_has_a_place_for_them(
+    house: House,
+    inference: str,
+    body: Callable[..., dict[str, Any]],
+    upload: Callable[..., str],
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    row = ROWS[0] | {"tools": [FIND]}
+    entry = BaseModelEntry(path=tmp_path, context=128)
+    for web in opened(house, inference, entry=entry):
+        asked = body() | {"training_file": upload(jsonl([ROWS[0], row]), name="tools.jsonl")}
+
+        refused = error(web.post(PREVIEW, json=asked), 400)
+
+        assert refused["param"] == "training_file"
+        assert refused["message"].startswith("line 2 has tools, and the chat template of tiny has no place")
+        assert "chat_template" in refused["message"]
+        assert "tool_parser" in refused["message"]
 
 
 def test_what_the_inference_server_refuses_is_told(

@@ -22,6 +22,7 @@ class ChatServer:
     fails: set[str] = field(default_factory=set)  # last messages that get status 400
     thoughts: dict[str, str] = field(default_factory=dict)  # before the answers to these last messages
     unknown: set[str] = field(default_factory=set)  # models that it does not know
+    calls: dict[str, list[Any]] = field(default_factory=dict)  # in the answers to these last messages
     usages: dict[str, Any] = field(default_factory=dict)  # `usage` of the answers to these last messages
 
 
@@ -49,6 +50,8 @@ def chat_server(answer: Answer) -> Iterator[ChatServer]:
             body = completion(said) | ({} if usage is None else {"usage": usage})
             if prompt in server.thoughts:
                 body["choices"][0]["message"]["reasoning_content"] = server.thoughts[prompt]
+            if prompt in server.calls:
+                body["choices"][0]["message"]["tool_calls"] = server.calls[prompt]
             self.send(200, body)
 
         def do_GET(self) -> None:

@@ -190,6 +190,54 @@ def test_the_thought_of_a_reasoning_model_is_shown_and_graded(
     assert (message.content, message.reasoning_content) == ("q0", "q0, of course")
 
 
+@pytest.mark.parametrize("has_function", [True, False])
+def test_a_run_has_tools_and_its_criteria_read_calls(
+    client: OpenAI, new_eval: Callable[..., Any], house: House, has_function: bool
+) -> None:
+    """The form of chats and that of responses."""
+    function = {"name": "find", "parameters": {"type": "object"}}
+    tool = {"type": "function", "function": function} if has_function else {"type": "function", **function}
+    call = {"id": "c", "type": "function", "function": {"name": "find", "arguments": "{}"}}
+    house.model.calls["q0"] = [call]
+    made = new_eval(
+        EXACT | {"input": "{{sample.output_tools[0].function.name}}", "reference": "find"},
+    )
+    run = client.evals.runs.create(
+        made.id, data_source=completions(1) | {"sampling_params": {"tools": [tool]}}
+    )
+    house.work()
+
+    [item] = client.evals.runs.output_items.list(run.id, eval_id=made.id).data
+
+    assert item.results[0].passed
+    assert untyped(item.sample.output[0]).tool_calls == [call]
+    assert house.model.requests[-1]["tools"] == [{"type": "function", "function": function}]
+
+
+def test_messages_of_an_item_may_have_calls_and_results(
+    client: OpenAI, new_eval: Callable[..., Any], house: House
+) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "find", "arguments": "{}"}}
+    messages = [
+        {"role": "user", "content": "q0"},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "q0"},
+    ]
+    source = completions(1) | {
+        "source": {"type": "file_content", "content": [{"item": row(0)["item"] | {"messages": messages}}]},
+        "input_messages": {"type": "item_reference", "item_reference": "item.messages"},
+    }
+    made = new_eval(EXACT)
+    client.evals.runs.create(made.id, data_source=source)
+    house.work()
+
+    assert house.model.requests[-1]["messages"] == [
+        messages[0],
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "q0", "tool_call_id": "c"},
+    ]
+
+
 def test_every_kind_of_criterion_grades(client: OpenAI, new_eval: Callable[..., Any], house: House) -> None:
     made = new_eval(EXACT, NEAR, JUDGED, SCORED, PYTHON)
     run: Any = client.evals.runs.create(made.id, data_source=completions(2))
@@ -431,7 +479,11 @@ BAD = [
     ({"input_messages": {"type": "song"}}, "data_source.input_messages.type", "song"),
     ({"sampling_params": {"temperature": 9}}, "data_source.sampling_params.temperature", "9"),
     ({"sampling_params": {"vibes": 9}}, "data_source.sampling_params.vibes", "Unknown"),
-    ({"sampling_params": {"tools": [{"type": "function"}]}}, "data_source.sampling_params.tools", "tools"),
+    (
+        {"sampling_params": {"tools": [{"type": "function"}]}},
+        "data_source.sampling_params.tools[0].function.name",
+        "required",
+    ),
 ]
 
 

@@ -126,6 +126,17 @@ def test_calls_and_their_results_are_in_the_prompt(house: House) -> None:
     assert house.prompt == "[weather]user hi;assistant weather/Oslo;tool Rain.(c1);"
 
 
+def test_the_thought_of_an_earlier_answer_is_given_to_the_template(house: House) -> None:
+    house.engine.tokenizer.chat_template = (
+        "{%- for m in messages -%}{{ m.reasoning_content or '-' }} {{ m.reasoning or '-' }};{%- endfor -%}"
+    )
+    earlier = {"role": "assistant", "content": "a", "reasoning_content": "hm"}
+
+    house.say(messages=[earlier, USER | {"content": "b"}])
+
+    assert house.prompt == "hm hm;- -;"
+
+
 def test_a_named_function_is_called_with_arguments_of_its_schema(house: House) -> None:
     choice = {"type": "function", "function": {"name": "weather"}}
 

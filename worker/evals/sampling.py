@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
+from core.chat import as_chat_tool
 from core.errors import ServiceError
 from core.inference import UnknownToInference, says_later
 from core.masking import hide_in_error
@@ -197,6 +198,8 @@ def chat_fields(data_source: Mapping[str, Any]) -> dict[str, Any]:
     if (form := text.get("format")) is not None:
         schema = form["type"] == "json_schema"
         params["response_format"] = ResponseFormat.model_validate(form).to_row() if schema else form
+    if tools := params.pop("tools", None):
+        params["tools"] = list(map(as_chat_tool, tools))
     return {name: value for name, value in params.items() if value is not None}
 
 

@@ -44,7 +44,9 @@ def messages_of(request: InternalChat) -> list[dict[str, Any]]:
 def _message(message: Message) -> dict[str, Any]:
     role = "system" if message.role == "developer" else message.role
     whole = message.model_dump(exclude_none=True, exclude={"name", "refusal", "content", "role"})
-    return {"role": role, "content": message.text} | whole
+    # Templates have either name. vLLM takes the second and gives its templates both.
+    thought = {} if message.reasoning_content is None else {"reasoning": message.reasoning_content}
+    return {"role": role, "content": message.text} | whole | thought
 
 
 def budget_of(request: InternalChat, reasoning: Reasoning | None, longest: int) -> int | None:
