@@ -14,9 +14,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from worker.model.json_schema import forbidden
 from worker.model.model_structure import Head
 from worker.model.sizing import HEAD_CHUNK
-from worker.sampling.json_schema import forbidden
 
 ENTROPY_ROWS = HEAD_CHUNK // 4  # whose terms are in memory at a time
 
