@@ -20,8 +20,15 @@ NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}}
 class AnswerCalls(Protocol):
     """A way to read the calls of a request's answers."""
 
-    schema: str  # which forces the calls, in the format of the samplers; "": they are free
-    finish_reason: str  # of an answer with calls
+    @property
+    def schema(self) -> str:
+        """The schema that forces the calls, in the format of the samplers; "": they are free."""
+        ...
+
+    @property
+    def finish_reason(self) -> str:
+        """That of an answer with calls."""
+        ...
 
     def read(self, text: str, ids: Sequence[int], *, is_cut: bool) -> ParsedAnswer: ...
 
