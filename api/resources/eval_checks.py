@@ -171,7 +171,9 @@ def _refuse_tools(tools: Sequence[Mapping[str, Any]], base_model: str, service: 
     entry = service.registry.get(base_model)
     found = files_of(entry, service.settings.model_cache)
     if found is not None and (problem := tools_problem(base_model, entry.tool_parser, found.template)):
-        raise InvalidRequest(f"'{param}': {problem}", param=param, code="unsupported_parameter")
+        raise InvalidRequest(
+            f"Unsupported parameter: '{param}': {problem}", param=param, code="unsupported_parameter"
+        )
 
 
 def find_file(body: RunCreate, service: Service, project: Project) -> File | None:

@@ -2,7 +2,6 @@
 
 import importlib
 import importlib.util
-import os
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -249,10 +248,10 @@ def compare(name: str, count: int) -> tuple[int, int]:
 
 
 @needs_vllm
+@pytest.mark.slow  # imports vLLM
+@pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("name", FORMATS)
-def test_an_answer_has_the_calls_that_vllm_reads_in_it(name: str) -> None:
-    count = 1000 if os.environ.get("REGRAFT_THOROUGH") else 100
-
+def test_an_answer_has_the_calls_that_vllm_reads_in_it(name: str, count: int) -> None:
     called, others = compare(name, count)
 
     assert called > count / 8

@@ -21,9 +21,14 @@ class AnswerCalls(Protocol):
     """A way to read the calls of a request's answers."""
 
     @property
-    def schema(self) -> str: ...  # which forces the calls, in the format of the samplers; "": they are free
+    def schema(self) -> str:
+        """The schema that forces the calls, in the format of the samplers; "": they are free."""
+        ...
+
     @property
-    def finish_reason(self) -> str: ...  # of an answer with calls
+    def finish_reason(self) -> str:
+        """That of an answer with calls."""
+        ...
 
     def read(self, text: str, ids: Sequence[int], *, is_cut: bool) -> ParsedAnswer: ...
 
