@@ -140,7 +140,7 @@ def test_labels_of_resources_annotations_of_the_service_and_other_manifests() ->
     for one in manifests:
         assert one in extra or one["metadata"]["labels"]["team"] == "ml", one["kind"]
     for pod in pods(manifests):
-        assert "team" not in pod.labels or pod.owner["kind"] == "Job"
+        assert "team" not in pod.labels or pod.owner["kind"] in ("Job", "Pod")
 
 
 def test_annotations_of_deployments_are_those_of_all_of_them_and_of_nothing_else() -> None:
