@@ -614,7 +614,7 @@ class House:
             answer = httpx.post(
                 f"{self.server.base_url}/files",
                 headers={"Authorization": f"Bearer {self.server.key}"},
-                files={"file": ("big.jsonl", b" " * (4 << 20))},
+                files={"file": ("big.jsonl", b'{"text": "a row"}\n' * (1 << 18))},
                 data={"purpose": "fine-tune"},
                 timeout=60,
             )
