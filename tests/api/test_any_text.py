@@ -400,12 +400,20 @@ def as_a_worker_writes(house: House, known: Mapping[str, str], text: str) -> Non
         "line": 1, "member": 0, "output_text": text, "output_reasoning": text, "finish_reason": "stop",
         "prompt_tokens": 1, "completion_tokens": 1, "score": None, "reason": text, "sub_scores": {text: None},
         "output": text, "item": {text: text},
+        "output_tools": [{"id": text, "type": "function", "function": {"name": text, "arguments": text}}],
     }  # fmt: skip
     item = {
         "id": "o", "line": 1, "datasource_item_id": 1, "status": "fail", "created_at": 1,
         "datasource_item": {text: text}, "results": [{"name": text, "reason": text}], "sample": {"output": text},
     }  # fmt: skip
-    said = {"output_text": text, "reason": text, "sub_reasons": {"close": text}, "output": text}
+    said = {
+        "output_text": text,
+        "output_tools": json.dumps(answer["output_tools"]),
+        "output_tools_error": text,
+        "reason": text,
+        "sub_reasons": {"close": text},
+        "output": text,
+    }
     store(house, known["job_id"], 2, rows=[row(2, "train", 0, 0, **said)])
     house.blobs.put_bytes(run_logs.key(house.project.id, known["job_id"], 1), text.encode("utf-8", "replace"))
     with house.database.write() as session:

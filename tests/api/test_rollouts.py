@@ -111,6 +111,8 @@ def test_a_sample_shows_what_it_was_asked_said_and_was_worth(listed: Callable[..
         "messages": [{"role": "user", "content": "2+2?"}],
         "item": {"answer": "4"},
         "output_reasoning": None,
+        "output_tools": None,
+        "output_tools_error": None,
         "reasoning_tokens": None,
         "grammar_start": None,
         "policy_step": None,
