@@ -170,7 +170,8 @@ def test_helm_test_passes(
 ) -> None:
     check = containers.start(only(manifests, "test"))
 
-    assert check.wait(120) == 0, (containers.folder / "test.log").read_text()
+    status, log = check.wait(120), (containers.folder / "test.log").read_text()
+    assert (status, "The API is ready and lists " in log) == (0, True), log
 
 
 # Of the last one the client of Redis has need below Python 3.11.3, which a base of your own may have.
