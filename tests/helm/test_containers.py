@@ -1,6 +1,7 @@
 """The images of `make images`, started as the chart starts them, until the demo's job has succeeded.
 
 REGRAFT_TEST_ENGINE names the container engine, docker or podman, that has the images. Skipped without it.
+REGRAFT_TEST_BILLS is the folder with their bills of materials.
 """
 
 import json
@@ -25,6 +26,7 @@ from tests.proxies import TcpProxy
 from tests.servers import Postgres, SeaweedFS, reserve_ports
 
 ENGINE = os.environ.get("REGRAFT_TEST_ENGINE", "")
+BILLS = Path(os.environ.get("REGRAFT_TEST_BILLS", "dist"))
 
 pytestmark = [
     pytest.mark.slow,
@@ -202,7 +204,7 @@ def test_an_image_has_the_packages_of_its_bill_of_materials(image: str, manifest
         canonicalize_name(package): without_build(version)
         for package, version in json.loads(done.stdout).items()
     }
-    bill = json.loads((ROOT / f"dist/regraft-server-{VERSION}-{image}.cdx.json").read_text())
+    bill = json.loads((BILLS / f"regraft-server-{VERSION}-{image}.cdx.json").read_text())
     expected = {canonicalize_name(part["name"]): part["version"] for part in bill["components"]}
     assert {one: packages[one] for one in packages.keys() - NOT_OF_THE_BILL} == expected
 
