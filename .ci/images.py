@@ -17,6 +17,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -73,7 +74,7 @@ def build_command(engine: str, image: str, environment: Mapping[str, str]) -> li
         "VERSION": release.version_of(ROOT),
         "REVISION": release.output(ROOT, "git", "rev-parse", "HEAD"),
     }
-    given |= {name: environment[name] for name in declared if environment.get(name)}
+    given |= {name: environment[name] for name in declared if is_for_build(name, environment.get(name, ""))}
     command = [engine, "build", *shlex.split(environment.get("OPTIONS", "")), "--file", str(dockerfile)]
     for name, value in given.items():
         command += ["--build-arg", f"{name}={value}"]
@@ -81,6 +82,11 @@ def build_command(engine: str, image: str, environment: Mapping[str, str]) -> li
         if environment.get(variable):
             command += ["--secret", f"id={secret},src={environment[variable]}"]
     return [*command, "--tag", name_of(image), "."]
+
+
+def is_for_build(name: str, value: str) -> bool:
+    """Whether a variable is an argument of the build. A build does not see folders of this machine."""
+    return bool(value) and (name != "UV_FIND_LINKS" or value.startswith(("https://", "http://")))
 
 
 def name_of(image: str) -> str:
@@ -94,10 +100,15 @@ def size(engine: str, image: str) -> int:
 
 
 def test(engine: str) -> int:
-    """Compare the images to their bills of materials, start them, and run the demo's job."""
-    release.main(["--sbom"])
-    command = [sys.executable, "-m", "pytest", "tests/helm/test_containers.py", "--capture=no"]
-    return subprocess.run(command, cwd=ROOT, env=os.environ | {"REGRAFT_TEST_ENGINE": engine}).returncode
+    """Compare the images to their bills of materials, start them, and run the demo's job.
+
+    The bills are built anew: those in dist/ may be signed already.
+    """
+    with tempfile.TemporaryDirectory() as bills:
+        release.build_sboms(ROOT, release.version_of(ROOT), Path(bills))
+        command = [sys.executable, "-m", "pytest", "tests/helm/test_containers.py", "--capture=no"]
+        variables = {"REGRAFT_TEST_ENGINE": engine, "REGRAFT_TEST_BILLS": bills}
+        return subprocess.run(command, cwd=ROOT, env=os.environ | variables).returncode
 
 
 if __name__ == "__main__":

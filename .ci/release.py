@@ -184,20 +184,43 @@ def console_sbom(root: Path, version: str) -> str:
         listed = output(
             Path(folder), npm, "sbom", "--package-lock-only", "--sbom-format=cyclonedx", PATH=path
         )
-    return f"{listed}\n"
+    return reproducible(listed)
+
+
+def reproducible(bill: str) -> str:
+    """A bill of materials without npm's time and random number: two builds of a commit are the same."""
+    content = json.loads(bill)
+    content.pop("serialNumber", None)
+    content["metadata"].pop("timestamp", None)
+    return f"{json.dumps(content, indent=2)}\n"
 
 
 def pins_of(root: Path, image: str) -> str:
-    """The packages of an image, with the versions of constraints/: what the commands of its Dockerfile install."""
+    """The packages of an image, with the versions of constraints/: what the commands of its Dockerfile install.
+
+    It exits if torch's build for processors is not where UV_FIND_LINKS points.
+    """
     files = "\n".join((root / f"constraints/{name}.txt").read_text() for name in PINS[image])
     if not EXTRAS[image]:
         return files
     extras = [word for extra in EXTRAS[image] for word in ("--extra", extra)]
     constraints = ["--constraints", "constraints/all.txt", "--python-version", python_of(root, image)]
     command = [program("uv"), "pip", "compile", "--quiet", "--no-annotate", "--no-header", "pyproject.toml"]
-    resolved = output(root, *command, *constraints, *extras)
+    resolved = output(root, *command, *constraints, *extras, UV_FIND_LINKS=find_links(root, image))
+    if "train" in EXTRAS[image] and not re.search(r"^torch==\S+\+cpu$", resolved, re.MULTILINE):
+        sys.exit(
+            f"{image}: torch is not the build for processors, and the bill would name the packages of CUDA. "
+            f"UV_FIND_LINKS is {find_links(root, image)!r}, and must be a page or folder with that build."
+        )
     # A local version is a build, such as torch's for CPUs.
     return re.sub(r"\+\w+$", "", resolved, flags=re.MULTILINE) + f"\n{files}"
+
+
+def find_links(root: Path, image: str) -> str:
+    """Where uv looks for further wheels: the variable UV_FIND_LINKS, or its default in the image's Dockerfile."""
+    text = (root / f"docker/{image}.Dockerfile").read_text()
+    default = re.search(r"^ARG UV_FIND_LINKS=(\S+)$", text, re.MULTILINE)
+    return "" if default is None else os.environ.get("UV_FIND_LINKS") or default[1]
 
 
 def python_of(root: Path, image: str) -> str:

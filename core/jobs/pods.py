@@ -42,6 +42,11 @@ def note(session: Session, job_id: str, epoch: int, noted: PodNote) -> None:
     session.execute(change.execution_options(synchronize_session=False))
 
 
+def is_current(pod: Mapping[str, Any] | None, epoch: int) -> bool:
+    """Whether there is a note, and it is about the next attempt of the job."""
+    return pod is not None and pod["epoch"] == epoch
+
+
 def is_without_quota(pod: Mapping[str, Any] | None, epoch: int) -> bool:
     """Whether the Kubernetes Job of a queued job waits for quota of Kueue."""
     return pod is not None and pod["epoch"] == epoch and PodState(pod["state"]) == PodState.QUOTA

@@ -40,7 +40,8 @@ class Waiting:
     """A job that a free worker would start.
 
     Args:
-        for_quota: a Kubernetes Job of the same class and queue of Kueue is there, and waits for quota.
+        for_quota: its Kubernetes Job waits for quota of Kueue, or it has none yet and that of another job of the same
+            class and queue of Kueue does.
     """
 
     seconds: float
@@ -67,9 +68,14 @@ def waiting_jobs(session: Session, defaults: Limits) -> dict[str, list[Waiting]]
     waiting: dict[str, list[Waiting]] = {
         name: [] for name in session.scalars(select(Job.gpu_class).distinct())
     }
-    for gpu_class, kueue_queue, _, _, now, *since in rows:
+    for gpu_class, kueue_queue, pod, epoch, now, *since in rows:
         seconds = max(0.0, now - max(begin for begin in since if begin is not None))
-        waiting[gpu_class].append(Waiting(seconds, (gpu_class, kueue_queue) in without_quota))
+        # The dispatcher creates no Job behind those that wait for quota. One that has a note has, or had, its Job.
+        has_note = pods.is_current(pod, epoch)
+        for_quota = (
+            pods.is_without_quota(pod, epoch) if has_note else (gpu_class, kueue_queue) in without_quota
+        )
+        waiting[gpu_class].append(Waiting(seconds, for_quota))
     return waiting
 
 

@@ -168,6 +168,21 @@ def test_jobs_that_wait_for_quota_are_not_without_a_pod_and_hide_no_others(datab
     assert figures["regraft_jobs_without_pod_seconds", "h200"] == pytest.approx(50, abs=5)
 
 
+@pytest.mark.parametrize("state", sorted({*PodState} - {PodState.QUOTA}))
+def test_a_job_whose_own_pod_does_not_start_does_not_wait_for_quota(
+    database: Database, state: PodState
+) -> None:
+    """Also while Kueue suspends the Job of another one in the same queue."""
+    with database.write() as session:
+        team = factories.project(session, kueue={"queue": "team-a"})
+        no_quota, own = PodNote(PodState.QUOTA, "team-a"), PodNote(state)
+        waits(session, team, since=900, gpu_class="a100", epoch=1, pod=no_quota.to_row(1))
+        waits(session, team, since=800, gpu_class="a100", epoch=1, pod=own.to_row(1))
+    figures = read(patient(database, pod_classes={"a100"}))
+
+    assert figures["regraft_jobs_without_pod_seconds", "a100"] == pytest.approx(800, abs=5)
+
+
 def test_only_pools_of_jobs_want_pods(database: Database, project: Project) -> None:
     with database.write() as session:
         waits(session, project, since=20)

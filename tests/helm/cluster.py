@@ -31,6 +31,10 @@ APPLY = {"Content-Type": "application/apply-patch+yaml"}
 MERGE = {"Content-Type": "application/merge-patch+json"}
 
 
+OURS = {"app.kubernetes.io/managed-by": "regraft-tests"}  # the label of definitions that the tests add
+DEFINITIONS = ("apiextensions.k8s.io/v1", "CustomResourceDefinition")
+
+
 class UnusableKubeconfig(Exception):
     """The message has the remedy."""
 
@@ -273,6 +277,22 @@ def namespace(client: httpx.Client) -> Iterator[Cluster]:
         yield cluster
     finally:
         cluster.send("DELETE", f"/api/v1/namespaces/{name}")
+
+
+def delete_definitions(cluster: Cluster) -> None:
+    """Delete the definitions that tests have added, and with them all objects of their kinds in the cluster.
+
+    Those whose spec was changed since stay: someone has installed the software that brings the kind.
+    """
+    [(label, value)] = OURS.items()
+    api_version, kind = DEFINITIONS
+    for item in cluster.objects(kind, api_version, f"{label}={value}"):
+        metadata = item["metadata"]
+        # The server counts the changes of a spec.
+        if metadata["generation"] == 1 and "deletionTimestamp" not in metadata:
+            same = {"uid": metadata["uid"], "resourceVersion": metadata["resourceVersion"]}
+            path = f"{cluster.collection(api_version, kind)}/{metadata['name']}"
+            cluster.send("DELETE", path, json={"preconditions": same})
 
 
 def has_controllers(cluster: Cluster) -> bool:

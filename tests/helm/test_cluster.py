@@ -61,7 +61,11 @@ def definition(kind: str, api_version: str) -> Manifest:
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",
-        "metadata": {"name": f"{plural}.{group}", "annotations": annotations},
+        "metadata": {
+            "name": f"{plural}.{group}",
+            "annotations": annotations,
+            "labels": clusters.OURS,
+        },
         "spec": {
             "group": group,
             "scope": "Namespaced",
@@ -79,13 +83,13 @@ def cluster() -> Iterator[Cluster]:
     with ExitStack() as stack:
         client = stack.enter_context(clusters.connect(Path(clusters.KUBECONFIG)))
         cluster = stack.enter_context(clusters.namespace(client))
-        # Those of an earlier run may not be deleted yet.
+        clusters.delete_definitions(cluster)  # those that an earlier run has left
         path = cluster.collection("apiextensions.k8s.io/v1", "CustomResourceDefinition")
         cluster.wait(path, lambda items: not any("deletionTimestamp" in item["metadata"] for item in items))
+        stack.callback(clusters.delete_definitions, cluster)
         for kind, api_version in CUSTOM.items():
             if not cluster.has_kind(api_version, kind):
-                added = cluster.create(definition(kind, api_version))
-                stack.callback(cluster.send, "DELETE", cluster.path_of(added))
+                cluster.create(definition(kind, api_version))
                 cluster.wait_for_kind(api_version, kind)
         yield cluster
 

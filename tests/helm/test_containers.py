@@ -1,6 +1,7 @@
 """The images of `make images`, started as the chart starts them, until the demo's job has succeeded.
 
 REGRAFT_TEST_ENGINE names the container engine, docker or podman, that has the images. Skipped without it.
+REGRAFT_TEST_BILLS is the folder with their bills of materials.
 """
 
 import json
@@ -25,6 +26,7 @@ from tests.proxies import TcpProxy
 from tests.servers import Postgres, SeaweedFS, reserve_ports
 
 ENGINE = os.environ.get("REGRAFT_TEST_ENGINE", "")
+BILLS = Path(os.environ.get("REGRAFT_TEST_BILLS", "dist"))
 
 pytestmark = [
     pytest.mark.slow,
@@ -170,7 +172,8 @@ def test_helm_test_passes(
 ) -> None:
     check = containers.start(only(manifests, "test"))
 
-    assert check.wait(120) == 0, (containers.folder / "test.log").read_text()
+    status, log = check.wait(120), (containers.folder / "test.log").read_text()
+    assert (status, "The API is ready and lists " in log) == (0, True), log
 
 
 # Of the last one the client of Redis has need below Python 3.11.3, which a base of your own may have.
@@ -201,7 +204,7 @@ def test_an_image_has_the_packages_of_its_bill_of_materials(image: str, manifest
         canonicalize_name(package): without_build(version)
         for package, version in json.loads(done.stdout).items()
     }
-    bill = json.loads((ROOT / f"dist/regraft-server-{VERSION}-{image}.cdx.json").read_text())
+    bill = json.loads((BILLS / f"regraft-server-{VERSION}-{image}.cdx.json").read_text())
     expected = {canonicalize_name(part["name"]): part["version"] for part in bill["components"]}
     assert {one: packages[one] for one in packages.keys() - NOT_OF_THE_BILL} == expected
 

@@ -459,9 +459,43 @@ def test_cpu_and_memory_of_a_pod_are_scaled_with_its_gpus_in_any_unit() -> None:
 
     [worker] = sized["spec"]["template"]["spec"]["containers"]
     assert worker["resources"] == {
-        "requests": {"cpu": "750m", "memory": "103079215105.5"},
-        "limits": {"cpu": "2.25", "memory": "15Gi", "rdma/hca": 1, "nvidia.com/gpu": 3},
+        "requests": {"cpu": "750m", "memory": "98305Mi"},
+        "limits": {"cpu": "2250m", "memory": "15Gi", "rdma/hca": 1, "nvidia.com/gpu": 3},
     }
+
+
+@pytest.mark.parametrize(
+    ("given", "scaled"),
+    [
+        ({"cpu": "500m", "memory": "64Gi"}, {"cpu": "667m", "memory": "87382Mi"}),
+        ({"cpu": "4", "memory": "10G"}, {"cpu": "5334m", "memory": "12716Mi"}),
+        ({"cpu": "3", "memory": "96Gi"}, {"cpu": "4", "memory": "128Gi"}),
+    ],
+)
+def test_scaled_amounts_are_rounded_up_to_what_kubernetes_stores(
+    given: dict[str, str], scaled: dict[str, str]
+) -> None:
+    sizes = SIZED | {"gpus": 3}
+    manifest = json.loads(templates_of(render(values(**sizes)))[f"{CLASS}.json"])
+    [worker] = manifest["manifest"]["spec"]["template"]["spec"]["containers"]
+    worker["resources"] = {"requests": given, "limits": {"nvidia.com/gpu": 3}}
+
+    sized = templates.JobTemplate.model_validate(manifest).manifest_of("ftjob-a", 0, "proj_1", None, gpus=4)
+
+    [worker] = sized["spec"]["template"]["spec"]["containers"]
+    assert worker["resources"]["requests"] == scaled
+
+
+def test_a_pool_whose_gpus_are_in_a_claim_of_devices_has_jobs_with_its_own_gpus_only() -> None:
+    """A ResourceClaimTemplate has a fixed number of devices."""
+    limits = {"resources": {"limits": {"nvidia.com/gpu": None}}}
+    spec = {"containers": [{"name": "worker"} | limits], "initContainers": [{"name": "doctor"} | limits]}
+    text = templates_of(render(values(**SIZED, podTemplate={"spec": spec})))[f"{CLASS}.json"]
+    template = templates.JobTemplate.model_validate_json(text)
+
+    template.manifest_of("ftjob-a", 0, "proj_1", None, gpus=2, nodes=2)
+    with pytest.raises(templates.SizeNotAllowed, match=r"no container has nvidia\.com/gpu"):
+        template.manifest_of("ftjob-a", 0, "proj_1", None, gpus=8)
 
 
 def test_the_page_of_a_restore_stops_all_that_starts_pods() -> None:

@@ -222,6 +222,53 @@ def test_images_are_built_by_the_engine_that_answers_with_the_arguments_and_secr
     assert "api: built in" in done.stdout and "245 MB" in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("value", "is_passed"), [("https://mirror.example.com/torch", True), ("/home/me/wheels", False)]
+)
+def test_a_folder_of_this_machine_is_no_argument_of_a_build(
+    machine: Path, value: str, is_passed: bool
+) -> None:
+    add_program(machine, "podman", PODMAN.format(folder=machine))
+
+    make_images(machine, "--no-test", UV_FIND_LINKS=value)
+
+    log = (machine / "log").read_text()
+    assert (f"--build-arg UV_FIND_LINKS={value} " in log) == is_passed
+    assert is_passed or "UV_FIND_LINKS" not in log
+
+
+PYTEST = """
+import os
+print(os.environ["REGRAFT_TEST_ENGINE"], *os.listdir(os.environ["REGRAFT_TEST_BILLS"]))
+"""
+
+
+def test_images_are_compared_to_bills_outside_of_dist_which_may_be_signed(tmp_path: Path) -> None:
+    (tmp_path / "pytest.py").write_text(PYTEST)
+    code = (
+        "import sys; sys.path.insert(0, '.ci'); import images\n"
+        "def build_sboms(root, version, folder):\n"
+        "    assert root / 'dist' not in (folder, *folder.parents)\n"
+        "    (folder / 'bill').touch()\n"
+        "images.release.build_sboms = build_sboms\n"
+        "images.release.main = sys.exit  # it writes to dist/\n"
+        "sys.exit(images.test('podman'))"
+    )
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+
+    assert (done.returncode, done.stdout) == (0, "podman bill\n"), done.stderr
+
+
+def test_the_image_for_processors_has_torchs_build_for_them() -> None:
+    [page] = re.findall(r"^ARG UV_FIND_LINKS=(\S+)$", "\n".join(instructions("worker-cpu")), re.M)
+
+    assert page.startswith("https://") and "/cpu/" in page
+
+
 @contextmanager
 def installed(image: str, folder: Path) -> Iterator[Path]:
     """A prefix that an image's own commands have filled.

@@ -19,11 +19,12 @@ from core.storage.disk import Disks
 from core.storage.store import FolderBlobs
 from core.telemetry.metrics import COUNTED
 from tests import factories
-from tests.helm.charts import CHART, ROOT, VARIATIONS, helm, of_kind, pods, profile, render
+from tests.helm.charts import CHART, ROOT, VARIATIONS, helm, merged, of_kind, pods, profile, render
 from tests.helm.test_policy import allowed
 from tests.helm.test_service import environment
 from tests.present import untyped
 from worker import instruments
+from worker.dispatch.templates import JobTemplate
 from worker.serving import serving_metrics
 from worker.telemetry import Gpus, Runs, Sandbox
 
@@ -211,12 +212,59 @@ def test_a_change_of_no_alert_or_of_no_threshold_is_refused(alerts: dict[str, An
         changed(alerts)
 
 
-def test_alerts_about_pods_are_about_those_of_the_release() -> None:
-    rules = changed({}, fullnameOverride="trainer")
+def test_a_group_without_alerts_is_left_out() -> None:
+    groups = yaml.safe_load(RULES.read_text())["groups"]
+    [cluster] = [group["rules"] for group in groups if group["name"] == "regraft-cluster"]
+    alerts = {rule["alert"]: {"enabled": False} for rule in cluster}
+    given = profile("production", metrics={"rules": {"enabled": True, "alerts": alerts}})
 
-    for name in ("RegraftPodPending", "RegraftPodsEvicted"):
-        assert 'pod=~"trainer-.*"' in rules[name]["expr"]
-    assert 'job_name=~"trainer-.*-migrate"' in rules["RegraftMigrationFailed"]["expr"]
+    [rule] = of_kind(render(given), "PrometheusRule")
+
+    assert "regraft-cluster" not in [group["name"] for group in rule["spec"]["groups"]]
+    assert all(group["rules"] for group in rule["spec"]["groups"])
+
+
+def names_of(manifests: list[dict[str, Any]]) -> dict[str, set[str]]:
+    """The names of the release's objects, by the labels that kube-state-metrics gives them."""
+    jobs = dispatched(manifests)
+    owners = {pod.owner["metadata"]["name"] for pod in pods(manifests) if pod.component != "test"}
+    owners |= {job["metadata"]["name"] for job in jobs}
+    return {
+        "pod": {f"{name}-x7k2p" for name in owners},
+        "job_name": {job["metadata"]["name"] for job in of_kind(manifests, "Job")},
+    }
+
+
+def dispatched(manifests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A Job of the dispatcher for each of its templates."""
+    texts = [
+        text
+        for config in of_kind(manifests, "ConfigMap")
+        if config["metadata"]["name"].endswith("-dispatcher")
+        for text in config["data"].values()
+    ]
+    return [
+        JobTemplate.model_validate_json(text).manifest_of("ftjob-Ab1", 0, "proj_1", None) for text in texts
+    ]
+
+
+@pytest.mark.parametrize("variation", ["watched", "dispatched"])
+@pytest.mark.parametrize("name", ["regraft", "trainer"])
+def test_every_name_in_an_alert_is_that_of_an_object_of_the_release(variation: str, name: str) -> None:
+    rules = {"metrics": {"rules": {"enabled": True}}, "fullnameOverride": name}
+    manifests = render(merged(VARIATIONS[variation], rules))
+    names = names_of(manifests)
+    patterns = {
+        (label, pattern)
+        for rule in rules_of(manifests)
+        for label, pattern in re.findall(r'(pod|job_name|deployment|scaledObject)=~?"([^"]*)"', rule["expr"])
+    }
+
+    assert {label for label, _ in patterns} == {"pod", "job_name"}
+    assert bool(dispatched(manifests)) == (variation == "dispatched")
+    for label, pattern in patterns:
+        assert all(re.fullmatch(pattern, one) for one in names[label]), (pattern, names[label])
+        assert not re.fullmatch(pattern, "other-x7k2p")
 
 
 def test_monitors_lead_to_a_port_at_which_the_service_listens(watched: list[dict[str, Any]]) -> None:

@@ -218,6 +218,16 @@ def test_the_notes_name_what_an_uninstallation_keeps() -> None:
     assert "helm uninstall" not in notes(VARIATIONS["production"])
 
 
+def test_the_notes_delete_the_objects_of_the_dispatcher_by_the_kinds_of_its_pools() -> None:
+    dispatched = VARIATIONS["dispatched"]
+    runtime = {"trainingRuntime": {"name": "regraft"}}
+    train_jobs = [pool | runtime if pool["gpus"] else pool for pool in dispatched["workers"]]
+    both = [*dispatched["workers"], JOBS | {"name": "train", "gpuClass": "train"} | runtime]
+
+    assert "delete trainjobs -l" in notes(dispatched | {"workers": train_jobs})
+    assert "delete jobs,trainjobs -l" in notes(dispatched | {"workers": both})
+
+
 def test_names_are_unique_and_short_enough_for_labels() -> None:
     longest = POOL | {"name": "a-pool-with-20-chars"}
     every = VARIATIONS["every corner"]

@@ -157,6 +157,7 @@ def test_helm_test_says_whether_the_api_is_ready_and_lists_its_models(
 ) -> None:
     kubelet, _ = installed
     [check] = pods(render(profile("production", **values)), "test")
+    check.containers[0]["env"].append({"name": "RETRY_SECONDS", "value": "0"})  # the API is ready
 
     process = replace(kubelet, secrets={**kubelet.secrets, **secrets}).start(check)
 

@@ -146,6 +146,16 @@ WRONG_TOGETHER: dict[str, tuple[dict[str, Any], str]] = {
         },
         "the pool b has a number of engines, and jobs choose their GPUs",
     ),
+    "slices of GPUs that jobs choose": (
+        {
+            "dispatcher": {"enabled": True},
+            "workers": [
+                POOL,
+                SCALED | {"name": "b", "gpus": 1, "maxGpus": 2, "gpuResource": "nvidia.com/mig-3g.40gb"},
+            ],
+        },
+        "the pool b has maxGpus and the gpuResource nvidia.com/mig-3g.40gb, and a process uses one slice",
+    ),
     "a TrainJob that nobody creates": (
         WITH_METRICS | {"workers": [POOL, SCALED | {"name": "b", "trainingRuntime": {"name": "r"}}]},
         r"the pool b has a trainingRuntime, .* set dispatcher\.enabled",

@@ -146,6 +146,34 @@ def test_the_bills_of_materials_have_the_pinned_packages_and_no_tools_of_tests(
     assert absent not in packages
 
 
+def test_the_bill_of_the_console_is_the_same_each_time(clone: Path) -> None:
+    code = "import sys; sys.path.insert(0, '.ci'); import release; print(release.console_sbom(release.ROOT, '9.0.0'))"
+    command = [sys.executable, "-c", code]
+
+    first, second = (subprocess.check_output(command, cwd=clone, env=environment()) for _ in range(2))
+
+    assert json.loads(first)["metadata"]["component"]["version"] == "9.0.0"
+    assert first == second
+
+
+@pytest.mark.skipif(not UV.exists(), reason="make setup INSTALLER=pip installs no uv")
+def test_the_bill_of_the_image_for_processors_never_has_the_packages_of_cuda(
+    clone: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "wheels").mkdir()
+    code = (
+        "import sys; sys.path.insert(0, '.ci'); import release; release.pins_of(release.ROOT, 'worker-cpu')"
+    )
+    variables = environment(UV_FIND_LINKS=str(tmp_path / "wheels"))
+
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=clone, env=variables, capture_output=True, text=True
+    )
+
+    assert done.returncode == 1
+    assert "worker-cpu: torch is not the build for processors" in done.stderr
+
+
 @THOROUGH
 def test_the_wheels_run_in_an_empty_environment(built: Path, tmp_path: Path) -> None:
     prefix = tmp_path / "venv"

@@ -3,10 +3,12 @@
 import asyncio
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from sqlalchemy import update
+from torch.distributed import FileStore
 
 from core.database.engine import Work
 from core.database.tables import Checkpoint, Event, File, Job, Project, ProjectUsage, TunedModel
@@ -20,9 +22,11 @@ from graders.backends import Backends
 from tests.fakes import crash_at
 from tests.present import present
 from tests.worker.conftest import Bench
+from worker.prepare.training_plan import occupied_gpus
 from worker.rollout.experience import RolloutExperience
 from worker.run import RunOutcome
 from worker.supervisor.validation import validate_next
+from worker.training.world import World
 
 pytestmark = pytest.mark.slow  # runs whole jobs
 
@@ -377,3 +381,13 @@ def test_a_job_pauses_when_its_project_has_used_what_it_may(bench: Bench, timed:
     assert "limit of its project" in bench.events("warn")[-1]
     assert "gpu_seconds_per_30_days" in bench.events("warn")[-1]
     assert [one.step for one in bench.checkpoints()] == [2, 3]
+
+
+@pytest.mark.parametrize(("size", "local_size", "gpus"), [(5, 5, 8), (10, 5, 16), (1, 1, 4)])
+def test_each_machine_of_a_run_occupies_its_sampling_gpus(
+    tmp_path: Path, size: int, local_size: int, gpus: int
+) -> None:
+    world = World(0, size, local_size, 0, FileStore(str(tmp_path / "store"), size))
+
+    assert occupied_gpus(world, 3) == gpus
+    assert occupied_gpus(None, 3) == 4

@@ -24,6 +24,12 @@ QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 PRIORITY_LABEL = "kueue.x-k8s.io/priority-class"
 DOCTOR = "doctor"
 CONTAINER = "worker"  # of a Job; a TrainJob has one, its trainer
+# Of quantities of Kubernetes.
+SUFFIXES = {"m": Fraction(1, 1000), "": Fraction(1)}
+SUFFIXES |= {name: Fraction(1000**power) for power, name in enumerate("kMGTPE", 1)}
+SUFFIXES |= {f"{name}i": Fraction(1024**power) for power, name in enumerate("KMGTPE", 1)}
+# What scaled quantities are rounded up to.
+SMALLEST = {"cpu": (SUFFIXES["m"], "m"), "memory": (SUFFIXES["Mi"], "Mi")}
 Labels = Annotated[dict[str, str], Field(min_length=1)]
 
 
@@ -156,7 +162,13 @@ class JobTemplate(BaseModel):
                 f"it chose {gpus} GPUs on {nodes} nodes, and the pool has samplingGpus {self.sizes.sampling_gpus}, "
                 f"maxGpus {self.sizes.max_gpus} and maxNodes {self.sizes.max_nodes}"
             )
-        for resources in _resources(manifest):
+        containers = _resources(manifest)
+        if gpus != self.sizes.gpus and not any(_has(one, self.sizes.gpu_resource) for one in containers):
+            raise SizeNotAllowed(
+                f"it chose {gpus} GPUs, and no container has {self.sizes.gpu_resource}: a claim of devices has the "
+                f"pool's {self.sizes.gpus}"
+            )
+        for resources in containers:
             _scale(resources, gpus, self.sizes)
         spec = manifest["spec"]
         if manifest["kind"] == "TrainJob":
@@ -224,21 +236,32 @@ def _resources(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [one["resources"] for one in containers if one["name"] in named]
 
 
+def _has(resources: Mapping[str, dict[str, Any]], name: str) -> bool:
+    return any(name in amounts for amounts in resources.values())
+
+
 def _scale(resources: Mapping[str, dict[str, Any]], gpus: int, sizes: PodSizes) -> None:
     """Scale GPUs, processors and memory from those of a pod that did not choose."""
     for amounts in resources.values():  # requests and limits
         for name in ("cpu", "memory"):
             if name in amounts:
-                amounts[name] = _times(str(amounts[name]), Fraction(gpus, sizes.gpus))
+                amounts[name] = _times(str(amounts[name]), Fraction(gpus, sizes.gpus), *SMALLEST[name])
         if sizes.gpu_resource in amounts:
             amounts[sizes.gpu_resource] = gpus
 
 
-def _times(quantity: str, factor: Fraction) -> str:
-    """Multiply a quantity of Kubernetes, such as 500m or 64Gi, rounded up to thousandths of its unit."""
+def _times(quantity: str, factor: Fraction, step: Fraction, unit: str) -> str:
+    """Multiply a quantity of Kubernetes, such as 500m or 64Gi, and round it up to a step unless it is whole.
+
+    Args:
+        step: the value of `unit`.
+    """
     digits = quantity.rstrip(ascii_letters)
-    whole, thousandths = divmod(math.ceil(Fraction(digits) * factor * 1000), 1000)
-    return f"{whole}.{thousandths:03}".rstrip("0").rstrip(".") + quantity[len(digits) :]
+    suffix = quantity[len(digits) :]
+    product = Fraction(digits) * factor
+    if product.denominator == 1:
+        return f"{product}{suffix}"
+    return f"{math.ceil(product * SUFFIXES[suffix] / step)}{unit}"
 
 
 def _set(environment: list[dict[str, Any]], name: str, value: str) -> None:

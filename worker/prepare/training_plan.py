@@ -62,7 +62,18 @@ class TrainingPlan:
         """The GPUs that the job occupies on all machines; 1 for a job on a CPU."""
         if self.base.device != "cuda":
             return 1
-        return (1 if self.world is None else self.world.size) + self.settings.sampling_gpus
+        return occupied_gpus(self.world, self.settings.sampling_gpus)
+
+
+def occupied_gpus(world: World | None, sampling_gpus: int) -> int:
+    """The GPUs of all machines of a run. Each machine has those that only sample, although only the first uses them.
+
+    Args:
+        sampling_gpus: of each machine, beside its ranks.
+    """
+    if world is None:
+        return 1 + sampling_gpus
+    return world.size + sampling_gpus * (world.size // world.local_size)
 
 
 def plan_training(

@@ -704,6 +704,9 @@ is a fifth of the product.
 {{- if or (lt (int (.maxGpus | default .gpus)) (int .gpus)) (lt (int (.maxNodes | default .nodes | default 1)) (int (.nodes | default 1))) -}}
 {{- $wrong = append $wrong (printf "workers: maxGpus and maxNodes of the pool %s must not be below its gpus and nodes, which jobs have that do not choose" .name) -}}
 {{- end -}}
+{{- if and (gt (int .maxGpus) 1) (contains "/mig-" (.gpuResource | default "")) -}}
+{{- $wrong = append $wrong (printf "workers: the pool %s has maxGpus and the gpuResource %s, and a process uses one slice of a GPU only; use whole GPUs, or remove maxGpus" .name .gpuResource) -}}
+{{- end -}}
 {{- $chosen := include "regraft.poolSettings" (dict "root" $ "pool" .) | fromJson -}}
 {{- if and (hasKey $chosen "engines") (ne (toString $chosen.engines) "auto") -}}
 {{- $wrong = append $wrong (printf "workers: the pool %s has a number of engines, and jobs choose their GPUs; set engines to auto for the pool" .name) -}}
