@@ -562,6 +562,26 @@ class TestEngine:
         assert (engine.sequences, engine.batched_tokens) == (sequences, 8192)
         assert made.estimate.total <= H100.available
 
+    @pytest.mark.parametrize("split", [False, True])
+    def test_more_memory_never_means_fewer_sequences(self, split: bool) -> None:
+        """As long as activations are computed as often: that they are not computed twice comes before a large cache."""
+        sequences: dict[bool, list[int]] = {False: [], True: []}
+        for quarters in range(4 * 24, 4 * 140, 2):
+            there = replace(H100, available=quarters * GIB // 4, split=split)
+            with suppress(DoesNotFit):
+                made, engine = self.planned(self.work(1200), there, LARGE)
+                sequences[made.checkpointed].append(engine.sequences)
+
+        assert sequences[False][-1] == 1024
+        assert all(found == sorted(found) for found in sequences.values())
+
+    def test_the_margin_of_an_engine_without_a_trainer_has_room_for_the_largest_step(self) -> None:
+        split = replace(H100, available=24 * GIB, split=True)
+        planned = sizing.cache_without_trainer("m", LARGE, self.work(4000, 4608), split)
+        free = split.usable - sizing.without_trainer(LARGE, self.work(4000, 4608), split)
+
+        assert planned == (free, EngineSizes(4608, 256, 8192))
+
     def test_two_engines_have_half_of_the_answers_each(self) -> None:
         assert self.planned(self.work(600), replace(H100, engines=2))[1].sequences == 512
 

@@ -258,6 +258,11 @@ class Machine:
         return self.sampler == "vllm" and self.engines > 0
 
     @property
+    def margin_tokens(self) -> int:
+        """Of one step of an engine, that its margin has room for."""
+        return BATCHED_TOKENS[-1 if self.split else 0]
+
+    @property
     def copies(self) -> int:
         """Of the weights: the engine of vLLM has its own."""
         return 2 if self.has_engine else 1
@@ -554,18 +559,28 @@ def slot_bytes(shape: Shape, rank: int, *, slots: int = 1, tensor_parallel: int 
     return slots * slot_rank(rank) * sum(widths) * shape.bytes_each
 
 
-def buffer_bytes(shape: Shape, engine: EngineSizes | None, tensor_parallel: int = 1) -> int:
-    """Bytes of a GPU that an engine computes with beyond the smallest sizes, for which its margin has room.
+def buffer_bytes(
+    shape: Shape,
+    engine: EngineSizes | None,
+    tensor_parallel: int = 1,
+    *,
+    margin_tokens: int = BATCHED_TOKENS[0],
+) -> int:
+    """Bytes of a GPU that an engine computes with beyond what its margin has room for.
 
     Of a sequence: its logits, in the precision of the weights, in float32, and once more for log-probabilities. Of a
     token: hidden states before and after a block, and a part of queries, keys, values and the feed-forward layer.
+
+    Args:
+        margin_tokens: of one step, that the margin has room for, beside the logits of SEQUENCES[0] sequences.
     """
     if engine is None:
         return 0
     logits = shape.vocabulary * (shape.bytes_each + 4 + 4)
     divided = 2 * shape.queries + 2 * shape.key_values + 3 * shape.intermediate
     token = (4 * shape.hidden + math.ceil(divided / tensor_parallel)) * shape.bytes_each
-    return (engine.sequences - SEQUENCES[0]) * logits + (engine.batched_tokens - BATCHED_TOKENS[0]) * token
+    sequences, tokens = engine.sequences - SEQUENCES[0], engine.batched_tokens - margin_tokens
+    return max(0, sequences) * logits + max(0, tokens) * token
 
 
 def with_sizes(
@@ -573,21 +588,25 @@ def with_sizes(
 ) -> tuple[int, EngineSizes | None]:
     """The cache of an engine and its other sizes, where it has `room` bytes beside a cache of `least`.
 
-    More sequences side by side are useful as far as the cache holds them. Buffers come after all of the wanted cache,
-    or where there is no room for that, after a comfortable one.
+    More sequences side by side are useful as far as the cache holds them. Buffers come after a comfortable cache, so
+    that more memory never means fewer sequences. The margin of an engine without a trainer (MARGIN_SERVING) has room
+    for the largest step.
     """
     if not machine.has_engine:
         return min(wanted, least + room), None
     shared = shape.divided(machine.tensor_parallel)
     comfortable = COMFORTABLE_SEQUENCES * shared.cache_bytes(work.longest)
-    enough = wanted if wanted <= least + room else min(wanted, comfortable)
+    enough = min(wanted, comfortable)
     cache, sizes = min(wanted, least + room), (SEQUENCES[0], BATCHED_TOKENS[0])
     for larger in LARGER if machine.device == "cuda" else ():
-        needed = buffer_bytes(shape, EngineSizes(0, *larger), machine.tensor_parallel)
+        needed = buffer_bytes(
+            shape, EngineSizes(0, *larger), machine.tensor_parallel, margin_tokens=machine.margin_tokens
+        )
         rest = min(wanted, least + room - needed)
         held = int(rest / (shared.token_cache_bytes * work.longest * LEARNED_SHARE))
         side_by_side = min(held, work.answers_of_one(machine.engines))
-        if needed <= room and rest >= enough and is_useful(larger[0], side_by_side):
+        has_cache = rest >= enough or not needed
+        if needed <= room and has_cache and is_useful(larger[0], side_by_side):
             cache, sizes = rest, larger
             break
     return cache, EngineSizes(_context(shared, work, machine, cache), *sizes)
