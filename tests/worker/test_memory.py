@@ -580,7 +580,7 @@ class TestEngine:
         planned = sizing.cache_without_trainer("m", LARGE, self.work(4000, 4608), split)
         free = split.usable - sizing.without_trainer(LARGE, self.work(4000, 4608), split)
 
-        assert planned == (free, EngineSizes(4608, 256, 8192))
+        assert planned == (free, EngineSizes(4608, 256, 8192, longest=4608))
 
     def test_two_engines_have_half_of_the_answers_each(self) -> None:
         assert self.planned(self.work(600), replace(H100, engines=2))[1].sequences == 512
@@ -612,10 +612,26 @@ class TestEngine:
                 assert made.estimate.buffers == 0 or made.cache_bytes >= 32 * LARGE.cache_bytes(2048)
                 assert made.estimate.total <= gib * GIB
 
+    @pytest.mark.parametrize("gib", [0.05, 0.1, 0.5, 2, 10, 40])
+    def test_a_cache_has_a_block_for_the_recurrent_state_of_each_sequence(self, gib: float) -> None:
+        """As Qwen3-Next: three of four layers have states, 2 MiB each, and keys and values of 2 KiB a token."""
+        hybrid = replace(self.SMALL, layers=48, recurrent_layers=36, state_bytes=2 << 20, key_values=1024)
+        page = (2 << 20) + 128 * 2048  # no larger than a state and the tokens that it is rounded up by
+        cache = int(gib * GIB)
+        _, engine = self.planned(self.work(4000, 256), replace(H100, kv_cache_bytes=cache), hybrid)
+
+        assert engine.sequences in (1, 8, 32, 64, 128, 256, 512, 1024)
+        assert engine.sequences == 1 or engine.sequences * 12 * page <= cache
+        assert engine == engine.within(cache)
+        served, sizes = sizing.serving_sizes(
+            hybrid, sizing.serving(hybrid, context=256, slots=8, rank=64), 256, cache, is_automatic=True
+        )
+        assert sizes == sizes.within(served)
+
     def test_engines_on_a_cpu_have_the_smallest_sizes(self) -> None:
         _, engine = self.planned(self.work(600, limit=8192), Machine("cpu", 300 * GIB, "vllm"))
 
-        assert engine == EngineSizes(256)
+        assert engine == EngineSizes(256, longest=256)
 
     @pytest.mark.parametrize("there", [{"engines": 0}, {"sampler": "transformers"}])
     def test_without_an_engine_there_are_no_sizes(self, there: dict[str, Any]) -> None:

@@ -85,6 +85,9 @@ class Shape:
     bytes_each: int  # of a weight
     adaptable: tuple[LinearLayer, ...]  # the layers that can have an adapter
     recurrent_layers: int = 0  # whose states do not grow with the tokens
+    state_bytes: int = (
+        0  # of a sequence in one layer with a recurrent state, at most; a layer may have keys too
+    )
     head_norms: bool = False  # norms of queries and keys
     layer_norms: int = 2  # norms of hidden states in a layer
     gated: bool = True  # the feed-forward layer multiplies a gate with what it lets through
@@ -112,7 +115,26 @@ class Shape:
         if processes == 1:
             return self
         heads = max(1, self.key_values * self.heads // (2 * self.queries))
-        return replace(self, key_values=self.key_values // heads * math.ceil(heads / processes))
+        return replace(
+            self,
+            key_values=self.key_values // heads * math.ceil(heads / processes),
+            state_bytes=math.ceil(self.state_bytes / processes),
+        )
+
+    @property
+    def state_block_bytes(self) -> int:
+        """Bytes of one block in vLLM's cache of a model with recurrent states, at most; 0: it has none.
+
+        A block is a page of each layer of a group. All pages have one size: that of so many keys and values as are no
+        less than a state. Groups are as large as the smallest kind of layers, or up to one and a half of it.
+        """
+        if not self.state_bytes:
+            return 0
+        page = self.state_bytes + _BLOCK * self.key_values * self.bytes_each
+        recurrent = self.recurrent_layers or self.layers
+        attention = self.layers - self.recurrent_layers or self.layers
+        group = min(max(recurrent, attention), math.ceil(1.5 * min(recurrent, attention)))
+        return group * page
 
     @property
     def end_parameters(self) -> int:
@@ -609,7 +631,9 @@ def with_sizes(
         if needed <= room and has_cache and is_useful(larger[0], side_by_side):
             cache, sizes = rest, larger
             break
-    return cache, EngineSizes(_context(shared, work, machine, cache), *sizes)
+    context = _context(shared, work, machine, cache)
+    found = EngineSizes(context, *sizes, longest=work.longest, state_block_bytes=shared.state_block_bytes)
+    return cache, found.within(cache)
 
 
 def _context(shape: Shape, work: Workload, machine: Machine, cache: int) -> int:
@@ -1099,14 +1123,14 @@ def serving_sizes(
     MARGIN_SERVING has room for the smallest number of sequences. More take their memory from an automatic cache, if
     that holds as many chats.
     """
-    tokens = BATCHED_TOKENS[-1]
+    sizes = EngineSizes(context, batched_tokens=BATCHED_TOKENS[-1], state_block_bytes=shape.state_block_bytes)
     for sequences in reversed(SEQUENCES[1:]) if is_automatic else ():
         needed = buffer_bytes(shape, EngineSizes(context, sequences))
         rest = cache - needed
         chats = rest // (shape.token_cache_bytes * SERVED_TOKENS)
         if needed <= BUFFER_SHARE * cache and rest >= need.least_cache and is_useful(sequences, chats):
-            return rest, EngineSizes(context, sequences, tokens)
-    return cache, EngineSizes(context, batched_tokens=tokens)
+            return rest, replace(sizes, sequences=sequences).within(rest)
+    return cache, sizes.within(cache)
 
 
 def shape_of_config(config: Mapping[str, Any], bytes_each: int) -> Shape | None:
