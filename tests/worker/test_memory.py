@@ -76,6 +76,23 @@ def estimated(shape: sizing.Shape | None = LARGE, machine: Machine = H100, **cha
 
 
 class TestEstimate:
+    def test_a_narrow_head_on_a_cpu_has_copies_in_float32(self) -> None:
+        """Its products are of float32 copies: of the weights, and of the gradients of a chunk's logits."""
+        on_cpu, on_gpu = (estimated(machine=replace(H100, device=device)).head for device in ("cpu", "cuda"))
+
+        assert on_cpu - on_gpu == 4 * (151_936 * 4096 + 512 * 151_936)
+        wide = present(sizing.shape_of_config(QWEN3_8B, 4))
+        assert estimated(wide, replace(H100, device="cpu")).head == on_gpu
+
+    def test_an_engine_that_sleeps_keeps_the_slots_of_each_of_its_processes_in_main_memory(self) -> None:
+        """Of each adapted layer, the matrix on the side of the hidden states is whole in each process."""
+        alone, shared = (sizing.pinned_bytes(LARGE, WORK, 1, parallel) for parallel in (1, 2))
+
+        assert shared - alone == 2 * (
+            2 * sizing.slot_bytes(LARGE, 16, tensor_parallel=2) - sizing.slot_bytes(LARGE, 16)
+        )
+        assert shared > alone
+
     @pytest.mark.parametrize("title", ["Gemma 2", "gpt-oss"])
     def test_soft_caps_and_sinks_keep_the_scores_of_each_head(self, title: str) -> None:
         [family] = [one for one in FAMILIES if one.title == title]
@@ -664,6 +681,21 @@ class TestEngine:
         assert all(
             tokens <= context_bucket(tokens) <= max(1024, 1.5 * tokens) for tokens in range(1, 32_769, 61)
         )
+
+
+def test_the_table_of_the_document_is_what_is_planned() -> None:
+    """8 prompts of 512 tokens, 8 answers each, 100 validation rows."""
+    document = (Path(__file__).parents[2] / "docs/howto/training.md").read_text()
+    work = workload(rank=16, prompt=512, completion=512, batch=8, group=8, valid_rows=100, eval_samples=1)
+    for name, config in (("4B", QWEN3_4B), ("8B", QWEN3_8B), ("14B", QWEN3_14B)):
+        shape = present(sizing.shape_of_config(config, 2))
+        plan = sizing.plan(name, shape, work, H100)
+        sequences = plan.cache_bytes // (shape.token_cache_bytes * work.longest)
+        shown = "100 (all)" if sequences == 100 else str(sequences)
+        activations = "computed again" if plan.checkpointed else "kept"
+        row = f"| {plan.cache_bytes / GIB:.1f} GiB | {shown} | {plan.token_budget:,} | {activations} |"
+
+        assert f"| Qwen3-{name} | 512 {row}" in document
 
 
 class TestWidths:

@@ -150,7 +150,7 @@ def state_bytes_of(config: Any) -> int:
     groups = max(1, size("mamba_n_groups", "n_groups", "mamba_ngroups"))
     spaces = state * inner + convolved * (inner + 2 * groups * state) if state else 0
     if not keys and not spaces and convolved:
-        return 4 * convolved * text.hidden_size  # a convolution alone
+        return 4 * convolved * int(text.hidden_size)  # a convolution alone
     # Others are linear attention: a matrix for each head.
     heads = getattr(text, "num_attention_heads", None) or 1
     return 4 * (max(delta, spaces) or query_width(text) ** 2 // int(heads))

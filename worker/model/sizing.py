@@ -125,7 +125,7 @@ class Shape:
     def state_block_bytes(self) -> int:
         """Bytes of one block in vLLM's cache of a model with recurrent states, at most; 0: it has none.
 
-        A block is a page of each layer of a group. All pages have one size: that of so many keys and values as are no
+        A block is a page of each layer of a group. All pages have one size: that of the fewest keys and values that take no
         less than a state. Groups are as large as the smallest kind of layers, or up to one and a half of it.
         """
         if not self.state_bytes:
@@ -523,6 +523,9 @@ def estimate(
     weights = shape.weight_bytes + (2 * shape.linear_parameters * shape.bytes_each if packed else 0)
     # Logits and probabilities in float32, and half as much: the gradient in bfloat16, or a part of the entropy.
     logits = HEAD_CHUNK * shape.vocabulary * (4 + 4 + 2)
+    if machine.device == "cpu" and shape.bytes_each < 4:
+        # Copies of the weights and of the logits' gradients in float32 (worker/model/lora.py), in which they are added.
+        logits += 4 * (shape.vocabulary * shape.hidden + HEAD_CHUNK * shape.vocabulary)
     head_gradients = shape.vocabulary * shape.hidden * shape.bytes_each if full else 0  # of all chunks
     shard = None
     if machine.degree > 1:
@@ -929,17 +932,18 @@ def _for_copies(name: str, shape: Shape, work: Workload, machine: Machine) -> in
     return needed
 
 
-def pinned_bytes(shape: Shape, work: Workload, engines: int) -> int:
+def pinned_bytes(shape: Shape, work: Workload, engines: int, tensor_parallel: int = 1) -> int:
     """Bytes beside the GPUs that engines need for their weights and adapters while they sleep.
 
     PyTorch rounds pinned memory up to a power of two, so it takes up to twice as much.
     """
-    return 2 * engines * (shape.weight_bytes + slot_bytes(shape, work.slot_rank))
+    slots = tensor_parallel * slot_bytes(shape, work.slot_rank, tensor_parallel=tensor_parallel)
+    return 2 * engines * (shape.weight_bytes + slots)
 
 
 def _for_sleep(name: str, shape: Shape, work: Workload, machine: Machine) -> int:
     """As `pinned_bytes`. Raises DoesNotFit."""
-    needed = pinned_bytes(shape, work, machine.engines)
+    needed = pinned_bytes(shape, work, machine.engines, machine.tensor_parallel)
     if machine.main_memory is not None and needed > machine.main_memory:
         raise DoesNotFit(
             f"{name} at {work.longest} tokens fits only if vLLM sleeps while the job learns, with its weights in main "

@@ -147,7 +147,8 @@ class RunMemory:
 
 def room_to_sleep(base: BaseModel, work: Workload, main_memory: int) -> bool:
     """Whether the weights of engines that sleep fit into these bytes."""
-    return sizing.pinned_bytes(base.shape, work, base.engines.engines) <= main_memory
+    engines = base.engines
+    return sizing.pinned_bytes(base.shape, work, engines.engines, engines.tensor_parallel) <= main_memory
 
 
 def with_limits(
