@@ -125,8 +125,8 @@ class Shape:
     def state_block_bytes(self) -> int:
         """Bytes of one block in vLLM's cache of a model with recurrent states, at most; 0: it has none.
 
-        A block is a page of each layer of a group. All pages have one size: that of the fewest keys and values that take no
-        less than a state. Groups are as large as the smallest kind of layers, or up to one and a half of it.
+        A block is a page of each layer of a group. All pages have one size: that of the fewest keys and values that
+        take no less than a state. Groups are as large as the smallest kind of layers, or up to one and a half of it.
         """
         if not self.state_bytes:
             return 0
