@@ -15,7 +15,7 @@ import pytest
 from core.registry import BaseModelEntry
 from core.settings import Settings
 from core.units import GIB
-from tests.present import untyped
+from tests.present import present, untyped
 from tests.tiny import make_tiny_model
 from worker.engine import errors
 from worker.engine.launch import EngineNotStarted
@@ -186,6 +186,26 @@ class TestLimits:
             replace(CONFIG, tensor_parallel=2),
         ):
             assert limits().within(other, GIB) == other
+
+    def test_are_first_of_the_buffers_and_then_of_the_cache(self, limits: Callable[..., CacheLimits]) -> None:
+        """Eight GiB of cache that are not the reason would be halved in vain."""
+        large = replace(CONFIG, sizes=EngineSizes(8192, 1024, 8192))
+        small = replace(CONFIG, sizes=EngineSizes(8192, 256, 2048))
+
+        first = present(limits().lower("m", large, [OUT_OF_MEMORY], GIB))
+        assert (first, limits().within(large, GIB)) == (small, small)
+        second = present(limits().lower("m", first, [OUT_OF_MEMORY], GIB))
+        assert second == limits().within(large, GIB) == replace(small, kv_cache_bytes=4 * GIB)
+
+    def test_of_a_model_with_recurrent_states_leave_it_as_many_sequences_as_blocks(
+        self, limits: Callable[..., CacheLimits]
+    ) -> None:
+        hybrid = replace(CONFIG, sizes=EngineSizes(8192, state_block_bytes=GIB // 32))
+
+        lower = present(limits().lower("m", hybrid, [OUT_OF_MEMORY], GIB))
+
+        assert (lower.kv_cache_bytes, lower.sizes.sequences) == (4 * GIB, 128)
+        assert limits().within(hybrid, GIB) == lower
 
     def test_hold_for_a_week(self, limits: Callable[..., CacheLimits]) -> None:
         clock = Clock()

@@ -177,6 +177,17 @@ class TestCacheOfARow:
         # One layer: 4 heads of 16 x 16, and 4 inputs of the convolution over queries, keys (2 heads) and values.
         assert state == 4 * (4 * 16 * 16 + 4 * (2 * 32 + 64))
 
+    @pytest.mark.parametrize("title", ["Qwen 3.5", "Falcon-H1", "LFM 2", "MiniMax-Text-01"])
+    def test_the_shape_has_the_state_of_a_layer_at_most(self, title: str, tmp_path: Path) -> None:
+        policy = policy_of(title, tmp_path)
+        policy.use(Route("rows", "forked"))
+        shape = memory.shape_of(policy.model.get_base_model().config, torch.float32)
+        layers = shape.recurrent_layers or shape.layers
+
+        _, states = policy.row_bytes()
+
+        assert states / layers <= shape.state_bytes <= 4 * states / layers
+
     def test_the_sampler_keeps_to_the_bytes_of_the_plan(self, tmp_path: Path) -> None:
         policy = policy_of("Qwen 3.5", tmp_path)
         shape = memory.shape_of(policy.model.get_base_model().config, torch.float32)

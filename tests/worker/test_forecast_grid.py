@@ -69,12 +69,14 @@ class ByHand:
         divided = 2 * queries + 2 * keys + 3 * self.inner
         return 2 * 16 * self.layers * (7 * self.hidden + divided // parallel)
 
-    def buffers(self, found: Forecast) -> int:
-        """What an engine computes with beyond 256 sequences and 2,048 tokens: logits, and activations in bfloat16."""
+    def buffers(self, found: Forecast, margin_tokens: int = 2048) -> int:
+        """What an engine computes with beyond 256 sequences and these tokens: logits, and activations in bfloat16."""
         engine = present(found.plan.engine)
         divided = 2 * self.heads * 128 + 2 * 2 * 8 * 128 + 3 * self.inner
         token = 2 * (4 * self.hidden + divided // found.tensor_parallel)
-        return (engine.sequences - 256) * self.vocabulary * 10 + (engine.batched_tokens - 2048) * token
+        return (engine.sequences - 256) * self.vocabulary * 10 + (
+            engine.batched_tokens - margin_tokens
+        ) * token
 
     def weights(self, degree: int) -> float:
         """Bytes of a trainer's weights: sharded, whole ends, a part of the layers, and two whole layers."""
@@ -238,7 +240,7 @@ def test_a_split_step_takes_the_longer_of_both_sides_and_each_fits_on_its_gpus(
     of, parallel = found.plan.estimate, found.tensor_parallel
     assert found.sampling_bytes == math.ceil(2 * model.parameters / parallel) + model.slot(
         parallel
-    ) + model.buffers(found) + 3 * GIB + (found.plan.cache_bytes)
+    ) + model.buffers(found, margin_tokens=8192) + 3 * GIB + (found.plan.cache_bytes)
     assert found.plan.cache_bytes >= LONGEST * model.token_bytes / parallel
     assert (of.engine, of.cache) == (0, 0)
     assert of.total == of.own + of.adapter + of.activations + of.attention + of.head + of.margin

@@ -29,8 +29,8 @@ from worker.child import status_of
 from worker.engine.client import EngineLost
 from worker.engine.options import EngineConfig
 from worker.model import memory
-from worker.model.engine_sizes import EngineSizes
-from worker.model.lowering import PlanSizes, SizeBounds, SizeLimits, Update, allowed, fitted, lowered
+from worker.model.engine_sizes import EngineShare, EngineSizes
+from worker.model.lowering import PlanSizes, SizeBounds, SizeLimits, Update, allowed, fitted, limited, lowered
 from worker.model.memory import DeviceMemory
 from worker.model.policy import Base, Policy
 from worker.model.sizing import Estimate, MemoryPlan, Workload
@@ -387,6 +387,25 @@ class TestWhatIsLowered:
             PlanSizes(2048, 2 * GIB, True, True),
         ]
 
+    def test_of_an_engine_that_does_not_fit_are_its_buffers_before_its_cache(self) -> None:
+        large = replace(SIZES, has_smallest_engine=False)
+        small = replace(large, has_smallest_engine=True)
+
+        assert answers(Shortage("sampler", ""), COLOCATED, large)[:3] == [
+            small,
+            replace(small, cache_bytes=4 * GIB),
+            replace(small, cache_bytes=2 * GIB),
+        ]
+
+    def test_an_engine_whose_cache_is_less_than_its_context_needs_has_the_exact_context(self) -> None:
+        large = replace(SIZES, has_smallest_engine=False)
+        rounded = replace(COLOCATED, context_cache=3 * GIB)
+
+        first, second, *_ = answers(Shortage("trainer", ""), rounded, large)
+
+        assert (first.cache_bytes, first.has_smallest_engine) == (4 * GIB, False)
+        assert (second.cache_bytes, second.has_smallest_engine) == (2 * GIB, True)
+
     def test_of_an_engine_that_does_not_fit_is_its_cache(self) -> None:
         assert lowered(SIZES, Shortage("sampler", ""), COLOCATED) == PlanSizes(2048, 4 * GIB, False, False)
 
@@ -407,6 +426,23 @@ def test_a_job_begins_with_no_limit_of_another_one_that_is_outside_of_its_own_bo
         limits, cache_bytes=2 * GIB, sleeps=False
     )
     assert allowed(SizeLimits(), COLOCATED) == SizeLimits()
+
+
+def test_a_job_begins_with_a_cache_that_is_too_small_for_a_rounded_context() -> None:
+    found = allowed(SizeLimits(cache_bytes=4 * GIB), replace(COLOCATED, context_cache=5 * GIB))
+
+    assert (found.cache_bytes, found.has_smallest_engine) == (4 * GIB, True)
+
+
+def test_a_plan_within_limits_has_engines_of_the_smallest_sizes() -> None:
+    engine = EngineSizes(3072, 1024, 8192, longest=2100)
+    estimate = Estimate(2, 16 * GIB, 0, GIB, 0, GIB, 8 * GIB, 4 * GIB, buffers=GIB)
+    plan = MemoryPlan(2048, 8 * GIB, checkpointed=False, estimate=estimate, engine=engine)
+
+    lower = limited(plan, SizeLimits(has_smallest_engine=True))
+
+    assert (lower.engine, lower.estimate.buffers) == (EngineSizes(2100, longest=2100), 0)
+    assert PlanSizes.of(lower).has_smallest_engine and not PlanSizes.of(plan).has_smallest_engine
 
 
 def test_an_engine_sleeps_only_if_main_memory_has_room_for_its_weights() -> None:
@@ -477,7 +513,12 @@ class TestTheMeasuredUpdate:
         self, bench: Bench, make_policy: Callable[..., Policy]
     ) -> None:
         run_memory = RunMemory(
-            bench.attempt(), RECORD, engines_rest=True, update=UPDATE, device=device(10 * GIB)
+            bench.attempt(),
+            RECORD,
+            engines_rest=True,
+            update=UPDATE,
+            engine=EngineSizes(2048),
+            device=device(10 * GIB),
         )
 
         assert run_memory.fit(15 * GIB) == replace(SIZES, token_budget=1792) == run_memory.sizes
@@ -515,8 +556,8 @@ class Engines:
     def __init__(self) -> None:
         self.told: list[Any] = []
 
-    def resize(self, kv_cache_bytes: int, *, sleeps: bool) -> None:
-        self.told.append((kv_cache_bytes // GIB, sleeps))
+    def resize(self, share: EngineShare, *, sleeps: bool) -> None:
+        self.told.append((share.cache_bytes // GIB, sleeps))
 
     def sleep(self) -> None:
         self.told.append("sleep")
@@ -532,7 +573,12 @@ def events_of(bench: Bench) -> Sequence[Event]:
 class TestTheRecord:
     def test_lets_the_next_attempt_and_the_next_job_begin_there(self, bench: Bench) -> None:
         run_memory = RunMemory(
-            bench.attempt(), RECORD, engines_rest=True, update=UPDATE, device=device(10 * GIB)
+            bench.attempt(),
+            RECORD,
+            engines_rest=True,
+            update=UPDATE,
+            engine=EngineSizes(2048),
+            device=device(10 * GIB),
         )
         engines = Engines()
         run_memory.use(engines)
@@ -552,7 +598,12 @@ class TestTheRecord:
 
     def test_has_the_numbers_in_an_event(self, bench: Bench) -> None:
         run_memory = RunMemory(
-            bench.attempt(), RECORD, engines_rest=True, update=UPDATE, device=device(10 * GIB)
+            bench.attempt(),
+            RECORD,
+            engines_rest=True,
+            update=UPDATE,
+            engine=EngineSizes(2048),
+            device=device(10 * GIB),
         )
         run_memory.use(Engines())
 
@@ -571,7 +622,12 @@ class TestTheRecord:
 
     def test_forgets_a_shortage_that_other_processes_made(self, bench: Bench) -> None:
         run_memory = RunMemory(
-            bench.attempt(), RECORD, engines_rest=True, update=UPDATE, device=device(30 * GIB)
+            bench.attempt(),
+            RECORD,
+            engines_rest=True,
+            update=UPDATE,
+            engine=EngineSizes(2048),
+            device=device(30 * GIB),
         )
         run_memory.use(Engines())
 
@@ -635,7 +691,9 @@ class TestTheRecord:
     def test_takes_no_process_that_starts_meanwhile_for_the_engine(self, bench: Bench) -> None:
         taken = [0]
         memory = DeviceMemory(lambda kind: 40 * GIB - taken[0], lambda kind: 80 * GIB, lambda kind: 40 * GIB)
-        run_memory = RunMemory(bench.attempt(), RECORD, engines_rest=True, update=UPDATE, device=memory)
+        run_memory = RunMemory(
+            bench.attempt(), RECORD, engines_rest=True, update=UPDATE, engine=EngineSizes(2048), device=memory
+        )
         taken[0] = 30 * GIB
 
         run_memory.fit(20 * GIB)
@@ -646,7 +704,14 @@ class TestTheRecord:
     def test_ends_with_the_figures_and_remedies_when_nothing_is_left(self, bench: Bench) -> None:
         least = replace(RECORD, sizes=PlanSizes(64, 2 * GIB, sleeps=True, checkpointed=True))
         ours, others = (
-            RunMemory(bench.attempt(), least, engines_rest=True, update=UPDATE, device=device(taken * GIB))
+            RunMemory(
+                bench.attempt(),
+                least,
+                engines_rest=True,
+                update=UPDATE,
+                engine=EngineSizes(2048),
+                device=device(taken * GIB),
+            )
             for taken in (2, 30)
         )
 
@@ -658,7 +723,14 @@ class TestTheRecord:
             others.lower(WHOLE)
 
     def test_ends_the_attempt_if_the_engines_are_sampling(self, bench: Bench) -> None:
-        run_memory = RunMemory(bench.attempt(), RECORD, engines_rest=False, update=UPDATE, device=device(0))
+        run_memory = RunMemory(
+            bench.attempt(),
+            RECORD,
+            engines_rest=False,
+            update=UPDATE,
+            engine=EngineSizes(2048),
+            device=device(0),
+        )
         run_memory.use(Engines())
 
         with pytest.raises(LoweredForNextAttempt):
@@ -668,9 +740,17 @@ class TestTheRecord:
         assert lowered_sizes.cache_bytes == 4 * GIB
 
     def test_of_an_engine_lowers_its_cache_until_the_attempt_has_to_end(self, bench: Bench) -> None:
-        run_memory = RunMemory(bench.attempt(), RECORD, engines_rest=True, update=UPDATE, device=device(0))
+        run_memory = RunMemory(
+            bench.attempt(),
+            RECORD,
+            engines_rest=True,
+            update=UPDATE,
+            engine=EngineSizes(2048),
+            device=device(0),
+        )
 
-        assert [run_memory.lower_engine(Shortage("sampler", "")) // GIB for _ in range(2)] == [4, 2]
+        shares = [run_memory.lower_engine(Shortage("sampler", "")) for _ in range(2)]
+        assert [share.cache_bytes // GIB for share in shares] == [4, 2]
         with pytest.raises(LoweredForNextAttempt):
             run_memory.lower_engine(Shortage("sampler", ""))
         assert run_memory.sizes.sleeps
@@ -681,6 +761,7 @@ class TestTheRecord:
             replace(RECORD, sizes=replace(SIZES, cache_bytes=2 * GIB)),
             engines_rest=True,
             update=UPDATE,
+            engine=EngineSizes(2048),
             device=device(0),
         )
         engines = Engines()
@@ -768,7 +849,9 @@ class TestTheRecord:
         attempt = replace(bench.attempt(), shared=untyped(object()) if is_shared else None)
         memory = device(0 if is_shared else 30 * GIB)
         plan_record.begin(attempt, RECORD)
-        run_memory = RunMemory(attempt, RECORD, engines_rest=False, update=UPDATE, device=memory)
+        run_memory = RunMemory(
+            attempt, RECORD, engines_rest=False, update=UPDATE, engine=EngineSizes(2048), device=memory
+        )
         waits = RunsAlone if is_shared else MemoryTaken
 
         with pytest.raises(waits):
@@ -934,12 +1017,12 @@ class LostEngine(OwnEngine):
         return
 
 
-def test_engines_that_ran_out_of_memory_are_replaced_by_ones_with_the_cache_that_was_lowered_once() -> None:
+def test_engines_that_ran_out_of_memory_are_replaced_by_ones_with_the_sizes_that_were_lowered_once() -> None:
     asked: list[Shortage] = []
 
-    def lower(shortage: Shortage) -> int:
+    def lower(shortage: Shortage) -> EngineShare:
         asked.append(shortage)
-        return 4 * GIB
+        return EngineShare(8 * GIB, EngineSizes(16, sequences=64))
 
     config = EngineConfig("", "bfloat16", "cuda", EngineSizes(16), 8, 8 * GIB, 0)
     engines = OwnEngines(
@@ -956,7 +1039,7 @@ def test_engines_that_ran_out_of_memory_are_replaced_by_ones_with_the_cache_that
                 number=number,
                 folder=ExitStack(),
                 replaces=False,
-                cache_bytes=8 * GIB,
+                share=EngineShare(8 * GIB, EngineSizes(16)),
             )
         cause = EngineLost(f"OutOfMemoryError: {OUT_OF_MEMORY}")
         await asyncio.gather(*(engines.lose(one, cause) for one in [*engines.by_number.values()]))
@@ -964,5 +1047,5 @@ def test_engines_that_ran_out_of_memory_are_replaced_by_ones_with_the_cache_that
     asyncio.run(lose())
 
     assert [(one.place, one.wanted) for one in asked] == [("sampler", 2.5 * GIB)]
-    assert engines.config == replace(config, kv_cache_bytes=4 * GIB)
+    assert engines.config == replace(config, sizes=EngineSizes(16, sequences=64))
     assert engines.by_number == {}, "the next ones start with it"

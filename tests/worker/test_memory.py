@@ -76,6 +76,23 @@ def estimated(shape: sizing.Shape | None = LARGE, machine: Machine = H100, **cha
 
 
 class TestEstimate:
+    def test_a_narrow_head_on_a_cpu_has_copies_in_float32(self) -> None:
+        """Its products are of float32 copies: of the weights, and of the gradients of a chunk's logits."""
+        on_cpu, on_gpu = (estimated(machine=replace(H100, device=device)).head for device in ("cpu", "cuda"))
+
+        assert on_cpu - on_gpu == 4 * (151_936 * 4096 + 512 * 151_936)
+        wide = present(sizing.shape_of_config(QWEN3_8B, 4))
+        assert estimated(wide, replace(H100, device="cpu")).head == on_gpu
+
+    def test_an_engine_that_sleeps_keeps_the_slots_of_each_of_its_processes_in_main_memory(self) -> None:
+        """Of each adapted layer, the matrix on the side of the hidden states is whole in each process."""
+        alone, shared = (sizing.pinned_bytes(LARGE, WORK, 1, parallel) for parallel in (1, 2))
+
+        assert shared - alone == 2 * (
+            2 * sizing.slot_bytes(LARGE, 16, tensor_parallel=2) - sizing.slot_bytes(LARGE, 16)
+        )
+        assert shared > alone
+
     @pytest.mark.parametrize("title", ["Gemma 2", "gpt-oss"])
     def test_soft_caps_and_sinks_keep_the_scores_of_each_head(self, title: str) -> None:
         [family] = [one for one in FAMILIES if one.title == title]
@@ -562,6 +579,26 @@ class TestEngine:
         assert (engine.sequences, engine.batched_tokens) == (sequences, 8192)
         assert made.estimate.total <= H100.available
 
+    @pytest.mark.parametrize("split", [False, True])
+    def test_more_memory_never_means_fewer_sequences(self, split: bool) -> None:
+        """As long as activations are computed as often: that they are not computed twice comes before a large cache."""
+        sequences: dict[bool, list[int]] = {False: [], True: []}
+        for quarters in range(4 * 24, 4 * 140, 2):
+            there = replace(H100, available=quarters * GIB // 4, split=split)
+            with suppress(DoesNotFit):
+                made, engine = self.planned(self.work(1200), there, LARGE)
+                sequences[made.checkpointed].append(engine.sequences)
+
+        assert sequences[False][-1] == 1024
+        assert all(found == sorted(found) for found in sequences.values())
+
+    def test_the_margin_of_an_engine_without_a_trainer_has_room_for_the_largest_step(self) -> None:
+        split = replace(H100, available=24 * GIB, split=True)
+        planned = sizing.cache_without_trainer("m", LARGE, self.work(4000, 4608), split)
+        free = split.usable - sizing.without_trainer(LARGE, self.work(4000, 4608), split)
+
+        assert planned == (free, EngineSizes(4608, 256, 8192, longest=4608))
+
     def test_two_engines_have_half_of_the_answers_each(self) -> None:
         assert self.planned(self.work(600), replace(H100, engines=2))[1].sequences == 512
 
@@ -592,10 +629,26 @@ class TestEngine:
                 assert made.estimate.buffers == 0 or made.cache_bytes >= 32 * LARGE.cache_bytes(2048)
                 assert made.estimate.total <= gib * GIB
 
+    @pytest.mark.parametrize("gib", [0.05, 0.1, 0.5, 2, 10, 40])
+    def test_a_cache_has_a_block_for_the_recurrent_state_of_each_sequence(self, gib: float) -> None:
+        """As Qwen3-Next: three of four layers have states, 2 MiB each, and keys and values of 2 KiB a token."""
+        hybrid = replace(self.SMALL, layers=48, recurrent_layers=36, state_bytes=2 << 20, key_values=1024)
+        page = (2 << 20) + 128 * 2048  # no larger than a state and the tokens that it is rounded up by
+        cache = int(gib * GIB)
+        _, engine = self.planned(self.work(4000, 256), replace(H100, kv_cache_bytes=cache), hybrid)
+
+        assert engine.sequences in (1, 8, 32, 64, 128, 256, 512, 1024)
+        assert engine.sequences == 1 or engine.sequences * 12 * page <= cache
+        assert engine == engine.within(cache)
+        served, sizes = sizing.serving_sizes(
+            hybrid, sizing.serving(hybrid, context=256, slots=8, rank=64), 256, cache, is_automatic=True
+        )
+        assert sizes == sizes.within(served)
+
     def test_engines_on_a_cpu_have_the_smallest_sizes(self) -> None:
         _, engine = self.planned(self.work(600, limit=8192), Machine("cpu", 300 * GIB, "vllm"))
 
-        assert engine == EngineSizes(256)
+        assert engine == EngineSizes(256, longest=256)
 
     @pytest.mark.parametrize("there", [{"engines": 0}, {"sampler": "transformers"}])
     def test_without_an_engine_there_are_no_sizes(self, there: dict[str, Any]) -> None:
@@ -628,6 +681,21 @@ class TestEngine:
         assert all(
             tokens <= context_bucket(tokens) <= max(1024, 1.5 * tokens) for tokens in range(1, 32_769, 61)
         )
+
+
+def test_the_table_of_the_document_is_what_is_planned() -> None:
+    """8 prompts of 512 tokens, 8 answers each, 100 validation rows."""
+    document = (Path(__file__).parents[2] / "docs/howto/training.md").read_text()
+    work = workload(rank=16, prompt=512, completion=512, batch=8, group=8, valid_rows=100, eval_samples=1)
+    for name, config in (("4B", QWEN3_4B), ("8B", QWEN3_8B), ("14B", QWEN3_14B)):
+        shape = present(sizing.shape_of_config(config, 2))
+        plan = sizing.plan(name, shape, work, H100)
+        sequences = plan.cache_bytes // (shape.token_cache_bytes * work.longest)
+        shown = "100 (all)" if sequences == 100 else str(sequences)
+        activations = "computed again" if plan.checkpointed else "kept"
+        row = f"| {plan.cache_bytes / GIB:.1f} GiB | {shown} | {plan.token_budget:,} | {activations} |"
+
+        assert f"| Qwen3-{name} | 512 {row}" in document
 
 
 class TestWidths:

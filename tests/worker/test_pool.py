@@ -20,7 +20,8 @@ from worker.engine.protocol import (
     pack_ids,
     pack_logprobs,
 )
-from worker.sampling.pool import EnginePool
+from worker.model.engine_sizes import SEQUENCES
+from worker.sampling.pool import EnginePlaces, EnginePool
 
 FACTS = ServerInfo(
     model="tiny",
@@ -182,6 +183,17 @@ def test_an_answer_that_its_engine_aborted_is_none() -> None:
 
     assert sampled(engines, [group(0)]) == expected(0)
     assert engines.lost == ["0: it ended an answer with abort"]
+
+
+def test_the_largest_engine_has_places_for_its_answers_and_for_as_many_waiting() -> None:
+    async def count() -> int:
+        places, taken = EnginePlaces(), 0
+        while not places.free.locked():
+            await places.free.acquire()
+            taken += 1
+        return taken
+
+    assert asyncio.run(count()) == 2 * SEQUENCES[-1]
 
 
 def test_more_answers_than_an_engine_has_places_for_are_sampled() -> None:

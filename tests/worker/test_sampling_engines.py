@@ -13,6 +13,7 @@ from tests.present import untyped
 from worker.engine.client import EngineGone
 from worker.engine.launch import ChildEngine
 from worker.engine.protocol import AnswerRequest, GroupRequest, pack_ids
+from worker.model.engine_sizes import EngineShare, EngineSizes
 from worker.sampling.own import OwnEngine, OwnEngines
 from worker.sampling.placement import NotPlaceable, gpus_of_job, place
 from worker.sampling.pool import choose
@@ -156,7 +157,7 @@ def test_an_engine_is_killed_even_if_the_job_ends_while_the_reason_for_its_loss_
                 number=0,
                 folder=ExitStack(),
                 replaces=False,
-                cache_bytes=0,
+                share=EngineShare(0, EngineSizes(16)),
             )
             engines.by_number[0] = engine
             losing = asyncio.create_task(engines.lose(engine, EngineGone("it closed the connection")))

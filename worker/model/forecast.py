@@ -147,8 +147,10 @@ class Forecast:
     @property
     def sampling_bytes(self) -> int:
         """Of a GPU that only samples."""
-        machine = Machine("cuda", 0, "vllm", tensor_parallel=self.tensor_parallel)
-        buffers = sizing.buffer_bytes(self.shape, self.plan.engine, self.tensor_parallel)
+        machine = Machine("cuda", 0, "vllm", tensor_parallel=self.tensor_parallel, split=True)
+        buffers = sizing.buffer_bytes(
+            self.shape, self.plan.engine, self.tensor_parallel, margin_tokens=machine.margin_tokens
+        )
         return (
             sizing.without_trainer(self.shape, self.size.workload, machine) + buffers + self.plan.cache_bytes
         )

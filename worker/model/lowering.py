@@ -1,8 +1,8 @@
 """The answer to an out-of-memory error: what of a memory plan is lowered next. Pure.
 
-In this order: the part that did not fit (micro-batches in the trainer, the cache in the sampler), the engine's share,
-sleep of the sampler during the update, recomputation of activations. Each answer is stored with the job and, if no
-other process had taken the memory, as the model's on this device.
+In this order: the part that did not fit (micro-batches in the trainer; in the sampler its buffers, then the cache), the
+engine's share, sleep of the sampler during the update, recomputation of activations. Each answer is stored with the job
+and, if no other process had taken the memory, as the model's on this device.
 """
 
 from collections.abc import Mapping
@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
 from core.units import GIB
+from worker.model.engine_sizes import SEQUENCES
 from worker.model.sizing import SAFETY_SHARE, MemoryPlan, bucket, widths
 from worker.out_of_memory import Shortage
 
@@ -22,15 +23,17 @@ class PlanSizes:
     cache_bytes: int
     sleeps: bool
     checkpointed: bool
+    has_smallest_engine: bool = True  # beside its cache (EngineSizes.smallest)
 
     @classmethod
     def of(cls, plan: MemoryPlan) -> Self:
-        return cls(plan.token_budget, plan.cache_bytes, plan.sleeps, plan.checkpointed)
+        is_smallest = plan.engine is None or plan.engine == plan.engine.smallest
+        return cls(plan.token_budget, plan.cache_bytes, plan.sleeps, plan.checkpointed, is_smallest)
 
     @property
-    def engine(self) -> tuple[int, bool]:
+    def engine(self) -> tuple[int, bool, bool]:
         """The sizes with which engines start."""
-        return self.cache_bytes, self.sleeps
+        return self.cache_bytes, self.sleeps, self.has_smallest_engine
 
     def to_row(self) -> dict[str, Any]:
         return asdict(self)
@@ -41,6 +44,7 @@ class PlanSizes:
             _least(self.cache_bytes, limits.cache_bytes),
             self.sleeps or limits.sleeps,
             self.checkpointed or limits.checkpointed,
+            self.has_smallest_engine or limits.has_smallest_engine,
         )
 
     def __str__(self) -> str:
@@ -48,6 +52,8 @@ class PlanSizes:
             f"micro-batches of {self.token_budget} tokens",
             f"a KV cache of {self.cache_bytes / GIB:.2f} GiB",
         ]
+        if self.has_smallest_engine and self.cache_bytes:
+            parts.append(f"at most {SEQUENCES[0]} sequences side by side")
         parts += ["sleep of the sampler during the update"] if self.sleeps else []
         parts += ["recomputation of activations"] if self.checkpointed else []
         return ", ".join(parts)
@@ -61,6 +67,7 @@ class SizeLimits:
     cache_bytes: int | None = None
     sleeps: bool = False
     checkpointed: bool = False
+    has_smallest_engine: bool = False
 
     @classmethod
     def of_row(cls, row: Mapping[str, Any]) -> Self:
@@ -81,6 +88,7 @@ class SizeLimits:
             cache,
             self.sleeps or (after.sleeps and not before.sleeps),
             self.checkpointed or (after.checkpointed and not before.checkpointed),
+            self.has_smallest_engine or (after.has_smallest_engine and not before.has_smallest_engine),
         )
 
 
@@ -97,11 +105,15 @@ def limited(plan: MemoryPlan, limits: SizeLimits) -> MemoryPlan:
     if lowest == PlanSizes.of(plan):
         return plan
     share = lowest.token_budget / plan.token_budget
+    engine = plan.engine
+    if engine is not None:
+        engine = (engine.smallest if lowest.has_smallest_engine else engine).within(lowest.cache_bytes)
     estimate = replace(
         plan.estimate,
         activations=int(plan.estimate.activations * share),
         attention=int(plan.estimate.attention * share**2),
         cache=lowest.cache_bytes,
+        buffers=0 if lowest.has_smallest_engine else plan.estimate.buffers,
         sleeps=lowest.sleeps,
     )
     return replace(
@@ -110,6 +122,7 @@ def limited(plan: MemoryPlan, limits: SizeLimits) -> MemoryPlan:
         cache_bytes=lowest.cache_bytes,
         checkpointed=lowest.checkpointed,
         estimate=estimate,
+        engine=engine,
     )
 
 
@@ -155,15 +168,24 @@ def fitted(sizes: PlanSizes, update: Update, free: int, capacity: int) -> tuple[
 class SizeBounds:
     """How far the sizes of a run can be lowered."""
 
-    least_cache: int  # bytes for one sequence
+    least_cache: int  # bytes for the longest sequence
     is_beside: bool  # an engine has the cache, on the trainer's device
     may_sleep: bool  # nothing is sampled during the update
+    context_cache: int = (
+        0  # bytes for one sequence of the engine's context; a smaller cache needs the smallest engine
+    )
 
 
 def allowed(limits: SizeLimits, bounds: SizeBounds) -> SizeLimits:
     """What of the limits, which another job may have found, a job with these bounds can begin with."""
     cache = None if limits.cache_bytes is None else max(limits.cache_bytes, bounds.least_cache)
-    return replace(limits, cache_bytes=cache, sleeps=limits.sleeps and bounds.may_sleep)
+    is_small = cache is not None and cache < bounds.context_cache
+    return replace(
+        limits,
+        cache_bytes=cache,
+        sleeps=limits.sleeps and bounds.may_sleep,
+        has_smallest_engine=limits.has_smallest_engine or is_small,
+    )
 
 
 def lowered(sizes: PlanSizes, shortage: Shortage, bounds: SizeBounds) -> PlanSizes | None:
@@ -171,11 +193,17 @@ def lowered(sizes: PlanSizes, shortage: Shortage, bounds: SizeBounds) -> PlanSiz
     smaller_batches = replace(sizes, token_budget=_half(sizes, shortage)) if shortage.divisible else None
     helps = shortage.place == "sampler" or (bounds.is_beside and not sizes.sleeps)
     cache = smaller_cache(sizes.cache_bytes, bounds.least_cache) if helps else None
-    with_less_cache = None if cache is None else replace(sizes, cache_bytes=cache)
+    with_less_cache = None
+    if cache is not None:
+        has_smallest_engine = sizes.has_smallest_engine or cache < bounds.context_cache
+        with_less_cache = replace(sizes, cache_bytes=cache, has_smallest_engine=has_smallest_engine)
+    with_smallest_engine = (
+        replace(sizes, has_smallest_engine=True) if helps and not sizes.has_smallest_engine else None
+    )
     asleep = replace(sizes, sleeps=True) if bounds.may_sleep and not sizes.sleeps else None
     recomputed = None if sizes.checkpointed else replace(sizes, checkpointed=True)
-    first = [smaller_batches, with_less_cache]
-    if shortage.place == "sampler":
+    first = [smaller_batches, with_less_cache, with_smallest_engine]
+    if shortage.place == "sampler":  # whose buffers may be larger than a whole cache
         first.reverse()
     return next((one for one in [*first, asleep, recomputed] if one is not None), None)
 
@@ -208,6 +236,8 @@ def changed(before: PlanSizes, after: PlanSizes) -> str:
         return f"Micro-batches have up to {after.token_budget} tokens now, not {before.token_budget}"
     if after.cache_bytes != before.cache_bytes:
         return f"The KV cache has {after.cache_bytes / GIB:.2f} GiB now, not {before.cache_bytes / GIB:.2f}"
+    if after.has_smallest_engine != before.has_smallest_engine:
+        return f"The sampler decodes at most {SEQUENCES[0]} sequences side by side now, in smaller steps"
     if after.sleeps != before.sleeps:
         return "The sampler sleeps during the update from now on"
     return "Activations are computed twice from now on"

@@ -65,6 +65,7 @@ def shape_of(config: Any, dtype: torch.dtype) -> Shape:
         bytes_each=torch.finfo(dtype).bits // 8,
         adaptable=tuple(adaptable_layers(model)),
         recurrent_layers=recurrent_layers_of(config),
+        state_bytes=state_bytes_of(config),
         head_norms=_has_head_norms(model),
         layer_norms=recompute.norms_of_a_layer(model),
         gated=_has_gates(model, text.hidden_size, intermediate),
@@ -119,6 +120,40 @@ def recurrent_layers_of(config: Any) -> int:
         isinstance(kind, LinearAttentionCacheLayerMixin) and not isinstance(kind, DynamicLayer)
         for kind in kinds
     )
+
+
+def state_bytes_of(config: Any) -> int:
+    """Bytes in float32 of the recurrent state of one layer of a sequence, at most; 0: the model has none.
+
+    Families name the sizes of their states differently, and only a forward pass would make one.
+    """
+    text = config.get_text_config()
+    kinds = DynamicCache(config=text).layers
+    if not any(isinstance(kind, LinearAttentionCacheLayerMixin) for kind in kinds):
+        return 0
+
+    def size(*names: str) -> int:
+        found = (getattr(text, name, None) for name in names)
+        return next((value for value in found if isinstance(value, int)), 0)
+
+    convolved = size(
+        "linear_conv_kernel_dim", "mamba_d_conv", "conv_kernel", "conv_kernel_size", "conv_L_cache"
+    )
+    # Gated delta networks: a matrix for each head of values.
+    keys, values = size("linear_key_head_dim"), size("linear_num_value_heads") * size("linear_value_head_dim")
+    delta = values * keys + convolved * (2 * size("linear_num_key_heads") * keys + values)
+    # State spaces: a vector for each channel.
+    state = size("mamba_d_state", "ssm_state_size", "state_size")
+    heads = size("mamba_n_heads", "mamba_num_heads", "n_mamba_heads")
+    wide = heads * size("mamba_d_head", "mamba_head_dim", "mamba_headdim")
+    inner = max(wide, text.hidden_size * max(1, size("mamba_expand", "expand")))
+    groups = max(1, size("mamba_n_groups", "n_groups", "mamba_ngroups"))
+    spaces = state * inner + convolved * (inner + 2 * groups * state) if state else 0
+    if not keys and not spaces and convolved:
+        return 4 * convolved * int(text.hidden_size)  # a convolution alone
+    # Others are linear attention: a matrix for each head.
+    heads = getattr(text, "num_attention_heads", None) or 1
+    return 4 * (max(delta, spaces) or query_width(text) ** 2 // int(heads))
 
 
 def expects_rows(config: Any) -> bool:

@@ -85,6 +85,9 @@ class Shape:
     bytes_each: int  # of a weight
     adaptable: tuple[LinearLayer, ...]  # the layers that can have an adapter
     recurrent_layers: int = 0  # whose states do not grow with the tokens
+    state_bytes: int = (
+        0  # of a sequence in one layer with a recurrent state, at most; a layer may have keys too
+    )
     head_norms: bool = False  # norms of queries and keys
     layer_norms: int = 2  # norms of hidden states in a layer
     gated: bool = True  # the feed-forward layer multiplies a gate with what it lets through
@@ -112,7 +115,26 @@ class Shape:
         if processes == 1:
             return self
         heads = max(1, self.key_values * self.heads // (2 * self.queries))
-        return replace(self, key_values=self.key_values // heads * math.ceil(heads / processes))
+        return replace(
+            self,
+            key_values=self.key_values // heads * math.ceil(heads / processes),
+            state_bytes=math.ceil(self.state_bytes / processes),
+        )
+
+    @property
+    def state_block_bytes(self) -> int:
+        """Bytes of one block in vLLM's cache of a model with recurrent states, at most; 0: it has none.
+
+        A block is a page of each layer of a group. All pages have one size: that of the fewest keys and values that
+        take no less than a state. Groups are as large as the smallest kind of layers, or up to one and a half of it.
+        """
+        if not self.state_bytes:
+            return 0
+        page = self.state_bytes + _BLOCK * self.key_values * self.bytes_each
+        recurrent = self.recurrent_layers or self.layers
+        attention = self.layers - self.recurrent_layers or self.layers
+        group = min(max(recurrent, attention), math.ceil(1.5 * min(recurrent, attention)))
+        return group * page
 
     @property
     def end_parameters(self) -> int:
@@ -256,6 +278,11 @@ class Machine:
     @property
     def has_engine(self) -> bool:
         return self.sampler == "vllm" and self.engines > 0
+
+    @property
+    def margin_tokens(self) -> int:
+        """Of one step of an engine, that its margin has room for."""
+        return BATCHED_TOKENS[-1 if self.split else 0]
 
     @property
     def copies(self) -> int:
@@ -496,6 +523,9 @@ def estimate(
     weights = shape.weight_bytes + (2 * shape.linear_parameters * shape.bytes_each if packed else 0)
     # Logits and probabilities in float32, and half as much: the gradient in bfloat16, or a part of the entropy.
     logits = HEAD_CHUNK * shape.vocabulary * (4 + 4 + 2)
+    if machine.device == "cpu" and shape.bytes_each < 4:
+        # Copies of the weights and of the logits' gradients in float32 (worker/model/lora.py), in which they are added.
+        logits += 4 * (shape.vocabulary * shape.hidden + HEAD_CHUNK * shape.vocabulary)
     head_gradients = shape.vocabulary * shape.hidden * shape.bytes_each if full else 0  # of all chunks
     shard = None
     if machine.degree > 1:
@@ -554,18 +584,28 @@ def slot_bytes(shape: Shape, rank: int, *, slots: int = 1, tensor_parallel: int 
     return slots * slot_rank(rank) * sum(widths) * shape.bytes_each
 
 
-def buffer_bytes(shape: Shape, engine: EngineSizes | None, tensor_parallel: int = 1) -> int:
-    """Bytes of a GPU that an engine computes with beyond the smallest sizes, for which its margin has room.
+def buffer_bytes(
+    shape: Shape,
+    engine: EngineSizes | None,
+    tensor_parallel: int = 1,
+    *,
+    margin_tokens: int = BATCHED_TOKENS[0],
+) -> int:
+    """Bytes of a GPU that an engine computes with beyond what its margin has room for.
 
     Of a sequence: its logits, in the precision of the weights, in float32, and once more for log-probabilities. Of a
     token: hidden states before and after a block, and a part of queries, keys, values and the feed-forward layer.
+
+    Args:
+        margin_tokens: of one step, that the margin has room for, beside the logits of SEQUENCES[0] sequences.
     """
     if engine is None:
         return 0
     logits = shape.vocabulary * (shape.bytes_each + 4 + 4)
     divided = 2 * shape.queries + 2 * shape.key_values + 3 * shape.intermediate
     token = (4 * shape.hidden + math.ceil(divided / tensor_parallel)) * shape.bytes_each
-    return (engine.sequences - SEQUENCES[0]) * logits + (engine.batched_tokens - BATCHED_TOKENS[0]) * token
+    sequences, tokens = engine.sequences - SEQUENCES[0], engine.batched_tokens - margin_tokens
+    return max(0, sequences) * logits + max(0, tokens) * token
 
 
 def with_sizes(
@@ -573,24 +613,30 @@ def with_sizes(
 ) -> tuple[int, EngineSizes | None]:
     """The cache of an engine and its other sizes, where it has `room` bytes beside a cache of `least`.
 
-    More sequences side by side are useful as far as the cache holds them. Buffers come after all of the wanted cache,
-    or where there is no room for that, after a comfortable one.
+    More sequences side by side are useful as far as the cache holds them. Buffers come after a comfortable cache, so
+    that more memory never means fewer sequences. The margin of an engine without a trainer (MARGIN_SERVING) has room
+    for the largest step.
     """
     if not machine.has_engine:
         return min(wanted, least + room), None
     shared = shape.divided(machine.tensor_parallel)
     comfortable = COMFORTABLE_SEQUENCES * shared.cache_bytes(work.longest)
-    enough = wanted if wanted <= least + room else min(wanted, comfortable)
+    enough = min(wanted, comfortable)
     cache, sizes = min(wanted, least + room), (SEQUENCES[0], BATCHED_TOKENS[0])
     for larger in LARGER if machine.device == "cuda" else ():
-        needed = buffer_bytes(shape, EngineSizes(0, *larger), machine.tensor_parallel)
+        needed = buffer_bytes(
+            shape, EngineSizes(0, *larger), machine.tensor_parallel, margin_tokens=machine.margin_tokens
+        )
         rest = min(wanted, least + room - needed)
         held = int(rest / (shared.token_cache_bytes * work.longest * LEARNED_SHARE))
         side_by_side = min(held, work.answers_of_one(machine.engines))
-        if needed <= room and rest >= enough and is_useful(larger[0], side_by_side):
+        has_cache = rest >= enough or not needed
+        if needed <= room and has_cache and is_useful(larger[0], side_by_side):
             cache, sizes = rest, larger
             break
-    return cache, EngineSizes(_context(shared, work, machine, cache), *sizes)
+    context = _context(shared, work, machine, cache)
+    found = EngineSizes(context, *sizes, longest=work.longest, state_block_bytes=shared.state_block_bytes)
+    return cache, found.within(cache)
 
 
 def _context(shape: Shape, work: Workload, machine: Machine, cache: int) -> int:
@@ -886,17 +932,18 @@ def _for_copies(name: str, shape: Shape, work: Workload, machine: Machine) -> in
     return needed
 
 
-def pinned_bytes(shape: Shape, work: Workload, engines: int) -> int:
+def pinned_bytes(shape: Shape, work: Workload, engines: int, tensor_parallel: int = 1) -> int:
     """Bytes beside the GPUs that engines need for their weights and adapters while they sleep.
 
     PyTorch rounds pinned memory up to a power of two, so it takes up to twice as much.
     """
-    return 2 * engines * (shape.weight_bytes + slot_bytes(shape, work.slot_rank))
+    slots = tensor_parallel * slot_bytes(shape, work.slot_rank, tensor_parallel=tensor_parallel)
+    return 2 * engines * (shape.weight_bytes + slots)
 
 
 def _for_sleep(name: str, shape: Shape, work: Workload, machine: Machine) -> int:
     """As `pinned_bytes`. Raises DoesNotFit."""
-    needed = pinned_bytes(shape, work, machine.engines)
+    needed = pinned_bytes(shape, work, machine.engines, machine.tensor_parallel)
     if machine.main_memory is not None and needed > machine.main_memory:
         raise DoesNotFit(
             f"{name} at {work.longest} tokens fits only if vLLM sleeps while the job learns, with its weights in main "
@@ -1080,14 +1127,14 @@ def serving_sizes(
     MARGIN_SERVING has room for the smallest number of sequences. More take their memory from an automatic cache, if
     that holds as many chats.
     """
-    tokens = BATCHED_TOKENS[-1]
+    sizes = EngineSizes(context, batched_tokens=BATCHED_TOKENS[-1], state_block_bytes=shape.state_block_bytes)
     for sequences in reversed(SEQUENCES[1:]) if is_automatic else ():
         needed = buffer_bytes(shape, EngineSizes(context, sequences))
         rest = cache - needed
         chats = rest // (shape.token_cache_bytes * SERVED_TOKENS)
         if needed <= BUFFER_SHARE * cache and rest >= need.least_cache and is_useful(sequences, chats):
-            return rest, EngineSizes(context, sequences, tokens)
-    return cache, EngineSizes(context, batched_tokens=tokens)
+            return rest, replace(sizes, sequences=sequences).within(rest)
+    return cache, sizes.within(cache)
 
 
 def shape_of_config(config: Mapping[str, Any], bytes_each: int) -> Shape | None:

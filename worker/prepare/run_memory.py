@@ -8,6 +8,7 @@ from typing import Protocol
 from core.settings import Settings
 from worker.attempt import Attempt
 from worker.model import memory, sizing
+from worker.model.engine_sizes import EngineShare, EngineSizes
 from worker.model.lowering import PlanSizes, SizeBounds, Update, allowed, fitted, limited
 from worker.model.memory import UNEXPLAINED_BYTES, DeviceMemory
 from worker.model.sizing import MemoryPlan, Workload
@@ -21,7 +22,7 @@ from worker.sharing.memory_request import MemoryRequest
 class Resizable(Protocol):
     """A sampler with its own engines."""
 
-    def resize(self, kv_cache_bytes: int, *, sleeps: bool) -> None:
+    def resize(self, share: EngineShare, *, sleeps: bool) -> None:
         """End the engines. Those that the next sampling starts have these sizes."""
         ...
 
@@ -50,6 +51,7 @@ class RunMemory:
         *,
         engines_rest: bool,
         update: Update,
+        engine: EngineSizes | None = None,
         ask: Callable[[], None] = lambda: None,
         device: DeviceMemory = DeviceMemory(),
     ) -> None:
@@ -58,9 +60,11 @@ class RunMemory:
         Args:
             engines_rest: nothing is sampled while the job learns.
             update: the estimate of what the update needs.
+            engine: the planned sizes of each of the job's engines. None: it has none.
             ask: asks idle models for their memory.
         """
         self._update, self._ask = update, ask
+        self._engine = engine
         self._others = device.used_by_others(record.device)
         self._attempt, self._record, self._device = attempt, record, device
         self._engines_rest = engines_rest
@@ -111,20 +115,26 @@ class RunMemory:
         if after.engine != before.engine:
             if self._sampler is None or not self._engines_rest:
                 raise plan_record.ending(self._attempt, was, now, shortage)
-            self._sampler.resize(after.cache_bytes, sleeps=after.sleeps)
+            self._sampler.resize(self._share(after), sleeps=after.sleeps)
         return after
 
-    def lower_engine(self, shortage: Shortage) -> int:
-        """An engine ran out of memory: return the bytes of the cache with which it is started again.
+    def lower_engine(self, shortage: Shortage) -> EngineShare:
+        """An engine ran out of memory: return the memory with which it is started again.
 
         Raises: as `lower`.
         """
         was, now = self._lowered(shortage)
-        if now.sizes.cache_bytes == was.sizes.cache_bytes:
+        share = self._share(now.sizes)
+        if share == self._share(was.sizes):
             # It is something of the trainer, which computes on other threads.
             raise plan_record.ending(self._attempt, was, now, shortage)
         memory.release_unused(now.device)  # what the trainer keeps for its next step
-        return now.sizes.cache_bytes
+        return share
+
+    def _share(self, sizes: PlanSizes) -> EngineShare:
+        assert self._engine is not None, "an engine ran out of memory"
+        engine = self._engine.smallest if sizes.has_smallest_engine else self._engine
+        return EngineShare(sizes.cache_bytes, engine.within(sizes.cache_bytes))
 
     def _lowered(self, shortage: Shortage) -> tuple[PlanRecord, PlanRecord]:
         with self._lock:
@@ -137,7 +147,8 @@ class RunMemory:
 
 def room_to_sleep(base: BaseModel, work: Workload, main_memory: int) -> bool:
     """Whether the weights of engines that sleep fit into these bytes."""
-    return sizing.pinned_bytes(base.shape, work, base.engines.engines) <= main_memory
+    engines = base.engines
+    return sizing.pinned_bytes(base.shape, work, engines.engines, engines.tensor_parallel) <= main_memory
 
 
 def with_limits(
@@ -166,9 +177,14 @@ def with_limits(
     has_engine = base.sampler == "vllm" and engines.processes > 0
     is_beside = has_engine and engines.kind != "split"
     main_memory = memory.available("cpu")
-    longest = work.longest if planned.engine is None else planned.engine.context
+    context = work.longest if planned.engine is None else planned.engine.context
+    least_cache, context_cache = (
+        sizing.smallest_cache(base.shape, tokens, base.sampler, engines.tensor_parallel)
+        for tokens in (work.longest, context)
+    )
     bounds = SizeBounds(
-        least_cache=sizing.smallest_cache(base.shape, longest, base.sampler, engines.tensor_parallel),
+        least_cache=least_cache,
+        context_cache=context_cache,
         is_beside=is_beside,
         may_sleep=is_beside and rests and base.device == "cuda" and room_to_sleep(base, work, main_memory),
     )
@@ -192,5 +208,10 @@ def with_limits(
     most = most if limits.token_budget is None else min(most, limits.token_budget)
     update = Update.of(plan, most, has_moments=resumes)
     return plan, RunMemory(
-        attempt, record, engines_rest=rests, update=update, ask=MemoryRequest.of(settings).make
+        attempt,
+        record,
+        engines_rest=rests,
+        update=update,
+        engine=planned.engine,
+        ask=MemoryRequest.of(settings).make,
     )

@@ -15,7 +15,7 @@ from worker.packages import vllm_version
 from worker.recording.recorder import JobRecorder
 from worker.sampling import Sampler, placement, published, vllm
 from worker.sampling.fleet import FleetConfig
-from worker.sampling.own import LowerCache
+from worker.sampling.own import LowerEngine
 from worker.sampling.placement import NotPlaceable, Placement
 from worker.sampling.transformers import TransformersSampler
 from worker.sampling.weights import AdapterStore, WeightFiles
@@ -116,7 +116,7 @@ def build(
     engines: Placement = placement.ONE_ENGINE,
     fleet: FleetConfig | None = None,
     continues: bool = False,
-    lower: LowerCache | None = None,
+    lower: LowerEngine | None = None,
     store_coverage: Callable[[Policy], None] = lambda policy: None,
 ) -> Sampler:
     """Build the sampler.

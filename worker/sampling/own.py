@@ -16,13 +16,14 @@ from worker.engine.client import EngineClient, EngineGone, EngineLost, EngineSil
 from worker.engine.launch import LOADING_SECONDS, ChildEngine
 from worker.engine.options import EngineConfig
 from worker.engine.protocol import SLEEP, WAKE
+from worker.model.engine_sizes import EngineShare
 from worker.out_of_memory import Shortage, lacking
 from worker.packages import vllm_version
 from worker.refusals import SamplerUnusable, first_error
 from worker.sampling.pool import EngineSource, OnReady
 
-# Takes an out-of-memory error of an engine, and returns the bytes of the cache of the next one. May raise.
-LowerCache = Callable[[Shortage], int]
+# Takes an out-of-memory error of an engine, and returns the memory of the next one. May raise.
+LowerEngine = Callable[[Shortage], EngineShare]
 EXIT_SECONDS = 10.0  # until the kernel has removed a process whose connections are closed
 
 
@@ -34,7 +35,7 @@ class OwnEngine(EngineClient):
     number: int = field(kw_only=True)
     folder: ExitStack = field(kw_only=True)
     replaces: bool = field(kw_only=True)  # another one was lost in its place
-    cache_bytes: int = field(kw_only=True)
+    share: EngineShare = field(kw_only=True)
     has_started: bool = False
     is_asleep: bool = False
 
@@ -73,11 +74,11 @@ class OwnEngines(EngineSource):
         patience: float,
         max_restarts: int,
         on_restart: Callable[[str], None],
-        lower: LowerCache | None = None,
+        lower: LowerEngine | None = None,
     ) -> None:
         """An engine that sends nothing for `patience` seconds has hung. `on_restart` receives the reason.
 
-        `lower` returns the cache of an engine that replaces one which ran out of memory. None: it is that of before.
+        `lower` returns the memory of an engine that replaces one which ran out of it. None: it is that of before.
         """
         self.config, self.gpus_E = config, gpus_E
         self.patience, self.max_restarts, self.on_restart = patience, max_restarts, on_restart
@@ -138,9 +139,9 @@ class OwnEngines(EngineSource):
             shortage = Shortage.of(str(cause), "sampler")
             async with self._one_lowers:
                 # Engines that run out of the same memory lower it once.
-                if engine.cache_bytes <= self.config.kv_cache_bytes:
-                    cache = await asyncio.to_thread(self.lower, shortage)  # writes to the database
-                    self.config = replace(self.config, kv_cache_bytes=cache)
+                if engine.share == self._share:
+                    share = await asyncio.to_thread(self.lower, shortage)  # writes to the database
+                    self._use(share)
             return
         if isinstance(cause, EngineUnusable) and not self.has_answered:
             raise SamplerUnusable(
@@ -157,10 +158,18 @@ class OwnEngines(EngineSource):
         self._losses.clear()
         await asyncio.gather(*map(self._sleep, [*self.by_number.values()]))
 
-    async def resize(self, kv_cache_bytes: int, sleeps: bool) -> None:
-        """End all. Those that `watch` starts have this cache."""
-        self.config = replace(self.config, kv_cache_bytes=kv_cache_bytes, sleeps=sleeps)
+    async def resize(self, share: EngineShare, sleeps: bool) -> None:
+        """End all. Those that `watch` starts have this memory."""
+        self._use(share)
+        self.config = replace(self.config, sleeps=sleeps)
         await self.close()
+
+    @property
+    def _share(self) -> EngineShare:
+        return EngineShare(self.config.kv_cache_bytes, self.config.sizes)
+
+    def _use(self, share: EngineShare) -> None:
+        self.config = replace(self.config, kv_cache_bytes=share.cache_bytes, sizes=share.sizes)
 
     async def close(self) -> None:
         while self.by_number:
@@ -188,7 +197,7 @@ class OwnEngines(EngineSource):
             number=number,
             folder=folder,
             replaces=number in self._have_run,
-            cache_bytes=config.kv_cache_bytes,
+            share=self._share,
         )
         self._have_run.add(number)
         return engine

@@ -19,11 +19,11 @@ from msgspec.structs import replace
 
 from worker.engine.client import EngineBusy, EngineClient, EngineLost
 from worker.engine.protocol import AnswerFrame, AnswerRequest, GroupRequest, ServerInfo
+from worker.model.engine_sizes import SEQUENCES
 from worker.sampling.weights import Weights
 
-MAX_ANSWERS_AT_ONCE = (
-    512  # of an engine, which decodes half as many side by side and so always has the next ones
-)
+# Of an engine, which decodes at most half as many side by side and so always has the next ones.
+MAX_ANSWERS_AT_ONCE = 2 * SEQUENCES[-1]
 Put = Callable[[AnswerFrame], None]
 OnReady = Callable[[ServerInfo], None]
 Waiting = dict[str, AnswerRequest]  # answers of a group that are not finished, by id

@@ -30,7 +30,7 @@ from worker.engine.protocol import (
     unpack_logprobs,
 )
 from worker.model import token_constraints
-from worker.model.engine_sizes import EngineSizes
+from worker.model.engine_sizes import EngineShare, EngineSizes
 from worker.model.meta_policy import UnloadedPolicy
 from worker.model.policy import Policy
 from worker.model.token_constraints import rollout_of
@@ -38,7 +38,7 @@ from worker.progress import PROGRESS
 from worker.refusals import first_error
 from worker.sampling import Answer, SampledTurns, Sampling
 from worker.sampling.fleet import FleetConfig, FleetEngines
-from worker.sampling.own import LowerCache, OwnEngines
+from worker.sampling.own import LowerEngine, OwnEngines
 from worker.sampling.placement import ONE_ENGINE, Placement
 from worker.sampling.pool import EnginePool, EngineSource
 from worker.sampling.weights import (
@@ -277,9 +277,9 @@ class VllmSampler:
     def has_own_engines(self) -> bool:
         return isinstance(self.engines, OwnEngines)
 
-    def resize(self, kv_cache_bytes: int, *, sleeps: bool) -> None:
-        """End the job's own engines. Those that the next `sample` starts have this cache."""
-        self._thread.run(self._resize(kv_cache_bytes, sleeps))
+    def resize(self, share: EngineShare, *, sleeps: bool) -> None:
+        """End the job's own engines. Those that the next `sample` starts have this memory."""
+        self._thread.run(self._resize(share, sleeps))
 
     def close(self) -> None:
         """End the job's own engines."""
@@ -370,10 +370,10 @@ class VllmSampler:
         await self._leave()
         await self.engines.sleep()
 
-    async def _resize(self, kv_cache_bytes: int, sleeps: bool) -> None:
+    async def _resize(self, share: EngineShare, sleeps: bool) -> None:
         assert isinstance(self.engines, OwnEngines), "a fleet has its own memory"
         await self._leave()
-        await self.engines.resize(kv_cache_bytes, sleeps)
+        await self.engines.resize(share, sleeps)
 
     async def _close(self) -> None:
         await self._leave()
@@ -465,7 +465,7 @@ def with_own_engines(
     continues: bool = False,
     patience: float = SILENCE_SECONDS,
     max_restarts: int = 2,
-    lower: LowerCache | None = None,
+    lower: LowerEngine | None = None,
     on_restart: Callable[[str], None] = lambda reason: None,
     on_left_out: OnLeftOut = lambda policy, modules: None,
 ) -> VllmSampler:

@@ -33,6 +33,7 @@ class CacheLimit(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     cache_bytes: int
+    has_smallest_sizes: bool  # beside its cache (EngineSizes.smallest)
     lowered_at: float  # seconds since the epoch
 
 
@@ -56,7 +57,9 @@ class CacheLimits:
         found = self._files.read(*self._key(config))
         if found is None or found.lowered_at < self._clock() - VALID_SECONDS:
             return config
-        return replace(config, kv_cache_bytes=max(least, min(config.kv_cache_bytes, found.cache_bytes)))
+        cache = max(least, min(config.kv_cache_bytes, found.cache_bytes))
+        sizes = config.sizes.smallest if found.has_smallest_sizes else config.sizes
+        return replace(config, kv_cache_bytes=cache, sizes=sizes.within(cache))
 
     def lower(
         self, name: str, config: EngineConfig, errors: Iterable[str], least: int
@@ -76,25 +79,41 @@ class CacheLimits:
             return None
         others = self._device.used_by_others(config.device)
         are_others = others > UNEXPLAINED_BYTES
-        cache = smaller_cache(config.kv_cache_bytes, least)
-        if cache is None:
+        smaller = _smaller(config, least)
+        if smaller is None:
             raise _nothing_left(name, config, shortage, others if are_others else 0)
         log.warning(
-            "the engine of %s ran out of memory%s: its KV cache has %.2f GiB now, not %.2f%s",
+            "the engine of %s ran out of memory%s: its KV cache has %.2f GiB now, not %.2f, "
+            "and it decodes at most %d sequences side by side, not %d%s",
             name,
             numbers(shortage),
-            cache / GIB,
+            smaller.kv_cache_bytes / GIB,
             config.kv_cache_bytes / GIB,
+            smaller.sizes.sequences,
+            config.sizes.sequences,
             f"; other processes use {others / GIB:.1f} GiB of the device" if are_others else "",
         )
         if not are_others:
-            limit = CacheLimit(cache_bytes=cache, lowered_at=self._clock())
+            limit = CacheLimit(
+                cache_bytes=smaller.kv_cache_bytes,
+                has_smallest_sizes=smaller.sizes == smaller.sizes.smallest,
+                lowered_at=self._clock(),
+            )
             self._files.write(limit, *self._key(config))
-        return replace(config, kv_cache_bytes=cache)
+        return smaller
 
     def _key(self, config: EngineConfig) -> tuple[str, str, str]:
-        sizes = f"{config.dtype}, rank {config.rank}, {config.sizes}, x {config.tensor_parallel}"
+        context = config.sizes.context  # the other sizes are lowered too
+        sizes = f"{config.dtype}, rank {config.rank}, {context} tokens, x {config.tensor_parallel}"
         return config.source, self._device_name(config.device), sizes
+
+
+def _smaller(config: EngineConfig, least: int) -> EngineConfig | None:
+    """The configuration with less memory: first its buffers, which may be larger than a whole cache."""
+    if config.sizes != config.sizes.smallest:
+        return replace(config, sizes=config.sizes.smallest)
+    cache = smaller_cache(config.kv_cache_bytes, least)
+    return None if cache is None else replace(config, kv_cache_bytes=cache, sizes=config.sizes.within(cache))
 
 
 def shortage_of(errors: Iterable[str], device: str) -> Shortage | None:
