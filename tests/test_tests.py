@@ -102,6 +102,7 @@ ALLOWED = {
     ("worker/vllm_contract.py", "LoRAModelManager._create_lora_modules"): INTERNALS,
     ("worker/vllm_contract.py", "LoRAModelManager._register_packed_modules"): INTERNALS,
     ("worker/vllm_contract.py", "_gen_lora_extra_hash_keys"): INTERNALS,
+    ("worker/vllm_contract.py", "unquantized._trtllm_bf16_lora_supported"): INTERNALS,
     ("own_engines.py", "sampler._thread"): "the thread whose event loop an engine's client belongs to",
     ("worker/vllm_contract.py", "punica._token_lora_indices"): INTERNALS,
 }
