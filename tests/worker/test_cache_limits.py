@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from core.registry import BaseModelEntry
@@ -20,11 +21,12 @@ from tests.tiny import make_tiny_model
 from worker.engine import errors
 from worker.engine.launch import EngineNotStarted
 from worker.engine.options import EngineConfig
-from worker.model.engine_sizes import EngineSizes
+from worker.model.engine_sizes import BATCHED_TOKENS, SEQUENCES, EngineSizes
 from worker.model.memory import DeviceMemory
 from worker.serving.cache_limits import CacheLimits, shortage_of
 from worker.serving.engines import EngineRefused
 from worker.serving.vllm_builder import VllmBuilder
+from worker.serving.vllm_server import VllmServer
 
 OUT_OF_MEMORY = (
     "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of "
@@ -173,6 +175,74 @@ class TestBuilder:
         build(builder(again), entry)
         assert again.started == [GIB // 2]
 
+    def test_the_next_engine_is_smaller_also_beside_other_processes_whose_limit_is_not_stored(
+        self, builder: Callable[..., VllmBuilder], entry: BaseModelEntry
+    ) -> None:
+        server = FakeServer(GIB, CPU_ERROR)
+        made = builder(server, taken=2 * GIB)
+        build(made, entry)
+
+        server.on_end([CPU_ERROR])
+
+        build(made, entry)
+        assert server.started == [GIB, GIB // 2]
+
+    def test_an_engine_that_died_for_another_reason_is_replaced_by_an_equal_one(
+        self, builder: Callable[..., VllmBuilder], entry: BaseModelEntry
+    ) -> None:
+        server = FakeServer(GIB, CPU_ERROR)
+        made = builder(server)
+        build(made, entry)
+
+        server.on_end(["RuntimeError: the bus has failed"])
+
+        build(made, entry)
+        assert server.started == [GIB, GIB]
+
+
+class FakeEngine:
+    """An engine that has run out of memory and died, and whose memory is free when it is closed."""
+
+    has_exited = True
+
+    def __init__(self, folder: Path, memory: list[int]) -> None:
+        self.folder, self._memory = folder, memory
+        self.client, self.socket = httpx.AsyncClient(), folder / "engine"
+        memory[0] += 40 * GIB
+
+    @property
+    def errors(self) -> Sequence[str]:
+        return list(errors.read(self.folder))
+
+    async def close(self) -> None:
+        self._memory[0] -= 40 * GIB
+
+
+def test_the_memory_of_an_engine_that_died_is_not_counted_as_that_of_other_processes(
+    limits: Callable[..., CacheLimits], entry: BaseModelEntry, tmp_path: Path
+) -> None:
+    used = [0]
+    config = replace(CONFIG, source=str(entry.path))
+    memory = DeviceMemory(lambda kind: 80 * GIB - used[0], lambda kind: 80 * GIB, lambda kind: 0)
+    lowering = CacheLimits(tmp_path / "limits", device=memory, device_name=lambda kind: "H100", clock=Clock())
+
+    async def start(folder: Path, *rest: Any, **named: Any) -> FakeEngine:
+        errors.file_in(folder).write_text(json.dumps(OUT_OF_MEMORY) + "\n")
+        return FakeEngine(folder, used)
+
+    async def start_and_close() -> None:
+        server = VllmServer(
+            *("m", config, entry, tmp_path),
+            on_end=lambda texts: lowering.lower("m", config, texts, GIB),
+            start_engine=untyped(start),
+        )
+        await server.start()
+        await server.close()
+
+    asyncio.run(start_and_close())
+
+    assert limits().within(config, GIB).kv_cache_bytes == 4 * GIB
+
 
 class TestLimits:
     def test_are_of_a_model_on_a_device_with_the_same_sizes(self, limits: Callable[..., CacheLimits]) -> None:
@@ -184,8 +254,18 @@ class TestLimits:
             replace(CONFIG, rank=8),
             replace(CONFIG, source="b"),
             replace(CONFIG, tensor_parallel=2),
+            replace(CONFIG, sizes=EngineSizes(4096)),
         ):
             assert limits().within(other, GIB) == other
+
+    def test_hold_for_engines_with_other_numbers_of_sequences_and_tokens(
+        self, limits: Callable[..., CacheLimits]
+    ) -> None:
+        """They follow from the free memory, which differs between two starts."""
+        limits().lower("m", CONFIG, [OUT_OF_MEMORY], GIB)
+
+        larger = replace(CONFIG, sizes=EngineSizes(8192, SEQUENCES[-1], BATCHED_TOKENS[-1]))
+        assert limits().within(larger, GIB).kv_cache_bytes == 4 * GIB
 
     def test_hold_for_a_week(self, limits: Callable[..., CacheLimits]) -> None:
         clock = Clock()

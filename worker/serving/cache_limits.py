@@ -93,7 +93,9 @@ class CacheLimits:
         return replace(config, kv_cache_bytes=cache)
 
     def _key(self, config: EngineConfig) -> tuple[str, str, str]:
-        sizes = f"{config.dtype}, rank {config.rank}, {config.sizes}, x {config.tensor_parallel}"
+        # Without the numbers of sequences and tokens: they follow from the memory that was free at a start.
+        context = config.sizes.context
+        sizes = f"{config.dtype}, rank {config.rank}, context {context}, x {config.tensor_parallel}"
         return config.source, self._device_name(config.device), sizes
 
 
