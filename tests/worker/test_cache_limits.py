@@ -163,6 +163,24 @@ class TestBuilder:
 
         assert len(server.started) == 1
 
+    @pytest.mark.parametrize(
+        "error",
+        [
+            "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization`",
+            "ValueError: 1.0 GiB KV cache is needed, which is larger than the available KV cache memory (0.5 GiB).",
+        ],
+    )
+    def test_a_cache_that_does_not_hold_one_sequence_is_not_lowered_but_refused_by_name(
+        self, builder: Callable[..., VllmBuilder], entry: BaseModelEntry, error: str
+    ) -> None:
+        server = FakeServer(0, error)
+
+        with pytest.raises(EngineRefused, match="does not hold one sequence of 512 tokens") as no:
+            build(builder(server), entry)
+
+        assert (no.value.code, no.value.retry_after) == ("not_enough_memory", 0)
+        assert server.started == [GIB]
+
     def test_an_engine_that_runs_out_of_memory_while_it_answers_is_replaced_by_a_smaller_one(
         self, builder: Callable[..., VllmBuilder], entry: BaseModelEntry
     ) -> None:
@@ -322,17 +340,18 @@ except RuntimeError:
 
         assert list(errors.read(tmp_path)) == ["ValueError: a"]
 
-    def test_an_engine_that_fails_for_each_request_does_not_fill_the_disk(self, tmp_path: Path) -> None:
+    def test_that_an_engine_survives_are_not_written(self, tmp_path: Path) -> None:
         handler = errors.ErrorFile(errors.file_in(tmp_path))
         logger = logging.Logger("vllm")
         logger.addHandler(handler)
-        for _ in range(100):
+        survived = ("Invocation of %s method failed", "WorkerProc hit an exception.")
+        for message in (*survived, "EngineCore encountered a fatal error."):
             try:
-                raise ValueError("x" * 5000)
+                raise ValueError(message)
             except ValueError:
-                logger.exception("failed")
+                logger.exception(message)
 
-        assert errors.file_in(tmp_path).stat().st_size < 2 * errors.MAX_BYTES
+        assert list(errors.read(tmp_path)) == ["ValueError: EngineCore encountered a fatal error."]
 
     def test_without_a_file_nothing_is_written(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(errors.FILE, raising=False)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from worker.engine.errors import FATAL
 from worker.packages import vllm_version
 
 pytestmark = pytest.mark.skipif(vllm_version() is None, reason="vLLM is not installed")
@@ -178,9 +179,12 @@ def test_the_only_kernel_that_needs_adapters_of_experts_is_the_refused_one() -> 
 
 def test_the_processes_of_an_engine_log_the_error_that_ends_them() -> None:
     """Our plugin reads it there, since a server says only that its engine failed."""
-    assert 'logger.exception("EngineCore failed to start.")' in source("v1/engine/core.py")
-    assert 'logger.exception("EngineCore encountered a fatal error.")' in source("v1/engine/core.py")
-    assert 'logger.exception("WorkerProc failed to start.")' in source("v1/executor/multiproc_executor.py")
+    logging = source("v1/engine/core.py") + source("v1/executor/multiproc_executor.py")
+    assert {message for message in FATAL if f'logger.exception("{message}")' not in logging} == set()
+    assert "Worker failed with error '{result}'" in source("v1/executor/multiproc_executor.py")
+    kv_cache = source("v1/core/kv_cache_utils.py")
+    assert "No available memory for the cache blocks" in kv_cache
+    assert "which is larger than the available KV cache " in kv_cache
     assert "load_general_plugins()" in source("v1/engine/core.py")
     assert "load_general_plugins()" in source("v1/worker/worker_base.py")
 

@@ -20,7 +20,7 @@ from worker.model.engine_sizes import EngineSizes
 from worker.model.policy import read_shape, source_of
 from worker.model.sizing import Serving, Shape
 from worker.serving.adapters import folder_of_adapters
-from worker.serving.cache_limits import CacheLimits
+from worker.serving.cache_limits import CacheLimits, too_small_cache
 from worker.serving.engines import EngineRefused
 from worker.serving.vllm_server import VllmServer
 
@@ -154,7 +154,7 @@ class VllmBuilder:
         """Build an engine. One that runs out of memory is started again with a smaller cache.
 
         Raises:
-            EngineRefused: it ran out of memory with the smallest one.
+            EngineRefused: it ran out of memory with the smallest one, or the cache does not hold one sequence.
             EngineNotStarted: it failed for another reason.
         """
         _, need = await asyncio.to_thread(self.need, entry)
@@ -171,6 +171,8 @@ class VllmBuilder:
             try:
                 await server.start()
             except EngineNotStarted as cause:
+                if (refusal := too_small_cache(name, config, cause.errors)) is not None:
+                    raise refusal from cause
                 smaller = await asyncio.to_thread(lower, cause.errors)
                 if smaller is None:
                     raise
