@@ -46,7 +46,7 @@ ALLOWED = {
     ("worker/eventful_child.py", "torch._C"): NO_GPU,
     ("worker/eventful_child.py", "sharding.place = noted"): NO_GPU,
     ("worker/eventful_child.py", "sizing.degrees_of = all_of_them"): NO_GPU,
-    ("worker/test_adapters.py", "monkeypatch.setattr('worker.serving.adapters.shutil.rmtree', remove)"): RACE,
+    ("worker/test_adapters.py", "monkeypatch.setattr('core.set_aside.shutil.rmtree', remove)"): RACE,
     (
         "worker/test_adapters.py",
         "monkeypatch.setattr('worker.serving.adapters.os.utime', removed_first)",
