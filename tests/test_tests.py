@@ -46,7 +46,7 @@ ALLOWED = {
     ("worker/eventful_child.py", "torch._C"): NO_GPU,
     ("worker/eventful_child.py", "sharding.place = noted"): NO_GPU,
     ("worker/eventful_child.py", "sizing.degrees_of = all_of_them"): NO_GPU,
-    ("worker/test_adapters.py", "monkeypatch.setattr('worker.serving.adapters.shutil.rmtree', remove)"): RACE,
+    ("worker/test_adapters.py", "monkeypatch.setattr('core.set_aside.shutil.rmtree', remove)"): RACE,
     (
         "worker/test_adapters.py",
         "monkeypatch.setattr('worker.serving.adapters.os.utime', removed_first)",
@@ -102,6 +102,7 @@ ALLOWED = {
     ("worker/vllm_contract.py", "LoRAModelManager._create_lora_modules"): INTERNALS,
     ("worker/vllm_contract.py", "LoRAModelManager._register_packed_modules"): INTERNALS,
     ("worker/vllm_contract.py", "_gen_lora_extra_hash_keys"): INTERNALS,
+    ("worker/vllm_contract.py", "unquantized._trtllm_bf16_lora_supported"): INTERNALS,
     ("own_engines.py", "sampler._thread"): "the thread whose event loop an engine's client belongs to",
     ("worker/vllm_contract.py", "punica._token_lora_indices"): INTERNALS,
 }

@@ -2,18 +2,20 @@
 
 A first step compiles for minutes; with these caches the next process that computes the same shapes on such a GPU does
 not. Sizes that are part of a library's key have few values (worker/model/engine_sizes.py). Earlier versions of a
-library and earlier models leave their kernels behind, so `prune` deletes what was not used for long.
+library and earlier models leave their kernels behind, so `prune` deletes what was not used for long: neither written
+nor, where the volume records it, read. With `noatime` only writing counts.
 """
 
 import logging
 import shutil
+import threading
 import time
-import uuid
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from core.set_aside import remove_set_aside, set_aside
 from core.units import GIB
 
 log = logging.getLogger(__name__)
@@ -38,6 +40,7 @@ MAX_AGE_SECONDS = 30 * 24 * 3600.0
 SPARED_SECONDS = 3600.0  # since the last use: a process may be about to read the rest of it
 MAX_BYTES = 32 * GIB
 VOLUME_SHARE = 0.2  # other caches may be on the same volume
+_PRUNING = threading.Lock()  # held while a thread of this process prunes
 
 
 def place(folder: Path | None, environ: MutableMapping[str, str]) -> None:
@@ -60,7 +63,7 @@ class _Entry:
 def prune(folder: Path | None, *, max_bytes: int | None = None, now: float | None = None) -> None:
     """Delete compiled kernels that were not used for a month, and the least recently used beyond a limit.
 
-    The libraries compile anew what they miss. Several processes may prune one folder.
+    The libraries compile anew what they miss. Several processes may prune one folder. It reads the times of every file.
 
     Args:
         folder: of the setting. None: the libraries have their own, which may be others', and nothing is deleted.
@@ -75,7 +78,10 @@ def prune(folder: Path | None, *, max_bytes: int | None = None, now: float | Non
         if max_bytes is None
         else max_bytes
     )
-    entries = sorted(entry for name, depth in PRUNED.items() for entry in _entries(folder / name, depth))
+    parents = list(_parents(folder))
+    for parent in parents:
+        remove_set_aside(parent)
+    entries = sorted(entry for parent in parents for entry in _entries(parent))
     left = sum(entry.bytes for entry in entries)
     for entry in entries:
         age = now - entry.used
@@ -83,13 +89,38 @@ def prune(folder: Path | None, *, max_bytes: int | None = None, now: float | Non
             log.info(
                 "deleting compiled kernels that were not used for %.0f days: %s", age / 86400, entry.path
             )
-            _remove(entry.path)
+            with suppress(OSError):  # another user owns it
+                set_aside(entry.path)
             left -= entry.bytes
+    for parent in parents:
+        remove_set_aside(parent)
 
 
-def _entries(root: Path, depth: int) -> Iterator[_Entry]:
-    """The things in a cache. Folders that are pruned themselves are not among them."""
-    for path in root.glob("/".join("*" * depth)):
+def prune_in_background(folder: Path | None, prune: Callable[[Path | None], None] = prune) -> None:
+    """Prune in another thread, since it takes minutes on a network volume. Does nothing while such a thread runs."""
+    if not _PRUNING.acquire(blocking=False):
+        return
+
+    def pruning() -> None:
+        try:
+            prune(folder)
+        except Exception:
+            log.exception("compiled kernels are not deleted; the next time is tomorrow or at the next start")
+        finally:
+            _PRUNING.release()
+
+    threading.Thread(target=pruning, daemon=True, name="prune-compile-caches").start()
+
+
+def _parents(folder: Path) -> Iterator[Path]:
+    """The folders that contain the things of the caches."""
+    for name, depth in PRUNED.items():
+        yield from (folder / name).glob("/".join("*" * (depth - 1))) if depth > 1 else [folder / name]
+
+
+def _entries(parent: Path) -> Iterator[_Entry]:
+    """The things in a folder. Folders that are pruned themselves are not among them."""
+    for path in parent.glob("*"):
         if not any(path.match(name) for name in PRUNED):
             with suppress(OSError):  # another process has deleted it, or owns it
                 # Without folders: to list them counts as their use.
@@ -98,13 +129,3 @@ def _entries(root: Path, depth: int) -> Iterator[_Entry]:
                     (max(file.st_mtime, file.st_atime) for file in files), default=path.stat().st_mtime
                 )
                 yield _Entry(used, sum(file.st_blocks * 512 for file in files), path)
-
-
-def _remove(path: Path) -> None:
-    """Rename before deleting, so that no process reads a part of it."""
-    with suppress(OSError):
-        gone = path.rename(path.parent / f".gone-{uuid.uuid4().hex}")
-        if gone.is_dir():
-            shutil.rmtree(gone, ignore_errors=True)
-        else:
-            gone.unlink()

@@ -16,7 +16,7 @@ from core.units import GIB
 _TEXTS = re.compile(
     r"(?i)CUDA out of memory|CUDA error: out of memory|CUDA driver error: out of memory|OutOfMemoryError"
     r"|CU(BLAS|DNN|SOLVER|SPARSE)_STATUS_ALLOC_FAILED"
-    r"|Free memory on device|No available memory for the cache blocks|not enough GPU memory"
+    r"|Free memory on device|not enough GPU memory"
 )
 # That of torch's allocator in main memory, and how an engine's process writes Python's own.
 _ALLOCATOR_TEXT = re.compile(r"DefaultCPUAllocator: (can't allocate|not enough) memory")

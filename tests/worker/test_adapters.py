@@ -175,7 +175,7 @@ def test_one_that_is_asked_for_while_it_is_removed_is_fetched_again(
         rmtree(path, **options)
 
     folders.folder(old)
-    monkeypatch.setattr("worker.serving.adapters.shutil.rmtree", remove)
+    monkeypatch.setattr("core.set_aside.shutil.rmtree", remove)
     folders.folder(new)
 
     assert [weights_in(folder) for folder in meanwhile] == [b"old"]

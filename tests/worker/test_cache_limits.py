@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from core.registry import BaseModelEntry
@@ -20,11 +21,12 @@ from tests.tiny import make_tiny_model
 from worker.engine import errors
 from worker.engine.launch import EngineNotStarted
 from worker.engine.options import EngineConfig
-from worker.model.engine_sizes import EngineSizes
+from worker.model.engine_sizes import BATCHED_TOKENS, SEQUENCES, EngineSizes
 from worker.model.memory import DeviceMemory
 from worker.serving.cache_limits import CacheLimits, shortage_of
 from worker.serving.engines import EngineRefused
 from worker.serving.vllm_builder import VllmBuilder
+from worker.serving.vllm_server import VllmServer
 
 OUT_OF_MEMORY = (
     "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of "
@@ -161,6 +163,24 @@ class TestBuilder:
 
         assert len(server.started) == 1
 
+    @pytest.mark.parametrize(
+        "error",
+        [
+            "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization`",
+            "ValueError: 1.0 GiB KV cache is needed, which is larger than the available KV cache memory (0.5 GiB).",
+        ],
+    )
+    def test_a_cache_that_does_not_hold_one_sequence_is_not_lowered_but_refused_by_name(
+        self, builder: Callable[..., VllmBuilder], entry: BaseModelEntry, error: str
+    ) -> None:
+        server = FakeServer(0, error)
+
+        with pytest.raises(EngineRefused, match="does not hold one sequence of 512 tokens") as no:
+            build(builder(server), entry)
+
+        assert (no.value.code, no.value.retry_after) == ("not_enough_memory", 0)
+        assert server.started == [GIB]
+
     def test_an_engine_that_runs_out_of_memory_while_it_answers_is_replaced_by_a_smaller_one(
         self, builder: Callable[..., VllmBuilder], entry: BaseModelEntry
     ) -> None:
@@ -173,6 +193,74 @@ class TestBuilder:
         build(builder(again), entry)
         assert again.started == [GIB // 2]
 
+    def test_the_next_engine_is_smaller_also_beside_other_processes_whose_limit_is_not_stored(
+        self, builder: Callable[..., VllmBuilder], entry: BaseModelEntry
+    ) -> None:
+        server = FakeServer(GIB, CPU_ERROR)
+        made = builder(server, taken=2 * GIB)
+        build(made, entry)
+
+        server.on_end([CPU_ERROR])
+
+        build(made, entry)
+        assert server.started == [GIB, GIB // 2]
+
+    def test_an_engine_that_died_for_another_reason_is_replaced_by_an_equal_one(
+        self, builder: Callable[..., VllmBuilder], entry: BaseModelEntry
+    ) -> None:
+        server = FakeServer(GIB, CPU_ERROR)
+        made = builder(server)
+        build(made, entry)
+
+        server.on_end(["RuntimeError: the bus has failed"])
+
+        build(made, entry)
+        assert server.started == [GIB, GIB]
+
+
+class FakeEngine:
+    """An engine that has run out of memory and died, and whose memory is free when it is closed."""
+
+    has_exited = True
+
+    def __init__(self, folder: Path, memory: list[int]) -> None:
+        self.folder, self._memory = folder, memory
+        self.client, self.socket = httpx.AsyncClient(), folder / "engine"
+        memory[0] += 40 * GIB
+
+    @property
+    def errors(self) -> Sequence[str]:
+        return list(errors.read(self.folder))
+
+    async def close(self) -> None:
+        self._memory[0] -= 40 * GIB
+
+
+def test_the_memory_of_an_engine_that_died_is_not_counted_as_that_of_other_processes(
+    limits: Callable[..., CacheLimits], entry: BaseModelEntry, tmp_path: Path
+) -> None:
+    used = [0]
+    config = replace(CONFIG, source=str(entry.path))
+    memory = DeviceMemory(lambda kind: 80 * GIB - used[0], lambda kind: 80 * GIB, lambda kind: 0)
+    lowering = CacheLimits(tmp_path / "limits", device=memory, device_name=lambda kind: "H100", clock=Clock())
+
+    async def start(folder: Path, *rest: Any, **named: Any) -> FakeEngine:
+        errors.file_in(folder).write_text(json.dumps(OUT_OF_MEMORY) + "\n")
+        return FakeEngine(folder, used)
+
+    async def start_and_close() -> None:
+        server = VllmServer(
+            *("m", config, entry, tmp_path),
+            on_end=lambda texts: lowering.lower("m", config, texts, GIB),
+            start_engine=untyped(start),
+        )
+        await server.start()
+        await server.close()
+
+    asyncio.run(start_and_close())
+
+    assert limits().within(config, GIB).kv_cache_bytes == 4 * GIB
+
 
 class TestLimits:
     def test_are_of_a_model_on_a_device_with_the_same_sizes(self, limits: Callable[..., CacheLimits]) -> None:
@@ -184,6 +272,7 @@ class TestLimits:
             replace(CONFIG, rank=8),
             replace(CONFIG, source="b"),
             replace(CONFIG, tensor_parallel=2),
+            replace(CONFIG, sizes=EngineSizes(4096)),
         ):
             assert limits().within(other, GIB) == other
 
@@ -206,6 +295,15 @@ class TestLimits:
 
         assert (lower.kv_cache_bytes, lower.sizes.sequences) == (4 * GIB, 128)
         assert limits().within(hybrid, GIB) == lower
+
+    def test_hold_for_engines_with_other_numbers_of_sequences_and_tokens(
+        self, limits: Callable[..., CacheLimits]
+    ) -> None:
+        """They follow from the free memory, which differs between two starts."""
+        limits().lower("m", CONFIG, [OUT_OF_MEMORY], GIB)
+
+        larger = replace(CONFIG, sizes=EngineSizes(8192, SEQUENCES[-1], BATCHED_TOKENS[-1]))
+        assert limits().within(larger, GIB).kv_cache_bytes == 4 * GIB
 
     def test_hold_for_a_week(self, limits: Callable[..., CacheLimits]) -> None:
         clock = Clock()
@@ -262,17 +360,18 @@ except RuntimeError:
 
         assert list(errors.read(tmp_path)) == ["ValueError: a"]
 
-    def test_an_engine_that_fails_for_each_request_does_not_fill_the_disk(self, tmp_path: Path) -> None:
+    def test_that_an_engine_survives_are_not_written(self, tmp_path: Path) -> None:
         handler = errors.ErrorFile(errors.file_in(tmp_path))
         logger = logging.Logger("vllm")
         logger.addHandler(handler)
-        for _ in range(100):
+        survived = ("Invocation of %s method failed", "WorkerProc hit an exception.")
+        for message in (*survived, "EngineCore encountered a fatal error."):
             try:
-                raise ValueError("x" * 5000)
+                raise ValueError(message)
             except ValueError:
-                logger.exception("failed")
+                logger.exception(message)
 
-        assert errors.file_in(tmp_path).stat().st_size < 2 * errors.MAX_BYTES
+        assert list(errors.read(tmp_path)) == ["ValueError: EngineCore encountered a fatal error."]
 
     def test_without_a_file_nothing_is_written(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(errors.FILE, raising=False)

@@ -1,12 +1,13 @@
 """One folder for all that libraries compile."""
 
 import os
+import threading
 from pathlib import Path
 
 import pytest
 
 from core.units import GIB
-from worker.compile_caches import CACHES, place, prune
+from worker.compile_caches import CACHES, place, prune, prune_in_background
 from worker.engine.options import EngineConfig, environment
 from worker.model.engine_sizes import EngineSizes
 
@@ -99,6 +100,35 @@ def test_what_was_just_used_is_spared_whatever_the_limit(tmp_path: Path) -> None
     prune(tmp_path, max_bytes=0, now=NOW)
 
     assert kernel.exists()
+
+
+@pytest.mark.parametrize("name", ["triton/.gone-1/kernel", "triton/.gone-1", "inductor/ab/.gone-1/code.py"])
+def test_what_a_killed_process_was_deleting_is_deleted(tmp_path: Path, name: str) -> None:
+    left, kernel = compiled(tmp_path, name, 0.5), compiled(tmp_path, "triton/key/kernel", 0.5)
+
+    prune(tmp_path, now=NOW)
+
+    assert (left.exists(), kernel.exists()) == (False, True)
+
+
+def test_a_process_that_starts_does_not_wait_for_a_slow_volume(tmp_path: Path) -> None:
+    began, may_end, ended = threading.Event(), threading.Event(), threading.Event()
+    calls: list[Path | None] = []
+
+    def slow(folder: Path | None) -> None:
+        calls.append(folder)
+        began.set()
+        may_end.wait(60)
+        ended.set()
+
+    prune_in_background(tmp_path, slow)
+    assert began.wait(60)
+    prune_in_background(tmp_path, slow)
+    is_alone = len(calls) == 1 and not ended.is_set()
+    may_end.set()
+
+    assert is_alone and ended.wait(60)
+    assert calls == [tmp_path]
 
 
 def test_what_is_no_compiled_kernel_stays(tmp_path: Path) -> None:

@@ -12,18 +12,25 @@ from pathlib import Path
 
 import pytest
 
+from worker.engine.errors import FATAL
 from worker.packages import vllm_version
 
 pytestmark = pytest.mark.skipif(vllm_version() is None, reason="vLLM is not installed")
-CONSTRAINTS = Path(__file__).parents[2] / "constraints"
+ROOT = Path(__file__).parents[2]
+CONSTRAINTS = ROOT / "constraints"
 RUNNERS = {"first": "v1/worker/gpu_model_runner.py", "second": "v1/worker/gpu/model_runner.py"}
 SAMPLERS = {"first": "v1/sample/sampler.py", "second": "v1/worker/gpu/sample/sampler.py"}
 
 
-def source(file: str) -> str:
+@cache
+def package_folder() -> Path:
     package = importlib.util.find_spec("vllm")
     assert package is not None and package.submodule_search_locations is not None
-    return (Path(package.submodule_search_locations[0]) / file).read_text()
+    return Path(package.submodule_search_locations[0])
+
+
+def source(file: str) -> str:
+    return (package_folder() / file).read_text()
 
 
 @cache
@@ -34,13 +41,22 @@ def class_of(file: str, name: str) -> ast.ClassDef:
     return found
 
 
-def parameters(file: str, name: str, method: str) -> list[str]:
+def _function_of(file: str, name: str, method: str) -> ast.FunctionDef:
     [found] = [
         node
         for node in class_of(file, name).body
         if isinstance(node, ast.FunctionDef) and node.name == method
     ]
-    return [argument.arg for argument in [*found.args.args, *found.args.kwonlyargs]]
+    return found
+
+
+def parameters(file: str, name: str, method: str) -> list[str]:
+    arguments = _function_of(file, name, method).args
+    return [argument.arg for argument in [*arguments.args, *arguments.kwonlyargs]]
+
+
+def method(file: str, name: str, method: str) -> str:
+    return ast.unparse(_function_of(file, name, method))
 
 
 def test_the_sources_are_those_of_the_version_that_gpus_run() -> None:
@@ -117,11 +133,58 @@ def test_engines_of_one_size_share_what_vllm_compiles() -> None:
     assert "factors.append(self.max_num_seqs)" in scheduler
 
 
+def test_workers_are_patched_before_they_load_the_model() -> None:
+    """By either executor: the class that worker/engine/worker_class.py patches with is imported in `init_worker`."""
+    wrapper = method("v1/worker/worker_base.py", "WorkerWrapperBase", "init_worker")
+    assert "parallel_config.worker_extension_cls" in wrapper
+    for file, name, starts in (
+        ("v1/executor/uniproc_executor.py", "UniProcExecutor", "_init_executor"),
+        ("v1/executor/multiproc_executor.py", "WorkerProc", "__init__"),
+    ):
+        _, begins, after = method(file, name, starts).partition(".init_worker(")
+        assert begins and ".load_model()" in after, name
+        assert ".load_model()" not in method(file, name, starts).partition(".init_worker(")[0], name
+
+
+def test_the_plugin_imports_nothing_that_only_workers_need() -> None:
+    """vLLM loads it in each of its processes, also in the HTTP server, which computes nothing."""
+    tree = ast.parse((ROOT / "worker/engine/plugin.py").read_text())
+    modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+
+    assert modules == {"vllm.reasoning", "worker", "worker.engine", "worker.engine.names"}
+
+
+def test_the_only_kernel_that_needs_adapters_of_experts_is_the_refused_one() -> None:
+    """Adapters being on, vLLM takes a kernel that can have adapters; ours have none of experts."""
+    folder = "model_executor/layers/fused_moe/experts"
+    needing = {
+        node.name
+        for file in sorted(package_folder().joinpath(folder).glob("*.py"))
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.ClassDef)
+        and re.search(r"assert \w*(_lora_context|lora_context|lora_ctx|ctx) is not None", ast.unparse(node))
+    }
+
+    assert needing == {"_TrtLlmLoRAExpertsBase"}
+    assert set(
+        re.findall(r"^class (\w+)\(_TrtLlmLoRAExpertsBase", source(f"{folder}/trtllm_lora_moe.py"), re.M)
+    ) == {"TrtLlmBf16LoRAExperts"}
+    users = {
+        str(file.relative_to(package_folder()))
+        for file in package_folder().joinpath("model_executor").rglob("*.py")
+        if "TrtLlmBf16LoRAExperts" in file.read_text() and file.name != "trtllm_lora_moe.py"
+    }
+    assert users == {"model_executor/layers/fused_moe/oracle/unquantized.py"}
+
+
 def test_the_processes_of_an_engine_log_the_error_that_ends_them() -> None:
     """Our plugin reads it there, since a server says only that its engine failed."""
-    assert 'logger.exception("EngineCore failed to start.")' in source("v1/engine/core.py")
-    assert 'logger.exception("EngineCore encountered a fatal error.")' in source("v1/engine/core.py")
-    assert 'logger.exception("WorkerProc failed to start.")' in source("v1/executor/multiproc_executor.py")
+    logging = source("v1/engine/core.py") + source("v1/executor/multiproc_executor.py")
+    assert {message for message in FATAL if f'logger.exception("{message}")' not in logging} == set()
+    assert "Worker failed with error '{result}'" in source("v1/executor/multiproc_executor.py")
+    kv_cache = source("v1/core/kv_cache_utils.py")
+    assert "No available memory for the cache blocks" in kv_cache
+    assert "which is larger than the available KV cache " in kv_cache
     assert "load_general_plugins()" in source("v1/engine/core.py")
     assert "load_general_plugins()" in source("v1/worker/worker_base.py")
 

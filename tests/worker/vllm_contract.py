@@ -16,12 +16,14 @@ from vllm.config.lora import MaxLoRARanks
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.cli_args import FrontendArgs
 from vllm.logprobs import FlatLogprobs
+from vllm.lora import model_manager
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.model_manager import LoRAModelManager, LRUCacheLoRAModelManager
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager, WorkerLoRAManager
+from vllm.model_executor.layers.fused_moe.oracle import unquantized
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import layerwise
@@ -33,7 +35,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker as GpuWorker
 from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
-from worker.engine import extension
+from worker.engine import extension, worker_class
 from worker.engine.options import (
     EngineConfig,
     engine_options,
@@ -82,6 +84,7 @@ MENTIONS = {
     LRUCacheWorkerLoRAManager: "self._adapter_manager = ",
     LoRAModelManager: "self.model",
     LoRAModelManager.__init__: "self.supported_lora_modules = get_supported_lora_modules(self.model)",
+    unquantized.select_unquantized_moe_backend: "if _trtllm_bf16_lora_supported(moe_config):",
     LoRAModelManager.set_adapter_mapping: "self._last_mapping != mapping",
     GpuWorker.reload_weights: "self.model_runner.reload_weights(*args, **kwargs)",
     UnquantizedEmbeddingMethod.process_weights_after_loading: "dispatch_cpu_unquantized_gemm(layer,",
@@ -128,6 +131,10 @@ def changed() -> Iterator[str]:
         yield f"max_lora_rank may no longer be {ranks}"
     if not hasattr(FlatLogprobs(), "logprobs"):
         yield "FlatLogprobs has no logprobs"
+    if model_manager.get_supported_lora_modules is not extension.linear_layers:
+        yield "workers allocate slots for embeddings, head and experts"
+    if unquantized._trtllm_bf16_lora_supported is not worker_class.experts_without_adapters:
+        yield "workers may choose a kernel that fails for experts without slots"
     gap = difference_of_the_linears()
     if gap > 1e-5:
         yield f"one_adapter_linear differs from PunicaWrapperCPU.add_lora_linear by {gap}"

@@ -560,7 +560,7 @@ def inference(arguments: argparse.Namespace) -> int:
         if arguments.model is not None:
             base_model_of(settings, arguments.model)
         check_device(settings)
-        compile_caches.prune(settings.compile_cache)
+        compile_caches.prune_in_background(settings.compile_cache)
         with suppress(OSError):  # holds only caches, and base models are served without them
             private.make_folder(settings.data_dir)
         os.environ.update(quiet_environment())
@@ -602,7 +602,7 @@ def sampler(arguments: argparse.Namespace) -> int:
         check_models(settings)
         entry = base_model_of(settings, arguments.model)
         check_device(settings)
-        compile_caches.prune(settings.compile_cache)
+        compile_caches.prune_in_background(settings.compile_cache)
         private.make_folder(settings.data_dir)
         os.environ.update(quiet_environment())
         with importing():

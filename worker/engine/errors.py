@@ -1,7 +1,8 @@
 """The errors that end an engine, written to a file by its processes and read by the process that has started it.
 
 vLLM's server says of a failed start only that it failed; the reason is in the log of a process below it. Our plugin
-for vLLM adds this log handler to each of them.
+for vLLM adds this log handler to the engine's core and its workers. The server itself configures its loggers anew
+after the plugin, without the handler.
 """
 
 import json
@@ -11,11 +12,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 FILE = "REGRAFT_ENGINE_ERRORS"  # in the environment of an engine's processes: a path
-MAX_BYTES = 1 << 16  # an engine that logs an error for each request would fill the disk
+# vLLM's messages for the errors that end a process, once in its life. It logs others and continues: a request that
+# cannot be parsed, or an adapter for which the memory does not suffice. The core's text has that of a worker's error.
+FATAL = frozenset(
+    {
+        "EngineCore failed to start.",
+        "EngineCore encountered a fatal error.",
+        "WorkerProc failed to start.",
+        "WorkerProc failed.",
+    }
+)
 
 
 class ErrorFile(logging.Handler):
-    """Appends each error that is logged with its exception, one JSON string a line."""
+    """Appends each error that ends the process, one JSON string a line."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(logging.ERROR)
@@ -23,11 +33,9 @@ class ErrorFile(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None
-        if error is None:
+        if error is None or record.msg not in FATAL:
             return
         try:
-            if self.path.exists() and self.path.stat().st_size > MAX_BYTES:
-                return
             with self.path.open("a") as file:
                 file.write(json.dumps(f"{type(error).__name__}: {error}"[:4000]) + "\n")
         except OSError:

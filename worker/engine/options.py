@@ -98,7 +98,7 @@ def engine_options(config: EngineConfig) -> dict[str, Any]:
         "structured_outputs_config": {"backend": "guidance"},
         "enable_flashinfer_autotune": False,  # it would tune, and compile, whenever an engine starts
         "disable_log_stats": True,
-        "worker_extension_cls": "worker.engine.extension.SamplingWorker",
+        "worker_extension_cls": "worker.engine.worker_class.SamplingWorker",
         "tensor_parallel_size": config.tensor_parallel,
         "distributed_executor_backend": "mp" if config.tensor_parallel > 1 else "uni",
         **(_cpu_options(config) if config.device == "cpu" else _gpu_options(config)),

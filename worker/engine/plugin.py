@@ -1,6 +1,7 @@
 """Our general plugin of vLLM, which loads it in each of its processes by an entry point of pyproject.toml.
 
-regraft_server/vllm_plugin.py calls it in processes of our engines. routes.py has the plugin for vLLM's HTTP server.
+regraft_server/vllm_plugin.py calls it in processes of our engines. routes.py has the plugin for vLLM's HTTP server, and
+worker_class.py the patches that its workers need. Every process pays for what is imported here.
 """
 
 import logging
@@ -8,7 +9,6 @@ import multiprocessing
 
 from worker import process
 from worker.engine import errors
-from worker.engine.extension import linear_layers
 from worker.engine.names import THOUGHTS
 
 
@@ -18,8 +18,6 @@ def register() -> None:
     if (parent := multiprocessing.parent_process()) is not None and parent.pid is not None:
         process.die_with_parent(parent.pid)  # by its own number: it may be dead already
     errors.write_errors_of(logging.getLogger("vllm"))
-    from vllm.lora import model_manager
     from vllm.reasoning import ReasoningParserManager
 
     ReasoningParserManager.register_lazy_module(THOUGHTS, "worker.engine.thoughts", "TaggedThoughts")
-    model_manager.get_supported_lora_modules = linear_layers

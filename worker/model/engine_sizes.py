@@ -71,7 +71,8 @@ def slot_rank(rank: int) -> int:
 def context_bucket(tokens: int) -> int:
     """The context of an engine for sequences of up to these tokens: a power of two, or one and a half of it.
 
-    These are eleven up to 32,768. A sequence of it needs at most half as much again of the cache.
+    These are eleven up to 32,768. From 1,024 on, a sequence of it needs at most half as much again of the cache; below,
+    it needs that of 1,024 tokens.
     """
     size = SMALLEST_CONTEXT
     while size < tokens:

@@ -7,10 +7,8 @@ therefore has another folder, and an existing folder is always valid.
 import hashlib
 import logging
 import os
-import shutil
 import threading
 import time
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -19,6 +17,7 @@ from pathlib import Path
 from core.chat import Adapter
 from core.results.export import is_trainers
 from core.scratch import scratch_folder
+from core.set_aside import remove_set_aside, set_aside
 from core.settings import Settings
 from core.storage import manifests
 from core.storage.manifests import MANIFEST, Damaged
@@ -35,7 +34,6 @@ MODELS_KEPT = 4
 # A request that waits in vLLM's queue reads its adapter again when its turn comes, and vLLM's engine ends if the folder
 # is gone. No request waits for so long.
 SPARED_SECONDS = 3600.0
-GONE = ".gone-"  # prefix of folders that are being removed
 
 
 def folder_of_adapters(settings: Settings) -> Path:
@@ -85,7 +83,7 @@ class DiskBudget:
 
     def _evict(self) -> None:
         for root in self.roots:
-            _remove_set_aside(root)
+            remove_set_aside(root)
         folders = sorted(one for root in self.roots for one in _by_use(root))
         excess = sum(self._downloads.values()) + sum(one.bytes for one in folders) - self.max_bytes
         # Downloads of other processes, running or killed, need their bytes, too.
@@ -103,9 +101,9 @@ class DiskBudget:
                     self.max_bytes,
                 )
             excess -= one.bytes
-            _set_aside(one.folder)
+            set_aside(one.folder)
         for root in self.roots:
-            _remove_set_aside(root)
+            remove_set_aside(root)
 
 
 @dataclass(frozen=True, order=True)
@@ -146,18 +144,6 @@ def _bytes(folder: Path) -> int:
         with suppress(FileNotFoundError):
             total += file.stat().st_size
     return total
-
-
-def _set_aside(folder: Path) -> None:
-    """Rename before removing, so that concurrent readers never see a partial folder."""
-    with suppress(FileNotFoundError):  # another process has removed it
-        folder.rename(folder.parent / f"{GONE}{uuid.uuid4().hex}")
-
-
-def _remove_set_aside(root: Path) -> None:
-    """Remove what `_set_aside` renamed, also in a process that was killed meanwhile."""
-    for folder in root.glob(f"{GONE}*"):
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 class AdapterFolders:
@@ -253,5 +239,5 @@ class AdapterFolders:
             for one in _by_use(self.root)[: -self.max_folders]:
                 if one.used_ns > unused:
                     break
-                _set_aside(one.folder)
-        _remove_set_aside(self.root)
+                set_aside(one.folder)
+        remove_set_aside(self.root)

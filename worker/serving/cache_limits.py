@@ -5,6 +5,7 @@ device. An inference server has no database, so each has a file in its data fold
 """
 
 import logging
+import re
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -25,6 +26,8 @@ from worker.serving.engines import EngineRefused
 log = logging.getLogger(__name__)
 
 RETRY_AFTER = 10
+# vLLM's messages for a cache that it was given, whatever memory is free.
+_TOO_SMALL = re.compile("No available memory for the cache blocks|larger than the available KV cache memory")
 
 
 class CacheLimit(BaseModel):
@@ -103,8 +106,9 @@ class CacheLimits:
         return smaller
 
     def _key(self, config: EngineConfig) -> tuple[str, str, str]:
-        context = config.sizes.context  # the other sizes are lowered too
-        sizes = f"{config.dtype}, rank {config.rank}, {context} tokens, x {config.tensor_parallel}"
+        # Without the numbers of sequences and tokens: they follow from the memory that was free at a start.
+        context = config.sizes.context
+        sizes = f"{config.dtype}, rank {config.rank}, context {context}, x {config.tensor_parallel}"
         return config.source, self._device_name(config.device), sizes
 
 
@@ -119,6 +123,19 @@ def _smaller(config: EngineConfig, least: int) -> EngineConfig | None:
 def shortage_of(errors: Iterable[str], device: str) -> Shortage | None:
     """The first out-of-memory error of this device."""
     return next((Shortage.of(text, "sampler") for text in errors if lacking(text, device) == device), None)
+
+
+def too_small_cache(name: str, config: EngineConfig, errors: Iterable[str]) -> EngineRefused | None:
+    """The refusal of an engine whose KV cache does not hold one sequence. None: its errors are others."""
+    if not any(_TOO_SMALL.search(text) for text in errors):
+        return None
+    return EngineRefused(
+        f"The KV cache of {name} ({config.kv_cache_bytes / GIB:.2f} GiB) does not hold one sequence of "
+        f"{config.sizes.context} tokens. The operator must lower the model's context or raise "
+        "REGRAFT_INFERENCE_KV_CACHE_GIB.",
+        503,
+        code="not_enough_memory",
+    )
 
 
 def _nothing_left(name: str, config: EngineConfig, shortage: Shortage, others: int) -> EngineRefused:

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -19,7 +20,7 @@ from worker.model.engine_sizes import EngineSizes
 from worker.model.policy import read_shape, source_of
 from worker.model.sizing import Serving, Shape
 from worker.serving.adapters import folder_of_adapters
-from worker.serving.cache_limits import CacheLimits
+from worker.serving.cache_limits import CacheLimits, too_small_cache
 from worker.serving.engines import EngineRefused
 from worker.serving.vllm_server import VllmServer
 
@@ -48,6 +49,7 @@ class VllmBuilder:
         self.settings = settings
         self._limits = CacheLimits(settings.data_dir / "serving-memory") if limits is None else limits
         self._server = server
+        self._lowered: dict[str, int] = {}  # bytes of the cache with which a model's next engine starts
         self.shares_device = shares_device
         self.cache = settings.inference_kv_cache_gib
         self.device = select_device(settings)
@@ -152,21 +154,25 @@ class VllmBuilder:
         """Build an engine. One that runs out of memory is started again with a smaller cache.
 
         Raises:
-            EngineRefused: it ran out of memory with the smallest one.
+            EngineRefused: it ran out of memory with the smallest one, or the cache does not hold one sequence.
             EngineNotStarted: it failed for another reason.
         """
         _, need = await asyncio.to_thread(self.need, entry)
         config = await asyncio.to_thread(self.config_of, entry, others)
+        if (cache := self._lowered.pop(name, None)) is not None:
+            config = replace(config, kv_cache_bytes=max(need.least_cache, min(config.kv_cache_bytes, cache)))
         while True:
             lower = partial(self._limits.lower, name, config, least=need.least_cache)
             log.info("%s: a KV cache of %.1f GiB", name, config.kv_cache_bytes / GIB)
             adapters = folder_of_adapters(self.settings)
             server = await asyncio.to_thread(
-                self._server, name, config, entry, adapters, on_end=_for_next(lower)
+                self._server, name, config, entry, adapters, on_end=partial(self._lower_next, name, lower)
             )
             try:
                 await server.start()
             except EngineNotStarted as cause:
+                if (refusal := too_small_cache(name, config, cause.errors)) is not None:
+                    raise refusal from cause
                 smaller = await asyncio.to_thread(lower, cause.errors)
                 if smaller is None:
                     raise
@@ -193,12 +199,13 @@ class VllmBuilder:
         )
         return self._limits.within(config, need.least_cache)
 
+    def _lower_next(
+        self, name: str, lower: Callable[[Sequence[str]], EngineConfig | None], errors: Sequence[str]
+    ) -> None:
+        """Lower the cache of the engine that replaces one that died after its start, if it ran out of memory.
 
-def _for_next(lower: Callable[[Sequence[str]], object]) -> Callable[[Sequence[str]], None]:
-    """What an engine does that died after its start: it lowers the cache of the one that replaces it."""
-
-    def lowering(errors: Sequence[str]) -> None:
-        with suppress(EngineRefused):  # that one may meet more free memory
-            lower(errors)
-
-    return lowering
+        Also where the limit is not stored because other processes use the device: they may still use it then.
+        """
+        with suppress(EngineRefused):  # the next engine may meet more free memory
+            if (smaller := lower(errors)) is not None:
+                self._lowered[name] = smaller.kv_cache_bytes

@@ -13,7 +13,7 @@ import asyncio
 import logging
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -205,19 +205,21 @@ class VllmServer(VllmModel):
         entry: BaseModelEntry,
         adapters: Path,
         *,
-        on_end: Callable[[Sequence[str]], None] = lambda errors: None,
+        on_end: Callable[[Sequence[str]], object] = lambda errors: None,
+        start_engine: Callable[..., Awaitable[ChildEngine]] = launch.start,
     ) -> None:
         """Create without an engine.
 
         Args:
             adapters: the folder of their folders.
-            on_end: receives the errors of an engine that died after its start.
+            on_end: receives the errors of an engine that died after its start, in a thread, when its processes
+                have ended and their memory is free.
         """
         super().__init__(name, entry, config.source, rank=config.rank)
         self._config, self._adapters = config, adapters
         self._open = AsyncExitStack()
         self._has_nothing = config.device == "cpu"
-        self._on_end = on_end
+        self._on_end, self._start_engine = on_end, start_engine
         self._engine: ChildEngine | None = None
         self._client: EngineClient | None = None
         self._is_lost = False
@@ -232,7 +234,7 @@ class VllmServer(VllmModel):
             nothing = folder / NOTHING
             await asyncio.to_thread(write_nothing, self._config.source, nothing)
         try:
-            self._engine = await launch.start(
+            self._engine = await self._start_engine(
                 folder,
                 server_options(self._config, self.tool_parser),
                 environment(self._config, is_server=True),
@@ -254,9 +256,12 @@ class VllmServer(VllmModel):
         return self._is_lost or self._engine.has_exited or self._client.has_hung
 
     async def close(self) -> None:
-        if self.lost and self._engine is not None:
-            self._on_end(self._engine.errors)
+        errors = (
+            self._engine.errors if self.lost and self._engine is not None else None
+        )  # closing deletes them
         await self._open.aclose()
+        if errors is not None:
+            await asyncio.to_thread(self._on_end, errors)
 
     @asynccontextmanager
     async def open(self, path: str, body: bytes) -> AsyncIterator[httpx.Response]:

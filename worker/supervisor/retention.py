@@ -120,7 +120,7 @@ class Retention:
         """Once a day, delete compiled kernels of this machine that were not used for long."""
         if self._clock() >= self._next_prune:
             self._next_prune = self._clock() + DAY
-            compile_caches.prune(self.settings.compile_cache)
+            compile_caches.prune_in_background(self.settings.compile_cache)  # leases expire in this thread
 
     def _old_rollouts(self) -> bool:
         """Delete the graded samples of jobs past their retention. Returns whether there may be more."""
