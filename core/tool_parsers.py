@@ -10,7 +10,7 @@ _MARKS = (
     ("[TOOL_CALLS]", "mistral"),
     ("<|python_tag|>", "llama3_json"),
 )
-# Those that this service parses itself (worker/model/calls.py), which training and the transformers engine need.
+# Those that this service parses itself (worker/model/tool_calls.py), which training and the transformers engine need.
 PARSED = tuple(name for _, name in _MARKS)
 
 

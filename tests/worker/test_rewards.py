@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from graders.types import Grade, Item, Sample
 from tests.tiny import tiny_tokenizer
 from worker.clock import Clock
-from worker.model.calls import CallReader
+from worker.model.tool_calls import CallReader
 from worker.rollout.experience import Rewards
 from worker.sampling import Answer
 from worker.types import FinishReason, Prompt, Rollout
@@ -67,7 +67,7 @@ TOOLS = {"tools": [{"type": "function", "function": {"name": "time"}}]}
 def graded(text: str, item: Item, reason: FinishReason = "stop") -> tuple[Sample, Rollout]:
     """The sample of one answer as its grader has it, and the rollout that is trained on and stored."""
     grader = RecordingGrader()
-    rewards = Rewards(grader, calls=CallReader.of("hermes", tiny_tokenizer()))
+    rewards = Rewards(grader, call_reader=CallReader.of("hermes", tiny_tokenizer()))
 
     async def one() -> AsyncIterator[Answer]:
         yield Answer(0, 0, Rollout((1,), (-0.5,), text, reason))

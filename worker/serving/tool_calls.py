@@ -11,8 +11,9 @@ from transformers import PreTrainedTokenizerBase
 from core.chat import ChosenTool, InternalChat, Tool
 from core.response_format import response_schema
 from core.tool_parsers import tool_parser_of, tools_problem
-from worker.model.calls import Call, CallReader, ParsedAnswer
+from worker.model.tool_calls import CallReader
 from worker.serving.engines import EngineRefused
+from worker.types import Call, ParsedAnswer
 
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}}
 

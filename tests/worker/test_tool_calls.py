@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from core.tool_parsers import PARSED, known_tool_parser, tools_problem
-from worker.model.calls import CallFormat, ParsedAnswer, format_of
+from worker.model.tool_calls import CallFormat, format_of
 from worker.packages import vllm_version
+from worker.types import ParsedAnswer
 
 needs_vllm = pytest.mark.skipif(vllm_version() is None, reason="compares with vLLM's parsers")
 TOOLS: list[dict[str, Any]] = [

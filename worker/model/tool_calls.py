@@ -12,40 +12,16 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from hashlib import sha256
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
+
+from worker.types import Call, ParsedAnswer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Tools = Sequence[Mapping[str, Any]]
 """The functions that an answer may call, in OpenAI's format."""
-
-
-class Call(NamedTuple):
-    name: str
-    arguments: str  # JSON, unless the model has written something else
-
-
-@dataclass(frozen=True)
-class ParsedAnswer:
-    """An answer in OpenAI's terms. Without calls, `content` is the whole text."""
-
-    content: str
-    calls: tuple[Call, ...] = ()
-    error: str = ""  # the reason why the calls in the text cannot be read
-
-    def tool_calls(self, seed: str) -> tuple[dict[str, Any], ...]:
-        """The calls in OpenAI's format, with ids that depend on `seed` and the place of the call alone."""
-        return tuple(
-            {
-                "id": f"call_{sha256(f'{seed}/{number}'.encode()).hexdigest()[:24]}",
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
-            for number, call in enumerate(self.calls)
-        )
 
 
 def calls_as_objects(calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
