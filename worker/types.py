@@ -41,12 +41,14 @@ class ParsedAnswer:
     content: str
     calls: tuple[Call, ...] = ()
     error: str = ""  # the reason why the calls in the text cannot be read
+    has_short_ids: bool = False  # 9 letters and digits, which chat templates of Mistral require
 
     def tool_calls(self, seed: str) -> tuple[dict[str, Any], ...]:
         """The calls in OpenAI's format, with ids that depend on `seed` and the place of the call alone."""
+        prefix, size = ("", 9) if self.has_short_ids else ("call_", 24)
         return tuple(
             {
-                "id": f"call_{sha256(f'{seed}/{number}'.encode()).hexdigest()[:24]}",
+                "id": prefix + sha256(f"{seed}/{number}".encode()).hexdigest()[:size],
                 "type": "function",
                 "function": {"name": call.name, "arguments": call.arguments},
             }

@@ -58,7 +58,7 @@ from worker.model.reasoning import Reasoning
 from worker.model.sizing import Shape
 from worker.model.targets import KINDS, Kind
 from worker.model.template import facts_of, own_stop_ids, stop_ids_of
-from worker.model.tool_calls import calls_as_objects
+from worker.model.tool_calls import calls_as_objects, with_ids_for
 from worker.out_of_memory import is_out_of_memory, memory_named
 from worker.refusals import (
     ChatTemplateFailed,
@@ -814,6 +814,7 @@ def render(
             '"plain" (or "r1_zero", or a path to a Jinja file) in its entry of the model registry, or '
             'hyperparameters.advanced.sampling.chat_template = "plain" in the job.'
         )
+    messages = with_ids_for(chat_template or tokenizer.chat_template, messages)
     chat = [_for_template(message) for message in messages]
     arguments: dict[str, Any] = {
         "chat_template": chat_template,

@@ -73,7 +73,9 @@ class ChatInProgress:
                 async for token in tokens:
                     arrived.put_nowait((number, token))
             except SchemaTooLarge as cause:
-                arrived.put_nowait((number, EngineRefused(f"response_format: {cause}")))
+                forced = self.calls is not None and self.calls.schema
+                param = "tools" if forced else "response_format"
+                arrived.put_nowait((number, EngineRefused(f"{param}: {cause}", param=param)))
             except Exception as cause:
                 arrived.put_nowait((number, cause))
             finally:
