@@ -112,7 +112,8 @@ def recount(session: Session, job: Job) -> None:
 def settle(session: Session, job: Job) -> None:
     """Store the final sums of a job that ended, without its estimate.
 
-    What the last attempt had sampled for later steps is unused. If it was not killed, `book_unused` counts the rest.
+    Tokens that the last attempt had sampled for later steps are unused. If it was not killed, `book_unused` counts
+    the rest.
     """
     pending = (job.usage or {}).get("pending") or {"tokens": 0}
     if pending["tokens"]:
