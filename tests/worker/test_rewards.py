@@ -155,6 +155,6 @@ def test_stops_also_end_a_text_that_is_decoded_with_its_marks() -> None:
 def test_a_reader_of_calls_does_not_copy_the_vocabulary() -> None:
     """Each chat with tools has a reader, and a vocabulary has 150,000 tokens."""
     tokenizer = tiny_tokenizer()
-    tokenizer.get_vocab = None  # type: ignore[assignment, method-assign]
+    tokenizer.get_vocab = None
 
     assert CallReader.of("hermes", tokenizer).marks == frozenset()
