@@ -10,6 +10,7 @@ from core import chat_templates
 from core.masking import hide_places
 from core.response_format import ResponseFormat, response_schema
 from core.storage.manifests import is_whole_model
+from core.storage.message_rows import MAX_TOOLS, TOOL_NAME
 from core.strict import StrictModel, only
 
 MAX_CHOICES = 128
@@ -85,10 +86,12 @@ SENT_BACK = ("annotations", "audio", "function_call", "reasoning_content", "refu
 
 
 # The limits of OpenAI's API.
-MAX_TOOLS, MAX_CALLS = 128, 128
+MAX_CALLS = 128
+MAX_CALLED_NAME = 4096
 MAX_BIASES = 1024
 FunctionOnly = Annotated[Literal["function"], only("function")]
-ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+ToolName = Annotated[str, Field(pattern=TOOL_NAME)]
+CalledName = Annotated[str, Field(max_length=MAX_CALLED_NAME)]  # a model may invent names of functions
 Penalty = Annotated[float, Field(ge=-2, le=2)] | None
 TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 LogitBias = (
@@ -118,7 +121,7 @@ def _refusal_part_as_text(part: Any, text_type: str) -> Any:
 
 
 class CalledFunction(StrictModel):
-    name: ToolName
+    name: CalledName
     arguments: str = "{}"  # JSON, as the model wrote it
     parsed_arguments: Annotated[Any, Field(exclude=True)] = None  # by the helpers of OpenAI's client
 
@@ -264,7 +267,6 @@ class Chat(SampledText):
     response_format: Annotated[Text | AnyObject | ResponseFormat, Field(discriminator="type")] | None = None
     # By the chat template's own switch, or else by a limit of the thought; no effect on a model that does not reason.
     reasoning_effort: ReasoningEffort = None
-    # Only vLLM's server has these, too.
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: (
         Annotated[

@@ -179,6 +179,8 @@ def _nearest(model: str, available: Iterable[str]) -> str:
 
 
 class ModelNotFound(NotFound):
+    """The service has no model of this name, or the project may not use it."""
+
     code = "model_not_found"
 
     def __init__(self, model: str, available: Iterable[str]) -> None:

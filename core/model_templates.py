@@ -30,6 +30,7 @@ from core.registry import BaseModelEntry
 
 log = logging.getLogger(__name__)
 
+CHAT_TEMPLATE = "chat_template.jinja"  # as transformers saves it with a tokenizer
 CPU_SECONDS, MEMORY_BYTES = 5, 1 << 30  # of rendering a template
 
 
@@ -53,6 +54,11 @@ class TemplateFiles:
     template: str
     special_tokens: Mapping[str, str]
     folder: Path
+    tool_use: str | None = None  # the template of prompts with tools, where it is another
+
+    @property
+    def template_for_tools(self) -> str:
+        return self.template if self.tool_use is None else self.tool_use
 
 
 def files_of(entry: BaseModelEntry, model_cache: Path, chat_template: str = "auto") -> TemplateFiles | None:
@@ -61,9 +67,10 @@ def files_of(entry: BaseModelEntry, model_cache: Path, chat_template: str = "aut
     folder = folder_of(entry, model_cache)
     if folder is None:
         return None
-    own, special_tokens = _read(folder)
-    text = own if text is None else text
-    return None if text is None else TemplateFiles(text, special_tokens, folder)
+    own, for_tools, special_tokens = _read(folder)
+    if text is not None:
+        own, for_tools = text, None
+    return None if own is None else TemplateFiles(own, special_tokens, folder, for_tools)
 
 
 def reasons(entry: BaseModelEntry, model_cache: Path, chat_template: str = "auto") -> bool | None:
@@ -72,7 +79,7 @@ def reasons(entry: BaseModelEntry, model_cache: Path, chat_template: str = "auto
     folder = folder_of(entry, model_cache)
     if folder is None:
         return None if text is None else _reasons(text, ())
-    own, special_tokens = _read(folder)
+    own, _, special_tokens = _read(folder)
     text = own if text is None else text
     return text is not None and _reasons(text, tuple(sorted(special_tokens.items())))
 
@@ -110,22 +117,24 @@ def _text(file: Path) -> str | None:
         return None
 
 
-def _read(folder: Path) -> tuple[str | None, dict[str, str]]:
-    """The chat template and the special tokens by their names."""
+def _read(folder: Path) -> tuple[str | None, str | None, dict[str, str]]:
+    """The chat template, that of prompts with tools if it is another, and the special tokens by their names."""
     try:
         config: Any = json.loads(_text(folder / "tokenizer_config.json") or "{}")
     except ValueError:
         config = {}
     if not isinstance(config, dict):
         config = {}
-    text: Any = _text(folder / "chat_template.jinja")
+    text: Any = _text(folder / CHAT_TEMPLATE)
+    for_tools: Any = _text(folder / "additional_chat_templates" / "tool_use.jinja")
     if text is None:
         text = config.get("chat_template")
     if isinstance(text, Sequence) and not isinstance(text, str):  # several by name
-        named = [one for one in text if isinstance(one, Mapping) and one.get("name") == "default"]
-        text = named[-1].get("template") if named else None
+        named = {one.get("name"): one.get("template") for one in text if isinstance(one, Mapping)}
+        text, for_tools = named.get("default"), named.get("tool_use")
     tokens = {name: _token(value) for name, value in config.items() if name.endswith("_token")}
-    return text if isinstance(text, str) else None, {name: one for name, one in tokens.items() if one}
+    texts = [one if isinstance(one, str) else None for one in (text, for_tools)]
+    return texts[0], texts[1], {name: one for name, one in tokens.items() if one}
 
 
 def _token(value: Any) -> str:

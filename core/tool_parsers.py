@@ -3,19 +3,28 @@
 No torch and no transformers: the API refuses tools of a model whose format is unknown.
 """
 
+from collections.abc import Mapping, Sequence
+
 # vLLM's parsers of calls, by texts in chat templates; the first that fits.
+# GLM since 4.5 writes <tool_call>name<arg_key>...</arg_key>: this service does not read it.
 _MARKS = (
+    ("<arg_key>", None),
     ("<function=", "qwen3_coder"),
     ("<tool_call>", "hermes"),
     ("[TOOL_CALLS]", "mistral"),
     ("<|python_tag|>", "llama3_json"),
 )
-# Those that this service parses itself (worker/model/calls.py), which training and the transformers engine need.
-PARSED = tuple(name for _, name in _MARKS)
+# Those that this service parses itself (worker/model/tool_calls.py), which training and the transformers engine need.
+PARSED = tuple(name for _, name in _MARKS if name is not None)
+
+
+FORMAT_PARAM = "method.reinforcement.response_format"
+NO_FORMAT = "an answer that a response_format constrains cannot have calls; leave out the one or the other."
 
 
 def known_tool_parser(template: object) -> str | None:
     """vLLM's parser of the calls that a model writes, by its chat template. None: unknown, or it has no tools."""
+    template = template_for_tools(template)
     if not isinstance(template, str) or "tools" not in template:
         return None
     return next((name for mark, name in _MARKS if mark in template), None)
@@ -26,13 +35,24 @@ def tool_parser_of(registered: str | None, template: object) -> str | None:
     return registered or known_tool_parser(template)
 
 
-def tools_problem(model: str, registered: str | None, template: object) -> str | None:
+def template_for_tools(template: object) -> object:
+    """The chat template of prompts with tools, where a tokenizer has several by name, as transformers chooses it."""
+    if not isinstance(template, Mapping):
+        return template
+    return template.get("tool_use", template.get("default"))
+
+
+def tools_problem(
+    model: str, registered: str | None, template: object, *, parsers: Sequence[str] | None = PARSED
+) -> str | None:
     """The reason why prompts for the model cannot have tools, with the remedy; None: they can.
 
     Args:
         registered: `tool_parser` of the model's registry entry.
-        template: the chat template that renders the prompts; None: there is none.
+        template: the chat template that renders the prompts, or several by name; None: there is none.
+        parsers: of which one is needed; None: the model's server may have others.
     """
+    template = template_for_tools(template)
     if not isinstance(template, str) or "tools" not in template:
         return (
             f"the chat template of {model} has no place for tools: choose a model whose template has one, or set "
@@ -44,7 +64,7 @@ def tools_problem(model: str, registered: str | None, template: object) -> str |
             f"this server does not know how {model} writes calls: set tool_parser in its entry of the model registry "
             f"to one of {', '.join(PARSED)}, or chat_template to a template that shows it."
         )
-    if parser not in PARSED:
+    if parsers is not None and parser not in parsers:
         return (
             f"calls of {model} are written for the tool_parser '{parser}', and this service reads only those of "
             f"{', '.join(PARSED)}: choose another model, or another chat_template and tool_parser in its entry of the "

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -232,7 +233,8 @@ def _calls(message: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def _length(message: Message) -> int:
     content = message["content"]
-    return len(content) if isinstance(content, str) else sum(len(part["text"]) for part in content)
+    size = len(content) if isinstance(content, str) else sum(len(part["text"]) for part in content)
+    return size + (len(json.dumps(calls, ensure_ascii=False)) if (calls := message.get("tool_calls")) else 0)
 
 
 # Samples of rows.
@@ -259,11 +261,10 @@ def sample_of(raw: Mapping[str, Any]) -> Sample:
         text = content if isinstance(content, str) else ""
     parsed = Sample.from_text(text, str(raw.get("finish_reason") or "stop"), parse_json=True)
     tools = raw.get("output_tools") or message.get("tool_calls") or ()
-    return Sample(
-        text,
-        raw["output_json"] if raw.get("output_json") is not None else parsed.output_json,
-        tuple(tools) if isinstance(tools, Sequence) else (),
-        parsed.finish_reason,
+    return replace(
+        parsed,
+        output_json=raw["output_json"] if raw.get("output_json") is not None else parsed.output_json,
+        output_tools=tuple(tools) if isinstance(tools, Sequence) else (),
     )
 
 

@@ -23,13 +23,12 @@ class Sample:
     output_text: str
     output_json: Any | None = None
     output_tools: tuple[Mapping[str, Any], ...] = ()  # calls of functions, in OpenAI's format
-    output_tools_error: str = (
-        ""  # the reason why the calls in the text could not be read; it stays in `output_text`
-    )
     finish_reason: str = "stop"
     output_reasoning: str = ""
     # By reward models of the project, by name: a score, those of the steps, or why there is none. Not for templates.
     model_scores: Mapping[str, float | tuple[StepScore, ...] | str] = field(default_factory=dict)
+    # The reason why the calls in the text could not be read; it stays in `output_text`.
+    output_tools_error: str = ""
 
     @classmethod
     def from_text(

@@ -5,13 +5,13 @@ Axes: `_P` prompts of the step, `_G` members of a group (answers to one prompt),
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from numpy.typing import NDArray
 
 from core.jobs.remaining import RemainingSteps
 from graders.types import Grade
-from worker.model.calls import ParsedAnswer
 
 if TYPE_CHECKING:  # the processes beside a run have no torch
     from torch import Tensor
@@ -27,6 +27,33 @@ class Prompt:
     ids: tuple[int, ...]
     item: Mapping[str, Any]
     repeat: int = 0  # how often the batch of its step has the row before it, at the end of an epoch
+
+
+class Call(NamedTuple):
+    name: str
+    arguments: str  # JSON, unless the model has written something else
+
+
+@dataclass(frozen=True)
+class ParsedAnswer:
+    """An answer in OpenAI's terms. Without calls, `content` is the whole text."""
+
+    content: str
+    calls: tuple[Call, ...] = ()
+    error: str = ""  # the reason why the calls in the text cannot be read
+    has_short_ids: bool = False  # 9 letters and digits, which chat templates of Mistral require
+
+    def tool_calls(self, seed: str) -> tuple[dict[str, Any], ...]:
+        """The calls in OpenAI's format, with ids that depend on `seed` and the place of the call alone."""
+        prefix, size = ("", 9) if self.has_short_ids else ("call_", 24)
+        return tuple(
+            {
+                "id": prefix + sha256(f"{seed}/{number}".encode()).hexdigest()[:size],
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for number, call in enumerate(self.calls)
+        )
 
 
 @dataclass(frozen=True)

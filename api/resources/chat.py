@@ -24,13 +24,15 @@ from api.http.shapes import Body
 from core.asgi import UNBUFFERED, until_gone
 from core.chat import Adapter, Chat, Served
 from core.database.tables import Checkpoint, Project
-from core.errors import AliasTargetNotFound, InvalidParameter, ModelNotFound, ServiceError
+from core.errors import AliasTargetNotFound, InvalidParameter, InvalidRequest, ModelNotFound, ServiceError
 from core.inference import InferenceNotReady, address_of, is_error, is_unreached, not_served
 from core.response_format import ResponseFormat, response_schema
 from core.results import model_aliases, tuned_models
 from core.settings import Settings
 from core.storage.store import BlobNotFound, BlobStore
 from core.telemetry import tracing
+from core.tool_schemas import InvalidToolSchema, schema_of_calls
+from graders import complaints
 
 router = APIRouter(prefix="/chat/completions", tags=["Chat"])
 
@@ -109,6 +111,15 @@ class ChatCreate(Chat, Generation):
             for number, tool in enumerate(self.tools or ()):
                 if tool.function.parameters:
                     yield f"tools[{number}].function.parameters", response_schema(tool.function.parameters)
+        if self.tool_choice == "required":
+            yield "tools", self._schema_of_calls()
+
+    def _schema_of_calls(self) -> str:
+        try:
+            return schema_of_calls(self.tools or (), parallel=self.parallel_tool_calls is not False)
+        except InvalidToolSchema as cause:
+            mistake = complaints.invalid_value(cause.param, f"{cause}.")
+            raise InvalidRequest(mistake.message, param=mistake.param, code=mistake.code) from None
 
 
 def forwarded(request: Body, fields: set[str], served: Served) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,7 @@ from api.resources.eval_requests import (
     RunCreate,
     SampledSource,
 )
-from core.chat import Tool, as_chat_tool
+from core.chat import Served, Tool, as_chat_tool
 from core.database.tables import File, Project
 from core.errors import (
     ContentDamaged,
@@ -33,12 +34,14 @@ from core.evals import budgets, rows, targets
 from core.evals.items import MAX_ROWS
 from core.evals.rows import EvalRow
 from core.inference import not_served
-from core.model_templates import files_of
+from core.model_templates import CHAT_TEMPLATE, files_of
+from core.registry import sampler_of
 from core.response_format import ResponseFormat, checked_bounds
 from core.results import model_aliases, tuned_models
 from core.storage import files
 from core.storage.datasets import InvalidDataset, LineError, Problems
-from core.tool_parsers import tools_problem
+from core.storage.store import BlobNotFound
+from core.tool_parsers import PARSED, tools_problem
 from graders.build import item_paths, missing_item_paths, unusable_references
 from graders.hazards import table
 from graders.hazards.pool import OWNER, HazardFailed, LimitExceeded, shared
@@ -155,10 +158,10 @@ def refuse_model(source: SampledSource, service: Service, project: Project) -> N
         raise not_served(own.base_model, "data_source.model")
     params = getattr(source, "sampling_params", None)
     if params is not None and params.tools:
-        _refuse_tools(params.tools, own.base_model, service)
+        refuse_tools(params.tools, own, service)
 
 
-def _refuse_tools(tools: Sequence[Mapping[str, Any]], base_model: str, service: Service) -> None:
+def refuse_tools(tools: Sequence[Mapping[str, Any]], model: Served, service: Service) -> None:
     """Raise InvalidRequest for tools that chats with the model refuse, so that no item fails of them."""
     param = "data_source.sampling_params.tools"
     for number, tool in enumerate(tools):
@@ -168,12 +171,26 @@ def _refuse_tools(tools: Sequence[Mapping[str, Any]], base_model: str, service: 
             first = invalid.errors()[0]
             where = ".".join([f"{param}[{number}]", *map(str, first["loc"])])
             raise InvalidRequest(f"Invalid '{where}': {first['msg']}.", param=where) from None
-    entry = service.registry.get(base_model)
-    found = files_of(entry, service.settings.model_cache)
-    if found is not None and (problem := tools_problem(base_model, entry.tool_parser, found.template)):
+    entry = service.registry.get(model.base_model)
+    template = _template_for_tools(model, service)
+    # vLLM's server has its own parsers. An unknown engine answers for itself, item by item.
+    by_transformers = sampler_of(entry, service.settings.sampler, None) == "transformers"
+    parsers = PARSED if by_transformers else None
+    if template is not None and (
+        problem := tools_problem(model.base_model, entry.tool_parser, template, parsers=parsers)
+    ):
         raise InvalidRequest(
             f"Unsupported parameter: '{param}': {problem}", param=param, code="unsupported_parameter"
         )
+
+
+def _template_for_tools(model: Served, service: Service) -> str | None:
+    """The template of the adapter's training, or the base model's; None: it is not on this machine."""
+    if model.adapter is not None:
+        with suppress(BlobNotFound):
+            return service.blobs.read(f"{model.adapter.prefix}/{CHAT_TEMPLATE}").decode()
+    found = files_of(service.registry.get(model.base_model), service.settings.model_cache)
+    return None if found is None else found.template_for_tools
 
 
 def find_file(body: RunCreate, service: Service, project: Project) -> File | None:

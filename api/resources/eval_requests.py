@@ -8,10 +8,11 @@ from pydantic import AliasChoices, BeforeValidator, Field, ValidationInfo, field
 from api.http.shapes import Body
 from api.http.stored_graders import OrStored
 from api.resources.job_body import MetadataKey, MetadataValue, NoNul
-from core.chat import MAX_TOOLS, AnyObject, MaxTokens, ReasoningEffort, Seed, Temperature, Text, TopP
+from core.chat import AnyObject, MaxTokens, ReasoningEffort, Seed, Temperature, Text, TopP
 from core.errors import InvalidParameter
 from core.evals.items import MAX_ROWS
 from core.response_format import ResponseFormat
+from core.storage.message_rows import MAX_TOOLS
 from core.strict import StrictModel
 from graders.prompts import parse_input_messages
 from graders.spec import GraderSpec, InvalidGrader, parse_grader

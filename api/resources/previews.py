@@ -60,7 +60,7 @@ from core.storage import datasets
 from core.storage.datasets import Example, InvalidDataset, LineError
 from core.storage.store import BlobStore
 from core.tenancy import tenants
-from core.tool_parsers import tools_problem
+from core.tool_parsers import FORMAT_PARAM, NO_FORMAT, tools_problem
 from graders.hazards.pool import OWNER
 from graders.run import grade_all
 from graders.spec import dump
@@ -354,9 +354,12 @@ def _refuse_tools(
     template = body.reinforcement(PREVIEW).hyperparameters.advanced.sampling.chat_template
     files = files_of(inputs.model, service.settings.model_cache, template)
     if files is not None and (
-        problem := tools_problem(inputs.name, inputs.model.tool_parser, files.template)
+        problem := tools_problem(inputs.name, inputs.model.tool_parser, files.template_for_tools)
     ):
         raise InvalidRequest(f"line {line} has tools, and {problem}", param="training_file")
+    if body.reinforcement(PREVIEW).response_format is not None:
+        message = f"line {line} of the training_file has tools: {NO_FORMAT}"
+        raise InvalidRequest(message, param=FORMAT_PARAM)
 
 
 def _weights(body: PreviewCreate, inputs: EstimateInputs, project: Project, service: Service) -> Served:

@@ -43,10 +43,10 @@ from api.resources.chat import (
 from core.chat import (
     MAX_MESSAGES,
     MAX_PARTS,
-    MAX_TOOLS,
     TEXT_OR_LIST,
     TEXT_OR_OBJECT,
     AnyObject,
+    CalledName,
     ContentPart,
     FunctionOnly,
     MaxTokens,
@@ -68,6 +68,7 @@ from core.errors import (
     UnsupportedValue,
 )
 from core.response_format import JsonSchema
+from core.storage.message_rows import MAX_TOOLS
 from core.strict import StrictModel, only
 from graders.template import quoted
 
@@ -148,7 +149,7 @@ class InputCall(StrictModel):
 
     type: Literal["function_call"]
     call_id: NotEmpty
-    name: ToolName
+    name: CalledName
     arguments: str
     parsed_arguments: Any = None  # by the helpers of OpenAI's client
     id: str | None = None
@@ -185,7 +186,9 @@ class FunctionCallOutput(StrictModel):
 
 
 class EarlierReasoning(StrictModel):
-    """A thought of an earlier answer, which chat templates do not repeat."""
+    """A thought of an earlier answer. It is dropped, between calls and their results, too; chats take
+    `reasoning_content`.
+    """
 
     model_config = ConfigDict(extra="ignore")
 

@@ -28,12 +28,15 @@ from core.step_metrics import StepMetrics
 SECONDS_A_DAY = 86400
 
 # Keys in Job.usage that are not usage.
-_BESIDE = frozenset({"pace", "estimate", "next_step_gpu_seconds", "pending"})
+_BESIDE = frozenset({"pace", "estimate", "next_step_gpu_seconds", "pending", "counted_pending"})
 UNUSED = "unused_tokens"
 
 
 def render(job: Job, price: Price) -> dict[str, Any] | None:
-    """The sums in the shape of `usage_metrics`, with their cost if there is a price; None before the first step."""
+    """The sums in the shape of `usage_metrics`, with their cost if there is a price; None: none yet.
+
+    The first are those of the first recorded step, or of an attempt that ended before it with sampled tokens.
+    """
     sums = _sums(job)
     cost = price.amount(job.gpu_seconds) if sums else None
     return sums | {"cost": cost} if sums and cost else sums
@@ -100,15 +103,25 @@ def recount(session: Session, job: Job) -> None:
     }
     used = total(events.metrics(session, job.id))
     if UNUSED in kept:
-        used["sampled_tokens"] = used.get("sampled_tokens", 0) + kept[UNUSED]
+        used = _zero_sums() | used
+        used["sampled_tokens"] += kept[UNUSED]
     job.usage = (kept | used) or None
     job.gpu_seconds = used.get("gpu_seconds", 0.0)
 
 
 def settle(session: Session, job: Job) -> None:
-    """Store the final sums of a job that ended, without its estimate."""
+    """Store the final sums of a job that ended, without its estimate.
+
+    Tokens that the last attempt had sampled for later steps are unused. If it was not killed, `book_unused` counts
+    the rest.
+    """
+    pending = (job.usage or {}).get("pending") or {"tokens": 0}
+    if pending["tokens"]:
+        _add_unused(session, job, pending["tokens"])
     recount(session, job)
     job.usage = _sums(job)
+    if pending["tokens"]:
+        job.usage = (job.usage or {}) | {"counted_pending": pending}
     job.trained_tokens = (job.usage or {}).get("trained_tokens", 0)
 
 
@@ -132,7 +145,7 @@ def book_unused(database: Database, claim: Claim, tokens: int, *, retry: RetryPo
         with database.write() as session:
             job = session.scalars(select(Job).where(Job.id == claim.job_id).with_for_update()).one()
             if job.epoch == claim.epoch or (job.status, job.epoch) == ("cancelled", claim.epoch + 1):
-                _add_unused(session, job, tokens)
+                _add_unused(session, job, max(0, tokens - _counted(job, claim.epoch)))
 
     if tokens:
         book() if retry is None else retry(book)
@@ -141,9 +154,27 @@ def book_unused(database: Database, claim: Claim, tokens: int, *, retry: RetryPo
 def _add_unused(session: Session, job: Job, tokens: int) -> None:
     used = {name: value for name, value in (job.usage or {}).items() if name != "pending"}
     if tokens:
+        used = _zero_sums() | used
         used |= {name: used.get(name, 0) + tokens for name in ("sampled_tokens", UNUSED)}
     job.usage = used or None
     add_usage(session, job.project_id, model=job.model, sampled_tokens=tokens, unused_tokens=tokens)
+
+
+def _counted(job: Job, epoch: int) -> int:
+    """The tokens of an attempt that `settle` has counted before the attempt was over."""
+    counted = (job.usage or {}).get("counted_pending")
+    return counted["tokens"] if counted is not None and counted["epoch"] == epoch else 0
+
+
+def _zero_sums() -> dict[str, Any]:
+    """The keys that `usage_metrics` always has."""
+    return {
+        "training_seconds": 0.0,
+        "gpu_seconds": 0.0,
+        "sampled_tokens": 0,
+        "trained_tokens": 0,
+        "model_grader_tokens": {},
+    }
 
 
 def total(steps: Iterable[StepMetrics]) -> dict[str, Any]:

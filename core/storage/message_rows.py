@@ -8,6 +8,7 @@
 Functions here yield the problems of a row as (path, message) pairs.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -17,6 +18,11 @@ MESSAGE_KEYS = {"role", "content", "name", "weight", "tool_calls", "tool_call_id
 # model's chat template sees the message.
 EMPTY_KEYS = {"refusal", "tool_calls", "tool_call_id", "function_call", "audio", "annotations"}
 
+# The limits of OpenAI's API, which chats have, too (core/chat.py).
+MAX_TOOLS = 128
+TOOL_NAME = r"^[a-zA-Z0-9_-]{1,64}$"
+FUNCTION_KEYS = {"name", "description", "parameters", "strict"}
+
 Problem = tuple[str, str]  # path in the row, message
 
 
@@ -25,22 +31,37 @@ def tool_problems(row: Mapping[str, Any]) -> Iterator[Problem]:
     tools = row.get("tools")
     if tools is not None and not isinstance(tools, list):
         yield "tools", f"must be a list of functions, not {kind(tools)}"
+    if isinstance(tools, list) and len(tools) > MAX_TOOLS:
+        yield "tools", f"has {len(tools)} functions, and at most {MAX_TOOLS} are supported"
     names = set[str]()
     for index, tool in enumerate(tools if isinstance(tools, list) else ()):
         function = tool.get("function") if isinstance(tool, Mapping) else None
-        if not isinstance(function, Mapping) or tool.get("type") != "function":
+        if not isinstance(function, Mapping) or tool.get("type") != "function" or len(tool) > 2:
             function = {}
         name = function.get("name")
         if not isinstance(name, str) or not name:
             yield f"tools[{index}]", 'must be {"type": "function", "function": {"name": "...", ...}}'
+        elif not re.fullmatch(TOOL_NAME, name):
+            yield f"tools[{index}].function.name", "must be 1 to 64 letters, digits, '_' or '-'"
         elif name in names:
             yield f"tools[{index}].function.name", f"the tool {name[:64]!r} is already in the list"
         elif not isinstance(function.get("parameters"), Mapping | None):
             yield f"tools[{index}].function.parameters", "must be a JSON schema"
         else:
             names.add(name)
+            yield from _function_problems(f"tools[{index}].function", function)
     if not isinstance(row.get("parallel_tool_calls"), bool | None):
         yield "parallel_tool_calls", "must be true or false"
+
+
+def _function_problems(path: str, function: Mapping[str, Any]) -> Iterator[Problem]:
+    for key in function:
+        if key not in FUNCTION_KEYS:
+            yield f"{path}.{key}", f"is not a key of functions, which have {', '.join(sorted(FUNCTION_KEYS))}"
+    if not isinstance(function.get("description"), str | None):
+        yield f"{path}.description", f"must be a string, not {kind(function['description'])}"
+    if not isinstance(function.get("strict"), bool | None):
+        yield f"{path}.strict", "must be true or false"
 
 
 def conversation_problems(path: str, row: Mapping[str, Any]) -> Iterator[Problem]:
@@ -106,8 +127,7 @@ def _call_problems(path: str, calls: Any, role: Any) -> Iterator[Problem]:
 
 
 def _result_problems(path: str, messages: list[Any]) -> Iterator[Problem]:
-    """Results without their call, and calls with the id of another: which call has which result must be certain."""
-    seen = set[str]()
+    """Results without their call, and calls of a message with one id: which call has which result must be certain."""
     waiting = set[str]()  # calls of the last message of the assistant that have no result yet
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping):
@@ -117,16 +137,15 @@ def _result_problems(path: str, messages: list[Any]) -> Iterator[Problem]:
             continue
         if message.get("tool_call_id") not in (None, ""):
             yield f"{path}[{index}].tool_call_id", "is only for messages of a tool"
-        waiting = set()
+        waiting = set[str]()
         calls = message.get("tool_calls")
         for number, call in enumerate(calls if isinstance(calls, list) else ()):
-            if (call_id := _id_of(call)) in seen:
+            if (call_id := _id_of(call)) in waiting:
                 yield (
                     f"{path}[{index}].tool_calls[{number}].id",
-                    f"{call_id[:64]!r} is the id of another call; give each call its own",
+                    f"{call_id[:64]!r} is the id of another call of this message; give each its own",
                 )
             if call_id:
-                seen.add(call_id)
                 waiting.add(call_id)
 
 

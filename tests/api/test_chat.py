@@ -491,6 +491,18 @@ def test_a_required_tools_schema_is_checked_as_any_other(web: httpx.Client, infe
     assert inference.asked == []
 
 
+def test_required_tools_are_refused_before_they_are_sent_if_their_schemas_do_not_go_together(
+    web: httpx.Client, inference: Inference
+) -> None:
+    moves = {"type": "object", "properties": {"x": {"$id": "https://x.test/y"}}}
+    tools = [{"type": "function", "function": {"name": f"f{n}", "parameters": moves}} for n in range(2)]
+
+    answer = ask(web, tools=tools, tool_choice="required")
+
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools[0].function.parameters")
+    assert inference.asked == []
+
+
 def test_a_completion_is_passed_on_with_the_weights_of_its_model(
     web: httpx.Client, inference: Inference, tuned: str
 ) -> None:

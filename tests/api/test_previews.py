@@ -804,6 +804,17 @@ def test_rows_with_tools_are_sampled_with_them_and_graders_read_the_calls(
     ] * 2
 
 
+def test_answers_to_rows_with_tools_cannot_have_a_response_format(
+    web: httpx.Client, body: Callable[..., dict[str, Any]], upload: Callable[..., str]
+) -> None:
+    file = upload(jsonl([ROWS[0] | {"tools": [FIND]}]), name="tools.jsonl")
+
+    refused = error(web.post(PREVIEW, json=body(response_format=FORMAT) | {"training_file": file}), 400)
+
+    assert refused["param"] == "method.reinforcement.response_format"
+    assert refused["message"].startswith("line 1 of the training_file has tools")
+
+
 def test_tools_need_a_chat_template_that_has_a_place_for_them(
     house: House,
     inference: str,

@@ -168,6 +168,26 @@ def test_escaped_emoji_are_characters_like_any_other() -> None:
             row(tools=[{"type": "function", "function": {"name": "f", "parameters": "x"}}]),
             "tools[0].function.parameters: must be a JSON schema",
         ),
+        (
+            row(tools=[{"type": "function", "function": {"name": "my.tool"}}]),
+            "tools[0].function.name: must be 1 to 64 letters, digits, '_' or '-'",
+        ),
+        (
+            row(tools=[{"type": "function", "function": {"name": "f", "returns": {}}}]),
+            "tools[0].function.returns: is not a key of functions, which have description, name, parameters, strict",
+        ),
+        (
+            row(tools=[{"type": "function", "function": {"name": "f", "description": 1}}]),
+            "tools[0].function.description: must be a string, not a number",
+        ),
+        (
+            row(tools=[{"type": "function", "function": {"name": "f", "strict": "no"}}]),
+            "tools[0].function.strict: must be true or false",
+        ),
+        (
+            row(tools=[{"type": "function", "function": {"name": f"f{n}"}} for n in range(129)]),
+            "tools: has 129 functions, and at most 128 are supported",
+        ),
         (row(parallel_tool_calls="no"), "parallel_tool_calls: must be true or false"),
         (
             row(USER, RESULT),
@@ -185,12 +205,8 @@ def test_escaped_emoji_are_characters_like_any_other() -> None:
             "result",
         ),
         (
-            row(USER, CALLING, RESULT, CALLING, RESULT),
-            "messages[3].tool_calls[0].id: 'call_1' is the id of another call; give each call its own",
-        ),
-        (
             row(USER, CALLING | {"tool_calls": [*CALLING["tool_calls"], *CALLING["tool_calls"]]}, RESULT),
-            "messages[1].tool_calls[1].id: 'call_1' is the id of another call; give each call its own",
+            "messages[1].tool_calls[1].id: 'call_1' is the id of another call of this message; give each its own",
         ),
         (
             row(USER, {"role": "assistant", "content": "4"}),
@@ -200,6 +216,11 @@ def test_escaped_emoji_are_characters_like_any_other() -> None:
 )
 def test_a_bad_line_is_named_by_its_number(line: bytes, problem: str) -> None:
     assert problems(row(), line, row()) == [f"line 2: {problem}"]
+
+
+def test_calls_of_two_turns_may_have_one_id() -> None:
+    """The result of each is after it, so which is whose is certain."""
+    assert problems(row(USER, CALLING, RESULT, CALLING, RESULT)) == []
 
 
 @pytest.mark.parametrize(

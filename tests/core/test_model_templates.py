@@ -11,9 +11,10 @@ from core import chat_templates
 from core.errors import NotReady
 from core.fingerprint import conversion_of
 from core.model_checks import ModelChecks
-from core.model_templates import is_reasoning, reasons, renderer
+from core.model_templates import CHAT_TEMPLATE, files_of, is_reasoning, reasons, renderer
 from core.registry import BaseModelEntry
 from tests.api.test_models import check_of
+from tests.present import present
 from tests.thinking import FAMILIES, HYBRID, OPENED, make_thinking_model, thinking_tokenizer
 from worker.model.reasoning import detect
 
@@ -179,3 +180,20 @@ def test_a_malformed_file_has_no_template(
     entry: Callable[..., BaseModelEntry], tmp_path: Path, config: object
 ) -> None:
     assert reasons(entry({"tokenizer_config.json": config}), tmp_path) is False
+
+
+@pytest.mark.parametrize("in_config", [True, False])
+def test_a_model_may_have_another_template_for_prompts_with_tools(
+    entry: Callable[..., BaseModelEntry], tmp_path: Path, in_config: bool
+) -> None:
+    named = [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}]
+    model = entry({"tokenizer_config.json": {"chat_template": named}} if in_config else {CHAT_TEMPLATE: "a"})
+    if not in_config:
+        (tmp_path / "model" / "additional_chat_templates").mkdir()
+        (tmp_path / "model" / "additional_chat_templates" / "tool_use.jinja").write_text("b")
+
+    files = present(files_of(model, tmp_path))
+
+    assert (files.template, files.template_for_tools) == ("a", "b")
+    plain = present(files_of(model, tmp_path, "plain"))
+    assert plain.template_for_tools == plain.template

@@ -7,7 +7,8 @@ import pytest
 from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
-from core.database.engine import Work
+from core.claims import Claim
+from core.database.engine import Database, Work
 from core.database.tables import Checkpoint, Event, Job, ModelUsage, Project, ProjectUsage
 from core.errors import BudgetReached, InvalidJobState, InvalidRequest
 from core.jobs import budgets, lifecycle, usage
@@ -130,6 +131,51 @@ class TestCounting:
         assert job.usage is not None
         assert set(job.usage) == set(present(usage.render(job, FREE)))
         assert job.trained_tokens == 40
+
+
+class TestOfAnAttemptThatEnded:
+    def running(self, database: Database, *, pending: int = 0) -> Claim:
+        """A job after a step of 40 tokens, with more that are sampled for the next one; or before its first step."""
+        with database.write() as session:
+            job = factories.job(session, factories.project(session), status="running", started_at=1)
+            if pending:
+                step = StepMetrics.load(factories.step(session, job, 1, tokens=40).data)
+                usage.record(session, job, step, MANY, grader_tokens=0, pending_tokens=pending)
+            return Claim(job.id, job.epoch, "worker")
+
+    def settle(self, database: Database, claim: Claim) -> None:
+        with database.write() as session:
+            usage.settle(session, session.query(Job).one())
+
+    def shown(self, database: Database) -> dict[str, Any]:
+        with database.read() as session:
+            return present(usage.render(session.query(Job).one(), FREE))
+
+    def test_one_without_a_step_has_every_sum(self, database: Database) -> None:
+        claim = self.running(database)
+        usage.book_unused(database, claim, 30, retry=None)
+
+        sums = {"training_seconds": 0.0, "gpu_seconds": 0.0, "trained_tokens": 0, "model_grader_tokens": {}}
+        sums |= {"sampled_tokens": 30, "unused_tokens": 30}
+        assert self.shown(database) == sums
+        self.settle(database, claim)
+        assert self.shown(database) == sums
+
+    def test_what_a_killed_one_had_sampled_is_counted_when_no_other_follows(self, database: Database) -> None:
+        self.settle(database, self.running(database, pending=30))
+
+        used = self.shown(database)
+        assert (used["sampled_tokens"], used["unused_tokens"]) == (70, 30)
+        with database.read() as session:
+            assert session.scalars(select(ModelUsage)).one().unused_tokens == 30
+
+    def test_one_that_books_after_its_job_is_settled_counts_the_rest(self, database: Database) -> None:
+        claim = self.running(database, pending=30)
+        self.settle(database, claim)
+        usage.book_unused(database, claim, 35, retry=None)
+
+        used = self.shown(database)
+        assert (used["sampled_tokens"], used["unused_tokens"]) == (75, 35)
 
 
 class TestOfAProject:

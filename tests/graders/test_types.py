@@ -2,6 +2,8 @@ from typing import Any
 
 import pytest
 
+from graders.prompts import PromptTemplate, PromptTooLarge, sample_of
+from graders.template import MAX_RENDERED
 from graders.types import ErrorKind, Grade, Sample
 
 
@@ -56,3 +58,20 @@ def test_a_grade_without_a_score_must_say_why(why: dict[str, Any]) -> None:
 
 def test_an_error_kind_is_the_flag_it_raises_in_the_response() -> None:
     assert f"{ErrorKind.model_grader_parse_error}" == "model_grader_parse_error"
+
+
+def test_the_sample_of_a_row_has_its_calls_and_its_finish_reason() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+    sample = sample_of({"output_text": '{"a": 1}', "output_tools": [call], "finish_reason": "length"})
+
+    assert sample == Sample('{"a": 1}', output_json={"a": 1}, output_tools=(call,), finish_reason="length")
+    assert sample.as_namespace()["output_tools_error"] is None
+
+
+def test_calls_count_towards_the_size_of_messages_of_a_row() -> None:
+    call = {"id": "c", "function": {"name": "f", "arguments": "a" * MAX_RENDERED}}
+    messages = [{"role": "assistant", "tool_calls": [call]}, {"role": "user", "content": "hi"}]
+
+    with pytest.raises(PromptTooLarge):
+        PromptTemplate(reference=("messages",)).render({"messages": messages})

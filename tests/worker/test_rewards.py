@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator
 from graders.types import Grade, Item, Sample
 from tests.tiny import tiny_tokenizer
 from worker.clock import Clock
-from worker.model.calls import CallReader
+from worker.model.tool_calls import CallReader
 from worker.rollout.experience import Rewards
 from worker.sampling import Answer
-from worker.types import FinishReason, Prompt, Rollout
+from worker.types import FinishReason, ParsedAnswer, Prompt, Rollout
 
 
 class CountingGrader:
@@ -67,7 +67,7 @@ TOOLS = {"tools": [{"type": "function", "function": {"name": "time"}}]}
 def graded(text: str, item: Item, reason: FinishReason = "stop") -> tuple[Sample, Rollout]:
     """The sample of one answer as its grader has it, and the rollout that is trained on and stored."""
     grader = RecordingGrader()
-    rewards = Rewards(grader, calls=CallReader.of("hermes", tiny_tokenizer()))
+    rewards = Rewards(grader, call_reader=CallReader.of("hermes", tiny_tokenizer()))
 
     async def one() -> AsyncIterator[Answer]:
         yield Answer(0, 0, Rollout((1,), (-0.5,), text, reason))
@@ -121,3 +121,40 @@ def test_marks_of_calls_that_are_special_tokens_are_read_too() -> None:
     assert parsed is not None
     assert parsed.content.split() == ["yes", "[TOOL_CALLS]", "no"]
     assert parsed.error.startswith("a call is not JSON")
+
+
+def mistral_reader() -> CallReader:
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]"]})
+    return CallReader.of("mistral", tokenizer)
+
+
+def ids_of(reader: CallReader, text: str) -> list[int]:
+    return [reader.tokenizer.convert_tokens_to_ids(word) for word in text.split()]
+
+
+def test_an_answer_without_marks_is_its_text_which_a_stop_may_have_cut() -> None:
+    reader = mistral_reader()
+
+    parsed = reader.read("yes ", ids_of(reader, "yes no <end>"), TOOLS, is_cut=False, stops=["no"])
+
+    assert parsed == ParsedAnswer("yes ")
+
+
+def test_stops_also_end_a_text_that_is_decoded_with_its_marks() -> None:
+    reader = mistral_reader()
+
+    parsed = reader.read(
+        "yes ", ids_of(reader, "yes [TOOL_CALLS] no maybe"), TOOLS, is_cut=False, stops=["no"]
+    )
+
+    assert parsed is not None
+    assert parsed.content.split() == ["yes", "[TOOL_CALLS]"]
+
+
+def test_a_reader_of_calls_does_not_copy_the_vocabulary() -> None:
+    """Each chat with tools has a reader, and a vocabulary has 150,000 tokens."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.get_vocab = None
+
+    assert CallReader.of("hermes", tokenizer).marks == frozenset()

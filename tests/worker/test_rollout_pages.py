@@ -20,12 +20,11 @@ from tests.fakes import EveryFourthFails, Halves, SameForAll, Skill
 from tests.hyperparameters import in_groups
 from tests.present import present
 from tests.worker.conftest import Bench
-from worker.model.calls import Call, ParsedAnswer
 from worker.recording.recorder import Quota
 from worker.recording.rollouts import rows_of
 from worker.training import grpo, policy_loss
 from worker.training.policy_loss import contribution_of, divisors
-from worker.types import FinishReason, GradedStep, Group, Prompt, Rollout
+from worker.types import Call, FinishReason, GradedStep, Group, ParsedAnswer, Prompt, Rollout
 
 
 def stored(

@@ -124,6 +124,36 @@ def test_a_grader_of_calls_needs_a_row_that_has_tools(
     assert "no row of the training file has tools" in job.error["message"]
 
 
+def test_replies_to_rows_with_tools_warn_of_nothing_because_the_right_calls_are_not_known(
+    bench: Bench, validate: Callable[..., tuple[Any, list[WakeMessage] | None]]
+) -> None:
+    job, _ = validate([GOOD | TOOLS], grader=CALLS)
+
+    assert job.status == "queued"
+    assert bench.events("warn") == []
+
+
+def test_rows_with_the_messages_of_a_training_row_and_other_tools_are_held_out(
+    bench: Bench, validate: Callable[..., tuple[Any, list[WakeMessage] | None]]
+) -> None:
+    validate([GOOD], [GOOD | TOOLS])
+
+    assert bench.events("warn") == []
+
+
+@pytest.mark.parametrize("file", ["training_file", "validation_file"])
+def test_answers_to_rows_with_tools_cannot_have_a_response_format(
+    validate: Callable[..., tuple[Any, list[WakeMessage] | None]], file: str
+) -> None:
+    with_tools = [COMPLIANT, COMPLIANT | TOOLS]
+    files = (with_tools, [HELD_OUT]) if file == "training_file" else ([COMPLIANT], with_tools)
+
+    job, _ = validate(*files, response_format=YES_OR_NO)
+
+    assert (job.status, job.error["param"]) == ("failed", "method.reinforcement.response_format")
+    assert job.error["message"].startswith(f"Line 2 of the {file} has tools")
+
+
 @pytest.mark.parametrize("file", ["training_file", "validation_file"])
 def test_tools_need_a_chat_template_that_has_a_place_for_them(
     validate: Callable[..., tuple[Any, list[WakeMessage] | None]],

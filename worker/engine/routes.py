@@ -121,11 +121,14 @@ class Routes:
 
 
 def _tokenize_content_as_text(renderer: Any) -> None:
-    """Have vLLM's server tokenize chats as jobs do: texts of special tokens in content are text."""
+    """Have vLLM's server tokenize chats as jobs do: texts of special tokens in content are text, and ids of calls are
+    those that the template accepts.
+    """
     from vllm.renderers.hf import HfRenderer, safe_apply_chat_template
     from vllm.utils.async_utils import make_async
 
     from worker.model.chat_tokens import content_tokens
+    from worker.model.tool_calls import with_ids_for
 
     if not isinstance(renderer, HfRenderer):
         return  # vLLM's renderers of other kinds encode content apart from control tokens
@@ -142,6 +145,7 @@ def _tokenize_content_as_text(renderer: Any) -> None:
         def render(chat: Chat, tools: Tools) -> str:
             return str(safe_apply_chat_template(model_config, tokenizer, chat, tools=tools, **as_text))
 
+        conversation = with_ids_for(chat_template or tokenizer.chat_template, conversation)
         as_text = arguments | {"chat_template": chat_template, "tokenize": False}
         ids = content_tokens(tokenizer, chat_template, conversation, tools, render)
         return render(conversation, tools) if ids is None else ids

@@ -42,7 +42,6 @@ from core.template_facts import TemplateFacts
 from worker.model import attention, lora, memory, quantized, reasoning, recompute
 from worker.model.adapters import adaptable_layers, adapter_targets, fused_experts
 from worker.model.architecture import class_of, refusing
-from worker.model.calls import calls_as_objects
 from worker.model.chat_tokens import content_tokens
 from worker.model.decoding import (
     Decode,
@@ -59,6 +58,7 @@ from worker.model.reasoning import Reasoning
 from worker.model.sizing import Shape
 from worker.model.targets import KINDS, Kind
 from worker.model.template import facts_of, own_stop_ids, stop_ids_of
+from worker.model.tool_calls import calls_as_objects, with_ids_for
 from worker.out_of_memory import is_out_of_memory, memory_named
 from worker.refusals import (
     ChatTemplateFailed,
@@ -814,6 +814,7 @@ def render(
             '"plain" (or "r1_zero", or a path to a Jinja file) in its entry of the model registry, or '
             'hyperparameters.advanced.sampling.chat_template = "plain" in the job.'
         )
+    messages = with_ids_for(chat_template or tokenizer.chat_template, messages)
     chat = [_for_template(message) for message in messages]
     arguments: dict[str, Any] = {
         "chat_template": chat_template,

@@ -10,9 +10,9 @@ from worker.instruments import InstrumentedSampler
 from worker.interfaces import Scorer, Trainer
 from worker.model import compatibility_cache
 from worker.model.architecture import has_experts
-from worker.model.calls import CallReader
 from worker.model.policy import Policy
 from worker.model.sizing import MemoryPlan
+from worker.model.tool_calls import CallReader
 from worker.prepare.loaded import BackgroundPolicy, LoadedPolicy, release_of
 from worker.prepare.run_memory import EngineMemory
 from worker.prepare.scorers import load_reward_model, training_rewards
@@ -166,8 +166,8 @@ def scorer_of(plan: TrainingPlan, task: PromptTask, policy: Policy, grader: Grad
     if plan.judges:
         loaded = [load_reward_model(one, policy, plan.base, plan.checkpoints) for one in plan.judges]
         scores = PolicyScores(policy, loaded, plan.memory.token_budget, plan.beat)
-    calls = None if task.tool_parser is None else CallReader.of(task.tool_parser, policy.tokenizer)
-    return Rewards(grader, parse_json=bool(task.response_schema), models=scores, calls=calls)
+    reader = None if task.tool_parser is None else CallReader.of(task.tool_parser, policy.tokenizer)
+    return Rewards(grader, parse_json=bool(task.response_schema), models=scores, call_reader=reader)
 
 
 def ratio_of(engines: Placement, world: World | None) -> RatioMeasurement | None:

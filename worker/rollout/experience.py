@@ -23,7 +23,7 @@ from worker.device_work import DEVICE_WORK
 from worker.gpu_ratio import RatioMeasurement
 from worker.history import History, Steps
 from worker.interfaces import Checkpoints, Recorder, Scorer, StepDetails, Trainer
-from worker.model.calls import CallReader
+from worker.model.tool_calls import CallReader
 from worker.progress import PROGRESS
 from worker.recording import alerts, delivery, divergence, metrics, monitors, stopping
 from worker.recording.verdict import row_scores
@@ -360,14 +360,14 @@ class Rewards:
         concurrency: int = 64,
         parse_json: bool = False,
         models: "AnswerScores | None" = None,
-        calls: CallReader | None = None,
+        call_reader: CallReader | None = None,
     ) -> None:
         """`concurrency` limits grades in flight, of all calls of `grade` together. A sandbox, a judge or an endpoint
         may have its own lower limit.
 
         `parse_json` also gives graders the answer as `sample.output_json`. `models` are the reward models that the
         grader reads; they score the answers when all of them are there, because they may share the policy's weights.
-        `calls` reads the calls in the answers to rows with tools.
+        `call_reader` reads the calls in the answers to rows with tools.
 
         There is no deadline here, because it would include queueing; each grader that can hang has its own.
         """
@@ -375,7 +375,7 @@ class Rewards:
         self._slots = asyncio.Semaphore(concurrency)
         self.parse_json = parse_json
         self.models = models
-        self.calls = calls
+        self.call_reader = call_reader
 
     async def grade(
         self,
@@ -449,10 +449,10 @@ class Rewards:
         return replayed(), {(answer.prompt, answer.member): one for answer, [one] in scores}
 
     def _parsed(self, prompt: Prompt, rollout: Rollout) -> Rollout:
-        if self.calls is None:
+        if self.call_reader is None:
             return rollout
         ids_T, is_cut = rollout.output_ids_T[rollout.grammar_start :], rollout.finish_reason == "length"
-        parsed = self.calls.read(rollout.text, ids_T, prompt.item, is_cut=is_cut)
+        parsed = self.call_reader.read(rollout.text, ids_T, prompt.item, is_cut=is_cut)
         return rollout if parsed is None else replace(rollout, parsed=parsed)
 
     async def _grade(self, prompt: Prompt, rollout: Rollout, of_models: "Scores") -> Grade:

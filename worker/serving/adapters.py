@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from core.chat import Adapter
+from core.model_templates import CHAT_TEMPLATE
 from core.results.export import is_trainers
 from core.scratch import scratch_folder
 from core.set_aside import remove_set_aside, set_aside
@@ -26,7 +27,6 @@ from worker.serving.serving_metrics import loading
 
 log = logging.getLogger(__name__)
 
-CHAT_TEMPLATE = "chat_template.jinja"  # as transformers saves it with a tokenizer
 NEEDED = ("adapter_model.safetensors", "adapter_config.json", CHAT_TEMPLATE)
 KEPT = 256
 # Whole models, of gigabytes each.

@@ -20,10 +20,8 @@ from starlette.types import Receive, Scope, Send
 from core.asgi import UNBUFFERED, until_gone
 from core.chat import InternalChat, envelope
 from core.response_format import SchemaTooLarge
-from worker.model.calls import ParsedAnswer
 from worker.model.reasoning import Reasoning
 from worker.refusals import Refusal
-from worker.serving.calls import AnswerCalls, calls_of, deltas_of, message_of, tools_of
 from worker.serving.channels import ReasoningAnswer
 from worker.serving.detokenizer import Detokenizer, Piece
 from worker.serving.engine import Engine, GenerationRequest, Token
@@ -36,6 +34,8 @@ from worker.serving.prompting import (
     template_of,
 )
 from worker.serving.serving_metrics import Result, Tally
+from worker.serving.tool_calls import AnswerCalls, calls_of, deltas_of, message_of, tools_of
+from worker.types import ParsedAnswer
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +73,9 @@ class ChatInProgress:
                 async for token in tokens:
                     arrived.put_nowait((number, token))
             except SchemaTooLarge as cause:
-                arrived.put_nowait((number, EngineRefused(f"response_format: {cause}")))
+                forced = self.calls is not None and self.calls.schema
+                param = "tools" if forced else "response_format"
+                arrived.put_nowait((number, EngineRefused(f"{param}: {cause}", param=param)))
             except Exception as cause:
                 arrived.put_nowait((number, cause))
             finally:

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from core.database.engine import Database
 from core.errors import CheckpointDamaged, NotFound
+from core.model_templates import CHAT_TEMPLATE
 from core.registry import BaseModelEntry, Registry
 from core.results import export
 from core.settings import Settings
 from core.storage.store import BlobStore
-from worker.serving.adapters import CHAT_TEMPLATE
 
 TEXTS = ("README.md", "reproduce.json")
 

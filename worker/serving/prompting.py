@@ -7,9 +7,9 @@ from transformers import PreTrainedTokenizerBase
 
 from core import chat_templates
 from core.chat import InternalChat, Message
+from core.model_templates import CHAT_TEMPLATE
 from worker.model.json_schema import schema_problem
 from worker.model.reasoning import Reasoning, detect, plan_effort
-from worker.serving.adapters import CHAT_TEMPLATE
 from worker.serving.engines import EngineRefused
 
 

@@ -30,7 +30,7 @@ from core.storage import files
 from core.storage.datasets import MAX_TRAINING_ROWS, MAX_VALIDATION_ROWS, Example, InvalidDataset
 from core.storage.store import BlobStore
 from core.telemetry import logs, tracing
-from core.tool_parsers import tools_problem
+from core.tool_parsers import FORMAT_PARAM, NO_FORMAT, tools_problem
 from graders.backends import Backends, InvalidBackends
 from graders.build import (
     NotConfigured,
@@ -257,6 +257,10 @@ def _refuse_tools(
         line = next((row.line for row in many if row.tools), None)
         if line is not None and (problem := _tools_problem(settings, job)) is not None:
             raise UserMistake("invalid_value", f"Line {line} has tools, and {problem}", param)
+        if line is not None and job.body["response_format"] is not None:
+            raise UserMistake(
+                "invalid_value", f"Line {line} of the {param} has tools: {NO_FORMAT}", FORMAT_PARAM
+            )
     where = None if spec is None else reads_tools(spec, GRADER_PARAM)
     if where is not None and not any(row.tools for row in rows):
         message = f"'{where}' reads sample.output_tools, and no row of the training file has tools."
@@ -269,7 +273,7 @@ def _tools_problem(settings: Settings, job: Job) -> str | None:
     if entry is None:
         return None
     files = files_of(entry, settings.model_cache, asked_of(job).advanced.sampling.chat_template)
-    return None if files is None else tools_problem(job.model, entry.tool_parser, files.template)
+    return None if files is None else tools_problem(job.model, entry.tool_parser, files.template_for_tools)
 
 
 def _row_doubts(
@@ -290,14 +294,19 @@ def _not_held_out(job: Job, rows: Sequence[Example], valid_rows: Sequence[Exampl
     """Return a warning if prompts are in both files."""
     if job.validation_file == job.training_file:
         return SAME_FILE
-    learned = {json.dumps(row.messages, sort_keys=True) for row in rows}
-    shared = sum(json.dumps(row.messages, sort_keys=True) in learned for row in valid_rows)
+    learned = set(map(_prompt_of, rows))
+    shared = sum(_prompt_of(row) in learned for row in valid_rows)
     if not shared:
         return None
     return (
         f"{shared} of {len(valid_rows)} validation rows have the messages of a training row. Their rewards do not "
         "measure generalization to new prompts."
     )
+
+
+def _prompt_of(row: Example) -> str:
+    """The messages and tools of a row."""
+    return json.dumps([row.messages, row.tools], sort_keys=True)
 
 
 def _refuse_too_large(settings: Settings, job: Job) -> None:
@@ -416,7 +425,8 @@ async def dry_run(
 ) -> str | None:
     """Grade a correct and an empty reply to a few rows. Returns a warning if the grader fails or scores all alike.
 
-    So does a part of a multi or of a select that scores all alike.
+    So does a part of a multi or of a select that scores all alike. There is no warning of replies to rows with tools:
+    which calls are right is not known.
 
     The correct reply is the grader's own reference, if its spec has one. It is a guess, so a failure is a warning, with
     one exception. Under a `schema` both replies satisfy it, as every answer of the job will: the correct one has the
@@ -444,18 +454,25 @@ async def dry_run(
     ]
     # Sequential, because the deadline of a grade must not include queueing.
     grades = await grade_all(grader, pairs, concurrency=1, timeout_s=DRY_RUN_SECONDS)
+    reasons = [grade.reason for grade in grades if grade.score is None]
+    if len(reasons) == len(grades) and all(_MISSING_MODULE.search(reason) for reason in reasons):
+        raise GraderCannotRun(f"The grader cannot run: {reasons[0]}")
+    judged = [(grade, reply) for grade, (reply, row) in zip(grades, replies, strict=True) if not row.tools]
+    return _warning([grade for grade, _ in judged], [reply for _, reply in judged])
+
+
+def _warning(grades: Sequence[Grade], replies: Sequence[str]) -> str | None:
+    """The warning of the dry run, by the grades of its replies."""
     failed = [grade.reason for grade in grades if grade.score is None]
-    if len(failed) == len(grades) and all(_MISSING_MODULE.search(reason) for reason in failed):
-        raise GraderCannotRun(f"The grader cannot run: {failed[0]}")
     if failed:
         return f"The grader failed on {len(failed)} of {len(grades)} test replies. {failed[0]}"
     scores = {grade.score for grade in grades}
-    if len(scores) == 1 and len({reply for reply, _ in replies}) > 1:
+    if len(scores) == 1 and len(set(replies)) > 1:
         return (
             f"The grader gave {len(grades)} different test replies, correct and empty ones, the same score "
             f"({scores.pop():g}). If it scores all answers alike, the job has nothing to learn."
         )
-    return _constant_part(grades, [reply for reply, _ in replies])
+    return _constant_part(grades, replies)
 
 
 def _constant_part(grades: Sequence[Grade], replies: Sequence[str]) -> str | None:

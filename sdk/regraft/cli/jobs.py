@@ -319,7 +319,7 @@ def _job(job: FineTuningJob, steps: list[dict[str, Any]]) -> str:
     if estimate and job.estimated_finish is not None and job.status not in FINAL:
         shown |= expected_costs(estimate, job.estimated_finish, time.time())
     elif used := getattr(job, "usage_metrics", None):
-        shown["GPU time"] = duration(used["gpu_seconds"])
+        shown["GPU time"] = duration(used.get("gpu_seconds", 0.0))
         if cost := used.get("cost"):
             shown["cost"] = f"{cost['amount']:.2f} {cost['currency']}"
     if (result := result_of(job)) is not None:

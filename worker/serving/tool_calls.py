@@ -11,10 +11,10 @@ from transformers import PreTrainedTokenizerBase
 from core.chat import ChosenTool, InternalChat, Tool
 from core.response_format import response_schema
 from core.tool_parsers import tool_parser_of, tools_problem
-from worker.model.calls import Call, CallReader, ParsedAnswer
+from core.tool_schemas import NO_ARGUMENTS, InvalidToolSchema, schema_of_calls
+from worker.model.tool_calls import CallReader
 from worker.serving.engines import EngineRefused
-
-NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}}
+from worker.types import Call, ParsedAnswer
 
 
 class AnswerCalls(Protocol):
@@ -39,11 +39,12 @@ class FreeCalls:
 
     reader: CallReader
     row: Mapping[str, Any]  # tools and parallel_tool_calls
+    stops: tuple[str, ...]
     schema: str = ""
     finish_reason: str = "tool_calls"
 
     def read(self, text: str, ids: Sequence[int], *, is_cut: bool) -> ParsedAnswer:
-        return self.reader.read(text, ids, self.row, is_cut=is_cut) or ParsedAnswer(text)
+        return self.reader.read(text, ids, self.row, is_cut=is_cut, stops=self.stops) or ParsedAnswer(text)
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class RequiredCalls:
     """With tool_choice "required": the answer is a JSON list of calls."""
 
     schema: str
+    has_short_ids: bool
     finish_reason: str = "tool_calls"
 
     def read(self, text: str, ids: Sequence[int], *, is_cut: bool) -> ParsedAnswer:
@@ -61,7 +63,7 @@ class RequiredCalls:
         except ValueError:  # a stop string has ended it
             return ParsedAnswer(text)
         calls = [Call(call["name"], json.dumps(call["parameters"], ensure_ascii=False)) for call in given]
-        return ParsedAnswer("", tuple(calls))
+        return ParsedAnswer("", tuple(calls), has_short_ids=self.has_short_ids)
 
 
 @dataclass(frozen=True)
@@ -70,10 +72,13 @@ class NamedCall:
 
     name: str
     schema: str
+    has_short_ids: bool
     finish_reason: str = "stop"  # as OpenAI's
 
     def read(self, text: str, ids: Sequence[int], *, is_cut: bool) -> ParsedAnswer:
-        return ParsedAnswer("", (Call(self.name, text),))
+        if is_cut and not text:  # within its thought, or before its first character
+            return ParsedAnswer("")
+        return ParsedAnswer("", (Call(self.name, text),), has_short_ids=self.has_short_ids)
 
 
 def calls_of(
@@ -93,17 +98,21 @@ def calls_of(
         return None
     used = template or tokenizer.chat_template
     if problem := tools_problem(request.served.base_model, tool_parser, used):
-        raise EngineRefused(f"'tools': {problem}", code="unsupported_parameter", param="tools")
+        raise EngineRefused(
+            f"Unsupported parameter: 'tools': {problem}", code="unsupported_parameter", param="tools"
+        )
+    parser = tool_parser_of(tool_parser, used)
+    assert parser is not None, "tools_problem refuses a model without one"
+    has_short_ids = parser == "mistral"
     parallel = request.parallel_tool_calls is not False
     if isinstance(request.tool_choice, ChosenTool):
         name = request.tool_choice.function.name
-        return NamedCall(name, response_schema(_parameters(request.tools or (), name)))
+        schema = response_schema(_parameters(request.tools or (), name))
+        return NamedCall(name, schema, has_short_ids)
     if request.tool_choice == "required":
-        return RequiredCalls(_schema_of_calls(request.tools or (), parallel=parallel))
-    parser = tool_parser_of(tool_parser, used)
-    assert parser is not None, "tools_problem refuses a model without one"
+        return RequiredCalls(_schema_of_calls(request.tools or (), parallel=parallel), has_short_ids)
     row = {"tools": tools, "parallel_tool_calls": parallel}
-    return FreeCalls(CallReader.of(parser, tokenizer), row)
+    return FreeCalls(CallReader.of(parser, tokenizer), row, request.stops)
 
 
 def tools_of(request: InternalChat) -> list[dict[str, Any]]:
@@ -130,31 +139,7 @@ def _parameters(tools: Sequence[Tool], name: str) -> dict[str, Any]:
 
 
 def _schema_of_calls(tools: Sequence[Tool], *, parallel: bool) -> str:
-    """That of a list of calls, `{"name": ..., "parameters": ...}`, as vLLM has it.
-
-    Raises:
-        EngineRefused: two functions have another definition of one name.
-    """
-    definitions: dict[str, Any] = {}
-    kinds = []
-    for tool in tools:
-        parameters = dict(tool.function.parameters or NO_ARGUMENTS)
-        for name, definition in parameters.pop("$defs", {}).items():
-            if definitions.setdefault(name, definition) != definition:
-                raise EngineRefused(
-                    f"'tools': two functions have different definitions of {name!r} in $defs; rename it in one of "
-                    "them.",
-                    param="tools",
-                )
-        kinds.append(
-            {
-                "type": "object",
-                "properties": {"name": {"enum": [tool.function.name]}, "parameters": parameters},
-                "required": ["name", "parameters"],
-                "additionalProperties": False,
-            }
-        )
-    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": kinds}}
-    if not parallel:
-        schema["maxItems"] = 1
-    return response_schema(schema | ({"$defs": definitions} if definitions else {}))
+    try:
+        return schema_of_calls(tools, parallel=parallel)
+    except InvalidToolSchema as cause:
+        raise EngineRefused(f"Invalid value for '{cause.param}': {cause}.", param=cause.param) from None

@@ -126,6 +126,15 @@ def test_calls_and_their_results_are_in_the_prompt(house: House) -> None:
     assert house.prompt == "[weather]user hi;assistant weather/Oslo;tool Rain.(c1);"
 
 
+def test_a_call_of_an_invented_function_can_be_sent_back(house: House) -> None:
+    [choice] = house.say(CALL.replace('"weather"', '"the weather!"'), tools=[WEATHER]).choices
+    result = {"role": "tool", "tool_call_id": present(choice.message.tool_calls)[0].id, "content": "no such"}
+
+    house.say(messages=[USER, choice.message, result], tools=[WEATHER])
+
+    assert "the weather!/Oslo" in house.prompt
+
+
 def test_the_thought_of_an_earlier_answer_is_given_to_the_template(house: House) -> None:
     house.engine.tokenizer.chat_template = (
         "{%- for m in messages -%}{{ m.reasoning_content or '-' }} {{ m.reasoning or '-' }};{%- endfor -%}"
@@ -174,20 +183,13 @@ def test_without_parallel_calls_there_is_one(house: House) -> None:
     assert house.schema["maxItems"] == 1
 
 
-def test_definitions_of_required_functions_are_found_from_the_whole_schema(house: House) -> None:
-    def tool(name: str, city: dict[str, Any]) -> dict[str, Any]:
-        parameters = {
-            "type": "object",
-            "properties": {"city": {"$ref": "#/$defs/City"}},
-            "$defs": {"City": city},
-        }
-        return {"type": "function", "function": {"name": name, "parameters": parameters}}
+def test_a_required_function_whose_references_cannot_be_moved_is_refused_by_its_place(house: House) -> None:
+    other = {"type": "function", "function": {"name": "f", "parameters": {"$ref": "https://x.test/y"}}}
 
-    house.say("[]", tools=[tool("f", {"enum": ["a"]}), tool("g", {"enum": ["a"]})], tool_choice="required")
+    with pytest.raises(BadRequestError, match="only '#'") as refused:
+        house.say(tools=[WEATHER, other], tool_choice="required")
 
-    assert house.schema["$defs"] == {"City": {"enum": ["a"]}}
-    with pytest.raises(BadRequestError, match="different definitions of 'City'"):
-        house.say(tools=[tool("f", {"enum": ["a"]}), tool("g", {"enum": ["b"]})], tool_choice="required")
+    assert refused.value.param == "tools[1].function.parameters"
 
 
 def test_a_streamed_call_comes_in_one_part_after_the_content(house: House) -> None:
@@ -200,6 +202,20 @@ def test_a_streamed_call_comes_in_one_part_after_the_content(house: House) -> No
         (0, "weather", '{"city": "Oslo"}')
     ]
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+
+def test_a_named_function_of_an_answer_that_was_cut_in_its_thought_is_not_called(
+    tmp_path: Path,
+) -> None:
+    for house in serving(thinking_tokenizer(), tmp_path):
+        house.engine.tokenizer.chat_template += "{# {{ tools }} <tool_call> #}"
+        choice = {"type": "function", "function": {"name": "weather"}}
+
+        [cut] = house.say(
+            "<think>hm hm hm", tools=[WEATHER], tool_choice=choice, max_completion_tokens=9
+        ).choices
+
+        assert (cut.message.tool_calls, cut.finish_reason) == (None, "length")
 
 
 def test_half_a_call_is_no_call(house: House) -> None:

@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import random
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,8 +15,11 @@ from typing import Any
 import pytest
 
 from core.tool_parsers import PARSED, known_tool_parser, tools_problem
-from worker.model.calls import CallFormat, ParsedAnswer, format_of
+from tests.tiny import tiny_tokenizer
+from worker.model.policy import render
+from worker.model.tool_calls import CallFormat, format_of, with_ids_for
 from worker.packages import vllm_version
+from worker.types import ParsedAnswer
 
 needs_vllm = pytest.mark.skipif(vllm_version() is None, reason="compares with vLLM's parsers")
 TOOLS: list[dict[str, Any]] = [
@@ -333,6 +337,34 @@ def test_calls_have_the_shape_of_openai_and_ids_of_their_own() -> None:
     assert found.tool_calls("seed") == (first, second)
 
 
+@pytest.mark.parametrize("name", ["mistral", "mistral_named"])
+def test_ids_of_calls_are_those_that_templates_of_mistral_accept(name: str) -> None:
+    calls = reader(name).parse(PARTS[name][0], TOOLS).tool_calls("seed")
+
+    assert calls
+    assert all(re.fullmatch("[a-zA-Z0-9]{9}", call["id"]) for call in calls)
+
+
+def test_a_template_of_mistral_gets_ids_of_nine_letters_and_digits_and_equal_for_equal_ones() -> None:
+    tokenizer = tiny_tokenizer(
+        "{% for m in messages %}{% for c in m.tool_calls or [m] %}{% set id = c.id or c.tool_call_id %}"
+        "{% if id and id|length != 9 %}{{ raise_exception('length 9!') }}{% endif %}"
+        "{{ 'yes ' if loop.first and id == 'abcdefgh9' else 'no ' }}{% endfor %}{% endfor %}"
+        "{# tools [TOOL_CALLS] #}"
+    )
+    calls = [
+        {"id": call_id, "type": "function", "function": {"name": "f", "arguments": "{}"}}
+        for call_id in ("abcdefgh9", "call_0123456789")
+    ]
+    results = [{"role": "tool", "tool_call_id": call["id"], "content": ""} for call in calls]
+
+    ids = render(tokenizer, [{"role": "assistant", "tool_calls": calls}, *results])
+
+    assert tokenizer.decode(ids).split() == ["yes", "no", "yes", "no"]
+    said, *answered = with_ids_for(tokenizer.chat_template, [{"tool_calls": calls}, *results])
+    assert [call["id"] for call in said["tool_calls"]] == [one["tool_call_id"] for one in answered]
+
+
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("size", [20_000])
 def test_long_texts_of_marks_are_read_in_linear_time(name: str, size: int) -> None:
@@ -349,6 +381,8 @@ def test_long_texts_of_marks_are_read_in_linear_time(name: str, size: int) -> No
         ("{{ tools }}[TOOL_CALLS]", "mistral"),
         ("{{ tools }}<|python_tag|>", "llama3_json"),
         ("{{ tools }}", None),
+        # GLM 4.5, 4.6 and 4.7 Flash: not JSON, as in Hermes' format.
+        ("{{ tools }}<tool_call>{name}<arg_key>{key}</arg_key><arg_value>", None),
         ("<tool_call>", None),
         (None, None),
     ],
@@ -365,11 +399,13 @@ def test_the_format_of_calls_follows_from_the_chat_template(template: str | None
         ("{{ tools }}", None, ("chat_template", "tool_parser")),
         ("{{ tools }}", "pythonic", ("chat_template", "tool_parser", "pythonic")),
         ("{{ tools }}", "hermes", ()),
+        ({"default": "{{ messages }}", "tool_use": "{{ tools }}<tool_call>"}, None, ()),
+        ({"default": "{{ messages }}"}, "hermes", ("chat_template", "tool_parser")),
         ("{{ tools }}<tool_call>", None, ()),
     ],
 )
 def test_a_model_whose_calls_cannot_be_read_is_refused_by_what_repairs_it(
-    template: str | None, tool_parser: str | None, named: tuple[str, ...]
+    template: object, tool_parser: str | None, named: tuple[str, ...]
 ) -> None:
     problem = tools_problem("m", tool_parser, template)
 

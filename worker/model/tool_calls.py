@@ -10,42 +10,20 @@ Each parser takes linear time, because a model can write any text.
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
+
+from core.tool_parsers import known_tool_parser
+from worker.types import Call, ParsedAnswer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Tools = Sequence[Mapping[str, Any]]
 """The functions that an answer may call, in OpenAI's format."""
-
-
-class Call(NamedTuple):
-    name: str
-    arguments: str  # JSON, unless the model has written something else
-
-
-@dataclass(frozen=True)
-class ParsedAnswer:
-    """An answer in OpenAI's terms. Without calls, `content` is the whole text."""
-
-    content: str
-    calls: tuple[Call, ...] = ()
-    error: str = ""  # the reason why the calls in the text cannot be read
-
-    def tool_calls(self, seed: str) -> tuple[dict[str, Any], ...]:
-        """The calls in OpenAI's format, with ids that depend on `seed` and the place of the call alone."""
-        return tuple(
-            {
-                "id": f"call_{sha256(f'{seed}/{number}'.encode()).hexdigest()[:24]}",
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
-            for number, call in enumerate(self.calls)
-        )
 
 
 def calls_as_objects(calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -62,6 +40,33 @@ def _arguments(call: Mapping[str, Any]) -> Any:
     return read if isinstance(read, dict) else text
 
 
+_SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
+
+
+def with_ids_for(template: object, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages with ids of calls that the template accepts: 9 letters and digits in Mistral's, equal for equal ids.
+
+    Args:
+        template: Jinja text, or several by name.
+    """
+    if known_tool_parser(template) != "mistral":
+        return [dict(message) for message in messages]
+    return [_with_short_ids(message) for message in messages]
+
+
+def _with_short_ids(message: Mapping[str, Any]) -> dict[str, Any]:
+    short = dict(message)
+    if message.get("tool_calls"):
+        short["tool_calls"] = [{**call, "id": _short_id(call["id"])} for call in message["tool_calls"]]
+    if message.get("tool_call_id"):
+        short["tool_call_id"] = _short_id(message["tool_call_id"])
+    return short
+
+
+def _short_id(call_id: str) -> str:
+    return call_id if _SHORT_ID.fullmatch(call_id) else sha256(call_id.encode()).hexdigest()[:9]
+
+
 class UnreadableCall(ValueError):
     """The text has the mark of a call and no call that can be read."""
 
@@ -73,6 +78,7 @@ class CallFormat:
     marks: tuple[str, ...]  # of which one is in each text with calls
     # Raises UnreadableCall, or ValueError, KeyError, TypeError or RecursionError for broken JSON.
     read: Callable[[str, Tools], tuple[str, list[Call]]]
+    has_short_ids: bool = False  # as in ParsedAnswer
 
     def parse(self, text: str, tools: Tools, *, parallel: bool = True) -> ParsedAnswer:
         """Read the calls of an answer.
@@ -99,7 +105,8 @@ class CallFormat:
             return ParsedAnswer(text, error="a call is not a JSON object with a name and arguments")
         if not calls:
             return ParsedAnswer(text, error="the text has the mark of a call, and no call with a name")
-        return ParsedAnswer(content, tuple(calls if parallel else calls[:1]))
+        counted = tuple(calls if parallel else calls[:1])
+        return ParsedAnswer(content, counted, has_short_ids=self.has_short_ids)
 
     def cut(self, text: str) -> ParsedAnswer:
         """An answer that ended by its length, of which no call is read: the last may be half of one."""
@@ -490,17 +497,17 @@ _FORMATS: Mapping[str, CallFormat] = MappingProxyType(
         "hermes": CallFormat((_CALL,), _hermes),
         "qwen3_coder": CallFormat((_CALL, _FUNCTION), _qwen3_coder),
         "llama3_json": CallFormat(("{",), _llama3_json),
-        "mistral": CallFormat((_BOT,), _mistral_list),
+        "mistral": CallFormat((_BOT,), _mistral_list, has_short_ids=True),
     }
 )
-_MISTRAL_NAMED = CallFormat((_BOT,), _mistral_named)
+_MISTRAL_NAMED = CallFormat((_BOT,), _mistral_named, has_short_ids=True)
 
 
-def format_of(parser: str, vocabulary: Mapping[str, int]) -> CallFormat:
+def format_of(parser: str, vocabulary: Container[str]) -> CallFormat:
     """The format of one of core.tool_parsers.PARSED.
 
     Args:
-        vocabulary: of the tokenizer, which shows the version of Mistral's format.
+        vocabulary: of the tokenizer; its marks of calls show the version of Mistral's format.
     """
     return _MISTRAL_NAMED if parser == "mistral" and _ARGS in vocabulary else _FORMATS[parser]
 
@@ -511,19 +518,28 @@ class CallReader:
 
     form: CallFormat
     tokenizer: "PreTrainedTokenizerBase"
-    # Special tokens that are no part of a call, where others are; None: no special token is, so texts without any do.
-    left_out: frozenset[int] | None
+    marks: frozenset[int]  # tokens of calls that are special, so that texts of answers are without them
+    left_out: frozenset[int]  # the other special tokens
 
     @classmethod
     def of(cls, parser: str, tokenizer: "PreTrainedTokenizerBase") -> "CallReader":
         """`parser`: one of core.tool_parsers.PARSED."""
-        vocabulary = tokenizer.get_vocab()
-        special = set(tokenizer.all_special_ids)
-        marks = {vocabulary[text] for text in _TOKENS if text in vocabulary} & special
-        return cls(format_of(parser, vocabulary), tokenizer, frozenset(special - marks) if marks else None)
+        # Not get_vocab(), which copies the whole vocabulary: 0.5 s for 150,000 tokens, and each chat has a reader.
+        found = {text: _token_of(text, tokenizer) for text in _TOKENS}
+        known = {text: token for text, token in found.items() if token is not None}
+        added = tokenizer.added_tokens_decoder.items()
+        special = {*tokenizer.all_special_ids, *(token for token, entry in added if entry.special)}
+        marks = frozenset(known.values()) & special
+        return cls(format_of(parser, known), tokenizer, marks, frozenset(special - marks))
 
     def read(
-        self, text: str, ids_T: Sequence[int], row: Mapping[str, Any], *, is_cut: bool
+        self,
+        text: str,
+        ids_T: Sequence[int],
+        row: Mapping[str, Any],
+        *,
+        is_cut: bool,
+        stops: Sequence[str] = (),
     ) -> ParsedAnswer | None:
         """The content and the calls of an answer; None if the row has no tools.
 
@@ -531,15 +547,26 @@ class CallReader:
             text: the final answer without special tokens.
             ids_T: its tokens.
             is_cut: it ended by its length.
+            stops: texts of which the first ends the answer, and already ends `text`.
         """
         if not (tools := row.get("tools")):
             return None
-        if self.left_out is not None:
-            kept = [token for token in ids_T if token not in self.left_out]
-            text = str(self.tokenizer.decode(kept, skip_special_tokens=False))
+        if not self.marks.isdisjoint(ids_T):
+            shown = [token for token in ids_T if token not in self.left_out]
+            text = _until(str(self.tokenizer.decode(shown, skip_special_tokens=False)), stops)
         if is_cut:
             return self.form.cut(text)
         return self.form.parse(text, tools, parallel=row.get("parallel_tool_calls") is not False)
+
+
+def _token_of(text: str, tokenizer: "PreTrainedTokenizerBase") -> int | None:
+    """The token that is this text; None: it has several."""
+    token = tokenizer.convert_tokens_to_ids(text)  # that of unknown texts, if it has several
+    return token if isinstance(token, int) and tokenizer.convert_ids_to_tokens(token) == text else None
+
+
+def _until(text: str, stops: Sequence[str]) -> str:
+    return text[: min((at for stop in stops if (at := text.find(stop)) != -1), default=len(text))]
 
 
 _TOKENS = (_CALL, _CALL_END, _FUNCTION, _FUNCTION_END, _BOT, _ARGS)
