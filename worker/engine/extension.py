@@ -1,6 +1,6 @@
 """Our methods of vLLM's workers, called by name in each process of an engine (`worker_extension_cls`).
 
-The calls into what vLLM does not promise to keep are here and in stepped.py;
+The calls into what vLLM does not promise to keep are here, in worker_class.py and in stepped.py;
 tests/worker/vllm_contract.py and test_vllm_runners.py name each of them, so that a new version fails there first.
 """
 
