@@ -814,8 +814,7 @@ def render(
             '"plain" (or "r1_zero", or a path to a Jinja file) in its entry of the model registry, or '
             'hyperparameters.advanced.sampling.chat_template = "plain" in the job.'
         )
-    messages = with_ids_for(chat_template or tokenizer.chat_template, messages)
-    chat = [_for_template(message) for message in messages]
+    chat = list(map(_for_template, with_ids_for(chat_template or tokenizer.chat_template, messages)))
     arguments: dict[str, Any] = {
         "chat_template": chat_template,
         "add_generation_prompt": generation_prompt,
