@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from sqlalchemy import update
-from torch.distributed import FileStore
+from torch._C._distributed_c10d import FileStore
 
 from core.database.engine import Work
 from core.database.tables import Checkpoint, Event, File, Job, Project, ProjectUsage, TunedModel
