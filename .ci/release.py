@@ -206,21 +206,14 @@ def pins_of(root: Path, image: str) -> str:
     extras = [word for extra in EXTRAS[image] for word in ("--extra", extra)]
     constraints = ["--constraints", "constraints/all.txt", "--python-version", python_of(root, image)]
     command = [program("uv"), "pip", "compile", "--quiet", "--no-annotate", "--no-header", "pyproject.toml"]
-    resolved = output(root, *command, *constraints, *extras, UV_FIND_LINKS=find_links(root, image))
+    resolved = output(root, *command, *constraints, *extras)
     if "train" in EXTRAS[image] and not re.search(r"^torch==\S+\+cpu$", resolved, re.MULTILINE):
         sys.exit(
             f"{image}: torch is not the build for processors, and the bill would name the packages of CUDA. "
-            f"UV_FIND_LINKS is {find_links(root, image)!r}, and must be a page or folder with that build."
+            f"UV_FIND_LINKS is {os.environ.get('UV_FIND_LINKS', '')!r}, and must be a page or folder with that build."
         )
     # A local version is a build, such as torch's for CPUs.
     return re.sub(r"\+\w+$", "", resolved, flags=re.MULTILINE) + f"\n{files}"
-
-
-def find_links(root: Path, image: str) -> str:
-    """Where uv looks for further wheels: the variable UV_FIND_LINKS, or its default in the image's Dockerfile."""
-    text = (root / f"docker/{image}.Dockerfile").read_text()
-    default = re.search(r"^ARG UV_FIND_LINKS=(\S+)$", text, re.MULTILINE)
-    return "" if default is None else os.environ.get("UV_FIND_LINKS") or default[1]
 
 
 def python_of(root: Path, image: str) -> str:

@@ -1,6 +1,6 @@
 # A worker without a GPU, with the demo's model and vLLM for CPUs.
-#   docker build -f docker/worker-cpu.Dockerfile -t regraft/worker-cpu:0.1.0 .
-# UV_FIND_LINKS: a page with torch's CPU builds; PyPI's include gigabytes of CUDA. The bill of materials uses the same page.
+#   docker build -f docker/worker-cpu.Dockerfile --build-arg UV_FIND_LINKS=... -t regraft/worker-cpu:0.1.0 .
+# UV_FIND_LINKS: a page with torch's CPU builds; the default build includes gigabytes of CUDA. The bill of materials needs such a page.
 # The base by digest, mirrors and credentials: docs/howto/kubernetes.md, Images behind a mirror.
 ARG BASE=docker.io/library/python:3.11.14-slim-bookworm
 FROM ${BASE} AS build
@@ -9,7 +9,7 @@ ARG PIP_CERT
 ARG UV_DEFAULT_INDEX
 ARG UV_INDEX
 ARG UV_SYSTEM_CERTS
-ARG UV_FIND_LINKS=https://download.pytorch.org/whl/cpu/torch/
+ARG UV_FIND_LINKS=""
 WORKDIR /src
 COPY constraints constraints
 RUN --mount=type=secret,id=netrc,target=/root/.netrc \

@@ -31,11 +31,11 @@ RUN --mount=type=secret,id=netrc,target=/root/.netrc \
 FROM ${BASE}
 # Triton, which torch and vLLM write kernels with, compiles a few lines of C when it starts; torch's compiler, C++;
 # FlashInfer, CUDA.
-# APT_MIRROR stands for http://deb.debian.org, which serves Debian and its security updates.
-ARG APT_MIRROR=http://deb.debian.org
+# APT_MIRROR serves Debian and its security updates in place of the server that the base names.
+ARG APT_MIRROR
 # hadolint ignore=DL3008
 RUN --mount=type=secret,id=apt-auth,target=/etc/apt/auth.conf.d/mirror.conf \
-    find /etc/apt/sources.list* -type f -exec sed -i "s|http://deb.debian.org|$APT_MIRROR|g" {} + && apt-get update && apt-get install -y --no-install-recommends g++ gcc libc6-dev && rm -rf /var/lib/apt/lists/*
+    if [ -n "$APT_MIRROR" ]; then find /etc/apt/sources.list* -type f -exec sed -i "s|https\?://[^/ ]*|$APT_MIRROR|g" {} +; fi && apt-get update && apt-get install -y --no-install-recommends g++ gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 RUN useradd --uid 10001 --user-group --no-create-home --home-dir /tmp regraft && mkdir /data && chown regraft /data
 COPY --from=build /opt/regraft /opt/regraft
 # nvcc, its headers and libraries are of the Python packages. FlashInfer links with lib64/libcudart.so and

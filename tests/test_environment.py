@@ -70,7 +70,7 @@ def test_no_committed_file_names_a_folder_of_some_machine() -> None:
     files = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.split()
-    needle = re.compile(r"/(home|root|Users|opt/wheels)/")
+    needle = re.compile(r"(?<!target=)/(home|root|Users|opt/wheels)/")  # an image's own folder is none
 
     found = [
         f

@@ -18,6 +18,7 @@ MADE_LATER = {
     "core/addresses.py: _TLS_OPTIONS[name]": "alternatives of plain words, for an option of the operator",
     "core/database/ids.py: f'(org-|proj_)[A-Za-z0-9]{{{TENANT_LENGTH}}}'": "a fixed length",
     "core/special_tokens.py: f'{nonce}x([0-9]+)z'": "begins with a random text",
+    "core/storage/message_rows.py: TOOL_NAME": "a bounded length",
     "core/stored_graders.py: VERSION": "a bounded length",
     "graders/builtin/format_check.py: pattern": "the user's, in the hazard pool, which limits its time",
     "worker/model/targets.py: pattern": "alternatives of plain words",
