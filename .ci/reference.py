@@ -1,4 +1,4 @@
-"""Write docs/reference/, docs/adr/index.md, sdk/openapi.json and sdk/regraft/types.py from the code.
+"""Write docs/reference/, docs/adr/index.md, sdk/openapi.json, sdk/regraft/types.py and literals.py from the code.
 
     python .ci/reference.py
 

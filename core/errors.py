@@ -149,7 +149,7 @@ class CheckpointDamaged(ServiceError):
 
 
 class ContentDamaged(ServiceError):
-    """410, as for CheckpointDamaged. The message comes from core.files.FileDamaged."""
+    """410, as for CheckpointDamaged. The message comes from core.storage.files.FileDamaged."""
 
     status_code, type, code = 410, "invalid_request_error", "file_damaged"
 

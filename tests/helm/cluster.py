@@ -302,12 +302,3 @@ def has_controllers(cluster: Cluster) -> bool:
     except TimeoutError:
         return False
     return True
-
-
-def has_nodes(cluster: Cluster) -> bool:
-    """Whether a node runs pods."""
-    return any(
-        condition["type"] == "Ready" and condition["status"] == "True"
-        for node in cluster.objects("Node")
-        for condition in node.get("status", {}).get("conditions", ())
-    )

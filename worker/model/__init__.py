@@ -1,1 +1,1 @@
-"""The model: base weights, adapter, attention, memory."""
+"""The model: base weights, adapter, attention, head, memory; what its answers may be (schemas, calls of tools)."""

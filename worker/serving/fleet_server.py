@@ -1,7 +1,7 @@
 """One member of a rollout fleet: vLLM's own HTTP server for one base model, for many jobs and users at once.
 
-Jobs (fleet.py) send groups of answers to our own routes, and inference servers (worker/serving/fleet_model.py) send
-OpenAI's requests. The name of the model in a request is that of an adapter in the
+Jobs (worker/sampling/fleet.py) send groups of answers to our own routes, and inference servers
+(worker/serving/fleet_model.py) send OpenAI's requests. The name of the model in a request is that of an adapter in the
 blob store, which vLLM has this process resolve. The process has no state but caches: clients send the requests of a
 lost member to another one.
 

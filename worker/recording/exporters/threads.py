@@ -1,4 +1,4 @@
-"""Export metrics to exporters without blocking the run.
+"""Export metrics to services without blocking the run.
 
 Each exporter has a queue and a thread. Failed exports are retried until the run ends, and the job gets one warning. A
 resumed run fills gaps of the last attempt by comparing its recorded steps with the last step of the service.
