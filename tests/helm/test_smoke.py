@@ -142,7 +142,7 @@ FIRST_KEY_OF_ANOTHER = {"regraft-first-key": {"key": "a-key-that-the-api-does-no
 @pytest.mark.parametrize(
     ("values", "secrets", "status", "message"),
     [
-        ({}, {}, 0, "ready and lists 1 models: tiny"),
+        ({}, {}, 0, "models: tiny"),
         ({}, FIRST_KEY_OF_ANOTHER, 1, "The API refused the first key."),
         ({"firstKey": {"existingSecret": ""}}, {}, 0, "refuses requests without a key"),
         ({"fullnameOverride": "absent"}, {}, 1, "cannot be reached"),

@@ -13,7 +13,7 @@ from tests.fakes import learn
 from tests.present import present
 from tests.tiny import make_byte_model
 from tests.worker.test_training import asked
-from worker.model.json_schema import every_token
+from worker.model.json_schema import every_token, forbidden
 from worker.model.policy import Policy, load_base
 from worker.sampling import Sampling, grouped
 from worker.sampling.transformers import TransformersSampler
@@ -137,3 +137,7 @@ def test_where_memory_cannot_be_pinned_a_mask_is_in_ordinary_memory(monkeypatch:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # a driver, but no pinned memory
 
     assert every_token(2, 33).tolist() == [[-1, -1], [-1, -1]]
+
+
+def test_no_positions_have_no_forbidden_tokens() -> None:
+    assert forbidden(torch.zeros(0, 3, dtype=torch.int32), 70).shape == (0, 70)

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from worker.model.json_schema import forbidden
 from worker.model.model_structure import Head
@@ -157,6 +158,7 @@ class _ThroughHead(torch.autograd.Function):
         return torch.cat(logp), statistic
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
         computation: Computation = ctx.computation
         if computation.weights:

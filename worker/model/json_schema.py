@@ -107,7 +107,7 @@ def forbidden(words: Tensor, size: int) -> Tensor:
     # By bytes, of which the first has the lowest bits: a bit takes a quarter of the memory that it takes by words.
     bits = 1 << torch.arange(8, dtype=torch.uint8, device=words.device)
     unset = (words.contiguous().view(torch.uint8)[:, :, None] & bits) == 0
-    return unset.view(len(words), -1)[:, :size]
+    return unset.view(len(words), 8 * unset.shape[1])[:, :size]
 
 
 def take(matcher: LLMatcher, token: int) -> None:
