@@ -453,7 +453,7 @@ def test_a_plan_within_limits_has_engines_of_the_smallest_sizes() -> None:
 def test_an_engine_sleeps_only_if_main_memory_has_room_for_its_weights() -> None:
     """Pinned memory takes up to twice as much."""
     shape = replace(llama_shape(*LLAMA_8B), parameters=4, adaptable=(LinearLayer("q_proj", "attention", 3),))
-    base = untyped(SimpleNamespace(shape=shape, engines=SimpleNamespace(engines=2)))
+    base = untyped(SimpleNamespace(shape=shape, engines=SimpleNamespace(engines=2, tensor_parallel=1)))
     work = Workload(rank=9, prompt=1, completion=1, in_flight=2)
 
     weights, adapter = 4 * 2, 16 * 3 * 2  # of a rank between 8 and 16, vLLM allocates 16
