@@ -13,8 +13,9 @@ INSTALLER ?= uv
 GPU ?= $(wildcard /dev/nvidiactl)
 # SAMPLER=vllm samples the demo with vLLM, whatever the model's entry says.
 SAMPLER ?= registry
-# Files of tests are dealt out to this many processes, in the order of tests/order.py: those that take longest first.
-TEST_PROCESSES ?= 2
+# Files of tests are dealt out to this many processes, in the order of tests/order.py: those that take longest first. One
+# more than two cores, because tests wait for services, engines and browsers.
+TEST_PROCESSES ?= 3
 DEAL = -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 # Fast tests run in two processes. Each imports only what its own tests need, which saves a third of the CPU time.
 FAST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not server"
