@@ -87,6 +87,8 @@ def installed(
         kubelet.wait_for(api, "readinessProbe", running["api"][1])
         kubelet.wait_for(worker, "readinessProbe", running["worker"][1])
         yield kubelet, running
+        # Only a server that has started ends with status 0.
+        kubelet.wait_for(inference, "readinessProbe", running["inference"][1])
         for pod, process in reversed(running.values()):
             process.send_signal(signal.SIGTERM)
             assert process.wait(pod.spec["terminationGracePeriodSeconds"]) == 0, pod.name
