@@ -978,7 +978,7 @@ def test_usage_is_summed_by_day_model_and_project(
     _, out, _ = regraft("usage", "--by", "day,model")
 
     today = time.strftime("%Y-%m-%d", time.gmtime())
-    assert re.search(rf"^{today} +tiny +1 min 30 s +0 +10 +0 +-$", out, re.MULTILINE), out
+    assert re.search(rf"^{today} +tiny +1 min 30 s +0 +0 +10 +0 +-$", out, re.MULTILINE), out
     assert in_json("usage", "--all-projects", "--by", "project")["data"][0]["gpu_seconds"] == 100.0
     assert [row.model for row in client.service.usage(by="model", days=1).data] == ["tiny", "large"]
     assert regraft("usage", "--by", "hour")[0] == 2
