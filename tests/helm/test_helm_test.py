@@ -5,12 +5,10 @@ tests/helm/test_smoke.py runs it against a whole service.
 
 import os
 import subprocess
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from contextlib import AbstractContextManager
 from typing import Any
 
+from tests.graders.servers import serving
 from tests.helm.charts import CHART, VARIATIONS, environment, pods, profile, render
 from tests.servers import reserve_ports
 
@@ -42,28 +40,9 @@ def test_the_pod_ends_before_kubernetes_ends_it() -> None:
     assert float(environment(pod)["RETRY_SECONDS"]) < pod.spec["activeDeadlineSeconds"] / 2
 
 
-@contextmanager
-def api(statuses: list[int]) -> Iterator[str]:
+def api(statuses: list[int]) -> AbstractContextManager[str]:
     """The address of an API that responds with these statuses, and then with 200."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(statuses.pop(0) if statuses else 200)
-            self.end_headers()
-            self.wfile.write(b'{"data": [{"id": "tiny"}]}')
-
-        def log_message(self, format: str, *args: Any) -> None:
-            """Log nothing."""
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    return serving(lambda path, body: (statuses.pop(0) if statuses else 200, '{"data": [{"id": "tiny"}]}'))
 
 
 def check(url: str, retry_seconds: int) -> "subprocess.CompletedProcess[str]":

@@ -25,6 +25,7 @@ from tests.worker.test_memory import LLAMA_8B, llama_shape
 from tests.worker.test_training import asked, relative_difference
 from tests.worker.test_updates import MIXED, sampled
 from worker import process
+from worker.attempt import Attempt
 from worker.child import status_of
 from worker.engine.client import EngineLost
 from worker.engine.options import EngineConfig
@@ -479,6 +480,15 @@ UPDATE = Update(token_budget=2048, most=8192, activations=8 * GIB, attention=GIB
 WHOLE = Shortage("trainer", "CUDA out of memory", wanted=3 * GIB, free=GIB, tokens=1024)
 
 
+def run_memory_of(
+    attempt: Attempt, memory: DeviceMemory, *, record: PlanRecord = RECORD, engines_rest: bool = True
+) -> RunMemory:
+    """The memory of a run whose sizes are those of the record."""
+    return RunMemory(
+        attempt, record, engines_rest=engines_rest, update=UPDATE, engine=EngineSizes(2048), device=memory
+    )
+
+
 DIVISIBLE = replace(WHOLE, divisible=True)
 
 
@@ -517,14 +527,7 @@ class TestTheMeasuredUpdate:
     def test_is_recorded_with_both_numbers_and_begins_the_first_computation(
         self, bench: Bench, make_policy: Callable[..., Policy]
     ) -> None:
-        run_memory = RunMemory(
-            bench.attempt(),
-            RECORD,
-            engines_rest=True,
-            update=UPDATE,
-            engine=EngineSizes(2048),
-            device=device(10 * GIB),
-        )
+        run_memory = run_memory_of(bench.attempt(), device(10 * GIB))
 
         assert run_memory.fit(15 * GIB) == replace(SIZES, token_budget=1792) == run_memory.sizes
 
@@ -577,14 +580,7 @@ def events_of(bench: Bench) -> Sequence[Event]:
 
 class TestTheRecord:
     def test_lets_the_next_attempt_and_the_next_job_begin_there(self, bench: Bench) -> None:
-        run_memory = RunMemory(
-            bench.attempt(),
-            RECORD,
-            engines_rest=True,
-            update=UPDATE,
-            engine=EngineSizes(2048),
-            device=device(10 * GIB),
-        )
+        run_memory = run_memory_of(bench.attempt(), device(10 * GIB))
         engines = Engines()
         run_memory.use(engines)
 
@@ -602,14 +598,7 @@ class TestTheRecord:
         assert plan_record.limits_of(bench.attempt(), "A100", RECORD.workload) == SizeLimits()
 
     def test_has_the_numbers_in_an_event(self, bench: Bench) -> None:
-        run_memory = RunMemory(
-            bench.attempt(),
-            RECORD,
-            engines_rest=True,
-            update=UPDATE,
-            engine=EngineSizes(2048),
-            device=device(10 * GIB),
-        )
+        run_memory = run_memory_of(bench.attempt(), device(10 * GIB))
         run_memory.use(Engines())
 
         run_memory.lower(WHOLE)
@@ -626,14 +615,7 @@ class TestTheRecord:
         assert (numbers["before"]["cache_bytes"], numbers["after"]["cache_bytes"]) == (8 * GIB, 4 * GIB)
 
     def test_forgets_a_shortage_that_other_processes_made(self, bench: Bench) -> None:
-        run_memory = RunMemory(
-            bench.attempt(),
-            RECORD,
-            engines_rest=True,
-            update=UPDATE,
-            engine=EngineSizes(2048),
-            device=device(30 * GIB),
-        )
+        run_memory = run_memory_of(bench.attempt(), device(30 * GIB))
         run_memory.use(Engines())
 
         assert run_memory.lower(WHOLE).cache_bytes == 4 * GIB
@@ -696,9 +678,7 @@ class TestTheRecord:
     def test_takes_no_process_that_starts_meanwhile_for_the_engine(self, bench: Bench) -> None:
         taken = [0]
         memory = DeviceMemory(lambda kind: 40 * GIB - taken[0], lambda kind: 80 * GIB, lambda kind: 40 * GIB)
-        run_memory = RunMemory(
-            bench.attempt(), RECORD, engines_rest=True, update=UPDATE, engine=EngineSizes(2048), device=memory
-        )
+        run_memory = run_memory_of(bench.attempt(), memory)
         taken[0] = 30 * GIB
 
         run_memory.fit(20 * GIB)
@@ -709,15 +689,7 @@ class TestTheRecord:
     def test_ends_with_the_figures_and_remedies_when_nothing_is_left(self, bench: Bench) -> None:
         least = replace(RECORD, sizes=PlanSizes(64, 2 * GIB, sleeps=True, checkpointed=True))
         ours, others = (
-            RunMemory(
-                bench.attempt(),
-                least,
-                engines_rest=True,
-                update=UPDATE,
-                engine=EngineSizes(2048),
-                device=device(taken * GIB),
-            )
-            for taken in (2, 30)
+            run_memory_of(bench.attempt(), device(taken * GIB), record=least) for taken in (2, 30)
         )
 
         with pytest.raises(
@@ -728,14 +700,7 @@ class TestTheRecord:
             others.lower(WHOLE)
 
     def test_ends_the_attempt_if_the_engines_are_sampling(self, bench: Bench) -> None:
-        run_memory = RunMemory(
-            bench.attempt(),
-            RECORD,
-            engines_rest=False,
-            update=UPDATE,
-            engine=EngineSizes(2048),
-            device=device(0),
-        )
+        run_memory = run_memory_of(bench.attempt(), device(0), engines_rest=False)
         run_memory.use(Engines())
 
         with pytest.raises(LoweredForNextAttempt):
@@ -745,14 +710,7 @@ class TestTheRecord:
         assert lowered_sizes.cache_bytes == 4 * GIB
 
     def test_of_an_engine_lowers_its_cache_until_the_attempt_has_to_end(self, bench: Bench) -> None:
-        run_memory = RunMemory(
-            bench.attempt(),
-            RECORD,
-            engines_rest=True,
-            update=UPDATE,
-            engine=EngineSizes(2048),
-            device=device(0),
-        )
+        run_memory = run_memory_of(bench.attempt(), device(0))
 
         shares = [run_memory.lower_engine(Shortage("sampler", "")) for _ in range(2)]
         assert [share.cache_bytes // GIB for share in shares] == [4, 2]
@@ -761,13 +719,8 @@ class TestTheRecord:
         assert run_memory.sizes.sleeps
 
     def test_has_the_engines_sleep_before_a_step_once_the_sizes_say_so(self, bench: Bench) -> None:
-        run_memory = RunMemory(
-            bench.attempt(),
-            replace(RECORD, sizes=replace(SIZES, cache_bytes=2 * GIB)),
-            engines_rest=True,
-            update=UPDATE,
-            engine=EngineSizes(2048),
-            device=device(0),
+        run_memory = run_memory_of(
+            bench.attempt(), device(0), record=replace(RECORD, sizes=replace(SIZES, cache_bytes=2 * GIB))
         )
         engines = Engines()
         run_memory.use(engines)
@@ -854,9 +807,7 @@ class TestTheRecord:
         attempt = replace(bench.attempt(), shared=untyped(object()) if is_shared else None)
         memory = device(0 if is_shared else 30 * GIB)
         plan_record.begin(attempt, RECORD)
-        run_memory = RunMemory(
-            attempt, RECORD, engines_rest=False, update=UPDATE, engine=EngineSizes(2048), device=memory
-        )
+        run_memory = run_memory_of(attempt, memory, engines_rest=False)
         waits = RunsAlone if is_shared else MemoryTaken
 
         with pytest.raises(waits):
