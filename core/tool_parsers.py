@@ -18,7 +18,6 @@ _MARKS = (
 PARSED = tuple(name for _, name in _MARKS if name is not None)
 
 
-FORMAT_PARAM = "method.reinforcement.response_format"
 NO_FORMAT = "an answer that a response_format constrains cannot have calls; leave out the one or the other."
 
 

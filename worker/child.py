@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from core.claims import Claim, LeaseLost
 from core.database.engine import Database
 from core.jobs import lifecycle
+from core.jobs.params import GRADER_PARAM
 from core.outages import Resource
 from core.registry import InvalidRegistry
 from core.response_format import SchemaTooLarge
@@ -44,7 +45,6 @@ from worker.out_of_memory import OutOfDeviceMemory, OutOfMainMemory, Shortage
 from worker.progress import PROGRESS
 from worker.recording.exporters.threads import has_abandoned_threads
 from worker.refusals import (
-    GRADER_PARAM,
     LoweredForNextAttempt,
     MachineLacks,
     MemoryTaken,

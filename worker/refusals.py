@@ -10,13 +10,12 @@ from contextlib import contextmanager
 from typing import ClassVar
 
 from core.errors import ModelNotFound, ServiceError
+from core.jobs.params import GRADER_PARAM
 from core.outages import Resource, TemporarilyUnavailable, outage
 from core.storage.disk import NoRoom
 from graders.build import NotConfigured
 
 log = logging.getLogger(__name__)
-
-GRADER_PARAM = "method.reinforcement.grader"
 
 
 class UserMistake(Exception):

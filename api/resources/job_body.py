@@ -26,6 +26,7 @@ from core.jobs.budgets import Price
 from core.jobs.distillation import Distillation
 from core.jobs.hyperparameters import Hyperparameters
 from core.jobs.job_files import SAME_FILE
+from core.jobs.params import GRADER_PARAM
 from core.response_format import ResponseFormat
 from core.storage.splitting import MAX_SHARE
 from core.strict import StrictModel
@@ -33,7 +34,6 @@ from graders.build import reward_model_parts
 from graders.formula import Formula, FormulaError
 from graders.spec import GIVE_STEPS, GraderSpec, MultiSpec, SelectSpec, dump, parse_grader
 
-GRADER_PARAM = "method.reinforcement.grader"
 GRADER_PATH = tuple(GRADER_PARAM.split("."))
 # The `dependencies` of endpoints whose body is that of a job.
 TAKES_JOB = [Depends(ResolvesGraders(GRADER_PATH, keep=True))]

@@ -8,7 +8,7 @@ from api.http.deps import Service
 from api.http.schema_checks import refuse_unusable_schema
 from api.resources.graders import refuse
 from api.resources.integrations import to_rows
-from api.resources.job_body import GRADER_PARAM, MAX_MULTIPLIER, JobCreate, Method, Reinforcement
+from api.resources.job_body import MAX_MULTIPLIER, JobCreate, Method, Reinforcement
 from core.database.tables import Preview, Project
 from core.errors import InvalidRequest, NotFound
 from core.jobs import distillation, estimates, full, methods, resources
@@ -18,6 +18,7 @@ from core.jobs.distillation import Distillation, OnPolicyDistillation
 from core.jobs.hyperparameter_groups import Lora
 from core.jobs.hyperparameter_places import param_of
 from core.jobs.hyperparameters import NO_ENGINES_OF_ITS_OWN, NO_SAMPLER_OF_ITS_OWN
+from core.jobs.params import GRADER_PARAM, TEACHER_PARAM
 from core.model_templates import is_reasoning
 from core.registry import BaseModelEntry, SamplerName, sampler_of
 from core.results import lineage, previews
@@ -292,9 +293,6 @@ def refuse_unusable_reward_models(
 
 def _checkpoint_of(tuned: Parent | None) -> str | None:
     return None if tuned is None else tuned.checkpoint_id
-
-
-TEACHER_PARAM = "method.distillation.teacher.model"
 
 
 def refuse_unusable_teacher(

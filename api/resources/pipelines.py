@@ -22,6 +22,7 @@ from core.database.engine import Work
 from core.database.tables import EvalRun, Job, Pipeline, Project
 from core.errors import InvalidRequest, ModelNotFound
 from core.evals import summary, targets
+from core.jobs.params import TEACHER_PARAM
 from core.masking import hide_secrets
 from core.pipelines import graph, lifecycle
 from core.pipelines.lifecycle import Stage
@@ -183,7 +184,7 @@ async def _refuse_stage(stage: StageCreate, where: str, service: Service, projec
         try:
             if not any(path.startswith(".method") for path in named):
                 await job_checks.refuse_unusable(job, service, project)
-            if named.isdisjoint((".model", f".{job_checks.TEACHER_PARAM}")):
+            if named.isdisjoint((".model", f".{TEACHER_PARAM}")):
                 await to_thread.run_sync(job_checks.accept, job, service, project)
             await to_thread.run_sync(_refuse_files, job, named, service, project)
         except ModelNotFound as missing:

@@ -40,6 +40,7 @@ from core.evals import targets
 from core.inference import InferenceNotReady, UnknownToInference, address_of, not_served
 from core.jobs import estimates
 from core.jobs.job_files import in_words
+from core.jobs.params import FORMAT_PARAM
 from core.model_templates import files_of
 from core.outages import Resource
 from core.results import evals, preview_report, previews
@@ -60,7 +61,7 @@ from core.storage import datasets
 from core.storage.datasets import Example, InvalidDataset, LineError
 from core.storage.store import BlobStore
 from core.tenancy import tenants
-from core.tool_parsers import FORMAT_PARAM, NO_FORMAT, tools_problem
+from core.tool_parsers import NO_FORMAT, tools_problem
 from graders.hazards.pool import OWNER
 from graders.run import grade_all
 from graders.spec import dump

@@ -8,6 +8,7 @@ from sqlalchemy.orm import Session
 from core.database.tables import Job
 from core.errors import InvalidRequest, ModelNotFound, NotFound, TunedModelNotFound
 from core.jobs.distillation import teacher_of, top_of
+from core.jobs.params import GRADER_PARAM, TEACHER_PARAM
 from core.registry import Registry
 from core.results.lineage import Parent, grading_model, start_of
 from core.settings import Settings
@@ -26,10 +27,10 @@ from worker.prepare.model import BaseModel
 from worker.prepare.task import PromptTask
 from worker.prepare.teachers import TeacherModel
 from worker.recording.checkpoints import JobCheckpoints
-from worker.refusals import GRADER_PARAM, UserMistake
+from worker.refusals import UserMistake
 from worker.rollout.distillation_rewards import TeacherRewards
 from worker.rollout.reward_models import LoadedRewardModel, read_reward_model
-from worker.rollout.served_teacher import RETRIES, TEACHER_PARAM, ServedTeacher
+from worker.rollout.served_teacher import RETRIES, ServedTeacher
 from worker.training.teacher import PolicyTeacher
 
 

@@ -13,6 +13,7 @@ import torch
 from core.jobs.distillation import other_base
 from core.jobs.hyperparameters import Resolved
 from core.jobs.offline_hyperparameters import ResolvedOffline
+from core.jobs.params import TEACHER_PARAM
 from core.registry import BaseModelEntry
 from core.results.lineage import Parent
 from core.storage.manifests import Damaged
@@ -23,7 +24,6 @@ from worker.model.parent import Adapters
 from worker.model.policy import DTYPES, Policy, read_config, read_tokenizer, source_of
 from worker.model.sizing import Shape
 from worker.refusals import UserMistake
-from worker.rollout.served_teacher import TEACHER_PARAM
 from worker.training.distributed import load_second
 from worker.training.rank_model import Model
 from worker.training.teacher import TeacherPolicy

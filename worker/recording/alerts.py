@@ -7,13 +7,14 @@ from typing import Any
 
 from core.jobs.hyperparameter_places import param_of
 from core.jobs.hyperparameters import Resolved
+from core.jobs.params import GRADER_PARAM
 from core.step_metrics import StepMetrics
 from graders.types import ErrorKind, Grade
 from worker.gpu_ratio import RatioMeasurement
 from worker.history import History, Steps
 from worker.interfaces import Recorder
 from worker.recording import metrics, stopping
-from worker.refusals import GRADER_PARAM, UserMistake
+from worker.refusals import UserMistake
 from worker.training import grpo
 from worker.training.policy_loss import training_rewards
 from worker.types import Group

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from core.jobs.params import GRADER_PARAM
 from core.results.lineage import Parent
 from core.storage.manifests import Damaged
 from core.storage.offline_rows import step_ends
@@ -24,7 +25,7 @@ from worker.model.parent import Adapters
 from worker.model.policy import REWARD_HEAD, Policy
 from worker.model.reward_head import RewardHead, Scale
 from worker.offline.rows import ChatTemplate, answers_pack, scored_at_steps, scored_at_the_end
-from worker.refusals import GRADER_PARAM, ChatTemplateFailed, InvalidModel, UserMistake
+from worker.refusals import ChatTemplateFailed, InvalidModel, UserMistake
 from worker.types import Pack, Prompt
 
 # Of one answer, by the name of the model; a text says why there is none.

@@ -18,6 +18,7 @@ import httpx
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from core.jobs.params import TEACHER_PARAM
 from core.outbound.http import is_passing, trusted_client
 from graders.calls import CallRetryPolicy, NoAnswer, RateLimit, Reply, ServerAway, post, quoted_reply
 from graders.judge.judges import JudgeModel
@@ -27,7 +28,6 @@ from graders.types import TokenUsage
 from worker.refusals import ModelUnavailable, UserMistake
 from worker.types import Pack, Prompt, Rollout, TopTokens, TrainingSequence
 
-TEACHER_PARAM = "method.distillation.teacher.model"
 TOP_K_PARAM = "method.distillation.hyperparameters.advanced.loss.top_k"
 
 # Of a request that fails although the server is there: they take about a minute in all.

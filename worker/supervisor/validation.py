@@ -20,6 +20,7 @@ from core.jobs.distillation import asked_of, teacher_of
 from core.jobs.full import is_full
 from core.jobs.job_files import SAME_FILE, BadFile, in_words
 from core.jobs.methods import OFFLINE, variant
+from core.jobs.params import FORMAT_PARAM, GRADER_PARAM
 from core.model_templates import files_of, is_reasoning
 from core.outages import Resource, outage
 from core.pipelines import lifecycle as pipelines
@@ -30,7 +31,7 @@ from core.storage import files
 from core.storage.datasets import MAX_TRAINING_ROWS, MAX_VALIDATION_ROWS, Example, InvalidDataset
 from core.storage.store import BlobStore
 from core.telemetry import logs, tracing
-from core.tool_parsers import FORMAT_PARAM, NO_FORMAT, tools_problem
+from core.tool_parsers import NO_FORMAT, tools_problem
 from graders.backends import Backends, InvalidBackends
 from graders.build import (
     NotConfigured,
@@ -58,7 +59,7 @@ from worker.attempt import report_outage
 from worker.heartbeat import HeartbeatGrader
 from worker.lease import LeaseKeeper
 from worker.model import capacity
-from worker.refusals import GRADER_PARAM, NotKnownYet, UserMistake, first_line, waiting_for_names
+from worker.refusals import NotKnownYet, UserMistake, first_line, waiting_for_names
 from worker.supervisor.offline_validation import fail_for, validate_offline
 from worker.supervisor.probes import NoProbe, probe
 
